@@ -84,7 +84,7 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
     show(*format_times(times), f"{plural(frames_done, 'image')}{results}")
     if media.problems:
         bad, count = len(media.problems), len(media.items)
-        show(f"warning: {bad} of the {count} sources could not be read, or not to the end; see above")
+        show(f"warning: {bad} of the {count} sources could not be read completely; see above")
     return {"folder": str(folder) if results else None, "images": frames_done, "problems": media.problems}
 
 
@@ -107,13 +107,15 @@ def main() -> None:
 
 
 def run(**flags: Any) -> dict[str, Any]:
-    """Detect from Python: `detect.run(weights="best.pt", source="photos")`. The flags are those of the command, by
-    their names with underscores.
+    """Detect from Python: `detect.run(weights="best.pt", source="photos")`.
 
     Returns the run's `folder`, None if nothing was written, the number of `images`, and `problems`: a message for each
-    source that could not be read, or not to the end. Raises `UserError` if the command would end with another error.
+    source that could not be read completely. Raises `UserError` if the command would end with another error.
+
+    Args:
+        flags: flags of the command, by name with underscores
     """
-    return call(detect, Path(__file__).stem, flags)  # the stem, for scripts name no task
+    return call(detect, Path(__file__).stem, flags)  # the stem, because the names of scripts are not tasks
 
 
 def batches(media: Media, predictor: Predictor, batch_size: int) -> Iterator[list[tuple[Frame, Item]]]:
@@ -125,7 +127,7 @@ def batches(media: Media, predictor: Predictor, batch_size: int) -> Iterator[lis
 
 
 def show_warnings(problems: Sequence[str], shown: int) -> int:
-    """Print the problems after the first `shown` ones; return the number of all."""
+    """Print all problems except the first `shown` ones; return the number of all problems."""
     for problem in problems[shown:]:
         show(f"warning: {problem}")
     return len(problems)
@@ -158,7 +160,7 @@ def groups(frames: Iterable[tuple[Frame, Item]], most: int) -> Iterator[list[tup
 
 
 class FileNames:
-    """File stems of the items: each item's own name, with a number if an earlier item has the same."""
+    """The file stems of the items; each item keeps its own name, with a number if an earlier item has the same name."""
 
     def __init__(self, items: Sequence[MediaItem]) -> None:
         self.stems = dict(zip(items, unique_stems([item.name for item in items]), strict=True))
@@ -170,7 +172,7 @@ class FileNames:
 
 
 class Output(ABC):
-    """Writes something about every frame: a context manager over all frames, called with each."""
+    """A writer for every frame: a context manager over all frames, called with each."""
 
     def __enter__(self) -> Output:
         return self
@@ -264,7 +266,7 @@ class LabelFiles(Output):
 
 
 class PredictionTable(Output):
-    """predictions.csv: a row for every prediction; no file without a frame."""
+    """predictions.csv: a row for every prediction; there is no file if there was no frame."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

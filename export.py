@@ -44,9 +44,12 @@ NEEDLESS_FLAGS = {
 
 
 def export(given: Mapping[str, Any]) -> list[str]:
-    """Export the weight files to all formats that the flags name, by their names; return the files' paths.
+    """Export the weight files to all formats that the flags name; return the paths of the exported files.
 
-    Raises `Stopped` with exit code 1 if a format was asked for that only another program can write.
+    Raises `Stopped` with exit code 1 if only another program can write one of the formats.
+
+    Args:
+        given: flags by name
     """
     options = over_defaults(ExportOptions, given)
     if options.device == "mps":
@@ -100,7 +103,12 @@ def trtexec(job: ExportJob, stem: Path) -> str:
 def prepare(
     name: str, content: Weights, options: ExportOptions, size: ImageSize, device: torch.device, names: dict[int, str]
 ) -> ExportJob:
-    """Build the model of a weight file for its export. names: of the classes. Raises `UserError`."""
+    """Build the model of a weight file for its export. Raises `UserError`.
+
+    Args:
+        name: name of the weight file, for messages
+        names: class names by number
+    """
     task_name = common_task({name: content})
     assert content.model is not None
     kind = TASKS[task_name].load()
@@ -141,7 +149,7 @@ def messages(options: ExportOptions, job: ExportJob) -> list[str]:
 
 
 def megabytes(path: Path) -> float:
-    """Return the size of a file, or of the files in a folder."""
+    """Return the size of a file, or of all files in a folder, in MB."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file()) / 1e6
 
@@ -152,11 +160,13 @@ def main() -> None:
 
 
 def run(**flags: Any) -> list[str]:
-    """Export from Python: `export.run(weights="best.pt", include=["onnx"])`. The flags are those of the command, by
-    their names with underscores.
+    """Export from Python: `export.run(weights="best.pt", include=["onnx"])`.
 
     Returns the paths of the files, in the order of the weights and of `include`. Raises `UserError` if the command
     would end with an error.
+
+    Args:
+        flags: flags of the command, by name with underscores
     """
     files: list[str] = call(lambda given: {"files": export(given)}, "export", flags)["files"]
     return files

@@ -1,8 +1,8 @@
 """Models for `torch.hub.load(FOLDER, "custom", path="best.pt", source="local")`, as YOLOv5's hub names them.
 
-Each is a `Predictor`, whose arguments (predictor.py) may follow. The names are `custom` and those of YOLOv5's release
-files: yolov5n to yolov5x, yolov5n6 to yolov5x6, yolov5n-seg to yolov5x-seg, yolov5n-cls to yolov5x-cls; and yolov9t,
-yolov9s, yolov9m, yolov9c.
+Each is a `Predictor`, whose arguments (predictor.py) may follow. The names are `custom` and the names of YOLOv5's
+release files: yolov5n to yolov5x, yolov5n6 to yolov5x6, yolov5n-seg to yolov5x-seg, yolov5n-cls to yolov5x-cls; and
+yolov9t, yolov9s, yolov9m, yolov9c.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ dependencies = ["torch", "torchvision", "cv2", "numpy", "PIL", "yaml", "filelock
 
 
 def custom(path: Any = "yolov5s.pt", *, pretrained: bool = True, _verbose: bool = True, **arguments: Any) -> Predictor:
-    """Return a `Predictor` of a weight file. pretrained, _verbose: of YOLOv5; `_verbose=False` prints warnings only."""
+    """Return a `Predictor` of a weight file.
+
+    Args:
+        path: one name or several, for an ensemble
+        pretrained: accepted as in YOLOv5; False raises `UserError`
+        _verbose: whether to print more than warnings, as in YOLOv5
+        arguments: arguments of `Predictor`
+    """
     from predictor import Predictor
     from utils.errors import UserError
 

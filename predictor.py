@@ -32,7 +32,7 @@ from utils.files import located
 from utils.python_api import aliases, checked, in_python, python_errors
 from utils.stage_times import POSTPROCESSING, StageTimer
 
-# The flags of detect.py that are arguments of `Predictor`, and those of them that can be changed later.
+# The flags of detect.py that are arguments of `Predictor`, and the ones that can be changed later.
 ARGUMENTS = (
     *("weights", "imgsz", "conf_thres", "iou_thres", "max_det", "classes", "agnostic_nms", "augment", "retina_masks"),
     *("half", "device", "data", "layers", "task_file", "quiet"),
@@ -43,10 +43,15 @@ THRESHOLDS = ("conf_thres", "iou_thres", "max_det", "classes", "agnostic_nms", "
 class Predictor:
     """A model, or an ensemble of several, for images of any size.
 
-    The arguments are flags of detect.py (`ARGUMENTS`), with their defaults: `weights` is one name or several, `imgsz`
-    one number or (height, width). bgr: arrays and tensors are BGR, as OpenCV reads them, instead of RGB. `bgr` and the
-    `THRESHOLDS` are attributes that can be set. Prints how the image size was chosen, and warnings; `quiet`: these
-    only. Raises `UserError`, whose message says what to do.
+    The arguments are flags of detect.py (`ARGUMENTS`), with their defaults. `bgr` and the `THRESHOLDS` are attributes
+    that can be set. Prints how the image size was chosen, and warnings. Raises `UserError`, whose message says what to
+    do.
+
+    Args:
+        weights: one name or several, for an ensemble
+        imgsz: one number or (height, width)
+        bgr: whether arrays and tensors are BGR, as OpenCV reads them, instead of RGB
+        quiet: whether only warnings are printed
     """
 
     bgr: bool
@@ -59,8 +64,8 @@ class Predictor:
     inference: Inference
     stride: int
     size: ImageSize
-    settings: dict[str, Any]  # of the training of the weights
-    files: dict[str, list[Path]]  # that were read, by kind
+    settings: dict[str, Any]  # settings of the run that trained the weights
+    files: dict[str, list[Path]]  # files that were read, by kind
 
     def __init__(
         self, weights: str | Path | Sequence[str | Path] = "yolov5s.pt", *, bgr: bool = False, **arguments: Any
@@ -84,7 +89,7 @@ class Predictor:
     def _build(self, given: Mapping[str, Any]) -> list[str]:
         """Set all attributes; return lines for the console."""
         options = from_plain(DetectOptions, given)
-        sides_of(options.imgsz)  # refuses a wrong one before weights are downloaded
+        sides_of(options.imgsz)  # refuses a wrong size before weights are downloaded
         device = one_device("0" if options.device == "cuda" else str(options.device))
         weights, own = list(map(str, options.weights)), (str(options.layers), str(options.task_file))
         members = read_members(weights, *own, options.augment)
@@ -115,7 +120,7 @@ class Predictor:
         )
         lines = [*size.messages, *members.overridden({**given, "half": half})]
         if options.half and not half:
-            lines.append("warning: --half is for CUDA; taking full precision")
+            lines.append("warning: --half is for CUDA; using full precision")
         return [line for line in lines if not options.quiet or line.startswith("warning: ")]
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -153,12 +158,15 @@ class Predictor:
         return dict(self.task.names)
 
     def __call__(self, images: Any, size: int | Sequence[int] | None = None, **settings: Any) -> Any:
-        """Return the `Prediction` for an image, or `Results`, a list of them, for a list of images, a folder, a glob,
-        a `.txt` list, a video (one for each frame) or a tensor (b, 3, h, w).
+        """Return the `Prediction` for an image, or `Results`, a list of predictions, for several images.
 
-        An image: a path or address, a PIL image, an array (h, w, 3) or (h, w) of uint8, or a tensor (3, h, w) of uint8,
-        or of floats in 0 to 1. Boxes are in pixels of the image. For this call only: size, in pixels, one number or
-        (height, width), is rounded up to whole strides; settings are `THRESHOLDS` and `bgr`. Raises `UserError`.
+        An image is a path or address, a PIL image, an array (h, w, 3) or (h, w) of uint8, or a tensor (3, h, w) of
+        uint8, or of floats in 0 to 1. Several images are a list, a folder, a glob, a `.txt` list, a video (a prediction
+        for each frame) or a tensor (b, 3, h, w). Boxes are in pixels of the image. Raises `UserError`.
+
+        Args:
+            size: image size for this call only, one number or (height, width) in pixels, rounded up to whole strides
+            settings: `THRESHOLDS` and `bgr`, for this call only
         """
         if settings or size is not None:
             return self._changed({"imgsz": size, **settings})(images)
@@ -189,16 +197,17 @@ class Predictor:
         return other
 
     def _sized(self, imgsz: Any) -> ImageSize:
-        """Return an image size in whole strides. Raises `UserError` if it is wrong, or not that of an exported file."""
+        """Return an image size in whole strides.
+
+        Raises `UserError` if it is invalid, or not the one size of an exported file.
+        """
         given = checked(DetectOptions, {"imgsz": imgsz}, "Predictor", ("imgsz",))
         with python_errors(DetectOptions):
             sides = sides_of(given["imgsz"]) or self.size.sides
         size = ImageSize((sides[0], sides[-1])).rounded(self.stride)
         if self.size.is_fixed and size.sides != self.size.sides:
             height, width = self.size.sides
-            raise UserError(
-                f"size={imgsz}: the model was exported for images of {height}x{width} alone; leave size out"
-            )
+            raise UserError(f"size={imgsz}: the model was exported only for images of {height}x{width}; leave size out")
         return size
 
     def _predict_picture(self, picture: Picture) -> Prediction:
@@ -221,7 +230,7 @@ class Predictor:
 
 
 def class_numbers(classes: Sequence[str | int], names: Mapping[int, str]) -> tuple[int, ...]:
-    """Return the numbers of classes that are given by name or number. Raises `UserError` for an unknown one."""
+    """Return the numbers of classes that are given by name or number. Raises `UserError` for an unknown class."""
     numbers: list[int] = []
     for word in map(str, classes):
         found = [int(word)] if word.isdecimal() else [number for number, name in names.items() if name == word]

@@ -59,7 +59,7 @@ from val import Evaluator, evaluator
 
 DRAWN_BATCHES = 3  # training batches that are drawn into the run folder
 VALIDATION_BATCH = 32  # images per process and validation batch, at most
-TRACKER_SECONDS = 10.0  # for trackers to send the rest when a run is asked to end
+TRACKER_SECONDS = 10.0  # time for trackers to send their last data when a run must end
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class LoopOptions:
     """The flags that the loop reads."""
 
     epochs: int
-    batch_size: int  # of all processes
+    batch_size: int  # images of all processes
     seed: int
     patience: int
     nosave: bool
@@ -84,7 +84,7 @@ class LoopOptions:
 
 @dataclass
 class Training:
-    """A training run: its parts, as `assemble` makes them, and the loop over them."""
+    """The parts of a training run, which `assemble` makes, and the loop over them."""
 
     options: LoopOptions
     run: Run
@@ -100,7 +100,7 @@ class Training:
     weights_content: Mapping[str, Any]  # what goes into a weight file beside the tensors
 
     def __post_init__(self) -> None:
-        # Accelerate takes the mean over accumulated batches, which the images of an optimizer step account for.
+        # Accelerate takes the mean over accumulated batches; `images`, of a whole optimizer step, makes up for that.
         images = self.options.batch_size * self.run.accelerator.gradient_accumulation_steps
         retry = not self.options.no_oom_retry
         objective = partial(self.criterion.objective, images=images)
@@ -146,7 +146,9 @@ class Training:
     def train_on(self, shares: Sequence[Batch], number: int) -> None:
         """Run forward and backward, and the optimizer step if the batch is the last of the accumulated ones.
 
-        shares: the part of the batch of each of this process's logical processes; usually it is one.
+        Args:
+            shares: part of the batch of each of this process's logical processes; usually there is one
+            number: index of the batch in the epoch
         """
         accelerator, steps = self.run.accelerator, self.steps
         batches_so_far = steps.progress.epoch * len(self.loader) + number
@@ -206,7 +208,11 @@ class Training:
         self.steps.state.save(self.run.files, self.options.keep_state)
 
     def save_weights(self, names: Sequence[str], then: Callable[[], object] = lambda: None) -> None:
-        """Save the EMA in weights/ under these names. then: called once they are written."""
+        """Save the EMA in weights/ under these names.
+
+        Args:
+            then: function that is called once the files are written
+        """
         self.run.files.save_weights(names, self.steps.ema.model, then, **self.weights_content)
 
     def leave(self, request: StopRequested) -> None:
@@ -258,7 +264,7 @@ def train(training: Training) -> None:
 
 
 class Job(NamedTuple):
-    """What the flags name, read and checked: settings with all defaults, data, the model to start from, its task."""
+    """What the flags name, read and checked: settings with all defaults, data, initial model, task and fitness."""
 
     settings: Settings
     source: DataSource
@@ -275,7 +281,7 @@ class Inputs(NamedTuple):
     data: DataSet[Any]
     train_split: Split
     val_split: Split
-    factors: Mapping[str, float]  # of the learning rates of parameters, by name
+    factors: Mapping[str, float]  # learning-rate factors of parameters, by name
     messages: list[str]
 
 
@@ -321,7 +327,7 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     parsed_window(options.profile)
     if options.no_deterministic and options.logical_processes:
         raise UserError("--no-deterministic cannot be used with --logical-processes, which promises equal bytes")
-    if options.multi_scale:  # a model of one size only raises here
+    if options.multi_scale:  # raises here for a model of one size only
         task.build_model(start_from.yaml, data_options.largest(options.imgsz), start_from.source)
     chosen_kernels = seed_everything(options.seed, not options.no_deterministic)
     model = task.build_model(start_from.yaml, options.imgsz, start_from.source)
@@ -329,12 +335,12 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     messages = [*chosen_kernels, *[settings.choice] * bool(settings.choice)]
     messages += [located({"weights": weights, "data": [source.spec.file]})]
     messages += load_and_freeze(model, start_from, task, settings.select(ModelOptions))
-    messages += [f"the best epoch is that of the highest {options.fitness}"] * bool(options.fitness)
+    messages += [f"the best epoch is the one with the highest {options.fitness}"] * bool(options.fitness)
     factors, about_rates = rate_factors(model, options.lr_factor)
     messages += about_rates
     messages += unread_message(settings.hyp, task.unread(start_from.yaml), model_words(start_from.yaml))
     settings, rules = settings.for_weights(start_from.known_share(model, task))
-    images = max(options.batch_size // run.accelerator.num_processes, VALIDATION_BATCH)  # of this process's batch
+    images = max(options.batch_size // run.accelerator.num_processes, VALIDATION_BATCH)  # in this process's batch
     batch_bytes = images * 3 * data_options.largest(model.imgsz) ** 2
     workers, warnings = memory.loader_processes(options.workers, batch_bytes)
     data = source.open(model.imgsz, model.stride, replace(data_options, workers=workers))
@@ -349,8 +355,9 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
 
 
 def with_class_weights(settings: Settings, task: Task, train_split: Split) -> tuple[Settings, Task, list[str]]:
-    """Return settings and task with the weights of --class-weights auto, over which those of --hyp prevail, and a line
-    about the weights of a run that has any. The settings of a resumed run have them already.
+    """Return settings and task with the class weights of --class-weights auto, and a line about the weights, if any.
+
+    Weights in --hyp take precedence over these. The settings of a resumed run have them already.
     """
     hyp: Any = settings.hyp
     if settings.options.class_weights == "auto" and not settings.saved:
@@ -364,7 +371,7 @@ def with_class_weights(settings: Settings, task: Task, train_split: Split) -> tu
 
 
 def assemble(settings: Settings) -> Training:
-    """Make the parts of a run from its settings, see `settings_of`. Raises `UserError` before it writes."""
+    """Make the parts of a run from its settings; see `settings_of`. Raises `UserError` before anything is written."""
     options = settings.options
     accelerator, precision = start(options.device, options.mixed_precision, options.dist_timeout, options.comm_hook)
     run = Run(accelerator, precision, options.quiet)
@@ -381,7 +388,7 @@ def assemble(settings: Settings) -> Training:
     run.print(*run.device_lines(options.verbose), *logical.messages(sync, accelerator.device), *inputs.messages)
     identity, saved = read_saved_state(run, settings, task.names, model.imgsz, train_split.identity())
     if saved:
-        model.load_state_dict(saved["model"])  # `task.criterion` may read what `adapt` changed in it
+        model.load_state_dict(saved["model"])  # before `task.criterion`, which may read what `adapt` has changed
     elif not options.noautoanchor:
         run.print(*task.adapt(model, train_split))
     criterion = task.criterion(model)
@@ -461,9 +468,9 @@ def measure_batch_size(run: Run, inputs: Inputs, criterion: Criterion) -> int:
 
 
 def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, Sequence[Path]], Sequence[str]]:
-    """Return the settings of a job, its files by purpose, and what a start says about the data.
+    """Return the settings of a job, its files by purpose, and the messages that a start prints about the data.
 
-    Raises `UserError` if it could not start.
+    Raises `UserError` if the job could not start.
     """
     job = read_job(settings)
     options = job.settings.options
@@ -493,7 +500,7 @@ def start_run(settings: Settings) -> None:
 def run_process(settings: Settings) -> None:
     """Train as one of the run's processes, or with --doctor examine the machines."""
     if settings.options.doctor:
-        from utils.doctor.doctor import run_doctor  # only here: no training needs it
+        from utils.doctor.doctor import run_doctor  # only here, because training does not need it
 
         memory.check_batch_size(settings.options.batch_size, settings.options.logical_processes)
         check_logical_processes(settings.select(SyncOptions))
@@ -508,11 +515,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(**flags: Any) -> dict[str, Any]:
-    """Train from Python, with the command's flags and hyperparameters: `train.run(data="my.yaml", lr0=0.02)`.
+    """Train from Python: `train.run(data="my.yaml", lr0=0.02)`.
 
     Returns the values of the best epoch by the names of results.csv, its `fitness`, and the run's `folder`. Raises
     `UserError` if the command would end with an error, and KeyboardInterrupt if Ctrl-C has stopped it; then everything
     is saved, and `train.run(resume=folder)` continues.
+
+    Args:
+        flags: flags of the command and hyperparameters, by name with underscores
     """
     task_file = flags.get("task_file") or flags.get("task")
     known = partial(hyperparameters, str(task_file or ""))
@@ -520,7 +530,11 @@ def run(**flags: Any) -> dict[str, Any]:
 
 
 def hyperparameters(task_file: str = "") -> list[str]:
-    """Return the names of the hyperparameters of all tasks. task_file: see `add_tasks`, '' for none."""
+    """Return the names of the hyperparameters of all tasks.
+
+    Args:
+        task_file: file or package of your own task, see `add_tasks`; '' for none
+    """
     if task_file:
         add_tasks(task_file)
     return sorted({field.name for entry in TASKS.values() for field in fields(entry.load().recipe)})

@@ -46,16 +46,24 @@ from utils.summary import DRAWN_IMAGES, Summary, evenly_spaced, job_values
 from utils.tracking.run_log import ValidationLog
 
 MANY_CLASSES = 50  # with more, a row per class is printed only with --verbose
-SPEED_DEFAULTS = {"conf_thres": 0.25, "iou_thres": 0.45, "square": True}  # of flags with --task speed
+SPEED_DEFAULTS = {"conf_thres": 0.25, "iou_thres": 0.45, "square": True}  # defaults of flags with --task speed
 SPLIT_OF_TASK = {"speed": "val"}  # the split of a --task that does not name one
 
 
 @dataclass
 class Evaluator:
-    """Validates models over this process's share of a split.
+    """A validator of models on this process's share of a split.
 
-    loader: delivers that share. images: in the whole split, for the progress bar. timer: measures the stages. keepers:
-    called with each batch and its predictions.
+    Attributes:
+        run: processes, folder and console of the run
+        criterion: loss of the first model's outputs
+        inference: forward pass and postprocessing
+        metrics: metrics of the task
+        loader: loader of this process's share of the split
+        images: number of images in the whole split, for the progress bar
+        loss_names: names of the loss terms
+        timer: timer of the stages
+        keepers: functions that are called with each batch and its predictions
     """
 
     run: Run
@@ -72,8 +80,10 @@ class Evaluator:
     def __call__(self, models: Sequence[Model], stop_requested: Callable[[], str] = str) -> Summary:
         """Return the metrics of the models, an ensemble if there are several; the same on every process.
 
-        The losses are those of the first model. stop_requested: returns a reason to stop, or ''; if it does on any
-        process, `StopRequested` is raised on all.
+        The losses come from the first model. Raises `StopRequested` on all processes if one of them is asked to stop.
+
+        Args:
+            stop_requested: returns the reason to stop, or ''
         """
         run, timer, records, losses = self.run, self.timer, [], []
         for model in models:
@@ -109,7 +119,8 @@ class Evaluator:
     def _mean_losses(self, losses: Sequence[tuple[int, float, list[float]]]) -> dict[str, float]:
         """Return the mean of each loss term, weighted by the criterion; nan without losses.
 
-        losses: of each batch the index of its first image, its weight and its terms.
+        Args:
+            losses: for each batch the index of its first image, its weight, and its loss terms
         """
         # Sorted, so that the sum's rounding does not depend on which process had which batch.
         weighted = [(weight, [weight * value for value in values]) for _, weight, values in sorted(losses)]
@@ -132,10 +143,14 @@ def evaluator(
     thresholds: Thresholds | None = None,
     square: bool = False,
 ) -> Evaluator:
-    """Make the evaluator of a split; `model` is one of those that it will be called with.
+    """Make the evaluator of a split.
 
-    batch_size: images per process. logged: number of images whose predictions go to trackers. draws: whether pictures
-    are drawn too.
+    Args:
+        model: one of the models that the evaluator will be called with
+        batch_size: number of images per process and batch
+        logged: number of images whose predictions go to trackers
+        draws: whether pictures are drawn too
+        square: whether all images are padded to squares
     """
     batches = run.collectives.shard(data.evaluation_batches(split, batch_size, square))
     drawn = frozenset(evenly_spaced(len(split.images), max(logged, DRAWN_IMAGES if draws else 0)))
@@ -147,7 +162,7 @@ def evaluator(
 
 @dataclass
 class Validation:
-    """A validation: its parts, as `assemble` makes them."""
+    """The parts of a validation, which `assemble` makes."""
 
     options: ValOptions
     run: Run
@@ -238,7 +253,11 @@ def keepers(validation: Validation) -> list[Callable[[Batch, Sequence[Prediction
 def write_labels(
     folder: Path, with_confidence: bool, hybrid: bool, batch: Batch, predictions: Sequence[Prediction]
 ) -> None:
-    """Write a label file for each image of a batch. hybrid: its labels, and the predictions that match none of them."""
+    """Write a label file for each image of a batch.
+
+    Args:
+        hybrid: whether to write the image's labels too, and to leave out the predictions that match one of them
+    """
     for prediction in [each.with_labels() for each in predictions] if hybrid else predictions:
         rows = prediction.label_rows(with_confidence)
         (folder / f"{Path(prediction.path).stem}.txt").write_text("".join(f"{row}\n" for row in rows))
@@ -271,9 +290,9 @@ def validate(validation: Validation) -> None:
 
 
 def write_coco(validation: Validation, predictions: Sequence[CocoImage]) -> None:
-    """Write the predictions of all processes as COCO's results, and COCO's metrics if there are annotations.
+    """Write the predictions of all processes in COCO's format, and COCO's metrics if there are annotations.
 
-    Raises `UserError` for annotations that do not fit, if --annotations names them, after the results are written.
+    Raises `UserError` for unsuitable annotations that --annotations names, after the results are written.
     """
     options, run, spec, images = validation.options, validation.run, validation.source.spec, validation.split.images
     name = SPLIT_OF_TASK.get(options.task, options.task)
@@ -299,41 +318,51 @@ def check_flags(members: Members, given: Mapping[str, Any], annotations: str) ->
 
 
 def with_size(options: ValOptions, sides: tuple[int, int], is_fixed: bool) -> ValOptions:
-    """Return the flags for images of a height and width.
+    """Return the flags for images of a height and width. Raises `UserError` if both are fixed and differ.
 
-    is_fixed: exactly; then `UserError` is raised if they differ. Otherwise the longer one is the side of a square.
+    Args:
+        sides: height and width, pixels
+        is_fixed: whether images must have exactly these sides; otherwise the longer one is the side of a square
     """
     height, width = sides
     if is_fixed and height != width:
         raise UserError(
-            f"--weights takes images of {height}x{width} alone, and val.py makes square ones; "
+            f"--weights takes only images of {height}x{width}, and val.py makes square ones; "
             "export it with --dynamic, or with one number for --imgsz"
         )
     return replace(options, imgsz=max(sides), square=options.square or is_fixed)
 
 
 def messages(options: ValOptions, half: bool, members: Members, is_fixed: bool = False) -> list[str]:
-    """Return lines about precision, square images, an ensemble, and --augment. is_fixed: a file takes one size only."""
+    """Return lines about precision, square images, an ensemble, and --augment.
+
+    Args:
+        is_fixed: whether an exported file takes one image size only
+    """
     lines = ["weights and images in half precision"] if half and len(members.exported) < len(members.files) else []
     if options.half and not half:
-        lines.append("warning: --half is for CUDA; taking full precision")
+        lines.append("warning: --half is for CUDA; using full precision")
     if is_fixed and "padding" in members.concerns:
-        lines.append("images are square: the metrics compare with those of a .pt under --square")
+        lines.append("images are square: the metrics are comparable with a .pt file's under --square")
     first, *others = members.files
     if others:
-        lines.append(f"an ensemble of {len(members.files)} models; the losses are those of {first}")
+        lines.append(f"an ensemble of {len(members.files)} models; the losses come from {first}")
     return lines + ["--augment: the model runs on scaled and mirrored copies of each image too"] * options.augment
 
 
 def metric_warnings(suppression: str, metrics: Metrics, thresholds: Thresholds) -> list[str]:
-    """Return a warning if the metrics do not compare with those of other runs. suppression: see `Members`."""
+    """Return a warning if the metrics are not comparable with other runs.
+
+    Args:
+        suppression: see `Members`
+    """
     if suppression:
-        return [f"warning: {suppression}; the metrics compare only with those of files that were exported alike"]
+        return [f"warning: {suppression}; the metrics are comparable only among files that were exported alike"]
     return metrics.threshold_warnings(thresholds)
 
 
 def grey_batch(validation: Validation) -> Batch:
-    """Return a batch of one grey image of the size of the validation."""
+    """Return a batch of one grey image at the validation's image size."""
     kind, model = validation.source.kind, validation.models[0]
     grey = np.full((model.imgsz, model.imgsz, 3), 128, np.uint8)
     return kind.collate([kind.item(grey, "", (model.imgsz, model.imgsz), model.stride, full=True)])
@@ -366,11 +395,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(**flags: Any) -> dict[str, Any]:
-    """Validate from Python: `val.run(weights="best.pt", data="my.yaml")`. The flags are those of the command, by their
-    names with underscores.
+    """Validate from Python: `val.run(weights="best.pt", data="my.yaml")`.
 
-    Returns the metrics and losses by the names of results.csv, `fitness`, and the run's `folder`. Raises `UserError`
-    if the command would end with an error.
+    Returns the metrics and losses by the names of results.csv, `fitness`, and the run's `folder`. Raises `UserError` if
+    the command would end with an error.
+
+    Args:
+        flags: flags of the command, by name with underscores
     """
     return call(start_validation, "val", flags)
 

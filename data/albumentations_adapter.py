@@ -1,4 +1,4 @@
-"""Transforms of albumentations as callables for data/own_augmentations.py; only a file that names one imports it."""
+"""albumentations' transforms as callables for data/own_augmentations.py; the package is imported only if needed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ from utils.errors import UserError, nearest
 
 
 def named_transform(name: str, where: str) -> Callable[..., Any]:
-    """Import the class of a transform by its name, such as MotionBlur. where: it is named. Raises `UserError`."""
+    """Import the class of an albumentations transform by its name, such as MotionBlur. Raises `UserError`.
+
+    Args:
+        where: file and line that name the transform, for messages
+    """
     for variable in ("NO_ALBUMENTATIONS_UPDATE", "ALBUMENTATIONS_NO_TELEMETRY"):
-        os.environ.setdefault(variable, "1")  # an import asks no server for news
+        os.environ.setdefault(variable, "1")  # importing it must not ask a server for a newer version
     try:
         import albumentations
     except ImportError:
@@ -41,9 +45,10 @@ def _is_transform_class(kind: Any) -> bool:
 
 
 def adapted(call: Any, boxes: bool) -> Any:
-    """Return a transform of albumentations as a callable of its parts; anything else as it is.
+    """Return an albumentations transform as a callable over the parts of a sample; return anything else unchanged.
 
-    boxes: whether there are labels besides the image.
+    Args:
+        boxes: whether samples have labels besides the image
     """
     if "albumentations" not in sys.modules or not _is_transform_class(type(call)):
         return call
@@ -52,7 +57,7 @@ def adapted(call: Any, boxes: bool) -> Any:
 
 
 class Adapter:
-    """A transform of albumentations, with its random numbers from a generator that is passed."""
+    """An albumentations transform that draws its random numbers from the generator passed to each call."""
 
     def __init__(self, transform: Any, boxes: bool) -> None:
         import albumentations as package
@@ -77,7 +82,7 @@ class Adapter:
         polygons: list[np.ndarray],
         rng: np.random.Generator,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Return the changed image, and the objects of which enough is left in it.
+        """Return the changed image, and the objects that are still sufficiently visible in it.
 
         The box of an outlined object is the extent of its outline in the image.
         """
@@ -101,9 +106,9 @@ class Adapter:
         return changed["image"], boxes[visible], classes[kept][visible], list(cut.subset(visible).outlines())
 
     def _seed(self, rng: np.random.Generator) -> None:
-        """Give the transform the generator: by its seed its numbers would differ between loader processes.
+        """Make the transform draw from `rng`; seeded by itself, it would draw other numbers in each loader process.
 
-        Versions without that function draw from the global generators: see `own_augmentations.seeded`.
+        Versions without `set_random_state` draw from the global generators: see `own_augmentations.seeded`.
         """
         if hasattr(self.compose, "set_random_state"):
             self.compose.set_random_state(rng, random.Random(int(rng.integers(2**63))))

@@ -28,7 +28,7 @@ from utils.download import download, gigabytes, is_address
 from utils.errors import UserError
 from utils.files import one_at_a_time
 
-COPY_BYTES = 2**20  # copied at once
+COPY_BYTES = 2**20  # bytes copied at a time
 IGNORED_FOLDERS = ("__MACOSX",)  # added to an archive by macOS
 # Errors of the standard library for a damaged archive.
 ARCHIVE_ERRORS = (
@@ -36,19 +36,23 @@ ARCHIVE_ERRORS = (
     *(zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError),
 )
 
-Sources = dict[str, tuple[str, ...]]  # addresses of archives, by the folder to unpack them into, below the data set's
+Sources = dict[str, tuple[str, ...]]  # archive addresses by target folder, relative to the data set's folder
 
 
 class _Member(NamedTuple):
     """A file in an archive."""
 
-    parts: tuple[str, ...]  # of its name
+    parts: tuple[str, ...]  # parts of its path in the archive
     size: int  # bytes
     open: Callable[[], IO[bytes]]
 
 
 def archive_sources(value: Any) -> Sources:
-    """Return the addresses in `download:`: one, a list, or either by folder. {} for anything else, such as a script."""
+    """Return the archives in `download:`, addresses by target folder; {} for any other value, such as a script.
+
+    Args:
+        value: an address, a list of addresses, or a mapping from target folders to either
+    """
     sources = {}
     for folder, addresses in (value if isinstance(value, Mapping) else {".": value}).items():
         addresses = [addresses] if isinstance(addresses, str) else addresses
@@ -59,13 +63,14 @@ def archive_sources(value: Any) -> Sources:
 
 
 def fetch_dataset(sources: Sources, root: Path, expected: Sequence[str], finish: Callable[[Path], object]) -> None:
-    """Download and unpack the archives into the folder `root`, unless it has content.
+    """Download and unpack the archives into the folder `root`, unless it has content. Raises `UserError`.
 
     Everything is written to a folder beside `root`, which is renamed at the end: `root` is never incomplete, and the
     next process continues the work of a killed one.
 
-    expected: the paths below `root` in the data YAML. finish: called with the unpacked folder before it is renamed to
-    `root`. Raises `UserError`.
+    Args:
+        expected: paths below `root` that the data YAML names
+        finish: function that is called with the unpacked folder before it is renamed to `root`
     """
     digest = hashlib.sha256(repr(sorted(sources.items())).encode()).hexdigest()[:8]
     work = root.with_name(f".{root.name}-{digest}.download")
@@ -77,7 +82,7 @@ def fetch_dataset(sources: Sources, root: Path, expected: Sequence[str], finish:
                     _fetch_archive(address, work, number, folder, root, expected if folder == "." else ())
                 finish(work / "files")
                 os.rename(work / "files", root)  # over an empty folder too
-                for other in root.parent.glob(f".{glob.escape(root.name)}-*.download"):  # of other addresses too
+                for other in root.parent.glob(f".{glob.escape(root.name)}-*.download"):  # left by other addresses too
                     shutil.rmtree(other, ignore_errors=True)
             except OSError as error:
                 raise UserError(
@@ -98,7 +103,7 @@ def has_content(folder: Path) -> bool:
 
 
 def _fetch_archive(address: str, work: Path, number: int, folder: str, root: Path, expected: Sequence[str]) -> None:
-    """Download an archive and unpack it below `work`/files, unless an earlier process has."""
+    """Download an archive and unpack it below `work`/files, unless an earlier process has done so."""
     target, done = Path(os.path.normpath(root / folder)), work / f"{number}.done"
     if done.is_file():
         return
@@ -119,10 +124,11 @@ def unpack(archive: Path, folder: Path, dataset: str, expected: Sequence[str] = 
     """Unpack a zip or tar archive into `folder`.
 
     A single top folder is dropped if it is named `dataset` or contains the `expected` paths. An archive with a link or
-    with a name that leads outside of `folder` is refused before anything is written. After an error nothing of the
-    archive is left.
+    with a name that leads outside of `folder` is refused before anything is written. After an error, no extracted file
+    is left. Raises `UserError`, and OSError if there is too little disk space.
 
-    name: of the archive in errors. Raises `UserError`, and OSError if there is too little disk space.
+    Args:
+        name: the archive's name in error messages; '' for its path
     """
     written: list[Path] = []
     try:
@@ -149,7 +155,7 @@ def _unpack(archive: Path, folder: Path, dataset: str, expected: Sequence[str], 
             for member in members:
                 path = folder.joinpath(*member.parts)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                if not path.exists():  # else it is of an earlier archive
+                if not path.exists():  # otherwise an earlier archive has written it
                     written.append(path)
                 with member.open() as source, path.open("wb") as file:
                     while block := source.read(COPY_BYTES):
@@ -167,12 +173,12 @@ def _open_members(archive: Path, name: str) -> Iterator[list[_Member]]:
         elif tarfile.is_tarfile(archive):
             with tarfile.open(archive) as tar:
                 yield [_tar_member(tar, info, name) for info in tar if not info.isdir()]
-                while tar.fileobj and tar.fileobj.read(COPY_BYTES):  # to the checksum at the end
+                while tar.fileobj and tar.fileobj.read(COPY_BYTES):  # read up to the checksum at the end
                     pass
         else:
             raise UserError(f"the content of {name} is neither a zip nor a tar archive; fix the address")
     except ARCHIVE_ERRORS as error:
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # of this machine's disk
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # an error of this machine's disk
             raise
         raise UserError(f"{name} cannot be unpacked ({error}); try again, or unpack it yourself") from None
 

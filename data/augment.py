@@ -3,7 +3,7 @@
 Random functions draw from the generator that is passed. Distributions and hyperparameter names are YOLOv5's. Boxes are
 xyxy in pixels of the sample's image.
 
-Outlines of objects travel with the boxes. For a detector they serve `copy_paste` only, and boxes are warped as such;
+Outlines of objects travel with the boxes. A detector uses them for `copy_paste` only and warps the boxes themselves;
 for segmentation (`masks`) a box is the extent of the visible part of its outline.
 """
 
@@ -24,7 +24,7 @@ PADDING_LEVEL = 114  # grey, 0 to 255, outside of every image
 MOSAIC_PARTNERS = 3  # the other images of a mosaic
 MIN_BOX_PIXELS = 2  # exclusive lower bound of a warped box's sides
 MIN_AREA_SHARE = 0.1  # exclusive lower bound of a warped box's area over its area before
-MIN_OUTLINED_AREA_SHARE = 0.01  # the same of the box around the visible part of an outline
+MIN_OUTLINED_AREA_SHARE = 0.01  # the same bound for the box around the visible part of an outline
 MAX_BOX_ASPECT = 100  # exclusive upper bound of a warped box's longer side over its shorter one
 MAX_COVERED_SHARE = 0.3  # exclusive upper bound of the share of any box that a pasted object covers
 
@@ -32,9 +32,13 @@ Corners = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 class Sample(NamedTuple):
-    """An image uint8 (h, w, 3) BGR, its boxes float32 (k, 4) xyxy in pixels, and their classes float32 (k,).
+    """An image and its objects.
 
-    polygons: the outline of each object in pixels, without points if it is unknown; None if outlines are not needed.
+    Attributes:
+        image: pixels, uint8 (h, w, 3) BGR
+        boxes: float32 (k, 4), xyxy in pixels
+        classes: class numbers, float32 (k,)
+        polygons: outline of each object in pixels, without points if it is unknown; None if outlines are not needed
     """
 
     image: np.ndarray
@@ -55,15 +59,20 @@ class AugmentSettings:
     scale: float = 0.0  # largest relative change of size
     shear: float = 0.0  # degrees
     perspective: float = 0.0  # 0 to 0.001
-    flipud: float = 0.0  # probabilities
+    flipud: float = 0.0  # probability, like the next four
     fliplr: float = 0.0
     mosaic: float = 0.0
     mixup: float = 0.0
-    copy_paste: float = 0.0  # probability for an object
+    copy_paste: float = 0.0  # probability per object
 
 
 def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool) -> tuple[Sample, Placement]:
-    """Fit the image into `shape` (height, width) at one scale, centred on grey. enlarge: scale up if it is smaller."""
+    """Fit the image into `shape` at one scale, centred on grey.
+
+    Args:
+        shape: height and width of the result
+        enlarge: whether a smaller image is scaled up
+    """
     height, width = sample.image.shape[:2]
     ratio = min(shape[0] / height, shape[1] / width)
     if not enlarge:
@@ -106,13 +115,18 @@ def warp_mosaic(
     shape: tuple[int, int],
     masks: bool = False,
 ) -> Sample:
-    """Return the mosaic of four images at `positions` on a square canvas, warped into `shape` (height, width).
+    """Return the mosaic of four images at `positions` on a square canvas, warped into `shape`.
 
     The canvas is never drawn: each image is warped straight into the result; images outside of it are not loaded.
 
-    load: returns the image for a position by its number; it may have another size than the position. canvas: side in
-    pixels. matrix: maps pixels of the canvas to those of the result. scale: of the matrix. masks: boxes are the extents
-    of the visible parts of the outlines.
+    Args:
+        positions: box of each image on the canvas, pixels
+        load: returns the image for a position, by its number; its size may differ from the position's
+        canvas: side of the canvas in pixels
+        matrix: 3x3 matrix from pixels of the canvas to pixels of the result
+        scale: scale factor of `matrix`
+        shape: height and width of the result
+        masks: whether boxes are the extents of the visible parts of the outlines
     """
     upright = not matrix[[0, 1, 2, 2], [1, 0, 0, 1]].any()
     result = np.full((*shape, 3), PADDING_LEVEL, np.uint8)
@@ -157,7 +171,8 @@ def _window(
 ) -> tuple[int, int, int, int] | None:
     """Return the pixels of the result around a warped part of the canvas: left, top, right, bottom; None if outside.
 
-    upright: whether the matrix only scales and shifts.
+    Args:
+        upright: whether the matrix only scales and shifts
     """
     if upright:
         (a, _, x), (_, d, y) = matrix[:2].tolist()
@@ -174,7 +189,7 @@ class _MosaicTile(NamedTuple):
     """An image of a mosaic and its position."""
 
     image: np.ndarray  # (h, w, 3)
-    position: Corners  # on the canvas, pixels; may reach beyond the canvas
+    position: Corners  # box on the canvas in pixels; may reach beyond the canvas
     part: Corners  # the position, clipped to the canvas
     window: tuple[int, int, int, int]  # the pixels of the result to draw into: left, top, right, bottom
 
@@ -189,7 +204,7 @@ class _MosaicTile(NamedTuple):
 def _draw_upright(result: np.ndarray, tile: _MosaicTile, matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Resize the part of the image that is visible in the tile's window, in whole pixels, into the result.
 
-    Return the exact mapping of boxes from the image to the result: factors and shifts, (4,) each.
+    Return factors and shifts, (4,) each, which map boxes exactly from the image to the result.
     """
     image, position, part, window = tile
     ratio = tile.ratio
@@ -240,7 +255,12 @@ def _warp_outlines(polygons: Polygons, tile: _MosaicTile, matrix: np.ndarray, ca
 
 
 def _warp_image(image: np.ndarray, matrix: np.ndarray, shape: tuple[int, int], **options: Any) -> np.ndarray:
-    """Warp an image into `shape` (height, width). options: of OpenCV, whose function without perspective is faster."""
+    """Warp an image into `shape` by OpenCV's affine function, or its slower one for a matrix with perspective.
+
+    Args:
+        shape: height and width of the result
+        options: keyword arguments of the OpenCV function
+    """
     if matrix[2, :2].any():
         return cv2.warpPerspective(image, matrix, dsize=shape[::-1], **options)
     return cv2.warpAffine(image, matrix[:2], dsize=shape[::-1], **options)
@@ -254,11 +274,15 @@ def random_matrix(
     zoom: float = 1.0,
     unit: float = 1.0,
 ) -> tuple[np.ndarray, float]:
-    """Return a random 3x3 matrix from pixels of `source` (height, width) to those of `target`, and its scale.
+    """Return a random 3x3 matrix from pixels of `source` to pixels of `target`, and its scale.
 
     It centres, tilts (perspective), rotates and scales, shears, and shifts, in that order.
 
-    zoom: a factor of the random scale. unit: pixels of the source that count as one for perspective.
+    Args:
+        source: height and width of the source
+        target: height and width of the target
+        zoom: factor of the random scale
+        unit: number of source pixels that count as one for perspective
     """
     perspective = rng.uniform(-settings.perspective, settings.perspective, 2)
     angle = rng.uniform(-settings.degrees, settings.degrees)
@@ -283,9 +307,12 @@ def random_warp(
     unit: float = 1.0,
     masks: bool = False,
 ) -> Sample:
-    """Warp the image by a random matrix into `shape` (height, width) and drop the boxes of which too little is visible.
+    """Warp the image by a random matrix into `shape`, and drop boxes that are hardly visible.
 
-    unit: see `random_matrix`. masks: boxes are the extents of the visible parts of the outlines.
+    Args:
+        shape: height and width of the result
+        unit: number of pixels that count as one for perspective
+        masks: whether boxes are the extents of the visible parts of the outlines
     """
     matrix, scale = random_matrix(settings, sample.image.shape[:2], shape, rng, 1.0, unit)
     image = sample.image
@@ -318,7 +345,7 @@ def warp_points(points: np.ndarray, matrix: np.ndarray) -> np.ndarray:
 
 
 def is_visible(before: np.ndarray, after: np.ndarray, min_area_share: float = MIN_AREA_SHARE) -> np.ndarray:
-    """Return which warped boxes have sides over 2 pixels, enough of their area, and are no sliver, bool (k,)."""
+    """Return which warped boxes have sides over 2 pixels, enough of their area, and a moderate aspect, bool (k,)."""
     old, new = before[:, 2:] - before[:, :2], after[:, 2:] - after[:, :2]
     large = (new > MIN_BOX_PIXELS).all(1)
     enough_area = new.prod(1) > min_area_share * old.prod(1)
@@ -336,10 +363,12 @@ def mixup(a: Sample, b: Sample, rng: np.random.Generator) -> Sample:
 
 
 def copy_paste(sample: Sample, chance: float, rng: np.random.Generator) -> Sample:
-    """Paste mirrored copies of objects with a polygon, each with probability `chance`, on the other side of the image.
+    """Paste mirrored copies of objects on the other side of the image, after Ghiasi et al. 2021, as in YOLOv5.
 
-    An object that would cover 0.3 or more of any box is skipped. After Ghiasi et al. 2021, as in YOLOv5. Changes the
-    image in place.
+    An object that would cover 0.3 or more of any box is skipped. Changes the image in place.
+
+    Args:
+        chance: probability of pasting each object that has a polygon
     """
     polygons = sample.polygons
     if not chance or polygons is None or not len(polygons.points):
@@ -372,7 +401,11 @@ def covered_shares(boxes: np.ndarray, box: np.ndarray) -> np.ndarray:
 
 
 def _paste(image: np.ndarray, mirrored: np.ndarray, polygon: np.ndarray, box: np.ndarray) -> None:
-    """Copy the pixels of `mirrored` inside the mirrored `polygon` to `image`. box: of the mirrored polygon."""
+    """Copy the pixels of `mirrored` inside the mirrored `polygon` to `image`.
+
+    Args:
+        box: xyxy box around the mirrored polygon
+    """
     left, top = np.floor(box[:2]).astype(int).tolist()
     right, bottom = np.ceil(box[2:]).astype(int).tolist()
     corners = np.stack((image.shape[1] - polygon[:, 0] - left, polygon[:, 1] - top), 1) - 0.5  # to centres of pixels
@@ -395,11 +428,11 @@ def random_hsv(sample: Sample, settings: AugmentSettings, rng: np.random.Generat
 
 
 def random_hsv_linear(sample: Sample, settings: AugmentSettings, rng: np.random.Generator) -> Sample:
-    """Turn the hue, and multiply saturation and value by random factors, at less than half the time of `random_hsv`.
+    """Rotate the hue, and scale saturation and value by random factors, in less than half the time of `random_hsv`.
 
     A channel c of a pixel whose largest channel is v becomes value * v - value * saturation * (v - c), which is what
-    the factors mean in HSV until something is clipped. The hue is turned around the axis of greys, alike for all
-    colours, by up to `hsv_h` of 180 degrees.
+    the factors mean in HSV until something is clipped. The hue is rotated around the axis of greys, equally for all
+    colours, by up to `hsv_h` times 180 degrees.
     """
     turn, saturation, value = rng.uniform(-1, 1, 3) * (settings.hsv_h, settings.hsv_s, settings.hsv_v) + (0, 1, 1)
     cos, sin = math.cos(math.pi * turn), math.sin(math.pi * turn) / math.sqrt(3)
@@ -446,8 +479,9 @@ class Augmenter:
     ) -> Sample:
         """Return the item of image `index` in `shape` (height, width). Every choice comes from `rng`, in a fixed order.
 
-        partners: indices of the three other images of the mosaic, then of the four of a second mosaic for mixup; if
-        missing, they are drawn from all images.
+        Args:
+            partners: indices of the mosaic's three other images, then of the four images of a second mosaic for mixup;
+                missing ones are drawn from all images
         """
         settings = self.settings
         if rng.random() < settings.mosaic:

@@ -1,6 +1,6 @@
 """Batches and loaders of all data sets: pixels are written once, into memory shared with the training process.
 
-Called by the data sets; the tasks are given a `Batch` (utils/batch.py).
+Called by the data sets; the tasks receive a `Batch` (utils/batch.py).
 """
 
 from __future__ import annotations
@@ -23,13 +23,20 @@ Item = tuple[Tensor, Tensor, Any]
 
 
 class Items(Dataset[Item]):
-    """The items of a split, by sample index. images: reads their files."""
+    """The items of a split, by sample index.
+
+    Attributes:
+        images: reader of the split's image files
+    """
 
     images: Images
 
 
 def empty_pixels(*shape: int) -> Tensor:
-    """Return a tensor for pixels, uint8; in a loader process it is in memory shared with the training process."""
+    """Return an uninitialised uint8 tensor for pixels.
+
+    In a loader process it is in memory shared with the training process.
+    """
     pixels = torch.empty(0, dtype=torch.uint8)
     if get_worker_info() is None:
         return pixels.resize_(shape)
@@ -37,7 +44,7 @@ def empty_pixels(*shape: int) -> Tensor:
 
 
 def stack_in_place(images: Sequence[Tensor]) -> Tensor:
-    """Return images of one shape, uint8, as one tensor (n, ...): the one whose rows they are, if any, or a copy."""
+    """Stack uint8 images of one shape into a tensor (n, ...), without a copy if they are the rows of one already."""
     whole, step = images[0]._base, images[0].numel()
     if whole is not None and whole.shape == (len(images), *images[0].shape):
         start = whole.data_ptr()
@@ -49,7 +56,11 @@ def stack_in_place(images: Sequence[Tensor]) -> Tensor:
 def loader(
     items: Items, batches: Iterable[list[SampleIndex]], collate: Callable[[Sequence[Any]], Batch], workers: int
 ) -> DataLoader[Any]:
-    """Return a loader of `batches` of `items`. workers: number of loader processes, which end with this one."""
+    """Return a loader of `batches` of `items`.
+
+    Args:
+        workers: number of loader processes, which end with this process; 0 loads in this process
+    """
     if workers:
         share_temporary_folder()
     return DataLoader(

@@ -25,13 +25,13 @@ from utils.distributed.shared_memory import shared_memory
 from utils.errors import UserError
 from utils.files import cache_folder, replacing
 
-CACHE_MEMORY_SHARE = 0.8  # of the memory that is free at the start; the rest is for training itself
+CACHE_MEMORY_SHARE = 0.8  # share of the memory that is free at the start; the rest is for training itself
 
 writing_stopped = np.frombuffer(mmap.mmap(-1, 1), np.uint8)  # 1 once a disk is full; shared with forked processes
 
 
 class Files(Sequence[Path]):
-    """Paths in one block of memory, which loader processes share; they would copy a list of Path objects."""
+    """Paths in one block of memory, which loader processes share; a list of Path objects would be copied into each."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         names = [os.fsencode(path) for path in paths]
@@ -53,8 +53,10 @@ class Files(Sequence[Path]):
 class Images:
     """The images of a split, with the longer side at `imgsz` pixels, or as in the file if `imgsz` is 0.
 
-    smooth: average areas if an image shrinks. sizes: (n, 2), width and height of each file's image, if large photos are
-    to be read by `read_reduced`; else None.
+    Args:
+        smooth: whether to average areas if an image shrinks
+        sizes: (n, 2), width and height of each file's image, to read large photos by `read_reduced`; None to read all
+            images in full
     """
 
     def __init__(self, files: Sequence[Path], imgsz: int, smooth: bool, sizes: np.ndarray | None = None) -> None:
@@ -67,7 +69,7 @@ class Images:
         return []
 
     def read(self, index: int) -> np.ndarray:
-        """Return one image, uint8 (h, w, 3) BGR, which must not be changed, and stays as it is until `release`."""
+        """Return one image, uint8 (h, w, 3) BGR, which must not be changed; it is valid until `release`."""
         if self.reduced_from is not None:
             width, height = self.reduced_from[index].tolist()
             return read_reduced(self.files[index], width, height, self.imgsz)
@@ -75,7 +77,7 @@ class Images:
         return resize_long_side(image, self.imgsz, self.smooth) if self.imgsz else image
 
     def prefetch(self, indices: Iterable[int]) -> None:
-        """Request those of some images that are remote, many at once, so that `read` finds them on disk."""
+        """Request the images that are remote, many at once, so that `read` finds them on disk."""
         if self.files.are_remote:
             storage.prefetch([self.files[index] for index in indices])
 
@@ -84,14 +86,18 @@ class Images:
         return False
 
     def release(self) -> None:
-        """Give up the images that were read: the memory of some may be used for others."""
+        """Release the images that were read: their memory may be reused."""
 
 
 class ImagesInMemory(Images):
     """A cache in memory of the first images that fit, one for all processes of a machine.
 
-    The process that reads an image first writes it into the shared memory; nothing is read in advance. sizes: (n, 2),
-    width and height of each file's image, from which follows its position in the memory.
+    The process that reads an image first writes it into the shared memory; nothing is read in advance.
+
+    Args:
+        sizes: (n, 2), width and height of each file's image, which determine its position in the memory
+        reduced: whether to read large photos by `read_reduced`
+        cache: value of --cache, for messages
     """
 
     def __init__(
@@ -125,7 +131,7 @@ class ImagesInMemory(Images):
             image = super().read(index)
             if image.shape != cached.shape:  # the file has changed since its size was read
                 return image
-            cached[:] = image  # two processes at a time write the same
+            cached[:] = image  # if two processes do this at the same time, they write the same
             memory[index] = 1
         return cached
 
@@ -136,9 +142,12 @@ class ImagesInMemory(Images):
 class ImagesOnDisk(Images):
     """A cache on disk: each image is written once, decoded, below the cache folder.
 
-    Besides those that are there already, the first images are cached that fit while a tenth of the disk stays free.
-    Once less would be free, or a write fails, no more is written, with one warning. sizes: (n, 2), width and
-    height of each file's image.
+    Images that are there already are used; of the others, the first ones are cached that fit while a tenth of the disk
+    stays free. Once less would be free, or a write fails, writing stops with one warning.
+
+    Args:
+        sizes: (n, 2), width and height of each file's image
+        reduced: whether to read large photos by `read_reduced`
     """
 
     def __init__(self, files: Sequence[Path], imgsz: int, smooth: bool, sizes: np.ndarray, reduced: bool) -> None:
@@ -157,7 +166,7 @@ class ImagesOnDisk(Images):
     @property
     def messages(self) -> list[str]:
         return [
-            f"--cache disk: room for {self.cached.sum()} of {len(self.files)} images, {self.written.sum()} found from "
+            f"--cache disk: room for {self.cached.sum()} of {len(self.files)} images, {self.written.sum()} cached "
             f"before, {self.sizes[self.cached].sum() / 2**30:.2f} GiB in {self.folder} ({CACHE_RULE}), "
             "filled in the first epoch"
         ]
@@ -182,7 +191,7 @@ class ImagesOnDisk(Images):
 
     def _write(self, path: Path, image: np.ndarray) -> None:
         content = io.BytesIO()
-        np.save(content, image)  # written straight to a file on a full disk, it may lose its end without an error
+        np.save(content, image)  # np.save straight to a file on a full disk may lose the end without an error
         with replacing(path) as file:
             if available_bytes(path.parent) < image.nbytes:
                 raise OSError(errno.ENOSPC, f"it may grow {CACHE_RULE}")
@@ -192,7 +201,7 @@ class ImagesOnDisk(Images):
         if not writing_stopped[0]:
             writing_stopped[0] = 1
             warnings.warn(
-                f"--cache disk: no more is written into {self.folder} ({error.strerror or error}); images "
+                f"--cache disk: nothing more is written to {self.folder} ({error.strerror or error}); images "
                 "that are not there are read from their files",
                 stacklevel=3,
             )
@@ -209,9 +218,12 @@ class ImagesOnDisk(Images):
 
 
 class ImagesInRing(Images):
-    """Images of which the last `capacity` that were decoded stay in memory, shared by all processes of a machine.
+    """Images of which the last `capacity` decoded ones stay in memory shared by all processes of a machine.
 
-    source: reads the others; it may have a cache. sizes: (n, 2), width and height of each file's image.
+    Args:
+        source: reader of the images that are not in the ring; it may have a cache
+        sizes: (n, 2), width and height of each file's image
+        capacity: number of images in the ring, at most
     """
 
     def __init__(self, source: Images, sizes: np.ndarray, capacity: int) -> None:
@@ -242,7 +254,11 @@ class ImagesInRing(Images):
 
 
 def cached_shapes(sizes: np.ndarray, imgsz: int) -> np.ndarray:
-    """Return height and width of cached images, int32 (n, 2). sizes: (n, 2), width and height in the files."""
+    """Return height and width of cached images, int32 (n, 2).
+
+    Args:
+        sizes: (n, 2), width and height of each file's image
+    """
     if imgsz:
         sizes = np.array([scaled_shape(width, height, imgsz) for width, height in sizes.tolist()])
     return sizes[:, ::-1].astype(np.int32)
@@ -257,10 +273,13 @@ def open_images(
     capacity: int = 0,
     reduced: bool = False,
 ) -> Images:
-    """Return the images of `files`. cache: "ram" or "val" (in memory), "disk", or "" (read from the files each time).
+    """Return the images of `files`.
 
-    sizes: (n, 2), width and height of each file's image. capacity: images outside of the cache that stay in memory.
-    reduced: read large photos by `read_reduced`.
+    Args:
+        cache: "ram" or "val" (in memory), "disk", or "" (read from the files each time)
+        sizes: (n, 2), width and height of each file's image
+        capacity: number of images outside of the cache that stay in memory
+        reduced: whether to read large photos by `read_reduced`
     """
     images = Images(files, imgsz, smooth, sizes if reduced else None)
     if cache in ("ram", "val"):

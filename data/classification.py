@@ -35,7 +35,7 @@ from utils.config.select import select
 from utils.errors import UserError, plural
 from utils.files import csv_text
 
-MULTI_SCALE_STEP_PIXELS = 32  # between the sizes of batches, if --imgsz is a multiple: most models' stride
+MULTI_SCALE_STEP_PIXELS = 32  # step between the sizes of batches, if --imgsz is a multiple: most models' stride
 
 
 class _Items(Items):
@@ -121,10 +121,18 @@ def collate(items: Sequence[Item]) -> Batch:
 
 @dataclass(frozen=True)
 class ClassificationSplit(Split):
-    """The images of one split that can be read, the class of each, and sizes (n, 2), width and height in pixels."""
+    """The readable images of one split, and their classes.
+
+    Attributes:
+        images: image files
+        labels: class of each image, int64 (n,)
+        sizes: (n, 2), width and height in pixels
+        names: class names by number
+        problems: sentences about what is left out
+    """
 
     images: list[Path]
-    labels: np.ndarray  # int64 (n,)
+    labels: np.ndarray
     sizes: np.ndarray
     names: dict[int, str]
     problems: tuple[str, ...] = ()
@@ -163,13 +171,13 @@ class ClassificationData(DataSet[ClassificationSplit]):
 
     @staticmethod
     def class_names(spec: DataSpec, single_cls: bool) -> dict[int, str]:
-        """Return the YAML's `names`, else those of the folders. Raises `UserError` for --single-cls or equal names."""
+        """Return the YAML's `names`, else the folders' names. Raises `UserError` for --single-cls or equal names."""
         if single_cls:
-            raise UserError("--single-cls leaves a classifier nothing to tell apart; leave it out")
+            raise UserError("--single-cls leaves a classifier only one class; leave it out")
         names = spec.names or dict(enumerate(_by_class(spec, "train")))
         if len(set(names.values())) < len(names):
             raise UserError(
-                f"{spec.file}: two classes under `names` have one name, so no folder is the second's; fix it"
+                f"{spec.file}: two classes under `names` have the same name, so they would share a folder; rename one"
             )
         return names
 
@@ -180,7 +188,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
 
     @staticmethod
     def groups(spec: DataSpec, split: str) -> dict[Path, str]:
-        """Return the name of the class of each image."""
+        """Return the class name of each image."""
         return {path: text for text, paths in classes_of_split(spec, split).items() for path in paths}
 
     def split(self, name: str, hyp: Recipe | None = None) -> ClassificationSplit:
@@ -189,7 +197,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
         numbers = {text: number for number, text in self.names.items()}
         if unknown := [text for text in classes if text not in numbers]:
             raise UserError(
-                f"{self.spec.file}: `{name}:` has a folder '{unknown[0]}', which is none of the classes "
+                f"{self.spec.file}: `{name}:` has a folder '{unknown[0]}', which is not one of the classes "
                 f"{', '.join(list(numbers)[:10])}; add it to `train:` and `names:`, or move it away"
             )
         images = [path for paths in classes.values() for path in paths]
@@ -207,7 +215,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
         return ClassificationSplit(images, labels[readable], scanned.sizes[readable], self.names, problems)
 
     def documents(self, train: ClassificationSplit, val: ClassificationSplit) -> dict[str, str]:
-        """Return class_indices.json, split.csv, the images of both splits, and labels.csv, counts by class."""
+        """Return class_indices.json, split.csv (the images of both splits) and labels.csv (counts by class)."""
         table = [
             (name, self.names[int(k)], path)
             for name, split in (("train", train), ("val", val))
@@ -251,7 +259,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
         return loader(items, batches, collate, self.options.workers)
 
     def evaluation_batches(self, split: ClassificationSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:
-        """Return the batches of an evaluation, always square: see `DataSet`."""
+        """Return the batches of an evaluation, which are always square; see `DataSet`."""
         return evaluation_batches(split.sizes, batch_size, self.imgsz, 1, square=True)
 
     def evaluation_loader(self, split: ClassificationSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
@@ -287,7 +295,7 @@ def classes_of_split(spec: DataSpec, name: str) -> Classes:
 
 
 def _by_class(spec: DataSpec, name: str) -> Classes:
-    """Return the images below the class folders of `name:`, or with `split:` of `path:` itself; searched once."""
+    """Return the images below the class folders of `name:`, or with `split:` of `path:` itself; searched only once."""
     if name not in spec.walked:
         spec.walked[name] = _walk_classes(spec, name)
     return spec.walked[name]
@@ -296,7 +304,7 @@ def _by_class(spec: DataSpec, name: str) -> Classes:
 def _walk_classes(spec: DataSpec, name: str) -> Classes:
     split_path = spec.split and name == "train" and "train" not in spec.entries
     parents = [spec.root()] if split_path else spec.locations(name)
-    # Folders of other splits may be below `path:`, and are no classes.
+    # Folders of other splits may be below `path:`, and are not classes.
     excluded = [folder for other in spec.entries if split_path for folder in spec.locations(other)]
     images: dict[str, set[Path]] = {}
     spec.unread[name] = []
@@ -314,13 +322,13 @@ def _walk_classes(spec: DataSpec, name: str) -> Classes:
         searched = "; ".join([", ".join(map(str, parents)), *spec.unread_images(name)])
         raise UserError(
             f"{spec.file}: `{name}:` has no folders of images in {searched}; put the images of each class into a "
-            "folder of its name there"
+            "folder named after it there"
         )
     return classes
 
 
 def _folders(parent: Path) -> list[Path]:
-    """Return the folders in a folder except hidden ones, by name. Raises `UserError` if it cannot be read."""
+    """Return the subfolders that are not hidden, sorted by name. Raises `UserError` if the folder cannot be read."""
     if remote.is_remote(parent):
         below = (Path(name).relative_to(parent) for name in remote.files_below(str(parent)))
         return [parent / name for name in sorted({path.parts[0] for path in below if len(path.parts) > 1})]

@@ -26,7 +26,7 @@ from utils.files import cache_folder, file_name, one_at_a_time, replacing
 
 T = TypeVar("T")
 MAX_MASK_PIXELS = 2**28
-CONTENTS_VERSION = 1  # of the cached `Contents`
+CONTENTS_VERSION = 1  # version of the cached `Contents`
 CUT_KEY = "cut at the edge of their image"  # the tally's key of boxes that are cut, not left out
 
 CocoBox = tuple[float, float, float, float]  # left, top, width, height in pixels, as in COCO
@@ -37,12 +37,16 @@ class Tally(Counter[str]):
 
     @property
     def omitted(self) -> str:
-        """What was left out, such as `2 boxes without an area, 1 crowds`; '' if nothing was."""
+        """Items that were left out, by reason, such as `2 boxes without an area, 1 crowds`; '' if there are none."""
         reasons = {why: count for why, count in self.items() if count and why not in ("files", "boxes", CUT_KEY)}
         return ", ".join(f"{count} {why}" for why, count in sorted(reasons.items()))
 
     def lines(self, folder: Path) -> list[str]:
-        """Format the counts for the console. folder: of the label files."""
+        """Format the counts for the console.
+
+        Args:
+            folder: folder of the label files
+        """
         return [
             f"{plural(self['files'], 'label file')} with {plural(self['boxes'], 'box')} in {folder}"
             + (f", {self[CUT_KEY]} of them {CUT_KEY}" if self[CUT_KEY] else ""),
@@ -53,7 +57,12 @@ class Tally(Counter[str]):
 def box_row(label: int, box: CocoBox, size: tuple[int, int], tally: Tally) -> str:
     """Return a label row, `class x y width height` as shares of the image; '' if no part of the box is in the image.
 
-    Numbers have 6 significant digits, as in the published labels of COCO. size: width and height of the image.
+    Numbers have 6 significant digits, as in the published labels of COCO.
+
+    Args:
+        label: class number
+        size: width and height of the image in pixels
+        tally: counts to which the box is added, by what happens to it
     """
     if not all(map(math.isfinite, box)):
         tally["boxes that are not finite"] += 1
@@ -83,7 +92,7 @@ def box_row(label: int, box: CocoBox, size: tuple[int, int], tally: Tally) -> st
 def _decoders() -> tuple[Any, Any]:
     """Return msgspec's decoders of a whole file, and of one without boxes and outlines, which is faster.
 
-    They check the form while they read and keep outlines as text: the objects of json.load take eight times as much
+    They check the types while they read and keep outlines as text: the objects of json.load take eight times as much
     memory as the file.
     """
     try:
@@ -107,7 +116,11 @@ def _decoders() -> tuple[Any, Any]:
 
 
 def _read(file: Path, objects: bool) -> Any:
-    """Return the content of a file. objects: with boxes and outlines. Raises `UserError`."""
+    """Return the content of a file. Raises `UserError`.
+
+    Args:
+        objects: whether to read boxes and outlines
+    """
     whole, slim = _decoders()
     import msgspec
 
@@ -122,9 +135,14 @@ def _read(file: Path, objects: bool) -> Any:
 
 
 class Rows(NamedTuple):
-    """The rows of an image's label file. name: of the image's file, with / between folders. size: width, height.
+    """The rows of an image's label file.
 
-    ids: of the rows' annotations.
+    Attributes:
+        name: path of the image's file, with / between folders
+        rows: lines of the label file
+        image_id: the image's id in the annotation file
+        size: width and height of the image, None if unknown
+        ids: annotation id of each row
     """
 
     name: str
@@ -135,9 +153,13 @@ class Rows(NamedTuple):
 
 
 class ImageRows(NamedTuple):
-    """The objects of an image that has no label file: the rows of one as text, and the size that its annotation gives.
+    """The objects of an image that has no label file.
 
-    size: width and height. A message about row k begins with `origin` and `ids[k]`.
+    Attributes:
+        text: rows as in a label file
+        size: width and height that the annotation gives, None if it gives none
+        origin: start of a message about row k, followed by `ids[k]`
+        ids: id of each row's annotation
     """
 
     text: str
@@ -147,7 +169,12 @@ class ImageRows(NamedTuple):
 
 
 class AnnotatedRows(NamedTuple):
-    """The objects of each image of a file, by path. problems: sentences about what is left out."""
+    """The objects that an annotation file describes.
+
+    Attributes:
+        images: objects of each image, by path
+        problems: sentences about what is left out
+    """
 
     images: dict[str, ImageRows]
     problems: list[str]
@@ -158,8 +185,11 @@ def coco_rows(
 ) -> Iterator[Rows]:
     """Yield the rows of every image of an annotation file. Raises `UserError`.
 
-    names: classes by number. polygons: rows `class x1 y1 x2 y2 ...`. crowd: include regions of many objects (iscrowd
-    1). tally: counts what is left out.
+    Args:
+        names: class names by number
+        tally: counts to which omitted items are added
+        polygons: whether rows are `class x1 y1 x2 y2 ...` instead of boxes
+        crowd: whether to include regions of many objects (iscrowd 1)
     """
     content = _read(file, objects=True)
     by_image: dict[Any, list[Any]] = {image.id: [] for image in content.images}
@@ -168,12 +198,12 @@ def coco_rows(
             by_image[item.image_id].append(item)
         else:
             tally["boxes of images that the file lacks"] += 1
-    del content.annotations  # the objects of an image are not needed once its rows are
+    del content.annotations  # frees the objects of each image once its rows are made
     known = {name.strip(): number for number, name in enumerate(names)}
     numbers = {category.id: known.get(str(category.name).strip()) for category in content.categories}
     for image in content.images:
         rows, ids = [], []
-        for item in by_image.pop(image.id, ()):  # of two images with one id the first has the objects
+        for item in by_image.pop(image.id, ()):  # if two images have the same id, the first gets the objects
             if item.iscrowd and not crowd:
                 tally["crowds"] += 1
                 continue
@@ -218,7 +248,9 @@ def _row(item: Any, label: int, image: Any, polygons: bool, tally: Tally) -> str
 def _outline(raw: Any, image: tuple[int, int], tally: Tally) -> np.ndarray:
     """Return one outline for a list of polygons or a mask in run-length encoding, (p, 2); it may be empty.
 
-    raw: JSON. image: width and height of the image.
+    Args:
+        raw: segmentation as JSON
+        image: width and height of the image
     """
     from msgspec.json import decode  # faster than json.loads
 
@@ -239,9 +271,12 @@ def _outline(raw: Any, image: tuple[int, int], tally: Tally) -> np.ndarray:
 
 
 class Contents(NamedTuple):
-    """What a data set needs before its labels: names of all categories by rising id, and of all images.
+    """What a data set needs from an annotation file before its labels.
 
-    groups: categories without objects that are the supercategory of others; Roboflow's exports have one.
+    Attributes:
+        names: names of all categories, by ascending id
+        groups: categories without objects that are the supercategory of others; Roboflow's exports have one
+        images: file names of all images
     """
 
     names: list[str]
@@ -250,14 +285,18 @@ class Contents(NamedTuple):
 
     @property
     def classes(self) -> list[str]:
-        """The names of a data set that does not give any."""
+        """The class names of a data set whose YAML has no `names`."""
         return [name for name in self.names if name not in self.groups]
 
     def group_messages(self, file: Path) -> list[str]:
-        """Return a line for the console about each category that is not a class. file: that these contents are from."""
+        """Return a line for the console about each category that is not a class.
+
+        Args:
+            file: annotation file that has these contents
+        """
         return [
-            f"{file}: the category '{name}' has no objects and is the supercategory of others, so it is no class; name "
-            "the classes (`names:` of a data YAML, --names of data.convert) if it should be one"
+            f"{file}: the category '{name}' has no objects and is the supercategory of others, so it is not a class; "
+            "name the classes (`names:` of a data YAML, --names of data.convert) if it should be one"
             for name in self.groups
         ]
 
@@ -275,14 +314,14 @@ def _contents(file: Path, stamp: str) -> Contents:
 
 
 def cached_json(key: str, compute: Callable[[], T]) -> T:
-    """Return what the cache has under `key`, else what `compute` returns, and write it; one process at a time."""
+    """Return the cached value for `key`; if there is none, compute and store it, in one process at a time."""
     cached = cache_folder() / "annotations" / f"{key[:32]}.json"
     with one_at_a_time(cached.with_suffix(".lock")):
         with suppress(OSError, ValueError):  # absent or damaged
             known: T = json.loads(cached.read_bytes())
             return known
         content = compute()
-        with suppress(OSError), replacing(cached) as target:  # else it is computed again the next time
+        with suppress(OSError), replacing(cached) as target:  # if this fails, it is computed again the next time
             target.write(json.dumps(content).encode())
         return content
 
@@ -299,7 +338,7 @@ def _parse_contents(content: Any, file: Path) -> Contents:
 
 
 def _leaves(name: str, parents: Sequence[str]) -> bool:
-    """Return whether a file_name of an annotation file leads out of all folders that it is looked for in."""
+    """Return whether a file_name of an annotation file leads out of all folders that are searched for it."""
     if not os.path.isabs(name) and ".." not in name.split("/"):
         return False
     paths = [os.path.normpath(os.path.join(parent, name)) for parent in parents]
@@ -308,7 +347,13 @@ def _leaves(name: str, parents: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class AnnotatedImages:
-    """The images of a split that an annotation file describes. names: the classes; images: file names by path."""
+    """The images of a split that an annotation file describes.
+
+    Attributes:
+        file: annotation file
+        names: class names by number
+        images: file names in the annotation file, by image path
+    """
 
     file: Path
     names: tuple[str, ...]
@@ -319,7 +364,7 @@ class AnnotatedImages:
         return [self.file]
 
     def stamp(self) -> bytes:
-        """Return what the rows depend on, for the key of a cache."""
+        """Return bytes that change with everything that the rows depend on, for the key of a cache."""
         size, changed = storage.stamp(self.file)
         return f"{self.file}\0{size}\0{changed}\0{self.names}\0".encode(errors="surrogateescape")
 
@@ -347,9 +392,9 @@ def _may_exist(folder: str) -> bool:
 
 
 def usual_image_folders(file: Path, split: str) -> list[Path]:
-    """Return the folders that may have the images of an annotation file on a disk, if they are not beside it.
+    """Return the existing local folders where an annotation file's images usually are; [] for a remote file.
 
-    They are those of the split and `images`, beside the file and beside its folder `annotations`.
+    They are named after the split, or `images`, and are beside the file or beside its folder `annotations`.
     """
     if remote.is_remote(file):
         return []
@@ -360,9 +405,13 @@ def usual_image_folders(file: Path, split: str) -> list[Path]:
 
 
 def find_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> tuple[AnnotatedImages, list[str]]:
-    """Find the images of an annotation file: beside it, or below one of `folders`. Return them, and problems.
+    """Find the images of an annotation file. Return them, and problems.
 
-    names: the classes of the data set. Raises `UserError` if the file cannot be read, or has none of the classes.
+    Raises `UserError` if the file cannot be read, or has none of the classes.
+
+    Args:
+        folders: folders to search after the annotation file's own
+        names: class names of the data set
     """
     contents = read_contents(file)
     known = set(contents.names)

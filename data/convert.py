@@ -39,10 +39,13 @@ def _write_rows(path: Path, rows: Sequence[str], tally: Tally) -> None:
 
 @contextmanager
 def label_folder(folder: Path, exist_ok: bool) -> Iterator[Path]:
-    """Yield a temporary folder for label files, which is renamed to `folder`, or whose files move there, at the end.
+    """Yield a temporary folder for label files, which is renamed to `folder` at the end.
 
-    exist_ok: replace files of the same name and keep all others. Raises `UserError` if `folder` is not empty and
+    If `folder` has files, the new ones are moved into it instead. Raises `UserError` if `folder` is not empty and
     `exist_ok` is False, or if it cannot be written to.
+
+    Args:
+        exist_ok: whether to replace files of the same name, keeping all others
     """
     part = folder.with_name(f".{folder.name}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
@@ -77,7 +80,7 @@ def with_progress(items: Iterable[Any], title: str) -> tqdm:
 class VocSet(NamedTuple):
     """The annotations of one set."""
 
-    name: str  # of the subfolder for the labels, '' for none
+    name: str  # also the subfolder for the labels; '' for none
     files: list[Path]
     images: Path | None  # the folder of the images, if known
 
@@ -107,7 +110,7 @@ def voc_sets(source: Path) -> list[VocSet]:
 
 
 def _image_lists(year: Path) -> list[Path]:
-    """Return the lists of a year's sets; trainval.txt only if neither of its two parts has a list."""
+    """Return the image lists of a year's sets; trainval.txt only if there is no list of either of its parts."""
     folder = year / LISTS
     lists = [folder / f"{name}.txt" for name in VOC_SETS if (folder / f"{name}.txt").is_file()]
     both = folder / "trainval.txt"
@@ -125,9 +128,14 @@ def convert_voc(
 ) -> tuple[Tally, list[str]]:
     """Write label files below `labels`, in a folder for each set of a VOCdevkit, and return counts and class names.
 
-    images: a folder for links to the images, or copies if links are impossible, in the same subfolders. names: the
-    classes in order; by default, those that occur, alphabetically. difficult: include objects that are marked as such,
-    which the VOC challenge does not count. Raises `UserError`.
+    Raises `UserError`.
+
+    Args:
+        images: folder for links to the images, in the same subfolders, or for copies if links are impossible
+        names: class names in order; by default the names that occur, alphabetically
+        difficult: whether to include objects that are marked difficult, which the VOC challenge does not count
+        one_based: whether coordinates start at 1, as in the VOC challenge's own files
+        exist_ok: whether to replace existing label files
     """
     tally, sets = Tally(), voc_sets(source)
     if images and not any(each.images for each in sets):
@@ -197,10 +205,15 @@ def convert_coco(
 ) -> tuple[Tally, list[str]]:
     """Write a label file for each image with objects in a COCO annotation file; return counts and class names.
 
-    names: the classes in order; by default those of a data set that names the file and no classes, by the categories'
-    ids in ascending order: COCO's 80, whose ids are 1 to 90, become 0 to 79. polygons: write rows `class x1 y1 x2 y2
-    ...`. crowd: include regions with many objects (iscrowd 1). flat: drop the folders in the images' file names. Raises
-    `UserError`.
+    Raises `UserError`.
+
+    Args:
+        names: class names in order; by default the file's categories by ascending id, as for a data set without
+            `names`: COCO's 80, whose ids are 1 to 90, become 0 to 79
+        polygons: whether to write rows `class x1 y1 x2 y2 ...` instead of boxes
+        crowd: whether to include regions of many objects (iscrowd 1)
+        flat: whether to drop the folders in the images' file names
+        exist_ok: whether to replace existing label files
     """
     tally, names = Tally(), list(names) or read_contents(file).classes
     written: set[str] = set()
@@ -226,8 +239,10 @@ def _label_name(file: Path, image: str, image_id: int | str, flat: bool) -> str:
 
 
 def convert_visdrone(source: Path, exist_ok: bool = False) -> Tally:
-    """Write label files into `labels` of each VisDrone-DET set: `source`, or the folders in it, with `images` and
-    `annotations`. Regions to ignore and the category "others" are left out. Raises `UserError`.
+    """Write label files into the folder `labels` of each VisDrone-DET set.
+
+    The sets are `source` itself, or the folders in it, with `images` and `annotations`. Regions to ignore and the
+    category "others" are left out. Raises `UserError`.
     """
     sets = [p for p in (source, *sorted(source.glob("*"))) if (p / "annotations").is_dir() and (p / "images").is_dir()]
     if not sets:
@@ -275,7 +290,13 @@ def _visdrone_rows(file: Path, size: tuple[int, int], tally: Tally) -> list[str]
 
 
 def convert_downloaded(kind: str, folder: Path, names: Sequence[str]) -> None:
-    """Convert a download: `convert:` of a data YAML, "voc" or "visdrone". names: the class names."""
+    """Convert the annotations of a downloaded data set to label files.
+
+    Args:
+        kind: value of `convert:` in the data YAML, "voc" or "visdrone"
+        folder: folder of the unpacked download
+        names: class names by number
+    """
     if kind == "visdrone":
         convert_visdrone(folder, exist_ok=True)
         return

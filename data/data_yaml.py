@@ -29,17 +29,17 @@ from utils.errors import UserError, nearest, plural, shortened, shown
 from utils.files import ROOT, file_name, read_yaml
 
 SPLITS = ("train", "val", "test")
-MAX_CLASSES = 4096  # of a model
-PRINTED_KEYS = 5  # unknown ones, at most
-# Of images that are not read. Those that are: `IMAGE_SUFFIXES`.
+MAX_CLASSES = 4096  # classes of a model, at most
+PRINTED_KEYS = 5  # unknown keys in a message, at most
+# Suffixes of images that are not read; `IMAGE_SUFFIXES` has the others.
 OTHER_IMAGE_SUFFIXES = frozenset([".avif", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jxl"])
-CONVERTED_FORMATS = ("voc", "visdrone")  # of `convert:`
-ANNOTATIONS_SUFFIX = ".json"  # of a COCO annotation file
+CONVERTED_FORMATS = ("voc", "visdrone")  # values of `convert:`
+ANNOTATIONS_SUFFIX = ".json"  # suffix of a COCO annotation file
 DATA_KEYS = (
     *("path", *SPLITS, "images", "lists", "split", "split_seed", "names", "nc"),
     *("draw", "download", "convert", "defaults"),
 )
-# Keys of YAMLs that YOLOv5's users, Roboflow and ultralytics write, without a meaning here.
+# Keys that YOLOv5's users, Roboflow and ultralytics write, which have no meaning here.
 OTHER_KEYS = (
     *("roboflow", "license", "description", "version", "date", "author", "url", "yaml_file", "channels"),
     *("kpt_shape", "kpt_names", "flip_idx"),
@@ -47,9 +47,12 @@ OTHER_KEYS = (
 
 
 class Listing(NamedTuple):
-    """The image files of a split, sorted, each once, and messages about omitted lines and files.
+    """The image files of a split.
 
-    annotated: the images that annotation files describe; the others have label files.
+    Attributes:
+        images: image files, sorted, each once
+        problems: messages about omitted lines and files
+        annotated: images that annotation files describe; all others have label files
     """
 
     images: list[Path]
@@ -72,34 +75,34 @@ class Listing(NamedTuple):
         return [*(file for each in self.annotated for file in each.files()), *label_files]
 
     def expected_labels(self) -> str:
-        """Describe, for an error, where labels should be."""
+        """Describe where labels are expected, for an error message."""
         if self.annotated:
             return f"{self.annotated[0].file} has no box of a class under `names`"
-        return f"that of {self.images[0]} is looked for at {storage.label_name(str(self.images[0]))}"
+        return f"the label file of {self.images[0]} is expected at {storage.label_name(str(self.images[0]))}"
 
 
 @dataclass(frozen=True)
 class DataSpec:
     """The checked content of a data set YAML.
 
-    Files are searched for when a split is read, so a split that is not used may be absent. A missing folder of the data
-    set is downloaded then, if the YAML has `download:`.
+    Files are searched for when a split is read, so the files of an unused split may be absent. A missing folder of the
+    data set is downloaded then, if the YAML has `download:`.
     """
 
     file: Path
-    names: dict[int, str]  # of the classes; empty if the YAML has none
+    names: dict[int, str]  # class names by number; empty if the YAML has none
     roots: tuple[Path, ...]  # folders that entries may be relative to, by precedence
     entries: dict[str, tuple[str, ...]]  # folders, list and annotation files of each split, as the YAML names them
-    image_folders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of annotation files, by split
-    lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # text files with a split's images, out of all
+    image_folders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # for annotation files, by split
+    lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # text files that select a split's images
     warnings: tuple[str, ...] = ()  # lines for the console
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # for flags of train.py
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults for flags of train.py
     split: float = 0.0  # the share of the training images to hold out for validation, chosen by `split_seed`
     split_seed: int = 0
     has_path: bool = False  # whether the YAML has `path:`
     download: Any = None  # as in the YAML; never executed
     convert: str = ""  # the converter for the download, one of CONVERTED_FORMATS
-    # Images below the folders of each split: to walk through a million images takes long.
+    # Images below the folders of each split, kept because walking through a million images takes long.
     walked: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     unread: dict[str, list[str]] = field(default_factory=dict, compare=False, repr=False)  # see `unread_images`
 
@@ -130,13 +133,13 @@ class DataSpec:
                 f"{self.file}: `train:` has one image, so `split: {self.split:g}` leaves none to hold out; add images"
             )
         part = whole.only([image for image in whole.images if (image in chosen) == (split == "val")])
-        return part._replace(problems=[]) if split == "val" else part  # the problems are those of `train:`
+        return part._replace(problems=[]) if split == "val" else part  # `train:` reports the problems
 
     def _whole_listing(self, split: str) -> Listing:
         """Return the image files that `split` names in the YAML."""
         locations = self.locations(split)
         problems: list[str] = []
-        listed: list[str] = []  # text: many Paths are slow
+        listed: list[str] = []  # as text, because many Paths are slow
         unread = self.unread[split] = []
         packed: list[str] = []
         annotated: list[tuple[AnnotatedImages, list[str]]] = []
@@ -189,13 +192,13 @@ class DataSpec:
         return list(map(Path, chosen))
 
     def annotation_file(self, split: str) -> Path | None:
-        """Return the annotation file that a split names, if it names only that, or is held out of."""
+        """Return the annotation file that a split consists of, or is held out of; None if it has other sources."""
         split = "train" if split == "val" and self.holds_out else split
         locations = self.locations(split)
         return locations[0] if len(locations) == 1 and is_annotation_file(locations[0]) else None
 
     def unread_images(self, split: str) -> list[str]:
-        """Return a message about the images in formats that are not read, if the search for a split met any."""
+        """Return a message about images in formats that are not read, if the search for a split found any."""
         files = self.unread.get(split)
         if not files:
             return []
@@ -262,7 +265,7 @@ class DataSpec:
 
     def _convert(self, folder: Path) -> None:
         if self.convert:
-            converters = importlib.import_module("data.convert")  # which imports this module
+            converters = importlib.import_module("data.convert")  # not imported above, because it imports this module
             converters.convert_downloaded(self.convert, folder, list(self.names.values()))
 
 
@@ -291,7 +294,7 @@ def _real_path(folder: str) -> str:
 def read_spec(file: Path) -> DataSpec:
     """Read a data set YAML. Raises `UserError`.
 
-    Relative paths resolve against `path:`, and that against the YAML's folder or the working folder.
+    Relative paths resolve against `path:`, which resolves against the YAML's folder or the working folder.
     """
     return checked_spec(file, read_yaml(file))
 
@@ -299,7 +302,9 @@ def read_spec(file: Path) -> DataSpec:
 def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str] = ()) -> DataSpec:
     """Return the data set that the content of a YAML describes. Raises `UserError`.
 
-    file: the YAML, or the folder for which `content` was made. messages: lines for the console.
+    Args:
+        file: the YAML, or the folder for which `content` was made
+        messages: lines for the console
     """
     unknown = [str(key) for key in content if key not in DATA_KEYS and key not in OTHER_KEYS]
     for key in unknown:
@@ -317,7 +322,7 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
         roots = (file.resolve().parent,)
         messages = (
             *messages,
-            f"{file}: `path: {content['path']}` does not exist, so its own folder is taken, {roots[0]}",
+            f"{file}: `path: {content['path']}` does not exist, so the YAML's own folder is used, {roots[0]}",
         )
     names = _names(file, content)
     if not names:
@@ -361,14 +366,19 @@ def _is_seed(value: Any) -> bool:
 
 
 def _draw(file: Path, value: Any, folder: Path) -> None:
-    """Draw a data set if it is absent. value: the seed of `shapes`, or a mapping of a module that draws to its seed."""
+    """Draw a data set if it is absent.
+
+    Args:
+        value: seed of `shapes`, or a mapping from one module that draws to its seed
+        folder: folder of the data set
+    """
     name, seed = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("shapes", value)
     draw_dataset = _drawing(name) if _is_seed(seed) else None
     if draw_dataset is None:
         raise UserError(
-            f"{file}: `draw` must be the seed of the built-in data set, a whole number, or such as "
-            f"{{data.builtin.shapes_cls: 0}}, a module with `draw_dataset` and its seed, not {shown(value)}; modules "
-            "of data/ and of the task that --task-file names are imported, no others"
+            f"{file}: `draw` must be a seed of the built-in data set (a whole number), or a module with "
+            f"`draw_dataset` and its seed, such as {{data.builtin.shapes_cls: 0}}, not {shown(value)}; only modules "
+            "of data/ and of the task that --task-file names are imported"
         )
     draw_dataset(folder, seed=seed)
 
@@ -376,8 +386,10 @@ def _draw(file: Path, value: Any, folder: Path) -> None:
 def _drawing(name: Any) -> Callable[..., object] | None:
     """Return the `draw_dataset` of a module, None if it has none or may not be imported.
 
-    A YAML may be somebody else's: of this repository it can name modules in data/, and of a user only those of a task
-    that this user runs. name: a name without a dot, such as `shapes-cls`, is a module of data/builtin.
+    A YAML may come from somebody else, so it can name only modules in data/ and modules of a task that the user runs.
+
+    Args:
+        name: module name; a name without a dot, such as `shapes-cls`, is a module of data/builtin
     """
     name = str(name)
     if "." not in name and not user_code.is_users(name):
@@ -404,14 +416,14 @@ def _roots(file: Path, path: Any) -> tuple[Path, ...]:
 
 
 def _is_absent(content: Mapping[str, Any], roots: Sequence[Path]) -> bool:
-    """Return whether the folder that `path:` names does not exist and is not to be downloaded."""
+    """Return whether the folder that `path:` names does not exist and will not be downloaded."""
     if content.get("path") is None or remote.is_remote(roots[0]) or archive_sources(content.get("download")):
         return False
     return not any(map(os.path.isdir, roots))
 
 
 def _are_in(folder: Path, entries: Sequence[str]) -> bool:
-    """Return whether the files and folders that a split names, of which there are some, are below a folder."""
+    """Return whether a split names at least one path, and all of them are below a folder."""
     return bool(entries) and all(not os.path.isabs(entry) and _find(entry, [folder]) for entry in entries)
 
 
@@ -428,7 +440,12 @@ def _is_path(value: Any) -> TypeGuard[str]:
 
 
 def _by_split(file: Path, key: str, value: Any, what: str) -> dict[str, tuple[str, ...]]:
-    """Return the paths that a key of a YAML gives for each split: one or a list, for all, or in a mapping."""
+    """Return the paths that a key of a YAML gives for each split.
+
+    Args:
+        value: a path or a list of paths for all splits, or a mapping from splits to either
+        what: kind of path, for the error message
+    """
     by_split = value if isinstance(value, dict) else {split: value for split in SPLITS if value is not None}
     paths = {split: tuple(given) if isinstance(given, list) else (given,) for split, given in by_split.items()}
     for split, given in paths.items():
@@ -462,18 +479,18 @@ def is_annotation_file(location: Path) -> bool:
 
 
 def _is_voc(location: Path) -> bool:
-    """Return whether a split's entry is a list of VOC's layout, or a folder of XML files."""
+    """Return whether a split's entry is an image list in VOC's layout, or a folder of XML files."""
     return is_voc_list(location) or has_annotations(location)
 
 
 def _pack_of(location: Path) -> Pack | None:
-    """Return the pack that has a split's entry as the name of a split."""
+    """Return the pack of a split's entry such as `PACK/train`; None if the entry does not name a packed split."""
     pack = find_pack(str(location.parent))
     return pack if pack and location.name in pack.shards else None
 
 
 def packed_groups(location: Path) -> list[tuple[str, str]]:
-    """Return path and class of the images of a classification pack's split; [] for another location."""
+    """Return path and class name of each image of a classification pack's split; [] for another location."""
     pack = _pack_of(location)
     return pack.grouped_images(location.name) if pack else []
 
@@ -486,7 +503,7 @@ def _find(entry: str, roots: Sequence[Path]) -> Path | None:
 def _candidates(entry: str, roots: Sequence[Path]) -> list[Path]:
     """Return the paths that an entry may mean, by precedence.
 
-    Roboflow writes `../train/images` into a data.yaml that is beside `train`: as in YOLOv5, the `../` may be left out.
+    Roboflow writes `../train/images` into a data.yaml that is beside `train`; as in YOLOv5, the `../` may be dropped.
     """
     if remote.is_remote(entry):
         return [Path(entry)]
@@ -519,7 +536,8 @@ def _names(file: Path, content: Mapping[str, Any]) -> dict[int, str]:
 def images_below(folder: Path, unread: list[str]) -> Iterator[Path]:
     """Yield every image below a folder. Links are followed; a folder with several paths is read once.
 
-    unread: images in formats that are not read are appended.
+    Args:
+        unread: list to which images in formats that are not read are appended
     """
     return map(Path, _names_below(folder, unread))
 
@@ -544,7 +562,7 @@ def _names_below(folder: Path, unread: list[str]) -> Iterator[str]:
 
 
 def _is_image(path: str) -> bool:
-    """Return whether a path has the suffix of an image. Path, which is slow, handles forms such as `a.jpg/.`."""
+    """Return whether a path has the suffix of an image. The slow `Path` handles forms such as `a.jpg/.`."""
     return os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES or Path(path).suffix.lower() in IMAGE_SUFFIXES
 
 

@@ -1,7 +1,7 @@
 """The abstract classes that the data set of a task implements, and how the scripts open one.
 
 A data set is a module beside this one, named in `TASKS` (models/tasks/__init__.py) as `module:class`. The scripts call
-the methods below and know no data set by name. May import utils; nothing of models/.
+the methods below and know no data set by name. May import utils, but nothing of models/.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from utils.files import csv_text, find_file
 from utils.user_code import class_named
 
 S = TypeVar("S", bound=Split)
-PRINTED_PROBLEMS = 5  # of a split, at most
-# Data YAMLs of YOLOv5 that are not here, and what their annotations are: code in these YAMLs converts them.
+PRINTED_PROBLEMS = 5  # printed problems of a split, at most
+# Data YAMLs of YOLOv5 that are not included, and their annotations, which code in these YAMLs converts.
 SCRIPTED_SETS = {
     "Argoverse": "JSON without the folders of its images",
     "GlobalWheat2020": "JSON for each place",
     "SKU-110K": "a CSV file",
     "xView": "GeoJSON",
 }
-FEW_LABELS = 10  # of a class in training: with fewer the class is named at the start
+FEW_LABELS = 10  # training labels of a class; classes with fewer are named at the start
 
 
 @dataclass(frozen=True)
 class DataOptions(Sampling):
-    """The flags of a data set: which images are sampled (`Sampling`), and how they are read."""
+    """The flags of a data set: how images are sampled (`Sampling`), and how they are read."""
 
     single_cls: bool = False  # all labels are of one class
     workers: int = 0  # loader processes; 0: the training process loads
-    cache: str = ""  # of decoded images: "ram", "disk", "val" (in memory, validation only), or "" for none
-    image_padding: bool = False  # in an evaluation an image is padded by its own shape, not by that of its batch
-    strict: bool = False  # what would be left out is an error
+    cache: str = ""  # cache of decoded images: "ram", "disk", "val" (in memory, validation only), or "" for none
+    image_padding: bool = False  # evaluation pads each image by its own shape, not by its batch's
+    strict: bool = False  # bad images and labels are errors instead of being left out
     mask_ratio: int = 4  # pixels of the image per pixel of the training masks, along a side (segmentation)
-    no_overlap: bool = False  # each training mask has all its pixels, those of a smaller object on top too
+    no_overlap: bool = False  # each training mask has all its pixels, even where a smaller object is on top
     augmentations: str = ""  # file with the user's augmentations
 
 
@@ -62,7 +62,7 @@ class DataSet(ABC, Generic[S]):
 
     spec: DataSpec
     imgsz: int  # pixels, in whole strides
-    stride: int  # of the model; sides of an image are multiples of it
+    stride: int  # stride of the model; sides of an image are multiples of it
     options: DataOptions
 
     @staticmethod
@@ -77,15 +77,19 @@ class DataSet(ABC, Generic[S]):
 
     @staticmethod
     def groups(spec: DataSpec, split: str) -> dict[Path, str]:
-        """Return the name of the class of each image of a split, for data.pack, if its folder says it; {} if there are
-        label files. Raises `UserError` if there are no images."""
+        """Return the class name of each image of a split, for data.pack, if its folder determines it.
+
+        Returns {} if there are label files. Raises `UserError` if there are no images.
+        """
         return {}
 
     @abstractmethod
     def split(self, name: str, hyp: Recipe | None = None) -> S:
-        """Read and check a split, `train`, `val` or `test`.
+        """Read and check a split. Raises `UserError` if no image can be used; see `usable`.
 
-        hyp: hyperparameters of a training on it. Raises `UserError` if no image can be used; see `usable`.
+        Args:
+            name: `train`, `val` or `test`
+            hyp: hyperparameters of the run that trains on the split; None if it is only evaluated
         """
 
     @abstractmethod
@@ -95,10 +99,14 @@ class DataSet(ABC, Generic[S]):
     @staticmethod
     @abstractmethod
     def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
-        """Return an image without labels, uint8 (h, w, 3) BGR, as an item for `collate`, for detect.py.
+        """Return an image without labels as an item for `collate`, for detect.py.
 
-        sides: height and width, pixels, to fit it into. full: the item has exactly these sides; otherwise they may be
-        less, in whole strides.
+        Args:
+            image: pixels, uint8 (h, w, 3) BGR
+            name: the image's name in messages and results
+            sides: height and width to fit the image into, pixels
+            stride: divisor of the item's sides, pixels
+            full: whether the item has exactly these sides; otherwise it may be smaller, in whole strides
         """
 
     @staticmethod
@@ -116,18 +124,19 @@ class DataSet(ABC, Generic[S]):
 
     @abstractmethod
     def evaluation_batches(self, split: S, batch_size: int, square: bool) -> list[list[SampleIndex]]:
-        """Return all batches of an evaluation, the same for any number of processes: see `evaluation_batches`.
+        """Return all batches of an evaluation, the same for any number of processes; see `sampler.evaluation_batches`.
 
-        square: all images have sides of `imgsz`; otherwise each batch, or with `image_padding` each image, has a
-        shape of its own, with less padding.
+        Args:
+            square: whether all images have sides of `imgsz`; otherwise each batch, or with `image_padding` each image,
+                has a shape of its own, with less padding
         """
 
     @abstractmethod
     def evaluation_loader(self, split: S, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
-        """Return a loader over `batches`, a process's share of the evaluation's. Nothing is random."""
+        """Return a loader over `batches`, a process's share of the evaluation. Nothing is random."""
 
     def labelling(self, hyp: Recipe) -> Labelling:
-        """Return what a user's augmentations may take beside images; nothing by default."""
+        """Return which labels a user's augmentations may take besides images; none by default."""
         return Labelling()
 
     def own_augmentations(self, hyp: Recipe, is_named: bool = True) -> OwnAugmentations:
@@ -135,9 +144,14 @@ class DataSet(ABC, Generic[S]):
         return read_augmentations(self.options.augmentations, self.labelling(hyp), is_named)
 
     def usable(self, name: str, sizes: np.ndarray, problems: Sequence[str]) -> np.ndarray:
-        """Return a mask of the usable images of a split, bool (n,). sizes: (n, 2), 0 for an image left out.
+        """Return a mask of the usable images of a split, bool (n,).
 
-        Raises `UserError` if none is, or with --strict if there are problems.
+        Raises `UserError` if no image is usable, or with --strict if there are problems.
+
+        Args:
+            name: `train`, `val` or `test`
+            sizes: (n, 2), width and height of each image, 0 for an image left out
+            problems: sentences about what is left out
         """
         if self.options.strict:
             refuse_problems(problems, name)
@@ -148,7 +162,7 @@ class DataSet(ABC, Generic[S]):
 
     @property
     def train_cache(self) -> str:
-        """The `cache` of the training images: none if it is for the validation only."""
+        """The `cache` of the training images: "" if only validation images are cached."""
         return "" if self.options.cache == "val" else self.options.cache
 
     def uncached(self: D) -> D:
@@ -156,7 +170,7 @@ class DataSet(ABC, Generic[S]):
         return replace(self, options=replace(self.options, cache="", partners="any"))
 
     def messages(self, train: S, val: S) -> list[str]:
-        """Return lines for the console about the splits of a training and its classes."""
+        """Return lines for the console about both splits of a run and the classes."""
         reports = [*train.report("train"), *val.report("val")]
         names = self.class_names(self.spec, self.options.single_cls)
         counts = [np.bincount(split.instances().classes, minlength=len(names)) for split in (train, val)]
@@ -200,14 +214,19 @@ class DataSource:
         return self.kind.files(self.spec)
 
     def open(self, imgsz: int, stride: int, options: DataOptions) -> DataSet[Any]:
-        """Return the data set for a model's images. imgsz: pixels, in whole strides. Raises `UserError`."""
+        """Return the data set for a model's images. Raises `UserError`.
+
+        Args:
+            imgsz: side of the images in pixels, in whole strides
+        """
         return self.kind(self.spec, imgsz, stride, options)
 
 
 def data_source(data: str, kind: str) -> DataSource:
     """Read the YAML, the folder or the COCO annotation file that --data names. Raises `UserError`.
 
-    kind: `module:class` of the data set.
+    Args:
+        kind: class of the data set, as `module:class`
     """
     storage.forget()
     if os.path.isdir(data):
@@ -225,14 +244,18 @@ def refuse_scripted_set(data: str) -> None:
     name = Path(data).name.removesuffix(".yaml")
     if name in SCRIPTED_SETS and not os.path.isfile(data):
         raise UserError(
-            f"data set '{data}' is not here, for its annotations are {SCRIPTED_SETS[name]}, which code in YOLOv5's "
-            f"{name}.yaml converts and this repository never runs; give the path of that file once YOLOv5 has "
+            f"data set '{data}' is not included, because its annotations are {SCRIPTED_SETS[name]}, which YOLOv5's "
+            f"{name}.yaml converts by code that this repository never runs; give the path of that file once YOLOv5 has "
             "downloaded the set, or write label files as docs/data.md says"
         )
 
 
 def labels_text(names: Mapping[int, str], counts: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
-    """Return labels.csv. counts: by split, the number of images with each class and of its instances, (classes,)."""
+    """Return labels.csv.
+
+    Args:
+        counts: by split, the number of images with each class and of instances of each class, (classes,) each
+    """
     rows = [
         (split, name, int(images[k]), int(instances[k]))
         for split, (images, instances) in counts.items()
@@ -242,7 +265,12 @@ def labels_text(names: Mapping[int, str], counts: Mapping[str, tuple[np.ndarray,
 
 
 def class_messages(names: Mapping[int, str], train: np.ndarray, val: np.ndarray) -> list[str]:
-    """Return lines about the classes: which there are, and which are rare. train, val: number of labels, (classes,)."""
+    """Return lines about the classes: all of them, and those with few labels.
+
+    Args:
+        train: number of training labels of each class, (classes,)
+        val: number of validation labels of each class, (classes,)
+    """
     count = f"{plural(len(names), 'class')}: "
     lines = [count + listed(list(names.values()), columns() - len(count))]
     rare = [k for k in np.argsort(train, kind="stable").tolist() if train[k] < FEW_LABELS]
@@ -265,7 +293,11 @@ def split_identity(images: Sequence[Path], labels: bytes) -> dict[str, str]:
 
 
 def problem_warnings(problems: Sequence[str], title: str) -> list[str]:
-    """Return warnings of the first few problems, and how many more there are. title: of the split."""
+    """Return warnings of the first few problems, and of the number of further ones.
+
+    Args:
+        title: the split's name as it appears in the messages
+    """
     messages = [f"warning: {problem}" for problem in problems[:PRINTED_PROBLEMS]]
     if (more := len(problems) - PRINTED_PROBLEMS) > 0:
         count = plural(more, "more such problem")
@@ -274,7 +306,11 @@ def problem_warnings(problems: Sequence[str], title: str) -> list[str]:
 
 
 def refuse_problems(problems: Sequence[str], title: str) -> None:
-    """Raise the first problem, if any, as `UserError`: --strict."""
+    """Raise the first problem, if any, as `UserError`, for --strict.
+
+    Args:
+        title: the split's name as it appears in the message
+    """
     if problems:
         count = plural(len(problems), "such problem")
         raise UserError(f"{problems[0].rpartition('; ')[0]} (--strict; {count} in {title})")

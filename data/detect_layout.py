@@ -1,6 +1,6 @@
-"""What --data names if not a YAML: a folder with a data.yaml, COCO or VOC annotations, or classes; or a COCO file.
+"""Data sets without a YAML that --data may name: a folder with COCO or VOC annotations or classes, or a COCO file.
 
-Called by data/dataset.py.
+A folder with a data.yaml is read by that file. Called by data/dataset.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from data.voc import ANNOTATION_FOLDERS, LISTS, has_annotations, is_voc_list
 from utils.errors import UserError
 
 YAML_NAMES = ("data.yaml", "data.yml")
-EXPORTED_ANNOTATIONS = "_annotations.coco.json"  # in each folder of Roboflow's COCO export
+EXPORTED_ANNOTATIONS = "_annotations.coco.json"  # file in each folder of Roboflow's COCO export
 SPLIT_FOLDERS = {"train": ("train",), "val": ("val", "valid", "test"), "test": ("test",)}
-HELD_OUT_SHARE = 0.2  # of the images, or of each class, of a data set without validation images
+HELD_OUT_SHARE = 0.2  # share of the images, or of each class, to hold out if there are no validation images
 
 
 def read_folder(folder: Path) -> DataSpec:
@@ -35,8 +35,8 @@ def read_folder(folder: Path) -> DataSpec:
     if lists:
         raise UserError(
             f"{folder} has VOC's lists {', '.join(lists[:4])}{' and more' * (len(lists) > 4)}, but no train.txt in "
-            f"{LISTS}, so it is not known which images are for training: write it, with an image's name without suffix "
-            "in each line"
+            f"{LISTS}, so it is not known which images are for training: write it, with one image "
+            "name per line, without suffix"
         )
     raise UserError(
         f"{folder} is not recognised as a data set{inner}: it has no {YAML_NAMES[0]}, no COCO annotations "
@@ -64,25 +64,25 @@ def _text(value: Any) -> str:
 
 
 def _recognise(folder: Path) -> tuple[str, dict[str, Any]] | None:
-    """Return what a folder has, and its splits; None if that is nothing known."""
+    """Return the title of a folder's layout and the folder's splits; None if no layout is recognised."""
     found = ((title, recognise(folder)) for title, recognise in RECOGNISED.items())
     return next(((title, content) for title, content in found if content is not None), None)
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Return the folders in a folder except hidden ones, by name; [] if it does not exist."""
+    """Return the subfolders that are not hidden, sorted by name; [] if the folder does not exist."""
     if not folder.is_dir():
         return []
     return sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
 def _exported(folder: Path) -> dict[str, Any] | None:
-    """Return the splits of an export in which each has a folder with images and annotations."""
+    """Return the splits of an export that has a folder with images and annotations for each."""
     return _splits(lambda name: f"{name}/{EXPORTED_ANNOTATIONS}", lambda path: (folder / path).is_file())
 
 
 def _coco(folder: Path) -> dict[str, Any] | None:
-    """Return the splits of the layout of COCO's own downloads."""
+    """Return the splits of a folder laid out like COCO's own downloads."""
     content: dict[str, Any] = {}
     for split in SPLIT_FOLDERS:
         files = sorted((folder / "annotations").glob(f"instances_{split}*.json"))
@@ -112,7 +112,7 @@ def _xml_by_split(folder: Path) -> dict[str, Any] | None:
 
 
 def _xml(folder: Path) -> dict[str, Any] | None:
-    """Return the folder of VOC's XML files, unless lists say what each is for."""
+    """Return the folder of VOC's XML files, unless lists say which split each file belongs to."""
     names = [path.name for path in _folders(folder) if path.name.lower() in ANNOTATION_FOLDERS]
     name = next((name for name in (*names, ".") if has_annotations(folder / name)), None)
     return {"train": name} if name and not any((folder / LISTS / f"{n}.txt").is_file() for n in SPLIT_FOLDERS) else None
@@ -129,7 +129,7 @@ def _classes(folder: Path) -> dict[str, Any] | None:
 
 
 def _splits(path_of: Callable[[str], str], fits: Callable[[str], bool]) -> dict[str, Any] | None:
-    """Return the path of each split that fits, by split; None without one for training."""
+    """Return the path of each split that fits, by split; None if no path for training fits."""
     content = {}
     for split, names in SPLIT_FOLDERS.items():
         path = next((path_of(name) for name in names if fits(path_of(name))), None)
@@ -139,7 +139,7 @@ def _splits(path_of: Callable[[str], str], fits: Callable[[str], bool]) -> dict[
 
 
 def _has_class_folders(folder: Path, least: int = 1) -> bool:
-    """Return whether a folder has at least `least` folders with images, other than those of splits, YOLO or VOC."""
+    """Return whether a folder has at least `least` folders with images, apart from folders of splits, YOLO or VOC."""
     folders = _folders(folder)
     names = {entry.name for entry in folders}
     if names & {"images", "labels", "JPEGImages"} or names <= {

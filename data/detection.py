@@ -42,7 +42,7 @@ from utils.files import csv_text
 from utils.summary import evenly_spaced
 
 LISTED_BOXES = 5000  # training labels in boxes.csv, at most
-NO_PLACEMENT = Placement((0.0, 0.0), (0, 0))  # of a training item: a mosaic is no part of one file
+NO_PLACEMENT = Placement((0.0, 0.0), (0, 0))  # placement of a training item: a mosaic is not part of one file
 
 
 class _Items(Items):
@@ -85,7 +85,7 @@ class _Items(Items):
 class TrainingItems(_Items):
     """Augmented items; the same sample index gives the same pixels in any process."""
 
-    masks: ClassVar[bool] = False  # of the `Augmenter`
+    masks: ClassVar[bool] = False  # passed to the `Augmenter`
 
     def __init__(
         self,
@@ -103,12 +103,12 @@ class TrainingItems(_Items):
         self.unmixed = replace(self.augmenter, settings=replace(augment, mosaic=0.0))
 
     def size(self, index: int) -> tuple[int, int]:
-        """Return width and height of an image as `load` returns it."""
+        """Return width and height of an image after `load`."""
         width, height = self.labels.sizes[index].tolist()
         return scaled_shape(width, height, self.images.imgsz)
 
     def augmented(self, sample: SampleIndex) -> Sample:
-        """Return the augmented image; its pixels may be those of the cache until `images.release`."""
+        """Return the augmented image; its pixels may belong to the cache until `images.release`."""
         augmenter = self.augmenter if self.options.mixes(sample.epoch) else self.unmixed
         rng = item_generator(self.seed, sample)
         if not self.own:
@@ -134,8 +134,8 @@ class EvaluationItems(_Items):
         """Return the letterboxed image, and its placement from the file's pixels."""
         loaded = self.load(sample.image)
         fitted, (scale, offset) = letterbox(loaded, sample.shape, enlarge=False)
-        # One gain for both axes, as in YOLOv5, so that COCO's numbers equal those of its users: the shorter side of the
-        # loaded image is rounded up, by less than a pixel.
+        # One gain for both axes, as in YOLOv5, so that COCO's metrics are comparable: the shorter side of the loaded
+        # image is rounded up, by less than a pixel.
         gain = scale[0] * max(loaded.image.shape[:2]) / max(self.labels.sizes[sample.image])
         return fitted, Placement((gain, gain), offset)
 
@@ -155,7 +155,7 @@ def to_tensors(sample: Sample, pixels: Tensor) -> tuple[Tensor, Tensor]:
     targets = np.concatenate((sample.classes[:, None], (low + high) / 2, high - low), 1)
     targets[:, 1:] /= (width, height, width, height)
     red, green, blue = pixels.numpy()
-    cv2.split(sample.image, [blue, green, red])  # in place, for the planes are contiguous
+    cv2.split(sample.image, [blue, green, red])  # in place, because the planes are contiguous
     return pixels, torch.from_numpy(targets.astype(np.float32))
 
 
@@ -186,7 +186,7 @@ class DetectionSplit(BoxSplit):
         return [summary, *problem_warnings(self.problems, title)]
 
     def side_lengths(self, imgsz: int) -> np.ndarray:
-        """Return width and height of every box in pixels of images of `imgsz`: see `Labels`."""
+        """Return width and height of every box, (m, 2), in pixels of images whose longer side is `imgsz`."""
         return self.labels.side_lengths(imgsz)
 
     def shown(self, index: int, side: int) -> np.ndarray:
@@ -195,7 +195,7 @@ class DetectionSplit(BoxSplit):
         return resize_long_side(image, min(side, max(image.shape[:2])), smooth=True)
 
     def counts(self, classes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of images with each class, and of its boxes, (classes,) each."""
+        """Return the number of images with each class and the number of boxes of each class, (classes,) each."""
         image, labels = self.instances()
         present = np.unique(image * classes + labels) % classes
         return np.bincount(present, minlength=classes), np.bincount(labels, minlength=classes)
@@ -219,9 +219,9 @@ class DetectionData(DataSet[DetectionSplit]):
         if not spec.names:
             if spec.is_remote:
                 spec.locations("train")  # it may be absent, and a pack has the names
-            if spec.file.is_dir():  # in which every other layout gives names
+            if spec.file.is_dir():  # all other layouts of folders provide names
                 raise UserError(
-                    f"{spec.file} has a folder of images per class and no boxes, which a classifier learns: add "
+                    f"{spec.file} has a folder of images per class and no boxes, so it is for a classifier: add "
                     "--weights yolov5s-cls.pt, or --weights '' --cfg resnet18.yaml to begin from scratch"
                 )
             raise UserError(
@@ -249,8 +249,12 @@ class DetectionData(DataSet[DetectionSplit]):
     def split(self, name: str, hyp: Recipe | None = None) -> DetectionSplit:
         """Read and check a split.
 
-        hyp: with `copy_paste` the labels' polygons are read too. Raises `UserError` if no image can be used, if
-        there is no label to train on, or for an unknown class.
+        Raises `UserError` if no image can be used, if there is no label to train on, or for an unknown class.
+
+        Args:
+            name: `train`, `val` or `test`
+            hyp: hyperparameters of the run that trains on the split; with `copy_paste` the labels' polygons are read
+                too
         """
         listing, rules = self.spec.listing(name), self.row_rules(hyp)
         labels = load_labels(listing.images, f"{name} labels", self.options.workers, rules, listing.annotated)
@@ -271,7 +275,7 @@ class DetectionData(DataSet[DetectionSplit]):
     def documents(self, train: DetectionSplit, val: DetectionSplit) -> dict[str, str]:
         """Return labels.csv, counts by class, and boxes.csv, a sample of the training boxes.
 
-        If the task is about outlines, whatever the hyperparameters, boxes.csv ends with their column.
+        If the task always reads outlines, boxes.csv ends with a column of them.
         """
         names = self.class_names(self.spec, self.options.single_cls)
         counts = {name: split.counts(len(names)) for name, split in (("train", train), ("val", val))}
@@ -291,7 +295,7 @@ class DetectionData(DataSet[DetectionSplit]):
     def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
         """Return an image fitted into `sides`, enlarged if it is smaller.
 
-        It is padded with grey to whole strides, or if `full` to `sides`.
+        It is padded with grey to whole strides, or to `sides` if `full` is true.
         """
         height, width = image.shape[:2]
         ratio = min(sides[0] / height, sides[1] / width)
@@ -305,7 +309,7 @@ class DetectionData(DataSet[DetectionSplit]):
     collate = staticmethod(collate)
 
     def train_loader(self, split: DetectionSplit, batch_size: int, hyp: Recipe, seed: int) -> DataLoader[Any]:
-        """Return a loader of augmented items. With --rect there is no mosaic, which is square."""
+        """Return a loader of augmented items. With --rect there is no mosaic, because mosaics are square."""
         augment, options = select(AugmentSettings, hyp), self.options
         if options.rect:
             augment = replace(augment, mosaic=0.0)

@@ -11,8 +11,8 @@ from pathlib import Path
 def held_out(images: Sequence[Path], share: float, seed: int) -> set[Path]:
     """Return the images that are held out for validation: at least one, but never all.
 
-    They are chosen by a hash of folder name, file name and seed: new images hardly change the choice, moving the folder
-    does not.
+    A hash of folder name, file name and seed decides, so new images hardly change the choice and moving the folder does
+    not change it.
     """
 
     def order(path: Path) -> tuple[bytes, Path]:

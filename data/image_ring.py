@@ -11,11 +11,11 @@ from utils.distributed.shared_memory import shared_memory
 
 try:
     import fcntl
-except ImportError:  # Windows has no such locks; there is no ring then
+except ImportError:  # Windows has no such locks, so there is no ring
     fcntl = None  # type: ignore[assignment]
 
-RING_MEMORY_SHARE = 0.25  # of the memory that is free at the start, at most
-LARGEST_STORED = 0.99  # quantile of the images' sizes: slots are no larger for the sake of a few images
+RING_MEMORY_SHARE = 0.25  # largest share of the memory that is free at the start
+LARGEST_STORED = 0.99  # quantile of the images' sizes that slots have; a few larger images are never stored
 PAGE_BYTES = 4096
 TABLE = 0  # the byte whose lock guards the tables; the lock of slot k is on byte 1 + k
 
@@ -23,9 +23,13 @@ TABLE = 0  # the byte whose lock guards the tables; the lock of slot k is on byt
 class ImageRing:
     """A per-machine ring buffer of the `capacity` most recently decoded images.
 
-    Every process reads and stores. It locks a slot while it uses its pixels, and never waits for a lock: an image that
-    cannot be stored at once is not stored. The system releases the locks of a process that dies, and a slot that it was
-    writing counts as empty. shapes: (n, 2), height and width of all images. capacity: it is less if memory is short.
+    Every process reads and stores images. It locks a slot while it uses the pixels, and never waits for a lock: an
+    image that cannot be stored at once is not stored. The system releases the locks of a process that dies, and a slot
+    that it was writing counts as empty.
+
+    Args:
+        shapes: (n, 2), height and width of all images
+        capacity: number of images to hold; fewer are held if memory is short
     """
 
     def __init__(self, shapes: np.ndarray, capacity: int) -> None:
@@ -44,7 +48,7 @@ class ImageRing:
 
     @staticmethod
     def is_supported() -> bool:
-        """Return whether this system has the locks that are needed."""
+        """Return whether this system has the file locks that the ring needs."""
         return fcntl is not None
 
     # The tables at the start of the memory, int32. An image and its slot must name each other.
@@ -90,7 +94,7 @@ class ImageRing:
             self.reading.clear()
 
     def _take_slot(self) -> int | None:
-        """Empty the oldest slot that is not in use and lock it for writing; None if there is none."""
+        """Empty and lock the oldest unused slot for writing; None if there is none."""
         if not self._lock(TABLE, fcntl.LOCK_EX):
             return None
         try:

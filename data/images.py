@@ -25,12 +25,12 @@ from data import storage
 from utils.errors import StorageError, UserError
 
 cv2.setNumThreads(0)  # loader processes are parallel already; their threads would compete for the cores
-cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)  # Pillow reads what it cannot, or raises
+cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)  # Pillow reads what OpenCV cannot, or raises
 
 IMAGE_SUFFIXES = frozenset([".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".pfm", ".png", ".tif", ".tiff", ".webp"])
-MAX_MISSING_SHARE = 0.01  # of the pixels of a truncated JPEG that is read
+MAX_MISSING_SHARE = 0.01  # largest share of missing pixels of a truncated JPEG that is read
 JPEG_START, JPEG_END, PNG_END = b"\xff\xd8", b"\xff\xd9", b"IEND\xaeB`\x82"
-# To decode a JPEG at 1/1, 1/2, 1/4, 1/8 of its size: libjpeg then transforms the low frequencies of each block only.
+# Flags that decode a JPEG at 1/1, 1/2, 1/4, 1/8 of its size, from the low frequencies of each block only.
 JPEG_FLAGS = {
     1: cv2.IMREAD_COLOR,
     2: cv2.IMREAD_REDUCED_COLOR_2,
@@ -43,8 +43,10 @@ LARGE_PIXELS = 2_000_000  # inclusive upper bound of a photo that `read_reduced`
 def read_image(path: Path, jpeg_divisor: int = 1) -> np.ndarray:
     """Return the pixels as displayed (EXIF orientation applied), uint8 (height, width, 3), BGR.
 
-    jpeg_divisor: 1, 2, 4 or 8; divides both sides of a JPEG, rounded up. Raises a `UserError` that names the file if it
-    cannot be read.
+    Raises a `UserError` that names the file if it cannot be read.
+
+    Args:
+        jpeg_divisor: 1, 2, 4 or 8, which divides both sides of a JPEG, rounded up
     """
     try:
         data = storage.read_bytes(path)
@@ -61,7 +63,7 @@ def read_image(path: Path, jpeg_divisor: int = 1) -> np.ndarray:
 def read_whole_image(path: Path) -> np.ndarray:
     """Return the pixels as `read_image` does, but raise the `UserError` for a truncated file too, as data sets do.
 
-    `read_image` returns what is there of such a file, above grey.
+    `read_image` returns the pixels that such a file has, with grey below them.
     """
     try:
         image_size(path)
@@ -73,7 +75,7 @@ def read_whole_image(path: Path) -> np.ndarray:
 
 
 def unreadable(name: object, error: Exception) -> UserError:
-    """Return the error for an image that OpenCV or Pillow cannot read; that of an object store as it is."""
+    """Return the error for an image that OpenCV or Pillow cannot read; a `StorageError` is returned unchanged."""
     if isinstance(error, StorageError):
         return error
     reason = re.sub(r" ?<\S+ object at 0x\w+>", "", str(error))  # Pillow names the object that holds the bytes
@@ -85,9 +87,13 @@ def unreadable(name: object, error: Exception) -> UserError:
 
 
 def _read_unended(data: bytes, divisor: int) -> np.ndarray:
-    """Read a JPEG that did not end with an end marker; data: with one. Pixels that are missing are grey.
+    """Read a JPEG that did not end with an end marker. Missing pixels are grey.
 
     Pillow gives the same pixels as OpenCV, for which libjpeg would print a warning each time.
+
+    Args:
+        data: bytes of the file, with an end marker appended
+        divisor: 1, 2, 4 or 8, which divides both sides of the image
     """
     with suppress(Exception), Image.open(io.BytesIO(data)) as opened:  # a damaged EXIF block, for one
         if opened.mode in ("RGB", "L"):
@@ -111,8 +117,13 @@ def read_reduced(path: Path, width: int, height: int, size: int) -> np.ndarray:
     """Return an image, uint8 (h, w, 3) BGR, with its longer side at `size` pixels, quickly if it is a large photo.
 
     A JPEG of more than 2 megapixels is decoded at the smallest scale of 1, 1/2, 1/4, 1/8 that is not below `size`.
-    Large photos that are then still twice as large are shrunk by averaging areas. Smaller images are read and
-    resized as usual. width, height: size of the file's image as displayed. Raises `UserError` if it cannot be read.
+    Large photos that are then still twice as large are shrunk by averaging areas. Smaller images are read and resized
+    as usual. Raises `UserError` if the file cannot be read.
+
+    Args:
+        width: width of the file's image as displayed, pixels
+        height: height of the file's image as displayed, pixels
+        size: longer side of the returned image, pixels
     """
     if width * height <= LARGE_PIXELS:
         return resize_long_side(read_image(path), size, smooth=False)
@@ -131,14 +142,19 @@ def image_size(path: Path) -> tuple[int, int]:
 
 
 class Examined(NamedTuple):
-    """Width and height of an image, pixels as displayed, and the share of its pixels that are missing at the end."""
+    """The result of `examine_image`.
+
+    Attributes:
+        size: width and height, pixels as displayed
+        missing: share of the image's pixels that are missing at its end
+    """
 
     size: tuple[int, int]
     missing: float = 0.0
 
 
 def examine_image(path: Path) -> Examined:
-    """Return the size of an image: EXIF orientations 5 to 8 swap width and height.
+    """Return the size of an image, with width and height swapped for EXIF orientations 5 to 8.
 
     Only headers and the end of a JPEG or PNG are read; other formats, and files with an unusual end, are decoded.
     Raises one of Pillow's many errors if the file is not an image, or is truncated; a JPEG may lack 1 % of its pixels.
@@ -176,10 +192,10 @@ def _orientation(opened: ImageFile) -> int:
 def _missing_share(data: bytes) -> float:
     """Return the share of its pixels that a JPEG without an end marker lacks.
 
-    Missing pixels are decoded from whatever bytes follow, so that two fillings give two images. A progressive JPEG may
-    lack a whole pass, which cannot be detected: 1, as for a JPEG of more than three colours that is not complete.
+    Missing pixels are decoded from whatever bytes follow, so that two fillings give two images. Returns 1 for a
+    progressive JPEG, which may lack a whole pass undetected, and for an incomplete JPEG of more than three colours.
     """
-    # A last FF would make a marker of what follows.
+    # A last FF would turn the next byte into a marker.
     fillings = [data.rstrip(b"\xff") + 64 * filling + JPEG_END for filling in (b"\x12", b"\xed")]
     with Image.open(io.BytesIO(data)) as opened:
         if "progressive" in opened.info:
@@ -204,9 +220,10 @@ def _missing_share(data: bytes) -> float:
 
 
 def _decoded(data: bytes, mode: str | None) -> tuple[np.ndarray, Any]:
-    """Return the pixels of a JPEG, and its layers, each with horizontal and vertical factors at 1 and 2.
+    """Return the pixels of a JPEG and its layers, whose items 1 and 2 are horizontal and vertical sampling factors.
 
-    mode: "L" for the luminance alone, if it has one, which does not mix neighbours.
+    Args:
+        mode: "L" to decode the luminance alone, which does not mix neighbours, if there is one; None for all colours
     """
     with Image.open(io.BytesIO(data)) as opened:
         opened.draft(mode, opened.size)
@@ -214,13 +231,22 @@ def _decoded(data: bytes, mode: str | None) -> tuple[np.ndarray, Any]:
 
 
 def resize_long_side(image: np.ndarray, size: int, smooth: bool) -> np.ndarray:
-    """Scale an image so that its longer side has `size` pixels. smooth: average areas if it shrinks."""
+    """Scale an image so that its longer side has `size` pixels.
+
+    Args:
+        smooth: whether to average areas if the image shrinks
+    """
     height, width = image.shape[:2]
     return _resize(image, scaled_shape(width, height, size), smooth)
 
 
 def _resize(image: np.ndarray, shape: tuple[int, int], smooth: bool) -> np.ndarray:
-    """Scale an image to `shape` (width, height). smooth: average areas if it shrinks."""
+    """Scale an image.
+
+    Args:
+        shape: width and height of the result, pixels
+        smooth: whether to average areas if the image shrinks
+    """
     height, width = image.shape[:2]
     if shape == (width, height):
         return image
@@ -229,6 +255,6 @@ def _resize(image: np.ndarray, shape: tuple[int, int], smooth: bool) -> np.ndarr
 
 
 def scaled_shape(width: int, height: int, size: int) -> tuple[int, int]:
-    """Return width and height once the longer side is scaled to `size` pixels, rounded up."""
+    """Return width and height after scaling the longer side to `size` pixels, rounded up."""
     longer = max(width, height)
     return -(-width * size // longer), -(-height * size // longer)

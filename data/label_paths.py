@@ -7,9 +7,9 @@ from functools import lru_cache
 
 
 def label_name(image: str) -> str:
-    """Return the label file of an image: the last folder `images` of its path becomes `labels`, the suffix .txt.
+    """Return the path of an image's label file: the last folder `images` becomes `labels`, and the suffix .txt.
 
-    Text, because Paths are slow for many images.
+    Paths are text, because `Path` is slow for many images.
     """
     name = image.rfind(os.sep) + 1
     suffix = image.rfind(".", name + 1)  # a leading dot starts no suffix
@@ -18,6 +18,6 @@ def label_name(image: str) -> str:
 
 @lru_cache(4096)
 def _label_folder(folder: str) -> str:
-    """Return the folder of the labels for a folder of images. Both end with a separator, or are empty."""
+    """Return the label folder of an image folder. Both end with a separator, or are empty."""
     before, images, after = f"{os.sep}{folder}".rpartition(f"{os.sep}images{os.sep}")
     return f"{before}{os.sep}labels{os.sep}{after}"[len(os.sep) :] if images else folder

@@ -12,24 +12,26 @@ import numpy as np
 
 from utils.errors import shortened
 
-MAX_EDGES_AT_A_HEIGHT = 1000  # of an outline
-COORDINATE_TOLERANCE = 1e-3  # a coordinate may be so far outside [0, 1], by rounding
-OUTLINE_TOLERANCE = 0.01  # the points of an outline may be, and are moved to the edge of the image
-MIN_PIXEL_COORDINATE = 2.0  # such coordinates are taken for pixels instead of shares of a side
+MAX_EDGES_AT_A_HEIGHT = 1000  # edges of an outline at a height, on average
+COORDINATE_TOLERANCE = 1e-3  # how far outside [0, 1] a coordinate may be by rounding
+OUTLINE_TOLERANCE = 0.01  # how far outside an outline's points may be; they are moved to the image's edge
+MIN_PIXEL_COORDINATE = 2.0  # coordinates from here on are taken for pixels instead of shares of a side
 MAX_CLASS = 2**20  # exclusive bound of a class, which float32 holds exactly
 MIN_OUTLINE_WIDTH = 1e-5  # share of a side: an outline that is narrower is a line
 
 
 @dataclass(frozen=True)
 class RowRules:
-    """How a data set reads the rows of label files. Its fields and its class's file are in the key of the label cache.
+    """The rules by which a data set reads the rows of label files.
 
-    Args:
-        noun: what the points of a row are, in messages.
-        forms: the numbers that a row may have, in messages.
-        outlines: the points are read too, not only the box around them.
-        by_points: two rows are the same object if their points are equal; otherwise if their boxes are.
-        tolerance: how far outside of [0, 1] the coordinates of points may be, below 1.
+    The fields, and the file that defines the class, are part of the label cache's key.
+
+    Attributes:
+        noun: word for a row's points in messages
+        forms: description in messages of how many numbers a row may have
+        outlines: whether the points are read too, not only the box around them
+        by_points: whether two rows are the same object if their points are equal, instead of their boxes
+        tolerance: how far outside of [0, 1] the coordinates of points may be, below 1
     """
 
     noun: str = "outline"
@@ -39,10 +41,13 @@ class RowRules:
     tolerance: float = OUTLINE_TOLERANCE
 
     def outline(self, values: list[float]) -> list[float]:
-        """Return the coordinates x1 y1 x2 y2 ... of a row as they are used: those outside of the image are moved to its
-        edge, except for rounding. values: as in the file; of a box, for which rules with `outlines` are asked too, [].
+        """Return the coordinates x1 y1 x2 y2 ... of a row, moved to the image's edge if they are outside of the image.
 
-        Raises ValueError with what is wrong with the row.
+        Coordinates that are outside only by rounding do not change. Raises ValueError with the reason if the row is
+        invalid.
+
+        Args:
+            values: coordinates in the file; [] for a box, which is passed too if `outlines` is true
         """
         if all(-COORDINATE_TOLERANCE <= value <= 1 + COORDINATE_TOLERANCE for value in values):
             return values
@@ -53,7 +58,10 @@ class EnclosingRules(RowRules):
     """Rules for outlines that enclose an area."""
 
     def outline(self, values: list[float]) -> list[float]:
-        """Return the coordinates as `RowRules` does. Raises ValueError for a line, or what takes seconds to fill."""
+        """Return the coordinates as `RowRules` does.
+
+        Raises ValueError for a line, or for an outline that takes seconds to fill.
+        """
         values = super().outline(values)
         points = points_of(values)
         if values and _is_line(points):
@@ -86,8 +94,11 @@ def parse_rows(
 ) -> tuple[list[Row], list[str]]:
     """Return the rows of a label file in its order, and problems with lines that are left out.
 
-    A line is a box, `class x y w h`, or a polygon, `class x1 y1 x2 y2 x3 y3 ...`, normalised. ids: name the lines in
-    problems instead of their numbers, as in `ImageRows`, whose `origin` is then `file`.
+    A line is a box, `class x y w h`, or a polygon, `class x1 y1 x2 y2 x3 y3 ...`, normalised.
+
+    Args:
+        file: label file, or the `origin` of `ImageRows`, for messages
+        ids: name of each line in messages, as in `ImageRows`, instead of its number
     """
 
     def place(number: int) -> str:
@@ -111,7 +122,7 @@ def parse_rows(
 
 
 def _parse_row(words: Sequence[str], rules: RowRules) -> Row:
-    """Return a row. Raises ValueError with what is wrong."""
+    """Return the row that the words of a line describe. Raises ValueError with the reason if they are invalid."""
     text = "".join(words)
     try:
         row = tuple(map(float, words)) if text.isascii() and "_" not in text else ()  # float reads 1_0 as 10

@@ -27,8 +27,8 @@ from utils.errors import StorageError, UserError, plural
 from utils.files import cache_folder, one_at_a_time, replacing
 
 CACHE_VERSION = 7
-FILES_PER_CHUNK = 64  # that a scanning process takes at a time
-MIN_SECONDS_PER_PROCESS = 0.5  # of work, or starting another process takes longer than it saves
+FILES_PER_CHUNK = 64  # images that a scanning process takes at a time
+MIN_SECONDS_PER_PROCESS = 0.5  # seconds of work; with less, starting another process takes longer than it saves
 MIN_IMAGE_SIDE_PIXELS = 10  # a smaller image is left out
 
 Scanned = tuple[Path, "ImageRows | None"]  # an image, and its objects unless it has a label file
@@ -36,11 +36,14 @@ Scanned = tuple[Path, "ImageRows | None"]  # an image, and its objects unless it
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of n images in flat arrays, which loader processes share: of objects, each would get a copy.
+    """The labels of n images in flat arrays, which loader processes share; objects would be copied into each.
 
-    rows: float32 (m, 5), class and normalised xywh. offsets: int64 (n + 1); image i has rows offsets[i] to
-    offsets[i + 1]. sizes: int32 (n, 2), width and height in pixels as displayed, (0, 0) if the image is left out.
-    problems: sentences about what is left out. polygons: the outlines of the rows, if requested.
+    Attributes:
+        rows: class and normalised xywh, float32 (m, 5)
+        offsets: int64 (n + 1); image i has rows offsets[i] to offsets[i + 1]
+        sizes: int32 (n, 2), width and height in pixels as displayed, (0, 0) if the image is left out
+        problems: sentences about what is left out
+        polygons: outlines of the rows, if requested
     """
 
     rows: np.ndarray
@@ -78,7 +81,7 @@ class Labels:
 
 
 def has_outlines(rules: RowRules | None) -> bool:
-    """Return whether the points of rows are read."""
+    """Return whether these rules read the points of rows."""
     return rules is not None and rules.outlines
 
 
@@ -89,10 +92,15 @@ def load_labels(
     rules: RowRules | None = BOXES,
     annotated: Sequence[AnnotatedImages] = (),
 ) -> Labels:
-    """Return the labels of `images`: from the cache if no file has changed, else scanned with a progress bar.
+    """Return the labels of `images` from the cache if no file has changed, else scan them with a progress bar.
 
-    title: of the progress bar. workers: processes, at most. rules: for the rows; None: no labels are read. annotated:
-    the images that have no label files. Raises `UserError` for a damaged annotation file.
+    Raises `UserError` for a damaged annotation file.
+
+    Args:
+        title: title of the progress bar
+        workers: number of processes, at most
+        rules: rules for the rows; None to read no labels
+        annotated: images that annotation files describe, so that they have no label files
     """
     cached = cache_folder() / "labels" / f"{_key(images, rules, annotated)}.npz"
     with one_at_a_time(cached.with_suffix(".lock")):  # one of several processes scans, the others read the cache
@@ -104,9 +112,11 @@ def load_labels(
 
 
 def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: Path) -> None:
-    """Raise a `UserError` that names the first row of a label file with a class outside of the data YAML's `names`.
+    """Raise a `UserError` that names the first row with a class outside of the data YAML's `names`, and its file.
 
-    classes: number of names. source: the YAML.
+    Args:
+        classes: number of names
+        source: the data YAML
     """
     wrong = np.flatnonzero(labels.rows[:, 0] >= classes)
     if len(wrong):
@@ -125,7 +135,7 @@ def _line_of(file: Path, number: int) -> str:
     with suppress(OSError, UnicodeDecodeError):
         text = storage.read_bytes(file).decode("utf-8-sig")
     for line, words in enumerate(map(str.split, text.splitlines()), 1):
-        with suppress(ValueError, IndexError):  # of a bad row
+        with suppress(ValueError, IndexError):  # a bad row
             if float(words[0]) == number:
                 return f", line {line}"
     return ""
@@ -192,7 +202,7 @@ def _scan(
     problems: list[str] = []
     for each in annotated:
         rows = each.rows(has_outlines(rules))
-        described = {**rows.images, **described}  # of an image that two files describe the first counts
+        described = {**rows.images, **described}  # if two files describe an image, the first counts
         problems += rows.problems
     items = [(image, described.get(os.fspath(image))) for image in images]
     chunks = [items[start : start + FILES_PER_CHUNK] for start in range(0, len(items), FILES_PER_CHUNK)]
@@ -214,7 +224,7 @@ def _scan(
 def _map_chunks(
     scan: Callable[[Sequence[Scanned]], Labels], chunks: Sequence[Sequence[Scanned]], workers: int
 ) -> Iterator[Labels]:
-    """Yield the labels of each chunk, in order. Processes are started once the work proves to be enough for them."""
+    """Yield the labels of each chunk, in order. Processes are started once there proves to be enough work for them."""
     start = time.monotonic()
     for done, chunk in enumerate(chunks):
         elapsed, remaining = time.monotonic() - start, len(chunks) - done
@@ -242,7 +252,14 @@ def _scan_chunk(rules: RowRules | None, images: Sequence[Scanned]) -> Labels:
 
 
 class Scan(NamedTuple):
-    """The result for one image and its label file: see `Labels`. outlines: (k, 2) per row, if requested."""
+    """The result for one image and its label file; see `Labels`.
+
+    Attributes:
+        size: width and height in pixels as displayed, (0, 0) if the image is left out
+        rows: class and normalised xywh, float32 (k, 5)
+        problems: sentences about what is left out
+        outlines: outline of each row, (points, 2), if requested
+    """
 
     size: tuple[int, int] = (0, 0)
     rows: np.ndarray = np.zeros((0, 5), np.float32)
@@ -251,10 +268,13 @@ class Scan(NamedTuple):
 
 
 def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows | None = None) -> Scan:
-    """Check one image and its label file. A bad image or row is left out, and is a problem.
+    """Check one image and its label file. A bad image or row is left out and reported as a problem.
 
-    So is an image if its label file cannot be read, or has rows but no good one. described: the objects of an image
-    without a label file.
+    An image is left out too if its label file cannot be read, or has rows but no valid one.
+
+    Args:
+        rules: rules for the rows; None to read no labels
+        described: objects of an image without a label file
     """
     name = remote.shown_path(image)
     try:
@@ -281,7 +301,7 @@ def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows
         return Scan(problems=[f"{name}: {sizes}; left out"])
     rows, problems = parse_rows(labels.text, labels.origin, rules, labels.ids)
     problems = [*truncated, *problems]
-    if problems and not rows:  # it may have objects, so it is no background
+    if problems and not rows:  # it may have objects, so it is not background
         file = f"annotations of {name}" if described else labels.origin
         return Scan(problems=[*problems, f"{file}: no row can be used; its image is left out"])
     outlines = [points_of(row.points) for row in rows] if rules.outlines else ()
@@ -297,5 +317,5 @@ def _read_label_file(image: Path, rules: RowRules) -> ImageRows:
 
 
 def _have_one_shape(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Return whether two sizes are of one shape, up to the rounding of a pixel."""
+    """Return whether two sizes have the same aspect ratio, up to the rounding of a pixel."""
     return abs(one[0] * other[1] - one[1] * other[0]) <= max(*one, *other)

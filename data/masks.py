@@ -21,8 +21,9 @@ MIN_CENTRE_PIXELS = 2  # exclusive lower bound of the covered centre pixels, of 
 class TargetMasks(NamedTuple):
     """The masks of the k targets of an image inside their windows.
 
-    windows: int32 (k, 4), left, top, right, bottom (exclusive) in the mask map. pixels: uint8 (s,), 0 or 1, window
-    after window, each row by row.
+    Attributes:
+        windows: int32 (k, 4), left, top, right, bottom (exclusive) in the mask map
+        pixels: uint8 (s,), 0 or 1, window after window, each row by row
     """
 
     windows: np.ndarray
@@ -35,8 +36,11 @@ NO_MASKS = TargetMasks(np.zeros((0, 4), np.int32), np.zeros(0, np.uint8))
 def target_windows(targets: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     """Return the pixels of the mask map in the boxes of targets, int32 (k, 4): left, top, right, bottom (exclusive).
 
-    A pixel is inside if x1 <= column < x2 and y1 <= row < y2, in float32. targets: float32 (k, 5), class, normalised
-    xywh. shape: height and width of the map.
+    A pixel is inside if x1 <= column < x2 and y1 <= row < y2, in float32.
+
+    Args:
+        targets: float32 (k, 5), class and normalised xywh
+        shape: height and width of the mask map
     """
     sides = np.array(shape[::-1], np.float32)
     half = targets[:, 3:] / 2
@@ -52,7 +56,11 @@ class _Drawing(NamedTuple):
     mask: np.ndarray  # uint8 (h, w)
 
     def inside(self, window: Sequence[int]) -> np.ndarray:
-        """Return the pixels inside a window of the whole mask, uint8. window: left, top, right, bottom."""
+        """Return the pixels inside a window of the whole mask, uint8.
+
+        Args:
+            window: left, top, right, bottom (exclusive)
+        """
         left, top, right, bottom = window
         height, width = self.mask.shape
         pixels = np.zeros((max(bottom - top, 0), max(right - left, 0)), np.uint8)
@@ -68,7 +76,12 @@ class _Drawing(NamedTuple):
         return pixels
 
     def nearest(self, rows: np.ndarray, columns: np.ndarray) -> _Drawing:
-        """Return the drawing at another size. rows, columns: of this size, ascending, for each of the new one."""
+        """Return the drawing at another size.
+
+        Args:
+            rows: row of the present size for each row of the new size, ascending
+            columns: column of the present size for each column of the new size, ascending
+        """
         height, width = self.mask.shape
         first_row, end_row = np.searchsorted(rows, (self.top, self.top + height)).tolist()
         first, end = np.searchsorted(columns, (self.left, self.left + width)).tolist()
@@ -79,8 +92,12 @@ class _Drawing(NamedTuple):
 def _draw_all(polygons: Polygons, shape: tuple[int, int], ratio: int, value: int) -> list[_Drawing]:
     """Fill each polygon with `value` at the image's size, and shrink it bilinearly to 1 / `ratio`.
 
-    shape: height and width of the image. If blocks of ratio x ratio pixels fill the image, a pixel of the result is
-    made of one block, and only those around an object are drawn; otherwise whole images are drawn and shrunk.
+    If blocks of ratio x ratio pixels fill the image, a pixel of the result is made of one block, and only the blocks
+    around an object are drawn; otherwise whole images are drawn and shrunk.
+
+    Args:
+        polygons: outlines in pixels of the image
+        shape: height and width of the image
     """
     whole = polygons.at(polygons.points.astype(np.int32))
     extents = whole.extents()
@@ -107,10 +124,15 @@ def training_masks(
 ) -> tuple[np.ndarray, TargetMasks]:
     """Return the order of the targets of an image, (k,), and their masks in this order.
 
-    Masks are drawn at 1 / `ratio` of the image and brought to the mask map's size by nearest pixels. overlap: targets
-    are sorted by their number of pixels, largest first, and a pixel belongs to the last that covers it; otherwise the
-    order is as before, and each target has all its pixels. targets: float32 (k, 5), class, normalised xywh. shape:
-    height and width of the image.
+    Masks are drawn at 1 / `ratio` of the image and brought to the mask map's size by nearest pixels.
+
+    Args:
+        polygons: outlines of the targets in pixels of the image
+        targets: float32 (k, 5), class and normalised xywh
+        shape: height and width of the image
+        ratio: pixels of the image per pixel of the drawn masks, along a side
+        overlap: whether targets are sorted by their number of pixels, largest first, and a pixel belongs to the last
+            one that covers it; otherwise the order does not change, and each target has all its pixels
     """
     drawings = _draw_all(polygons, shape, ratio, 1)
     drawn_shape = (shape[0] // ratio, shape[1] // ratio)
@@ -140,8 +162,12 @@ def evaluation_masks(polygons: Polygons, targets: np.ndarray, shape: tuple[int, 
     """Return the masks of targets without regard to each other, in windows that hold all their pixels.
 
     A pixel of the mask map is covered if the bilinear mean of the mask at the image's size is over 0.5, which is at
-    least 3 of the 4 pixels in the middle of a block. targets: float32 (k, 5), class, normalised xywh. shape: height and
-    width of the image.
+    least 3 of the 4 pixels in the middle of a block.
+
+    Args:
+        polygons: outlines of the targets in pixels of the image
+        targets: float32 (k, 5), class and normalised xywh
+        shape: height and width of the image
     """
     windows = target_windows(targets, (shape[0] // MASK_STRIDE, shape[1] // MASK_STRIDE))
     masks = []

@@ -1,4 +1,4 @@
-"""The sources of detect.py, frame by frame: pictures, videos, cameras, streams and the screen; images from Python.
+"""The sources of detect.py, frame by frame: pictures, videos, cameras, streams, the screen, and images from Python.
 
 Called by detect.py and predictor.py.
 """
@@ -33,14 +33,14 @@ T = TypeVar("T")
 VIDEO_SUFFIXES = frozenset(
     [".asf", ".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".ts", ".webm", ".wmv"]
 )
-STREAM_SCHEMES = ("rtsp", "rtmp", "rtp", "tcp", "udp")  # of live streams
+STREAM_SCHEMES = ("rtsp", "rtmp", "rtp", "tcp", "udp")  # schemes of live streams
 WEB_SCHEMES = ("http", "https")
 SCREEN_WORD = "screen"
 MAX_CAMERA = 9999
-STREAM_ATTEMPTS = 3  # to open a stream
-RECONNECT_SECONDS = 1.0  # between two attempts
-FRAME_TIMEOUT_SECONDS = 20.0  # for the next frame of a stream
-DEFAULT_FPS = 30.0  # of a video or stream without a frame rate
+STREAM_ATTEMPTS = 3  # attempts to open a stream
+RECONNECT_SECONDS = 1.0  # pause between two attempts
+FRAME_TIMEOUT_SECONDS = 20.0  # timeout for the next frame of a stream
+DEFAULT_FPS = 30.0  # frame rate of a video or stream that has none
 
 
 class MediaItem(NamedTuple):
@@ -53,8 +53,12 @@ class MediaItem(NamedTuple):
 class Frame(NamedTuple):
     """A picture, or a frame of a video or stream.
 
-    image: uint8 (h, w, 3), BGR, as displayed. number: index among all frames of the video or stream. fps, frames: frame
-    rate and number of frames of the video or stream; 0 if unknown, and for a picture.
+    Attributes:
+        item: picture, video or stream that has the frame
+        image: pixels as displayed, uint8 (h, w, 3) BGR
+        number: index among all frames of the video or stream
+        fps: frame rate of the video or stream; 0 if unknown, and for a picture
+        frames: number of frames of the video; 0 if unknown, and for a picture
     """
 
     item: MediaItem
@@ -65,11 +69,14 @@ class Frame(NamedTuple):
 
 
 def find_media(source: str, lists: Sequence[Path] = ()) -> list[MediaItem]:
-    """Return the items of a source, which may be a file, a folder, a glob, an address, a camera's number, a `.txt` list
-    of any of these, a `.streams` list of streams, or `screen` (with a screen's number, or left, top, width and height).
+    """Return the items of a source. Raises `UserError` if it does not exist or has no picture or video.
 
-    lists: the lists that led to the source. Raises `UserError` if it does not exist or has no picture or video. A file
-    that cannot be read is an item too, so that reading it reports the problem.
+    A file that cannot be read is an item too, so that reading it reports the problem.
+
+    Args:
+        source: a file, a folder, a glob, an address, a camera's number, a `.txt` list of any of these, a `.streams`
+            list of streams, or `screen` (with a screen's number, or left, top, width and height)
+        lists: list files that led to the source
     """
     text = source.strip()
     if not text:
@@ -77,9 +84,9 @@ def find_media(source: str, lists: Sequence[Path] = ()) -> list[MediaItem]:
     try:
         address = urlparse(text)
     except ValueError as error:
-        raise UserError(f"the source {text} is no address ({error}); correct it") from None
+        raise UserError(f"the source {text} is not a valid address ({error}); correct it") from None
     if text.isdecimal() and (not text.isascii() or int(text) > MAX_CAMERA):
-        raise UserError(f"the source {shortened(text)} is no camera's number; give one from 0 to {MAX_CAMERA}")
+        raise UserError(f"the source {shortened(text)} is not a camera's number; give one from 0 to {MAX_CAMERA}")
     if text.isdigit() or text.split()[0] == SCREEN_WORD or address.scheme in STREAM_SCHEMES:
         return [MediaItem("live", text)]
     if address.scheme in WEB_SCHEMES:
@@ -113,7 +120,11 @@ def _kind(path: str) -> str:
 def _read_list(file: Path, live: bool, lists: Sequence[Path]) -> list[MediaItem]:
     """Return the items on the lines of a text file, relative to the working folder or to the file's folder.
 
-    A line without an item becomes a picture. lists: those that led to this one.
+    A line that names no item becomes a picture, so that reading it reports the problem.
+
+    Args:
+        live: whether the lines are streams
+        lists: list files that led to this file
     """
     if file.resolve() in lists:
         raise UserError(f"the source {file} lists itself; remove that line")
@@ -144,7 +155,7 @@ class Media:
     """An iterable over the frames of `items`, in order; live streams come last and take turns."""
 
     items: list[MediaItem]
-    stride: int = 1  # of the frames of a video or stream
+    stride: int = 1  # step between the frames of a video or stream
     problems: list[str] = field(default_factory=list)  # messages about items that could not be read so far
 
     def __iter__(self) -> Iterator[Frame]:
@@ -208,7 +219,7 @@ class Media:
 def local_file(item: MediaItem) -> Path:
     """Return the file of a picture or video, downloaded to the cache if it is an address.
 
-    Raises `UserError`, also for a pipe or device, on which reading may wait forever.
+    Raises `UserError` if this fails, or for a pipe or device, on which reading may wait forever.
     """
     if urlparse(item.name).scheme not in WEB_SCHEMES:
         if os.path.exists(item.name) and not os.path.isfile(item.name):
@@ -236,7 +247,13 @@ def read_picture(item: MediaItem) -> np.ndarray:
 
 
 class Picture(NamedTuple):
-    """An image from Python: its name, its pixels, uint8 (h, w, 3) BGR, and a function that returns them again."""
+    """An image from Python.
+
+    Attributes:
+        name: name of the image in results and messages
+        pixels: uint8 (h, w, 3) BGR
+        read: returns the pixels again
+    """
 
     name: str
     pixels: np.ndarray
@@ -246,7 +263,7 @@ class Picture(NamedTuple):
 def find_files(source: str) -> list[MediaItem]:
     """Return the pictures and videos of a path, folder, glob, address, or `.txt` list.
 
-    A file that is not a video's counts as a picture, whatever its suffix. Raises `UserError`, also for streams.
+    A file that is not a video counts as a picture, whatever its suffix. Raises `UserError`, also for streams.
     """
     is_picture = os.path.isfile(source) and _kind(source) != "video" and not source.endswith((".streams", ".txt"))
     items = [MediaItem("picture", source)] if is_picture else find_media(source)
@@ -257,8 +274,10 @@ def find_files(source: str) -> list[MediaItem]:
 
 
 def read_pictures(items: Iterable[MediaItem]) -> Iterator[Picture]:
-    """Read pictures, and every frame of videos, whose names get its number. Raises `UserError` for one that cannot be
-    read; prints a warning for a video that ends early."""
+    """Read pictures, and every frame of videos, named after the video and the number of the frame.
+
+    Raises `UserError` for an item that cannot be read; prints a warning for a video that ends early.
+    """
     for item in items:
         if item.kind == "picture":
             yield Picture(item.name, read_picture(item), partial(read_picture, item))
@@ -274,7 +293,7 @@ def read_pictures(items: Iterable[MediaItem]) -> Iterator[Picture]:
 
 
 def _read_frame(item: MediaItem, number: int) -> np.ndarray:
-    """Return the pixels of a video's frame, uint8 (h, w, 3) BGR: those before it are skipped. Raises `UserError`."""
+    """Return the pixels of a video's frame, uint8 (h, w, 3) BGR, skipping the frames before it. Raises `UserError`."""
     for frame in Media([item], max(number, 1)):
         if frame.number == number:
             return frame.image
@@ -282,16 +301,17 @@ def _read_frame(item: MediaItem, number: int) -> np.ndarray:
 
 
 def as_pixels(image: Any, bgr: bool = False) -> np.ndarray:
-    """Convert an image in memory to uint8 (h, w, 3) BGR, a copy.
+    """Convert an image in memory to uint8 (h, w, 3) BGR, a copy. Raises `UserError`.
 
-    image: of PIL; an array, uint8 (h, w, 3), or grey (h, w); or a tensor (3, h, w), uint8 or floats in 0 to 1. bgr:
-    channels of arrays and tensors are in BGR, not RGB. Raises `UserError`.
+    Args:
+        image: a PIL image; an array, uint8 (h, w, 3), or grey (h, w); or a tensor (3, h, w), uint8 or floats in 0 to 1
+        bgr: whether the channels of arrays and tensors are in BGR instead of RGB order
     """
     if isinstance(image, Image.Image):
         bgr = False
         try:
             image = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
-        except Exception as error:  # the file that Pillow reads only now is damaged, for which it has many kinds
+        except Exception as error:  # Pillow reads the file only now, and raises many kinds if it is damaged
             raise unreadable(getattr(image, "filename", "") or "the PIL image", error) from None
     if isinstance(image, Tensor):
         image = image.detach().cpu()
@@ -319,7 +339,10 @@ def as_pixels(image: Any, bgr: bool = False) -> np.ndarray:
 class Stream:
     """A live stream. A thread reads it and holds only the newest frame, so a slow caller skips frames, without lag.
 
-    A stream that ends is reopened a few times. problem: why it has ended for good; '' before.
+    A stream that ends is reopened a few times.
+
+    Attributes:
+        problem: reason why the stream has ended for good; '' before
     """
 
     def __init__(self, item: MediaItem, stride: int) -> None:
@@ -393,7 +416,11 @@ def _captured(name: str, stride: int) -> Iterator[tuple[np.ndarray, float]]:
 
 
 def _screen(text: str) -> Iterator[tuple[np.ndarray, float]]:
-    """Yield pictures of a screen. text: `screen` and its options, see `find_media`. Raises `UserError`."""
+    """Yield pictures of a screen. Raises `UserError`.
+
+    Args:
+        text: `screen` and its options; see `find_media`
+    """
     try:
         import mss
     except ImportError:

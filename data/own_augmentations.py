@@ -1,7 +1,8 @@
-"""Augmentations of a user: the Python file or the YAML of --augmentations, applied at a named place of the pipeline.
+"""A user's augmentations: the Python file or the YAML of --augmentations, applied at named places of the pipeline.
 
-Called by the data sets. A callable gets what its parameters are named after, of `PARTS`, and a generator as `rng`; it
-returns the parts that it takes, in the same order. Everything that it draws depends on (seed, epoch, position) alone.
+Called by the data sets. A callable gets the parts that its parameters are named after (`PARTS`), and a generator as
+`rng`; it returns the parts that it takes, in the same order. Everything that it draws depends on (seed, epoch,
+position) alone.
 """
 
 from __future__ import annotations
@@ -30,16 +31,21 @@ from utils.files import looked_for, read_yaml
 from utils.user_code import imported, raised_at, trust
 
 FLAG = "--augmentations"
-LIST = "AUGMENTATIONS"  # of a Python file: a list, or lists by place
+LIST = "AUGMENTATIONS"  # name in a Python file of a list, or of lists by place
 # Each image as it is loaded, before it is mixed, cropped and warped; and the finished item.
 PLACES = ("image", "item")
 PARTS = ("image", "boxes", "classes", "polygons")
 GENERATOR = "rng"
-EDGE_TOLERANCE_PIXELS = 0.01  # that a box may be outside of its image, by rounding
+EDGE_TOLERANCE_PIXELS = 0.01  # how far a box may be outside of its image by rounding
 
 
 class Labelling(NamedTuple):
-    """What the items of a data set have besides images. classes: of its boxes, 0 if it has none."""
+    """What the items of a data set have besides images.
+
+    Attributes:
+        classes: number of classes of the boxes, 0 if there are no boxes
+        outlines: whether objects have outlines
+    """
 
     classes: int = 0
     outlines: bool = False
@@ -50,19 +56,31 @@ NO_LABELS = Labelling()
 
 @dataclass(frozen=True)
 class Step:
-    """A callable of a user. file, where: of its code, and the place in it for messages, such as `my.py, line 3`."""
+    """A user's callable.
+
+    Attributes:
+        name: name of the callable, for messages
+        file: file with its code
+        where: its place in that file for messages, such as `my.py, line 3`
+        call: the callable itself
+        parts: parts that it takes, in the order of its parameters
+        draws: whether it takes the generator
+    """
 
     name: str
     file: Path
     where: str
     call: Callable[..., Any]
-    parts: tuple[str, ...]  # that it takes, in the order of its parameters
-    draws: bool  # takes the generator
+    parts: tuple[str, ...]
+    draws: bool
 
     def __call__(self, given: Mapping[str, Any], rng: np.random.Generator, classes: int, image: str) -> dict[str, Any]:
-        """Return `given`, values by part, with those that the callable returns, checked. Raises `UserError`.
+        """Return `given` with the values that the callable returns, checked. Raises `UserError`.
 
-        classes: number of them. image: its name, for messages.
+        Args:
+            given: values by part
+            classes: number of classes
+            image: the image's name, for messages
         """
         shape, bounds = given["image"].shape, _bounds(given)
         arguments: dict[str, Any] = {part: given[part] for part in self.parts}
@@ -91,12 +109,12 @@ class Step:
         if len(self.parts) == 1:
             return {self.parts[0]: returned}
         if not isinstance(returned, (tuple, list)) or len(returned) != len(self.parts):
-            raise ValueError(f"{_described(returned)} instead of what it takes, ({', '.join(self.parts)})")
+            raise ValueError(f"{_described(returned)} instead of the parts that it takes, ({', '.join(self.parts)})")
         return dict(zip(self.parts, returned, strict=True))
 
 
 def _bounds(given: Mapping[str, Any]) -> np.ndarray:
-    """Return xyxy that boxes must be in: the image, and beyond it no more than the boxes of before."""
+    """Return the xyxy that returned boxes must be in: the image, extended to the boxes before the call."""
     height, width = given["image"].shape[:2]
     boxes = given["boxes"]
     low = boxes[:, :2].min(0, initial=0)
@@ -111,11 +129,15 @@ def _described(value: Any) -> str:
 
 
 def _numbers(value: Any, columns: int, what: str) -> np.ndarray:
-    """Return rows of numbers, float32 (k, columns). Raises ValueError with a part of a sentence."""
+    """Return rows of numbers, float32 (k, columns). Raises ValueError with a part of a sentence.
+
+    Args:
+        what: noun for the rows, for the error
+    """
     try:
         rows = np.array(value, np.float32)
     except (TypeError, ValueError):
-        raise ValueError(f"{what} that are no rows of {columns} numbers: {shown(value)}") from None
+        raise ValueError(f"{what} that are not rows of {columns} numbers: {shown(value)}") from None
     rows = rows.reshape(0, columns) if not rows.size else rows
     if rows.ndim != 2 or rows.shape[1] != columns:
         raise ValueError(f"{what} of shape {rows.shape} instead of (k, {columns})")
@@ -137,7 +159,7 @@ def _boxes_of(value: Any) -> np.ndarray:
 def _classes_of(value: Any) -> np.ndarray:
     classes = _numbers(np.reshape(value, (-1, 1)), 1, "classes")
     if (classes != classes.round()).any():
-        raise ValueError("classes that are no whole numbers")
+        raise ValueError("classes that are not whole numbers")
     return classes[:, 0].astype(np.int64)
 
 
@@ -154,7 +176,7 @@ CHECKS: Mapping[str, Callable[[Any], Any]] = dict(
 
 def _check_image(image: np.ndarray, shape: tuple[int, ...]) -> None:
     if image.shape != shape:
-        raise ValueError(f"an image of shape {image.shape} instead of {shape}; the size must stay")
+        raise ValueError(f"an image of shape {image.shape} instead of {shape}; the size must not change")
 
 
 def _check_counts(values: Mapping[str, Any]) -> None:
@@ -190,14 +212,14 @@ def seeded(rng: np.random.Generator) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class OwnAugmentations:
-    """The callables of a user by place; without a file there are none."""
+    """A user's callables by place; there are none without a file."""
 
     file: str = ""
     labelling: Labelling = NO_LABELS
     places: Mapping[str, Sequence[Step]] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return read_augmentations, (self.file, self.labelling)  # by a loader process that does not fork
+        return read_augmentations, (self.file, self.labelling)  # called by loader processes that do not fork
 
     def __bool__(self) -> bool:
         return any(self.places.values())
@@ -209,9 +231,12 @@ class OwnAugmentations:
         return [f"augmentations of {self.file}: {'; '.join(texts)}"] if texts else []
 
     def apply(self, place: str, sample: Sample, rng: np.random.Generator, image: str) -> Sample:
-        """Return a sample changed by the callables of a place; parts that none of them takes stay as they are.
+        """Return a sample changed by the callables of a place; parts that none of them takes do not change.
 
-        image: its name, for messages. Raises `UserError`.
+        Raises `UserError`.
+
+        Args:
+            image: the image's name, for messages
         """
         steps = self.places.get(place, ())
         if not steps:
@@ -242,16 +267,19 @@ NO_AUGMENTATIONS = OwnAugmentations()
 def read_augmentations(
     file: str, labelling: Labelling, is_named: bool = True, named_by: str = "the run's settings.yaml"
 ) -> OwnAugmentations:
-    """Read the file of --augmentations, '' for none; Python is run.
+    """Read the file of --augmentations; a Python file is run. Raises `UserError` with file and line.
 
-    is_named: whether the user names the file now; otherwise `named_by` does, and Python is run only if this user has
-    run the same before. Raises `UserError` with file and line.
+    Args:
+        file: path of the file, '' for none
+        labelling: labels that the callables may take
+        is_named: whether the user names the file now; otherwise Python is run only if this user has run the same before
+        named_by: who names the file if `is_named` is false, for messages
     """
     if not file:
         return NO_AUGMENTATIONS
     path = Path(file).resolve()
     if not os.path.isfile(path) or path.suffix not in (".py", ".yaml", ".yml"):
-        raise UserError(f"{FLAG} {file} is no .py or .yaml file; give the path of one{looked_for(Path(file))}")
+        raise UserError(f"{FLAG} {file} is not a .py or .yaml file; give the path of one{looked_for(Path(file))}")
     allow = partial(trust, flag=f"{FLAG} {file}", is_named=is_named, named_by=named_by)
     places = _of_python(path, allow, labelling) if path.suffix == ".py" else _of_yaml(path, allow, labelling)
     if not any(places.values()):
@@ -260,7 +288,11 @@ def read_augmentations(
 
 
 def _of_python(path: Path, allow: Callable[[Path], None], labelling: Labelling) -> dict[str, list[Step]]:
-    """Return the steps of a Python file's `AUGMENTATIONS`. allow: see `trust`."""
+    """Return the steps of a Python file's `AUGMENTATIONS`.
+
+    Args:
+        allow: raises `UserError` unless a Python file may be run; see `trust`
+    """
     allow(path)
     with imported(path, FLAG) as module:
         listed = getattr(module, LIST, None)
@@ -278,7 +310,7 @@ def _check_places(listed: Mapping[str, Any], where: str) -> None:
     for place, calls in listed.items():
         if place not in PLACES:
             raise UserError(
-                f"{where}: '{place}' is no place of augmentations{nearest(str(place), PLACES)}; name "
+                f"{where}: '{place}' is not a place of augmentations{nearest(str(place), PLACES)}; name "
                 f"{' or '.join(PLACES)}"
             )
         if not isinstance(calls, (list, tuple)):
@@ -306,18 +338,18 @@ def _of_yaml(path: Path, allow: Callable[[Path], None], labelling: Labelling) ->
 
 
 def _of_entry(entry: Any, path: Path, where: str, allow: Callable[[Path], None], labelling: Labelling) -> Step:
-    """Return the step of a YAML's entry: a transform of albumentations, or FILE.py:NAME, a function or a class."""
+    """Return the step of a YAML's entry, a transform of albumentations, or a function or a class as FILE.py:NAME."""
     name, arguments = next(iter(entry.items())) if isinstance(entry, dict) and len(entry) == 1 else (entry, {})
     arguments = {} if arguments is None else arguments
     if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise UserError(f"{where}: {shown(entry)} is no `NAME: {{arguments}}`; fix it")
+        raise UserError(f"{where}: {shown(entry)} is not `NAME: {{arguments}}`; fix it")
     code, _, word = name.rpartition(":")
     if not code:
         make = named_transform(name, where)
         return _step(_made(make, arguments, name, where), path, where, labelling)
     file = (path.parent / code).resolve()
     if not os.path.isfile(file) or file.suffix != ".py":
-        raise UserError(f"{where}: {code} is no Python file; write FILE.py:NAME{looked_for(file)}")
+        raise UserError(f"{where}: {code} is not a Python file; write FILE.py:NAME{looked_for(file)}")
     allow(file)
     with imported(file, FLAG) as module:
         return _of_module(module, word, arguments, file, where, labelling)
@@ -347,12 +379,17 @@ def _made(kind: Callable[..., Any], arguments: Mapping[str, Any], name: str, whe
 
 
 def _step(call: Any, file: Path, where: str, labelling: Labelling) -> Step:
-    """Return a callable as a step. where: it is listed, for one whose own line is unknown. Raises `UserError`."""
+    """Return a callable as a step. Raises `UserError`.
+
+    Args:
+        file: file that has or lists the callable
+        where: line that lists the callable, for messages about one whose own line is unknown
+    """
     named: Any = call.func if isinstance(call, partial) else call
     name = getattr(named, "__name__", type(named).__name__)
     call = adapted(call, bool(labelling.classes))
     if not callable(call):
-        raise UserError(f"{where}: {shown(call)} is no function; list functions, or objects with a `__call__`")
+        raise UserError(f"{where}: {shown(call)} is not a function; list functions, or objects with a `__call__`")
     code = getattr(named if hasattr(named, "__code__") else type(named).__call__, "__code__", None)
     if code is not None and Path(code.co_filename).resolve() == file:
         where = f"{file}, line {code.co_firstlineno}"

@@ -1,7 +1,7 @@
 """`python -m data.pack my.yaml --out DIR_OR_URL`: pack a data set into tar files, which data/shards.py reads.
 
-Large files are read fast by object stores and network disks, on which a million small ones are slow. The order of the
-images stays, so that training on a pack equals training on the loose files to the byte. An interrupted packing goes on
+Object stores and network disks read large files fast, but a million small ones slowly. The order of the images does not
+change, so that training on a pack equals training on the loose files to the byte. An interrupted packing continues
 where it ended if it is started again.
 """
 
@@ -46,7 +46,7 @@ class LooseImage:
 
     path: Path
     size: int  # bytes
-    group: str = ""  # the name of its class, if it has one only
+    group: str = ""  # class name, if the image belongs to one class as a whole
     boxes: str | None = None  # the rows of an image that an annotation file describes
     outlines: str | None = None
 
@@ -94,7 +94,7 @@ def _texts(rows: AnnotatedRows) -> dict[str, str]:
 
 
 def planned_shards(images: Sequence[LooseImage], shard_bytes: int) -> list[list[LooseImage]]:
-    """Return the images of each shard, of which none but a larger image makes a shard larger than `shard_bytes`."""
+    """Return the images of each shard. A shard is larger than `shard_bytes` only if its single image is."""
     plan: list[list[LooseImage]] = []
     room = 0
     for image in images:
@@ -108,7 +108,12 @@ def planned_shards(images: Sequence[LooseImage], shard_bytes: int) -> list[list[
 
 
 class Packer:
-    """Writes shards to a folder or an address. root: the folder that the names in the shards are relative to."""
+    """A writer of shards to a folder or an address.
+
+    Args:
+        out: folder or address of the pack
+        root: folder that the names in the shards are relative to
+    """
 
     def __init__(self, out: str, root: str) -> None:
         self.out, self.root = out, root
@@ -130,7 +135,7 @@ class Packer:
         return summary
 
     def _finished(self, shard: str, names: Sequence[str], images: Sequence[LooseImage]) -> Summary | None:
-        """Return the summary of a shard that is there, None if there is none. Raises `UserError` if it is another."""
+        """Return the summary of an existing shard, else None. Raises `UserError` if it has other content."""
         if not storage.exists(Path(shards.list_of(shard))):
             return None
         with suppress(OSError, ValueError, KeyError, TypeError, UserError):
@@ -156,7 +161,7 @@ class Packer:
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a file that appears under its name once it is whole. Raises `UserError`."""
+        """Open a file that appears under its name once it is complete. Raises `UserError`."""
         target = os.path.join(self.out, name)
         try:
             if not remote.is_remote(target):
@@ -176,7 +181,7 @@ class Packer:
 
 
 class _Hashed:
-    """A file to write to, with the SHA-256 and the number of the bytes."""
+    """A file to write to, with the SHA-256 and the number of the written bytes."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.digest, self.size = file, hashlib.sha256(), 0
@@ -191,7 +196,7 @@ class _Hashed:
 
 
 def _add(tar: tarfile.TarFile, name: str, image: LooseImage, labels: set[str], bar: tqdm) -> PackedImage:
-    """Add an image, and its label file unless it is one of `labels` already, to a shard. Raises `UserError`."""
+    """Add an image to a shard, and its label file unless `labels` has it already. Raises `UserError`."""
     try:
         data = storage.read_bytes(image.path)
     except OSError as error:
@@ -205,7 +210,7 @@ def _add(tar: tarfile.TarFile, name: str, image: LooseImage, labels: set[str], b
         _add_file(tar, text_name, (image.outlines or label).encode(errors="surrogateescape"))
     try:
         width, height = image_size(image.path)
-    except Exception:  # Pillow raises many kinds; training says which
+    except Exception:  # Pillow raises many kinds; training reports which
         width, height = 0, 0
     bar.update(len(data))
     return PackedImage(
@@ -243,7 +248,7 @@ def _add_file(tar: tarfile.TarFile, name: str, data: bytes) -> int:
 
 
 def common_folder(images: Sequence[LooseImage]) -> str:
-    """Return the folder that has all images and their label files."""
+    """Return the deepest folder that contains all images and their label files."""
     folders = {os.path.dirname(image.path) for image in images}
     folders |= {os.path.dirname(label_name(str(image.path))) for image in images if not image.group}
     return os.path.commonpath(folders)
@@ -257,7 +262,11 @@ def yaml_text(names: Mapping[int, str], splits: Sequence[str]) -> str:
 def pack(data: str, out: str, shard_size: str = "512M", task: str = "detect") -> list[str]:
     """Pack the data set that `data` names, and return lines for the console. Raises `UserError`.
 
-    task: what the labels are for, the name of a task, or the Python file or package of one of your own.
+    Args:
+        data: a data YAML, or a folder, as for train.py --data
+        out: folder or address of the pack
+        shard_size: size of a shard, such as 512M
+        task: task that the labels are for: its name, or the Python file or package of one of your own
     """
     shard_bytes = size_in_bytes(shard_size)
     if task not in TASKS:
@@ -280,7 +289,9 @@ def pack(data: str, out: str, shard_size: str = "512M", task: str = "detect") ->
     yaml = yaml_text(names, splits)
     existing = Path(out, YAML_FILE)
     if storage.exists(existing) and storage.read_bytes(existing).decode(errors="replace") != yaml:
-        raise UserError(f"{remote.shown_path(existing)} exists and is of another data set; name another --out folder")
+        raise UserError(
+            f"{remote.shown_path(existing)} exists and belongs to another data set; name another --out folder"
+        )
     summaries: dict[str, list[Summary]] = {}
     for split, (images, _) in listed.items():
         total = sum(image.size for image in images)
@@ -312,7 +323,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m data.pack", description="Pack a data set into tar files.")
     parser.add_argument("data", help="a data YAML, or a folder, as for train.py --data")
     parser.add_argument("--out", required=True, help="folder or address, such as s3://bucket/my-data, of the pack")
-    parser.add_argument("--shard-size", default="512M", help="of a tar file, such as 512M or 2G; default: 512M")
+    parser.add_argument("--shard-size", default="512M", help="size of a tar file, such as 512M or 2G; default: 512M")
     parser.add_argument(
         "--task",
         default="detect",

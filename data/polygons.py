@@ -12,7 +12,11 @@ CORNER_INSET = 1 / 256  # how far inside of a rectangle its corners are compared
 
 
 def offsets_of(counts: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return the start of each part of a flat array, and the end of the last, int64 (n + 1). counts: their lengths."""
+    """Return the start of each part of a flat array, and the end of the last, int64 (n + 1).
+
+    Args:
+        counts: length of each part, (n,)
+    """
     return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
 
 
@@ -20,9 +24,13 @@ def offsets_of(counts: Sequence[int] | np.ndarray) -> np.ndarray:
 class Polygons:
     """The outlines of m objects, in two flat arrays: a loop over the objects of an image is slow.
 
-    points: (p, 2), x and y. offsets: int64 (m + 1); object j has points offsets[j] to offsets[j + 1], none if its
-    outline is unknown, or if nothing of it is visible. The last point is connected to the first. A pixel is inside if
-    the outline goes around it an odd number of times, so that an outline may go around holes.
+    The last point of an outline is connected to the first. A pixel is inside if the outline goes around it an odd
+    number of times, so that an outline may go around holes.
+
+    Attributes:
+        points: (p, 2), x and y
+        offsets: int64 (m + 1); object j has points offsets[j] to offsets[j + 1], none if its outline is unknown or not
+            visible
     """
 
     points: np.ndarray
@@ -35,7 +43,7 @@ class Polygons:
 
     @staticmethod
     def joined(parts: Sequence[Polygons]) -> Polygons:
-        """Return all polygons of `parts`, of which there is at least one."""
+        """Return all polygons of `parts`, which must not be empty."""
         if len(parts) == 1:
             return parts[0]
         counts = np.concatenate([part.counts for part in parts])
@@ -66,7 +74,7 @@ class Polygons:
         return Polygons(self.points[np.repeat(chosen, self.counts)], offsets_of(self.counts[chosen]))
 
     def at(self, points: np.ndarray) -> Polygons:
-        """Return the polygons with other coordinates, (p, 2)."""
+        """Return the same polygons at other coordinates, (p, 2)."""
         return replace(self, points=points)
 
     def extents(self) -> np.ndarray:
@@ -74,9 +82,12 @@ class Polygons:
         return _extents(self.points, self.counts)
 
     def clipped(self, bounds: np.ndarray) -> Polygons:
-        """Move each point beyond its rectangle onto its edge. bounds: (4,) xyxy, or (m, 4), one for each polygon.
+        """Move each point beyond its polygon's rectangle to the rectangle's edge.
 
-        What the polygons cover inside does not change, but edges may run around outside of the covered part.
+        The area that is covered inside the rectangle does not change, but edges may run along its border.
+
+        Args:
+            bounds: (4,) xyxy, or (m, 4), one rectangle for each polygon
         """
         limits = bounds if bounds.ndim == 1 else np.repeat(bounds, self.counts, axis=0)
         return self.at(self.points.clip(limits[..., :2], limits[..., 2:]))
@@ -84,9 +95,11 @@ class Polygons:
     def cut(self, bounds: np.ndarray) -> tuple[Polygons, np.ndarray]:
         """Return the parts of the polygons inside rectangles, and the box around each part, (m, 4) xyxy, or zeros.
 
-        bounds: (4,) xyxy, or (m, 4), one for each polygon. After Sutherland and Hodgman 1974, for all polygons that
-        cross an edge at once. Parts of one polygon that are separate stay connected along the edges. The boxes leave
-        out such connections around a corner.
+        After Sutherland and Hodgman 1974, for all polygons that cross an edge at once. Parts of one polygon that are
+        separate stay connected along the edges. The boxes leave out such connections around a corner.
+
+        Args:
+            bounds: (4,) xyxy, or (m, 4), one rectangle for each polygon
         """
         extents = self.extents()
         bounds = np.broadcast_to(bounds, extents.shape)
@@ -109,7 +122,12 @@ class Polygons:
 
 
 def _extents(points: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the box around each polygon, (m, 4) xyxy, zeros for one without points. points: (p, 2); counts: (m,)."""
+    """Return the box around each polygon, (m, 4) xyxy, zeros for one without points.
+
+    Args:
+        points: (p, 2), x and y of all polygons in turn
+        counts: number of points of each polygon, (m,)
+    """
     extents = np.zeros((len(counts), 4), points.dtype)
     drawn = counts > 0
     starts = offsets_of(counts)[:-1][drawn]
@@ -120,7 +138,7 @@ def _extents(points: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _cut(polygons: Polygons, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cut polygons at rectangles, (m, 4); return the points (p, 2), and the polygon that each belongs to, (p,)."""
+    """Cut polygons at rectangles, (m, 4); return the points (p, 2), and the polygon of each point, (p,)."""
     points, owners = polygons.points, np.repeat(np.arange(len(bounds)), polygons.counts)
     for side in range(4):
         axis = side % 2
@@ -146,7 +164,13 @@ def _cut(polygons: Polygons, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def _is_connection(points: np.ndarray, owners: np.ndarray, whole: Polygons, bounds: np.ndarray) -> np.ndarray:
     """Return which points of cut polygons are corners of their rectangle that the polygon does not cover, bool (p,).
 
-    All others are on the outline. whole: the polygons before the cut. bounds: (m, 4).
+    All other points are on the outline.
+
+    Args:
+        points: points of the cut polygons, (p, 2)
+        owners: polygon of each point, (p,)
+        whole: polygons before the cut
+        bounds: (m, 4) xyxy, rectangle of each polygon
     """
     limits = bounds[owners]
     at_low, at_high = points == limits[:, :2], points == limits[:, 2:]

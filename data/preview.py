@@ -1,7 +1,7 @@
-"""`python -m data.preview --data my.yaml`: a page of pictures of what a training with the same flags shows its model.
+"""`python -m data.preview --data my.yaml`: a page of the images that training with the same flags shows its model.
 
-Takes the flags of train.py, and of those it reads what decides about the images: data, hyperparameters, size, seed,
---augmentations. The task is that of --cfg or --weights. Nothing is trained, and no weights are downloaded unless they
+Takes the flags of train.py, and reads only the ones that affect the images: data, hyperparameters, size, seed,
+--augmentations. --cfg or --weights determines the task. Nothing is trained, and no weights are downloaded unless they
 are named without --cfg.
 """
 
@@ -61,7 +61,7 @@ class PreviewOptions(TrainOptions):
         "python -m data.preview --data my.yaml --cfg yolov5s-seg.yaml --hyp.mosaic 0 --items 8",
     )
     items: int = flag(32, "training items to show", "drawing", Range(1, 1000))
-    epoch: int = flag(0, "epoch that they are of, from 0", "drawing", NOT_NEGATIVE)
+    epoch: int = flag(0, "epoch of these items, from 0", "drawing", NOT_NEGATIVE)
     out: str = flag("preview.html", "file to write", "drawing")
 
 
@@ -98,7 +98,7 @@ def preview(settings: Settings) -> list[str]:
 
 
 def figure(picture: np.ndarray, caption: str) -> str:
-    """Return a picture, uint8 (h, w, 3) BGR, and its caption in HTML."""
+    """Return an HTML figure of a picture, uint8 (h, w, 3) BGR, and its caption."""
     data = base64.b64encode(cv2.imencode(".jpg", picture)[1].tobytes()).decode()
     return f'<figure><img src="data:image/jpeg;base64,{data}"><figcaption>{html.escape(caption)}</figcaption></figure>'
 

@@ -26,28 +26,33 @@ from utils.files import cache_folder, one_at_a_time, replacing
 
 T = TypeVar("T")
 REMOTE = re.compile(r"([a-z][a-z0-9+.-]+):/+(?=[^/])")
-# Of the file systems of fsspec: some of the others run code that an address or a file names.
+# The file systems of fsspec to use: some of the others run code that an address or a file names.
 PROTOCOLS = ("http", "https", "s3", "s3a", "gs", "gcs", "hf", "file")
-MIN_FREE_SHARE = 0.1  # of the disk, which the caches do not use
-CACHE_RULE = f"as long as {MIN_FREE_SHARE:.0%} of its disk stay free"
-ATTEMPTS = 6  # to read an object
-FIRST_WAIT_SECONDS = 0.5  # before the second attempt; doubled before each further one
-SILENT_SECONDS = 20  # without an answer from a server
-LISTING_SECONDS = 60.0  # in which a web server must have sent the list of a folder, which has no length
-LISTED_DEPTH = 32  # folders within folders that are listed of a web server
-REQUESTS_AT_ONCE = 16  # of a process
-# Keys of fsspec's descriptions of files that change with the content.
+MIN_FREE_SHARE = 0.1  # share of the disk that the caches leave free
+CACHE_RULE = f"as long as {MIN_FREE_SHARE:.0%} of its disk stays free"
+ATTEMPTS = 6  # attempts to read an object
+FIRST_WAIT_SECONDS = 0.5  # pause before the second attempt; doubled before each further one
+SILENT_SECONDS = 20  # timeout of a server that does not answer
+LISTING_SECONDS = 60.0  # timeout for a web server's list of a folder, whose length is unknown
+LISTED_DEPTH = 32  # levels of folders that are listed on a web server
+REQUESTS_AT_ONCE = 16  # parallel requests of a process
+# Keys in fsspec's descriptions of files whose values change with the content.
 VERSION_KEYS = ("ETag", "etag", "LastModified", "last_modified", "Last-Modified", "mtime", "updated", "blob_id")
 
 
 class Version(NamedTuple):
-    """An object's size in bytes, -1 if unknown, and a number that changes with its content."""
+    """The version of an object.
+
+    Attributes:
+        size: size in bytes, -1 if unknown
+        number: number that changes with the content
+    """
 
     size: int
     number: int
 
 
-_versions: dict[str, Version | None] = {}  # of objects by path, None if there is none; loader processes inherit them
+_versions: dict[str, Version | None] = {}  # by path, None if there is no object; loader processes inherit them
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -56,12 +61,12 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def address_of(path: str | os.PathLike[str]) -> str:
-    """Return the address of a remote path: `s3://bucket/a.jpg`."""
+    """Return the address of a remote path, such as `s3://bucket/a.jpg`."""
     return REMOTE.sub(r"\1://", os.fspath(path), count=1)
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:
-    """Return a path for a message; of a remote one the address, without what may be secret."""
+    """Return a path for a message; for a remote path, its address without secrets."""
     return without_secrets(address_of(path))
 
 
@@ -77,9 +82,10 @@ def _is_web(path: str) -> bool:
 
 
 def _filesystem(path: str, lists: bool = False) -> tuple[Any, str]:
-    """Return fsspec's file system for a path, and its own name of the file. Raises `UserError`.
+    """Return fsspec's file system for a path, and the file's name in it. Raises `UserError`.
 
-    lists: whether it is to list folders.
+    Args:
+        lists: whether folders will be listed
     """
     from fsspec.core import url_to_fs
 
@@ -87,14 +93,14 @@ def _filesystem(path: str, lists: bool = False) -> tuple[Any, str]:
     protocol = address.partition("://")[0]
     if protocol not in PROTOCOLS or "::" in address:
         raise UserError(
-            f"{without_secrets(address)} is an address of a kind that is not read; give a path, or an address that "
+            f"{without_secrets(address)} has an unsupported URL scheme; give a path, or an address that "
             f"begins with one of {', '.join(PROTOCOLS)}, without `::`"
         )
     options: dict[str, Any] = {}
     if _is_web(path):
         options = {"client_kwargs": {"timeout": _http_timeout()}}
         if lists:
-            options["timeout"] = _http_timeout(LISTING_SECONDS)  # of each request
+            options["timeout"] = _http_timeout(LISTING_SECONDS)  # timeout of each request
     elif protocol in ("s3", "s3a"):
         timeouts = {"connect_timeout": SILENT_SECONDS, "read_timeout": SILENT_SECONDS}
         options = {"config_kwargs": {**timeouts, "retries": {"total_max_attempts": 1}}}  # `_request` tries again
@@ -102,7 +108,7 @@ def _filesystem(path: str, lists: bool = False) -> tuple[Any, str]:
         filesystem, name = url_to_fs(address, **options)
     except ImportError as error:
         package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}.get(protocol)
-        advice = f"pip install {package}" if package else f"install what fsspec names: {error}"
+        advice = f"pip install {package}" if package else f"install the package that fsspec names: {error}"
         raise UserError(f"{without_secrets(address)} cannot be read without another package: {advice}") from None
     except Exception as error:  # each store has its own kinds
         raise UserError(f"{without_secrets(address)} cannot be read ({_reason(error)}); correct the address") from None
@@ -118,9 +124,12 @@ def _http_timeout(total: float | None = None) -> Any:
 
 
 def _request(path: str, call: Callable[[Any, str], T], lists: bool = False) -> T:
-    """Return `call` of the file system and its name of the file, with further attempts after errors.
+    """Return `call` of a path's file system and the file's name in it, with retries after errors.
 
-    lists: as in `_filesystem`. Raises FileNotFoundError, or a `UserError` that names the object.
+    Raises FileNotFoundError, or a `UserError` that names the object.
+
+    Args:
+        lists: whether folders are listed
     """
     filesystem, name = _filesystem(path, lists)
     for attempt in range(1, ATTEMPTS + 1):
@@ -144,7 +153,7 @@ def _request(path: str, call: Callable[[Any, str], T], lists: bool = False) -> T
 
 
 def _cause(error: Exception) -> Exception:
-    """Return what fsspec has turned into FileNotFoundError, as it does with every failure of a web server."""
+    """Return the failure of a web server that fsspec has turned into FileNotFoundError, else `error` itself."""
     cause = error.__cause__
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and _is_web_failure(cause):
         return cause
@@ -187,12 +196,12 @@ def _version(info: Any) -> Version:
 
 
 def forget() -> None:
-    """Ask for all versions again: they may have changed since the last run of this process."""
+    """Forget all versions: they may have changed since the last run of this process."""
     _versions.clear()
 
 
 def refresh_versions(paths: Sequence[str]) -> None:
-    """Ask the stores for the versions of objects: by one listing per folder if that has them, else one by one."""
+    """Request the versions of objects again: with one listing per folder if it includes them, else one by one."""
     folders = sorted({os.path.dirname(path) for path in paths})
     listed = {
         folder for folder, complete in zip(folders, _in_threads(_list_versions, folders), strict=True) if complete
@@ -206,11 +215,11 @@ def refresh_versions(paths: Sequence[str]) -> None:
 
 
 def _list_versions(folder: str) -> bool:
-    """Note the versions of all objects of a folder; return whether the store's listing has them."""
+    """Record the versions of all objects of a folder; return whether the store's listing has them."""
     try:
         entries = _request(folder, lambda filesystem, name: filesystem.ls(name, detail=True, refresh=True), lists=True)
     except (FileNotFoundError, UserError):
-        return False  # each object is asked for, with an error that names it
+        return False  # each object is requested instead, with an error that names it
     files = [entry for entry in entries if entry["type"] == "file"]
     if any(entry.get("size") is None for entry in files):
         return False
@@ -273,14 +282,18 @@ def read_object(path: str) -> bytes:
 
 
 def read_span(path: str, start: int, size: int, checksum: int) -> bytes:
-    """Return `size` bytes of an object from `start` on. checksum: of their content. Raises as `read_object` does."""
+    """Return `size` bytes of an object from `start` on. Raises as `read_object` does.
+
+    Args:
+        checksum: CRC-32 of these bytes, which distinguishes versions in the cache
+    """
     span = slice(start, start + size)
     key = span_key(path, start, size, checksum)
     return _cached(key, Version(size, checksum), partial(_fetch, path, span, size))
 
 
 def span_key(path: str, start: int, size: int, checksum: int) -> str:
-    """Return the key of a part of an object in the cache; that of a whole object is its path."""
+    """Return the cache key of a part of an object. A whole object's key is its path."""
     return f"{path}\0{start}\0{size}\0{checksum}"
 
 
@@ -320,15 +333,19 @@ def _cache_root(*environment: str | None) -> str:
 
 
 def cached_file(key: str) -> str:
-    """Return the file of the cache for a key: a path, or that of `span_key`. Text: Paths are slow."""
+    """Return the cache's file for a key, as text because `Path` is slow.
+
+    Args:
+        key: path of an object, or a key of `span_key`
+    """
     digest = hashlib.sha256(os.fsencode(key)).hexdigest()
     return f"{_cache_root(os.environ.get('XDG_CACHE_HOME'), os.environ.get('HOME'))}/{digest[:2]}/{digest}"
 
 
 def _cached(key: str, version: Version, fetch: Callable[[], bytes]) -> bytes:
-    """Return what the cache has, else what `fetch` returns, and write it; one process of a machine at a time.
+    """Return the cached bytes of a key; if there are none, fetch and cache them, in one process at a time.
 
-    The time of change of a cached file is the number of its version.
+    The modification time of a cached file is the number of its version.
     """
     file = cached_file(key)
     if (data := _read_cached(file, version)) is not None:

@@ -19,18 +19,18 @@ from utils.errors import UserError
 # The first part of a generator's seed: what its numbers are for.
 ORDER_STREAM, ITEM_STREAM, SIZE_STREAM, PARTNERS_STREAM, OWN_STREAM = 1, 2, 3, 4, 5
 PARTNERS_WINDOW = 1000  # positions around an item's own, from which its partners are drawn
-PREFETCHED_BATCHES = 2  # of each loader process: torch's default
-EVALUATION_PAD_STRIDES = 0.5  # added to both sides of a batch that is not square, as YOLOv5 does
+PREFETCHED_BATCHES = 2  # batches that each loader process prefetches: torch's default
+EVALUATION_PAD_STRIDES = 0.5  # strides added to both sides of a batch that is not square, as in YOLOv5
 
 
 class SampleIndex(NamedTuple):
     """One item to load, with everything that its random choices depend on: loader processes have no state."""
 
     epoch: int
-    position: int  # in the epoch's order, over all processes
-    image: int  # the index in the split
+    position: int  # place in the epoch's order, over all processes
+    image: int  # index of the image in the split
     shape: tuple[int, int]  # height and width to deliver, pixels
-    partners: tuple[int, ...] = ()  # indices of the images to mix it with; empty: they are chosen among all images
+    partners: tuple[int, ...] = ()  # indices of the images to mix it with; if empty, they are chosen among all images
 
 
 def item_generator(seed: int, sample: SampleIndex) -> np.random.Generator:
@@ -39,12 +39,16 @@ def item_generator(seed: int, sample: SampleIndex) -> np.random.Generator:
 
 
 def own_generator(seed: int, sample: SampleIndex) -> np.random.Generator:
-    """Return the generator of a user's augmentations of an item; they change no other random choice of it."""
+    """Return the generator of a user's augmentations of an item, so that they change no other random choice of it."""
     return np.random.default_rng((OWN_STREAM, seed, sample.epoch, sample.position))
 
 
 class Order:
-    """The order of an epoch's images: each once, shuffled. count: samples per epoch."""
+    """The order of an epoch's images: each once, shuffled.
+
+    Args:
+        count: number of samples per epoch
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -55,7 +59,11 @@ class Order:
 
 
 class Weighted(Order):
-    """One sample per image, drawn with replacement in proportion to `weights` (n,)."""
+    """One sample per image, drawn with replacement in proportion to its weight.
+
+    Args:
+        weights: weight of each image, (n,)
+    """
 
     def __init__(self, weights: np.ndarray) -> None:
         super().__init__(len(weights))
@@ -67,16 +75,19 @@ class Weighted(Order):
 
 
 class Repeated(Order):
-    """Each image repeated by its factor, `factors` (n,) of at least 1, shuffled.
+    """Each image repeated by its factor, shuffled.
 
     A factor of 2.3 gives two or three repeats, by systematic sampling. The samples of an epoch are the rounded sum of
-    all factors: all fractions are scaled a little so that they add up to a whole number.
+    all factors; to add up to a whole number, all fractions are scaled a little.
+
+    Args:
+        factors: factor of each image, at least 1, (n,)
     """
 
     def __init__(self, factors: np.ndarray) -> None:
         self.whole = np.floor(factors).astype(np.int64)
         fractions = factors - self.whole
-        self.fractional = np.flatnonzero(fractions)  # images whose factor is no whole number
+        self.fractional = np.flatnonzero(fractions)  # images whose factor is not a whole number
         fractions, count = fractions[self.fractional], len(self.fractional)
         total, rounded = fractions.sum(), round(fractions.sum())
         if rounded > total:
@@ -118,10 +129,13 @@ def repeat_factors(instances: Instances, count: int, threshold: float) -> np.nda
 
 @dataclass(frozen=True)
 class Sampling:
-    """The images of an epoch and their size: train.py's flags of these names. By default each image comes once.
+    """Which images an epoch has, and at which size: train.py's flags of these names. By default each image comes once.
 
-    multi_scale: an image is scaled to the usual size first, then to the size of its batch. Raises `UserError` for flags
-    that exclude each other.
+    Raises `UserError` for flags that exclude each other.
+
+    Attributes:
+        multi_scale: whether an image is scaled to the usual size first, and then to the size of its batch
+        epochs: number of epochs of the whole run
     """
 
     rect: bool = False
@@ -130,7 +144,7 @@ class Sampling:
     image_weights: bool = False
     repeat_factor: float = 0.0
     close_mosaic: int = 0
-    epochs: int = 0  # of the whole training
+    epochs: int = 0
 
     def __post_init__(self) -> None:
         chosen = {
@@ -140,17 +154,18 @@ class Sampling:
         }
         flags = [name for name, on in chosen.items() if on]
         if len(flags) > 1:
-            raise UserError(f"{flags[0]} and {flags[1]} both say in what order images come; leave one of them out")
+            raise UserError(f"{flags[0]} and {flags[1]} both determine the order of the images; leave one of them out")
 
     def largest(self, imgsz: int) -> int:
         """Return the largest size of a batch in pixels, not rounded to strides."""
         return imgsz * 3 // 2 if self.multi_scale else imgsz
 
     def images_in_use(self, images: int, batch_size: int, workers: int) -> int:
-        """Return the number of decoded images to store so that each is decoded once per epoch.
+        """Return the number of decoded images to store so that each is decoded once per epoch; 0 if that does not help.
 
-        Returns 0 if storing images would not help. images: number of the split's images. workers: number of loader
-        processes.
+        Args:
+            images: number of images in the split
+            workers: number of loader processes
         """
         span = PARTNERS_WINDOW if self.partners == "window" else 0
         span += batch_size * (1 + PREFETCHED_BATCHES * workers + 1)  # batches that are loaded at the same time
@@ -169,7 +184,12 @@ class Sampling:
         return Order(count)
 
     def messages(self, order: Order, images: int, sizes: Sequence[int]) -> list[str]:
-        """Return a message per flag that is on. sizes: possible sizes of a batch, pixels."""
+        """Return a message for each flag that is on.
+
+        Args:
+            images: number of images in the split
+            sizes: possible sizes of a batch, pixels
+        """
         messages = []
         if isinstance(order, Weighted):
             never = 0 if order.shares is None else int((order.shares == 0).sum())
@@ -182,14 +202,14 @@ class Sampling:
             messages.append(f"--multi-scale: each batch at one of {len(sizes)} sizes, {sizes[0]} to {sizes[-1]} pixels")
         if self.close_mosaic:
             first = max(self.epochs - self.close_mosaic, 0) + 1
-            messages.append(f"--close-mosaic {self.close_mosaic}: no images mixed of several from epoch {first} on")
+            messages.append(f"--close-mosaic {self.close_mosaic}: no mixed images from epoch {first} on")
         return messages
 
 
 def batch_sizes(imgsz: int, stride: int) -> range:
     """Return the sizes of batches with --multi-scale: half to one and a half times `imgsz`, in steps of `stride`.
 
-    For 640 they equal YOLOv5's. The least is two strides: a map of one cell has no variance.
+    For 640 they equal YOLOv5's. The smallest is two strides, because a map of one cell has no variance.
     """
     least = max(math.ceil(imgsz / 2 / stride), 2) * stride
     return range(min(least, imgsz), imgsz * 3 // 2 + 1, stride)
@@ -199,10 +219,17 @@ class GlobalBatches:
     """Batches of the whole run, for all processes together: lists of `batch_size` sample indices.
 
     The order depends on (seed, epoch). The last batch is filled from the start of the order, so that every batch is
-    full. partners: the number of images that are mixed with each, drawn by (seed, epoch, position). reach: where they
-    are in the order: "any", or "window" (the `PARTNERS_WINDOW` positions around its own).
-    sizes: possible sizes of the longer side of `shape`, drawn per batch by (seed, epoch, batch); empty: all batches
-    have `shape`. messages: for the console.
+    full.
+
+    Args:
+        order: order of the images of an epoch
+        shape: height and width of a batch, pixels
+        partners: number of images that are mixed with each, drawn by (seed, epoch, position)
+        reach: range of the order to draw partners from: "any", or "window" (the `PARTNERS_WINDOW` positions around the
+            image)
+        sizes: possible sizes of the longer side of `shape`, drawn per batch by (seed, epoch, batch); if empty, all
+            batches have `shape`
+        messages: lines for the console
     """
 
     drop_last = False  # Accelerate reads it
@@ -247,7 +274,7 @@ class GlobalBatches:
             yield self._samples(batch, shape, epoch, order, partners)
 
     def largest(self) -> list[SampleIndex]:
-        """Return the first batch at the largest size: what memory must hold."""
+        """Return the first batch at the largest size, which must fit into memory."""
         order, size = self.order(), max(self.sizes, default=max(self.shape))
         return self._samples(0, self._scaled(self.shape, size), self.epoch, order, self._partners(order))
 
@@ -315,9 +342,11 @@ def training_batches(
     stride: int,
     mixed: int,
 ) -> GlobalBatches:
-    """Return the global batches for training. image_sizes: (n, 2), width and height of the files, pixels.
+    """Return the global batches for training.
 
-    mixed: number of an item's partners, if they are drawn from the order.
+    Args:
+        image_sizes: (n, 2), width and height of each file's image, pixels
+        mixed: number of an item's partners, if they are drawn from the order
     """
     count = len(image_sizes)
     order, sizes = sampling.order(instances, count), batch_sizes(imgsz, stride)
@@ -335,11 +364,12 @@ def training_batches(
 def evaluation_batches(
     sizes: np.ndarray, batch_size: int, imgsz: int, stride: int, square: bool, image_padding: bool = False
 ) -> list[list[SampleIndex]]:
-    """Return every image once, in batches that do not depend on the number of processes: a process gets whole ones.
+    """Return every image once, in batches that are the same for any number of processes: a process gets whole ones.
 
-    sizes: (n, 2), width and height. square: every image has sides of `imgsz`. Otherwise a batch has the smallest shape
-    that holds its images; image_padding: every image has the smallest shape that holds it, whatever the others are, and
-    a batch has images of one shape.
+    Args:
+        sizes: (n, 2), width and height of each image
+        square: whether every image has sides of `imgsz`; otherwise a batch has the smallest shape that holds its images
+        image_padding: whether every image has the smallest shape that holds it, and a batch only images of one shape
     """
     count = len(sizes)
     if square:
@@ -356,7 +386,12 @@ def evaluation_batches(
 def by_aspect(
     sizes: np.ndarray, batch_size: int, imgsz: int, stride: int, pad: float
 ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """Return the images sorted by height / width, and the shape of each batch. sizes: (n, 2), width and height."""
+    """Return the images sorted by height / width, and the shape of each batch.
+
+    Args:
+        sizes: (n, 2), width and height of each image
+        pad: number of strides added to both sides
+    """
     aspects = sizes[:, 1] / sizes[:, 0]
     order = np.lexsort((-np.arange(len(aspects)), aspects))  # ties by falling index, so that every machine agrees
     starts = range(0, len(order), batch_size)
@@ -364,9 +399,12 @@ def by_aspect(
 
 
 def batch_shape(aspects: np.ndarray, imgsz: int, stride: int, pad: float) -> tuple[int, int]:
-    """Return height and width, in whole strides, of the smallest batch for images of these `aspects` (height / width).
+    """Return height and width, in whole strides, of the smallest batch for images of these aspect ratios.
 
-    imgsz: longer side of the images, pixels. pad: strides added to both sides.
+    Args:
+        aspects: height / width of each image
+        imgsz: longer side of the images, pixels
+        pad: number of strides added to both sides
     """
     height, width = min(float(aspects.max()), 1.0), min(1 / float(aspects.min()), 1.0)
     height, width = (math.ceil(side * imgsz / stride + pad) * stride for side in (height, width))

@@ -1,6 +1,6 @@
 """Segmentation data: images with outlined objects, as batches. Named by `TASKS`; see data/dataset.py.
 
-Images, boxes and augmentation are those of data/detection.py; a label that is a box counts as a rectangle.
+Images, boxes and augmentation work as in data/detection.py; a label that is a box counts as a rectangle.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from data.sampler import SampleIndex
 from utils.batch import ImageInfo, SegmentationBatch
 from utils.config.hyperparameters import Recipe
 
-CORNERS = np.array(((-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)), np.float32)  # of a box around its centre
+# The corners of a box, from its centre, in units of its sides.
+CORNERS = np.array(((-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)), np.float32)
 
 
 class MaskedInfo(NamedTuple):
@@ -90,7 +91,8 @@ def collate(items: Sequence[Item]) -> SegmentationBatch:
 class SegmentationSplit(DetectionSplit):
     """The images of one split that can be read, and their labels, all with outlines.
 
-    boxes: the number of labels that are boxes; their outlines are rectangles.
+    Attributes:
+        boxes: number of labels that are boxes; their outlines are rectangles
     """
 
     boxes: int = 0
@@ -140,7 +142,7 @@ class SegmentationData(DetectionData):
 
 
 def outlined(labels: Labels) -> Labels:
-    """Return labels with an outline for each row: the rectangle of a box; none beyond the image by rounding."""
+    """Return labels with an outline for each row, clipped to the image; a box's outline is its rectangle."""
     polygons = labels.polygons
     assert polygons is not None
     is_box = polygons.counts == 0

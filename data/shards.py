@@ -1,8 +1,9 @@
 """Data sets packed into tar files by `python -m data.pack`: their index, and the files in them, read without unpacking.
 
 A pack is a folder, local or remote, with `index.json`, and for each shard `train-000000.tar` and `train-000000.json`,
-which lists its images. A file in a shard has a path through it, such as pack/train-000000.tar/images/a.jpg. Called by
-data/storage.py, data/data_yaml.py, data/classification.py and data/pack.py.
+which lists its images. The path of a file in a shard leads through the shard, such as
+pack/train-000000.tar/images/a.jpg. Called by data/storage.py, data/data_yaml.py, data/classification.py and
+data/pack.py.
 """
 
 from __future__ import annotations
@@ -26,36 +27,36 @@ from utils.files import open_regular, read_regular
 INDEX_FILE = "index.json"
 INDEX_VERSION = 1
 SHARD_SUFFIX, LIST_SUFFIX = ".tar", ".json"
-OPEN_SHARDS = 64  # of a process, at a time
+OPEN_SHARDS = 64  # open shards of a process, at most
 
 
 class PackedImage(NamedTuple):
     """An image of a shard."""
 
-    name: str  # its path in the shard
-    offset: int  # of its bytes in the shard
+    name: str  # path in the shard
+    offset: int  # start of its bytes in the shard
     size: int  # bytes
     checksum: int  # CRC-32 of its bytes
-    width: int  # pixels, as displayed; 0 if the file is no whole image
+    width: int  # pixels, as displayed; 0 if the file is not a whole image
     height: int
-    label: str | None = None  # the content of its label file, if there is one
-    group: str = ""  # the name of its class, if it has one only
-    outlines: str | None = None  # in place of `label` if outlines are asked for and come from an annotation file
+    label: str | None = None  # content of its label file, if there is one
+    group: str = ""  # class name, if the image belongs to one class as a whole
+    outlines: str | None = None  # replaces `label` if outlines are read and come from an annotation file
 
 
 class Pack(NamedTuple):
     """The index of a pack."""
 
     root: str
-    names: dict[int, str]  # of the classes
-    shards: dict[str, list[str]]  # the names of each split's shards, without suffix
+    names: dict[int, str]  # class names by number
+    shards: dict[str, list[str]]  # names of each split's shards, without suffix
 
     def images(self, split: str) -> list[str]:
         """Return the paths of a split's images, in the order of packing. Raises `UserError`."""
         return [path for path, _ in self.grouped_images(split)]
 
     def grouped_images(self, split: str) -> list[tuple[str, str]]:
-        """Return path and `group` of a split's images."""
+        """Return path and `group` of each image of a split."""
         return _listed(tuple(os.path.join(self.root, name) + SHARD_SUFFIX for name in self.shards[split]))
 
 
@@ -75,7 +76,7 @@ def find_pack(root: str) -> Pack | None:
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}; copy it again from where it was packed") from None
     if version != INDEX_VERSION:
-        raise UserError(f"{file} is of another version of data.pack ({version}); pack the data set again")
+        raise UserError(f"{file} was written by another version of data.pack ({version}); pack the data set again")
     try:
         names = {int(number): str(name) for number, name in content["names"].items()}
         shards = {split: [str(shard["name"]) for shard in each] for split, each in content["splits"].items()}
@@ -96,7 +97,7 @@ def read_list(shard: str) -> list[PackedImage]:
 
 
 def _packed_image(row: Sequence[Any]) -> PackedImage:
-    """Return a row of a list. Raises ValueError or TypeError if a field is wrong."""
+    """Return the image of a row of a list. Raises ValueError or TypeError if a field is wrong."""
     image = PackedImage(*row)
     numbers = (image.offset, image.size, image.checksum, image.width, image.height)
     texts = (image.name, image.group, *(text for text in (image.label, image.outlines) if text is not None))
@@ -117,7 +118,7 @@ class Summary(NamedTuple):
 
 
 def read_summary(shard: str) -> Summary:
-    """Return the summary at the start of a shard's list. Raises as `json.loads` or with OSError, or KeyError."""
+    """Return the summary at the start of a shard's list. Raises OSError, KeyError, or the errors of `json.loads`."""
     return Summary(**json.loads(_read_small(list_of(shard)))["shard"])
 
 
@@ -169,14 +170,14 @@ class _Shard:
         self.file = None if remote.is_remote(path) else _open(path)
 
     def find(self, name: str) -> list[int] | None:
-        """Return offset, size, checksum, width and height of an image, None if the shard has none of that name."""
+        """Return offset, size, checksum, width and height of an image, None if the shard has no image of that name."""
         key = np.uint64(_hash(name))
         row = int(np.searchsorted(self.hashes, key))
         found = row < len(self.hashes) and self.hashes[row] == key
         return self.places[row].tolist() if found else None
 
     def read(self, name: str, place: Sequence[int]) -> bytes:
-        """Return the bytes of an image. Raises `UserError` if they are not those that were packed."""
+        """Return the bytes of an image. Raises `UserError` if they differ from the packed ones."""
         offset, size, checksum = place[:3]
         if self.file is None:
             data = remote.read_span(self.path, offset, size, checksum)
@@ -184,7 +185,7 @@ class _Shard:
             data = _read_at(self.file, offset, size)
         if zlib.crc32(data) != checksum:
             raise UserError(
-                f"{remote.shown_path(self.path)} is damaged: the bytes of '{name}' are not those that were packed; "
+                f"{remote.shown_path(self.path)} is damaged: the bytes of '{name}' differ from the packed ones; "
                 "copy the shard again from where it was packed"
             )
         return data
@@ -203,7 +204,7 @@ def _open(path: str) -> int:
 
 
 def _read_at(file: int, offset: int, size: int) -> bytes:
-    """Return bytes of an open file. A memory map would end the process without a word if the disk fails."""
+    """Return bytes of an open file. A memory map would end the process without a message if the disk fails."""
     if hasattr(os, "pread"):
         return os.pread(file, size, offset)
     os.lseek(file, offset, os.SEEK_SET)
@@ -216,19 +217,19 @@ def _hash(name: str) -> int:
 
 @lru_cache(OPEN_SHARDS)
 def _shard(path: str) -> _Shard:
-    """Return a shard; forked processes inherit it, and read from any place of its file without moving in it."""
+    """Return a shard; forked processes inherit it, and read its file by offset, without a shared position."""
     return _Shard(path)
 
 
 @lru_cache(2)
 def _labels(shard: str) -> dict[str, tuple[str, str]]:
-    """Return boxes and outlines by the names of a shard's label files. A scan reads the shards one after another."""
+    """Return boxes and outlines by label file name, for the last two shards: a scan reads one shard after another."""
     labelled = [image for image in read_list(shard) if image.label is not None]
     return {label_name(each.name): (each.label or "", each.outlines or each.label or "") for each in labelled}
 
 
 def forget() -> None:
-    """Read all lists again: they may have changed since the last run of this process."""
+    """Forget all lists: they may have changed since the last run of this process."""
     for cache in (_listed, _is_shard, _shard, _labels):
         cache.cache_clear()
 
@@ -242,7 +243,11 @@ def read_member(shard: str, name: str) -> bytes:
 
 
 def read_label(shard: str, name: str, outlined: bool) -> bytes:
-    """Return the content of a label file. outlined: with outlines, if there are any. Raises FileNotFoundError."""
+    """Return the content of a label file. Raises FileNotFoundError.
+
+    Args:
+        outlined: whether to return outlines, if there are any
+    """
     texts = _labels(shard).get(name)
     if texts is None:
         raise FileNotFoundError(errno.ENOENT, "no such file in the shard", f"{shard}/{name}")
@@ -250,7 +255,7 @@ def read_label(shard: str, name: str, outlined: bool) -> bytes:
 
 
 def key_of(shard: str, name: str) -> str:
-    """Return the key in the cache of an image in a remote shard."""
+    """Return the cache key of an image in a remote shard."""
     place = _shard(shard).find(name) or [0, 0, 0]
     return remote.span_key(shard, *place[:3])
 

@@ -1,8 +1,8 @@
 """`python -m data.split my.yaml --val 0.2 --seed 0`: split a data set's images into training and validation.
 
-`--folds 5` makes five such splits, and each image validates in one of them (cross-validation).
-Lists of images and a data YAML are written into a folder of their own; the data set is not changed. The shares of all
-classes are as equal as possible in both parts, and images of a group, such as the frames of a video, stay together.
+`--folds 5` makes five such splits, and each image validates in one of them (cross-validation). Lists of images and a
+data YAML are written into a folder of their own; the data set is not changed. The shares of all classes are as equal as
+possible in both parts, and images of a group, such as the frames of a video, stay together.
 """
 
 from __future__ import annotations
@@ -26,23 +26,31 @@ from utils.errors import UserError, plural, shortened
 from utils.files import replacing
 
 YAML_FILE = "data.yaml"
-PRINTED_CLASSES = 5  # that validation lacks, at most
+PRINTED_CLASSES = 5  # classes without validation images to print, at most
 WORKERS = 8  # processes that read labels, at most
 MAX_FOLDS = 1000
 
 
 class Pool(NamedTuple):
-    """The images to split, all of training and validation, and their labels. entries: the paths in the data YAML."""
+    """The images to split, all of training and validation, and their labels.
+
+    Attributes:
+        spec: data set that has the images
+        images: image files, sorted
+        labels: labels of the images
+        entries: paths in the data YAML
+        described: whether annotation files describe images, so that some have no label files
+    """
 
     spec: DataSpec
     images: list[Path]
     labels: Labels
     entries: list[Path]
-    described: bool  # by annotation files, so that some have no label files
+    described: bool
 
 
 def read_pool(data: str) -> Pool:
-    """Read the images that the training and the validation of a data set have now. Raises `UserError`."""
+    """Read all training and validation images of a data set, and their labels. Raises `UserError`."""
     spec = data_source(data, "data.detection:DetectionData").spec
     if not spec.names:
         raise UserError(
@@ -62,8 +70,11 @@ def read_pool(data: str) -> Pool:
 def group_names(images: Sequence[Path], pattern: str) -> tuple[list[str], int]:
     """Return the group of each image, and how many images do not match; each of those is its own group.
 
-    pattern: a regular expression that is searched for in the file's name; the group is what its first parentheses
-    match, or all of it. '' for no groups. Raises `UserError`.
+    Raises `UserError`.
+
+    Args:
+        pattern: regular expression to search for in the file's name, '' for no groups; its first parentheses, or else
+            the whole match, name the group
     """
     try:
         expression = re.compile(pattern) if pattern else None
@@ -80,8 +91,12 @@ def group_names(images: Sequence[Path], pattern: str) -> tuple[list[str], int]:
 def assigned(counts: np.ndarray, shares: Sequence[float]) -> np.ndarray:
     """Return the part of each group, int (groups,): iterative stratification (Sechidis et al., 2011).
 
-    counts: images of each group with each class, (groups, classes); each image is counted in a column at least.
-    shares: of the parts. Groups with the rarest class are assigned first, each to the part that lacks most of it.
+    Groups with the rarest class are assigned first, each to the part that lacks most of it.
+
+    Args:
+        counts: number of images of each group with each class, (groups, classes); each image is counted in a column at
+            least
+        shares: share of each part
     """
     counts = counts.astype(np.int64)
     wanted = np.outer(shares, counts.sum(0))  # images of each class that each part still lacks
@@ -91,7 +106,7 @@ def assigned(counts: np.ndarray, shares: Sequence[float]) -> np.ndarray:
         rarest = int(np.where(holders > 0, holders, len(counts) + 1).argmin())
         groups = np.flatnonzero((parts < 0) & (counts[:, rarest] > 0))
         for group in groups[np.argsort(-counts[groups, rarest], kind="stable")]:
-            lacking = np.stack([wanted.sum(1), wanted[:, rarest]]).round(6)  # ties: the part that lacks most in all
+            lacking = np.stack([wanted.sum(1), wanted[:, rarest]]).round(6)  # ties: the part that lacks most in total
             part = np.lexsort(lacking)[-1]
             parts[group] = part
             wanted[part] -= counts[group]
@@ -101,7 +116,10 @@ def assigned(counts: np.ndarray, shares: Sequence[float]) -> np.ndarray:
 def split_images(pool: Pool, groups: Sequence[str], shares: Sequence[float], seed: int) -> np.ndarray:
     """Return the part of each image, int (n,). Raises `UserError` if there are fewer groups than parts.
 
-    groups: of the images. The seed decides between equal choices, by hashes of the groups' names.
+    Args:
+        groups: group of each image
+        shares: share of each part
+        seed: seed that decides between equal choices, by hashes of the groups' names
     """
     keys = {name: hashlib.sha256(os.fsencode(f"{seed}/{name}")).digest() for name in set(groups)}
     order = {name: number for number, name in enumerate(sorted(keys, key=keys.__getitem__))}
@@ -113,7 +131,7 @@ def split_images(pool: Pool, groups: Sequence[str], shares: Sequence[float], see
     counts = np.zeros((len(order), len(pool.spec.names) + 1), np.int64)
     np.add.at(counts, numbers, presence(pool))
     parts = assigned(counts, shares)
-    for part in set(range(len(shares))) - set(parts.tolist()):  # a small share of few groups
+    for part in set(range(len(shares))) - set(parts.tolist()):  # parts without a group: a small share of few groups
         most = np.bincount(parts, minlength=len(shares)).argmax()
         of_most = np.flatnonzero(parts == most)
         parts[of_most[counts[of_most].sum(1).argmin()]] = part
@@ -130,7 +148,11 @@ def presence(pool: Pool) -> np.ndarray:
 
 
 def yaml_content(pool: Pool, lists: Mapping[str, Path]) -> dict[str, Any]:
-    """Return the data YAML of a split. lists: the text file of each part."""
+    """Return the data YAML of a split.
+
+    Args:
+        lists: text file of each part
+    """
     spec, files = pool.spec, {name: str(path) for name, path in lists.items()}
     content: dict[str, Any] = dict(files)
     if pool.described:  # the objects stay in the annotation files
@@ -146,7 +168,11 @@ def yaml_content(pool: Pool, lists: Mapping[str, Path]) -> dict[str, Any]:
 
 
 def write_split(pool: Pool, validates: np.ndarray, folder: Path) -> None:
-    """Write train.txt, val.txt and data.yaml. validates: bool (n,), by image. Raises `UserError`."""
+    """Write train.txt, val.txt and data.yaml. Raises `UserError`.
+
+    Args:
+        validates: whether each image is for validation, bool (n,)
+    """
     lists = {name: folder / f"{name}.txt" for name in ("train", "val")}
     try:
         for part, file in enumerate(lists.values()):
@@ -159,7 +185,7 @@ def write_split(pool: Pool, validates: np.ndarray, folder: Path) -> None:
 
 
 def report(pool: Pool, validates: np.ndarray) -> list[str]:
-    """Return lines for the console: the images of each part, and how equal the classes' shares are."""
+    """Return lines for the console: the number of images of each part, and how equal the classes' shares are."""
     present, names = presence(pool)[:, :-1], pool.spec.names
     total, held = present.sum(0), present[validates].sum(0)
     shares = held[total > 0] / total[total > 0]
@@ -183,10 +209,16 @@ def split(
 ) -> list[str]:
     """Split the data set that `data` names, as for train.py --data, and return lines for the console.
 
-    val: share of the images for validation. group: see `group_names`. out: the folder to write to, by default
-    `<name>-split` in the working folder, or `<name>-folds`. exist_ok: replace what a folder has. folds: the number of
-    splits, each in a folder `fold1`, `fold2` ... of its own, with another part of the images for validation; `val` is
-    not used then. None for a single split. Raises `UserError`.
+    Raises `UserError`.
+
+    Args:
+        val: share of the images for validation; not used with `folds`
+        seed: seed of the choice
+        group: see `group_names`
+        out: folder to write to, by default `<name>-split` or `<name>-folds` in the working folder
+        exist_ok: whether to replace files in the folder
+        folds: number of splits, each in a folder `fold1`, `fold2` ... with another part of the images for validation;
+            None for a single split
     """
     if folds is not None and not 2 <= folds <= MAX_FOLDS:
         raise UserError(
@@ -223,11 +255,11 @@ def main() -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--val", type=float, default=0.2, help="share of the images for validation; default: 0.2")
     how.add_argument("--folds", type=int, help="make this many splits, at least 2; each image validates in one of them")
-    parser.add_argument("--seed", type=int, default=0, help="another one gives another split; default: 0")
+    parser.add_argument("--seed", type=int, default=0, help="a different seed gives a different split; default: 0")
     parser.add_argument(
         "--group", default="", help="regular expression: images whose names match it with the same text stay together"
     )
-    parser.add_argument("--out", default="", help="folder to write; default: <name>-split, or <name>-folds")
+    parser.add_argument("--out", default="", help="folder to write to; default: <name>-split, or <name>-folds")
     parser.add_argument("--exist-ok", action="store_true", help="replace files in the --out folder")
     given = parser.parse_args()
     chosen = (given.val, given.seed, given.group, given.out, given.exist_ok, given.folds)

@@ -19,13 +19,13 @@ from utils.files import read_regular
 
 
 def forget() -> None:
-    """Look at all files anew: they may have changed since the last run of this process."""
+    """Forget what is known of all files: they may have changed since the last run of this process."""
     remote.forget()
     shards.forget()
 
 
 def is_local(path: str | Path) -> bool:
-    """Return whether a path is that of a file on disk."""
+    """Return whether a path leads to a file on disk, not in a shard or in a store."""
     name = os.fspath(path)
     return not remote.is_remote(name) and shards.place_of(name) is None
 
@@ -41,7 +41,11 @@ def read_bytes(path: str | Path) -> bytes:
 
 
 def read_label(path: str, outlined: bool) -> bytes:
-    """Return the content of a label file. outlined: with outlines, if a pack has both. Raises as `read_bytes` does."""
+    """Return the content of a label file. Raises as `read_bytes` does.
+
+    Args:
+        outlined: whether to return outlines, if a pack has both boxes and outlines
+    """
     place = shards.place_of(path)
     return shards.read_label(*place, outlined) if place else read_bytes(path)
 
@@ -58,13 +62,13 @@ def label_name(image: str) -> str:
 
 
 def unpacked_name(path: Path) -> str:
-    """Return the path that an image of a shard has once the shard is unpacked beside itself; others stay."""
+    """Return the path of a packed image once its shard is unpacked in place; return other paths unchanged."""
     place = shards.place_of(os.fspath(path))
     return os.path.join(os.path.dirname(place[0]), place[1]) if place else os.fspath(path)
 
 
 def image_size(path: Path) -> tuple[int, int] | None:
-    """Return width and height of an image, pixels as displayed, if they are known without reading it."""
+    """Return width and height of an image, pixels as displayed, if they are known without reading it, else None."""
     place = shards.place_of(os.fspath(path))
     return shards.member_size(*place) if place else None
 
@@ -84,12 +88,12 @@ def is_file(path: Path) -> bool:
 
 
 def file_test(folder: str) -> Callable[[str], bool]:
-    """Return a function that tells whether a path below a folder is a file; it may list a remote folder once."""
+    """Return a test of whether a path below a folder is a file; it may list a remote folder once."""
     return set(remote.files_below(folder)).__contains__ if remote.is_remote(folder) else os.path.isfile
 
 
 def require_regular_file(path: str | Path) -> None:
-    """Raise OSError for a local pipe, socket or device, which may have no end. Links to files are files."""
+    """Raise OSError for a local pipe, socket or device, which may be endless. Links to files are files."""
     if is_local(path) and not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError("it is not a regular file")
 
@@ -97,7 +101,7 @@ def require_regular_file(path: str | Path) -> None:
 def stamps(paths: Iterable[str]) -> bytes:
     """Return size in bytes and a number that changes with the content of each file, as int64 (n, 2).
 
-    For local files the number is the time of change in ns. -1 and -1 if there is no file.
+    For local files the number is the modification time in ns. Both are -1 if there is no file.
     """
     names = list(map(_stamped_name, paths))
     remote.refresh_versions(sorted({name for name in names if remote.is_remote(name)}))
@@ -106,12 +110,12 @@ def stamps(paths: Iterable[str]) -> bytes:
 
 
 def stamp(path: Path) -> tuple[int, int]:
-    """Return the numbers of `stamps` for one file."""
+    """Return the two numbers of `stamps` for one file."""
     return _stamp(_stamped_name(os.fspath(path)))
 
 
 def _stamped_name(name: str) -> str:
-    """Return the file whose size and time stand for `path`: a packed file's shard list, else the path itself."""
+    """Return the file whose size and time stand for a path: a packed file's shard list, else the path itself."""
     place = shards.place_of(name)
     return shards.list_of(place[0]) if place else name
 

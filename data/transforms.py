@@ -26,15 +26,15 @@ class TransformSettings:
     """Strengths and probabilities, named as in the hyperparameter file. By default, images are only cropped."""
 
     crop_scale: float = 1.0  # smallest share of the image's area in a random crop
-    fliplr: float = 0.0  # probabilities
+    fliplr: float = 0.0  # probability, like the next one
     flipud: float = 0.0
-    brightness: float = 0.0  # largest relative changes
+    brightness: float = 0.0  # largest relative change, like the next two
     contrast: float = 0.0
     saturation: float = 0.0
     hue: float = 0.0  # largest share of the colour circle
-    randaugment: int = 0  # operations
+    randaugment: int = 0  # number of operations
     randaugment_magnitude: int = 9  # 0 to 30
-    erasing: float = 0.0  # probabilities
+    erasing: float = 0.0  # probability, like the next two
     mixup: float = 0.0
     cutmix: float = 0.0
     mixup_alpha: float = 0.2  # both parameters of the beta distribution of the shares
@@ -49,18 +49,20 @@ def torch_seeded_by(generator: np.random.Generator) -> Iterator[None]:
         yield
 
 
-Change = Callable[[str, int, Tensor], Tensor]  # from a place of `own_augmentations`, an image's index, and its pixels
+Change = Callable[[str, int, Tensor], Tensor]  # takes a place of `own_augmentations`, an image's index, and its pixels
 
 
 def unchanged(place: str, image: int, pixels: Tensor) -> Tensor:
-    """Return the pixels as they are, for a training without --augmentations."""
+    """Return the pixels unchanged, for runs without --augmentations."""
     return pixels
 
 
 class Augmenter:
     """The whole augmentation of a training image.
 
-    load: returns an image, uint8 (3, h, w) RGB, and its class by its index. count: images to choose a partner from.
+    Args:
+        load: returns an image, uint8 (3, h, w) RGB, and its class, by its index
+        count: number of images to choose a partner from
     """
 
     def __init__(
@@ -79,8 +81,9 @@ class Augmenter:
     ) -> tuple[Tensor, Tensor]:
         """Return image `image`, uint8 (3, side, side), and the share of each class, float32 (classes,).
 
-        partners: the index of the image to mix it with; if empty, one is drawn from all. change: changes each image as
-        loaded, and again before two are mixed.
+        Args:
+            partners: index of the image to mix it with; if empty, one is drawn from all images
+            change: changes each image as it is loaded, and again before two images are mixed
         """
         from torchvision.transforms import v2
 

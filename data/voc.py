@@ -1,4 +1,4 @@
-"""Pascal VOC's XML files, read as they lie: those that a list, ImageSets/Main/train.txt, names, or all of a folder.
+"""Pascal VOC's XML files, read in place: those named by a list, such as ImageSets/Main/train.txt, or in a folder.
 
 Called by data/data_yaml.py and data/detect_layout.py; data/convert.py writes label files instead.
 """
@@ -22,9 +22,9 @@ from utils.errors import UserError, nearest, plural
 from utils.files import read_lines, read_regular
 
 LISTS = Path("ImageSets", "Main")
-ANNOTATION_FOLDERS = ("annotations", "annotation", "xmls", "xml", "labels")  # of XML files, upper case or lower
-IMAGE_FOLDERS = ("JPEGImages", "images", "Images")  # beside these
-# In the XML files of the challenge itself, whose coordinates start at 1.
+ANNOTATION_FOLDERS = ("annotations", "annotation", "xmls", "xml", "labels")  # names of XML folders, in any case
+IMAGE_FOLDERS = ("JPEGImages", "images", "Images")  # folders of images beside them
+# Part of the XML files of the challenge itself, whose coordinates start at 1.
 CHALLENGE_MARK = b"<database>The VOC20"
 
 
@@ -37,10 +37,11 @@ class VocObject(NamedTuple):
 
 
 def read_voc(file: Path, one_based: bool = False) -> tuple[tuple[int, int], list[VocObject]]:
-    """Read an XML file: the image's size, (width, height), and its objects. Raises `UserError`.
+    """Return the image's size (width, height) and the objects of an XML file. Raises `UserError`.
 
-    one_based: coordinates start at 1 and the last pixel belongs to the box, as in the VOC challenge's own files; most
-    programs count from 0.
+    Args:
+        one_based: whether coordinates start at 1 and the last pixel belongs to the box, as in the VOC challenge's own
+            files; most programs count from 0
     """
     try:
         root = ET.fromstring(read_regular(file))
@@ -69,19 +70,25 @@ def _text(item: ET.Element, path: str) -> str:
 
 @dataclass(frozen=True)
 class VocImages(AnnotatedImages):
-    """The images of a list or a folder of XML files. file: the list or the folder; images: XML files by their paths."""
+    """The images of a list or a folder of XML files.
+
+    Attributes:
+        file: the list or the folder
+        names: class names by number
+        images: XML file of each image, by image path
+    """
 
     def files(self) -> list[Path]:
         """Return the files that the objects are read from."""
         return [*([self.file] if self.file.is_file() else []), *map(Path, self.images.values())]
 
     def stamp(self) -> bytes:
-        """Return what the rows depend on, for the key of a cache."""
+        """Return bytes that change with everything that the rows depend on, for the key of a cache."""
         names = "\0".join(self.names).encode(errors="surrogateescape")
         return names + storage.stamps([str(self.file), *self.images.values()])
 
     def rows(self, polygons: bool) -> AnnotatedRows:
-        """Return the objects of each image; difficult ones are left out, as by the converter."""
+        """Return the objects of each image; difficult objects are left out, as data/convert.py does."""
         tally, numbers, images = Tally(), {name: number for number, name in enumerate(self.names)}, {}
         for path, file in self.images.items():
             size, objects = read_voc(Path(file), one_based=CHALLENGE_MARK in storage.read_bytes(file))
@@ -97,7 +104,7 @@ class VocImages(AnnotatedImages):
 
 
 def is_voc_list(location: Path) -> bool:
-    """Return whether a path is that of a list of VOC's layout."""
+    """Return whether a path is a list of images in VOC's layout."""
     return (
         location.parts[-3:-1] == LISTS.parts
         and location.suffix == ".txt"
@@ -120,12 +127,12 @@ def _has(folder: Path, suffix: str) -> bool:
 
 
 def _annotations(location: Path) -> Path:
-    """Return the folder of the XML files of a list, or that folder itself."""
+    """Return the folder of XML files that belongs to a list, or the folder itself."""
     return location.parents[2] / "Annotations" if location.suffix == ".txt" else location
 
 
 def class_names(location: Path) -> list[str]:
-    """Return the classes of all objects in a folder, or that of a list, in alphabetical order. Raises `UserError`."""
+    """Return the classes of all objects in a folder, or in the folder of a list, alphabetically. Raises `UserError`."""
     files = sorted(_annotations(location).glob("*.xml"))
     key = hashlib.sha256(os.fsencode("\0".join(map(str, files))) + storage.stamps(map(str, files))).hexdigest()
     return cached_json(key, lambda: sorted({item.name for each in files for item in read_voc(each)[1]}))
@@ -134,8 +141,11 @@ def class_names(location: Path) -> list[str]:
 def find_images(location: Path, folders: Sequence[Path], names: Sequence[str]) -> tuple[VocImages, list[str]]:
     """Find the images and annotations of a list, or of a folder of XML files. Return them, and problems.
 
-    folders: where images are looked for first. names: the classes of the data set. Raises `UserError` if the list
-    cannot be read, if none of the classes occurs, or if there are no images.
+    Raises `UserError` if the list cannot be read, if none of the classes occurs, or if there are no images.
+
+    Args:
+        folders: folders that are searched for images first
+        names: class names of the data set
     """
     annotated, known = _annotations(location), class_names(location)
     if known and not set(names) & set(known):
@@ -155,17 +165,17 @@ def find_images(location: Path, folders: Sequence[Path], names: Sequence[str]) -
     found = {images[stem]: annotations[stem] for stem in stems if stem in images and stem in annotations}
     if not found:
         raise UserError(
-            f"{location}: none of {len(stems)} annotations has an image of its name, such as {stems[0]}.jpg in "
+            f"{location}: none of {len(stems)} annotations has an image of the same name, such as {stems[0]}.jpg in "
             f"{', '.join(map(str, searched))}; put the images there, or give their folder as `images:` of a data YAML"
             if stems
-            else f"{location} names no image; list one in each line, without a suffix"
+            else f"{location} names no image; write one image name per line, without suffix"
         )
     absent = {("name" if is_list else "annotation", "an image"): images}
     absent["name" if is_list else "image", "an annotation"] = annotations
     for folder, each in zip(searched, beside, strict=True):
-        alone = annotated.name == folder.name or annotated.name.lower() in ANNOTATION_FOLDERS  # no other split's
+        alone = annotated.name == folder.name or annotated.name.lower() in ANNOTATION_FOLDERS  # not another split's
         if not is_list and alone and each.keys() & annotations.keys():
-            stems += each  # an image without an annotation may have objects, so it is no background
+            stems += each  # an image without an annotation may have objects, so it is not background
             break
     problems = [
         f"{location}: {plural(len(missing), noun)} without {what}, such as {missing[0]}; left out"
@@ -182,7 +192,7 @@ def _images_in(folder: Path) -> dict[str, str]:
 def _image_folders(annotations: Path) -> list[Path]:
     """Return the folders that may have the images of a folder of XML files, by precedence.
 
-    Those of `.../annotations/train` are in `.../images/train`, in `.../images`, with them, or above.
+    For `.../annotations/train` they are `.../images/train`, `.../images`, the folder itself, `.../train`, and `...`.
     """
     parts = annotations.parts
     number = next((k for k in (-1, -2) if parts[k:] and parts[k].lower() in ANNOTATION_FOLDERS), 0) + len(parts)

@@ -243,7 +243,7 @@ ERRORS = {
     "empty split": Case(data(val="empty"), "`val:` has no images in"),
     "missing folder": Case(data(val="images/none"), "`val: images/none` does not exist; looked for"),
     "missing split": Case(data(val=None), "data.yaml has no `val:`"),
-    "no labels": Case(every_label(""), "no image of `train:` has a label; that of"),
+    "no labels": Case(every_label(""), "no image of `train:` has a label; the label file of"),
     "a key twice": Case(text("data.yaml", "train: a\nval: b\ntrain: c"), "data.yaml, line 3: the key 'train' again"),
     "too many names": Case(
         text("data.yaml", f"names: [{'cat, ' * 360000}]"), "data.yaml has 1800009 characters; at most"
@@ -312,8 +312,8 @@ ERRORS = {
     "other task": Case(model(task="pose"), "model.yaml is a model for the task 'pose'; give one for "),
     "no model": Case(nothing, "model 'absent.yaml' is not a file; give", "--cfg absent.yaml"),
     "neither": Case(nothing, "no model is given; name one with --cfg", "--cfg="),
-    "a set of YOLOv5 with a script": Case(nothing, "annotations are a CSV file, which code in", "--data SKU-110K.yaml"),
-    "a set that is not here": Case(nothing, "annotations are GeoJSON, which code in YOLOv5's", "--data data/xView"),
+    "a set of YOLOv5 with a script": Case(nothing, "are a CSV file, which YOLOv5's", "--data SKU-110K.yaml"),
+    "a set that is not here": Case(nothing, "annotations are GeoJSON, which YOLOv5's", "--data data/xView"),
     "equal bytes without equal kernels": Case(
         nothing, "cannot be used with", "--no-deterministic --logical-processes 1"
     ),

@@ -388,7 +388,7 @@ def test_its_defaults_are_taken(run_script: RunScript, tmp_path: Path) -> None:
     [
         (("--cfg", "resnet43.yaml"), "model 'resnet43.yaml' is not a file"),
         (("--data", "data/shapes.yaml"), "has no folders of images"),
-        (("--single-cls",), "--single-cls leaves a classifier nothing to tell apart"),
+        (("--single-cls",), "--single-cls leaves a classifier only one class"),
         (("--rect",), "--rect is for images that are padded to the shape of their batch, not for classify"),
         (("--noautoanchor",), "--noautoanchor is for heads with anchors, not for classify with the head Classify"),
         (("--hyp", "low.yaml"), "low.yaml: unknown key 'box'"),

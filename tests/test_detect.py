@@ -641,7 +641,7 @@ def test_a_folder_with_everything(
         assert printed.count(f"warning: {file} cannot be read as an image (") == 1
     assert f"warning: {folder}/pipe.jpg is not a regular file; give the name of a picture or video" in printed
     assert f"warning: {folder}/bad.mp4 cannot be read as a video; fix or remove it" in printed
-    assert "warning: 10 of the 12 sources could not be read, or not to the end; see above" in printed
+    assert "warning: 10 of the 12 sources could not be read completely; see above" in printed
     for raw in ("Corrupt JPEG data", "moov atom", "[mov", "BytesIO"):
         assert raw not in printed
     assert f"weights: {detector}\n" in printed

@@ -68,7 +68,7 @@ def test_a_data_set_without_labels_is_an_error(doctor: Callable[..., str], tmp_p
     content = {"train": "images/train", "val": "images/val", "names": ["a"]}
     printed = doctor("--data", str(write_yaml(tmp_path / "my.yaml", content)), fails=True)
     (error,) = errors(printed)
-    assert "no image of `train:` has a label; that of" in error
+    assert "no image of `train:` has a label; the label file of" in error
     assert printed.splitlines()[-1] == "the job would fail: 1 error to fix first"
 
 

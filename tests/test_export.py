@@ -156,7 +156,7 @@ def test_flags_that_a_file_with_suppression_overrides_are_named(
     printed = run_script("val.py", *flags, *device, "--data", str(small_data), "--workers", "0")
     assert line in printed
     own = "--nms --conf-thres 0.25 --iou-thres 0.5 --topk-all 100 --topk-per-class 100"
-    assert f"warning: {file} was exported with {own}; the metrics compare only with those of files " in printed
+    assert f"warning: {file} was exported with {own}; the metrics are comparable only among files " in printed
     assert printed.count("warning: ") == 2
     images = read_yaml(small_data)["path"] + "/images/val"
     assert line in run_script("detect.py", *flags, *device, "--source", images, "--quiet", "--nosave")
@@ -187,7 +187,7 @@ def test_an_exported_file_sets_the_image_size_of_val() -> None:
     assert (options.imgsz, options.square) == (64, True)
     assert with_size(ValOptions(), (320, 320), is_fixed=False) == ValOptions(imgsz=320)
     assert with_size(ValOptions(), (32, 64), is_fixed=False) == ValOptions(imgsz=64)
-    with pytest.raises(UserError, match=r"takes images of 32x64 alone, and val.py makes square ones"):
+    with pytest.raises(UserError, match=r"takes only images of 32x64, and val.py makes square ones"):
         with_size(ValOptions(), (32, 64), is_fixed=True)
 
 

@@ -30,7 +30,7 @@ def test_the_best_epoch_of_a_resumed_run(
     folder, fitness, result = tmp_path / "exp", f"{COLUMN}={sign}", tmp_path / "result.json"
     flags = ("--fitness", fitness, "--processes", "2", "--sync-bn", "--save-period", "1")
     printed = fine_tune(tmp_path, *flags, code=1, **planted("SIGKILL", "validation batch", 2))
-    assert f"the best epoch is that of the highest {fitness}" in printed
+    assert f"the best epoch is the one with the highest {fitness}" in printed
     code, printed = call_main("train.py", "--resume", str(folder), "--fitness", "recall=1")
     assert code in (1, 2)
     refused(printed, f"--fitness is 'recall=1' now, and {folder} was started with '{fitness}'")

@@ -177,7 +177,7 @@ def test_all_at_once_on_two_processes(
         del content["settings.yaml"]  # has the run's name
     assert files == again
     assert "--imgsz 60 is rounded up to 64, whole strides of 16 pixels" in printed[1]
-    assert f"an ensemble of 2 models; the losses are those of {two_models[0]}" in printed[1]
+    assert f"an ensemble of 2 models; the losses come from {two_models[0]}" in printed[1]
     assert "no instances_val.json" in printed[1]
 
     rows = json.loads(files["fine_predictions.json"])
@@ -291,7 +291,7 @@ def test_speed(two_models: tuple[str, str], small_data: Path, tmp_path: Path, ru
         r"  without loading and the warm-up: [\d.]+ images/s in batches of 32\n",
         printed,
     )
-    assert "warning: --half is for CUDA; taking full precision" in printed
+    assert "warning: --half is for CUDA; using full precision" in printed
     settings = read_yaml(tmp_path / "exp" / "settings.yaml")
     assert {name: settings[name] for name in ("conf_thres", "iou_thres", "square")} == {
         "conf_thres": 0.25, "iou_thres": 0.5, "square": True,
@@ -327,7 +327,7 @@ def test_a_file_of_one_size_is_compared_with_square_images(task: str, said: bool
         {"best.onnx": Path("best.onnx")}, {"best.onnx": Weights({}, {}, {}, task, {}, "exported")}, TASKS[task]
     )
     lines = messages(ValOptions(), half=False, members=members, is_fixed=True)
-    assert lines == ["images are square: the metrics compare with those of a .pt under --square"] * said
+    assert lines == ["images are square: the metrics are comparable with a .pt file's under --square"] * said
     assert messages(ValOptions(), half=False, members=members) == []
 
 

@@ -19,19 +19,19 @@ DRAWN_SPLITS = ("train", "val")  # a split's number is its index here
 
 @dataclass(frozen=True)
 class BuiltinDataset:
-    """The files of a drawn data set. In the path of a folder `{}` is the name of the split."""
+    """The files of a drawn data set. In the path of a folder `{}` stands for the name of the split."""
 
-    title: str  # in messages
-    version: int  # of the drawing: folders of other versions are refused
+    title: str  # name in messages
+    version: int  # version of the drawing: folders of other versions are refused
     marker: str  # the file with version, seed, counts and class names
-    names: tuple[str, ...]  # of the classes
-    images: tuple[str, ...]  # folders: image `index` is in number `index` modulo their count
+    names: tuple[str, ...]  # class names by number
+    images: tuple[str, ...]  # folders: image `index` is in folder number `index` modulo their count
     labels: tuple[str, ...]  # folders of label files
     write: Callable[[Path, int, int, int], None]  # draws one image into the data set's folder by seed, split and index
 
 
 def draw_builtin(dataset: BuiltinDataset, folder: Path, seed: int, counts: tuple[int, int]) -> Path:
-    """Draw a data set into `folder` unless it exists, and return `folder`. counts: images of each split.
+    """Draw a data set into `folder` unless it exists, and return `folder`.
 
     The images are drawn into a hidden folder beside it, `.<name>-<pid>-<random>`, which is then renamed: `folder` is
     complete or absent. If several processes draw, the first to rename wins and the others use its drawing. A killed
@@ -39,6 +39,9 @@ def draw_builtin(dataset: BuiltinDataset, folder: Path, seed: int, counts: tuple
 
     Raises `UserError` if `folder` exists with other content than this drawing, or cannot be written. Existing files are
     never changed or removed.
+
+    Args:
+        counts: number of images of each split
     """
     if seed < 0:
         raise UserError(f"seed {seed} is negative: give the {dataset.title} data set a seed of 0 or more")

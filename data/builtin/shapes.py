@@ -30,13 +30,13 @@ _FRACTION_BITS = 4  # fractional bits of OpenCV's drawing coordinates, so a vert
 MIN_PIXELS, _MAX_PIXELS = 8.3, 99.5  # a box's longer side; filling adds up to a sub-pixel: boxes stay within 8 to 100
 _SIZE_EXPONENT = 0.6  # 1 draws sizes log-uniformly; less favours large ones, as crowding shrinks some of these
 _OUTLINED_PIXELS = 24.0  # the outline of a smaller shape would hide it
-_EMPTY_SHARE = 0.02  # of the images have no object
-_CLIPPED_SHARE = 0.12  # of the objects may extend beyond the image
-_MIN_INSIDE_SHARE = 0.8  # of the pixels of such an object must be inside the image
-_MAX_HIDDEN_SHARE = 0.3  # of an object's pixels may be shared with all others together, in any order of painting
-_MAX_BOX_IOU = 0.3  # of two boxes in one image
+_EMPTY_SHARE = 0.02  # share of images without an object
+_CLIPPED_SHARE = 0.12  # share of objects that may extend beyond the image
+_MIN_INSIDE_SHARE = 0.8  # least share of such an object's pixels inside the image
+_MAX_HIDDEN_SHARE = 0.3  # largest share of an object's pixels that others touch too, in any order of painting
+_MAX_BOX_IOU = 0.3  # largest IoU of two boxes in one image
 _MIN_CONTRAST_LEVELS = 80.0  # grey levels; see `contrast`
-_POSITIONS_PER_SIZE = 30  # tried before an object is drawn smaller
+_POSITIONS_PER_SIZE = 30  # positions to try before an object is drawn smaller
 
 Rng = np.random.Generator
 Corners = tuple[float, float, float, float]  # x1, y1, x2, y2 in pixels
@@ -94,7 +94,7 @@ class PlacedShape:
     left: int  # pixels, may be outside of the image
     top: int
     mask: np.ndarray  # (160, 160) bool, every pixel that the shape touches
-    box: Corners  # of the visible part, in steps of 1/4 pixel
+    box: Corners  # around the visible part, in steps of 1/4 pixel
 
 
 def _fit(contours: Contours, size: float, angle: float) -> Contours:
@@ -179,7 +179,7 @@ def _fits(new: PlacedShape, placed: list[PlacedShape]) -> bool:
 
 
 def _find_room(rng: Rng, label: int, size: float, placed: list[PlacedShape], min_pixels: float) -> PlacedShape | None:
-    """Place a shape, smaller if there is no room for it; return None if there is no room for the smallest either."""
+    """Place a shape, smaller if there is no room for it; return None if even the smallest size has no room."""
     while size >= min_pixels:
         stencil = draw_stencil(rng, label, size)
         height, width = stencil.fill.shape
@@ -198,8 +198,10 @@ def _find_room(rng: Rng, label: int, size: float, placed: list[PlacedShape], min
 def arrange(rng: Rng, fewest: int = 6, most: int = 12, min_pixels: float = MIN_PIXELS) -> list[PlacedShape]:
     """Choose and place `fewest` to `most` shapes of an image, and return them in the order of painting.
 
-    min_pixels: the least length of a shape's longer side. There may be fewer shapes, for some have no room, and a few
-    images have none.
+    There may be fewer shapes if there is no room, and a few images have none.
+
+    Args:
+        min_pixels: least length of a shape's longer side
     """
     if rng.random() < _EMPTY_SHARE:
         return []
@@ -324,7 +326,7 @@ def draw_image(seed: int, split: int, index: int) -> tuple[np.ndarray, np.ndarra
 def _write_image(folder: Path, seed: int, split: int, index: int) -> None:
     """Draw one image and write its JPEG and its label file, which is empty for an image without objects."""
     image, labels = draw_image(seed, split, index)
-    rng = np.random.default_rng([seed, split, index, 1])  # another generator than that of `draw_image`
+    rng = np.random.default_rng([seed, split, index, 1])  # not the generator of `draw_image`
     name = f"{DRAWN_SPLITS[split]}/{index:06d}"
     (folder / "images" / f"{name}.jpg").write_bytes(encode(rng, image))
     rows = [f"{int(row[0])} " + " ".join(f"{value:.6f}" for value in row[1:]) + "\n" for row in labels]

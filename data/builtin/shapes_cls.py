@@ -1,6 +1,6 @@
 """The built-in data set "shapes-cls" for classification: one shape per image, in a folder per class.
 
-Shapes, backgrounds and colours are those of `data.builtin.shapes`. Every image has its own generator,
+Shapes, backgrounds and colours come from `data.builtin.shapes`. Every image has its own generator,
 `numpy.random.default_rng([seed, 2, split, index])`, so any image can be drawn alone. Image `index` of a split shows the
 class `NAMES[index % 6]` and is the file `<split>/<class>/<index>.jpg`.
 
@@ -20,7 +20,7 @@ SHAPES_CLS_VERSION = 1  # increase with every change of a pixel, by this module 
 CLS_SIDE_PIXELS = 64  # height and width of every image
 SHAPES_CLS_MARKER_FILE = "shapes-cls.json"  # in the data set's folder
 
-_SPLIT_STREAM = 2  # in seeds at the position of the split, 0 or 1, in shapes.py: no generator is shared
+_SPLIT_STREAM = 2  # in seeds where shapes.py has the split, 0 or 1, so that no generator is shared
 _CLS_MIN_PIXELS, _CLS_MAX_PIXELS = 22.0, 56.0  # a shape's longer side, drawn log-uniformly
 
 
@@ -38,7 +38,7 @@ def draw_image(seed: int, split: int, index: int) -> np.ndarray:
 
 def _write_image(folder: Path, seed: int, split: int, index: int) -> None:
     """Draw one image and write its JPEG."""
-    rng = np.random.default_rng([seed, _SPLIT_STREAM, split, index, 1])  # another generator than that of `draw_image`
+    rng = np.random.default_rng([seed, _SPLIT_STREAM, split, index, 1])  # not the generator of `draw_image`
     path = folder / DRAWN_SPLITS[split] / NAMES[index % len(NAMES)] / f"{index:06d}.jpg"
     path.write_bytes(encode(rng, draw_image(seed, split, index)))
 

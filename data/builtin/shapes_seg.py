@@ -1,7 +1,7 @@
 """The built-in data set "shapes-seg" for instance segmentation: the outlines of the visible parts of shapes.
 
-Shapes, backgrounds and colours are those of `data.builtin.shapes`, without the smallest. An object that another one
-covers in part is outlined without that part; rings have a hole. Every image has its own generator,
+Shapes, backgrounds and colours come from `data.builtin.shapes`, without the smallest shapes. The outline of an object
+that another one covers in part leaves that part out; rings have a hole. Every image has its own generator,
 `numpy.random.default_rng([seed, 3, split, index])`, so any image can be drawn alone.
 
 Called by data/data_yaml.py for `draw:` of a data YAML.
@@ -32,9 +32,9 @@ from data.outlines import Points, mask_outline
 SHAPES_SEG_VERSION = 1  # increase with every change of a pixel or an outline, by this module or shapes.py
 SHAPES_SEG_MARKER_FILE = "shapes-seg.json"  # in the data set's folder
 
-_SEG_SPLIT_STREAM = 3  # in seeds at the position of the split, 0 or 1, in shapes.py: no generator is shared
-_FEWEST, _MOST = 5, 9  # shapes of an image
-_SEG_MIN_PIXELS = 14.0  # of a shape's longer side: a quarter of it, at which masks are learned, still shows its form
+_SEG_SPLIT_STREAM = 3  # in seeds where shapes.py has the split, 0 or 1, so that no generator is shared
+_FEWEST, _MOST = 5, 9  # number of shapes in an image
+_SEG_MIN_PIXELS = 14.0  # least longer side of a shape: a quarter of it, at which masks are learned, shows its form
 _OUTLINE_TOLERANCE = 1.5  # sub-pixels
 
 
@@ -74,9 +74,7 @@ def draw_image(seed: int, split: int, index: int) -> tuple[np.ndarray, list[Outl
 def _write_image(folder: Path, seed: int, split: int, index: int) -> None:
     """Draw one image and write its JPEG and its label file, which is empty for an image without objects."""
     image, objects = draw_image(seed, split, index)
-    rng = np.random.default_rng(
-        [seed, _SEG_SPLIT_STREAM, split, index, 1]
-    )  # another generator than that of `draw_image`
+    rng = np.random.default_rng([seed, _SEG_SPLIT_STREAM, split, index, 1])  # not the generator of `draw_image`
     name = f"{DRAWN_SPLITS[split]}/{index:06d}"
     (folder / "images" / f"{name}.jpg").write_bytes(encode(rng, image))
     rows = [

@@ -283,10 +283,10 @@ def test_an_unwritable_disk_is_a_warning(files: list[Path], cache_home: Path, mo
     expected = pixels(opened(files, 32, True, ""))
     (cache_home / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home / "file"))  # no folder can be made below a file, even by root
-    with pytest.warns(UserWarning, match=r"--cache disk: no more is written into .*/images \(") as warned:
+    with pytest.warns(UserWarning, match=r"--cache disk: nothing more is written to .*/images \(") as warned:
         found = [pixels(images := opened(files, 32, True, "disk")) for _ in range(2)]
     assert len(warned) == 1
-    assert "room for 0 of 4 images, 0 found" in images.messages[0]
+    assert "room for 0 of 4 images, 0 cached" in images.messages[0]
     assert same(found[0], expected)
 
 
@@ -325,7 +325,7 @@ def test_a_tenth_of_the_disk_stays_free(files: list[Path], monkeypatch: pytest.M
     images = opened(files, 32, True, "disk")
     assert "room for 2 of 4 images" in images.messages[0]
     usage.free = 1000 + room_for(files, 2) // 2  # another program has written
-    with pytest.warns(UserWarning, match="10% of its disk stay free") as warned:
+    with pytest.warns(UserWarning, match="10% of its disk stays free") as warned:
         pixels(images)
     assert len(warned) == 1
 
@@ -337,7 +337,7 @@ def test_images_that_do_not_fit_on_the_disk_are_read_from_their_files(
     free_disk(monkeypatch, room_for(files, 2))
     images = opened(files, 32, True, "disk")
     (message,) = images.messages
-    assert "--cache disk: room for 2 of 4 images, 0 found from before, 0.00 GiB in" in message
+    assert "--cache disk: room for 2 of 4 images, 0 cached before, 0.00 GiB in" in message
     assert str(cache_home / "lockstep/images") in message
     assert same(pixels(images), expected)
     assert len(cached_files(cache_home)) == 2
@@ -355,7 +355,7 @@ def test_a_restart_finds_what_is_on_disk(files: list[Path], cache_home: Path, mo
     images.read(1)
     free_disk(monkeypatch, 0)
     for order in (files, files[::-1]):  # what is there counts wherever it stands in the list
-        assert "room for 2 of 4 images, 2 found from before" in opened(order, 32, True, "disk").messages[0]
+        assert "room for 2 of 4 images, 2 cached before" in opened(order, 32, True, "disk").messages[0]
     assert len(cached_files(cache_home)) == 2
 
 
@@ -364,7 +364,7 @@ def test_a_changed_file_is_not_taken_for_cached(files: list[Path]) -> None:
     write_image(files[1], noise(64, 48, seed=9))
     os.utime(files[2], ns=(0, 0))
     images = opened(files, 32, True, "disk")
-    assert "room for 4 of 4 images, 2 found from before" in images.messages[0]
+    assert "room for 4 of 4 images, 2 cached before" in images.messages[0]
     assert same(pixels(images), pixels(opened(files, 32, True, "")))
 
 
@@ -407,7 +407,7 @@ def test_a_file_that_the_disk_cuts_short_is_removed(tmp_path: Path, cache_home: 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (600 * 600 * 3 - 1000, hard))
     try:
-        with pytest.warns(UserWarning, match=r"no more is written .* \(File too large\)"):
+        with pytest.warns(UserWarning, match=r"nothing more is written .* \(File too large\)"):
             assert same(pixels(images), pixels(opened(files, 0, False, "")))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -444,7 +444,7 @@ def test_processes_fill_the_disk_together(tmp_path: Path, cache_home: Path, monk
     for process in processes:
         process.join(60)
     assert len({message for message, _ in results}) == 1
-    assert "room for 30 of 40 images, 0 found from before" in results[0][0]
+    assert "room for 30 of 40 images, 0 cached before" in results[0][0]
     assert [sums for _, sums in results] == [[int(image.sum()) for image in expected]] * 4
     assert len(cached_files(cache_home)) == 30  # each once, nothing beside them
     spoil(*files)

@@ -133,10 +133,12 @@ def test_a_folder_of_no_known_class_is_refused(folder: Path) -> None:
     with pytest.raises(UserError) as caught:
         data.split("val")
     assert str(caught.value) == (
-        f"{folder}/data.yaml: `val:` has a folder 'elk', which is none of the classes cat, dog, owl; "
+        f"{folder}/data.yaml: `val:` has a folder 'elk', which is not one of the classes cat, dog, owl; "
         "add it to `train:` and `names:`, or move it away"
     )
-    with pytest.raises(UserError, match="`train:` has a folder 'owl', which is none of the classes cat, dog; add it"):
+    with pytest.raises(
+        UserError, match="`train:` has a folder 'owl', which is not one of the classes cat, dog; add it"
+    ):
         data_of(folder, TRAIN_VAL + "names: [cat, dog]\n").split("train")
 
 
@@ -200,13 +202,13 @@ def test_without_validation_images_the_message_says_how_to_hold_some_out(folder:
 
 
 def test_a_single_class_is_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match="--single-cls leaves a classifier nothing to tell apart"):
+    with pytest.raises(UserError, match="--single-cls leaves a classifier only one class"):
         data_of(folder, single_cls=True)
 
 
 def test_two_classes_of_one_name_are_refused(tmp_path: Path) -> None:
     write_classes(tmp_path, cat=2, dog=2)
-    with pytest.raises(UserError, match="two classes under `names` have one name"):
+    with pytest.raises(UserError, match="two classes under `names` have the same name"):
         data_of(tmp_path, "path: .\nsplit: 0.5\nnames: [cat, dog, cat]\n")
 
 
@@ -283,7 +285,7 @@ def test_the_folder_for_training_may_be_the_one_that_is_split(whole: Path) -> No
     assert data.names == {0: "cat", 1: "dog"}
     assert names(data.split("val")) == ["cat/0.png", "cat/1.png", "dog/1.png", "dog/9.png"]
     assert len(data.split("train").images) == 16
-    with pytest.raises(UserError, match="`test:` has a folder 'owl', which is none of the classes cat, dog"):
+    with pytest.raises(UserError, match="`test:` has a folder 'owl', which is not one of the classes cat, dog"):
         data.split("test")
     shutil.rmtree(whole / "tests/owl")
     data = data_of(whole, "train: photos\ntest: tests\nsplit: 0.2\n")

@@ -71,7 +71,7 @@ def test_classes_are_the_categories_by_id_without_an_empty_supercategory(tmp_pat
     spec = read_spec(write_yaml(tmp_path / "my.yaml", {"train": "train/_annotations.coco.json"}))
     assert spec.names == {0: "pawn", 1: "queen"}
     assert [line.partition(":")[0] for line in spec.warnings] == [str(file)]
-    assert "'pieces' has no objects and is the supercategory of others, so it is no class" in spec.warnings[0]
+    assert "'pieces' has no objects and is the supercategory of others, so it is not a class" in spec.warnings[0]
     export(tmp_path / "train", annotations=objects((0, 0, [4, 4, 8, 8])))
     assert read_contents(file).classes == ["pieces", "pawn", "queen"]  # it has an object now
 

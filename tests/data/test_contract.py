@@ -287,7 +287,7 @@ def test_the_cache_of_the_validation_is_not_for_training(drawing: tuple[Kind, Pa
 def test_loaders_have_messages_about_cache_and_sampling(drawing: tuple[Kind, Path]) -> None:
     data = opened(drawing, cache="ram", close_mosaic=3, epochs=5)
     loader = train_loader(drawing, cache="ram", close_mosaic=3, epochs=5)
-    assert loader.batch_sampler.messages == ("--close-mosaic 3: no images mixed of several from epoch 3 on",)
+    assert loader.batch_sampler.messages == ("--close-mosaic 3: no mixed images from epoch 3 on",)
     for each in (loader, evaluation(drawing, cache="ram")):
         (message,) = data.cache_messages(each)
         assert message.startswith(f"--cache ram: room for {TRAIN} of {TRAIN} images")

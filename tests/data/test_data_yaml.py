@@ -170,7 +170,7 @@ def test_the_folder_of_another_machine(yaml_file: Path, path: str) -> None:
     spec = read_spec(write_spec(yaml_file, path=path, train="images/train", split=0.5))
     assert [len(spec.images(name)) for name in ("train", "val")] == [1, 1]
     folder = yaml_file.parent
-    assert spec.warnings == (f"{yaml_file}: `path: {path}` does not exist, so its own folder is taken, {folder}",)
+    assert spec.warnings == (f"{yaml_file}: `path: {path}` does not exist, so the YAML's own folder is used, {folder}",)
     spec = read_spec(write_spec(yaml_file, path=path, train="photos"))
     with pytest.raises(UserError, match=r"`train: photos` does not exist; looked for "):
         spec.images("train")
@@ -247,7 +247,7 @@ def test_draw_makes_a_built_in_data_set_at_its_path(
 )  # fmt: skip
 def test_draw_needs_a_known_name_and_a_seed(yaml_file: Path, drawn: Calls, draw: object) -> None:
     (yaml_file.parent / "own.py").write_text("raise SystemExit\n")
-    with pytest.raises(UserError, match=r"data\.yaml: `draw` must be the seed .* not .* are imported, no others$"):
+    with pytest.raises(UserError, match=r"data\.yaml: `draw` must be a seed .* not .*; only modules .* are imported$"):
         read_spec(write_spec(yaml_file, draw=draw))
     assert drawn == []
 

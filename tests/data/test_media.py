@@ -102,10 +102,10 @@ def test_a_list_of_streams(tmp_path: Path) -> None:
         ("{folder}/empty.txt", "is an empty list"),
         ("{folder}/nowhere.txt", "cannot be read as a list"),
         ("{folder}/pipe.txt", "cannot be read as a list"),
-        ("rtsp://[", "is no address"),
-        ("http://[::1", "is no address"),
-        ("9" * 20, "is no camera's number; give one from 0 to"),
-        ("\u0663", "is no camera's number"),
+        ("rtsp://[", "is not a valid address"),
+        ("http://[::1", "is not a valid address"),
+        ("9" * 20, "is not a camera's number; give one from 0 to"),
+        ("\u0663", "is not a camera's number"),
     ],
 )
 def test_a_source_without_items_is_an_error(folder: Path, source: str, message: str) -> None:

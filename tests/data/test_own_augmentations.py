@@ -210,18 +210,22 @@ ALL = "image, boxes, classes, polygons"
 RETURNED = [
     ("image", "None", "returned None as the image instead of an array uint8"),
     ("image", "image / 255", r"returned an array float64 \(40, 60, 3\) as the image instead of an array uint8"),
-    ("image", "image[1:]", r"returned an image of shape \(39, 60, 3\) instead of \(40, 60, 3\); the size must stay"),
-    ("image, boxes", "image", r"returned an array uint8 .* instead of what it takes, \(image, boxes\)"),
-    ("image, boxes", "(image, boxes, 3)", r"returned 3 values instead of what it takes, \(image, boxes\)"),
+    (
+        "image",
+        "image[1:]",
+        r"returned an image of shape \(39, 60, 3\) instead of \(40, 60, 3\); the size must not change",
+    ),
+    ("image, boxes", "image", r"returned an array uint8 .* instead of the parts that it takes, \(image, boxes\)"),
+    ("image, boxes", "(image, boxes, 3)", r"returned 3 values instead of the parts that it takes, \(image, boxes\)"),
     ("boxes", "boxes[1:]", "returned an image with 1 boxes, 2 classes, 2 polygons; take all three and return as many"),
     ("boxes, classes", "(boxes, classes[:1])", "returned an image with 2 boxes, 1 classes, 2 polygons"),
     ("boxes", "boxes + 40", r"returned the box \(42, 44, 60, 70\) outside of the image; clip it, or leave it out"),
     ("boxes", "boxes[:, [2, 1, 0, 3]]", r"returned the box \(20, 4, 2, 30\) whose x2 or y2 is less than x1 or y1"),
     ("boxes", "boxes * np.nan", "returned boxes with NaN or infinite coordinates"),
     ("boxes", "boxes[:, :3]", r"returned boxes of shape \(2, 3\) instead of \(k, 4\)"),
-    ("boxes", "'boxes'", "returned boxes that are no rows of 4 numbers: 'boxes'"),
+    ("boxes", "'boxes'", "returned boxes that are not rows of 4 numbers: 'boxes'"),
     ("classes", "classes + 1", "returned class 3, and classes are 0 to 2"),
-    ("classes", "classes + 0.5", "returned classes that are no whole numbers"),
+    ("classes", "classes + 0.5", "returned classes that are not whole numbers"),
     ("polygons", "polygons[0]", r"returned an array float32 .* as polygons instead of a list of arrays"),
     (
         ALL,
@@ -266,8 +270,8 @@ def test_a_box_that_was_beyond_the_image_may_stay(tmp_path: Path) -> None:
         ("import nothing_of_that_name", BOXES, "{file}, line 1: ModuleNotFoundError"),
         ("x = 3", BOXES, r"{file} has no list AUGMENTATIONS of functions; write AUGMENTATIONS = \[my_function\]"),
         ("AUGMENTATIONS = []", BOXES, "{file} lists no augmentation; add one, or leave --augmentations out"),
-        ("\nAUGMENTATIONS = [3]", BOXES, "{file}, line 2: 3 is no function; list functions, or objects with"),
-        ("AUGMENTATIONS = {'items': []}", BOXES, r"{file}, line 1: 'items' is no place .*\(did you mean 'item'\?\)"),
+        ("\nAUGMENTATIONS = [3]", BOXES, "{file}, line 2: 3 is not a function; list functions, or objects with"),
+        ("AUGMENTATIONS = {'items': []}", BOXES, r"{file}, line 1: 'items' is not a place .*\(did you mean 'item'\?\)"),
         ("AUGMENTATIONS = {'item': 3}", BOXES, "{file}, line 1: `item` must be a list of augmentations, not 3"),
         ("def f(img):\n  pass\nAUGMENTATIONS = [f]", BOXES, "{file}, line 1: the augmentation 'f' takes 'img'; name"),
         ("def f(*a):\n  pass\nAUGMENTATIONS = [f]", BOXES, "{file}, line 1: the augmentation 'f' takes 'a'; name"),
@@ -295,7 +299,7 @@ def test_what_is_no_list_of_augmentations(code: str, labelling: Labelling, messa
 def test_no_such_file(name: str, tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text("x")
     with pytest.raises(
-        UserError, match=rf"^--augmentations {tmp_path}/{name}/? is no .py or .yaml file; give the path"
+        UserError, match=rf"^--augmentations {tmp_path}/{name}/? is not a .py or .yaml file; give the path"
     ):
         read_augmentations(f"{tmp_path}/{name}", BOXES)
 
@@ -343,11 +347,11 @@ def lighter(image, by):
     ("text", "message"),
     [
         ("item:\n- own_file.py:g\n", r"line 2: .*own_file.py has no function or class 'g'"),
-        ("item:\n- own_file.py:f: 3\n", r"line 2: \{'own_file.py:f': 3\} is no `NAME: \{arguments\}`; fix it"),
-        ("item:\n- 3\n", r"line 2: 3 is no `NAME: \{arguments\}`; fix it"),
-        ("item:\n- gone.py:f\n", "line 2: gone.py is no Python file; write FILE.py:NAME .looked for"),
+        ("item:\n- own_file.py:f: 3\n", r"line 2: \{'own_file.py:f': 3\} is not `NAME: \{arguments\}`; fix it"),
+        ("item:\n- 3\n", r"line 2: 3 is not `NAME: \{arguments\}`; fix it"),
+        ("item:\n- gone.py:f\n", "line 2: gone.py is not a Python file; write FILE.py:NAME .looked for"),
         ("item:\n\n- own_file.py:C: {x: 3}\n", r"line 3: C refuses its arguments \(TypeError"),
-        ("items: []\n", r"list.yaml: 'items' is no place"),
+        ("items: []\n", r"list.yaml: 'items' is not a place"),
         ("item: f\n", r"list.yaml: `item` must be a list of augmentations, not 'f'"),
         ("- f\n", "list.yaml has no `key: value` lines"),
     ],

@@ -158,7 +158,10 @@ def test_goes_on_where_it_ended(tmp_path: Path) -> None:
     [
         (lambda data, out: {"shard_size": "16K"}, "has shards of another data set, of other files, or of another"),
         (lambda data, out: write_image(data.parent / "images/train/0/0.png", noise(8, 8)), "has shards of another"),
-        (lambda data, out: (out / "data.yaml").write_text("names: [x]"), "data.yaml exists and is of another data set"),
+        (
+            lambda data, out: (out / "data.yaml").write_text("names: [x]"),
+            "data.yaml exists and belongs to another data set",
+        ),
         (lambda data, out: {"shard_size": "large"}, "--shard-size large is not a size"),
         (lambda data, out: {"shard_size": "0"}, "--shard-size 0 is not a size"),
         (

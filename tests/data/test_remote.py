@@ -152,9 +152,9 @@ def test_a_failure_is_no_absence(tmp_path: Path, server: ObjectServer) -> None:
     ],
 )
 def test_other_kinds_of_addresses_are_refused(address: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is an address of a kind that is not read; give a path, or"):
+    with pytest.raises(UserError, match=r"has an unsupported URL scheme; give a path, or"):
         storage.read_bytes(address)
-    with pytest.raises(UserError, match=r"is an address of a kind that is not read; give a path, or"):
+    with pytest.raises(UserError, match=r"has an unsupported URL scheme; give a path, or"):
         data_source(str(yaml_of(tmp_path, address, names=["disc"])), DETECT).open(64, 32, DataOptions()).split("train")
 
 

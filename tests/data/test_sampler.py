@@ -419,7 +419,7 @@ def test_flags_that_are_on_have_messages() -> None:
     assert messages(repeat_factor=0.5) == ("--repeat-factor 0.5: 6 samples per epoch of 5 images",)
     assert messages(multi_scale=True, close_mosaic=3) == (
         "--multi-scale: each batch at one of 5 sizes, 64 to 192 pixels",
-        "--close-mosaic 3: no images mixed of several from epoch 18 on",
+        "--close-mosaic 3: no mixed images from epoch 18 on",
     )
 
 

@@ -79,16 +79,16 @@ def read_all(packed: Path) -> None:
     [
         (
             lambda packed: change_byte(packed / "train-000000.tar", 600),
-            r"bytes of 'images/train/a.png' are not",
+            r"bytes of 'images/train/a.png' differ",
         ),
         (
             lambda packed: os.truncate(packed / "train-000000.tar", 600),
-            r"bytes of 'images/train/\w.png' are not",
+            r"bytes of 'images/train/\w.png' differ",
         ),
         (lambda packed: (packed / "train-000000.tar").unlink(), r"train-000000.tar cannot be read: No such file"),
         (lambda packed: (packed / "train-000000.json").unlink(), r"train-000000.json cannot be read: No such file"),
         (lambda packed: (packed / "train-000000.json").write_text('{"images": [[]]}'), r"train-000000.json is damaged"),
-        (lambda packed: (packed / "index.json").write_text('{"lockstep_pack": 9}'), r"of another version of data.pack"),
+        (lambda packed: (packed / "index.json").write_text('{"lockstep_pack": 9}'), r"by another version of data.pack"),
         (lambda packed: (packed / "index.json").write_text('{"lockstep_pack": 1}'), r"index.json is damaged"),
         (lambda packed: (packed / "index.json").write_text("{"), r"`train: train` does not exist"),
         (lambda packed: (packed / "index.json").unlink(), r"`train: train` does not exist"),

@@ -164,7 +164,7 @@ def test_images_and_xml_files_without_each_other(tmp_path: Path) -> None:
     ]
     (folder / "images").rename(folder / "photos")
     with pytest.raises(
-        UserError, match=r"none of 19 annotations has an image of its name, .* give their folder as `imag"
+        UserError, match=r"none of 19 annotations has an image of the same name, .* give their folder as `imag"
     ):
         read_folder(folder).images("train")
 

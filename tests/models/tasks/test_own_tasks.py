@@ -85,7 +85,7 @@ def test_a_task_may_draw_its_data(folder: Path) -> None:
     content = {"path": str(package), "train": "images", "names": ["circle"]}
     file = write_yaml(package / "circles.yaml", {**content, "draw": {"own_package.circles": 7}})
     with pytest.raises(
-        UserError, match=r"circles.yaml: `draw` must be .* not \{'own_package.circles': 7\}; modules of"
+        UserError, match=r"circles.yaml: `draw` must be .* not \{'own_package.circles': 7\}; only modules of"
     ):
         read_spec(file)
     add_tasks(str(package))
