@@ -91,7 +91,7 @@ def check_programs(weights: Mapping[str, Weights], augment: bool) -> None:
     """Raise `UserError` if an exported file does not support `augment`, or this ensemble."""
     for name, content in weights.items():
         if content.metadata and augment:
-            raise UserError(f"--augment needs maps of all sizes, which the exported {name} does not give; take its .pt")
+            raise UserError(f"--augment needs maps of all sizes, which the exported {name} does not give; use its .pt")
         if content.metadata and content.metadata.suppression and len(weights) > 1:
             raise UserError(f"{name} was exported with --nms and cannot be in an ensemble; export it without")
 

@@ -28,7 +28,7 @@ def rounding(requested: Sequence[int], taken: Sequence[int], stride: int) -> lis
 
 
 def sides_of(imgsz: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the sides in a value of --imgsz: one side, height and width, or none for 0 or empty, the default.
+    """Return the sides that --imgsz gives: one side, height and width, or none for 0 or empty, the default.
 
     Raises `UserError` for any other value.
     """

@@ -200,7 +200,7 @@ def layer_maker(name: Any) -> LayerMaker:
         raise ValueError(f"unknown module '{name}'{hint}; known are {', '.join(LAYERS)}, {OTHER_LAYERS}")
     classes = {name: kind for name, kind in vars(nn).items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
     if word not in classes:
-        raise ValueError(f"unknown module 'nn.{word}': torch.nn does not have it{nearest(word, classes)}")
+        raise ValueError(f"unknown module 'nn.{word}', which torch.nn does not have{nearest(word, classes)}")
     layer = classes[word]
     if layer.__module__.startswith(NOT_LAYERS) or issubclass(layer, nn.modules.lazy.LazyModuleMixin):
         raise ValueError(

@@ -264,8 +264,8 @@ class GhostConv(nn.Module):
 class GhostBottleneck(nn.Module):
     """Two `GhostConv`s through c2 / 2 channels, with a depth-wise convolution between them if `stride` is above 1.
 
-    (b, c1, h, w) to (b, c2, h / stride, w / stride). Adds a shortcut: the identity at stride 1 (requires c1 == c2),
-    otherwise two convolutions.
+    (b, c1, h, w) to (b, c2, h / stride, w / stride). A shortcut is added, the identity at stride 1 (requires c1 == c2)
+    and two convolutions otherwise.
     """
 
     def __init__(self, c1: int, c2: int, kernel: int = 3, stride: int = 1) -> None:
@@ -388,7 +388,7 @@ class TransformerLayer(nn.Module):
         self.fc2 = nn.Linear(channels, channels, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # The attention weights are not used; without them torch picks kernels whose backward is nondeterministic on CUDA.
+        # The attention weights are not used; without them torch picks kernels that are not deterministic on CUDA.
         x = x + self.ma(self.q(x), self.k(x), self.v(x), need_weights=True)[0]
         return x + self.fc2(self.fc1(x))
 

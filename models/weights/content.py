@@ -115,7 +115,7 @@ class Weights:
         return self.names or {number: str(number) for number in range(int((self.model or {}).get("nc", 0)))}
 
     def class_warnings(self, names: Mapping[int, str], name: str) -> list[str]:
-        """Return a warning if a data set has as many classes, but other names: their order may differ.
+        """Return a warning if a data set has as many classes but other names, so that their order may differ.
 
         There is no warning for a single class, which has no order.
 

@@ -149,6 +149,6 @@ def artifact_weights(name: str) -> Path:
     chosen = [file for file in files if file.name == "best.pt"] or files
     if len(chosen) != 1:
         raise UserError(
-            f"--weights {WANDB_PREFIX}{name} holds {len(chosen)} .pt files; name an artifact with one .pt file or a best.pt"
+            f"--weights {WANDB_PREFIX}{name} holds {len(chosen)} .pt files; choose one with one .pt file or a best.pt"
         )
     return chosen[0]

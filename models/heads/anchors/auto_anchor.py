@@ -107,7 +107,7 @@ def _fitness(sides: np.ndarray, anchors: np.ndarray, threshold: float) -> float:
 
 
 def _k_means(sides: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Return cluster centres (count, 2) in pixels of the boxes' sides; distances are in standard deviations per axis."""
+    """Return cluster centres (count, 2), in pixels, of the boxes' sides; each axis is scaled by its deviation first."""
     spread = sides.std(0) + 1e-9
     points = sides / spread
     centres = points[rng.choice(len(points), count, replace=len(points) < count)]

@@ -84,7 +84,7 @@ class DFLCriterion(Criterion):
         return LossTerms(sums, counts, weights.to(sums))
 
     def head_sums(self, levels: Sequence[DFLLevel], batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the sums of the box, class and distribution terms, (3,), and their counts: the sum of class targets."""
+        """Return the box, class and distribution sums, (3,), and their counts, (3,): the sum of the class targets."""
         cells = self._cells(levels)
         height, width = batch.images.shape[2:]
         corners = _corners(batch.targets, width, height)
