@@ -163,7 +163,7 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> l
             head = f"not its head: it is for {plural(classes, 'class')}"
         else:
             shapes = ("x".join(map(str, shape)) for shape in (of_file, of_model))
-            head = f"not {len(misfits)} of other shapes, such as {tensor} ({', here '.join(shapes)})"
+            head = f"not {len(misfits)} with other shapes, such as {tensor} ({', here '.join(shapes)})"
     messages.append(f"{warning}{loaded} of {total} tensors taken from {name}{', ' * bool(head)}{head}")
     return messages + weights.class_warnings(task.names, name)
 
@@ -203,7 +203,7 @@ def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
     for number in chosen:
         if not 0 <= number < count:
             raise UserError(
-                f"--freeze {' '.join(map(str, layers))} is out of range: the model has layers 0 to {count - 1}"
+                f"--freeze {' '.join(map(str, layers))}: the model has layers 0 to {count - 1}, but no layer {number}"
             )
         rows[number].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):

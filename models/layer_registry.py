@@ -31,7 +31,7 @@ from utils.user_code import running, trust
 MAX_COUNT = 4096  # largest number of classes, channels or repetitions; a larger one is a typing error
 # Modules of torch.nn whose classes cannot be layers of a network.
 NOT_LAYERS = ("torch.nn.modules.loss", "torch.nn.modules.container", "torch.nn.modules.module", "torch.nn.parallel")
-OTHER_LAYERS = "and torch.nn's layers, such as nn.MaxPool2d; name a file with your own layers by --layers"
+OTHER_LAYERS = "and torch.nn's layers, such as nn.MaxPool2d; to use your own, name their file with --layers"
 
 
 @dataclass(frozen=True)

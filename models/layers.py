@@ -631,7 +631,7 @@ class Head(nn.Module):
     any_size: ClassVar[bool] = False  # whether image sides need not be multiples of the largest stride
 
     def placed(self, strides: Sequence[float]) -> None:
-        """Set what depends on the strides of the input maps in pixels, such as initial biases; by default nothing.
+        """Set values that depend on the strides of the input maps in pixels, such as initial biases; none by default.
 
         Called once, when the model is built. The stride of an input that is not a map is 1.
         """

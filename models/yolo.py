@@ -228,7 +228,7 @@ def _parse_origin(where: str, index: int, origin: Any) -> int:
         return -1
     if isinstance(origin, bool) or not isinstance(origin, int):
         raise UserError(
-            f"{where}: `from` is {origin!r}; give the number of a row, -1 for the row before, image, or a list of these"
+            f"{where}: `from` is {origin!r}; give a row's number, -1 for the row before, image, or a list of these"
         )
     row = index + origin if origin < 0 else origin
     is_image = index == 0 and origin == -1

@@ -145,7 +145,7 @@ def write(job: ExportJob, name: str, stem: Path) -> Path:
         ) from None
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}; check the folder and the disk") from None
-    except Exception as error:  # of any class, depending on the exporter
+    except Exception as error:  # each exporter raises its own classes
         hint = "leave out --dynamic, or " if job.metadata.dynamic else ""
         hint += f"give --opset {ONNX_OPSET}, or " if name == "onnx" and job.opset < ONNX_OPSET else ""
         raise UserError(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-VECTOR_NUMBERS = 64  # at least the numbers in a vector register of any CPU
+VECTOR_NUMBERS = 64  # at least as many as any CPU's vector register holds
 SPAN_NUMBERS = 2**14  # a multiple of VECTOR_NUMBERS below torch's threshold for several threads
 
 

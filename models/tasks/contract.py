@@ -36,7 +36,7 @@ class Model(nn.Module):
 
     @property
     def head(self) -> nn.Module | None:
-        """The last layer, if its class decides what the outputs mean; None for an exported file."""
+        """The last layer, if its class decides the meaning of the outputs; None for an exported file."""
         return None
 
 
@@ -276,7 +276,7 @@ class Task(ABC):
 
     @classmethod
     def concerns_of(cls, yaml: Mapping[str, Any]) -> frozenset[str]:
-        """Return what flags may be about for the model of a YAML: `concerns`, unless that depends on the model."""
+        """Return the `concerns` for the model of a YAML, which may depend on the model."""
         return cls.concerns
 
     def loss_names_of(self, model: Model) -> tuple[str, ...]:

@@ -94,7 +94,7 @@ class Weights:
     source: Literal["lockstep", "yolov5", "yolov9", "tensors", "exported"]
     program: Model | None = None  # the model in an exported file, which has no tensors
     metadata: ExportMetadata | None = None  # metadata of an exported file
-    origin: Origin = field(default_factory=Origin)  # of what is made from this file; ends with this file
+    origin: Origin = field(default_factory=Origin)  # passed on to derived files; ends with this file
 
     @property
     def image_sides(self) -> tuple[int, int] | None:

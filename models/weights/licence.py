@@ -57,7 +57,7 @@ class Origin:
         return cls(LICENCE_OF_PROGRAM.get(program, UNKNOWN))
 
     def followed_by(self, file: str, sha256: str) -> Origin:
-        """Return the origin of what is made from `file`, whose own origin this is."""
+        """Return the origin of weights that are made from `file`, whose own origin this is."""
         return Origin(self.licence, [*self.files, {"file": file, "sha256": sha256}])
 
     def content(self) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def _damage(data: bytes, error: Exception) -> str:
     try:
         data[:1000].decode("utf-8")
     except UnicodeDecodeError:
-        return f"is not a whole PyTorch weight file ({first_line(error).split('. ')[0]}); copy or download it again"
+        return f"is not a complete PyTorch weight file ({first_line(error).split('. ')[0]}); copy or download it again"
     return "is text, not a weight file (a web page or a Git LFS pointer?); download it again"
 
 
@@ -96,7 +96,7 @@ def _safetensors_content(data: bytes) -> dict[str, Any]:
     try:
         state, rest = read_safetensors(data)
     except ValueError as error:
-        raise UnusableFile(f"is not a whole .safetensors file ({error}); copy or download it again") from None
+        raise UnusableFile(f"is not a complete .safetensors file ({error}); copy or download it again") from None
     return {**rest, "state": state} if rest else state
 
 

@@ -155,7 +155,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
 def rebuild_tensor(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object) -> Tensor:
     """Return a tensor without the pickle's hooks and metadata."""
     if not isinstance(storage, torch.storage.TypedStorage):
-        raise TypeError(f"a tensor without a storage, but with a {type(storage).__name__}")
+        raise TypeError(f"a tensor's storage is a {type(storage).__name__}")
     return torch._utils._rebuild_tensor(storage, offset, size, stride)
 
 

@@ -32,7 +32,7 @@ IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class ClassificationRecipe(ClassWeightKeys, Recipe):
-    """The keys of a classifier's hyperparameter YAML. Defaults are those of data/hyps/classify.yaml."""
+    """The keys of a classifier's hyperparameter YAML, with the defaults in data/hyps/classify.yaml."""
 
     momentum: float = number(0.9, BELOW_ONE)
     weight_decay: float = number(0.0001, NOT_NEGATIVE)

@@ -38,7 +38,7 @@ from utils.summary import Example, Row, Summary
 KINDS = ("B", "M")  # YOLOv5's suffixes for boxes and masks
 SEGMENTATION_METRICS = tuple(f"{name}({kind})" for kind in KINDS for name in DETECTION_METRICS)
 SEGMENTATION_CLASS_METRICS = tuple(f"{name}({kind})" for kind in KINDS for name in CLASS_METRICS)
-TITLES = ("Class", "Images", "Labels", "box P", "R", "mAP50", "50-95", "mask P", "R", "mAP50", "50-95")  # of the table
+TITLES = ("Class", "Images", "Labels", "box P", "R", "mAP50", "50-95", "mask P", "R", "mAP50", "50-95")
 
 
 class SegmentationMetrics(DetectionMetrics):
