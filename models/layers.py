@@ -592,7 +592,7 @@ class CBLinear(nn.Module):
 
 
 class CBFuse(nn.Module):
-    """The sum of the last input and one map of each `CBLinear` before it, resized to it by nearest neighbours.
+    """The sum of the last input and one map of each `CBLinear` before it, resized by nearest neighbours.
 
     The last input is a map (b, c, h, w), as is the output; the chosen maps must have c channels too.
 

@@ -191,7 +191,7 @@ class DetectionCriterion(Criterion):
 
 
 def _match_sums(values: Tensor, matched: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the sums (levels,) over the matched ones of values (levels, k, anchors).
+    """Return the sums (levels,) of the `matched` values (levels, k, anchors).
 
     Args:
         weights: weights (k, 1) of the values; None if all are 1
