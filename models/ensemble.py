@@ -1,6 +1,6 @@
 """Read the weight files of val.py, detect.py and export.py, compare them, and build their models for one image size.
 
-Several weight files are an ensemble, whose predictions are joined.
+Several weight files form an ensemble, whose predictions are joined.
 """
 
 from __future__ import annotations
@@ -34,20 +34,24 @@ from utils.tracking.hub import HUB_PREFIX
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-DEFAULT_SIDE_PIXELS = 640  # of a task whose `defaults` have no imgsz
+DEFAULT_SIDE_PIXELS = 640  # image side for a task whose `defaults` lack imgsz
 M = TypeVar("M", bound=nn.Module)
 
 
 def weight_files(names: Sequence[str]) -> dict[str, Path]:
-    """Return the weight files by the names on the command line, downloaded if necessary. Raises `UserError`."""
+    """Return the weight files, by name on the command line, downloaded if necessary. Raises `UserError`."""
     if not all(names) or not names:
-        raise UserError("--weights names no file; give one file, or several as an ensemble")
+        raise UserError("--weights is empty; give one file, or several as an ensemble")
     return {name: find_weights(name, training=False) for name in names}
 
 
 def export_base(name: str, file: Path) -> Path:
-    """Return the path that exports of a weight file are named after: its own, or in the working folder if it is of the
-    Hub, whose cache is not ours. name: on the command line."""
+    """Return the path that exports of a weight file are named after: the file's own path, or for a file in the Hub's
+    cache a path in the working folder.
+
+    Args:
+        name: the file's name on the command line
+    """
     return Path(file.name) if name.startswith(HUB_PREFIX) else file
 
 
@@ -59,10 +63,10 @@ def _text(value: float | Sequence[int]) -> str:
 
 
 def common_task(weights: Mapping[str, Weights]) -> str:
-    """Return the name of the task of all weight files. A task that is not here is taken from the Python file that the
-    run was trained with, if this user has run it before.
+    """Return the name of the task that all weight files share. A task that is not registered is loaded from the Python
+    file that the weights were trained with, if this user has run that file before.
 
-    Raises `UserError` if one has no model, or if two have different tasks or classes.
+    Raises `UserError` if a file has no model, or if two files have different tasks or classes.
     """
     for name, content in weights.items():
         if content.model is None:
@@ -87,7 +91,7 @@ def check_programs(weights: Mapping[str, Weights], augment: bool) -> None:
     """Raise `UserError` if an exported file does not support `augment`, or this ensemble."""
     for name, content in weights.items():
         if content.metadata and augment:
-            raise UserError(f"--augment needs maps of all sizes, which the exported {name} does not give; take its .pt")
+            raise UserError(f"--augment needs maps of all sizes, which the exported {name} does not give; use its .pt")
         if content.metadata and content.metadata.suppression and len(weights) > 1:
             raise UserError(f"{name} was exported with --nms and cannot be in an ensemble; export it without")
 
@@ -98,14 +102,17 @@ def choose_size(
     """Return the image size of a model or an ensemble, not rounded.
 
     The first of these decides: the size that an exported file requires; `requested`; the size in the weights, see
-    `Weights.image_sides`; `suggested`; the task's `defaults`.
+    `Weights.image_sides`; `suggested`; the task's `defaults`. Raises `UserError` for a wrong --imgsz, and if the files
+    of an ensemble disagree.
 
-    weights: by the names on the command line. requested: --imgsz, 0 or empty if it is not given. suggested: by the data
-    set YAML, 0 for none. Raises `UserError` for a wrong --imgsz, and if the files of an ensemble disagree.
+    Args:
+        weights: contents of the weight files, by name on the command line
+        requested: value of --imgsz; 0 or empty if it is not given
+        suggested: image size in the data set YAML; 0 if it names none
     """
     sides = sides_of(requested)
     if fixed := fixed_size(weights):
-        return ImageSize(fixed, True, (f"exported for images of {fixed[0]}x{fixed[1]} alone",))
+        return ImageSize(fixed, True, (f"exported for images of {fixed[0]}x{fixed[1]} only",))
     if sides:
         return ImageSize((sides[0], sides[-1]))
     sizes = {name: own for name, content in weights.items() if (own := content.image_sides)}
@@ -132,9 +139,12 @@ def fixed_size(weights: Mapping[str, Weights]) -> tuple[int, int] | None:
 
 
 def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -> Model:
-    """Return the model of a weight file. Raises `UserError` if its number of classes is not that of the data set.
+    """Return the model of a weight file. Raises `UserError` if the data set has another number of classes.
 
-    imgsz: pixels, rounded up to whole strides. name, data: what errors call the file and the data set.
+    Args:
+        imgsz: image size in pixels, rounded up to whole strides
+        name: name of the file in errors
+        data: name of the data set in errors
     """
     assert weights.model is not None
     program = weights.program
@@ -142,7 +152,7 @@ def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -
         program.resize(imgsz)
         program.names = dict(task.names)
         return program
-    used = {key: rows for key, rows in weights.model.items() if key != "auxiliary"}  # a branch that only trains
+    used = {key: rows for key, rows in weights.model.items() if key != "auxiliary"}  # a branch for training only
     model = task.build_model(used, imgsz, name)
     transferred = transfer(model, weights.state)
     if transferred.loaded < transferred.total:
@@ -166,7 +176,9 @@ def halve(model: M) -> M:
 class Members:
     """The weight files of an ensemble, or a single one.
 
-    files: by the names on the command line. weights: their contents, by the same names.
+    Attributes:
+        files: paths of the files, by name on the command line
+        weights: contents of the files, by the same names
     """
 
     files: dict[str, Path]
@@ -175,7 +187,7 @@ class Members:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the training of the first file, {} if it contains none."""
+        """The settings that the first file was trained with; {} if it contains none."""
         return dict(next(iter(self.weights.values())).settings)
 
     @property
@@ -184,20 +196,22 @@ class Members:
         return next(iter(self.weights.values())).class_names
 
     def class_warnings(self, names: Mapping[int, str]) -> list[str]:
-        """Return a warning if the classes of a data set have other names than those of the files."""
+        """Return a warning if a data set's class names differ from the files'."""
         name, content = next(iter(self.weights.items()))
         return content.class_warnings(names, name)
 
     @property
     def concerns(self) -> frozenset[str]:
-        """What flags may be about: what one of the models has, of `CONCERNS`."""
+        """The members of `CONCERNS` that flags may be about: all that one of the models has."""
         kind = self.entry.load()
         return frozenset().union(*(kind.concerns_of(content.task_yaml) for content in self.weights.values()))
 
     def refuse(self, kind: type[DataclassInstance], given: Mapping[str, Any]) -> None:
-        """Raise `UserError` for a flag that applies to none of the models, or not to their predictions.
+        """Raise `UserError` for a flag that does not apply to the models or to their predictions.
 
-        kind: the options. given: values by name.
+        Args:
+            kind: class of the options
+            given: values of the given flags, by name
         """
         first, task = next(iter(self.weights.values())), self.entry.load()
         refuse_flags(kind, given, self.concerns, model_words(first.task_yaml))
@@ -216,14 +230,15 @@ class Members:
 
     @property
     def suppression(self) -> str:
-        """The file that was exported with --nms, and its other flags; '' if there is none."""
+        """The file that was exported with --nms, and its flags, in words; '' if there is none."""
         files = [(name, file) for name, file in self.exported.items() if file.suppression]
         return next((f"{name} was exported with {file.suppression_flags}" for name, file in files), "")
 
     def overridden(self, flags: Mapping[str, Any]) -> list[str]:
-        """Return a warning for each exported file that overrides flags, with the values that count.
+        """Return a warning for each exported file that overrides flags, with the values that apply.
 
-        flags: given on the command line, by field name.
+        Args:
+            flags: values given on the command line, by field name
         """
         lines = []
         for name, file in self.exported.items():
@@ -237,9 +252,11 @@ class Members:
         return lines
 
     def build(self, task: Task, imgsz: int, data: str) -> list[Model]:
-        """Return the model of each file, on the CPU, all for images of one size: whole strides of each of them.
+        """Return the model of each file, on the CPU, all for one image size: a multiple of every model's stride.
 
-        imgsz: pixels, rounded up to the models' `imgsz`. data: what errors call the data set of the classes.
+        Args:
+            imgsz: image size in pixels, rounded up to the models' `imgsz`
+            data: name of the data set in errors
         """
 
         def load(size: int) -> list[Model]:
@@ -254,9 +271,12 @@ class Members:
 def read_members(names: Sequence[str], layers: str, task_file: str, augment: bool) -> Members:
     """Read the weight files that --weights names, downloaded if necessary.
 
-    layers: a Python file with the user's layers, '' for none. task_file: a Python file or package with the user's task,
-    '' for none. augment: whether --augment is given.
     Raises `UserError` if a file cannot be used, or not together with the others.
+
+    Args:
+        layers: Python file with the user's layers; '' for none
+        task_file: Python file or package with the user's task; '' for none
+        augment: whether --augment is given
     """
     if layers:
         add_layers(layers)
@@ -272,8 +292,10 @@ def read_members(names: Sequence[str], layers: str, task_file: str, augment: boo
 def for_inference(model: Model, device: torch.device, half: bool, fold: bool = False) -> Model:
     """Return the model on `device`, in evaluation mode.
 
-    half: convert weights to half precision. fold: fold BatchNorm into convolutions, which changes results by rounding;
-    a model with `RepConv`s is always folded. Neither applies to exported files.
+    Args:
+        half: whether to convert the weights to half precision; ignored for an exported file
+        fold: whether to fold BatchNorm into convolutions, which changes results by rounding; always done for a model
+            with `RepConv`s, never for an exported file
     """
     fold = fold or any(isinstance(module, RepConv) for module in model.modules())
     if fold and not isinstance(model, Exported):
@@ -285,8 +307,12 @@ def for_inference(model: Model, device: torch.device, half: bool, fold: bool = F
 
 @dataclass(frozen=True)
 class Inference:
-    """Runs the models of an ensemble. augment: on scaled and mirrored images too. half: their weights are in half
-    precision, and so must their inputs be."""
+    """Runs the models of an ensemble.
+
+    Attributes:
+        augment: whether the models also run on scaled and mirrored images
+        half: whether the models' weights, and hence their inputs, are in half precision
+    """
 
     task: Task
     postprocess: Postprocess
@@ -295,7 +321,7 @@ class Inference:
     half: bool = False
 
     def views(self, models: Sequence[Model], batch: Batch, timer: StageTimer) -> tuple[Batch, list[View]]:
-        """Return the batch on the device, and what the models return for it; `timer` measures both stages."""
+        """Return the batch on the device and the models' outputs for it; `timer` measures both stages."""
         timer.start_batch(len(batch.infos))
         batch = batch.to(self.device)
         inputs = self.task.inputs(batch)

@@ -18,8 +18,8 @@ M = TypeVar("M", bound=nn.Module)
 
 @torch.no_grad()
 def fuse(model: M) -> M:
-    """Return a copy of the model in evaluation mode, with BatchNorm folded into `Conv`s and chains of nn.Sequential,
-    and one convolution for each `RepConv`.
+    """Return a copy of the model in evaluation mode, with the BatchNorms of `Conv`s and of nn.Sequential chains folded,
+    and each `RepConv` merged into one convolution.
 
     BatchNorm(w x) = (g w / d) x + (b - g mean / d), with d = sqrt(variance + eps), is one convolution. Outputs are
     equal up to rounding; state-dict keys differ.
@@ -38,9 +38,9 @@ def fuse(model: M) -> M:
 
 
 def _join(layer: RepConv) -> None:
-    """Make one convolution of the two of a `RepConv`, whose BatchNorms are folded; in float64.
+    """Merge the two convolutions of a `RepConv` with folded BatchNorms into one, computed in float64.
 
-    The 1x1 kernel is added to the middle of the other.
+    The 1x1 kernel is added to the middle of the larger kernel.
     """
     assert isinstance(layer.conv1, Conv)
     assert isinstance(layer.conv2, Conv)

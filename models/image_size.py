@@ -11,19 +11,24 @@ from utils.errors import UserError
 
 
 def whole_strides(side: int, stride: int) -> int:
-    """Return `side` in pixels, rounded up to whole strides: at least two if the stride is above 1."""
+    """Return `side` in pixels, rounded up to whole strides: at least two strides if the stride is above 1."""
     return max(math.ceil(side / stride), 2 if stride > 1 else 1) * stride
 
 
 def rounding(requested: Sequence[int], taken: Sequence[int], stride: int) -> list[str]:
-    """Return a message if --imgsz was rounded. requested, taken: one side, or height and width, in pixels."""
+    """Return a message if --imgsz was rounded.
+
+    Args:
+        requested: one side, or height and width, in pixels, as given
+        taken: one side, or height and width, in pixels, after rounding
+    """
     if (requested[0], requested[-1]) == (taken[0], taken[-1]):
         return []
     return [f"--imgsz {in_words(requested)} is rounded up to {in_words(taken)}, whole strides of {stride} pixels"]
 
 
 def sides_of(imgsz: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the sides in a value of --imgsz: one, height and width, or none for the default, 0 or empty.
+    """Return the sides that --imgsz gives: one side, height and width, or none for 0 or empty, the default.
 
     Raises `UserError` for any other value.
     """
@@ -44,8 +49,10 @@ def in_words(sides: Sequence[int]) -> str:
 class ImageSize:
     """The size that images are fitted into.
 
-    sides: height and width in pixels. is_fixed: whether an exported file requires exactly this size. messages: how it
-    was chosen, for the console.
+    Attributes:
+        sides: height and width in pixels
+        is_fixed: whether an exported file requires exactly this size
+        messages: lines for the console that say how the size was chosen
     """
 
     sides: tuple[int, int]

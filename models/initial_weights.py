@@ -27,7 +27,7 @@ from utils.config.hyperparameters import Recipe
 from utils.errors import UserError, plural
 from utils.files import find_file, read_yaml
 
-ANSWER_SECONDS = 4.0  # for the server of weights that a run can do without
+ANSWER_SECONDS = 4.0  # time for the server to answer when the weights are optional
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class StartingPoint:
 
     entry: TaskEntry
     yaml: dict[str, Any]
-    source: str  # the flag's value that named the model, for messages
-    from_yaml: bool  # named by --cfg, not read from a weight file
+    source: str  # value of the flag that named the model, for messages
+    from_yaml: bool  # whether --cfg named the model; otherwise a weight file contains it
     weights: Weights | None = None
     weights_name: str = ""
-    message: str = ""  # about weights that no flag names
+    message: str = ""  # says why these weights are used although no flag names them
     weights_file: Path | None = None
 
     def with_weights(self, name: str) -> StartingPoint:
-        """Read the weight file that --weights names if --cfg names the model; '' is none. Raises `UserError`."""
+        """Load --weights if the model comes from --cfg; an empty name loads nothing. Raises `UserError`."""
         if not self.from_yaml or not name:
             return self
         file = find_weights(name, self.yaml, self.source)
@@ -68,7 +68,7 @@ class StartingPoint:
         return self.weights.origin if self.weights else Origin(YOURS)
 
     def with_default_weights(self) -> StartingPoint:
-        """Read the weights that torchvision recommends for the model, unless they cannot be had within seconds."""
+        """Load the weights that torchvision recommends for the model, unless the server takes seconds to answer."""
         if "architecture" not in self.yaml:
             return self.from_scratch("no --weights are given")
         try:
@@ -80,13 +80,13 @@ class StartingPoint:
         return replace(self, weights=weights, weights_name=TORCHVISION_DEFAULT, weights_file=file, message=message)
 
     def from_scratch(self, reason: str) -> StartingPoint:
-        """Return the starting point without weights, and with a message that says so."""
+        """Return the starting point without weights, with a message that says why."""
         return replace(
             self, weights=None, weights_name="", weights_file=None, message=f"training from scratch: {reason}"
         )
 
     def known_share(self, model: Model, task: Task) -> float | None:
-        """Return the share of the task's classes that the weights have; None without weights of such a model."""
+        """Return the share of the task's classes that the weights know; None if the weights do not fit this model."""
         return known_share(model, self.weights, task.names) if self.weights else None
 
 
@@ -95,8 +95,11 @@ def starting_point(
 ) -> StartingPoint:
     """Read the model that --cfg names, else the one in --weights.
 
-    saved_yaml: of a run that is resumed. given: names of the flags on the command line; others may be in the settings
-    of that run. If --cfg is given, `with_weights` reads the weights later. Raises `UserError`.
+    If --cfg is given, `with_weights` reads the weights later. Raises `UserError`.
+
+    Args:
+        saved_yaml: model YAML of the run that is resumed; None for a new run
+        given: names of the flags on the command line; other values may come from the resumed run's settings
     """
     if options.layers:
         add_layers(options.layers, "layers" in given)
@@ -121,7 +124,7 @@ def starting_point(
 def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: ModelOptions) -> list[str]:
     """Load the tensors that fit `model` and freeze layers; return messages about the model, the tensors and the layers.
 
-    Raises `UserError` if no tensor fits, or for the number of a layer that the model does not have.
+    Raises `UserError` if no tensor fits, or if a layer's number is out of range.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     layers = sum(not any(module.children()) for module in model.modules())
@@ -160,13 +163,13 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> l
             head = f"not its head: it is for {plural(classes, 'class')}"
         else:
             shapes = ("x".join(map(str, shape)) for shape in (of_file, of_model))
-            head = f"not {len(misfits)} of other shapes, such as {tensor} ({', here '.join(shapes)})"
+            head = f"not {len(misfits)} with other shapes, such as {tensor} ({', here '.join(shapes)})"
     messages.append(f"{warning}{loaded} of {total} tensors taken from {name}{', ' * bool(head)}{head}")
     return messages + weights.class_warnings(task.names, name)
 
 
 def gflops(model: nn.Module, imgsz: int) -> float:
-    """Return 10^9 floating-point operations for one image (3, imgsz, imgsz), a multiply-add counted as two.
+    """Return the billions of floating-point operations for one image (3, imgsz, imgsz); a multiply-add counts as two.
 
     The model is traced on the "meta" device: nothing is computed. Returns 0 if a layer cannot be traced.
     """
@@ -182,10 +185,10 @@ def gflops(model: nn.Module, imgsz: int) -> float:
 
 
 def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
-    """Freeze layers and return their numbers: (N,) is the first N, (-N,) all but the last N, several are these layers.
+    """Freeze layers and return their numbers: (N,) means the first N, (-N,) all but the last N, several these layers.
 
-    The layers are those of `layers_of`; an auxiliary branch, after the head, is not among the last N. Raises
-    `UserError` for a number that is no layer.
+    Layers are numbered as in `layers_of`; the layers of an auxiliary branch, after the head, are not among the last N.
+    Raises `UserError` if a number is out of range.
     """
     layered, _, rows, main = layers_of(model)
     count = len(rows)
@@ -195,12 +198,12 @@ def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
         chosen = list(range(min(layers[0], count + 1)))
     else:
         chosen = [*range(main + layers[0]), *range(main, count)] if -layers[0] <= main else list(layers)
-        for parameter in layered.parameters(recurse=False):  # in no layer, such as a transformer's class token
+        for parameter in layered.parameters(recurse=False):  # outside of layers, such as a transformer's class token
             parameter.requires_grad_(False)
     for number in chosen:
         if not 0 <= number < count:
             raise UserError(
-                f"--freeze {' '.join(map(str, layers))}: the model has layers 0 to {count - 1}, no {number}"
+                f"--freeze {' '.join(map(str, layers))}: the model has layers 0 to {count - 1}, but no layer {number}"
             )
         rows[number].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -209,9 +212,9 @@ def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
 
 
 def freeze_parts(model: nn.Module, words: Sequence[str]) -> str:
-    """Freeze the parameters that the words mean, see `parameters_of`; return a message that counts them.
+    """Freeze the parameters that the words name, see `parameters_of`; return a message that counts them.
 
-    Raises `UserError` for a word that means none, and if all are frozen.
+    Raises `UserError` if a word names no parameter, or if all parameters are frozen.
     """
     frozen = {name for word in words for name in parameters_of(model, word, "--freeze")}
     parameters = dict(model.named_parameters())
@@ -223,9 +226,13 @@ def freeze_parts(model: nn.Module, words: Sequence[str]) -> str:
 
 
 def recipe_of(settings: Mapping[str, Any], given: Mapping[str, Any]) -> type[Recipe]:
-    """Return the class of the hyperparameters of a run. settings: of its settings.yaml. given: flags that replace them.
+    """Return the class of a run's hyperparameters.
 
-    Raises `UserError` if there is no such task, or if its file may not be run.
+    Raises `UserError` if the task does not exist, or if its file may not be run.
+
+    Args:
+        settings: content of the run's settings.yaml
+        given: values of flags, by name, that replace settings
     """
     if task_file := {**settings, **given}.get("task_file"):
         add_tasks(task_file, "task_file" in given)

@@ -1,4 +1,4 @@
-"""The layers that rows of a model YAML may name: `LAYERS`, those of torch.nn, and those of a user's file.
+"""The layers that rows of a model YAML may name: `LAYERS`, torch.nn's layers, and the layers in a user's file.
 
 Called by models/yolo.py, and by the scripts for --layers. A new layer is a class in models/layers.py and a line in
 `LAYERS`, with the adapter that says which arguments its constructor takes.
@@ -28,10 +28,10 @@ from utils.errors import UserError, nearest
 from utils.files import looked_for
 from utils.user_code import running, trust
 
-MAX_COUNT = 4096  # classes, channels, repetitions: a larger number is a typing error
-# Modules of torch.nn whose classes are no layers of a map.
+MAX_COUNT = 4096  # largest number of classes, channels or repetitions; a larger one is a typing error
+# Modules of torch.nn whose classes cannot be layers of a network.
 NOT_LAYERS = ("torch.nn.modules.loss", "torch.nn.modules.container", "torch.nn.modules.module", "torch.nn.parallel")
-OTHER_LAYERS = "and those of torch.nn, such as nn.MaxPool2d; a file with layers of your own goes to --layers"
+OTHER_LAYERS = "and torch.nn's layers, such as nn.MaxPool2d; to use your own, name their file with --layers"
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Scaling:
 
     depth: float
     width: float
-    multiple: int  # that channels are rounded up to
-    outputs: int  # anchors per level * (5 + nc): exactly this number of channels is not scaled
+    multiple: int  # channels are rounded up to a multiple of it
+    outputs: int  # anchors per level * (5 + nc); this number of channels is not scaled
 
     def channels(self, count: Any) -> int:
-        """Return the scaled number of channels. Raises ValueError if `count` is no valid number."""
+        """Return the scaled number of channels. Raises ValueError if `count` is not a valid number."""
         if not is_count(count):
             raise ValueError(f"the first argument is the number of output channels, 1 to {MAX_COUNT}, not {count!r}")
         return count if count == self.outputs else math.ceil(count * self.width / self.multiple) * self.multiple
@@ -58,7 +58,7 @@ class Scaling:
 class LayerPlacement:
     """The inputs of a layer's constructor: the row, and the channels of its input maps."""
 
-    channels: tuple[int, ...]  # of each input map
+    channels: tuple[int, ...]  # channels of each input map
     repeats: int
     args: tuple[Any, ...]
     scaling: Scaling
@@ -80,7 +80,12 @@ class LayerPlacement:
 
 @dataclass(frozen=True)
 class LayerMaker:
-    """Builds the layer of a row. layer: its class, or a function that returns one."""
+    """Builds the layer of a row.
+
+    Attributes:
+        layer: class of the layer, or a function that returns an instance
+        make: builds the layer at its place in the network
+    """
 
     layer: Callable[..., nn.Module]
     make: Callable[[LayerPlacement], nn.Module]
@@ -100,7 +105,7 @@ def convolving(layer: Callable[..., nn.Module]) -> LayerMaker:
 
 
 def repeating(layer: Callable[..., nn.Module]) -> LayerMaker:
-    """Adapt `layer(c1, c2, repeats, *args[1:])`, which repeats a part of itself."""
+    """Adapt `layer(c1, c2, repeats, *args[1:])`, which repeats its inner blocks."""
     return LayerMaker(layer, lambda p: layer(p.c1, p.c2, p.repeats, *p.args[1:]))
 
 
@@ -120,12 +125,12 @@ def detecting(layer: Callable[..., nn.Module]) -> LayerMaker:
 
 
 def _chain(parts: list[nn.Module]) -> nn.Module:
-    """Join layers one after another. A single layer is returned as it is, so that its state-dict keys stay."""
+    """Chain layers. A single layer is returned as it is, so that its state-dict keys stay the same."""
     return parts[0] if len(parts) == 1 else nn.Sequential(*parts)
 
 
 def _segment(placement: LayerPlacement) -> nn.Module:
-    """Build `Segment`, with the channels of its prototypes scaled."""
+    """Build `Segment` with scaled prototype channels."""
     nc, anchors, masks, prototypes = placement.args
     return Segment(nc, anchors, masks, placement.scaling.channels(prototypes), placement.channels)
 
@@ -175,7 +180,7 @@ LAYERS: dict[str, LayerMaker] = {
     "Segment": LayerMaker(Segment, _segment),
     "Classify": narrowing(layers.Classify),
 }
-# Layers of torch.nn are called with the arguments of the row, except for those that need the input channels.
+# Layers of torch.nn that need the input channels; all others are called with the arguments of the row.
 TORCH_LAYERS_WITH_CHANNELS: dict[str, LayerMaker] = {
     "BatchNorm2d": LayerMaker(
         nn.BatchNorm2d, lambda p: nn.BatchNorm2d(p.c1, *p.args) if p.args else layers.batch_norm(p.c1)
@@ -186,7 +191,7 @@ TORCH_LAYERS_WITH_CHANNELS: dict[str, LayerMaker] = {
 
 
 def layer_maker(name: Any) -> LayerMaker:
-    """Return the maker of the layer that a row names. Raises ValueError with a part of a sentence if there is none."""
+    """Return the maker of the layer that a row names. Raises ValueError, with part of a sentence, if it is unknown."""
     if isinstance(name, str) and name in LAYERS:
         return LAYERS[name]
     prefix, _, word = str(name).rpartition(".")
@@ -207,13 +212,15 @@ def layer_maker(name: Any) -> LayerMaker:
 def add_layers(file: str | Path, is_named: bool = True) -> list[str]:
     """Register the layers that a user's Python file defines, and return their names. The file is run once.
 
-    is_named: whether the user names it now; else it comes with the folder of a run that is resumed, perhaps somebody
-    else's, and is run only if this user has named the same file with the same content before.
+    A layer is a class in the file that extends nn.Module. The names of its parameters decide how it is called:
+    (c1, c2, *args[1:]), with c2 scaled, and with repeats after c2 if the third parameter is `n` or `repeats`;
+    (c1, *args); (channels, *args) or (*args, channels=...), with the channels of all input maps; else (*args).
+    Raises `UserError` if the file does not load, defines no layer, or defines one whose name is taken.
 
-    A layer is a class of the file that extends nn.Module. The names of its parameters decide how it is called:
-    (c1, c2, *args[1:]), with c2 scaled, and with repeats after c2 if the third is `n` or `repeats`; (c1, *args);
-    (channels, *args) or (*args, channels=...), of all input maps; else (*args).
-    Raises `UserError` if the file does not load, defines no layer, or one whose name is taken.
+    Args:
+        file: path of the Python file
+        is_named: whether the user names the file now; otherwise it comes from the folder of a resumed run, which may be
+            somebody else's, and is run only if this user has named the same file with the same content before
     """
     if not os.path.isfile(file):
         where = looked_for(Path(file))
@@ -239,7 +246,7 @@ def _load(path: Path, name: str) -> ModuleType:
     """Run a Python file as a module, which may import files beside it. Writes no bytecode into its folder."""
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise UserError(f"{path} is no Python file; --layers takes one whose name ends with .py")
+        raise UserError(f"{path} is not a Python file; --layers takes a file whose name ends with .py")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent))
     sys.modules[name] = module  # dataclasses look up the module of their class there
@@ -254,7 +261,7 @@ def _load(path: Path, name: str) -> ModuleType:
 
 
 def _layers_of(module: ModuleType) -> dict[str, type[nn.Module]]:
-    """Return the layers that a module defines; imported ones are not among them."""
+    """Return the layers that a module defines itself, without imported ones."""
     classes = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, nn.Module)]
     return {layer.__name__: layer for layer in classes if layer.__module__ == module.__name__}
 

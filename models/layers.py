@@ -1,4 +1,4 @@
-"""The layers that model YAMLs name. models/layer_registry.py lists them, and the detection heads of models/heads/.
+"""The layers that model YAMLs name. models/layer_registry.py lists them and the detection heads in models/heads/.
 
 Attributes are named as in YOLOv5's state dicts, so that its weights load by name. Every docstring says how a layer maps
 the shape of its input.
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 # A kernel, stride or padding: one number, or (height, width).
 Size = int | Sequence[int]
-CLASSIFY_CHANNELS = 1280  # inputs of a classifier's last layer, at every width (EfficientNet-B0's number)
+CLASSIFY_CHANNELS = 1280  # inputs of a classifier's last layer at every width, as in EfficientNet-B0
 
 
 def same_padding(kernel: Size, dilation: int = 1) -> int | tuple[int, ...]:
@@ -41,7 +41,9 @@ def batch_norm(channels: int) -> nn.BatchNorm2d:
 class Conv(nn.Module):
     """Convolution without bias, BatchNorm, activation: (b, c1, h, w) to (b, c2, h / stride, w / stride).
 
-    padding: None keeps height and width at stride 1. activate: whether an activation follows BatchNorm.
+    Args:
+        padding: padding on each side; None keeps height and width at stride 1
+        activate: whether an activation follows BatchNorm
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Conv(nn.Module):
 
 
 def skip_norms(module: nn.Module) -> None:
-    """Let the BatchNorm of each `Conv` return its input: on the "meta" device its kernel takes a millisecond."""
+    """Make the BatchNorm of each `Conv` return its input: on the "meta" device its kernel takes a millisecond."""
     for part in module.modules():
         if isinstance(part, Conv):
             for child in part.children():
@@ -109,8 +111,8 @@ class DWConvTranspose2d(nn.ConvTranspose2d):
 class Focus(nn.Module):
     """Turn blocks of 2 x 2 pixels into channels, then a `Conv`: (b, c1, h, w) to (b, c2, h / 2, w / 2), h and w even.
 
-    The convolution's input channels are those of pixels (row 0, column 0), (1, 0), (0, 1), (1, 1). YOLOv5 6.0 replaced
-    this layer by a `Conv` of kernel 6, stride 2, padding 2.
+    The convolution's input is the channels of pixel (row 0, column 0), then of (1, 0), (0, 1) and (1, 1). YOLOv5 6.0
+    replaced this layer by a `Conv` with kernel 6, stride 2, padding 2.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class Focus(nn.Module):
 class Contract(nn.Module):
     """Turn blocks of `gain` x `gain` pixels into channels: (b, c, h, w) to (b, c * gain^2, h / gain, w / gain).
 
-    Channels are ordered by row and column of the pixel, then by channel: not the order of nn.PixelUnshuffle.
+    Output channels are ordered by row and column of the pixel, then by channel, unlike in nn.PixelUnshuffle.
     """
 
     def __init__(self, gain: int = 2) -> None:
@@ -158,10 +160,10 @@ class Expand(nn.Module):
 
 
 class MixConv2d(nn.Module):
-    """Convolutions of several odd kernels side by side (MixConv, arXiv 1907.09595), BatchNorm, SiLU.
+    """Parallel convolutions with several odd kernels (MixConv, arXiv 1907.09595), BatchNorm, SiLU.
 
-    (b, c1, h, w) to (b, c2, h / stride, w / stride). The output channels are divided among the kernels equally, or if
-    `equal_channels` is False so that all kernels have about the same number of weights.
+    (b, c1, h, w) to (b, c2, h / stride, w / stride). The output channels are divided equally among the kernels or, if
+    `equal_channels` is False, so that all kernels have about the same number of weights.
     """
 
     def __init__(
@@ -241,7 +243,7 @@ class CrossConv(nn.Module):
 
 
 class GhostConv(nn.Module):
-    """A `Conv` for half of the channels, and a 5x5 depth-wise one on them for the rest (GhostNet, arXiv 1911.11907).
+    """A `Conv` for half of the channels, and a depth-wise 5x5 one of these for the rest (GhostNet, arXiv 1911.11907).
 
     (b, c1, h, w) to (b, c2, h / stride, w / stride), for an even c2.
     """
@@ -262,8 +264,8 @@ class GhostConv(nn.Module):
 class GhostBottleneck(nn.Module):
     """Two `GhostConv`s through c2 / 2 channels, with a depth-wise convolution between them if `stride` is above 1.
 
-    (b, c1, h, w) to (b, c2, h / stride, w / stride). The input is added: as it is at stride 1, which needs c1 == c2,
-    else through two convolutions.
+    (b, c1, h, w) to (b, c2, h / stride, w / stride). A shortcut is added, the identity at stride 1 (requires c1 == c2)
+    and two convolutions otherwise.
     """
 
     def __init__(self, c1: int, c2: int, kernel: int = 3, stride: int = 1) -> None:
@@ -285,8 +287,10 @@ class GhostBottleneck(nn.Module):
 class BottleneckCSP(nn.Module):
     """Cross stage partial bottlenecks (CSPNet, arXiv 1911.11929): (b, c1, h, w) to (b, c2, h, w).
 
-    `C3` replaced it in release 4.0 of YOLOv5. slope: of a LeakyReLU after the concatenation, as in older releases; None
-    for SiLU.
+    `C3` replaced this layer in YOLOv5 4.0.
+
+    Args:
+        slope: negative slope of a LeakyReLU after the concatenation, as in older releases; None for a SiLU
     """
 
     def __init__(
@@ -331,7 +335,7 @@ class C3(nn.Module):
         self.m = self.inner(hidden, repeats, shortcut, groups)
 
     def inner(self, hidden: int, repeats: int, shortcut: bool, groups: int) -> nn.Module:
-        """Return the layers of the first half, (b, hidden, h, w) to the same."""
+        """Return the layers that the first half goes through: (b, hidden, h, w) to the same shape."""
         return nn.Sequential(*(Bottleneck(hidden, hidden, shortcut, groups, 1.0) for _ in range(repeats)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -353,7 +357,7 @@ class C3Ghost(C3):
 
 
 class C3TR(C3):
-    """`C3` around a transformer of `repeats` layers with 4 heads: hidden channels must be a multiple of 4."""
+    """`C3` around a transformer of `repeats` layers with 4 heads; the hidden channels must be a multiple of 4."""
 
     def inner(self, hidden: int, repeats: int, shortcut: bool, groups: int) -> nn.Module:
         return Transformer(hidden, 4, repeats)
@@ -369,9 +373,9 @@ class C3SPP(C3):
 
 
 class TransformerLayer(nn.Module):
-    """Self-attention and two linear layers, each with a residual connection: (cells, b, channels) to the same.
+    """Self-attention and two linear layers, each with a residual connection: (cells, b, channels) to the same shape.
 
-    Without the LayerNorm, dropout and activation of the original (arXiv 1706.03762).
+    It lacks the original's LayerNorm, dropout and activation (arXiv 1706.03762).
     """
 
     def __init__(self, channels: int, heads: int) -> None:
@@ -384,15 +388,15 @@ class TransformerLayer(nn.Module):
         self.fc2 = nn.Linear(channels, channels, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # The weights are not used. Without them torch takes kernels whose backward is not deterministic on CUDA.
+        # The attention weights are not used; without them torch picks kernels that are not deterministic on CUDA.
         x = x + self.ma(self.q(x), self.k(x), self.v(x), need_weights=True)[0]
         return x + self.fc2(self.fc1(x))
 
 
 class Transformer(nn.Module):
-    """Vision transformer (arXiv 2010.11929) over the cells of a map: (b, channels, h, w) to the same.
+    """Vision transformer (arXiv 2010.11929) over the cells of a map: (b, channels, h, w) to the same shape.
 
-    A linear layer of the cells replaces the position embedding, so that h and w may vary.
+    A linear layer on the cells replaces the position embedding, so that h and w may vary.
     """
 
     def __init__(self, channels: int, heads: int, layers: int) -> None:
@@ -406,7 +410,7 @@ class Transformer(nn.Module):
 
 
 class SPP(nn.Module):
-    """Spatial pyramid pooling (He et al., 2014), odd max pools side by side: (b, c1, h, w) to (b, c2, h, w)."""
+    """Spatial pyramid pooling (He et al., 2014), parallel max pools of odd sizes: (b, c1, h, w) to (b, c2, h, w)."""
 
     def __init__(self, c1: int, c2: int, kernels: Sequence[int] = (5, 9, 13)) -> None:
         super().__init__()
@@ -421,7 +425,7 @@ class SPP(nn.Module):
 
 
 class SPPF(nn.Module):
-    """`SPP` at a third of the cost: three chained pools of 5 equal pools of 5, 9 and 13."""
+    """`SPP` at a third of the cost: three chained 5x5 pools equal parallel pools of 5x5, 9x9 and 13x13."""
 
     def __init__(self, c1: int, c2: int, kernel: int = 5) -> None:
         super().__init__()
@@ -438,9 +442,9 @@ class SPPF(nn.Module):
 
 
 class RepConv(nn.Module):
-    """A convolution and a 1x1 one side by side, without activation, then their sum's SiLU (RepVGG, arXiv 2101.03697).
+    """The SiLU of the sum of a convolution and a 1x1 convolution (RepVGG, arXiv 2101.03697).
 
-    (b, c1, h, w) to (b, c2, h / stride, w / stride), for an odd kernel. models/fuse.py makes one convolution of both.
+    (b, c1, h, w) to (b, c2, h / stride, w / stride), for an odd kernel. models/fuse.py merges both into one.
     """
 
     conv2: Conv | None
@@ -461,7 +465,7 @@ class RepConv(nn.Module):
 
 
 class RepBottleneck(nn.Module):
-    """A `RepConv` and a 3x3 convolution, and the input added: (b, channels, h, w) to the same."""
+    """A `RepConv` and a 3x3 convolution with a residual connection: (b, channels, h, w) to the same shape."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -473,7 +477,7 @@ class RepBottleneck(nn.Module):
 
 
 class RepNCSP(nn.Module):
-    """`C3` around `repeats` `RepBottleneck`s, with its names in the MIT implementation of YOLOv9.
+    """`C3` around `repeats` `RepBottleneck`s, with the attribute names of the MIT implementation of YOLOv9.
 
     (b, c1, h, w) to (b, c2, h, w), for an even c2.
     """
@@ -493,8 +497,8 @@ class RepNCSP(nn.Module):
 class ELAN(nn.Module):
     """Efficient layer aggregation (arXiv 2211.04800): (b, c1, h, w) to (b, c2, h, w).
 
-    A 1x1 convolution to `part` channels, two chained blocks on their second half to `process` channels each, and a 1x1
-    convolution of all four. Subclasses override `block`.
+    A 1x1 convolution gives `part` channels; two chained blocks, of `process` channels each, run on their second half;
+    a 1x1 convolution joins both halves and both blocks' outputs. Subclasses override `block`.
     """
 
     def __init__(self, c1: int, c2: int, part: int, process: int | None = None, repeats: int = 1) -> None:
@@ -526,7 +530,7 @@ class RepNCSPELAN(ELAN):
 
 
 class AConv(nn.Module):
-    """Mean of 2x2 pixels at stride 1, then a 3x3 convolution at stride 2: (b, c1, h, w) to (b, c2, h / 2, w / 2)."""
+    """A 2x2 mean at stride 1, then a 3x3 convolution at stride 2: (b, c1, h, w) to (b, c2, h / 2, w / 2)."""
 
     def __init__(self, c1: int, c2: int) -> None:
         super().__init__()
@@ -537,7 +541,7 @@ class AConv(nn.Module):
 
 
 class ADown(nn.Module):
-    """`AConv` for half of the channels; max pool and 1x1 convolution for the others.
+    """`AConv` for half of the channels; a max pool and a 1x1 convolution for the other half.
 
     (b, c1, h, w) to (b, c2, h / 2, w / 2), for even c1 and c2.
     """
@@ -553,9 +557,10 @@ class ADown(nn.Module):
 
 
 class SPPELAN(nn.Module):
-    """`SPPF` with its names in the MIT implementation of YOLOv9: (b, c1, h, w) to (b, c2, h, w).
+    """`SPPF` with the attribute names of the MIT implementation of YOLOv9: (b, c1, h, w) to (b, c2, h, w).
 
-    neck: channels of the pools; c2 / 2 if None.
+    Args:
+        neck: number of channels of each pool; c2 / 2 if None
     """
 
     def __init__(self, c1: int, c2: int, neck: int | None = None) -> None:
@@ -574,7 +579,7 @@ class SPPELAN(nn.Module):
 class CBLinear(nn.Module):
     """A 1x1 convolution with bias, split into maps of `widths` channels: (b, c1, h, w) to a tuple of (b, width, h, w).
 
-    CBNet (arXiv 1909.03625). `CBFuse` adds one of the maps to those of another backbone.
+    From CBNet (arXiv 1909.03625). `CBFuse` adds one of the maps to another backbone's map.
     """
 
     def __init__(self, c1: int, widths: Sequence[int]) -> None:
@@ -587,9 +592,12 @@ class CBLinear(nn.Module):
 
 
 class CBFuse(nn.Module):
-    """The sum of the last input and one map of each `CBLinear` before it, scaled to its size by nearest neighbours.
+    """The sum of the last input and one map of each `CBLinear` before it, resized by nearest neighbours.
 
-    index: of the map that each `CBLinear` gives. Maps (b, c, h, w), in all of one c, to the last one's shape.
+    The last input is a map (b, c, h, w), as is the output; the chosen maps must have c channels too.
+
+    Args:
+        index: number of the map to take from each `CBLinear`
     """
 
     def __init__(self, index: Sequence[int]) -> None:
@@ -604,7 +612,7 @@ class CBFuse(nn.Module):
 
 
 class Concat(nn.Module):
-    """Concatenation of maps along one dimension, by default the channels."""
+    """Concatenation of maps along one dimension, the channels by default."""
 
     def __init__(self, dimension: int = 1) -> None:
         super().__init__()
@@ -615,17 +623,17 @@ class Concat(nn.Module):
 
 
 class Head(nn.Module):
-    """The last layer of a network, whose class decides the task. A subclass that inherits its `description` is accepted
-    in place of its parent."""
+    """The last layer of a network, whose class decides the task. A subclass that inherits its parent's `description` is
+    accepted in place of the parent."""
 
-    description: ClassVar[str]  # for messages: "detection head"
-    example: ClassVar[str]  # a row that ends a YAML with it
-    any_size: ClassVar[bool] = False  # whether the sides of images need not be multiples of the largest stride
+    description: ClassVar[str]  # name in messages, such as "detection head"
+    example: ClassVar[str]  # row of a model YAML that names it
+    any_size: ClassVar[bool] = False  # whether image sides need not be multiples of the largest stride
 
     def placed(self, strides: Sequence[float]) -> None:
-        """Set what depends on the strides of the input maps in pixels, such as initial biases; by default nothing.
+        """Set values that depend on the strides of the input maps in pixels, such as initial biases; none by default.
 
-        Called once, when the model is built. The stride of an input that is no map is 1.
+        Called once, when the model is built. The stride of an input that is not a map is 1.
         """
 
 
@@ -644,7 +652,7 @@ class Proto(nn.Module):
 
 
 class Classify(Head):
-    """The classification head: a 1x1 convolution to 1280 channels, their mean over the map, dropout, linear.
+    """The classification head: a 1x1 convolution to 1280 channels, their mean over the map, dropout, a linear layer.
 
     (b, c1, h, w) to logits (b, classes).
     """

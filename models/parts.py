@@ -16,9 +16,9 @@ class Layers(NamedTuple):
     """The numbered layers of a model: the children of `model.model`, or of a model without that attribute."""
 
     parent: nn.Module
-    names: list[str]  # as prefixes of parameters' names, such as `model.0`
+    names: list[str]  # prefixes of the parameters' names, such as `model.0`
     modules: list[nn.Module]
-    main: int  # number of layers up to the head; those of an auxiliary branch follow it
+    main: int  # number of layers up to and with the head; an auxiliary branch follows it
 
 
 def layers_of(model: nn.Module) -> Layers:
@@ -32,11 +32,13 @@ def layers_of(model: nn.Module) -> Layers:
 
 
 def parameters_of(model: nn.Module, word: str, flag: str) -> set[str]:
-    """Return the names of the parameters that a word of a flag means. Raises `UserError` if there is none.
+    """Return the names of the parameters that a word of a flag selects. Raises `UserError` if it selects none.
 
-    word: `backbone` (the rows of that list of a model YAML; else the module of that name, or all but the last layer),
-    `head` (the rest), the number of a layer, or a pattern such as `model.2`, `*.bn` or `*.bias`. A pattern means the
-    parameters whose name it matches, and all of the modules whose name it matches.
+    Args:
+        word: `backbone` (the rows of that list in the model YAML; without one the module of that name, or all but the
+            last layer), `head` (the rest), the number of a layer, or a pattern such as `model.2`, `*.bn` or `*.bias`,
+            which selects the parameters whose names it matches and all parameters of the modules whose names it matches
+        flag: name of the flag in errors
     """
     parameters = {name for name, _ in model.named_parameters()}
     layers = layers_of(model)
@@ -51,7 +53,7 @@ def parameters_of(model: nn.Module, word: str, flag: str) -> set[str]:
         known = sorted({name.rpartition(".")[0] for name in parameters} | parameters)
         some = [name for name, _ in model.named_parameters()][:1]
         raise UserError(
-            f"{flag} {shown(word)}: no layer or parameter of the model has such a name{nearest(word, known)}; give "
+            f"{flag} {shown(word)} matches no layer or parameter of the model{nearest(word, known)}; give "
             f"backbone, head, the number of a layer, or a name or pattern such as {', '.join([*some, '*.bias'])}"
         )
     return chosen
@@ -71,10 +73,13 @@ def _backbone(model: nn.Module, parameters: set[str], layers: Layers) -> set[str
 
 
 def rate_factors(model: nn.Module, text: str) -> tuple[dict[str, float], list[str]]:
-    """Return the factors of the learning rates of parameters by name, as --lr-factor says, and messages.
+    """Return the learning-rate factors that --lr-factor gives parameters, by name, and messages.
 
-    A parameter of several parts has the factor of the last; one of none is not in the result. Raises `UserError` for
-    another form, a negative factor, and a name that no parameter has.
+    A parameter in several parts has the last part's factor; a parameter in none is not in the result. Raises
+    `UserError` for malformed text, a negative factor, or a part that matches no parameter.
+
+    Args:
+        text: value of --lr-factor, such as `backbone=0.1,head=1`
     """
     try:
         terms = named_numbers(text)
@@ -82,8 +87,8 @@ def rate_factors(model: nn.Module, text: str) -> tuple[dict[str, float], list[st
         terms = [("", -1.0)]
     if any(factor not in NOT_NEGATIVE for _, factor in terms):
         raise UserError(
-            f"--lr-factor {shown(text)}: it is not of the form PART=FACTOR,PART=FACTOR with factors of 0 or more, such "
-            "as backbone=0.1,head=1"
+            f"--lr-factor {shown(text)} is not of the form PART=FACTOR,PART=FACTOR with factors of 0 or more, such as "
+            "backbone=0.1,head=1"
         )
     factors = {name: factor for word, factor in terms for name in parameters_of(model, word, "--lr-factor")}
     total = len(list(model.parameters()))
@@ -91,7 +96,7 @@ def rate_factors(model: nn.Module, text: str) -> tuple[dict[str, float], list[st
 
 
 def _counts(factors: Mapping[str, float], total: int) -> str:
-    """Return how many parameters have which factor: `0.1 for 60 of 180 parameters, 1 for 120`."""
+    """Count the parameters per factor, in words: `0.1 for 60 of 180 parameters, 1 for 120`."""
     numbers = {1.0: total - len(factors)} if len(factors) < total else {}
     for factor in factors.values():
         numbers[factor] = numbers.get(factor, 0) + 1

@@ -1,7 +1,7 @@
 """Build a network, `YoloModel`, from a model YAML: `build_model`, called by the tasks.
 
 A YAML has `backbone` and `head`, lists of rows `[from, number, module, args]` that are numbered from 0. `from` is the
-input: the number of a row (-1: the row before; `image`), or a list of them; `module` is a name of
+input: the number of a row (-1 for the row before, `image` for the image), or a list of them; `module` is a name in
 models/layer_registry.py. `auxiliary` may follow: rows that run in training only, the last of which is a second head.
 """
 
@@ -29,20 +29,23 @@ from utils.config.values import is_number
 from utils.errors import UserError, first_line, nearest, shortened
 from utils.files import find_file, read_yaml
 
-PYTHON_WORDS = {"None": None, "True": True, "False": False}  # as arguments, for null, true and false
-MAX_MULTIPLE = 16  # of depth and width: a larger number is a typing error
-# Side of the image that a model is tried with while it is built, in pixels: the largest stride that it may have.
+PYTHON_WORDS = {"None": None, "True": True, "False": False}  # arguments that mean null, true and false
+MAX_MULTIPLE = 16  # largest depth or width multiple; a larger one is a typing error
+# Side in pixels of the image that a model is tried with while it is built; also the largest stride that it may have.
 PROBE_PIXELS = 128
-CHANNELS = 3  # of images: RGB
+CHANNELS = 3  # channels of an image: RGB
 MAX_LAYER_PARAMETERS = 1e9
-MAX_MAP_VALUES = 1e8  # of a layer's output for an image of PROBE_PIXELS
+MAX_MAP_VALUES = 1e8  # numbers in a layer's output for an image of PROBE_PIXELS
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of backbone or head.
+    """One row of a model YAML.
 
-    source: the number of the row whose output is the input (-1: the image), or several for a list of maps.
+    Attributes:
+        source: number of the row whose output is the input (-1 for the image), or several numbers for a list of maps
+        number: number of repetitions before scaling
+        args: arguments of the layer, with names replaced by values
     """
 
     index: int
@@ -58,7 +61,12 @@ class Row:
 
 
 class YoloModel(Model):
-    """The network of a YAML's rows. stride: the largest of the head's input maps, pixels; 1 for a head of any size."""
+    """The network of a YAML's rows.
+
+    Args:
+        stride: largest stride of the head's input maps, in pixels; 1 for a head that takes any size
+        imgsz: image size in pixels, in whole strides
+    """
 
     def __init__(
         self, layers: Sequence[nn.Module], rows: Sequence[Row], yaml: dict[str, Any], stride: int, imgsz: int
@@ -78,11 +86,11 @@ class YoloModel(Model):
         return self.model[self._head_row]
 
     def forward(self, images: Tensor, *hints: Tensor) -> Any:
-        """Run the rows on RGB images (b, 3, h, w) in [0, 1]; `hints` are further arguments of the last layer.
+        """Run the rows on RGB images (b, 3, h, w) in [0, 1]; `hints` are further arguments of the head.
 
         A detector returns a raw map (b, anchors, h / stride, w / stride, 5 + nc) per level; h and w must be multiples
         of `stride`. A classifier returns logits (b, nc), a segmenter maps and prototypes. In training, a model with an
-        auxiliary branch returns (outputs, outputs of the auxiliary head).
+        auxiliary branch returns a pair: the head's outputs and the auxiliary head's.
         """
         maps: dict[int, Any] = {-1: images}  # inputs of later rows; other maps are freed
         latest: Any = images
@@ -111,10 +119,14 @@ def build_model(
 ) -> YoloModel:
     """Build the network that a YAML describes, in train mode, with random weights, on torch's default device.
 
-    yaml: a path, the name of a shipped file, or the content, which errors call `source`. nc: overrides the number of
-    classes in the YAML. head: the required class of the last layer,
-    or several of which it must have one; the first is the usual one. imgsz: rounded up to whole strides, at least 2.
-    Raises `UserError` if the YAML describes no such network.
+    Raises `UserError` if the YAML does not describe such a network.
+
+    Args:
+        yaml: path of the YAML, name of a shipped file, or the content
+        nc: number of classes, which overrides the YAML's; None to keep that number
+        source: name of the content in errors
+        head: required class of the last layer, or several classes, one of which it must have; the first is the usual
+        imgsz: image size in pixels, rounded up to whole strides, at least 2
     """
     if isinstance(yaml, dict):
         description = copy.deepcopy(yaml)
@@ -135,7 +147,7 @@ def build_model(
 def _resolve(
     source: str, yaml: dict[str, Any], nc: int | None, heads: Sequence[type[Head]]
 ) -> tuple[dict[str, Any], bool]:
-    """Return the YAML with all keys that `build_model` needs, checked, and whether its head takes anchors."""
+    """Return the checked YAML with all keys that `build_model` needs, and whether its head takes anchors."""
     for key in yaml:
         if key not in MODEL_KEYS:
             known = ", ".join(MODEL_KEYS)
@@ -145,7 +157,7 @@ def _resolve(
     yaml = {**sizes, **yaml, **({} if nc is None else {"nc": nc})}
     for key in ("nc", "channel_multiple"):
         _require(source, yaml, key, f"a whole number from 1 to {MAX_COUNT}", is_count(yaml.get(key)))
-    _require(source, yaml, "ch", f"{CHANNELS}, for images are read as RGB, or leave it out", yaml["ch"] == CHANNELS)
+    _require(source, yaml, "ch", f"{CHANNELS}, as images are read as RGB, or leave it out", yaml["ch"] == CHANNELS)
     for key in ("depth_multiple", "width_multiple"):
         fits = is_number(yaml[key]) and 0 < yaml[key] <= MAX_MULTIPLE
         _require(source, yaml, key, f"a number above 0, at most {MAX_MULTIPLE}", fits)
@@ -160,7 +172,7 @@ def _resolve(
         last = heads[0]  # `_check_head` reports another head
     with_anchors = last is not None and issubclass(last, DetectionHead) and last.takes_anchors
     if with_anchors:
-        anchors = "a list of width, height pairs per level, or their number per level"
+        anchors = "a list of width, height pairs for each level, or the number of anchors per level"
         _require(source, yaml, "anchors", anchors, _are_anchors(yaml.get("anchors")))
     return yaml, with_anchors
 
@@ -173,7 +185,7 @@ def _require(source: str, yaml: dict[str, Any], key: str, what: str, holds: bool
 
 
 def head_class(yaml: Mapping[str, Any]) -> type[nn.Module] | None:
-    """Return the class of the layer that the last row of `head` names; None if it names none."""
+    """Return the class of the layer that the last row of `head` names; None if it does not name a class."""
     rows = yaml.get("head")
     last = rows[-1] if isinstance(rows, list) and rows else None
     try:
@@ -184,17 +196,17 @@ def head_class(yaml: Mapping[str, Any]) -> type[nn.Module] | None:
 
 
 def _are_anchors(value: Any) -> bool:
-    """Return whether this is a count, or flat lists of numbers; `Detect` checks their lengths."""
+    """Return whether `value` is a count, or a list of flat lists of numbers; `Detect` checks their lengths."""
     if not isinstance(value, list):
         return is_count(value)
     return bool(value) and all(isinstance(level, list) and level and all(map(is_number, level)) for level in value)
 
 
 def _parse_row(source: str, index: int, row: Any, values: dict[str, Any]) -> Row:
-    """Return row `index`, checked, with the names among its arguments replaced by `values`."""
+    """Check row `index` and return it, with names among its arguments replaced by `values`."""
     where = f"{source}, row {index}"
     if not isinstance(row, list) or len(row) != 4:
-        raise UserError(f"{where}: {shortened(repr(row))} is no row; write [from, number, module, args]")
+        raise UserError(f"{where}: {shortened(repr(row))} is not a row; write [from, number, module, args]")
     origin, number, module, args = row
     if not is_count(number):
         raise UserError(f"{where}: the number of repetitions is {number!r}; give a whole number from 1 to {MAX_COUNT}")
@@ -216,7 +228,7 @@ def _parse_origin(where: str, index: int, origin: Any) -> int:
         return -1
     if isinstance(origin, bool) or not isinstance(origin, int):
         raise UserError(
-            f"{where}: `from` is {origin!r}; give a row's number, -1 for the row before, image, or a list of them"
+            f"{where}: `from` is {origin!r}; give a row's number, -1 for the row before, image, or a list of these"
         )
     row = index + origin if origin < 0 else origin
     is_image = index == 0 and origin == -1
@@ -229,10 +241,10 @@ def _parse_origin(where: str, index: int, origin: Any) -> int:
 def _build_layers(
     source: str, rows: list[Row], yaml: dict[str, Any], with_anchors: bool
 ) -> tuple[list[nn.Module], int]:
-    """Return the layers of the rows, and the largest stride of the inputs of a head, 1 for one of images of any size.
+    """Return the layers of the rows, and the largest stride of a head's inputs; 1 for a head that takes any size.
 
-    A draft of each layer runs on the "meta" device, without memory: that measures channels and strides, and shows which
-    row does not fit.
+    A draft of each layer runs on the "meta" device, without memory, to measure channels and strides and to find rows
+    that do not fit.
     """
     scaling, activation = _scaling(yaml, with_anchors), _parse_activation(source, yaml.get("activation"))
     image = torch.zeros(1, yaml["ch"], PROBE_PIXELS, PROBE_PIXELS, device="meta")
@@ -243,7 +255,7 @@ def _build_layers(
         inputs = [image if j < 0 else maps[j] for j in row.sources]
         try:
             with torch.device("meta"):
-                draft = _build_layer(row, inputs, scaling, activation).eval()  # BatchNorm must accept a single value
+                draft = _build_layer(row, inputs, scaling, activation).eval()  # BatchNorm must accept single values
                 skip_norms(draft)
                 with torch.no_grad():
                     maps.append(draft(inputs if isinstance(row.source, tuple) else inputs[0]))
@@ -252,7 +264,7 @@ def _build_layers(
             if isinstance(layer, Head):
                 layer.placed(strides := [_stride(x) for x in inputs])
                 largest = largest if layer.any_size else max(largest, *strides)
-        except Exception as error:  # the arguments are the user's, and so may be the layer
+        except Exception as error:  # the arguments, and perhaps the layer, are the user's
             raise UserError(
                 f"{source}, row {row.index}: {row.module} with the arguments {shortened(str(list(row.args)))} "
                 f"on rows {list(row.sources)} does not work ({first_line(error)}); fix that row"
@@ -261,16 +273,16 @@ def _build_layers(
 
 
 def _stride(output: Any) -> float:
-    """Return the stride of a layer's output in pixels, for an image of PROBE_PIXELS; 1 if it is no map."""
+    """Return the stride in pixels of a layer's output for an image of PROBE_PIXELS; 1 if it is not a map."""
     return PROBE_PIXELS / output.shape[2] if isinstance(output, Tensor) and output.ndim == 4 else 1.0
 
 
 def _check_head(source: str, layers: list[nn.Module], heads: Sequence[type[Head]]) -> None:
-    """Raise `UserError` if the last layer is none of `heads`; a subclass with its own `description` is another head."""
+    """Raise `UserError` unless the last layer is one of `heads`; a subclass with its own `description` is not."""
     last = layers[-1] if layers else None
     if heads and not any(isinstance(last, head) and last.description == head.description for head in heads):
         raise UserError(
-            f"{source}: the last row of `head` is no {heads[0].description}; end it with one, such as "
+            f"{source}: the last row of `head` is not a {heads[0].description}; end it with one, such as "
             f"{heads[0].example}"
         )
     if not layers:
@@ -278,8 +290,8 @@ def _check_head(source: str, layers: list[nn.Module], heads: Sequence[type[Head]
 
 
 def _check_auxiliary(source: str, layers: list[nn.Module], rows: int) -> None:
-    """Raise `UserError` unless the last of the `rows` of the auxiliary branch, if there are any, is a head as the main
-    one, in which only `DetectDFL` can be."""
+    """Raise `UserError` unless the auxiliary branch, if it has `rows`, ends with a `DetectDFL`, as the main branch must
+    then too."""
     if rows and not (isinstance(layers[-1], DetectDFL) and isinstance(layers[-1 - rows], DetectDFL)):
         raise UserError(
             f"{source}: `auxiliary` is for training with a second DetectDFL head; end both `head` and `auxiliary` with "
@@ -290,7 +302,7 @@ def _check_auxiliary(source: str, layers: list[nn.Module], rows: int) -> None:
 def _build_layer(
     row: Row, inputs: list[Any], scaling: Scaling, activation: Callable[[], nn.Module] | None
 ) -> nn.Module:
-    """Return a new layer for a row with these inputs: a map each, or several of `CBLinear`."""
+    """Return a new layer for a row. Each of `inputs` is a map, or a `CBLinear`'s several maps."""
     channels = tuple(sum(one.shape[1] for one in (x if isinstance(x, (list, tuple)) else [x])) for x in inputs)
     layer = layer_maker(row.module)(LayerPlacement(channels, scaling.repeats(row.number), row.args, scaling))
     if activation is not None:
@@ -301,7 +313,7 @@ def _build_layer(
 
 
 def _refuse_huge(layer: nn.Module, output: Any) -> None:
-    """Raise ValueError for a layer that no machine can hold, as after a typing error."""
+    """Raise ValueError for a layer that fits no machine's memory: a typing error."""
     parameters = sum(parameter.numel() for parameter in layer.parameters())
     values = _count_values(output)
     if parameters > MAX_LAYER_PARAMETERS or values > MAX_MAP_VALUES:
@@ -329,11 +341,11 @@ def _parse_activation(source: str, text: Any) -> Callable[[], nn.Module] | None:
     known = nn.modules.activation.__all__
     try:
         name, args, options = _parse_call(text)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # all that ast raises
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # everything that ast raises
         raise UserError(f"{source}: `activation` is {text!r}; write it like nn.LeakyReLU(0.1)") from None
     if name not in known:
         hint = nearest(name, known)
-        raise UserError(f"{source}: `activation` names '{name}', which is no activation of torch.nn{hint}")
+        raise UserError(f"{source}: `activation` names '{name}', which is not an activation of torch.nn{hint}")
     activation = getattr(nn, name)
     try:
         activation(*args, **options)
@@ -343,7 +355,7 @@ def _parse_activation(source: str, text: Any) -> Callable[[], nn.Module] | None:
 
 
 def _parse_call(text: Any) -> tuple[str, list[Any], dict[str, Any]]:
-    """Return name, arguments and keyword arguments of `nn.Name(...)` or `nn.Name`. Raises what ast raises."""
+    """Return the name, arguments and keyword arguments of `nn.Name(...)` or `nn.Name`. Raises what ast raises."""
     if not isinstance(text, str):
         raise ValueError(text)
     tree = ast.parse(text.strip(), mode="eval").body

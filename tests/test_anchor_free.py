@@ -256,7 +256,7 @@ def test_other_classes_keep_the_branch_of_the_boxes(detector: Path, run_script: 
     what = ("--data", str(data), "--weights", str(detector), "--hyp.keep_head", "1", "--hyp.lr0", "1e-9")
     how = ("--imgsz", "64", "--epochs", "1", "--batch-size", "1", "--workers", "0", "--device", "cpu", "--noval")
     printed = run_script("train.py", *what, *how, "--hyp.warmup_epochs", "0", "--project", str(tmp_path))
-    assert "of its head the boxes and 2 of 6 classes" in printed
+    assert "from its head the boxes and 2 of 6 classes" in printed
     old, new = (read_weights(file).state for file in (detector, tmp_path / "exp" / "weights" / "last.pt"))
     key = "model.4.heads.1.class_conv.2.weight"
     torch.testing.assert_close(new[key][[0, 2]], old[key][[5, 0]], rtol=1e-4, atol=1e-4)
@@ -270,7 +270,7 @@ def test_class_scores_of_other_channels_are_new(detector: Path) -> None:
     assert isinstance(model.head, DetectDFL)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     message = model.head.keep("model.4", weights.state, weights.names, new)
-    assert message == "of its head the boxes, not the classes: the layers before them differ"
+    assert message == "from its head the boxes, not the classes: the layers before them differ"
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 

@@ -293,7 +293,7 @@ ERRORS = {
     "device": Case(nothing, "--device 7", "--device 7"),
     "no device": Case(nothing, "--device gpu: give cpu, mps, or the numbers", "--device gpu"),
     "freeze": Case(nothing, "--freeze 99: the model has layers 0 to 3", "--freeze 99"),
-    "freeze -9": Case(nothing, "--freeze -9: the model has layers 0 to 3, no -9", "--freeze -9"),
+    "freeze -9": Case(nothing, "--freeze -9: the model has layers 0 to 3, but no layer -9", "--freeze -9"),
     "freeze all": Case(nothing, "--freeze 4 freezes all layers, 0 to 3; freeze fewer", "--freeze 4"),
     "image size": Case(nothing, "-8 is out of range; give 1 to 16384", "--imgsz -8", code=2),
     "confidence": Case(nothing, "2 is out of range; give 0 to 1", "--conf-thres 2", code=2, script="val"),
@@ -307,7 +307,7 @@ ERRORS = {
     "channels that differ": Case(
         row(2, [[-1, 0], 1, "Concat", [1]]), "model.yaml, row 2: Concat with the arguments [1] on rows [1, 0]"
     ),
-    "no head": Case(model(head=[]), "model.yaml: the last row of `head` is no detection head"),
+    "no head": Case(model(head=[]), "model.yaml: the last row of `head` is not a detection head"),
     "no backbone": Case(model(backbone=None), "model.yaml: `backbone` is None; give a list of rows"),
     "other task": Case(model(task="pose"), "model.yaml is a model for the task 'pose'; give one for "),
     "no model": Case(nothing, "model 'absent.yaml' is not a file; give", "--cfg absent.yaml"),
@@ -325,12 +325,12 @@ ERRORS = {
     "empty weights": Case(text("w.pt", b""), "w.pt is empty; copy or download it again", "--weights {set}/w.pt"),
     "truncated": Case(
         lambda inputs: (inputs.weights(), inputs.write("w.pt", half((inputs.folder / "weights.pt").read_bytes())))[1],
-        "w.pt is not a whole PyTorch weight file",
+        "w.pt is not a complete PyTorch weight file",
         "--weights {set}/w.pt",
     ),
     "truncated safetensors": Case(
         lambda inputs: inputs.write("w.safetensors", half(save({"w": torch.zeros(9)}))),
-        "w.safetensors is not a whole .safetensors file",
+        "w.safetensors is not a complete .safetensors file",
         "--weights {set}/w.safetensors",
     ),
     "no repository": Case(nothing, "--weights hf:mine is not of the form hf:owner/name", "--weights hf:mine"),

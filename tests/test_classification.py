@@ -392,7 +392,7 @@ def test_its_defaults_are_taken(run_script: RunScript, tmp_path: Path) -> None:
         (("--rect",), "--rect is for images that are padded to the shape of their batch, not for classify"),
         (("--noautoanchor",), "--noautoanchor is for heads with anchors, not for classify with the head Classify"),
         (("--hyp", "low.yaml"), "low.yaml: unknown key 'box'"),
-        (("--freeze", "12"), "the model has layers 0 to 9, no 10"),
+        (("--freeze", "12"), "the model has layers 0 to 9, but no layer 10"),
         (("--cfg", "resnet18.yaml", "--imgsz", "8192", "--weights", "DEFAULT"), "cannot be downloaded"),
         pytest.param(("--batch-size", "7", "--processes", "2"), "take 6 or 8", marks=pytest.mark.long),
         (("--weights", "yolov5n-cls.pt"), "yolov5n-cls.pt cannot be downloaded"),

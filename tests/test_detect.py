@@ -733,7 +733,7 @@ def test_bad_input(run_script: RunScript) -> None:
         ({"imgsz": (1, 2, 3)}, "imgsz=(1, 2, 3): give one number of pixels, or height and width"),
         ({"imgsz": -8}, "Predictor: imgsz must be a whole number, 1 to 16384, or a list of such, not -8"),
         ({"device": "0,1"}, "device='0,1': one device is enough here"),
-        ({"weights": []}, "weights names no file"),
+        ({"weights": []}, "weights is empty"),
         ({"weights": 42}, "Predictor: weights must be a text or path, or a list of such, not 42"),
         ({"weights": "nowhere.pt"}, "weights nowhere.pt are not a file; check the path"),
         ({"conf_tres": 0.5}, "Predictor: unknown argument conf_tres (did you mean 'conf_thres'?)"),

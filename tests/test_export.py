@@ -164,7 +164,7 @@ def test_flags_that_a_file_with_suppression_overrides_are_named(
     arguments = "imgsz=64 (not 96), iou_thres=0.5 (not 0.6), conf_thres=0.25 (not 0.1)"
     assert f"warning: {file} was exported with its own values: {arguments}\n" in capsys.readouterr().out
     Predictor(file, device="cpu")
-    assert capsys.readouterr().out == "exported for images of 64x64 alone\n"
+    assert capsys.readouterr().out == "exported for images of 64x64 only\n"
 
 
 @pytest.mark.long

@@ -34,15 +34,15 @@ from utils.files import replacing
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-ONNX_OPSET = 18  # the lowest of torch.export's exporter; the one of traces writes those below
-# Names of tensors in ONNX files; a model takes as many as it has outputs. Those without suppression are YOLOv5's.
+ONNX_OPSET = 18  # lowest opset of torch.export's exporter; the tracing exporter writes lower ones
+# Names of tensors in ONNX files; a model uses one per output. Without suppression they are YOLOv5's names.
 INPUT_NAME = "images"
 OUTPUT_NAMES, SUPPRESSED_NAMES = ("output0", "output1"), ("output0", "count", "masks")
-# Axes whose sizes vary with --dynamic: of the input, and of outputs by their number of axes (others: the first).
+# Axes whose sizes vary with --dynamic: the input's, and each output's by its number of axes (other outputs: axis 0).
 DYNAMIC_AXES = {0: "batch", 2: "height", 3: "width"}
 DYNAMIC_OUTPUT_AXES = {3: {0: "batch", 1: "anchors"}, 4: {0: "batch", 2: "mask_height", 3: "mask_width"}}
-MAX_EXPORT_SIDE_PIXELS = 2**14  # of images, with --dynamic
-MAX_EXPORT_BATCH = 2**14  # images
+MAX_EXPORT_SIDE_PIXELS = 2**14  # longest image side with --dynamic
+MAX_EXPORT_BATCH = 2**14  # images in a batch with --dynamic
 
 
 def export_settings(options: DataclassInstance) -> ExportSettings:
@@ -58,7 +58,7 @@ class ExportJob:
     metadata: ExportMetadata
     opset: int = ONNX_OPSET
     verbose: bool = False
-    state: Mapping[str, Tensor] = field(default_factory=dict)  # of the weight file, for a file that is weights itself
+    state: Mapping[str, Tensor] = field(default_factory=dict)  # the weight file's, for formats that store weights
 
     @cached_property
     def example(self) -> Tensor:
@@ -83,7 +83,7 @@ class ExportJob:
             self.model, (self.example,), dynamic_shapes=(shapes,) if shapes else None, strict=False
         )
         for node in program.graph.nodes:
-            node.meta.pop("stack_trace", None)  # names folders of this machine
+            node.meta.pop("stack_trace", None)  # it names folders of this machine
         return program
 
     @cached_property
@@ -97,7 +97,7 @@ class ExportJob:
     def onnx(self) -> bytes:
         """The bytes of an ONNX file: the same for the same model."""
         import onnx
-        import onnxscript  # noqa: F401  # so that the error names the missing package
+        import onnxscript  # noqa: F401  # imported here so that the error names the missing package
 
         metadata = self.metadata
         names = SUPPRESSED_NAMES if metadata.suppression else OUTPUT_NAMES
@@ -128,7 +128,10 @@ class ExportJob:
 def write(job: ExportJob, name: str, stem: Path) -> Path:
     """Write one format to `stem` with its suffix, completely or not at all, and return the path.
 
-    name: a key of `WRITERS`. Raises `UserError` if the format does not support the model.
+    Raises `UserError` if the format does not support the model.
+
+    Args:
+        name: name of the format, a key of `WRITERS`
     """
     path = stem.parent / (stem.name + SUFFIX_OF_FORMAT[name])
     try:
@@ -142,7 +145,7 @@ def write(job: ExportJob, name: str, stem: Path) -> Path:
         ) from None
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}; check the folder and the disk") from None
-    except Exception as error:  # of any class, depending on the exporter
+    except Exception as error:  # each exporter raises its own classes
         hint = "leave out --dynamic, or " if job.metadata.dynamic else ""
         hint += f"give --opset {ONNX_OPSET}, or " if name == "onnx" and job.opset < ONNX_OPSET else ""
         raise UserError(
@@ -163,7 +166,7 @@ def _torchscript(job: ExportJob, path: Path) -> None:
 
 @torch.no_grad()
 def _takes_any_size(traced: torch.jit.ScriptModule, job: ExportJob) -> bool:
-    """Return whether a trace supports other sizes and numbers of images: tracing may turn sizes into constants."""
+    """Return whether a trace supports other image sizes and batch sizes: tracing may turn sizes into constants."""
     generator = torch.Generator(job.example.device).manual_seed(0)
     (count, channels, height, width), stride = job.example.shape, job.metadata.stride
     shape = (count + 1, channels, height + stride, width + 2 * stride)
@@ -179,7 +182,7 @@ def _takes_any_size(traced: torch.jit.ScriptModule, job: ExportJob) -> bool:
 
 def _program(job: ExportJob, path: Path) -> None:
     program = copy.copy(job.program)
-    program.example_inputs = None  # else they are written too
+    program.example_inputs = None  # otherwise they would be written too
     with replacing(path) as file:
         content = io.BytesIO()
         torch.export.save(program, content, extra_files={PROGRAM_FILE: job.metadata.text()})
@@ -192,9 +195,10 @@ def _onnx(job: ExportJob, path: Path) -> None:
 
 
 def _tidy(model: Any, metadata: ExportMetadata, outputs: Sequence[Tensor]) -> None:
-    """Remove metadata that depends on this machine, name the dynamic sizes, and write those that are not.
+    """Remove metadata that depends on this machine, name the dynamic sizes, and fill in the static ones.
 
-    outputs: of the model, whose sizes are those of a file that is not dynamic.
+    Args:
+        outputs: the model's outputs, whose shapes give the static sizes
     """
     graph = model.graph
     for part in (model, graph, *graph.node, *graph.input, *graph.output, *graph.initializer, *model.functions):

@@ -1,7 +1,7 @@
 """Exported files: their metadata, and running them as a model. Called by models/ensemble.py.
 
 ONNX and OpenVINO files hold arithmetic, and a `.torchscript` holds a program of torch's operators. A `.pt2` may hold
-Python, which torch.export.load would run, so export.py writes such files but nothing here reads them.
+Python code, which torch.export.load would run: export.py writes such files, but they are not read here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from utils.checkpoint.weight_files import SAFETENSORS_SUFFIX
 from utils.errors import UserError, first_line
 from utils.files import read_regular
 
-ONNX_METADATA_KEY = "lockstep"  # beside it are YOLOv5's `stride` and `names`
+ONNX_METADATA_KEY = "lockstep"  # the files also have YOLOv5's keys, `stride` and `names`
 TORCHSCRIPT_FILE, PROGRAM_FILE, FOLDER_FILE = "config.txt", "lockstep.json", "metadata.yaml"
 SUFFIX_OF_FORMAT = {
     **dict(zip(("onnx", "torchscript", "exported", "openvino"), EXPORTED_SUFFIXES, strict=True)),
@@ -35,7 +35,7 @@ Runner = Callable[[Tensor], Sequence[Tensor]]
 
 
 def read_metadata(text: str) -> ExportMetadata:
-    """Parse JSON. Raises ValueError, TypeError, KeyError or AttributeError if export.py did not write it."""
+    """Parse JSON. Raises ValueError, TypeError, KeyError or AttributeError for text that export.py did not write."""
     content = json.loads(text)
     version = content.pop("format", None)
     if version != EXPORT_FORMAT:
@@ -59,9 +59,9 @@ def read_model(path: Path) -> Weights:
 
 
 class Exported(Model):
-    """A file of export.py as a model, which maps images to one or more tensors.
+    """An exported file as a model, which maps images to one or more tensors.
 
-    It has no parameters: precision and device are those of the file and do not follow `half` and `to`.
+    It has no parameters: the file fixes precision and device, and `half` and `to` do not change them.
     """
 
     def __init__(self, metadata: ExportMetadata, run: Runner, name: str) -> None:
@@ -76,9 +76,9 @@ class Exported(Model):
             self.imgsz = whole_strides(imgsz, self.stride)
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Map (b, 3, h, w) to the outputs, on the device of the images. Raises `UserError` for a wrong size.
+        """Map images (b, 3, h, w) to the outputs, on the images' device. Raises `UserError` for a wrong size.
 
-        A file for one batch size runs once per such batch; the last one is padded with zeros.
+        A file with a fixed batch size runs once per batch of that size; the last batch is padded with zeros.
         """
         metadata, size = self.metadata, tuple(images.shape[2:])
         if not metadata.dynamic and size != metadata.imgsz:
@@ -102,7 +102,7 @@ class Exported(Model):
 
 
 def read_exported(path: Path) -> Exported:
-    """Read an exported file. Raises `UserError` if it is damaged, not from export.py, or its runtime is missing."""
+    """Read an exported file. Raises `UserError` if it is damaged or not export.py's, or if its runtime is missing."""
     if path.name.endswith(SUFFIX_OF_FORMAT["exported"]):
         raise UserError(f"{path} contains code, so it is not loaded; give the .onnx or the .pt of the same model")
     read = next(reader for ending, reader in READERS.items() if path.name.endswith(ending))
@@ -118,26 +118,26 @@ def read_exported(path: Path) -> Exported:
         ) from error
     if not text:
         raise UserError(
-            f"{path} has no metadata of export.py, such as class names; export it again from its .pt with export.py"
+            f"{path} lacks export.py's metadata, such as class names; export it again from its .pt with export.py"
         )
     try:
         metadata = read_metadata(text)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(
-            f"{path} has metadata of another program or version ({error}); export it again with export.py"
+            f"{path} has metadata from another program or version ({error}); export it again with export.py"
         ) from None
     return Exported(metadata, start(metadata), path.name)
 
 
-# A reader per format returns the text of the metadata, '' if there is none, and a function that makes the runner.
+# One reader per format: each returns the metadata's text ('' if there is none) and a function that makes the runner.
 
 
 def _torchscript(path: Path) -> tuple[str, Callable[[ExportMetadata], Runner]]:
-    import torchvision.ops  # noqa: F401  # registers its operators: suppression is one
+    import torchvision.ops  # noqa: F401  # registers torchvision's operators, such as suppression
 
     extra: dict[str, Any] = {TORCHSCRIPT_FILE: ""}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that torch.export is to be preferred
+        warnings.simplefilter("ignore")  # ignore the advice to use torch.export instead
         module = torch.jit.load(io.BytesIO(read_regular(path)), map_location="cpu", _extra_files=extra)
     text = extra[TORCHSCRIPT_FILE]  # bytes if the file has it
 
@@ -197,7 +197,7 @@ def _import_runtime(name: str, path: Path) -> Any:
 
 
 def _device(metadata: ExportMetadata, path: Path) -> torch.device:
-    """Return the device of a file in a format of torch: its constants are on the device that exported it."""
+    """Return the device of a file in one of torch's formats, whose constants stay on the device that exported them."""
     if metadata.device == "cuda" and not torch.cuda.is_available():
         raise UserError(
             f"{path.name} was exported for CUDA, which this machine does not have; export it with --device cpu"

@@ -42,5 +42,12 @@ def complete_iou(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _span(a: Tensor, a_size: Tensor, b: Tensor, b_size: Tensor) -> Tensor:
-    """Return the length of the smallest interval that contains both; a, b: their centres."""
+    """Return the length of the smallest interval that contains two intervals.
+
+    Args:
+        a: centres of the first intervals
+        a_size: lengths of the first intervals
+        b: centres of the second intervals
+        b_size: lengths of the second intervals
+    """
     return torch.maximum(a + a_size / 2, b + b_size / 2) - torch.minimum(a - a_size / 2, b - b_size / 2)

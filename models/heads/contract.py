@@ -1,7 +1,8 @@
-"""`DetectionHead`, what the detection task asks of the last layer of a model, and the types that it exchanges with it.
+"""`DetectionHead`, the interface between the detection task and the last layer of a model, and the types it uses.
 
-A kind of head is a package beside this module, and its layer's line in models/layer_registry.py: layer, criterion,
-decoding, and what it takes over from weights for other classes. Called by models/tasks/detection and segmentation.
+A kind of head is a package beside this module and a line in models/layer_registry.py. The package has the layer, its
+criterion, its decoding, and the transfer from weights for other classes. Called by models/tasks/detection and
+segmentation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Candidates(NamedTuple):
     """The boxes of an image that may exceed the confidence threshold."""
 
     scores: Tensor  # float32 (k, 5 + classes): xywh in pixels of the batch, objectness, class scores
-    more: Tensor  # float32 (k, more): other outputs of the boxes
+    more: Tensor  # float32 (k, more): the boxes' other outputs, such as mask coefficients
 
 
 class BoxView(Protocol):
@@ -55,8 +56,9 @@ class HeadView(BoxView, Protocol):
     def augmented(self: V, scale: tuple[float, float], mirrored_width: int) -> V:
         """Return the view of scaled or mirrored images.
 
-        scale: width and height of the model's images, as shares of the batch's. mirrored_width: width of the batch in
-        pixels if the images are mirrored, else 0.
+        Args:
+            scale: width and height of the model's images, each as a share of the batch's
+            mirrored_width: width of the batch in pixels if the images are mirrored, else 0
         """
         ...
 
@@ -66,61 +68,76 @@ class HeadView(BoxView, Protocol):
 
 
 class DetectionHead(Head):
-    """The last layer of a detector, on one map per level.
+    """The last layer of a detector, with one input map per level.
 
-    Its forward maps the list of maps, and the criterion's hints if there are any, to raw outputs of any type.
+    Its forward takes the list of maps, and the criterion's hints if there are any, and returns outputs of any type.
     """
 
     loss_names: ClassVar[tuple[str, ...]]  # the criterion's terms: columns of results.csv after train/ and val/
     # The keys of a hyperparameter YAML that `criterion` and `adapt` read; others are refused as flags.
     hyperparameters: ClassVar[frozenset[str]] = frozenset()
-    concerns: ClassVar[frozenset[str]] = frozenset()  # more of the task's `concerns`
+    concerns: ClassVar[frozenset[str]] = frozenset()  # members of `CONCERNS` beyond the task's
     takes_anchors: ClassVar[bool]  # whether model YAMLs with it need `anchors`
-    nc: int  # classes
+    nc: int  # number of classes
     stride: Tensor  # buffer (levels,), pixels per cell
 
     @abstractmethod
     def placed(self, strides: Sequence[float]) -> None:
-        """Set the strides of the levels in pixels, and by them the biases from which a training from scratch starts."""
+        """Set the levels' strides in pixels, and from them the biases that training from scratch starts with."""
 
     @abstractmethod
     def criterion(self, hyp: Any, label_smoothing: float, imgsz: int, class_weights: Sequence[float] = ()) -> Criterion:
         """Return the loss of the head's raw outputs.
 
-        hyp: the task's, with the keys of `hyperparameters`. imgsz: the model's image size in pixels. class_weights: of
-        an object, by class number; empty: all count the same.
+        Args:
+            hyp: hyperparameters of the task, with the keys in `hyperparameters`
+            label_smoothing: value of --label-smoothing
+            imgsz: the model's image size in pixels
+            class_weights: weight of an object, by class number; empty if all objects count the same
         """
 
     @abstractmethod
     def view(self, outputs: Any, more: int = 0) -> HeadView:
-        """Return the plain view of raw outputs in evaluation. more: outputs of a box after its class scores."""
+        """Return the plain view of raw outputs in evaluation.
+
+        Args:
+            more: number of a box's outputs after its class scores
+        """
 
     @abstractmethod
     def decode(self, outputs: Any, more: int = 0) -> Tensor:
         """Return all boxes of raw outputs, float32 (b, n, outputs of a box), as exported files do.
 
-        xywh in pixels, objectness if the head has it, class scores, other outputs; by level, then row and column.
+        A box is xywh in pixels, objectness if the head has it, class scores, other outputs. Boxes are ordered by level,
+        then row and column.
+
+        Args:
+            more: number of a box's outputs after its class scores
         """
 
     @staticmethod
     def scored(decoded: Tensor) -> Tensor:
-        """Return boxes of `decode` as suppression needs them, (b, n, 5 + classes + more): with objectness."""
+        """Add objectness to boxes of `decode` that lack it: (b, n, 5 + classes + more), as suppression needs."""
         return decoded
 
     @abstractmethod
     def keep(self, prefix: str, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]) -> str:
-        """Copy what fits from the head of a weight file for other classes; return in words what was taken.
+        """Copy the parts that fit from the head of a weight file for other classes; return in words which.
 
-        prefix: of the head in `state`, the file's tensors. names, new: class names of the file and of the model.
+        Args:
+            prefix: prefix of the head's tensors in `state`
+            state: the file's tensors, by name
+            names: the file's class names, by number
+            new: the model's class names, by number
         """
 
     def adapt(self, model: Model, split: BoxSplit, hyp: Any) -> list[str]:
-        """Fit the head, and the model's YAML, to the training boxes before the first step; return messages."""
+        """Adapt the head, and the model's YAML, to the training boxes before the first step; return messages."""
         return []
 
 
 def head_of(model: Model) -> DetectionHead:
-    """Return the head of a detector. Raises TypeError if the model has none, as an exported file."""
+    """Return the head of a detector. Raises TypeError if it has none, as with an exported file."""
     if not isinstance(model.head, DetectionHead):
         raise TypeError(f"{type(model).__name__} has no detection head")
     return model.head

@@ -1,4 +1,4 @@
-"""Logits of any head: their sigmoids, and those that may exceed a threshold."""
+"""Sigmoids of any head's logits, and a bound for the logits whose sigmoids exceed a threshold."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-VECTOR_NUMBERS = 64  # at least the width of any CPU's vectors
-SPAN_NUMBERS = 2**14  # a multiple of it, below torch's threshold for several threads
+VECTOR_NUMBERS = 64  # at least as many as any CPU's vector register holds
+SPAN_NUMBERS = 2**14  # a multiple of VECTOR_NUMBERS below torch's threshold for several threads
 
 
 def least_logit(probability: float) -> float:
-    """Return a lower bound, nearly exact, of the logits whose sigmoid in fp32 exceeds `probability`.
+    """Return a nearly exact lower bound of the logits whose sigmoid in fp32 exceeds `probability`.
 
-    For objectness, which no confidence exceeds, or class scores that are confidences.
+    It may be applied to objectness, which no confidence exceeds, and to class scores that are confidences.
     """
     least = min(probability, 1.0) * (1 - 1e-5)
     return math.log(least / (1 - least)) if least > 0 else -math.inf
@@ -24,8 +24,8 @@ def least_logit(probability: float) -> float:
 def row_sigmoids(parts: Sequence[Tensor]) -> Tensor:
     """Return the sigmoids of parts (k, outputs), concatenated, in fp32.
 
-    A CPU computes slightly different sigmoids for the last numbers of a thread's share, which do not fill a vector. To
-    make a sigmoid independent of its position, spans are computed by one thread, with spare rows.
+    A CPU computes slightly different sigmoids for the last numbers of a thread's share, which do not fill a vector
+    register. To make a sigmoid independent of its position, one thread computes each span, with spare rows at the end.
     """
     size = parts[0].shape[1]
     spare = parts[0].new_zeros(math.ceil(VECTOR_NUMBERS / size), size)

@@ -1,6 +1,6 @@
 """The registry of tasks: one entry each, imported on first use. Called by the scripts and models/; imports utils.
 
-A task outside of this repository is a Python file or package with a `TASKS` of its own, which `add_tasks` reads.
+A task outside of this repository is a Python file or package with its own `TASKS`, which `add_tasks` reads.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 class TaskEntry:
     """The modules and classes of a task, and how its models are recognised."""
 
-    task: str  # module:class, see contract.py
+    task: str  # module:class of the task, see contract.py
     data: str  # module:class of its data set, for the scripts (data/dataset.py)
-    head: str  # the module of the last row of its model YAMLs
-    yolov5_class: str = ""  # of the network that YOLOv5 pickles into its files
+    head: str  # module in the last row of its model YAMLs
+    yolov5_class: str = ""  # class of the network that YOLOv5 pickles into its files
 
     def load(self) -> type[Task]:
         """Import the task's class."""
@@ -57,7 +57,7 @@ TASKS: dict[str, TaskEntry] = {
 }
 
 
-# For a model YAML with neither `task:` nor a known head, as YOLOv5's detectors; building it reports what is wrong.
+# The task of a model YAML with neither `task:` nor a known head; if the head is wrong, building the model reports it.
 DEFAULT_TASK = "detect"
 
 
@@ -75,9 +75,12 @@ def model_words(yaml: Mapping[str, Any]) -> str:
 
 
 def task_of(yaml: Mapping[str, Any], source: str) -> str:
-    """Return the name of a model YAML's task: its `task:`, else the task whose head is the last row.
+    """Return the name of a model YAML's task: its `task:`, else the task whose head is in the last row.
 
-    source: name of the YAML in errors. Raises `UserError` if there is no such task.
+    Raises `UserError` if the task does not exist.
+
+    Args:
+        source: name of the YAML in errors
     """
     head = head_name(yaml)
     of_head = next((name for name, entry in TASKS.items() if entry.head == head), DEFAULT_TASK)
@@ -94,9 +97,13 @@ def add_tasks(place: str, is_named: bool = True, named_by: str = "the run's sett
     """Run a user's Python file or package, register the tasks in its `TASKS`, a dict of `TaskEntry` by name, and return
     their names.
 
-    An entry names the classes in the module itself, as `f"{__name__}:MyTask"`, or in modules of its package.
-    is_named: whether the user names `place` now; else `named_by` does, and it is run only if this user has run the same
-    before. Raises `UserError` if it does not load, or defines no task, an incomplete one, or one whose name is taken.
+    An entry names classes in the module itself, as `f"{__name__}:MyTask"`, or in modules of its package. Raises
+    `UserError` if the file does not load, or defines no task, an incomplete task, or one whose name is taken.
+
+    Args:
+        place: path of the file or of the package's folder
+        is_named: whether the user names `place` now; if not, it is run only if this user has run the same code before
+        named_by: name, in errors, of the file that names `place` if the user does not
     """
     path = Path(place).resolve()
     if not os.path.isfile(path / "__init__.py") and not (os.path.isfile(path) and path.suffix == ".py"):

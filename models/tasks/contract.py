@@ -1,7 +1,8 @@
 """The abstract classes that a task implements, and the types that it exchanges with the scripts.
 
-train.py, val.py, detect.py and export.py call these methods and know no task by name. A task is a package next to this
-module, a data set in data/, and one entry in `TASKS` (models/tasks/__init__.py). May import utils, but not data/.
+train.py, val.py, detect.py and export.py call these methods and do not contain a task's name. A task is a package next
+to this module, a data set in data/, and one entry in `TASKS` (models/tasks/__init__.py). It may import utils, but not
+data/.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ Image = np.ndarray  # uint8 (h, w, 3), BGR
 
 
 class Model(nn.Module):
-    """A network with the attributes that are needed to use it."""
+    """A network with the attributes that its users need."""
 
-    yaml: dict[str, Any]  # rebuilds the network
-    names: dict[int, str]  # of the classes
-    stride: int  # height and width of the images must be multiples of it, pixels
+    yaml: dict[str, Any]  # model YAML that the network can be rebuilt from
+    names: dict[int, str]  # class names, by number
+    stride: int  # pixels; height and width of the images must be multiples of it
     imgsz: int  # image size in pixels, rounded up to whole strides
 
     @property
     def head(self) -> nn.Module | None:
-        """The last layer, if its class decides what the outputs mean; None for an exported file."""
+        """The last layer, if its class decides the meaning of the outputs; None for an exported file."""
         return None
 
 
@@ -43,9 +44,13 @@ class Model(nn.Module):
 class LossTerms:
     """The sums and counts of a loss: every term is a weighted sum of parts, every part a sum divided by a count.
 
-    sums: (terms, parts), differentiable. counts: (terms, parts), the number of values in each sum, or of their weights.
-    weights: (terms, parts). Counts of all processes are added before the division, so that the loss is that of the
-    global batch. least: what a sum is divided by at least; below 1 if a count of weights may be.
+    The counts of all processes are added before the division, so that the loss is the global batch's.
+
+    Attributes:
+        sums: differentiable sums (terms, parts)
+        counts: number of values in each sum, or the sum of their weights, (terms, parts)
+        weights: weights (terms, parts) of the parts in their terms
+        least: smallest divisor of a sum; below 1 if a sum of weights may be
     """
 
     sums: Tensor
@@ -54,7 +59,7 @@ class LossTerms:
     least: float = 1.0
 
     def means(self, counts: Tensor) -> Tensor:
-        """Return this process's share of each term, (terms,); `counts` are those of all processes. Shares add up."""
+        """Return this process's share of each term, (terms,), given the global counts; shares add up to the term."""
         return (self.weights * self.sums / counts.clamp(min=self.least)).sum(1)
 
 
@@ -62,7 +67,7 @@ class Criterion(ABC):
     """The training loss of one model."""
 
     def hints(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return extra inputs of the model that save work if only the loss is needed; none by default."""
+        """Return extra model inputs that save work if only the loss is needed; none by default."""
         return ()
 
     @abstractmethod
@@ -71,7 +76,12 @@ class Criterion(ABC):
 
     @abstractmethod
     def objective(self, means: Tensor, images: int) -> Tensor:
-        """Return the scalar to differentiate. means: (terms,). images: of an optimizer step, over all processes."""
+        """Return the scalar to differentiate.
+
+        Args:
+            means: means (terms,) of the loss terms
+            images: number of images of an optimizer step, over all processes
+        """
 
     @abstractmethod
     def weight(self, batch: Batch) -> float:
@@ -87,19 +97,19 @@ class View(Protocol):
         ...
 
 
-# The methods that a `Prediction` may leave out: the flags that need them, and why these are refused then.
+# The methods that a `Prediction` may leave out, with the flag that needs each and the reason why the flag is refused.
 OPTIONAL_METHODS = {
     "crops": ("save_crop", "is not for this model: its results cover no part of an image; leave it out"),
     "with_labels": ("save_hybrid", "is not for this model: its results are not joined with labels; leave it out"),
-    "coco_rows": ("save_json", "is not for this model: its results are none of COCO's; leave it out"),
+    "coco_rows": ("save_json", "is not for this model: COCO has no format for its results; leave it out"),
 }
 
 
 class Prediction(Result):
     """The result for one image, for val.py, detect.py and Python users.
 
-    A subclass is a dataclass, whose fields follow those of `Result`. `scores`, `classes`, `describe` and `draw` are
-    abstract too, in result.py. `OPTIONAL_METHODS` may be left out.
+    A subclass is a dataclass, whose fields follow `Result`'s. `scores`, `classes`, `describe` and `draw` are abstract
+    too, in result.py. `OPTIONAL_METHODS` may be left out.
     """
 
     @property
@@ -109,18 +119,23 @@ class Prediction(Result):
 
     @abstractmethod
     def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
-        """Return lines of a label file. corners: xyxy in pixels instead of normalised xywh, if there are boxes."""
+        """Return lines of a label file.
+
+        Args:
+            with_confidence: whether each line has the confidence
+            corners: whether boxes, if there are any, are xyxy in pixels instead of normalised xywh
+        """
 
     def crops(self, image: Image) -> list[tuple[str, Image]]:
-        """Return the part of `image` that each object covers, with its class name; none is empty (--save-crop)."""
+        """Return the part of `image` that each object covers, with the class name (--save-crop); no part is empty."""
         raise _left_out("crops")
 
     def with_labels(self) -> Prediction:
-        """Return the labels of the image followed by the predictions that match none of them (--save-hybrid)."""
+        """Return the image's labels followed by the predictions that match no label (--save-hybrid)."""
         raise _left_out("with_labels")
 
     def coco_rows(self) -> CocoImage:
-        """Return the detections for COCO's results (--save-json)."""
+        """Return the detections in COCO's results format (--save-json)."""
         raise _left_out("coco_rows")
 
     @classmethod
@@ -139,13 +154,13 @@ def _left_out(method: str) -> UserError:
 class Thresholds:
     """Limits on predictions, named like the flags. A task uses those that apply to it."""
 
-    conf_thres: float = 0.001  # least confidence
-    iou_thres: float = 0.6  # overlap above which suppression drops the less confident of two
-    max_det: int = 300  # per image
-    classes: tuple[int, ...] = ()  # only these; empty: all
-    agnostic_nms: bool = False  # predictions of different classes suppress each other too
-    one_class: bool = False  # a box counts for its most probable class only
-    retina_masks: bool = False  # masks are scaled to the file before the threshold, not after it
+    conf_thres: float = 0.001  # lowest confidence of a prediction
+    iou_thres: float = 0.6  # overlap of two boxes above which suppression drops the less confident one
+    max_det: int = 300  # predictions per image
+    classes: tuple[int, ...] = ()  # classes to predict; empty for all
+    agnostic_nms: bool = False  # whether predictions of different classes suppress each other too
+    one_class: bool = False  # whether a box counts for its most probable class only
+    retina_masks: bool = False  # whether masks are scaled to the file before the threshold, not after it
 
     def refuse_unknown_classes(self, names: Mapping[int, str]) -> None:
         """Raise `UserError` if `classes` has a number that is not in `names`, the classes of the model."""
@@ -162,26 +177,30 @@ class Postprocess(ABC):
 
     @abstractmethod
     def __call__(self, views: Sequence[View], batch: Batch) -> Sequence[Prediction]:
-        """Return a prediction for each image. views: of all models of an ensemble, model by model."""
+        """Return a prediction for each image.
+
+        Args:
+            views: views of all models of an ensemble, model by model
+        """
 
 
 class Metrics(ABC):
-    """Compute the metrics of a validation from predictions. Only records travel between processes."""
+    """Compute the metrics of a validation from predictions. Processes exchange only records."""
 
     @abstractmethod
     def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[Any]:
-        """Return a record for each image, of plain values or arrays."""
+        """Return a record, of plain values or arrays, for each image."""
 
     @abstractmethod
     def summarise(self, records: Sequence[Any]) -> Summary:
-        """Return the metrics of a split from all its records, whatever their order."""
+        """Return the metrics of a split from all its records, in any order."""
 
     @abstractmethod
     def documents(self, summary: Summary) -> dict[str, str]:
-        """Return text files for the run folder by name, such as confusion_matrix.csv. Charts are drawn from them."""
+        """Return text files for the run folder, by name, such as confusion_matrix.csv. Charts are drawn from them."""
 
     def threshold_warnings(self, thresholds: Thresholds) -> list[str]:
-        """Return warnings if the metrics at `thresholds` do not compare with those of other runs; none by default."""
+        """Return warnings if the metrics at `thresholds` are not comparable with other runs'; none by default."""
         return []
 
     def examples(self, summary: Summary) -> list[Example]:
@@ -189,7 +208,11 @@ class Metrics(ABC):
         return []
 
     def pictures(self, summary: Summary, split: Split, side: int) -> dict[str, Image]:
-        """Return pictures for the run folder by name; none by default. side: pixels of an image's longer side."""
+        """Return pictures for the run folder, by name; none by default.
+
+        Args:
+            side: longer side of an image in pixels
+        """
         return {}
 
 
@@ -208,8 +231,8 @@ class ExportSettings:
 class ExportModule(NamedTuple):
     """The module to export and the settings of its suppression."""
 
-    module: nn.Module  # of images (b, 3, h, w), as `Task.inputs` makes them
-    # conf_thres, iou_thres, most (detections of an image), most_per_class, agnostic; None: without suppression
+    module: nn.Module  # takes images (b, 3, h, w), as `Task.inputs` makes them
+    # conf_thres, iou_thres, most (detections per image), most_per_class, agnostic; None without suppression
     suppression: dict[str, Any] | None
 
 
@@ -219,36 +242,45 @@ class Task(ABC):
     loss_names: ClassVar[tuple[str, ...]]  # columns of results.csv after train/ and val/
     metric_names: ClassVar[tuple[str, ...]]  # columns of results.csv after metrics/
     class_metric_names: ClassVar[tuple[str, ...]] = ()  # keys of `Summary.by_class`, which --fitness may name
-    recipe: ClassVar[type[Recipe]]  # the keys of its hyperparameter YAML
+    recipe: ClassVar[type[Recipe]]  # class with the keys of its hyperparameter YAML
     recipes: ClassVar[Recipes]  # its hyperparameter files
-    defaults: ClassVar[Mapping[str, Any]] = {}  # for flags that are not on the command line
-    # What flags may be about, of `CONCERNS` in utils/config/options.py; flags about anything else are refused.
+    defaults: ClassVar[Mapping[str, Any]] = {}  # values of flags that are not on the command line
+    # The members of `CONCERNS` (utils/config/options.py) that flags may be about; flags about others are refused.
     concerns: ClassVar[frozenset[str]] = frozenset()
-    # The class of its predictions, so that flags for what it leaves out are refused at the start; else at an image.
+    # The class of its predictions: flags for methods that it leaves out are refused at the start (if None, later).
     prediction: ClassVar[type[Prediction] | None] = None
-    # Whether a run without --weights starts from those that torchvision recommends for the model, if they can be had.
+    # Whether a run without --weights starts from the weights that torchvision recommends for the model, if available.
     prefers_trained: ClassVar[bool] = False
-    official_weights: ClassVar[str] = r"(?!)"  # regular expression: names of release files
-    hub_tag: ClassVar[str] = "other"  # its name on the Hugging Face Hub, such as object-detection
+    official_weights: ClassVar[str] = r"(?!)"  # regular expression for the names of release files
+    hub_tag: ClassVar[str] = "other"  # the task's name on the Hugging Face Hub, such as object-detection
 
     def __init__(self, names: Mapping[int, str], hyp: Recipe, label_smoothing: float = 0.0) -> None:
-        """names: of the classes, by number. Raises `UserError` if they or the hyperparameters do not suit the task."""
+        """Store the class names. Raises `UserError` if they or the hyperparameters do not suit the task.
+
+        Args:
+            names: class names, by number
+            hyp: hyperparameters of the task
+            label_smoothing: value of --label-smoothing
+        """
         self.names = dict(names)
 
     @abstractmethod
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> Model:
         """Build the model of a YAML for this task's classes and images of about `imgsz` pixels.
 
-        source: name of the YAML in errors. Raises `UserError` if it describes no model of this task.
+        Raises `UserError` if the YAML does not describe a model of this task.
+
+        Args:
+            source: name of the YAML in errors
         """
 
     @classmethod
     def concerns_of(cls, yaml: Mapping[str, Any]) -> frozenset[str]:
-        """Return what flags may be about for the model of a YAML; `concerns`, unless they depend on the model."""
+        """Return the `concerns` for the model of a YAML, which may depend on the model."""
         return cls.concerns
 
     def loss_names_of(self, model: Model) -> tuple[str, ...]:
-        """Return the names of the terms of `model`'s loss; `loss_names`, unless they depend on the model."""
+        """Return the names of the terms of `model`'s loss: `loss_names`, unless they depend on the model."""
         return self.loss_names
 
     @abstractmethod
@@ -264,7 +296,11 @@ class Task(ABC):
 
     @abstractmethod
     def metrics(self, shown: frozenset[int] = frozenset()) -> Metrics:
-        """Return the metrics. shown: indices of the images to draw, whose predictions are stored."""
+        """Return the metrics.
+
+        Args:
+            shown: indices of the images to draw, whose predictions are stored
+        """
 
     @abstractmethod
     def inputs(self, batch: Batch) -> Tensor:
@@ -276,27 +312,35 @@ class Task(ABC):
 
     @abstractmethod
     def draw_batch(self, batch: Batch) -> Image:
-        """Draw a training batch, as it enters the model, with its targets."""
+        """Draw a training batch as the model gets it, with its targets."""
 
     def model_yaml(self, yaml: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a model's YAML with the changes that hyperparameters make. Not called when a run is resumed."""
+        """Return a model's YAML with the changes that hyperparameters make. Not called for a resumed run."""
         return dict(yaml)
 
     def unread(self, yaml: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the keys of `recipe` that nothing reads in a training of a YAML's model; none by default."""
+        """Return the keys of `recipe` that are not used when the model of a YAML is trained; none by default."""
         return ()
 
     def fresh_tensors(self, from_yaml: bool) -> tuple[str, ...]:
-        """Return parts of the names of tensors not to load from a weight file. from_yaml: whether --cfg is given."""
+        """Return parts of names; tensors with such a part in their name are not loaded from a weight file.
+
+        Args:
+            from_yaml: whether --cfg is given
+        """
         return ()
 
     def keep_head(self, model: Model, state: Mapping[str, Tensor], names: Mapping[int, str]) -> str:
-        """Load parts of a weight file's last layer that is for other classes; return what they are, in words.
+        """Load the usable parts of a weight file's last layer for other classes; return in words which.
 
-        Returns '' if the task does not try to. names: of the file.
+        Returns '' if the task does not try to.
+
+        Args:
+            state: the file's tensors, by name
+            names: the file's class names, by number
         """
         return ""
 
     def adapt(self, model: Model, split: Any) -> list[str]:
-        """Fit `model` to the training split before the first step, for example by AutoAnchor; return messages."""
+        """Adapt `model` to the training split before the first step, for example by AutoAnchor; return messages."""
         return []

@@ -1,5 +1,5 @@
-"""The results as Python users see them, in a line, a picture or a table: `Result`, the base of `Prediction`, is that of
-one image, and `Results` a list of several."""
+"""Results for Python users, as a line, a picture or a table: `Result`, the base of `Prediction`, for one image, and
+`Results`, a list, for several images."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from utils.errors import UserError, nearest
 from utils.files import numbered_folder, unique_stems
 from utils.plots.drawing import Style, write_picture
 
-SAVE_PROJECT = Path("runs/detect")  # of `save` without a path
-# What other names of YOLOv5's and ultralytics' results are called here.
+SAVE_PROJECT = Path("runs/detect")  # folder that `save` writes into by default
+# Names in YOLOv5's and ultralytics' results, and what to use instead.
 INSTEAD = {
     "pandas": "to_df()",
     "render": "plot()",
@@ -37,8 +37,11 @@ INSTEAD = {
 class Result(ABC):
     """The result for one image, in pixels of its file: an iterable over its objects, each a dict of `columns`.
 
-    image: the index in the split. path: of the file, or another name of the image. names: of the classes, by number.
-    pixels: returns the image, uint8 (h, w, 3) BGR, for `plot`; None in val.py.
+    Attributes:
+        image: index of the image in its split
+        path: path of the file, or another name of the image
+        names: class names, by number
+        pixels: function that returns the image, uint8 (h, w, 3) BGR, for `plot`; None in val.py
     """
 
     image: int
@@ -52,12 +55,12 @@ class Result(ABC):
     @property
     @abstractmethod
     def scores(self) -> np.ndarray:
-        """Return the confidence of each object, or of the most probable classes, float32 (k,), the highest first."""
+        """Return the confidence of each object, or of the most probable classes, float32 (k,), highest first."""
 
     @property
     @abstractmethod
     def classes(self) -> np.ndarray:
-        """Return the class number of each of `scores`, int64 (k,)."""
+        """Return the class number that belongs to each of `scores`, int64 (k,)."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -69,11 +72,11 @@ class Result(ABC):
 
     @property
     def items(self) -> list[tuple[str, float]]:
-        """Return class name and confidence of each of `scores`."""
+        """Return the class name and confidence of each of `scores`."""
         return [(self.names[k], score) for k, score in zip(self.classes.tolist(), self.scores.tolist(), strict=True)]
 
     def columns(self) -> dict[str, Any]:
-        """Return the columns of `to_df` by name, of a value for each of `scores`."""
+        """Return the columns of `to_df` by name, with one value for each of `scores`."""
         return {"confidence": self.scores, "class": self.classes, "name": [name for name, _ in self.items]}
 
     def __len__(self) -> int:
@@ -90,7 +93,7 @@ class Result(ABC):
         return data_frame(self.columns())
 
     def to_json(self) -> str:
-        """Return the objects as JSON, a list of `columns`."""
+        """Return the objects as JSON: a list of dicts of `columns`."""
         return json.dumps(list(self))
 
     def plot(
@@ -108,22 +111,28 @@ class Result(ABC):
         return picture if bgr else np.ascontiguousarray(picture[..., ::-1])
 
     def show(self, **style: Any) -> None:
-        """Show `plot` in the notebook, or by the system's viewer of pictures. style: as in `plot`.
+        """Show the picture of `plot` in the notebook, or in the system's picture viewer.
 
         Raises `UserError` if there is neither.
+
+        Args:
+            style: arguments of `plot`
         """
-        from PIL import Image, ImageShow  # here, for it imports IPython if that is installed
+        from PIL import Image, ImageShow  # imported here because it imports IPython if that is installed
 
         picture, notebook = Image.fromarray(self.plot(**{**style, "bgr": False})), sys.modules.get("IPython")
         if notebook and hasattr(notebook.get_ipython(), "kernel"):
             notebook.display.display(picture)
         elif not ImageShow.show(picture):
-            raise UserError("show(): this machine has no program that shows pictures; write a file by save(path)")
+            raise UserError("show(): this machine has no program that shows pictures; write a file with save(path)")
 
     def save(self, path: str | Path = "", **style: Any) -> Path:
-        """Write `plot` into a file, whose suffix is the format, such as .jpg, or into a folder; return the file.
+        """Write the picture of `plot` to a file and return its path.
 
-        path: by default the next free folder runs/detect/exp, exp2 ... style: as in `plot`.
+        Args:
+            path: file, whose suffix, such as .jpg, names the format, or folder; by default the next free folder
+                runs/detect/exp, exp2 ...
+            style: arguments of `plot`
         """
         file = Path(path) if path else numbered_folder(SAVE_PROJECT, "exp", exist_ok=False)
         if file.is_dir() or not file.suffix:
@@ -132,7 +141,7 @@ class Result(ABC):
         return file
 
     def _repr_png_(self) -> bytes | None:
-        """Return `plot` as PNG, for notebooks; None if the image cannot be read."""
+        """Return the picture of `plot` as PNG, for notebooks; None if the image cannot be read."""
         try:
             picture = self.plot(bgr=True)
         except UserError:
@@ -150,7 +159,7 @@ class Result(ABC):
 
 
 class Results(list[Any]):
-    """The results for several images, in order: a list. An attribute of its members, such as `boxes`, is a list too."""
+    """A list of the results for several images, in order. An attribute such as `boxes` is the list of its members'."""
 
     def show(self, **style: Any) -> None:
         """Show each image, see `Result.show`."""
@@ -160,7 +169,8 @@ class Results(list[Any]):
     def save(self, folder: str | Path = "", **style: Any) -> Path:
         """Write each image into a folder, by default the next free runs/detect/exp, exp2 ...; return the folder.
 
-        style: as in `Result.plot`.
+        Args:
+            style: arguments of `Result.plot`
         """
         folder = Path(folder) if folder else numbered_folder(SAVE_PROJECT, "exp", exist_ok=False)
         for result, stem in zip(self, unique_stems(result.path for result in self), strict=True):
@@ -168,7 +178,7 @@ class Results(list[Any]):
         return folder
 
     def to_df(self) -> Any:
-        """Return a pandas.DataFrame of the objects of all images, with the columns `image` and those of the results.
+        """Return a pandas.DataFrame of the objects of all images, with a column `image` before the results' columns.
 
         Raises `UserError` if pandas is not installed.
         """
@@ -177,7 +187,7 @@ class Results(list[Any]):
         return data_frame(rows, columns=names)
 
     def to_json(self) -> str:
-        """Return a list with `image` and `objects` of each image as JSON."""
+        """Return JSON: a list with the `image` and `objects` of each image."""
         return json.dumps([{"image": result.path, "objects": list(result)} for result in self])
 
     def __getattr__(self, name: str) -> Any:
@@ -191,7 +201,7 @@ class Results(list[Any]):
 
 
 def data_frame(data: Any, **options: Any) -> Any:
-    """Return a pandas.DataFrame of data and its options. Raises `UserError` if pandas is not installed."""
+    """Return pandas.DataFrame(data, **options). Raises `UserError` if pandas is not installed."""
     try:
         import pandas
     except ImportError:
@@ -200,7 +210,11 @@ def data_frame(data: Any, **options: Any) -> Any:
 
 
 def no_attribute(owner: object, name: str, known: tuple[str, ...]) -> str:
-    """Return the message for an attribute that does not exist. known: those that do, methods with brackets."""
+    """Return the message for an attribute that does not exist.
+
+    Args:
+        known: names of the attributes that exist; methods end with `()`
+    """
     hint = (
         f" (here: {INSTEAD[name]})" if name in INSTEAD else nearest(name, [each.removesuffix("()") for each in known])
     )

@@ -24,7 +24,7 @@ MODEL_KEYS = (
     *("activation", "inplace", "backbone", "head", "auxiliary"),
 )
 EXPORT_FORMAT = "lockstep-export-1"
-EXPORTED_SUFFIXES = (".onnx", ".torchscript", ".pt2", "_openvino_model")  # of files of export.py
+EXPORTED_SUFFIXES = (".onnx", ".torchscript", ".pt2", "_openvino_model")  # suffixes of the files that export.py writes
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,19 @@ class ExportMetadata:
     model: dict[str, Any]  # the model YAML
     imgsz: tuple[int, int]  # height and width, pixels
     batch: int
-    dynamic: bool  # any number of images, with sides of any whole strides
-    half: bool  # takes images in fp16
-    device: str  # of torch's own formats: cpu or cuda
+    dynamic: bool  # whether it takes any number of images, of any size in whole strides
+    half: bool  # whether it takes images in fp16
+    device: str  # device of a file in one of torch's formats: cpu or cuda
     suppression: dict[str, Any] | None  # thresholds and limits, if the file suppresses overlapping boxes
-    settings: dict[str, Any]  # of the run that trained it
+    settings: dict[str, Any]  # settings of the run that trained the model
     licence: str = UNKNOWN
     origin: list[dict[str, str]] = field(default_factory=list)  # see `Origin`
 
     def overrides(self, flags: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values that count instead of those of flags, by the flags' names.
+        """Return the values that apply instead of the given flags' values, by flag name.
 
-        flags: given ones, by name.
+        Args:
+            flags: values of the given flags, by name
         """
         values: dict[str, Any] = {}
         sides = () if self.dynamic else sides_of(flags.get("imgsz", 0))
@@ -72,14 +73,18 @@ class ExportMetadata:
         return f"--nms {numbers} --topk-per-class {own['most_per_class']}{agnostic}"
 
     def text(self) -> str:
-        """Return JSON with sorted keys; `shape`, `stride` and `names` are for YOLOv5's programs."""
+        """Return the metadata as JSON with sorted keys; `shape`, `stride` and `names` are for YOLOv5's programs."""
         content = {"format": EXPORT_FORMAT, **asdict(self), "shape": [self.batch, 3, *self.imgsz]}
         return json.dumps(content, sort_keys=True)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The content of a weight file. source: the program that wrote it, "tensors" for a bare state dict."""
+    """The content of a weight file.
+
+    Attributes:
+        source: program that wrote the file; "tensors" for a bare state dict
+    """
 
     state: dict[str, Tensor]  # on the CPU; floating-point tensors are float32
     model: dict[str, Any] | None  # the model YAML
@@ -87,14 +92,13 @@ class Weights:
     task: str  # '' if unknown
     settings: dict[str, Any]
     source: Literal["lockstep", "yolov5", "yolov9", "tensors", "exported"]
-    program: Model | None = None  # runs an exported file, which has no tensors
-    metadata: ExportMetadata | None = None  # of an exported file
-    origin: Origin = field(default_factory=Origin)  # of what is made from this file, which is the last of its files
+    program: Model | None = None  # the model in an exported file, which has no tensors
+    metadata: ExportMetadata | None = None  # metadata of an exported file
+    origin: Origin = field(default_factory=Origin)  # passed on to derived files; ends with this file
 
     @property
     def image_sides(self) -> tuple[int, int] | None:
-        """The height and width in pixels of the images of the training, or of the export; None if the file does not
-        contain them."""
+        """The height and width in pixels of the images that the model was trained or exported for; None if unknown."""
         if self.metadata:
             return self.metadata.imgsz
         size = self.settings.get("imgsz")
@@ -107,13 +111,17 @@ class Weights:
 
     @property
     def class_names(self) -> dict[int, str]:
-        """The class names; the numbers of the classes if the file has no names."""
+        """The class names; the classes' numbers if the file has no names."""
         return self.names or {number: str(number) for number in range(int((self.model or {}).get("nc", 0)))}
 
     def class_warnings(self, names: Mapping[int, str], name: str) -> list[str]:
-        """Return a warning if as many classes of a data set have other names: perhaps their order differs.
+        """Return a warning if a data set has as many classes but other names, so that their order may differ.
 
-        name: of the file. A single class has no order.
+        There is no warning for a single class, which has no order.
+
+        Args:
+            names: the data set's class names, by number
+            name: name of the file in the warning
         """
         if len(names) != len(self.names) or len(names) == 1:
             return []

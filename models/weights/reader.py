@@ -1,5 +1,5 @@
-"""Read weight files without running anything in them: those of train.py, YOLOv5's, YOLOv9's (MIT),
-`.safetensors`, and bare tensors.
+"""Read weight files without running anything in them: files from train.py, YOLOv5 and YOLOv9 (MIT), `.safetensors`,
+and bare tensors.
 
 Called by export.py, models/initial_weights.py and models/export/runtime.py, which reads exported files.
 """
@@ -39,13 +39,13 @@ from utils.checkpoint.weight_files import FORMAT, SAFETENSORS_SUFFIX, is_safeten
 from utils.errors import UserError, first_line
 from utils.files import read_regular
 
-CONTENT_KEYS = ("task", "model", "names", "state", "settings")  # of files of train.py, beside `format`
+CONTENT_KEYS = ("task", "model", "names", "state", "settings")  # keys of train.py's files, besides `format`
 
 
 def read_weights(path: str | Path) -> Weights:
-    """Read a file of train.py, a YOLOv5 `.pt`, a `.safetensors` or a saved state dict.
+    """Read a file from train.py, a YOLOv5 `.pt`, a `.safetensors` file or a saved state dict.
 
-    Raises `UserError` for any other file, before anything that it names is called.
+    Raises `UserError` for any other file, before calling anything that it names.
     """
     path = Path(path)
     if path.name.endswith(EXPORTED_SUFFIXES):
@@ -58,7 +58,7 @@ def read_weights(path: str | Path) -> Weights:
             if is_archive := data.startswith(b"PK\x03\x04"):
                 _check_archive(data)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about how the file was written, which the user cannot change
+                warnings.simplefilter("ignore")  # the user cannot change how the file was written
                 weights = _interpret(unpickle(data, is_archive))
         sha256 = hashlib.sha256(data).hexdigest()
         origin = weights.origin if weights.source == "lockstep" else Origin.of_program(weights.source, sha256)
@@ -87,25 +87,25 @@ def _damage(data: bytes, error: Exception) -> str:
     try:
         data[:1000].decode("utf-8")
     except UnicodeDecodeError:
-        return f"is not a whole PyTorch weight file ({first_line(error).split('. ')[0]}); copy or download it again"
+        return f"is not a complete PyTorch weight file ({first_line(error).split('. ')[0]}); copy or download it again"
     return "is text, not a weight file (a web page or a Git LFS pointer?); download it again"
 
 
 def _safetensors_content(data: bytes) -> dict[str, Any]:
-    """Return the content of a `.safetensors` file as that of a `.pt`. Raises `UnusableFile`."""
+    """Return the content of a `.safetensors` file in the form of a `.pt`'s. Raises `UnusableFile`."""
     try:
         state, rest = read_safetensors(data)
     except ValueError as error:
-        raise UnusableFile(f"is not a whole .safetensors file ({error}); copy or download it again") from None
+        raise UnusableFile(f"is not a complete .safetensors file ({error}); copy or download it again") from None
     return {**rest, "state": state} if rest else state
 
 
 def _check_archive(data: bytes) -> None:
-    """Raise `UnusableFile` for an archive that is damaged, has too large a pickle, or that torch.load would run."""
+    """Raise `UnusableFile` for an archive that is damaged, has too large a pickle, or is a TorchScript program."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         if damaged := archive.testzip():  # torch.load does not compare the checksums
             raise UnusableFile(f"is damaged (the checksum of {damaged} does not match); copy or download it again")
-    # The reader of torch.load: another reader may see other records in a hostile file.
+    # torch.load's own reader: another reader may see other records in a hostile file.
     reader = torch._C.PyTorchFileReader(io.BytesIO(data))
     if "constants.pkl" in reader.get_all_records():
         raise UnusableFile("is a TorchScript export, which cannot be trained; give the .pt that it was made from")
@@ -119,7 +119,7 @@ def _interpret(content: Any) -> Weights:
         if str(content.get("format", "")).startswith("lockstep-"):
             return _read_lockstep(content)
         if not _is_state_dict(content):
-            # The weights of the EMA, which YOLOv5 moves to `model` at the end of training.
+            # The EMA's weights, which YOLOv5 moves to `model` at the end of training.
             content = next(
                 (content[key] for key in ("ema", "model", "state_dict") if content.get(key) is not None), None
             )
@@ -141,7 +141,7 @@ def _is_state_dict(content: Mapping[Any, Any]) -> bool:
 
 
 def _read_lockstep(content: dict[str, Any]) -> Weights:
-    """Return the weights in a file of train.py."""
+    """Return the weights in a file from train.py."""
     if content["format"] != FORMAT:
         raise UnusableFile(f"has the unknown format {content['format']}; update this program")
     missing = [key for key in CONTENT_KEYS if key not in content]
@@ -152,7 +152,7 @@ def _read_lockstep(content: dict[str, Any]) -> Weights:
     mappings = {key: content[key] for key in ("state", "model", "settings") if key not in wrong}
     wrong += [key for key, mapping in mappings.items() if not all(isinstance(name, str) for name in mapping)]
     if wrong or not all(isinstance(tensor, Tensor) for tensor in content["state"].values()):
-        raise UnusableFile(f"has something else as its {wrong[0] if wrong else 'state'}; copy or download it again")
+        raise UnusableFile(f"has a malformed `{wrong[0] if wrong else 'state'}`; copy or download it again")
     return Weights(
         content["state"],
         plain_values(content["model"]),
@@ -165,16 +165,16 @@ def _read_lockstep(content: dict[str, Any]) -> Weights:
 
 
 def _yolov5_task(kind: str) -> str:
-    """Return the task of a network by the name of its class, or that name if no task here has such networks."""
+    """Return the task of a network by its class's name, or that name if no registered task has such networks."""
     for task, entry in TASKS.items():
         if entry.yolov5_class == kind:
             return task
-    # Older detectors are of class `Model`, those of other programs of any class.
+    # Older detectors are of class `Model`, other programs' detectors of any class.
     return kind if kind.endswith("Model") and kind != "Model" else DEFAULT_TASK
 
 
 def _as_float32(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without gradients, and half precision, as in official files, as float32.
+    """Return the tensors without gradients, and floating-point ones as float32: official files hold half precision.
 
     Raises `UnusableFile` if they are not finite.
     """
@@ -186,6 +186,6 @@ def _as_float32(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _numbered(names: Any) -> dict[int, str]:
-    """Return class names by number, from a dict or the list of an older file."""
+    """Return class names by number, from a dict or, in an older file, a list."""
     pairs = names.items() if isinstance(names, dict) else enumerate(names)
     return {int(number): str(name) for number, name in pairs}

@@ -1,5 +1,5 @@
-"""Find the file that --weights names; download releases of YOLOv5 and YOLOv9, torchvision's weights, and files of W&B
-and the Hub.
+"""Find the file that --weights names; download releases of YOLOv5 and YOLOv9, torchvision's weights, and files from W&B
+and the Hugging Face Hub.
 
 Called by models/initial_weights.py and models/ensemble.py.
 """
@@ -27,24 +27,27 @@ from utils.tracking.wandb import download_artifact
 
 TORCHVISION_DEFAULT = "DEFAULT"  # the weights that torchvision recommends for an architecture
 WANDB_PREFIX = "wandb:"
-OPENVINO_SUFFIX = "_openvino_model"  # of an exported folder
+OPENVINO_SUFFIX = "_openvino_model"  # suffix of an exported folder
 RELEASE_ADDRESS = "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
 RELEASE_LICENCE = "AGPL-3.0, published by Ultralytics"
 YOLOV9_FILE = re.compile(r"v9-[tsmc]\.pt")
 YOLOV9_ADDRESS = "https://github.com/MultimediaTechLab/YOLO/releases/download/v1.0-alpha/"
 YOLOV9_LICENCE = "MIT, published by MultimediaTechLab"
-RELEASE_SHA256 = {"yolov5n.pt": "4f180cf23ba0717ada0badd6c685026d73d48f184d00fc159c2641284b2ac0a3"}  # of release files
+RELEASE_SHA256 = {"yolov5n.pt": "4f180cf23ba0717ada0badd6c685026d73d48f184d00fc159c2641284b2ac0a3"}  # by release file
 
 
 def find_weights(
     name: str, yaml: Mapping[str, Any] | None = None, source: str = "the model YAML", training: bool = True
 ) -> Path:
-    """Return the path of a weight file: as given, or in a run folder best.pt, else last.pt, or a release file of YOLOv5
-    or YOLOv9 in the cache, downloaded if necessary.
+    """Return the path of a weight file, downloaded into the cache if necessary. Raises `UserError`.
 
-    DEFAULT means torchvision's recommendation for the architecture in `yaml`, which errors call `source`, and
-    wandb:entity/project/name:alias an artifact, hf:owner/name a repository of the Hugging Face Hub. training: for
-    train.py, which can start without weights, and alone knows DEFAULT. Raises `UserError`.
+    Args:
+        name: path of a file; a run folder, for its best.pt, else last.pt; the name of a release file of YOLOv5 or
+            YOLOv9; DEFAULT for torchvision's recommendation for the architecture in `yaml`;
+            wandb:entity/project/name:alias for an artifact; or hf:owner/name for a repository of the Hugging Face Hub
+        yaml: model YAML that --cfg names, if any
+        source: name of the model YAML in errors
+        training: whether train.py asks: only it knows DEFAULT and can start without weights
     """
     if name == TORCHVISION_DEFAULT and training:
         return torchvision_weights(yaml or {}, source)
@@ -76,8 +79,12 @@ def weights_of_run(folder: Path) -> Path:
 def official_weights(name: str, file: str, alternative: str) -> Path:
     """Download a release file of YOLOv5 or YOLOv9 into the cache and return its path. Raises `UserError`.
 
-    name: the value of --weights, for the error. alternative: the end of its advice. The environment variable
-    LOCKSTEP_RELEASES is the URL of a mirror.
+    The environment variable LOCKSTEP_RELEASES may name the URL of a mirror.
+
+    Args:
+        name: value of --weights, for the error
+        file: name of the release file
+        alternative: end of the error's advice, such as another flag to use
     """
     is_yolov9 = YOLOV9_FILE.fullmatch(file)
     address = YOLOV9_ADDRESS if is_yolov9 else RELEASE_ADDRESS
@@ -96,7 +103,11 @@ def official_weights(name: str, file: str, alternative: str) -> Path:
 def torchvision_weights(yaml: Mapping[str, Any], source: str, patience: float = math.inf) -> Path:
     """Return the recommended weights for a YAML's `architecture`, downloaded into torch's cache if necessary.
 
-    patience: seconds in which their server must answer. Raises `UserError`.
+    Raises `UserError`.
+
+    Args:
+        source: name of the model YAML in errors
+        patience: seconds within which the server must answer
     """
     from models.tasks.classification import torchvision_models
 
@@ -112,7 +123,7 @@ def torchvision_weights(yaml: Mapping[str, Any], source: str, patience: float = 
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether a file is a zip archive, as torch writes, with valid checksums."""
+    """Return whether a file is a zip archive, the format that torch writes, with valid checksums."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None

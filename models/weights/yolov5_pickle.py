@@ -1,7 +1,7 @@
 """Read YOLOv5's weight files, which are pickled networks, without running them. Called by models/weights/reader.py.
 
-A pickle can call any function. Here inert stubs (`Stub`) replace its classes, and tensors and the YAML are taken from
-them; names that are not in the lists below are refused.
+A pickle can call any function. Here inert stubs (`Stub`) replace its classes, and the tensors and the YAML are read
+from the stubs; names that are not in the lists below are refused.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from utils.files import ROOT, read_yaml
 # Modules and classes whose objects a file may hold. None of them is imported: a stub replaces each.
 STUB_MODULES = (
     *("models", "utils", "ultralytics", "yolov5", "torch.nn.modules", "torch.nn.parallel", "pathlib", "datetime"),
-    *("lightning", "lightning_fabric", "pytorch_lightning", "omegaconf", "yolo"),  # checkpoints of Lightning
+    *("lightning", "lightning_fabric", "pytorch_lightning", "omegaconf", "yolo"),  # Lightning's checkpoints
 )
 STUBS = {
-    *("argparse.Namespace", "numpy.dtype", "numpy.ndarray", "_codecs.encode"),  # encode: in numpy's scalars
-    "builtins.getattr",  # in methods, which YOLOv5's fused layers hold
+    *("argparse.Namespace", "numpy.dtype", "numpy.ndarray", "_codecs.encode"),  # `encode` occurs in numpy's scalars
+    "builtins.getattr",  # occurs in pickled methods, which YOLOv5's fused layers hold
     *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
     *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
 }
-# Classes and values that are not replaced. Only built-in ones: the opcode BUILD could change attributes of others.
+# Classes and values that are not replaced. They are built in: the opcode BUILD could change others' attributes.
 BUILTIN_CLASSES = (set, frozenset, list, dict, tuple, int, float, bool, str, complex)
 REAL_OBJECTS: dict[str, Any] = {
     "collections.OrderedDict": collections.OrderedDict,
@@ -48,19 +48,19 @@ WRAPPERS = {
     **dict.fromkeys(("AutoShape", "autoShape", "DetectMultiBackend"), "model"),
     "ModelEMA": "ema",
 }
-MAX_PICKLE_BYTES = 2**22  # of the pickle in a file; that of yolov5x has 0.4 MB
+MAX_PICKLE_BYTES = 2**22  # largest pickle in a file; yolov5x has a pickle of 0.4 MB
 SUPPORTED_RELEASES = "give a file of YOLOv5 v5.0 or later, or bare tensors (a state dict)"
-CONVOLUTIONS = ("Conv", "DWConv")  # layers of YOLOv5 that have the model's activation and may be fused
-BATCH_NORM_EPSILON = 1e-3  # in these layers
-CLASSIFIER_SIZE_BY_CHANNELS = {16: "n", 32: "s", 48: "m", 64: "l", 80: "x"}  # of the first convolution
+CONVOLUTIONS = ("Conv", "DWConv")  # YOLOv5's layers that have the model's activation and may be fused
+BATCH_NORM_EPSILON = 1e-3  # eps of the BatchNorms in CONVOLUTIONS
+CLASSIFIER_SIZE_BY_CHANNELS = {16: "n", 32: "s", 48: "m", 64: "l", 80: "x"}  # by channels of the first convolution
 
 
 class UnusableFile(Exception):
-    """A weight file cannot be used. The message is the rest of a sentence that begins with its path."""
+    """A weight file cannot be used. The message continues a sentence that begins with the file's path."""
 
 
 class Stub:
-    """An inert replacement of an object in a pickle, which holds its state."""
+    """An inert replacement of an object in a pickle, with the object's state."""
 
     __slots__ = ("state",)
     class_path: ClassVar[str] = ""  # module and name of the class
@@ -74,7 +74,7 @@ class Stub:
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    # Without it pickle would set attributes. A file may also name the class itself: then this call fails, as it should.
+    # Without this method pickle would set attributes. If a file names the class itself, this call fails, as it should.
     def __setstate__(self, state: object) -> None:
         self.state = state if isinstance(state, dict) else {}
 
@@ -89,17 +89,20 @@ class Stub:
         pass
 
     def __call__(self, *_: object) -> None:
-        """Refuse: objects of a weight file are not called."""
+        """Raise `UnusableFile`: objects in a weight file are not called."""
         raise _refused(self.class_path)
 
 
 def unpickle(data: bytes, is_archive: bool) -> Any:
-    """Return the content of a file: from torch's safe loader, or with stubs in place of classes if that refuses it.
+    """Return the content of a file from torch's safe loader or, if that refuses the file, with stubs for classes.
 
-    is_archive: whether the file is a zip archive, as torch has written since 1.6. Raises `UnusableFile` for classes in
-    an older one.
+    Raises `UnusableFile` if a file in the format before torch 1.6 holds classes.
+
+    Args:
+        data: bytes of the file
+        is_archive: whether the file is a zip archive, the format since torch 1.6
     """
-    # From memory: torch would extract a tar archive on disk to the paths in it.
+    # Read from memory: torch would extract a tar archive on disk to the paths that it names.
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
@@ -132,13 +135,13 @@ def _stub_class(class_path: str) -> type[Stub]:
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
-    """Resolves names from the lists above only. torch loads storages through `persistent_load`."""
+    """Resolves only names in the lists above. torch loads storages through `persistent_load`."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the object or stub for a name. Raises `UnusableFile` if the name is not in the lists above."""
-        module = IMPORT_MAPPING.get(module, module)  # protocols 0 to 2 write __builtin__ for builtins, and so on
+        module = IMPORT_MAPPING.get(module, module)  # protocols 0 to 2 use Python 2's module names, such as __builtin__
         path = f"{module}.{name}"
-        if "." not in name:  # a dotted name is a path of attributes, which may lead to any module
+        if "." not in name:  # a dotted name is a chain of attributes, which may lead to any module
             if path in REAL_OBJECTS:
                 return REAL_OBJECTS[path]
             if path in _REBUILD:
@@ -150,9 +153,9 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 
 def rebuild_tensor(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object) -> Tensor:
-    """Return a tensor without hooks and metadata from the pickle."""
+    """Return a tensor without the pickle's hooks and metadata."""
     if not isinstance(storage, torch.storage.TypedStorage):
-        raise TypeError(f"a tensor without a storage, but with a {type(storage).__name__}")
+        raise TypeError(f"a tensor's storage is a {type(storage).__name__}")
     return torch._utils._rebuild_tensor(storage, offset, size, stride)
 
 
@@ -198,7 +201,7 @@ def unwrap(content: Any) -> Any:
 
 
 def training_settings(content: Any) -> dict[str, Any]:
-    """Return the flags of the training that a file of YOLOv5 holds, as far as they are used here: `imgsz`."""
+    """Return the training flags in a YOLOv5 file that are used here: `imgsz`."""
     flags = content.get("opt") if isinstance(content, dict) else None
     flags = flags.state if isinstance(flags, Stub) else flags
     size = flags.get("imgsz") if isinstance(flags, dict) else None
@@ -211,9 +214,13 @@ def state_dict(network: Stub) -> dict[str, Tensor]:
 
 
 def model_yaml(network: Stub, state: Mapping[str, Tensor], classes: int) -> dict[str, Any] | None:
-    """Return the model YAML of a network; None if the network has none and is no classifier of YOLOv5.
+    """Return the model YAML of a network; None if the network has none and is not a YOLOv5 classifier.
 
-    state: its state dict. classes: their number, for a classifier. Raises TypeError if a value is not plain.
+    Raises TypeError if a value is not plain.
+
+    Args:
+        state: the network's state dict
+        classes: number of classes, for a classifier
     """
     yaml = network.state.get("yaml")
     if isinstance(yaml, dict):
@@ -230,12 +237,12 @@ def model_yaml(network: Stub, state: Mapping[str, Tensor], classes: int) -> dict
         or len(first) not in CLASSIFIER_SIZE_BY_CHANNELS
     ):
         return None
-    # YOLOv5 saves classifiers without a YAML; each size has another width of the first convolution.
+    # YOLOv5 saves classifiers without a YAML; the width of the first convolution identifies the size.
     return {**read_yaml(ROOT / "models" / f"yolov5{CLASSIFIER_SIZE_BY_CHANNELS[len(first)]}-cls.yaml"), "nc": classes}
 
 
 def _refuse_old_release(yaml: Mapping[str, Any], network: Stub) -> None:
-    """Raise `UnusableFile` for a network whose activations only the code of YOLOv5 before v5.0 knew."""
+    """Raise `UnusableFile` for a network whose activations were fixed in the code of YOLOv5 before v5.0."""
     for layer in _modules(network):
         kind, act = class_name(layer), layer.state["_modules"].get("act")
         is_named = bool(yaml.get("activation")) and kind in CONVOLUTIONS
@@ -243,7 +250,7 @@ def _refuse_old_release(yaml: Mapping[str, Any], network: Stub) -> None:
             continue
         if class_name(act) not in ("SiLU", "Identity"):
             release = (
-                f"is of a YOLOv5 release before v5.0: its {kind} has {class_name(act)}, and its YAML does not say so"
+                f"is from a YOLOv5 release before v5.0: its {kind} has {class_name(act)}, and its YAML does not say so"
             )
             raise UnusableFile(f"{release}; {SUPPORTED_RELEASES}")
 
@@ -259,7 +266,7 @@ def _modules(module: Stub) -> Iterator[Stub]:
 def _named_tensors(module: Stub, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors of a module's state dict."""
     fields = module.state
-    # anchor_grid: a buffer of older files, computed from the anchors.
+    # Older files have a buffer anchor_grid, which is computed from the anchors.
     not_saved = {"anchor_grid", *fields.get("_non_persistent_buffers_set", ())}
     for name, tensor in {**fields["_parameters"], **fields["_buffers"]}.items():
         if isinstance(tensor, Tensor) and name not in not_saved:
@@ -272,7 +279,7 @@ def _named_tensors(module: Stub, prefix: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _batch_norm_of_fused(convolution: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a BatchNorm that only adds the bias of a fused convolution."""
+    """Yield the tensors of a BatchNorm that only adds a fused convolution's bias."""
     bias = convolution.state["_parameters"].get("bias") if is_module(convolution) else None
     if isinstance(bias, Tensor):
         ones = torch.ones(bias.shape)
@@ -284,7 +291,7 @@ def _batch_norm_of_fused(convolution: Any, prefix: str) -> Iterator[tuple[str, T
 
 
 def plain_values(value: Any) -> Any:
-    """Return a copy in dicts, lists and plain values. Raises TypeError for any other value, such as a stub."""
+    """Copy `value` as dicts, lists and plain values. Raises TypeError for any other value, such as a stub."""
     if isinstance(value, dict):
         return {str(key): plain_values(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -84,7 +84,7 @@ def test_tensors_without_a_model() -> None:
 
 @pytest.mark.parametrize("names", [(), ("",)])
 def test_weights_without_a_name(names: tuple[str, ...]) -> None:
-    with pytest.raises(UserError, match="--weights names no file"):
+    with pytest.raises(UserError, match="--weights is empty"):
         weight_files(names)
 
 

@@ -60,7 +60,7 @@ def test_all_but_the_head_of_a_model_with_an_auxiliary_branch() -> None:
 def test_freezing_a_missing_layer(layers: tuple[int, ...], flag: str, wrong: int) -> None:
     with pytest.raises(UserError) as caught:
         freeze(layered(), layers)
-    assert str(caught.value) == f"--freeze {flag}: the model has layers 0 to 4, no {wrong}"
+    assert str(caught.value) == f"--freeze {flag}: the model has layers 0 to 4, but no layer {wrong}"
 
 
 @pytest.mark.parametrize("layers", [(5,), (0, 1, 2, 3, 4)])
@@ -113,7 +113,7 @@ def test_all_but_the_head_of_a_transformer() -> None:
 
 @pytest.mark.parametrize("number", [10**20, -(10**20), 5 * 10**9])
 def test_a_huge_number_is_no_layer(number: int) -> None:
-    with pytest.raises(UserError, match=rf"--freeze {number}: the model has layers 0 to 4, no"):
+    with pytest.raises(UserError, match=rf"--freeze {number}: the model has layers 0 to 4, but no layer"):
         freeze(layered(), (number,))
 
 
@@ -168,8 +168,8 @@ def test_patterns_of_layers_and_parameters(words: list[str], expected: set[str])
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.7"], r"^--freeze 'model.7': no layer or parameter of the model has such a name \(did you mean 'model"),
-        (["backbone", "9"], "^--freeze '9': no layer or parameter of the model has such a name"),
+        (["model.7"], r"^--freeze 'model.7' matches no layer or parameter of the model \(did you mean 'model"),
+        (["backbone", "9"], "^--freeze '9' matches no layer or parameter of the model"),
         (["model"], "^--freeze model freezes all parameters; freeze fewer$"),
         (["backbone", "head"], "^--freeze backbone head freezes all parameters; freeze fewer$"),
     ],
@@ -190,10 +190,10 @@ def test_factors_of_learning_rates() -> None:
 
 @pytest.mark.parametrize("text", ["backbone", "backbone=", "head=-1", "head=fast", "head=inf", "=1", ","])
 def test_factors_of_another_form(text: str) -> None:
-    with pytest.raises(UserError, match=r"^--lr-factor '.*': it is not of the form PART=FACTOR,PART=FACTOR"):
+    with pytest.raises(UserError, match=r"^--lr-factor '.*' is not of the form PART=FACTOR,PART=FACTOR"):
         rate_factors(layered(), text)
 
 
 def test_a_factor_of_no_parameter() -> None:
-    with pytest.raises(UserError, match=r"^--lr-factor 'bakbone': no layer or parameter of the model has such a name"):
+    with pytest.raises(UserError, match=r"^--lr-factor 'bakbone' matches no layer or parameter of the model"):
         rate_factors(layered(), "bakbone=1")

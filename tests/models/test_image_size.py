@@ -96,7 +96,7 @@ def test_a_size_on_the_command_line_comes_before_all_but_an_exported_files() -> 
     for task in (ClassificationTask, DetectionTask):
         assert choose_size({"a.pt": trained(64)}, task, (96, 128), suggested=48) == ImageSize((96, 128))
         size = choose_size({"a.onnx": exported(32, 64)}, task, 96)
-        assert size == ImageSize((32, 64), True, ("exported for images of 32x64 alone",))
+        assert size == ImageSize((32, 64), True, ("exported for images of 32x64 only",))
 
 
 @pytest.mark.parametrize("task", [ClassificationTask, DetectionTask])

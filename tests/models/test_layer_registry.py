@@ -216,7 +216,7 @@ def test_paths_of_no_python_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(UserError, match=message):
             add_layers(name)
     (tmp_path / "mine.txt").write_text("x = 1\n")
-    with pytest.raises(UserError, match=r"mine.txt is no Python file; --layers takes one whose name ends with .py"):
+    with pytest.raises(UserError, match=r"mine.txt is not a Python file; --layers takes a file whose name ends with"):
         add_layers(tmp_path / "mine.txt")
 
 

@@ -13,18 +13,18 @@ import torch
 if TYPE_CHECKING:
     from models.heads.anchors.head import Detect
 
-SUFFICIENT_RECALL = 0.98  # best possible recall above which the anchors stay as they are
+SUFFICIENT_RECALL = 0.98  # best possible recall above which anchors are kept
 MUTATION_ROUNDS = 1000
-MUTATION_PROBABILITY = 0.9  # of each number
-MUTATION_SPREAD = 0.1  # standard deviation of a mutation's factor, at most
-MUTATION_FACTORS = (0.3, 3.0)  # least and largest
+MUTATION_PROBABILITY = 0.9  # probability that a side mutates
+MUTATION_SPREAD = 0.1  # largest standard deviation of a mutation's factor
+MUTATION_FACTORS = (0.3, 3.0)  # smallest and largest factor of a mutation
 K_MEANS_ROUNDS = 30
 MIN_BOX_SIDE_PIXELS = 2  # boxes with both sides smaller are ignored
-MAX_SAMPLED_BOXES = 20_000  # in the search
+MAX_SAMPLED_BOXES = 20_000  # boxes that the search uses
 
 
 class Fit(NamedTuple):
-    """Best possible recall (share of boxes that some anchor fits) and mean anchors fitting a box."""
+    """Best possible recall (share of boxes that some anchor fits) and mean number of anchors that fit a box."""
 
     recall: float
     anchors_per_box: float
@@ -33,11 +33,12 @@ class Fit(NamedTuple):
 def adapt_anchors(
     head: Detect, yaml: dict[str, Any], sides: np.ndarray, threshold: float, sufficient: float = SUFFICIENT_RECALL
 ) -> str:
-    """Replace the anchors of a head, and those of its model's YAML, if they fit too few boxes; return a message.
+    """Replace the anchors of a head and of its model's YAML if they fit too few boxes; return a message.
 
-    sides: (n, 2) widths and heights of the training boxes, in pixels at the model's image size. threshold: largest
-    factor between the sides of a box and of an anchor that fits it. sufficient: share of the boxes that fit, above
-    which the anchors stay as they are.
+    Args:
+        sides: widths and heights (n, 2) of the training boxes, in pixels at the model's image size
+        threshold: largest factor between the sides of a box and of an anchor that fits it
+        sufficient: share of boxes that fit an anchor above which the anchors are kept
     """
     if not len(sides):
         return "AutoAnchor: the training images have no boxes; the anchors are unchanged"
@@ -48,7 +49,7 @@ def adapt_anchors(
         f"AutoAnchor: {before.recall:.1%} of the boxes match an anchor, {before.anchors_per_box:.2f} anchors per box"
     )
     if before.recall > sufficient:
-        kept = f"; kept, for `anchor_recall` is {sufficient:g}" if before.recall <= SUFFICIENT_RECALL else ""
+        kept = f"; kept, as `anchor_recall` is {sufficient:g}" if before.recall <= SUFFICIENT_RECALL else ""
         return message + kept
     better = find_anchors(sides, len(current), threshold)
     after = fit(sides, better, threshold)
@@ -94,8 +95,8 @@ def find_anchors(sides: np.ndarray, count: int, threshold: float) -> np.ndarray:
 
 
 def _similarity(sides: np.ndarray, anchors: np.ndarray) -> np.ndarray:
-    """Return the smaller of the ratios of widths and heights, each inverted if above 1: (k, n)."""
-    # (2, k, n): numpy reduces the first axes 20 times as fast as short last ones.
+    """Return the smaller of the width and height ratios, each inverted if above 1: (k, n)."""
+    # (2, k, n): numpy reduces the first axis 20 times as fast as a short last one.
     ratio = np.ascontiguousarray(sides.T)[:, None] / anchors.T[:, :, None]
     return np.asarray(np.minimum(ratio, 1 / ratio).min(0))
 
@@ -106,7 +107,7 @@ def _fitness(sides: np.ndarray, anchors: np.ndarray, threshold: float) -> float:
 
 
 def _k_means(sides: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Return the cluster centres (count, 2) of the boxes' sides, each axis in units of its standard deviation."""
+    """Return cluster centres (count, 2), in pixels, of the boxes' sides; each axis is scaled by its deviation first."""
     spread = sides.std(0) + 1e-9
     points = sides / spread
     centres = points[rng.choice(len(points), count, replace=len(points) < count)]

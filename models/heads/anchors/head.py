@@ -1,4 +1,4 @@
-"""`Detect`, the head of YOLOv5's detectors, and `Segment`, that of its segmenters. In models/layer_registry.py."""
+"""`Detect` and `Segment`, the heads of YOLOv5's detectors and segmenters. Registered in models/layer_registry.py."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class DetectConv(nn.Conv2d):
 
 
 class _GatherCells(torch.autograd.Function):
-    """Map (b, c, h, w) to itself and its values at k cells, (k, c).
+    """Return a map (b, c, h, w) and its values at k cells, (k, c).
 
-    Backward adds the gradient of the cells to that of the map in place; indexing would make a second map of zeros.
+    Backward adds the cells' gradient to the map's in place; plain indexing would make a second map, of zeros.
     """
 
     @staticmethod
@@ -60,8 +60,8 @@ class _GatherCells(torch.autograd.Function):
     def backward(ctx: Any, map_gradient: Tensor, cell_gradient: Tensor) -> tuple[Tensor | None, ...]:
         image, row, column = ctx.saved_tensors
         _, channels, height, width = map_gradient.shape
-        # In place is safe: one convolution reads the map, and has no more use for this gradient. index_add_ adds in a
-        # fixed order, index_put_ does not.
+        # In place is safe: only one convolution reads the map, and it no longer needs this gradient. index_add_ adds in
+        # a fixed order, unlike index_put_.
         by_cell = map_gradient.permute(0, 2, 3, 1).reshape(-1, channels)
         by_cell.index_add_(0, (image * height + row) * width + column, cell_gradient)
         return by_cell.view(-1, height, width, channels).permute(0, 3, 1, 2), None, None, None
@@ -70,9 +70,14 @@ class _GatherCells(torch.autograd.Function):
 class Detect(DetectionHead):
     """The detection head: one 1x1 convolution per level, which returns raw maps in training and in evaluation.
 
-    nc: classes. anchors: a flat list [w, h, w, h, ...] in pixels per level, or the number of anchors per level, which
-    AutoAnchor then computes. channels: of the input maps. more: outputs per anchor after the classes.
     The buffer `anchors` (levels, anchors, 2) is in stride units after `placed`.
+
+    Args:
+        nc: number of classes
+        anchors: for each level a flat list [w, h, w, h, ...] in pixels, or the number of anchors per level, which
+            AutoAnchor then computes
+        channels: number of channels of each input map
+        more: number of outputs per anchor after the class scores
     """
 
     description = "detection head"
@@ -96,22 +101,23 @@ class Detect(DetectionHead):
         self.no = nc + 5 + more
         self._pixels = [[float(side) for side in level] for level in anchors]
         self.register_buffer("anchors", torch.tensor(self._pixels).view(self.nl, self.na, 2))
-        # Not saved: it follows from the layers, and YOLOv5's files do not have it.
+        # Not saved: the layers determine it, and YOLOv5's files do not have it.
         self.register_buffer("stride", torch.ones(self.nl), persistent=False)
         self.m = nn.ModuleList(DetectConv(c, self.na, self.no) for c in channels)
 
     def forward(self, maps: Sequence[Tensor], cells: Tensor | None = None) -> list[Tensor] | list[Level]:
         """Map (batch, channels, height, width) of each level to logits (batch, anchors, height, width, 5 + nc).
 
-        cells: (levels, 3, k), image, row and column of cells. If given, return a `Level` per map: objectness of all
-        cells, and the other logits of these cells only.
+        Args:
+            cells: image, row and column of cells, (levels, 3, k); if given, the result is a `Level` per map, with the
+                objectness of all cells and the other logits of these cells only
         """
         if cells is None:
             return [convolve(x) for convolve, x in zip(self.m, maps, strict=True)]
         return [convolve(x, index) for convolve, x, index in zip(self.m, maps, cells, strict=True)]
 
     def placed(self, strides: Sequence[float]) -> None:
-        """Set the strides in pixels, the anchors in stride units, the small ones at small strides, and the biases."""
+        """Set the strides in pixels, the anchors in stride units (small ones at small strides), and the biases."""
         pixels = self._pixels
         growth = _mean_area(pixels[-1]) - _mean_area(pixels[0])
         if growth * (strides[-1] - strides[0]) < 0:
@@ -137,7 +143,7 @@ class Detect(DetectionHead):
         return decode(RawView(outputs, self.anchors.float(), self.stride.float(), more=more))
 
     def keep(self, prefix: str, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]) -> str:
-        """Copy boxes, objectness, and classes of equal names if the anchors are the same; return it in words."""
+        """Copy boxes, objectness and classes of equal names if the anchors are the same; return in words which."""
         return keep_head(self, prefix, state, names, new)
 
     def adapt(self, model: Model, split: BoxSplit, hyp: AnchorKeys) -> list[str]:
@@ -159,7 +165,8 @@ class Detect(DetectionHead):
 class Segment(Detect):
     """The segmentation head: `Detect` with `masks` coefficients per anchor, and the mask prototypes that they weight.
 
-    prototypes: hidden channels of `Proto`, which runs on the first map.
+    Args:
+        prototypes: number of hidden channels of `Proto`, which runs on the first map
     """
 
     description = "segmentation head"
@@ -189,7 +196,7 @@ def _mean_area(level: Sequence[float]) -> float:
 
 
 def _check_anchors(anchors: Sequence[Sequence[float]], levels: int) -> None:
-    """Raise ValueError unless there is one list of pairs per level, all of one length."""
+    """Raise ValueError unless there is one list of pairs per level, all of the same length."""
     if len(anchors) != levels:
         raise ValueError(f"Detect has {levels} input maps, but `anchors` has {len(anchors)} rows: give one row per map")
     lengths = {len(level) for level in anchors}

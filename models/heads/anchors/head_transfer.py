@@ -1,4 +1,4 @@
-"""Take what an anchor head can use of a weight file's, although the classes differ. Called by `Detect.keep`."""
+"""Transfer the usable rows of a file's anchor head into one for other classes. Called by `Detect.keep`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,24 @@ from utils.errors import plural
 if TYPE_CHECKING:
     from models.heads.anchors.head import Detect
 
-BOX_ROWS = 5  # of an anchor's rows, the first ones: box and objectness
-ANCHOR_TOLERANCE = 0.01  # relative; official files hold half precision
+BOX_ROWS = 5  # number of an anchor's first rows, for box and objectness
+ANCHOR_TOLERANCE = 0.01  # relative difference of equal anchors: official files hold half precision
 
 
 @torch.no_grad()
 def keep_head(
     head: Detect, prefix: str, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]
 ) -> str:
-    """Copy rows of a file's head into the model's, and return in words what was taken, or why nothing was.
+    """Copy rows of a file's head into the model's, and return in words which were copied, or why none were.
 
-    The rows of box and objectness are those of the same anchor; those of a class are those of the class of the same
-    name, whatever its number; other classes stay as they are. Masks of a segmenter are kept if the file has them.
-    prefix: of the head in `state`. state, names: tensors and class names of the file. new: class names of the model.
+    Box and objectness are copied from the same anchor, a class from the class of the same name, whatever its number;
+    other classes are left unchanged. A segmenter's mask rows are copied if the file has them.
+
+    Args:
+        prefix: prefix of the head's tensors in `state`
+        state: the file's tensors, by name
+        names: the file's class names, by number
+        new: the model's class names, by number
     """
     anchors = state.get(f"{prefix}.anchors")
     if anchors is None or anchors.shape != head.anchors.shape or not _close(anchors, head.anchors):
@@ -47,7 +52,7 @@ def keep_head(
             _copy_rows(_by_anchor(convolve.get_parameter(part), head.na), source, head.nc, len(names), same)
     if not taken:
         return "not its head: its layers differ"
-    return f"of its head the boxes and {len(same) or 'none'} of {plural(len(new), 'class')}"
+    return f"from its head the boxes and {len(same) or 'none'} of {plural(len(new), 'class')}"
 
 
 def _close(first: Tensor, second: Tensor) -> bool:
@@ -55,7 +60,7 @@ def _close(first: Tensor, second: Tensor) -> bool:
 
 
 def _fits(source: Tensor | None, tensor: Tensor, anchors: int, least: int) -> TypeGuard[Tensor]:
-    """Return whether `source` has whole rows for every anchor, at least `least`, of the width of `tensor`'s."""
+    """Return whether `source` has at least `least` rows for each of `anchors` anchors, as wide as `tensor`'s rows."""
     if source is None or source.dim() != tensor.dim() or source.shape[1:] != tensor.shape[1:]:
         return False
     return source.shape[0] % anchors == 0 and source.shape[0] // anchors >= least
@@ -67,7 +72,13 @@ def _by_anchor(tensor: Tensor, anchors: int) -> Tensor:
 
 
 def _copy_rows(target: Tensor, source: Tensor, new: int, old: int, same: Mapping[int, int]) -> None:
-    """Copy rows of a file's weight or bias, (anchors, rows, ...), into the model's. new, old: their classes."""
+    """Copy rows of a file's weight or bias, (anchors, rows, ...), into the model's.
+
+    Args:
+        new: number of the model's classes
+        old: number of the file's classes
+        same: number of a class in the file, by its number in the model
+    """
     target[:, :BOX_ROWS] = source[:, :BOX_ROWS]
     for number, of_file in same.items():
         target[:, BOX_ROWS + number] = source[:, BOX_ROWS + of_file]

@@ -32,8 +32,8 @@ from utils.config.select import select
 if TYPE_CHECKING:
     from models.heads.anchors.head import Detect
 
-LOSS_NAMES = ("box_loss", "obj_loss", "cls_loss")  # the terms, in the order of `LossTerms`
-# Weight of each level's objectness, finest level first: YOLOv5's for 3 levels, and for any other number.
+LOSS_NAMES = ("box_loss", "obj_loss", "cls_loss")  # names of the terms, in the order of `LossTerms`
+# Weight of each level's objectness, finest level first, as in YOLOv5: for 3 levels, and for any other number.
 LEVEL_WEIGHTS = {3: (4.0, 1.0, 0.4)}
 LEVEL_WEIGHTS_DEEP = (4.0, 1.0, 0.25, 0.06, 0.02)
 FOCAL_ALPHA = 0.25
@@ -53,7 +53,7 @@ class LossSettings:
     label_smoothing: float = 0.0
 
     def scaled(self, levels: int, classes: int, imgsz: int) -> LossSettings:
-        """Return the settings scaled to a model. Those of the hyperparameter file are for 3 levels, 80 classes, 640."""
+        """Return the settings scaled to a model; a hyperparameter file's are for 3 levels, 80 classes and 640 px."""
         share = 3 / levels
         obj, cls = self.obj * share * (imgsz / 640) ** 2, self.cls * share * classes / 80
         return replace(self, box=self.box * share, obj=obj, cls=cls)
@@ -65,7 +65,7 @@ def loss_settings(hyp: AnchorKeys, label_smoothing: float) -> LossSettings:
 
 
 class MatchedOutputs(NamedTuple):
-    """A head's outputs, and which of them are matched to targets. k: cells near the targets, see `Cells`."""
+    """A head's outputs, and which of them are matched to targets; there are k cells near the targets, see `Cells`."""
 
     levels: list[Level]
     cells: Cells
@@ -77,9 +77,13 @@ class MatchedOutputs(NamedTuple):
 class DetectionCriterion(Criterion):
     """Box (CIoU), objectness and class terms over the cells that targets are matched to.
 
-    Formulas, gains and level weights are YOLOv5's. settings: scaled to the model. head: the model's; its anchors are
-    read at each call because the model is moved to its device later. class_weights: by class number; an object of
-    weight 2 counts as two equal ones, which changes the box and the class term. Empty: all count the same.
+    Formulas, gains and level weights are YOLOv5's.
+
+    Args:
+        settings: gains and shape of the loss, scaled to the model
+        head: the model's head, whose anchors are read at each call because the model is moved to its device later
+        class_weights: weight of an object in the box and class terms, by class number: an object of weight 2 counts as
+            two equal objects; empty if all objects count the same
     """
 
     def __init__(self, settings: LossSettings, head: Detect, class_weights: Sequence[float] = ()) -> None:
@@ -97,7 +101,8 @@ class DetectionCriterion(Criterion):
     def __call__(self, outputs: Sequence[Tensor | Level], batch: Batch) -> LossTerms:
         """Return the loss terms, whose parts are the levels.
 
-        outputs: of each level a raw map (b, anchors, h, w, 5 + classes), or the `Level` at the cells of `hints`.
+        Args:
+            outputs: for each level a raw map (b, anchors, h, w, 5 + classes), or the `Level` at the cells of `hints`
         """
         return self.terms(self.match_outputs(outputs, batch.targets), batch.targets)
 
@@ -146,21 +151,25 @@ class DetectionCriterion(Criterion):
         return 1.0
 
     def _objectness(self, logits: Tensor, index: Tensor, matched: Tensor, overlaps: Tensor) -> Tensor:
-        """Return the objectness sum of logits (b, anchors, h, w); a cell's target is its overlap, 0 if unmatched."""
+        """Return the objectness sum of logits (b, anchors, h, w); a cell's target is its overlap, or 0 if unmatched."""
         target = _overlap_map(logits.shape, index, matched, overlaps)
         return self._cross_entropy(logits, target, self.settings.obj_pw).sum()
 
     def _match_weights(self, targets: Tensor, like: Tensor) -> Tensor | None:
-        """Return the weight of each cell's target, (k, 1) of the type of `like`; None if all are 1."""
+        """Return the weight of each cell's target, (k, 1) with the dtype of `like`; None if all are 1."""
         if not self.class_weights:
             return None
         weights = device_constant(self.class_weights, like.device).to(like)[targets[:, 1].long()]
         return weights.repeat(len(NEIGHBOURS))[:, None]
 
     def _class_sums(self, logits: Tensor, labels: Tensor, matched: Tensor, weights: Tensor | None) -> Tensor:
-        """Return the class sums (levels,) of logits (levels, k, anchors, classes), where `matched`. labels: (n,).
+        """Return the class sums (levels,) over the matched logits.
 
-        weights: see `_match_weights`.
+        Args:
+            logits: class logits (levels, k, anchors, classes)
+            labels: class numbers (n,) of the targets
+            matched: mask (levels, k, anchors) of the matched logits
+            weights: result of `_match_weights`
         """
         if self.classes == 1:
             return logits.new_zeros(len(logits))  # a single class is always the right one
@@ -182,7 +191,11 @@ class DetectionCriterion(Criterion):
 
 
 def _match_sums(values: Tensor, matched: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the sums (levels,) of values (levels, k, anchors) where `matched`. weights: (k, 1); None: all are 1."""
+    """Return the sums (levels,) of the `matched` values (levels, k, anchors).
+
+    Args:
+        weights: weights (k, 1) of the values; None if all are 1
+    """
     values = torch.where(matched, values, 0)
     return (values if weights is None else values * weights).sum((1, 2))
 
@@ -190,9 +203,14 @@ def _match_sums(values: Tensor, matched: Tensor, weights: Tensor | None) -> Tens
 def _overlap_map(shape: torch.Size, index: Tensor, matched: Tensor, overlaps: Tensor) -> Tensor:
     """Return the objectness target, `shape` (b, anchors, h, w): the overlap of each matched cell.
 
-    index: (3, k); matched and overlaps: (k, anchors). If several targets share a cell, the last one counts. YOLOv5
-    leaves the order undefined; here it is (neighbour, anchor, target) on every device and, because the order within an
-    image is that of its labels, on any number of processes.
+    If several targets share a cell, the last one counts. YOLOv5 leaves the order undefined; here it is (neighbour,
+    anchor, target) on every device and, because an image's targets are ordered like its labels, on any number of
+    processes.
+
+    Args:
+        index: image, row and column of the cells, (3, k)
+        matched: mask (k, anchors) of the matched pairs of cell and anchor
+        overlaps: overlaps (k, anchors) of predictions and targets
     """
     _, anchors, rows, columns = shape
     image, row, column = (part.view(len(NEIGHBOURS), 1, -1) for part in index)

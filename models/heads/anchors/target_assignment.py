@@ -1,7 +1,7 @@
 """Match targets to the cells and anchors of a detector's maps.
 
-Called by `DetectionCriterion`; models/layers.py returns a `Level`. Every tensor here has a shape that follows from the
-number of targets alone, so nothing waits for the device to count matches.
+Called by `DetectionCriterion`; `Detect` returns `Level`s. The shapes of all tensors here depend only on the number of
+targets, so nothing waits for the device to count matches.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor
 
 from models.tasks.shared.losses import device_constant
 
-# Cells that a target may be assigned to: the one of its centre, and those left, above, right and below, as (x, y).
+# Offsets (x, y) of the cells that a target may be assigned to: its centre's cell, then left, above, right and below.
 NEIGHBOURS = ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (-1.0, 0.0), (0.0, -1.0))
-NEIGHBOUR_DISTANCE_CELLS = 0.5  # from a target's centre to a neighbouring cell, at most
+NEIGHBOUR_DISTANCE_CELLS = 0.5  # largest distance from a target's centre to a neighbouring cell
 MapSizes = tuple[tuple[int, int], ...]  # height and width of the map of each level
 
 
 class Cells(NamedTuple):
-    """The 5 cells near each of n targets on every level, k = 5 n: all targets with one neighbour, then with the next.
+    """The 5 cells near each of n targets on every level, k = 5 n: the first cell of all targets, then the second, ...
 
-    Every cell lies on its map: neighbours outside of it are moved to its edge.
+    Every cell lies on its map: cells outside of the map are moved to its edge.
     """
 
     indices: Tensor  # int64 (levels, 3, k): image, row, column
@@ -60,8 +60,8 @@ def near_cells(sizes: MapSizes, targets: Tensor) -> Cells:
 def match(cells: Cells, anchors: Tensor, threshold: float) -> Tensor:
     """Return which of the anchors (levels, a, 2), in cells, match the target at each cell: bool (levels, k, a).
 
-    A target matches an anchor if width and height differ by less than the factor `threshold`, in the cell of its centre
-    and in the near ones.
+    A target matches an anchor, in the cell of its centre and in near cells, if width and height differ by less than the
+    factor `threshold`.
     """
     ratio = cells.box[:, :, None, 2:] / anchors[:, None]
     return (torch.maximum(ratio, 1 / ratio).amax(3) < threshold) & cells.near[..., None]
@@ -74,6 +74,6 @@ def read_level(raw: Tensor, index: Tensor) -> Level:
 
 
 def map_sizes(outputs: Sequence[Tensor | Level]) -> MapSizes:
-    """Return height and width of each level's map."""
+    """Return the height and width of each level's map."""
     maps = [output.objectness if isinstance(output, Level) else output for output in outputs]
     return tuple((one.shape[2], one.shape[3]) for one in maps)

@@ -1,4 +1,4 @@
-"""The raw maps of an anchor head for a batch, their decoding, and the boxes that suppression gets.
+"""The raw maps of an anchor head for a batch, their decoding, and the candidate boxes for suppression.
 
 Made by `Detect.view`; exported modules decode with `decode`.
 """
@@ -19,13 +19,13 @@ from models.heads.logits import least_logit, row_sigmoids
 class RawView(NamedTuple):
     """The raw maps of a network for images that may be scaled and mirrored."""
 
-    outputs: list[Tensor]  # by level, (b, anchors, h, w, 5 + classes + more)
+    outputs: list[Tensor]  # a map (b, anchors, h, w, 5 + classes + more) per level
     anchors: Tensor  # (levels, anchors, 2) in cells
     strides: Tensor  # (levels,) pixels per cell
-    scale: tuple[float, float] = (1.0, 1.0)  # width and height of the model's images, as shares of the batch's
+    scale: tuple[float, float] = (1.0, 1.0)  # width and height of the model's images, each as a share of the batch's
     mirrored_width: int = 0  # width of the batch in pixels if the images are mirrored, else 0
-    skipped_level: int | None = None  # a level whose boxes are left out
-    more: int = 0  # outputs of an anchor after its class scores, which are not decoded
+    skipped_level: int | None = None  # number of a level whose boxes are left out
+    more: int = 0  # number of an anchor's outputs after its class scores, which are not decoded
 
     def levels(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Iterate over the raw map and the cell geometry of each level that is not skipped."""
@@ -75,8 +75,8 @@ def cell_geometry(
 ) -> Tensor:
     """Return the geometry that a level's boxes are relative to, (anchors x h x w, 6), in pixels of the batch.
 
-    Column and row, pixels per column and row, width and height of the anchor. The columns of a mirrored view count from
-    the right, by a negative stride.
+    The values are column and row, pixels per column and row, width and height of the anchor. In a mirrored view columns
+    count from the right, with a negative stride.
     """
     _, count, height, width, _ = raw.shape
     pixels = torch.stack([stride / share for share in scale]).float()
@@ -92,9 +92,11 @@ def cell_geometry(
 
 
 def decode_xywh(scores: Tensor, cells: Tensor) -> Tensor:
-    """Return boxes (..., 4) in pixels: xy = (2 sigmoid - 0.5 + cell) stride, wh = (2 sigmoid)^2 anchor (YOLOv5's).
+    """Return boxes (..., 4) in pixels by YOLOv5's formula: xy = (2 s - 0.5 + cell) stride, wh = (2 s)^2 anchor.
 
-    scores: (..., 4 or more), sigmoids. cells: (n, 6), see `cell_geometry`.
+    Args:
+        scores: sigmoids s (..., 4 or more) of the outputs
+        cells: geometry (n, 6) of the cells, see `cell_geometry`
     """
     centre = (scores[..., :2] * 2 - 0.5 + cells[:, :2]) * cells[:, 2:4]
     return torch.cat((centre, (scores[..., 2:4] * 2) ** 2 * cells[:, 4:]), -1)

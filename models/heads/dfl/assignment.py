@@ -1,7 +1,7 @@
 """Task-aligned assignment of targets to the cells of a `DetectDFL` head (arXiv 2108.07755). Called by `DFLCriterion`.
 
-Every tensor here has a shape that follows from the number of targets and the size of the images alone, so nothing waits
-for the device. Ties go to the first cell, and of targets to the first, whatever the device.
+The shapes of all tensors here depend only on the number of targets and the size of the images, so nothing waits for the
+device. Ties go to the first cell, and among targets to the first target, on every device.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from models.heads.boxes import EPSILON
 from models.heads.dfl.views import BINS
 
 CELLS_PER_TARGET = 10
-MAX_DISTANCE = BINS - 1.01  # from a cell's centre to a side of its box, in strides: below the last bin
+MAX_DISTANCE = BINS - 1.01  # largest distance from a cell's centre to a side of its box, in strides: below the last bin
 ALIGNMENT_EPSILON = 1e-9
-MAX_PAIRS = 2**21  # of target and cell that are compared at a time: bounds the memory
-LOW_BITS = 32  # of a key: a rank; above it are the bits of a number
+MAX_PAIRS = 2**21  # pairs of target and cell that are compared at a time, to limit memory
+LOW_BITS = 32  # bits of a key that hold a rank; a float32's bits are above them
 
 
 class Assignment(NamedTuple):
     """The cells that m targets are assigned to, k each."""
 
-    cell: Tensor  # int64 (m, k): image x n + cell; 0 if the place is not used
-    weight: Tensor  # (m, k): the class target of the cell, above 0; 0 if the place is not used
+    cell: Tensor  # int64 (m, k): image x n + cell; 0 if the slot is not used
+    weight: Tensor  # (m, k): the class target of the cell, above 0; 0 if the slot is not used
 
 
 class Pairs(NamedTuple):
-    """The best cells of m targets, before it is known which cells several targets have chosen."""
+    """The best cells of m targets, before cells that several targets have chosen are given to one of them."""
 
-    cell: Tensor  # int64 (m, k): among the cells of an image
-    alignment: Tensor  # (m, k); 0 if the place is not used
+    cell: Tensor  # int64 (m, k): number of the cell in its image
+    alignment: Tensor  # (m, k); 0 if the slot is not used
     overlap: Tensor  # (m, k): CIoU, at least 0
 
 
@@ -41,12 +41,17 @@ class Pairs(NamedTuple):
 def assign(boxes: Tensor, scores: Tensor, cells: Tensor, targets: Tensor, corners: Tensor) -> Assignment:
     """Assign targets to cells, and return the class targets.
 
-    The 10 best aligned cells of a target, alignment = CIoU^6 x score^0.5, whose centres are inside of it and whose
-    distances to its sides the bins can represent; its best cell of all if there are none. A cell with several targets
-    takes that with the largest CIoU. A class target is alignment x (largest CIoU / largest alignment) of the target.
+    A target is assigned to its 10 best aligned cells, alignment = CIoU^6 x score^0.5, among the cells whose centres are
+    inside of it and whose distances to its sides the bins can represent; without such cells, to the best of all cells.
+    A cell with several targets keeps the one with the largest CIoU. A cell's class target is its alignment x the
+    target's largest CIoU / the target's largest alignment.
 
-    boxes: predictions (b, n, 4), xywh in pixels. scores: logits (b, n, classes). cells: (n, 4), see `cell_geometry`.
-    targets: (m, 6), image, class, ... corners: of the targets, (m, 4), xyxy in pixels.
+    Args:
+        boxes: predicted boxes (b, n, 4), xywh in pixels
+        scores: class logits (b, n, classes)
+        cells: geometry (n, 4) of the cells, see `cell_geometry`
+        targets: image, class and normalised xywh of the targets, (m, 6)
+        corners: xyxy (m, 4) of the targets, in pixels
     """
     count = cells.shape[0]
     at_a_time = max(MAX_PAIRS // count, 1)
@@ -59,10 +64,10 @@ def assign(boxes: Tensor, scores: Tensor, cells: Tensor, targets: Tensor, corner
     pairs = Pairs(*(torch.cat(each) for each in zip(*parts, strict=True)))
     used, image = pairs.alignment > 0, targets[:, :1].long()
     cell = image * count + pairs.cell
-    # The rank of the first target is the highest, so that of equal overlaps it wins.
+    # The first target has the highest rank, so that it wins among equal overlaps.
     rank = torch.arange(len(targets) - 1, -1, -1, device=cell.device)[:, None]
     key = _keys(pairs.overlap, rank)
-    everywhere = len(boxes) * count  # an extra element for places that are not used
+    everywhere = len(boxes) * count  # an extra element for slots that are not used
     place = torch.where(used, cell, everywhere).flatten()
     winner = key.new_full((everywhere + 1,), -1).scatter_reduce_(0, place, key.flatten(), "amax")
     used = used & (winner[place].view_as(key) == key)
@@ -72,9 +77,11 @@ def assign(boxes: Tensor, scores: Tensor, cells: Tensor, targets: Tensor, corner
 
 
 def _best_cells(predicted: tuple[Tensor, ...], scores: Tensor, cells: Tensor, targets: Tensor, box: Tensor) -> Pairs:
-    """Return the best aligned cells of m targets, whichever other targets there are.
+    """Return the best aligned cells of each of m targets, regardless of the other targets.
 
-    predicted: left, top, right, bottom, area and `_shape` of the predictions, (b, n) each. box: (m, 4), corners.
+    Args:
+        predicted: left, top, right, bottom, area and `_shape` of the predictions, (b, n) each
+        box: corners (m, 4) of the targets, xyxy in pixels
     """
     image, label = targets[:, 0].long(), targets[:, 1].long()
     x, y, pixels, _ = cells.unbind(1)
@@ -96,12 +103,12 @@ def _best_cells(predicted: tuple[Tensor, ...], scores: Tensor, cells: Tensor, ta
 
 
 def _keys(numbers: Tensor, rank: Tensor) -> Tensor:
-    """Return int64 keys that are ordered like numbers, float32 and not negative, and among equal ones by rank."""
+    """Return int64 keys that are ordered like `numbers`, float32 of at least 0, and among equal numbers by rank."""
     return (numbers.float().view(torch.int32).long() << LOW_BITS) + rank
 
 
 def _number(keys: Tensor) -> Tensor:
-    """Return the numbers of keys, float32."""
+    """Return the float32 numbers in keys."""
     return (keys >> LOW_BITS).int().view(torch.float32)
 
 
@@ -113,7 +120,9 @@ def _shape(width: Tensor, height: Tensor) -> Tensor:
 def _overlaps(target: tuple[Tensor, ...], predicted: list[Tensor]) -> Tensor:
     """Return the CIoU of targets and predictions, at least 0: (m, n). See `complete_iou`.
 
-    target: left, top, right, bottom, (m, 1) each. predicted: the same, area and `_shape`, (m, n) each.
+    Args:
+        target: left, top, right and bottom of the targets, (m, 1) each
+        predicted: left, top, right, bottom, area and `_shape` of the predictions, (m, n) each
     """
     (ax1, ay1, ax2, ay2), (bx1, by1, bx2, by2, area, angle) = target, predicted
     width, height = ax2 - ax1, ay2 - ay1

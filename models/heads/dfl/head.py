@@ -1,4 +1,4 @@
-"""`DetectDFL`, the anchor-free head of YOLOv9's detectors. In models/layer_registry.py."""
+"""`DetectDFL`, the anchor-free head of YOLOv9's detectors. Registered in models/layer_registry.py."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from models.layers import Conv
 from models.tasks.contract import Criterion
 from utils.config.hyperparameters import AlignmentKeys, keys_of
 
-MAX_SCORE_CHANNELS = 128  # inside of the class branches, by the number of classes
+MAX_SCORE_CHANNELS = 128  # largest number of hidden channels that the number of classes may give a class branch
 BOX_BIAS = 1.0
-EXPECTED_OBJECTS = 5  # of an image of 640 px, on each level: the class scores of an untrained head
+EXPECTED_OBJECTS = 5  # objects per level that an untrained head's class scores predict in an image of 640 px
 
 
 class DFLLevel(NamedTuple):
@@ -30,7 +30,12 @@ class DFLLevel(NamedTuple):
 
 
 class DFLBranches(nn.Module):
-    """The convolutions of one level: c1 channels to a `DFLLevel`. box, score: channels inside of the two branches."""
+    """The convolutions of one level: (b, c1, h, w) to a `DFLLevel`.
+
+    Args:
+        box: number of hidden channels of the box branch
+        score: number of hidden channels of the class branch
+    """
 
     def __init__(self, c1: int, box: int, score: int, nc: int) -> None:
         super().__init__()
@@ -44,11 +49,16 @@ class DFLBranches(nn.Module):
 
 
 class DetectDFL(DetectionHead):
-    """An anchor-free head: per cell the distribution of the distances to the box's sides, and class scores.
+    """An anchor-free head: for each cell, distributions of the distances to the box's sides, and class scores.
 
-    Generalized focal loss (arXiv 2006.04388), task-aligned assignment (arXiv 2108.07755), as in YOLOv9 (arXiv
-    2402.13616). nc: classes. channels: of the input maps. score_channels: inside of the class branches; None: as many
-    as the first map has, or twice the classes if that is more, but then at most 128.
+    It is trained with the generalized focal loss (arXiv 2006.04388) and task-aligned assignment (arXiv 2108.07755), as
+    in YOLOv9 (arXiv 2402.13616).
+
+    Args:
+        nc: number of classes
+        channels: number of channels of each input map
+        score_channels: number of hidden channels of the class branches; if None, the larger of the first map's channels
+            and min(2 nc, 128)
     """
 
     description = "detection head"
@@ -72,8 +82,8 @@ class DetectDFL(DetectionHead):
 
     @torch.no_grad()
     def placed(self, strides: Sequence[float]) -> None:
-        """Set the strides of the levels in pixels, and the biases of the last convolutions: a class score is that of 5
-        objects among the cells of a level."""
+        """Set the levels' strides in pixels, and the biases of the last convolutions, so that class scores predict 5
+        objects per level."""
         self.stride.copy_(torch.tensor(strides))
         for branches, stride in zip(self.heads, self.stride, strict=True):
             branches.get_parameter("anchor_conv.2.bias").fill_(BOX_BIAS)
@@ -87,7 +97,7 @@ class DetectDFL(DetectionHead):
         return DFLCriterion(loss_settings(hyp), self, class_weights)
 
     def view(self, outputs: list[DFLLevel], more: int = 0) -> DFLView:
-        """Return the plain view of raw outputs. more: 0, for no task adds outputs to this head."""
+        """Return the plain view of raw outputs; `more` is ignored, as no task adds outputs to this head."""
         return DFLView(outputs, self.stride.to(outputs[0].sides.device))
 
     def decode(self, outputs: list[DFLLevel], more: int = 0) -> Tensor:
@@ -100,5 +110,5 @@ class DetectDFL(DetectionHead):
         return torch.cat((decoded[..., :4], torch.ones_like(decoded[..., :1]), decoded[..., 4:]), -1)
 
     def keep(self, prefix: str, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]) -> str:
-        """Copy the branches of the boxes, and what fits of the classes' of equal names; return it in words."""
+        """Copy the box branches, and the rows that fit of classes of equal names; return in words which."""
         return keep_head(self, prefix, state, names, new)

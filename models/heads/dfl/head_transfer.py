@@ -1,4 +1,4 @@
-"""Take what a `DetectDFL` head can use of a weight file's, although the classes differ. Called by `DetectDFL.keep`."""
+"""Transfer the usable rows of a file's `DetectDFL` head into one for other classes. Called by `DetectDFL.keep`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ if TYPE_CHECKING:
 def keep_head(
     head: DetectDFL, prefix: str, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]
 ) -> str:
-    """Copy the class rows of a file's head into the model's, and return in words what was taken, or why nothing was.
+    """Copy the class rows of a file's head into the model's, and return in words which were copied, or why none were.
 
-    The branches of the boxes and, if they are as wide, the first layers of the classes have been loaded by their names.
-    The last layer's rows are those of the class of the same name, whatever its number; other classes stay as they are.
-    prefix: of the head in `state`. state, names: tensors and class names of the file. new: class names of the model.
+    `transfer` has already loaded the box branches and, if they are as wide, the first layers of the class branches.
+    Each row of the last layer is copied from the class of the same name, whatever its number; other classes are left
+    unchanged.
+
+    Args:
+        prefix: prefix of the head's tensors in `state`
+        state: the file's tensors, by name
+        names: the file's class names, by number
+        new: the model's class names, by number
     """
     same, taken = same_names(names, new), 0
     for number, branches in enumerate(head.heads):
@@ -40,5 +46,5 @@ def keep_head(
                 for row, of_file in same.items():
                     target[row] = source[of_file]
     if not taken:
-        return "of its head the boxes, not the classes: the layers before them differ"
-    return f"of its head the boxes and {len(same) or 'none'} of {plural(len(new), 'class')}"
+        return "from its head the boxes, not the classes: the layers before them differ"
+    return f"from its head the boxes and {len(same) or 'none'} of {plural(len(new), 'class')}"

@@ -24,12 +24,12 @@ from utils.config.hyperparameters import AlignmentKeys
 if TYPE_CHECKING:
     from models.heads.dfl.head import DetectDFL, DFLLevel
 
-LOSS_NAMES = ("box_loss", "cls_loss", "dfl_loss")  # the terms, in the order of `LossTerms`
+LOSS_NAMES = ("box_loss", "cls_loss", "dfl_loss")  # names of the terms, in the order of `LossTerms`
 
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Gains of the terms, and the weight of the auxiliary branch; `tal_` and the name in the hyperparameter file."""
+    """Gains of the terms, and the weight of the auxiliary branch; the hyperparameter file's keys begin with `tal_`."""
 
     box: float = 7.5
     cls: float = 0.5
@@ -53,10 +53,14 @@ class Cells(NamedTuple):
 class DFLCriterion(Criterion):
     """Box (CIoU), class and distribution focal terms over the cells that targets are assigned to.
 
-    Every term of a head is divided by the sum of its class targets over the global batch, at least 1; the sums of the
-    auxiliary head are weighted by `settings.aux`. head: the model's; its strides are read at each call because the
-    model is moved to its device later. class_weights: by class number; a cell that is assigned to an object of weight 2
-    counts twice in every term. Empty: all count the same.
+    Every term of a head is divided by the sum of its class targets over the global batch, at least 1; the auxiliary
+    head's terms are weighted by `settings.aux`.
+
+    Args:
+        settings: gains of the terms
+        head: the model's head, whose strides are read at each call because the model is moved to its device later
+        class_weights: weight of an object, by class number: a cell that is assigned to an object of weight 2 counts
+            twice in every term; empty if all objects count the same
     """
 
     def __init__(self, settings: LossSettings, head: DetectDFL, class_weights: Sequence[float] = ()) -> None:
@@ -65,7 +69,9 @@ class DFLCriterion(Criterion):
     def __call__(self, outputs: Sequence[DFLLevel] | tuple[Sequence[DFLLevel], ...], batch: Batch) -> LossTerms:
         """Return the loss terms, whose parts are the heads.
 
-        outputs: the levels of the head, or in training of a model with an auxiliary branch (main, auxiliary).
+        Args:
+            outputs: levels of the head; in training with an auxiliary branch a pair, the main head's levels and the
+                auxiliary head's
         """
         heads = outputs if isinstance(outputs, tuple) else (outputs,)
         parts = [self.head_sums(levels, batch) for levels in heads]
@@ -78,7 +84,7 @@ class DFLCriterion(Criterion):
         return LossTerms(sums, counts, weights.to(sums))
 
     def head_sums(self, levels: Sequence[DFLLevel], batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the sums of box, class and distribution, (3,), and their counts: the sum of the class targets."""
+        """Return the box, class and distribution sums, (3,), and their counts, (3,): the sum of the class targets."""
         cells = self._cells(levels)
         height, width = batch.images.shape[2:]
         corners = _corners(batch.targets, width, height)
@@ -94,9 +100,9 @@ class DFLCriterion(Criterion):
         weights = assigned.weight.flatten()
         classes = cells.scores.shape[2]
         positive = cells.scores.reshape(-1).index_select(0, assigned.cell.flatten() * classes + label)
-        # Cross-entropy with soft targets t: softplus(x) - t x, and t is 0 but at the assigned cells.
+        # Cross-entropy with soft targets t is softplus(x) - t x, and t is 0 except at the assigned cells.
         cls = functional.softplus(cells.scores).sum() - (positive * weights).sum()
-        if self.class_weights:  # softplus(x) of an assigned cell, as often as the cell counts
+        if self.class_weights:  # softplus(x) of an assigned cell counts as often as the cell
             rows = functional.softplus(cells.scores.reshape(-1, classes).index_select(0, assigned.cell.flatten()))
             cls = cls + torch.where(used, (repeats - 1) * rows.sum(1), 0).sum()
         return torch.stack((box, cls, dfl)), weights.sum().expand(3)
@@ -125,14 +131,14 @@ def _corners(targets: Tensor, width: int, height: int) -> Tensor:
 
 
 def _box_sums(cells: Cells, corners: Tensor, assigned: Assignment) -> tuple[Tensor, Tensor]:
-    """Return the sums of the box and the distribution term, over the assigned pairs of target and cell."""
+    """Return the sums of the box and distribution terms over the assigned pairs of target and cell."""
     weights = assigned.weight.flatten()
     cell = assigned.cell.flatten()
     sides = cells.sides.reshape(-1, cells.sides.shape[2]).index_select(0, cell)
     x, y, pixels, _ = cells.geometry[cell % len(cells.geometry)].unbind(1)
     centre, pixels = torch.stack((x, y), 1), pixels[:, None]
     target = corners.repeat_interleave(assigned.cell.shape[1], 0)
-    low, high = (centre - target[:, :2]) / pixels, (target[:, 2:] - centre) / pixels  # from the centre, in strides
+    low, high = (centre - target[:, :2]) / pixels, (target[:, 2:] - centre) / pixels  # in strides
     iou = complete_iou(_relative_box(*distances(sides).split(2, 1)), _relative_box(low, high))
     distance = torch.cat((low, high), 1).clamp(0, MAX_DISTANCE)
     is_assigned = weights > 0
@@ -147,9 +153,11 @@ def _relative_box(low: Tensor, high: Tensor) -> Tensor:
 
 
 def _focal(sides: Tensor, distance: Tensor) -> Tensor:
-    """Return the distribution focal loss (n,): cross-entropy with the two bins around each distance (n, 4), their mean.
+    """Return the distribution focal loss (n,), arXiv 2006.04388, equation 6, as a mean over the four sides.
 
-    sides: (n, 4 x 16). Equation 6 of arXiv 2006.04388.
+    Args:
+        sides: logits (n, 4 x 16) of the distances
+        distance: target distances (n, 4) in strides; each is shared by the two bins around it
     """
     logits = sides.view(len(sides), SIDES, BINS).log_softmax(2)
     below = distance.floor()

@@ -1,4 +1,4 @@
-"""The raw outputs of a `DetectDFL` head for a batch, their decoding, and the boxes that suppression gets."""
+"""The raw outputs of a `DetectDFL` head for a batch, their decoding, and the candidate boxes for suppression."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from models.heads.dfl.head import DFLLevel
 
 SIDES = 4  # left, top, right, bottom
-BINS = 16  # of the distribution of a distance: 0 to 15 strides
+BINS = 16  # bins of a distance's distribution: 0 to 15 strides
 
 
 class DFLView(NamedTuple):
@@ -23,9 +23,9 @@ class DFLView(NamedTuple):
 
     outputs: list[DFLLevel]
     strides: Tensor  # (levels,) pixels per cell
-    scale: tuple[float, float] = (1.0, 1.0)  # width and height of the model's images, as shares of the batch's
+    scale: tuple[float, float] = (1.0, 1.0)  # width and height of the model's images, each as a share of the batch's
     mirrored_width: int = 0  # width of the batch in pixels if the images are mirrored, else 0
-    skipped_level: int | None = None  # a level whose boxes are left out
+    skipped_level: int | None = None  # number of a level whose boxes are left out
     more: int = 0
 
     def augmented(self, scale: tuple[float, float], mirrored_width: int) -> DFLView:
@@ -68,7 +68,7 @@ def by_cell(raw: Tensor) -> Tensor:
 
 
 def cell_geometry(raw: Tensor, stride: Tensor, scale: tuple[float, float] = (1.0, 1.0)) -> Tensor:
-    """Return x and y of the centre of each cell of a map, and pixels per column and row: (h x w, 4), pixels."""
+    """Return the centre (x, y) of each cell of a map, and pixels per column and row: (h x w, 4), in pixels."""
     height, width = raw.shape[2:]
     pixels = torch.stack([stride / share for share in scale]).float()
     columns = torch.arange(width, device=raw.device, dtype=torch.float32) + 0.5
@@ -85,7 +85,13 @@ def distances(sides: Tensor) -> Tensor:
 
 
 def decode_xywh(sides: Tensor, cells: Tensor, mirrored_width: int = 0) -> Tensor:
-    """Return boxes (..., n, 4) in pixels from logits (..., n, 4 x 16). cells: (n, 4), see `cell_geometry`."""
+    """Return boxes (..., n, 4), xywh in pixels.
+
+    Args:
+        sides: logits (..., n, 4 x 16) of the distances
+        cells: geometry (n, 4) of the cells, see `cell_geometry`
+        mirrored_width: width of the batch in pixels if the images are mirrored, else 0
+    """
     low, high = distances(sides).split(2, -1)
     centre = cells[:, :2] + (high - low) / 2 * cells[:, 2:]
     size = (low + high) * cells[:, 2:]

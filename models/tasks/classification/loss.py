@@ -16,17 +16,20 @@ from utils.batch import Batch
 
 
 class ClassificationCriterion(Criterion):
-    """Cross-entropy of logits (b, classes) against targets (b, classes), shares that add up to 1.
+    """Cross-entropy of logits (b, classes) against targets (b, classes): shares of the classes, which add up to 1.
 
-    class_weights: by class number; an image of weight 2 counts as two equal ones, and of a mixture each share by its
-    class. Empty: all count the same.
+    Args:
+        classes: number of classes
+        label_smoothing: value of --label-smoothing
+        class_weights: weight of an image, by class number: an image of weight 2 counts as two equal images, and each
+            share of a mixture has its class's weight; empty if all images count the same
     """
 
     def __init__(self, classes: int, label_smoothing: float = 0.0, class_weights: Sequence[float] = ()) -> None:
         self.classes, self.label_smoothing, self.class_weights = classes, label_smoothing, tuple(class_weights)
 
     def __call__(self, outputs: Tensor, batch: Batch) -> LossTerms:
-        """Return the loss of logits (b, classes), in fp32 or fp64: one term, a weighted sum over the images."""
+        """Return the loss of logits (b, classes), in fp32 or fp64, as one term: a weighted sum over the images."""
         logits = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         smoothed = batch.targets * (1 - self.label_smoothing) + self.label_smoothing / self.classes
         if self.class_weights:
@@ -44,5 +47,5 @@ class ClassificationCriterion(Criterion):
         return means.sum()
 
     def weight(self, batch: Batch) -> float:
-        """Return the number of images: the loss of a validation is the mean over all images."""
+        """Return the number of images: the validation loss is the mean over all images."""
         return len(batch.infos)

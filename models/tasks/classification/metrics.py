@@ -20,20 +20,20 @@ from utils.summary import Row, Summary, confusion_text, dense_counts, sparse_cou
 CLASSIFICATION_METRICS = ("accuracy_top1", "accuracy_top5")
 CLASS_METRICS = ("precision", "recall")
 DRAWN_MISTAKES = 16
-MIN_PICTURE_SIDE_PIXELS = 160  # captions fit below it
+MIN_PICTURE_SIDE_PIXELS = 160  # smallest side that a caption fits below
 
 
 class ImageRecord(NamedTuple):
     """The contribution of one image to the metrics."""
 
-    image: int  # the index in the split
+    image: int  # index in the split
     label: int
-    best: tuple[int, ...]  # the most probable classes, at most 5, the most probable first
-    confidence: float  # probability of the first of them
+    best: tuple[int, ...]  # the most probable classes, at most 5, most probable first
+    confidence: float  # probability of the most probable class
 
 
 class ClassificationMetrics(Metrics):
-    """Accuracy of the most probable class and of the five most probable ones; the first is the fitness."""
+    """Top-1 and top-5 accuracy, and precision and recall of each class; top-1 accuracy is the fitness."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self.names = names
@@ -100,7 +100,11 @@ class ClassificationMetrics(Metrics):
     ) -> tuple[list[Row | str], list[Row | str]]:
         """Return the table's titles with the row of all classes, and a row per class.
 
-        Arrays: (c,). top: accuracies by their titles.
+        Args:
+            images: number of images of each class, (c,)
+            precision: precision of each class, (c,)
+            recall: recall of each class, (c,)
+            top: accuracies, by title
         """
         titles = ("Class", "Images", "P", "R", *top)
         overall: Row = ("all", int(images.sum()), float(precision.mean()), float(recall.mean()), *top.values())
@@ -109,7 +113,7 @@ class ClassificationMetrics(Metrics):
 
 
 def precision_and_recall(confusion: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return both by class, (c,) each, of counts (c, c) by true and predicted class; 0 if the divisor is 0."""
+    """Return precision and recall by class, (c,) each, from counts (c, c) by true and predicted class; 0 for 0 / 0."""
     right = np.diag(confusion).astype(np.float64)
     predicted, true = confusion.sum(0), confusion.sum(1)
     return right / np.maximum(predicted, 1), right / np.maximum(true, 1)

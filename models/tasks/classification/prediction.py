@@ -20,11 +20,11 @@ from utils.plots.drawing import draw_text_lines
 if TYPE_CHECKING:
     from utils.plots.drawing import Style
 
-TOP_CLASSES = 5  # per image: named, drawn, written and counted by top-5 accuracy
+TOP_CLASSES = 5  # classes per image that are named, drawn, written and counted by top-5 accuracy
 
 
 def most_probable(probabilities: Tensor, count: int = TOP_CLASSES) -> tuple[int, ...]:
-    """Return the most probable classes in falling probability; of equal ones the smaller number comes first."""
+    """Return the most probable classes in falling probability; equally probable classes are ordered by number."""
     return tuple(probabilities.sort(descending=True, stable=True).indices[:count].tolist())
 
 
@@ -86,7 +86,7 @@ class ClassificationView(NamedTuple):
 
 
 class ClassificationPostprocess(Postprocess):
-    """Average the probabilities of all views, which may be of several models."""
+    """Average the probabilities of all views of one or several models."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self.names = names

@@ -26,26 +26,26 @@ from utils.errors import UserError
 from utils.memory_format import layout
 from utils.plots.drawing import draw_captioned
 
-# Mean and standard deviation of ImageNet's channels, RGB in 0 to 1.
+# Mean and standard deviation of ImageNet's channels, RGB from 0 to 1.
 IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
 class ClassificationRecipe(ClassWeightKeys, Recipe):
-    """The keys of a classifier's hyperparameter YAML. Defaults are those of data/hyps/classify.yaml."""
+    """The keys of a classifier's hyperparameter YAML, with the defaults in data/hyps/classify.yaml."""
 
     momentum: float = number(0.9, BELOW_ONE)
     weight_decay: float = number(0.0001, NOT_NEGATIVE)
-    nbs: int = number(0, NOT_NEGATIVE)  # 0: every batch is a step
+    nbs: int = number(0, NOT_NEGATIVE)  # nominal batch size; 0 makes every batch a step
     warmup_epochs: float = number(0.0, NOT_NEGATIVE)
-    crop_scale: float = number(0.08, Range(0, 1, exclusive_minimum=True))  # smallest share of the area of a random crop
+    crop_scale: float = number(0.08, Range(0, 1, exclusive_minimum=True))  # smallest area of a random crop, as a share
     fliplr: float = number(0.5, SHARE)
     flipud: float = number(0.0, SHARE)
     brightness: float = number(0.4, NOT_NEGATIVE)
     contrast: float = number(0.4, NOT_NEGATIVE)
     saturation: float = number(0.4, NOT_NEGATIVE)
     hue: float = number(0.0, Range(0, 0.5))
-    randaugment: int = number(0, Range(0, 16))  # operations
+    randaugment: int = number(0, Range(0, 16))  # number of operations
     randaugment_magnitude: int = number(9, Range(0, 30))
     erasing: float = number(0.0, SHARE)
     mixup: float = number(0.0, SHARE)
@@ -90,7 +90,7 @@ class ClassificationTask(Task):
             )
 
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> Model:
-        """Build torchvision's model, or that of layers, for images of any size; `imgsz` is not rounded."""
+        """Build torchvision's model, or a model of layers, for images of any size; `imgsz` is not rounded."""
         classes = len(self.names)
         if "architecture" in yaml or "backbone" not in yaml:
             model = build_classifier(yaml, classes, imgsz, source)
@@ -104,7 +104,7 @@ class ClassificationTask(Task):
         return ClassificationCriterion(len(self.names), self.label_smoothing, self.class_weights)
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> ClassificationPostprocess:
-        """Return the average of probabilities over views; no threshold applies."""
+        """Return the averaging of probabilities over views; no threshold applies."""
         return ClassificationPostprocess(self.names)
 
     def metrics(self, shown: frozenset[int] = frozenset()) -> ClassificationMetrics:
@@ -118,11 +118,11 @@ class ClassificationTask(Task):
         return images.div_(255).sub_(mean).div_(deviation)
 
     def export_module(self, model: Model, settings: ExportSettings) -> ExportModule:
-        """Return the model with BatchNorm folded: images as `inputs` makes them to logits (b, classes)."""
+        """Return the model with BatchNorm folded, which maps images from `inputs` to logits (b, classes)."""
         return ExportModule(fuse(model), None)
 
     def draw_batch(self, batch: Batch) -> Image:
-        """Draw the images above their classes, with shares if an image is a mixture of two."""
+        """Draw the images above their class names, with shares if an image is a mixture of two."""
         images = [image.transpose(1, 2, 0)[..., ::-1] for image in batch.images.cpu().numpy()]
         captions = []
         for target in batch.targets.cpu():

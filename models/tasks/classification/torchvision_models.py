@@ -20,8 +20,8 @@ from models.tasks.contract import Model
 from utils.errors import UserError, first_line, nearest
 
 CLASSIFIER_KEYS = ("task", "architecture", "nc", "args")
-# These have auxiliary heads, used in training only, which would need a loss; and their pretrained weights expect images
-# normalised in another way, which `transform_input` does.
+# These architectures have auxiliary heads for training, which would need a loss, so they are left out. Their pretrained
+# weights expect another normalisation of the images, which `transform_input` does.
 AUXILIARY_ARGUMENTS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
 
 
@@ -34,9 +34,10 @@ def architectures() -> list[str]:
 
 
 def architecture(yaml: Mapping[str, Any], source: str) -> str:
-    """Return the `architecture` of a YAML. source: name of the YAML in errors.
+    """Return the `architecture` of a YAML. Raises `UserError` if torchvision does not have such a classifier.
 
-    Raises `UserError` if torchvision has no such classifier.
+    Args:
+        source: name of the YAML in errors
     """
     name, known = yaml.get("architecture"), architectures()
     if not isinstance(name, str) or name not in known:
@@ -56,9 +57,12 @@ def default_weights(name: str) -> str:
 def build_classifier(yaml: Mapping[str, Any], nc: int, imgsz: int, source: str = "the model YAML") -> Model:
     """Build the network that a YAML names, for `nc` classes and images of `imgsz` pixels.
 
-    It maps (b, 3, h, w) to logits (b, nc). State-dict keys are torchvision's. `args` of the YAML are arguments of
-    torchvision's function, such as `dropout: 0.3`. source: name of the YAML in errors. Raises `UserError` if the
-    network cannot be built or does not accept such images.
+    It maps (b, 3, h, w) to logits (b, nc). State-dict keys are torchvision's. The YAML's `args` are arguments of
+    torchvision's function, such as `dropout: 0.3`. Raises `UserError` if the network cannot be built or does not accept
+    such images.
+
+    Args:
+        source: name of the YAML in errors
     """
     from torchvision.models import get_model
 

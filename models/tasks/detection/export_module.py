@@ -15,7 +15,7 @@ from models.heads.contract import head_of
 from models.tasks.contract import ExportSettings, Model
 from models.tasks.detection.suppression import CLASS_OFFSET_PIXELS
 
-CANDIDATES_PER_DETECTION = 10  # pairs of box and class in the suppression, per detection of an image
+CANDIDATES_PER_DETECTION = 10  # pairs of box and class that enter suppression, per detection of an image
 
 
 class GraphSuppression(NamedTuple):
@@ -23,13 +23,13 @@ class GraphSuppression(NamedTuple):
 
     conf_thres: float = 0.25
     iou_thres: float = 0.45
-    most: int = 100  # detections of an image
+    most: int = 100  # detections per image
     most_per_class: int = 100
-    agnostic: bool = False  # boxes of different classes suppress each other
+    agnostic: bool = False  # whether boxes of different classes suppress each other
 
 
 def graph_suppression(settings: ExportSettings) -> GraphSuppression:
-    """Return the settings of the suppression that export.py's flags ask for."""
+    """Return the suppression settings that export.py's flags ask for."""
     return GraphSuppression(
         settings.conf_thres,
         settings.iou_thres,
@@ -56,22 +56,25 @@ class SuppressedDetector(nn.Module):
     """A `DecodedDetector` with non-maximum suppression. No shape depends on the number of detections."""
 
     def __init__(self, decoding: DecodedDetector, settings: GraphSuppression) -> None:
-        import torchvision.ops  # noqa: F401  # not in `forward`: torch.jit.trace fails if its first import is traced
+        import torchvision.ops  # noqa: F401  # imported here because torch.jit.trace fails if it traces the first import
 
         super().__init__()
         self.decoding, self.settings = decoding, settings
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Map images (b, 3, h, w), in 0 to 1, to detections (b, most, 6) and their numbers (b,), int32.
+        """Map images (b, 3, h, w), in 0 to 1, to detections (b, most, 6) and the number of each image's, int32 (b,).
 
         Detections are xyxy in pixels, confidence and class, in falling confidence, padded with rows of zeros.
         """
         return self.select(self.decoding.head.scored(self.decoding(images)))[:2]
 
     def select(self, decoded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return detections and numbers as `forward`, and the box of each detection, int64 (b, most).
+        """Return detections and their numbers like `forward`, and the index of each detection's box, int64 (b, most).
 
-        decoded: (b, n, 5 + classes). Padding has any box below n.
+        The index of a padding row is any number below n.
+
+        Args:
+            decoded: boxes (b, n, 5 + classes) with objectness and class scores
         """
         boxes, label, confidence, box = self._candidates(decoded)
         confidence = confidence * self._not_suppressed(boxes, label, confidence)
@@ -85,9 +88,9 @@ class SuppressedDetector(nn.Module):
         return detections, valid.sum((1, 2)).int(), box.gather(1, order).clamp(max=decoded.shape[1] - 1)
 
     def _candidates(self, decoded: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the k most confident pairs of box and class: xyxy (b, k, 4); class, confidence and box (b, k).
+        """Return the k most confident pairs of box and class: xyxy (b, k, 4); class, confidence and box index (b, k).
 
-        They are in falling confidence, which is 0 if it does not exceed the threshold.
+        The pairs are in falling confidence; a confidence that does not exceed the threshold is set to 0.
         """
         count, classes = CANDIDATES_PER_DETECTION * self.settings.most, decoded.shape[2] - 5
         # A small image has fewer boxes, hence the padding.
@@ -104,7 +107,7 @@ class SuppressedDetector(nn.Module):
     def _not_suppressed(self, boxes: Tensor, label: Tensor, confidence: Tensor) -> Tensor:
         """Return which candidates are not suppressed by a more confident one, (b, k), 0 or 1.
 
-        Offsets separate images vertically and classes horizontally, so that one suppression serves all.
+        Offsets separate images vertically and classes horizontally, so that one call of `nms` serves all.
         """
         from torchvision.ops import nms
 

@@ -27,11 +27,16 @@ from utils.batch import Batch
 from utils.files import csv_text
 from utils.summary import Box, Example, Summary, confusion_text, dense_counts, sparse_counts
 
-MAX_MAP_CONFIDENCE = 0.01  # with a higher threshold mAP is another number: see docs/validation.md
+MAX_MAP_CONFIDENCE = 0.01  # highest threshold at which mAP is comparable, see docs/validation.md
 
 
 class DetectionMetrics(Metrics):
-    """Precision, recall and mean average precision. names: of the classes. shown: indices of the images to draw."""
+    """Precision, recall and mean average precision.
+
+    Args:
+        names: class names, by number
+        shown: indices of the images to draw
+    """
 
     def __init__(self, names: Mapping[int, str], shown: frozenset[int] = frozenset()) -> None:
         self.names, self.shown = dict(names), shown
@@ -58,14 +63,14 @@ class DetectionMetrics(Metrics):
         if thresholds.conf_thres <= MAX_MAP_CONFIDENCE:
             return []
         return [
-            f"warning: --conf-thres {thresholds.conf_thres:g} cuts the precision-recall curves: mAP does not compare "
-            f"with that of other runs; give {MAX_MAP_CONFIDENCE:g} or less, such as 0.001, the default"
+            f"warning: --conf-thres {thresholds.conf_thres:g} cuts the precision-recall curves, so mAP is not "
+            f"comparable with other runs'; give {MAX_MAP_CONFIDENCE:g} or less, such as 0.001, the default"
         ]
 
     def documents(self, summary: Summary) -> dict[str, str]:
         """Return CSV files: scores and counts by class, curves, and the boxes of the images to draw.
 
-        Returns none if the summary has no evidence, as in a run that an older version began.
+        Returns {} if the summary lacks evidence, as in a run that an older version began.
         """
         evidence, names = summary.evidence, list(self.names.values())
         if not evidence:
@@ -86,7 +91,7 @@ class DetectionMetrics(Metrics):
         }
 
     def examples(self, summary: Summary) -> list[Example]:
-        """Return the images to draw with their boxes, ordered by index."""
+        """Return the images to draw, with their boxes, ordered by index."""
         return [
             Example(
                 Path(image["path"]).name,
@@ -106,9 +111,9 @@ class DetectionMetrics(Metrics):
 
 
 def detection_evidence(records: Sequence[ImageRecord], scores: ClassScores, classes: int) -> dict[str, Any]:
-    """Return the plain values that documents and examples are made of, whatever the order of the records.
+    """Return the plain values that documents and examples are made from, regardless of the order of the records.
 
-    The keys are part of the format of a run's state.
+    The keys are part of the format of a run's saved state.
     """
     shown = sorted(((record.image, record.shown) for record in records if record.shown), key=lambda pair: pair[0])
     return {
@@ -129,13 +134,13 @@ def detection_evidence(records: Sequence[ImageRecord], scores: ClassScores, clas
 
 
 def _plain_outlines(shown: ShownImage) -> dict[str, list[list[float]]]:
-    """Return the outlines of labels and predictions, x y x y ... each; without those that there are none of."""
+    """Return the outlines of labels and of predictions, if there are any, as lists x y x y ..."""
     of_kinds = {"label_outlines": shown.label_outlines, "prediction_outlines": shown.prediction_outlines}
     return {kind: [points.ravel().tolist() for points in outlines] for kind, outlines in of_kinds.items() if outlines}
 
 
 def _with_outlines(image: Mapping[str, Any], kind: str) -> Iterator[tuple[list[float], list[float]]]:
-    """Iterate over the labels or predictions of an image and their outlines, x y x y ..., empty without them."""
+    """Iterate over an image's labels or predictions, each with its outline x y x y ..., empty if there is none."""
     rows = image[f"{kind}s"]
     return zip(rows, image.get(f"{kind}_outlines") or [[]] * len(rows), strict=True)
 
@@ -143,7 +148,10 @@ def _with_outlines(image: Mapping[str, Any], kind: str) -> Iterator[tuple[list[f
 def _box_rows(names: Sequence[str], shown: Sequence[Mapping[str, Any]], outlined: bool) -> Iterator[list[str]]:
     """Iterate over the rows of val_boxes.csv: labels and predictions of each image, or one row if it has neither.
 
-    outlined: whether they end with a column of outlines.
+    Args:
+        names: class names, in the order of their numbers
+        shown: images to draw, see `detection_evidence`
+        outlined: whether the rows end with a column of outlines
     """
     for image in shown:
         for kind in ("label", "prediction"):
@@ -159,7 +167,7 @@ def _box_rows(names: Sequence[str], shown: Sequence[Mapping[str, Any]], outlined
 def _normalised(
     label: int, confidence: float | None, xyxy: Sequence[float], outline: Sequence[float], size: Sequence[int]
 ) -> Box:
-    """Return a box in pixels of the file, and its outline, as shares of its width and height."""
+    """Convert a box and its outline from pixels of the file to shares of the file's width and height."""
     left, top, right, bottom = (value / size[number % 2] for number, value in enumerate(xyxy))
     points = tuple(value / size[number % 2] for number, value in enumerate(outline))
     return Box(label, confidence, (left, top, right, bottom), points)

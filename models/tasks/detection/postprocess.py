@@ -22,7 +22,11 @@ from utils.batch import Batch, ImageInfo
 
 
 class DetectionPostprocess(Postprocess):
-    """Run the views of one or several models and detect the objects in them. names: of the classes."""
+    """Run one or several models on views of images and detect the objects in them.
+
+    Args:
+        names: class names, by number
+    """
 
     def __init__(self, names: Mapping[int, str], thresholds: Thresholds) -> None:
         """Raise `UserError` if `thresholds` name an unknown class."""
@@ -32,8 +36,8 @@ class DetectionPostprocess(Postprocess):
     def views(self, model: Model, inputs: Tensor, augment: bool) -> list[DetectionView]:
         """Run `model` on `inputs` or, if `augment`, on each of `AUGMENTATIONS`, the first of which is the identity.
 
-        With `augment` the first view skips the boxes of the coarsest level, the last those of the finest: the other
-        views are better for objects of those sizes.
+        With `augment` the first view skips the coarsest level's boxes, and the last view the finest level's: the other
+        views are better for objects of these sizes.
         """
         if not augment:
             return [_view(model, model(inputs))]
@@ -49,8 +53,8 @@ class DetectionPostprocess(Postprocess):
         return [*views]
 
     def __call__(self, views: Sequence[View], batch: Batch) -> list[DetectionPrediction]:
-        """Return the detections of each image. The boxes of all views, which may be of several models, suppress each
-        other; a `SuppressedView` is always alone."""
+        """Return the detections of each image. The boxes of all views, of one or several models, suppress each other; a
+        `SuppressedView` is always the only view."""
         detection_views = cast("Sequence[DetectionView]", views)
         infos: Sequence[ImageInfo] = batch.infos
         if isinstance(detection_views[0], SuppressedView):
@@ -74,13 +78,13 @@ def _view(model: Model, outputs: Any) -> DetectionView:
 
 
 def _scored(model: Model, decoded: Tensor) -> Tensor:
-    """Return an exported file's boxes with objectness, (b, n, 5 + classes)."""
+    """Return an exported file's boxes with objectness added if they lack it, (b, n, 5 + classes)."""
     head = head_class(model.yaml)
     return head.scored(decoded) if head and issubclass(head, DetectionHead) else decoded
 
 
 def boxes_in_files(detections: Sequence[Tensor], infos: Sequence[ImageInfo]) -> list[Tensor]:
-    """Convert detections (k, 6) of each image from the batch's pixels to its file's, clipped; fp64 on the CPU."""
+    """Convert each image's detections (k, 6) from pixels of the batch to the file's, clipped, in fp64 on the CPU."""
     if not detections:
         return []
     counts = [len(image) for image in detections]

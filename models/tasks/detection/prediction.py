@@ -26,7 +26,7 @@ class DetectionPrediction(Prediction):
     size: tuple[int, int]  # width and height of the file's image, pixels
     rows: Tensor  # float64 (k, 6): xyxy in pixels of the file, confidence, class
     labels: np.ndarray  # float32 (m, 5): class, normalised xywh
-    iou_thres: float  # overlap above which `with_labels` drops a detection of a labelled object
+    iou_thres: float  # overlap with a label above which `with_labels` drops a detection
 
     VALUES = (*Prediction.VALUES, "boxes", "xyxy", "xywh", "xyxyn", "xywhn")
 
@@ -37,7 +37,7 @@ class DetectionPrediction(Prediction):
 
     @property
     def xyxy(self) -> np.ndarray:
-        """`array`, by YOLOv5's name."""
+        """`array`, under YOLOv5's name."""
         return self.array
 
     @property
@@ -47,16 +47,16 @@ class DetectionPrediction(Prediction):
 
     @property
     def xyxyn(self) -> np.ndarray:
-        """`xyxy` with boxes as shares of width and height."""
+        """`xyxy` with boxes as shares of the file's width and height."""
         return self._with_boxes(self.rows[:, :4] / torch.tensor(self.size * 2))
 
     @property
     def xywhn(self) -> np.ndarray:
-        """`xywh` with boxes as shares of width and height."""
+        """`xywh` with boxes as shares of the file's width and height."""
         return self._with_boxes(xyxy_to_xywh(self.rows[:, :4]) / torch.tensor(self.size * 2))
 
     def _with_boxes(self, boxes: Tensor) -> np.ndarray:
-        """Return `array` with other boxes (k, 4)."""
+        """Return `array` with its boxes replaced by `boxes` (k, 4)."""
         return np.array(torch.cat((boxes, self.rows[:, 4:]), 1).numpy(), np.float32)
 
     @property
@@ -75,7 +75,7 @@ class DetectionPrediction(Prediction):
         return np.asarray(self.rows[:, 5].long().numpy())
 
     def columns(self) -> dict[str, Any]:
-        """Return the corners of the boxes, confidences, class numbers and names: YOLOv5's columns."""
+        """Return YOLOv5's columns: the corners of the boxes, confidences, class numbers and names."""
         return {**dict(zip(("xmin", "ymin", "xmax", "ymax"), self.boxes.T, strict=True)), **super().columns()}
 
     def describe(self) -> str:
@@ -94,7 +94,7 @@ class DetectionPrediction(Prediction):
         return drawn
 
     def crops(self, image: Image) -> list[tuple[str, Image]]:
-        """Return the part of `image` that each box covers, with its class name; none is empty."""
+        """Return the part of `image` that each box covers, with the class name; no part is empty."""
         parts = []
         for left, top, right, bottom, _, label in self.rows.tolist():
             part = image[math.floor(top) : math.ceil(bottom), math.floor(left) : math.ceil(right)]
@@ -103,9 +103,11 @@ class DetectionPrediction(Prediction):
         return parts
 
     def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
-        """Return lines of a label file: class, normalised xywh and, `with_confidence`, the confidence.
+        """Return lines of a label file: class, box and, if `with_confidence`, the confidence.
 
-        corners: xyxy in pixels of the file instead of xywh.
+        Args:
+            with_confidence: whether each line ends with the confidence
+            corners: whether boxes are xyxy in pixels of the file instead of normalised xywh
         """
         boxes = self.rows[:, :4] if corners else xyxy_to_xywh(self.rows[:, :4]) / torch.tensor(self.size * 2)
         rows = torch.cat((boxes, self.rows[:, 4:5]) if with_confidence else (boxes,), 1)
@@ -115,8 +117,8 @@ class DetectionPrediction(Prediction):
         ]
 
     def with_labels(self) -> DetectionPrediction:
-        """Return the labels, with a confidence of 1, followed by the detections that overlap no label of their class by
-        more than `iou_thres`."""
+        """Return the labels, with a confidence of 1, then the detections that overlap no label of their class by more
+        than `iou_thres`."""
         return replace(self, rows=torch.cat((self.label_boxes(), self.rows[self.unlabelled()])))
 
     def label_boxes(self) -> Tensor:
@@ -134,5 +136,5 @@ class DetectionPrediction(Prediction):
         return torch.from_numpy(rows)
 
     def coco_rows(self) -> CocoImage:
-        """Return the detections for COCO's results."""
+        """Return the detections in COCO's results format."""
         return CocoImage(self.image, self.path, self.rows.numpy())

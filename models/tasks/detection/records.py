@@ -1,4 +1,4 @@
-"""Records of images with upright boxes, for the metrics of detection. Called by `DetectionMetrics.update`."""
+"""Make records of images with upright boxes, for the detection metrics. Called by `DetectionMetrics.update`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ def image_records(
 ) -> list[ImageRecord]:
     """Return a record for each image of a batch.
 
-    boxes_of: detections of each image, (k, 6): xyxy in pixels of its file, confidence, class, in falling confidence.
-    shown: indices of the images to draw.
+    Args:
+        boxes_of: detections (k, 6) of each image in falling confidence: xyxy in pixels of its file, confidence, class
+        infos: origin and labels of each image
+        shown: indices of the images to draw
     """
     if not infos:
         return []
@@ -43,12 +45,17 @@ def _corners(info: ImageInfo) -> np.ndarray:
 
 
 def _shown(rows: np.ndarray, true_boxes: np.ndarray, info: ImageInfo) -> ShownImage:
-    """Return the labels and confident detections of an image, clipped to it. rows: (k, 6)."""
+    """Return the labels and confident detections of an image, with the labels clipped to it.
+
+    Args:
+        rows: detections (k, 6) of the image
+        true_boxes: boxes (m, 4) of the labels, xyxy in pixels of the file
+    """
     labels = np.concatenate((info.rows[:, :1], true_boxes.clip(0, np.array(info.size * 2, np.float32))), 1)
     return shown_image(info.path, info.size, labels, rows.astype(np.float32))
 
 
 def _side(boxes: np.ndarray) -> np.ndarray:
-    """Return the square root of the area of xyxy boxes, (n,)."""
+    """Return the square roots of the areas of xyxy boxes, (n,)."""
     width, height = (boxes[:, 2:4] - boxes[:, :2]).clip(min=0).T
     return np.asarray(np.sqrt(width * height))

@@ -1,4 +1,4 @@
-"""Thresholds and non-maximum suppression: from views of a batch to detections.
+"""Convert views of a batch to detections, by thresholds and non-maximum suppression.
 
 Called by `DetectionPostprocess`.
 """
@@ -17,18 +17,18 @@ from models.heads.contract import BoxView, Candidates
 from models.tasks.contract import Thresholds
 from models.tasks.detection.views import SuppressedView
 
-MAX_CANDIDATES = 30_000  # per image, the most confident
-FIRST_CANDIDATES_PER_DETECTION = 3  # candidates in the first round, per detection that an image may have
-CANDIDATE_GROWTH = 3  # factor of the candidates in each further round
-# Pixels between the planes of two classes, so that their boxes never overlap; more than any image's side.
+MAX_CANDIDATES = 30_000  # most confident candidates of an image that are compared
+FIRST_CANDIDATES_PER_DETECTION = 3  # first round's candidates, per detection that an image may have
+CANDIDATE_GROWTH = 3  # factor of the number of candidates in each further round
+# Pixels that separate the boxes of two classes, so that these never overlap; more than any image's side.
 CLASS_OFFSET_PIXELS = 7680
 
 
 class Detected(NamedTuple):
-    """The detections of an image, with other outputs of their anchors."""
+    """The detections of an image, with the other outputs of their boxes."""
 
     boxes: Tensor  # (k, 6), see `detect`
-    more: Tensor  # float32 (k, more): the outputs after the class scores
+    more: Tensor  # float32 (k, more): outputs after the class scores
     view: Tensor  # int64 (k,): number of the view that each detection comes from
 
 
@@ -36,17 +36,17 @@ class Suppressed(NamedTuple):
     """The detections of an image and the boxes that they were selected from."""
 
     detections: Tensor  # (k, 6)
-    row: Tensor  # int64 (k,): in the joined candidates
-    candidates: Sequence[Candidates]  # of each view
+    row: Tensor  # int64 (k,): row of each detection in the joined candidates
+    candidates: Sequence[Candidates]  # candidates of each view
 
 
 @torch.no_grad()
 def detect(views: Sequence[BoxView], thresholds: Thresholds) -> list[Tensor]:
     """Return the detections of each image as float32 (k, 6): xyxy in pixels of the batch, confidence, class.
 
-    They are in falling confidence. A box counts for every class whose objectness x score exceeds `conf_thres`. Of boxes
-    of one class that overlap by more than `iou_thres`, in any views, the most confident remains. There is no time
-    limit. The detections of an image do not depend on the other images.
+    They are in falling confidence. A box counts for every class whose objectness x score exceeds `conf_thres`. Among
+    boxes of the same class that overlap by more than `iou_thres`, in any views, the most confident one remains. There
+    is no time limit. The detections of an image do not depend on the other images.
     """
     return [image.detections for image in _suppressed(views, thresholds)]
 
@@ -55,7 +55,7 @@ def detect(views: Sequence[BoxView], thresholds: Thresholds) -> list[Tensor]:
 def detect_with_more(views: Sequence[BoxView], thresholds: Thresholds) -> list[Detected]:
     """Return the detections of each image, with the outputs after the class scores.
 
-    If views have different numbers of them, the rows of the shorter ones end with zeros.
+    If views have different numbers of such outputs, shorter rows are padded with zeros.
     """
     width = max(view.more for view in views)
     detected = []
@@ -67,7 +67,7 @@ def detect_with_more(views: Sequence[BoxView], thresholds: Thresholds) -> list[D
 
 
 def filter_detections(view: SuppressedView, thresholds: Thresholds) -> list[Tensor]:
-    """Return a suppressing model's detections of each image, (k, 6), that the thresholds allow."""
+    """Return each image's detections (k, 6) in a suppressed view that the thresholds allow."""
     return [image[rows] for image, rows in zip(view.detections, allowed_rows(view, thresholds), strict=True)]
 
 
@@ -79,14 +79,16 @@ def allowed_rows(view: SuppressedView, thresholds: Thresholds) -> list[Tensor]:
 
 
 def suppress(scores: Tensor, thresholds: Thresholds) -> tuple[Tensor, Tensor]:
-    """Return the detections (k, 6) of one image, and their rows of `scores`, int64 (k,).
-
-    scores: (n, 5 + classes), boxes that may exceed the threshold, see `Candidates`.
+    """Return the detections (k, 6) of one image, and their rows in `scores`, int64 (k,).
 
     Only more confident boxes suppress a box, so a few hundred of the most confident usually suffice. If too few of them
-    remain, less confident ones are compared with the remaining ones: a suppressed box suppresses nothing.
+    remain, less confident boxes are compared with the remaining ones: a suppressed box suppresses nothing.
+
+    Args:
+        scores: boxes (n, 5 + classes) that may exceed the threshold, see `Candidates`
+        thresholds: limits on the detections
     """
-    from torchvision.ops import nms  # takes over a second: errors in flags are reported first
+    from torchvision.ops import nms  # imported here because it takes over a second: errors in flags are reported before
 
     scores = _allowed_scores(scores, thresholds)
     offset = 0 if thresholds.agnostic_nms else CLASS_OFFSET_PIXELS
@@ -108,7 +110,7 @@ def suppress(scores: Tensor, thresholds: Thresholds) -> tuple[Tensor, Tensor]:
 
 
 def _suppressed(views: Sequence[BoxView], thresholds: Thresholds) -> Iterator[Suppressed]:
-    """Iterate over the detections of each image, as `detect`."""
+    """Iterate over the detections of each image, see `detect`."""
     for image in zip(*(view.candidates(thresholds.conf_thres) for view in views), strict=True):
         yield Suppressed(*suppress(torch.cat([boxes.scores for boxes in image]), thresholds), image)
 
@@ -133,14 +135,16 @@ def _of_classes(labels: Tensor, thresholds: Thresholds) -> Tensor:
 
 
 def _most_confident(scores: Tensor, best: Tensor, conf_thres: float, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first `count` candidates in falling confidence: row of `scores` (n, 5 + classes), class, confidence.
+    """Return the first `count` candidates in falling confidence: row of `scores`, class, confidence, (count,) each.
 
-    best: (n,) each row's largest confidence.
+    Args:
+        scores: boxes (n, 5 + classes)
+        best: highest confidence (n,) of each box
     """
     least = best.new_zeros(())
-    if count < len(best):  # `count` rows have a candidate that reaches it
+    if count < len(best):  # `count` rows have a candidate that reaches `least`
         least = best.nan_to_num(0).topk(count, sorted=False).values.amin()
-    (rows,) = (~((best <= conf_thres) | (best < least))).nonzero(as_tuple=True)  # rows with a NaN included
+    (rows,) = (~((best <= conf_thres) | (best < least))).nonzero(as_tuple=True)  # true for rows with a NaN too
     confidence = scores[rows, 5:] * scores[rows, 4:5]
     row, label = ((confidence > conf_thres) & (confidence >= least)).nonzero(as_tuple=True)
     confidence, order = confidence[row, label].sort(descending=True, stable=True)

@@ -51,8 +51,8 @@ class DetectionTask(Task):
     concerns = frozenset(
         {"mixing", "augmentation", "padding", "detections", "suppression", "boxes", "copies", "examples"}
     )
-    heads: ClassVar[tuple[type[Head], ...]] = (Detect, DetectDFL)  # of the models; the usual one first
-    # Of exported files, without and with suppression.
+    heads: ClassVar[tuple[type[Head], ...]] = (Detect, DetectDFL)  # heads that its models may have; the usual one first
+    # Modules of exported files, without and with suppression.
     export_modules: ClassVar[tuple[type[DecodedDetector], type[SuppressedDetector]]] = (
         DecodedDetector,
         SuppressedDetector,
@@ -62,18 +62,18 @@ class DetectionTask(Task):
         super().__init__(names, hyp, label_smoothing)
         self.hyp, self.label_smoothing = hyp, label_smoothing
         self.class_weights = weights_by_class(names, hyp.class_weights)
-        self.anchors = round(hyp.anchors)  # per level, to search for; 0: the YAML's own
+        self.anchors = round(hyp.anchors)  # number of anchors per level to search for; 0 keeps the YAML's anchors
 
     @classmethod
     def concerns_of(cls, yaml: Mapping[str, Any]) -> frozenset[str]:
-        """Return `concerns` and those of the head of a YAML's model."""
+        """Return `concerns` and the concerns of the head of a YAML's model."""
         head = head_class(yaml)
         return cls.concerns | (head.concerns if head and issubclass(head, DetectionHead) else frozenset())
 
     def unread(self, yaml: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the keys of a detector that neither augmentation nor the head of a YAML's model reads.
+        """Return the detector's keys that neither augmentation nor the head of a YAML's model reads.
 
-        Keys that a task derived from this one adds are its own.
+        Keys that a derived task adds are not among them.
         """
         head = head_class(yaml)
         if head is None or not issubclass(head, DetectionHead):
@@ -82,11 +82,11 @@ class DetectionTask(Task):
         return tuple(key for key in Hyperparameters.__dataclass_fields__ if key not in read)
 
     def model_yaml(self, yaml: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a model's YAML, with the hyperparameters' number of anchors per level if it is set."""
+        """Return a model's YAML, with the number of anchors per level from the hyperparameters if they set it."""
         return {**yaml, "anchors": self.anchors} if self.anchors else dict(yaml)
 
     def fresh_tensors(self, from_yaml: bool) -> tuple[str, ...]:
-        """Return `anchors` if the YAML or the hyperparameters replace those of the weight file."""
+        """Return `anchors` if the YAML or the hyperparameters replace the weight file's anchors."""
         return ("anchors",) if from_yaml or self.anchors else ()
 
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> YoloModel:
@@ -111,7 +111,7 @@ class DetectionTask(Task):
         return DetectionPostprocess(self.names, thresholds)
 
     def metrics(self, shown: frozenset[int] = frozenset()) -> DetectionMetrics:
-        """Return precision, recall and mean average precision. shown: indices of the images to draw."""
+        """Return precision, recall and mean average precision; `shown` are the indices of the images to draw."""
         return DetectionMetrics(self.names, shown)
 
     def inputs(self, batch: Batch) -> Tensor:
@@ -121,7 +121,7 @@ class DetectionTask(Task):
     def export_module(self, model: Model, settings: ExportSettings) -> ExportModule:
         """Return the module that maps images (b, 3, h, w), in 0 to 1, to boxes, or with `nms` to detections.
 
-        Shapes: see the classes of `export_modules`.
+        The classes in `export_modules` give the shapes.
         """
         decoded, suppressed = self.export_modules
         decoding = decoded(fuse(model)).eval()
@@ -135,7 +135,7 @@ class DetectionTask(Task):
         return draw_targets(batch.images.cpu().numpy(), batch.targets.cpu().numpy(), self.names)
 
     def keep_head(self, model: Model, state: Mapping[str, Tensor], names: Mapping[int, str]) -> str:
-        """Copy boxes, objectness, and classes of equal names from a weight file, if the hyperparameters say so."""
+        """Copy boxes, objectness and classes of equal names from a weight file, if the key `keep_head` is set."""
         parts = head_tensors(model)
         fits = all(name not in state or state[name].shape == part.shape for name, part in parts.items())
         if not self.hyp.keep_head or (fits and dict(names) == self.names):
@@ -143,5 +143,5 @@ class DetectionTask(Task):
         return head_of(model).keep(head_prefix(model), state, names, self.names)
 
     def adapt(self, model: Model, split: BoxSplit) -> list[str]:
-        """Fit the head to the training boxes, by AutoAnchor if it has anchors; return messages."""
+        """Adapt the head to the training boxes, by AutoAnchor if it has anchors; return messages."""
         return head_of(model).adapt(model, split, self.hyp)

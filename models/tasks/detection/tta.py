@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import functional
 
-PADDING_GREY = 0.447  # around a scaled image, in 0 to 1: near the mean of ImageNet's channels
+PADDING_GREY = 0.447  # value, in 0 to 1, around a scaled image: near the mean of ImageNet's channels
 
 
 class Augmentation(NamedTuple):
@@ -21,7 +21,7 @@ class Augmentation(NamedTuple):
     mirrored: bool
 
     def apply(self, images: Tensor, stride: int) -> tuple[Tensor, tuple[float, float]]:
-        """Return the augmented images and the exact factors of width and height, since pixels are whole.
+        """Return the augmented images and the exact scale of width and height, after rounding to whole pixels.
 
         The images, (b, c, h, w) in 0 to 1, are padded on the right and below to whole strides.
         """
@@ -37,4 +37,4 @@ class Augmentation(NamedTuple):
         return padded, (width / sides[1], height / sides[0])
 
 
-AUGMENTATIONS = (Augmentation(1.0, False), Augmentation(0.83, True), Augmentation(0.67, False))  # YOLOv5's
+AUGMENTATIONS = (Augmentation(1.0, False), Augmentation(0.83, True), Augmentation(0.67, False))  # as in YOLOv5

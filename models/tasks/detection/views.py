@@ -1,4 +1,4 @@
-"""A detector's outputs for a batch, in the forms that exported files return. Made by `DetectionPostprocess.views`."""
+"""A detector's outputs for a batch in the forms that exported files return. Made by `DetectionPostprocess.views`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class DecodedView(NamedTuple):
     """The boxes of an exported file."""
 
     boxes: Tensor  # (b, n, 5 + classes + more): xywh in pixels of the batch, objectness, class scores, other outputs
-    outputs: None = None  # no raw maps for a loss
+    outputs: None = None  # exported files return no raw maps for a loss
     more: int = 0
 
     def candidates(self, conf_thres: float) -> Iterator[Candidates]:
@@ -29,7 +29,7 @@ class SuppressedView(NamedTuple):
     """The detections of an exported file with suppression in its graph."""
 
     detections: Tensor  # (b, m, 6): xyxy in pixels of the batch, confidence, class; padded with zeros
-    counts: Tensor  # (b,) rows that are detections
+    counts: Tensor  # (b,) number of rows that are detections
     outputs: None = None
 
 

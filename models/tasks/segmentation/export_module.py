@@ -35,7 +35,8 @@ class SuppressedSegmenter(SuppressedDetector):
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         """Map images (b, 3, h, w), in 0 to 1, to detections (b, most, 6), their numbers (b,) and masks.
 
-        The first two are those of `SuppressedDetector`. Masks are (b, most, h / 4, w / 4): 0 or 1, cut by the boxes.
+        Detections and numbers are as in `SuppressedDetector`. Masks are (b, most, h / 4, w / 4), 0 or 1, cropped to the
+        boxes.
         """
         decoded, prototypes = self.decoding(images)
         masks = prototypes.shape[1]

@@ -1,4 +1,4 @@
-"""The segmentation loss: the detector's terms and that of the masks.
+"""The segmentation loss: the detector's terms and a mask term.
 
 Made by `SegmentationTask.criterion`; called by the training loop and the evaluation.
 """
@@ -21,14 +21,14 @@ from models.tasks.segmentation.mask_loss import MaskMatches, box_windows, mask_s
 from models.tasks.shared.losses import at_least_float32, device_constant
 from utils.batch import Batch, SegmentationBatch
 
-LOSS_NAMES = ("box_loss", "seg_loss", "obj_loss", "cls_loss")  # the terms, in the order of `LossTerms`
+LOSS_NAMES = ("box_loss", "seg_loss", "obj_loss", "cls_loss")  # names of the terms, in the order of `LossTerms`
 
 
 class SegmentationCriterion(DetectionCriterion):
     """The detector's terms, and the cross-entropy of the masks of all outputs that are matched to targets.
 
-    Formulas and gains are YOLOv5's. The host matches a second time, so that it need not wait for the device; for that
-    it copies the anchors when the criterion is made.
+    Formulas and gains are YOLOv5's. The host repeats the matching so that it need not wait for the device; for this the
+    criterion copies the anchors to the host when it is made.
     """
 
     def __init__(self, settings: LossSettings, head: Segment, class_weights: Sequence[float] = ()) -> None:
@@ -41,10 +41,12 @@ class SegmentationCriterion(DetectionCriterion):
     ) -> LossTerms:
         """Return the loss terms, whose parts are the levels.
 
-        outputs: the maps of `DetectionCriterion` with 5 + classes + masks outputs, and prototypes (b, masks, h, w). The
-        mask term is the sum over the images of the mean over an image's matches on a level; its count is the number of
-        images. A match's value is the sum of the cross-entropies in its box, divided by the number of the map's pixels
-        and by the box's normalised area.
+        The mask term is the sum over the images of the mean over an image's matches on a level; its count is the number
+        of images. A match's value is the sum of the cross-entropies in its box, divided by the number of the map's
+        pixels and by the box's normalised area.
+
+        Args:
+            outputs: maps as for `DetectionCriterion`, with 5 + classes + masks outputs, and prototypes (b, masks, h, w)
         """
         given = cast("SegmentationBatch", batch)
         maps, prototypes = outputs
@@ -74,7 +76,13 @@ class SegmentationCriterion(DetectionCriterion):
         return LossTerms(sums, counts, weights, terms.least)
 
     def _mask_matches(self, sizes: MapSizes, targets: np.ndarray, size: tuple[int, int]) -> MaskMatches:
-        """Match targets (m, 6) on the host, as the detector does; size: height and width of the mask maps."""
+        """Match targets on the host, as the detector does on the device.
+
+        Args:
+            sizes: height and width of each level's map
+            targets: image, class and normalised xywh of the targets, (m, 6)
+            size: height and width of the mask maps
+        """
         cells = near_cells(sizes, torch.from_numpy(targets))
         matched = match(cells, self._host_anchors, self.settings.anchor_t).numpy()
         level, cell, anchor = np.nonzero(matched)

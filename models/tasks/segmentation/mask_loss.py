@@ -1,9 +1,9 @@
 """The cross-entropy of predicted masks inside of their targets' boxes: `mask_sums`.
 
-Called by `SegmentationCriterion`. The matches of every target are known on the host (`plan_masks`), so all shapes are
-known without waiting for the device. Only the pixels of a target's box are computed. Targets with windows of similar
-size share a batched matrix product, of limited size, and the backward pass computes the logits again: memory does not
-grow with the number of targets.
+Called by `SegmentationCriterion`. The host knows the matches of every target (`plan_masks`), so all shapes are known
+without waiting for the device. Only the pixels of a target's box are computed. Targets with windows of similar size
+share a batched matrix product of limited size, and the backward pass recomputes the logits: memory does not grow with
+the number of targets.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-MAX_GROUP_VALUES = 2**20  # numbers in the largest tensor of a group, so about 20 MB for the group in fp32
-# Targets of a group have numbers of matches between two of these: usually 3 cells for each anchor.
+MAX_GROUP_VALUES = 2**20  # numbers in the largest tensor of a group; a group takes about 20 MB in fp32
+# A group's targets have numbers of matches between two of these edges; a target usually has 3 cells for each anchor.
 MATCH_EDGES = (3, 6, 9, 12, 18, 27)
-SPARE_VALUES = 2**14  # padding that costs less than another group
-SPARE_SHARE = 0.15  # of a group's values, which may be padding
+SPARE_VALUES = 2**14  # numbers of padding that cost less than another group
+SPARE_SHARE = 0.15  # share of a group's values that may be padding
 WINDOW_COLUMNS = 5
 
 
 class MaskMatches(NamedTuple):
-    """Pairs of a target and an output of the network, in the order of the outputs. All (n,), on the host."""
+    """Pairs of a target and an output of the network, in the order of the outputs. All fields are (n,), on the host."""
 
     target: np.ndarray
-    row: np.ndarray  # of the coefficients
+    row: np.ndarray  # row of the coefficients
     level: np.ndarray
-    weight: np.ndarray  # of the mean over the pixels of the target's box, float32
+    weight: np.ndarray  # float32: weight of the pair's sum of cross-entropies
 
 
 class Group(NamedTuple):
     """Targets that are computed together, padded to the same numbers of matches and pixels."""
 
-    targets: slice  # in `MaskPlan.windows`
-    matches: slice  # in `MaskPlan.rows` and `MaskPlan.weights`: those of each target in turn
+    targets: slice  # rows of `MaskPlan.windows`
+    matches: slice  # rows of `MaskPlan.rows` and `MaskPlan.weights`, target by target
     matches_each: int
     pixels_each: int
 
 
 class MaskPlan(NamedTuple):
-    """The work of `mask_sums`; tensors are on the device. t: targets with matches and pixels."""
+    """The work of `mask_sums` for t targets with matches and pixels; tensors are on the device."""
 
-    # int32 (t, 5): index on the maps (b, h, w) of a window's first pixel, its width and number of pixels, index of the
-    # truth's first pixel, and the width of the truth's own window
+    # int32 (t, 5): index on the maps (b, h, w) of a window's first pixel, the window's width and number of pixels, the
+    # index of the truth's first pixel, and the width of the truth's own window
     windows: Tensor
-    rows: Tensor  # int32 (n,): of the coefficients, for each match
-    weights: Tensor  # (n, levels): of each match; 0 for other levels, and for padding
+    rows: Tensor  # int32 (n,): row of the coefficients for each match
+    weights: Tensor  # (n, levels): weight of each match on its level; 0 on other levels, and for padding
     map_width: int
     groups: list[Group]
 
@@ -57,7 +57,10 @@ class MaskPlan(NamedTuple):
 def box_windows(targets: np.ndarray, height: int, width: int) -> np.ndarray:
     """Return the pixels of a map inside of each target's box, int64 (m, 4): left, top, right, bottom (exclusive).
 
-    targets: float32 (m, 6). A pixel at column c is inside if x1 <= c < x2 (YOLOv5's rule).
+    A pixel at column c is inside if x1 <= c < x2, as in YOLOv5.
+
+    Args:
+        targets: image, class and normalised xywh of the targets, float32 (m, 6)
     """
     centres, halves = targets[:, 2:4], targets[:, 4:6] / 2
     sides = np.array((width, height), np.float32)
@@ -75,10 +78,16 @@ def plan_masks(
     masks: int,
     device: torch.device,
 ) -> MaskPlan:
-    """Return the plan of a batch of m targets.
+    """Return the plan for a batch of m targets.
 
-    image: (m,) of each target. boxes: (m, 4), the windows to compute. windows: (m, 4), those of the truth. size: height
-    and width of the maps. masks: number of coefficients.
+    Args:
+        matches: pairs of a target and an output
+        image: number (m,) of each target's image
+        boxes: window (m, 4) to compute for each target
+        windows: window (m, 4) that the truth covers for each target
+        size: height and width of the maps
+        levels: number of levels
+        masks: number of coefficients
     """
     height, width = size
     cut = np.concatenate((np.maximum(boxes[:, :2], windows[:, :2]), np.minimum(boxes[:, 2:], windows[:, 2:])), 1)
@@ -127,9 +136,14 @@ def plan_masks(
 
 
 def _similar(counts: np.ndarray, pixels: np.ndarray, masks: int) -> Iterator[np.ndarray]:
-    """Iterate over groups of targets, by index, with similar numbers of matches and pixels; those without are left out.
+    """Iterate over groups of targets, by index, with similar numbers of matches and pixels.
 
-    counts, pixels: (m,) of each target.
+    Targets without matches or pixels are left out.
+
+    Args:
+        counts: number of matches of each target, (m,)
+        pixels: number of pixels of each target, (m,)
+        masks: number of coefficients
     """
     (used,) = np.nonzero((counts > 0) & (pixels > 0))
     edge = np.searchsorted(MATCH_EDGES, counts[used])
@@ -150,16 +164,20 @@ def _similar(counts: np.ndarray, pixels: np.ndarray, masks: int) -> Iterator[np.
 
 
 def _on_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """Copy an array to the device. From page-locked memory, so that the host does not wait for the device."""
+    """Copy an array to the device, from page-locked memory, so that the host does not wait for the device."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def mask_sums(coefficients: Tensor, prototypes: Tensor, truth: Tensor, plan: MaskPlan) -> Tensor:
-    """Return the weighted sums of binary cross-entropies of each level, (levels,).
+    """Return the weighted sums of each level's binary cross-entropies, (levels,).
 
-    coefficients: (r, masks). prototypes: (b, masks, h, w); the logits of a mask are their weighted sums. truth: uint8,
-    see `SegmentationBatch.mask_pixels`. Both gradients are added up in a fixed order.
+    Both gradients are accumulated in a fixed order.
+
+    Args:
+        coefficients: weights (r, masks) of the prototypes, for each output
+        prototypes: maps (b, masks, h, w), whose weighted sums are the logits of a mask
+        truth: true masks, uint8, see `SegmentationBatch.mask_pixels`
     """
     pixels = prototypes.permute(0, 2, 3, 1).reshape(-1, prototypes.shape[1])
     sums: Tensor = _MaskSums.apply(coefficients, pixels, truth, plan)
@@ -167,7 +185,7 @@ def mask_sums(coefficients: Tensor, prototypes: Tensor, truth: Tensor, plan: Mas
 
 
 class _MaskSums(torch.autograd.Function):
-    """`mask_sums` with prototypes by pixel, (b * h * w, masks)."""
+    """Compute `mask_sums` with one row of prototypes per pixel, (b * h * w, masks)."""
 
     @staticmethod
     def forward(ctx: Any, coefficients: Tensor, pixels: Tensor, truth: Tensor, plan: MaskPlan) -> Tensor:
@@ -201,16 +219,16 @@ class _MaskSums(torch.autograd.Function):
 def _group_logits(
     coefficients: Tensor, pixels: Tensor, truth: Tensor, plan: MaskPlan, group: Group
 ) -> Sequence[Tensor]:
-    """Return the logits of a group of n targets and what they follow from.
+    """Return the logits of a group of n targets, and the tensors that they are computed from.
 
-    Coefficients (n, matches, masks), prototypes (n, p, masks), logits (n, matches, p), truth (n, p), whether a pixel is
-    no padding (n, p), as 0 or 1, and the index of each pixel on the maps (n * p,).
+    The result is: coefficients (n, matches, masks), prototypes (n, p, masks), logits (n, matches, p), truth (n, p), 1
+    for pixels and 0 for padding (n, p), and the index of each pixel on the maps (n * p,).
     """
     first, width, count, start, truth_width = plan.windows[group.targets].view(-1, WINDOW_COLUMNS, 1).unbind(1)
     position = torch.arange(group.pixels_each, dtype=torch.int32, device=pixels.device)
     valid = position < count
     position = torch.where(valid, position, 0)  # padding repeats the first pixel
-    # The quotient is exact: the half keeps it away from whole numbers by more than the rounding.
+    # The quotient is exact: the half keeps it further away from whole numbers than rounding can move it.
     row = ((position + 0.5) / width).int()
     column = position - row * width
     index = (first + row * plan.map_width + column).flatten()

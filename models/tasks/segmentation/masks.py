@@ -1,4 +1,4 @@
-"""Masks in pixels of the files: those of detections, scaled from the network's, and those of outlines.
+"""Masks in pixels of the files: detections' masks, scaled from the network's maps, and filled outlines.
 
 Called by `SegmentationPrediction` and the metrics. A mask is computed for the part of the file that its box covers.
 """
@@ -20,19 +20,19 @@ from models.tasks.segmentation.views import MaskMaps
 from utils.batch import MASK_STRIDE, Placement
 from utils.errors import UserError
 
-MAPS_AT_ONCE = 64  # masks of the network's size in memory
+MAPS_AT_ONCE = 64  # masks of the network's size that are in memory at a time
 MIN_POLYGON_POINTS = 3
 
 
 class MaskPart(NamedTuple):
     """The part of a file that contains a mask."""
 
-    left: int  # pixels
-    top: int
+    left: int  # column of the part's first pixel
+    top: int  # row of the part's first pixel
     pixels: np.ndarray  # bool (rows, columns)
 
     def contour(self) -> np.ndarray:
-        """Return the pixels of the largest contour, int (p, 2), x and y in the file; (0, 2) for an empty mask."""
+        """Return the pixels of the largest contour, int (p, 2): x and y in the file; (0, 2) for an empty mask."""
         contours, _ = cv2.findContours(
             self.pixels.astype(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE, offset=(self.left, self.top)
         )
@@ -42,14 +42,15 @@ class MaskPart(NamedTuple):
         return np.asarray(largest.reshape(-1, 2))
 
     def run_lengths(self, size: tuple[int, int]) -> dict[str, Any]:
-        """Return the mask as COCO's compressed run lengths. size: width and height of the file.
+        """Return the mask as COCO's compressed run lengths. Raises `UserError` if faster-coco-eval is not installed.
 
-        Raises `UserError` without faster-coco-eval.
+        Args:
+            size: width and height of the file in pixels
         """
         try:
             from faster_coco_eval import mask as encoder
         except ImportError:
-            raise UserError("COCO's results of masks need faster-coco-eval: pip install faster-coco-eval") from None
+            raise UserError("COCO results with masks need faster-coco-eval; pip install faster-coco-eval") from None
         width, height = size
         columns, rows = np.nonzero(self.pixels.T)  # COCO counts down the columns
         inside = (columns + self.left) * height + rows + self.top
@@ -65,7 +66,7 @@ def _text(counts: bytes | str) -> str:
 
 
 class MaskSource(ABC):
-    """The masks of a prediction, computed when they are asked for."""
+    """The masks of a prediction, computed on demand."""
 
     size: tuple[int, int]  # width and height of the file, pixels
 
@@ -74,8 +75,8 @@ class MaskSource(ABC):
         """Iterate over the masks of some of the objects."""
 
     def outlines(self, rows: Sequence[int]) -> Iterator[np.ndarray]:
-        """Iterate over the largest contours of masks, float32 (p, 2): the centres of its pixels as shares of width and
-        height; no points for an empty mask."""
+        """Iterate over the largest contour of each mask, float32 (p, 2): the centres of its pixels as shares of width
+        and height; no points for an empty mask."""
         for part in self.parts(rows):
             yield ((part.contour() + 0.5) / self.size).astype(np.float32)
 
@@ -84,11 +85,12 @@ class MaskSource(ABC):
 class DetectedMasks(MaskSource):
     """The masks of a network's detections.
 
-    A mask is where the probability, interpolated bilinearly, exceeds 1/2. With `retina` the probabilities of the map
-    are interpolated at the pixels of the file, without the letterbox's padding, and the mask is cut by the box there.
-    Otherwise they are cut by the box on the map, interpolated at the pixels of the network's image, and a pixel of the
-    file takes the value of the network's pixel that contains its centre. These are YOLOv5's forms with and without
-    --retina-masks; YOLOv5 multiplies the coefficients by the objectness first, which only moves edges between pixels.
+    A mask is the pixels whose probability, interpolated bilinearly, exceeds 1/2. With `retina` the map's probabilities
+    are interpolated at the pixels of the file, without the letterbox's padding, and the mask is cropped to the box
+    there. Otherwise they are cropped to the box on the map and interpolated at the pixels of the network's image, and a
+    pixel of the file takes the value of the network's pixel that contains its centre. YOLOv5 does the same with and
+    without --retina-masks, except that it multiplies the coefficients by the objectness first, which only moves edges
+    between pixels.
     """
 
     maps: MaskMaps
@@ -120,7 +122,13 @@ class DetectedMasks(MaskSource):
                 yield self._part(values, box, axes)
 
     def _part(self, values: np.ndarray, box: np.ndarray, axes: Sequence[_Samples]) -> MaskPart:
-        """Return the mask of probabilities (h, w). box: xyxy in pixels of the file, or of the map without `retina`."""
+        """Return the mask of one detection.
+
+        Args:
+            values: probabilities (h, w) on the map
+            box: xyxy of the detection, in pixels of the file with `retina`, else of the map
+            axes: positions of the file's columns and rows on the map
+        """
         sides = self.size if self.retina else values.shape[::-1]
         corners = [(math.ceil(box[k]), math.ceil(box[k + 2])) for k in range(2)]
         bounds = [
@@ -141,7 +149,7 @@ class DetectedMasks(MaskSource):
 
 
 class _Samples(NamedTuple):
-    """The positions of a file's pixels on a map, along one axis: between cells `low` and `high`."""
+    """The positions of a file's pixels on a map along one axis, each between two cells, `low` and `high`."""
 
     low: np.ndarray  # int (n,)
     high: np.ndarray
@@ -152,7 +160,7 @@ class _Samples(NamedTuple):
         return _Samples(*(values[span] for values in self))
 
     def span(self, first: int, last: int) -> slice:
-        """Return the pixels that depend on cells from `first` to before `last`."""
+        """Return the pixels that depend on the cells from `first` to `last`, exclusive."""
         if first >= last:
             return slice(0, 0)
         return slice(int(np.searchsorted(self.high, first)), int(np.searchsorted(self.low, last)))
@@ -164,8 +172,8 @@ class _Samples(NamedTuple):
 
 
 def _sample(length: int, scale: float, offset: int, cells: int, retina: bool) -> _Samples:
-    """Return the positions of a file's pixels on a map of `cells`. The batch's pixel is file x scale + offset."""
-    position = (np.arange(length) + 0.5) * scale + offset  # of a pixel's centre on the network's image
+    """Map pixel coordinates of the file to a map of `cells` cells (batch = file * scale + offset), along one axis."""
+    position = (np.arange(length) + 0.5) * scale + offset  # each pixel's centre on the network's image
     first, last = 0, cells - 1
     if retina:  # the cells that contain the image
         first, last = offset // MASK_STRIDE, min(last, math.ceil((offset + length * scale) / MASK_STRIDE) - 1)
@@ -178,16 +186,16 @@ def _sample(length: int, scale: float, offset: int, cells: int, retina: bool) ->
 
 @dataclass(frozen=True, eq=False)
 class OutlineMasks(MaskSource):
-    """The masks of outlines, filled."""
+    """Masks that are filled outlines."""
 
-    shapes: Sequence[np.ndarray]  # (p, 2): x and y as shares of width and height
+    shapes: Sequence[np.ndarray]  # outlines (p, 2): x and y as shares of width and height
     size: tuple[int, int]  # width and height of the file, pixels
 
     def parts(self, rows: Sequence[int]) -> Iterator[MaskPart]:
         """Iterate over the masks of some outlines."""
         beyond = max(self.size)
         for row in rows:
-            # In fp32, in which the product of a rounded share is the whole number of pixels that it was made from.
+            # In fp32 the product with a rounded share is the whole number of pixels that the share was made from.
             corners = (self.shapes[row].astype(np.float32) * np.array(self.size, np.float32)).astype(np.int32)
             left, top = corners.min(0, initial=beyond).clip(0, self.size)
             right, bottom = (corners.max(0, initial=-1) + 1).clip((left, top), self.size)
@@ -197,15 +205,15 @@ class OutlineMasks(MaskSource):
             yield MaskPart(int(left), int(top), filled.astype(bool))
 
     def outlines(self, rows: Sequence[int]) -> Iterator[np.ndarray]:
-        """Iterate over the outlines as they are."""
+        """Iterate over the given outlines, unchanged."""
         return (self.shapes[row] for row in rows)
 
 
 @dataclass(frozen=True, eq=False)
 class JoinedMasks(MaskSource):
-    """The masks of objects of several sources."""
+    """The masks of objects from several sources."""
 
-    members: Sequence[tuple[MaskSource, int]]  # the source of each object, and the object's row there
+    members: Sequence[tuple[MaskSource, int]]  # the source of each object, and the object's row in it
     size: tuple[int, int]
 
     def parts(self, rows: Sequence[int]) -> Iterator[MaskPart]:
@@ -219,7 +227,7 @@ class JoinedMasks(MaskSource):
             yield from source.outlines(members)
 
     def _by_source(self, rows: Sequence[int]) -> Iterator[tuple[MaskSource, list[int]]]:
-        """Iterate over successive objects of one source, with their rows there."""
+        """Iterate over runs of successive objects from the same source: the source, and the objects' rows in it."""
         for _, group in groupby((self.members[row] for row in rows), lambda member: id(member[0])):
             members = list(group)
             yield members[0][0], [row for _, row in members]

@@ -35,14 +35,14 @@ from utils.batch import Batch, SegmentationBatch
 from utils.files import csv_text
 from utils.summary import Example, Row, Summary
 
-KINDS = ("B", "M")  # of boxes and of masks, YOLOv5's suffixes
+KINDS = ("B", "M")  # YOLOv5's suffixes for boxes and masks
 SEGMENTATION_METRICS = tuple(f"{name}({kind})" for kind in KINDS for name in DETECTION_METRICS)
 SEGMENTATION_CLASS_METRICS = tuple(f"{name}({kind})" for kind in KINDS for name in CLASS_METRICS)
-TITLES = ("Class", "Images", "Labels", "box P", "R", "mAP50", "50-95", "mask P", "R", "mAP50", "50-95")  # of the table
+TITLES = ("Class", "Images", "Labels", "box P", "R", "mAP50", "50-95", "mask P", "R", "mAP50", "50-95")
 
 
 class SegmentationMetrics(DetectionMetrics):
-    """The detector's metrics, of boxes and of masks."""
+    """The detector's metrics, for boxes and for masks."""
 
     def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[Any]:
         """Return a `SegmentationRecord` for each image."""
@@ -82,7 +82,7 @@ class SegmentationMetrics(DetectionMetrics):
         )
 
     def documents(self, summary: Summary) -> dict[str, str]:
-        """Return the detector's CSV files, with columns of masks in classes.csv, and curves and outlines of masks."""
+        """Return the detector's CSV files, with mask columns in classes.csv, and the masks' curves and outlines."""
         documents = super().documents(summary)
         if not documents:
             return {}
@@ -105,7 +105,7 @@ class SegmentationMetrics(DetectionMetrics):
         }
 
     def examples(self, summary: Summary) -> list[Example]:
-        """Return the images to draw with their boxes and outlines, ordered by index."""
+        """Return the images to draw, with their boxes and outlines, ordered by index."""
         masks = summary.evidence.get("masks", {"outlines": []})
         return [
             example._replace(
@@ -118,9 +118,12 @@ class SegmentationMetrics(DetectionMetrics):
     def _table(
         self, images: int, scores: Sequence[ClassScores], sizes: Sequence[Sequence[SizeScores]]
     ) -> tuple[list[Row | str], list[Row | str]]:
-        """Return the table's titles with the row of all classes, and a row per class and per object size.
+        """Return the table in two parts: titles and the row for all classes; rows per class and per object size.
 
-        scores, sizes: of boxes and of masks.
+        Args:
+            images: number of images
+            scores: scores by class, for boxes and for masks
+            sizes: scores by object size, for boxes and for masks
         """
         boxes, _ = scores
         means = [value for one in scores for value in one.means().values()]
@@ -138,7 +141,7 @@ class SegmentationMetrics(DetectionMetrics):
 
 
 def _shares(outlines: Sequence[Sequence[int]], size: tuple[int, int]) -> list[tuple[float, ...]]:
-    """Return the centres of outlines' pixels, x y x y ... each, as shares of the file's width and height."""
+    """Convert outlines x y x y ... from pixels of the file to their centres as shares of its width and height."""
     return [tuple((value + 0.5) / size[number % 2] for number, value in enumerate(outline)) for outline in outlines]
 
 
@@ -147,7 +150,10 @@ def _outline_rows(
 ) -> Iterator[list[str]]:
     """Iterate over the rows of val_masks.csv, one for each label and prediction with an outline.
 
-    outlines: of each shown image those of labels and predictions, x y x y ... in pixels of the file.
+    Args:
+        names: class names, in the order of their numbers
+        shown: images to draw, see `detection_evidence`
+        outlines: for each of these images the outlines of its labels and predictions, x y x y ... in pixels of the file
     """
     for image, of_image in zip(shown, outlines, strict=True):
         for (label, *_), outline in zip(image["labels"], of_image["labels"], strict=True):

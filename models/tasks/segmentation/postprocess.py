@@ -30,7 +30,11 @@ from utils.errors import UserError
 
 
 class SegmentationPostprocess(Postprocess):
-    """Run one or several models and find the instances on the images. names: of the classes."""
+    """Run one or several models and detect the instances in the images.
+
+    Args:
+        names: class names, by number
+    """
 
     def __init__(self, names: Mapping[int, str], thresholds: Thresholds) -> None:
         """Raise `UserError` if `thresholds` name an unknown class."""
@@ -52,8 +56,8 @@ class SegmentationPostprocess(Postprocess):
         return [SuppressedMaskView(SuppressedView(detections, counts), masks)]
 
     def __call__(self, views: Sequence[View], batch: Batch) -> list[SegmentationPrediction]:
-        """Return the instances on each image. The boxes of all models suppress each other; each keeps the prototypes of
-        its model. A `SuppressedMaskView` is always alone."""
+        """Return the instances in each image. The boxes of all models suppress each other; each keeps its own model's
+        prototypes. A `SuppressedMaskView` is always the only view."""
         boxes, maps = self._detect(cast("Sequence[SegmentationView]", views))
         infos: Sequence[ImageInfo] = batch.infos
         predictions = []

@@ -1,4 +1,4 @@
-"""The instances of one image: `SegmentationPrediction`, made by `SegmentationPostprocess`."""
+"""The instances in one image: `SegmentationPrediction`, made by `SegmentationPostprocess`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from utils.plots.drawing import Style, tint
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SegmentationPrediction(DetectionPrediction):
-    """The instances of one image, in falling confidence. Masks are computed each time that they are asked for."""
+    """The instances in one image, in falling confidence. Masks are computed anew on each access."""
 
     source: MaskSource
-    label_outlines: Sequence[np.ndarray]  # of `labels`, (p, 2): x, y as shares of width and height; () if unknown
+    label_outlines: Sequence[np.ndarray]  # (p, 2) per label: x, y as shares of width and height; () if unknown
 
     VALUES = (*DetectionPrediction.VALUES, "masks", "outlines")
 
     @property
     def masks(self) -> np.ndarray:
-        """The masks, bool (k, height, width) of the file."""
+        """The masks, bool (k, height, width), in pixels of the file."""
         width, height = self.size
         masks = np.zeros((len(self.rows), height, width), bool)
         for mask, part in zip(masks, self.parts(), strict=True):
@@ -37,7 +37,7 @@ class SegmentationPrediction(DetectionPrediction):
     def outlines(self) -> list[np.ndarray]:
         """The largest contour of each mask, float32 (p, 2): the centres of its pixels as shares of width and height.
 
-        No points for an empty mask; for a label its own outline.
+        An empty mask has no points; a label has its own outline.
         """
         return list(self.source.outlines(range(len(self.rows))))
 
@@ -46,9 +46,9 @@ class SegmentationPrediction(DetectionPrediction):
         return list(self.source.parts(range(len(self.rows))))
 
     def draw(self, image: Image, style: Style) -> Image:
-        """Return a copy of `image` with masks in the colours of their classes, and the boxes, drawn on it.
+        """Return a copy of `image` with masks, in the colours of their classes, and boxes drawn on it.
 
-        The most confident are on top.
+        The most confident instances are on top.
         """
         drawn: Image = image.copy()
         parts = self.parts()
@@ -57,10 +57,13 @@ class SegmentationPrediction(DetectionPrediction):
         return super().draw(drawn, style)
 
     def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
-        """Return lines of a label file: class, outline as normalised x y x y ..., `with_confidence` the confidence.
+        """Return lines of a label file: class, outline as normalised x y x y ..., and the confidence if requested.
 
-        A mask with too few pixels for a polygon gets the rectangle of its box. corners: boxes as xyxy in pixels of the
-        file instead of outlines.
+        The outline of a mask with too few pixels for a polygon is its box.
+
+        Args:
+            with_confidence: whether each line ends with the confidence
+            corners: whether lines have boxes, xyxy in pixels of the file, instead of outlines
         """
         if corners:
             return super().label_rows(with_confidence, corners)
@@ -72,8 +75,8 @@ class SegmentationPrediction(DetectionPrediction):
         return lines
 
     def with_labels(self) -> SegmentationPrediction:
-        """Return the labels, with a confidence of 1, followed by the detections whose boxes overlap no label's box of
-        their class by more than `iou_thres`."""
+        """Return the labels, with a confidence of 1, then the detections whose boxes overlap no label's box of the same
+        class by more than `iou_thres`."""
         labels = self.label_boxes()
         shapes = self.label_outlines or [_rectangle(xyxy) / self.size for *xyxy, _, _ in labels.tolist()]
         outlined, unlabelled = OutlineMasks(shapes, self.size), self.unlabelled().tolist()
@@ -81,13 +84,13 @@ class SegmentationPrediction(DetectionPrediction):
         return replace(self, rows=torch.cat((labels, self.rows[unlabelled])), source=JoinedMasks(members, self.size))
 
     def coco_rows(self) -> CocoImage:
-        """Return the detections for COCO's results, with masks as run lengths."""
+        """Return the detections in COCO's results format, with masks as run lengths."""
         masks = [part.run_lengths(self.size) for part in self.parts()]
         return super().coco_rows()._replace(masks=masks)
 
 
 def _window(image: np.ndarray, part: MaskPart) -> np.ndarray:
-    """Return the pixels of `image` (h, w) or (h, w, 3) that a part covers, as a view."""
+    """Return a view of the pixels of `image`, (h, w) or (h, w, 3), that a part covers."""
     rows, columns = part.pixels.shape
     return image[part.top : part.top + rows, part.left : part.left + columns]
 

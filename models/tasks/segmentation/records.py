@@ -1,6 +1,6 @@
 """`SegmentationRecord`: the contribution of one image to the metrics of boxes and of masks.
 
-Made for `SegmentationMetrics.update`. It holds overlaps, not masks, and travels between processes.
+Made for `SegmentationMetrics.update`. It holds overlaps instead of masks, so that processes can exchange it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from models.tasks.segmentation.views import cut_by_boxes
 from models.tasks.shared.records import ImageRecord, ShownImage, matched_by
 from utils.batch import SegmentationBatch
 
-MAX_MASK_VALUES = 2**22  # pixels of the masks that are compared at once, so about 40 MB
-# Overlaps are fractions of small numbers of pixels and often equal a threshold: then they reach it, as by YOLOv5's
-# arithmetic in fp32, in which `EPSILON` has no effect.
+MAX_MASK_VALUES = 2**22  # pixels of the masks that are compared at a time, about 40 MB
+# Overlaps are fractions of small numbers of pixels and often equal a threshold. With this factor they then reach it, as
+# in YOLOv5's fp32 arithmetic, where `EPSILON` has no effect.
 TIE = 1 + 1e-7
 
 
 class ShownOutlines(NamedTuple):
-    """The outlines of the rows of a `ShownImage`: of each int (p, 2), x and y in pixels of the file."""
+    """The outlines of the rows of a `ShownImage`, int (p, 2) each: x and y in pixels of the file."""
 
     labels: list[np.ndarray]
     predictions: list[np.ndarray]
 
 
 class SegmentationRecord(NamedTuple):
-    """The contribution of one image. The second record differs from the first in its matches only."""
+    """The contribution of one image. The record of masks differs from the record of boxes in its matches only."""
 
     boxes: ImageRecord
     masks: ImageRecord
@@ -45,7 +45,7 @@ class SegmentationRecord(NamedTuple):
 def segmentation_records(
     predictions: Sequence[SegmentationPrediction], batch: SegmentationBatch, shown: Collection[int] = ()
 ) -> list[SegmentationRecord]:
-    """Return a record for each image of a batch. shown: indices of the images to draw."""
+    """Return a record for each image of a batch; `shown` are the indices of the images to draw."""
     of_boxes = image_records([one.rows for one in predictions], batch.infos, shown)
     overlaps = MaskOverlaps(predictions, batch)
     of_masks = matched_by(overlaps, [record._replace(shown=None) for record in of_boxes])
@@ -56,7 +56,7 @@ def segmentation_records(
 
 
 def _outlines(prediction: SegmentationPrediction, shown: ShownImage) -> ShownOutlines:
-    """Return the outlines of labels and of the detections that are drawn, which are the most confident ones."""
+    """Return the outlines of the labels and of the detections to draw, which are the most confident ones."""
     confident = range(len(shown.predictions))
     outlined = [
         [(points * np.array(prediction.size, np.float32)).astype(np.int32) for points in outlines]
@@ -66,10 +66,10 @@ def _outlines(prediction: SegmentationPrediction, shown: ShownImage) -> ShownOut
 
 
 class MaskOverlaps:
-    """Computes the intersection over union of the masks of detections and labels of a batch, at the maps' size.
+    """Computes the intersection over union of the masks of a batch's detections and labels, at the maps' size.
 
-    The masks of detections are cut by their boxes. Only those are computed whose box meets the mask of a label of their
-    class.
+    Detections' masks are cropped to their boxes. A mask is computed only if its box meets the window of a label's mask
+    of the same class.
     """
 
     def __init__(self, predictions: Sequence[SegmentationPrediction], batch: SegmentationBatch) -> None:
@@ -81,7 +81,7 @@ class MaskOverlaps:
         assert sum(len(info.rows) for info in batch.infos) == len(self._windows)  # a target for every row
 
     def __call__(self, detection: np.ndarray, label: np.ndarray) -> np.ndarray:
-        """Return the overlaps of pairs, float64 (p,), given the numbers of both in the batch, (p,) each."""
+        """Return the overlaps of pairs, float64 (p,), given the detections' and labels' numbers in the batch."""
         overlaps = np.zeros(len(detection))
         if not len(detection):
             return overlaps
@@ -100,7 +100,7 @@ class MaskOverlaps:
         if not values:
             return overlaps
         starts = accumulate((value.shape[1] for value in values), initial=0)
-        # All images at once: every copy waits for the device.
+        # One copy for all images, as every copy waits for the device.
         intersection, union = torch.cat(values, 1).cpu().numpy().astype(np.float64)
         every = np.minimum(intersection / (union + EPSILON) * TIE, 1)
         for start, (of_image, position) in zip(starts, pairs, strict=False):
@@ -110,7 +110,10 @@ class MaskOverlaps:
     def _of_image(self, image: int, rows: np.ndarray, labels: np.ndarray) -> Tensor:
         """Return the pixels of intersections and unions on an image, (2, rows, labels).
 
-        rows: of its detections. labels: in the batch.
+        Args:
+            image: number of the image in the batch
+            rows: numbers of the detections in the image
+            labels: numbers of the labels in the batch
         """
         detected = self._masks[image]
         truth = self._true_masks(labels, detected.maps.size)
@@ -123,7 +126,7 @@ class MaskOverlaps:
         return torch.cat(parts, 1)
 
     def _true_masks(self, labels: np.ndarray, size: tuple[int, int]) -> Tensor:
-        """Return the masks of labels as numbers, (labels, h * w)."""
+        """Return the masks of labels as floats of 0 and 1, (labels, h * w)."""
         height, width = size
         truth = torch.zeros(len(labels), height, width, device=self._truth.device)
         for mask, label in zip(truth, labels.tolist(), strict=True):
@@ -135,5 +138,5 @@ class MaskOverlaps:
 
 
 def _chunks(rows: list[int], most: int) -> Iterator[list[int]]:
-    """Iterate over parts of a list of at most `most` items."""
+    """Iterate over parts of a list with at most `most` items each."""
     return (rows[start : start + most] for start in range(0, len(rows), most))

@@ -71,11 +71,11 @@ class SegmentationTask(DetectionTask):
         return SegmentationPostprocess(self.names, thresholds)
 
     def metrics(self, shown: frozenset[int] = frozenset()) -> SegmentationMetrics:
-        """Return precision, recall and mean average precision of boxes and masks. shown: indices of images to draw."""
+        """Return precision, recall and mean average precision of boxes and masks; `shown` are images to draw."""
         return SegmentationMetrics(self.names, shown)
 
     def draw_batch(self, batch: Batch) -> Image:
-        """Draw a grid of the batch's images with their targets and masks."""
+        """Draw a grid of the batch's images with their boxes and masks."""
         given = cast("SegmentationBatch", batch)
         images, pixels = given.images[:MAX_GRID_IMAGES].cpu().numpy()[:, ::-1].copy(), given.mask_pixels.cpu().numpy()
         sides = given.windows[:, 2:] - given.windows[:, :2]

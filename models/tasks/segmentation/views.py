@@ -1,4 +1,4 @@
-"""A segmenter's outputs for a batch, in the three forms that models return, and what the masks follow from.
+"""A segmenter's outputs for a batch, in the three forms that models return, and the maps that masks are made from.
 
 Made by `SegmentationPostprocess`; masks.py and the metrics read the mask maps.
 """
@@ -16,11 +16,11 @@ from torch import Tensor
 from models.heads.contract import BoxView
 from models.tasks.detection.views import SuppressedView
 
-Rows: TypeAlias = slice | Sequence[int]  # of the detections of an image
+Rows: TypeAlias = slice | Sequence[int]  # rows of an image's detections
 
 
 class PrototypeView(NamedTuple):
-    """Boxes with mask coefficients, and the prototypes that these weight."""
+    """Boxes with mask coefficients, and the prototypes that the coefficients weight."""
 
     boxes: BoxView  # `more` is the number of coefficients
     prototypes: Tensor  # (b, masks, h, w)
@@ -35,7 +35,7 @@ class SuppressedMaskView(NamedTuple):
     """The detections of an exported file with suppression in its graph, and their masks."""
 
     boxes: SuppressedView
-    masks: Tensor  # (b, m, h, w): 0 or 1, cut by the boxes
+    masks: Tensor  # (b, m, h, w): 0 or 1, cropped to the boxes
     outputs: None = None
 
 
@@ -61,11 +61,11 @@ class MaskMaps(ABC):
 
 @dataclass(frozen=True, eq=False)
 class PrototypeMaps(MaskMaps):
-    """The sigmoids of prototypes weighted by coefficients. Every detection has the prototypes of its view."""
+    """The sigmoids of prototypes weighted by coefficients. Every detection has its own view's prototypes."""
 
     coefficients: Tensor  # (k, masks)
-    view: Tensor  # int64 (k,)
-    prototypes: Sequence[Tensor]  # of each view, (masks, h, w)
+    view: Tensor  # int64 (k,): number of each detection's view
+    prototypes: Sequence[Tensor]  # prototypes (masks, h, w) of each view
 
     @property
     def size(self) -> tuple[int, int]:
@@ -90,7 +90,7 @@ class PrototypeMaps(MaskMaps):
 
 
 def _weighted(coefficients: Tensor, prototypes: Tensor) -> Tensor:
-    """Return the sums (k, h, w) of prototypes (masks, h, w), with weights (k, masks or more), the others unused."""
+    """Return the sums (k, h, w) of prototypes (masks, h, w) with weights (k, masks or more); extra ones are unused."""
     flat = prototypes.detach().float().flatten(1)
     return (coefficients[:, : len(flat)].float() @ flat).view(-1, *prototypes.shape[1:])
 
@@ -116,9 +116,9 @@ class GivenMaps(MaskMaps):
 
 
 def cut_by_boxes(masks: Tensor, boxes: Tensor) -> Tensor:
-    """Return masks, bool (r, h, w), without the pixels outside of their boxes (r, 4), xyxy in pixels of the masks.
+    """Crop masks, bool (r, h, w), to their boxes (r, 4), xyxy in pixels of the masks.
 
-    The pixel at column c is inside if x1 <= c < x2 (YOLOv5's rule).
+    A pixel at column c is inside if x1 <= c < x2, as in YOLOv5.
     """
     x1, y1, x2, y2 = boxes[:, :4].unsqueeze(-1).unbind(1)
     columns, rows = (torch.arange(side, device=masks.device) for side in (masks.shape[2], masks.shape[1]))

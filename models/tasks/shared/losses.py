@@ -1,4 +1,4 @@
-"""What the losses of several tasks use: constants on a device, precision, and the loss of an exported file."""
+"""Helpers for the losses of several tasks: constants on a device, class weights, and the loss of an exported file."""
 
 from __future__ import annotations
 
@@ -14,25 +14,29 @@ from models.tasks.contract import Criterion, LossTerms
 from utils.batch import Batch
 from utils.errors import UserError, nearest
 
-MOST_CLASS_WEIGHT = 10.0  # of --class-weights auto
+MOST_CLASS_WEIGHT = 10.0  # largest weight that --class-weights auto gives
 
 
 @cache
 def device_constant(values: Any, device: torch.device) -> Tensor:
-    """Return a float32 tensor of plain values, copied to a device once: every copy waits for the device."""
-    with torch.inference_mode(False):  # a tensor made during a validation must serve in training too
+    """Return a float32 tensor of plain values, copied to the device only once, as every copy waits for the device."""
+    with torch.inference_mode(False):  # a tensor that a validation makes must be usable in training too
         return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Return half-precision values as float32, others unchanged."""
+    """Return half-precision values as float32, other values unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def balanced_weights(names: Mapping[int, str], labels: np.ndarray) -> dict[str, float]:
-    """Return a weight per class name: the number of labels of the commonest class over the class's own, at most 10.
+    """Return a weight per class name: the commonest class's number of labels over the class's own number, at most 10.
 
-    names: of the classes, by number. labels: the class of each label, int64 (m,). A class without labels has weight 1.
+    A class without labels has weight 1.
+
+    Args:
+        names: class names, by number
+        labels: class of each label, int64 (m,)
     """
     counts = np.bincount(labels, minlength=len(names))
     weights = np.minimum(counts.max(initial=0) / np.maximum(counts, 1), MOST_CLASS_WEIGHT)
@@ -40,10 +44,11 @@ def balanced_weights(names: Mapping[int, str], labels: np.ndarray) -> dict[str, 
 
 
 def weights_by_class(names: Mapping[int, str], weights: Mapping[str, float]) -> tuple[float, ...]:
-    """Return the weight of each class, by number; () if all are 1.
+    """Return the weight of each class, by number; () if all are 1. Raises `UserError` for an unknown name.
 
-    names: of the classes, by number. weights: by name; other classes have weight 1. Raises `UserError` for an unknown
-    name.
+    Args:
+        names: class names, by number
+        weights: weights by class name; other classes have weight 1
     """
     known = set(names.values())
     for name in weights:
@@ -56,7 +61,11 @@ def weights_by_class(names: Mapping[int, str], weights: Mapping[str, float]) -> 
 
 
 class UnavailableCriterion(Criterion):
-    """The criterion of an exported file, which returns no raw outputs: every term is NaN. terms: their number."""
+    """The criterion of an exported file, which does not return raw outputs: every term is NaN.
+
+    Args:
+        terms: number of loss terms
+    """
 
     def __init__(self, terms: int) -> None:
         self.count = terms

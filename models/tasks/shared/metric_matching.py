@@ -1,4 +1,4 @@
-"""Pair detections with labels by any overlap: of upright boxes (`box_overlaps`), of masks, or of another shape.
+"""Pair detections with labels by the overlap of upright boxes (`box_overlaps`), masks, or other shapes.
 
 Called by records.py for the metrics, and by predictions that --save-hybrid writes.
 """
@@ -12,37 +12,41 @@ import numpy as np
 
 from models.heads.boxes import EPSILON
 
-IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)  # COCO's
-CONFUSION_IOU = 0.45  # above which the confusion matrix pairs a detection with a label of any class
+IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)  # COCO's thresholds
+CONFUSION_IOU = 0.45  # IoU above which the confusion matrix pairs a detection with a label of any class
 
 
-# Returns the overlaps (p,), floating-point, of pairs of a detection and a label, given the indices of both, (p,) each.
+# A function that returns the floating-point overlaps (p,) of pairs, given the indices of detections and labels, (p,).
 Overlaps = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 class Matches(NamedTuple):
     """The label that each of k detections is matched to; see `ImageRecord`."""
 
-    overlap: np.ndarray  # (k,) IoU with it, 0 if there is none
-    partner: np.ndarray  # (k,) its index, 0 if there is none
-    beaten: np.ndarray  # (k,) the largest IoU with it of a more confident detection
+    overlap: np.ndarray  # (k,) IoU with the matched label, 0 without one
+    partner: np.ndarray  # (k,) index of the matched label, 0 without one
+    beaten: np.ndarray  # (k,) largest IoU of a more confident detection with the matched label
 
 
 class Pairs(NamedTuple):
     """All pairs of a detection and a label in the same group, by detection, then by label."""
 
-    paired: np.ndarray  # (d,) the detections that have pairs
-    counts: np.ndarray  # (d,) the number of their pairs
-    detection: np.ndarray  # (p,)
-    label: np.ndarray  # (p,)
+    paired: np.ndarray  # (d,) indices of the detections that have pairs
+    counts: np.ndarray  # (d,) number of pairs of each of these detections
+    detection: np.ndarray  # (p,) index of each pair's detection
+    label: np.ndarray  # (p,) index of each pair's label
 
 
 def match_by_overlap(overlaps: Overlaps, group: np.ndarray, true_group: np.ndarray) -> Matches:
-    """Match each of k detections to the label that it overlaps most in its group, that is its class in its image.
+    """Match each of k detections to the label that it overlaps most in its group (its class in its image).
 
-    overlaps: called once, for all pairs of a group. group, true_group: integers, (k,) and (m,); the detections of a
-    group are in falling confidence. At a threshold t a detection is correct if beaten < t <= overlap: the most
-    confident of those that reach t.
+    At a threshold t a detection is correct if beaten < t <= overlap: it is the most confident of the label's detections
+    that reach t.
+
+    Args:
+        overlaps: function that returns the overlaps of pairs; called once, for all pairs of the same group
+        group: group (k,) of each detection, an integer; a group's detections are in falling confidence
+        true_group: group (m,) of each label, an integer
     """
     paired, counts, detection, label = _pairs(group, true_group)
     shared = overlaps(detection, label)
@@ -55,7 +59,7 @@ def match_by_overlap(overlaps: Overlaps, group: np.ndarray, true_group: np.ndarr
     # The first of the labels with the largest overlap.
     best = np.where(shared == np.repeat(overlap[paired], counts), np.arange(len(shared)), len(shared) - 1)
     partner[paired] = np.where(overlap[paired] > 0, label[np.minimum.reduceat(best, starts)], 0)
-    # Detections of one label in falling confidence: the largest overlap so far, as a rank, which a sum does not round.
+    # The largest overlap so far among one label's detections in falling confidence, as a rank: sums of ranks are exact.
     near = np.flatnonzero(overlap >= IOU_THRESHOLDS[0])
     near = near[np.argsort(partner[near], kind="stable")]
     values, rank = np.unique(overlap[near], return_inverse=True)
@@ -66,10 +70,15 @@ def match_by_overlap(overlaps: Overlaps, group: np.ndarray, true_group: np.ndarr
 
 
 def pair_by_overlap(overlaps: Overlaps, group: np.ndarray, true_group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pair detections and labels of a group, that is an image, one to one in falling overlap, for the confusion matrix.
+    """Pair detections and labels of a group (an image) one to one in falling overlap, for the confusion matrix.
 
-    Of equal overlaps the earlier label comes first, then the earlier detection. overlaps: called once, for all pairs of
-    a group. Returns the indices of the pairs' detections and labels, (p,) each, group by group.
+    Ties are ordered by label, then by detection. Returns the indices of the pairs' detections and labels, (p,) each,
+    group by group.
+
+    Args:
+        overlaps: function that returns the overlaps of pairs; called once, for all pairs of the same group
+        group: group (k,) of each detection, an integer
+        true_group: group (m,) of each label, an integer
     """
     pairs = _pairs(group, true_group)
     overlap = overlaps(pairs.detection, pairs.label)
@@ -87,7 +96,7 @@ def pair_by_overlap(overlaps: Overlaps, group: np.ndarray, true_group: np.ndarra
 
 
 def _pairs(group: np.ndarray, true_group: np.ndarray) -> Pairs:
-    """Return the pairs of detections (k,) and labels (m,) of one group."""
+    """Return the pairs of a detection and a label whose groups, (k,) and (m,), are equal."""
     labels = np.argsort(true_group, kind="stable")
     first, last = (np.searchsorted(true_group, group, side, sorter=labels) for side in ("left", "right"))
     paired = np.flatnonzero(last > first)
@@ -98,7 +107,7 @@ def _pairs(group: np.ndarray, true_group: np.ndarray) -> Pairs:
 
 
 def box_overlaps(boxes: np.ndarray, true_boxes: np.ndarray) -> Overlaps:
-    """Return the intersections over unions of upright boxes, xyxy, (k, 4) and (m, 4), in one unit."""
+    """Return a function that computes the IoU of upright boxes, xyxy (k, 4) and (m, 4), in the same unit."""
 
     def overlaps(detection: np.ndarray, label: np.ndarray) -> np.ndarray:
         a, b = boxes[detection], true_boxes[label]

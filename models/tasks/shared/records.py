@@ -1,6 +1,6 @@
-"""`ImageRecord`: the contribution of one image to the metrics of a validation, which travels between processes.
+"""`ImageRecord`: the contribution of one image to the metrics of a validation, which processes exchange.
 
-A task makes it by `unmatched`, then `matched_by` and `paired_by` with its overlap; scores.py reads it.
+A task makes records with `unmatched`, then with `matched_by` and `paired_by` and its own overlap; scores.py reads them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 
 from models.tasks.shared.metric_matching import Overlaps, match_by_overlap, pair_by_overlap
 
-CONFIDENT_THRESHOLD = 0.25  # confidence of detections that are drawn or in the confusion matrix
+CONFIDENT_THRESHOLD = 0.25  # lowest confidence of detections that are drawn or in the confusion matrix
 NO_PAIRS = np.zeros((0, 2), np.int32)
 
 
 class ShownImage(NamedTuple):
-    """Labels and confident detections of an image to draw, see `shown_image`. All are in pixels of the file.
+    """Labels and confident detections of an image to draw, in pixels of the file, see `shown_image`.
 
     Outlines, (p, 2) each, are drawn instead of boxes, which then surround them.
     """
@@ -26,27 +26,27 @@ class ShownImage(NamedTuple):
     size: tuple[int, int]  # width and height of the file's image, pixels
     labels: np.ndarray  # float32 (m, 5): class, xyxy
     predictions: np.ndarray  # float32 (k, 6): xyxy, confidence, class, in falling confidence
-    label_outlines: Sequence[np.ndarray] = ()  # of each row of `labels`, or none
-    prediction_outlines: Sequence[np.ndarray] = ()  # of each row of `predictions`, or none
+    label_outlines: Sequence[np.ndarray] = ()  # one for each row of `labels`, or none
+    prediction_outlines: Sequence[np.ndarray] = ()  # one for each row of `predictions`, or none
 
 
 class ImageRecord(NamedTuple):
-    """The contribution of one image: k detections, m labels. A side is sqrt(area) in pixels of the file."""
+    """The contribution of one image with k detections and m labels. A side is sqrt(area) in pixels of the file."""
 
     image: int  # index in the split; records are sorted by it, so that sums do not depend on the processes
-    overlap: np.ndarray  # (k,) overlap with the label that the detection is matched to, 0 if there is none
-    beaten: np.ndarray  # (k,) the largest overlap with that label of a more confident detection
-    partner_side: np.ndarray  # (k,) side of that label, 0 if there is none
+    overlap: np.ndarray  # (k,) overlap with the label that the detection is matched to, 0 without one
+    beaten: np.ndarray  # (k,) largest overlap of a more confident detection with that label
+    partner_side: np.ndarray  # (k,) side of that label, 0 without one
     confidence: np.ndarray  # (k,)
-    label: np.ndarray  # (k,) class
-    side: np.ndarray  # (k,)
-    true_label: np.ndarray  # (m,) class
-    true_side: np.ndarray  # (m,)
-    paired: np.ndarray = NO_PAIRS  # (p, 2) classes of a label and of the detection paired with it
+    label: np.ndarray  # (k,) class of the detection
+    side: np.ndarray  # (k,) side of the detection
+    true_label: np.ndarray  # (m,) class of the label
+    true_side: np.ndarray  # (m,) side of the label
+    paired: np.ndarray = NO_PAIRS  # (p, 2) class of a label and of the detection paired with it
     shown: ShownImage | None = None  # None if the image is not drawn
 
 
-# Without detections and labels: what is concatenated if there is no record.
+# A record without detections and labels: concatenated with the others, so that there is at least one.
 EMPTY_RECORD = ImageRecord._make((-1, *[np.zeros(0, np.float32)] * 8, NO_PAIRS, None))
 
 
@@ -61,7 +61,13 @@ def unmatched(
 ) -> ImageRecord:
     """Return the record of an image before `matched_by` and `paired_by`.
 
-    confidence, label, side: (k,) of its detections, in falling confidence. true_label, true_side: (m,) of its labels.
+    Args:
+        image: index of the image in the split
+        confidence: confidence (k,) of each detection, falling
+        label: class (k,) of each detection
+        side: side (k,) of each detection, see `ImageRecord`
+        true_label: class (m,) of each label
+        true_side: side (m,) of each label
     """
     nothing = np.zeros(len(label), np.float32)
     return ImageRecord(
@@ -70,9 +76,10 @@ def unmatched(
 
 
 def matched_by(overlaps: Overlaps, records: Sequence[ImageRecord]) -> list[ImageRecord]:
-    """Return the records of a batch with the matches by `overlaps`, from which precision and recall follow.
+    """Return the records of a batch with matches, which precision and recall are computed from.
 
-    overlaps: of detections and labels, both numbered over the whole batch.
+    Args:
+        overlaps: function that returns the overlaps of detections and labels, both numbered over the whole batch
     """
     if not records:
         return []
@@ -89,7 +96,7 @@ def matched_by(overlaps: Overlaps, records: Sequence[ImageRecord]) -> list[Image
 
 
 def paired_by(overlaps: Overlaps, records: Sequence[ImageRecord]) -> list[ImageRecord]:
-    """Return the records of a batch with the pairs of the confusion matrix, whatever the classes: see `matched_by`."""
+    """Return the records of a batch with the pairs of the confusion matrix, regardless of class; see `matched_by`."""
     if not records:
         return []
     joined, image, true_image = _joined(records)
@@ -108,9 +115,13 @@ def shown_image(
     label_outlines: Sequence[np.ndarray] = (),
     prediction_outlines: Sequence[np.ndarray] = (),
 ) -> ShownImage:
-    """Return what is drawn of an image: its labels and its confident predictions, see `ShownImage`.
+    """Return an image's labels and confident predictions for drawing, see `ShownImage`.
 
-    labels: (m, 5). predictions: (k, 6), all of them, in any order. Outlines: one for each row of both, or none.
+    Args:
+        labels: class and xyxy of each label, (m, 5)
+        predictions: xyxy, confidence and class of all predictions, (k, 6), in any order
+        label_outlines: outline of each label, or none
+        prediction_outlines: outline of each prediction, or none
     """
     confident = np.flatnonzero(predictions[:, 4] >= CONFIDENT_THRESHOLD)
     order = confident[np.argsort(-predictions[confident, 4], kind="stable")]
@@ -130,16 +141,16 @@ def _joined(records: Sequence[ImageRecord]) -> tuple[ImageRecord, np.ndarray, np
 def _groups(
     image: np.ndarray, label: np.ndarray, true_image: np.ndarray, true_label: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Number the classes of all images: return the number of each detection (k,) and of each label (m,)."""
+    """Number the pairs of an image and a class; return the numbers of detections (k,) and of labels (m,)."""
     classes = int(max(label.max(initial=0), true_label.max(initial=0))) + 1
     return (image * classes + label).astype(np.int64), (true_image * classes + true_label).astype(np.int64)
 
 
 def _partner_side(true_side: np.ndarray, overlap: np.ndarray, partner: np.ndarray) -> np.ndarray:
-    """Return the side of the label that each detection is matched to, 0 if there is none, (k,)."""
+    """Return the side (k,) of the label that each detection is matched to, 0 without one."""
     return np.asarray(np.where(overlap > 0, np.append(true_side, np.float32(0))[partner], np.float32(0)))
 
 
 def _split(counts: Sequence[int] | np.ndarray, *columns: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-    """Split columns of the rows of all images by image, given the `counts` of rows."""
+    """Split columns by image, given the number of rows of each image."""
     return zip(*(np.split(column, np.cumsum(counts)[:-1]) for column in columns), strict=True)

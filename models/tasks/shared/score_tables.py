@@ -1,4 +1,4 @@
-"""Rows of tables and files, and the evidence that they are made of, from the scores of classes and of object sizes.
+"""Make rows of tables and files, and the evidence behind them, from the scores of classes and of object sizes.
 
 Called by the metrics of tasks whose predictions are matched to labels by an overlap.
 """
@@ -15,15 +15,15 @@ from torch import Tensor
 from models.tasks.shared.scores import CLASS_METRICS, CURVE_POINTS, ClassScores, SizeScores
 from utils.summary import Row
 
-FITNESS_WEIGHTS = {"mAP_0.5": 0.1, "mAP_0.5:0.95": 0.9}  # YOLOv5's
-CLASS_COLUMNS = ("class", "images", "instances", "precision", "recall", "AP50", "AP50-95")  # of classes.csv
+FITNESS_WEIGHTS = {"mAP_0.5": 0.1, "mAP_0.5:0.95": 0.9}  # YOLOv5's weights
+CLASS_COLUMNS = ("class", "images", "instances", "precision", "recall", "AP50", "AP50-95")  # columns of classes.csv
 SIZES_TITLE = "  by size, the square root of an object's area in pixels of the image's file:"
 
 
 def score_tables(
     names: Mapping[int, str], images: int, scores: ClassScores, sizes: Sequence[SizeScores]
 ) -> tuple[list[Row | str], list[Row | str]]:
-    """Return the table's titles with the row of all classes, and a row per class and per object size."""
+    """Return the table in two parts: titles and the row for all classes; rows per class and per object size."""
     titles = ("Class", "Images", "Instances", "P", "R", "mAP50", "mAP50-95")
     overall: Row = ("all", images, int(scores.instances.sum()), *scores.means().values())
     details: list[Row | str] = [(names[row[0]], *row[1:]) for row in class_values(scores)]
@@ -42,14 +42,14 @@ def ap_by_class(scores: ClassScores, names: Mapping[int, str]) -> dict[str, dict
 
 
 def class_values(scores: ClassScores) -> list[list[Any]]:
-    """Return number, images, labels and scores of each class that has labels, as plain values."""
+    """Return the number, images, labels and scores of each class that has labels, as plain values."""
     columns = (scores.precision, scores.recall, scores.ap[:, 0], scores.ap.mean(1))
     counts = (scores.classes, scores.images, scores.instances)
     return [list(row) for row in zip(*(values.tolist() for values in (*counts, *columns)), strict=True)]
 
 
 def score_evidence(scores: ClassScores) -> dict[str, Any]:
-    """Return the rows of `class_rows` and the curves, as plain values and tensors."""
+    """Return the input of `class_rows` and the curves, as plain values and tensors."""
     return {
         "classes": class_values(scores),
         "curves": {
@@ -61,7 +61,9 @@ def score_evidence(scores: ClassScores) -> dict[str, Any]:
 def class_rows(names: Sequence[str], classes: Sequence[Sequence[float]]) -> Iterator[list[Any]]:
     """Iterate over the rows of classes.csv, one for every class.
 
-    classes: number, images, labels and scores of the classes that have labels.
+    Args:
+        names: class names, in the order of their numbers
+        classes: number, images, labels and scores of each class that has labels
     """
     by_number = {row[0]: row for row in classes}
     for number, name in enumerate(names):
@@ -75,7 +77,10 @@ def class_rows(names: Sequence[str], classes: Sequence[Sequence[float]]) -> Iter
 def curve_rows(names: Sequence[str], classes: Sequence[Sequence[float]], *curves: Tensor) -> Iterator[list[str]]:
     """Iterate over the rows of a curve's file: class, point and values, for every class that has labels.
 
-    curves: (c, 201) each.
+    Args:
+        names: class names, in the order of their numbers
+        classes: rows that begin with the number of a class that has labels
+        curves: values (c, 201) of each class at `CURVE_POINTS`
     """
     points = [f"{point:.4g}" for point in CURVE_POINTS]
     for (number, *_), *values in zip(classes, *(curve.tolist() for curve in curves), strict=True):

@@ -16,36 +16,36 @@ from models.tasks.shared.metric_matching import IOU_THRESHOLDS
 from models.tasks.shared.records import CONFIDENT_THRESHOLD, EMPTY_RECORD, ImageRecord
 
 DETECTION_METRICS = ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95")
-CLASS_METRICS = ("AP50", "AP")  # of each class
-F1_CONFIDENCES = np.linspace(0, 1, 1000)  # precision and recall are those at one of them
+CLASS_METRICS = ("AP50", "AP")  # metrics of each class
+F1_CONFIDENCES = np.linspace(0, 1, 1000)  # precision and recall are given at one of these confidences
 F1_SMOOTHING_SHARE = 0.1  # width of the window that smooths the F1 curve, as a share of the curve's length
-AP_RECALLS = np.linspace(0, 1, 101)  # of the trapezoids that average precision adds up
-CURVE_POINTS = np.linspace(0, 1, 201)  # confidences and recalls of the curves; every second one is of `AP_RECALLS`
+AP_RECALLS = np.linspace(0, 1, 101)  # edges of the trapezoids that average precision adds up
+CURVE_POINTS = np.linspace(0, 1, 201)  # confidences and recalls of the curves; every second one is in `AP_RECALLS`
 SIZE_EDGES_PIXELS = (0.0, 16.0, 32.0, 64.0, 96.0, float("inf"))  # COCO separates small, medium, large at 32 and 96
 
 
 class Curves(NamedTuple):
-    """Curves of each class that has labels, at IoU 0.5, (c, 201) each, at `CURVE_POINTS`."""
+    """Curves of each class that has labels, at IoU 0.5: values (c, 201) at `CURVE_POINTS`."""
 
-    precision: np.ndarray  # at a confidence
-    recall: np.ndarray  # at a confidence
-    envelope: np.ndarray  # precision at a recall: the area under it is the AP
+    precision: np.ndarray  # precision at each confidence
+    recall: np.ndarray  # recall at each confidence
+    envelope: np.ndarray  # precision at each recall; the area under it is the AP
 
 
 @dataclass(frozen=True)
 class ClassScores:
     """Scores of each class that has labels, (c,) unless noted."""
 
-    classes: np.ndarray  # numbers
-    images: np.ndarray  # images with labels of the class
-    instances: np.ndarray  # labels
+    classes: np.ndarray  # class numbers
+    images: np.ndarray  # number of images with labels of the class
+    instances: np.ndarray  # number of labels of the class
     precision: np.ndarray
     recall: np.ndarray
     ap: np.ndarray  # (c, 10) at each of `IOU_THRESHOLDS`
     curves: Curves
 
     def means(self) -> dict[str, float]:
-        """Return the `DETECTION_METRICS`: means over the classes, 0 if there are none."""
+        """Return the `DETECTION_METRICS`: means over the classes, 0 without classes."""
         values = (self.precision, self.recall, self.ap[:, 0], self.ap)
         means = (float(value.mean()) if len(self.classes) else 0.0 for value in values)
         return dict(zip(DETECTION_METRICS, means, strict=True))
@@ -62,20 +62,20 @@ class SizeScores(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The name of the row in a table."""
+        """The row's name in a table."""
         return f"{self.low:g}{f'-{self.high:g}' if self.high < np.inf else '+'} px"
 
 
 class JoinedRecords(NamedTuple):
-    """The records of all images. c classes have labels; n detections are of them, by class, in falling confidence."""
+    """The joined records, with c classes that have labels and their n detections, by class in falling confidence."""
 
-    classes: np.ndarray  # (c,) numbers
-    instances: np.ndarray  # (c,) labels of each
-    images: np.ndarray  # (c,) images with labels of each
+    classes: np.ndarray  # (c,) class numbers
+    instances: np.ndarray  # (c,) number of labels of each class
+    images: np.ndarray  # (c,) number of images with labels of each class
     true_row: np.ndarray  # (m,) index in `classes` of each label's class
-    true_side: np.ndarray  # (m,)
+    true_side: np.ndarray  # (m,) side of each label
     bounds: np.ndarray  # (c + 1,) start of each class's detections, and the end of the last class's
-    overlap: np.ndarray  # (n,), as the following: see `ImageRecord`
+    overlap: np.ndarray  # (n,), as are the following fields; see `ImageRecord`
     beaten: np.ndarray
     partner_side: np.ndarray
     confidence: np.ndarray
@@ -99,7 +99,7 @@ def confusion_matrix(records: Sequence[ImageRecord], classes: int) -> np.ndarray
 
 
 def join(records: Sequence[ImageRecord]) -> JoinedRecords:
-    """Join the records of all images, whatever their order. Of equal confidences the earlier image's is first."""
+    """Join the records of all images, in any order. Detections of equal confidence are ordered by image."""
     ordered = sorted(records, key=lambda record: record.image)
     columns = list(zip(EMPTY_RECORD, *ordered, strict=True))[1:-1]
     joined = ImageRecord._make((-1, *map(np.concatenate, columns), None))
@@ -173,9 +173,12 @@ def score_sizes(joined: JoinedRecords) -> list[SizeScores]:
 
 
 def _size_ap(joined: JoinedRecords, counts: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Return the AP of every class that has labels in the range, (classes of counts > 0, 10).
+    """Return the AP of every class that has labels in the range of sides, (classes with counts > 0, 10).
 
-    counts: (c,) labels in the range.
+    Args:
+        counts: number of labels of each class in the range, (c,)
+        low: smallest side in pixels
+        high: side in pixels that ends the range, exclusive
     """
     inside, partner_inside = ((side >= low) & (side < high) for side in (joined.side, joined.partner_side))
     ap = np.zeros((len(counts), len(IOU_THRESHOLDS)))
@@ -184,7 +187,7 @@ def _size_ap(joined: JoinedRecords, counts: np.ndarray, low: float, high: float)
             continue
         near, correct = _correct(joined, detections)
         inside_so_far = inside[detections].cumsum()
-        # A correct detection is sized by its label, not by its own box, which shifts all later ranks.
+        # A correct detection has its label's size, not its own box's, which shifts all later ranks.
         for column, correct_at_iou in enumerate(correct.T):
             rank = near[correct_at_iou]
             if len(rank):
@@ -201,23 +204,28 @@ def _class_slices(joined: JoinedRecords) -> list[slice]:
 
 
 def _correct(joined: JoinedRecords, detections: slice) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ranks (k,) of a class's detections that are correct at some IoU, and at which ones, bool (k, 10)."""
+    """Return the ranks (k,) of a class's detections that may be correct, and the IoUs where they are, bool (k, 10)."""
     near = np.flatnonzero(joined.overlap[detections] >= IOU_THRESHOLDS[0])
     overlap, beaten = joined.overlap[detections][near, None], joined.beaten[detections][near, None]
     return near, (overlap >= IOU_THRESHOLDS) & (beaten < IOU_THRESHOLDS)
 
 
 def _average_precision(hits: np.ndarray, total: int, count: int) -> float:
-    """Return the area under the falling envelope of precision over recall, by 101 points; see `_envelope`."""
+    """Return the area under the falling envelope of precision over recall, from 101 points; see `_envelope`."""
     return float(np.trapezoid(_envelope(hits, total, count, AP_RECALLS), AP_RECALLS)) if len(hits) else 0.0
 
 
 def _envelope(hits: np.ndarray, total: int, count: int, at: np.ndarray) -> np.ndarray:
-    """Return the falling envelope of precision at the recalls `at` (n,), which rise from 0 to 1: (n,).
+    """Return the falling envelope of precision at given recalls, (n,).
 
-    hits: the ranks of the correct ones among `total` detections in falling confidence. count: of labels. From the
-    recall of one hit to that of the next, the envelope is the next hit's precision; after the last hit it is a line to
-    0 at a recall of 1.
+    Between the recalls of two hits the envelope is the second hit's precision; after the last hit it is a line to 0 at
+    a recall of 1.
+
+    Args:
+        hits: ranks of the correct detections among all of the class, in falling confidence
+        total: number of detections
+        count: number of labels
+        at: recalls (n,), rising from 0 to 1
     """
     if not len(hits):
         return np.zeros(len(at))
@@ -233,7 +241,9 @@ def _envelope(hits: np.ndarray, total: int, count: int, at: np.ndarray) -> np.nd
 def _best_f1(precision: np.ndarray, recall: np.ndarray) -> int:
     """Return the index in `F1_CONFIDENCES` at which the smoothed mean F1 over the classes is highest.
 
-    precision, recall: (c, 1000).
+    Args:
+        precision: precision (c, 1000) of each class at `F1_CONFIDENCES`
+        recall: recall (c, 1000) of each class at `F1_CONFIDENCES`
     """
     if not len(precision):
         return 0

@@ -260,11 +260,11 @@ class Foreign(nn.Module):
 
 def test_files_of_other_programs(tmp_path: Path) -> None:
     torch.jit.trace(Foreign(), torch.ones(1)).save(tmp_path / "a.torchscript")
-    with pytest.raises(UserError, match=r"a.torchscript has no metadata of export.py, such as class names; export it"):
+    with pytest.raises(UserError, match=r"a.torchscript lacks export.py's metadata, such as class names; export it"):
         read_exported(tmp_path / "a.torchscript")
     extra = {"config.txt": json.dumps({"stride": 32, "names": {"0": "a"}})}  # YOLOv5's
     torch.jit.save(torch.jit.trace(Foreign(), torch.ones(1)), tmp_path / "b.torchscript", _extra_files=extra)
-    with pytest.raises(UserError, match=r"has metadata of another program or version \(its format is None\)"):
+    with pytest.raises(UserError, match=r"has metadata from another program or version \(its format is None\)"):
         read_exported(tmp_path / "b.torchscript")
     (tmp_path / "c_openvino_model").mkdir()
     with pytest.raises(UserError, match=r"c_openvino_model holds 0 .xml files instead of one"):
@@ -322,6 +322,6 @@ def test_metadata_that_nest_deeply(text: str, dynamic: dict[str, Path], tmp_path
         prop.value = text
     file = tmp_path / "deep.onnx"
     onnx.save(model, file)
-    with pytest.raises(UserError, match=r"deep.onnx has metadata of another program or version") as caught:
+    with pytest.raises(UserError, match=r"deep.onnx has metadata from another program or version") as caught:
         read_exported(file)
     assert len(str(caught.value)) < 3000

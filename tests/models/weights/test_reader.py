@@ -97,12 +97,12 @@ def safetensors_with(text: str) -> bytes:
     ("data", "message"),
     [
         (b"", "is empty"),
-        (safetensors_with("{}")[:-1], "is not a whole .safetensors file .*; copy or download it again"),
-        (safetensors_with("{}")[:50], "is not a whole .safetensors file"),
-        (b"version https://git-lfs.github.com/spec/v1", "is not a whole .safetensors file"),
-        (pickle.dumps({"w": 1}), "is not a whole .safetensors file"),
-        (safetensors_with("{"), "is not a whole .safetensors file"),
-        (safetensors_with("[1]"), "is not a whole"),
+        (safetensors_with("{}")[:-1], "is not a complete .safetensors file .*; copy or download it again"),
+        (safetensors_with("{}")[:50], "is not a complete .safetensors file"),
+        (b"version https://git-lfs.github.com/spec/v1", "is not a complete .safetensors file"),
+        (pickle.dumps({"w": 1}), "is not a complete .safetensors file"),
+        (safetensors_with("{"), "is not a complete .safetensors file"),
+        (safetensors_with("[1]"), "is not a complete"),
         (safetensors_with('{"format": "lockstep-9"}'), "has the unknown format lockstep-9; update this program"),
         (safetensors_with(json.dumps({"format": FORMAT, "task": "detect"})), "lacks model, names, settings and is inc"),
         (save({}), "contains no model"),
@@ -123,14 +123,14 @@ def test_unusable_safetensors(data: bytes, message: str, file: Path) -> None:
         ({"epoch": 1, "optimizer": {}}, "contains no model"),
         ([1, 2], "contains no model"),
         (torch.rand(3), "contains no model; give weights that train.py or YOLOv5 wrote"),
-        (content(state=[1]), "has something else as its state; copy or download it again"),
-        (content(state={"w": 1}), "has something else as its state"),
-        (content(state={3: torch.rand(2)}), "has something else as its state"),
-        (content(settings="x"), "has something else as its settings"),
-        (content(settings={1: "x"}), "has something else as its settings"),
-        (content(model=[1]), "has something else as its model"),
-        (content(names=3), "has something else as its names"),
-        (content(task=None), "has something else as its task"),
+        (content(state=[1]), "has a malformed `state`; copy or download it again"),
+        (content(state={"w": 1}), "has a malformed `state`"),
+        (content(state={3: torch.rand(2)}), "has a malformed `state`"),
+        (content(settings="x"), "has a malformed `settings`"),
+        (content(settings={1: "x"}), "has a malformed `settings`"),
+        (content(model=[1]), "has a malformed `model`"),
+        (content(names=3), "has a malformed `names`"),
+        (content(task=None), "has a malformed `task`"),
         (content(format="lockstep-9"), "has the unknown format lockstep-9; update this program"),
         ({key: value for key, value in content().items() if key != "state"}, "lacks state and is incomplete"),
     ],
@@ -147,10 +147,10 @@ def test_content_without_a_model(value: Any, message: str, file: Path) -> None:
         (b"", "is empty"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is text, not a weight file"),
         (b"<!DOCTYPE html><html></html>", "is text, not a weight file"),
-        (b"\x40" + bytes(7) + b'{"w": {}}'.ljust(100), "is not a whole .safetensors file"),
-        (b"\x80\x02}q\x00.", "is not a whole PyTorch weight file"),
-        (b"\x93NUMPY\x01\x00", "is not a whole PyTorch weight file"),
-        (b"PK\x03\x04 and no more \xff", "is not a whole PyTorch weight file"),
+        (b"\x40" + bytes(7) + b'{"w": {}}'.ljust(100), "is not a complete .safetensors file"),
+        (b"\x80\x02}q\x00.", "is not a complete PyTorch weight file"),
+        (b"\x93NUMPY\x01\x00", "is not a complete PyTorch weight file"),
+        (b"PK\x03\x04 and no more \xff", "is not a complete PyTorch weight file"),
     ],
 )
 def test_other_files(data: bytes, message: str, file: Path) -> None:
@@ -165,7 +165,9 @@ def test_truncated_files(save: Callable[[Any, Path], None], share: float, file: 
     save(content(state={"w": torch.rand(1000)}), file)
     data = file.read_bytes()
     file.write_bytes(data[: int(len(data) * share)])
-    with pytest.raises(UserError, match=r"weights.pt is not a whole PyTorch weight file .*copy or download it again"):
+    with pytest.raises(
+        UserError, match=r"weights.pt is not a complete PyTorch weight file .*copy or download it again"
+    ):
         read_weights(file)
 
 

@@ -151,7 +151,7 @@ def test_older_layers_compute_the_same(bare: bool, file: Path) -> None:
 def test_releases_before_5_are_refused(activation: str, slope: float | None, file: Path) -> None:
     """Their activations are in YOLOv5's code, not in the file's YAML."""
     save_as_yolov5({"model": network(activation, slope)}, file, legacy=False, kind=YoloModel, alias="Model")
-    with pytest.raises(UserError, match=r"weights.pt is of a YOLOv5 release before v5\.0: .*; give"):
+    with pytest.raises(UserError, match=r"weights.pt is from a YOLOv5 release before v5\.0: .*; give"):
         read_weights(file)
 
 

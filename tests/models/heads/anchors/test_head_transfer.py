@@ -13,7 +13,7 @@ from models.yolo import YoloModel, build_model
 OLD = {0: "person", 1: "car", 2: "Dog", 3: "bowl"}
 NEW = {0: "dog", 1: "cell", 2: "person"}
 HEAD = "model.24"  # of the tensors' names
-SAME = "of its head the boxes and "
+SAME = "from its head the boxes and "
 
 
 def model_of(names: dict[int, str], yaml: str = "yolov5n.yaml", seed: int = 0) -> YoloModel:

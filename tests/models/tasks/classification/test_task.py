@@ -122,7 +122,7 @@ def test_the_model_has_the_tasks_classes(task: ClassificationTask, yaml: dict[st
     [
         ({"task": "classify"}, "`architecture` is None; give a classification model"),
         ({"architecture": "resnet99"}, "`architecture` is 'resnet99'"),
-        ({**ROWS, "head": []}, "no classification head"),
+        ({**ROWS, "head": []}, "not a classification head"),
         ({**ROWS, "architecture": "resnet18"}, "unknown key 'backbone'"),
     ],
 )

@@ -80,7 +80,7 @@ def test_the_head_is_kept_if_a_part_of_the_model_is_new_and_classes_are_equal() 
     detector = DetectionTask(CLASS_NAMES, Hyperparameters()).build_model(read_yaml(ROOT / "models/yolov5n.yaml"), 64)
     segmenter = SegmentationTask(CLASS_NAMES, Hyperparameters(keep_head=1))
     model = segmenter.build_model(read_yaml(ROOT / "models/yolov5n-seg.yaml"), 64)
-    message = "of its head the boxes and 3 of 3 classes"
+    message = "from its head the boxes and 3 of 3 classes"
     assert segmenter.keep_head(model, detector.state_dict(), CLASS_NAMES) == message
     rows = [each.head.m[0].weight.view(3, -1, 64)[:, : 5 + 3] for each in (detector, model)]
     assert torch.equal(*rows)

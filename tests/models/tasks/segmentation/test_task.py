@@ -86,7 +86,7 @@ def test_prototypes_must_be_a_quarter_of_the_image() -> None:
 
 def test_a_detector_is_no_segmenter() -> None:
     content = {**tiny_segmenter(), "head": [[[2, 3], 1, "Detect", ["nc", "anchors"]]]}
-    with pytest.raises(UserError, match="the last row of `head` is no segmentation head; end it with one, such as"):
+    with pytest.raises(UserError, match="the last row of `head` is not a segmentation head; end it with one, such as"):
         tiny_task().build_model(content, 64)
 
 
