@@ -53,7 +53,7 @@ class RunFolder:
         self._lock = lock_folder(path) if is_main else None
         self._states = StateFiles(path / "checkpoint")
         self._writer = BackgroundWriter(warn)
-        self._lines: list[str] = []  # of results.csv
+        self._lines: list[str] = []  # lines of results.csv
 
     @on_main
     def write_settings(self, settings: Mapping[str, Any]) -> None:
@@ -63,7 +63,7 @@ class RunFolder:
 
     @on_main
     def write_problems(self, problems: Sequence[str]) -> None:
-        """Write problems.txt, what was left out of the data set; remove it if nothing was."""
+        """Write problems.txt, which says what was left out of the data set; remove it if there are no problems."""
         if problems:
             self.write_documents({"problems.txt": "".join(f"{without_secrets(problem)}\n" for problem in problems)})
         else:
@@ -93,7 +93,8 @@ class RunFolder:
     ) -> None:
         """Write files with the same content into weights/ in the background, then call `then`.
 
-        content: see `weights_content`.
+        Args:
+            content: keyword arguments of `weights_content`
         """
         if files:
             paths = [self.path / "weights" / name for name in files]
@@ -103,7 +104,8 @@ class RunFolder:
     def save_state(self, state: Mapping[str, Any], final: bool = False) -> None:
         """Write a state for --resume into checkpoint/, with the rows of results.csv, in the background.
 
-        final: whether it replaces all others.
+        Args:
+            final: whether the state replaces all other states
         """
         content = serialised({**state, "rows": self._lines})
         self._writer.submit({self._states.folder: lambda: self._states.write(content, final)})

@@ -17,8 +17,8 @@ from utils.files import csv_text
 if TYPE_CHECKING:
     from utils.run import Run
 
-TRACE_FOLDER = "profile"  # in the run folder
-HEAD = ("operator", "calls", "cpu_ms", "device_ms", "share")  # of operators.csv in it; times over the whole window
+TRACE_FOLDER = "profile"  # folder in the run folder
+HEAD = ("operator", "calls", "cpu_ms", "device_ms", "share")  # columns of operators.csv; times over the whole window
 LARGEST_OPERATORS = 10
 
 
@@ -53,9 +53,9 @@ class StepProfiler:
         self._prepare(step + 1)
 
     def _prepare(self, step: int) -> None:
-        """Start the profile if `step`, the next one, is the first of the window that is left."""
+        """Start the profile if the next step, `step`, is the first remaining one of the window."""
         if self._context is None and self.first <= step <= self.last:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints when it starts and stops
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise Kineto prints when it starts and stops
             kinds = ["cpu"] + ["cuda"] * (self.run.accelerator.device.type == "cuda")
             options = ProfileKwargs(activities=kinds, output_trace_dir=str(self.run.path / TRACE_FOLDER))
             self._context = self.run.accelerator.profile(options)
@@ -88,7 +88,11 @@ def parsed_window(window: str) -> tuple[int, int]:
 
 
 def largest_operators(averages: Any, own_time: str) -> list[tuple[Any, ...]]:
-    """Return the rows of operators.csv, the largest first. own_time: attribute of an event to rank by."""
+    """Return the rows of operators.csv, the largest first.
+
+    Args:
+        own_time: attribute of an event to rank by
+    """
     total = sum(getattr(event, own_time) for event in averages) or 1.0
     ranked = sorted(averages, key=lambda event: getattr(event, own_time), reverse=True)
     return [
