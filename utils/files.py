@@ -24,7 +24,7 @@ from yaml.error import MarkedYAMLError
 
 from utils.errors import UserError, first_line, shortened
 
-LOCK_FILE = ".lock"  # in a run folder that a run writes to
+LOCK_FILE = ".lock"  # file in a run folder that a run writes to
 LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a little longer
 PART_SUFFIX = ".part"  # suffix of a file that is being written
 SUGGESTED_LIKENESS = 0.85  # least similarity, from 0 to 1, of a shipped file's name that an error suggests
@@ -82,7 +82,7 @@ def lock_folder(folder: Path) -> FileLock:
     try:
         lock.acquire()
     except Timeout:
-        raise UserError(f"another run is writing into {folder}; wait for its end, or choose another --name") from None
+        raise UserError(f"another run is writing into {folder}; wait until it ends, or choose another --name") from None
     except (OSError, NotImplementedError):
         pass
     _locks.add(lock)

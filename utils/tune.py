@@ -32,7 +32,7 @@ from utils.python_api import INTERRUPTED, RESULT
 BEST_HYP = "best.yaml"
 TRIALS = "trials.log"  # optuna's journal
 OWN_FLAGS = ("project", "name", "exist_ok", "resume")  # flags of train.py that the search sets for each trial
-# Flags that change what a fitness means, which a continued search must not change.
+# Flags that change the meaning of the fitness, so a continued search must not change them.
 JOB_FLAGS = (*CURVE_FLAGS, "data", "hyp", "epochs", "imgsz", "task_file", "layers")
 HYP = OVERRIDE_PREFIX.removeprefix("--")  # prefix of a hyperparameter among the parameters
 RANGES = ("uniform", "log_uniform_values", "int_uniform")  # W&B distributions that are supported
@@ -72,7 +72,7 @@ def read_space(file: Path) -> Space:
         raise UserError(f"{file}: `parameters` must have a line for each value to search, as in sweep.yaml")
     command = [str(word) for word in content.get("command") or ["${program}", "${args}"]]
     if "${program}" not in command:
-        raise UserError(f"{file}: `command` has no ${{program}}, after which the flags of train.py are; add it")
+        raise UserError(f"{file}: `command` has no ${{program}}, which the flags of train.py must follow; add it")
     flags = command[command.index("${program}") + 1 :]
     space = [_parameter(f"{file}: {name}", str(name), value) for name, value in parameters.items()]
     return Space(space, [word for word in flags if not word.startswith("${args")])
@@ -198,14 +198,14 @@ def search(space: Space, flags: Sequence[str], folder: Path, trials: int, seed: 
 
 
 def check_job(study: Any, given: Mapping[str, Any], folder: Path) -> None:
-    """Record what all trials of a study train on. Raises `UserError` if the study was started with other flags."""
+    """Record the flags that all trials of a study share. Raises `UserError` if the study was started with others."""
     job = {name: str(given[name]) for name in JOB_FLAGS if name in given}
     before = study.user_attrs.get("job", job)
     for name in sorted({*job, *before}):
         if job.get(name) != before.get(name):
             raise UserError(
                 f"--{name.replace('_', '-')} is {job.get(name)} and was {before.get(name)} when {folder} was started: "
-                "fitness does not compare; name another --folder"
+                "their fitness cannot be compared; name another --folder"
             )
     study.set_user_attr("job", job)
 

@@ -1,7 +1,7 @@
 """The state of a run, with which --resume continues it bit by bit: saved and loaded side by side.
 
 Called by utils/training/optimizer_steps.py; resume.py uses `Identity`. `load_weights` comes before
-`Accelerator.prepare`; a `TrainingState` holds what that returns. state_files.py writes the files.
+`Accelerator.prepare`, whose results a `TrainingState` holds. state_files.py writes the files.
 """
 
 from __future__ import annotations

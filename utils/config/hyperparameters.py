@@ -187,7 +187,7 @@ class AlignmentKeys(ClassWeightKeys):
 class Hyperparameters(Augmentation, AlignmentKeys, AnchorKeys, Recipe):
     """The keys of a hyperparameter YAML for a detector with any head. The defaults equal data/hyps/low.yaml."""
 
-    iou_t: float = number(0.2, SHARE)  # in every YOLOv5 file; not used
+    iou_t: float = number(0.2, SHARE)  # not used, but in every YOLOv5 file
     # 1: a head for other classes takes what it can from the weight file: boxes, objectness, classes of the same name.
     keep_head: int = number(0, Range(0, 1))
 

@@ -270,7 +270,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser that ends the process with one line and exit code 2 for a wrong flag, naming the nearest known one."""
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
-        if not is_silent():  # as on all but one process of a machine
+        if not is_silent():  # only one process of a machine prints
             super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:

@@ -127,7 +127,7 @@ def changes(settings: Mapping[str, Any], options: DataclassInstance) -> list[str
     changed = {name: value for name in names if _plain(value := getattr(options, name)) != settings[name]}
     messages = [f"{_flag(name)} is {value!r} and was {settings[name]!r}" for name, value in changed.items()]
     if "epochs" in changed:
-        messages.append(f"from here on the learning rate follows a run of {plural(changed['epochs'], 'epoch')}")
+        messages.append(f"from here on the learning rate follows the schedule for {plural(changed['epochs'], 'epoch')}")
     return messages
 
 

@@ -83,7 +83,7 @@ def choose_devices(device: str) -> bool:
     _check_mps_exists(device)
     if device in ("cpu", "mps"):
         return device == "cpu"
-    if not device and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":  # by accelerate launch --cpu
+    if not device and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":  # set by accelerate launch --cpu
         return True
     numbers, processes = device_numbers(device), local_world_size()
     if numbers:

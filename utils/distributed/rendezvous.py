@@ -118,7 +118,9 @@ def rendezvous_errors(timeout: float) -> Iterator[None]:
 def _explain(error: BaseException, where: str, timeout: float) -> str:
     text = str(error)
     if "EADDRINUSE" in text or getattr(error, "errno", 0) == errno.EADDRINUSE:
-        return f"{where} is in use on this machine; give all processes another (--main_process_port, --master_port)"
+        return (
+            f"{where} is in use on this machine; give all processes another port (--main_process_port, --master_port)"
+        )
     advice = f", or give all of them the same {TOKEN}" if os.environ.get(TOKEN) else ""
     if joined := re.search(r"(\d+)/(\d+) clients joined", text):
         return (

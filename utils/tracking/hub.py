@@ -273,7 +273,9 @@ def _reason(error: BaseException, repository: str) -> str:
     if code == 401 and not token:
         return f"it does not exist, or needs a token: check the name, or {LOGIN}"
     if code in (401, 403):
-        return f"the Hub refuses the token ({code}), which is invalid or lacks a permission: {LOGIN} with another one"
+        return (
+            f"the Hub refuses the token ({code}), which is invalid or lacks a permission: {LOGIN}, with another token"
+        )
     if code == 404:
         return "there is no such repository, revision or file, or your token may not see it: check the name"
     text = re.sub(r"Bearer [^'\"]*", "Bearer ...", str(error).replace(token or "\0", "..."))

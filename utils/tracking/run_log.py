@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 EXAMPLES_KEY = "examples/validation"
 EXAMPLES_PER_RUN = 10  # how often examples are logged if no interval is given
 TABLES = ("classes.csv",)  # logged whenever an epoch is the best so far
-CHARTS = ("PR_curve.csv", "curves.csv", "mask_PR_curve.csv", "mask_curves.csv", "confusion_matrix.csv")  # at the end
+CHARTS = ("PR_curve.csv", "curves.csv", "mask_PR_curve.csv", "mask_curves.csv", "confusion_matrix.csv")  # logged last
 ID_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 ID_LENGTH = 8
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-HEADER_BYTES = 7  # at the start of a .wandb file: ":W&B", a magic number, a version
+HEADER_BYTES = 7  # header of a .wandb file: ":W&B", a magic number, a version
 LOG_BLOCK_BYTES = 2**15
 RECORD_HEADER = struct.Struct("<IHB")  # checksum, length, kind
 FULL, FIRST, LAST = 1, 2, 4  # kinds of a record's parts

@@ -12,7 +12,7 @@ from utils.errors import plural
 from utils.summary import Summary
 from utils.training.step_log import used_memory
 
-LOW_FITNESS = 0.01  # below it something is probably wrong with a run
+LOW_FITNESS = 0.01  # a run with a lower fitness probably has something wrong
 
 
 def results_row(

@@ -16,7 +16,7 @@ from utils.training.nonfinite_steps import DeviceValue
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-POINTS_PER_EPOCH, MAX_POINT_STEPS = 20, 50  # if no interval is given; MAX_POINT_STEPS: optimizer steps between points
+POINTS_PER_EPOCH, MAX_POINT_STEPS = 20, 50  # without an interval: points, and most steps between two of them
 BYTES_PER_GIB = 2**30
 
 
