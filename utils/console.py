@@ -222,7 +222,7 @@ class Bar:
 
 
 class _Survivor:
-    """A text stream that drops what cannot be written, instead of raising an error."""
+    """A text stream that drops unwritable output instead of raising an error."""
 
     def __init__(self, stream: TextIO | None) -> None:
         # Closed before Python started; open until the process ends.

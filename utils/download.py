@@ -195,7 +195,7 @@ class _Transfer:
         return self.path.with_name(f".{self.path.name}-{digest}{PART_SUFFIX}")
 
     def _save(self, answer: Any, start: int) -> None:
-        """Write the body of an answer into `part`, from byte `start` on."""
+        """Write the body of a response into `part`, from byte `start` on."""
         folder, length = self.part.parent, self.content.length
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -249,7 +249,7 @@ def _request(address: str) -> Request:
 
 
 def _continues(headers: Mapping[str, str], received: int, content: _Content) -> bool:
-    """Return whether a partial answer starts after the `received` bytes of the same content."""
+    """Return whether a partial response continues the same content after `received` bytes."""
     span = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", headers.get("Content-Range") or "")
     if not span or int(span[1]) != received or span[3] not in ("*", str(content.length)):
         return False

@@ -23,7 +23,7 @@ class UserError(Exception):
 
 
 class StorageError(UserError):
-    """An object store or a server fails: a file that is there cannot be read now."""
+    """An object store or a server fails, so an existing file cannot be read now."""
 
 
 def printable(message: str) -> str:

@@ -110,7 +110,7 @@ class Run:
     # Ending early
 
     def watchdog(self, timeout: float) -> Watchdog:
-        """Return a context that ends a run of several processes after `timeout` seconds without a `beat` of one."""
+        """Return a context that ends a run of several processes if one of them has no `beat` for `timeout` seconds."""
         self._watchdog = Watchdog(timeout, self.path)
         return self._watchdog
 
@@ -140,7 +140,7 @@ class Run:
     # Pictures: drawn in the background; their errors are warnings
 
     def enable_plots(self, *charts: str) -> None:
-        """Enable `plot` and `charts`, and draw these charts after the first picture, to delay no step."""
+        """Enable `plot` and `charts`; draw these charts only after the first picture, so that no step is delayed."""
         if self._is_main:
             self._plotter = Plotter(self.path, self.print, self._log_pictures)
             self._first_charts = charts

@@ -22,7 +22,7 @@ P = ParamSpec("P")
 
 
 def on_main(method: Callable[Concatenate[RunFolder, P], None]) -> Callable[Concatenate[RunFolder, P], None]:
-    """Make a method do nothing on the other processes."""
+    """Make a method do nothing on all processes but the main one."""
 
     @wraps(method)
     def call(self: RunFolder, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -36,8 +36,8 @@ class RunFolder:
     """The run folder. Every process makes the same calls; only the main one writes, and locks the folder until it ends.
 
     Args:
-        warn: called with warnings about files.
-        row_added: called after each new row of results.csv.
+        warn: called with warnings about files
+        row_added: called after each new row of results.csv
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class RunFolder:
     def restore_to_state(self, state: Mapping[str, Any] | None) -> None:
         """Restore the rows of results.csv in `state`, and remove partly written files.
 
-        None, for a new run, removes the states, the results and the events of an earlier run in the folder.
+        If `state` is None, for a new run, the states, results and events of an earlier run in the folder are removed.
         """
         for part in (*self.path.glob(f".*{PART_SUFFIX}"), *self.path.glob(f"*/.*{PART_SUFFIX}")):
             part.unlink(missing_ok=True)

@@ -145,7 +145,7 @@ def best_hyperparameters(settings: Mapping[str, Any], values: Mapping[str, Any])
 
 
 def write_best(folder: Path, number: int, fitness: float, values: Mapping[str, Any]) -> None:
-    """Write the hyperparameter file of the best trial, complete, into the folder of the search."""
+    """Write the complete hyperparameter file of the best trial into the folder of the search."""
     settings = read_yaml(folder / f"trial{number}" / "settings.yaml")
     others = " ".join(f"--{name} {value}" for name, value in values.items() if not name.startswith(HYP))
     head = f"# The best of the trials: trial{number}, fitness {fitness:.5f}{', with ' if others else ''}{others}\n"
@@ -156,7 +156,7 @@ def write_best(folder: Path, number: int, fitness: float, values: Mapping[str, A
 
 
 def search(space: Space, flags: Sequence[str], folder: Path, trials: int, seed: int) -> None:
-    """Run trials until there are `trials` in the folder. Raises `UserError` if none of them can be trained."""
+    """Run trials until there are `trials` in the folder. Raises `UserError` if a trial fails before any succeeds."""
     optuna = import_optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder.mkdir(parents=True, exist_ok=True)

@@ -65,7 +65,7 @@ def trust(path: Path, flag: str, is_named: bool, named_by: str) -> None:
 
 
 def _digest(path: Path) -> str:
-    """Return a hash of a file's path and content, or of a package's path, the names of its files and their contents."""
+    """Return a hash of a file's path and content, or of a package's path and its files' names and contents."""
     if not path.is_dir():
         return hashlib.sha256(os.fsencode(path) + b"\0" + path.read_bytes()).hexdigest()
     digest = hashlib.sha256(os.fsencode(path) + b"\0")

@@ -17,7 +17,7 @@ class BackgroundWriter:
     """Runs one set of jobs after another. `finish` repeats the jobs that failed.
 
     Args:
-        warn: called with one warning for each job that fails
+        warn: called with a warning if jobs fail, but not again for the same files
     """
 
     def __init__(self, warn: Callable[[str], object]) -> None:

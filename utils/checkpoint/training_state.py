@@ -126,8 +126,8 @@ class TrainingState:
     def load_state(self, saved: Mapping[str, Any]) -> None:
         """Load what `state` returned, except for the weights (`load_weights`).
 
-        Call it after `Accelerator.prepare`, where DDP copies the main process's buffers to all, and before anything
-        copies `progress` or `loss_sums`, such as `NonFiniteGuard`.
+        Call it after `Accelerator.prepare`, in which DDP copies the main process's buffers to all processes, and before
+        anything copies `progress` or `loss_sums`, such as `NonFiniteGuard`.
         """
         self.progress.load_state(saved["progress"])
         self.progress.finished = False  # a finished run that is resumed has more epochs now
@@ -149,7 +149,8 @@ class TrainingState:
     def _load_shares(self, shares: Sequence[Mapping[str, Any]]) -> None:
         """Load the shares of this process's logical processes.
 
-        If a different number of shares was saved, each process gets an equal part of the sums, and the mean statistics.
+        If a different number of shares was saved, each logical process gets an equal part of the sums, and the mean
+        statistics.
         """
         local = len(self.replicas)
         own = self.collectives.local_part(shares, local) or [_mean_share(shares, world_size() * local)] * local

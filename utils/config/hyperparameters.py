@@ -193,7 +193,7 @@ class Hyperparameters(Augmentation, AlignmentKeys, AnchorKeys, Recipe):
 
 
 class Choice(NamedTuple):
-    """The hyperparameter file that --hyp auto chose, why, and the file with YOLOv5's values, '' if there is none."""
+    """The hyperparameter file that --hyp auto chose, the reason, and the file with YOLOv5's values ('' if none)."""
 
     name: str
     reason: str
@@ -203,11 +203,11 @@ class Choice(NamedTuple):
 class Recipes(NamedTuple):
     """The hyperparameter files of a task, among which --hyp auto chooses: names or paths, as for --hyp.
 
-    Args:
-        trained: for a run that starts from trained weights.
-        few: for a run from scratch on fewer than `FEW_IMAGES` images; '' is `trained`.
-        many: for any other run from scratch; '' is `few`.
-        yolov5: the file with YOLOv5's own values; '' if the task has none.
+    Attributes:
+        trained: file for a run that starts from trained weights
+        few: file for a run from scratch on fewer than `FEW_IMAGES` images; '' means `trained`
+        many: file for any other run from scratch; '' means `few`
+        yolov5: file with YOLOv5's own values; '' if the task has none
     """
 
     trained: str

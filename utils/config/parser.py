@@ -58,7 +58,7 @@ def given_flags(kind: type[DataclassInstance], argv: Sequence[str]) -> dict[str,
 
 
 def words_of(given: Mapping[str, Any]) -> list[str]:
-    """Return flags as the words of a command line, the reverse of `given_flags`."""
+    """Return flags as the words of a command line, the inverse of `given_flags`."""
     words: list[str] = []
     for name, value in given.items():
         flag = f"--{name.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""The options of a resumed run: its saved settings, the flags that are given now, and which flags must not change.
+"""The options of a resumed run: its saved settings, the given flags, and the flags that must not change.
 
 `settings` is the content of a run's settings.yaml: the options by name, `hyperparameters` and `model`. Called by
 utils/checkpoint/resume.py and settings.py.

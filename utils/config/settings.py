@@ -26,13 +26,13 @@ T = TypeVar("T", bound="DataclassInstance")
 class Settings:
     """The flags of train.py over their defaults, and the hyperparameters of the task.
 
-    Args:
-        given: the flags of the command line, or the arguments of a call from Python, by name.
-        saved: the settings.yaml of the resumed run, None for a new one.
-        is_fixed: options come from a resumed run and already include the defaults of task and data set.
-        hyp: hyperparameters of the task.
-        origin: licence and origin of the weights, in every file that is made from them.
-        choice: what --hyp auto chose and why, a line for the console; '' if the file was named.
+    Attributes:
+        given: flags of the command line, or arguments of a call from Python, by name
+        saved: content of the resumed run's settings.yaml, None for a new run
+        is_fixed: whether the options come from a resumed run and already include the defaults of task and data set
+        hyp: hyperparameters of the task
+        origin: licence and origin of the weights, which are stored in every file made from them
+        choice: line for the console about the file that --hyp auto chose and the reason; '' if the file was named
     """
 
     options: TrainOptions
@@ -109,7 +109,7 @@ class Settings:
         return self.is_fixed or flag in self.given or flag in defaults
 
     def for_weights(self, known: float | None) -> tuple[Settings, list[str]]:
-        """Return the settings with `Recipe.for_weights`, and its messages; a resumed run has them already."""
+        """Return the settings after `Recipe.for_weights`, and its messages; a resumed run's are unchanged."""
         hyp, messages = (self.hyp, []) if self.saved else self.hyp.for_weights(known)
         return dataclasses.replace(self, hyp=hyp), messages
 

@@ -20,7 +20,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 @dataclass(frozen=True)
 class Range:
-    """The finite numbers from `minimum` to `maximum`, without exclusive bounds."""
+    """The finite numbers from `minimum` to `maximum`; an exclusive bound is not in the range."""
 
     minimum: float = -math.inf
     maximum: float = math.inf

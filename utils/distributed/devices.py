@@ -108,7 +108,9 @@ def choose_devices(device: str) -> bool:
 
 
 def refuse_unsupported_launch(device: str) -> None:
-    """Raise `UserError` for a launch that would silently train differently: without FSDP, or on the CPU.
+    """Raise `UserError` if the launcher requests, or this machine has, something that would silently not be used.
+
+    That is FSDP, Megatron-LM, or an accelerator that is not supported.
 
     Args:
         device: value of --device; if it is given, the accelerator is not looked for

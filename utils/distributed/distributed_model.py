@@ -76,7 +76,7 @@ class DistributedModel:
                 self._threads = LocalThreads(logical.local, meeting)
 
     def train(self) -> None:
-        """Set the modules to training; with `keeps_norms` BatchNorm normalises as in evaluation."""
+        """Set the modules to training mode; with `keeps_norms` BatchNorm normalises as in evaluation."""
         for module in self.modules:
             module.train()
             for layer in module.modules() if self.keeps_norms else ():
@@ -101,7 +101,7 @@ class DistributedModel:
     def map(self, work: Callable[[nn.Module, B], T], batches: Sequence[B], seed: int) -> list[T]:
         """Return the results of `work` for each local logical process, from its module and its batch.
 
-        torch is seeded for each. On a CPU they run in parallel, unless the first batch draws random numbers.
+        torch is seeded for each. On a CPU the calls run in parallel, unless the first batch draws random numbers.
         """
         if not self.logical.exact:
             torch.manual_seed(seed)
@@ -172,7 +172,7 @@ class DistributedModel:
             yield number, work(self.modules[number], batches[number])
 
     def exchange(self, sums: Sequence[Tensor]) -> None:
-        """Set the parameters' gradients to the sum over all processes of what `differentiate` returned, if anything.
+        """Set the parameters' gradients to the sum over all processes of the result of `differentiate`, if not empty.
 
         All processes must call it together.
         """

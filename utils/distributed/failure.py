@@ -52,7 +52,7 @@ _on_failure: list[Callable[[str], object]] = []  # at most one listener, see `on
 
 
 def on_failure(listener: Callable[[str], object]) -> None:
-    """Call `listener` with the reason before this process ends by an error; it must return soon."""
+    """Call `listener` with the reason before this process ends with an error; it must return soon."""
     _on_failure[:] = [listener]
 
 
@@ -172,7 +172,7 @@ def _end(message: str, code: int) -> NoReturn:
 def _end_as_survivor(message: str) -> NoReturn:
     """Exit with all surviving processes after one was lost; one of them names the lost process.
 
-    If the lost process has printed a reason itself, nothing more is printed.
+    If a process has already printed a reason, nothing more is printed.
     """
     notify_failure(message)
     end_workers()
@@ -305,7 +305,7 @@ class Watchdog:
         self.on = False
 
     def watch(self) -> None:
-        """Call `end` if there is no beat for `timeout` seconds; return at the end of the `with`."""
+        """Call `end` after `timeout` seconds without a beat; return at the end of the `with`."""
         while self.on:
             time.sleep(min(self.timeout / 10, 1.0))
             if self.on and time.monotonic() - self.last > self.timeout:

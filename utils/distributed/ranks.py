@@ -24,7 +24,7 @@ TOKEN = "LOCKSTEP_TOKEN"  # environment variable: a secret of the run's processe
 
 
 class Ranks(NamedTuple):
-    """Rank of this process and number of processes, among all and on this machine."""
+    """Rank of this process and number of processes, in the run and on this machine."""
 
     rank: int
     world_size: int

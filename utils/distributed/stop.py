@@ -1,4 +1,4 @@
-"""When to stop: on a signal or at the time limit, at the same optimizer step on all processes.
+"""Stop on a signal or at the time limit, at the same optimizer step on all processes.
 
 Called by utils/run.py; spawn and utils/python_api.py use the signals.
 """

@@ -52,7 +52,7 @@ def group_by(pairs: Iterable[tuple[str, ProcessFacts]]) -> dict[str, list[Proces
 
 
 def _differences(group: str, facts: Sequence[ProcessFacts]) -> list[Finding]:
-    """Return a finding for each name of a group that has several values; one for all files of the code."""
+    """Return a finding for each name of a group that has several values, but only one for all files of the code."""
     having = [(process.compared[group], process) for process in facts if process.compared.get(group)]
     names = list(dict.fromkeys(name for values, _ in having for name in values))
     different = [name for name in names if len({values.get(name) for values, _ in having}) > 1]

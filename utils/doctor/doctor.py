@@ -45,7 +45,7 @@ def run_doctor(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> None:
     """
     main, timeout = ranks().rank == 0, flags["dist_timeout"]
     store = _open_store(timeout)
-    # The keys of the first two fields never change, so that processes with another version of the code are reported.
+    # These two keys never change, so that processes with another version of the code are reported.
     store.count(f"facts/{ranks().rank}/times")
     store.write("facts", dataclasses.asdict(examine_process(flags, read)))
     if main:

@@ -60,7 +60,7 @@ class Documents:
         return self.table("classes.csv").texts("class") if self.has("classes.csv") else []
 
     def results(self) -> Columns:
-        """Return the columns of results.csv, with epochs from 1, as people count them."""
+        """Return the columns of results.csv, with epochs counted from 1."""
         table = self.table("results.csv")
         return {"epoch": table.numbers("epoch") + 1, **{name: table.numbers(name) for name in table.columns[1:]}}
 

@@ -53,7 +53,7 @@ COLOURS = (
 
 
 class Style(NamedTuple):
-    """How predictions are drawn."""
+    """The style in which predictions are drawn."""
 
     thickness: int = LINE_PIXELS  # line width in pixels; the size of the text depends on it and on the image
     names: bool = True

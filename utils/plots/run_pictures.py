@@ -196,7 +196,7 @@ def compare_runs(folders: Sequence[Path], out: Path, print_line: Print) -> bool:
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
-    """Return the names of the folders, or their paths if names are equal."""
+    """Return the names of the folders, or their paths if two names are equal."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 

@@ -21,17 +21,17 @@ from utils.tracking.tracker import EPOCH, FINISH_SECONDS, STEP, Print, Tracker, 
 from utils.tracking.tracker_arguments import OFFLINE, RunLocation, accepted, arguments, missing_key, remote_id
 
 START_SECONDS = 120.0  # how long `tracker` waits for the run to start
-FAIL_SECONDS = 3.0  # time to close the run before this process ends by an error
+FAIL_SECONDS = 3.0  # time to close the run before this process ends with an error
 
 
 class AccelerateTracker(Tracker):
     """A run in a tracker that Accelerate knows by `name`; it gets numbers and settings.
 
     Args:
-        folder: the run folder.
-        run: `project`, `name` and `id` of the run.
-        print_line: prints a line on the console.
-        timeout: seconds to send the rest at the end of the run.
+        folder: the run folder
+        run: `project`, `name` and `id` of the run
+        print_line: prints a line on the console
+        timeout: seconds to send the rest at the end of the run
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class AccelerateTracker(Tracker):
 
     @property
     def title(self) -> str:
-        """The name in warnings."""
+        """The tracker's name in warnings."""
         return self.name
 
     @property
@@ -90,7 +90,7 @@ class AccelerateTracker(Tracker):
         self._background.do(lambda: self.inner and job())
 
     def _start(self, config: Mapping[str, Any]) -> None:
-        """Start the run, or continue the one of this folder."""
+        """Start the run, or continue this folder's run."""
         if self.name not in LOGGER_TYPE_TO_CLASS:
             raise UserError(f"this version of accelerate has no tracker {self.name}: pip install -U accelerate")
         self._position = LogPosition(self.folder / f".{self.name}.json", self.run["id"])

@@ -140,7 +140,7 @@ def push_run(folder: Path, repository: str, card: str) -> str:
 def push(folder: Path, repository: str) -> str:
     """Upload the results of a run in one commit and return the address of the repository.
 
-    The repository is made if it does not exist, and is private then. Raises `UserError`.
+    A repository that does not exist is made, as a private one. Raises `UserError`.
     """
     files = results(folder)
     if problem := login_problem():
@@ -170,7 +170,7 @@ def results(folder: Path) -> dict[str, Path]:
 
 
 def login_problem() -> str:
-    """Return why nothing can be uploaded on this machine, '' if there is a token and the Hub may be asked."""
+    """Return why this machine cannot upload anything; '' if there is a token and HF_HUB_OFFLINE is not set."""
     hub = _hub()
     if hub.constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set; unset it"

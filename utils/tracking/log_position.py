@@ -71,7 +71,7 @@ class LogPosition:
         self.store()
 
     def store(self) -> None:
-        """Store the positions and the length of the log file. The file is replaced: a kill does not damage it."""
+        """Store the positions and the length of the log file in a new file, so that a kill cannot damage it."""
         stored: dict[str, object] = {"name": self.run, "last": self.last}
         if self.remote_id:
             stored["remote_id"] = self.remote_id

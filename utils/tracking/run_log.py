@@ -115,7 +115,7 @@ class RunLog:
     ) -> None:
         """Log an epoch: its row of results.csv, `timings`, its metrics by class, and the best epoch so far.
 
-        Epochs are logged from 1, as people count them.
+        Logged epochs are counted from 1.
         """
         values = {**row, "epoch": row["epoch"] + 1, **{f"epoch/{name}": value for name, value in timings.items()}}
         for metric, classes in (summary.by_class if summary else {}).items():
@@ -242,7 +242,7 @@ class RunLog:
 
 
 class ValidationLog:
-    """The log of a validation by val.py in its trackers, joined to the training run of the weights.
+    """The log of a run of val.py in its trackers, joined to the training run of the weights.
 
     Every process makes the same calls; only the main one has trackers.
     """

@@ -108,10 +108,10 @@ class Tracker(GeneralTracker):
         """Log a line of the console output."""
 
     def fail(self, reason: str) -> None:
-        """Log why the run is about to end by an error; return within a second."""
+        """Log why the run is about to end with an error; return within a second."""
 
     def finish(self, timeout: float = FINISH_SECONDS) -> None:
-        """Send the rest and close the run, within `timeout` seconds."""
+        """Send the remaining data and close the run, within `timeout` seconds."""
 
 
 def requested_trackers(log_with: str, no_wandb: bool) -> tuple[list[str], list[str]]:

@@ -42,7 +42,7 @@ def arguments(tracker: str, location: RunLocation) -> dict[str, Any]:
 
 
 def _mlflow(location: RunLocation) -> dict[str, Any]:
-    # Otherwise MLflow reports the tables of its database. It reads the variable when imported, perhaps already.
+    # Otherwise MLflow logs the tables of its database. The variable has no effect once MLflow is imported.
     logging.getLogger("mlflow").setLevel(os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING").upper())
     _choose_mlflow_store(location.folder.parent)
     project, name = location.run["project"], location.run["name"]

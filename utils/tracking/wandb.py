@@ -35,12 +35,12 @@ class WandbTracker(AccelerateTracker):
     """A W&B run. `accelerator.get_tracker("wandb", unwrap=True)` returns the `wandb.Run` itself.
 
     Args:
-        folder: the run folder.
-        run: arguments of `wandb.init` (project, entity, group, tags, name, id, dir, ...).
-        print_line: prints a line on the console.
-        timeout: seconds to send the rest at the end of the run.
-        alerts: whether W&B sends an alert if the run ends by an error.
-        inputs: names of artifacts that the run uses, if they exist.
+        folder: the run folder
+        run: arguments of `wandb.init` (project, entity, group, tags, name, id, dir, ...)
+        print_line: prints a line on the console
+        timeout: seconds to send the rest at the end of the run
+        alerts: whether W&B sends an alert if the run ends with an error
+        inputs: names of artifacts that the run uses, if they exist
     """
 
     title = "W&B"
@@ -127,7 +127,7 @@ class WandbTracker(AccelerateTracker):
     # In the thread
 
     def _start(self, config: Mapping[str, Any]) -> None:
-        """Start the run, or continue the one with this id: online if that is possible, else on this machine."""
+        """Start the run, or continue the run with this id: online if possible, else on this machine."""
         import wandb
 
         self.wandb = wandb
@@ -171,7 +171,7 @@ class WandbTracker(AccelerateTracker):
         return Path(self.run.get("dir") or self.folder) / "wandb"
 
     def _settings(self) -> Any:
-        """Return wandb's settings, without those that an older version does not have."""
+        """Return wandb's settings, without settings that an older version lacks."""
         known = getattr(self.wandb.Settings, "model_fields", {})
         newer: dict[str, Any] = {"finish_timeout": self.timeout, "x_transaction_log_flush_interval": FLUSH_SECONDS}
         newer["console"] = "off"  # `log_line` writes what this program prints

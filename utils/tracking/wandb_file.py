@@ -20,7 +20,7 @@ FULL, FIRST, LAST = 1, 2, 4  # kinds of a record's parts
 
 
 def last_logged(files: Iterable[Path]) -> dict[str, float]:
-    """Return the last step and epoch in the rows of a run's .wandb files, by the keys `step` and `epoch`."""
+    """Return, for each key, the last epoch or step of the rows in a run's .wandb files that have the key."""
     last: dict[str, float] = {}
     for file in files:
         with suppress(Exception):  # as long as W&B's file has this format

@@ -201,7 +201,7 @@ class BatchGradients:
                 return  # the step itself will raise the error
 
     def _fits(self, batch: Batch) -> bool:
-        """Return whether forward and backward pass of a part fit the memory. Changes neither gradients nor buffers."""
+        """Return whether forward and backward pass of a part fit in memory. Changes neither gradients nor buffers."""
         model, part = self.model.bare, batch
         if self.parts > 1:
             part = batch.part(0, -(-len(batch.infos) // self.parts))
@@ -223,7 +223,7 @@ class BatchGradients:
         return fits
 
     def _set_aside(self) -> Gradients:
-        """Return the gradients of the step's earlier batches; a single process also clears them from the parameters."""
+        """Take the gradients of the step's earlier batches from the parameters; [] unless a single process may retry."""
         if not self._splits:
             return []
         kept = [(each, each.grad) for each in self.model.bare.parameters() if each.grad is not None]

@@ -53,7 +53,7 @@ class NonFiniteGuard:
         self.window.append((losses, list(images)))
 
     def snapshot(self) -> None:
-        """Save the present values of the tensors, to restore them."""
+        """Save the current values of the tensors, to restore them later."""
         self.saved = torch.cat([tensor.flatten() for tensor in self.live])
 
     @torch.no_grad()

@@ -117,7 +117,7 @@ class Schedule:
 
     @property
     def warmup(self) -> int:
-        """Number of warm-up batches: 0, or at least `MIN_WARMUP_BATCHES`, but at most `warmup_share` of the run's."""
+        """Number of warm-up batches: 0, or at least `MIN_WARMUP_BATCHES`, but at most `warmup_share` of all batches."""
         warmup = max(round(self.warmup_epochs * self.batches), MIN_WARMUP_BATCHES) if self.warmup_epochs else 0
         return min(warmup, round(self.warmup_share * self.epochs * self.batches)) if self.warmup_share else warmup
 
@@ -158,7 +158,7 @@ def _interpolate(start: float, end: float, share: float) -> float:
 
 
 def warmup_messages(schedule: Schedule) -> list[str]:
-    """Return messages for a shorter warm-up than usual, and for the lower rate that it asks for."""
+    """Return messages for a shorter warm-up than usual, and for the lower rate that it requires."""
     usual = replace(schedule, warmup_share=0.0).warmup
     share = f"{schedule.warmup_share:.0%} of the run's {schedule.epochs * schedule.batches:,}"
     shorter = f"warm-up: {plural(schedule.warmup, 'batch')} instead of {usual}, limited to {share}"

@@ -25,11 +25,13 @@ LARGEST_OPERATORS = 10
 class StepProfiler:
     """Profiles the optimizer steps START to STOP of a run, counted from 1, both included. Every process has one.
 
+    Raises `UserError` for an invalid window.
+
     Args:
-        window: START:STOP, '' for none. Raises `UserError` if it is wrong.
-        step: optimizer steps before this start.
-        last_step: number of optimizer steps of the run.
-        artifact: name for the trackers.
+        window: START:STOP, '' for none
+        step: number of optimizer steps before this start
+        last_step: number of optimizer steps of the run
+        artifact: name of the profile in the trackers
     """
 
     def __init__(self, run: Run, window: str, step: int, last_step: int, artifact: str) -> None:

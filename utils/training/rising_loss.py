@@ -1,4 +1,4 @@
-"""Notices that the first steps of a run destroy the weights it starts from. Called by optimizer_steps.py."""
+"""Detect that the first steps of a run destroy the weights that it starts from. Called by optimizer_steps.py."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class StepLog:
         return torch.cat((losses.sum(0), norms[0], waits.mean(0), memory.amax(0)))
 
     def values(self, point: Point) -> dict[str, float]:
-        """Return the values of a point by key, without those that this device does not have."""
+        """Return the values of a point by key, without values that this device lacks."""
         *losses, norm, waiting, memory = point.device_values.read()
         values = {**point.host_values, **{f"step/{term}": loss for term, loss in zip(self.terms, losses, strict=True)}}
         if norm == norm or self.norm is not None:
@@ -133,5 +133,5 @@ def peak_memory(device: torch.device) -> float:
 
 
 def used_memory(device: torch.device) -> float:
-    """Return the memory of this process in GiB: the peak on its GPU or, without one, the present resident memory."""
+    """Return this process's memory in GiB: the peak on its GPU or, without a GPU, the current resident memory."""
     return peak_memory(device) or psutil.Process().memory_info().rss / BYTES_PER_GIB
