@@ -102,7 +102,7 @@ def find_annotations(roots: Sequence[Path], split: str, paths: Sequence[Path]) -
 def read_annotations(file: Path, names: Mapping[int, str], paths: Sequence[Path]) -> Annotations:
     """Read the annotations of the images `paths` of a split, with classes `names`.
 
-    Raises `UserError` if the file has no annotations, or its images or classes are other ones.
+    Raises `UserError` if the file has no annotations, or does not match the images or classes.
     """
     try:
         content = json.loads(read_regular(file))

@@ -231,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--trials", type=int, default=30, help="trials in all, earlier ones included; default: 30")
-    parser.add_argument("--folder", type=Path, default=Path("runs/tune"), help="of the search; reusing it continues it")
+    parser.add_argument("--folder", type=Path, default=Path("runs/tune"), help="search folder; reuse it to continue")
     parser.add_argument("--space", default="sweep.yaml", help="search space, a W&B sweep file; default: sweep.yaml")
     parser.add_argument("--seed", type=int, default=0, help="seed of the values and of each trial; default: 0")
     own, more = parser.parse_known_args(argv)

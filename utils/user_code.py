@@ -51,7 +51,7 @@ def trust(path: Path, flag: str, is_named: bool, named_by: str) -> None:
     Args:
         flag: the flag with its value, as the user would give it
         is_named: whether the user has given `flag`
-        named_by: what names the path otherwise, such as a weight file, perhaps somebody else's
+        named_by: file that names the path otherwise, such as a weight file, perhaps somebody else's
     """
     mark = cache_folder() / flag.split()[0].strip("-") / _digest(path)
     if not is_named and not mark.is_file():

@@ -44,7 +44,7 @@ class StateFiles:
         """Write a state, whole or not at all; then remove all others except the last one known to be intact.
 
         Args:
-            final: whether to remove the last intact one too
+            final: whether to remove the last intact state too
         """
         number = max((int(file.stem.partition("-")[0]) for file in self.files()), default=0) + 1
         path = self.folder / f"{number:08d}-{_checksum(content)}.pt"

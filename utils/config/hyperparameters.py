@@ -272,7 +272,7 @@ def refuse_unread(unread: Collection[str], overrides: Mapping[str, str], model: 
     """Raise `UserError` for a flag such as --hyp.obj whose key is `unread`.
 
     Args:
-        model: what does not read the key, in words
+        model: description of the model that does not read the key
     """
     for key in overrides:
         if key in unread:

@@ -63,7 +63,7 @@ class Settings:
 
         Args:
             unread: hyperparameters that are not read, see `Task.unread`
-            model: what does not read them, in words
+            model: description of the model that does not read them
         """
         if not self.saved:
             refuse_unread(unread, self.given.get("overrides", {}), model)

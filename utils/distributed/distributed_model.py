@@ -69,7 +69,7 @@ class DistributedModel:
             draw_masks_of(replica, logical.first + number, logical.count, generator)
             if logical.sync_bn:
                 normalise_together(replica, Shares(self.sum, partial(meeting.together, number)))
-        self._usable_threads = 1  # on a GPU kernels are queued one after another anyway
+        self._usable_threads = 1  # a GPU's kernels are queued one after another in any case
         if device.type == "cpu":
             self._usable_threads = min(logical.local, threads_per_process(local_world_size()))
             if logical.sync_bn and logical.local > 1:

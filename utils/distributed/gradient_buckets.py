@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 def order_buckets(model: DistributedDataParallel, image_size: int) -> None:
     """Run a forward and a backward pass on one black image of `image_size` pixels, so that DDP orders its buckets.
 
-    All processes must call it together, before their first step. DDP's order is its only effect.
+    All processes must call it together, before their first step. It has no other effect.
 
     DDP starts with buckets in the order of the parameters. In the first backward pass it records the order in which the
     gradients arrive, and before the second forward pass it makes its final buckets from that order. All-reduce adds the

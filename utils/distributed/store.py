@@ -113,7 +113,7 @@ class RunStore:
 def restart_count() -> int:
     """Return how many times the launcher that hosts the store has restarted the processes (`--max_restarts`).
 
-    0 if the main process hosts the store, which is then new after each restart; a machine that comes back counts from 0
+    0 if the main process hosts the store, which is then new after each restart; a machine that rejoins counts from 0
     itself.
     """
     return launch_number("TORCHELASTIC_RESTART_COUNT") if store_is_hosted() else 0

@@ -30,7 +30,7 @@ from utils.errors import UserError, plural
 NOTICE_SECONDS = 15.0  # time after which the main process prints which processes it waits for
 MARGIN_SECONDS = 30.0  # time that the other processes wait for the main one's answer after its time-out
 LEAVE_SECONDS = 5.0  # time that the main process, which may host the store, waits for the others to leave it
-POLL_SECONDS = 0.05  # interval of the looks at the store
+POLL_SECONDS = 0.05  # interval at which the store is polled
 
 
 def run_doctor(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> None:

@@ -105,7 +105,7 @@ class AccelerateTracker(Tracker):
             self._log(lost, step)
 
     def _start_or_store(self, location: RunLocation) -> Any:
-        """Return the started tracker; if its server cannot be used, it stores the run on this machine if it can."""
+        """Return a started tracker; without its server it stores the run on this machine, if it can."""
         reason = missing_key(self.name)
         if not reason:
             try:

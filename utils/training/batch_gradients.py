@@ -223,7 +223,7 @@ class BatchGradients:
         return fits
 
     def _set_aside(self) -> Gradients:
-        """Take the gradients of the step's earlier batches from the parameters; [] unless a single process may retry."""
+        """Take the gradients of the step's earlier batches off the parameters; [] unless one process alone retries."""
         if not self._splits:
             return []
         kept = [(each, each.grad) for each in self.model.bare.parameters() if each.grad is not None]

@@ -63,7 +63,7 @@ class OptimizerOptions(SyncOptions):
 
 
 class EndedStep(NamedTuple):
-    """An optimizer step of which the host does not know yet whether it was taken."""
+    """An optimizer step about which the host does not know yet whether it was taken."""
 
     taken: DeviceValue  # bool
     batches: int  # number of batches accumulated in the step
