@@ -244,7 +244,7 @@ ERRORS = {
     "missing folder": Case(data(val="images/none"), "`val: images/none` does not exist; looked for"),
     "missing split": Case(data(val=None), "data.yaml has no `val:`"),
     "no labels": Case(every_label(""), "no image of `train:` has a label; the label file of"),
-    "a key twice": Case(text("data.yaml", "train: a\nval: b\ntrain: c"), "data.yaml, line 3: the key 'train' again"),
+    "a key twice": Case(text("data.yaml", "train: a\nval: b\ntrain: c"), "data.yaml, line 3: duplicate key 'train'"),
     "too many names": Case(
         text("data.yaml", f"names: [{'cat, ' * 360000}]"), "data.yaml has 1800009 characters; at most"
     ),
@@ -284,7 +284,7 @@ ERRORS = {
         nothing, "GiB memory of this machine; give a smaller --batch-size or --imgsz", "--batch-size 1000000000"
     ),
     "no name": Case(
-        nothing, "--name '' is no name for a run folder; give one without a slash, such as --name exp", "--name="
+        nothing, "--name '' is not a valid run name; give one without a slash, such as --name exp", "--name="
     ),
     "profile": Case(nothing, "--profile 3:2: give the first and the last optimizer step", "--profile 3:2"),
     "epochs 0": Case(nothing, "argument --epochs: 0 is out of range; give 1 or more", "--epochs 0", code=2),

@@ -62,10 +62,10 @@ def test_a_class_and_early_stopping(fine_tune: Callable[..., str], tmp_path: Pat
 @pytest.mark.parametrize(
     ("fitness", "message"),
     [
-        ("recal=1", "--fitness 'recal=1': there is no metric 'recal' (did you mean 'recall'?); known are precision, "),
+        ("recal=1", "--fitness 'recal=1': unknown metric 'recal' (did you mean 'recall'?); known are precision, "),
         ("AP(dog)=1", "AP50(CLASS), AP(CLASS) of the classes disc, ring, square, triangle, cross, bar, cat"),
         ("0.9,0.1", "--fitness '0.9,0.1': it is not of the form METRIC=WEIGHT"),
-        ("AP(cat)=1", "--fitness: AP(cat) has no value, for no validation image has a label of 'cat'"),
+        ("AP(cat)=1", "--fitness: AP(cat) has no value, because no validation image has a label 'cat'"),
     ],
 )
 def test_one_sentence(fitness: str, message: str, small_data: Path, call_main: CallMain, tmp_path: Path) -> None:

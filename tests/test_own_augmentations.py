@@ -62,7 +62,7 @@ def test_a_resumed_run_keeps_its_augmentations(call_main: CallMain, alone: Path)
     """Another file is refused, and so is the run's own for a user who has not run it."""
     sentences = {
         ("--augmentations", "x.py"): f"--augmentations is 'x.py' now, and {alone} was started with '{EXAMPLE}', which",
-        ("--epochs", "3"): f"the run's settings.yaml names {EXAMPLE}, a Python file that would be run and is not one",
+        ("--epochs", "3"): f"the run's settings.yaml names {EXAMPLE}, a Python file that would be run and that you",
     }
     with untouched(alone):
         for flags, sentence in sentences.items():

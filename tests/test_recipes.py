@@ -45,7 +45,7 @@ def single(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for message in (
         "hyperparameters: --hyp finetune, because the run starts from trained weights; --hyp low has YOLOv5's values",
         "from its head the boxes and 6 of 7 classes",
-        "BatchNorm statistics are those of the weights",
+        "BatchNorm statistics are kept from the weights",
         "the weights know 86% of the classes and outputs",
         "warm-up: 2 batches instead of 100",
         "EMA: a ramp of 10 steps instead of 2000",

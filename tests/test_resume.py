@@ -413,7 +413,7 @@ def test_a_finished_run(
         other.unlink()
     printed = train(tmp_path, "--resume", "--epochs", "4")
     assert "--epochs is 4 and was 3" in printed
-    assert "the learning rate from here on is that of a run of 4 epochs" in printed
+    assert "from here on the learning rate follows the schedule for 4 epochs" in printed
     assert [row["epoch"] for row in rows(tmp_path / "exp")] == [0, 1, 2, 3]
     assert rows(tmp_path / "exp")[:3] == rows(undisturbed)
     rate = RECIPE["lr0"] * (1 - 0.27 * (1 - (0.25 * 0.99 + 0.01)))  # at 27 of 100 batches of warm-up to epoch 4 of 4

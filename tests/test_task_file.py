@@ -129,7 +129,7 @@ def test_another_user(trained: Path, package: Path, small_data: Path, run_script
     picture = str(next((small_data.with_suffix("") / "images" / "val").glob("*.jpg")))
     for script, flags in {"detect.py": ["--source", picture], "val.py": ["--data", str(small_data)]}.items():
         refusal = run_script(script, *how, *flags, fails=True, **user)
-        assert f"best.pt names {package}, a Python package that would be run and is not one that" in refusal
+        assert f"best.pt names {package}, a Python package that would be run and that you have not run" in refusal
         assert f"if you trust it add --task-file {package}" in refusal
     assert "--task-file" in run_script("train.py", *how, "--data", str(small_data), fails=True, **user)
     assert "settings.yaml names" in run_script(

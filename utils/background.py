@@ -15,16 +15,20 @@ from typing import ClassVar
 from utils.errors import first_line
 from utils.files import ROOT
 
-NICENESS = 10  # added to that of processes beside the training
-START_SECONDS, START_POLL_SECONDS = 5.0, 0.001  # to start a process, and between two checks whether it has started
+NICENESS = 10  # added to the nice value of processes beside the training
+START_SECONDS, START_POLL_SECONDS = 5.0, 0.001  # time to start a process; interval of the checks whether it has started
 Job = Callable[[], object]
 
 
 class Background:
     """Runs jobs one after another in a thread. The first failure is a warning.
 
-    failure: beginning of the warning. warn: called with the warning. abandoned: whether any thread has not ended in
-    time; the process must then exit without waiting for it.
+    Args:
+        failure: beginning of the warning
+        warn: called with the warning
+
+    Attributes:
+        abandoned: whether any thread has not ended in time; the process must then exit without waiting for it
     """
 
     abandoned: ClassVar[bool] = False
@@ -64,9 +68,9 @@ class Background:
 
 
 def await_started_processes() -> None:
-    """Wait until no other thread is inside of `Popen`, which also packages call in the threads of trackers.
+    """Wait until no other thread is inside `Popen`, which packages also call in the threads of trackers.
 
-    `Popen` waits until a pipe is closed. A loader process that is forked meanwhile would inherit the pipe and keep it.
+    `Popen` waits until a pipe is closed. A loader process forked in the meantime would inherit the pipe and keep it.
     """
     deadline = time.monotonic() + START_SECONDS
     is_starting = True
@@ -76,7 +80,7 @@ def await_started_processes() -> None:
 
 
 def _is_starting_process() -> bool:
-    """Return whether another thread is inside of `Popen`."""
+    """Return whether another thread is inside `Popen`."""
     code = subprocess.Popen._execute_child.__code__  # type: ignore[attr-defined]
     frames = sys._current_frames()
     del frames[threading.get_ident()]  # a frame that refers to itself would keep its callers' objects, such as a loader
@@ -103,6 +107,6 @@ def own_python(module: str, function: str = "main") -> list[str]:
 
 
 def lower_priority() -> None:
-    """Lower the priority of this process, and of those that it will start, among the processes of its session."""
+    """Lower the priority of this process and of its future children among the processes of its session."""
     if hasattr(os, "nice"):
         os.nice(NICENESS)

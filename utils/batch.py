@@ -1,6 +1,6 @@
 """The types that data sets and tasks exchange: batches, descriptions of their images, splits, and COCO's rows.
 
-A leaf: models/, data/ and the scripts import it; it imports nothing of this repository.
+A leaf module: models/, data/ and the scripts import it; it imports nothing from this repository.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class ImageInfo(NamedTuple):
     size: tuple[int, int]  # width and height of the file's image, pixels
     placement: Placement
     rows: np.ndarray  # the labels, float32 (m, 5): class, normalised xywh in the file's image
-    # Of each row, in an evaluation of segmentation: float32 (p, 2), x and y as shares of the file's width and height.
+    # The outline of each row's object, when segmentation is evaluated: float32 (p, 2), x and y as fractions of the
+    # file's width and height.
     outlines: tuple[np.ndarray, ...] = ()
 
 
@@ -49,9 +50,11 @@ class ClassInfo(NamedTuple):
 class Batch:
     """A batch of images, as the data set's loader delivers it.
 
-    images: uint8 (b, 3, h, w), RGB. targets: float32; boxes are (m, 6), image in the batch, class, normalised xywh;
-    classes of whole images are (b, classes), shares that add up to 1. infos: the description of each image; every
-    task's has `image`, the index in the split, and `path`.
+    Attributes:
+        images: uint8 (b, 3, h, w), RGB
+        targets: float32; boxes are (m, 6): image in the batch, class, normalised xywh; classes of whole images are
+            (b, classes): shares that add up to 1
+        infos: description of each image; for every task it has `image`, the index in the split, and `path`
     """
 
     images: Tensor
@@ -59,7 +62,7 @@ class Batch:
     infos: tuple[Any, ...]
 
     def to(self: B, device: torch.device | str, non_blocking: bool = False) -> B:
-        """Return the batch with its tensors, those of a subclass too, on `device`."""
+        """Return the batch with its tensors, including a subclass's, on `device`."""
         if self.images.device.type == torch.device(device).type == "cpu":
             return self  # torch copies from cpu to cpu:0
         return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -93,14 +96,18 @@ B = TypeVar("B", bound=Batch)
 
 @dataclass(frozen=True)
 class SegmentationBatch(Batch):
-    """A batch of boxes with the masks of its targets. infos: `ImageInfo`, in an evaluation with outlines.
+    """A batch of boxes with the masks of its targets.
 
     Masks are on maps of 1/`MASK_STRIDE` of the images' height and width, and only in a window around each target.
-    mask_pixels: uint8 (s,), 0 or 1, the pixels of all windows, target after target, each row by row. windows: int32
-    (m, 4), left, top, right, bottom (exclusive) of each target's window on the map; it may be empty. In training it has
-    the pixels in the target's box; in an evaluation, all pixels of the mask too. host_targets: float32 (m, 6), equal to
-    `targets`. The last two stay on the host, so that shapes that follow from them are known without waiting for the
-    device.
+    `windows` and `host_targets` stay on the host, so that shapes that follow from them are known without waiting for
+    the device.
+
+    Attributes:
+        infos: an `ImageInfo` for each image, with outlines when the batch is evaluated
+        mask_pixels: uint8 (s,), 0 or 1: the pixels of all windows, target after target, each row by row
+        windows: int32 (m, 4): left, top, right, bottom (exclusive) of each target's window on the map; it may be
+            empty. In training it has the pixels in the target's box; in an evaluation, all pixels of the mask too
+        host_targets: float32 (m, 6), equal to `targets`
     """
 
     mask_pixels: Tensor
@@ -143,7 +150,9 @@ class Instances(NamedTuple):
 class Split(ABC):
     """The usable images of one split, with their labels.
 
-    images: their files, by index. problems: sentences about what was left out, `what is wrong; what is left out`.
+    Attributes:
+        images: the split's image files, by image index
+        problems: sentences about what was left out, in the form `what is wrong; what is left out`
     """
 
     images: list[Path]
@@ -155,7 +164,11 @@ class Split(ABC):
 
     @abstractmethod
     def report(self, title: str) -> list[str]:
-        """Return lines for the console: counts, and the first few problems. title: the name of the split."""
+        """Return lines for the console: counts, and the first few problems.
+
+        Args:
+            title: the split's name as it appears in the lines
+        """
 
     @abstractmethod
     def instances(self) -> Instances:
@@ -163,7 +176,7 @@ class Split(ABC):
 
     @abstractmethod
     def shown(self, index: int, side: int) -> np.ndarray:
-        """Return an image to be shown, uint8 (h, w, 3) BGR, with no side longer than `side` pixels."""
+        """Return an image for display, uint8 (h, w, 3) BGR, with no side longer than `side` pixels."""
 
 
 class BoxSplit(Split):
@@ -171,7 +184,7 @@ class BoxSplit(Split):
 
     @abstractmethod
     def side_lengths(self, imgsz: int) -> np.ndarray:
-        """Return width and height of every box, (n, 2), in pixels of images whose longer side is `imgsz`."""
+        """Return the width and height of every box, (n, 2), in pixels of images whose longer side is `imgsz`."""
 
 
 class CocoImage(NamedTuple):
@@ -180,4 +193,4 @@ class CocoImage(NamedTuple):
     image: int  # index in the split
     path: str
     rows: np.ndarray  # (k, 6): xyxy in pixels of the file, confidence, class
-    masks: Sequence[Mapping[str, Any]] = ()  # of each detection, compressed run lengths; () without masks
+    masks: Sequence[Mapping[str, Any]] = ()  # each detection's mask in compressed run lengths; () without masks

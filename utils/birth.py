@@ -1,4 +1,4 @@
-"""The process that started this one. The scripts import it first: a launcher may be killed during the other imports."""
+"""The parent process at start. The scripts import it first, as a launcher may be killed during the other imports."""
 
 import os
 

@@ -17,8 +17,8 @@ from utils.batch import CocoImage
 from utils.errors import UserError, first_line, nearest, plural
 from utils.files import ROOT, csv_text, read_regular, read_yaml
 
-UNUSED_CATEGORY_IDS = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # of 1 to 90; COCO's 80 classes use the others
-# The metrics of faster-coco-eval, in its order: metric, IoU, area of the objects, most detections per image.
+UNUSED_CATEGORY_IDS = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # COCO's 80 classes use the other ids from 1 to 90
+# The metrics of faster-coco-eval, in its order: metric, IoU, area of the objects, maximum detections per image.
 COCO_METRICS = (
     ("AP", "0.50:0.95", "all", 100),
     ("AP", "0.50", "all", 100),
@@ -33,7 +33,7 @@ COCO_METRICS = (
     ("AR", "0.50:0.95", "medium", 100),
     ("AR", "0.50:0.95", "large", 100),
 )
-# Of boxes and of masks: the file of the metrics, and the title of their table.
+# For boxes and for masks: the file of the metrics, and the title of their table.
 COCO_OUTPUTS = {"bbox": ("coco.csv", "COCO"), "segm": ("coco_masks.csv", "COCO, masks")}
 
 
@@ -41,8 +41,8 @@ COCO_OUTPUTS = {"bbox": ("coco.csv", "COCO"), "segm": ("coco_masks.csv", "COCO, 
 class CocoIds:
     """The ids of images and classes in results."""
 
-    categories: tuple[int, ...]  # by class
-    images: tuple[int | str, ...]  # of the images of a split, by index
+    categories: tuple[int, ...]  # category ids, by class
+    images: tuple[int | str, ...]  # image ids of a split, by index
     origin: str  # the source of the ids, for the console
 
 
@@ -79,10 +79,13 @@ def _image_id(path: Path) -> int | str:
 
 
 def find_annotations(roots: Sequence[Path], split: str, paths: Sequence[Path]) -> tuple[Path | None, str]:
-    """Return the annotation file of a split with these images, or None with the reason as a message.
+    """Return the annotation file of a split with the images `paths`, or None with the reason as a message.
 
-    roots: folders of the data set, searched in order. The file is annotations/instances_<folder of the images>.json, or
-    else the only one that matches instances_<split>*.json.
+    The file is annotations/instances_<folder of the images>.json, or else the only one that matches
+    instances_<split>*.json.
+
+    Args:
+        roots: folders of the data set, searched in order
     """
     for folder in (root / "annotations" for root in roots):
         named = folder / f"instances_{paths[0].parent.name}.json"
@@ -99,7 +102,7 @@ def find_annotations(roots: Sequence[Path], split: str, paths: Sequence[Path]) -
 def read_annotations(file: Path, names: Mapping[int, str], paths: Sequence[Path]) -> Annotations:
     """Read the annotations of the images `paths` of a split, with classes `names`.
 
-    Raises `UserError` if the file has no annotations, or those of other images or classes.
+    Raises `UserError` if the file has no annotations, or does not match the images or classes.
     """
     try:
         content = json.loads(read_regular(file))
@@ -129,7 +132,7 @@ def read_annotations(file: Path, names: Mapping[int, str], paths: Sequence[Path]
     ids = CocoIds(
         tuple(categories[name] for name in names.values()),
         tuple(_image_id(path) if known is None else known for path, known in zip(paths, image_ids, strict=True)),
-        f"ids are those of {file}",
+        f"ids are from {file}",
     )
     return Annotations(file, content, ids, annotated)
 
@@ -174,8 +177,11 @@ def score(
 ) -> Iterator[tuple[str, list[float]]]:
     """Iterate over `kinds` and the `COCO_METRICS` of results on the annotated images of the split.
 
-    A metric is -1 if there is nothing to measure. kinds: "bbox" for boxes, "segm" for masks. Raises `UserError` if
-    faster-coco-eval is not installed, or cannot use the annotations.
+    A metric is -1 if there is nothing to measure. Raises `UserError` if faster-coco-eval is not installed, or cannot
+    use the annotations.
+
+    Args:
+        kinds: kinds of result to score: "bbox" for boxes, "segm" for masks
     """
     try:
         from faster_coco_eval import COCO, COCOeval_faster
@@ -185,7 +191,7 @@ def score(
     annotated = set(images)
     usable = [dict(row) for row in rows if row["image_id"] in annotated]
     try:
-        # The ids of annotations are of no use, but the evaluator takes 0 for none, and equal ones for one.
+        # The annotations' own ids are replaced: the evaluator ignores id 0 and merges equal ids.
         numbered = [{**one, "id": number} for number, one in enumerate(annotations.content["annotations"], 1)]
         truth = COCO({**annotations.content, "annotations": numbered})
         # Older versions do not load empty results.
@@ -225,8 +231,11 @@ def csv_document(scores: Sequence[float]) -> str:
 class Report:
     """What --save-json writes and prints.
 
-    documents: text files by name. lines: for the console. tables: COCO's metrics for the console. problem: why there
-    are no metrics, '' if there are any or no annotations.
+    Attributes:
+        documents: text files, by name
+        lines: lines for the console
+        tables: COCO's metrics as lines for the console
+        problem: the reason why there are no metrics; '' if there are metrics, or no annotations
     """
 
     documents: dict[str, str]
@@ -240,7 +249,8 @@ def report(
 ) -> Report:
     """Return the predictions for `images` as COCO's results, and COCO's metrics if there is a file of annotations.
 
-    stem: start of the name of the file of results.
+    Args:
+        stem: beginning of the name of the results file
     """
     ids, truth, problem = default_ids(names, images), None, ""
     if file:

@@ -18,10 +18,10 @@ from utils.errors import printable
 T = TypeVar("T")
 REFRESH_SECONDS = 1.0  # between two updates of the values beside a bar; each synchronises the device
 BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:5}| "
-BAR_COLUMNS = len(" 100%|12345| ")  # beside its title
-LEAST_COLUMNS = 80  # that tables and the line of an epoch are laid out for, also if the output is no terminal
-MAX_NAMES = 10  # in a line of names
-SHORTEST_NAME = 8  # characters of the names in a table, however narrow
+BAR_COLUMNS = len(" 100%|12345| ")  # width of the bar without its title
+LEAST_COLUMNS = 80  # minimum width of tables and of the line of an epoch, and the width if the output is not a terminal
+MAX_NAMES = 10  # names in a line of names
+SHORTEST_NAME = 8  # characters that a name in a table keeps, however narrow the table
 YELLOW, PLAIN = "\x1b[33m", "\x1b[0m"  # ANSI codes
 _silent: list[bool] = []  # not empty after a call of `silence`
 
@@ -37,7 +37,7 @@ def is_silent() -> bool:
 
 
 def columns() -> int:
-    """Return the columns for tables and lines: $COLUMNS, else those of the terminal, at least `LEAST_COLUMNS`."""
+    """Return the width of tables and lines: $COLUMNS, else the terminal's width; at least `LEAST_COLUMNS`."""
     return max(shutil.get_terminal_size((LEAST_COLUMNS, 24)).columns, LEAST_COLUMNS)
 
 
@@ -45,7 +45,7 @@ def show(*lines: str) -> None:
     """Print lines above the progress bar; warnings are yellow on a terminal, unless the user has set NO_COLOR.
 
     On a terminal long lines are wrapped between words; in a file or pipe a message is one line. Characters that stdout
-    cannot encode, such as those of a file name that is not text, are escaped.
+    cannot encode, such as undecodable bytes of a file name, are escaped.
     """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     terminal = sys.stdout.isatty()
@@ -58,7 +58,7 @@ def show(*lines: str) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as hours, minutes and seconds: 1:02:03, or 2:03."""
+    """Format a duration in hours, minutes and seconds, such as 1:02:03 or 2:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -89,7 +89,8 @@ def joined(parts: Sequence[str]) -> list[str]:
 def listed(names: Sequence[str], width: int) -> str:
     """Return the first of some names, separated by commas, and how many more there are.
 
-    They are as many as `width` characters hold, at most `MAX_NAMES`; a first name that is too long loses its middle.
+    As many names as fit into `width` characters are listed, at most `MAX_NAMES`; a first name that is too long loses
+    its middle.
     """
     for count in range(min(len(names), MAX_NAMES), 0, -1):
         more = f" and {len(names) - count} more" if count < len(names) else ""
@@ -100,16 +101,16 @@ def listed(names: Sequence[str], width: int) -> str:
 
 
 def short_name(name: str, width: int) -> str:
-    """Return `name` without its middle if it has more than `width` characters, at least 5."""
+    """Return `name`, without its middle if it has more than `width` characters; `width` is at least 5."""
     half = width // 2 - 1
     return name if len(name) <= width else f"{name[: width - half - 2]}..{name[-half:]}"
 
 
 def table(rows: Sequence[Sequence[str | float]], width: int | None = None) -> list[str]:
-    """Return the lines of a table, its columns aligned to the right, at most `width` wide, by default `columns()`.
+    """Return the lines of a table with right-aligned columns, at most `width` wide, by default `columns()`.
 
-    The first column has the rows' names. Floats have four decimals, or three in a table that would be too wide; what is
-    still too wide is cut from the middle of the names.
+    The first column has the rows' names. Floats have four decimals, or three in a table that would be too wide; if that
+    is not enough, names are shortened in the middle.
     """
     if not rows:
         return []
@@ -130,7 +131,10 @@ def table(rows: Sequence[Sequence[str | float]], width: int | None = None) -> li
 class RemainingTime:
     """Estimates the remaining time of a run from the mean time per batch, validations included.
 
-    batches: remaining batches of the run at the start. The caller increments `done`.
+    The caller increments `done`.
+
+    Args:
+        batches: remaining batches of the run at the start
     """
 
     def __init__(self, batches: int) -> None:
@@ -146,22 +150,28 @@ class RemainingTime:
 class Bar:
     """A progress bar over batches, with images per second and other values.
 
-    images: of the whole pass, `done` of them before its start. shown: whether to draw the bar, which is drawn on
-    terminals only. Times are measured in any case.
+    Args:
+        images: number of images in the whole pass
+        shown: whether to draw the bar, which is drawn on terminals only; times are measured in any case
+        done: number of images that were done before the start
     """
 
     def __init__(self, title: str, images: int, shown: bool, done: int = 0) -> None:
         self.title, self.images, self.shown, self.done = title, images, shown, done
         self.waited = 0.0  # seconds that this process waited for batches
-        self.seconds = 0.0  # of the whole pass, after its end
+        self.seconds = 0.0  # duration of the whole pass, set at its end
 
     @property
     def rate(self) -> float:
-        """Images per second of the whole pass, 0 before its end."""
+        """Images per second of the whole pass; 0 before its end."""
         return (self.images - self.done) / max(self.seconds, 1e-9) if self.seconds else 0.0
 
     def over(self, batches: Iterable[T], size: Callable[[T], int]) -> Iterator[T]:
-        """Iterate over `batches`. size: returns the number of images in a batch."""
+        """Iterate over `batches`.
+
+        Args:
+            size: maps a batch to its number of images
+        """
         self.started = self._last = time.monotonic()
         disable = None if self.shown else True  # None: on terminals only
         with tqdm(
@@ -198,7 +208,7 @@ class Bar:
         return (self._bar.n - self.done) / max(time.monotonic() - self.started, 1e-9)
 
     def show(self, values: Sequence[str]) -> None:
-        """Show values beside the bar, the first of them first; those that do not fit the terminal are left out."""
+        """Show values beside the bar, in order; the last ones are left out if they do not fit the terminal."""
         self._last = time.monotonic()
         width = (self._bar.format_dict["ncols"] or LEAST_COLUMNS) - len(self.title) - BAR_COLUMNS
         text = ""
@@ -208,17 +218,17 @@ class Bar:
         self._bar.bar_format = BAR_FORMAT + text
 
 
-# Output that cannot be written: on a full disk, or if its reader has ended
+# Output that cannot be written, because the disk is full or its reader has ended
 
 
 class _Survivor:
-    """A text stream that drops what cannot be written, instead of raising an error."""
+    """A text stream that drops unwritable output instead of raising an error."""
 
     def __init__(self, stream: TextIO | None) -> None:
         # Closed before Python started; open until the process ends.
         self.stream = stream or open(os.devnull, "w")  # noqa: SIM115
         if hasattr(self.stream, "reconfigure"):
-            self.stream.reconfigure(errors="backslashreplace")  # for names that the terminal's encoding lacks
+            self.stream.reconfigure(errors="backslashreplace")  # the terminal's encoding may lack a name's characters
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -233,7 +243,7 @@ class _Survivor:
             self.stream.flush()
 
     def close(self) -> None:
-        """Drop the rest of what cannot be written, which would make Python exit with code 120."""
+        """Drop unwritten output, which would make Python exit with code 120."""
         with suppress(OSError, ValueError):
             try:
                 self.stream.flush()
@@ -243,12 +253,12 @@ class _Survivor:
 
 @contextmanager
 def surviving_output() -> Iterator[None]:
-    """Within the `with`, stdout and stderr that are closed or cannot be written end nothing."""
+    """Return a context in which a closed or unwritable stdout or stderr does not end the process."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets this number, which otherwise a file or a connection would get
+            os.open(os.devnull, os.O_RDWR)  # occupies the descriptor, which a file or connection would get otherwise
     before = sys.stdout, sys.stderr
     output, errors = _Survivor(sys.stdout), _Survivor(sys.stderr)
     sys.stdout, sys.stderr = output, errors

@@ -29,13 +29,13 @@ from utils.errors import UserError, without_secrets
 from utils.files import PART_SUFFIX, one_at_a_time
 
 SCHEMES = ("http", "https", "file")
-SERVER_TIMEOUT_SECONDS = 20.0  # without data from the server
-SLOWEST_BYTES, SLOWEST_SECONDS = 2**16, 60.0  # that an attempt must receive in this time, or it has failed
-FREE_SHARE = 0.05  # of the disk, which a file of unknown length leaves free
+SERVER_TIMEOUT_SECONDS = 20.0  # longest wait for data from the server
+SLOWEST_BYTES, SLOWEST_SECONDS = 2**16, 60.0  # an attempt that receives fewer bytes in this time has failed
+FREE_SHARE = 0.05  # share of the disk that a file of unknown length leaves free
 MAX_FAILURES = 6  # failed attempts in a row
-RETRY_SECONDS = 1.0  # before the second attempt; doubled before each further one
+RETRY_SECONDS = 1.0  # wait before the second attempt; doubled before each further one
 MIN_PROGRESS_BYTES = 2**20  # an attempt that receives less has failed
-BLOCK_BYTES = 2**20  # read at once
+BLOCK_BYTES = 2**20  # bytes read at once
 RETRIED_STATUS_CODES = (408, 416, 425, 429)  # client errors; server errors are retried too
 
 
@@ -64,9 +64,13 @@ def download(
     """Download the file at `address` to `path` unless `path` exists, and return `path`.
 
     One process of a machine downloads, the others wait. A partial file stays beside `path`; later calls continue it.
+    Raises `UserError` with the address and the reason.
 
-    sha256: its first digits, if known. usable: checks the file. advice: end of the error message. licence: of the file,
-    printed when it is downloaded. Raises `UserError` with the address and the reason.
+    Args:
+        sha256: first hex digits of the file's SHA-256, if known
+        usable: checks the downloaded file
+        advice: end of the error message
+        licence: the file's licence, printed when it is downloaded
     """
     with one_at_a_time(path.with_name(f"{path.name}.lock")):
         if not path.is_file():
@@ -80,7 +84,7 @@ def download(
 
 
 def answers(address: str, seconds: float) -> bool:
-    """Return whether the server of a file offers it within `seconds`, however long a look-up of its name takes."""
+    """Return whether a server offers the file at `address` within `seconds`, however long its name lookup takes."""
     answered = threading.Event()
 
     def ask() -> None:
@@ -99,7 +103,7 @@ def is_address(text: Any) -> bool:
 
 
 def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool], licence: str) -> None:
-    """Download a file, a second time if the content is wrong. Raises OSError, HTTPException or ValueError."""
+    """Download a file; retry once if the content is wrong. Raises OSError, HTTPException or ValueError."""
     if not is_address(address):
         raise ValueError(f"it must begin with {', '.join(f'{scheme}://' for scheme in SCHEMES)} and have no spaces")
     problem = ""
@@ -140,7 +144,7 @@ class _Transfer:
                 self._receive()
                 return
             except (OSError, HTTPException) as error:
-                # Without any answer there is no second attempt: a machine without a network fails at once.
+                # If the server has never answered, fail at once, as on a machine without a network.
                 if isinstance(error, HTTPError):
                     hopeless = error.code < 500 and error.code not in RETRIED_STATUS_CODES
                 else:
@@ -177,11 +181,11 @@ class _Transfer:
                 start = received
                 if not _continues(answer.headers, received, self.content):
                     self.part.unlink(missing_ok=True)
-                    raise OSError("the file on the server has changed meanwhile")
+                    raise OSError("the file on the server has changed in the meantime")
             else:
                 start, self.content = 0, _Content.of(answer.headers)
                 self.part = self._part()
-                if not received and self.received():  # by an earlier process
+                if not received and self.received():  # an earlier process received them
                     answer.close()
                     return self._receive()
             self._save(answer, start)
@@ -191,7 +195,7 @@ class _Transfer:
         return self.path.with_name(f".{self.path.name}-{digest}{PART_SUFFIX}")
 
     def _save(self, answer: Any, start: int) -> None:
-        """Write the body of an answer into `part`, from byte `start` on."""
+        """Write the body of a response into `part`, from byte `start` on."""
         folder, length = self.part.parent, self.content.length
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -235,7 +239,7 @@ class _Transfer:
 
 
 def _request(address: str) -> Request:
-    """Return the request for an address; a user name and password in it are sent to its server alone."""
+    """Return the request for an address; a user name and password in it are sent to that server only."""
     login = re.fullmatch(r"(?i)(https?://)([^/?#]*)@(.*)", address)
     request = Request(login[1] + login[3] if login else address, headers={"User-Agent": "lockstep"})
     if login:
@@ -245,7 +249,7 @@ def _request(address: str) -> Request:
 
 
 def _continues(headers: Mapping[str, str], received: int, content: _Content) -> bool:
-    """Return whether a partial answer starts after the `received` bytes of the same content."""
+    """Return whether a partial response continues the same content after `received` bytes."""
     span = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", headers.get("Content-Range") or "")
     if not span or int(span[1]) != received or span[3] not in ("*", str(content.length)):
         return False

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 MAX_MESSAGE = 2000  # characters: a value that a message quotes may have a million
-# An address; as a Path it has one slash after the colon. A password may contain any of @ and :, a query is secret too.
+# An address; as a Path it has one slash after the colon. A password may contain @ and :, and a query is secret too.
 ADDRESS = re.compile(r"(?i)(?<![a-z0-9+.-])([a-z][a-z0-9+.-]+:/{1,2})(?:[^/\s]*@)?([^?\s]*)(?:\?(?=[\w%])\S*)?")
 
 # What torch puts before the message of an error in a loader process, which it raises again in the training process.
@@ -16,18 +16,18 @@ OF_LOADER = re.compile(r"(?s)Caught \w+ in DataLoader worker process .*\n[\w.]+E
 
 
 class UserError(Exception):
-    """An error that the user can fix. Its message: what is wrong, in which file, line or key, and what to do."""
+    """An error that the user can fix; the message says what is wrong, in which file, line or key, and what to do."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(printable(OF_LOADER.sub("", message).rstrip() if OF_LOADER.match(message) else message))
 
 
 class StorageError(UserError):
-    """An object store or a server fails: a file that is there cannot be read now."""
+    """An object store or a server fails, so an existing file cannot be read now."""
 
 
 def printable(message: str) -> str:
-    """Return a line for people: without user names, passwords and queries of addresses, at most `MAX_MESSAGE` long."""
+    """Return a printable line of at most `MAX_MESSAGE` characters, `without_secrets`."""
     half = MAX_MESSAGE // 2
     message = without_secrets(message)
     return message if len(message) <= MAX_MESSAGE else f"{message[:half]} ... {message[-half:]}"

@@ -24,13 +24,13 @@ from yaml.error import MarkedYAMLError
 
 from utils.errors import UserError, first_line, shortened
 
-LOCK_FILE = ".lock"  # in a run folder that a run writes to
+LOCK_FILE = ".lock"  # file in a run folder that a run writes to
 LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a little longer
-PART_SUFFIX = ".part"  # of a file that is being written
-SUGGESTED_LIKENESS = 0.85  # from 0 to 1, of the name of a shipped file that an error suggests
-MAX_YAML_CHARACTERS = 2**20  # of a YAML file, and of its values with aliases replaced by what they repeat
-MAX_SHOWN_PATH = 240  # characters, in an error
-_locks: WeakSet[FileLock] = WeakSet()  # of run folders, in this process
+PART_SUFFIX = ".part"  # suffix of a file that is being written
+SUGGESTED_LIKENESS = 0.85  # least similarity, from 0 to 1, of a shipped file's name that an error suggests
+MAX_YAML_CHARACTERS = 2**20  # limit for a YAML file, and for its values once aliases are expanded
+MAX_SHOWN_PATH = 240  # characters of a path in an error
+_locks: WeakSet[FileLock] = WeakSet()  # this process's locks on run folders
 ROOT = Path(__file__).resolve().parents[1]  # the repository
 
 
@@ -38,7 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]  # the repository
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file beside `path`; on success flush it and rename it to `path`, on failure remove it.
 
-    path: may be made of class names, which the locale's encoding may lack; see `file_name`.
+    Args:
+        path: file to write; its name may contain characters that the locale's encoding lacks, see `file_name`
     """
     path = Path(file_name(str(path)))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +63,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 def one_at_a_time(lock: Path) -> Iterator[None]:
     """Hold an inter-process lock for the duration of the block.
 
-    Without a lock if the file cannot be made, or while another process removes it.
+    The block runs without a lock if the lock file cannot be made, or while another process removes it.
     """
     with ExitStack() as stack:
         with suppress(OSError, NotImplementedError):
@@ -73,16 +74,15 @@ def one_at_a_time(lock: Path) -> Iterator[None]:
 
 
 def lock_folder(folder: Path) -> FileLock:
-    """Lock a run folder until the lock is released, `release_locks` is called, or this process ends; do nothing on a
-    disk without locks.
+    """Lock a run folder until the lock is released, `release_locks` is called, or this process ends.
 
-    Raises `UserError` if another process has locked the folder.
+    Does nothing on a disk without locks. Raises `UserError` if another process has locked the folder.
     """
     lock = FileLock(folder / LOCK_FILE, timeout=LOCK_TIMEOUT_SECONDS)
     try:
         lock.acquire()
     except Timeout:
-        raise UserError(f"another run is writing into {folder}; wait for its end, or choose another --name") from None
+        raise UserError(f"another run is writing into {folder}; wait until it ends, or choose another --name") from None
     except (OSError, NotImplementedError):
         pass
     _locks.add(lock)
@@ -90,13 +90,13 @@ def lock_folder(folder: Path) -> FileLock:
 
 
 def release_locks() -> None:
-    """Release the locks of all run folders: a run that Python called has ended, though its objects may still exist."""
+    """Release the locks of all run folders when a run called from Python ends, though its objects may still exist."""
     while _locks:
         _locks.pop().release()
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Remove a run folder in which there are only folders, and its own lock, released."""
+    """Remove a run folder that contains only folders and its own released lock."""
     if all(path.name == LOCK_FILE or (path.is_dir() and not path.is_symlink()) for path in folder.rglob("*")):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -104,9 +104,13 @@ def remove_if_empty(folder: Path) -> None:
 def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml", kind: str = "a file") -> Path:
     """Return the file that a flag names: a path, absolute or relative to the working folder, or a shipped file.
 
-    name: with or without `suffix`; of a shipped file its name, or its path in the repository. An existing path is never
-    replaced by a shipped file. what: kind of file, for the error. folders: of shipped files, relative to the
-    repository. kind: what `name` may be, for the error, which lists the shipped files. Raises `UserError`.
+    An existing path is never replaced by a shipped file. Raises `UserError`, which lists the shipped files.
+
+    Args:
+        name: the flag's value, with or without `suffix`; a shipped file's name or its path in the repository will do
+        what: kind of file, for the error
+        folders: folders of shipped files, relative to the repository
+        kind: what `name` may be, for the error
     """
     with_suffix = name if name.endswith(suffix) else name + suffix
     shipped_folders = [ROOT / folder for folder in folders]
@@ -116,7 +120,7 @@ def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml
         if os.path.isfile(candidate):  # Path.is_file raises an error for a name that is too long
             return candidate
         if name and os.path.exists(candidate):
-            wrong = "a folder" if os.path.isdir(candidate) else "no regular file"
+            wrong = "a folder" if os.path.isdir(candidate) else "not a regular file"
             raise UserError(f"{what} '{name}' is {wrong}; give the path of a {suffix} file")
     names = sorted(path.name for folder in shipped_folders for path in folder.glob("*" + suffix))
     stems = [Path(file).stem for file in names]
@@ -129,15 +133,15 @@ def find_file(name: str, what: str, folders: Sequence[str], suffix: str = ".yaml
 
 
 def looked_for(*paths: Path) -> str:
-    """Return the end of an error about a file that does not exist: where it was looked for."""
+    """Return the end of an error about a missing file: the paths that were tried."""
     tried = dict.fromkeys(shortened(os.path.abspath(path), MAX_SHOWN_PATH) for path in paths)
     return f" (looked for {' and '.join(tried)})"
 
 
 def located(files: Mapping[str, Iterable[Path]]) -> str:
-    """Return a line with the paths of files by kind, for the console: below the working folder relative to it.
+    """Return a line for the console with the paths of files by kind; kinds without files are left out.
 
-    Kinds without files are left out.
+    Paths inside the working folder are relative to it.
     """
     lists = {kind: ", ".join(map(_from_here, paths)) for kind, paths in files.items()}
     return "; ".join(f"{kind}: {paths}" for kind, paths in lists.items() if paths)
@@ -149,7 +153,7 @@ def _from_here(path: Path) -> str:
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """Return a descriptor for reading a file. Raises OSError for a pipe, socket or device, which may have no end."""
+    """Return a descriptor for reading a file. Raises OSError for a pipe, socket or device, which may never end."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # a pipe without a writer waits
     descriptor = os.open(path, flags)
     if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
@@ -166,12 +170,12 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[str]:
-    """Return the lines of a text file; what is not UTF-8 is replaced. Raises OSError as `open_regular` does."""
+    """Return the lines of a text file; invalid UTF-8 is replaced. Raises OSError as `open_regular` does."""
     return read_regular(path).decode("utf-8-sig", errors="replace").splitlines()
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file. Raises `UserError` with file and line if there is none.
+    """Return the mapping in a YAML file. Raises `UserError` with file and line if it cannot be read as one.
 
     A key that occurs twice is an error, and so are 1_0 and 1:30, which YAML 1.1 reads as the numbers 10 and 90.
     """
@@ -194,8 +198,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         problem = getattr(error, "problem", None) or "not YAML"
         raise UserError(f"{path}{line}: {shortened(problem)}; fix the YAML there") from None
     except RecursionError:
-        raise UserError(f"{path} has brackets inside of too many brackets; fix the YAML") from None
-    except (ValueError, LookupError, AttributeError) as error:  # of a value such as 2026-99-99 or `!!int x`
+        raise UserError(f"{path} nests brackets too deeply; fix the YAML") from None
+    except (ValueError, LookupError, AttributeError) as error:  # raised for a value such as 2026-99-99 or `!!int x`
         raise UserError(f"{path} has a value that cannot be read ({first_line(error)}); fix the YAML") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} has no `key: value` lines; it must be a YAML mapping")
@@ -203,31 +207,33 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _check_node(node: Any, characters: dict[Any, int]) -> int:
-    """Return the number of characters of a YAML node's values, with aliases replaced by what they repeat.
+    """Return the number of characters of a YAML node's values, with aliases expanded.
 
-    characters: of the nodes so far. Raises YAMLError if the expanded document is too large, or has duplicate keys or
-    ambiguous numbers.
+    Raises YAMLError if the expanded document is too large, or has duplicate keys or ambiguous numbers.
+
+    Args:
+        characters: numbers of characters of the nodes that were checked so far
     """
     if node in characters:  # an alias
         return characters[node]
-    characters[node] = MAX_YAML_CHARACTERS  # until it is known: an alias inside of what it repeats has no end
+    characters[node] = MAX_YAML_CHARACTERS  # until it is known: a node may contain an alias of itself
     count, problem, keys = 1, "", set()
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             count += _check_node(key, characters) + _check_node(value, characters)
             if (name := (key.tag, str(key.value))) in keys:
-                raise MarkedYAMLError(problem=f"the key '{shortened(name[1])}' again", problem_mark=key.start_mark)
+                raise MarkedYAMLError(problem=f"duplicate key '{shortened(name[1])}'", problem_mark=key.start_mark)
             keys.add(name)
     elif isinstance(node, yaml.SequenceNode):
         count += sum(_check_node(value, characters) for value in node.value)
     else:
         count += len(node.value)
-        if re.search("[\ud800-\udc7f\udd00-\udfff]", node.value):  # the others stand for bytes of a name
-            problem = "half of a surrogate pair, which is no character"
+        if re.search("[\ud800-\udc7f\udd00-\udfff]", node.value):  # the other surrogates stand for bytes of a name
+            problem = "half of a surrogate pair, which is not a character"
         elif node.tag.endswith((":int", ":float")) and re.search("[_:]", node.value):
             problem = f"{shortened(node.value)} would be read as another number; use digits only, or quotes"
     if count > MAX_YAML_CHARACTERS:
-        problem = f"its aliases repeat values to more than {MAX_YAML_CHARACTERS} characters"
+        problem = f"its aliases expand to more than {MAX_YAML_CHARACTERS} characters"
     if problem:
         raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
     characters[node] = count
@@ -251,12 +257,15 @@ def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:
     """Make and return the folder `project/name`, or if it exists the first free one of name2, name3, ...
 
-    exist_ok: use `project/name` even if it exists; else two runs that start together get different folders. Raises
-    `UserError`.
+    Raises `UserError`.
+
+    Args:
+        exist_ok: whether to use `project/name` even if it exists; otherwise two runs that start together get different
+            folders
     """
     if name in ("", "..") or Path(name).name != name:
         raise UserError(
-            f"--name {shortened(repr(name))} is no name for a run folder; give one without a slash, such as --name exp"
+            f"--name {shortened(repr(name))} is not a valid run name; give one without a slash, such as --name exp"
         )
     number = 1
     while True:
@@ -274,7 +283,7 @@ def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:
 
 
 def unique_stems(names: Iterable[str]) -> list[str]:
-    """Return a file stem for each path or address: its own, with a number if an earlier name has the same."""
+    """Return a file stem for each path or address: its own stem, with a number if an earlier name has the same stem."""
     stems: dict[str, None] = {}
     numbers: Counter[str] = Counter()
     for name in names:

@@ -1,7 +1,7 @@
-"""Call the scripts from Python: their `run` uses `call`. train.py and val.py, whose main process may be another one,
-end with `write_result`.
+"""Call the scripts from Python: their `run` uses `call`.
 
-`Predictor` of detect.py checks its arguments by `checked`. Errors name arguments, not flags.
+train.py and val.py end with `write_result`, because their main process may be another one. `Predictor` of detect.py
+checks its arguments by `checked`. Errors name arguments, not flags.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 RESULT = "LOCKSTEP_RESULT"
 INTERRUPTED = 128 + signal.SIGINT  # exit code of a run that Ctrl-C has stopped
 HYPERPARAMETER = OVERRIDE_PREFIX.lstrip("-")  # may precede the name of a hyperparameter
-NUMBERS_OR_TEXT = ("classes", "device", "name")  # flags of text that numbers are written for
+NUMBERS_OR_TEXT = ("classes", "device", "name")  # text flags for which callers also write numbers
 # A flag in a message, and its value: numbers, quoted text, or a word at the end of a clause.
 FLAG_AND_VALUE = re.compile(
     r"(?<![\w-])--(?P<flag>[a-z][a-z-]*[a-z])(?![\w.])"
@@ -52,11 +52,13 @@ def call(
     flags: Mapping[str, Any],
     hyperparameters: Callable[[], Collection[str]] = tuple,
 ) -> dict[str, Any]:
-    """Call the function that starts a script, such as `train`, with flags by name; return what `write_result` wrote, or
-    what the function returns, {} for None.
+    """Call the function that starts a script, such as `train`, with flags by name.
 
-    Restores the signal handlers. hyperparameters: see `checked`. Raises `UserError` if the command would end with an
-    error, and KeyboardInterrupt if Ctrl-C has stopped it.
+    Returns the result that `write_result` wrote, or else the function's result, {} for None. Restores the signal
+    handlers. Raises `UserError` if the command would end with an error, and KeyboardInterrupt if Ctrl-C has stopped it.
+
+    Args:
+        hyperparameters: returns names of hyperparameters that may be arguments, see `checked`
     """
     kind = OPTIONS_OF_SCRIPT[script]
     given = checked(kind, flags, f"{script}.run", hyperparameters=hyperparameters)
@@ -68,7 +70,7 @@ def call(
         try:
             with python_errors(kind):
                 returned = start(given)
-        except (Stopped, SystemExit) as end:  # this process, or those that it has spawned, have printed the reason
+        except (Stopped, SystemExit) as end:  # this process or its children have printed the reason
             if end.code == INTERRUPTED:
                 raise KeyboardInterrupt from None
             if end.code:
@@ -106,9 +108,13 @@ def checked(
 ) -> dict[str, Any]:
     """Return the arguments of a call by the names of their flags. None and False mean that a flag is not given.
 
-    kind: the options whose flags they are. caller: the call, for errors. names: of the flags that are allowed; all if
-    empty. hyperparameters: returns names that stand for flags such as --hyp.lr0; called only if a name is not a flag.
     Raises `UserError` for an unknown name or a value of a wrong type or range.
+
+    Args:
+        kind: options class that declares the flags
+        caller: the call as errors name it
+        names: names of the flags that are allowed; all if empty
+        hyperparameters: returns names that stand for flags such as --hyp.lr0; called only if a name is not a flag
     """
     fields = {field.name: field for field in flags_of(kind) if not names or field.name in names}
     hints = typing.get_type_hints(kind)
@@ -138,7 +144,7 @@ def checked(
 
 
 def as_plain(value: object, hint: Any, field: dataclasses.Field[Any]) -> object:
-    """Return an argument of Python as a YAML would have it: paths as text, one or several values as a list."""
+    """Return a Python argument as a YAML file would hold it: paths as text, one or several values as a list."""
     if typing.get_origin(hint) is tuple:
         items = value if isinstance(value, list | tuple) else [value]
         plain = [as_plain(item, typing.get_args(hint)[0], field) for item in items]
@@ -155,13 +161,17 @@ def as_plain(value: object, hint: Any, field: dataclasses.Field[Any]) -> object:
 
 
 def aliases(kind: type[DataclassInstance]) -> dict[str, str]:
-    """Return the names of flags by their other names, both with underscores."""
+    """Return the names of flags by their synonyms, both with underscores."""
     return {alias.replace("-", "_"): field.name for field in flags_of(kind) for alias in field.metadata["aliases"]}
 
 
 @contextmanager
 def python_errors(kind: type[DataclassInstance]) -> Iterator[None]:
-    """Name the arguments of a call in a `UserError`, instead of flags. kind: the options whose flags they are."""
+    """Make a `UserError` in the block name the arguments of a call instead of flags.
+
+    Args:
+        kind: options class that declares the flags
+    """
     try:
         yield
     except UserError as error:

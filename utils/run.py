@@ -1,6 +1,6 @@
 """A run: its folder, its log (console, charts, trackers) and the collectives. Called by the scripts.
 
-The only module outside of utils/distributed/ that knows which process is the main one.
+The only module outside utils/distributed/ that knows which process is the main one.
 """
 
 from __future__ import annotations
@@ -42,13 +42,18 @@ class FolderOptions:
 class Run:
     """A training or validation run. Every process makes the same calls; only the main one prints, draws and writes.
 
-    quiet: print warnings and final results only. path, files: the run folder and its writer, after `open_folder`.
+    Args:
+        quiet: whether to print warnings and final results only
+
+    Attributes:
+        path: the run folder, after `open_folder`
+        files: the writer of the run folder, after `open_folder`
     """
 
     def __init__(self, accelerator: Accelerator, precision: Precision, quiet: bool = False) -> None:
         self.accelerator, self.precision, self.quiet = accelerator, precision, quiet
         self.collectives = Collectives(accelerator)
-        self.step = 0  # the optimizer step at which pictures are logged
+        self.step = 0  # optimizer step at which pictures are logged
         self._is_main = accelerator.is_main_process
         self.path, self.files = Path(), RunFolder(Path(), self.collectives, False, self.print)  # until `open_folder`
         self._plotter: Plotter | None = None
@@ -90,7 +95,11 @@ class Run:
                 tracker.log_line(printable(line))
 
     def bar(self, title: str, images: int, done: int = 0) -> Bar:
-        """Return a progress bar, drawn by the main process only. done: images before its start."""
+        """Return a progress bar, drawn by the main process only.
+
+        Args:
+            done: number of images that were done before the start
+        """
         return Bar(title, images, self._is_main and not self.quiet, done)
 
     def on_main(self, work: Callable[[], object]) -> None:
@@ -101,7 +110,7 @@ class Run:
     # Ending early
 
     def watchdog(self, timeout: float) -> Watchdog:
-        """Return a context that ends a run of several processes after `timeout` seconds without a `beat` of one."""
+        """Return a context that ends a run of several processes if one of them has no `beat` for `timeout` seconds."""
         self._watchdog = Watchdog(timeout, self.path)
         return self._watchdog
 
@@ -116,7 +125,7 @@ class Run:
             raise StopRequested(reason)
 
     def stop_requested(self) -> str:
-        """Return the signal that requests a stop, '' if none: a validation may then end early."""
+        """Return the signal that requests a stop, '' if there is none; a validation may then end early."""
         return self._stop.requested()
 
     def stop_together(self, reason: str) -> None:
@@ -131,7 +140,7 @@ class Run:
     # Pictures: drawn in the background; their errors are warnings
 
     def enable_plots(self, *charts: str) -> None:
-        """Enable `plot` and `charts`, and draw these charts after the first picture, to delay no step."""
+        """Enable `plot` and `charts`; draw these charts only after the first picture, so that no step is delayed."""
         if self._is_main:
             self._plotter = Plotter(self.path, self.print, self._log_pictures)
             self._first_charts = charts
@@ -172,7 +181,9 @@ class Run:
     def start_trackers(self, make: Callable[[], list[Tracker]], config: Mapping[str, Any], step: int) -> None:
         """Start the trackers that `make` returns.
 
-        config: all settings, of which they get no secret. step: optimizer steps before the start.
+        Args:
+            config: all settings; secrets are removed before the trackers get them
+            step: number of optimizer steps before the start
         """
         self.step = step
         if self._is_main:
@@ -185,12 +196,12 @@ class Run:
             tracker.fail(reason)
 
     def log_point(self, values: Mapping[str, Any], step: int) -> None:
-        """Log values by key, without None, at an optimizer step. The key "step" or "epoch" is their x axis."""
+        """Log values by key at an optimizer step, skipping None. The key "step" or "epoch" is their x axis."""
         self.step = step
         self.accelerator.log({key: value for key, value in values.items() if value is not None}, step=step)
 
     def finish(self, patience: float = math.inf) -> None:
-        """Wait for pictures and trackers, each for at most `patience` seconds and its own time limit."""
+        """Wait for pictures and trackers, for each at most `patience` seconds and at most its own time limit."""
         if self._plotter and not self._plotter.finish(min(patience, FINISH_TIMEOUT_SECONDS)):
             self.print(f"warning: the pictures are not finished; draw them with python -m utils.plots {self.path}")
         for tracker in self.trackers:

@@ -22,7 +22,7 @@ P = ParamSpec("P")
 
 
 def on_main(method: Callable[Concatenate[RunFolder, P], None]) -> Callable[Concatenate[RunFolder, P], None]:
-    """Make a method do nothing on the other processes."""
+    """Make a method do nothing on all processes but the main one."""
 
     @wraps(method)
     def call(self: RunFolder, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -36,8 +36,8 @@ class RunFolder:
     """The run folder. Every process makes the same calls; only the main one writes, and locks the folder until it ends.
 
     Args:
-        warn: called with warnings about files.
-        row_added: called after each new row of results.csv.
+        warn: called with warnings about files
+        row_added: called after each new row of results.csv
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RunFolder:
         self._lock = lock_folder(path) if is_main else None
         self._states = StateFiles(path / "checkpoint")
         self._writer = BackgroundWriter(warn)
-        self._lines: list[str] = []  # of results.csv
+        self._lines: list[str] = []  # lines of results.csv
 
     @on_main
     def write_settings(self, settings: Mapping[str, Any]) -> None:
@@ -63,7 +63,7 @@ class RunFolder:
 
     @on_main
     def write_problems(self, problems: Sequence[str]) -> None:
-        """Write problems.txt, what was left out of the data set; remove it if nothing was."""
+        """Write problems.txt, which says what was left out of the data set; remove it if there are no problems."""
         if problems:
             self.write_documents({"problems.txt": "".join(f"{without_secrets(problem)}\n" for problem in problems)})
         else:
@@ -93,7 +93,8 @@ class RunFolder:
     ) -> None:
         """Write files with the same content into weights/ in the background, then call `then`.
 
-        content: see `weights_content`.
+        Args:
+            content: keyword arguments of `weights_content`
         """
         if files:
             paths = [self.path / "weights" / name for name in files]
@@ -103,7 +104,8 @@ class RunFolder:
     def save_state(self, state: Mapping[str, Any], final: bool = False) -> None:
         """Write a state for --resume into checkpoint/, with the rows of results.csv, in the background.
 
-        final: whether it replaces all others.
+        Args:
+            final: whether the state replaces all other states
         """
         content = serialised({**state, "rows": self._lines})
         self._writer.submit({self._states.folder: lambda: self._states.write(content, final)})
@@ -116,7 +118,7 @@ class RunFolder:
     def restore_to_state(self, state: Mapping[str, Any] | None) -> None:
         """Restore the rows of results.csv in `state`, and remove partly written files.
 
-        None, for a new run, removes the states, the results and the events of an earlier run in the folder.
+        If `state` is None, for a new run, the states, results and events of an earlier run in the folder are removed.
         """
         for part in (*self.path.glob(f".*{PART_SUFFIX}"), *self.path.glob(f"*/.*{PART_SUFFIX}")):
             part.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ PREPARING, INFERENCE, POSTPROCESSING = "preparing", "inference", "post-processin
 
 
 class BatchTimes(NamedTuple):
-    """Number of images of a batch, and seconds of its stages."""
+    """Number of images in a batch, and seconds by stage."""
 
     images: int
     seconds: dict[str, float]
@@ -20,7 +20,8 @@ class BatchTimes(NamedTuple):
 class StageTimer:
     """Measures the stages of this process's batches.
 
-    synchronise: waits for the device, which works asynchronously; called before the clock is read.
+    Args:
+        synchronise: waits for the device, which works asynchronously; called before the clock is read
     """
 
     def __init__(self, synchronise: Callable[[], object] = lambda: None) -> None:
@@ -43,7 +44,7 @@ class StageTimer:
 
 
 def without_warmup(batches: Sequence[BatchTimes]) -> list[BatchTimes]:
-    """Return all batches but the first, whose shape may still need memory and kernels, unless it is the only one."""
+    """Return all batches but the first, which may allocate memory and choose kernels, unless it is the only one."""
     return list(batches[1:] or batches)
 
 

@@ -21,16 +21,16 @@ class Summary:
 
     metrics: dict[str, float]  # by column of results.csv, without "metrics/"
     fitness: float  # highest in the best epoch
-    # Rows of the printed table, which start with a name; a text is a line of its own, or a row of an older run's state.
+    # Rows of the printed table, which start with a name; a string is a line of its own, or a row of an older state.
     overall: list[Row | str]  # titles, and the row of all classes
     details: list[Row | str]  # rows of classes, object sizes, ...
     evidence: dict[str, Any] = field(default_factory=dict)  # plain values, for documents and pictures
     losses: dict[str, float] = field(default_factory=dict)  # mean of each loss term over the batches
     rate: float = 0.0  # images per second
-    by_class: dict[str, dict[str, float]] = field(default_factory=dict)  # metric -> class -> value, if it has labels
+    by_class: dict[str, dict[str, float]] = field(default_factory=dict)  # metric -> class with labels -> value
     # Metrics in the console's line of an epoch, by short title; the last is beside the bar. Empty: `metrics`.
     headline: dict[str, float] = field(default_factory=dict)
-    highest_fitness: float = 1.0  # that there can be
+    highest_fitness: float = 1.0  # upper bound of `fitness`
 
     def table(self, brief: bool = False) -> list[str]:
         """Return the lines of the printed table; if `brief`, titles and the row of all classes only."""
@@ -45,25 +45,25 @@ class Box(NamedTuple):
     label: int  # class number
     confidence: float | None  # None for a label
     xyxy: tuple[float, float, float, float]  # as fractions of the image's width and height
-    # x, y, x, y, ... as such fractions: drawn instead of the box, which surrounds it; () for an upright box
+    # x, y, x, y, ... as fractions too: drawn instead of the enclosing box; () for an upright box
     outline: tuple[float, ...] = ()
 
 
 class Example(NamedTuple):
     """An image of a split with its labels and predictions."""
 
-    name: str  # of the file
+    name: str  # file name
     image: int  # index in the split
     size: tuple[int, int]  # width and height of the file's image in pixels
     labels: list[Box]
     predictions: list[Box]  # the most confident first
-    # Outlines of the masks of both, x, y, x, y, ... as fractions of the image's width and height; () without masks
+    # Outlines of the masks, x, y, x, y, ... as fractions of the image's width and height; () without masks
     label_outlines: Sequence[Sequence[float]] = ()
     prediction_outlines: Sequence[Sequence[float]] = ()
 
 
 def job_values(summary: Summary) -> dict[str, float]:
-    """Return the values of an evaluation for trackers, by the keys of a training's."""
+    """Return the values of an evaluation for trackers, under the keys that training uses."""
     values = {f"metrics/{name}": value for name, value in summary.metrics.items()}
     values |= {f"val/{name}": value for name, value in summary.losses.items()}
     return {**values, "epoch/images_per_second": summary.rate}

@@ -1,7 +1,7 @@
 """Search for hyperparameters by optuna, without an account: `python -m utils.tune --data my.yaml --trials 30`.
 
-A trial is a run of train.py. The search space and the flags of a trial are those of sweep.yaml; flags of the command
-line come after them.
+A trial is a run of train.py. sweep.yaml gives the search space and the flags of a trial; flags of the command line come
+after them.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from utils.python_api import INTERRUPTED, RESULT
 
 BEST_HYP = "best.yaml"
 TRIALS = "trials.log"  # optuna's journal
-OWN_FLAGS = ("project", "name", "exist_ok", "resume")  # of train.py, which are set for each trial
-# Flags that change what a fitness means, which a continued search must not change.
+OWN_FLAGS = ("project", "name", "exist_ok", "resume")  # flags of train.py that the search sets for each trial
+# Flags that change the meaning of the fitness, so a continued search must not change them.
 JOB_FLAGS = (*CURVE_FLAGS, "data", "hyp", "epochs", "imgsz", "task_file", "layers")
 HYP = OVERRIDE_PREFIX.removeprefix("--")  # prefix of a hyperparameter among the parameters
-RANGES = ("uniform", "log_uniform_values", "int_uniform")  # distributions of W&B that are known here
+RANGES = ("uniform", "log_uniform_values", "int_uniform")  # W&B distributions that are supported
 
 
 class Parameter(NamedTuple):
     """A dimension of the search space: one of `choices`, or a number from `low` to `high`."""
 
-    name: str  # of a flag, without dashes
+    name: str  # flag name without dashes
     low: float = 0.0
     high: float = 0.0
     log: bool = False
@@ -58,28 +58,32 @@ class Parameter(NamedTuple):
 
 
 class Space(NamedTuple):
-    """What a sweep file says: the parameters, and the flags of every trial."""
+    """The content of a sweep file: the parameters, and the flags of every trial."""
 
     parameters: list[Parameter]
     flags: list[str]
 
 
 def read_space(file: Path) -> Space:
-    """Read a W&B sweep file such as sweep.yaml. Raises `UserError` for what has no equal in optuna."""
+    """Read a W&B sweep file such as sweep.yaml. Raises `UserError` for anything that optuna does not support."""
     content = read_yaml(file)
     parameters = content.get("parameters")
     if not isinstance(parameters, dict) or not parameters:
-        raise UserError(f"{file}: `parameters` must have a line for each value to search, such as those of sweep.yaml")
+        raise UserError(f"{file}: `parameters` must have a line for each value to search, as in sweep.yaml")
     command = [str(word) for word in content.get("command") or ["${program}", "${args}"]]
     if "${program}" not in command:
-        raise UserError(f"{file}: `command` has no ${{program}}, after which the flags of train.py are; add it")
+        raise UserError(f"{file}: `command` has no ${{program}}, which the flags of train.py must follow; add it")
     flags = command[command.index("${program}") + 1 :]
     space = [_parameter(f"{file}: {name}", str(name), value) for name, value in parameters.items()]
     return Space(space, [word for word in flags if not word.startswith("${args")])
 
 
 def _parameter(place: str, name: str, content: object) -> Parameter:
-    """Return a parameter of a sweep file. place: its file and name in errors."""
+    """Return a parameter of a sweep file.
+
+    Args:
+        place: the parameter's file and name, for errors
+    """
     if not isinstance(content, dict):
         raise UserError(f"{place} must be like {{distribution: uniform, min: 0.0, max: 0.5}}, not {content!r}")
     values = content.get("values", [content["value"]] if "value" in content else None)
@@ -89,25 +93,28 @@ def _parameter(place: str, name: str, content: object) -> Parameter:
         return Parameter(name, choices=tuple(values))
     kind, low, high = content.get("distribution"), content.get("min"), content.get("max")
     if kind not in RANGES:
-        raise UserError(f"{place}: distribution {kind!r} is not known here; take {', '.join(RANGES)}, or `values`")
+        raise UserError(f"{place}: distribution {kind!r} is not supported; use {', '.join(RANGES)}, or `values`")
     if not is_number(low) or not is_number(high) or low >= high or (kind == "log_uniform_values" and low <= 0):
-        raise UserError(f"{place}: min {low!r} and max {high!r} are no range of numbers for {kind}; correct them")
+        raise UserError(f"{place}: min {low!r} and max {high!r} are not a range of numbers for {kind}; correct them")
     return Parameter(name, low, high, log=kind == "log_uniform_values", whole=kind == "int_uniform")
 
 
 def train_command(flags: Sequence[str], folder: Path, number: int, values: Mapping[str, Any]) -> list[str]:
-    """Return the command of a trial. A trial that was interrupted is resumed by it.
+    """Return the command of a trial; it resumes a trial that was interrupted.
 
-    flags: of train.py. folder: of the search. values: of the parameters, by name.
+    Args:
+        flags: flags of train.py
+        folder: folder of the search
+        values: values of the parameters, by name
     """
     words = [sys.executable, str(ROOT / "train.py"), *flags, "--project", str(folder), "--name", f"trial{number}"]
     return [*words, "--resume", "auto", *(f"--{name}={value}" for name, value in values.items())]
 
 
 def run_trial(flags: Sequence[str], folder: Path, number: int, values: Mapping[str, Any]) -> float | None:
-    """Train with `values`; return the fitness, None if the training failed.
+    """Train with `values`; return the fitness, None if the run failed.
 
-    Raises KeyboardInterrupt if it was stopped, and `UserError` if it refuses its flags.
+    Raises KeyboardInterrupt if the run was stopped, and `UserError` if train.py refuses its flags.
     """
     file = (folder / f"trial{number}.json").absolute()
     file.unlink(missing_ok=True)
@@ -124,9 +131,11 @@ def run_trial(flags: Sequence[str], folder: Path, number: int, values: Mapping[s
 
 
 def best_hyperparameters(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a hyperparameter file: the one that a run was started with, and `values` over it.
+    """Return the content of a hyperparameter file: a run's own file, with `values` over it.
 
-    settings: of the run. values: of the parameters, by name; a flag goes to `defaults` if it may be there.
+    Args:
+        settings: settings of the run
+        values: values of the parameters, by name; a flag goes to `defaults` if it may be there
     """
     content = read_yaml(find_hyperparameters(settings["hyp"]))
     content |= {name.removeprefix(HYP): value for name, value in values.items() if name.startswith(HYP)}
@@ -136,7 +145,7 @@ def best_hyperparameters(settings: Mapping[str, Any], values: Mapping[str, Any])
 
 
 def write_best(folder: Path, number: int, fitness: float, values: Mapping[str, Any]) -> None:
-    """Write the hyperparameter file of the best trial, complete, into the folder of the search."""
+    """Write the complete hyperparameter file of the best trial into the folder of the search."""
     settings = read_yaml(folder / f"trial{number}" / "settings.yaml")
     others = " ".join(f"--{name} {value}" for name, value in values.items() if not name.startswith(HYP))
     head = f"# The best of the trials: trial{number}, fitness {fitness:.5f}{', with ' if others else ''}{others}\n"
@@ -147,7 +156,7 @@ def write_best(folder: Path, number: int, fitness: float, values: Mapping[str, A
 
 
 def search(space: Space, flags: Sequence[str], folder: Path, trials: int, seed: int) -> None:
-    """Run trials until there are `trials` in the folder. Raises `UserError` if none of them can be trained."""
+    """Run trials until there are `trials` in the folder. Raises `UserError` if a trial fails before any succeeds."""
     optuna = import_optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +172,7 @@ def search(space: Space, flags: Sequence[str], folder: Path, trials: int, seed: 
         if interrupted:
             number = interrupted.pop(0)
             values = study.get_trials(deepcopy=False)[number].params
-            if set(values) != names:  # stopped before all of them were drawn, or with another search space
+            if set(values) != names:  # stopped before all values were drawn, or started with another search space
                 study.tell(number, state=states.FAIL)
                 continue
         else:
@@ -189,14 +198,14 @@ def search(space: Space, flags: Sequence[str], folder: Path, trials: int, seed: 
 
 
 def check_job(study: Any, given: Mapping[str, Any], folder: Path) -> None:
-    """Record what all trials of a study train on. Raises `UserError` if the study was started with other flags."""
+    """Record the flags that all trials of a study share. Raises `UserError` if the study was started with others."""
     job = {name: str(given[name]) for name in JOB_FLAGS if name in given}
     before = study.user_attrs.get("job", job)
     for name in sorted({*job, *before}):
         if job.get(name) != before.get(name):
             raise UserError(
                 f"--{name.replace('_', '-')} is {job.get(name)} and was {before.get(name)} when {folder} was started: "
-                "fitness does not compare; name another --folder"
+                "their fitness cannot be compared; name another --folder"
             )
     study.set_user_attr("job", job)
 
@@ -221,14 +230,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Search for hyperparameters by optuna; each trial is a run of train.py.",
         allow_abbrev=False,
     )
-    parser.add_argument("--trials", type=int, default=30, help="trials in all, those of before included; default: 30")
-    parser.add_argument("--folder", type=Path, default=Path("runs/tune"), help="of the search; the same continues it")
+    parser.add_argument("--trials", type=int, default=30, help="trials in all, earlier ones included; default: 30")
+    parser.add_argument("--folder", type=Path, default=Path("runs/tune"), help="search folder; reuse it to continue")
     parser.add_argument("--space", default="sweep.yaml", help="search space, a W&B sweep file; default: sweep.yaml")
-    parser.add_argument("--seed", type=int, default=0, help="of the values and of each training; default: 0")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the values and of each trial; default: 0")
     own, more = parser.parse_known_args(argv)
     if own.trials < 1:
         raise UserError(f"--trials {own.trials} is too small; give 1 or more")
-    given = given_flags(TrainOptions, more)  # refuses wrong ones
+    given = given_flags(TrainOptions, more)  # refuses invalid flags
     for name in OWN_FLAGS:
         if name in given:
             raise UserError(
@@ -249,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _without_own(flags: Sequence[str]) -> list[str]:
-    """Return flags of train.py without --project and its like, which a trial sets."""
+    """Return flags of train.py without `OWN_FLAGS`."""
     words: list[str] = []
     dropped = False
     for word in flags:

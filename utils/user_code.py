@@ -1,8 +1,8 @@
-"""Run Python of a user: the files of --layers and --augmentations, and the files and packages of --task-file.
+"""Run a user's Python code: the files of --layers and --augmentations, and the files and packages of --task-file.
 
 Called by models/ and data/.
 
-What a run folder or a weight file names, and not the command line, is run only if this user has run the same before.
+Code named by a run folder or a weight file, not by the command line, is run only if this user has run it before.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _modules: dict[str, Path] = {}  # paths of the files and packages of `imported`,
 
 
 def class_named(place: str) -> Any:
-    """Import the class that `module:class` names. Raises ImportError or AttributeError if there is none."""
+    """Import the class that `module:class` names. Raises ImportError or AttributeError if it does not exist."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def is_users(module: str) -> bool:
-    """Return whether a module's name is that of a user's task, or of a module in its package."""
+    """Return whether a module belongs to a user's task: its file, or a module in its package."""
     name = module.partition(".")[0]
     return name in _modules and name in sys.modules
 
@@ -46,22 +46,26 @@ def load(module: str) -> ModuleType:
 def trust(path: Path, flag: str, is_named: bool, named_by: str) -> None:
     """Remember that this user runs a Python file or package, at this path and with this content.
 
-    flag: with its value, as the user would give it. is_named: whether it is given; else `named_by` names the path, such
-    as a weight file, perhaps somebody else's. Raises `UserError` if it is not, and has not been run before.
+    Raises `UserError` if the user has neither given `flag` nor run the same code before.
+
+    Args:
+        flag: the flag with its value, as the user would give it
+        is_named: whether the user has given `flag`
+        named_by: file that names the path otherwise, such as a weight file, perhaps somebody else's
     """
     mark = cache_folder() / flag.split()[0].strip("-") / _digest(path)
     if not is_named and not mark.is_file():
         raise UserError(
-            f"{named_by} names {path}, a Python {_kind(path)} that would be run and is not one that you have run "
-            f"before; read it, and if you trust it add {flag}"
+            f"{named_by} names {path}, a Python {_kind(path)} that would be run and that you have not run before; "
+            f"read it, and if you trust it add {flag}"
         )
-    with suppress(OSError):  # then it must be named each time
+    with suppress(OSError):  # without the record the user must name it each time
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
 
 
 def _digest(path: Path) -> str:
-    """Return a hash of a file's path and content, or of a package's path, the names of its files and their contents."""
+    """Return a hash of a file's path and content, or of a package's path and its files' names and contents."""
     if not path.is_dir():
         return hashlib.sha256(os.fsencode(path) + b"\0" + path.read_bytes()).hexdigest()
     digest = hashlib.sha256(os.fsencode(path) + b"\0")
@@ -111,8 +115,12 @@ def _kind(path: Path) -> str:
 def imported(path: Path, flag: str) -> Iterator[ModuleType]:
     """Import a Python file or package under its own name, and run a block with it; if that fails, forget the module.
 
-    Its folder stays the last in `sys.path`, so that loader processes can import it too. path: resolved. flag: that
-    names it. Raises `UserError` if another module has the name, or for an error in the file or package.
+    Its folder stays the last in `sys.path`, so that loader processes can import it too. Raises `UserError` if another
+    module has the name, or for an error in the file or package.
+
+    Args:
+        path: resolved path of the file or package
+        flag: the flag that names the file or package
     """
     name, folder = path.stem, str(path.parent)
     file = path / "__init__.py" if path.is_dir() else path
@@ -125,7 +133,7 @@ def imported(path: Path, flag: str) -> Iterator[ModuleType]:
             spec = importlib.util.find_spec(name) if name.isidentifier() else None
             if spec is None or spec.origin is None or Path(spec.origin).resolve() != file:
                 raise UserError(
-                    f"{flag} {path}: '{name}' is no name for a Python module, or another module has it; rename it"
+                    f"{flag} {path}: '{name}' is not a valid module name, or another module has it; rename it"
                 )
             module = importlib.import_module(name)
             _modules[name] = path

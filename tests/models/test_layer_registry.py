@@ -252,7 +252,7 @@ def test_a_file_that_only_the_settings_of_a_run_name_is_not_run(file: Path) -> N
     file.write_text(code.format("Second"))
     for other in (file, copy):
         sys.modules.pop(f"layers of {other}", None)
-        with pytest.raises(UserError, match="not one that you have run before"):
+        with pytest.raises(UserError, match="that you have not run before"):
             add_layers(other, is_named=False)
     assert not mark.exists()
     file.write_text(code.format("First"))

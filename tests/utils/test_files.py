@@ -100,7 +100,7 @@ def test_numbered_folders(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "..", "/", "a/b", "a/"])
 def test_a_folder_without_a_name(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"^--name '{name}' is no name for a run folder; give one"):
+    with pytest.raises(UserError, match=rf"^--name '{name}' is not a valid run name; give one"):
         numbered_folder(tmp_path / "runs", name, True)
     assert names(tmp_path) == []
 
@@ -153,7 +153,7 @@ def test_a_folder_is_locked_until_the_process_ends(tmp_path: Path, monkeypatch: 
             with pytest.raises(UserError) as caught:
                 lock_folder(tmp_path)
         assert str(caught.value) == (
-            f"another run is writing into {tmp_path}; wait for its end, or choose another --name"
+            f"another run is writing into {tmp_path}; wait until it ends, or choose another --name"
         )
         (tmp_path / "other").mkdir()
         assert lock_folder(tmp_path / "other").is_locked
@@ -215,7 +215,7 @@ def test_a_folder_is_not_replaced_by_a_shipped_file_of_its_name(repository: Path
 
 def test_a_pipe_is_not_waited_for(repository: Path) -> None:
     os.mkfifo("pipe.yaml")
-    with pytest.raises(UserError, match=r"recipe 'pipe.yaml' is no regular file; give"):
+    with pytest.raises(UserError, match=r"recipe 'pipe.yaml' is not a regular file; give"):
         find_file("pipe.yaml", "recipe", ["data/hyps"])
 
 
@@ -296,8 +296,8 @@ def test_read_yaml(tmp_path: Path) -> None:
         (b"", r"a\.yaml has no `key: value` lines; it must be a YAML mapping"),
         (b"- 1\n- 2\n", r"a\.yaml has no `key: value` lines"),
         (b"text\n", r"a\.yaml has no `key: value` lines"),
-        (b"a: 1\nb: {c: 1,\n  c: 2}\n", r"a\.yaml, line 3: the key 'c' again; fix the YAML there"),
-        (b"0: a\n1: b\n0: c\n", r"a\.yaml, line 3: the key '0' again"),
+        (b"a: 1\nb: {c: 1,\n  c: 2}\n", r"a\.yaml, line 3: duplicate key 'c'; fix the YAML there"),
+        (b"0: a\n1: b\n0: c\n", r"a\.yaml, line 3: duplicate key '0'"),
         (b"a: [1,\n 1_0]\n", r"a\.yaml, line 2: 1_0 would be read as another number; use digits only"),
         (b"a: 1_0.5\n", "1_0.5 would be read as another number"),
         (b"a: 1:30\n", "1:30 would be read as another number"),
@@ -305,12 +305,12 @@ def test_read_yaml(tmp_path: Path) -> None:
         (b"a: !!int x\n", r"a\.yaml has a value that cannot be read"),
         (b"a: !!bool x\n", r"a\.yaml has a value that cannot be read"),
         (b"a: !!timestamp x\n", r"a\.yaml has a value that cannot be read"),
-        (b"a: " + 2000 * b"[", r"a\.yaml has brackets inside of too many brackets"),
+        (b"a: " + 2000 * b"[", r"a\.yaml nests brackets too deeply"),
         (b"a: [" + 2**19 * b"1," + b"]", r"a\.yaml has 1048581 characters; at most 1048576 are read, so"),
-        (b"a: &a [*a]\n", r"a\.yaml, line 1: its aliases repeat values to more than 1048576 characters"),
-        (b'a: "\\ud83d"\n', r"a\.yaml, line 1: half of a surrogate pair, which is no character"),
-        (laughs("[{}]"), r"a\.yaml, line \d+: its aliases repeat values to more than"),
-        (laughs("{{<<: [{}]}}"), r"a\.yaml, line \d+: its aliases repeat values to more than"),
+        (b"a: &a [*a]\n", r"a\.yaml, line 1: its aliases expand to more than 1048576 characters"),
+        (b'a: "\\ud83d"\n', r"a\.yaml, line 1: half of a surrogate pair, which is not a character"),
+        (laughs("[{}]"), r"a\.yaml, line \d+: its aliases expand to more than"),
+        (laughs("{{<<: [{}]}}"), r"a\.yaml, line \d+: its aliases expand to more than"),
     ],
 )
 def test_a_file_that_is_not_a_yaml_mapping_is_an_error(tmp_path: Path, content: bytes, message: str) -> None:

@@ -10,13 +10,14 @@ from pathlib import Path
 from utils.errors import UserError
 from utils.files import replacing
 
-Jobs = Mapping[Path, Callable[[], None]]  # by path: the function that writes it
+Jobs = Mapping[Path, Callable[[], None]]  # path -> the function that writes it
 
 
 class BackgroundWriter:
-    """Runs one set of jobs after another. A job that fails is one warning, and is repeated by `finish`.
+    """Runs one set of jobs after another. `finish` repeats the jobs that failed.
 
-    warn: called with the warnings.
+    Args:
+        warn: called with a warning if jobs fail, but not again for the same files
     """
 
     def __init__(self, warn: Callable[[str], object]) -> None:
@@ -38,7 +39,7 @@ class BackgroundWriter:
         self.submit({path: partial(write_file, path) for path in paths}, then)
 
     def submit(self, jobs: Jobs, then: Callable[[], object] = lambda: None) -> None:
-        """Start `jobs` once the previous ones have ended. A job writes a copy: training changes tensors meanwhile."""
+        """Start `jobs` once the previous ones have ended. Jobs write copies, because training changes the tensors."""
         self.wait()
 
         def run() -> None:

@@ -17,13 +17,13 @@ from utils.summary import Summary
 class Progress:
     """The counters of a run. They are equal on all processes, so that all decide alike."""
 
-    epoch: int = 0  # the current one, or the next
+    epoch: int = 0  # the current epoch, or the next
     batch: int = 0  # trained batches of this epoch; after the last one comes the validation
     step: int = 0  # optimizer steps, including skipped ones
-    best: float = float("-inf")  # fitness
+    best: float = float("-inf")  # highest fitness so far
     best_epoch: int = -1
     validated: int = -1  # the last validated epoch
-    summary: Summary | None = None  # of the best epoch
+    summary: Summary | None = None  # the best epoch's metrics
     skipped: int = 0  # optimizer steps whose gradients were not finite
     taken: int = 0  # batches of this epoch whose optimizer step was taken
     finished: bool = False
@@ -44,9 +44,10 @@ class Progress:
         return 0 < patience <= self.validated - self.best_epoch
 
     def nothing_to_do(self, epochs_before: int, epochs: int, can_continue: bool) -> str:
-        """Return why a run of `epochs_before` epochs has nothing to do up to `epochs`, '' if it has.
+        """Return why a run of `epochs_before` epochs has nothing to do up to `epochs`; '' if there are epochs to train.
 
-        can_continue: whether its state has the tensors that training continues from.
+        Args:
+            can_continue: whether the run's state has the tensors that training continues from
         """
         if self.finished and epochs <= epochs_before:
             more = "continues it" if can_continue else "would need the optimizer's state, which only --keep-state keeps"

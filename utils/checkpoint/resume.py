@@ -1,4 +1,4 @@
-"""--resume: the run folder that it names, the options of the resumed run, and the state that it continues from.
+"""--resume: find the run folder, the options of the resumed run, and the state that it continues from.
 
 train.py calls `resolve_settings` before anything else is read, and `read_saved_state` once the data set is known.
 """
@@ -29,16 +29,19 @@ from utils.files import read_yaml
 if TYPE_CHECKING:
     from utils.run import Run
 
-SETTINGS, STATES = "settings.yaml", "checkpoint"  # in a run folder
-YOLOV5_SETTINGS = "opt.yaml"  # in a run folder of YOLOv5
+SETTINGS, STATES = "settings.yaml", "checkpoint"  # file and folder in a run folder
+YOLOV5_SETTINGS = "opt.yaml"  # file in a run folder of YOLOv5
 
 
 def resolve_settings(given: Mapping[str, Any], recipe_of: RecipeOf) -> Settings:
     """Return the settings that a run starts or continues with; the main process decides for all.
 
-    given: flags by name. If they name no data, model, weights or hyperparameters, the others are those of the built-in
-    job. recipe_of: returns the kind of hyperparameters of a run. Raises `Stopped` with exit code 0 if the run
-    is finished, and `UserError` if there is nothing to resume or a flag must not change.
+    Raises `Stopped` with exit code 0 if the run is finished, and `UserError` if there is nothing to resume or a flag
+    must not change.
+
+    Args:
+        given: flags by name; if they name no data, model, weights or hyperparameters, the built-in job gives the rest
+        recipe_of: returns a run's class of hyperparameters
     """
     settings = Settings(over_defaults(TrainOptions, given, BUILT_IN_JOB), given)
     options = settings.options
@@ -55,8 +58,13 @@ def read_saved_state(
 ) -> tuple[Identity, dict[str, Any] | None]:
     """Return the identity of a run and its saved state, None for a new run; restore the run folder to that state.
 
-    names: of the classes. imgsz: pixels. images: counts and hashes of the training images and labels. Raises
-    `UserError` if these differ from the saved state's, before anything in the folder changes.
+    Raises `UserError` if classes, image size or images differ from the saved state's, before anything in the folder
+    changes.
+
+    Args:
+        names: class names, by class number
+        imgsz: image size in pixels
+        images: counts and hashes of the training images and labels
     """
     identity = Identity(names, imgsz, images)
     saved = run.files.read_state() if settings.saved else None
@@ -70,7 +78,7 @@ def read_saved_state(
 
 
 def _settings_of_run(settings: Settings, recipe_of: RecipeOf) -> Settings:
-    """Return the settings of the run that --resume names, with the flags that are given now."""
+    """Return the settings of the run that --resume names, overridden by the given flags."""
     given = settings.options
     run = find_run(given.resume, Path(given.project), given.name, given.exist_ok)
     if run is None:
@@ -79,7 +87,7 @@ def _settings_of_run(settings: Settings, recipe_of: RecipeOf) -> Settings:
     if not {"epochs", "batch_size", "hyperparameters", "model"} <= saved.keys():
         raise UserError(f"{run} is not the folder of a training run, so it cannot be resumed; name one that is")
     states = StateFiles(run / STATES)
-    state = states.peek() or states.read(lambda warning: None)  # which raises an error if there are only damaged ones
+    state = states.peek() or states.read(lambda warning: None)  # `read` raises an error if all states are damaged
     check_settings(type(given), saved, state.get("settings", {}) if state else {}, run / SETTINGS)
     options = resumed_options(type(given), settings.given, run, saved, recipe_of, launched())
     if state is None:
@@ -98,14 +106,14 @@ def _settings_of_run(settings: Settings, recipe_of: RecipeOf) -> Settings:
 
 
 def find_run(resume: str, project: Path, name: str, exist_ok: bool) -> Path | None:
-    """Return the run folder that --resume names, None if it is `auto` and there is no run.
+    """Return the run folder that --resume names; None if it is `auto` and there is no run.
 
-    Raises `UserError` if a path is not in a run folder, or the project has none.
+    Raises `UserError` if a path is not in a run folder, or the project has no run folder.
     """
     if resume == NEWEST:
         run = newest(project, ".*")
         if run is None:
-            raise UserError(f"there is no run to resume in {project}; name its folder, or start one without --resume")
+            raise UserError(f"there is no run to resume in {project}; name a run folder, or start one without --resume")
         return run
     if resume == AUTO:
         return newest(project, re.escape(name) if exist_ok else rf"{re.escape(name)}\d*")
@@ -126,7 +134,7 @@ def find_run(resume: str, project: Path, name: str, exist_ok: bool) -> Path | No
 
 
 def newest(project: Path, pattern: str) -> Path | None:
-    """Return the last written run folder whose name matches `pattern`, None if there is none."""
+    """Return the most recently written run folder whose name matches `pattern`; None if there is none."""
     runs = [file.parent for file in project.glob(f"*/{SETTINGS}") if re.fullmatch(pattern, file.parent.name)]
     return max(runs, key=_last_written, default=None)
 

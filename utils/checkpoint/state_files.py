@@ -23,18 +23,18 @@ from utils.files import open_regular, read_regular, replacing
 
 STATE_NAME = re.compile(r"\d{8,}-[0-9a-f]+\.pt")  # other files in the folder are the user's
 STATE_FORMAT = "lockstep-state-1"
-CHECKSUM_DIGITS = 16  # hexadecimal, in the name of a file
+CHECKSUM_DIGITS = 16  # hexadecimal digits in the name of a file
 
 
 class StateFiles:
     """The states in `checkpoint/` of a run: the two newest, or a finished run's only one, as NUMBER-CHECKSUM.pt.
 
-    The checksum shows any damage.
+    The checksum reveals any damage.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.last: Path | None = None  # the file that was written or read last: it is intact
+        self.last: Path | None = None  # the file that was written or read last, which is intact
 
     def files(self) -> list[Path]:
         """Return the files, newest first."""
@@ -43,7 +43,8 @@ class StateFiles:
     def write(self, content: memoryview, final: bool = False) -> None:
         """Write a state, whole or not at all; then remove all others except the last one known to be intact.
 
-        final: remove that one too.
+        Args:
+            final: whether to remove the last intact state too
         """
         number = max((int(file.stem.partition("-")[0]) for file in self.files()), default=0) + 1
         path = self.folder / f"{number:08d}-{_checksum(content)}.pt"
@@ -55,7 +56,7 @@ class StateFiles:
         self.last = path
 
     def read(self, warn: Callable[[str], object]) -> dict[str, Any] | None:
-        """Return the newest intact state, None if there are no files; warn of each damaged one.
+        """Return the newest intact state, None if there are no files; warn about each damaged file.
 
         Raises `UserError` if all files are damaged, or if one cannot be read.
         """
@@ -84,7 +85,8 @@ class StateFiles:
     def refuse_new_start(self, is_auto: bool, nosave: bool) -> None:
         """Raise `UserError` unless a run without a state may start anew: with --resume auto, if it has no results.
 
-        nosave: whether the run writes rows of results.csv before its first state.
+        Args:
+            nosave: whether the run writes rows of results.csv before its first state
         """
         run = self.folder.parent
         results = [*([] if nosave else run.glob("results.csv")), *sorted(run.glob("weights/*.pt"))]
@@ -100,12 +102,13 @@ class StateFiles:
             )
 
     def peek(self) -> dict[str, Any] | None:
-        """Return the newest state that can be loaded, None if there is none. Faster than `read`: it maps the tensors
-        from the disk and computes no checksum.
+        """Return the newest state that can be loaded, None if there is none.
+
+        Faster than `read`: it maps the tensors from the disk and computes no checksum.
         """
         for file in self.files():
             try:
-                os.close(open_regular(file))  # which refuses a pipe
+                os.close(open_regular(file))  # refuses a pipe
                 return _load(file, file)
             except (UserError, OSError):
                 continue  # `read` reports it
@@ -115,7 +118,7 @@ class StateFiles:
 def _load(file: Path, source: io.BytesIO | Path) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about a hostile file, which is refused
+            warnings.simplefilter("ignore")  # torch warns about a hostile file, which is refused below
             content = torch.load(source, map_location="cpu", weights_only=True, mmap=isinstance(source, Path))
     except UnpicklingError:
         raise UserError(
@@ -123,7 +126,7 @@ def _load(file: Path, source: io.BytesIO | Path) -> dict[str, Any]:
             "program has not written it; remove it"
         ) from None
     except (RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
-        raise UserError(f"{file} is not a whole state ({first_line(error)}); remove it") from None
+        raise UserError(f"{file} is not a complete state ({first_line(error)}); remove it") from None
     form = content.get("format") if isinstance(content, dict) else None
     if form != STATE_FORMAT:
         raise UserError(f"{file} has the format {form} of another version; resume with that version")

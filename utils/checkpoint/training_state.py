@@ -1,7 +1,7 @@
 """The state of a run, with which --resume continues it bit by bit: saved and loaded side by side.
 
 Called by utils/training/optimizer_steps.py; resume.py uses `Identity`. `load_weights` comes before
-`Accelerator.prepare`; a `TrainingState` holds what that returns. state_files.py writes the files.
+`Accelerator.prepare`, whose results a `TrainingState` holds. state_files.py writes the files.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Identity:
-    """What must be the same if a run is resumed: classes, image size, training images, and most settings."""
+    """What must not change when a run is resumed: classes, image size, training images, and most settings."""
 
-    names: Mapping[int, str]  # of the classes
+    names: Mapping[int, str]  # class names
     imgsz: int  # pixels
     images: Mapping[str, str]  # count of the training images, checksums of their files and of the labels
     settings: Mapping[str, Any] = field(default_factory=dict)  # compared with settings.yaml by `check_settings`
@@ -60,7 +60,7 @@ class Identity:
 
 
 def can_continue(saved: Mapping[str, Any]) -> bool:
-    """Return whether a state has the tensors that training continues from, as a finished run's has by --keep-state."""
+    """Return whether a state has the tensors to continue training; a finished run's has them with --keep-state."""
     return "model" in saved
 
 
@@ -77,9 +77,9 @@ class TrainingState:
     identity: Identity
     progress: Progress
     replicas: Sequence[nn.Module]  # the model of each local logical process, without the wrappers of Accelerate
-    parameters: Sequence[nn.Parameter]  # of the model, in the order of the optimizer's groups
+    parameters: Sequence[nn.Parameter]  # the model's parameters, in the order of the optimizer's groups
     ema: ModelEMA
-    optimizer: Any  # prepared
+    optimizer: Any  # prepared by Accelerate
     scaler: Any  # Accelerate's gradient scaler, or None
     loss_sums: Tensor  # (local logical processes, terms), over this epoch's batches
     collectives: Collectives
@@ -87,9 +87,10 @@ class TrainingState:
     _saved_progress: dict[str, Any] | None = field(default=None, init=False)
 
     def save(self, files: RunFolder, keep_tensors: bool = True) -> None:
-        """Write the state into the run folder, unless it is the last written one.
+        """Write the state into the run folder, unless it has just been written.
 
-        keep_tensors: of a finished run, so that it can be continued.
+        Args:
+            keep_tensors: whether to keep the tensors of a finished run, so that it can be continued
         """
         progress = {**self.progress.state(), "summary": None}  # the summary changes with the best epoch only
         if progress == self._saved_progress:
@@ -114,7 +115,7 @@ class TrainingState:
         }
 
     def _without_tensors(self) -> dict[str, Any]:
-        """Return the part of the state that has no tensors: all that a finished run needs."""
+        """Return the state without tensors, which is all that a finished run needs."""
         return {
             "format": STATE_FORMAT,
             **self.identity.state(),
@@ -125,8 +126,8 @@ class TrainingState:
     def load_state(self, saved: Mapping[str, Any]) -> None:
         """Load what `state` returned, except for the weights (`load_weights`).
 
-        Call it after `Accelerator.prepare`, where DDP copies the main process's buffers to all, and before anything
-        copies `progress` or `loss_sums`, such as `NonFiniteGuard`.
+        Call it after `Accelerator.prepare`, in which DDP copies the main process's buffers to all processes, and before
+        anything copies `progress` or `loss_sums`, such as `NonFiniteGuard`.
         """
         self.progress.load_state(saved["progress"])
         self.progress.finished = False  # a finished run that is resumed has more epochs now
@@ -138,7 +139,7 @@ class TrainingState:
             self.scaler.load_state_dict(saved["scaler"])
 
     def _share(self, number: int) -> dict[str, Any]:
-        """Return a logical process's part: loss sums, and BatchNorm's statistics of the model and of its EMA."""
+        """Return a logical process's share: loss sums, and the BatchNorm statistics of the model and its EMA."""
         statistics = {
             name: {key: buffer.cpu() for key, buffer in floating_buffers(model).items()}
             for name, model in self._models(number).items()
@@ -148,7 +149,8 @@ class TrainingState:
     def _load_shares(self, shares: Sequence[Mapping[str, Any]]) -> None:
         """Load the shares of this process's logical processes.
 
-        If another number of them has been saved, each gets an equal part of the sums, and the mean statistics.
+        If a different number of shares was saved, each logical process gets an equal part of the sums, and the mean
+        statistics.
         """
         local = len(self.replicas)
         own = self.collectives.local_part(shares, local) or [_mean_share(shares, world_size() * local)] * local

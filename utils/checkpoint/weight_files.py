@@ -17,7 +17,7 @@ from utils.memory_format import contiguous
 
 FORMAT = "lockstep-1"
 SAFETENSORS_SUFFIX = ".safetensors"
-SAFETENSORS_KEY = "lockstep"  # of the metadata: all but the tensors, as JSON
+SAFETENSORS_KEY = "lockstep"  # metadata key of everything but the tensors, as JSON
 
 
 def serialised(content: Any) -> memoryview:
@@ -28,7 +28,7 @@ def serialised(content: Any) -> memoryview:
 
 
 def as_safetensors(content: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a `.safetensors` file with a `weights_content`: the same for the same content."""
+    """Return the bytes of a `.safetensors` file with a `weights_content`; equal content gives equal bytes."""
     import safetensors.torch
 
     # Copies: tensors that share memory are refused. With a second key of the metadata, the order would vary.
@@ -38,14 +38,14 @@ def as_safetensors(content: Mapping[str, Any]) -> bytes:
 
 
 def is_safetensors(data: bytes) -> bool:
-    """Return whether the bytes of a file begin like a `.safetensors` file: the length of a header, and the header."""
+    """Return whether a file's bytes begin like a `.safetensors` file, with the length of a header and the header."""
     return data[8:9] == b"{" and int.from_bytes(data[:8], "little") < len(data)
 
 
 def read_safetensors(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors in a `.safetensors` file, and the rest of its content, {} if another program wrote it.
 
-    Raises `ValueError` if the file is not whole.
+    Raises `ValueError` if the file is incomplete.
     """
     import safetensors.torch
 
@@ -67,9 +67,12 @@ def weights_content(
 ) -> dict[str, Any]:
     """Return the content of a weight file: the weights of `model` and all that is needed to use them.
 
-    yaml: of the model, with its task. names: of the classes. settings: of the run, for information. half: store
-    floating-point tensors as float16, except those with values beyond its range. origin: `licence` and `origin`, see
-    models/weights/licence.py.
+    Args:
+        yaml: the model YAML, with its task
+        names: class names, by class number
+        settings: the run's settings, for information
+        half: whether to store floating-point tensors as float16, except tensors with values beyond its range
+        origin: `licence` and `origin`, see models/weights/licence.py
     """
     return {
         "format": FORMAT,

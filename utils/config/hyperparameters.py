@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 R = TypeVar("R", bound="Recipe")
 
-OVERRIDE_PREFIX = "--hyp."  # of the flag of a single hyperparameter
+OVERRIDE_PREFIX = "--hyp."  # prefix of the flag of a single hyperparameter
 DEFAULTS = "defaults"  # key of a hyperparameter YAML, and of a data YAML: defaults of flags
 NO_OVERRIDES: Mapping[str, str] = {}
 DERIVED = ("lr_factor", "keep_norms")  # hyperparameters that `Recipe.for_weights` changes
 HYPS_FOLDER = "data/hyps"
 AUTO = "auto"  # value of --hyp that leaves the choice of the file to `Recipes.choose`
-FEW_IMAGES = 5000  # below it a training from scratch takes another file
-# Its files by YOLOv5's names.
+FEW_IMAGES = 5000  # a run from scratch on fewer images takes another file
+# Hyperparameter files of this repository, by YOLOv5's names.
 YOLOV5_HYPS = {
     "hyp.scratch-low.yaml": "low.yaml",
     "hyp.scratch-med.yaml": "med.yaml",
@@ -57,7 +57,7 @@ class Recipe:
 
     lr0: float = number(0.01, POSITIVE)  # learning rate of the first epoch after the warm-up
     lrf: float = number(0.01, NOT_NEGATIVE)  # learning rate of the last epoch, as a share of lr0
-    momentum: float = number(0.937, BELOW_ONE)  # of SGD; beta1 of Adam and AdamW
+    momentum: float = number(0.937, BELOW_ONE)  # SGD's momentum; beta1 of Adam and AdamW
     weight_decay: float = number(0.0005, NOT_NEGATIVE)
     # Images per optimizer step, reached by accumulating batches; 0: every batch is a step.
     nbs: int = number(64, NOT_NEGATIVE)
@@ -66,17 +66,17 @@ class Recipe:
     warmup_bias_lr: float = number(0.1, NOT_NEGATIVE)
     # Longest warm-up as a share of the run's batches; 0 sets no limit.
     warmup_share: float = number(0.0, SHARE)
-    # The most that the rate rises from one batch of the warm-up to the next: a run whose warm-up is too short for lr0
-    # has a lower rate; 0 sets no limit.
+    # Largest rise of the rate from one batch of the warm-up to the next: a run whose warm-up is too short for lr0 has a
+    # lower rate; 0 sets no limit.
     warmup_rise: float = number(0.0, NOT_NEGATIVE)
-    # Share of the run's optimizer steps that the EMA averages at its end, for runs that are short for YOLOv5's ramp of
-    # 2000 steps; 0 is that ramp.
+    # Share of the run's optimizer steps that the EMA averages at its end, for runs that are too short for YOLOv5's ramp
+    # of 2000 steps; 0 keeps that ramp.
     ema_share: float = number(0.0, SHARE)
     # 1: BatchNorm normalises by the statistics of the weight file, and does not change them.
     keep_norms: int = number(0, Range(0, 1))
     # Factor of the learning rates if the weights know all classes of the data; for a share s of them, known_lr ** s.
     known_lr: float = number(1.0, POSITIVE)
-    lr_factor: float = number(1.0, POSITIVE)  # of all learning rates; `for_weights` computes it
+    lr_factor: float = number(1.0, POSITIVE)  # factor of all learning rates; `for_weights` computes it
 
     def flags(self, epochs: int) -> dict[str, Any]:
         """Return defaults of flags that follow from the hyperparameters and the number of epochs."""
@@ -85,12 +85,13 @@ class Recipe:
     def for_weights(self: R, known: float | None) -> tuple[R, list[str]]:
         """Return the hyperparameters for the weights that a run starts from, and a message for each change.
 
-        known: share of the classes that are in the weights; None without weights, or if most of them do not fit.
+        Args:
+            known: share of the classes that the weights know; None without weights, or if most weights do not fit
         """
         if known is None:
             kept = ["BatchNorm statistics are learnt: no weights to keep them of"] * self.keep_norms
             return dataclasses.replace(self, keep_norms=0), kept
-        messages = ["BatchNorm statistics are those of the weights: few images estimate them worse"]
+        messages = ["BatchNorm statistics are kept from the weights: few images estimate them worse"]
         messages *= self.keep_norms
         factor = self.lr_factor * self.known_lr**known
         if factor != self.lr_factor:
@@ -100,7 +101,7 @@ class Recipe:
 
     @classmethod
     def left_out(cls) -> frozenset[str]:
-        """Return keys that a file may have though the task does not: they have no effect."""
+        """Return the keys that a file may have although the task does not read them."""
         return frozenset()
 
     def accumulation(self, batch_size: int) -> int:
@@ -115,7 +116,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Augmentation(Recipe):
-    """The keys of a task whose images are augmented as those of a detector (data/augment.py).
+    """The keys of a task whose images are augmented like a detector's (data/augment.py).
 
     A file of a detector serves such a task too: the keys of `Hyperparameters` that the task does not have are left out.
     """
@@ -136,7 +137,7 @@ class Augmentation(Recipe):
     copy_paste: float = number(0.0, SHARE)
 
     def flags(self, epochs: int) -> dict[str, Any]:
-        """Return --close-mosaic for `mosaic_epochs`: the number of final epochs that mix no images."""
+        """Derive --close-mosaic, the number of final epochs that mix no images, from `mosaic_epochs`."""
         unmixed = round(epochs * (1 - self.mosaic_epochs))
         return {"close_mosaic": unmixed} if unmixed else {}
 
@@ -148,7 +149,7 @@ class Augmentation(Recipe):
 
 @dataclass(frozen=True)
 class ClassWeightKeys:
-    """The key of a loss that weights objects by their class. An object of weight 2 counts as two equal ones."""
+    """The key of a loss that weights objects by their class. An object of weight 2 counts like two equal objects."""
 
     # By class name; other classes have weight 1.
     class_weights: Mapping[str, float] = dataclasses.field(default_factory=dict, metadata={"within": Range(0.01, 100)})
@@ -184,15 +185,15 @@ class AlignmentKeys(ClassWeightKeys):
 
 @dataclass(frozen=True)
 class Hyperparameters(Augmentation, AlignmentKeys, AnchorKeys, Recipe):
-    """The keys of a hyperparameter YAML for a detector with any head. The defaults are those of data/hyps/low.yaml."""
+    """The keys of a hyperparameter YAML for a detector with any head. The defaults equal data/hyps/low.yaml."""
 
-    iou_t: float = number(0.2, SHARE)  # in every YOLOv5 file; not used
-    # 1: a head for other classes takes what it can from the weight file's: boxes, objectness, classes of equal names.
+    iou_t: float = number(0.2, SHARE)  # not used, but in every YOLOv5 file
+    # 1: a head for other classes takes what it can from the weight file: boxes, objectness, classes of the same name.
     keep_head: int = number(0, Range(0, 1))
 
 
 class Choice(NamedTuple):
-    """The hyperparameter file that --hyp auto chose, why, and the file with YOLOv5's values, '' if there is none."""
+    """The hyperparameter file that --hyp auto chose, the reason, and the file with YOLOv5's values ('' if none)."""
 
     name: str
     reason: str
@@ -202,11 +203,11 @@ class Choice(NamedTuple):
 class Recipes(NamedTuple):
     """The hyperparameter files of a task, among which --hyp auto chooses: names or paths, as for --hyp.
 
-    Args:
-        trained: for a run that starts from trained weights.
-        few: for a run from scratch on fewer than `FEW_IMAGES` images; '' is `trained`.
-        many: for any other run from scratch; '' is `few`.
-        yolov5: the file with YOLOv5's own values; '' if the task has none.
+    Attributes:
+        trained: file for a run that starts from trained weights
+        few: file for a run from scratch on fewer than `FEW_IMAGES` images; '' means `trained`
+        many: file for any other run from scratch; '' means `few`
+        yolov5: file with YOLOv5's own values; '' if the task has none
     """
 
     trained: str
@@ -215,7 +216,12 @@ class Recipes(NamedTuple):
     yolov5: str = ""
 
     def choose(self, trained: bool, images: Callable[[], int]) -> Choice:
-        """Return the file for a run. images: counts those to train on; called only if it matters."""
+        """Return the hyperparameter file for a run.
+
+        Args:
+            trained: whether the run starts from trained weights
+            images: counts the training images; called only if their number matters
+        """
         few = self.few or self.trained
         many = self.many or few
         if trained:
@@ -229,11 +235,13 @@ class Recipes(NamedTuple):
 
 
 def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] = NO_OVERRIDES) -> R:
-    """Read and check a hyperparameter YAML as a `kind`, whose defaults the absent keys get.
+    """Read and check a hyperparameter YAML as a `kind`; absent keys keep its defaults.
 
-    name: a path, or a file name of data/hyps or of YOLOv5. overrides: values of flags such as --hyp.lr0, as text by
-    key, which replace those of the file. `defaults:` is left to parser.py, and keys that `Recipe.left_out` names are
-    ignored. Raises `UserError`.
+    `defaults:` is left to parser.py, and keys that `Recipe.left_out` names are ignored. Raises `UserError`.
+
+    Args:
+        name: path, or the name of a file of data/hyps or of YOLOv5
+        overrides: values of flags such as --hyp.lr0, as text by key, which replace the file's values
     """
     path = find_hyperparameters(name)
     left_out = {DEFAULTS, *kind.left_out()}
@@ -261,7 +269,11 @@ def parse_overrides(kind: type[Recipe], overrides: Mapping[str, str]) -> dict[st
 
 
 def refuse_unread(unread: Collection[str], overrides: Mapping[str, str], model: str) -> None:
-    """Raise `UserError` for a flag such as --hyp.obj whose key is `unread`. model: what does not read it, in words."""
+    """Raise `UserError` for a flag such as --hyp.obj whose key is `unread`.
+
+    Args:
+        model: description of the model that does not read the key
+    """
     for key in overrides:
         if key in unread:
             raise UserError(f"{OVERRIDE_PREFIX}{key} has no effect on {model}, which does not read it; leave it out")
@@ -283,7 +295,11 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], source: Path | str) -
 
 
 def _numbers(kind: type[DataclassInstance], values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return numbers, or texts of numbers, as the types of the fields of `kind`. prefix: of their names in errors."""
+    """Return numbers, or strings of numbers, converted to the types of the fields of `kind`.
+
+    Args:
+        prefix: prefix of the numbers' names in errors
+    """
     hints, numbers = typing.get_type_hints(kind), {}
     for key, value in values.items():
         hint, metadata = hints[key], kind.__dataclass_fields__[key].metadata
@@ -300,7 +316,11 @@ def _numbers(kind: type[DataclassInstance], values: Mapping[str, Any], prefix: s
 
 
 def _named_numbers(value: object, hint: Any, metadata: Mapping[str, Any], name: str) -> dict[str, float]:
-    """Return numbers by name, of a mapping or of its text in YAML, such as {cat: 2}. name: of the key in errors."""
+    """Return numbers by name, from a mapping or from its text in YAML, such as {cat: 2}.
+
+    Args:
+        name: name of the key in errors
+    """
     if isinstance(value, str):
         with suppress(yaml.YAMLError):
             value = yaml.safe_load(value)

@@ -24,13 +24,13 @@ WEIGHT_PRECISIONS = ("auto", "fp32", "fp16")
 # Of --log-with, named like the packages to install; all that Accelerate knows.
 TRACKERS = ("wandb", "tensorboard", "mlflow", "comet_ml", "clearml", "aim", "dvclive", "swanlab", "trackio")
 LOG_WITH = ("none", "all", *TRACKERS)
-# Headings of --help, in this order, the trackers' last; a script shows those of its flags.
+# Headings of --help, in this order, the trackers' last; a script shows only the headings of its flags.
 GROUPS = (
     *("model", "data", "images", "training", "format", "predictions", "NMS", "drawing"),
     *("processes", "saving", "console", "logging"),
 )
-# What a flag may be about that not every model has, as messages name it. A task declares what it has in
-# `Task.concerns`; flags about anything else are refused.
+# Features that only some models have and that flags may be about, as messages name them. A task declares its features
+# in `Task.concerns`; flags about any other are refused.
 CONCERNS: Mapping[str, str] = {
     "anchors": "heads with anchors",
     "label smoothing": "losses with label smoothing",
@@ -63,10 +63,15 @@ def flag(
 ) -> Any:
     """Return a dataclass field that is a flag of the command line.
 
-    text: its help. group: one of `GROUPS`. within: the range of a number. synonyms: other words for some of `choices`.
-    const: its value if it has no argument.
-    comma_separated: commas separate the words of a tuple, as spaces do, or the choices of a text. form: of a text, such
-    as owner/name; words in capitals are numbers. concerns: one of `CONCERNS`; '' if it applies to every model.
+    Args:
+        text: the flag's help
+        group: one of `GROUPS`
+        within: allowed range of a number
+        synonyms: other words for some of `choices`
+        const: value of the flag if it is given without an argument
+        comma_separated: whether commas separate the words of a tuple, as spaces do, or the choices of a text
+        form: form of a text, such as owner/name; words in capitals are numbers
+        concerns: one of `CONCERNS`; '' if the flag applies to every model
     """
     assert not concerns or concerns in CONCERNS
     metadata = {"help": text, "group": group, "within": within, "aliases": aliases, "choices": choices}
@@ -312,7 +317,7 @@ class TrainOptions:
     wandb_job_type: str = flag("", "W&B job type; '' is train", "logging")
     wandb_alerts: bool = flag(False, "W&B alerts you if the run ends by an error, a stall or NaN", "logging")
     wandb_id: str = flag(
-        "", "W&B id of the run to continue; '' is a new one, or with --resume that of the run", "logging"
+        "", "W&B id of the run to continue; '' is a new one, or with --resume the resumed run's", "logging"
     )
     bbox_interval: int = flag(
         -1,
@@ -384,8 +389,8 @@ class ValOptions:
     batch_size: int = flag(32, "images per batch", "data", Range(1), aliases=("batch",))
     imgsz: int = flag(
         0,
-        "side of the square that images are fitted into, in pixels; 0: that of the training or export, "
-        "if the weights say it, of the data YAML's `defaults`, or 640",
+        "side of the square that images are fitted into, in pixels; 0: as in training or export if the weights "
+        "record it, else as in the data YAML's `defaults`, or 640",
         "data",
         Range(0, IMGSZ.maximum),
         aliases=("img", "img-size"),
@@ -498,8 +503,8 @@ class DetectOptions:
     data: str = flag("", "data set YAML with the class names; '' takes those inside --weights", "model")
     imgsz: tuple[int, ...] = flag(
         (),
-        "size that images are fitted into, in pixels: one number, or height and width; none: that of the "
-        "training or export, if the weights say it, or 640",
+        "size that images are fitted into, in pixels: one number, or height and width; none: as in training or "
+        "export if the weights record it, or 640",
         "images",
         IMGSZ,
         aliases=("img", "img-size"),
@@ -595,8 +600,8 @@ class ExportOptions:
     )
     imgsz: tuple[int, ...] = flag(
         (),
-        "size of the images, in pixels: one number, or height and width; none: that of the training, "
-        "if the weights say it, or 640",
+        "size of the images, in pixels: one number, or height and width; none: as in training if the weights "
+        "record it, or 640",
         "format",
         IMGSZ,
         aliases=("img", "img-size"),

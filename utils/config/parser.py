@@ -29,21 +29,22 @@ T = TypeVar("T", bound="DataclassInstance")
 
 # Flags of train.py whose defaults a data set YAML may set under `defaults:`.
 SUGGESTED = ("weights", "hyp", "epochs", "batch_size", "imgsz", "optimizer", "cos_lr", "label_smoothing")
-# Those that a hyperparameter YAML may set.
+# Flags of train.py whose defaults a hyperparameter YAML may set.
 SUGGESTED_BY_HYP = ("epochs", "batch_size", "imgsz", "optimizer", "cos_lr", "label_smoothing", "close_mosaic")
 
 
 def over_defaults(kind: type[T], given: Mapping[str, Any], job: Mapping[str, Any] | None = None) -> T:
     """Return given flags over their defaults as a `kind`.
 
-    job: defaults if no flag names data, model, weights or hyperparameters.
+    Args:
+        job: defaults if no flag names data, model, weights or hyperparameters
     """
     names_files = any(name in given for name in ("data", "cfg", "weights", "hyp"))
     return kind(**{**({} if names_files or job is None else job), **given})
 
 
 def given_flags(kind: type[DataclassInstance], argv: Sequence[str]) -> dict[str, Any]:
-    """Return the values of the flags that are in `argv`, by field name. A wrong one ends the process, exit code 2."""
+    """Return the values of the flags in `argv`, by field name. An invalid flag ends the process with exit code 2."""
     parser, words = _build_parser(kind), _join_negative_overrides(argv)
     if "overrides" in kind.__dataclass_fields__:
         parser.epilog = (
@@ -57,7 +58,7 @@ def given_flags(kind: type[DataclassInstance], argv: Sequence[str]) -> dict[str,
 
 
 def words_of(given: Mapping[str, Any]) -> list[str]:
-    """Return flags as the words of a command line, the reverse of `given_flags`."""
+    """Return flags as the words of a command line, the inverse of `given_flags`."""
     words: list[str] = []
     for name, value in given.items():
         flag = f"--{name.replace('_', '-')}"
@@ -76,8 +77,11 @@ def refuse_flags(
 ) -> None:
     """Raise `UserError` for a flag about something that a model does not have.
 
-    kind: the options whose flags they are. given: their values by name, see `given_flags`; one that is off or 0 asks
-    for nothing. concerns: what the model has, of `CONCERNS`. model: its task and head in words.
+    Args:
+        kind: options class that declares the flags
+        given: values of the flags by name, see `given_flags`; a flag that is off or 0 asks for nothing
+        concerns: keys of `CONCERNS` that apply to the model
+        model: the model's task and head, in words
     """
     for option in flags_of(kind):
         subject = option.metadata["concerns"]
@@ -101,7 +105,10 @@ def defaults_of_hyp(name: str) -> dict[str, Any]:
 def check_suggested_defaults(values: object, source: Path, known: Sequence[str] = SUGGESTED) -> dict[str, Any]:
     """Return the `defaults:` of a data set YAML or a hyperparameter YAML, by field name of `TrainOptions`.
 
-    known: the flags that may be in it. Raises `UserError` for an unknown key or a wrong value.
+    Raises `UserError` for an unknown key or a wrong value.
+
+    Args:
+        known: the flags that the file may set
     """
     if not isinstance(values, dict):
         raise UserError(f"{source}: `defaults` must be lines such as `imgsz: 64`, not {values!r}")
@@ -121,11 +128,11 @@ def check_suggested_defaults(values: object, source: Path, known: Sequence[str] 
 
 
 class _Version(argparse.Action):
-    """Prints the version of this repository, which pyproject.toml has, and ends the process."""
+    """Prints the version in pyproject.toml and ends the process."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         file = ROOT / "pyproject.toml"
-        text = file.read_text(encoding="utf-8") if file.is_file() else ""  # a copy of the scripts may lack it
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""  # a copy of the scripts may lack the file
         match = re.search(r'(?m)^version = "(.+)"$', text)
         parser._print_message(f"lockstep {match[1] if match else 'of an unknown version'}\n", sys.stdout)
         parser.exit()
@@ -157,7 +164,7 @@ def _build_parser(kind: type[DataclassInstance]) -> argparse.ArgumentParser:
 
 
 def _join_negative_overrides(argv: Sequence[str]) -> list[str]:
-    """Return `--hyp.shear -1e-1` as one word: argparse would take -1e-1 for a flag."""
+    """Join `--hyp.shear -1e-1` into one word, because argparse would take -1e-1 for a flag."""
     words: list[str] = []
     for word in argv:
         if words and words[-1].startswith(OVERRIDE_PREFIX) and "=" not in words[-1] and re.match(r"-[\d.in]", word):
@@ -209,7 +216,7 @@ def _list_of(choices: Sequence[str]) -> Callable[[str], str]:
         for word in words:
             if word not in choices:
                 known = ", ".join(choices)
-                raise argparse.ArgumentTypeError(f"'{word}' is none of {known}{nearest(word, choices)}")
+                raise argparse.ArgumentTypeError(f"'{word}' is not one of {known}{nearest(word, choices)}")
             if word in ("none", "all") and len(words) > 1:
                 raise argparse.ArgumentTypeError(f"'{word}' must stand alone in {text}")
         return ",".join(words)
@@ -231,7 +238,7 @@ def _of_form(form: str) -> Callable[[str], str]:
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Show each name of a flag once, with dashes, and the value after the last, so that lines fit."""
+    """Show each name of a flag once, with dashes, and the value after the last name, so that lines fit."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         names = ", ".join(name for name in action.option_strings if "_" not in name)
@@ -250,7 +257,7 @@ class _Words(argparse.Action):
 
 
 class _Override(argparse.Action):
-    """Add the text of a single hyperparameter to the mapping of them."""
+    """Add the text of a single hyperparameter to the mapping of overrides."""
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
@@ -263,7 +270,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser that ends the process with one line and exit code 2 for a wrong flag, naming the nearest known one."""
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
-        if not is_silent():  # as on all but one process of a machine
+        if not is_silent():  # only one process of a machine prints
             super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:

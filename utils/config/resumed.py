@@ -1,4 +1,4 @@
-"""The options of a resumed run: its saved settings, the flags that are given now, and which flags must not change.
+"""The options of a resumed run: its saved settings, the given flags, and the flags that must not change.
 
 `settings` is the content of a run's settings.yaml: the options by name, `hyperparameters` and `model`. Called by
 utils/checkpoint/resume.py and settings.py.
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
-# From a run's settings and the flags that are given now to the kind of its hyperparameters.
+# Maps a run's settings and the given flags to the class of its hyperparameters.
 RecipeOf = Callable[[Mapping[str, Any], Mapping[str, Any]], type[Recipe]]
 
-# The training curve depends on these: a run cannot be resumed with another value. For the image size, which settings
-# hold rounded, see `Identity.check`.
+# The training curve depends on these flags: a run cannot be resumed with another value. For the image size, which the
+# settings hold rounded, see `Identity.check`.
 CURVE_FLAGS = (
     *("weights", "cfg", "batch_size", "rect", "multi_scale", "image_weights", "repeat_factor", "close_mosaic"),
     *("partners", "mask_ratio", "no_overlap", "noautoanchor", "scale_lr", "single_cls", "optimizer", "cos_lr"),
     *("label_smoothing", "class_weights", "freeze", "seed", "logical_processes", "image_padding"),
     "augmentations",
     "lr_factor",
-    "fitness",  # which --patience ends the curve by, and which one best.pt is chosen by throughout
+    "fitness",  # --patience stops by it, and best.pt must be chosen by one fitness throughout
 )
 LAUNCHER_FLAGS = ("device", "processes")  # not taken from the settings under a launcher, which decides them
-# Never taken from the settings: a run that reached its limit must continue, and a profile is of one start.
+# Never taken from the settings: a run that reached its time limit must continue, and a profile belongs to one start.
 SINGLE_START_FLAGS = ("time_limit", "profile")
-SETTINGS_PARTS = ("hyperparameters", "model")  # of the settings, beside the flags
+SETTINGS_PARTS = ("hyperparameters", "model")  # keys of the settings beside the flags
 RUN_FOLDER_FLAGS = ("resume", "project", "name", "exist_ok")
 
 
@@ -61,8 +61,11 @@ def resumed_options(
 ) -> T:
     """Return the options that a run continues with: its settings, overridden by the `given` flags.
 
-    Settings that are no longer flags are ignored, and new flags have their defaults. launched: whether a launcher
-    started the processes. Raises `UserError` if a flag that the curve depends on differs from the settings.
+    Settings that are no longer flags are ignored, and new flags have their defaults. Raises `UserError` if a flag that
+    the curve depends on differs from the settings.
+
+    Args:
+        launched: whether a launcher started the processes
     """
     known = {field.name for field in dataclasses.fields(kind)}
     # Under a launcher the processes connect, with --dist-timeout, before the main one reads the settings.
@@ -74,7 +77,7 @@ def resumed_options(
         _refuse_hyperparameters(run, settings, given, recipe_of(settings, given))
     if "overrides" in given:
         given["overrides"] = {**saved.get("overrides", {}), **given["overrides"]}
-    given["batch_size"] = settings["batch_size"]  # which --batch-size -1 has measured
+    given["batch_size"] = settings["batch_size"]  # the size that --batch-size -1 has measured
     folder = {"project": str(run.parent), "name": run.name, "exist_ok": True, "resume": str(run)}
     return from_plain(kind, {**saved, **given, **folder})
 
@@ -84,8 +87,12 @@ def check_settings(
 ) -> None:
     """Check a settings.yaml, which may have been edited. `Settings.for_task` checks its hyperparameters further.
 
-    recorded: the settings that a state of the run contains, {} in those of older versions. source: the file. Raises
-    `UserError` for a wrong value, for an unknown key that is not recorded, and for a change that the curve depends on.
+    Raises `UserError` for a wrong value, for an unknown key that is not recorded, and for a change that the curve
+    depends on.
+
+    Args:
+        recorded: the settings that a state of the run contains; {} if an older version wrote the state
+        source: path of the settings.yaml
     """
     hints, fields = typing.get_type_hints(kind), {field.name: field for field in flags_of(kind)}
     for key, value in settings.items():
@@ -120,12 +127,12 @@ def changes(settings: Mapping[str, Any], options: DataclassInstance) -> list[str
     changed = {name: value for name in names if _plain(value := getattr(options, name)) != settings[name]}
     messages = [f"{_flag(name)} is {value!r} and was {settings[name]!r}" for name, value in changed.items()]
     if "epochs" in changed:
-        messages.append(f"the learning rate from here on is that of a run of {plural(changed['epochs'], 'epoch')}")
+        messages.append(f"from here on the learning rate follows the schedule for {plural(changed['epochs'], 'epoch')}")
     return messages
 
 
 def _curve_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that the curve depends on, those of hyperparameters and model as `hyperparameters: lr0`."""
+    """Return the settings that the curve depends on; hyperparameters and model settings as `hyperparameters: lr0`."""
     flags = {name: settings[name] for name in CURVE_FLAGS if name in settings}
     parts = {f"{part}: {key}": value for part in SETTINGS_PARTS for key, value in settings.get(part, {}).items()}
     return {**flags, **parts}
@@ -144,12 +151,12 @@ def _refuse_hyperparameters(
     run: Path, settings: Mapping[str, Any], given: Mapping[str, Any], kind: type[Recipe]
 ) -> None:
     saved, overrides = settings["hyperparameters"], given.get("overrides", {})
-    derived = (*DERIVED, *["class_weights"] * (settings.get("class_weights") == "auto"))  # which the flag changes
+    derived = (*DERIVED, *["class_weights"] * (settings.get("class_weights") == "auto"))  # the flag sets it
     for name, value in parse_overrides(kind, overrides).items():
         if value != saved.get(name) and name not in derived:
             raise _changed(run, OVERRIDE_PREFIX + name, value, saved.get(name))
     if "hyp" in given:
-        saved = vars(from_mapping(kind, saved, run / "settings.yaml"))  # with keys that are newer than the run
+        saved = vars(from_mapping(kind, saved, run / "settings.yaml"))  # adds keys that are newer than the run
         now = vars(read_hyperparameters(given["hyp"], kind, {**settings.get("overrides", {}), **overrides}))
         changed = [
             f"{name} is {now[name]} and was {saved.get(name)}"
@@ -177,5 +184,5 @@ def _flag(name: str) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return the value of a flag as it is read from a YAML."""
+    """Return the value of a flag as a YAML file holds it."""
     return list(value) if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""Slices of options: a component gets the settings that it names and no others. Used by the scripts and data sets."""
+"""Slices of options: a component gets only the settings that it names. Used by the scripts and data sets."""
 
 from __future__ import annotations
 

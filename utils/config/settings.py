@@ -26,13 +26,13 @@ T = TypeVar("T", bound="DataclassInstance")
 class Settings:
     """The flags of train.py over their defaults, and the hyperparameters of the task.
 
-    Args:
-        given: the flags of the command line, or the arguments of a call from Python, by name.
-        saved: the settings.yaml of the resumed run, None for a new one.
-        is_fixed: options come from a resumed run and already include the defaults of task and data set.
-        hyp: hyperparameters of the task.
-        origin: licence and origin of the weights, in every file that is made from them.
-        choice: what --hyp auto chose and why, a line for the console; '' if the file was named.
+    Attributes:
+        given: flags of the command line, or arguments of a call from Python, by name
+        saved: content of the resumed run's settings.yaml, None for a new run
+        is_fixed: whether the options come from a resumed run and already include the defaults of task and data set
+        hyp: hyperparameters of the task
+        origin: licence and origin of the weights, which are stored in every file made from them
+        choice: line for the console about the file that --hyp auto chose and the reason; '' if the file was named
     """
 
     options: TrainOptions
@@ -54,14 +54,16 @@ class Settings:
         return changes(self.saved, self.options) if self.saved else []
 
     def refuse(self, concerns: Collection[str], model: str) -> None:
-        """Raise `UserError` for a flag of a new run that does not apply to its model: see `refuse_flags`."""
+        """Raise `UserError` for a flag of a new run that does not apply to its model, as `refuse_flags` does."""
         if not self.saved:
             refuse_flags(type(self.options), self.given, concerns, model)
 
     def refuse_unread(self, unread: Collection[str], model: str) -> None:
         """Raise `UserError` for a hyperparameter on the command line that a new run does not read.
 
-        unread: see `Task.unread`. model: what does not read it, in words.
+        Args:
+            unread: hyperparameters that are not read, see `Task.unread`
+            model: description of the model that does not read them
         """
         if not self.saved:
             refuse_unread(unread, self.given.get("overrides", {}), model)
@@ -72,8 +74,10 @@ class Settings:
         """Return the settings with the hyperparameters of a task, and with every flag that is not given resolved.
 
         Such a flag is what the hyperparameters ask for, else a default of their file, else the last of `defaults` that
-        has it, else its own default. choose: chooses the file for --hyp auto. Raises `UserError` for a wrong
-        hyperparameter file or flag.
+        has it, else its own default. Raises `UserError` for a wrong hyperparameter file or flag.
+
+        Args:
+            choose: chooses the file for --hyp auto
         """
         if self.saved:
             hyp = from_mapping(recipe, self.saved["hyperparameters"], f"settings.yaml of {self.options.resume}")
@@ -94,7 +98,7 @@ class Settings:
         return dataclasses.replace(self, hyp=hyp, options=options, choice=line)
 
     def value(self, flag: str, *defaults: Mapping[str, Any]) -> Any:
-        """Return what `resolve` makes of a flag that no hyperparameter file sets."""
+        """Return the value that `resolve` gives a flag that no hyperparameter file sets."""
         for mapping in () if self.is_fixed or flag in self.given else reversed(defaults):
             if flag in mapping:
                 return mapping[flag]
@@ -105,7 +109,7 @@ class Settings:
         return self.is_fixed or flag in self.given or flag in defaults
 
     def for_weights(self, known: float | None) -> tuple[Settings, list[str]]:
-        """Return the settings with `Recipe.for_weights`, and its messages; a resumed run has them already."""
+        """Return the settings after `Recipe.for_weights`, and its messages; a resumed run's are unchanged."""
         hyp, messages = (self.hyp, []) if self.saved else self.hyp.for_weights(known)
         return dataclasses.replace(self, hyp=hyp), messages
 
@@ -122,7 +126,11 @@ class Settings:
         return dict(vars(self.options))
 
     def content(self, model_yaml: Mapping[str, Any], imgsz: int) -> dict[str, Any]:
-        """Return the content of settings.yaml. imgsz: of the model, in whole strides."""
+        """Return the content of settings.yaml.
+
+        Args:
+            imgsz: the model's image size in pixels, a multiple of its stride
+        """
         parts = {"hyperparameters": vars(self.hyp), "model": model_yaml, **self.origin}
         return {**self.flags(), "imgsz": imgsz, **parts}
 
@@ -130,7 +138,8 @@ class Settings:
 def choice_message(choice: Choice, wishes: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     """Return the line about the file that --hyp auto chose.
 
-    wishes: defaults of flags in the file; those that differ from the `given` flags are named.
+    Args:
+        wishes: defaults of flags in the file; the line names the `given` flags that replace one
     """
     line = f"hyperparameters: --hyp {choice.name}, because {choice.reason}"
     for flag, value in wishes.items():

@@ -1,4 +1,4 @@
-"""What values a flag, a hyperparameter or a key of a YAML may have. Imports nothing of the repository."""
+"""The values that a flag, a hyperparameter or a YAML key may have. Imports nothing from the repository."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 @dataclass(frozen=True)
 class Range:
-    """The finite numbers from `minimum` to `maximum`, without exclusive bounds."""
+    """The finite numbers from `minimum` to `maximum`; an exclusive bound is not in the range."""
 
     minimum: float = -math.inf
     maximum: float = math.inf
@@ -45,13 +45,15 @@ SHARE, BELOW_ONE = Range(0, 1), Range(0, 1, exclusive_maximum=True)
 IMGSZ = Range(1, 2**14)  # the side of an image, in pixels
 NUMBER_OR_NAME = int | str
 NAMED_NUMBER = re.compile(r"\s*(\S.*?)\s*=\s*([^=,()\s]+)\s*(?:,|$)")
-OPSETS = Range(12, 21)  # of ONNX: those that torch's exporters write and ONNX Runtime 1.20 runs
+OPSETS = Range(12, 21)  # ONNX operator sets that torch's exporters write and ONNX Runtime 1.20 runs
 
 
 def accepts(hint: Any, metadata: Mapping[str, Any], value: object) -> bool:
-    """Return whether a value that is not text of a command line is one of a field.
+    """Return whether a field takes a value that does not come from a command line.
 
-    hint: the field's type; a tuple takes a list of values. metadata: of the field, see `options.flag`.
+    Args:
+        hint: the field's type; a tuple takes a list of values
+        metadata: the field's metadata, see `options.flag`
     """
     if typing.get_origin(hint) is Mapping:
         numbers = value.values() if isinstance(value, dict) else [None]
@@ -68,7 +70,11 @@ def accepts(hint: Any, metadata: Mapping[str, Any], value: object) -> bool:
 
 
 def chosen(word: str, metadata: Mapping[str, Any]) -> str:
-    """Return the choice of a field that a word stands for, or the word itself. metadata: of the field."""
+    """Return the choice of a field that a word stands for, or the word itself.
+
+    Args:
+        metadata: the field's metadata
+    """
     choice: str = metadata["synonyms"].get(word.lower(), word)
     return choice
 
@@ -85,7 +91,7 @@ def separated(text: str) -> list[str]:
 
 
 def named_numbers(text: str) -> list[tuple[str, float]]:
-    """Return the pairs of a text such as `recall=1,AP(cat, dog)=0.5`; a name may contain commas. Raises ValueError."""
+    """Return the pairs in a text such as `recall=1,AP(cat, dog)=0.5`; a name may contain commas. Raises ValueError."""
     pairs, end = [], 0
     while end < len(text):
         match = NAMED_NUMBER.match(text, end)

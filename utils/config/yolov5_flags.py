@@ -6,8 +6,8 @@ SWEEPS = (
     "is not built in: python -m utils.tune searches by optuna, and W&B sweeps on many machines; see "
     "docs/tracking.md#sweeps"
 )
-# By flag with underscores, or by flag and value. The error message is the flag and this text; a script that has the
-# flag accepts it.
+# Keys: a flag with underscores, or a flag and its value. The error message is the flag and the text; a script that has
+# the flag accepts it.
 REFUSED = {
     **dict.fromkeys(("evolve", "evolve_population", "resume_evolve"), SWEEPS),
     "bucket": "is not built in: copy the run folder with your cloud's own command, such as gsutil rsync or aws s3 sync",
@@ -15,7 +15,7 @@ REFUSED = {
     "update": "is not needed: official weights are read as they are",
     "visualize": "is not built in: a PyTorch forward hook on a layer returns its feature maps",
     "dnn": "is not built in: OpenCV's DNN module runs ONNX files without the scripts",
-    # of export.py
+    # YOLOv5's export.py
     "optimize": "is not built in, because PyTorch has dropped its mobile interpreter: ExecuTorch takes the .pt2 of "
     "--include exported",
     "int8": "is not built in: quantise the ONNX file, for example with onnxruntime.quantization or trtexec --int8",
@@ -37,18 +37,18 @@ REFUSED = {
     "include paddle": "is made from ONNX: --include onnx, then x2paddle --framework=onnx --model=best.onnx",
     "include ncnn": "is made from TorchScript: --include torchscript, then pnnx best.torchscript",
     "task study": "is not built in: call val.py once for each --imgsz, and compare their tables",
-    # of classify/train.py
+    # YOLOv5's classify/train.py
     "model": "is --weights here, or --cfg for a model from scratch, such as --cfg yolov5s-cls.yaml",
     "pretrained": "is not needed: --weights names what to start from, and --weights '' starts from scratch",
     "lr0": "is a hyperparameter: give --hyp.lr0",
     "decay": "is a hyperparameter: give --hyp.weight_decay",
     "cutoff": "is not built in: a model has the layers of its YAML; give another YAML with --cfg",
     "dropout": "is the second argument of the row Classify in the model YAML; give your own YAML with --cfg",
-    # of launchers, and of earlier versions of this repository
+    # launchers, and earlier versions of this repository
     "local_rank": "is in the environment: start with torchrun, accelerate launch or --processes",
     "show_processes": "is not needed: the first lines of a run name every process with its host and device",
     "comm_hook powersgd": "is no longer built in: use --comm-hook bf16",
-    # of older versions
+    # older versions of YOLOv5
     "adam": "is --optimizer Adam here",
     "linear_lr": "is the default here: the learning rate is linear without --cos-lr",
     "cache_images": "is --cache here",

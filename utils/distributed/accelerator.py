@@ -1,6 +1,6 @@
 """The Accelerator: connecting the processes, device, precision and seed.
 
-Called by the scripts; utils/checkpoint/resume.py connects the processes before, to decide which run is resumed.
+Called by the scripts. utils/checkpoint/resume.py connects the processes earlier, to decide which run is resumed.
 No other module makes an Accelerator.
 """
 
@@ -30,15 +30,18 @@ from utils.distributed.ranks import world_size
 from utils.distributed.rendezvous import RUN_RENDEZVOUS, rendezvous_errors, wait_for_main_address
 from utils.errors import UserError, first_line, plural
 
-# Added to torch's own time-out, so that the watchdog, which knows which process is late, ends the run first.
+# Seconds added to torch's own time-out, so that the watchdog, which knows the lagging process, ends the run first.
 COLLECTIVE_MARGIN_SECONDS = 10.0
 
 
 def connect(device: str, timeout: float) -> str:
-    """Connect all processes on `device` ('' selects the best one), unless they are; return its kind: cpu, cuda or mps.
+    """Connect all processes, unless they are connected, and return the device's kind (cpu, cuda or mps).
 
-    timeout: seconds that the processes wait for each other, now and later. Raises `UserError` if a device is missing or
-    not supported, or if the processes cannot connect.
+    Raises `UserError` if a device is missing or not supported, or if the processes cannot connect.
+
+    Args:
+        device: value of --device; '' selects the best device
+        timeout: seconds that the processes wait for each other, now and later
     """
     if PartialState._shared_state:
         return PartialState().device.type
@@ -68,7 +71,7 @@ def connect(device: str, timeout: float) -> str:
 
 @contextmanager
 def environment_errors() -> Iterator[None]:
-    """Turn an error of Accelerate about a value in its environment variables into a `UserError`."""
+    """Turn Accelerate's error about a value of its environment variables into a `UserError`."""
     try:
         yield
     except ValueError as error:
@@ -87,8 +90,11 @@ def environment_errors() -> Iterator[None]:
 def start(device: str, mixed_precision: str, timeout: float, comm_hook: str = "") -> tuple[Accelerator, Precision]:
     """Connect all processes as `connect` does, and make an Accelerator for global batches.
 
-    mixed_precision: requested by a flag, or ''. comm_hook: fp16 or bf16, to which DDP compresses the gradients, or ''.
-    Raises `UserError` for what is not supported.
+    Raises `UserError` for anything that is not supported.
+
+    Args:
+        mixed_precision: precision that a flag requests, or ''
+        comm_hook: type to which DDP compresses the gradients, fp16 or bf16, or ''
     """
     deepspeed.refuse_comm_hook(comm_hook)
     kind, by_zero = connect(device, timeout), deepspeed.is_requested()
@@ -119,13 +125,13 @@ def reset_accelerate() -> None:
 
 
 def seed_everything(seed: int, deterministic: bool = True) -> list[str]:
-    """Seed the random numbers outside of the data path (initial weights) and select deterministic kernels.
+    """Seed the random numbers outside the data path (initial weights) and select deterministic kernels.
 
-    Returns a message if `deterministic` is False: CUDA's kernels may then add in another order each time.
+    Returns a message if `deterministic` is False: CUDA's kernels may then add in a different order each time.
     """
     set_seed(seed)
     if not deterministic:
-        torch.use_deterministic_algorithms(False)  # for a call from Python may have had a run before
+        torch.use_deterministic_algorithms(False)  # an earlier run in this Python process may have set it
         effect = "equal runs differ by rounding" if torch.cuda.is_available() else "no effect without CUDA"
         return [f"--no-deterministic: {effect}"]
     if torch.cuda.is_available():
@@ -148,7 +154,7 @@ def plan(accelerator: Accelerator, batch_size: int, batches: int, epochs: int) -
 
 
 def describe(accelerator: Accelerator, precision: Precision) -> list[str]:
-    """Describe torch's version, the device, the processes, precision and compiler of a run, in lines that fit."""
+    """Describe torch's version and a run's device, processes, precision and compiler, in lines that fit."""
     device = accelerator.device
     processes = plural(accelerator.num_processes, "process")
     if plugin := accelerator.state.deepspeed_plugin:

@@ -13,8 +13,8 @@ from utils.distributed.ranks import world_size
 from utils.distributed.store import RunStore, query_store, run_store
 from utils.errors import UserError
 
-HEARTBEAT_SECONDS = 1.0  # between two heartbeats of a working process
-SILENCE_LIMIT_SECONDS = 60.0  # without any heartbeat, until the waiting processes give up
+HEARTBEAT_SECONDS = 1.0  # interval of a working process's heartbeats
+SILENCE_LIMIT_SECONDS = 60.0  # time without any heartbeat after which the waiting processes give up
 barrier_numbers = itertools.count()  # the same on all processes
 
 
@@ -22,8 +22,8 @@ barrier_numbers = itertools.count()  # the same on all processes
 def untimed_barrier() -> Iterator[None]:
     """Let each process run the `with` block, however long it takes, then wait until all have finished it.
 
-    Unlike a collective it has no time-out: processes that are still working send heartbeats through the run's store.
-    Raises `UserError` that names the processes that have ended without an error message.
+    Unlike a collective, the barrier has no time-out: processes that are still working send heartbeats through the run's
+    store. Raises a `UserError` that names the processes that have ended without an error message.
     """
     store = run_store()
     if store is None or world_size() == 1:
@@ -49,7 +49,7 @@ def _send_heartbeats(store: RunStore, counter: str, done: threading.Event) -> No
 def _wait(store: RunStore, name: str, processes: int) -> None:
     heartbeats, since, pause = -1, time.monotonic(), 0.005
     while store.count(f"{name}/done", 0) < processes:
-        # The counter is that of all working processes; waiting ones send no heartbeats.
+        # All working processes share the counter; waiting ones send no heartbeats.
         before, heartbeats = heartbeats, store.count(f"{name}/heartbeats", 0)
         if heartbeats != before:
             since = time.monotonic()

@@ -1,7 +1,7 @@
-"""Broadcast, gather and shard Python values among the processes of a run. Called by utils/run.py,
-accelerator and utils/checkpoint/resume.py.
+"""Broadcast, gather and shard Python values among the processes of a run.
 
-Every process must call the same functions in the same order, after `utils.distributed.accelerator.connect`.
+Called by utils/run.py, accelerator and utils/checkpoint/resume.py. Every process must call the same functions in the
+same order, after `utils.distributed.accelerator.connect`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ T = TypeVar("T")
 
 
 def broadcast_from_main(decide: Callable[[], T]) -> T:
-    """Return the main process's result of `decide` on every process; a file may become visible later on other machines.
+    """Return the main process's result of `decide` on every process.
 
-    A `UserError` or `Stopped` of the main process is raised on every process.
+    Other machines may see a new file later, so only one process may decide by files. A `UserError` or `Stopped` of the
+    main process is raised on every process.
     """
     if ranks().world_size == 1:
         return decide()
@@ -59,7 +60,7 @@ class Collectives:
         return list(items[self._rank :: self._world_size])
 
     def local_part(self, items: Sequence[T], count: int) -> Sequence[T]:
-        """Return this process's `count` of the `items` of all, by rank; () if they are more or fewer."""
+        """Return this process's `count` items of all processes' `items`, by rank; () if their number does not fit."""
         start = self._rank * count
         return items[start : start + count] if len(items) == self._world_size * count else ()
 

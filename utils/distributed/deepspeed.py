@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO, if `accelerate launch` requests it: the engine's settings, partitioned parameters and states.
 
 Called by accelerator, prepare, utils/doctor/ and utils/checkpoint/training_state.py. The package deepspeed is imported
-only if it is used; for it Accelerate needs transformers too.
+only if it is used; Accelerate then needs transformers too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def prepare_environment(on_cpu: bool) -> None:
 
 
 def without_output() -> AbstractContextManager[object]:
-    """Return a context in which DeepSpeed prints nothing: on the CPU a line per process about a compiled operation."""
+    """Return a context that silences DeepSpeed, which on the CPU prints a line per process about a compiled op."""
     return redirect_stdout(io.StringIO()) if is_requested() else nullcontext()
 
 
@@ -69,7 +69,7 @@ def configure_autocast(plugin: Any, precision: str) -> None:
 
 
 def check_autocast(engine: Any, precision: str) -> None:
-    """Raise `UserError` if the engine's autocast does not have the run's precision: a configuration file may set it."""
+    """Raise `UserError` if the autocast that a configuration file sets differs from the run's precision."""
     actual = str(engine.torch_autocast_dtype()).removeprefix("torch.") if engine.torch_autocast_enabled() else "no"
     if actual != {"bf16": "bfloat16"}.get(precision, precision):
         raise UserError(
@@ -79,7 +79,7 @@ def check_autocast(engine: Any, precision: str) -> None:
 
 
 def stage(plugin: Any) -> int:
-    """Return the stage of ZeRO."""
+    """Return ZeRO's stage."""
     return plugin.deepspeed_config["zero_optimization"]["stage"]
 
 
@@ -98,13 +98,17 @@ def configure(plugin: Any, batch_size: int, accumulation: int, clip: float) -> N
 def optimizer_state(optimizer: Any, parameters: Sequence[nn.Parameter]) -> dict[int, dict[str, Any]]:
     """Return the unpartitioned optimizer state of each parameter, numbered as in torch's `Optimizer.state_dict`.
 
-    optimizer: prepared by Accelerate. parameters: those of its groups, in order. All processes must call this together.
+    All processes must call this together.
+
+    Args:
+        optimizer: optimizer that Accelerate has prepared
+        parameters: parameters of the optimizer's groups, in order
     """
     if not is_requested():
         return optimizer.state_dict()["state"]
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    flat_states = optimizer.optimizer.optimizer.state  # of DeepSpeed's optimizer, and of torch's inside it
+    flat_states = optimizer.optimizer.optimizer.state  # state of torch's optimizer inside DeepSpeed's
     if not flat_states:
         return {}
     parts, common = _split(next(iter(flat_states.values())))
@@ -141,7 +145,7 @@ def load_optimizer_state(
         for name in parts if number in saved else ():
             value = saved[number][name].to(torch.float32)
             if hasattr(parameter, "ds_id"):
-                # Parts have equal lengths, so the last one may extend beyond the end.
+                # Parts have equal lengths, so the last part may extend beyond the end.
                 length, rank = parameter.ds_tensor.numel(), ranks().rank  # type: ignore[attr-defined]
                 filled = nn.functional.pad(value.flatten(), (0, length * ranks().world_size - value.numel()))
                 safe_set_local_optimizer_state(parameter, filled[rank * length : (rank + 1) * length], name)
@@ -164,13 +168,16 @@ def _is_stage3(optimizer: Any) -> bool:
 
 
 def _split(state: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of the values per parameter element, and the single values, such as Adam's step."""
+    """Return the names of the values per parameter element, and the other values, such as Adam's step."""
     parts = [name for name, value in state.items() if isinstance(value, Tensor) and value.dim()]
     return parts, {name: value for name, value in state.items() if name not in parts}
 
 
 def _link(optimizer: Any) -> None:
-    """Link each parameter to its part of the flat state; stages 1 and 2 do so in the first step, for some only."""
+    """Link each parameter to its part of the flat state.
+
+    ZeRO-1 and ZeRO-2 create these links in the first step only, and not for every parameter.
+    """
     zero = optimizer.optimizer
     if _is_stage3(optimizer):
         return
@@ -182,7 +189,7 @@ def _link(optimizer: Any) -> None:
 
 @contextmanager
 def gathered_parameters(model: nn.Module) -> Iterator[None]:
-    """Gather the parameters, of which ZeRO-3 stores a part on each process. All processes must call this together."""
+    """Gather the parameters that ZeRO-3 partitions over the processes. All processes must call this together."""
     parts = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
     if not parts:
         yield

@@ -1,4 +1,4 @@
-"""Devices: those that `--device` names, the number of processes for them, and their description.
+"""Devices: the ones that `--device` names, the number of processes for them, and their description.
 
 Called by the scripts, accelerator, spawn, utils/doctor/, utils/run.py and utils/training/memory.py.
 """
@@ -15,10 +15,10 @@ from utils.distributed.rendezvous import prepare_for_gloo
 from utils.errors import UserError, plural
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-MOST_PROCESSES_PER_CORE = 4  # of --processes
-# Variables by which `accelerate launch` selects what is not supported.
+MOST_PROCESSES_PER_CORE = 4  # limit for --processes
+# Variables by which `accelerate launch` selects features that are not supported.
 OTHER_LAUNCHES = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
-# Modules of torch, and what they drive; other packages add some of them to torch.
+# Modules of torch, and the hardware that they drive; other packages add some of them to torch.
 OTHER_ACCELERATORS = {"xpu": "Intel GPU", "npu": "Ascend NPU", "hpu": "Gaudi", "mlu": "MLU", "musa": "MUSA GPU"}
 
 
@@ -34,7 +34,7 @@ def device_numbers(device: str) -> list[int]:
 
 
 def one_device(device: str) -> torch.device:
-    """Return the device that `--device` names, for a program of a single process; '' selects the best one."""
+    """Return the device that `--device` names, for a single-process program; '' selects the best one."""
     numbers = device_numbers(device)
     if len(numbers) > 1:
         raise UserError(f"--device {device}: one device is enough here; name one of them")
@@ -75,7 +75,7 @@ def processes_to_start(device: str, processes: int) -> int:
 
 
 def choose_devices(device: str) -> bool:
-    """Make only the named CUDA devices visible, so that local rank k gets the k-th. Returns whether to use the CPU.
+    """Make only the named CUDA devices visible, so that local rank k gets the k-th; return whether to use the CPU.
 
     CUDA must not be initialised before the environment is set. Raises `UserError` if there are fewer devices than
     named, or than processes.
@@ -83,7 +83,7 @@ def choose_devices(device: str) -> bool:
     _check_mps_exists(device)
     if device in ("cpu", "mps"):
         return device == "cpu"
-    if not device and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":  # by accelerate launch --cpu
+    if not device and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":  # set by accelerate launch --cpu
         return True
     numbers, processes = device_numbers(device), local_world_size()
     if numbers:
@@ -99,7 +99,7 @@ def choose_devices(device: str) -> bool:
     elif torch.cuda.is_available():
         if processes > torch.cuda.device_count():
             raise UserError(
-                f"the launcher started {processes} processes on this machine, where torch sees "
+                f"the launcher started {processes} processes on this machine, but torch sees "
                 f"{plural(torch.cuda.device_count(), 'CUDA device')}; start as many processes, or use --device cpu"
             )
     else:
@@ -108,9 +108,12 @@ def choose_devices(device: str) -> bool:
 
 
 def refuse_unsupported_launch(device: str) -> None:
-    """Raise `UserError` for a launch that would silently train otherwise: by FSDP, or on the CPU beside an accelerator.
+    """Raise `UserError` if the launcher requests, or this machine has, something that would silently not be used.
 
-    device: --device; if it is given, the accelerator is not looked for.
+    That is FSDP, Megatron-LM, or an accelerator that is not supported.
+
+    Args:
+        device: value of --device; if it is given, the accelerator is not looked for
     """
     for variable, name in OTHER_LAUNCHES.items():
         if os.environ.get(variable, "").lower() in ("true", "1"):
@@ -147,7 +150,7 @@ def _check_devices_exist(device: str, numbers: list[int], available: int) -> Non
 
 
 def loader_workers(requested: int) -> int:
-    """Return the loader processes per training process: `requested`, at most this machine's cores over all of them."""
+    """Return the loader processes per training process: `requested`, at most one per core of the machine in total."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(0, min(requested, cores // local_world_size()))
 

@@ -36,9 +36,11 @@ BUCKET = 1 << 22  # numbers that processes add at once
 class DistributedModel:
     """A model, `bare`, as each logical process of this process calls it in training.
 
-    modules: Accelerate's wrappers of `replicas`, the first of which is `bare`; they share all parameters. keeps_norms:
-    BatchNorm normalises as in evaluation. `bare` is stored because Accelerate's `unwrap_model` imports deepspeed if
-    that is installed.
+    `bare` is stored because Accelerate's `unwrap_model` imports deepspeed if that is installed.
+
+    Args:
+        modules: Accelerate's wrappers of `replicas`, the first of which is `bare`; they share all parameters
+        keeps_norms: whether BatchNorm normalises as in evaluation
     """
 
     def __init__(
@@ -67,14 +69,14 @@ class DistributedModel:
             draw_masks_of(replica, logical.first + number, logical.count, generator)
             if logical.sync_bn:
                 normalise_together(replica, Shares(self.sum, partial(meeting.together, number)))
-        self._usable_threads = 1  # on a GPU kernels are queued one after another anyway
+        self._usable_threads = 1  # a GPU's kernels are queued one after another in any case
         if device.type == "cpu":
             self._usable_threads = min(logical.local, threads_per_process(local_world_size()))
             if logical.sync_bn and logical.local > 1:
                 self._threads = LocalThreads(logical.local, meeting)
 
     def train(self) -> None:
-        """Set the modules to training; with `keeps_norms` BatchNorm normalises as in evaluation."""
+        """Set the modules to training mode; with `keeps_norms` BatchNorm normalises as in evaluation."""
         for module in self.modules:
             module.train()
             for layer in module.modules() if self.keeps_norms else ():
@@ -86,9 +88,10 @@ class DistributedModel:
         return gathered_parameters(self.prepared)
 
     def sum(self, addends: Sequence[Tensor]) -> Tensor:
-        """Return the sum over all logical processes; `addends` are a tensor of each of this process's.
+        """Return the sum over all logical processes. All processes must call it together.
 
-        All processes must call it together.
+        Args:
+            addends: a tensor of each logical process of this process
         """
         if not self.logical.exact:
             return self.accelerator.reduce(addends[0], "sum")
@@ -98,7 +101,7 @@ class DistributedModel:
     def map(self, work: Callable[[nn.Module, B], T], batches: Sequence[B], seed: int) -> list[T]:
         """Return the results of `work` for each local logical process, from its module and its batch.
 
-        torch is seeded for each. On a CPU they run in parallel, unless the first batch draws random numbers.
+        torch is seeded for each. On a CPU the calls run in parallel, unless the first batch draws random numbers.
         """
         if not self.logical.exact:
             torch.manual_seed(seed)
@@ -110,7 +113,7 @@ class DistributedModel:
             results = list(self._threads.map(work, self.modules, batches))
             if has_drawn(seed):
                 raise UserError(
-                    "the model draws random numbers in training by other layers than dropout, which cannot be repeated "
+                    "the model draws random numbers in training in layers other than dropout, which cannot be repeated "
                     f"here; start {self.logical.count} processes, as many as --logical-processes"
                 )
             return results
@@ -124,9 +127,12 @@ class DistributedModel:
         return results
 
     def backward(self, objectives: Sequence[Tensor]) -> None:
-        """Add the gradients of this process's objectives, and in the last batch of a step those of all processes.
+        """Add the gradients of this process's objectives, and in the last batch of a step all processes' gradients.
 
-        objectives: a scalar for each local logical process. All processes must call it together.
+        All processes must call it together.
+
+        Args:
+            objectives: a scalar for each local logical process
         """
         accelerator = self.accelerator
         if not self.logical.exact:
@@ -137,7 +143,10 @@ class DistributedModel:
     def differentiate(self, objectives: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums of this process's gradients, [] in a batch that is not the last of its step (`exact`).
 
-        objectives: a scalar for each local logical process. Nothing is exchanged.
+        Nothing is exchanged.
+
+        Args:
+            objectives: a scalar for each local logical process
         """
         numbers = list(reversed(range(len(objectives))))
         scaled = [self._scaled(objectives[number]) for number in numbers]
@@ -145,13 +154,17 @@ class DistributedModel:
         return self._local_sums(zip(numbers, gradients, strict=True))
 
     def differentiate_in_turn(self, objectives: Iterable[tuple[int, Tensor]]) -> list[Tensor]:
-        """Do the same as `differentiate` with one objective after another. objectives: as from `in_turn`."""
+        """Do the same as `differentiate` with one objective after another.
+
+        Args:
+            objectives: numbers of local logical processes and their scalars, as from `in_turn`
+        """
         return self._local_sums((number, self._gradients_of(self._scaled(each))) for number, each in objectives)
 
     def in_turn(self, work: Callable[[nn.Module, B], T], batches: Sequence[B], seed: int) -> Iterator[tuple[int, T]]:
         """Yield the results of `map`, from the last logical process to the first, each with its local number.
 
-        A result is computed when the one before is no longer needed.
+        Each result is computed only once the previous one is no longer needed.
         """
         for number in reversed(range(len(batches))):
             self._generators[number].manual_seed(seed)
@@ -159,7 +172,7 @@ class DistributedModel:
             yield number, work(self.modules[number], batches[number])
 
     def exchange(self, sums: Sequence[Tensor]) -> None:
-        """Set the parameters' gradients to the sum over all processes of what `differentiate` returned, if anything.
+        """Set the parameters' gradients to the sum over all processes of the result of `differentiate`, if not empty.
 
         All processes must call it together.
         """
@@ -176,7 +189,7 @@ class DistributedModel:
                 partial_sums.add(each)
             else:
                 accumulated[number] = list(each)
-        self._accumulated = accumulated  # not before: a process that lacks memory tries again
+        self._accumulated = accumulated  # only now: a process that runs out of memory tries again
         return partial_sums.take() if is_last else []
 
     def _scaled(self, objective: Tensor) -> Tensor:
@@ -187,7 +200,7 @@ class DistributedModel:
         return torch.autograd.grad(objective, self._trained, materialize_grads=True)
 
     def _set_gradients(self, sums: Sequence[Tensor]) -> None:
-        """Set the parameters' gradients to the sum over all processes of `sums`, those of this process."""
+        """Set the parameters' gradients to the sum over all processes of `sums`, which each process gives."""
         torch._foreach_copy_(self._gradients, list(sums))
         if self.accelerator.num_processes > 1:
             for bucket in self._flat.split(BUCKET):
@@ -198,7 +211,8 @@ class DistributedModel:
     def average_statistics(self, averages: Sequence[nn.Module]) -> None:
         """Average BatchNorm's statistics over logical processes; with --sync-bn they are equal already.
 
-        averages: the EMA of each local logical process, whose statistics are averaged too.
+        Args:
+            averages: the EMA of each local logical process, whose statistics are averaged too
         """
         for models in (self.replicas, averages):
             average_statistics(models, self.sum, self.logical.count)

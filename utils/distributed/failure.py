@@ -1,4 +1,4 @@
-"""Who failed: an error, a lost process or a stalled one ends all processes, and one of them prints the reason.
+"""Failures: an error, a lost process or a stalled one ends all processes, and one of them prints the reason.
 
 Called by the scripts and spawn (`run_main`), utils/run.py (`Watchdog`), accelerator, barrier and stop.
 """
@@ -40,19 +40,19 @@ from utils.distributed.ranks import (
 from utils.distributed.store import query_store, run_store
 from utils.errors import UserError, first_line
 
-EXPLAIN_SECONDS = 5.0  # that a failing process waits for another one to print the reason
-ALARM_POLL_SECONDS = 1.0  # between two checks whether another process has failed
-ROLL_CALL_SECONDS = 2.5  # in which the surviving processes write that they are present
-HEARTBEATS_SECONDS = 3.0  # in which the other processes write their heartbeats
+EXPLAIN_SECONDS = 5.0  # time that a failing process waits for another one to print the reason
+ALARM_POLL_SECONDS = 1.0  # interval of the checks whether another process has failed
+ROLL_CALL_SECONDS = 2.5  # time for the surviving processes to write that they are present
+HEARTBEATS_SECONDS = 3.0  # time for the other processes to write their heartbeats
 # Code that waits for other processes: a collective, or backward, which ends in one.
 WAITING = ("torch/distributed/", "torch/autograd/", "deepspeed/comm/")
 
 
-_on_failure: list[Callable[[str], object]] = []  # at most one, see `on_failure`
+_on_failure: list[Callable[[str], object]] = []  # at most one listener, see `on_failure`
 
 
 def on_failure(listener: Callable[[str], object]) -> None:
-    """Call `listener` with the reason before this process ends by an error; it must return soon."""
+    """Call `listener` with the reason before this process ends with an error; it must return soon."""
     _on_failure[:] = [listener]
 
 
@@ -78,8 +78,8 @@ class Stopped(Exception):
 def run_main(main: Callable[[], object]) -> None:
     """Call a script's `main`; turn a `UserError` into one line on stderr and exit code 1, Ctrl-C into exit code 130.
 
-    One of all processes prints the line, also for a process that was lost. This process ends with its launcher, and its
-    loader processes end with it.
+    Only one of all processes prints the line, also for a process that was lost. This process ends with its launcher,
+    and its loader processes end with it.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL and SPAWNED not in os.environ:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # the scripts change it during their imports
@@ -122,7 +122,7 @@ def run_main(main: Callable[[], object]) -> None:
     if distributed.is_initialized():
         distributed.destroy_process_group()
     if world_size() > 1 or by_zero or Background.abandoned:
-        hard_exit("", 0)  # threads of DeepSpeed, or one that reads the store, may abort a regular exit, or hang in it
+        hard_exit("", 0)  # threads of DeepSpeed, or one that reads the store, may abort or block a regular exit
 
 
 def lost_contact(error: Exception) -> str:
@@ -170,7 +170,10 @@ def _end(message: str, code: int) -> NoReturn:
 
 
 def _end_as_survivor(message: str) -> NoReturn:
-    """Exit with all surviving processes after one was lost; one of them names it unless it has printed a reason."""
+    """Exit with all surviving processes after one was lost; one of them names the lost process.
+
+    If a process has already printed a reason, nothing more is printed.
+    """
     notify_failure(message)
     end_workers()
     raise_alarm()
@@ -188,7 +191,7 @@ def _end_as_survivor(message: str) -> NoReturn:
 
 
 def exit_reporting_once(explain: Callable[[], str], code: int = 1) -> NoReturn:
-    """Exit as `hard_exit` does. The first process to fail prints the result of `explain`; the others wait for that."""
+    """Exit as `hard_exit` does. The first process to fail prints the result of `explain`; the others wait for it."""
     if is_first_to_fail():
         hard_exit(explain(), code)
     time.sleep(EXPLAIN_SECONDS)  # if this process exits earlier, the first one may be ended before it has printed
@@ -207,13 +210,13 @@ def hard_exit(message: str, code: int = 1) -> NoReturn:
 
 
 def is_first_to_fail() -> bool:
-    """Return whether this process is the first to call this; without the store, whether it prints for its machine."""
+    """Return whether this process is the first to call this; without a store, whether it prints for its machine."""
     calls = query_store(lambda store: store.count("failed"), 0)
     return calls == 1 if calls else is_local_main() or _main_is_gone()
 
 
 def _main_is_gone() -> bool:
-    """Return whether the main process of this machine hosted the store, and this process prints in its place."""
+    """Return whether this process prints in place of the lost main process, which hosted the store."""
     here = ranks()
     return run_store() is not None and not store_is_hosted() and here.rank == here.local_rank == 1
 
@@ -235,7 +238,7 @@ def start_failure_monitor() -> None:
 
 
 def raise_alarm() -> None:
-    """Tell all processes that the run ends; those that still run write so to the store."""
+    """Tell all processes that the run ends; the surviving ones then write to the store that they are present."""
     query_store(lambda store: store.write_once("alarm", True), None)
 
 
@@ -251,7 +254,7 @@ def _await_alarm() -> None:
 
 
 def exit_with_parent() -> None:
-    """End this process with the launcher that started it, if any: a launcher may be killed without passing it on."""
+    """End this process with the launcher that started it, if any, because a killed launcher passes no signal on."""
     if "TORCHELASTIC_RUN_ID" in os.environ or "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
         threading.Thread(target=_follow, args=(PARENT,), daemon=True).start()
 
@@ -270,16 +273,16 @@ def _follow(parent: int) -> None:
 
 
 class Heartbeat(NamedTuple):
-    """The state of a process without progress: its batches so far, and whether it waits for other processes."""
+    """The state of a process without progress: the number of its batches, and whether it waits for other processes."""
 
     batches: int
     waits: bool
 
 
 class Watchdog:
-    """Ends a process if `beat` was not called for `timeout` seconds within the `with`; names the process at fault.
+    """Ends a process if `beat` is not called for `timeout` seconds within the `with`; names the process at fault.
 
-    Each process writes its Python stacks into `folder`/stacks. A single process is not watched.
+    Each process writes its Python stacks into `folder`/stacks. A run of a single process is not watched.
     """
 
     def __init__(self, timeout: float, folder: Path) -> None:
@@ -302,7 +305,7 @@ class Watchdog:
         self.on = False
 
     def watch(self) -> None:
-        """Call `end` if there is no beat for `timeout` seconds; return at the end of the `with`."""
+        """Call `end` after `timeout` seconds without a beat; return at the end of the `with`."""
         while self.on:
             time.sleep(min(self.timeout / 10, 1.0))
             if self.on and time.monotonic() - self.last > self.timeout:
@@ -313,7 +316,7 @@ class Watchdog:
         waits = is_waiting(sys._current_frames()[threading.main_thread().ident or 0])
         heartbeat = Heartbeat(self.batches, waits)
         query_store(lambda store: store.write("heartbeats", heartbeat), None)
-        with suppress(OSError):  # on a full disk the process must end too
+        with suppress(OSError):  # the process must end on a full disk too
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
@@ -336,7 +339,11 @@ class Watchdog:
 
 
 def is_waiting(frame: FrameType | None) -> bool:
-    """Return whether a stack ends in a wait for other processes. frame: the innermost one."""
+    """Return whether a stack ends in a wait for other processes.
+
+    Args:
+        frame: innermost frame of the stack
+    """
     while frame is not None:
         name = frame.f_code.co_filename.replace("\\", "/")
         if any(part in name for part in WAITING):
@@ -346,7 +353,7 @@ def is_waiting(frame: FrameType | None) -> bool:
 
 
 def lagging_ranks(processes: int, heartbeats: dict[int, Heartbeat]) -> set[int]:
-    """Return the ranks that the others wait for: those without a heartbeat, those not waiting, or those behind."""
+    """Return the ranks that the others wait for: without a heartbeat, else not waiting, else behind."""
     absent = set(range(processes)) - set(heartbeats)
     if absent:
         return absent

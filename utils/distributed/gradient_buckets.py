@@ -13,17 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def order_buckets(model: DistributedDataParallel, image_size: int) -> None:
-    """Run a forward and a backward pass on one black image of `image_size` pixels, and leave no other trace than the
-    order in which gradients arrive. All processes must call it together, before their first step.
+    """Run a forward and a backward pass on one black image of `image_size` pixels, so that DDP orders its buckets.
 
-    DDP starts with buckets in the order of the parameters. In the first backward pass it notes the order in which the
-    gradients arrive, and before the second forward pass it makes its final buckets from it. All-reduce adds the
-    processes' numbers in an order that depends on their place in a bucket, so with three or more processes a run that
-    is resumed would round its first step differently from the same step of the uninterrupted run. With this pass every
-    step, of a new run and of a resumed one, has the final buckets.
+    All processes must call it together, before their first step. It has no other effect.
 
-    BatchNorm is as in evaluation, because a batch of one image has no statistics; the rest is as in training, because a
-    layer may use its parameters only there.
+    DDP starts with buckets in the order of the parameters. In the first backward pass it records the order in which the
+    gradients arrive, and before the second forward pass it makes its final buckets from that order. All-reduce adds the
+    processes' numbers in an order that depends on their place in a bucket, so with three or more processes a resumed
+    run would round its first step differently from the same step of the uninterrupted run. With this pass every step of
+    a new or resumed run has the final buckets.
+
+    BatchNorm runs as in evaluation, because a batch of one image has no statistics. The other layers run as in
+    training, because a layer may use its parameters only there.
     """
     device = next(model.parameters()).device
     # A GPU's generator need not be restored: it is seeded for each batch.

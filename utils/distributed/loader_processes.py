@@ -18,34 +18,34 @@ from filelock import FileLock, Timeout
 
 from utils.distributed.allocator import keep_freed_memory
 
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
-KEPT_BYTES = 2**28  # of free memory in a loader process
-MAX_SOCKET_FOLDER_BYTES = 107 - len("/listener-12345678")  # a socket's path has at most 107
-IN_USE = "in-use"  # in such a folder: a file that the process which has made it keeps locked
-PARENT_POLL_SECONDS = 1.0  # between two checks whether the training process has ended
+PR_SET_PDEATHSIG = 1  # option of Linux's prctl
+KEPT_BYTES = 2**28  # free memory that a loader process keeps
+MAX_SOCKET_FOLDER_BYTES = 107 - len("/listener-12345678")  # a socket's path has at most 107 bytes
+IN_USE = "in-use"  # file in a folder of sockets that the folder's process keeps locked
+PARENT_POLL_SECONDS = 1.0  # interval of the checks whether the training process has ended
 
 
 def share_temporary_folder() -> None:
     """Make the folder of multiprocessing's sockets in this process, before it starts loader processes.
 
-    They use it too. A folder of their own would stay on the disk, because they end without cleaning up. Without the
-    folder they could send nothing, and the training process would wait for ever; also if its path is too long for a
-    socket's, so that one below /tmp takes its place then. Folders of processes that were killed are removed.
+    The loader processes use the folder too. Folders of their own would stay on the disk, because they end without
+    cleaning up. Without the folder they could send nothing, and the training process would wait forever. If the path is
+    too long for a socket, a folder below /tmp takes its place. Folders of killed processes are removed.
     """
     os.makedirs(folder := get_temp_dir(), mode=0o700, exist_ok=True)
     if len(os.fsencode(folder)) > MAX_SOCKET_FOLDER_BYTES:
         short = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
         multiprocessing.process.current_process()._config["tempdir"] = short  # type: ignore[attr-defined]
         Finalize(None, shutil.rmtree, args=(short, True), exitpriority=-100)
-    with suppress(OSError, NotImplementedError):  # a disk without locks
+    with suppress(OSError, NotImplementedError):  # the disk has no locks
         _keep_locked(Path(get_temp_dir()))
 
 
-_locks: list[FileLock] = []  # until this process ends
+_locks: list[FileLock] = []  # held until this process ends
 
 
 def _keep_locked(folder: Path) -> None:
-    """Lock the folder of sockets of this process, and remove those beside it whose process has ended."""
+    """Lock this process's folder of sockets, and remove folders beside it whose process has ended."""
     if _locks:
         return
     _locks.append(FileLock(folder / f"{IN_USE}.new", timeout=0))
@@ -59,14 +59,14 @@ def _keep_locked(folder: Path) -> None:
 def remove_temporary_folders() -> None:
     """Remove multiprocessing's folder of sockets and all `TemporaryDirectory`s, before an exit that cleans nothing up.
 
-    W&B makes one for each table. A loader process leaves them, and a process that multiprocessing has started the
-    folder of sockets: they may be those of its parent.
+    W&B makes a `TemporaryDirectory` for each table. A loader process removes nothing, and a process that
+    multiprocessing has started keeps the folder of sockets, because they may belong to the parent.
     """
     if multiprocessing.parent_process() is None:
         shutil.rmtree(get_temp_dir(), ignore_errors=True)
     if not multiprocessing.current_process().daemon:
         for made in [each for each in gc.get_objects() if type(each) is tempfile.TemporaryDirectory]:
-            with suppress(Exception):  # of whichever package has made it
+            with suppress(Exception):  # any package may have made it
                 made.cleanup()
 
 
@@ -81,7 +81,7 @@ def init_worker(number: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # on Linux it ends at once with its parent
     signal.set_wakeup_fd(-1)
     for name in ("SIGINT", "SIGUSR1", "SIGHUP"):
-        if hasattr(signal, name):  # Windows has the first one
+        if hasattr(signal, name):  # Windows has only the first signal
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     if hasattr(signal, "sigtimedwait"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -99,10 +99,11 @@ def _await_end(parent: int) -> None:
 def end_workers() -> None:
     """Terminate the loader processes of this process, which is about to end; killed ones would print errors.
 
-    One that has only just started is killed by the signal, which torch's handler of SIGCHLD would report as an error.
+    A loader process that has only just started is killed by the signal, which torch's SIGCHLD handler would report as
+    an error.
     """
     handler = None
-    with suppress(AttributeError, ValueError):  # Windows has none, and a thread must not change it
+    with suppress(AttributeError, ValueError):  # Windows has no SIGCHLD, and only the main thread may set handlers
         handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     workers = multiprocessing.active_children()
     for worker in workers:

@@ -1,8 +1,8 @@
-"""Logical processes: a run computes what V processes compute, whatever the number of real ones that share the work.
+"""Logical processes: a run computes what V processes compute, whatever the number of real processes.
 
 Called by train.py and utils/training/optimizer_steps.py, which give the flags, and by prepare. A logical process has a
-fixed share of each batch, BatchNorm statistics, parts of dropout's masks and loss sums of its own, and the sums over
-all of them are added by one tree (tree_sum.py): so all results are the same bytes on 1, 2, 4 ... processes.
+fixed share of each batch, and BatchNorm statistics, parts of dropout's masks and loss sums of its own. One tree
+(tree_sum.py) adds the sums of all logical processes, so all results are the same bytes on 1, 2, 4 ... processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ M = TypeVar("M", bound=nn.Module)
 class SyncOptions:
     """The flags of the batch and of the communication between processes."""
 
-    batch_size: int  # of all processes
+    batch_size: int  # images per batch, in total over all processes
     sync_bn: bool
     logical_processes: int
     comm_hook: str
@@ -35,21 +35,21 @@ class SyncOptions:
 
 @dataclass(frozen=True)
 class LogicalProcesses:
-    """The logical processes of a run, and those of them that this process computes.
+    """The logical processes of a run, and the ones that this process computes.
 
-    Without --logical-processes each process is one, and sums are those of an all-reduce, rounded in an order that
-    depends on the number of processes.
+    Without --logical-processes each process is one logical process, and an all-reduce adds the sums, rounded in an
+    order that depends on the number of processes.
     """
 
-    count: int  # of the run
-    local: int  # of this process: first, first + 1 ...
+    count: int  # number of logical processes of the run
+    local: int  # number of logical processes of this process: first, first + 1 ...
     first: int
-    sync_bn: bool = False  # whether BatchNorm's statistics are those of all
+    sync_bn: bool = False  # whether BatchNorm has the statistics of all logical processes
     exact: bool = False  # whether sums are added by the tree
 
     @classmethod
     def of(cls, options: SyncOptions, accelerator: Accelerator) -> LogicalProcesses:
-        """Return the logical processes that the flags ask for. Raises `UserError` for flags that exclude each other."""
+        """Return the logical processes that the flags request. Raises `UserError` for flags that exclude each other."""
         processes, count = accelerator.num_processes, options.logical_processes
         check_logical_processes(options, processes)
         if not count or (options.sync_bn and accelerator.device.type != "cpu"):
@@ -58,7 +58,7 @@ class LogicalProcesses:
         return cls(count, local, local * accelerator.process_index, options.sync_bn and count > 1, exact=True)
 
     def fix_kernels(self, device: torch.device) -> None:
-        """Let no kernel be chosen by its time, nor add in an order that depends on the number of threads."""
+        """Prevent kernels that are chosen by timing, or that add in an order that depends on the number of threads."""
         if not self.exact:
             return
         torch.backends.cudnn.benchmark = False
@@ -83,9 +83,9 @@ class LogicalProcesses:
         ]
 
     def replicate(self, model: M) -> list[M]:
-        """Return a module for each logical process of this process: `model`, and copies with the same parameters.
+        """Return a module for each logical process of this process: `model`, and copies that share its parameters.
 
-        They have buffers of their own.
+        The copies have buffers of their own.
         """
         shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
         return [model, *(copy.deepcopy(model, dict(shared)) for _ in range(1, self.local))]
@@ -94,7 +94,8 @@ class LogicalProcesses:
 def check_logical_processes(options: SyncOptions, processes: int = 0) -> None:
     """Raise `UserError` for flags that --logical-processes excludes, and for numbers that do not fit each other.
 
-    processes: of the run; 0 takes those of the launch.
+    Args:
+        processes: number of processes of the run; 0 takes the number that were launched
     """
     count, processes = options.logical_processes, processes or world_size()
     if not count:
@@ -119,7 +120,8 @@ def check_logical_processes(options: SyncOptions, processes: int = 0) -> None:
 class Shares:
     """Collates the items of this process's batch as a list: the batch of each of its logical processes.
 
-    collate: joins the items of one batch.
+    Args:
+        collate: joins the items of one batch
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], shares: int) -> None:

@@ -10,13 +10,13 @@ import torch
 from utils.config.options import PRECISIONS
 from utils.errors import UserError
 
-# Set by `accelerate launch`, from its file or command line. It is 'no' also if neither names a precision, so 'no' is
-# no choice; --mixed-precision no trains in float32.
+# Set by `accelerate launch`, from its file or command line. It is also 'no' if neither names a precision, so 'no' does
+# not count as a choice; --mixed-precision no trains in float32.
 LAUNCHER_PRECISION = "ACCELERATE_MIXED_PRECISION"
 
 
 class Precision(NamedTuple):
-    """The precision of autocast, one of `PRECISIONS`, and what has named it."""
+    """The precision of autocast, one of `PRECISIONS`, and the reason for it."""
 
     name: str
     reason: str
@@ -26,10 +26,14 @@ class Precision(NamedTuple):
 
 
 def choose_precision(requested: str, device: str, by_zero: bool) -> Precision:
-    """Return what a flag requests, else what the launcher names, else what the device is fast at.
+    """Return the precision that a flag requests, else the launcher's, else the one in which the device is fast.
 
-    requested: by a flag, or ''. device: its kind: cpu, cuda or mps. by_zero: DeepSpeed's autocast has no loss scaling,
-    so fp16 is never the default. Raises `UserError` for a precision that is not supported.
+    Raises `UserError` for a precision that is not supported.
+
+    Args:
+        requested: precision that a flag requests, or ''
+        device: kind of device: cpu, cuda or mps
+        by_zero: whether DeepSpeed trains the model; its autocast has no loss scaling, so fp16 is never the default
     """
     named = os.environ.get(LAUNCHER_PRECISION, "").lower()
     if requested:

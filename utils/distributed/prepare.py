@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def place_model(accelerator: Accelerator, model: Model) -> None:
     """Move `model` to the device in place, with the main process's weights. All processes must call this together."""
     synchronise_dropout(model)
-    # DeepSpeed requires contiguous weights; feature maps, which are larger, have the format of the images anyway.
+    # DeepSpeed requires contiguous weights; feature maps, which are larger, have the images' format in any case.
     by_zero = accelerator.state.deepspeed_plugin is not None
     memory_format = torch.contiguous_format if by_zero else layout(accelerator.device)
     model.to(accelerator.device, memory_format=memory_format)  # type: ignore[call-overload]
@@ -49,8 +49,11 @@ def prepare(
 ) -> tuple[DistributedModel, Any, DataLoader]:
     """Return the model with exact BatchNorm, the optimizer and the loader, prepared by Accelerate.
 
-    The loader then delivers lists: the batch of each logical process of this process. precision: of autocast.
-    keep_norms: whether BatchNorm's statistics stay as they are.
+    The loader then delivers lists: the batch of each logical process of this process.
+
+    Args:
+        precision: precision of autocast
+        keep_norms: whether BatchNorm's statistics stay unchanged
     """
     plugin = accelerator.state.deepspeed_plugin
     logical = LogicalProcesses.of(options, accelerator)

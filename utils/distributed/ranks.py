@@ -14,17 +14,17 @@ from typing import NamedTuple
 from utils.errors import UserError, shortened
 
 SPAWNED = "LOCKSTEP_SPAWNED"  # environment variable of the processes that `spawn` starts
-TRUE_VALUES = ("y", "yes", "t", "true", "on", "1")  # in Accelerate's environment variables
+TRUE_VALUES = ("y", "yes", "t", "true", "on", "1")  # values that are true in Accelerate's environment variables
 TRUTH_VALUES = (*TRUE_VALUES, "n", "no", "f", "false", "off", "0", "")
-# Variables that say the same as a launcher's RANK, WORLD_SIZE, LOCAL_RANK, of Open MPI's mpirun and of srun.
+# Variables of Open MPI's mpirun and of srun that correspond to a launcher's RANK, WORLD_SIZE, LOCAL_RANK.
 OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-OWN_LAUNCH = ("RANK", "WORLD_SIZE", "WANDB_SWEEP_ID")  # one of them: srun and mpirun have not started a single run
+OWN_LAUNCH = ("RANK", "WORLD_SIZE", "WANDB_SWEEP_ID")  # if any is set, srun or mpirun has not started a single run
 TOKEN = "LOCKSTEP_TOKEN"  # environment variable: a secret of the run's processes, see store.py
 
 
 class Ranks(NamedTuple):
-    """Rank of this process and number of processes, among all and on this machine."""
+    """Rank of this process and number of processes, in the run and on this machine."""
 
     rank: int
     world_size: int
@@ -36,13 +36,13 @@ class Ranks(NamedTuple):
 
 
 def ranks() -> Ranks:
-    """Read the ranks from the environment; without a launcher they are those of a single process."""
+    """Read the ranks from the environment; without a launcher this is the only process."""
     rank, processes, local_rank = map(launch_number, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     return Ranks(rank, max(processes, 1), local_rank, launch_number("LOCAL_WORLD_SIZE", 1))
 
 
 def launch_number(name: str, default: int = 0, maximum: int = 2**31 - 1) -> int:
-    """Return a number that a launcher sets in the environment. Raises `UserError` if it is none."""
+    """Return a number that a launcher sets in the environment. Raises `UserError` if the value is not a number."""
     text = os.environ.get(name) or str(default)
     if not text.isdecimal() or int(text) > maximum:
         raise UserError(
@@ -57,7 +57,7 @@ def adopt_launch() -> None:
 
     Does nothing if another launcher has set them, and for a trial of a W&B sweep, since each task may be an agent.
     MASTER_ADDR and MASTER_PORT of the environment take precedence. Raises `UserError` if mpirun has started processes
-    on several machines without MASTER_ADDR, and for variables that are no numbers.
+    on several machines without MASTER_ADDR, and for variables that are not numbers.
     """
     if any(os.environ.get(name) for name in OWN_LAUNCH):
         return
@@ -86,7 +86,7 @@ def adopt_launch() -> None:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Return the number of tasks of each node of a step, which SLURM writes as `4(x2),3`. Raises `UserError`."""
+    """Return the number of tasks on each node of a step, which SLURM writes as `4(x2),3`. Raises `UserError`."""
     groups = [re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", word) for word in text.split(",")]
     if not all(groups):
         raise UserError(
@@ -136,7 +136,7 @@ def local_world_size() -> int:
 
 
 def threads_per_process(processes: int) -> int:
-    """Return the threads per process for `processes` on this machine; more threads than cores are slower."""
+    """Return the threads per process for `processes` on this machine, at most one per core, as more are slower."""
     return max((os.cpu_count() or 1) // processes, 1)
 
 
@@ -156,7 +156,7 @@ def is_local_main() -> bool:
 
 
 def without_launcher(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables without those by which launchers make a process one of several."""
+    """Return environment variables without the ones by which launchers make a process one of several."""
     names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     prefixes = ("ACCELERATE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "MASTER_PORT", SPAWNED, TOKEN)
     return {name: value for name, value in variables.items() if name not in names and not name.startswith(prefixes)}

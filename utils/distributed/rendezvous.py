@@ -39,15 +39,15 @@ from utils.errors import UserError, first_line
 LOOPBACK = "127.0.0.1"
 RUN_RENDEZVOUS = "lockstep://"  # init_method of torch's process group: `_rendezvous`
 MAX_PORT = 2**16 - 1
-NOTICE_SECONDS = 15.0  # until a process prints that it waits for the main process
-RENDEZVOUS_MARGIN_SECONDS = 30.0  # added to the time-out, after which a rendezvous that torch does not end is ended
+NOTICE_SECONDS = 15.0  # time after which a process prints that it waits for the main process
+RENDEZVOUS_MARGIN_SECONDS = 30.0  # added to the time-out; then a rendezvous that torch does not end is ended
 
 
 def prepare_for_gloo() -> None:
     """Set the number of threads, and gloo's network interface to the one with a route to the main process.
 
-    By default gloo uses the interface of the host name: on many machines the loopback, on others one that anybody on
-    the network can reach, even if all processes are on this machine.
+    By default gloo uses the interface of the host name. On many machines that is the loopback, on others an interface
+    that anybody on the network can reach, even if all processes are on this machine.
     """
     if not os.environ.get("OMP_NUM_THREADS"):
         threads = threads_per_process(local_world_size())
@@ -64,7 +64,7 @@ def prepare_for_gloo() -> None:
 
 
 def main_address() -> tuple[str, int]:
-    """Return address and port of the main process."""
+    """Return the address and port of the main process."""
     return os.environ.get("MASTER_ADDR", "127.0.0.1"), launch_number("MASTER_PORT", 29500, MAX_PORT)
 
 
@@ -118,7 +118,9 @@ def rendezvous_errors(timeout: float) -> Iterator[None]:
 def _explain(error: BaseException, where: str, timeout: float) -> str:
     text = str(error)
     if "EADDRINUSE" in text or getattr(error, "errno", 0) == errno.EADDRINUSE:
-        return f"{where} is in use on this machine; give all processes another one (--main_process_port, --master_port)"
+        return (
+            f"{where} is in use on this machine; give all processes another port (--main_process_port, --master_port)"
+        )
     advice = f", or give all of them the same {TOKEN}" if os.environ.get(TOKEN) else ""
     if joined := re.search(r"(\d+)/(\d+) clients joined", text):
         return (
@@ -132,9 +134,11 @@ def _explain(error: BaseException, where: str, timeout: float) -> str:
 
 
 def loopback_store(port: int, timeout: timedelta, processes: int | None = None) -> TCPStore:
-    """Host a store that only this machine can reach, while torch's own listens on all interfaces.
+    """Host a store that only this machine can reach; torch's own stores listen on all interfaces.
 
-    port: 0 takes a free one. processes: number of processes that the call waits for.
+    Args:
+        port: port to listen on; 0 takes a free one
+        processes: number of processes that the call waits for
     """
     listener = socket.create_server((LOOPBACK, port))
     number = listener.getsockname()[1]
@@ -150,16 +154,16 @@ def loopback_store(port: int, timeout: timedelta, processes: int | None = None) 
 
 
 def hosts_on_loopback() -> bool:
-    """Return whether this process hosts the store, and all processes reach it by the loopback."""
+    """Return whether this process hosts the store and all processes reach it over the loopback interface."""
     here, address = ranks(), main_address()[0]
     return here.rank == 0 and not store_is_hosted() and address in ("localhost", LOOPBACK)
 
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    """Connect to the run's store as torch does; the only place where the processes of a run make or open it.
+    """Connect to the run's store as torch does; the processes of a run make or open it nowhere else.
 
-    Its keys differ between attempts of the launcher: one that restarts the processes may reuse the store, with the
-    addresses of the last attempt, and torch would wait for an answer from one of these.
+    The store's keys differ between restarts by the launcher, which may reuse the store: torch would otherwise find the
+    addresses of the previous start and wait for an answer from one of them.
     """
     key = store_key("torch", os.environ.get(TOKEN, ""))
     if hosts_on_loopback():

@@ -21,26 +21,26 @@ import psutil
 from utils.distributed.ranks import ranks
 from utils.distributed.store import run_store
 
-CGROUP = Path("/sys/fs/cgroup")  # of a container, version 2
-MEMORY_NAME = "lockstep"  # of memory files, as /proc shows it
-in_use: WeakSet[SharedMemory] = WeakSet()  # of this process: pages count as free until they are written
+CGROUP = Path("/sys/fs/cgroup")  # files of a container's cgroup, version 2
+MEMORY_NAME = "lockstep"  # name of memory files in /proc
+in_use: WeakSet[SharedMemory] = WeakSet()  # this process's memory, whose pages count as free until they are written
 _calls = itertools.count()
 
 
 class SharedMemory:
-    """Zeroed bytes, uint8 (n,), of a file without a name; it exists as long as a process that has opened it.
+    """Zeroed bytes, uint8 (n,), of a nameless file that exists as long as any process has it open.
 
-    It can be sent to processes that are being started.
+    The object can be sent to processes that are being started.
     """
 
     def __init__(self, file: int) -> None:
-        self.file = file  # descriptor, on which parts can be locked
+        self.file = file  # descriptor, through which parts can be locked
         self.bytes = np.frombuffer(mmap.mmap(file, 0), np.uint8)
         finalize(self, os.close, file)
 
     @classmethod
     def of_size(cls, size: int) -> SharedMemory:
-        """Return `size` new bytes, at least one. Pages take memory once they are written."""
+        """Return `size` new bytes, but at least one. Pages take memory only once they are written."""
         if hasattr(os, "memfd_create"):
             file = os.memfd_create(MEMORY_NAME, 0)
         else:
@@ -60,7 +60,10 @@ def _received(file: Any) -> SharedMemory:
 def shared_memory(size: Callable[[int], int]) -> SharedMemory:
     """Return memory shared by all processes of this machine and those that they start.
 
-    size: returns the number of bytes for a number of free bytes. All processes must make these calls in the same order.
+    All processes must make these calls in the same order.
+
+    Args:
+        size: maps the number of free bytes to the number of bytes to allocate
     """
     if in_use:
         gc.collect()  # loaders of an earlier run are in reference cycles
@@ -74,23 +77,23 @@ def shared_memory(size: Callable[[int], int]) -> SharedMemory:
     else:
         try:
             memory = SharedMemory(_open_shared(store.wait_for_value(name)))
-        except (OSError, ValueError):  # another container with the same host name
+        except (OSError, ValueError):  # the process is in another container with the same host name
             memory = SharedMemory.of_size(size(free // here.local_world_size))
     in_use.add(memory)
     return memory
 
 
 def _open_shared(handle: Any) -> int:
-    """Open the memory of another process for a handle from the run's store: its number, and that of a descriptor.
+    """Open another process's memory by a handle from the run's store: the number of the process and of a descriptor.
 
-    The store may be reached by anybody on the network, so it is opened only if it is memory that `of_size` has made in
-    a process of this user, never a file. Raises OSError, or ValueError for anything else.
+    Anybody on the network may reach the store, so only memory that `of_size` has made in a process of this user is
+    opened, never a file. Raises OSError, or ValueError for anything else.
     """
     process, descriptor = map(int, handle or ())
     link = f"/proc/{process}/fd/{descriptor}"
     if _is_memory(link) and os.stat(f"/proc/{process}").st_uid == os.geteuid():
         file = os.open(link, os.O_RDWR)
-        if _is_memory(f"/proc/self/fd/{file}"):  # still the same
+        if _is_memory(f"/proc/self/fd/{file}"):  # the descriptor may have changed since the first check
             return file
         os.close(file)
     raise ValueError("not shared memory of this user")
@@ -101,9 +104,9 @@ def _is_memory(link: str) -> bool:
 
 
 def available_bytes() -> int:
-    """Return the memory that can be used without swapping: of the machine, or of this container if that is less."""
+    """Return the bytes that this machine, or this container if it has fewer, can use without swapping."""
     available: int = psutil.virtual_memory().available
-    with suppress(OSError, ValueError, KeyError):  # no container, or one without a limit
+    with suppress(OSError, ValueError, KeyError):  # there is no container, or it has no limit
         limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
         available = min(available, limit - used + int(stat["inactive_file"]))

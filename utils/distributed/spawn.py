@@ -25,14 +25,14 @@ from utils.distributed.store import RunStore
 from utils.errors import UserError
 
 STORE_TIMEOUT = timedelta(minutes=5)  # torch's default
-SHUTDOWN_SECONDS = 10.0  # after a process has failed, until the others are killed
+SHUTDOWN_SECONDS = 10.0  # time between the failure of a process and the killing of the others
 
 
 def spawn(main: Callable[[], object], processes: int) -> bool:
     """Start processes on this machine, each of which calls `main`, and wait for all of them.
 
-    Returns False without starting any if `processes` is 1 or if a launcher has started this process. If a process fails
-    the others are ended, and this one exits with its exit code. Signals are passed on.
+    Returns False without starting any if `processes` is 1 or if a launcher has started this process. If a process
+    fails, the others are ended, and this one exits with the failed process's exit code. Signals are passed on.
     """
     if processes == 1 or world_size() > 1 or "LOCAL_RANK" in os.environ:
         return False
@@ -48,7 +48,7 @@ def spawn(main: Callable[[], object], processes: int) -> bool:
         "LOCAL_WORLD_SIZE": str(processes),
     }
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes)))  # read once, when torch is imported
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each prints a stack if another one ends
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each process prints a stack if another one ends
     loader_start_method = multiprocessing.get_start_method()
     started = [
         multiprocessing.get_context("spawn").Process(target=_enter, args=(rank, main, environment, loader_start_method))
@@ -61,7 +61,7 @@ def spawn(main: Callable[[], object], processes: int) -> bool:
 
 
 def spawn_for_devices(main: Callable[[], object], device: str, processes: int) -> bool:
-    """Spawn a process for each device of --device, or the number of --processes: see `spawn`."""
+    """Spawn a process for each device of --device, or as many as --processes, by `spawn`."""
     return spawn(main, processes_to_start(device, processes))
 
 
@@ -77,7 +77,7 @@ def _enter(rank: int, main: Callable[[], object], environment: dict[str, str], l
 
 def _wait(started: Sequence[SpawnProcess], store: RunStore) -> None:
     """Wait for all processes; if one fails, exit with its code, or raise a `UserError` that names it."""
-    received: list[int] = []  # signals
+    received: list[int] = []  # numbers of the received signals
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         again = bool(received) and number == signal.SIGINT
@@ -87,7 +87,7 @@ def _wait(started: Sequence[SpawnProcess], store: RunStore) -> None:
                 process.kill() if again else os.kill(process.pid or 0, number)
 
     before = {number: signal.signal(number, pass_on) for number in stop_signals()}
-    failed: list[int] = []  # ranks, the first to fail first
+    failed: list[int] = []  # ranks in the order of their failure
     end, why = float("inf"), ""
     try:
         while alive := [process for process in started if process.is_alive()]:

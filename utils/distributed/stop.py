@@ -1,4 +1,4 @@
-"""When to stop: on a signal or at the time limit, at the same optimizer step on all processes.
+"""Stop on a signal or at the time limit, at the same optimizer step on all processes.
 
 Called by utils/run.py; spawn and utils/python_api.py use the signals.
 """
@@ -16,14 +16,18 @@ from utils.distributed.failure import Stopped, hard_exit
 from utils.distributed.ranks import is_local_main, ranks, world_size
 from utils.distributed.store import run_store
 
-TIME_LIMIT = "time"  # the reason of a stop that no signal has requested
-# Windows has the first two.
+TIME_LIMIT = "time"  # reason of a stop that no signal has requested
+# Windows has only the first two signals.
 STOP_SIGNALS = tuple(s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"))
-SECOND_INTERRUPT_SECONDS = 0.5  # at least, between two Ctrl-C: a single one may arrive more than once
+SECOND_INTERRUPT_SECONDS = 0.5  # least time between two Ctrl-C, because a single one may arrive more than once
 
 
 class StopRequested(Stopped):
-    """All processes stop early, at the same step. reason: a signal's name, or `TIME_LIMIT`."""
+    """All processes stop early, at the same step.
+
+    Args:
+        reason: name of a signal, or `TIME_LIMIT`
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(0 if reason == TIME_LIMIT else 128 + signal.Signals[reason])
@@ -31,7 +35,7 @@ class StopRequested(Stopped):
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that stop a run: all of `STOP_SIGNALS`, without SIGHUP if it is ignored, as under nohup."""
+    """Return the signals that stop a run: `STOP_SIGNALS`, without SIGHUP if it is ignored, as under nohup."""
     return [n for n in STOP_SIGNALS if n.name != "SIGHUP" or signal.getsignal(n) != signal.SIG_IGN]
 
 
@@ -41,7 +45,8 @@ class GracefulStop:
     The first signal requests a stop at the end of a step; a second Ctrl-C, or any signal once the run is `finished`,
     ends the process at once.
 
-    hours: the time limit, from the start of this process; 0 for none.
+    Args:
+        hours: time limit in hours from the start of this process; 0 sets none
     """
 
     def __init__(self, hours: float = 0.0) -> None:
@@ -79,8 +84,9 @@ class GracefulStop:
             self.signal, self.since = name, time.monotonic()
 
     def after(self, step: int) -> str:
-        """Return the reason for all processes to stop at the end of this optimizer step: a signal's name, `TIME_LIMIT`,
-        or '' to continue.
+        """Return the reason for all processes to stop at the end of this optimizer step, '' to continue.
+
+        The reason is the name of a signal, or `TIME_LIMIT`.
 
         The process that receives a signal writes the next step to the store. No process can have ended that step
         before, because gradients are reduced over all processes, so all processes read it in time.
@@ -97,7 +103,7 @@ class GracefulStop:
         return reason if step >= last_step else ""
 
     def requested(self) -> str:
-        """Return the signal that any process has received, '' if none. The time limit is checked by `after` only."""
+        """Return the signal that any process has received, '' if none. Only `after` checks the time limit."""
         store = run_store()
         if not self.signal and store is not None and (stop := store.value("stop")):
             return "" if stop[1] == TIME_LIMIT else stop[1]

@@ -1,8 +1,8 @@
-"""The run's store: everything that its processes exchange outside of collectives.
+"""The run's store: everything that its processes exchange outside collectives.
 
 Every key is lockstep/[<run>/]<restart of the launcher>/<topic>/<name>[/<rank>], every value is JSON, counters are
-numbers. Torch's stores ask nobody who they are. So if the environment has a secret token, as that of `spawn` does,
-<run> is derived from it, and values are signed with it: others are as if they had not been written.
+numbers. Torch's stores do not authenticate their clients. If the environment has a secret token, as `spawn` sets it,
+<run> is derived from the token, values are signed with it, and values with another signature are ignored.
 
 Over `run_store`:
     names, failed, alarm, present    names of all processes, number of failed ones, survivors (failure)
@@ -13,8 +13,8 @@ Over `run_store`:
 Over a connection of the doctor's own, if there is no process group:
     doctor/...                       facts about each process (utils/doctor/doctor.py)
 
-Only this module reads and writes torch's stores; rendezvous and spawn make those of a run. Called by
-utils/distributed/ and utils/doctor/.
+Only this module reads and writes torch's stores; rendezvous and spawn make a run's store. Called by utils/distributed/
+and utils/doctor/.
 """
 
 from __future__ import annotations
@@ -34,15 +34,18 @@ from utils.distributed.ranks import TOKEN, launch_number, ranks, store_is_hosted
 
 T = TypeVar("T")
 FORGED = object()  # a value that no process of the run has written
-ANSWER_SECONDS = 3.0  # that `query_store` waits; the store's process may have ended, or the network may be down
+ANSWER_SECONDS = 3.0  # time that `query_store` waits; the store's process may have ended, or the network may be down
 
 
 class RunStore:
     """Values and counters of the processes of a run, in one of torch's stores.
 
-    topic: prefix of all names. token: the run's secret; by default that of the environment. Reading and writing raise
-    torch's `DistError` if the store does not answer, which takes many minutes if the network is down: see
-    `query_store`.
+    Reading and writing raise torch's `DistError` if the store does not answer, which takes many minutes if the network
+    is down; see `query_store`.
+
+    Args:
+        topic: prefix of all names
+        token: the run's secret; by default the token in the environment
     """
 
     def __init__(self, store: distributed.Store, topic: str = "", token: str = "") -> None:
@@ -79,7 +82,7 @@ class RunStore:
         return self.value(name) is not None
 
     def wait_for_value(self, name: str) -> Any:
-        """Wait for the value of `write_once`; a forged one is None. Raises `DistError` after the store's time-out."""
+        """Wait for the value of `write_once`, None if it is forged. Raises `DistError` after the store's time-out."""
         value = self._verified(self._key(name), self._store.get(self._key(name)))
         return None if value is FORGED else value
 
@@ -97,7 +100,7 @@ class RunStore:
         return f"{text}\n{self._signature(key, text)}" if self._token else text
 
     def _verified(self, key: str, data: bytes) -> Any:
-        """Return a value from the store, or `FORGED` if its signature is not that of the run."""
+        """Return a value from the store, or `FORGED` if the signature is not the run's."""
         text, _, signature = data.decode(errors="replace").partition("\n")
         if self._token and not hmac.compare_digest(signature.encode(), self._signature(key, text).encode()):
             return FORGED
@@ -110,7 +113,8 @@ class RunStore:
 def restart_count() -> int:
     """Return how many times the launcher that hosts the store has restarted the processes (`--max_restarts`).
 
-    0 if the main process hosts it, anew after each restart; a machine that comes back counts from 0 itself.
+    0 if the main process hosts the store, which is then new after each restart; a machine that rejoins counts from 0
+    itself.
     """
     return launch_number("TORCHELASTIC_RESTART_COUNT") if store_is_hosted() else 0
 
@@ -124,7 +128,7 @@ def store_key(name: str, token: str) -> str:
 def run_store(topic: str = "") -> RunStore | None:
     """Return the store of the process group, None without one.
 
-    It is the innermost of torch's stores, in which all processes see the same keys.
+    This is the innermost of torch's stores, in which all processes see the same keys.
     """
     if not distributed.is_initialized():
         return None
@@ -134,13 +138,13 @@ def run_store(topic: str = "") -> RunStore | None:
     return RunStore(store, topic)
 
 
-_unanswered: list[RunStore] = []  # the run's store, after it has not answered in time
+_unanswered: list[RunStore] = []  # the run's store, once it has failed to answer in time
 
 
 def query_store(question: Callable[[RunStore], T], otherwise: T) -> T:
     """Return the result of `question` for the run's store, or `otherwise` if there is none or it does not answer.
 
-    After `ANSWER_SECONDS` without an answer it is never asked again.
+    After `ANSWER_SECONDS` without an answer the store is never asked again.
     """
     store, answer = run_store(), [otherwise]
     if store is None or _unanswered:

@@ -1,4 +1,4 @@
-"""Dropout that is independent of the number of processes: each draws the global batch's mask. Called by prepare."""
+"""Dropout independent of the number of processes: each process draws the global batch's mask. Called by prepare."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def synchronise_dropout(model: nn.Module) -> None:
 
 
 def draw_masks_of(model: nn.Module, number: int, processes: int, generator: torch.Generator) -> None:
-    """Let the dropout layers of `model` draw, by `generator`, the masks of logical process `number` of `processes`."""
+    """Let the dropout layers of `model` draw the masks of logical process `number` of `processes` by `generator`."""
     for module in model.modules():
         if isinstance(module, GlobalDropout):
             module.number, module.processes, module.generator = number, processes, generator
@@ -36,8 +36,10 @@ def draw_masks_of(model: nn.Module, number: int, processes: int, generator: torc
 class GlobalDropout(nn.Module):
     """Dropout with probability `p` of values, of whole images (`rows`), or of channels of an image (`maps`).
 
-    Input and output (b, ...): the slice of a process, `number` of `processes`, of the global batch. generator: draws
-    the masks; None takes torch's own.
+    Input and output are (b, ...): the slice of process `number` of `processes` of the global batch.
+
+    Attributes:
+        generator: draws the masks; None takes torch's own generator
     """
 
     generator: torch.Generator | None = None
@@ -51,7 +53,7 @@ class GlobalDropout(nn.Module):
         if not self.training:
             return input
         images = len(input)
-        drawn_dims = 1 if self.rows else 2 if self.maps else input.dim()  # the mask is constant over the others
+        drawn_dims = 1 if self.rows else 2 if self.maps else input.dim()  # the mask is constant over the other axes
         shape = [images * self.processes, *input.shape[1:drawn_dims], *[1] * (input.dim() - drawn_dims)]
         mask = torch.empty(shape, device=input.device).bernoulli_(1 - self.p, generator=self.generator)
         mask = mask[images * self.number : images * (self.number + 1)]

@@ -11,8 +11,8 @@ from utils.doctor.process_facts import ProcessFacts, short_hash
 from utils.errors import plural
 
 GIB = 2**30
-MAX_FILES_NAMED = 3  # in a message
-# By group of `ProcessFacts.compared`: what to do about a difference.
+MAX_FILES_NAMED = 3  # files that a message names
+# By group of `ProcessFacts.compared`: the advice about a difference.
 REMEDIES = {
     "code": "check out the same commit on all machines",
     "machine files": "only the machine's own rank or paths should",
@@ -26,7 +26,7 @@ REMEDIES = {
 
 
 class Finding(NamedTuple):
-    """An error (`serious`), with which the job would fail, or a warning."""
+    """An error (`serious`) that would make the job fail, or a warning."""
 
     serious: bool
     text: str
@@ -52,7 +52,7 @@ def group_by(pairs: Iterable[tuple[str, ProcessFacts]]) -> dict[str, list[Proces
 
 
 def _differences(group: str, facts: Sequence[ProcessFacts]) -> list[Finding]:
-    """Return a finding for each name of a group that has several values; one for all files of the code."""
+    """Return a finding for each name of a group that has several values, but only one for all files of the code."""
     having = [(process.compared[group], process) for process in facts if process.compared.get(group)]
     names = list(dict.fromkeys(name for values, _ in having for name in values))
     different = [name for name in names if len({values.get(name) for values, _ in having}) > 1]
@@ -78,7 +78,7 @@ def _differences(group: str, facts: Sequence[ProcessFacts]) -> list[Finding]:
 
 
 def _shortages(facts: Sequence[ProcessFacts]) -> list[Finding]:
-    """Return a warning for each host with less than 1 GiB of /dev/shm, and for such a disk of the main process."""
+    """Return a warning for each host with less than 1 GiB of /dev/shm, or of the main process's disk."""
     warnings = []
     for process in {process.host: process for process in facts}.values():
         if process.workers and 0 <= process.shm < GIB:
@@ -94,7 +94,7 @@ def _shortages(facts: Sequence[ProcessFacts]) -> list[Finding]:
 
 
 def hash_all(hashes: Mapping[str, str]) -> str:
-    """Return one hash of all hashes, '-' without any."""
+    """Return one hash of all hashes; '-' if there are none."""
     return short_hash(json.dumps(hashes, sort_keys=True).encode()) if hashes else "-"
 
 

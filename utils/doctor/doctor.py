@@ -1,6 +1,6 @@
 """The doctor (`train.py --doctor`): checks every process of a launch before a job starts. Called by train.py.
 
-The processes exchange their facts through a store of the doctor's own, which needs the main process's port only.
+The processes exchange their facts through the doctor's own store, which needs only the main process's port.
 """
 
 from __future__ import annotations
@@ -27,21 +27,25 @@ from utils.doctor.comparison import Finding, compare, format_ranks, table
 from utils.doctor.process_facts import Inputs, ProcessFacts, examine_process
 from utils.errors import UserError, plural
 
-NOTICE_SECONDS = 15.0  # until the main process prints which processes it waits for
-MARGIN_SECONDS = 30.0  # that the other processes wait for the main one's answer after its time-out
-LEAVE_SECONDS = 5.0  # that the main process, which may host the store, waits for the others to leave it
-POLL_SECONDS = 0.05  # between two looks at the store
+NOTICE_SECONDS = 15.0  # time after which the main process prints which processes it waits for
+MARGIN_SECONDS = 30.0  # time that the other processes wait for the main one's answer after its time-out
+LEAVE_SECONDS = 5.0  # time that the main process, which may host the store, waits for the others to leave it
+POLL_SECONDS = 0.05  # interval at which the store is polled
 
 
 def run_doctor(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> None:
     """Check all processes of this launch; the main one prints lines about the data, a table, errors and warnings.
 
-    flags: the command line by name, `comm_hook`, `device`, `dist_timeout`, `project` and `workers` among them. read:
-    returns the inputs of the job; raises `UserError`. If the job would fail all processes end here with exit code 1.
+    If the job would fail, all processes end here with exit code 1.
+
+    Args:
+        flags: flags of the command line by name, including `comm_hook`, `device`, `dist_timeout`, `project` and
+            `workers`
+        read: returns the inputs of the job; raises `UserError`
     """
     main, timeout = ranks().rank == 0, flags["dist_timeout"]
     store = _open_store(timeout)
-    # The keys of these two never change, so that processes with another version of the code are reported.
+    # These two keys never change, so that processes with another version of the code are reported.
     store.count(f"facts/{ranks().rank}/times")
     store.write("facts", dataclasses.asdict(examine_process(flags, read)))
     if main:
@@ -79,7 +83,7 @@ def collect_facts(store: RunStore, timeout: float) -> list[ProcessFacts]:
 
 
 def check_ranks(store: RunStore, facts: Sequence[ProcessFacts], timeout: float) -> list[Finding]:
-    """Return an error for ranks that have written no facts, and for each rank that several processes have."""
+    """Return an error for the ranks that have written no facts, and for each rank that several processes have."""
     errors = []
     if missing := sorted(set(range(world_size())) - {process.rank for process in facts}):
         address, port = main_address()
@@ -111,7 +115,7 @@ def _wait(ready: Callable[[], bool], seconds: float) -> bool:
 
 
 def _open_store(timeout: float) -> RunStore:
-    """Connect to the store of the main process, which hosts it unless the launcher does. Waits for no other process."""
+    """Connect to the store that the launcher or the main process hosts. Does not wait for other processes."""
     if world_size() == 1:
         return RunStore(HashStore(), "doctor")
     wait_for_main_address(timeout)

@@ -1,4 +1,4 @@
-"""What the doctor learns about one process: its machine, its versions, and hashes of its code and data."""
+"""Facts about one process for the doctor: machine, versions, and hashes of code and data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from utils.distributed.ranks import ranks, world_size
 from utils.errors import UserError, plural
 from utils.files import ROOT
 
-MAX_VALUE_LENGTH = 40  # characters of a setting; longer ones are hashed
+MAX_VALUE_LENGTH = 40  # characters of a setting; a longer one is hashed
 # Flags that may differ between machines. The files that they name are compared by content.
 MACHINE_FLAGS = (
     *("weights", "cfg", "data", "hyp", "device", "processes", "dist_timeout", "workers", "cache", "project", "name"),
@@ -49,18 +49,18 @@ class ProcessFacts:
     host: str = "?"
     rank: int = -1
     device: str = "-"
-    memory: tuple[int, int] = (-1, -1)  # free and total
+    memory: tuple[int, int] = (-1, -1)  # free and total memory of the device
     shm: int = -1
     disk: int = -1  # free space for the run folder
     workers: int = 0
-    # What must be the same everywhere, by group (`comparison.REMEDIES`) and name; a group is empty after an error.
+    # Values that must be the same everywhere, by group (`comparison.REMEDIES`) and name; empty groups after an error.
     compared: dict[str, dict[str, str]] = field(default_factory=dict)
     errors: tuple[str, ...] = ()
-    messages: tuple[str, ...] = ()  # about the data, as at a start
+    messages: tuple[str, ...] = ()  # lines about the data, as at the start of a run
 
 
 def examine_process(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> ProcessFacts:
-    """Return the facts about this process. flags, read: as in `run_doctor`."""
+    """Return the facts about this process; the arguments are as in `run_doctor`."""
     errors: list[str] = []
 
     def attempt(work: Callable[[], Any], otherwise: Any) -> Any:
@@ -77,7 +77,7 @@ def examine_process(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> Pro
     if is_requested() and (missing := missing_packages()):
         errors.append(f"DeepSpeed is requested, but {' and '.join(missing)} cannot be imported; install them here too")
     project = Path(flags["project"]).absolute()
-    folder = next(path for path in (project, *project.parents) if path.exists())  # where the run folder will be
+    folder = next(path for path in (project, *project.parents) if path.exists())  # the run folder will be in it
     if ranks().rank == 0 and not (folder.is_dir() and os.access(folder, os.W_OK)):
         errors.append(f"{folder} is not writable; choose another --project")
     device, memory = _device(kind)
@@ -115,7 +115,7 @@ def _device(kind: str) -> tuple[str, tuple[int, int]]:
 
 
 def _device_type(kind: str) -> str:
-    """Return what decides which kernels run: the GPU, or the instructions of the CPU."""
+    """Return the device type that decides which kernels run: the GPU, or the instruction set of the CPU."""
     return torch.cuda.get_device_name(ranks().local_rank) if kind == "cuda" else torch.backends.cpu.get_cpu_capability()
 
 
@@ -144,7 +144,7 @@ def short_value(value: object) -> str:
 
 
 def hash_files(root: Path, patterns: Sequence[str], excluded: Sequence[str] = ()) -> dict[str, str]:
-    """Return a hash of the content of each file below `root` that matches a pattern, and none of `excluded`."""
+    """Return a hash of the content of each file below `root` that matches one of `patterns` and none of `excluded`."""
     files = {file for pattern in patterns for file in root.glob(pattern)}
     files -= {file for pattern in excluded for file in root.glob(pattern)}
     return {

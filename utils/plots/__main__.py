@@ -26,7 +26,7 @@ from utils.plots.run_pictures import PICTURES, Print, compare_runs, draw_run
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit."""
-    os.environ.pop("MPLBACKEND", None)  # set by notebooks, to a back end that matplotlib may not find here
+    os.environ.pop("MPLBACKEND", None)  # notebooks set it to a back end that matplotlib may not find here
     try:
         sys.exit(run(argv))
     except KeyboardInterrupt:
@@ -39,8 +39,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         "python -m utils.plots", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="run folder; several are compared")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="draw only these of a run: " + ", ".join(PICTURES))
-    parser.add_argument("--out", type=Path, help="file of the chart of several runs; comparison.png by default")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="pictures of a run to draw: " + ", ".join(PICTURES))
+    parser.add_argument("--out", type=Path, help="file for the chart of several runs; default: comparison.png")
     parser.add_argument("--background", action="store_true", help="run at low priority; print warnings only")
     options = parser.parse_args(argv)
     if options.background:
@@ -63,7 +63,7 @@ def _draw(options: argparse.Namespace, print_line: Print) -> bool:
         raise UserError("--out is for the chart of several runs; give several folders")
     for name in options.only or ():
         if name not in PICTURES:
-            raise UserError(f"there is no picture {name}{nearest(name, PICTURES)}; known are {', '.join(PICTURES)}")
+            raise UserError(f"unknown picture {name}{nearest(name, PICTURES)}; known are {', '.join(PICTURES)}")
     if several:
         return compare_runs(options.folders, options.out or Path("comparison.png"), print_line)
     return draw_run(options.folders[0], options.only or list(PICTURES), print_line)

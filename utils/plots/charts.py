@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Columns = Mapping[str, np.ndarray]  # numbers by name, all of one length
+Columns = Mapping[str, np.ndarray]  # numbers by column name, all of one length
 PIXELS_PER_INCH = 100
 WHOLE_FIGURE = {"left": 0.0, "right": 1.0, "bottom": 0.0, "top": 1.0}  # for axes; labels extend beyond it, see `render`
 CHARACTER_INCHES = 0.075  # mean width of a character in the small fonts
@@ -39,33 +39,33 @@ MATPLOTLIB_SETTINGS: Any = {
     "legend.fontsize": 8,
 }
 MAX_NAME_CHARACTERS = 40  # the middle of a longer name is cut out
-UNSMOOTHED_ALPHA = 0.35  # of exact values under a smoothed line
+UNSMOOTHED_ALPHA = 0.35  # opacity of exact values under a smoothed line
 GREY = "0.6"
-CATEGORICAL_COLOURS = 10  # in matplotlib's tab10
+CATEGORICAL_COLOURS = 10  # number of colours in matplotlib's tab10
 
-MAX_SUBPLOT_COLUMNS = 5  # side by side
+MAX_SUBPLOT_COLUMNS = 5  # subplots side by side
 SUBPLOT_INCHES = (3.2, 2.5)  # width and height, with title and ticks
-SMOOTHING_SPAN_PART = 40  # the smoothing's width is this part of the epochs
+SMOOTHING_SPAN_PART = 40  # the smoothing's width is the span of the epochs divided by this
 MAX_SMOOTHING_POINTS = 4.0  # largest width of the smoothing, in points
-MIN_RELATIVE_SPAN = 0.03  # of an axis, as a share of the largest value: a smaller span would show noise
+MIN_RELATIVE_SPAN = 0.03  # least span of an axis as a share of the largest value: a smaller one would show noise
 
-MAX_CONFUSION_NAMES = 121  # 120 classes and background: a larger matrix has no names
-MAX_CELL_TEXTS = 1000  # the largest numbers are written: each takes 1 ms
+MAX_CONFUSION_NAMES = 121  # 120 classes and background: a larger matrix is drawn without names
+MAX_CELL_TEXTS = 1000  # numbers that are written, the largest ones: each takes 1 ms
 
-MAX_NAMED_CURVES = 20  # classes; of more, only the best and the worst have colours and names
-EXTREME_CLASSES = 5  # best classes, and worst classes
+MAX_NAMED_CURVES = 20  # classes; if there are more, only the best and the worst have colours and names
+EXTREME_CLASSES = 5  # number of best classes, and of worst classes
 
-MAX_BAR_NAMES = 160  # classes
+MAX_BAR_NAMES = 160  # classes whose names are written below their bars
 MAX_OUTLINES = 1000  # boxes drawn around one centre
-DENSITY_BINS = 50  # along each side
-LOG_SCALE_RATIO = 50  # between a split's largest and smallest count, above which the axis is logarithmic
+DENSITY_BINS = 50  # bins along each side
+LOG_SCALE_RATIO = 50  # ratio of a split's largest to smallest count above which the axis is logarithmic
 
 
 @contextmanager
 def chart_style() -> Iterator[None]:
     """Draw with matplotlib's defaults and our settings instead of the user's matplotlibrc.
 
-    Warnings, such as of a character that the font lacks, are silenced.
+    Warnings, such as about a character that the font lacks, are silenced.
     """
     import matplotlib
 
@@ -80,7 +80,7 @@ def chart_style() -> Iterator[None]:
 def render(make_figure: Callable[..., Figure], *arguments: Any) -> np.ndarray:
     """Return the picture of `make_figure(*arguments)`, uint8 (h, w, 3) BGR.
 
-    It includes all that extends beyond the figure, such as long names.
+    The picture includes everything that extends beyond the figure, such as long names.
     """
     with chart_style():
         content = io.BytesIO()
@@ -113,7 +113,10 @@ def colours(count: int) -> list[Any]:
 def results_figure(runs: Mapping[str, Columns]) -> Figure:
     """Plot every column but `epoch` over the epochs, in a subplot each.
 
-    runs: columns of results.csv by the name of the run. Lines are exact and smoothed values, in a colour for each run.
+    Lines are exact and smoothed values, in a colour for each run.
+
+    Args:
+        runs: columns of results.csv, by the name of the run
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -130,7 +133,7 @@ def results_figure(runs: Mapping[str, Columns]) -> Figure:
             axes.set_xlabel("epoch")
     if len(runs) > 1:
         lines = [Line2D([], [], color=colour, linewidth=1.6) for colour in colours(len(runs))]
-        below = (0.5, -0.5 / figure.get_figheight())  # the labels of the lowest axes are in between
+        below = (0.5, -0.5 / figure.get_figheight())  # the lowest axes' labels lie between
         figure.legend(lines, [*map(axis_text, runs)], loc="upper center", bbox_to_anchor=below, ncols=columns)
     return figure
 
@@ -138,8 +141,8 @@ def results_figure(runs: Mapping[str, Columns]) -> Figure:
 def subplot_positions(names: Sequence[str]) -> dict[str, tuple[int, int]]:
     """Return row and column of the subplot of each of `names`.
 
-    Validation losses are below the training losses, metrics to their right in two rows, other columns to the right of
-    the metrics or, if that is too wide, below.
+    Validation losses are below the training losses, metrics to the right of the losses in two rows, other columns to
+    the right of the metrics or, if that is too wide, below.
     """
     groups = {prefix: [name for name in names if name.startswith(prefix)] for prefix in ("train/", "val/", "metrics/")}
     train, val, metrics = groups.values()
@@ -168,7 +171,7 @@ def smooth(epochs: np.ndarray, values: np.ndarray, width: float) -> np.ndarray:
 def smoothing_width(epochs: Sequence[np.ndarray]) -> float:
     """Return the width for `smooth`, in epochs, for several runs, given the epochs of each.
 
-    It is one to four points, less if a run has ten points or fewer, and one epoch if no run has two points.
+    The width is one to four points, less if a run has ten points or fewer, and one epoch if no run has two points.
     """
     lines = [run for run in epochs if len(run) > 1]  # with two points or more
     step = max((np.ptp(run) / (len(run) - 1) for run in lines), default=0.0)
@@ -179,7 +182,7 @@ def smoothing_width(epochs: Sequence[np.ndarray]) -> float:
 
 
 def best(columns: Columns, name: str) -> tuple[float, float]:
-    """Return the highest value of a column and its first epoch, or nan for both if there is no value."""
+    """Return the highest value of a column and the first epoch with it; nan for both if there is no value."""
     epochs, values = _finite(columns, name)
     if not len(values):
         return math.nan, math.nan
@@ -188,7 +191,7 @@ def best(columns: Columns, name: str) -> tuple[float, float]:
 
 
 def _finite(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the epochs and values of the rows in which both are finite."""
+    """Return epochs and values from the rows in which both are finite."""
     finite = np.isfinite(columns[name]) & np.isfinite(columns["epoch"])
     return columns["epoch"][finite], columns[name][finite]
 
@@ -199,7 +202,7 @@ def _draw_subplot(axes: Axes, name: str, runs: Mapping[str, Columns]) -> None:
     lines = [(*_finite(columns, name), colour) for columns, colour in coloured if name in columns]
     width = smoothing_width([epochs for epochs, _, _ in lines])
     for epochs, values, colour in lines:
-        exact = name.startswith("x/")  # learning rates have no noise
+        exact = name.startswith("x/")  # learning rates are free of noise
         marker = "." if len(epochs) == 1 or (len(runs) == 1 and not (exact and len(epochs) > 60)) else ""
         size = 6 if len(epochs) < 60 else 3
         alpha = UNSMOOTHED_ALPHA if len(epochs) > 1 and not exact else 1
@@ -227,7 +230,10 @@ def _draw_subplot(axes: Axes, name: str, runs: Mapping[str, Columns]) -> None:
 def confusion_figure(counts: np.ndarray, names: Sequence[str], by_share: bool) -> Figure:
     """Draw the confusion matrix `counts` (c, c), true class by predicted class, with the numbers in its cells.
 
-    by_share: as shares of the true class instead of counts. Of many cells only the largest have numbers.
+    If there are many cells, only the largest have numbers.
+
+    Args:
+        by_share: whether to draw shares of the true class instead of counts
     """
     from matplotlib.colors import Normalize, SymLogNorm
     from matplotlib.figure import Figure
@@ -264,7 +270,9 @@ def confusion_figure(counts: np.ndarray, names: Sequence[str], by_share: bool) -
 def cell_texts(counts: np.ndarray, by_share: bool, short: bool = False) -> list[tuple[int, int, str]]:
     """Return row, column and text of the cells of `counts` (c, c), the largest numbers first.
 
-    by_share: shares of the row's sum; shares that round to 0 are omitted. short: counts of at most four characters.
+    Args:
+        by_share: whether to write shares of the row's sum; shares that round to 0 are omitted
+        short: whether to write counts in at most four characters
     """
     from matplotlib.ticker import EngFormatter
 
@@ -296,7 +304,7 @@ class Curves(NamedTuple):
 
 
 def f1(precision: np.ndarray, recall: np.ndarray) -> np.ndarray:
-    """Return the harmonic mean of precision and recall, 0 if both are 0."""
+    """Return the harmonic mean of precision and recall; 0 if both are 0."""
     return 2 * precision * recall / np.maximum(precision + recall, 1e-12)
 
 
@@ -309,7 +317,8 @@ def mean_curve(values: np.ndarray) -> np.ndarray:
 def confidence_figure(metric: str, curves: Curves, operating_point: int) -> Figure:
     """Plot the curves of a metric over the confidence.
 
-    operating_point: index of the confidence that is marked and whose values are in the legend.
+    Args:
+        operating_point: index of the confidence that is marked and whose values are in the legend
     """
     mean = mean_curve(curves.values)
     top = int(np.argmax(mean))
@@ -324,7 +333,11 @@ def confidence_figure(metric: str, curves: Curves, operating_point: int) -> Figu
 
 
 def recall_figure(curves: Curves, ap50: np.ndarray) -> Figure:
-    """Plot precision over recall. ap50: (c,), each class's AP at an IoU of 0.5 or nan."""
+    """Plot precision over recall.
+
+    Args:
+        ap50: AP of each class at an IoU of 0.5, (c,), or nan
+    """
     mean = float(np.mean(ap50[np.isfinite(ap50)])) if np.isfinite(ap50).any() else 0.0
     figure = _curves_figure(curves, ap50, mean_curve(curves.values), f"mAP50 {mean:.3f}", "AP50")
     figure.axes[0].set(xlabel="recall", ylabel="precision")
@@ -334,7 +347,9 @@ def recall_figure(curves: Curves, ap50: np.ndarray) -> Figure:
 def _curves_figure(curves: Curves, scores: np.ndarray, mean: np.ndarray, label: str, heading: str) -> Figure:
     """Plot a thin line for each class, a thick one for their mean, and a legend with the score (c,) of each class.
 
-    label: legend of the mean. heading: of the classes in the legend.
+    Args:
+        label: text of the mean in the legend
+        heading: heading of the classes in the legend
     """
     from matplotlib import colormaps
     from matplotlib.collections import LineCollection
@@ -385,8 +400,11 @@ def labels_figure(
 ) -> Figure:
     """Plot the number of labels of each class and split and, if there are boxes, their outlines, centres and sizes.
 
-    boxes: (n, 4), normalised xywh. classes: (n,), the number of each box's class. outlines: of each box, (p, 2), x and
-    y as shares of width and height, drawn instead of it; () for upright boxes.
+    Args:
+        classes: class number of each box, (n,)
+        boxes: (n, 4), normalised xywh
+        outlines: outline of each box, (p, 2), x and y as fractions of width and height, drawn instead of the box; ()
+            for upright boxes
     """
     from matplotlib.figure import Figure
 
@@ -458,7 +476,7 @@ def _draw_outlines(
 
 
 def _draw_density(axes: Axes, points: np.ndarray, title: str, xlabel: str, ylabel: str) -> None:
-    """Draw a histogram of `points` (n, 2), from 0 to 1 each."""
+    """Draw a histogram of `points` (n, 2), whose coordinates are from 0 to 1."""
     counts, _, _ = np.histogram2d(points[:, 1], points[:, 0], DENSITY_BINS, [[0, 1], [0, 1]])
     shown = np.sqrt(np.where(counts, counts, np.nan))  # rare positions stay visible
     axes.imshow(shown, "viridis_r", origin="lower", extent=(0, 1, 0, 1), aspect="auto", vmin=0)

@@ -1,6 +1,6 @@
 """Read the text files of a run folder, from which charts and pictures are drawn. Called by the modules of utils/plots.
 
-Imports no torch. A file that is not as this program writes it raises one of `READ_ERRORS`.
+Imports no torch. A file that differs from what this program writes raises one of `READ_ERRORS`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Table:
     def __init__(self, path: Path) -> None:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             self.head, *self.rows = [row for row in csv.reader(file) if row]
-        self.columns = [name.strip() for name in self.head]  # YOLOv5 pads them with spaces
+        self.columns = [name.strip() for name in self.head]  # YOLOv5 pads the names with spaces
         for number, row in enumerate(self.rows, 2):
             if len(row) != len(self.head):
                 raise ValueError(f"{len(row)} cells in row {number}, but {len(self.head)} in the header")
@@ -56,17 +56,17 @@ class Documents:
         return (self.folder / name).is_file()
 
     def classes(self) -> list[str]:
-        """Return the names of all classes in order; empty without a classes.csv."""
+        """Return the names of all classes in order; empty if there is no classes.csv."""
         return self.table("classes.csv").texts("class") if self.has("classes.csv") else []
 
     def results(self) -> Columns:
-        """Return the columns of results.csv, with epochs from 1, as people count them."""
+        """Return the columns of results.csv, with epochs counted from 1."""
         table = self.table("results.csv")
         return {"epoch": table.numbers("epoch") + 1, **{name: table.numbers(name) for name in table.columns[1:]}}
 
 
 def points(text: str) -> np.ndarray:
-    """Return the points (p, 2) of the cell of an outline, `x y x y ...`; none if it is empty."""
+    """Return the points (p, 2) in the cell of an outline, `x y x y ...`; no points if the cell is empty."""
     return np.array(text.split(), float).reshape(-1, 2)
 
 
@@ -78,10 +78,12 @@ def read_confusion(table: Table) -> tuple[np.ndarray, list[str]]:
 
 
 def read_curves(table: Table, over: str, columns: Sequence[str]) -> list[Curves]:
-    """Return the curves of all classes, for each of `columns`, over the column `over`, whose values all classes share
-    and which rises within a class."""
+    """Return the curves of all classes over the column `over`, for each of `columns`.
+
+    All classes share the values of `over`, which rise within a class.
+    """
     classes, x = np.array(table.texts("class")), table.numbers(over)
-    # Between two classes of the same name `over` starts again.
+    # `over` also starts again between two classes of the same name.
     starts = np.flatnonzero(np.append(True, (classes[1:] != classes[:-1]) | (x[1:] < x[:-1])))
     x = x.reshape(len(starts), -1)[0]
     values = [table.numbers(name).reshape(len(starts), len(x)) for name in columns]
@@ -89,7 +91,7 @@ def read_curves(table: Table, over: str, columns: Sequence[str]) -> list[Curves]
 
 
 def read_labels(table: Table) -> Labels:
-    """Return the number of labels of each class in each split, of labels.csv."""
+    """Return the number of labels of each class in each split from labels.csv."""
     splits, names = (list(dict.fromkeys(table.texts(column))) for column in ("split", "class"))
     counts = np.zeros((len(splits), len(names)))
     for split, name, count in zip(table.texts("split"), table.texts("class"), table.numbers("instances"), strict=True):

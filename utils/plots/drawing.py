@@ -18,11 +18,11 @@ from utils.files import replacing
 
 MAX_GRID_IMAGES = 16
 MAX_GRID_PIXELS = 1920  # longest side of a grid of training images
-SMALL_IMAGE_PIXELS = 160  # shorter side of images below which lines are thinner
+SMALL_IMAGE_PIXELS = 160  # images with a shorter side below this have thinner lines
 LINE_PIXELS = 3  # default thickness of lines
 CAPTION_LINE_PIXELS, CAPTION_LINES, MIN_CAPTION_PIXELS = 16, 2, 150  # height and number of lines, least width
-CAPTION_FONT_SCALE, CAPTION_WIDTH_PIXELS = 0.4, 480  # of captions, and the width above which both grow with it
-GAP_PIXELS = 4  # between captioned images
+CAPTION_FONT_SCALE, CAPTION_WIDTH_PIXELS = 0.4, 480  # captions wider than this grow with their width
+GAP_PIXELS = 4  # gap between captioned images
 FONT, MIN_FONT_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.3  # letters of 22 pixels at a scale of 1
 SCALE_PIXELS = 1000  # mean side of images whose text has a scale of 1
 MASK_OPACITY = 0.4
@@ -53,9 +53,9 @@ COLOURS = (
 
 
 class Style(NamedTuple):
-    """How predictions are drawn."""
+    """The style in which predictions are drawn."""
 
-    thickness: int = LINE_PIXELS  # of lines; the size of the text follows it and the image
+    thickness: int = LINE_PIXELS  # line width in pixels; the size of the text depends on it and on the image
     names: bool = True
     confidences: bool = True
 
@@ -65,13 +65,22 @@ class Style(NamedTuple):
 
 
 def font_scale(image: np.ndarray, thickness: int = LINE_PIXELS) -> float:
-    """Return OpenCV's font scale for text on `image`: proportional to its mean side, and to the square root of the
-    thickness of lines in pixels, so that thick lines' text does not cover the objects."""
+    """Return OpenCV's font scale for text on `image`, proportional to its mean side and to the root of `thickness`.
+
+    The square root keeps the text of thick lines from covering the objects.
+
+    Args:
+        thickness: thickness of lines in pixels
+    """
     return max(MIN_FONT_SCALE, sum(image.shape[:2]) / 2 / SCALE_PIXELS * math.sqrt(thickness / LINE_PIXELS))
 
 
 def draw_text_lines(image: np.ndarray, lines: Sequence[str], thickness: int = LINE_PIXELS) -> np.ndarray:
-    """Return a copy of `image` with lines of text in its top left corner. thickness: see `font_scale`."""
+    """Return a copy of `image` with lines of text in its top left corner.
+
+    Args:
+        thickness: thickness of lines in pixels, see `font_scale`
+    """
     image, scale = image.copy(), font_scale(image, thickness)
     for number, line in enumerate(lines, 1):
         _draw_label(image, round(10 * scale), round(50 * scale) * number + 4, line, (255, 255, 255), scale)
@@ -81,7 +90,9 @@ def draw_text_lines(image: np.ndarray, lines: Sequence[str], thickness: int = LI
 def draw_targets(images: np.ndarray, targets: np.ndarray, names: Mapping[int, str]) -> np.ndarray:
     """Return a grid of up to 16 images of a batch with their boxes, at most 1920 pixels wide and high.
 
-    images: uint8 (b, 3, h, w) RGB. targets: (m, 6): image in the batch, class, normalised xywh.
+    Args:
+        images: uint8 (b, 3, h, w), RGB
+        targets: (m, 6): image in the batch, class, normalised xywh
     """
     images = images[:MAX_GRID_IMAGES]
     columns = math.ceil(math.sqrt(len(images)))
@@ -108,7 +119,7 @@ def draw_captioned(images: Sequence[np.ndarray], captions: Sequence[str]) -> np.
 
 
 def captioned(image: np.ndarray, lines: Sequence[str], width: int) -> np.ndarray:
-    """Return a white tile of `width` pixels and a gap, with `image` in the middle and lines of text below it."""
+    """Return a white tile, `width` pixels and a gap wide, with `image` in the middle and lines of text below it."""
     height, image_width = image.shape[:2]
     growth = max(1.0, width / CAPTION_WIDTH_PIXELS)
     scale, line_height = CAPTION_FONT_SCALE * growth, round(CAPTION_LINE_PIXELS * growth)
@@ -122,7 +133,7 @@ def captioned(image: np.ndarray, lines: Sequence[str], width: int) -> np.ndarray
 
 
 def grid(tiles: Sequence[np.ndarray]) -> np.ndarray:
-    """Return tiles of one width in about as many rows as columns. A row is as high as its highest tile."""
+    """Return tiles of one width arranged in about as many rows as columns. A row is as high as its highest tile."""
     columns, width = math.ceil(math.sqrt(len(tiles))), tiles[0].shape[1]
     rows = []
     for start in range(0, len(tiles), columns):
@@ -150,9 +161,13 @@ def draw_boxes(
 ) -> None:
     """Draw boxes (n, 4), xyxy in pixels, in the colours of `classes`, then their texts over all lines.
 
-    outlines: of each box, (p, 2) x and y in pixels, drawn instead of it if it has points; () for upright boxes.
-    thickness: of lines, in pixels; 0: by the size of the image. The text follows it and the image: see `font_scale`. An
-    empty text is not drawn.
+    An empty text is not drawn.
+
+    Args:
+        thickness: thickness of lines in pixels, on which the size of the text depends too (see `font_scale`); 0 chooses
+            it by the size of the image
+        outlines: outline of each box, (p, 2), x and y in pixels, drawn instead of the box if it has points; () for
+            upright boxes
     """
     limit = 2 * max(image.shape[:2])
     corners = np.clip(boxes, -limit, limit).astype(int).tolist()
@@ -173,7 +188,8 @@ def draw_boxes(
 def draw_outlines(image: np.ndarray, outlines: Sequence[np.ndarray], classes: Sequence[int]) -> None:
     """Tint the insides of outlines (p, 2), x and y in pixels, in the colours of `classes`; the last one is on top.
 
-    outlines: one for each class; none if there are no masks.
+    Args:
+        outlines: an outline for each item of `classes`; empty if there are no masks
     """
     for outline, k in zip(outlines, classes, strict=False):
         if len(outline):
@@ -225,14 +241,19 @@ def fit_text(text: str, width: int, scale: float) -> str:
 def write_text(
     image: np.ndarray, text: str, position: tuple[int, int], colour: tuple[int, int, int], scale: float
 ) -> None:
-    """Draw one line of text; position: x and y of its lower left corner, pixels."""
+    """Draw one line of text.
+
+    Args:
+        position: x and y of the text's lower left corner in pixels
+    """
     cv2.putText(image, printable(text), position, FONT, scale, colour, _stroke(scale), cv2.LINE_AA)
 
 
 def write_picture(path: Path, picture: np.ndarray, jpeg_quality: int = 95, compact_png: bool = False) -> None:
     """Write a picture in the format of the path's suffix, replacing the file atomically. Raises `UserError`.
 
-    compact_png: compress a PNG more slowly than by OpenCV's default, to about a third of the size.
+    Args:
+        compact_png: whether to compress a PNG more slowly than by OpenCV's default, to about a third of the size
     """
     encoding = {".jpg": (cv2.IMWRITE_JPEG_QUALITY, jpeg_quality), ".png": COMPACT_PNG if compact_png else ()}
     if not picture.size:

@@ -15,14 +15,16 @@ from utils.background import Background, own_python
 from utils.plots.drawing import write_picture
 
 RESULTS_INTERVAL_SECONDS = 60.0  # least time between two drawings of results.png
-CHARTS_TIMEOUT_SECONDS = 300.0  # for the process that draws charts
-FINISH_TIMEOUT_SECONDS = 300.0  # for the pictures at the end of a run
+CHARTS_TIMEOUT_SECONDS = 300.0  # time limit of the process that draws charts
+FINISH_TIMEOUT_SECONDS = 300.0  # time limit of the pictures at the end of a run
 
 
 class Plotter:
     """Draws pictures into `folder`. A failure is a warning and never stops the run.
 
-    print_line: called with the warning. on_drawn: called with new files by name.
+    Args:
+        print_line: called with the warning
+        on_drawn: called with the paths of new pictures, by file name
     """
 
     def __init__(
@@ -31,8 +33,8 @@ class Plotter:
         self.folder, self.on_drawn = folder, on_drawn
         self._background = Background("a picture cannot be drawn", print_line)
         self._results_drawn = time.monotonic()
-        # OpenCV sets up its image formats under a lock on first use. Not in the thread: loader processes forked
-        # meanwhile would inherit the locked lock.
+        # OpenCV sets up its image formats under a lock on first use. That must not happen in the thread: loader
+        # processes forked in the meantime would inherit the locked lock.
         cv2.imencode(".jpg", np.zeros((1, 1, 3), np.uint8))
 
     def draw(self, pictures: Callable[[], Mapping[str, np.ndarray]]) -> None:

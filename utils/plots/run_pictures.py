@@ -46,7 +46,7 @@ def _draw_results(documents: Documents) -> np.ndarray | None:
 
 def _draw_confusion(documents: Documents, by_share: bool) -> np.ndarray | None:
     counts, names = read_confusion(documents.table("confusion_matrix.csv"))
-    by_share = by_share and names[1:] != ["background"]  # the share of a single class is its recall alone
+    by_share = by_share and names[1:] != ["background"]  # the share of a single class is just its recall
     return render(confusion_figure, counts, names, by_share) if names else None
 
 
@@ -63,8 +63,10 @@ def _draw_confidence(documents: Documents, file: str, metric: str) -> np.ndarray
 
 
 def _draw_precision_recall(documents: Documents, file: str, column: str) -> np.ndarray | None:
-    """Draw precision over recall, with the AP50 in a column of classes.csv; a class without one gets its mean
-    precision."""
+    """Draw precision over recall, with the AP50 in a column of classes.csv.
+
+    A class without an AP50 gets its mean precision instead.
+    """
     table = documents.table(file)
     if not table.rows:
         return None
@@ -92,7 +94,7 @@ def _draw_labels(documents: Documents) -> np.ndarray | None:
     return render(labels_figure, labels, classes, table.numbers("x", "y", "width", "height"), outlines)
 
 
-@lru_cache(1)  # images are read once for two pictures, of labels and of predictions
+@lru_cache(1)  # images are read once for two pictures: labels and predictions
 def _validation_images(documents: Documents, batch: int) -> list[ValidationImage]:
     masks = documents.table("val_masks.csv") if documents.has("val_masks.csv") else None
     return read_validation_images(documents.table("val_boxes.csv"), batch, documents.classes(), masks)
@@ -144,9 +146,9 @@ def _warn(text: str) -> None:
 
 
 def draw_run(folder: Path, names: Sequence[str], print_line: Print) -> bool:
-    """Draw those pictures of `names` whose text files are in `folder`, and print their names.
+    """Draw the pictures of `names` whose text files are in `folder`, and print their names.
 
-    Return whether there was no warning. Raises `UserError` if no picture can be drawn.
+    Returns whether there was no warning. Raises `UserError` if no picture can be drawn.
     """
     documents = Documents(folder)
     possible = [name for name in names if all(map(documents.has, PICTURES[name].files))]
@@ -171,7 +173,7 @@ def draw_run(folder: Path, names: Sequence[str], print_line: Print) -> bool:
 def compare_runs(folders: Sequence[Path], out: Path, print_line: Print) -> bool:
     """Draw the results of several runs into one picture and print a table of their best epochs.
 
-    Return whether there was no warning. Raises `UserError` if no run has an epoch.
+    Returns whether there was no warning. Raises `UserError` if no run has an epoch.
     """
     runs: dict[str, Columns] = {}
     failed = []
@@ -194,7 +196,7 @@ def compare_runs(folders: Sequence[Path], out: Path, print_line: Print) -> bool:
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
-    """Return the names of the folders, or their paths if names are equal."""
+    """Return the names of the folders, or their paths if two names are equal."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 

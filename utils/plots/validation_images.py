@@ -1,7 +1,6 @@
-"""Draw grids of validation images with their labels or predictions, from val_boxes.csv and, for segmentation,
-val_masks.csv. Called by `run_pictures`.
+"""Draw grids of validation images with their labels or predictions. Called by `run_pictures`.
 
-Imports no torch.
+Reads val_boxes.csv and, for segmentation, val_masks.csv. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ UNREADABLE_GREY = 160
 
 
 class BoxesToDraw(NamedTuple):
-    """Boxes on an image in its grid, with the outlines of their masks, and those that are drawn instead of boxes."""
+    """Boxes on an image in its grid, the outlines of their masks, and the outlines that are drawn instead of boxes."""
 
     boxes: np.ndarray  # (n, 4): xyxy in pixels of the resized image
     classes: list[int]
     texts: list[str]
-    masks: list[np.ndarray]  # (p, 2) x and y, one for each box; none if there are no masks
-    outlines: list[np.ndarray]  # as `masks`; none if the boxes are upright
+    masks: list[np.ndarray]  # (p, 2), x and y, for each box; empty if there are no masks
+    outlines: list[np.ndarray]  # like `masks`; empty if the boxes are upright
 
 
 class ValidationImage(NamedTuple):
@@ -45,9 +44,12 @@ def read_validation_images(
 ) -> list[ValidationImage]:
     """Return the images of a grid, resized for it.
 
-    table: val_boxes.csv, with a column `outline` if boxes are not upright. batch: number of the grid, from 0. classes:
-    all class names in order, so that colours are those of the pictures of training batches; other names come after
-    them. masks: val_masks.csv, with a row for each box.
+    Args:
+        table: val_boxes.csv, with a column `outline` if boxes are not upright
+        batch: number of the grid, from 0
+        classes: all class names in order, so that colours match the pictures of training batches; other names in the
+            table come after them
+        masks: val_masks.csv, with a row for each box
     """
     masks_of = _read_masks(masks) if masks else {}
     outlines = table.texts("outline") if "outline" in table.columns else []
@@ -91,7 +93,7 @@ def _read_resized(path: Path) -> tuple[np.ndarray | None, float]:
     """Return an image file resized for its grid, or None if it is unreadable, and the scale of its sides."""
     try:
         image = cv2.imdecode(np.fromfile(path, np.uint8), cv2.IMREAD_COLOR)  # imread does not open every file name
-    except (OSError, ValueError, cv2.error):  # ValueError: a name that no file can have
+    except (OSError, ValueError, cv2.error):  # ValueError: the name is not possible for a file
         image = None
     if image is None:
         return None, 1.0
@@ -101,7 +103,7 @@ def _read_resized(path: Path) -> tuple[np.ndarray | None, float]:
 
 
 def draw_validation_images(images: Sequence[ValidationImage], kind: str) -> np.ndarray:
-    """Return a grid of images with their boxes of one `kind`, each above its name; grey if it is unreadable."""
+    """Return a grid of images with their boxes of one `kind`, each above its name; an unreadable image is grey."""
     width = max([MIN_TILE_PIXELS, *(one.image.shape[1] for one in images if one.image is not None)])
     tiles = []
     for one in images:

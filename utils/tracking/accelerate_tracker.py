@@ -1,6 +1,6 @@
-"""A tracker of Accelerate, called in a thread: training never waits for it and never fails by it.
+"""A tracker of Accelerate, called in a thread: training never waits for it and never fails because of it.
 
-Made by utils/tracking/requested.py; utils/tracking/wandb.py has the richer one of Weights & Biases.
+Made by utils/tracking/requested.py; utils/tracking/wandb.py has the richer tracker for Weights & Biases.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from utils.tracking.tracker import EPOCH, FINISH_SECONDS, STEP, Print, Tracker, 
 from utils.tracking.tracker_arguments import OFFLINE, RunLocation, accepted, arguments, missing_key, remote_id
 
 START_SECONDS = 120.0  # how long `tracker` waits for the run to start
-FAIL_SECONDS = 3.0  # to close the run before this process ends by an error
+FAIL_SECONDS = 3.0  # time to close the run before this process ends with an error
 
 
 class AccelerateTracker(Tracker):
     """A run in a tracker that Accelerate knows by `name`; it gets numbers and settings.
 
     Args:
-        folder: the run folder.
-        run: `project`, `name` and `id` of the run.
-        print_line: prints a line on the console.
-        timeout: seconds to send the rest at the end of the run.
+        folder: the run folder
+        run: `project`, `name` and `id` of the run
+        print_line: prints a line on the console
+        timeout: seconds to send the rest at the end of the run
     """
 
     def __init__(
         self, name: str, folder: Path, run: Mapping[str, Any], print_line: Print, timeout: float = FINISH_SECONDS
     ) -> None:
-        self.name = name  # which the base class asks for
+        self.name = name  # the base class requires it
         super().__init__()
         self.folder, self.run, self.print_line, self.timeout = folder.absolute(), run, print_line, timeout
         self.inner: Any = None  # Accelerate's tracker, once it has started
-        self._started = threading.Event()  # or has failed to
+        self._started = threading.Event()  # set once the run has started or failed to start
         self._background = Background(f"{self.title} has failed", print_line)
 
     @property
     def title(self) -> str:
-        """The name in warnings."""
+        """The tracker's name in warnings."""
         return self.name
 
     @property
@@ -57,7 +57,7 @@ class AccelerateTracker(Tracker):
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Start the run with its settings."""
-        with suppress(Exception, SystemExit):  # not in the thread: loader processes must not be forked during an import
+        with suppress(Exception, SystemExit):  # import it here: loader processes must not be forked during an import
             importlib.import_module(self.name)
         config = {key: as_text(value) for key, value in values.items()}
         self._earlier = earlier_epochs(self.folder)
@@ -86,11 +86,11 @@ class AccelerateTracker(Tracker):
     # In the thread
 
     def _do(self, job: Callable[[], object]) -> None:
-        """Do `job` after those before it, if the run has started by then."""
+        """Do `job` after the earlier jobs, if the run has started by then."""
         self._background.do(lambda: self.inner and job())
 
     def _start(self, config: Mapping[str, Any]) -> None:
-        """Start the run, or continue the one of this folder."""
+        """Start the run, or continue this folder's run."""
         if self.name not in LOGGER_TYPE_TO_CLASS:
             raise UserError(f"this version of accelerate has no tracker {self.name}: pip install -U accelerate")
         self._position = LogPosition(self.folder / f".{self.name}.json", self.run["id"])
@@ -105,7 +105,7 @@ class AccelerateTracker(Tracker):
             self._log(lost, step)
 
     def _start_or_store(self, location: RunLocation) -> Any:
-        """Return the started tracker. If that fails and the tracker can store a run without its server, it does."""
+        """Return a started tracker; without its server it stores the run on this machine, if it can."""
         reason = missing_key(self.name)
         if not reason:
             try:
@@ -156,5 +156,5 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def as_text(value: Any) -> Any:
-    """Return a value without the bytes of a file's name that are not UTF-8, which trackers refuse."""
+    """Return a value without undecodable bytes of file names, which trackers refuse."""
     return value.encode(errors="surrogateescape").decode(errors="replace") if isinstance(value, str) else value

@@ -3,7 +3,7 @@
     python -m utils.tracking.hub runs/train/exp owner/name     upload the results of a run, also again
 
 models/weights/releases.py calls `fetch`. `RunLog` calls `push_run`, which starts this command as a process that can be
-stopped: the package has no time limit. It is imported when it is used.
+stopped, because huggingface_hub sets no time limit. The package is imported when it is used.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from utils.background import own_python
 from utils.errors import UserError, plural, shortened
 from utils.files import cache_folder, one_at_a_time
 
-HUB_PREFIX = "hf:"  # of --weights
+HUB_PREFIX = "hf:"  # prefix of --weights
 NAME = re.compile(r"(?://)?([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+))?")  # owner/name, revision, file
 WEIGHT_SUFFIXES = (".pt", ".pth", ".safetensors")
 BEST = "best.pt"
-CARD, PUBLISHED_CARD = "model_card.md", "README.md"  # in the run folder, and on the Hub
+CARD, PUBLISHED_CARD = "model_card.md", "README.md"  # names of the model card in the run folder and on the Hub
 UNKNOWN_LICENCE = "unknown"
 RESULTS = ("results.csv", "*.png", "*.jpg")  # files of a run folder to upload
-EXPORTS = ("best.*", "best_*_model/*")  # in its weights/
-MAX_LISTED_FILES = 10  # in a message
+EXPORTS = ("best.*", "best_*_model/*")  # files in weights/ of a run folder to upload
+MAX_LISTED_FILES = 10  # files that a message lists
 SERVER_TIMEOUT_SECONDS = 20.0
 PUSH_SECONDS = 900.0  # time limit of an upload
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
@@ -44,9 +44,12 @@ LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 def fetch(name: str) -> Path:
     """Return a weight file of the Hub, in the cache of huggingface_hub, downloaded if necessary.
 
-    name: owner/name, owner/name/file, or with a revision owner/name@revision. Without a file it is best.pt, else the
-    only weight file. One process of a machine downloads, the others wait. If the Hub cannot be reached, the file must
-    be in the cache. Raises `UserError`.
+    One process of a machine downloads, the others wait. If the Hub cannot be reached, the file must be in the cache.
+    Raises `UserError`.
+
+    Args:
+        name: owner/name, owner/name/file, or with a revision owner/name@revision; without a file it means best.pt, else
+            the repository's only weight file
     """
     flag = f"--weights {HUB_PREFIX}{name}"
     parts = NAME.fullmatch(name)
@@ -72,7 +75,11 @@ def fetch(name: str) -> Path:
 
 
 def _choose(flag: str, file: str | None, files: Sequence[str]) -> str:
-    """Return the file of a repository to load. flag: beginning of the error. Raises `UserError`."""
+    """Return the file of a repository to load. Raises `UserError`.
+
+    Args:
+        flag: the flag with its value, which begins the error
+    """
     weights = sorted(name for name in files if name.endswith(WEIGHT_SUFFIXES))
     if file in files or (file is None and BEST in files):
         return file or BEST
@@ -133,7 +140,7 @@ def push_run(folder: Path, repository: str, card: str) -> str:
 def push(folder: Path, repository: str) -> str:
     """Upload the results of a run in one commit and return the address of the repository.
 
-    The repository is made if it does not exist, and is private then. Raises `UserError`.
+    A repository that does not exist is made, as a private one. Raises `UserError`.
     """
     files = results(folder)
     if problem := login_problem():
@@ -157,13 +164,13 @@ def results(folder: Path) -> dict[str, Path]:
     files = {file.name: file for pattern in RESULTS for file in sorted(folder.glob(pattern))}
     card = {PUBLISHED_CARD: folder / CARD} if (folder / CARD).is_file() else {}
     exports = [file for pattern in EXPORTS for file in sorted(best.parent.glob(pattern))]
-    made = best.stat().st_mtime  # older exports are of other weights
+    made = best.stat().st_mtime  # older exports are made from other weights
     exports = [file for file in exports if file.is_file() and file.stat().st_mtime >= made]
     return {**{file.relative_to(best.parent).as_posix(): file for file in exports}, **files, **card}
 
 
 def login_problem() -> str:
-    """Return why nothing can be uploaded on this machine, '' if there is a token and the Hub may be asked."""
+    """Return why this machine cannot upload anything; '' if there is a token and HF_HUB_OFFLINE is not set."""
     hub = _hub()
     if hub.constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set; unset it"
@@ -171,12 +178,12 @@ def login_problem() -> str:
 
 
 def _card(file: Path, repository: str) -> Path | bytes:
-    """Return what to upload for a file: a card whose licence is unknown gets that of the card on the Hub."""
+    """Return the file to upload; a model card of unknown licence takes the licence of the card on the Hub."""
     unknown = f"\nlicense: {UNKNOWN_LICENCE}\n"
     if file.name != CARD or unknown not in (text := file.read_text(encoding="utf-8")):
         return file
     published: dict[str, Any] = {}
-    with suppress(Exception):  # there is no card yet
+    with suppress(Exception):  # the Hub may have no card yet
         hub = _hub()
         published = hub.metadata_load(hub.hf_hub_download(repository, PUBLISHED_CARD)) or {}
     licence = {key: value for key, value in published.items() if key.startswith("license")}
@@ -195,8 +202,12 @@ def model_card(
 ) -> str:
     """Return a model card.
 
-    data: name of the data set. tag: of the task on the Hub. values: metrics by name. names: of the classes. command:
-    that trained it.
+    Args:
+        data: name of the data set
+        tag: the Hub's tag for the task
+        values: metrics by name
+        names: class names
+        command: command that trained the model
     """
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -227,7 +238,7 @@ def model_card(
 
 
 def _hub() -> Any:
-    """Return the package huggingface_hub, which then prints no warnings of its own."""
+    """Return the package huggingface_hub, set to print no warnings."""
     import huggingface_hub.constants
     import huggingface_hub.utils
 
@@ -237,13 +248,13 @@ def _hub() -> Any:
 
 def _token() -> str | None:
     """Return the token that huggingface_hub finds, None if there is none."""
-    with suppress(Exception):  # its file cannot be read
+    with suppress(Exception):  # the file of the token cannot be read
         return str(_hub().get_token() or "") or None
     return None
 
 
 def _status(error: BaseException | None) -> int | None:
-    """Return the status code of the answer that an error is about, None if there was no answer."""
+    """Return the status code of the answer that caused an error, None if there was no answer."""
     while error is not None:
         if (response := getattr(error, "response", None)) is not None:
             return int(response.status_code)
@@ -252,17 +263,19 @@ def _status(error: BaseException | None) -> int | None:
 
 
 def _reason(error: BaseException, repository: str) -> str:
-    """Return why the Hub did not do what it was asked for, and what to do, without the token."""
+    """Return why a request to the Hub failed, and what to do; the token is not shown."""
     hub, code = _hub(), _status(error)
     page, token = f"{hub.constants.ENDPOINT}/{repository}", _token()
     if hub.constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set, and the cache does not hold it; unset it once, or give the path of a file"
     if type(error).__name__ == "GatedRepoError":
-        return f"its owner must allow you to: ask for that at {page}, and {LOGIN}"
+        return f"its owner must grant you access: request it at {page}, and {LOGIN}"
     if code == 401 and not token:
         return f"it does not exist, or needs a token: check the name, or {LOGIN}"
     if code in (401, 403):
-        return f"the Hub refuses the token ({code}), which is invalid or lacks a permission: {LOGIN}, to another one"
+        return (
+            f"the Hub refuses the token ({code}), which is invalid or lacks a permission: {LOGIN}, with another token"
+        )
     if code == 404:
         return "there is no such repository, revision or file, or your token may not see it: check the name"
     text = re.sub(r"Bearer [^'\"]*", "Bearer ...", str(error).replace(token or "\0", "..."))
@@ -274,7 +287,7 @@ def main() -> None:
     """Run the command: print the address of the repository, or an error with exit code 1."""
     parser = argparse.ArgumentParser("python -m utils.tracking.hub", description="Upload the results of a run.")
     parser.add_argument("folder", type=Path, help="run folder")
-    parser.add_argument("repository", help="owner/name; it is made, as a private one, if it does not exist")
+    parser.add_argument("repository", help="owner/name; a private repository is made if it does not exist")
     options = parser.parse_args()
     try:
         print(push(options.folder, options.repository))

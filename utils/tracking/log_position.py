@@ -18,9 +18,14 @@ from utils.tracking.tracker import EPOCH, STEP
 class LogPosition:
     """The last position on each axis that a tracker has logged, in this process or an earlier one.
 
-    file: stores the positions. run: the run's id; positions of another run and a damaged file are ignored.
-    log_file: a file in the same folder to which the tracker appends, if any; its length is stored too. remote_id: the
-    id that the tracker itself gave to the run, '' if none. continues: whether an earlier process stored a position.
+    Args:
+        file: file that stores the positions
+        run: the run's id; positions of another run and a damaged file are ignored
+
+    Attributes:
+        log_file: file in the same folder to which the tracker appends, if any; its length is stored too
+        remote_id: id that the tracker itself gave to the run, '' if none
+        continues: whether an earlier process stored a position
     """
 
     def __init__(self, file: Path, run: str) -> None:
@@ -36,7 +41,7 @@ class LogPosition:
                 self.remote_id = str(stored.get("remote_id", ""))
                 name, length = stored["length"]
                 self._length_before = str(name), int(length)
-        self._last_before = dict(self.last)  # of earlier processes
+        self._last_before = dict(self.last)  # positions of earlier processes
 
     def cut_log_file(self) -> None:
         """Remove the end of the earlier log file, written before the process was killed but not stored here."""
@@ -51,9 +56,9 @@ class LogPosition:
         return position <= self._last_before.get(axis, float("-inf"))
 
     def missed(self, epochs: Iterable[Mapping[str, float]]) -> Iterator[tuple[dict[str, float], int]]:
-        """Yield those of an earlier process's epochs that it did not log, because it was killed, and their step.
+        """Yield the epochs that an earlier process trained but did not log, because it was killed, and their step.
 
-        The step is the last one that was logged. Nothing is missed by a tracker that has logged nothing before.
+        The step is the last one that was logged. Yields nothing for a tracker that has logged nothing before.
         """
         for values in epochs if self.continues else ():
             if not self.logged_before(EPOCH, values[EPOCH]):
@@ -66,7 +71,7 @@ class LogPosition:
         self.store()
 
     def store(self) -> None:
-        """Store the positions and the length of the log file. The file is replaced: a kill does not damage it."""
+        """Store the positions and the length of the log file in a new file, so that a kill cannot damage it."""
         stored: dict[str, object] = {"name": self.run, "last": self.last}
         if self.remote_id:
             stored["remote_id"] = self.remote_id
@@ -78,9 +83,9 @@ class LogPosition:
 
 
 def earlier_epochs(folder: Path) -> list[dict[str, float]]:
-    """Return the epochs in a resumed run's results.csv, as trackers log them; none of a new run.
+    """Return the epochs in a resumed run's results.csv, as trackers log them; empty for a new run.
 
-    Called before the run goes on, and so adds epochs.
+    Must be called before the run adds further epochs.
     """
     file = folder / "results.csv"
     if not file.is_file():

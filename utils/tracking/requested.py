@@ -1,7 +1,7 @@
 """The trackers that flags and environment request. Used by run_log.py.
 
-A new tracker of its own kind is a subclass of `Tracker` and a line in `make_trackers`; those that Accelerate knows need
-only their name in `TRACKERS`.
+A new kind of tracker is a subclass of `Tracker` and a line in `make_trackers`; a tracker that Accelerate knows needs
+only its name in `TRACKERS`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from utils.tracking.wandb import UPLOAD_SECONDS, WandbTracker
 
 DEFAULT_PROJECT = "train"  # the last folder of the default --project; W&B's project is then "lockstep"
 
-# Of the training run that a validation joins: the flag, and W&B's variable for it.
+# Flags of the training run that a validation joins, and W&B's variable for each.
 TRAINING_LOCATION = {
     "wandb_project": "WANDB_PROJECT", "wandb_entity": "WANDB_ENTITY", "wandb_group": "WANDB_RUN_GROUP",
 }  # fmt: skip
@@ -54,8 +54,11 @@ def make_trackers(
 ) -> tuple[list[Tracker], list[str]]:
     """Return the trackers of a run, not yet started, and warnings about packages that are not installed.
 
-    folder: of the run. job: W&B's job type, train or val. uploads: whether files are uploaded, which
-    takes longer at the end. inputs: names of W&B artifacts that the run uses, if they exist.
+    Args:
+        folder: the run folder
+        job: W&B's job type, train or val
+        uploads: whether files are uploaded, which takes longer at the end
+        inputs: names of W&B artifacts that the run uses, if they exist
     """
     names, warnings = requested_trackers(options.log_with, options.no_wandb)
     run = wandb_arguments(options, folder, job)
@@ -71,8 +74,13 @@ def make_trackers(
 
 
 def joined_options(log_with: str, training: Mapping[str, Any], run_id: str) -> TrackerOptions:
-    """Return the options of a run in the W&B project, entity and group of a training run, unless the environment names
-    others. training: settings of that run."""
+    """Return the options of a run that joins the W&B project, entity and group of a training run.
+
+    Variables of the environment take precedence.
+
+    Args:
+        training: settings of the training run
+    """
     same = {
         name: training[name]
         for name, variable in TRAINING_LOCATION.items()
@@ -82,7 +90,7 @@ def joined_options(log_with: str, training: Mapping[str, Any], run_id: str) -> T
 
 
 def wandb_arguments(options: TrackerOptions, folder: Path, job: str) -> dict[str, Any]:
-    """Return the arguments of `wandb.init` that name the run in `folder`: flags, W&B's variables, defaults."""
+    """Return the arguments of `wandb.init` that name the run in `folder`, from flags, W&B's variables or defaults."""
     project = Path(options.project).name
     tags = options.wandb_tags or tuple(filter(None, os.environ.get("WANDB_TAGS", "").split(",")))
     arguments = {
@@ -105,5 +113,5 @@ def wandb_arguments(options: TrackerOptions, folder: Path, job: str) -> dict[str
 
 
 def _first(flag: str, variable: str, default: str = "") -> str | None:
-    """Return the value of a flag, else that of an environment variable, else the default; None if all are empty."""
+    """Return the value of a flag, else of an environment variable, else the default; None if all are empty."""
     return flag or os.environ.get(variable) or default or None

@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from utils.checkpoint.progress import Progress
 
 EXAMPLES_KEY = "examples/validation"
-EXAMPLES_PER_RUN = 10  # times that examples are logged if no interval is given
+EXAMPLES_PER_RUN = 10  # how often examples are logged if no interval is given
 TABLES = ("classes.csv",)  # logged whenever an epoch is the best so far
-CHARTS = ("PR_curve.csv", "curves.csv", "mask_PR_curve.csv", "mask_curves.csv", "confusion_matrix.csv")  # at the end
+CHARTS = ("PR_curve.csv", "curves.csv", "mask_PR_curve.csv", "mask_curves.csv", "confusion_matrix.csv")  # logged last
 ID_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 ID_LENGTH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingOptions(TrackerOptions):
-    """The settings of the trackers of a training, named like their flags."""
+    """The settings of a training run's trackers, named like their flags."""
 
     epochs: int
-    bbox_interval: int = -1  # epochs; -1: `EXAMPLES_PER_RUN` times, 0: never
+    bbox_interval: int = -1  # epochs between examples; -1: `EXAMPLES_PER_RUN` times, 0: never
     max_images: int = 16
     upload_model: bool = False
     upload_dataset: bool = False
@@ -55,8 +55,8 @@ class LoggedRun(Protocol):
     """The part of `utils.run.Run` that a log uses."""
 
     path: Path
-    devices: list[str]  # of the processes
-    step: int  # the last optimizer step with a logged value
+    devices: list[str]  # devices of the processes
+    step: int  # last optimizer step with a logged value
 
     @property
     def trackers(self) -> list[Tracker]: ...
@@ -68,22 +68,27 @@ class LoggedRun(Protocol):
 class RunLog:
     """The log of a run in its trackers. Every process makes the same calls; only the main one has trackers.
 
-    images: files of the validation split. class_names: in the order of their numbers.
+    Args:
+        images: image files of the validation split
+        class_names: class names in the order of their numbers
     """
 
     def __init__(
         self, run: LoggedRun, options: TrackingOptions, images: Sequence[Path], class_names: Sequence[str]
     ) -> None:
         self.run, self.options, self.images, self.class_names = run, options, images, class_names
-        self.metadata: dict[str, Any] = {}  # of uploaded weights
-        self.metrics: dict[int, dict[str, float]] = {}  # of this process's epochs
+        self.metadata: dict[str, Any] = {}  # metadata of uploaded weights
+        self.metrics: dict[int, dict[str, float]] = {}  # metrics of this process's epochs
         interval = options.bbox_interval
         self.examples_interval = max(options.epochs // EXAMPLES_PER_RUN, 1) if interval < 0 else interval  # epochs
 
     def start(self, settings: Mapping[str, Any], dataset: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
         """Make the trackers and log the configuration of the run.
 
-        settings: all settings. dataset: identifies the files of the data set. saved: the state of a resumed run.
+        Args:
+            settings: all settings
+            dataset: values that identify the files of the data set
+            saved: state of a resumed run
         """
         config = {
             **settings,
@@ -110,7 +115,7 @@ class RunLog:
     ) -> None:
         """Log an epoch: its row of results.csv, `timings`, its metrics by class, and the best epoch so far.
 
-        Epochs are logged from 1, as people count them.
+        Logged epochs are counted from 1.
         """
         values = {**row, "epoch": row["epoch"] + 1, **{f"epoch/{name}": value for name, value in timings.items()}}
         for metric, classes in (summary.by_class if summary else {}).items():
@@ -125,7 +130,7 @@ class RunLog:
                 self._log_documents(TABLES, progress)
 
     def _log_documents(self, names: Sequence[str], progress: Progress) -> None:
-        """Log text files of the run folder, those of the best epoch, if they exist."""
+        """Log text files of the run folder about the best epoch, if they exist."""
         if not (trackers := self.run.trackers):
             return
         files = {name: self.run.path / name for name in names}
@@ -136,7 +141,8 @@ class RunLog:
     def log_examples(self, examples: Callable[[], Sequence[Example]], epoch: int) -> None:
         """Log validation images with their boxes if they are due in this epoch, the same images each time.
 
-        examples: returns them; called on the main process only, and only if they are due.
+        Args:
+            examples: returns the validation images; called only on the main process, and only if they are due
         """
         due = self.examples_interval and (epoch % self.examples_interval == 0 or epoch + 1 == self.options.epochs)
         trackers = self.run.trackers
@@ -162,7 +168,11 @@ class RunLog:
     # Artifacts
 
     def upload(self, names: Sequence[str], *aliases: str, link: str = "") -> None:
-        """Upload files of the run's weights/ with --upload-model. link: a collection of a registry to link them to."""
+        """Upload files of the run's weights/ if --upload-model is given.
+
+        Args:
+            link: collection of a registry to link the files to, '' for none
+        """
         files = [self.run.path / "weights" / name for name in names]
         if not self.options.upload_model or not files:
             return
@@ -175,7 +185,7 @@ class RunLog:
     def log_results(self, progress: Progress) -> None:
         """Log the curves of the best epoch, and upload last.pt and best.pt.
 
-        They are one version with both aliases if the last epoch was the best.
+        The two files are one version with both aliases if the last epoch was the best.
         """
         self._log_documents(CHARTS, progress)
         last, link = progress.epoch - 1, self.options.wandb_registry
@@ -188,9 +198,10 @@ class RunLog:
             self.upload(["last.pt"], "latest", f"epoch-{last}")
 
     def push(self, task: Task, best: Summary, content: Mapping[str, Any]) -> None:
-        """Upload the results to the Hub with --push-to-hub. Called on the main process, when the run has finished.
+        """Upload the results to the Hub if --push-to-hub is given. Called on the main process after the run.
 
-        content: of the weight files, beside the tensors.
+        Args:
+            content: content of the weight files beside the tensors
         """
         if not (repository := self.options.push_to_hub):
             return
@@ -209,10 +220,12 @@ class RunLog:
     def upload_dataset(
         self, source: Path, files: Callable[[], Mapping[str, Sequence[Path]]], identity: Mapping[str, Any]
     ) -> None:
-        """Log the data set as an artifact with --upload-dataset: the YAML, and references to all files.
+        """Log the data set, its YAML and references to all files, as an artifact if --upload-dataset is given.
 
-        source: the YAML, or a folder without one. files: returns files by kind; a kind is a folder of the artifact.
-        identity: the artifact's metadata.
+        Args:
+            source: data set YAML, or a folder without a YAML
+            files: returns files by kind; each kind is a folder of the artifact
+            identity: metadata of the artifact
         """
         if not self.options.upload_dataset or not self.run.trackers:
             return
@@ -229,13 +242,17 @@ class RunLog:
 
 
 class ValidationLog:
-    """The log of a validation by val.py in its trackers, joined to the training run of the weights.
+    """The log of a run of val.py in its trackers, joined to the training run of the weights.
 
     Every process makes the same calls; only the main one has trackers.
     """
 
     def __init__(self, run: LoggedRun, flags: Mapping[str, Any], training: Mapping[str, Any]) -> None:
-        """Start the trackers that the flags name. training: settings of the weights' training."""
+        """Start the trackers that the flags name.
+
+        Args:
+            training: settings of the training run that made the weights
+        """
         self.run = run
         config = {**flags, "git_commit": git_commit(), "command": shlex.join(sys.argv)}
         config["training_run"] = training.get("wandb_id", "")
@@ -260,9 +277,9 @@ class ValidationLog:
 
 
 def wandb_run_id(requested: str, state: Mapping[str, Any] | None) -> str:
-    """Return the id of a run for trackers: the requested id, that of the resumed state, WANDB_RUN_ID, or a random one.
+    """Return the id of a run for trackers: the requested id, else the resumed state's, else WANDB_RUN_ID, else random.
 
-    W&B sweeps set WANDB_RUN_ID. Random ids differ between processes: broadcast that of the main process.
+    W&B sweeps set WANDB_RUN_ID. Random ids differ between processes, so the main process's id must be broadcast.
     """
     existing = requested or (state or {}).get("wandb_id") or os.environ.get("WANDB_RUN_ID")
     return existing or "".join(random.SystemRandom().choices(ID_CHARACTERS, k=ID_LENGTH))

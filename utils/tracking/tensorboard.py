@@ -1,4 +1,4 @@
-"""The tracker of TensorBoard: event files in the run folder, written by a thread. Made by `RunLog`."""
+"""The tracker for TensorBoard: event files in the run folder, written by a thread. Made by `RunLog`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from utils.tracking.log_position import LogPosition, earlier_epochs
 from utils.tracking.tracker import FINISH_SECONDS, TENSORBOARD, Print, Tracker, axis_of
 
 EVENT_FILES = "events.out.tfevents*"  # as TensorBoard names them
-TENSORBOARD_POSITION_FILE = ".tensorboard.json"  # in the run folder
+TENSORBOARD_POSITION_FILE = ".tensorboard.json"  # file in the run folder
 
 
 class TensorBoardTracker(Tracker):
-    """Event files in `folder`, of the run with id `run`. print_line: prints a warning."""
+    """Writes event files into `folder` for the run with id `run`.
+
+    Args:
+        print_line: prints a warning
+    """
 
     name = TENSORBOARD
 
@@ -34,9 +38,9 @@ class TensorBoardTracker(Tracker):
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Open the event file and log the settings as a text."""
-        with suppress(Exception):  # not in the thread: loader processes must not be forked during an import
+        with suppress(Exception):  # import it here: loader processes must not be forked during an import
             importlib.import_module("torch.utils.tensorboard")
-            importlib.import_module("PIL.Image").preinit()  # imports its formats
+            importlib.import_module("PIL.Image").preinit()  # imports Pillow's formats
         earlier = earlier_epochs(self.folder)
         self._background.do(lambda: self._open(earlier))
         text = "".join(f"    {line}\n" for line in json.dumps(values, indent=1, default=str).splitlines())
@@ -73,9 +77,9 @@ class TensorBoardTracker(Tracker):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         for key, file in files.items():
-            with Image.open(file) as opened:  # reads only the size
+            with Image.open(file) as opened:  # reads the size only
                 width, height = opened.size
-            # The file as it is: `add_image` would encode it again, as PNG, in this thread of the training process.
+            # The file is logged unchanged: `add_image` would encode it again, as PNG, in the training process.
             picture = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=file.read_bytes())
             summary = Summary(value=[Summary.Value(tag=key, image=picture)])
             writer: Any = self._writer.file_writer

@@ -21,8 +21,11 @@ STEP, EPOCH = "step", "epoch"  # the two axes: optimizer steps since the start o
 class Axis(NamedTuple):
     """The x axis of the keys that match a pattern, and how W&B shows them.
 
-    pattern: a key, or the beginning of keys and `*`. axis: the key of the x axis, '' for an axis itself. summary: of a
-    run in the table of runs: `max`, `min`, or '' for the last value. is_hidden: whether W&B makes no charts of them.
+    Attributes:
+        pattern: a key, or the beginning of keys and `*`
+        axis: key of the x axis, '' for an axis itself
+        summary: value that the table of runs shows for a run: `max`, `min`, or '' for the last value
+        is_hidden: whether W&B makes no charts of the keys
     """
 
     pattern: str
@@ -42,7 +45,7 @@ AXES = (
     Axis("class/*", is_hidden=True),  # hundreds of charts if there are many classes
 )
 WANDB, TENSORBOARD = "wandb", "tensorboard"  # also the names of the packages to install
-WITH_OWN_TRACKERS = (WANDB, TENSORBOARD)  # the others are those of Accelerate
+WITH_OWN_TRACKERS = (WANDB, TENSORBOARD)  # the other trackers are Accelerate's
 FINISH_SECONDS = 60.0  # time limit of a tracker to send the rest at the end of a run
 Print = Callable[[str], object]  # prints a line on the console
 
@@ -72,9 +75,10 @@ class Tracker(GeneralTracker):
     ) -> None:
         """Log images with boxes, and masks if there are any, that can be switched on and off.
 
-        examples: with `file`, `name`, lists `labels` and `predictions` of boxes, each the fields of
-        `utils.summary.Box`, and `label_outlines` and `prediction_outlines` of `utils.summary.Example`. names: of the
-        classes.
+        Args:
+            examples: mappings with `file`, `name`, lists `labels` and `predictions` of boxes, each with the fields of
+                `utils.summary.Box`, and `label_outlines` and `prediction_outlines` of `utils.summary.Example`
+            names: class names
         """
 
     def log_artifact(
@@ -90,8 +94,11 @@ class Tracker(GeneralTracker):
     ) -> None:
         """Log a version of an artifact.
 
-        files: to upload. references: pairs of a path and a name in the artifact, of which only the path is stored.
-        is_input: whether the run reads it, instead of making it. link: a collection of a registry that gets it too.
+        Args:
+            files: files to upload
+            references: pairs of a path and a name in the artifact; only the path is stored, not the file
+            is_input: whether the run reads the artifact instead of making it
+            link: collection of a registry that gets the artifact too, '' for none
         """
 
     def log_documents(self, documents: Mapping[str, str], step: int, epoch: int) -> None:
@@ -101,17 +108,19 @@ class Tracker(GeneralTracker):
         """Log a line of the console output."""
 
     def fail(self, reason: str) -> None:
-        """Log why the run is about to end by an error; return within a second."""
+        """Log why the run is about to end with an error; return within a second."""
 
     def finish(self, timeout: float = FINISH_SECONDS) -> None:
-        """Send the rest and close the run, within `timeout` seconds."""
+        """Send the remaining data and close the run, within `timeout` seconds."""
 
 
 def requested_trackers(log_with: str, no_wandb: bool) -> tuple[list[str], list[str]]:
     """Return the names of the trackers to use, and warnings about packages that are not installed.
 
-    log_with, no_wandb: the flags; '' is W&B if it is installed, without a warning if it is not; `all` are W&B and
-    TensorBoard, and those others that are installed.
+    Args:
+        log_with: value of --log-with; '' is W&B if it is installed, without a warning if it is not; `all` is W&B,
+            TensorBoard, and the other trackers that are installed
+        no_wandb: whether --no-wandb is given
     """
     disabled = os.environ.get("WANDB_MODE") == "disabled"
     disabled |= os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on")

@@ -1,4 +1,4 @@
-"""How Accelerate's trackers are started for a run: arguments, folders, and modes without a server.
+"""Start Accelerate's trackers for a run: arguments, folders, and modes without a server.
 
 Used by accelerate_tracker.py. The packages are imported when they are used.
 """
@@ -18,12 +18,18 @@ from typing import Any, NamedTuple
 
 from utils.tracking.log_position import LogPosition
 
-MLFLOW_STORE = "mlruns"  # in the folder of the run folders, unless the variable MLFLOW_TRACKING_URI names another one
-MLFLOW_DATABASE = "mlflow.db"  # instead, if SQLAlchemy is installed, as with the whole mlflow
+MLFLOW_STORE = "mlruns"  # folder beside the run folders, unless the variable MLFLOW_TRACKING_URI names another store
+MLFLOW_DATABASE = "mlflow.db"  # used instead if SQLAlchemy is installed, as it is with the full mlflow package
 
 
 class RunLocation(NamedTuple):
-    """What a tracker needs to know of a run. run: `project`, `name` and `id`. position: of an earlier process."""
+    """The facts about a run that a tracker needs.
+
+    Attributes:
+        folder: the run folder
+        run: `project`, `name` and `id` of the run
+        position: last position that an earlier process logged
+    """
 
     folder: Path
     run: Mapping[str, Any]
@@ -36,7 +42,7 @@ def arguments(tracker: str, location: RunLocation) -> dict[str, Any]:
 
 
 def _mlflow(location: RunLocation) -> dict[str, Any]:
-    # Otherwise it reports the tables of its database. The variable counts when it is imported, which may have been.
+    # Otherwise MLflow logs the tables of its database. The variable has no effect once MLflow is imported.
     logging.getLogger("mlflow").setLevel(os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING").upper())
     _choose_mlflow_store(location.folder.parent)
     project, name = location.run["project"], location.run["name"]
@@ -44,15 +50,15 @@ def _mlflow(location: RunLocation) -> dict[str, Any]:
 
 
 def _choose_mlflow_store(folder: Path) -> None:
-    """Store MLflow's runs in a folder, unless the environment names a store; its default is the current folder."""
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # by default it tries for minutes
+    """Store MLflow's runs in `folder`, unless the environment names a store; MLflow's default is the current folder."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # by default MLflow tries for minutes
     if os.environ.get("MLFLOW_TRACKING_URI"):
         return
     if importlib.util.find_spec("sqlalchemy"):
         os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder / MLFLOW_DATABASE}"
     else:
         os.environ["MLFLOW_TRACKING_URI"] = (folder / MLFLOW_STORE).as_uri()
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # which newer versions ask for
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions require it
 
 
 def _trackio(location: RunLocation) -> dict[str, Any]:
@@ -63,7 +69,7 @@ def _comet(location: RunLocation) -> dict[str, Any]:
     from comet_ml import ExperimentConfig
 
     directory = os.environ.get("COMET_OFFLINE_DIRECTORY") or str(location.folder / "comet")
-    # The key must have at least 32 characters; it is that of the run, so that a resumed run continues the same one.
+    # The key needs at least 32 characters; it is made from the run's id, so that a resumed run continues the same one.
     key = hashlib.md5(location.run["id"].encode(), usedforsecurity=False).hexdigest()
     # Neither code nor what this process prints is uploaded, unless the user's own settings ask for it.
     for name in ("COMET_AUTO_LOG_CODE", "COMET_AUTO_LOG_GIT_PATCH"):
@@ -75,8 +81,8 @@ def _comet(location: RunLocation) -> dict[str, Any]:
 
 
 def _clearml(location: RunLocation) -> dict[str, Any]:
-    # It would otherwise record what else this process does: its imports, output and arguments. Its search for a
-    # repository hangs if ClearML forks at the moment when that starts git.
+    # ClearML would otherwise record this process's imports, output and arguments. Its search for a repository hangs if
+    # ClearML forks at the moment when the search starts git.
     frameworks = dict.fromkeys(("detect_repository", "pytorch", "tensorboard", "tensorflow", "matplotlib"), False)
     automatic = dict.fromkeys(("auto_connect_arg_parser", "auto_connect_streams"), False)
     return {
@@ -95,7 +101,7 @@ def _aim(location: RunLocation) -> dict[str, Any]:
 
 def _dvclive(location: RunLocation) -> dict[str, Any]:
     folder = location.folder / "dvclive"
-    # Otherwise it writes dvc.yaml and a commit into the repository of the current folder.
+    # Otherwise DVCLive writes dvc.yaml and a commit into the repository of the current folder.
     return {"dir": str(folder), "resume": location.position.continues, "dvcyaml": None, "save_dvc_exp": False}
 
 
@@ -116,7 +122,7 @@ TRACKER_ARGUMENTS: dict[str, Callable[[RunLocation], dict[str, Any]]] = {
 
 
 def remote_id(tracker: str, started: Any) -> str:
-    """Return the id that a tracker has given to its run, if it is needed to continue it, else ''."""
+    """Return the id that a tracker gave to its run, if it is needed to continue the run; else ''."""
     if tracker == "mlflow":
         return str(started.tracker.info.run_id)
     return str(started.tracker.hash) if tracker == "aim" else ""
@@ -125,7 +131,7 @@ def remote_id(tracker: str, started: Any) -> str:
 def accepted(tracker: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values under keys that a tracker accepts: MLflow refuses the characters of `mAP_0.5(B)`."""
     renamed = {re.sub(r"[^\w\-. :/]", "_", key): value for key, value in values.items()}
-    if tracker == "dvclive":  # in its files "step" is a number
+    if tracker == "dvclive":  # "step" is a number in its files
         return {re.sub("^step/", "steps/", key): value for key, value in renamed.items()}
     if tracker == "clearml":  # it would log 0 instead
         return {key: value for key, value in renamed.items() if math.isfinite(value)}
@@ -136,9 +142,9 @@ def accepted(tracker: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def missing_key(tracker: str) -> str:
-    """Return why a tracker cannot reach its server, '' if it must be tried.
+    """Return why a tracker cannot reach its server; '' if only an attempt can tell.
 
-    Comet tries it for 20 s even without a key.
+    Without this check Comet would try for 20 s even without a key.
     """
     if tracker != "comet_ml" or os.environ.get("COMET_START_ONLINE"):
         return ""
@@ -162,7 +168,7 @@ def _swanlab_offline(folder: Path) -> str:
     return f"swanlab sync {os.environ.get('SWANLAB_LOG_DIR') or folder / 'swanlab'}/run-*"
 
 
-# Of those that need a server and can store a run instead: switch to that, and return the command that uploads it.
+# For trackers that can store a run without their server: switch to that mode, and return the command for the upload.
 OFFLINE: dict[str, Callable[[Path], str]] = {
     "comet_ml": _comet_offline,
     "clearml": _clearml_offline,

@@ -1,4 +1,4 @@
-"""The tracker of Weights & Biases: Accelerate's, with pictures, examples, artifacts and resumed runs.
+"""The tracker for Weights & Biases: Accelerate's, with pictures, examples, artifacts and resumed runs.
 
 Made by utils/tracking/requested.py. The package is imported when a run starts.
 """
@@ -25,22 +25,22 @@ from utils.tracking.tracker import AXES, EPOCH, FINISH_SECONDS, WANDB, Axis, Pri
 from utils.tracking.wandb_file import last_logged
 from utils.tracking.wandb_media import charts, image_with_boxes
 
-UPLOAD_SECONDS = 900.0  # to send the rest at the end of a run that uploads artifacts
-CONNECT_SECONDS = 30.0  # to reach the server, unless the variable WANDB_INIT_TIMEOUT gives another number
-FLUSH_SECONDS = 1.0  # between two writes of W&B's file: what a killed run loses at most
-ALERT_CHARACTERS = 1000  # of an alert's text, at most
+UPLOAD_SECONDS = 900.0  # time to send the rest at the end of a run that uploads artifacts
+CONNECT_SECONDS = 30.0  # time to reach the server, unless the variable WANDB_INIT_TIMEOUT gives another number
+FLUSH_SECONDS = 1.0  # interval of the writes of W&B's file, so the most that a killed run loses
+ALERT_CHARACTERS = 1000  # largest length of an alert's text
 
 
 class WandbTracker(AccelerateTracker):
     """A W&B run. `accelerator.get_tracker("wandb", unwrap=True)` returns the `wandb.Run` itself.
 
     Args:
-        folder: the run folder.
-        run: arguments of `wandb.init` (project, entity, group, tags, name, id, dir, ...).
-        print_line: prints a line on the console.
-        timeout: seconds to send the rest at the end of the run.
-        alerts: whether W&B sends an alert if the run ends by an error.
-        inputs: names of artifacts that the run uses, if they exist.
+        folder: the run folder
+        run: arguments of `wandb.init` (project, entity, group, tags, name, id, dir, ...)
+        print_line: prints a line on the console
+        timeout: seconds to send the rest at the end of the run
+        alerts: whether W&B sends an alert if the run ends with an error
+        inputs: names of artifacts that the run uses, if they exist
     """
 
     title = "W&B"
@@ -127,7 +127,7 @@ class WandbTracker(AccelerateTracker):
     # In the thread
 
     def _start(self, config: Mapping[str, Any]) -> None:
-        """Start the run, or continue the one with this id: online if that is possible, else on this machine."""
+        """Start the run, or continue the run with this id: online if possible, else on this machine."""
         import wandb
 
         self.wandb = wandb
@@ -150,7 +150,7 @@ class WandbTracker(AccelerateTracker):
         self._defined: set[str] = set()  # keys with dots
         for axis in AXES:
             define(tracker.run, axis)
-        kinds = "*run-*" if self.is_offline else "offline-run-*"  # of an online run the server knows
+        kinds = "*run-*" if self.is_offline else "offline-run-*"  # the server knows the epochs of online runs
         own = Path(tracker.run.dir).parent
         parts = [part for part in self._wandb_folder.glob(f"{kinds}-{self.run['id']}") if part != own]
         self._last = last_logged(file for part in parts for file in part.glob("*.wandb"))
@@ -159,7 +159,7 @@ class WandbTracker(AccelerateTracker):
                 self._last[key] = max(self._last.get(key, -math.inf), tracker.run.summary.get(EPOCH, 0))
             self._last["step"] = max(self._last.get("step", 0), tracker.run.summary.get("step", 0))
         self.inner = tracker
-        if parts or not self.is_offline:  # else nobody knows what the server has got
+        if parts or not self.is_offline:  # otherwise it is unknown what the server has received
             self._log_lost_epochs()
         for name in self.inputs:
             if not self.is_offline:
@@ -171,7 +171,7 @@ class WandbTracker(AccelerateTracker):
         return Path(self.run.get("dir") or self.folder) / "wandb"
 
     def _settings(self) -> Any:
-        """Return wandb's settings, without those that an older version does not have."""
+        """Return wandb's settings, without settings that an older version lacks."""
         known = getattr(self.wandb.Settings, "model_fields", {})
         newer: dict[str, Any] = {"finish_timeout": self.timeout, "x_transaction_log_flush_interval": FLUSH_SECONDS}
         newer["console"] = "off"  # `log_line` writes what this program prints
@@ -180,8 +180,8 @@ class WandbTracker(AccelerateTracker):
             self.print_line("W&B: the run is stopped from its page")
             os.kill(os.getpid(), signal.SIGTERM)
 
-        newer["stop_fn"] = stop  # called for the button "stop" of the run's page
-        if (ROOT / ".git").exists():  # whatever the current folder is
+        newer["stop_fn"] = stop  # called by the button "stop" on the run's page
+        if (ROOT / ".git").exists():  # this repository's, whatever the current folder is
             newer["git_root"] = str(ROOT)
         chosen = {name: value for name, value in newer.items() if name in known}
         return self.wandb.Settings(init_timeout=connect_timeout(), **chosen)
@@ -217,7 +217,7 @@ class WandbTracker(AccelerateTracker):
         run.log(dict(values), step=max(step, run.step))  # wandb drops values of steps before its last
 
     def _define_dotted(self, keys: Iterable[str]) -> None:
-        """Define keys with dots: in patterns W&B takes a dot for the start of a nested value, and ignores the key."""
+        """Define keys with dots singly, because in patterns W&B takes a dot for a nested value and ignores the key."""
         for key in keys:
             if "." in key and key not in self._defined:
                 self._defined.add(key)
@@ -233,11 +233,16 @@ class WandbTracker(AccelerateTracker):
 
 
 def started(arguments: Mapping[str, Any], mode: str) -> Any:
-    """Return Accelerate's tracker of a started run. arguments: of `wandb.init`. mode: online or offline."""
+    """Return Accelerate's tracker of a started run.
+
+    Args:
+        arguments: arguments of `wandb.init`
+        mode: online or offline
+    """
     rest = {name: value for name, value in arguments.items() if name != "project"}
     tracker = WandBTracker(arguments["project"], mode=mode, **rest)
     tracker.start()
-    for handler in logging.getLogger("wandb").handlers:  # into a file of the run folder, whose disk may be full
+    for handler in logging.getLogger("wandb").handlers:  # they write into the run folder, whose disk may be full
         handler.handleError = lambda record: None  # type: ignore[method-assign]  # else a traceback for every line
     return tracker
 
@@ -254,8 +259,8 @@ def connect_timeout() -> float:
 
 
 def has_key() -> bool:
-    """Return whether wandb finds a key for its server, wherever it looks for one; it neither asks nor connects."""
-    os.environ["WANDB_SILENT"] = "true"  # otherwise it asks the server for the name of the user
+    """Return whether wandb finds a key for its server in any of its places, without asking the user or connecting."""
+    os.environ["WANDB_SILENT"] = "true"  # otherwise wandb asks the server for the name of the user
     import wandb
     from wandb.errors import AuthenticationError, UsageError
 
@@ -263,7 +268,7 @@ def has_key() -> bool:
     known = inspect.signature(wandb.login).parameters
     try:
         return bool(wandb.login(verify=False, **{name: value for name, value in newer.items() if name in known}))
-    except (AuthenticationError, UsageError):  # the key has a wrong form, or there is none and no terminal
+    except (AuthenticationError, UsageError):  # the key has a wrong form, or there is neither a key nor a terminal
         return False
 
 
@@ -275,7 +280,7 @@ def download_artifact(name: str, folder: Path) -> list[Path]:
         raise UserError("wandb is not installed: pip install wandb") from None
     try:
         if not has_key():
-            raise UserError("there is no key for W&B: wandb login")
+            raise UserError("there is no API key for W&B: wandb login")
         artifact = wandb.Api(timeout=math.ceil(connect_timeout())).artifact(name)
         artifact.download(root=str(folder))
         return [folder / file.name for file in artifact.files()]

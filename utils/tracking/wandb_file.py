@@ -1,7 +1,7 @@
-"""What an earlier process of a run has logged to Weights & Biases. Called by utils/tracking/wandb.py.
+"""Read what an earlier process of a run has logged to Weights & Biases. Called by utils/tracking/wandb.py.
 
 W&B's file of a run on disk is the only record of what will be uploaded: rows that it does not hold were lost when the
-process was killed. The package has no reader of it.
+process was killed. The package wandb cannot read the file.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-HEADER_BYTES = 7  # at the start of a .wandb file: ":W&B", a magic number, a version
+HEADER_BYTES = 7  # header of a .wandb file: ":W&B", a magic number, a version
 LOG_BLOCK_BYTES = 2**15
 RECORD_HEADER = struct.Struct("<IHB")  # checksum, length, kind
 FULL, FIRST, LAST = 1, 2, 4  # kinds of a record's parts
 
 
 def last_logged(files: Iterable[Path]) -> dict[str, float]:
-    """Return the last step and epoch that .wandb files of a run hold, by key: those of the rows that have the key."""
+    """Return, for each key, the last epoch or step of the rows in a run's .wandb files that have the key."""
     last: dict[str, float] = {}
     for file in files:
         with suppress(Exception):  # as long as W&B's file has this format
@@ -32,14 +32,14 @@ def last_logged(files: Iterable[Path]) -> dict[str, float]:
 
 
 def history(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a .wandb file: values by key."""
+    """Yield the rows of a .wandb file as values by key."""
     for record in records(file):
         if record.WhichOneof("record_type") == "history":
             yield {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
 
 
 def records(file: Path) -> Iterator[Any]:
-    """Yield the records of a .wandb file, which has LevelDB's log format, as protobuf messages, up to its damaged end.
+    """Yield the records of a .wandb file, in LevelDB's log format, as protobuf messages, up to a damaged end.
 
     https://github.com/google/leveldb/blob/main/doc/log_format.md
     """
@@ -53,7 +53,7 @@ def records(file: Path) -> Iterator[Any]:
             continue
         _, length, kind = RECORD_HEADER.unpack_from(content, position)
         start, position = position + RECORD_HEADER.size, position + RECORD_HEADER.size + length
-        if position > len(content):  # its writer was killed
+        if position > len(content):  # the process that wrote the file was killed
             return
         parts = (b"" if kind in (FULL, FIRST) else parts) + content[start:position]
         if kind in (FULL, LAST):

@@ -1,4 +1,4 @@
-"""What W&B shows of a run: images with boxes and masks, and tables and charts made of the run folder's text files.
+"""W&B's media of a run: images with boxes and masks, and tables and charts made from the run folder's text files.
 
 Used by utils/tracking/wandb.py.
 """
@@ -12,18 +12,18 @@ from typing import Any
 
 from utils.summary import evenly_spaced
 
-AS_TABLES = {"classes.csv", "operators.csv"}  # shown as they are
-MAX_ROWS = 10_000  # W&B draws no more of a table
+AS_TABLES = {"classes.csv", "operators.csv"}  # files shown as tables
+MAX_ROWS = 10_000  # W&B draws no more rows of a table
 EXAMPLE_PIXELS = 640  # longer side of an example image
-LINE_PIXELS = 3  # of an outline
+LINE_PIXELS = 3  # line width of an outline
 EXAMPLE_KINDS = (("ground_truth", "label"), ("predictions", "prediction"))  # W&B's title, and our name
-CURVE_TITLES = {"": "", "mask_": " of masks"}  # by the beginning of the file's name
+CURVE_TITLES = {"": "", "mask_": " of masks"}  # end of the title, by the beginning of the file's name
 
 
 def image_with_boxes(wandb: Any, example: Mapping[str, Any], names: Sequence[str]) -> Any:
     """Return an image of W&B, with boxes and masks of labels and predictions; see `Tracker.log_examples`.
 
-    W&B's boxes are upright: the lines of other outlines are a mask, and the boxes around them have their captions.
+    W&B's boxes are upright: the lines of other outlines become a mask, and the boxes around them carry the captions.
     """
     classes = dict(enumerate(names))
     boxes = {
@@ -41,7 +41,7 @@ def image_with_boxes(wandb: Any, example: Mapping[str, Any], names: Sequence[str
 
 
 def _box(box: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return a box in the form of `wandb.Image`: corners as shares of the image's width and height."""
+    """Return a box in the form of `wandb.Image`, with corners as fractions of the image's width and height."""
     left, top, right, bottom = box["xyxy"]
     wandb_box = {
         "position": {"minX": left, "minY": top, "maxX": right, "maxY": bottom},
@@ -55,7 +55,7 @@ def _box(box: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _class_maps(example: Mapping[str, Any], kind: str, size: tuple[int, int]) -> Any:
-    """Return the masks of an example's labels or predictions, else the lines of their outlines; None without both."""
+    """Return the masks of an example's labels or predictions, else the lines of their outlines; None without either."""
     boxes, masks = example[f"{kind}s"], example[f"{kind}_outlines"]
     if masks:
         return _class_map(boxes, masks, size, filled=True)
@@ -68,8 +68,10 @@ def _class_map(
 ) -> Any:
     """Return a mask in the form of `wandb.Image`: the class of each pixel plus one, 0 for none, int (height, width).
 
-    outlines: x, y, x, y, ... as shares of width and height, one for each box; the first is in front. size: width and
-    height. filled: the insides of the outlines; otherwise their lines.
+    Args:
+        outlines: an outline for each box, x, y, x, y, ... as fractions of width and height; the first is in front
+        size: width and height in pixels
+        filled: whether to draw the insides of the outlines instead of their lines
     """
     import numpy as np
     from PIL import Image, ImageDraw
@@ -77,7 +79,7 @@ def _class_map(
     image = Image.new("I", size)
     pen = ImageDraw.Draw(image)
     for box, outline in zip(reversed(boxes), reversed(outlines), strict=True):
-        if len(outline) >= 4:  # Pillow draws no polygon of a point
+        if len(outline) >= 4:  # Pillow cannot draw a polygon of one point
             points = [(x * size[0], y * size[1]) for x, y in zip(outline[::2], outline[1::2], strict=True)]
             if filled:
                 pen.polygon(points, fill=box["label"] + 1)
@@ -97,9 +99,13 @@ def _thumbnail(file: str) -> Any:
 
 
 def charts(wandb: Any, documents: Mapping[str, str]) -> dict[str, Any]:
-    """Return what can be logged of CSV files by name, by key: W&B's tables and charts.
+    """Return W&B's tables and charts of CSV files, by key.
 
-    wandb: the package. Files: `AS_TABLES`, confusion_matrix.csv, and with or without `mask_` PR_curve.csv, curves.csv.
+    The known files are `AS_TABLES`, confusion_matrix.csv, and PR_curve.csv and curves.csv with or without `mask_`.
+
+    Args:
+        wandb: the package wandb
+        documents: contents of the files, by name
     """
     made: dict[str, Any] = {}
     for name in AS_TABLES & set(documents):
@@ -121,7 +127,7 @@ def charts(wandb: Any, documents: Mapping[str, str]) -> dict[str, Any]:
 
 
 def f1_rows(rows: Sequence[Sequence[str]]) -> Iterator[tuple[str, float, float]]:
-    """Iterate over class, confidence and F1 of the rows of curves.csv."""
+    """Iterate over the class, confidence and F1 of each row of curves.csv."""
     for name, confidence, precision, recall in rows:
         p, r = float(precision), float(recall)
         yield name, float(confidence), 2 * p * r / (p + r) if p + r else 0.0
@@ -137,7 +143,11 @@ def thinned(rows: Sequence[tuple[str, float, float]]) -> list[tuple[str, float, 
 
 
 def line_chart(wandb: Any, rows: Sequence[Sequence[Any]], title: str, x: str, y: str) -> Any:
-    """Return a chart with a line for each class. rows: class, x, y."""
+    """Return a chart with a line for each class.
+
+    Args:
+        rows: class, x and y of each point
+    """
     table = wandb.Table(columns=["class", x, y], data=[list(row) for row in rows])
     words = {"title": title, "x-axis-title": x, "y-axis-title": y}
     fields = {"x": x, "y": y, "class": "class"}
@@ -145,7 +155,7 @@ def line_chart(wandb: Any, rows: Sequence[Sequence[Any]], title: str, x: str, y:
 
 
 def confusion_chart(wandb: Any, text: str) -> Any:
-    """Return W&B's confusion matrix of confusion_matrix.csv; with many classes its largest counts."""
+    """Return W&B's confusion matrix from confusion_matrix.csv; only the largest counts if there are many classes."""
     head, *rows = csv.reader(text.splitlines())
     cells = [(row[0], name, int(count)) for row in rows for name, count in zip(head[1:], row[1:], strict=True)]
     cells = sorted(cells, key=lambda cell: -cell[2])[:MAX_ROWS] if len(cells) > MAX_ROWS else cells
@@ -156,7 +166,7 @@ def confusion_chart(wandb: Any, text: str) -> Any:
 
 
 def _body(text: str) -> list[list[str]]:
-    """Return the rows of a CSV file without its head."""
+    """Return the rows of a CSV file without its header."""
     return list(csv.reader(text.splitlines()))[1:]
 
 

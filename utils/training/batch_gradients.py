@@ -1,10 +1,12 @@
-"""The gradients of a batch; if the memory is too small for it, of its parts one after another. Called by train.py.
+"""Compute the gradients of a batch, or of its parts one after another if the memory is too small. Called by train.py.
 
-Who may retry, and when, follows from what processes wait for each other for, so that none waits for one that retries:
-with --logical-processes nothing is exchanged before a process has all of its own gradients, and its logical processes'
-gradients are the same bytes together or one by one; so each process decides for itself, in any step. One process alone
-has nobody to wait for. DDP exchanges gradients while they are computed: there all processes try the first batch without
-an exchange, and halve it together until it fits all of them.
+No process may wait for one that retries, so who may retry depends on how gradients are exchanged:
+
+- With --logical-processes nothing is exchanged before a process has all of its own gradients, and its logical processes
+  give the same bytes together or one by one. Each process decides for itself, in any step.
+- A single process may always retry.
+- DDP exchanges gradients while they are computed. All processes try the first batch without an exchange, and halve it
+  together until it fits all of them.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ Gradients = Sequence[tuple[nn.Parameter, Tensor]]
 
 
 class BatchGradients:
-    """Adds the gradients of batches to those of the parameters.
+    """Adds the gradients of batches to the parameters' gradients.
 
-    terms: runs the forward pass and the loss on a logical process's batch. objective: from the means of the terms to
-    the scalar to differentiate. retry: whether a lack of memory is answered by smaller parts (--no-oom-retry).
+    Args:
+        terms: runs the forward pass and the loss on a logical process's batch
+        objective: maps the means of the loss terms to the scalar to differentiate
+        retry: whether to compute smaller parts if the memory is too small; False with --no-oom-retry
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class BatchGradients:
         retry: bool = True,
     ) -> None:
         self.run, self.model, self.terms, self.objective = run, model, terms, objective
-        self.parts = 1  # of a logical process's batch; with `one_by_one` always 1
+        self.parts = 1  # number of parts of a logical process's batch; with `one_by_one` always 1
         self.one_by_one = False  # the logical processes of this process take turns
         logical, accelerator = model.logical, run.accelerator
         processes = accelerator.num_processes
@@ -74,7 +78,8 @@ class BatchGradients:
     def _attempt(self, shares: Sequence[Batch], work: Callable[[], T], gradients: Gradients = ()) -> T:
         """Return the result of `work`, which is repeated with less at once while the memory is too small for it.
 
-        gradients: those that were set aside.
+        Args:
+            gradients: gradients that were set aside
         """
         buffers = [buffer for replica in self.model.replicas for buffer in replica.buffers()]
         saved = _copied(buffers)
@@ -91,9 +96,9 @@ class BatchGradients:
             _release()
 
     def _in_turn(self, shares: Sequence[Batch], seed: int) -> list[Tensor]:
-        """Run the logical processes of this process, if the memory is too small for all of them one by one.
+        """Run the logical processes of this process, one by one if the memory is too small for all of them.
 
-        What is exchanged is outside of the attempts: no process exchanges anything twice.
+        Exchanges are outside the attempts, so no process exchanges anything twice.
         """
         model = self.model
         buffers = [buffer for replica in model.replicas for buffer in replica.buffers()]
@@ -145,7 +150,7 @@ class BatchGradients:
         return [each.detach() for each in losses]
 
     def _in_parts(self, batch: Batch, seed: int) -> list[Tensor]:
-        """Run the parts of a batch one after another, with the counts of the whole: a first pass adds these."""
+        """Run the parts of a batch one after another, with the counts of the whole, which a first pass adds up."""
         model, module, accelerator = self.model, self.model.modules[0], self.run.accelerator
         size = -(-len(batch.infos) // self.parts)
         parts = [batch.part(first, first + size) for first in range(0, len(batch.infos), size)]
@@ -168,7 +173,7 @@ class BatchGradients:
         return [total]
 
     def _halve(self, shares: Sequence[Batch]) -> bool:
-        """Halve what is computed at once, and say so; return False if that is not possible."""
+        """Halve what is computed at once and print a warning; return False if that is not possible."""
         if self._takes_turns:
             if self.one_by_one:
                 return False
@@ -193,16 +198,16 @@ class BatchGradients:
         self._rehearses = False
         while any(self.run.collectives.gather([not self._fits(batch)])):
             if not all(self.run.collectives.gather([self._halve([batch])])):
-                return  # the step ends with the error
+                return  # the step itself will raise the error
 
     def _fits(self, batch: Batch) -> bool:
-        """Return whether forward and backward pass of a part fit the memory. Changes neither gradients nor buffers."""
+        """Return whether forward and backward pass of a part fit in memory. Changes neither gradients nor buffers."""
         model, part = self.model.bare, batch
         if self.parts > 1:
             part = batch.part(0, -(-len(batch.infos) // self.parts))
         layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.training]
         for layer in layers:
-            layer.eval()  # its statistics stay, and it waits for no other process
+            layer.eval()  # keeps its statistics, and waits for no other process
         fits = True
         try:
             terms = self.terms(model, part)
@@ -218,7 +223,7 @@ class BatchGradients:
         return fits
 
     def _set_aside(self) -> Gradients:
-        """Return the gradients of the batches before, and take them away from the parameters of a process alone."""
+        """Take the gradients of the step's earlier batches off the parameters; [] unless one process alone retries."""
         if not self._splits:
             return []
         kept = [(each, each.grad) for each in self.model.bare.parameters() if each.grad is not None]
@@ -254,7 +259,7 @@ def _write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def _release() -> None:
-    """Free the memory of what is no longer used, cycles with a traceback too."""
+    """Free unused memory, including reference cycles through a traceback."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

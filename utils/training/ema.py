@@ -25,7 +25,7 @@ class ModelEMA:
     model: Model
 
     def __init__(self, model: Model, ramp: float = RAMP_UPDATES) -> None:
-        self.ramp = ramp  # updates
+        self.ramp = ramp  # number of updates
         self.model = copy.deepcopy(model).float().eval().requires_grad_(False)
         self.replicas: Sequence[nn.Module] = [self.model]
         self.updates = torch.zeros((), device=next(model.parameters()).device)
@@ -34,11 +34,12 @@ class ModelEMA:
     def update(self, *models: nn.Module, taken: Tensor | bool = True) -> None:
         """Update the average after an optimizer step.
 
-        models: of this process's logical processes, in the order of `replicas`; their parameters are the same. taken:
-        bool (), on the model's device; False changes nothing.
+        Args:
+            models: models of this process's logical processes, in the order of `replicas`; their parameters are equal
+            taken: whether the step was taken, bool () on the model's device; False changes nothing
         """
         self.updates += taken
-        # 1 - decay, written so that it is exact for a small one
+        # 1 - decay, written so that it is exact if it is small
         share = ((1 - DECAY) + DECAY * (-self.updates / self.ramp).exp()) * taken
         averages, live = self._floating(self.replicas), self._floating(models)
         differences = torch._foreach_sub(live, averages)
@@ -62,15 +63,19 @@ class ModelEMA:
 
 
 def ramp_of(share: float, updates: int) -> float:
-    """Return the ramp of a run of `updates` at whose end the average spans `share` of them: 1 / (1 - decay) updates.
+    """Return the ramp with which the average spans `share` of a run's `updates` at its end: 1 / (1 - decay) updates.
 
-    It is at most `RAMP_UPDATES`, which share 0 stands for.
+    The ramp is at most `RAMP_UPDATES`; a share of 0 means `RAMP_UPDATES`.
     """
     return min(updates / max(math.log(max(share * updates, 1)), 1), RAMP_UPDATES) if share else RAMP_UPDATES
 
 
 def ramp_messages(ramp: float, updates: int) -> list[str]:
-    """Return a message for a shorter ramp than usual. updates: optimizer steps of the run."""
+    """Return a message for a shorter ramp than usual.
+
+    Args:
+        updates: number of optimizer steps of the run
+    """
     steps = plural(round(ramp), "step")
-    shorter = f"EMA: a ramp of {steps} instead of {RAMP_UPDATES}, for the run has only {updates:,}"
+    shorter = f"EMA: a ramp of {steps} instead of {RAMP_UPDATES}, because the run has only {updates:,}"
     return [shorter] * (ramp < RAMP_UPDATES)

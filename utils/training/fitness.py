@@ -1,4 +1,4 @@
-"""`Fitness`: the number by which epochs are compared, as --fitness weighs the metrics. Called by train.py."""
+"""`Fitness`: the number by which epochs are compared, a sum of metrics as --fitness weights them. Used by train.py."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from utils.summary import Summary
 class Fitness:
     """A weighted sum of metrics; without weights the fitness of the task.
 
-    weights: by metric, as in results.csv without `metrics/`. class_weights: by metric and class, as in
-    `Summary.by_class`.
+    Attributes:
+        weights: weight of each metric, named as in results.csv without `metrics/`
+        class_weights: weight of each metric of a class, by metric and class as in `Summary.by_class`
     """
 
     weights: dict[str, float] = field(default_factory=dict)
@@ -25,10 +26,14 @@ class Fitness:
     def parsed(
         cls, text: str, metrics: Sequence[str], class_metrics: Sequence[str], classes: Collection[str]
     ) -> Fitness:
-        """Read --fitness, such as `recall=1` or `mAP_0.5=0.5,AP(cat)=0.5`; '' is the task's own.
+        """Read --fitness, such as `recall=1` or `mAP_0.5=0.5,AP(cat)=0.5`; '' is the task's own fitness.
 
-        metrics, class_metrics: of the task, for all classes and by class. classes: their names. Raises `UserError` for
-        another form, an unknown metric or class, and weights that are all 0.
+        Raises `UserError` for another form, an unknown metric or class, and weights that are all 0.
+
+        Args:
+            metrics: the task's metrics over all classes
+            class_metrics: the task's metrics of single classes
+            classes: class names
         """
         weights: dict[str, float] = {}
         by_class: dict[tuple[str, str], float] = {}
@@ -42,7 +47,7 @@ class Fitness:
             ) from None
         for name, weight in ((name.removeprefix("metrics/"), weight) for name, weight in terms):
             if name in weights or known_of_classes.get(name) in by_class:
-                raise UserError(f"--fitness {shown(text)}: '{name}' is there twice; add the weights")
+                raise UserError(f"--fitness {shown(text)}: '{name}' occurs twice; add the weights")
             if name in metrics:
                 weights[name] = weight
             elif name in known_of_classes:
@@ -51,7 +56,7 @@ class Fitness:
                 known = ", ".join([*metrics, *(f"{metric}(CLASS)" for metric in class_metrics)])
                 of = f" of the classes {shortened(', '.join(classes))}" if class_metrics else ""
                 raise UserError(
-                    f"--fitness {shown(text)}: there is no metric '{name}'"
+                    f"--fitness {shown(text)}: unknown metric '{name}'"
                     f"{nearest(name, [*metrics, *known_of_classes])}; known are {known}{of}"
                 )
         if text and not any([*weights.values(), *by_class.values()]):
@@ -64,16 +69,20 @@ class Fitness:
         return sum(max(weight, 0.0) for weight in (*self.weights.values(), *self.class_weights.values())) or 1.0
 
     def check_labels(self, labelled: Collection[str]) -> None:
-        """Raise `UserError` for a class without a label for validation. labelled: names of the others."""
+        """Raise `UserError` if --fitness names a class that has no label for validation.
+
+        Args:
+            labelled: names of the classes that have labels
+        """
         for metric, name in self.class_weights:
             if name not in labelled:
                 raise UserError(
-                    f"--fitness: {metric}({name}) has no value, for no validation image has a label of '{name}'; name "
+                    f"--fitness: {metric}({name}) has no value, because no validation image has a label '{name}'; name "
                     "another metric, or add images to val: of the data YAML"
                 )
 
     def of(self, summary: Summary) -> Summary:
-        """Return the summary of an epoch with this fitness, which its line on the console ends with."""
+        """Return the summary of an epoch with this fitness, also at the end of its console line."""
         if not self.weights and not self.class_weights:
             return summary
         value = sum(weight * summary.metrics[name] for name, weight in self.weights.items())

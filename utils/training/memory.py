@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from utils.distributed.collectives import Collectives
 
 SHARED_MEMORY = "/dev/shm"
-BATCHES_PER_WORKER = 3  # that a loader process holds: two prefetched, one that is being trained on
-AUTO_BATCH_SHARE = 0.8  # of the free memory of a device, as in YOLOv5
-CPU_BATCH_SIZE = 16  # for --batch-size -1 if there is no GPU to measure
-COPIES_OF_WEIGHTS = 3  # that a run holds beside the memory of a step: EMA, and at most two of the optimizer (Adam)
-# Messages of errors for which torch has no type: of the machine's memory, of the driver and of cuBLAS.
+BATCHES_PER_WORKER = 3  # batches that a loader process holds: two prefetched, one that is being trained on
+AUTO_BATCH_SHARE = 0.8  # share of a device's free memory to use, as in YOLOv5
+CPU_BATCH_SIZE = 16  # batch size for --batch-size -1 if there is no GPU to measure
+COPIES_OF_WEIGHTS = 3  # copies in addition to the memory of a step: EMA, and at most two of the optimizer (Adam)
+# Messages of out-of-memory errors for which torch has no type: of the machine, the driver and cuBLAS.
 MACHINE_FULL = "can't allocate memory"
 GPU_FULL = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 BYTES_PER_MIB = 2**20
@@ -34,7 +34,8 @@ BYTES_PER_MIB = 2**20
 def check_batch_size(batch_size: int, logical_processes: int) -> None:
     """Raise `UserError` with the two nearest sizes if the processes cannot share a batch evenly.
 
-    logical_processes: 0 if each process is one.
+    Args:
+        logical_processes: number of logical processes; 0 if each process is one
     """
     processes = logical_processes or world_size()
     name = f"{processes} logical processes" if logical_processes else f"{processes} processes"
@@ -51,8 +52,11 @@ def check_batch_size(batch_size: int, logical_processes: int) -> None:
 def loader_processes(requested: int, batch_bytes: int) -> tuple[int, list[str]]:
     """Return the number of loader processes that this machine has cores and shared memory for, and warnings.
 
-    requested: the largest number. A process whose batches exceed the shared memory ends with a bus error. Raises
-    `UserError` if a single batch exceeds the memory of the machine.
+    A process whose batches exceed the shared memory ends with a bus error. Raises `UserError` if a single batch exceeds
+    the memory of the machine.
+
+    Args:
+        requested: largest number of loader processes
     """
     workers, machine = loader_workers(requested), psutil.virtual_memory().total
     if batch_bytes * local_world_size() > machine:
@@ -75,7 +79,7 @@ def loader_processes(requested: int, batch_bytes: int) -> tuple[int, list[str]]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is a lack of memory, of a device or of the machine."""
+    """Return whether an error means that a device or the machine is out of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return any(message in str(error) for message in (MACHINE_FULL, *GPU_FULL))
@@ -83,7 +87,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def explain_out_of_memory(batch_size: int, imgsz: int) -> Iterator[None]:
-    """Turn a lack of memory, of a device or of the machine, into a `UserError` that names a batch size to try."""
+    """Turn an out-of-memory error of a device or the machine into a `UserError` that names a batch size to try."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -110,8 +114,12 @@ def auto_batch_size(
 ) -> tuple[int, str]:
     """Return the batch size of all processes that the memory of the smallest GPU allows, and a message about it.
 
-    train_step: takes a number of images, runs forward and backward of `model` on a batch of that size, and drops the
-    gradients. images: in the training set. The model is moved to `device` and otherwise unchanged.
+    The model is moved to `device` and otherwise unchanged.
+
+    Args:
+        train_step: takes a number of images, runs forward and backward of `model` on a batch of that size, and drops
+            the gradients
+        images: number of images in the training set
     """
     processes = world_size()
     if device.type != "cuda":
@@ -138,9 +146,11 @@ def auto_batch_size(
 def largest_batch(peak: Callable[[int], int], free: int, most: int) -> int:
     """Return the largest batch, at most `most`, whose peak memory is `AUTO_BATCH_SHARE` of the `free` memory in bytes.
 
-    peak: measures a batch size, in bytes; raises torch's error if it is too large. Memory is a constant (the weights)
-    plus a share per image: sizes are doubled until half of the limit is used, and the line through the last two sizes
-    is extrapolated.
+    Memory is a constant (the weights) plus a share per image: sizes are doubled until half of the limit is used, and
+    the line through the last two sizes is extrapolated.
+
+    Args:
+        peak: measures the peak memory of a batch size in bytes; raises torch's error if the size is too large
     """
     limit, peaks = AUTO_BATCH_SHARE * free, [(1, peak(1))]
     while (len(peaks) < 2 or peaks[-1][1] < limit / 2) and peaks[-1][0] < most:
@@ -148,7 +158,7 @@ def largest_batch(peak: Callable[[int], int], free: int, most: int) -> int:
         try:
             peaks.append((size, peak(size)))
         except torch.OutOfMemoryError:
-            most = peaks[-1][0]  # even if the line leads beyond
+            most = peaks[-1][0]  # even if the line allows more
             break
     if len(peaks) < 2:
         return 1

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MAX_NAMED_IMAGES = 5  # in a message
+MAX_NAMED_IMAGES = 5  # images that a message names
 LARGEST_SOUND_WEIGHT = 1e4  # absolute value; a larger one means that training has diverged
-Window = list[tuple[Tensor, list[str]]]  # of each batch between two optimizer steps: its loss terms and its images
+Window = list[tuple[Tensor, list[str]]]  # loss terms and image paths of each batch between two optimizer steps
 
 
 class DeviceValue:
@@ -37,7 +37,9 @@ class DeviceValue:
 class NonFiniteGuard:
     """Restores the tensors beside the weights that the batches of a skipped optimizer step have changed.
 
-    tensors: changed in place, such as BatchNorm's statistics and loss sums. limit: of skipped steps in a row.
+    Args:
+        tensors: tensors that batches change in place, such as BatchNorm's statistics and loss sums
+        limit: largest number of skipped steps in a row
     """
 
     def __init__(self, tensors: Sequence[Tensor], limit: int) -> None:
@@ -51,14 +53,15 @@ class NonFiniteGuard:
         self.window.append((losses, list(images)))
 
     def snapshot(self) -> None:
-        """Save the present values of the tensors, to restore them."""
+        """Save the current values of the tensors, to restore them later."""
         self.saved = torch.cat([tensor.flatten() for tensor in self.live])
 
     @torch.no_grad()
     def end_window(self, taken: Tensor) -> Window:
         """Save the values after an optimizer step that was taken, or restore them; return the batches of the step.
 
-        taken: bool () on the device; nothing waits for it.
+        Args:
+            taken: whether the step was taken, bool () on the device; nothing waits for it
         """
         before = self.saved
         self.snapshot()
@@ -75,7 +78,7 @@ class NonFiniteGuard:
 
     @staticmethod
     def suspects(window: Window, loss_names: Sequence[str]) -> list[tuple[str, str]]:
-        """Return the images of this process's batches whose loss is not finite, each with these loss terms."""
+        """Return the images of this process's batches whose loss is not finite, each with the loss terms concerned."""
         images_and_terms = []
         for losses, images in window:
             terms = [name for name, value in zip(loss_names, losses.tolist(), strict=True) if not math.isfinite(value)]
@@ -94,10 +97,13 @@ def explain_skipped_steps(
 ) -> str:
     """Return a message about `skipped` skipped steps in a row: the last step, its images and the probable cause.
 
-    suspects: of all processes. images: number of images of the last step, on all processes. precision: of autocast.
+    Args:
+        suspects: suspects of all processes, see `NonFiniteGuard.suspects`
+        images: number of images of the last step, on all processes
+        precision: precision of autocast
     """
     sizes = [float(parameter.detach().abs().max()) for parameter in model.parameters() if parameter.numel()]
-    largest = float("nan") if any(map(math.isnan, sizes)) else max(sizes, default=0.0)  # max may pass over a NaN
+    largest = float("nan") if any(map(math.isnan, sizes)) else max(sizes, default=0.0)  # max may skip a NaN
     if suspects:
         terms = ", ".join(dict.fromkeys(terms for _, terms in suspects))
         names = ", ".join(image for image, _ in suspects[:MAX_NAMED_IMAGES])

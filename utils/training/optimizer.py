@@ -14,20 +14,20 @@ from utils.errors import plural
 
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 MIN_WARMUP_BATCHES = 100
-BIAS, WEIGHT, NORM = range(3)  # order of the groups, and so of x/lr0, x/lr1, x/lr2 in results.csv
-PLAIN_GROUPS = ((1.0, BIAS), (1.0, WEIGHT), (1.0, NORM))  # without --lr-factor
+BIAS, WEIGHT, NORM = range(3)  # order of the groups, and of x/lr0, x/lr1, x/lr2 in results.csv
+PLAIN_GROUPS = ((1.0, BIAS), (1.0, WEIGHT), (1.0, NORM))  # the groups without --lr-factor
 NO_FACTORS: Mapping[str, float] = {}
 
 
-Factors = Mapping[str, float]  # of the learning rate, by parameter name; 1 of the others
+Factors = Mapping[str, float]  # factor of the learning rate by parameter name; 1 for a parameter that is not in it
 GroupKey = tuple[float, int]  # factor of the learning rate; BIAS, WEIGHT or NORM
 
 
 def grouped_parameters(model: nn.Module, factors: Factors = NO_FACTORS) -> dict[GroupKey, list[nn.Parameter]]:
     """Return the parameters of each group, in the order of the groups.
 
-    Without factors these are biases, weights, and weights of normalisation layers, even if there are none. With
-    factors there are up to three groups for each factor, the smallest first; none is empty.
+    Without factors the groups are biases, weights, and weights of normalisation layers, and may be empty. With factors
+    there are up to three groups for each factor, the smallest factor first; none is empty.
     """
     steps = sorted({1.0, *factors.values()})
     groups: dict[GroupKey, list[nn.Parameter]] = {(step, kind): [] for step in steps for kind in (BIAS, WEIGHT, NORM)}
@@ -65,7 +65,8 @@ def build_optimizer(
 def start_momentum(optimizer: Any) -> None:
     """Set SGD's momentum buffers to zero before the first step, so that they exist if it is skipped.
 
-    optimizer: prepared by Accelerate.
+    Args:
+        optimizer: optimizer that Accelerate has prepared
     """
     inner = optimizer.optimizer
     for group in inner.param_groups if isinstance(inner, torch.optim.SGD) else ():
@@ -77,7 +78,7 @@ def start_momentum(optimizer: Any) -> None:
 def step_if(optimizer: Any, finite: Tensor) -> Tensor:
     """Take a step of a fused optimizer, prepared by Accelerate, if `finite`, bool (); return `finite`.
 
-    The kernels read it on the device, like the `found_inf` of a gradient scaler, so nothing waits for it.
+    The kernels read `finite` on the device, like the `found_inf` of a gradient scaler, so the host does not wait.
     """
     inner = optimizer.optimizer
     inner.found_inf = (~finite).float()
@@ -102,7 +103,7 @@ class Schedule:
     """
 
     epochs: int
-    batches: int  # per epoch
+    batches: int  # batches per epoch
     cosine: bool
     lr0: float
     lrf: float
@@ -112,11 +113,11 @@ class Schedule:
     warmup_bias_lr: float
     warmup_share: float = 0.0
     warmup_rise: float = 0.0
-    groups: tuple[GroupKey, ...] = PLAIN_GROUPS  # of the optimizer, in order
+    groups: tuple[GroupKey, ...] = PLAIN_GROUPS  # the optimizer's groups, in order
 
     @property
     def warmup(self) -> int:
-        """Number of warm-up batches: 0, or at least `MIN_WARMUP_BATCHES`, but at most `warmup_share` of the run's."""
+        """Number of warm-up batches: 0, or at least `MIN_WARMUP_BATCHES`, but at most `warmup_share` of all batches."""
         warmup = max(round(self.warmup_epochs * self.batches), MIN_WARMUP_BATCHES) if self.warmup_epochs else 0
         return min(warmup, round(self.warmup_share * self.epochs * self.batches)) if self.warmup_share else warmup
 
@@ -157,9 +158,9 @@ def _interpolate(start: float, end: float, share: float) -> float:
 
 
 def warmup_messages(schedule: Schedule) -> list[str]:
-    """Return messages for a shorter warm-up than usual, and for the lower rate that it asks for."""
+    """Return messages for a shorter warm-up than usual, and for the lower rate that it requires."""
     usual = replace(schedule, warmup_share=0.0).warmup
     share = f"{schedule.warmup_share:.0%} of the run's {schedule.epochs * schedule.batches:,}"
-    shorter = f"warm-up: {plural(schedule.warmup, 'batch')} instead of {usual}, for they are {share}"
-    lower = f"learning rate {schedule.peak:.2g} instead of {schedule.lr0:.2g}, for the warm-up is too short for more"
+    shorter = f"warm-up: {plural(schedule.warmup, 'batch')} instead of {usual}, limited to {share}"
+    lower = f"learning rate {schedule.peak:.2g} instead of {schedule.lr0:.2g}, as the warm-up is too short for more"
     return [shorter] * (schedule.warmup < usual) + [lower] * (schedule.peak < schedule.lr0)

@@ -1,6 +1,6 @@
 """The optimizer steps of a run: clipped, skipped if not finite, averaged, counted and logged. Called by train.py.
 
-On a GPU nothing here waits for the device: it decides whether a step is taken, and the host reads that one step later.
+On a GPU nothing here waits for the device, which decides whether a step is taken; the host reads that one step later.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class OptimizerOptions(SyncOptions):
 
 
 class EndedStep(NamedTuple):
-    """An optimizer step; the host does not know yet whether it was taken."""
+    """An optimizer step about which the host does not know yet whether it was taken."""
 
     taken: DeviceValue  # bool
-    batches: int  # accumulated in it
+    batches: int  # number of batches accumulated in the step
     step: int
     window: Window
 
@@ -86,25 +86,30 @@ class OptimizerSteps:
         self.run, self.model, self.state, self.schedule = run, model, state, schedule
         self.step_log, self.batch_size = step_log, options.batch_size
         self.optimizer, self.ema, self.progress = state.optimizer, state.ema, state.progress
-        # The state must be loaded before: the guard copies the tensors.
+        # The state must have been loaded: the guard copies the tensors.
         buffers = [buffer for replica in model.replicas for buffer in floating_buffers(replica).values()]
         self.rising = RisingLoss(model.sum, enabled=not self.progress.step)
         self.guard = NonFiniteGuard([state.loss_sums, *buffers], options.max_skips)
         trained = self.progress.epoch * schedule.batches + self.progress.batch
         self.remaining = RemainingTime(options.epochs * schedule.batches - trained)
         self.ended: deque[EndedStep] = deque()
-        self.points: deque[Point] = deque()  # of the step curves, not yet logged
+        self.points: deque[Point] = deque()  # points of the step curves that are not yet logged
         epoch_steps = math.ceil(schedule.batches / run.accelerator.gradient_accumulation_steps)
         last_step, artifact = options.epochs * epoch_steps, f"run_{options.wandb_id}_profile"
         self.profiler = StepProfiler(run, options.profile, self.progress.step, last_step, artifact)
 
     @property
     def behind(self) -> int:
-        """Number of steps that may be counted later: one on a GPU, so that the next is queued before the host waits."""
+        """Number of steps whose counting may wait: one on a GPU, so that the next is queued before the host waits."""
         return int(self.state.loss_sums.is_cuda)
 
     def add_batch(self, losses: Tensor, paths: Iterable[Iterable[str]]) -> None:
-        """Record a batch. losses: the share of each local logical process in its terms, (n, k). paths: their images."""
+        """Record a batch.
+
+        Args:
+            losses: share of each local logical process in the batch's loss terms, (n, k)
+            paths: image paths of each local logical process
+        """
         self.state.loss_sums += losses
         self.step_log.add_batch(losses)
         for share, images in zip(losses, paths, strict=True):
@@ -119,7 +124,7 @@ class OptimizerSteps:
     def step(self) -> Tensor:
         """Clip the gradients and take a step if they are finite; return whether it was taken, bool () on the device.
 
-        The norm is that of the reduced gradients, so all processes skip the same steps.
+        The norm is computed from the reduced gradients, so all processes skip the same steps.
         """
         accelerator, optimizer = self.run.accelerator, self.optimizer
         norm = self.step_log.norm = accelerator.clip_grad_norm_(self.model.prepared.parameters(), CLIP_NORM)
@@ -132,7 +137,11 @@ class OptimizerSteps:
         return torch.full((), taken, device=accelerator.device)
 
     def finish_step(self, taken: Tensor, batches: int, epoch_batches: int) -> None:
-        """Update the EMA, or undo the changes of a skipped step, and log. batches: of the epoch so far."""
+        """Update the EMA, or undo the changes of a skipped step, and log.
+
+        Args:
+            batches: number of batches of the epoch so far
+        """
         progress = self.progress
         accumulated, progress.batch, progress.step = batches - progress.batch, batches, progress.step + 1
         window = self.guard.end_window(taken)
@@ -187,7 +196,10 @@ def prepare_training(
 ) -> tuple[OptimizerSteps, DataLoader[Any]]:
     """Make optimizer, schedule and EMA, let Accelerate prepare them, and load the `saved` state if there is one.
 
-    factors: of the learning rates. Returns the steps and the prepared loader. All processes must call it together.
+    Returns the steps and the prepared loader. All processes must call it together.
+
+    Args:
+        factors: factors of the learning rates, by parameter name
     """
     accelerator = run.accelerator
     place_model(accelerator, model)
@@ -202,7 +214,7 @@ def prepare_training(
     ema = ModelEMA(model, ramp_of(hyp.ema_share, updates))
     run.print(*warmup_messages(schedule), *ramp_messages(ema.ramp, updates))
     if saved:
-        load_weights(saved, model, ema)  # before `prepare`, where ZeRO-3 partitions them
+        load_weights(saved, model, ema)  # before `prepare`, in which ZeRO-3 partitions them
     distributed, optimizer, loader = prepare(
         accelerator,
         model,

@@ -17,19 +17,21 @@ from utils.files import csv_text
 if TYPE_CHECKING:
     from utils.run import Run
 
-TRACE_FOLDER = "profile"  # in the run folder
-HEAD = ("operator", "calls", "cpu_ms", "device_ms", "share")  # of operators.csv in it; times over the whole window
+TRACE_FOLDER = "profile"  # folder in the run folder
+HEAD = ("operator", "calls", "cpu_ms", "device_ms", "share")  # columns of operators.csv; times over the whole window
 LARGEST_OPERATORS = 10
 
 
 class StepProfiler:
     """Profiles the optimizer steps START to STOP of a run, counted from 1, both included. Every process has one.
 
+    Raises `UserError` for an invalid window.
+
     Args:
-        window: START:STOP, '' for none. Raises `UserError` if it is wrong.
-        step: optimizer steps before this start.
-        last_step: number of optimizer steps of the run.
-        artifact: name for the trackers.
+        window: START:STOP, '' for none
+        step: number of optimizer steps before this start
+        last_step: number of optimizer steps of the run
+        artifact: name of the profile in the trackers
     """
 
     def __init__(self, run: Run, window: str, step: int, last_step: int, artifact: str) -> None:
@@ -53,9 +55,9 @@ class StepProfiler:
         self._prepare(step + 1)
 
     def _prepare(self, step: int) -> None:
-        """Start the profile if `step`, the next one, is the first of the window that is left."""
+        """Start the profile if the next step, `step`, is the first remaining one of the window."""
         if self._context is None and self.first <= step <= self.last:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints when it starts and stops
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise Kineto prints when it starts and stops
             kinds = ["cpu"] + ["cuda"] * (self.run.accelerator.device.type == "cuda")
             options = ProfileKwargs(activities=kinds, output_trace_dir=str(self.run.path / TRACE_FOLDER))
             self._context = self.run.accelerator.profile(options)
@@ -88,7 +90,11 @@ def parsed_window(window: str) -> tuple[int, int]:
 
 
 def largest_operators(averages: Any, own_time: str) -> list[tuple[Any, ...]]:
-    """Return the rows of operators.csv, the largest first. own_time: attribute of an event to rank by."""
+    """Return the rows of operators.csv, the largest first.
+
+    Args:
+        own_time: attribute of an event to rank by
+    """
     total = sum(getattr(event, own_time) for event in averages) or 1.0
     ranked = sorted(averages, key=lambda event: getattr(event, own_time), reverse=True)
     return [

@@ -12,7 +12,7 @@ from utils.errors import plural
 from utils.summary import Summary
 from utils.training.step_log import used_memory
 
-LOW_FITNESS = 0.01  # of a run in which something is probably wrong
+LOW_FITNESS = 0.01  # a run with a lower fitness probably has something wrong
 
 
 def results_row(
@@ -22,7 +22,7 @@ def results_row(
     metric_names: Sequence[str],
     optimizer: torch.optim.Optimizer,
 ) -> dict[str, float | None]:
-    """Return a row of results.csv with YOLOv5's columns; those of the validation are None without a `summary`."""
+    """Return a row of results.csv with YOLOv5's columns; the validation columns are None without a `summary`."""
     return {
         "epoch": epoch,
         **{f"train/{name}": value for name, value in losses.items()},
@@ -37,12 +37,14 @@ def epoch_lines(
 ) -> list[str]:
     """Return the console lines of an epoch, which is counted from 0 and printed from 1.
 
-    rate: images per second. skipped: optimizer steps skipped so far.
+    Args:
+        rate: images per second
+        skipped: number of optimizer steps skipped so far
     """
     head = f"epoch {epoch + 1}/{epochs}: "
     scores = [" ".join(f"{title} {value:.3f}" for title, value in _headline(summary).items())] if summary else []
     images = [f"{rate:.0f} img/s"] if rate else []
-    # What is too wide for the terminal has fewer digits; if that is not enough, the rate is left out.
+    # A line that is too wide for the terminal has fewer digits; if that is not enough, the rate is left out.
     fitting = (
         line
         for rest in ([*scores, *images], scores)
@@ -89,9 +91,11 @@ def best_epoch_table(progress: Progress, best: Summary, brief: bool) -> list[str
 def bar_values(
     losses: Mapping[str, float], best: Summary | None, bar: Bar, remaining: RemainingTime, device: torch.device
 ) -> list[str]:
-    """Return the values beside the progress bar, the most important first: a narrow terminal shows fewer.
+    """Return the values beside the progress bar, the most important first, as a narrow terminal shows fewer.
 
-    losses: means over the epoch so far. best: of the best epoch.
+    Args:
+        losses: mean loss terms over the epoch so far
+        best: summary of the best epoch
     """
     values = [f"left {duration(remaining.seconds())}", " ".join(_loss_texts(losses, 3))]
     if best:

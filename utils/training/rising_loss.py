@@ -1,4 +1,4 @@
-"""Notices that the first steps of a run destroy the weights it starts from. Called by optimizer_steps.py."""
+"""Detect that the first steps of a run destroy the weights that it starts from. Called by optimizer_steps.py."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-FIRST = 2  # batches before which the learning rate has moved nothing, or hardly anything
-WINDOW = 3  # batches whose mean loss is compared with theirs
-CHECKS = (20, 50, 100)  # batches after which it is
-RISE = 2.0  # one step at too high a rate gives more; in 100 batches of healthy runs, 1.1 was the most
+FIRST = 2  # first batches, in which the learning rate has hardly changed the weights
+WINDOW = 3  # batches whose mean loss is compared with the first ones'
+CHECKS = (20, 50, 100)  # numbers of batches after which the losses are compared
+RISE = 2.0  # one step at too high a rate exceeds it; in 100 batches of healthy runs the ratio was at most 1.1
 
 
 class RisingLoss:
     """The loss of each of the first batches of a run.
 
-    sum_shares: adds a tensor of each local logical process, over all processes; all must call it together.
+    Args:
+        sum_shares: adds up a tensor of each local logical process over all processes, which must call it together
     """
 
     def __init__(self, sum_shares: Callable[[Sequence[Tensor]], Tensor], enabled: bool) -> None:

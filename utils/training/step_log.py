@@ -16,7 +16,7 @@ from utils.training.nonfinite_steps import DeviceValue
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-POINTS_PER_EPOCH, MAX_POINT_STEPS = 20, 50  # if no interval is given; optimizer steps between two points
+POINTS_PER_EPOCH, MAX_POINT_STEPS = 20, 50  # without an interval: points, and most steps between two of them
 BYTES_PER_GIB = 2**30
 
 
@@ -31,8 +31,11 @@ class Point(NamedTuple):
 class StepLog:
     """Accumulates losses on the device between two points; nothing here waits for the device.
 
-    terms: names of the losses. interval: optimizer steps between two points; 0 is a twentieth of an epoch of `steps`
-    optimizer steps. enabled: False if no tracker takes the points. shares: logical processes of this process.
+    Args:
+        terms: names of the loss terms
+        interval: optimizer steps between two points; 0 is a twentieth of an epoch of `steps` optimizer steps
+        enabled: whether any tracker takes the points
+        shares: number of logical processes of this process
     """
 
     def __init__(
@@ -48,11 +51,15 @@ class StepLog:
         self.terms, self.accelerator, self.enabled = terms, accelerator, enabled
         self.interval = interval or min(max(round(steps / POINTS_PER_EPOCH), 1), MAX_POINT_STEPS)
         self.sums = torch.zeros(shares, len(terms), device=accelerator.device)
-        self.norm: Any = None  # of the last step's gradient, set by the caller
+        self.norm: Any = None  # norm of the last step's gradient, set by the caller
         self.start_epoch(Bar("", 0, False))
 
     def start_epoch(self, bar: Bar) -> None:
-        """Start accumulating. bar: measures the time that the epoch waits for batches."""
+        """Start accumulating.
+
+        Args:
+            bar: progress bar that measures how long the epoch waits for batches
+        """
         self.bar = bar
         self._restart()
 
@@ -66,11 +73,19 @@ class StepLog:
         self.batches += 1
 
     def is_due(self, step: int, last: bool) -> bool:
-        """Return whether this optimizer step has a point. last: of the epoch."""
+        """Return whether this optimizer step has a point.
+
+        Args:
+            last: whether the step is the last one of the epoch
+        """
         return self.enabled and (last or step % self.interval == 0)
 
     def point(self, step: int, epoch: float, optimizer: Any, batch_size: int) -> Point:
-        """Return the point of this step. All processes must call it together. epoch: fractional, such as 2.5."""
+        """Return the point of this step. All processes must call it together.
+
+        Args:
+            epoch: fractional epoch, such as 2.5
+        """
         seconds = max(time.monotonic() - self.since, 1e-9)
         rate = self.batches * batch_size / seconds
         host_values = {"step": step, "step/epoch": epoch}
@@ -101,7 +116,7 @@ class StepLog:
         return torch.cat((losses.sum(0), norms[0], waits.mean(0), memory.amax(0)))
 
     def values(self, point: Point) -> dict[str, float]:
-        """Return the values of a point by key, without those that this device does not have."""
+        """Return the values of a point by key, without values that this device lacks."""
         *losses, norm, waiting, memory = point.device_values.read()
         values = {**point.host_values, **{f"step/{term}": loss for term, loss in zip(self.terms, losses, strict=True)}}
         if norm == norm or self.norm is not None:
@@ -118,5 +133,5 @@ def peak_memory(device: torch.device) -> float:
 
 
 def used_memory(device: torch.device) -> float:
-    """Return the memory of this process in GiB: the peak on its GPU or, without one, the present resident memory."""
+    """Return this process's memory in GiB: the peak on its GPU or, without a GPU, the current resident memory."""
     return peak_memory(device) or psutil.Process().memory_info().rss / BYTES_PER_GIB

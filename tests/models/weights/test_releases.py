@@ -281,7 +281,7 @@ def test_errors_of_wandb_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("HOME", str(folder))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match="there is no key for W&B: wandb login"):
+    with pytest.raises(UserError, match="there is no API key for W&B: wandb login"):
         find_weights("wandb:me/mine/model:best")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)

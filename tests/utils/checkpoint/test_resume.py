@@ -386,7 +386,7 @@ def test_the_state_that_a_run_continues_from(stopped_run: Path, capsys: pytest.C
     assert capsys.readouterr().out.splitlines() == [
         "warning: the labels of the training images have changed since the run began",
         "--epochs is 12 and was 10",
-        "the learning rate from here on is that of a run of 12 epochs",
+        "from here on the learning rate follows the schedule for 12 epochs",
         f"resuming {stopped_run} in epoch 4, after batch 2",
     ]
     assert (stopped_run / "results.csv").read_text() == "epoch\n0\n1\n2\n"  # of the state

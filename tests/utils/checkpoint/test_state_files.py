@@ -103,7 +103,7 @@ def test_states_of_another_version(states: StateFiles) -> None:
     ("content", "message"),
     [
         (pickle.dumps(errno.errorcode.get), "was refused, and nothing in it was run: it holds more than tensors and"),
-        (b"PK\x03\x04 no archive", r"is not a whole state \("),
+        (b"PK\x03\x04 no archive", r"is not a complete state \("),
         (serialised([1, 2]), "has the format None of another version"),
     ],
 )

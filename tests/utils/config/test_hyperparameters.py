@@ -268,7 +268,7 @@ def test_file_names_of_yolov5(yolov5_name: str, name: str) -> None:
         assert read_hyperparameters(path, Hyperparameters) == expected
 
 
-KEPT = "BatchNorm statistics are those of the weights: few images estimate them worse"
+KEPT = "BatchNorm statistics are kept from the weights: few images estimate them worse"
 
 
 @pytest.mark.parametrize(

@@ -363,7 +363,10 @@ def test_lists_of_trackers(value: str, expected: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [("wandb,mlfow", "'mlfow' is none of none, all, wandb"), ("none,wandb", "'none' must stand alone in none,wandb")],
+    [
+        ("wandb,mlfow", "'mlfow' is not one of none, all, wandb"),
+        ("none,wandb", "'none' must stand alone in none,wandb"),
+    ],
 )
 def test_wrong_lists_of_trackers(value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

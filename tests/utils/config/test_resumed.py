@@ -323,7 +323,7 @@ def test_changes() -> None:
         "--epochs is 20 and was 10",
         "--dist-timeout is 9.0 and was 1800.0",
         "--workers is 3 and was 1",
-        "the learning rate from here on is that of a run of 20 epochs",
+        "from here on the learning rate follows the schedule for 20 epochs",
     ]
 
 

@@ -110,7 +110,7 @@ def test_the_best_device_of_a_prediction(
         ("7", 4, 1, "torch sees 4 CUDA devices here; try --device 3"),
         ("0", 0, 1, "no CUDA device here; try --device cpu"),
         ("0", 4, 2, "names 1 device for the 2 processes"),
-        ("", 1, 4, "started 4 processes on this machine, where torch sees 1 CUDA device;"),
+        ("", 1, 4, "started 4 processes on this machine, but torch sees 1 CUDA device;"),
     ],
 )
 def test_too_few_devices_are_an_error(

@@ -30,7 +30,7 @@ def test_the_background_has_a_low_priority_and_is_silent(
     [
         (["nowhere"], "nowhere is not a folder"),
         (["empty"], "empty has nothing to draw from"),
-        (["exp", "--only", "labels.png"], "there is no picture labels.png (did you mean 'labels.jpg'?)"),
+        (["exp", "--only", "labels.png"], "unknown picture labels.png (did you mean 'labels.jpg'?)"),
         (["exp", "--out", "a.png"], "--out is for the chart of several runs"),
         (["exp", "exp", "--only", "results.png"], "--only is for the pictures of one run"),
         (["exp", "nowhere"], "nowhere is not a folder"),

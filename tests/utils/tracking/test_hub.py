@@ -123,7 +123,7 @@ ASKING = "cannot be downloaded: "
         ("me/none", "", "it does not exist, or needs a token: check the name, or log in with `hf auth login`, or set "),
         ("me/secret", "", "it does not exist, or needs a token"),
         ("me/none", READ_TOKEN, "there is no such repository, revision or file, or your token may not see it"),
-        ("me/gated", READ_TOKEN, r"its owner must allow you to: ask for that at http://127.\S+/me/gated, and log in"),
+        ("me/gated", READ_TOKEN, r"its owner must grant you access: request it at http://127.\S+/me/gated, and log in"),
         ("me/mine", "hf_wrong", r"the Hub refuses the token \(401\), which is invalid or lacks a permission: log in"),
         ("me/mine@v2", "", "there is no such repository, revision or file"),
         ("me/--", "", r"the transfer failed \("),

@@ -49,19 +49,19 @@ def test_the_default_in_words_is_the_default_to_the_bit() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("recal=1", "there is no metric 'recal' (did you mean 'recall'?); known are precision, recall, mAP_0.5, "),
+        ("recal=1", "unknown metric 'recal' (did you mean 'recall'?); known are precision, recall, mAP_0.5, "),
         (
             "AP(dog)=1",
             "'AP(dog)'; known are precision, recall, mAP_0.5, mAP_0.5:0.95, AP50(CLASS), AP(CLASS) of the classes ",
         ),
-        ("AP=1", "there is no metric 'AP'"),
+        ("AP=1", "unknown metric 'AP'"),
         ("recall", "is not of the form METRIC=WEIGHT,METRIC=WEIGHT"),
         ("recall=", "is not of the form METRIC=WEIGHT,METRIC=WEIGHT"),
         ("recall=high", "is not of the form METRIC=WEIGHT,METRIC=WEIGHT"),
         ("recall=nan", "is not of the form METRIC=WEIGHT,METRIC=WEIGHT"),
         (",", "is not of the form METRIC=WEIGHT,METRIC=WEIGHT"),
-        ("recall=1,recall=2", "'recall' is there twice"),
-        ("AP(cat)=1,AP(cat)=2", "'AP(cat)' is there twice"),
+        ("recall=1,recall=2", "'recall' occurs twice"),
+        ("AP(cat)=1,AP(cat)=2", "'AP(cat)' occurs twice"),
         ("recall=0,AP(cat)=0", "all weights are 0"),
     ],
 )
@@ -74,5 +74,5 @@ def test_errors(text: str, message: str) -> None:
 
 def test_a_class_that_no_validation_image_has() -> None:
     parsed("AP(cat)=1,recall=1").check_labels({"cat"})
-    with pytest.raises(UserError, match=r"^--fitness: AP\(cat\) has no value, for no validation image has a label"):
+    with pytest.raises(UserError, match=r"^--fitness: AP\(cat\) has no value, because no validation image has a label"):
         parsed("AP(cat)=1").check_labels({"a=b"})
