@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from difflib import get_close_matches
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 from weakref import WeakSet
@@ -31,7 +32,19 @@ SUGGESTED_LIKENESS = 0.85  # from 0 to 1, of the name of a shipped file that an 
 MAX_YAML_CHARACTERS = 2**20  # of a YAML file, and of its values with aliases replaced by what they repeat
 MAX_SHOWN_PATH = 240  # characters, in an error
 _locks: WeakSet[FileLock] = WeakSet()  # of run folders, in this process
-ROOT = Path(__file__).resolve().parents[1]  # the repository
+ROOT = Path(__file__).resolve().parents[1]  # the repository, or its copy that pip has installed
+PROJECT_FILE = ROOT / "pyproject.toml"
+# By pip, which makes the folder a package without a project file: nothing is written there.
+IS_INSTALLED = (ROOT / "__init__.py").is_file() and not PROJECT_FILE.is_file()
+
+
+def version() -> str:
+    """Return the version of this code, or words if it is not known, as of a copy of the scripts."""
+    if IS_INSTALLED:
+        return metadata.version("lockstep")
+    text = PROJECT_FILE.read_text(encoding="utf-8") if PROJECT_FILE.is_file() else ""
+    match = re.search(r'(?m)^version = "(.+)"$', text)
+    return match[1] if match else "of an unknown version"
 
 
 @contextmanager

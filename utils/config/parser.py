@@ -20,7 +20,7 @@ from utils.config.values import NUMBER_OR_NAME, Range, accepts, chosen, has_form
 from utils.config.yolov5_flags import REFUSED
 from utils.console import is_silent
 from utils.errors import UserError, nearest
-from utils.files import ROOT, read_yaml
+from utils.files import read_yaml, version
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance, SupportsWrite
@@ -121,13 +121,10 @@ def check_suggested_defaults(values: object, source: Path, known: Sequence[str] 
 
 
 class _Version(argparse.Action):
-    """Prints the version of this repository, which pyproject.toml has, and ends the process."""
+    """Prints the version of this repository and ends the process."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        file = ROOT / "pyproject.toml"
-        text = file.read_text(encoding="utf-8") if file.is_file() else ""  # a copy of the scripts may lack it
-        match = re.search(r'(?m)^version = "(.+)"$', text)
-        parser._print_message(f"lockstep {match[1] if match else 'of an unknown version'}\n", sys.stdout)
+        parser._print_message(f"lockstep {version()}\n", sys.stdout)
         parser.exit()
 
 
