@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, find_hyperparameters
 from utils.config.options import CONCERNS, GROUPS, TrainOptions, flags_of
-from utils.config.values import NUMBER_OR_NAME, Range, accepts, chosen, has_form, separated
+from utils.config.values import NUMBER_OR_NAME, Range, accepts, chosen, has_form, is_choice, separated
 from utils.config.yolov5_flags import REFUSED
 from utils.console import is_silent
 from utils.errors import UserError, nearest
@@ -204,7 +204,7 @@ def _list_of(choices: Sequence[str]) -> Callable[[str], str]:
     def convert(text: str) -> str:
         words = separated(text)
         for word in words:
-            if word not in choices:
+            if not is_choice(word, choices):
                 known = ", ".join(choices)
                 raise argparse.ArgumentTypeError(f"'{word}' is none of {known}{nearest(word, choices)}")
             if word in ("none", "all") and len(words) > 1:

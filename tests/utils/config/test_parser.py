@@ -354,7 +354,13 @@ def test_flags_take_precedence_over_other_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [("wandb", "wandb"), ("wandb,mlflow", "wandb,mlflow"), (" wandb , aim,", "wandb,aim")]
+    ("value", "expected"),
+    [
+        ("wandb", "wandb"),
+        ("wandb,mlflow", "wandb,mlflow"),
+        (" wandb , aim,", "wandb,aim"),
+        ("aim,a/b.py", "aim,a/b.py"),
+    ],
 )
 def test_lists_of_trackers(value: str, expected: str) -> None:
     for kind in (TrainOptions, ValOptions):
@@ -363,7 +369,11 @@ def test_lists_of_trackers(value: str, expected: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [("wandb,mlfow", "'mlfow' is none of none, all, wandb"), ("none,wandb", "'none' must stand alone in none,wandb")],
+    [
+        ("wandb,mlfow", "'mlfow' is none of none, all, wandb"),
+        (".py", "'.py' is none of"),
+        ("none,wandb", "'none' must stand alone in none,wandb"),
+    ],
 )
 def test_wrong_lists_of_trackers(value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -373,5 +383,6 @@ def test_wrong_lists_of_trackers(value: str, message: str, capsys: pytest.Captur
 
 def test_a_list_in_settings() -> None:
     field = TrainOptions.__dataclass_fields__["log_with"]
-    for value, right in (("", False), ("tensorboard", True), ("wandb,mlflow", True), ("wandb,x", False), (3, False)):
+    wrong = {"": False, "wandb,x": False, 3: False}
+    for value, right in {"tensorboard": True, "wandb,mlflow": True, "x.py": True, **wrong}.items():
         assert accepts(str, field.metadata, value) == right
