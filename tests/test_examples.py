@@ -1,17 +1,19 @@
-"""The examples that are a file: an own layer and an own tracker in a whole run. Others have tests of their own."""
+"""The examples that are a file: an own layer and an own tracker in a whole run, the notebook. Others have own tests."""
 
 from __future__ import annotations
 
 import csv
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.conftest import ROOT, RunScript
+from tests.conftest import ROOT, RunScript, not_here
 
 EXAMPLES = ROOT / "examples"
+NOTEBOOK = EXAMPLES / "train.ipynb"
 MAX_LINES = 60
 
 
@@ -36,3 +38,30 @@ def test_a_layer_and_a_tracker(run_script: RunScript, small_data: Path, tmp_path
     (row,) = csv.DictReader((run / "results.csv").open())
     for key in ("train/box_loss", "val/obj_loss", "metrics/recall"):
         assert epoch[key] == pytest.approx(float(row[key]))
+
+
+def test_the_notebook_is_stored_without_outputs() -> None:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    assert [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")] == []
+
+
+@pytest.mark.long
+def test_the_notebook_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (find_spec("nbclient") and find_spec("ipykernel")):
+        not_here("nbclient and ipykernel")
+    import nbformat
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    _, data, training, detections, exported = (cell.outputs for cell in notebook.cells if cell.cell_type == "code")
+    for part in (data, training, detections):
+        assert any("image/png" in output.get("data", ()) for output in part), part
+    assert "results in" in training[-1]["text"]
+    assert "bytes; " in exported[-1]["text"]
+    rows = list(csv.DictReader((tmp_path / "runs" / "notebook" / "curves" / "results.csv").open()))
+    assert len(rows) == 2
+    assert (tmp_path / "runs" / "notebook" / "curves" / "weights" / "best.torchscript").is_file()
