@@ -109,7 +109,9 @@ lint: setup
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-logo
+	$(VENV)/bin/codespell
 	@test ! -x $(VENV)/bin/hadolint || $(VENV)/bin/hadolint Dockerfile
+	@! command -v actionlint >/dev/null || actionlint
 
 # The built-in job, and the picture, caption and row of the README from it
 readme: $(LEAN)

@@ -49,6 +49,7 @@ from utils.errors import UserError
 from utils.files import located
 from utils.python_api import call, write_result
 from utils.run import FolderOptions, Run
+from utils.tracking.own_tracker import add_own_trackers
 from utils.tracking.run_log import RunLog, TrackingOptions, wandb_run_id
 from utils.training import memory, report
 from utils.training.batch_gradients import BatchGradients
@@ -345,6 +346,7 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     workers, warnings = memory.loader_processes(options.workers, batch_bytes)
     data = source.open(model.imgsz, model.stride, replace(data_options, workers=workers))
     messages += data.own_augmentations(settings.hyp, "augmentations" in settings.given).messages
+    add_own_trackers(options.log_with, "log_with" in settings.given)
     with run.untimed_barrier():
         train_split, val_split = data.split("train", settings.hyp), data.split("val")
     if fitness.class_weights:

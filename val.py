@@ -43,6 +43,7 @@ from utils.python_api import call, write_result
 from utils.run import FolderOptions, Run
 from utils.stage_times import POSTPROCESSING, StageTimer, format_times, milliseconds_per_image, without_warmup
 from utils.summary import DRAWN_IMAGES, Summary, evenly_spaced, job_values
+from utils.tracking.own_tracker import add_own_trackers
 from utils.tracking.run_log import ValidationLog
 
 MANY_CLASSES = 50  # with more, a row per class is printed only with --verbose
@@ -202,6 +203,7 @@ def assemble(given: Mapping[str, Any]) -> Validation:
     split_name = SPLIT_OF_TASK.get(options.task, options.task)
     with run.untimed_barrier():
         split = data.split(split_name)
+    add_own_trackers(options.log_with)
     run.open_folder(select(FolderOptions, options))
     run.quiet = options.quiet
     files = located({"weights": members.files.values(), "data": [source.spec.file]})

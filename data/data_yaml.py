@@ -26,7 +26,7 @@ from utils import user_code
 from utils.config.parser import check_suggested_defaults
 from utils.config.values import is_number
 from utils.errors import UserError, nearest, plural, shortened, shown
-from utils.files import ROOT, file_name, read_yaml
+from utils.files import IS_INSTALLED, ROOT, file_name, read_yaml
 
 SPLITS = ("train", "val", "test")
 MAX_CLASSES = 4096  # classes of a model, at most
@@ -405,6 +405,7 @@ def _drawing(name: Any) -> Callable[..., object] | None:
 
 
 def _roots(file: Path, path: Any) -> tuple[Path, ...]:
+    """Return the folders that `path:` of a data YAML may mean, by precedence."""
     bases = (file.resolve().parent, Path.cwd())
     if path is None:
         return bases
@@ -412,6 +413,8 @@ def _roots(file: Path, path: Any) -> tuple[Path, ...]:
         raise UserError(f"{file}: `path` must be a folder's name, not {shown(path)}")
     if remote.is_remote(path):
         return (Path(file_name(path)),)
+    if IS_INSTALLED and bases[0].is_relative_to(ROOT):  # a shipped file: as if the working folder were the repository
+        return (Path(os.path.normpath(Path.cwd() / bases[0].relative_to(ROOT) / file_name(path))),)
     return tuple(base / os.path.expanduser(file_name(path)) for base in bases)
 
 

@@ -1,4 +1,4 @@
-"""README.md and docs/: links, commands and the tables of flags agree with the repository."""
+"""README.md, docs/ and the pages for contributors: links, commands and tables of flags agree with the repository."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from utils.config.options import DetectOptions, ExportOptions, TrainOptions, Val
 from utils.files import ROOT, read_yaml
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONTRIBUTORS_PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.md"]
 SCRIPTS = {"train.py": TrainOptions, "val.py": ValOptions, "detect.py": DetectOptions, "export.py": ExportOptions}
 
 
@@ -57,7 +58,7 @@ def broken(page: Path, target: str) -> bool:
     return not goal.exists() or bool(anchor and anchor not in anchors(goal))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *CONTRIBUTORS_PAGES], ids=lambda page: page.name)
 def test_links_of_a_page_resolve(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", text_of(page))
     relative = [link for link in links if "://" not in link]
@@ -177,7 +178,7 @@ def command_errors(command: str) -> list[str]:
     return errors + script_errors(rest[script:])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *CONTRIBUTORS_PAGES], ids=lambda page: page.name)
 def test_the_commands_of_a_page_exist(page: Path) -> None:
     """Scripts, modules, configuration files and flags."""
     wrong = {command: errors for command in commands(page) if (errors := command_errors(command))}

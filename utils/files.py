@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from difflib import get_close_matches
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 from weakref import WeakSet
@@ -31,7 +32,19 @@ SUGGESTED_LIKENESS = 0.85  # least similarity, from 0 to 1, of a shipped file's 
 MAX_YAML_CHARACTERS = 2**20  # limit for a YAML file, and for its values once aliases are expanded
 MAX_SHOWN_PATH = 240  # characters of a path in an error
 _locks: WeakSet[FileLock] = WeakSet()  # this process's locks on run folders
-ROOT = Path(__file__).resolve().parents[1]  # the repository
+ROOT = Path(__file__).resolve().parents[1]  # the repository, or its copy that pip has installed
+PROJECT_FILE = ROOT / "pyproject.toml"
+# Whether pip has installed this code: as a package without a project file, in a folder where nothing is written.
+IS_INSTALLED = (ROOT / "__init__.py").is_file() and not PROJECT_FILE.is_file()
+
+
+def version() -> str:
+    """Return the version of this code, or words if it is not known, as of a copy of the scripts."""
+    if IS_INSTALLED:
+        return metadata.version("lockstep")
+    text = PROJECT_FILE.read_text(encoding="utf-8") if PROJECT_FILE.is_file() else ""
+    match = re.search(r'(?m)^version = "(.+)"$', text)
+    return match[1] if match else "of an unknown version"
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from utils.config.values import BELOW_ONE, FINITE, IMGSZ, NOT_NEGATIVE, OPSETS, SHARE, Range
+from utils.config.values import BELOW_ONE, FINITE, IMGSZ, NOT_NEGATIVE, OPSETS, PYTHON_FILE, SHARE, Range
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -23,7 +23,7 @@ PRECISIONS = ("no", "fp16", "bf16")
 WEIGHT_PRECISIONS = ("auto", "fp32", "fp16")
 # Of --log-with, named like the packages to install; all that Accelerate knows.
 TRACKERS = ("wandb", "tensorboard", "mlflow", "comet_ml", "clearml", "aim", "dvclive", "swanlab", "trackio")
-LOG_WITH = ("none", "all", *TRACKERS)
+LOG_WITH = ("none", "all", *TRACKERS, PYTHON_FILE)
 # Headings of --help, in this order, the trackers' last; a script shows only the headings of its flags.
 GROUPS = (
     *("model", "data", "images", "training", "format", "predictions", "NMS", "drawing"),
@@ -293,8 +293,8 @@ class TrainOptions:
     )
     log_with: str = flag(
         "",
-        "trackers besides results.csv: none, all, or several with commas, such as wandb,mlflow; '' is wandb if it is "
-        "installed",
+        "trackers besides results.csv: none, all, or several with commas, such as wandb,mlflow or my_tracker.py; '' is "
+        "wandb if it is installed",
         "logging",
         choices=LOG_WITH,
         comma_separated=True,
@@ -444,7 +444,7 @@ class ValOptions:
     strict: bool = flag(False, "problems in single images and label rows are errors instead of warnings", "data")
     log_with: str = flag(
         "none",
-        "trackers: none, all, or several with commas, such as wandb,mlflow",
+        "trackers: none, all, or several with commas, such as wandb,mlflow or my_tracker.py",
         "logging",
         choices=LOG_WITH,
         comma_separated=True,

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, find_hyperparameters
 from utils.config.options import CONCERNS, GROUPS, TrainOptions, flags_of
-from utils.config.values import NUMBER_OR_NAME, Range, accepts, chosen, has_form, separated
+from utils.config.values import NUMBER_OR_NAME, Range, accepts, chosen, has_form, is_choice, separated
 from utils.config.yolov5_flags import REFUSED
 from utils.console import is_silent
 from utils.errors import UserError, nearest
-from utils.files import ROOT, read_yaml
+from utils.files import read_yaml, version
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance, SupportsWrite
@@ -128,13 +128,10 @@ def check_suggested_defaults(values: object, source: Path, known: Sequence[str] 
 
 
 class _Version(argparse.Action):
-    """Prints the version in pyproject.toml and ends the process."""
+    """Prints the version of this repository and ends the process."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        file = ROOT / "pyproject.toml"
-        text = file.read_text(encoding="utf-8") if file.is_file() else ""  # a copy of the scripts may lack the file
-        match = re.search(r'(?m)^version = "(.+)"$', text)
-        parser._print_message(f"lockstep {match[1] if match else 'of an unknown version'}\n", sys.stdout)
+        parser._print_message(f"lockstep {version()}\n", sys.stdout)
         parser.exit()
 
 
@@ -214,7 +211,7 @@ def _list_of(choices: Sequence[str]) -> Callable[[str], str]:
     def convert(text: str) -> str:
         words = separated(text)
         for word in words:
-            if word not in choices:
+            if not is_choice(word, choices):
                 known = ", ".join(choices)
                 raise argparse.ArgumentTypeError(f"'{word}' is not one of {known}{nearest(word, choices)}")
             if word in ("none", "all") and len(words) > 1:

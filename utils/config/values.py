@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -45,6 +45,8 @@ SHARE, BELOW_ONE = Range(0, 1), Range(0, 1, exclusive_maximum=True)
 IMGSZ = Range(1, 2**14)  # the side of an image, in pixels
 NUMBER_OR_NAME = int | str
 NAMED_NUMBER = re.compile(r"\s*(\S.*?)\s*=\s*([^=,()\s]+)\s*(?:,|$)")
+PYTHON_SUFFIX = ".py"
+PYTHON_FILE = f"FILE{PYTHON_SUFFIX}"  # among the choices of a flag: any Python file
 OPSETS = Range(12, 21)  # ONNX operator sets that torch's exporters write and ONNX Runtime 1.20 runs
 
 
@@ -65,8 +67,13 @@ def accepts(hint: Any, metadata: Mapping[str, Any], value: object) -> bool:
     if not isinstance(value, hint):
         return False
     if choices := metadata.get("choices"):
-        return all(word in choices for word in (value.split(",") if metadata["comma_separated"] else [value]))
+        return all(is_choice(word, choices) for word in (value.split(",") if metadata["comma_separated"] else [value]))
     return hint is bool or has_form(str(value), metadata.get("form", ""))
+
+
+def is_choice(word: str, choices: Sequence[str]) -> bool:
+    """Return whether a word is one of `choices`, of which `PYTHON_FILE` is any Python file."""
+    return word in choices or (PYTHON_FILE in choices and word.endswith(PYTHON_SUFFIX) and word != PYTHON_SUFFIX)
 
 
 def chosen(word: str, metadata: Mapping[str, Any]) -> str:

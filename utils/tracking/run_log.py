@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from utils.config.parser import words_of
 from utils.errors import without_secrets
-from utils.files import ROOT
+from utils.files import IS_INSTALLED, ROOT
 from utils.summary import Example, Summary, evenly_spaced
 from utils.tracking.hub import UNKNOWN_LICENCE, login_problem, model_card, push_run
 from utils.tracking.requested import TrackerOptions, joined_options, make_trackers
@@ -287,6 +287,8 @@ def wandb_run_id(requested: str, state: Mapping[str, Any] | None) -> str:
 
 def git_commit() -> str:
     """Return the git commit of this code, with "+" if files have changed since; '' without a git checkout."""
+    if IS_INSTALLED:  # the repository around it, if there is one, is the user's
+        return ""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--match=", "--dirty=+"]
         return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()

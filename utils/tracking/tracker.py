@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from accelerate.tracking import GeneralTracker
 
 from utils.config.options import TRACKERS
+from utils.config.values import PYTHON_SUFFIX
 
 STEP, EPOCH = "step", "epoch"  # the two axes: optimizer steps since the start of the run, and its epochs
 
@@ -117,6 +118,8 @@ class Tracker(GeneralTracker):
 def requested_trackers(log_with: str, no_wandb: bool) -> tuple[list[str], list[str]]:
     """Return the names of the trackers to use, and warnings about packages that are not installed.
 
+    A user's tracker has the name of its file.
+
     Args:
         log_with: value of --log-with; '' is W&B if it is installed, without a warning if it is not; `all` is W&B,
             TensorBoard, and the other trackers that are installed
@@ -125,7 +128,8 @@ def requested_trackers(log_with: str, no_wandb: bool) -> tuple[list[str], list[s
     disabled = os.environ.get("WANDB_MODE") == "disabled"
     disabled |= os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on")
     every = [name for name in TRACKERS if name in WITH_OWN_TRACKERS or _is_installed(name)]
-    names = {"": [WANDB], "none": [], "all": every}.get(log_with, list(dict.fromkeys(log_with.split(","))))
+    given = (Path(word).stem if word.endswith(PYTHON_SUFFIX) else word for word in log_with.split(","))
+    names = {"": [WANDB], "none": [], "all": every}.get(log_with, list(dict.fromkeys(given)))
     names = [name for name in names if name != WANDB or not (no_wandb or disabled)]
     missing = [name for name in names if not _is_installed(name)]
     warnings = [f"warning: {name} is not installed, so nothing is logged there: pip install {name}" for name in missing]

@@ -354,7 +354,13 @@ def test_flags_take_precedence_over_other_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [("wandb", "wandb"), ("wandb,mlflow", "wandb,mlflow"), (" wandb , aim,", "wandb,aim")]
+    ("value", "expected"),
+    [
+        ("wandb", "wandb"),
+        ("wandb,mlflow", "wandb,mlflow"),
+        (" wandb , aim,", "wandb,aim"),
+        ("aim,a/b.py", "aim,a/b.py"),
+    ],
 )
 def test_lists_of_trackers(value: str, expected: str) -> None:
     for kind in (TrainOptions, ValOptions):
@@ -365,6 +371,7 @@ def test_lists_of_trackers(value: str, expected: str) -> None:
     ("value", "message"),
     [
         ("wandb,mlfow", "'mlfow' is not one of none, all, wandb"),
+        (".py", "'.py' is not one of"),
         ("none,wandb", "'none' must stand alone in none,wandb"),
     ],
 )
@@ -376,5 +383,6 @@ def test_wrong_lists_of_trackers(value: str, message: str, capsys: pytest.Captur
 
 def test_a_list_in_settings() -> None:
     field = TrainOptions.__dataclass_fields__["log_with"]
-    for value, right in (("", False), ("tensorboard", True), ("wandb,mlflow", True), ("wandb,x", False), (3, False)):
+    wrong = {"": False, "wandb,x": False, 3: False}
+    for value, right in {"tensorboard": True, "wandb,mlflow": True, "x.py": True, **wrong}.items():
         assert accepts(str, field.metadata, value) == right

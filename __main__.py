@@ -1,0 +1,67 @@
+"""The command `lockstep` of `pip install .`: `lockstep train --data my.yaml` is `python train.py --data my.yaml`.
+
+The wheel has the repository's files in one folder, `lockstep`, so that no other package meets `data`, `models` or
+`utils`. The command runs a script there as Python does: with the script's folder first in `sys.path`.
+`python -m lockstep` is the same, for launchers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+SCRIPTS = ("train.py", "val.py", "detect.py", "export.py")
+MODULES = (  # which `python -m` runs in the repository
+    *("data.convert", "data.pack", "data.preview", "data.shapes", "data.split"),
+    *("utils.plots", "utils.tracking.hub", "utils.tune"),
+)
+EXAMPLES = """examples:
+  lockstep train --data my.yaml --weights yolov5n.pt    as python train.py
+  lockstep data.split my.yaml --val 0.2                 as python -m data.split
+  accelerate launch --num_processes 2 -m lockstep train --data my.yaml
+The flags of a command: lockstep train --help"""
+
+
+class _Version(argparse.Action):
+    """Prints the version and ends the process."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from utils.files import version
+
+        parser.exit(message=f"lockstep {version()}\n")
+
+
+class _Folder(argparse.Action):
+    """Prints the folder with the scripts, models/, data/ and accelerate_configs/, and ends the process."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(ROOT)
+        parser.exit()
+
+
+def main() -> None:
+    """Run the script or module that the first word of the command line names, with the other words as its flags."""
+    sys.path.insert(0, str(ROOT))
+    scripts = {Path(file).stem: str(ROOT / file) for file in SCRIPTS}
+    parser = argparse.ArgumentParser(
+        prog="lockstep", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument("--folder", action=_Folder, nargs=0, help="print the folder of the shipped files and exit")
+    names = (*scripts, *MODULES)
+    parser.add_argument("command", choices=names, metavar="command", help=", ".join(names))
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="of the command")
+    given = parser.parse_args(sys.argv[1:] or ["--help"])
+    if given.command in scripts:
+        sys.argv = [scripts[given.command], *given.flags]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        sys.argv[1:] = given.flags
+        runpy.run_module(given.command, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
