@@ -67,7 +67,7 @@ def test_links_of_a_page_resolve(page: Path) -> None:
 def test_pages_named_in_code_exist() -> None:
     """In comments, messages and other files, with their anchors."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    kinds = (".py", ".yaml", ".toml", ".json", ".sbatch", "Makefile", "Dockerfile")
+    kinds = (".py", ".yaml", ".toml", ".json", ".sbatch", ".sh", "Makefile", "Dockerfile")
     files = [name for name in tracked if name.endswith(kinds) and name != "tests/test_docs.py"]
     mentions = [
         (name, link)
