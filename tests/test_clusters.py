@@ -23,7 +23,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from tests.clusters.engines import Container, IndexedJob, documents, kubeflow, kubernetes, skypilot
 from tests.clusters.pods import NAMESPACES, Pod
 from tests.conftest import RunScript, not_here
-from tests.curves import identical
+from tests.curves import identical, rows
 from tests.machines import CONFIGS, left_behind
 from utils.files import ROOT, read_yaml
 
@@ -222,6 +222,21 @@ def test_two_pods_train_as_one_process(
     assert "2 processes" in pods[0].log.read_text()
     assert "epoch" not in pods[1].log.read_text()
     identical(tmp_path / "mine", one_process(run_script, flags, tmp_path / "alone"))
+
+
+@pytest.mark.long
+def test_two_pods_by_deepspeed(start: Callable[[int, Container], Pod], flags: list[str], tmp_path: Path) -> None:
+    """Without ssh between the pods, DeepSpeed's own way to start machines."""
+    words = [*flags, "--logical-processes", "0", "--sync-bn"]
+    config = ["--config_file", str(CONFIGS / "deepspeed_zero1.yaml")]
+    containers = [
+        container._replace(command=[container.command[0], *config, *container.command[1:]])
+        for container in kubernetes(ADDRESSES, words)
+    ]
+    pods = [start(index, container) for index, container in enumerate(containers)]
+    assert [pod.wait(600) for pod in pods] == [0, 0], logs(tmp_path)
+    assert "2 processes under DeepSpeed ZeRO-1" in pods[0].log.read_text()
+    assert len(rows(tmp_path / "mine")) == 1
 
 
 @pytest.mark.long

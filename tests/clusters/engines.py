@@ -62,7 +62,8 @@ def kubernetes(addresses: Sequence[str], flags: Sequence[str]) -> list[Container
             host=f"{name}-{index}",
             names=names,
             command=[*container["command"], *container["args"], *flags],
-            variables={"JOB_COMPLETION_INDEX": str(index), **variables},
+            # To count GPUs takes seconds, which kubeflow and skypilot show.
+            variables={"JOB_COMPLETION_INDEX": str(index), "PROCESSES_PER_MACHINE": "1", **variables},
             grace=pod["terminationGracePeriodSeconds"],
         )
         for index in range(len(addresses))
