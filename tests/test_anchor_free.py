@@ -67,6 +67,7 @@ def test_the_columns(alone: Path) -> None:
     assert list(rows(alone)[0]) == ["epoch", *ANCHOR_FREE, "x/lr0", "x/lr1", "x/lr2"]
 
 
+@pytest.mark.long
 def test_two_processes(train: Train, alone: Path, tmp_path: Path) -> None:
     train(tmp_path, "--sync-bn", "--processes", "2")
     same_curve(tmp_path / "exp", alone)
@@ -91,6 +92,7 @@ def test_the_same_bytes_on_one_and_two_processes_killed_and_resumed(
     identical(tmp_path / "killed", tmp_path / "one")
 
 
+@pytest.mark.long
 def test_killed_and_resumed(train: Train, run_script: RunScript, alone: Path, tmp_path: Path) -> None:
     train(tmp_path, "--save-steps", "1", **planted("SIGKILL", "optimizer step", 3), code=-signal.SIGKILL)
     run_script("train.py", "--resume", str(tmp_path / "exp"), OMP_NUM_THREADS="1")

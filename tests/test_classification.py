@@ -228,7 +228,7 @@ def test_local_weights_of_torchvision(train: Train, tmp_path: Path) -> None:
     assert "layers 0, 1, 2, 3, 4, 5, 6, 7, 8 are frozen" in printed
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.long)])
 def test_the_recommended_weights_are_the_default(processes: str, train: Train, tmp_path: Path) -> None:
     """If they are in torch's cache; a resumed run does not look for them again."""
     cached = tmp_path / "torch" / "hub" / "checkpoints" / Path(default_weights("resnet18")).name

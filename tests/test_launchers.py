@@ -37,7 +37,7 @@ def by_mpirun(rank: int) -> dict[str, str]:
     return {f"OMPI_COMM_WORLD_{name}": str(number) for name, number in numbers.items()}
 
 
-@pytest.mark.parametrize("variables", [by_srun, by_mpirun])
+@pytest.mark.parametrize("variables", [by_srun, pytest.param(by_mpirun, marks=pytest.mark.long)])
 def test_one_training_of_all_tasks(
     variables: Callable[[int], dict[str, str]], fine_tune: Callable[..., str], single: Path, tmp_path: Path
 ) -> None:

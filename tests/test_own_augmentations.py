@@ -41,6 +41,7 @@ def alone(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return project / "exp"
 
 
+@pytest.mark.long
 def test_killed_and_resumed_on_two_processes(train: Train, run_script: RunScript, alone: Path, tmp_path: Path) -> None:
     """With loader processes. The file is recorded, and run again without being named."""
     flags = ("--augmentations", EXAMPLE, "--workers", "2", "--save-steps", "1")

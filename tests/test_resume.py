@@ -420,6 +420,7 @@ def test_a_finished_run(
     assert rows(tmp_path / "exp")[3]["x/lr0"] == pytest.approx(rate)
 
 
+@pytest.mark.long
 def test_a_finished_run_without_its_state(flags: tuple[str, ...], tmp_path: Path) -> None:
     """What is left of it is small, and a larger --epochs is refused with what is missing."""
 

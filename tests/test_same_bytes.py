@@ -74,6 +74,7 @@ def test_killed_and_resumed_on_other_processes(
     identical(tmp_path / "exp", alone)
 
 
+@pytest.mark.long
 def test_class_weights_on_one_and_two_processes(
     train: Train, alone: Path, run_script: RunScript, tmp_path: Path
 ) -> None:

@@ -96,7 +96,7 @@ def test_training(trained: Path, package: Path) -> None:
     assert not list(package.rglob("__pycache__"))
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.long)])
 def test_resuming(processes: str, trained: Path, package: Path, run_script: RunScript, tmp_path: Path) -> None:
     """The hyperparameters are compared with those of the package, and spawned processes import it too."""
     shutil.copytree(trained, tmp_path / "exp")
@@ -120,6 +120,7 @@ def test_validation_detection_and_export(
         assert picture.name in run_script("detect.py", "--weights", str(file), "--source", str(picture), *where)
 
 
+@pytest.mark.long
 def test_another_user(trained: Path, package: Path, small_data: Path, run_script: RunScript, tmp_path: Path) -> None:
     """Their cache folder is another one. A training from these weights must name the package."""
     weights = str(trained / "weights" / "best.pt")

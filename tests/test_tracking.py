@@ -460,6 +460,7 @@ def test_a_picture_of_the_users(small_data: Path, run_script: RunScript, tmp_pat
     assert run.code == 0
 
 
+@pytest.mark.long
 def test_a_run_that_is_stopped_by_a_signal_is_logged(train: Train, tmp_path: Path) -> None:
     """It is stopped by SIGTERM after its third step."""
     printed = train(tmp_path, **planted("SIGTERM", "optimizer step", 3), code=143, WANDB_MODE="offline")

@@ -197,6 +197,7 @@ def best_boxes(run: Path) -> np.ndarray:
     return np.stack([each[each[:, 5].argmax()] for each in rows])
 
 
+@pytest.mark.long
 def test_with_image_padding_the_batch_size_does_not_matter(
     two_models: tuple[str, str], tmp_path: Path, run_script: RunScript
 ) -> None:

@@ -74,8 +74,9 @@ def main() -> None:
             recipe = {"lr0": 0.01} if model == "resnet18" else {"nbs": 8}
             hyp = write_yaml(here.scratch / f"{model}.yaml", recipe)
             what = ["--data", str(data), "--weights", "", "--cfg", f"{model}.yaml", "--hyp", str(hyp), "--imgsz", side]
-            how = ["--batch-size", "8", "--device", here.device, "--workers", "0", "--noautoanchor", "--noplots"]
-            flags = [*what, *how, "--no-wandb", "--quiet", "--project", str(here.scratch / "runs")]
+            how = ["--batch-size", "8", "--device", here.device, "--workers", "0", "--noplots", "--no-wandb", "--quiet"]
+            anchors = [] if model == "resnet18" else ["--noautoanchor"]
+            flags = [*what, *how, *anchors, "--project", str(here.scratch / "runs")]
             found = places(*batches(here, flags, precision), here.on_gpu)
             row(TITLE, model=model, precision=precision, waits=found.total(), where=", ".join(map(str, found.items())))
             reset_accelerate()

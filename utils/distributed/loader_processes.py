@@ -97,9 +97,17 @@ def _await_end(parent: int) -> None:
 
 
 def end_workers() -> None:
-    """Terminate the loader processes of this process; if they were killed torch would print errors."""
+    """Terminate the loader processes of this process, which is about to end; killed ones would print errors.
+
+    One that has only just started is killed by the signal, which torch's handler of SIGCHLD would report as an error.
+    """
+    handler = None
+    with suppress(AttributeError, ValueError):  # Windows has none, and a thread must not change it
+        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     workers = multiprocessing.active_children()
     for worker in workers:
         worker.terminate()
     for worker in workers:
         worker.join(1)
+    if handler is not None:
+        signal.signal(signal.SIGCHLD, handler)

@@ -193,6 +193,26 @@ def test_end_workers(start: Callable[..., tuple[Any, int]]) -> None:
     assert gone(worker)
 
 
+STARTS_SLOWLY = """
+import os, sys, time
+from torch.utils.data import DataLoader
+from utils.distributed.failure import Stopped, run_main
+from utils.distributed.loader_processes import init_worker
+def main():
+    os.register_at_fork(after_in_child=lambda: time.sleep(60))
+    loader = DataLoader(range(4), num_workers=1, worker_init_fn=init_worker)
+    main.batches = iter(loader)
+    raise Stopped(0)
+run_main(main)
+"""
+
+
+def test_a_loader_process_that_has_just_started_ends_without_an_error() -> None:
+    """It is killed by the signal, because it has no handler yet."""
+    ended = subprocess.run([sys.executable, "-c", STARTS_SLOWLY], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 GIVES_UP = """
 import multiprocessing, os, sys, tempfile
 from utils.distributed.failure import hard_exit
