@@ -85,7 +85,9 @@ def test_the_readme_links_to_every_page() -> None:
 
 # Commands
 
-COMMAND = re.compile(r"(?:\w+=\S+ )*(?:\$ )?((?:python|accelerate launch|sbatch) [^#]*)")
+COMMAND = re.compile(
+    r"(?:\w+=\S+ )*(?:\$ )?((?:python|accelerate launch|accelerate_configs/start\.sh|sbatch|kubectl|sky) [^#]*)"
+)
 
 
 def commands(page: Path) -> list[str]:
@@ -165,6 +167,10 @@ def command_errors(command: str) -> list[str]:
     if words[0] == "sbatch":
         script = next(number for number, word in enumerate(rest) if word.endswith(".sbatch"))
         return errors + script_errors(["train.py", *rest[script + 1 :]])
+    if words[0] in ("kubectl", "sky"):
+        return errors
+    if words[0] == "accelerate_configs/start.sh":
+        return errors + launcher_errors(launch_command_parser(), rest)
     if words[0] == "accelerate":
         return errors + launcher_errors(launch_command_parser(), rest[1:])
     if rest[0] != "-m":
