@@ -121,6 +121,7 @@ class IndexedJob:
     start: Callable[[int], Pod]
     spec: Mapping[str, Any] = field(default_factory=lambda: documents("kubernetes.yaml")["Job"]["spec"])
     failures: Counter[int] = field(default_factory=Counter)  # counted ones, by index
+    ignored: Counter[int] = field(default_factory=Counter)  # failures that are not counted
     starts: Counter[int] = field(default_factory=Counter)
     pods: dict[int, Pod] = field(default_factory=dict)
     disrupted: set[int] = field(default_factory=set)  # indices whose pod has the condition DisruptionTarget
@@ -148,6 +149,7 @@ class IndexedJob:
                     continue
                 action = self._action(index, code)
                 self.failures[index] += action == "Count"
+                self.ignored[index] += action == "Ignore"
                 if action == "FailJob" or self.failures[index] > self.spec["backoffLimitPerIndex"]:
                     assert self.spec["maxFailedIndexes"] == 0
                     for other in self.pods.values():
