@@ -23,6 +23,7 @@ from utils.files import ROOT
 
 PYTHON_FOLDER = str(Path(sys.executable).parent)
 POLL_SECONDS = 0.05
+BACKOFF_SECONDS = 10.0
 
 
 class Container(NamedTuple):
@@ -116,7 +117,11 @@ def skypilot(addresses: Sequence[str], flags: Sequence[str]) -> list[Container]:
 
 @dataclass
 class IndexedJob:
-    """Kubernetes' controller of the Job in kubernetes.yaml, without its waiting times. start: starts an index's pod."""
+    """Kubernetes' controller of the Job in kubernetes.yaml. start: starts an index's pod.
+
+    A pod is replaced `BACKOFF_SECONDS` after its end, and after twice as long with each further failure of its index,
+    those that are not counted included.
+    """
 
     start: Callable[[int], Pod]
     spec: Mapping[str, Any] = field(default_factory=lambda: documents("kubernetes.yaml")["Job"]["spec"])
@@ -139,6 +144,7 @@ class IndexedJob:
     def wait(self) -> str:
         """Start pods again as the policy says; return the job's last condition."""
         succeeded: set[int] = set()
+        due: dict[int, float] = {}  # when a failed pod is replaced
         while len(succeeded) < len(self.pods):
             for index, pod in self.pods.items():
                 code = pod.poll()
@@ -146,6 +152,11 @@ class IndexedJob:
                     continue
                 if code == 0:
                     succeeded.add(index)
+                    continue
+                if index in due:
+                    if time.monotonic() >= due[index]:
+                        del due[index]
+                        self._start(index)
                     continue
                 action = self._action(index, code)
                 self.failures[index] += action == "Count"
@@ -155,7 +166,8 @@ class IndexedJob:
                     for other in self.pods.values():
                         other.kill()
                     return "Failed"
-                self._start(index)
+                times = self.failures[index] + self.ignored[index]
+                due[index] = time.monotonic() + BACKOFF_SECONDS * 2 ** (times - 1)
             time.sleep(POLL_SECONDS)
         return "Complete"
 
