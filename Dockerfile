@@ -3,6 +3,7 @@
 #   docker run --rm lockstep                                          # the built-in job
 #   docker run --rm -it --gpus all --ipc=host -v "$PWD/../datasets:/datasets" -v "$PWD/runs:/lockstep/runs" lockstep \
 #       python train.py --data data/coco128.yaml --weights yolov5n.pt
+# Kubernetes, Kubeflow, SkyPilot: docs/clusters.md
 # For DeepSpeed or exports: docker build --build-arg REQUIREMENTS=requirements-deepspeed.txt -t lockstep .
 FROM python:3.11-slim-bookworm
 

@@ -7,8 +7,8 @@ FULL := $(VENV)/.installed
 REQUIREMENTS := requirements.txt requirements-dev.txt requirements-deepspeed.txt requirements-export.txt \
 	requirements-tune.txt
 
-.PHONY: setup train test test-long test-gpu test-gpu2 test-floors test-trackers lint constraints \
-	soak gpu gpu2 gpu-data readme bench bench-processes bench-versus bench-gpus
+.PHONY: setup train test test-long test-gpu test-gpu2 test-floors test-trackers test-clusters \
+	lint image constraints soak gpu gpu2 gpu-data readme bench bench-processes bench-versus bench-gpus
 
 # Everything: for DeepSpeed, exports, tests and linters too.
 setup: $(FULL)
@@ -85,15 +85,33 @@ test-floors: $(FLOORS)/.installed
 	$(FLOORS)/bin/python train.py --epochs 2
 	$(FLOORS)/bin/python -m pytest tests/test_deepspeed.py -k "zero2_bf16"
 
-# Accelerate's other trackers, in an environment on top of the other one: they would hold back packages of all other tests.
+# An environment on top of the other one, for packages that would hold back those of all other tests.
+define on_top
+$(RUN) -m venv $(1)
+$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
+endef
+
+# Accelerate's other trackers.
 TRACKERS := .venv-trackers
 
 test-trackers: setup
-	$(RUN) -m venv $(TRACKERS)
-	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-		$$($(TRACKERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
+	$(call on_top,$(TRACKERS))
 	for name in comet_ml clearml dvclive swanlab trackio aim; do $(TRACKERS)/bin/python -m pip install --quiet $$name; done
 	$(TRACKERS)/bin/python -m pytest tests/utils/tracking/test_accelerate_tracker.py
+
+# The files for clusters: the schemas of Kubernetes, Kubeflow and SkyPilot, two simulated machines, and the image. Root, iproute2.
+CLUSTERS := .venv-clusters
+
+test-clusters: setup image
+	$(call on_top,$(CLUSTERS))
+	$(CLUSTERS)/bin/python -m pip install --quiet kubernetes-validate kubeflow-trainer-api skypilot
+	$(CLUSTERS)/bin/python -m pytest tests/clusters
+	$(RUN) -m pytest tests/test_clusters.py
+
+image:
+	@if docker info >/dev/null 2>&1; then docker build -t lockstep . && docker run --rm lockstep python train.py --help >/dev/null; \
+	else echo "docker is not running: the Dockerfile is linted only (make lint)"; fi
 
 # The newest versions, from an environment that has nothing else.
 constraints:

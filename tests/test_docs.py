@@ -68,7 +68,7 @@ def test_links_of_a_page_resolve(page: Path) -> None:
 def test_pages_named_in_code_exist() -> None:
     """In comments, messages and other files, with their anchors."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    kinds = (".py", ".yaml", ".toml", ".json", ".sbatch", "Makefile", "Dockerfile")
+    kinds = (".py", ".yaml", ".toml", ".json", ".sbatch", ".sh", "Makefile", "Dockerfile")
     files = [name for name in tracked if name.endswith(kinds) and name != "tests/test_docs.py"]
     mentions = [
         (name, link)
@@ -86,7 +86,9 @@ def test_the_readme_links_to_every_page() -> None:
 
 # Commands
 
-COMMAND = re.compile(r"(?:\w+=\S+ )*(?:\$ )?((?:python|accelerate launch|sbatch) [^#]*)")
+COMMAND = re.compile(
+    r"(?:\w+=\S+ )*(?:\$ )?((?:python|accelerate launch|accelerate_configs/start\.sh|sbatch|kubectl|sky) [^#]*)"
+)
 
 
 def commands(page: Path) -> list[str]:
@@ -166,6 +168,10 @@ def command_errors(command: str) -> list[str]:
     if words[0] == "sbatch":
         script = next(number for number, word in enumerate(rest) if word.endswith(".sbatch"))
         return errors + script_errors(["train.py", *rest[script + 1 :]])
+    if words[0] in ("kubectl", "sky"):
+        return errors
+    if words[0] == "accelerate_configs/start.sh":
+        return errors + launcher_errors(launch_command_parser(), rest)
     if words[0] == "accelerate":
         return errors + launcher_errors(launch_command_parser(), rest[1:])
     if rest[0] != "-m":

@@ -159,9 +159,6 @@ class Cluster:
 
     def _scontrol(self, arguments: Sequence[str], environment: dict[str, str], folder: str) -> tuple[int, str]:
         match arguments:
-            case ["show", "hostnames", *names]:
-                hosts = expand(names[0] if names else environment["SLURM_JOB_NODELIST"])
-                return 0, "".join(f"{host}\n" for host in hosts)
             case ["requeue", numbers]:
                 for number in numbers.split(","):
                     self._requeue(int(number))
@@ -191,6 +188,7 @@ class Cluster:
             "SLURM_STEP_NODELIST": environment["SLURM_JOB_NODELIST"],
             "SLURM_STEP_NUM_NODES": str(len(nodes)),
             "SLURM_STEP_NUM_TASKS": str(len(nodes)),
+            "SLURM_STEP_TASKS_PER_NODE": f"1(x{len(nodes)})" if len(nodes) > 1 else "1",
             "SLURM_NTASKS": str(len(nodes)),
         }
         with self.jobs[number].log.open("ab") as log, self._changed:

@@ -49,6 +49,8 @@ def resolve_settings(given: Mapping[str, Any], recipe_of: RecipeOf) -> Settings:
         return settings
     if not launched():  # the processes that `spawn` starts get the settings from their parent
         return _settings_of_run(settings, recipe_of)
+    if options.doctor and options.resume == AUTO:  # the flags are complete; the doctor names who cannot be reached
+        return settings
     connect(options.device, options.dist_timeout)
     return broadcast_from_main(partial(_settings_of_run, settings, recipe_of))
 

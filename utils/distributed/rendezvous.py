@@ -71,16 +71,17 @@ def main_address() -> tuple[str, int]:
 def wait_for_main_address(timeout: float) -> None:
     """Wait until the main process can be reached; torch would print a warning for each attempt.
 
-    Raises `UserError` after `timeout` seconds.
+    The main process itself waits until its address can be resolved. Raises `UserError` after `timeout` seconds.
     """
-    if ranks().rank == 0:
-        return
     address, port = main_address()
     end, reason = time.monotonic() + timeout, "no answer"
     notice = time.monotonic() + NOTICE_SECONDS if is_local_main() else math.inf
     while (remaining := end - time.monotonic()) > 0:
         try:
-            socket.create_connection((address, port), timeout=remaining).close()
+            if ranks().rank == 0:
+                socket.getaddrinfo(address, port)
+            else:
+                socket.create_connection((address, port), timeout=remaining).close()
         except OSError as error:
             reason = error.strerror or str(error)
             time.sleep(0.2)
