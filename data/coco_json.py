@@ -405,7 +405,7 @@ def usual_image_folders(file: Path, split: str) -> list[Path]:
 
 
 def find_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> tuple[AnnotatedImages, list[str]]:
-    """Find the images of an annotation file. Return them, and problems.
+    """Return the images of an annotation file, and sentences about its problems.
 
     Raises `UserError` if the file cannot be read, or has none of the classes.
 

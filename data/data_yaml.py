@@ -1,6 +1,6 @@
 """Read a data set YAML, and list the image files of its splits: `read_spec` returns a `DataSpec`.
 
-Called by data/dataset.py, by the data sets, and for label files and the images below a folder.
+Called by data/dataset.py and the data sets, and by whatever lists label files or the images below a folder.
 """
 
 from __future__ import annotations

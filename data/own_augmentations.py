@@ -408,9 +408,7 @@ def _step(call: Any, file: Path, where: str, labelling: Labelling) -> Step:
         raise UserError(f"{where}: the augmentation '{name}' takes none of {', '.join(PARTS)}; give it such parameters")
     if not labelling.classes and parts != ("image",):
         other = next(part for part in parts if part != "image")
-        raise UserError(
-            f"{where}: the augmentation '{name}' takes {other}, which this data set has none of; take image"
-        )
+        raise UserError(f"{where}: the augmentation '{name}' takes {other}, but this data set has none; take image")
     if labelling.outlines and ("boxes" in parts) != ("polygons" in parts):
         has, lacks = ("boxes", "polygons") if "boxes" in parts else ("polygons", "boxes")
         raise UserError(

@@ -346,7 +346,7 @@ def training_batches(
 
     Args:
         image_sizes: (n, 2), width and height of each file's image, pixels
-        mixed: number of an item's partners, if they are drawn from the order
+        mixed: number of images that are mixed into an item, 0 if they are not taken from the epoch's order
     """
     count = len(image_sizes)
     order, sizes = sampling.order(instances, count), batch_sizes(imgsz, stride)

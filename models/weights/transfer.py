@@ -73,7 +73,7 @@ def known_share(model: Model, weights: Weights, names: Mapping[int, str]) -> flo
 
 
 def head_tensors(model: Model) -> dict[str, Tensor]:
-    """Return the tensors of a model's head by their names in the model; {} without a head, as in torchvision's."""
+    """Return the tensors of a model's head by their names in the model; {} if it has none, as in torchvision."""
     head = getattr(model, "head", None)
     return head.state_dict(prefix=f"{head_prefix(model)}.") if isinstance(head, nn.Module) else {}
 
