@@ -28,6 +28,6 @@ packages = find_namespace_packages(include=[f"{folder}*" for folder in FOLDERS],
 setup(
     packages=["lockstep", *(f"lockstep.{name}" for name in packages)],
     package_dir={"lockstep": "."},
-    package_data={"": ["*.yaml", "*.sbatch"]},
+    package_data={"": ["*.yaml", "*.sbatch", "*.sh"]},
     cmdclass={"build_py": BuildTree},
 )

@@ -59,7 +59,7 @@ def test_bf16_stays_near(name: str, single: Path, fine_tune: Callable[..., str],
     """Losses are within 2 % of fp32 (measured: 0.2 %), but not equal."""
     printed = fine_tune(tmp_path, "--sync-bn", launcher=by(name), DS_ACCELERATOR="cpu")
     assert "mixed precision bf16" in printed
-    same_curve(tmp_path / "exp", single, losses=0.02, scores=0.02, weights=1e-3)
+    same_curve(tmp_path / "exp", single, losses=0.02, scores=0.02, weights=5e-3)
     losses = [row["train/box_loss"] for row in rows(tmp_path / "exp")]
     assert losses != pytest.approx([row["train/box_loss"] for row in rows(single)], rel=1e-5)
 

@@ -109,7 +109,7 @@ def test_too_many_steps_are_not_finite(processes: tuple[str, ...], train: Train,
 
 @pytest.mark.long
 def test_out_of_memory(train: Train, tmp_path: Path) -> None:
-    printed = train(tmp_path, *HERE, **planted("memory", "loss", rank=1), fails=True)
+    printed = train(tmp_path, *HERE, "--no-oom-retry", **planted("memory", "loss", rank=1), fails=True)
     refused(printed, "error: out of memory of a GPU with --batch-size 4 at 64 pixels; try --batch-size 2")
 
 

@@ -53,13 +53,13 @@ def with_a_scaler(flags: list[str]) -> train.Training:
 def steps_in_fp16(flags: list[str], first: int, last: int, saved: int = -1) -> dict[str, Any]:
     """Take the steps first..last of an epoch and save the state before batch `saved`; return what all must agree on."""
     training = with_a_scaler(flags)
-    steps, scaler, objective = training.steps, training.run.accelerator.scaler, training.criterion.objective
+    steps, scaler, objective = training.steps, training.run.accelerator.scaler, training.add_gradients.objective
     training.loader.set_epoch(0)  # type: ignore[attr-defined]
     training.sampler.skip(first)
     history = []
     for number, batch in enumerate(itertools.islice(training.loader, last - first), first):
         bad = number == BAD_BATCH and ranks().rank == ranks().world_size - 1
-        training.criterion.objective = lambda *given, bad=bad: objective(*given) * (1e38 if bad else 1)  # type: ignore[method-assign]
+        training.add_gradients.objective = lambda means, bad=bad: objective(means) * (1e38 if bad else 1)
         if number == saved:
             training.save_state()
         before = [parameter.detach().clone() for parameter in steps.model.bare.parameters()]

@@ -162,7 +162,7 @@ def run_flags(here: Machine, name: str, precision: str, workers: int, *more: str
     """Return flags of train.py for a run of two epochs whose results are compared; the devices are not among them."""
     size = ["--imgsz", "64" if here.quick else "320", "--batch-size", "8" if here.quick else "32", "--epochs", "2"]
     what = ["--data", str(here.photos()), "--weights", "", "--cfg", "yolov5n.yaml", *size, "--noautoanchor"]
-    how = ["--mixed-precision", precision, "--workers", str(workers), "--noplots", "--no-wandb", *more]
+    how = ["--hyp", "low", "--mixed-precision", precision, "--workers", str(workers), "--noplots", "--no-wandb", *more]
     return [*what, *how, "--project", str(here.scratch / "runs"), "--name", name]
 
 
@@ -170,4 +170,4 @@ def training_flags(here: Machine, model: str, imgsz: int, batch: int, *more: str
     """Return flags of train.py for a measurement: nothing is drawn or validated, and one process loads."""
     what = ["--data", str(here.photos()), "--weights", "", "--cfg", f"{model}.yaml", "--imgsz", str(imgsz)]
     how = ["--batch-size", str(batch), "--device", here.device, "--workers", "0", "--noplots", "--no-wandb", "--quiet"]
-    return [*what, *how, "--noautoanchor", "--project", str(here.scratch / "runs"), *more]
+    return [*what, *how, "--hyp", "low", "--noautoanchor", "--project", str(here.scratch / "runs"), *more]
