@@ -276,7 +276,7 @@ def test_a_box_that_was_beyond_the_image_may_stay(tmp_path: Path) -> None:
         ("def f(img):\n  pass\nAUGMENTATIONS = [f]", BOXES, "{file}, line 1: the augmentation 'f' takes 'img'; name"),
         ("def f(*a):\n  pass\nAUGMENTATIONS = [f]", BOXES, "{file}, line 1: the augmentation 'f' takes 'a'; name"),
         ("def f(rng):\n  pass\nAUGMENTATIONS = [f]", BOXES, "{file}, line 1: the augmentation 'f' takes none of image"),
-        (returning("image, boxes", "3"), NONE, "{file}, line 3: the augmentation 'mine' takes boxes, which this data"),
+        (returning("image, boxes", "3"), NONE, "{file}, line 3: the augmentation 'mine' takes boxes, but this data"),
         (
             returning("boxes", "3"),
             OUTLINES,
