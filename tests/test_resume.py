@@ -165,9 +165,9 @@ def test_killed_at_twenty_random_moments(
     """Each run is killed after random times until it finishes; then the next one starts."""
     more = ("--epochs", "8", "--save-steps", "1", *(HERE if processes > 1 else ()))
     train(tmp_path / "undisturbed", *more)
-    moments, kills = random.Random(processes), 0
+    moments, kills, runs = random.Random(processes), 0, 0
     while kills < 20:
-        project = tmp_path / f"killed{kills}"
+        project, runs = tmp_path / f"killed{runs}", runs + 1
         command = [sys.executable, "train.py", *flags, *more, "--project", str(project), "--resume", "auto"]
         while True:
             run = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
