@@ -5,8 +5,8 @@ No process may wait for one that retries, so who may retry depends on how gradie
 - With --logical-processes nothing is exchanged before a process has all of its own gradients, and its logical processes
   give the same bytes together or one by one. Each process decides for itself, in any step.
 - A single process may always retry.
-- DDP exchanges gradients while they are computed. All processes try the first batch without an exchange, and halve it
-  together until it fits all of them.
+- DDP exchanges gradients while they are computed. All processes try the first batch, and each later one whose images
+  are larger than all before, without an exchange, and halve it together until it fits all of them.
 """
 
 from __future__ import annotations
@@ -58,13 +58,15 @@ class BatchGradients:
         self._takes_turns = retry and logical.exact and not logical.sync_bn and logical.local > 1
         self._splits = splits and processes == 1
         self._rehearses = splits and processes > 1
+        self._rehearsed = 0  # pixels of the largest image that was rehearsed; a batch has one size on all processes
 
     def __call__(self, shares: Sequence[Batch], seed: int) -> list[Tensor]:
         """Add the gradients of a batch; return the share of each local logical process in the loss terms, (terms,).
 
         All processes must call it together. Raises torch's error if a part of one image does not fit.
         """
-        if self._rehearses:
+        if self._rehearses and (pixels := shares[0].images[0, 0].numel()) > self._rehearsed:
+            self._rehearsed = pixels
             self._rehearse(shares[0])
         if self._takes_turns:
             return self._in_turn(shares, seed)
@@ -195,7 +197,6 @@ class BatchGradients:
 
     def _rehearse(self, batch: Batch) -> None:
         """Try a batch on all processes, without an exchange of gradients, and halve it until it fits all of them."""
-        self._rehearses = False
         while any(self.run.collectives.gather([not self._fits(batch)])):
             if not all(self.run.collectives.gather([self._halve([batch])])):
                 return  # the step itself will raise the error

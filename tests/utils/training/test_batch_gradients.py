@@ -68,9 +68,9 @@ class Device:
         return LossTerms(loss.view(1, 1), weights.sum().view(1, 1), torch.ones(1, 1))
 
 
-def batch_of(seed: int, images: int = IMAGES) -> ClassBatch:
+def batch_of(seed: int, images: int = IMAGES, side: int = 8) -> ClassBatch:
     generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randint(256, (images, 3, 8, 8), generator=generator, dtype=torch.uint8)
+    pixels = torch.randint(256, (images, 3, side, side), generator=generator, dtype=torch.uint8)
     return ClassBatch(pixels, torch.rand(images, CLASSES, generator=generator), tuple(range(images)))
 
 
@@ -239,3 +239,42 @@ def test_tries_of_ddp(count: int, on_processes: OnProcesses, tmp_path: Path) -> 
             assert parts == fewest_parts[smallest]
             for ours, expected in zip(in_parts, whole, strict=True):
                 torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+class SmallMemory(Device):
+    """A memory for the backward pass of `pixels` pixels."""
+
+    def __init__(self, pixels: int) -> None:
+        super().__init__(IMAGES, backward=True)
+        self.pixels = pixels
+
+    def terms(self, module: nn.Module, batch: Batch) -> LossTerms:
+        self.limit = self.pixels // batch.images[0, 0].numel()
+        return super().terms(module, batch)
+
+
+def at_growing_sizes(folder: str) -> tuple[list[int], list[int], list[Tensor], list[Tensor]]:
+    """Return the agreed parts and the failures so far after each batch, and gradients without and with the limit."""
+    run, model = made(Path(folder))
+    gradients, parts, failures = [], [], []
+    for device in (Device(IMAGES), SmallMemory((8, 4)[run.accelerator.process_index] * 8 * 8)):
+        model.prepared.zero_grad()
+        add = BatchGradients(run, model, device.terms, objective)
+        parts, failures = [], []
+        for number, side in enumerate((4, 8, 6, 8, 16, 16)):
+            add([batch_of(10 * number + run.accelerator.process_index, side=side)], number)
+            parts.append(add.parts)
+            failures.append(device.failures)
+        gradients.append(gradients_of(model))
+    return parts, failures, gradients[0], gradients[1]
+
+
+def test_larger_images_are_tried_first_under_ddp(on_processes: OnProcesses, tmp_path: Path) -> None:
+    """As with --multi-scale: what fits at one size may not fit at the next."""
+    (first, second) = on_processes(2, at_growing_sizes, str(tmp_path))
+    for parts, _, whole, in_parts in (first, second):
+        assert parts == [1, 2, 2, 2, 8, 8]
+        for ours, expected in zip(in_parts, whole, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+    assert first[1] == [0, 0, 0, 0, 1, 1]
+    assert second[1] == [0, 1, 1, 1, 3, 3]
