@@ -6,6 +6,7 @@ import inspect
 import os
 import random
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ import numpy as np
 from data.augment import MIN_AREA_SHARE
 from data.polygons import Polygons
 from utils.errors import UserError, nearest
+
+TO_CENTRE = 0.5  # our points count from the first pixel's edge, albumentations' from its centre
 
 
 def named_transform(name: str, where: str) -> Callable[..., Any]:
@@ -66,7 +69,9 @@ class Adapter:
             "bbox_params": package.BboxParams("pascal_voc", label_fields=["numbers"], min_visibility=MIN_AREA_SHARE),
             "keypoint_params": package.KeypointParams("xy", remove_invisible=False),
         }
-        self.compose = package.Compose([transform], **(labels if boxes else {}))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Got processor for")  # of a transform that moves nothing
+            self.compose = package.Compose([transform], **(labels if boxes else {}))
 
     def image_only(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Return the changed image."""
@@ -92,12 +97,12 @@ class Adapter:
             image=image,
             bboxes=boxes.clip(0, (width, height, width, height)),
             numbers=np.arange(len(boxes)),
-            keypoints=np.concatenate([np.zeros((0, 2), np.float32), *polygons]),
+            keypoints=np.concatenate([np.zeros((0, 2), np.float32), *polygons]) - TO_CENTRE,
         )
         kept = np.asarray(changed["numbers"], np.int64).reshape(-1)
         boxes = np.asarray(changed["bboxes"], np.float32).reshape(-1, 4)
         counts = [len(outline) for outline in polygons]
-        points = np.asarray(changed["keypoints"], np.float32).reshape(-1, 2)
+        points = np.asarray(changed["keypoints"], np.float32).reshape(-1, 2) + TO_CENTRE
         outlines = np.split(points, np.cumsum(counts)[:-1]) if counts else []
         is_outlined = np.array(counts, bool)[kept]
         cut, extents = Polygons.of([outlines[k] for k in kept]).cut(np.array((0, 0, width, height), np.float32))
