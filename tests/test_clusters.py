@@ -59,9 +59,8 @@ class Start:
     def __init__(self, folder: Path) -> None:
         for name in ("accelerate", "python"):
             file = folder / name
-            file.write_text(
-                f'#!/bin/sh\n[ "$1" != -c ] || exec echo {GPUS}\nprintf "%s\\0" "$RANK" {name} "$@"\necho\n'
-            )
+            words = f'$(printf "%s\\037" "$RANK" {name} "$@")'  # a line in one write: several are started at once
+            file.write_text(f'#!/bin/sh\n[ "$1" != -c ] || exec echo {GPUS}\necho "{words}"\n')
             file.chmod(0o755)
         self.environment = {"PATH": f"{folder}:{os.environ['PATH']}"}
 
@@ -70,7 +69,7 @@ class Start:
         result = subprocess.run(
             [START, *words], env={**self.environment, **variables}, capture_output=True, text=True, check=True
         )
-        return sorted(line.split("\0")[:-1] for line in result.stdout.splitlines())
+        return sorted(line.split("\x1f")[:-1] for line in result.stdout.splitlines())
 
     def launch(self, variables: dict[str, str], *words: str) -> Namespace:
         """Return what accelerate launch reads from its flags."""
