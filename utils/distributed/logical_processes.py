@@ -117,7 +117,7 @@ def check_logical_processes(options: SyncOptions, processes: int = 0) -> None:
         raise UserError(f"{given}: --batch-size -1 depends on the memory of this machine; give a number")
 
 
-class Shares:
+class CollateShares:
     """Collates the items of this process's batch as a list: the batch of each of its logical processes.
 
     Args:

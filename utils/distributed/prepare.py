@@ -17,7 +17,7 @@ from utils.distributed.collectives import Collectives
 from utils.distributed.deepspeed import check_autocast, configure
 from utils.distributed.distributed_model import DistributedModel
 from utils.distributed.gradient_buckets import order_buckets
-from utils.distributed.logical_processes import LogicalProcesses, Shares, SyncOptions
+from utils.distributed.logical_processes import CollateShares, LogicalProcesses, SyncOptions
 from utils.distributed.sync_batchnorm import synchronise_batchnorm
 from utils.distributed.sync_dropout import synchronise_dropout
 from utils.memory_format import layout
@@ -59,7 +59,7 @@ def prepare(
     logical = LogicalProcesses.of(options, accelerator)
     bare = synchronise_batchnorm(model, logical.sync_bn)
     replicas = logical.replicate(bare)
-    loader.collate_fn = Shares(loader.collate_fn, logical.local)
+    loader.collate_fn = CollateShares(loader.collate_fn, logical.local)
     if plugin:
         local_batch = options.batch_size // accelerator.num_processes
         configure(plugin, local_batch, accelerator.gradient_accumulation_steps, clip_norm)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.curves import refused
-from utils.distributed.logical_processes import LogicalProcesses, Shares, SyncOptions, check_logical_processes
+from utils.distributed.logical_processes import CollateShares, LogicalProcesses, SyncOptions, check_logical_processes
 from utils.errors import UserError
 
 CPU = torch.device("cpu")
@@ -97,5 +97,5 @@ def test_replicas_share_the_parameters_only() -> None:
 
 
 def test_a_batch_is_collated_in_equal_parts() -> None:
-    assert Shares(list, 3)([*"abcdef"]) == [["a", "b"], ["c", "d"], ["e", "f"]]
-    assert Shares(list, 1)([*"ab"]) == [["a", "b"]]
+    assert CollateShares(list, 3)([*"abcdef"]) == [["a", "b"], ["c", "d"], ["e", "f"]]
+    assert CollateShares(list, 1)([*"ab"]) == [["a", "b"]]
