@@ -23,11 +23,11 @@ class BuildTree(build_py):
             (Path(self.build_lib) / "lockstep" / "__init__.py").write_text(text)
 
 
-FOLDERS = ("accelerate_configs", "data", "models", "utils")
+FOLDERS = ("accelerate_configs", "data", "docs", "models", "utils")
 packages = find_namespace_packages(include=[f"{folder}*" for folder in FOLDERS], exclude=["*.__pycache__*"])
 setup(
     packages=["lockstep", *(f"lockstep.{name}" for name in packages)],
     package_dir={"lockstep": "."},
-    package_data={"": ["*.yaml", "*.sbatch", "*.sh"]},
+    package_data={"": ["*.yaml", "*.sbatch", "*.sh", "docs/*.md"]},
     cmdclass={"build_py": BuildTree},
 )

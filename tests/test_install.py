@@ -70,6 +70,8 @@ def packaged(file: str) -> bool:
     folder, _, name = file.rpartition("/")
     if not folder:
         return name == "sweep.yaml" or (name.endswith(".py") and name != "setup.py")
+    if folder.startswith("docs"):
+        return file.endswith(".md")
     return file.startswith(("accelerate_configs/", "data/", "models/", "utils/"))
 
 
