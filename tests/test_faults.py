@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -194,3 +195,19 @@ def test_a_launcher_dies_while_its_process_is_importing(tmp_path: Path) -> None:
         if process.is_running():
             process.kill()
     assert "the launcher of process 1" in output.read_text()
+
+
+def test_a_killed_run_whose_processes_are_importing(small_data: Path, tmp_path: Path) -> None:
+    """Spawned processes have imported everything before they can look at their parent."""
+    what = ["--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--project", str(tmp_path)]
+    command = [sys.executable, "train.py", *what, "--processes", "2", "--device", "cpu"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as run:
+        parent = psutil.Process(run.pid)
+        while len(started := [each for each in parent.children() if "spawn_main" in " ".join(each.cmdline())]) < 2:
+            assert run.poll() is None
+            time.sleep(0.05)
+        run.kill()
+    _, alive = psutil.wait_procs(started, 60)
+    for process in alive:
+        process.kill()
+    assert alive == []

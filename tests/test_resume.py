@@ -531,7 +531,7 @@ def test_ctrl_c_twice(processes: Sequence[str], flags: tuple[str, ...], tmp_path
     mark = f"LOCKSTEP_TEST={tmp_path}"
     run = subprocess.Popen(
         ["env", mark, *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **planted("stall", "loss", 3, rank=0)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **planted("stall", "loss", 6, rank=0)},
         cwd=ROOT,
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import faulthandler
 import gc
+import multiprocessing
 import os
 import re
 import signal
@@ -256,7 +257,9 @@ def _await_alarm() -> None:
 def exit_with_parent() -> None:
     """End this process with the launcher that started it, if any, because a killed launcher passes no signal on."""
     if "TORCHELASTIC_RUN_ID" in os.environ or "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
-        threading.Thread(target=_follow, args=(PARENT,), daemon=True).start()
+        spawning = multiprocessing.parent_process()  # which may have ended while this process imported its modules
+        parent = spawning.pid if spawning and spawning.pid else PARENT
+        threading.Thread(target=_follow, args=(parent,), daemon=True).start()
 
 
 def _follow(parent: int) -> None:
