@@ -162,15 +162,16 @@ def test_more_than_two_processes(
 def test_killed_at_twenty_random_moments(
     processes: int, flags: tuple[str, ...], train: Train, resume: Train, tmp_path: Path
 ) -> None:
-    """Each run is killed after random times until it finishes; then the next one starts."""
+    """Each run is killed after random times until it finishes; then the next one starts. No process is left behind."""
     more = ("--epochs", "8", "--save-steps", "1", *(HERE if processes > 1 else ()))
     train(tmp_path / "undisturbed", *more)
     moments, kills, runs = random.Random(processes), 0, 0
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_TEST": str(tmp_path)}
     while kills < 20:
         project, runs = tmp_path / f"killed{runs}", runs + 1
         command = [sys.executable, "train.py", *flags, *more, "--project", str(project), "--resume", "auto"]
         while True:
-            run = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            run = subprocess.Popen(command, cwd=ROOT, env=environment)
             try:
                 run.wait(timeout=moments.uniform(3, 16))
             except subprocess.TimeoutExpired:
@@ -181,6 +182,7 @@ def test_killed_at_twenty_random_moments(
                 assert run.returncode == 0
                 break
         identical(project / "exp", tmp_path / "undisturbed" / "exp")
+    assert left_behind(f"LOCKSTEP_TEST={tmp_path}") == []
 
 
 @pytest.mark.long
