@@ -23,7 +23,7 @@ class BuildTree(build_py):
             (Path(self.build_lib) / "lockstep" / "__init__.py").write_text(text)
 
 
-FOLDERS = ("accelerate_configs", "data", "docs", "models", "utils")
+FOLDERS = ("accelerate_configs", "data", "models", "utils")
 packages = find_namespace_packages(include=[f"{folder}*" for folder in FOLDERS], exclude=["*.__pycache__*"])
 setup(
     packages=["lockstep", *(f"lockstep.{name}" for name in packages)],

@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import os
 import random
+import re
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,11 @@ from data.augment import MIN_AREA_SHARE
 from data.polygons import Polygons
 from utils.errors import UserError, nearest
 
-TO_CENTRE = 0.5  # our points count from the first pixel's edge, albumentations' from its centre
+PIXEL_CENTRE = 0.5  # where albumentations' points begin: at the first pixel's centre; ours begin at its edge
 
 
 def named_transform(name: str, where: str) -> Callable[..., Any]:
-    """Import the class of an albumentations transform by its name, such as MotionBlur. Raises `UserError`.
+    """Return a function that makes an albumentations transform, by its name, such as MotionBlur. Raises `UserError`.
 
     Args:
         where: file and line that name the transform, for messages
@@ -37,8 +39,19 @@ def named_transform(name: str, where: str) -> Callable[..., Any]:
     kinds = {word: kind for word, kind in vars(albumentations).items() if _is_transform_class(kind)}
     if name not in kinds:
         raise UserError(f"{where}: albumentations has no transform '{name}'{nearest(name, kinds)}; fix the name")
-    kind: Callable[..., Any] = kinds[name]
-    return kind
+    return partial(_made, kinds[name])
+
+
+def _made(kind: Callable[..., Any], **arguments: Any) -> Any:
+    """Make a transform. Raises an error of one line for an argument that is unknown, missing or of the wrong type."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".* are not valid for transform")  # of unknown ones there is only a warning
+        try:
+            return kind(**arguments)
+        except ValueError as error:
+            # pydantic writes each argument and each reason on a line of its own, and where to read more
+            what = re.sub(r"\[type=.*|For further information .*", "", str(error))
+            raise ValueError(" ".join(what.split())) from error
 
 
 def _is_transform_class(kind: Any) -> bool:
@@ -97,12 +110,12 @@ class Adapter:
             image=image,
             bboxes=boxes.clip(0, (width, height, width, height)),
             numbers=np.arange(len(boxes)),
-            keypoints=np.concatenate([np.zeros((0, 2), np.float32), *polygons]) - TO_CENTRE,
+            keypoints=np.concatenate([np.zeros((0, 2), np.float32), *polygons]) - PIXEL_CENTRE,
         )
         kept = np.asarray(changed["numbers"], np.int64).reshape(-1)
         boxes = np.asarray(changed["bboxes"], np.float32).reshape(-1, 4)
         counts = [len(outline) for outline in polygons]
-        points = np.asarray(changed["keypoints"], np.float32).reshape(-1, 2) + TO_CENTRE
+        points = np.asarray(changed["keypoints"], np.float32).reshape(-1, 2) + PIXEL_CENTRE
         outlines = np.split(points, np.cumsum(counts)[:-1]) if counts else []
         is_outlined = np.array(counts, bool)[kept]
         cut, extents = Polygons.of([outlines[k] for k in kept]).cut(np.array((0, 0, width, height), np.float32))

@@ -10,8 +10,6 @@ from __future__ import annotations
 import inspect
 import os
 import random
-import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +26,7 @@ from data.albumentations_adapter import adapted, named_transform
 from data.augment import Sample
 from data.polygons import Polygons
 from data.transforms import torch_seeded_by
-from utils.errors import UserError, first_line, nearest, shortened, shown
+from utils.errors import UserError, first_line, nearest, shown
 from utils.files import looked_for, read_yaml
 from utils.user_code import imported, raised_at, trust
 
@@ -373,14 +371,11 @@ def _of_module(
 
 def _made(kind: Callable[..., Any], arguments: Mapping[str, Any], name: str, where: str) -> Any:
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", ".* are not valid for transform")  # albumentations would go on
-            return kind(**arguments)
+        return kind(**arguments)
     except Exception as error:
-        # pydantic, which albumentations uses, names arguments and reasons on lines of their own
-        what = " ".join(re.sub(r"\[type=.*|For further .*", "", str(error)).split())
-        reason = f"{type(error).__name__}: {shortened(what)}"
-        raise UserError(f"{where}: {name} refuses its arguments ({reason}); fix them") from error
+        raise UserError(
+            f"{where}: {name} refuses its arguments ({type(error).__name__}: {first_line(error)}); fix them"
+        ) from error
 
 
 def _step(call: Any, file: Path, where: str, labelling: Labelling) -> Step:

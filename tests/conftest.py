@@ -95,7 +95,7 @@ def nothing_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def empty_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every disk look empty: the caches, which leave a tenth of it free, write on a machine whose disk is full."""
+    """Let every disk look empty: the caches write nothing to a disk that is 90% full, which the machine's may be."""
     usage = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: (real := usage(path))._replace(free=real.total))
 

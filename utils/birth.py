@@ -1,5 +1,15 @@
-"""The parent process at start. The scripts import it first, as a launcher may be killed during the other imports."""
+"""The process that started this one. The scripts import this first: a launcher may be killed during other imports."""
 
+import multiprocessing
 import os
 
-PARENT = os.getppid()
+_PARENT = os.getppid()
+
+
+def parent_number() -> int:
+    """Return the number of the process that started this one, even if it has ended.
+
+    Processes of multiprocessing are told the number; a spawned one has imported everything before it gets here.
+    """
+    parent = multiprocessing.parent_process()
+    return (parent and parent.pid) or _PARENT

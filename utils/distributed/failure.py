@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import faulthandler
 import gc
-import multiprocessing
 import os
 import re
 import signal
@@ -26,7 +25,7 @@ from typing import NamedTuple, NoReturn
 from torch import distributed
 
 from utils.background import Background
-from utils.birth import PARENT
+from utils.birth import parent_number
 from utils.console import silence, surviving_output, wrapped
 from utils.distributed.loader_processes import end_workers, remove_temporary_folders
 from utils.distributed.ranks import (
@@ -257,9 +256,7 @@ def _await_alarm() -> None:
 def exit_with_parent() -> None:
     """End this process with the launcher that started it, if any, because a killed launcher passes no signal on."""
     if "TORCHELASTIC_RUN_ID" in os.environ or "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
-        spawning = multiprocessing.parent_process()  # which may have ended while this process imported its modules
-        parent = spawning.pid if spawning and spawning.pid else PARENT
-        threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+        threading.Thread(target=_follow, args=(parent_number(),), daemon=True).start()
 
 
 def _follow(parent: int) -> None:

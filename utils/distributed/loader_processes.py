@@ -16,6 +16,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from utils.birth import parent_number
 from utils.distributed.allocator import keep_freed_memory
 
 PR_SET_PDEATHSIG = 1  # option of Linux's prctl
@@ -75,7 +76,7 @@ def init_worker(number: int) -> None:
 
     A `worker_init_fn` of torch's DataLoader.
     """
-    parent = os.getppid()
+    parent = parent_number()
     keep_freed_memory(KEPT_BYTES)
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # on Linux it ends at once with its parent

@@ -58,15 +58,14 @@ class BatchGradients:
         self._takes_turns = retry and logical.exact and not logical.sync_bn and logical.local > 1
         self._splits = splits and processes == 1
         self._rehearses = splits and processes > 1
-        self._rehearsed = 0  # pixels of the largest image that was rehearsed; a batch has one size on all processes
+        self._largest_tried = 0  # pixels of an image; those of a batch have one size on all processes
 
     def __call__(self, shares: Sequence[Batch], seed: int) -> list[Tensor]:
         """Add the gradients of a batch; return the share of each local logical process in the loss terms, (terms,).
 
         All processes must call it together. Raises torch's error if a part of one image does not fit.
         """
-        if self._rehearses and (pixels := shares[0].images[0, 0].numel()) > self._rehearsed:
-            self._rehearsed = pixels
+        if self._rehearses:
             self._rehearse(shares[0])
         if self._takes_turns:
             return self._in_turn(shares, seed)
@@ -196,7 +195,14 @@ class BatchGradients:
         self.run.print(f"warning: out of memory: from here on {what} (--no-oom-retry ends the run instead)")
 
     def _rehearse(self, batch: Batch) -> None:
-        """Try a batch on all processes, without an exchange of gradients, and halve it until it fits all of them."""
+        """Try a batch on all processes, without an exchange of gradients, and halve it until it fits all of them.
+
+        Does nothing unless its images are larger than all before.
+        """
+        pixels = batch.images[0, 0].numel()
+        if pixels <= self._largest_tried:
+            return
+        self._largest_tried = pixels
         while any(self.run.collectives.gather([not self._fits(batch)])):
             if not all(self.run.collectives.gather([self._halve([batch])])):
                 return  # the step itself will raise the error

@@ -256,7 +256,7 @@ class SmallMemory(Device):
 def at_growing_sizes(folder: str) -> tuple[list[int], list[int], list[Tensor], list[Tensor]]:
     """Return the agreed parts and the failures so far after each batch, and gradients without and with the limit."""
     run, model = made(Path(folder))
-    gradients, parts, failures = [], [], []
+    gradients = []
     for device in (Device(IMAGES), SmallMemory((8, 4)[run.accelerator.process_index] * 8 * 8)):
         model.prepared.zero_grad()
         add = BatchGradients(run, model, device.terms, objective)
