@@ -39,7 +39,7 @@ from utils.config.parser import given_flags, over_defaults
 from utils.console import Bar, show
 from utils.distributed.failure import Stopped, run_main
 from utils.errors import UserError, plural, without_secrets
-from utils.files import csv_text, lock_folder, numbered_folder, remove_if_empty, replacing, unique_stems
+from utils.files import csv_text, lock_folder, numbered_folder, remove_if_empty, replacing, unique_stems, write_rows
 from utils.plots.drawing import Style, write_picture
 from utils.python_api import call
 from utils.stage_times import (
@@ -261,8 +261,7 @@ class LabelFiles(Output):
 
     def __call__(self, frame: Frame, prediction: Prediction) -> None:
         if rows := prediction.label_rows(self.with_confidence, self.corners):
-            path = self.folder / f"{self.file_names.of(frame)}.txt"
-            path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+            write_rows(self.folder / f"{self.file_names.of(frame)}.txt", rows)
 
 
 class PredictionTable(Output):
@@ -293,7 +292,8 @@ class Crops(Output):
 
     def __call__(self, frame: Frame, prediction: Prediction) -> None:
         for number, (label, crop) in enumerate(prediction.crops(frame.image), 1):
-            safe = label.replace("/", "_").replace("\0", "_") or "_"
+            safe = label.replace("/", "_").replace("\0", "_")
+            safe = "_" if safe in ("", ".", "..") else safe
             suffix = "" if number == 1 else f"-{number}"
             write_picture(self.folder / safe / f"{self.file_names.of(frame)}{suffix}.jpg", crop)
 

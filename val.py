@@ -38,7 +38,7 @@ from utils.distributed.devices import loader_workers
 from utils.distributed.failure import run_main
 from utils.distributed.spawn import spawn_for_devices
 from utils.errors import UserError
-from utils.files import located
+from utils.files import located, unique_stems, write_rows
 from utils.python_api import call, write_result
 from utils.run import FolderOptions, Run
 from utils.stage_times import POSTPROCESSING, StageTimer, format_times, milliseconds_per_image, without_warmup
@@ -248,21 +248,23 @@ def keepers(validation: Validation) -> list[Callable[[Batch, Sequence[Prediction
     if options.save_txt or options.save_hybrid:
         folder = validation.run.path / "labels"
         folder.mkdir(parents=True, exist_ok=True)
-        chosen.append(partial(write_labels, folder, options.save_conf, options.save_hybrid))
+        files = [folder / f"{stem}.txt" for stem in unique_stems(map(str, validation.split.images))]
+        chosen.append(partial(write_labels, files, options.save_conf, options.save_hybrid))
     return chosen
 
 
 def write_labels(
-    folder: Path, with_confidence: bool, hybrid: bool, batch: Batch, predictions: Sequence[Prediction]
+    files: Sequence[Path], with_confidence: bool, hybrid: bool, batch: Batch, predictions: Sequence[Prediction]
 ) -> None:
     """Write a label file for each image of a batch.
 
     Args:
+        files: label file of each image of the split
         hybrid: whether to write the image's labels too, and to leave out the predictions that match one of them
     """
-    for prediction in [each.with_labels() for each in predictions] if hybrid else predictions:
-        rows = prediction.label_rows(with_confidence)
-        (folder / f"{Path(prediction.path).stem}.txt").write_text("".join(f"{row}\n" for row in rows))
+    for info, prediction in zip(batch.infos, predictions, strict=True):
+        rows = (prediction.with_labels() if hybrid else prediction).label_rows(with_confidence)
+        write_rows(files[info.image], rows)
 
 
 def validate(validation: Validation) -> None:

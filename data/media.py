@@ -6,6 +6,7 @@ Called by detect.py and predictor.py.
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 import threading
 import time
@@ -40,6 +41,7 @@ MAX_CAMERA = 9999
 STREAM_ATTEMPTS = 3  # attempts to open a stream
 RECONNECT_SECONDS = 1.0  # pause between two attempts
 FRAME_TIMEOUT_SECONDS = 20.0  # timeout for the next frame of a stream
+ADDRESS_DIGITS = 16  # hex digits of an address's hash, which tell files of one name apart in the cache
 DEFAULT_FPS = 30.0  # frame rate of a video or stream that has none
 
 
@@ -87,7 +89,7 @@ def find_media(source: str, lists: Sequence[Path] = ()) -> list[MediaItem]:
         raise UserError(f"the source {text} is not a valid address ({error}); correct it") from None
     if text.isdecimal() and (not text.isascii() or int(text) > MAX_CAMERA):
         raise UserError(f"the source {shortened(text)} is not a camera's number; give one from 0 to {MAX_CAMERA}")
-    if text.isdigit() or text.split()[0] == SCREEN_WORD or address.scheme in STREAM_SCHEMES:
+    if text.isdecimal() or text.split()[0] == SCREEN_WORD or address.scheme in STREAM_SCHEMES:
         return [MediaItem("live", text)]
     if address.scheme in WEB_SCHEMES:
         return [MediaItem(_kind(address.path) or "live", text)]
@@ -227,7 +229,8 @@ def local_file(item: MediaItem) -> Path:
         return Path(item.name)
     from utils.download import download  # rarely needed
 
-    return download(item.name, cache_folder() / "media" / Path(urlparse(item.name).path).name)
+    address = hashlib.sha256(item.name.encode(errors="surrogateescape")).hexdigest()[:ADDRESS_DIGITS]
+    return download(item.name, cache_folder() / "media" / address / Path(urlparse(item.name).path).name)
 
 
 def _open(name: str | int) -> Any:
@@ -379,9 +382,9 @@ class Stream:
                 problem = f"the stream {self.item.name} ended after {number} frames"
                 if number == 0:
                     problem = f"{self.item.name} cannot be opened as a stream or camera; check its address or number"
-                    if self.item.name.isdigit():  # a camera
+                    if self.item.name.isdecimal():  # a camera
                         break
-        except UserError as error:
+        except (UserError, cv2.error) as error:
             problem = str(error)
         with self._changed:
             self.problem = problem or "closed"
@@ -401,7 +404,7 @@ class Stream:
 
 
 def _captured(name: str, stride: int) -> Iterator[tuple[np.ndarray, float]]:
-    video = _open(int(name) if name.isdigit() else name)
+    video = _open(int(name) if name.isdecimal() else name)
     try:
         fps, number = _rate(video), 0
         while video.grab():
@@ -426,7 +429,7 @@ def _screen(text: str) -> Iterator[tuple[np.ndarray, float]]:
     except ImportError:
         raise UserError("the source screen needs the package mss: pip install mss") from None
     numbers = text.split()[1:]
-    if not all(number.isdigit() for number in numbers) or len(numbers) not in (0, 1, 4, 5):
+    if not all(number.isdecimal() for number in numbers) or len(numbers) not in (0, 1, 4, 5):
         raise UserError(f"the source '{text}': write screen, screen NUMBER, or screen [NUMBER] LEFT TOP WIDTH HEIGHT")
     values = list(map(int, numbers))
     try:

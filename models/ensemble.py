@@ -6,6 +6,7 @@ Several weight files form an ensemble, whose predictions are joined.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,6 @@ from utils.config.parser import refuse_flags
 from utils.errors import UserError, plural
 from utils.memory_format import layout
 from utils.stage_times import INFERENCE, PREPARING, StageTimer
-from utils.tracking.hub import HUB_PREFIX
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -46,13 +46,13 @@ def weight_files(names: Sequence[str]) -> dict[str, Path]:
 
 
 def export_base(name: str, file: Path) -> Path:
-    """Return the path that exports of a weight file are named after: the file's own path, or for a file in the Hub's
-    cache a path in the working folder.
+    """Return the path that exports of a weight file are named after: the file's own path, or for a file that was
+    downloaded into a cache a path in the working folder.
 
     Args:
         name: the file's name on the command line
     """
-    return Path(file.name) if name.startswith(HUB_PREFIX) else file
+    return file if os.path.exists(name) else Path(file.name)
 
 
 def _text(value: float | Sequence[int]) -> str:

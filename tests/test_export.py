@@ -21,7 +21,7 @@ import export
 from data.builtin.shapes import NAMES as SHAPES
 from detect import Predictor
 from export import main, prepare
-from models.ensemble import read_members
+from models.ensemble import export_base, read_members
 from models.export.formats import ExportJob, write
 from models.export.runtime import read_exported, read_model
 from models.image_size import ImageSize
@@ -118,6 +118,12 @@ def test_weights_of_the_hub_are_exported_into_the_working_folder(
     members = read_members(("hf:me/mine", "best.safetensors"), "", "", augment=False)
     of_hub, of_safetensors = (content.state for content in members.weights.values())
     torch.testing.assert_close(of_hub, of_safetensors, rtol=0, atol=0)
+
+
+def test_exports_of_downloaded_weights_go_to_the_working_folder(weights: Path, tmp_path: Path) -> None:
+    for name in ("wandb:me/project/run:best", "yolov5n.pt"):
+        assert export_base(name, tmp_path / "cache" / "best.pt") == Path("best.pt")
+    assert export_base(str(weights), weights) == export_base(str(weights.parents[1]), weights) == weights
 
 
 def rows(run: Path) -> dict[str, np.ndarray]:

@@ -222,6 +222,18 @@ def test_with_image_padding_the_batch_size_does_not_matter(
     assert np.abs(boxes["shared"] - boxes["alone"]).max() > 1e-2
 
 
+def test_images_of_one_name_have_label_files_of_their_own(two_models: tuple[str, str], tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        write_image(tmp_path / "images" / folder / "a+\u00e4.png", noise(60, 48), "0 0.5 0.5 0.3 0.3")
+    split = ["images/a", "images/b"]
+    content = {"path": str(tmp_path), "train": split, "val": split, "names": dict(enumerate(NAMES))}
+    how = {"weights": two_models[0], "imgsz": 64, "workers": 0, "device": "cpu", "project": tmp_path}
+    made = run(data=write_yaml(tmp_path / "data.yaml", content), save_txt=True, **how)
+    files = sorted((Path(made["folder"]) / "labels").iterdir())
+    assert [file.name for file in files] == ["a+\u00e4-2.txt", "a+\u00e4.txt"]
+    assert files[0].read_bytes() == files[1].read_bytes() != b""
+
+
 @pytest.mark.long
 def test_a_high_confidence_threshold_is_a_warning(
     two_models: tuple[str, str], small_data: Path, tmp_path: Path, run_script: RunScript

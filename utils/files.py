@@ -30,6 +30,7 @@ LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a l
 PART_SUFFIX = ".part"  # suffix of a file that is being written
 SUGGESTED_LIKENESS = 0.85  # least similarity, from 0 to 1, of a shipped file's name that an error suggests
 MAX_YAML_CHARACTERS = 2**20  # limit for a YAML file, and for its values once aliases are expanded
+ILLEGAL_CHARACTERS = re.compile(r'[<>:"/\\|?*\x00-\x1f]')  # in file names of Linux, macOS or Windows
 MAX_SHOWN_PATH = 240  # characters of a path in an error
 _locks: WeakSet[FileLock] = WeakSet()  # this process's locks on run folders
 ROOT = Path(__file__).resolve().parents[1]  # the repository, or its copy that pip has installed
@@ -296,17 +297,25 @@ def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:
 
 
 def unique_stems(names: Iterable[str]) -> list[str]:
-    """Return a file stem for each path or address: its own stem, with a number if an earlier name has the same stem."""
+    """Return a file stem for each path or address: its own stem, with a number if an earlier name has the same stem.
+
+    Characters that no file name may have on some system become `_`.
+    """
     stems: dict[str, None] = {}
     numbers: Counter[str] = Counter()
     for name in names:
         stem = Path(name.split("?")[0]).stem
-        free = stem = "".join(c if c.isalnum() or c in "-_. ()" else "_" for c in stem) or "_"
+        free = stem = ILLEGAL_CHARACTERS.sub("_", stem) or "_"
         while free in stems:
             numbers[stem] += 1
             free = f"{stem}-{numbers[stem] + 1}"
         stems[free] = None
     return list(stems)
+
+
+def write_rows(path: Path, rows: Iterable[str]) -> None:
+    """Write a text file with these rows, in UTF-8; bytes of file names that are not UTF-8 stay as they are."""
+    path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8", errors="surrogateescape")
 
 
 def cache_folder() -> Path:

@@ -192,6 +192,8 @@ def search(space: Space, flags: Sequence[str], folder: Path, trials: int, seed: 
         if best.number == number:
             write_best(folder, number, fitness, values)
         print(f"trial {number}: fitness {fitness:.5f}; best: {best.value:.5f} of trial {best.number}", flush=True)
+    if not study.get_trials(deepcopy=False, states=(states.COMPLETE,)):
+        raise UserError(f"no trial in {folder} has succeeded; name another --folder")
     best = study.best_trial
     print(f"{plural(finished, 'trial')}; best fitness {best.value:.5f} of trial {best.number}")
     print(f"train with --hyp {folder / BEST_HYP}")

@@ -106,6 +106,7 @@ def test_a_list_of_streams(tmp_path: Path) -> None:
         ("http://[::1", "is not a valid address"),
         ("9" * 20, "is not a camera's number; give one from 0 to"),
         ("\u0663", "is not a camera's number"),
+        ("\u00b2", "does not exist"),
     ],
 )
 def test_a_source_without_items_is_an_error(folder: Path, source: str, message: str) -> None:
@@ -180,6 +181,15 @@ def test_addresses_are_downloaded_once(folder: Path) -> None:
         assert len(list(media)) == 1 + FRAMES
         assert [problem.split(" cannot be downloaded")[0] for problem in media.problems] == [missing]
     assert len(list(Media(items))) == 1 + FRAMES  # from the cache: the server is gone
+
+
+def test_addresses_with_one_file_name_are_different_files(folder: Path) -> None:
+    with serving() as server:
+        contents = [(folder / name).read_bytes() for name in ("b.png", "v.avi")]
+        paths = ("one/x.png", "two/x.png")
+        items = [MediaItem("picture", server.give(path, sending(each))) for path, each in zip(paths, contents)]
+        assert [media.local_file(item).read_bytes() for item in items] == contents
+        assert [media.local_file(item).name for item in items] == ["x.png"] * 2
 
 
 def test_streams_take_turns_and_are_reopened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ from utils.files import (
     read_regular,
     read_yaml,
     replacing,
+    unique_stems,
+    write_rows,
 )
 
 # Writing
@@ -323,6 +325,19 @@ def test_a_file_that_is_not_a_yaml_mapping_is_an_error(tmp_path: Path, content: 
 def test_an_unreadable_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.yaml cannot be read: No such file or directory"):
         read_yaml(tmp_path / "a.yaml")
+
+
+# Names
+
+
+def test_stems_of_files_that_may_share_a_folder() -> None:
+    names = ["a/x+1.jpg", "b/x+1.png", "http://host/y.jpg?size=2", "a/pi\udcff.jpg", "", "c/a:b.jpg", "x+1-2.jpg"]
+    assert unique_stems(names) == ["x+1", "x+1-2", "y", "pi\udcff", "_", "a_b", "x+1-2-2"]
+
+
+def test_rows_with_names_that_are_not_utf8(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.txt", ["0.5 \u00e4", "0.4 \udcff"])
+    assert (tmp_path / "a.txt").read_bytes() == "0.5 \u00e4\n0.4 ".encode() + b"\xff\n"
 
 
 # Caches

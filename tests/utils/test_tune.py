@@ -240,3 +240,5 @@ def test_a_failed_trial_counts_but_not_the_first(search: Any) -> None:
 def test_a_search_ends_if_no_trial_succeeds(search: Any) -> None:
     with pytest.raises(UserError, match="trial 0 failed before any succeeded"):
         search("--trials", "3", before=lambda number: "fails")
+    with pytest.raises(UserError, match=r"^no trial in .* has succeeded; name another --folder$"):
+        search("--trials", "1")

@@ -85,7 +85,7 @@ def resumed_options(
 def check_settings(
     kind: type[DataclassInstance], settings: Mapping[str, Any], recorded: Mapping[str, Any], source: Path
 ) -> None:
-    """Check a settings.yaml, which may have been edited. `Settings.for_task` checks its hyperparameters further.
+    """Check a settings.yaml, which may have been edited. `Settings.resolve` checks its hyperparameters further.
 
     Raises `UserError` for a wrong value, for an unknown key that is not recorded, and for a change that the curve
     depends on.
