@@ -163,7 +163,7 @@ class Training:
         if taken is None:
             return
         steps.finish_step(taken, number + 1, len(self.loader))
-        self.run.check_stop(steps.progress.step)
+        self.run.check_stop(steps.progress.step, steps.behind)
         if self.options.save_steps and steps.progress.step % self.options.save_steps == 0:
             self.save_state()
 
@@ -440,7 +440,7 @@ def write_inputs(run: Run, inputs: Inputs, settings: Settings, saved: Mapping[st
     run.files.write_settings(content)
     run.files.write_documents(data.documents(train_split, val_split))
     tracking = settings.select(TrackingOptions, given=settings.given)
-    run_log = RunLog(run, tracking, val_split.images, list(job.task.names.values()))
+    run_log = RunLog(run, tracking, val_split.shown, list(job.task.names.values()))
     run_log.start(content, identity, saved)
     run_log.upload_dataset(job.source.spec.file, job.source.files, identity)
     if not settings.options.noplots:

@@ -119,9 +119,9 @@ class Run:
         self._stop = GracefulStop(time_limit)
         return self._stop
 
-    def check_stop(self, step: int) -> None:
-        """Raise `StopRequested` if all processes must stop at the end of this optimizer step."""
-        if reason := self._stop.after(step):
+    def check_stop(self, step: int, behind: int = 0) -> None:
+        """Raise `StopRequested` if all processes must stop at the end of this step; see `GracefulStop.after`."""
+        if reason := self._stop.after(step, behind):
             raise StopRequested(reason)
 
     def stop_requested(self) -> str:

@@ -10,12 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
 
 from data.data_yaml import read_spec
 from data.dataset import DataOptions, DataSet, data_source
+from data.images import read_image
 from data.pack import pack, size_in_bytes
 from models.tasks import TASKS
 from models.tasks.classification.task import ClassificationRecipe
@@ -23,6 +25,8 @@ from tests.making import noise, write_image, write_yaml
 from utils.batch import Batch
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
+from utils.files import csv_text
+from utils.plots import __main__ as plots
 
 CLASSES = {name: entry.data for name, entry in TASKS.items()}
 HYP = replace(Hyperparameters(), mixup=0.3, copy_paste=0.3)
@@ -91,6 +95,18 @@ def test_equals_the_loose_files(tmp_path: Path, task: str, shard_size: str) -> N
     assert len(shards) == 1 if shard_size == "1G" else len(shards) > 5
     check_equal(data, tmp_path / "pack/data.yaml", task, HYP)
     assert data_source(str(tmp_path / "pack"), CLASSES[task]).spec.names == {0: "disc", 1: "bar"}
+
+
+def test_packed_images_are_in_the_pictures_of_a_run(tmp_path: Path) -> None:
+    pack(str(loose(tmp_path / "loose")), str(tmp_path / "pack"), "1G", "detect")
+    val = opened(tmp_path / "pack/data.yaml", "detect").split("val")
+    run = tmp_path / "run"
+    run.mkdir()
+    heads = ("image", "kind", "class", "confidence", "x1", "y1", "x2", "y2")
+    (run / "val_boxes.csv").write_text(csv_text(heads, [(str(val.images[0]), "image", *[""] * 6)]))
+    assert plots.run([str(run), "--only", "val_batch0_labels.jpg"]) == 0
+    drawn, whole = read_image(run / "val_batch0_labels.jpg"), val.shown(0, 640)
+    assert np.abs(cv2.resize(drawn[:256, :320], (50, 40)).astype(int) - whole).mean() < 20
 
 
 @pytest.mark.parametrize("split", [{"train": "train", "val": "val"}, {"train": "train", "split": 0.5}])

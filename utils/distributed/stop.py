@@ -83,20 +83,23 @@ class GracefulStop:
                 hard_exit(reason if is_local_main() else "", 128 + number)
             self.signal, self.since = name, time.monotonic()
 
-    def after(self, step: int) -> str:
+    def after(self, step: int, behind: int = 0) -> str:
         """Return the reason for all processes to stop at the end of this optimizer step, '' to continue.
 
         The reason is the name of a signal, or `TIME_LIMIT`.
 
-        The process that receives a signal writes the next step to the store. No process can have ended that step
-        before, because gradients are reduced over all processes, so all processes read it in time.
+        The process that receives a signal writes a later step to the store. No process can have ended that step before,
+        because gradients are reduced over all processes, so all processes read it in time.
+
+        Args:
+            behind: number of steps, up to this one, whose end this process has not waited for
         """
         reason = self.signal or (TIME_LIMIT if ranks().rank == 0 and time.time() > self.deadline else "")
         store = run_store()
         if store is None:
             return reason
         if reason:
-            store.write_once("stop", [step + 1, reason])
+            store.write_once("stop", [step + 1 + behind, reason])
         if (stop := store.value("stop")) is None:
             return ""
         last_step, reason = stop

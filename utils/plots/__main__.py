@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import cv2
 
+from data.storage import read_bytes
 from utils.background import lower_priority
 from utils.errors import UserError, nearest
 from utils.plots.drawing import printable
@@ -66,7 +67,7 @@ def _draw(options: argparse.Namespace, print_line: Print) -> bool:
             raise UserError(f"unknown picture {name}{nearest(name, PICTURES)}; known are {', '.join(PICTURES)}")
     if several:
         return compare_runs(options.folders, options.out or Path("comparison.png"), print_line)
-    return draw_run(options.folders[0], options.only or list(PICTURES), print_line)
+    return draw_run(options.folders[0], options.only or list(PICTURES), print_line, read_bytes)
 
 
 def _print(line: str) -> None:

@@ -6,13 +6,14 @@ Imports no torch. A file that differs from what this program writes raises one o
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from utils.errors import UserError
+from utils.files import read_regular
 from utils.plots.charts import Columns, Curves, Labels
 
 READ_ERRORS = (OSError, ValueError, LookupError, csv.Error)
@@ -43,12 +44,16 @@ class Table:
 
 
 class Documents:
-    """The text files of a run folder, each read once. Raises `UserError` if `folder` is not a folder."""
+    """The text files of a run folder, each read once. Raises `UserError` if `folder` is not a folder.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        read: returns the content of an image file by the path in a text file
+    """
+
+    def __init__(self, folder: Path, read: Callable[[str], bytes] = read_regular) -> None:
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder; give a run folder such as runs/train/exp")
-        self.folder = folder
+        self.folder, self.read = folder, read
         self.table = cache(lambda name: Table(folder / name))
 
     def has(self, name: str) -> bool:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from utils.errors import UserError, first_line
+from utils.files import read_regular
 from utils.plots.charts import (
     Columns,
     best,
@@ -97,7 +98,7 @@ def _draw_labels(documents: Documents) -> np.ndarray | None:
 @lru_cache(1)  # images are read once for two pictures: labels and predictions
 def _validation_images(documents: Documents, batch: int) -> list[ValidationImage]:
     masks = documents.table("val_masks.csv") if documents.has("val_masks.csv") else None
-    return read_validation_images(documents.table("val_boxes.csv"), batch, documents.classes(), masks)
+    return read_validation_images(documents.table("val_boxes.csv"), batch, documents.classes(), masks, documents.read)
 
 
 def _draw_validation_images(documents: Documents, batch: int, kind: str) -> np.ndarray | None:
@@ -145,12 +146,17 @@ def _warn(text: str) -> None:
     print(f"warning: {printable(text)}", file=sys.stderr)
 
 
-def draw_run(folder: Path, names: Sequence[str], print_line: Print) -> bool:
+def draw_run(
+    folder: Path, names: Sequence[str], print_line: Print, read: Callable[[str], bytes] = read_regular
+) -> bool:
     """Draw the pictures of `names` whose text files are in `folder`, and print their names.
 
     Returns whether there was no warning. Raises `UserError` if no picture can be drawn.
+
+    Args:
+        read: returns the content of an image file by its path
     """
-    documents = Documents(folder)
+    documents = Documents(folder, read)
     possible = [name for name in names if all(map(documents.has, PICTURES[name].files))]
     if not possible:
         files = dict.fromkeys(file for name in names for file in PICTURES[name].files)

@@ -6,13 +6,14 @@ Reads val_boxes.csv and, for segmentation, val_masks.csv. Imports no torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import cv2
 import numpy as np
 
+from utils.errors import UserError
+from utils.files import read_regular
 from utils.plots.documents import Table, points
 from utils.plots.drawing import MAX_GRID_IMAGES, captioned, draw_boxes, draw_outlines, grid, resize
 from utils.summary import DRAWN_IMAGES
@@ -40,7 +41,11 @@ class ValidationImage(NamedTuple):
 
 
 def read_validation_images(
-    table: Table, batch: int, classes: Sequence[str] = (), masks: Table | None = None
+    table: Table,
+    batch: int,
+    classes: Sequence[str] = (),
+    masks: Table | None = None,
+    read: Callable[[str], bytes] = read_regular,
 ) -> list[ValidationImage]:
     """Return the images of a grid, resized for it.
 
@@ -50,6 +55,7 @@ def read_validation_images(
         classes: all class names in order, so that colours match the pictures of training batches; other names in the
             table come after them
         masks: val_masks.csv, with a row for each box
+        read: returns the content of an image file by its path
     """
     masks_of = _read_masks(masks) if masks else {}
     outlines = table.texts("outline") if "outline" in table.columns else []
@@ -61,7 +67,7 @@ def read_validation_images(
     number = {name: k for k, name in enumerate(dict.fromkeys((*classes, *names)))}
     images = []
     for path in list(rows_of)[:DRAWN_IMAGES][batch * MAX_GRID_IMAGES : (batch + 1) * MAX_GRID_IMAGES]:
-        image, scale = _read_resized(Path(path))
+        image, scale = _read_resized(path, read)
         boxes_by_kind = {}
         for kind in ("label", "prediction"):
             rows = [row for row in rows_of[path] if kinds[row] == kind]
@@ -89,11 +95,11 @@ def _read_masks(masks: Table) -> dict[tuple[str, str], list[np.ndarray]]:
     return outlines
 
 
-def _read_resized(path: Path) -> tuple[np.ndarray | None, float]:
+def _read_resized(path: str, read: Callable[[str], bytes]) -> tuple[np.ndarray | None, float]:
     """Return an image file resized for its grid, or None if it is unreadable, and the scale of its sides."""
     try:
-        image = cv2.imdecode(np.fromfile(path, np.uint8), cv2.IMREAD_COLOR)  # imread does not open every file name
-    except (OSError, ValueError, cv2.error):  # ValueError: the name is not possible for a file
+        image = cv2.imdecode(np.frombuffer(read(path), np.uint8), cv2.IMREAD_COLOR)
+    except (UserError, OSError, ValueError, cv2.error):  # ValueError: the name is not possible for a file
         image = None
     if image is None:
         return None, 1.0

@@ -6,8 +6,8 @@ Called by train.py and val.py.
 from __future__ import annotations
 
 import os
-import random
 import re
+import secrets
 import shlex
 import subprocess
 import sys
@@ -15,26 +15,24 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from utils.config.parser import words_of
-from utils.errors import without_secrets
 from utils.files import IS_INSTALLED, ROOT
 from utils.summary import Example, Summary, evenly_spaced
 from utils.tracking.hub import UNKNOWN_LICENCE, login_problem, model_card, push_run
 from utils.tracking.requested import TrackerOptions, joined_options, make_trackers
-from utils.tracking.tracker import Tracker
+from utils.tracking.tracker import ImageReader, Tracker
 
 if TYPE_CHECKING:
     from models.tasks.contract import Task
     from utils.checkpoint.progress import Progress
+    from utils.run import Run
 
 EXAMPLES_KEY = "examples/validation"
 EXAMPLES_PER_RUN = 10  # how often examples are logged if no interval is given
 TABLES = ("classes.csv",)  # logged whenever an epoch is the best so far
 CHARTS = ("PR_curve.csv", "curves.csv", "mask_PR_curve.csv", "mask_curves.csv", "confusion_matrix.csv")  # logged last
-ID_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
-ID_LENGTH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,32 +49,16 @@ class TrackingOptions(TrackerOptions):
     given: Mapping[str, Any] = field(default_factory=dict)  # the flags of the command, by name
 
 
-class LoggedRun(Protocol):
-    """The part of `utils.run.Run` that a log uses."""
-
-    path: Path
-    devices: list[str]  # devices of the processes
-    step: int  # last optimizer step with a logged value
-
-    @property
-    def trackers(self) -> list[Tracker]: ...
-    def print(self, *lines: str) -> None: ...
-    def start_trackers(self, make: Callable[[], list[Tracker]], config: Mapping[str, Any], step: int) -> None: ...
-    def log_point(self, values: Mapping[str, Any], step: int) -> None: ...
-
-
 class RunLog:
     """The log of a run in its trackers. Every process makes the same calls; only the main one has trackers.
 
     Args:
-        images: image files of the validation split
+        shown: returns an image of the validation split by index and longest side in pixels, see `Split.shown`
         class_names: class names in the order of their numbers
     """
 
-    def __init__(
-        self, run: LoggedRun, options: TrackingOptions, images: Sequence[Path], class_names: Sequence[str]
-    ) -> None:
-        self.run, self.options, self.images, self.class_names = run, options, images, class_names
+    def __init__(self, run: Run, options: TrackingOptions, shown: ImageReader, class_names: Sequence[str]) -> None:
+        self.run, self.options, self.shown, self.class_names = run, options, shown, class_names
         self.metadata: dict[str, Any] = {}  # metadata of uploaded weights
         self.metrics: dict[int, dict[str, float]] = {}  # metrics of this process's epochs
         interval = options.bbox_interval
@@ -150,20 +132,9 @@ class RunLog:
             return
         candidates = examples()
         chosen = [candidates[k] for k in evenly_spaced(len(candidates), self.options.max_images)]
-        content = [
-            {
-                "file": without_secrets(str(self.images[example.image])),
-                "name": example.name,
-                "labels": [box._asdict() for box in example.labels],
-                "predictions": [box._asdict() for box in example.predictions],
-                "label_outlines": [list(outline) for outline in example.label_outlines],
-                "prediction_outlines": [list(outline) for outline in example.prediction_outlines],
-            }
-            for example in chosen
-        ]
-        if content:
+        if chosen:
             for tracker in trackers:
-                tracker.log_examples(EXAMPLES_KEY, content, self.class_names, self.run.step, epoch)
+                tracker.log_examples(EXAMPLES_KEY, chosen, self.shown, self.class_names, self.run.step, epoch)
 
     # Artifacts
 
@@ -247,7 +218,7 @@ class ValidationLog:
     Every process makes the same calls; only the main one has trackers.
     """
 
-    def __init__(self, run: LoggedRun, flags: Mapping[str, Any], training: Mapping[str, Any]) -> None:
+    def __init__(self, run: Run, flags: Mapping[str, Any], training: Mapping[str, Any]) -> None:
         """Start the trackers that the flags name.
 
         Args:
@@ -282,7 +253,7 @@ def wandb_run_id(requested: str, state: Mapping[str, Any] | None) -> str:
     W&B sweeps set WANDB_RUN_ID. Random ids differ between processes, so the main process's id must be broadcast.
     """
     existing = requested or (state or {}).get("wandb_id") or os.environ.get("WANDB_RUN_ID")
-    return existing or "".join(random.SystemRandom().choices(ID_CHARACTERS, k=ID_LENGTH))
+    return existing or secrets.token_hex(4)
 
 
 def git_commit() -> str:

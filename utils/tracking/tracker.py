@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from accelerate.tracking import GeneralTracker
 
 from utils.config.options import TRACKERS
 from utils.config.values import PYTHON_SUFFIX
+from utils.summary import Example
 
 STEP, EPOCH = "step", "epoch"  # the two axes: optimizer steps since the start of the run, and its epochs
 
@@ -49,6 +51,7 @@ WANDB, TENSORBOARD = "wandb", "tensorboard"  # also the names of the packages to
 WITH_OWN_TRACKERS = (WANDB, TENSORBOARD)  # the other trackers are Accelerate's
 FINISH_SECONDS = 60.0  # time limit of a tracker to send the rest at the end of a run
 Print = Callable[[str], object]  # prints a line on the console
+ImageReader = Callable[[int, int], np.ndarray]  # returns an image by its index and longest side in pixels
 
 
 def axis_of(values: Mapping[str, Any]) -> str:
@@ -72,13 +75,18 @@ class Tracker(GeneralTracker):
         """Log picture files by key at an optimizer step."""
 
     def log_examples(
-        self, key: str, examples: Sequence[Mapping[str, Any]], names: Sequence[str], step: int, epoch: int
+        self,
+        key: str,
+        examples: Sequence[Example],
+        shown: ImageReader,
+        names: Sequence[str],
+        step: int,
+        epoch: int,
     ) -> None:
         """Log images with boxes, and masks if there are any, that can be switched on and off.
 
         Args:
-            examples: mappings with `file`, `name`, lists `labels` and `predictions` of boxes, each with the fields of
-                `utils.summary.Box`, and `label_outlines` and `prediction_outlines` of `utils.summary.Example`
+            shown: returns an image by its index and longest side in pixels, uint8 (h, w, 3) BGR
             names: class names
         """
 

@@ -20,10 +20,11 @@ from accelerate.tracking import WandBTracker
 
 from utils.errors import UserError, first_line, shortened
 from utils.files import ROOT
+from utils.summary import Example
 from utils.tracking.accelerate_tracker import AccelerateTracker
-from utils.tracking.tracker import AXES, EPOCH, FINISH_SECONDS, WANDB, Axis, Print, axis_of
+from utils.tracking.tracker import AXES, EPOCH, FINISH_SECONDS, WANDB, Axis, ImageReader, Print, axis_of
 from utils.tracking.wandb_file import last_logged
-from utils.tracking.wandb_media import charts, image_with_boxes
+from utils.tracking.wandb_media import EXAMPLE_PIXELS, charts, image_with_boxes
 
 UPLOAD_SECONDS = 900.0  # time to send the rest at the end of a run that uploads artifacts
 CONNECT_SECONDS = 30.0  # time to reach the server, unless the variable WANDB_INIT_TIMEOUT gives another number
@@ -62,11 +63,18 @@ class WandbTracker(AccelerateTracker):
         self._do(lambda: self._write({key: self.wandb.Image(str(file)) for key, file in files.items()}, step))
 
     def log_examples(
-        self, key: str, examples: Sequence[Mapping[str, Any]], names: Sequence[str], step: int, epoch: int
+        self,
+        key: str,
+        examples: Sequence[Example],
+        shown: ImageReader,
+        names: Sequence[str],
+        step: int,
+        epoch: int,
     ) -> None:
         def log() -> None:
-            if epoch + 1 > self._last.get(key, -math.inf):
-                images = [image_with_boxes(self.wandb, example, names) for example in examples]
+            if self._lacks(key, epoch):
+                pixels = [shown(example.image, EXAMPLE_PIXELS) for example in examples]
+                images = [image_with_boxes(self.wandb, *pair, names) for pair in zip(examples, pixels, strict=True)]
                 self._write({key: images}, step)
 
         self._do(log)
@@ -74,7 +82,7 @@ class WandbTracker(AccelerateTracker):
     def log_documents(self, documents: Mapping[str, str], step: int, epoch: int) -> None:
         def log() -> None:
             made = charts(self.wandb, documents)
-            if new := {key: value for key, value in made.items() if epoch + 1 > self._last.get(key, -math.inf)}:
+            if new := {key: value for key, value in made.items() if self._lacks(key, epoch)}:
                 self._write(new, step)
 
         self._do(log)
@@ -205,6 +213,11 @@ class WandbTracker(AccelerateTracker):
                 self._define_dotted(values)
                 self.inner.run.log(values)
                 self._last[EPOCH] = values[EPOCH]
+
+    def _lacks(self, key: str, epoch: int) -> bool:
+        """Return whether no earlier process has logged a picture, table or chart of an epoch, counted from 0."""
+        logged = (self._last.get(name, -math.inf) for name in (key, f"{key}_table"))  # W&B's name of a chart's values
+        return epoch + 1 > max(logged)
 
     def _log(self, values: dict[str, Any], step: int) -> None:
         axis = axis_of(values)

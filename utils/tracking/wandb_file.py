@@ -32,10 +32,11 @@ def last_logged(files: Iterable[Path]) -> dict[str, float]:
 
 
 def history(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a .wandb file as values by key."""
+    """Yield the rows of a .wandb file as values by key; a picture or table keeps one of its several values."""
     for record in records(file):
         if record.WhichOneof("record_type") == "history":
-            yield {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            items = record.history.item
+            yield {item.nested_key[0] if item.nested_key else item.key: json.loads(item.value_json) for item in items}
 
 
 def records(file: Path) -> Iterator[Any]:

@@ -6,66 +6,58 @@ Used by utils/tracking/wandb.py.
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from utils.summary import evenly_spaced
+import numpy as np
+from PIL import Image, ImageDraw
+
+from utils.summary import Box, Example, evenly_spaced
 
 AS_TABLES = {"classes.csv", "operators.csv"}  # files shown as tables
 MAX_ROWS = 10_000  # W&B draws no more rows of a table
 EXAMPLE_PIXELS = 640  # longer side of an example image
 LINE_PIXELS = 3  # line width of an outline
-EXAMPLE_KINDS = (("ground_truth", "label"), ("predictions", "prediction"))  # W&B's title, and our name
 CURVE_TITLES = {"": "", "mask_": " of masks"}  # end of the title, by the beginning of the file's name
 
 
-def image_with_boxes(wandb: Any, example: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Return an image of W&B, with boxes and masks of labels and predictions; see `Tracker.log_examples`.
+def image_with_boxes(wandb: Any, example: Example, pixels: np.ndarray, names: Sequence[str]) -> Any:
+    """Return an image of W&B, with boxes and masks of labels and predictions.
 
     W&B's boxes are upright: the lines of other outlines become a mask, and the boxes around them carry the captions.
+
+    Args:
+        pixels: the example's image, uint8 (h, w, 3) BGR
     """
-    classes = dict(enumerate(names))
-    boxes = {
-        title: {"box_data": [_box(box, names) for box in example[f"{kind}s"]], "class_labels": classes}
-        for title, kind in EXAMPLE_KINDS
-    }
-    image = _thumbnail(example["file"])
-    class_maps = {title: _class_maps(example, kind, image.size) for title, kind in EXAMPLE_KINDS}
-    masks = {
-        title: {"mask_data": class_map, "class_labels": {k + 1: name for k, name in classes.items()}}
-        for title, class_map in class_maps.items()
-        if class_map is not None
-    }
-    return wandb.Image(image, boxes=boxes, masks=masks or None, caption=example["name"], file_type="jpg")
+    size = pixels.shape[1], pixels.shape[0]
+    boxes, masks = {}, {}
+    for title, these, outlines in (
+        ("ground_truth", example.labels, example.label_outlines),
+        ("predictions", example.predictions, example.prediction_outlines),
+    ):
+        boxes[title] = {"box_data": [_box(box, names) for box in these], "class_labels": dict(enumerate(names))}
+        lines = [box.outline for box in these]
+        if outlines or any(lines):
+            class_map = _class_map(these, outlines or lines, size, filled=bool(outlines))
+            masks[title] = {"mask_data": class_map, "class_labels": dict(enumerate(names, 1))}
+    return wandb.Image(pixels[..., ::-1], boxes=boxes, masks=masks or None, caption=example.name, file_type="jpg")
 
 
-def _box(box: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _box(box: Box, names: Sequence[str]) -> dict[str, Any]:
     """Return a box in the form of `wandb.Image`, with corners as fractions of the image's width and height."""
-    left, top, right, bottom = box["xyxy"]
-    wandb_box = {
+    left, top, right, bottom = box.xyxy
+    wandb_box: dict[str, Any] = {
         "position": {"minX": left, "minY": top, "maxX": right, "maxY": bottom},
-        "class_id": box["label"],
-        "box_caption": names[box["label"]],
+        "class_id": box.label,
+        "box_caption": names[box.label],
     }
-    if box["confidence"] is not None:
-        wandb_box["scores"] = {"confidence": box["confidence"]}
-        wandb_box["box_caption"] += f" {box['confidence']:.2f}"
+    if box.confidence is not None:
+        wandb_box["scores"] = {"confidence": box.confidence}
+        wandb_box["box_caption"] += f" {box.confidence:.2f}"
     return wandb_box
 
 
-def _class_maps(example: Mapping[str, Any], kind: str, size: tuple[int, int]) -> Any:
-    """Return the masks of an example's labels or predictions, else the lines of their outlines; None without either."""
-    boxes, masks = example[f"{kind}s"], example[f"{kind}_outlines"]
-    if masks:
-        return _class_map(boxes, masks, size, filled=True)
-    outlines = [box.get("outline", ()) for box in boxes]
-    return _class_map(boxes, outlines, size, filled=False) if any(outlines) else None
-
-
-def _class_map(
-    boxes: Sequence[Mapping[str, Any]], outlines: Sequence[Sequence[float]], size: tuple[int, int], filled: bool
-) -> Any:
+def _class_map(boxes: Sequence[Box], outlines: Sequence[Sequence[float]], size: tuple[int, int], filled: bool) -> Any:
     """Return a mask in the form of `wandb.Image`: the class of each pixel plus one, 0 for none, int (height, width).
 
     Args:
@@ -73,29 +65,16 @@ def _class_map(
         size: width and height in pixels
         filled: whether to draw the insides of the outlines instead of their lines
     """
-    import numpy as np
-    from PIL import Image, ImageDraw
-
     image = Image.new("I", size)
     pen = ImageDraw.Draw(image)
     for box, outline in zip(reversed(boxes), reversed(outlines), strict=True):
         if len(outline) >= 4:  # Pillow cannot draw a polygon of one point
             points = [(x * size[0], y * size[1]) for x, y in zip(outline[::2], outline[1::2], strict=True)]
             if filled:
-                pen.polygon(points, fill=box["label"] + 1)
+                pen.polygon(points, fill=box.label + 1)
             else:
-                pen.line([*points, *points[:2]], fill=box["label"] + 1, width=LINE_PIXELS, joint="curve")
+                pen.line([*points, *points[:2]], fill=box.label + 1, width=LINE_PIXELS, joint="curve")
     return np.asarray(image)
-
-
-def _thumbnail(file: str) -> Any:
-    """Read an image file as RGB, turned upright, with its longer side at most `EXAMPLE_PIXELS`."""
-    from PIL import Image, ImageOps
-
-    with Image.open(os.fsencode(file)) as opened:
-        image = ImageOps.exif_transpose(opened).convert("RGB")
-    image.thumbnail((EXAMPLE_PIXELS, EXAMPLE_PIXELS))
-    return image
 
 
 def charts(wandb: Any, documents: Mapping[str, str]) -> dict[str, Any]:

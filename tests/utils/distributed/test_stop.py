@@ -257,3 +257,34 @@ def test_all_processes_stop_at_the_same_step(on_processes: OnProcesses) -> None:
     assert reasons[2] == ["SIGTERM"] * 3
     assert all(len(set(run)) == 1 and run[0] < STEPS for run in steps)
     assert all(requested for run in ended[len(ONE) :] for *_, requested in run)
+
+
+def one_step_ahead(_: object = None) -> list[int]:
+    """Stop a run whose processes wait for a step's gradients only after the next step has begun, as on GPUs.
+
+    The process that gets the signal is late, so that the other has ended a step more.
+    """
+    distributed.init_process_group("gloo")
+    ended: list[int] = []
+    for last in (5, 6):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(last)
+        with GracefulStop() as stop:
+            step, reason, before = 0, "", None
+            while not reason:
+                step += 1
+                reduced = distributed.all_reduce(torch.ones(1), async_op=True)
+                if before is not None:
+                    before.wait()
+                before = reduced
+                if ranks().rank == 0 and step == last:
+                    time.sleep(0.5)
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    until(lambda: stop.signal)
+                reason = stop.after(step, behind=1)
+            before.wait()
+        ended.append(step)
+    return ended
+
+
+def test_processes_that_run_one_step_ahead_stop_together(on_processes: OnProcesses) -> None:
+    assert on_processes(2, one_step_ahead) == [[7, 8]] * 2

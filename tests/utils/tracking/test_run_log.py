@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from models.tasks.detection.task import DetectionTask
@@ -41,6 +42,10 @@ def eight_examples() -> list[Example]:
     return [Example(f"{k}.jpg", k, (4, 4), [], [box]) for k in range(8)]
 
 
+def shown(image: int, side: int) -> np.ndarray:
+    return np.full((side, side, 3), image, np.uint8)
+
+
 SUMMARY = Summary({"mAP_0.5": 0.5}, 0.4, [], [], by_class={"AP": {"cat": 0.25}})
 
 
@@ -59,9 +64,8 @@ def make_log(recorder: Recorder | None, folder: Path = Path("runs/exp"), **optio
         log_point=lambda values, step: points.append((values, step)),
         points=points,
     )
-    images = [folder / f"{k}.jpg" for k in range(8)]
     settings = TrackingOptions(**{"project": "runs/train", "epochs": 100, "wandb_id": "abc", **options})
-    return RunLog(run, settings, images, ["cat", "dog"])  # type: ignore[arg-type]
+    return RunLog(run, settings, shown, ["cat", "dog"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -81,16 +85,14 @@ def test_the_epochs_with_examples(epochs: int, interval: int, expected: list[int
     assert [epoch for *_, epoch in recorder.examples] == expected
 
 
-@pytest.mark.parametrize(("most", "shown"), [(2, [0, 4]), (16, list(range(8)))])
-def test_the_same_examples_are_logged_each_time(most: int, shown: list[int], recorder: Recorder) -> None:
+@pytest.mark.parametrize(("most", "expected"), [(2, [0, 4]), (16, list(range(8)))])
+def test_the_same_examples_are_logged_each_time(most: int, expected: list[int], recorder: Recorder) -> None:
     log = make_log(recorder, epochs=2, max_images=most)
     log.log_examples(eight_examples, 0)
     log.log_examples(eight_examples, 1)
-    (key, first, names, step, _), (_, second, *_) = recorder.examples
-    assert first == second
-    assert [image["file"] for image in first] == [f"runs/exp/{k}.jpg" for k in shown]
-    assert first[0]["predictions"] == [{"label": 1, "confidence": 0.5, "xyxy": (0.0, 0.25, 0.5, 1.0), "outline": ()}]
-    assert (key, names, step) == ("examples/validation", ["cat", "dog"], 7)
+    (key, first, reader, names, step, _), (_, second, *_) = recorder.examples
+    assert first == second == [eight_examples()[k] for k in expected]
+    assert (key, reader, names, step) == ("examples/validation", shown, ["cat", "dog"], 7)
 
 
 def test_nothing_is_logged_without_examples(recorder: Recorder) -> None:
@@ -214,7 +216,7 @@ def test_the_start_of_a_run(
     monkeypatch.setattr("sys.argv", ["train.py", "--name", "a b"])
     run = Run(tmp_path / "exp", ["cpu", "cpu"])
     options = TrackingOptions(project="runs/train", epochs=3, log_with="all", wandb_id="abc", upload_model=uploads)
-    RunLog(run, options, [], []).start({"lr0": 0.1}, {"yaml": "a"}, {"progress": Progress(step=12).state()})
+    RunLog(run, options, shown, []).start({"lr0": 0.1}, {"yaml": "a"}, {"progress": Progress(step=12).state()})
     assert [tracker.name for tracker in run.trackers] == ["wandb", "tensorboard"]
     assert run.trackers[0].timeout == seconds
     assert run.step == 12
@@ -229,9 +231,9 @@ def test_a_warning_without_a_token(installed: set[str], tmp_path: Path, monkeypa
         monkeypatch.setattr(run_log, "login_problem", lambda problem=problem: problem)
         run = Run(tmp_path, ["cpu"])
         options = TrackingOptions(project="runs/train", epochs=3, log_with="none", push_to_hub="me/mine")
-        RunLog(run, options, [], []).start({}, {}, None)
+        RunLog(run, options, shown, []).start({}, {}, None)
         assert len(run.printed) == lines
-    RunLog(run, replace(options, push_to_hub=""), [], []).start({}, {}, None)
+    RunLog(run, replace(options, push_to_hub=""), shown, []).start({}, {}, None)
     assert run.printed == []
 
 
@@ -244,7 +246,7 @@ def test_results_for_the_hub(licence: str, of_card: str, tmp_path: Path, monkeyp
     for repository in ("", "me/mine"):
         run = Run(tmp_path, ["cpu"])
         options = TrackingOptions(project="runs/train", epochs=3, push_to_hub=repository, given=given)
-        log = RunLog(run, options, [], ["cat", "dog"])
+        log = RunLog(run, options, shown, ["cat", "dog"])
         log.push(DetectionTask, SUMMARY, content)  # type: ignore[arg-type]  # class attributes are enough
         assert run.printed == ["pushed"] * bool(repository)
     ((folder, repository, card),) = pushed
@@ -262,7 +264,7 @@ def test_results_for_the_hub(licence: str, of_card: str, tmp_path: Path, monkeyp
 def test_no_tracker_and_a_warning(installed: set[str], tmp_path: Path) -> None:
     installed.clear()
     run = Run(tmp_path, ["cpu"])
-    RunLog(run, TrackingOptions(project="runs/train", epochs=3, log_with="wandb"), [], []).start({}, {}, None)
+    RunLog(run, TrackingOptions(project="runs/train", epochs=3, log_with="wandb"), shown, []).start({}, {}, None)
     assert run.trackers == []
     assert run.step == 0
     assert [line.split(",")[0] for line in run.printed] == ["warning: wandb is not installed"]

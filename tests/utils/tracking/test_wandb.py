@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.wandb_files import read, runs
 from tests.wandb_server import serve
 from utils.files import ROOT
+from utils.summary import Box, Example
 from utils.tracking import accelerate_tracker
 from utils.tracking.wandb import CONNECT_SECONDS, WandbTracker, connect_timeout
 
@@ -90,6 +92,28 @@ def test_epochs_that_a_killed_process_lost_are_logged(tmp_path: Path, monkeypatc
     logged(3, 6)
     rows = [row for file in runs(tmp_path) for row in read(file).rows]
     assert [(row["epoch"], row["val/box_loss"]) for row in rows] == [(k + 1, k / 10) for k in range(6)]
+
+
+def test_pictures_and_tables_are_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the epochs that a resumed run repeats."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    confusion = "true,cat,background\ncat,1,0\nbackground,0,0\n"
+    documents = {"classes.csv": "class,AP\ncat,0.5\n", "confusion_matrix.csv": confusion}
+    for first, last in ((0, 2), (1, 3)):
+        tracker = WandbTracker(tmp_path, RUN, print)
+        tracker.store_init_configuration({})
+        for epoch in range(first, last):
+            tracker.log({"epoch": epoch + 1, "val/box_loss": 0.1}, step=10 * epoch)
+            tracker.log_documents(documents, 10 * epoch, epoch)
+            example = Example("a.jpg", 0, (8, 8), [Box(0, None, (0, 0, 1, 1))], [])
+            shown = lambda image, side: np.zeros((side, side, 3), np.uint8)  # noqa: E731
+            tracker.log_examples("examples/validation", [example], shown, ["cat"], 10 * epoch, epoch)
+        tracker.finish()
+        wandb.teardown()
+        time.sleep(1.1)  # W&B names folders by the second
+    rows = [row for file in runs(tmp_path) for row in read(file).rows]
+    for key in ("tables/classes/path", "examples/validation/captions", "charts/confusion_matrix_table/path"):
+        assert sum(key in row for row in rows) == 3, key
 
 
 def test_a_process_that_was_killed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

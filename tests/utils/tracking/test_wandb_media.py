@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from tests.making import write_image
 from utils.files import csv_text
-from utils.summary import Box
+from utils.summary import Box, Example
 from utils.tracking.wandb_media import MAX_ROWS, charts, image_with_boxes, thinned
 
 wandb = pytest.importorskip("wandb")
@@ -64,26 +61,36 @@ def test_large_tables_are_thinned() -> None:
 # Examples
 
 
-def masks_of(tmp_path: Path, *boxes: Box, masks: tuple[tuple[float, ...], ...] = ()) -> dict[str, np.ndarray]:
+def masks_of(*boxes: Box, masks: tuple[tuple[float, ...], ...] = ()) -> dict[str, np.ndarray]:
     """Return the masks of an example of 100 x 100 pixels with these labels, and with masks of them if there are any."""
-    file = write_image(tmp_path / "a.png", np.zeros((100, 100, 3), np.uint8))
-    labels = [box._asdict() for box in boxes]
-    example = {"file": str(file), "name": "a.png", "labels": labels, "predictions": []}
-    image = image_with_boxes(wandb, {**example, "label_outlines": masks, "prediction_outlines": ()}, ["disc", "ring"])
+    example = Example("a.png", 0, (100, 100), [*boxes], [], masks)
+    image = image_with_boxes(wandb, example, np.zeros((100, 100, 3), np.uint8), ["disc", "ring"])
     return {title: np.asarray(mask._val["mask_data"]) for title, mask in (image._masks or {}).items()}
 
 
-def test_lines_of_outlines_are_a_mask(tmp_path: Path) -> None:
+def test_lines_of_outlines_are_a_mask() -> None:
     tilted = (0.5, 0.1, 0.9, 0.5, 0.5, 0.9, 0.1, 0.5)
-    (classes,) = masks_of(tmp_path, Box(1, None, (0.1, 0.1, 0.9, 0.9), tilted), Box(0, None, (0, 0, 1, 1))).values()
+    (classes,) = masks_of(Box(1, None, (0.1, 0.1, 0.9, 0.9), tilted), Box(0, None, (0, 0, 1, 1))).values()
     assert classes[30, 70] == classes[50, 10] == 2  # its number plus one
     assert set(classes[50, 20:80].tolist()) == {0}  # nothing inside
     assert set(np.unique(classes).tolist()) == {0, 2}  # an upright box has no line
 
 
-def test_masks_are_filled(tmp_path: Path) -> None:
+def test_masks_are_filled() -> None:
     square = (0.2, 0.2, 0.8, 0.2, 0.8, 0.8, 0.2, 0.8)
-    (classes,) = masks_of(tmp_path, Box(0, None, (0.2, 0.2, 0.8, 0.8)), masks=(square,)).values()
+    (classes,) = masks_of(Box(0, None, (0.2, 0.2, 0.8, 0.8)), masks=(square,)).values()
     assert classes[50, 50] == 1
     assert classes[10, 10] == 0
-    assert masks_of(tmp_path, Box(0, None, (0.2, 0.2, 0.8, 0.8))) == {}
+    assert masks_of(Box(0, None, (0.2, 0.2, 0.8, 0.8))) == {}
+
+
+def test_colours_and_boxes() -> None:
+    """Pixels are BGR as everywhere; W&B takes RGB."""
+    pixels = np.full((10, 20, 3), (255, 0, 0), np.uint8)  # blue
+    example = Example("a.png", 0, (20, 10), [Box(1, None, (0, 0, 1, 1))], [Box(0, 0.5, (0, 0, 0.5, 1))])
+    image = image_with_boxes(wandb, example, pixels, ["disc", "ring"])
+    red, green, blue = np.asarray(image.image)[5, 5].tolist()
+    assert blue > 200 > 50 > max(red, green)
+    truth, predicted = (image._boxes[title]._val for title in ("ground_truth", "predictions"))
+    assert (truth[0]["box_caption"], predicted[0]["box_caption"]) == ("ring", "disc 0.50")
+    assert predicted[0]["scores"] == {"confidence": 0.5}
