@@ -41,7 +41,7 @@ from utils.config.parser import given_flags
 from utils.config.settings import Settings
 from utils.console import columns, listed
 from utils.distributed.accelerator import plan, seed_everything, start
-from utils.distributed.failure import run_main
+from utils.distributed.failure import barrier, run_main
 from utils.distributed.logical_processes import LogicalProcesses, SyncOptions, check_logical_processes
 from utils.distributed.spawn import spawn_for_devices
 from utils.distributed.stop import StopRequested
@@ -316,7 +316,7 @@ def read_job(settings: Settings) -> Job:
 
 def read_inputs(run: Run, settings: Settings) -> Inputs:
     """Read and check everything that a run needs, and build its model; nothing is written. Raises `UserError`."""
-    with run.untimed_barrier():  # one machine may have more to download than another
+    with barrier(settings.options.dist_timeout):  # one machine may have more to download than another
         job = read_job(settings)
     everywhere = not job.start.message or all(run.collectives.gather([job.start.weights_name]))
     if job.start.weights and not everywhere:
@@ -347,7 +347,7 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     data = source.open(model.imgsz, model.stride, replace(data_options, workers=workers))
     messages += data.own_augmentations(settings.hyp, "augmentations" in settings.given).messages
     add_own_trackers(options.log_with, "log_with" in settings.given)
-    with run.untimed_barrier():
+    with barrier(options.dist_timeout):
         train_split, val_split = data.split("train", settings.hyp), data.split("val")
     if fitness.class_weights:
         fitness.check_labels({task.names[number] for number in val_split.instances().classes.tolist()})

@@ -35,7 +35,7 @@ from utils.config.parser import given_flags, over_defaults, with_defaults
 from utils.config.select import select
 from utils.distributed.accelerator import start
 from utils.distributed.devices import loader_workers
-from utils.distributed.failure import run_main
+from utils.distributed.failure import barrier, run_main
 from utils.distributed.spawn import spawn_for_devices
 from utils.errors import UserError
 from utils.files import located, unique_stems, write_rows
@@ -185,7 +185,7 @@ def assemble(given: Mapping[str, Any]) -> Validation:
     options = over_defaults(ValOptions, given)
     run = Run(*start(options.device, "no" if options.half else options.mixed_precision, options.dist_timeout))
     device = run.accelerator.device
-    with run.untimed_barrier():  # one machine may have more to download than another
+    with barrier(options.dist_timeout):  # one machine may have more to download than another
         members = read_members(options.weights, options.layers, options.task_file, options.augment)
         source = data_source(options.data, members.entry.data)
     kind = members.entry.load()
@@ -193,7 +193,7 @@ def assemble(given: Mapping[str, Any]) -> Validation:
     options = with_defaults(options, given, SPEED_DEFAULTS if options.task == "speed" else {})
     size = members.image_size(options.imgsz, source.spec.defaults.get("imgsz", 0))
     options = with_size(options, size.sides, size.is_fixed)
-    with run.untimed_barrier():
+    with barrier(options.dist_timeout):
         names = source.names(options.single_cls)
     task = kind(names, kind.recipe())
     half = options.half and device.type == "cuda"
@@ -201,7 +201,7 @@ def assemble(given: Mapping[str, Any]) -> Validation:
     workers, stride = loader_workers(options.workers), math.lcm(*(model.stride for model in models))
     data = source.open(models[0].imgsz, stride, select(DataOptions, options, workers=workers, cache=""))
     split_name = SPLIT_OF_TASK.get(options.task, options.task)
-    with run.untimed_barrier():
+    with barrier(options.dist_timeout):
         split = data.split(split_name)
     add_own_trackers(options.log_with)
     run.open_folder(select(FolderOptions, options))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from accelerate import Accelerator
 
 from utils.console import Bar, show
 from utils.distributed.accelerator import describe
-from utils.distributed.barrier import untimed_barrier
 from utils.distributed.collectives import Collectives
 from utils.distributed.devices import device_name
 from utils.distributed.failure import Watchdog, on_failure
@@ -68,10 +66,6 @@ class Run:
         # The name is broadcast, not the path: --project may differ between machines.
         self.path = project / self.collectives.broadcast(name)
         self.files = RunFolder(self.path, self.collectives, self._is_main, self.print, self._draw_results)
-
-    def untimed_barrier(self) -> AbstractContextManager[None]:
-        """Return a context for work of any duration, such as a download; all processes leave it together."""
-        return untimed_barrier()
 
     @property
     def description(self) -> list[str]:

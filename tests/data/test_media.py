@@ -187,7 +187,9 @@ def test_addresses_with_one_file_name_are_different_files(folder: Path) -> None:
     with serving() as server:
         contents = [(folder / name).read_bytes() for name in ("b.png", "v.avi")]
         paths = ("one/x.png", "two/x.png")
-        items = [MediaItem("picture", server.give(path, sending(each))) for path, each in zip(paths, contents, strict=True)]
+        items = [
+            MediaItem("picture", server.give(path, sending(each))) for path, each in zip(paths, contents, strict=True)
+        ]
         assert [media.local_file(item).read_bytes() for item in items] == contents
         assert [media.local_file(item).name for item in items] == ["x.png"] * 2
 

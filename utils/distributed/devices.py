@@ -20,6 +20,7 @@ MOST_PROCESSES_PER_CORE = 4  # limit for --processes
 OTHER_LAUNCHES = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
 # Modules of torch, and the hardware that they drive; other packages add some of them to torch.
 OTHER_ACCELERATORS = {"xpu": "Intel GPU", "npu": "Ascend NPU", "hpu": "Gaudi", "mlu": "MLU", "musa": "MUSA GPU"}
+_chosen: list[str] = []  # --device of an earlier run in this process, and the value of the variable that it set
 
 
 def device_numbers(device: str) -> list[int]:
@@ -86,7 +87,7 @@ def choose_devices(device: str) -> bool:
     if not device and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":  # set by accelerate launch --cpu
         return True
     numbers, processes = device_numbers(device), local_world_size()
-    if numbers:
+    if numbers and _chosen != [device, os.environ.get(VISIBLE_DEVICES)]:
         available = torch.cuda.device_count()
         _check_devices_exist(device, numbers, available)
         if len(numbers) < processes:
@@ -96,6 +97,9 @@ def choose_devices(device: str) -> bool:
             )
         visible = (os.environ.get(VISIBLE_DEVICES) or ",".join(map(str, range(available)))).split(",")
         os.environ[VISIBLE_DEVICES] = ",".join(visible[number] for number in numbers)
+        _chosen[:] = device, os.environ[VISIBLE_DEVICES]
+    elif numbers:
+        return False
     elif torch.cuda.is_available():
         if processes > torch.cuda.device_count():
             raise UserError(

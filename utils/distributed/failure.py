@@ -1,6 +1,6 @@
 """Failures: an error, a lost process or a stalled one ends all processes, and one of them prints the reason.
 
-Called by the scripts and spawn (`run_main`), utils/run.py (`Watchdog`), accelerator, barrier and stop.
+Called by the scripts and spawn (`run_main`), utils/run.py (`Watchdog`, `barrier`), accelerator and stop.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import faulthandler
 import gc
+import itertools
 import os
 import re
 import signal
@@ -16,8 +17,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
@@ -48,6 +49,7 @@ HEARTBEATS_SECONDS = 3.0  # time for the other processes to write their heartbea
 WAITING = ("torch/distributed/", "torch/autograd/", "deepspeed/comm/")
 
 
+_barrier_numbers = itertools.count()  # the same on all processes
 _on_failure: list[Callable[[str], object]] = []  # at most one listener, see `on_failure`
 
 
@@ -267,6 +269,29 @@ def _follow(parent: int) -> None:
     exit_reporting_once(
         lambda: f"error: the launcher of {ranks()} has ended, so the run ends too; continue with --resume"
     )
+
+
+@contextmanager
+def barrier(seconds: float) -> Iterator[None]:
+    """Let each process run the `with` block, then wait until all have finished it.
+
+    Raises a `UserError` that names the processes that have not finished it `seconds` after this one.
+    """
+    yield
+    store = run_store()
+    if store is None or world_size() == 1:
+        return
+    name, end, pause = f"barrier/{next(_barrier_numbers)}", time.monotonic() + seconds, 0.005
+    store.write(name, True)
+    while len(finished := store.values(name)) < world_size():
+        if time.monotonic() > end:
+            late = process_names(sorted(set(range(world_size())) - set(finished)))
+            raise UserError(
+                f"{late} did not read the data within {seconds:g} s of the others (--dist-timeout), or cannot be "
+                "reached; if a download or the label scan takes longer there, raise --dist-timeout"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, ALARM_POLL_SECONDS)
 
 
 # The watchdog

@@ -47,15 +47,23 @@ def spawn(main: Callable[[], object], processes: int) -> bool:
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
     }
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes)))  # read once, when torch is imported
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each process prints a stack if another one ends
+    at_import = {  # variables that are read when torch is imported, before `_enter`
+        "OMP_NUM_THREADS": str(threads_per_process(processes)),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else each process prints a stack if another one ends
+    }
+    added = {name: value for name, value in at_import.items() if name not in os.environ}
     loader_start_method = multiprocessing.get_start_method()
     started = [
         multiprocessing.get_context("spawn").Process(target=_enter, args=(rank, main, environment, loader_start_method))
         for rank in range(processes)
     ]
-    for process in started:
-        process.start()
+    os.environ.update(added)
+    try:
+        for process in started:
+            process.start()
+    finally:
+        for name in added:
+            del os.environ[name]
     _wait(started, RunStore(store, token=environment[TOKEN]))
     return True
 

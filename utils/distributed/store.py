@@ -8,7 +8,7 @@ Over `run_store`:
     names, failed, alarm, present    names of all processes, number of failed ones, survivors (failure)
     heartbeats                       state of each process if none makes progress (failure)
     stop                             step and reason of a stop (stop)
-    barrier/<number>/...             processes that have arrived, and heartbeats of the others (barrier)
+    barrier/<number>                 processes that have arrived (failure)
     memory/<host>/<number>           handles of shared memory (shared_memory)
 Over a connection of the doctor's own, if there is no process group:
     doctor/...                       facts about each process (utils/doctor/doctor.py)

@@ -84,6 +84,17 @@ def test_only_the_named_devices_are_visible(
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
 
 
+def test_a_second_run_of_a_process_gets_the_same_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA numbers the devices anew once some are hidden."""
+    set_cuda_devices(monkeypatch, 4)
+    assert not choose_devices("1")
+    set_cuda_devices(monkeypatch, 1)
+    assert not choose_devices("1")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+    with pytest.raises(UserError, match=r"^--device 2: torch sees 1 CUDA device"):
+        choose_devices("2")
+
+
 def test_the_cpu_is_used_without_a_gpu_or_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     set_cuda_devices(monkeypatch, 0)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)

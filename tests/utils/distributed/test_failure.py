@@ -1,19 +1,26 @@
-"""The end of a single process; runs of several processes end in test_spawn.py."""
+"""The end of a single process, and the barrier; runs of several processes end in test_spawn.py."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from torch import distributed
 
+from utils.distributed import failure, store
 from utils.distributed.failure import (
     Stopped,
+    barrier,
     is_first_to_fail,
     lost_contact,
     on_failure,
@@ -21,6 +28,8 @@ from utils.distributed.failure import (
     run_main,
     start_failure_monitor,
 )
+from utils.distributed.ranks import Ranks
+from utils.distributed.store import RunStore
 from utils.errors import UserError
 from utils.files import ROOT
 
@@ -146,3 +155,57 @@ def test_lost_contact(error: RuntimeError, part: str) -> None:
     message = lost_contact(error)
     assert part in message
     assert bool(message) == bool(part)
+
+
+# The barrier
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], object]], list]:
+    """Three threads that act as processes: `work` gets the rank; its results or errors, by rank."""
+    shared, local = distributed.HashStore(), threading.local()
+    monkeypatch.setattr(store, "ranks", lambda: Ranks(local.rank, 3, local.rank, 3))
+    monkeypatch.setattr(failure, "run_store", lambda: RunStore(shared))
+    monkeypatch.setattr(failure, "world_size", lambda: 3)
+    monkeypatch.setattr(failure, "_barrier_numbers", itertools.repeat(0))
+
+    def run(work: Callable[[int], object]) -> list:
+        def process(rank: int) -> object:
+            local.rank = rank
+            try:
+                return work(rank)
+            except (UserError, KeyError) as error:
+                return error
+
+        with ThreadPoolExecutor(3) as threads:
+            return list(threads.map(process, range(3)))
+
+    return run
+
+
+def test_all_wait_for_the_slowest_process(three: Callable) -> None:
+    def work(rank: int) -> tuple[float, float]:
+        with barrier(60):
+            time.sleep(0.3 * (rank == 1))
+            done = time.monotonic()
+        return done, time.monotonic()
+
+    times = three(work)
+    assert min(after for _, after in times) >= max(done for done, _ in times)
+
+
+def test_a_process_that_does_not_finish_in_time_is_named(three: Callable) -> None:
+    def work(rank: int) -> None:
+        with barrier(0.2):
+            if rank == 1:
+                raise KeyError
+
+    first, failed, last = three(work)
+    assert isinstance(failed, KeyError)
+    for error in (first, last):
+        assert str(error).startswith("process 1 did not read the data within 0.2 s of the others (--dist-timeout), or ")
+
+
+def test_one_process_does_not_wait() -> None:
+    with barrier(0):
+        pass

@@ -30,8 +30,9 @@ def my_ranks() -> tuple[Ranks, str, str, int]:
 
 def test_spawn(on_processes: OnProcesses) -> None:
     """The start method, that of loader processes, is the default of the system."""
-    method = multiprocessing.get_start_method()
+    method, environment = multiprocessing.get_start_method(), dict(os.environ)
     assert on_processes(3, my_ranks) == [(Ranks(rank, 3, rank, 3), "1", method, 6) for rank in range(3)]
+    assert dict(os.environ) == environment  # a later run of this process may have other numbers
 
 
 def listening_addresses() -> list[str]:
