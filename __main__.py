@@ -25,15 +25,6 @@ EXAMPLES = """examples:
 The flags of a command: lockstep train --help"""
 
 
-class _Version(argparse.Action):
-    """Prints the version and ends the process."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from utils.files import version
-
-        parser.exit(message=f"lockstep {version()}\n")
-
-
 class _Folder(argparse.Action):
     """Prints the folder with the scripts, models/, data/ and accelerate_configs/, and ends the process."""
 
@@ -45,11 +36,14 @@ class _Folder(argparse.Action):
 def main() -> None:
     """Run the script or module that the first word of the command line names, with the other words as its flags."""
     sys.path.insert(0, str(ROOT))
+    from utils.files import version
+
     scripts = {Path(file).stem: str(ROOT / file) for file in SCRIPTS}
     parser = argparse.ArgumentParser(
         prog="lockstep", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    version_line = f"lockstep {version()}"
+    parser.add_argument("--version", action="version", version=version_line, help="print the version and exit")
     parser.add_argument("--folder", action=_Folder, nargs=0, help="print the folder of the shipped files and exit")
     names = (*scripts, *MODULES)
     parser.add_argument("command", choices=names, metavar="command", help=", ".join(names))

@@ -11,8 +11,6 @@ or `detect.run(weights="best.pt", source="photos")`, which writes the files of t
 
 from __future__ import annotations
 
-import gc
-import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    import utils.birth  # noqa: F401
+    from utils.birth import start_script
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in these imports prints no traceback; `run_main` resets it
-    gc.disable()  # these imports make 400,000 objects, hardly any garbage; `run_main` enables it
+    start_script()
 
 import cv2
 import numpy as np

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -12,24 +10,25 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    import utils.birth  # noqa: F401
+    from utils.birth import start_script
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in these imports prints no traceback; `run_main` resets it
-    gc.disable()  # these imports make 400,000 objects, hardly any garbage; `run_main` enables it
+    start_script()
 
 import torch
 
 from data.dataset import data_source
 from models.ensemble import choose_size, common_task, export_base, halve, load_model, weight_files
-from models.export.formats import INPUT_NAME, ExportJob, export_settings, write
+from models.export.formats import INPUT_NAME, ExportJob, write
 from models.image_size import ImageSize
 from models.layer_registry import add_layers
 from models.tasks import TASKS, add_tasks, model_words
+from models.tasks.contract import ExportSettings
 from models.weights.content import ExportMetadata, Weights
 from models.weights.licence import Origin
 from models.weights.reader import read_weights
 from utils.config.options import ExportOptions
 from utils.config.parser import given_flags, over_defaults, refuse_flags
+from utils.config.select import select
 from utils.console import show
 from utils.distributed.devices import device_kind
 from utils.distributed.failure import Stopped, run_main
@@ -114,7 +113,7 @@ def prepare(
     kind = TASKS[task_name].load()
     task = kind(names, kind.recipe())
     model = load_model(task, content, max(size.sides), name, options.data or "its list of names")
-    module, suppression = task.export_module(model, export_settings(options))
+    module, suppression = task.export_module(model, select(ExportSettings, options))
     half = options.half and device.type == "cuda"
     (halve(module) if half else module).to(device).requires_grad_(False)
     metadata = ExportMetadata(

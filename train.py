@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import gc
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":
-    import utils.birth  # noqa: F401
+    from utils.birth import start_script
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in these imports prints no traceback; `run_main` resets it
-    gc.disable()  # these imports make 400,000 objects, hardly any garbage; `run_main` enables it
+    start_script()
 
 import numpy as np
 import torch

@@ -21,9 +21,8 @@ from data import remote
 from data.augment import Sample
 from data.batches import Item, Items, loader, stack_in_place
 from data.cache import Images, open_images
-from data.data_yaml import DataSpec, images_below, packed_groups
+from data.data_yaml import DataSpec, held_out, images_below, packed_groups
 from data.dataset import DataSet, labels_text, problem_warnings, split_identity
-from data.hold_out import held_out
 from data.images import read_image
 from data.labels import load_labels
 from data.own_augmentations import NO_AUGMENTATIONS, OwnAugmentations

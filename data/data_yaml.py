@@ -6,6 +6,7 @@ Called by data/dataset.py and the data sets, and by whatever lists label files o
 from __future__ import annotations
 
 import codecs
+import hashlib
 import importlib
 import json
 import os
@@ -18,7 +19,6 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 from data import remote, storage, voc
 from data.archives import archive_sources, fetch_dataset, has_content
 from data.coco_json import AnnotatedImages, find_images, read_contents, usual_image_folders
-from data.hold_out import held_out
 from data.images import IMAGE_SUFFIXES
 from data.shards import Pack, find_pack
 from data.voc import has_annotations, is_voc_list
@@ -267,6 +267,20 @@ class DataSpec:
         if self.convert:
             converters = importlib.import_module("data.convert")  # not imported above, because it imports this module
             converters.convert_downloaded(self.convert, folder, list(self.names.values()))
+
+
+def held_out(images: Sequence[Path], share: float, seed: int) -> set[Path]:
+    """Return the images that are held out for validation: at least one, but never all.
+
+    A hash of folder name, file name and seed decides, so new images hardly change the choice and moving the folder does
+    not change it.
+    """
+
+    def order(path: Path) -> tuple[bytes, Path]:
+        return hashlib.sha256(os.fsencode(f"{seed}/{path.parent.name}/{path.name}")).digest(), path
+
+    count = min(max(round(len(images) * share), 1), len(images) - 1)
+    return set(sorted(images, key=order)[:count])
 
 
 def overlap(train: Sequence[Path], val: Sequence[Path]) -> list[str]:

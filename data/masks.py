@@ -13,7 +13,7 @@ import cv2
 import numpy as np
 
 from data.polygons import Polygons
-from utils.batch import MASK_STRIDE
+from utils.batch import MASK_STRIDE, box_windows
 
 MIN_CENTRE_PIXELS = 2  # exclusive lower bound of the covered centre pixels, of 4, of a block in an evaluated mask
 
@@ -31,21 +31,6 @@ class TargetMasks(NamedTuple):
 
 
 NO_MASKS = TargetMasks(np.zeros((0, 4), np.int32), np.zeros(0, np.uint8))
-
-
-def target_windows(targets: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Return the pixels of the mask map in the boxes of targets, int32 (k, 4): left, top, right, bottom (exclusive).
-
-    A pixel is inside if x1 <= column < x2 and y1 <= row < y2, in float32.
-
-    Args:
-        targets: float32 (k, 5), class and normalised xywh
-        shape: height and width of the mask map
-    """
-    sides = np.array(shape[::-1], np.float32)
-    half = targets[:, 3:] / 2
-    edges = np.concatenate(((targets[:, 1:3] - half) * sides, (targets[:, 1:3] + half) * sides), 1)
-    return np.ceil(edges).clip(0, np.tile(sides, 2)).astype(np.int32)
 
 
 class _Drawing(NamedTuple):
@@ -141,7 +126,7 @@ def training_masks(
     if not overlap:
         if drawn_shape != map_shape:
             drawings = [drawing.nearest(rows, columns) for drawing in drawings]
-        windows = target_windows(targets, map_shape)
+        windows = box_windows(targets[:, 1:], *map_shape)
         masks = [drawing.inside(window) for drawing, window in zip(drawings, windows.tolist(), strict=True)]
         return np.arange(len(drawings)), TargetMasks(windows, _flat(masks))
     areas = np.array([np.count_nonzero(drawing.mask) for drawing in drawings], int)
@@ -153,7 +138,7 @@ def training_masks(
             np.copyto(part, number, where=mask.view(bool))
     if drawn_shape != map_shape:
         owners = owners[np.ix_(rows, columns)]
-    windows = target_windows(targets[order], map_shape)
+    windows = box_windows(targets[order, 1:], *map_shape)
     parts = [owners[top:bottom, left:right] for left, top, right, bottom in windows.tolist()]
     return order, TargetMasks(windows, _flat([part == number for number, part in enumerate(parts, 1)]))
 
@@ -169,7 +154,7 @@ def evaluation_masks(polygons: Polygons, targets: np.ndarray, shape: tuple[int, 
         targets: float32 (k, 5), class and normalised xywh
         shape: height and width of the image
     """
-    windows = target_windows(targets, (shape[0] // MASK_STRIDE, shape[1] // MASK_STRIDE))
+    windows = box_windows(targets[:, 1:], shape[0] // MASK_STRIDE, shape[1] // MASK_STRIDE)
     masks = []
     for number, (left, top, mask) in enumerate(_draw_all(polygons, shape, MASK_STRIDE, 4)):
         drawing = _Drawing(left, top, (mask > MIN_CENTRE_PIXELS).view(np.uint8))  # a mean of 0 and 4 is a count

@@ -8,7 +8,6 @@ where it ended if it is started again.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import io
 import os
 import re
@@ -126,11 +125,10 @@ class Packer:
             bar.update(sum(image.size for image in images))
             return summary
         with self._writing(name + SHARD_SUFFIX) as file:
-            hashed = _Hashed(file)
-            with tarfile.open(fileobj=hashed, mode="w", format=tarfile.PAX_FORMAT) as tar:  # type: ignore[call-overload]
+            with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
                 labels: set[str] = set()
                 packed = [_add(tar, name, image, labels, bar) for name, image in zip(names, images, strict=True)]
-            summary = Summary(name, len(images), hashed.size, hashed.digest.hexdigest())
+            summary = Summary(name, len(images), file.tell())
         self.write(name + LIST_SUFFIX, shards.list_text(summary, packed))
         return summary
 
@@ -178,21 +176,6 @@ class Packer:
                 f"{remote.shown_path(target)} cannot be written ({error.strerror or error}); free disk space, fix "
                 "the permissions, or name another folder, and start again: finished shards stay"
             ) from None
-
-
-class _Hashed:
-    """A file to write to, with the SHA-256 and the number of the written bytes."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.digest, self.size = file, hashlib.sha256(), 0
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        self.size += len(data)
-        return self.file.write(data)
-
-    def tell(self) -> int:
-        return self.size
 
 
 def _add(tar: tarfile.TarFile, name: str, image: LooseImage, labels: set[str], bar: tqdm) -> PackedImage:

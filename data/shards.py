@@ -114,12 +114,12 @@ class Summary(NamedTuple):
     name: str  # without suffix
     images: int
     bytes: int
-    sha256: str
 
 
 def read_summary(shard: str) -> Summary:
     """Return the summary at the start of a shard's list. Raises OSError, KeyError, or the errors of `json.loads`."""
-    return Summary(**json.loads(_read_small(list_of(shard)))["shard"])
+    summary = json.loads(_read_small(list_of(shard)))["shard"]
+    return Summary(*(summary[field] for field in Summary._fields))  # lists of older packs have another one
 
 
 def list_text(summary: Summary, images: Sequence[PackedImage]) -> str:

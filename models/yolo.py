@@ -22,7 +22,7 @@ from models.heads.dfl.head import DetectDFL
 from models.image_size import whole_strides
 from models.layer_registry import MAX_COUNT, LayerPlacement, Scaling, is_count, layer_maker
 from models.layers import Conv, Head, RepConv, skip_norms
-from models.tasks import TASKS, task_of
+from models.tasks import TASKS, head_name, task_of
 from models.tasks.contract import Model
 from models.weights.content import MODEL_KEYS
 from utils.config.values import is_number
@@ -186,10 +186,8 @@ def _require(source: str, yaml: dict[str, Any], key: str, what: str, holds: bool
 
 def head_class(yaml: Mapping[str, Any]) -> type[nn.Module] | None:
     """Return the class of the layer that the last row of `head` names; None if it does not name a class."""
-    rows = yaml.get("head")
-    last = rows[-1] if isinstance(rows, list) and rows else None
     try:
-        layer = layer_maker(last[2]).layer if isinstance(last, list) and len(last) == 4 else None
+        layer = layer_maker(head_name(yaml)).layer
     except ValueError:  # `_parse_row` reports it
         return None
     return layer if isinstance(layer, type) else None

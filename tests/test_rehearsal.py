@@ -23,7 +23,7 @@ from torch import Tensor
 import train
 from tests.conftest import ROOT, OnProcesses, not_here
 from tests.making import tiny_detector, write_yaml
-from utils.distributed.precision import Precision
+from utils.distributed.accelerator import Precision
 from utils.distributed.ranks import ranks
 
 # fp16 with a loss scaler

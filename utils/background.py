@@ -15,7 +15,6 @@ from typing import ClassVar
 from utils.errors import first_line
 from utils.files import ROOT
 
-NICENESS = 10  # added to the nice value of processes beside the training
 START_SECONDS, START_POLL_SECONDS = 5.0, 0.001  # time to start a process; interval of the checks whether it has started
 Job = Callable[[], object]
 
@@ -104,9 +103,3 @@ def own_python(module: str, function: str = "main") -> list[str]:
     """
     code = f"import sys; sys.path[0] = {str(ROOT)!r}; from {module} import {function}; {function}()"
     return [sys.executable, "-c", code]
-
-
-def lower_priority() -> None:
-    """Lower the priority of this process and of its future children among the processes of its session."""
-    if hasattr(os, "nice"):
-        os.nice(NICENESS)

@@ -1,5 +1,7 @@
 """The types that data sets and tasks exchange: batches, descriptions of their images, splits, and COCO's rows.
 
+`box_windows` says which pixels of a mask map are in a box.
+
 A leaf module: models/, data/ and the scripts import it; it imports nothing from this repository.
 """
 
@@ -16,6 +18,22 @@ import torch
 from torch import Tensor
 
 MASK_STRIDE = 4  # pixels of the network's image per pixel of a mask map, along each side
+
+
+def box_windows(xywh: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Return the pixels of a mask map inside of each box, int32 (k, 4): left, top, right, bottom (exclusive).
+
+    A pixel is inside if x1 <= column < x2 and y1 <= row < y2, in float32, as in YOLOv5.
+
+    Args:
+        xywh: normalised boxes, float32 (k, 4)
+        height: number of rows of the map
+        width: number of columns of the map
+    """
+    sides = np.array((width, height), np.float32)
+    centres, halves = xywh[:, :2], xywh[:, 2:] / 2
+    corners = np.concatenate(((centres - halves) * sides, (centres + halves) * sides), 1)
+    return np.ceil(corners).clip(0, np.tile(sides, 2)).astype(np.int32)
 
 
 class Placement(NamedTuple):

@@ -64,7 +64,8 @@ def call(
     given = checked(kind, flags, f"{script}.run", hyperparameters=hyperparameters)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
-        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS} if _in_main_thread() else {}
+        may_set_handlers = threading.current_thread() is threading.main_thread()
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS} if may_set_handlers else {}
         returned = None
         os.environ[RESULT] = str(file)
         try:
@@ -84,11 +85,6 @@ def call(
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         return json.loads(file.read_text()) if file.is_file() else returned or {}
-
-
-def _in_main_thread() -> bool:
-    """Return whether this thread may set signal handlers."""
-    return threading.current_thread() is threading.main_thread()
 
 
 def write_result(summary: Summary, folder: Path) -> None:

@@ -15,11 +15,10 @@ import numpy as np
 from accelerate import Accelerator
 
 from utils.console import Bar, show
-from utils.distributed.accelerator import describe
+from utils.distributed.accelerator import Precision, describe
 from utils.distributed.collectives import Collectives
 from utils.distributed.devices import device_name
 from utils.distributed.failure import Watchdog, on_failure
-from utils.distributed.precision import Precision
 from utils.distributed.stop import GracefulStop, StopRequested
 from utils.errors import printable, public
 from utils.files import numbered_folder

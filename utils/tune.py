@@ -26,7 +26,7 @@ from utils.config.resumed import CURVE_FLAGS
 from utils.config.values import is_number
 from utils.distributed.failure import run_main
 from utils.errors import UserError, plural
-from utils.files import ROOT, find_file, read_yaml
+from utils.files import ROOT, find_file, read_yaml, replacing
 from utils.python_api import INTERRUPTED, RESULT
 
 BEST_HYP = "best.yaml"
@@ -150,9 +150,8 @@ def write_best(folder: Path, number: int, fitness: float, values: Mapping[str, A
     others = " ".join(f"--{name} {value}" for name, value in values.items() if not name.startswith(HYP))
     head = f"# The best of the trials: trial{number}, fitness {fitness:.5f}{', with ' if others else ''}{others}\n"
     text = head + yaml.safe_dump(best_hyperparameters(settings, values), sort_keys=False)
-    temporary = folder / f"{BEST_HYP}.new"
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(folder / BEST_HYP)
+    with replacing(folder / BEST_HYP) as file:
+        file.write(text.encode())
 
 
 def search(space: Space, flags: Sequence[str], folder: Path, trials: int, seed: int) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,10 @@ from models.export.runtime import (
     SUFFIX_OF_FORMAT,
     TORCHSCRIPT_FILE,
 )
-from models.tasks.contract import ExportSettings
 from models.weights.content import ExportMetadata
 from utils.checkpoint.weight_files import FORMAT, as_safetensors
-from utils.config.select import select
 from utils.errors import UserError, first_line
 from utils.files import replacing
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 ONNX_OPSET = 18  # lowest opset of torch.export's exporter; the tracing exporter writes lower ones
 # Names of tensors in ONNX files; a model uses one per output. Without suppression they are YOLOv5's names.
@@ -43,11 +38,6 @@ DYNAMIC_AXES = {0: "batch", 2: "height", 3: "width"}
 DYNAMIC_OUTPUT_AXES = {3: {0: "batch", 1: "anchors"}, 4: {0: "batch", 2: "mask_height", 3: "mask_width"}}
 MAX_EXPORT_SIDE_PIXELS = 2**14  # longest image side with --dynamic
 MAX_EXPORT_BATCH = 2**14  # images in a batch with --dynamic
-
-
-def export_settings(options: DataclassInstance) -> ExportSettings:
-    """Return the flags of export.py that a task reads."""
-    return select(ExportSettings, options)
 
 
 @dataclass(frozen=True)

@@ -142,8 +142,18 @@ def _torchscript(path: Path) -> tuple[str, Callable[[ExportMetadata], Runner]]:
     text = extra[TORCHSCRIPT_FILE]  # bytes if the file has it
 
     def start(metadata: ExportMetadata) -> Runner:
-        device = _device(metadata, path)
-        return _torch_runner(module.to(device), device)
+        device = torch.device(metadata.device)  # constants stay on the device that exported the file
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise UserError(
+                f"{path.name} was exported for CUDA, which this machine does not have; export it with --device cpu"
+            )
+        module.to(device)
+
+        def run(images: Tensor) -> Sequence[Tensor]:
+            outputs = module(images.to(device))
+            return (outputs,) if isinstance(outputs, Tensor) else outputs
+
+        return run
 
     return text.decode("utf-8") if text else "", start
 
@@ -194,20 +204,3 @@ def _import_runtime(name: str, path: Path) -> Any:
         raise UserError(
             f"{path.name} is run by {name}, which is not installed; pip install -r requirements-export.txt"
         ) from None
-
-
-def _device(metadata: ExportMetadata, path: Path) -> torch.device:
-    """Return the device of a file in one of torch's formats, whose constants stay on the device that exported them."""
-    if metadata.device == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            f"{path.name} was exported for CUDA, which this machine does not have; export it with --device cpu"
-        )
-    return torch.device(metadata.device)
-
-
-def _torch_runner(module: Callable[..., Any], device: torch.device) -> Runner:
-    def run(images: Tensor) -> Sequence[Tensor]:
-        outputs = module(images.to(device))
-        return (outputs,) if isinstance(outputs, Tensor) else outputs
-
-    return run

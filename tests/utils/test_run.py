@@ -15,7 +15,7 @@ import pytest
 from accelerate import Accelerator
 
 from tests.conftest import OnProcesses
-from utils.distributed.precision import Precision
+from utils.distributed.accelerator import Precision
 from utils.distributed.stop import TIME_LIMIT, StopRequested
 from utils.run import FolderOptions, Run
 from utils.tracking.tracker import Tracker

@@ -268,17 +268,6 @@ def parse_overrides(kind: type[Recipe], overrides: Mapping[str, str]) -> dict[st
     return _numbers(kind, overrides, OVERRIDE_PREFIX)
 
 
-def refuse_unread(unread: Collection[str], overrides: Mapping[str, str], model: str) -> None:
-    """Raise `UserError` for a flag such as --hyp.obj whose key is `unread`.
-
-    Args:
-        model: description of the model that does not read the key
-    """
-    for key in overrides:
-        if key in unread:
-            raise UserError(f"{OVERRIDE_PREFIX}{key} has no effect on {model}, which does not read it; leave it out")
-
-
 def unread_message(hyp: Recipe, unread: Collection[str], model: str) -> list[str]:
     """Return a line about keys that have no effect although the hyperparameter file changes their defaults."""
     defaults = type(hyp)()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-import sys
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -127,14 +126,6 @@ def check_suggested_defaults(values: object, source: Path, known: Sequence[str] 
     return defaults
 
 
-class _Version(argparse.Action):
-    """Prints the version of this repository and ends the process."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        parser._print_message(f"lockstep {version()}\n", sys.stdout)
-        parser.exit()
-
-
 def _build_parser(kind: type[DataclassInstance]) -> argparse.ArgumentParser:
     examples = "".join(f"\n  {example}" for example in getattr(kind, "examples", ()))
     parser = _Parser(
@@ -144,7 +135,8 @@ def _build_parser(kind: type[DataclassInstance]) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    version_line = f"lockstep {version()}"
+    parser.add_argument("--version", action="version", version=version_line, help="print the version and exit")
     hints = typing.get_type_hints(kind)
     groups = {title: parser.add_argument_group(title) for title in GROUPS}  # empty ones are not shown
     for option in flags_of(kind):

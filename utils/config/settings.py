@@ -10,11 +10,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from utils.config.hyperparameters import AUTO, Choice, Recipe, from_mapping, read_hyperparameters, refuse_unread
+from utils.config.hyperparameters import AUTO, OVERRIDE_PREFIX, Choice, Recipe, from_mapping, read_hyperparameters
 from utils.config.options import TrainOptions
 from utils.config.parser import defaults_of_hyp, refuse_flags, with_defaults
 from utils.config.resumed import changes
 from utils.config.select import select
+from utils.errors import UserError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -65,8 +66,11 @@ class Settings:
             unread: hyperparameters that are not read, see `Task.unread`
             model: description of the model that does not read them
         """
-        if not self.saved:
-            refuse_unread(unread, self.given.get("overrides", {}), model)
+        overrides = {} if self.saved else self.given.get("overrides", {})
+        for key in overrides:
+            if key in unread:
+                flag = f"{OVERRIDE_PREFIX}{key}"
+                raise UserError(f"{flag} has no effect on {model}, which does not read it; leave it out")
 
     def resolve(
         self, recipe: type[Recipe], *defaults: Mapping[str, Any], choose: Callable[[], Choice] | None = None

@@ -13,25 +13,39 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DDPCommunicationHookType, DynamoBackend, set_seed
 
+from utils.config.options import PRECISIONS
 from utils.console import joined
 from utils.distributed import deepspeed
 from utils.distributed.allocator import keep_freed_memory
 from utils.distributed.collectives import broadcast_from_main
 from utils.distributed.devices import describe_device, device_kind, refuse_unsupported_launch
 from utils.distributed.failure import start_failure_monitor
-from utils.distributed.precision import Precision, choose_precision
 from utils.distributed.ranks import world_size
 from utils.distributed.rendezvous import RUN_RENDEZVOUS, rendezvous_errors, wait_for_main_address
 from utils.errors import UserError, first_line, plural
 
 # Seconds added to torch's own time-out, so that the watchdog, which knows the lagging process, ends the run first.
 COLLECTIVE_MARGIN_SECONDS = 10.0
+# Set by `accelerate launch`, from its file or command line. It is also 'no' if neither names a precision, so 'no' does
+# not count as a choice; --mixed-precision no trains in float32.
+LAUNCHER_PRECISION = "ACCELERATE_MIXED_PRECISION"
+
+
+class Precision(NamedTuple):
+    """The precision of autocast, one of `PRECISIONS`, and the reason for it."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"mixed precision {self.name} ({self.reason})"
 
 
 def connect(device: str, timeout: float) -> str:
@@ -116,6 +130,40 @@ def start(device: str, mixed_precision: str, timeout: float, comm_hook: str = ""
     if by_zero:
         deepspeed.configure_autocast(accelerator.state.deepspeed_plugin, precision.name)
     return accelerator, precision
+
+
+def choose_precision(requested: str, device: str, by_zero: bool) -> Precision:
+    """Return the precision that a flag requests, else the launcher's, else the one in which the device is fast.
+
+    Raises `UserError` for a precision that is not supported.
+
+    Args:
+        requested: precision that a flag requests, or ''
+        device: kind of device: cpu, cuda or mps
+        by_zero: whether DeepSpeed trains the model; its autocast has no loss scaling, so fp16 is never the default
+    """
+    named = os.environ.get(LAUNCHER_PRECISION, "").lower()
+    if requested:
+        chosen = Precision(requested, "by a flag")
+    elif named not in ("", "no"):
+        chosen = Precision(named, f"named by the launcher, {LAUNCHER_PRECISION}")
+    else:
+        chosen = _device_precision(device, by_zero)
+    if chosen.name not in PRECISIONS:
+        raise UserError(f"{chosen} is not supported; use one of {', '.join(PRECISIONS)}")
+    if by_zero and chosen.name == "fp16":
+        raise UserError(f"{chosen} is not supported with DeepSpeed; use bf16 or no")
+    if device == "cpu" and chosen.name == "fp16":  # Accelerate would silently compute in float32
+        raise UserError(f"{chosen} is not supported on the CPU; use bf16 or no")
+    return chosen
+
+
+def _device_precision(device: str, by_zero: bool) -> Precision:
+    if device != "cuda":
+        return Precision("no", f"the default on {'the CPU' if device == 'cpu' else 'an Apple GPU'}")
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return Precision("bf16", "the default on this GPU")
+    return Precision("no" if by_zero else "fp16", "the default on this GPU, which has no fast bf16")
 
 
 def reset_accelerate() -> None:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast, broadcast_object_list, gather_object
-from torch import nn
+from accelerate.utils import broadcast_object_list, gather_object
 
 from utils.distributed.failure import Stopped
 from utils.distributed.ranks import ranks
@@ -63,7 +62,3 @@ class Collectives:
         """Return this process's `count` items of all processes' `items`, by rank; () if their number does not fit."""
         start = self._rank * count
         return items[start : start + count] if len(items) == self._world_size * count else ()
-
-    def broadcast_model(self, model: nn.Module) -> None:
-        """Copy the main process's parameters and buffers of `model` to every process."""
-        broadcast(model.state_dict())

@@ -18,8 +18,6 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 MOST_PROCESSES_PER_CORE = 4  # limit for --processes
 # Variables by which `accelerate launch` selects features that are not supported.
 OTHER_LAUNCHES = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
-# Modules of torch, and the hardware that they drive; other packages add some of them to torch.
-OTHER_ACCELERATORS = {"xpu": "Intel GPU", "npu": "Ascend NPU", "hpu": "Gaudi", "mlu": "MLU", "musa": "MUSA GPU"}
 _chosen: list[str] = []  # --device of an earlier run in this process, and the value of the variable that it set
 
 
@@ -127,11 +125,10 @@ def refuse_unsupported_launch(device: str) -> None:
             )
     if device or torch.cuda.is_available():
         return
-    for module, text in OTHER_ACCELERATORS.items():
-        if hasattr(torch, module) and getattr(torch, module).is_available():
-            raise UserError(f"this machine has an accelerator that is not supported: {text}; add --device cpu")
-    if os.environ.get("PJRT_DEVICE") == "TPU":
-        raise UserError("this machine has an accelerator that is not supported: TPU; add --device cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = "TPU" if os.environ.get("PJRT_DEVICE") == "TPU" else accelerator.type if accelerator else "cpu"
+    if kind not in ("cpu", "cuda", "mps"):
+        raise UserError(f"this machine has an accelerator that is not supported: {kind}; add --device cpu")
 
 
 def device_kind(device: str) -> str:

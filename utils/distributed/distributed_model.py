@@ -176,8 +176,14 @@ class DistributedModel:
 
         All processes must call it together.
         """
-        if sums:
-            self._set_gradients(sums)
+        if not sums:
+            return
+        torch._foreach_copy_(self._gradients, list(sums))
+        if self.accelerator.num_processes > 1:
+            for bucket in self._flat.split(BUCKET):
+                tree_sum_in_place(bucket)
+        for parameter, gradient in zip(self._trained, self._gradients, strict=True):
+            parameter.grad = gradient
 
     def _local_sums(self, gradients: Iterable[tuple[int, Sequence[Tensor]]]) -> list[Tensor]:
         partial_sums, accumulated = PartialSums(), {}
@@ -198,15 +204,6 @@ class DistributedModel:
 
     def _gradients_of(self, objective: Tensor) -> Sequence[Tensor]:
         return torch.autograd.grad(objective, self._trained, materialize_grads=True)
-
-    def _set_gradients(self, sums: Sequence[Tensor]) -> None:
-        """Set the parameters' gradients to the sum over all processes of `sums`, which each process gives."""
-        torch._foreach_copy_(self._gradients, list(sums))
-        if self.accelerator.num_processes > 1:
-            for bucket in self._flat.split(BUCKET):
-                tree_sum_in_place(bucket)
-        for parameter, gradient in zip(self._trained, self._gradients, strict=True):
-            parameter.grad = gradient
 
     def average_statistics(self, averages: Sequence[nn.Module]) -> None:
         """Average BatchNorm's statistics over logical processes; with --sync-bn they are equal already.

@@ -247,7 +247,7 @@ def raise_alarm() -> None:
 def _await_alarm() -> None:
     store = run_store()
     with suppress(RuntimeError):
-        while store is not None and not store.is_written("alarm"):
+        while store is not None and store.value("alarm") is None:
             time.sleep(ALARM_POLL_SECONDS)
         notify_failure("another process of the run has failed; see the console for the reason")
         query_store(lambda store: store.write("present", True), None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from utils.errors import UserError, shortened
@@ -153,10 +152,3 @@ def store_is_hosted() -> bool:
 def is_local_main() -> bool:
     """Return whether this process prints for its machine if the processes cannot communicate."""
     return ranks().local_rank == 0
-
-
-def without_launcher(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables without the ones by which launchers make a process one of several."""
-    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    prefixes = ("ACCELERATE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "MASTER_PORT", SPAWNED, TOKEN)
-    return {name: value for name, value in variables.items() if name not in names and not name.startswith(prefixes)}

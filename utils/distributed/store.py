@@ -33,7 +33,6 @@ from torch import distributed
 from utils.distributed.ranks import TOKEN, launch_number, ranks, store_is_hosted
 
 T = TypeVar("T")
-FORGED = object()  # a value that no process of the run has written
 ANSWER_SECONDS = 3.0  # time that `query_store` waits; the store's process may have ended, or the network may be down
 
 
@@ -55,7 +54,7 @@ class RunStore:
     # A value of each rank
 
     def write(self, name: str, value: Any) -> None:
-        """Write this process's value."""
+        """Write this process's value, which must not be None."""
         key = self._key(f"{name}/{self._ranks.rank}")
         self._store.set(key, self._signed(key, value))
 
@@ -65,26 +64,21 @@ class RunStore:
         written = {
             rank: self._verified(key, self._store.get(key)) for rank, key in keys.items() if self._store.check([key])
         }
-        return {rank: value for rank, value in written.items() if value is not FORGED}
+        return {rank: value for rank, value in written.items() if value is not None}
 
     # One value for all
 
     def write_once(self, name: str, value: Any) -> None:
-        """Write a value unless a process has already written one."""
+        """Write a value, which must not be None, unless a process has already written one."""
         self._store.compare_set(self._key(name), "", self._signed(self._key(name), value))
 
     def value(self, name: str) -> Any:
         """Return the value of `write_once`, None if there is none."""
         return self.wait_for_value(name) if self._store.check([self._key(name)]) else None
 
-    def is_written(self, name: str) -> bool:
-        """Return whether `write_once` was called."""
-        return self.value(name) is not None
-
     def wait_for_value(self, name: str) -> Any:
         """Wait for the value of `write_once`, None if it is forged. Raises `DistError` after the store's time-out."""
-        value = self._verified(self._key(name), self._store.get(self._key(name)))
-        return None if value is FORGED else value
+        return self._verified(self._key(name), self._store.get(self._key(name)))
 
     # Counters
 
@@ -100,10 +94,10 @@ class RunStore:
         return f"{text}\n{self._signature(key, text)}" if self._token else text
 
     def _verified(self, key: str, data: bytes) -> Any:
-        """Return a value from the store, or `FORGED` if the signature is not the run's."""
+        """Return a value from the store, None if the signature is not the run's."""
         text, _, signature = data.decode(errors="replace").partition("\n")
         if self._token and not hmac.compare_digest(signature.encode(), self._signature(key, text).encode()):
-            return FORGED
+            return None
         return json.loads(text)
 
     def _signature(self, key: str, text: str) -> str:

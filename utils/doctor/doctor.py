@@ -56,7 +56,7 @@ def run_doctor(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> None:
         print(*facts[0].messages, *table(facts), *findings, verdict, sep="\n", flush=True)
         store.write_once("errors", errors)
         _wait(lambda: store.count("left", 0) >= len(facts) - 1, LEAVE_SECONDS)
-    elif not _wait(lambda: store.is_written("errors"), timeout + MARGIN_SECONDS):
+    elif not _wait(lambda: store.value("errors") is not None, timeout + MARGIN_SECONDS):
         raise UserError(f"the main process has not answered for {timeout:g} s: check its output, and the network")
     else:
         errors = store.value("errors")

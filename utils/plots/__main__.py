@@ -19,10 +19,11 @@ from typing import NoReturn
 import cv2
 
 from data.storage import read_bytes
-from utils.background import lower_priority
 from utils.errors import UserError, nearest
 from utils.plots.drawing import printable
 from utils.plots.run_pictures import PICTURES, Print, compare_runs, draw_run
+
+NICENESS = 10  # added to the nice value of a process beside the training
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -46,7 +47,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.background:
         cv2.setNumThreads(1)
-        lower_priority()
+        if hasattr(os, "nice"):
+            os.nice(NICENESS)
     print_line: Print = (lambda _: None) if options.background else _print
     try:
         return 0 if _draw(options, print_line) else 1

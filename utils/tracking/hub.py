@@ -2,8 +2,7 @@
 
     python -m utils.tracking.hub runs/train/exp owner/name     upload the results of a run, also again
 
-models/weights/releases.py calls `fetch`. `RunLog` calls `push_run`, which starts this command as a process that can be
-stopped, because huggingface_hub sets no time limit. The package is imported when it is used.
+models/weights/releases.py calls `fetch`, `RunLog` calls `push_run`. Both import huggingface_hub when they are called.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,8 +18,8 @@ from typing import Any
 
 import yaml
 
-from utils.background import own_python
-from utils.errors import UserError, plural, shortened
+from utils.background import Background
+from utils.errors import UserError, first_line, plural, shortened
 from utils.files import cache_folder, one_at_a_time
 
 HUB_PREFIX = "hf:"  # prefix of --weights
@@ -108,33 +106,27 @@ def _cached(repository: str, revision: str | None, file: str | None) -> Path | N
 
 
 def push_run(folder: Path, repository: str, card: str) -> str:
-    """Write the model card of a run and upload its results, in another process.
+    """Write the model card of a run and upload its results, within `PUSH_SECONDS`.
 
     Returns a line for the console, a warning if the upload failed.
     """
-    command = [*own_python("utils.tracking.hub"), str(folder), repository]
-    try:
-        (folder / CARD).write_text(card, encoding="utf-8", errors="replace")  # file names may be any bytes
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=PUSH_SECONDS,
-            start_new_session=True,  # gets no Ctrl-C
-        )
-        if not done.returncode:
-            return f"pushed to {done.stdout.strip()}"
-        problem = next(iter(done.stderr.splitlines()[-1:]), f"exit code {done.returncode}").removeprefix("error: ")
-    except subprocess.TimeoutExpired:
-        problem = f"the upload has not ended after {PUSH_SECONDS:.0f} s"
-    except OSError as error:
-        problem = str(error.strerror)
-    return (
-        f"warning: the results are not on the Hub: {problem}; to push them later: "
-        f"python -m utils.tracking.hub {folder} {repository}"
-    )
+    later = f"to push them later: python -m utils.tracking.hub {folder} {repository}"
+    lines: list[str] = []
+
+    def upload() -> None:
+        try:
+            (folder / CARD).write_text(card, encoding="utf-8", errors="replace")  # file names may be any bytes
+            _hub().utils.disable_progress_bars()
+            lines.append(f"pushed to {push(folder, repository)}")
+        except Exception as error:
+            problem = error.strerror if isinstance(error, OSError) else first_line(error, 1000)
+            lines.append(f"warning: the results are not on the Hub: {problem}; {later}")
+
+    thread = Background("the upload to the Hub has failed", lines.append)  # huggingface_hub sets no time limit
+    thread.do(upload)
+    if thread.finish(PUSH_SECONDS):
+        return lines[0]
+    return f"warning: the results are not on the Hub: the upload has not ended after {PUSH_SECONDS:.0f} s; {later}"
 
 
 def push(folder: Path, repository: str) -> str:

@@ -11,12 +11,12 @@ No process may wait for one that retries, so who may retry depends on how gradie
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from utils.run import Run
 
 T = TypeVar("T")
-Gradients = Sequence[tuple[nn.Parameter, Tensor]]
 
 
 class BatchGradients:
@@ -71,30 +70,38 @@ class BatchGradients:
             return self._in_turn(shares, seed)
         if not self._splits:
             return self._once(shares, seed)
-        gradients = self._set_aside()
-        losses = self._attempt(shares, lambda: self._once(shares, seed), gradients)
-        self._add(gradients)
+        gradients = [(each, each.grad) for each in self.model.bare.parameters() if each.grad is not None]
+        for parameter, _ in gradients:
+            parameter.grad = None  # set aside while a failed attempt may have to be undone
+        losses = self._attempt(shares, lambda: self._once(shares, seed), self._buffers())
+        for parameter, gradient in gradients:
+            if parameter.grad is not None:
+                gradient += parameter.grad
+            parameter.grad = gradient
         return losses
 
-    def _attempt(self, shares: Sequence[Batch], work: Callable[[], T], gradients: Gradients = ()) -> T:
+    def _buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the buffers of all replicas, each with a copy."""
+        buffers = [buffer for replica in self.model.replicas for buffer in replica.buffers()]
+        return list(zip(buffers, _copied(buffers), strict=True))
+
+    def _attempt(self, shares: Sequence[Batch], work: Callable[[], T], buffers: Iterable[tuple[Tensor, Tensor]]) -> T:
         """Return the result of `work`, which is repeated with less at once while the memory is too small for it.
 
         Args:
-            gradients: gradients that were set aside
+            buffers: the buffers that `work` changes, each with the value that it has before another attempt
         """
-        buffers = [buffer for replica in self.model.replicas for buffer in replica.buffers()]
-        saved = _copied(buffers)
         while True:
             try:
                 return work()
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error) or not self._halve(shares):
                     raise
-            _write(buffers, saved)
+            _write(buffers)
             if self._splits:
                 for parameter in self.model.bare.parameters():
                     parameter.grad = None
-            _release()
+            clear_device_cache(garbage_collection=True)
 
     def _in_turn(self, shares: Sequence[Batch], seed: int) -> list[Tensor]:
         """Run the logical processes of this process, one by one if the memory is too small for all of them.
@@ -102,8 +109,7 @@ class BatchGradients:
         Exchanges are outside the attempts, so no process exchanges anything twice.
         """
         model = self.model
-        buffers = [buffer for replica in model.replicas for buffer in replica.buffers()]
-        saved = _copied(buffers)
+        buffers = self._buffers()
         terms: list[LossTerms] = []
 
         def forward() -> list[Tensor]:
@@ -115,7 +121,7 @@ class BatchGradients:
             terms.extend(model.map(self.terms, shares, seed))
             return [each.counts for each in terms]
 
-        counts = model.sum(self._attempt(shares, forward))
+        counts = model.sum(self._attempt(shares, forward, buffers))
 
         def backward() -> tuple[dict[int, Tensor], list[Tensor]]:
             if not self.one_by_one:
@@ -123,7 +129,7 @@ class BatchGradients:
                 sums = model.differentiate([self.objective(each) for each in losses.values()])
                 return {number: each.detach() for number, each in losses.items()}, sums
             terms.clear()
-            _write(buffers, saved)
+            _write(buffers)
             losses = {}
 
             def objectives() -> Iterator[tuple[int, Tensor]]:
@@ -134,7 +140,7 @@ class BatchGradients:
 
             return losses, model.differentiate_in_turn(objectives())
 
-        losses, sums = self._attempt(shares, backward)
+        losses, sums = self._attempt(shares, backward, buffers)
         model.exchange(sums)
         return [losses[number] for number in range(len(shares))]
 
@@ -155,12 +161,11 @@ class BatchGradients:
         model, module, accelerator = self.model, self.model.modules[0], self.run.accelerator
         size = -(-len(batch.infos) // self.parts)
         parts = [batch.part(first, first + size) for first in range(0, len(batch.infos), size)]
-        buffers = list(model.bare.buffers())
-        saved = _copied(buffers)
+        buffers = self._buffers()
         torch.manual_seed(seed)
         with torch.no_grad():
             local = sum((self.terms(module, part).counts for part in parts[1:]), self.terms(module, parts[0]).counts)
-            _write(buffers, saved)
+            _write(buffers)
         counts = model.sum([local])
         torch.manual_seed(seed)
         total: Tensor | None = None
@@ -226,32 +231,16 @@ class BatchGradients:
             fits = False
         for layer in layers:
             layer.train()
-        _release()
+        clear_device_cache(garbage_collection=True)
         return fits
-
-    def _set_aside(self) -> Gradients:
-        """Take the gradients of the step's earlier batches off the parameters; [] unless one process alone retries."""
-        if not self._splits:
-            return []
-        kept = [(each, each.grad) for each in self.model.bare.parameters() if each.grad is not None]
-        for parameter, _ in kept:
-            parameter.grad = None
-        return kept
-
-    def _add(self, gradients: Gradients) -> None:
-        """Add the gradients that were set aside to the new ones."""
-        for parameter, gradient in gradients:
-            if parameter.grad is not None:
-                gradient += parameter.grad
-            parameter.grad = gradient
 
 
 def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of tensors, made by few kernels."""
-    by_type: dict[Any, list[int]] = {}
+    """Return copies of tensors, made by few kernels: on a GPU they are made in every step."""
+    by_type: dict[torch.dtype, list[int]] = {}
     for number, tensor in enumerate(tensors):
         by_type.setdefault(tensor.dtype, []).append(number)
-    copies: list[Tensor] = list(tensors)
+    copies = list(tensors)
     for numbers in by_type.values():
         joined = torch.cat([tensors[n].detach().flatten() for n in numbers])
         for n, part in zip(numbers, joined.split([tensors[n].numel() for n in numbers]), strict=True):
@@ -260,13 +249,6 @@ def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for tensor, value in zip(tensors, values, strict=True):
+def _write(values: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for tensor, value in values:
         tensor.copy_(value)
-
-
-def _release() -> None:
-    """Free unused memory, including reference cycles through a traceback."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

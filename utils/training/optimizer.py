@@ -46,11 +46,6 @@ def parameter_groups(model: nn.Module, weight_decay: float, factors: Factors = N
     ]
 
 
-def numbered_parameters(model: nn.Module, factors: Factors = NO_FACTORS) -> list[nn.Parameter]:
-    """Return the parameters in the order of the groups, in which torch numbers them in an optimizer's state."""
-    return [parameter for parameters in grouped_parameters(model, factors).values() for parameter in parameters]
-
-
 def build_optimizer(
     model: nn.Module, name: str, lr: float, momentum: float, weight_decay: float, factors: Factors = NO_FACTORS
 ) -> torch.optim.Optimizer:

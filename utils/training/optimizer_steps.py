@@ -32,7 +32,6 @@ from utils.training.optimizer import (
     Schedule,
     build_optimizer,
     grouped_parameters,
-    numbered_parameters,
     start_momentum,
     step_if,
     warmup_messages,
@@ -208,6 +207,7 @@ def prepare_training(
     hyp = replace(hyp, lr0=hyp.lr0 * factor, warmup_bias_lr=hyp.warmup_bias_lr * hyp.lr_factor)
     decay, groups = hyp.decay(options.batch_size), tuple(grouped_parameters(model, factors))
     optimizer: Any = build_optimizer(model, options.optimizer, hyp.lr0, hyp.momentum, decay, factors)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     schedule = select(Schedule, hyp, epochs=options.epochs, batches=len(loader), cosine=options.cos_lr, groups=groups)
     accumulation = accelerator.gradient_accumulation_steps
     updates = options.epochs * math.ceil(len(loader) / accumulation)
@@ -231,7 +231,7 @@ def prepare_training(
         identity=identity,
         progress=Progress(),
         replicas=distributed.replicas,
-        parameters=numbered_parameters(distributed.bare, factors),
+        parameters=parameters,
         ema=ema,
         optimizer=optimizer,
         scaler=accelerator.scaler,

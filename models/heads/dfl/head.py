@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from models.heads.contract import DetectionHead
-from models.heads.dfl.head_transfer import keep_head
-from models.heads.dfl.loss import LOSS_NAMES, DFLCriterion, loss_settings
+from models.heads.dfl.loss import LOSS_NAMES, DFLCriterion
 from models.heads.dfl.views import BINS, SIDES, DFLView, decode
 from models.layers import Conv
 from models.tasks.contract import Criterion
+from models.weights.transfer import same_names
 from utils.config.hyperparameters import AlignmentKeys, keys_of
+from utils.errors import plural
 
 MAX_SCORE_CHANNELS = 128  # largest number of hidden channels that the number of classes may give a class branch
 BOX_BIAS = 1.0
@@ -94,7 +95,7 @@ class DetectDFL(DetectionHead):
         self, hyp: AlignmentKeys, label_smoothing: float, imgsz: int, class_weights: Sequence[float] = ()
     ) -> Criterion:
         """Return YOLOv9's loss; its class targets are soft already, so `label_smoothing` changes nothing."""
-        return DFLCriterion(loss_settings(hyp), self, class_weights)
+        return DFLCriterion(hyp, self, class_weights)
 
     def view(self, outputs: list[DFLLevel], more: int = 0) -> DFLView:
         """Return the plain view of raw outputs; `more` is ignored, as no task adds outputs to this head."""
@@ -109,6 +110,34 @@ class DetectDFL(DetectionHead):
         """Return boxes (b, n, 4 + classes) with an objectness of 1, (b, n, 5 + classes)."""
         return torch.cat((decoded[..., :4], torch.ones_like(decoded[..., :1]), decoded[..., 4:]), -1)
 
+    @torch.no_grad()
     def keep(self, prefix: str, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]) -> str:
-        """Copy the box branches, and the rows that fit of classes of equal names; return in words which."""
-        return keep_head(self, prefix, state, names, new)
+        """Copy the class rows of a file's head into this one, and return in words which were copied, or why none were.
+
+        `transfer` has already loaded the box branches and, if they are as wide, the first layers of the class branches.
+        Each row of the last layer is copied from the class of the same name, whatever its number; other classes are
+        left unchanged.
+
+        Args:
+            prefix: prefix of the head's tensors in `state`
+            state: the file's tensors, by name
+            names: the file's class names, by number
+            new: the model's class names, by number
+        """
+        same, taken = same_names(names, new), 0
+        for number, branches in enumerate(self.heads):
+            targets = [branches.get_parameter(f"class_conv.2.{part}") for part in ("weight", "bias")]
+            sources = [state.get(f"{prefix}.heads.{number}.class_conv.2.{part}") for part in ("weight", "bias")]
+            pairs = [
+                (target, source)
+                for target, source in zip(targets, sources, strict=True)
+                if source is not None and source.shape[1:] == target.shape[1:] and len(source) >= len(names)
+            ]
+            if len(pairs) == len(targets):
+                taken += 1
+                for target, source in pairs:
+                    for row, of_file in same.items():
+                        target[row] = source[of_file]
+        if not taken:
+            return "from its head the boxes, not the classes: the layers before them differ"
+        return f"from its head the boxes and {len(same) or 'none'} of {plural(len(new), 'class')}"

@@ -6,7 +6,6 @@ Made by `DetectDFL.criterion`; called by the training loop and the evaluation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -27,21 +26,6 @@ if TYPE_CHECKING:
 LOSS_NAMES = ("box_loss", "cls_loss", "dfl_loss")  # names of the terms, in the order of `LossTerms`
 
 
-@dataclass(frozen=True)
-class LossSettings:
-    """Gains of the terms, and the weight of the auxiliary branch; the hyperparameter file's keys begin with `tal_`."""
-
-    box: float = 7.5
-    cls: float = 0.5
-    dfl: float = 1.5
-    aux: float = 0.25
-
-
-def loss_settings(hyp: AlignmentKeys) -> LossSettings:
-    """Return the settings in a hyperparameter file."""
-    return LossSettings(hyp.tal_box, hyp.tal_cls, hyp.tal_dfl, hyp.tal_aux)
-
-
 class Cells(NamedTuple):
     """The outputs of a head for all n cells of its levels, at least float32."""
 
@@ -54,16 +38,16 @@ class DFLCriterion(Criterion):
     """Box (CIoU), class and distribution focal terms over the cells that targets are assigned to.
 
     Every term of a head is divided by the sum of its class targets over the global batch, at least 1; the auxiliary
-    head's terms are weighted by `settings.aux`.
+    head's terms are weighted by `settings.tal_aux`.
 
     Args:
-        settings: gains of the terms
+        settings: gains of the terms, and the weight of the auxiliary head
         head: the model's head, whose strides are read at each call because the model is moved to its device later
         class_weights: weight of an object, by class number: a cell that is assigned to an object of weight 2 counts
             twice in every term; empty if all objects count the same
     """
 
-    def __init__(self, settings: LossSettings, head: DetectDFL, class_weights: Sequence[float] = ()) -> None:
+    def __init__(self, settings: AlignmentKeys, head: DetectDFL, class_weights: Sequence[float] = ()) -> None:
         self.settings, self._head, self.class_weights = settings, head, tuple(class_weights)
 
     def __call__(self, outputs: Sequence[DFLLevel] | tuple[Sequence[DFLLevel], ...], batch: Batch) -> LossTerms:
@@ -76,10 +60,8 @@ class DFLCriterion(Criterion):
         heads = outputs if isinstance(outputs, tuple) else (outputs,)
         parts = [self.head_sums(levels, batch) for levels in heads]
         sums, counts = (torch.stack(each, 1) for each in zip(*parts, strict=True))
-        gains, shares = (
-            (self.settings.box, self.settings.cls, self.settings.dfl),
-            (1.0, self.settings.aux)[: len(heads)],
-        )
+        gains = (self.settings.tal_box, self.settings.tal_cls, self.settings.tal_dfl)
+        shares = (1.0, self.settings.tal_aux)[: len(heads)]
         weights = device_constant(tuple(tuple(gain * share for share in shares) for gain in gains), sums.device)
         return LossTerms(sums, counts, weights.to(sums))
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from models.tasks.contract import Criterion, LossTerms
-from models.tasks.shared.losses import device_constant
+from models.tasks.shared.losses import at_least_float32, device_constant
 from utils.batch import Batch
 
 
@@ -30,7 +29,7 @@ class ClassificationCriterion(Criterion):
 
     def __call__(self, outputs: Tensor, batch: Batch) -> LossTerms:
         """Return the loss of logits (b, classes), in fp32 or fp64, as one term: a weighted sum over the images."""
-        logits = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        logits = at_least_float32(outputs)
         smoothed = batch.targets * (1 - self.label_smoothing) + self.label_smoothing / self.classes
         if self.class_weights:
             weighted = batch.targets * device_constant(self.class_weights, logits.device).to(batch.targets)

@@ -28,6 +28,7 @@ from utils.files import csv_text
 from utils.summary import Box, Example, Summary, confusion_text, dense_counts, sparse_counts
 
 MAX_MAP_CONFIDENCE = 0.01  # highest threshold at which mAP is comparable, see docs/validation.md
+TITLES = ("Class", "Images", "Instances", "P", "R", "mAP50", "mAP50-95")
 
 
 class DetectionMetrics(Metrics):
@@ -52,7 +53,7 @@ class DetectionMetrics(Metrics):
         scores = score_classes(joined)
         metrics = scores.means()
         fitness = sum(weight * metrics[name] for name, weight in FITNESS_WEIGHTS.items())
-        overall, details = score_tables(self.names, len(records), scores, score_sizes(joined))
+        overall, details = score_tables(TITLES, self.names, len(records), [scores], [score_sizes(joined)])
         evidence = detection_evidence(records, scores, len(self.names))
         headline = {"mAP50": metrics["mAP_0.5"], "mAP": metrics["mAP_0.5:0.95"]}
         by_class = ap_by_class(scores, self.names)

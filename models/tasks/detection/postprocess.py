@@ -5,20 +5,49 @@ Called by val.py and detect.py, as every task's `Postprocess`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from models.heads.contract import DetectionHead, HeadView, head_of
 from models.tasks.contract import Model, Postprocess, Thresholds, View
 from models.tasks.detection.prediction import DetectionPrediction
 from models.tasks.detection.suppression import detect, filter_detections
-from models.tasks.detection.tta import AUGMENTATIONS
 from models.tasks.detection.views import DecodedView, DetectionView, SuppressedView
 from models.yolo import head_class
 from utils.batch import Batch, ImageInfo
+
+PADDING_GREY = 0.447  # value, in 0 to 1, around a scaled image: near the mean of ImageNet's channels
+
+
+class Augmentation(NamedTuple):
+    """A scaled and possibly mirrored copy of a batch of images, for --augment."""
+
+    scale: float
+    mirrored: bool
+
+    def apply(self, images: Tensor, stride: int) -> tuple[Tensor, tuple[float, float]]:
+        """Return the augmented images and the exact scale of width and height, after rounding to whole pixels.
+
+        The images, (b, c, h, w) in 0 to 1, are padded on the right and below to whole strides.
+        """
+        if self.mirrored:
+            images = images.flip(3)
+        if self.scale == 1:
+            return images, (1.0, 1.0)
+        sides = images.shape[2:]
+        height, width = (int(side * self.scale) for side in sides)
+        below, right = (math.ceil(side / stride) * stride - side for side in (height, width))
+        small = functional.interpolate(images, size=(height, width), mode="bilinear", align_corners=False)
+        padded = functional.pad(small, (0, right, 0, below), value=PADDING_GREY)
+        return padded, (width / sides[1], height / sides[0])
+
+
+AUGMENTATIONS = (Augmentation(1.0, False), Augmentation(0.83, True), Augmentation(0.67, False))  # as in YOLOv5
 
 
 class DetectionPostprocess(Postprocess):

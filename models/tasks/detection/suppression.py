@@ -5,7 +5,7 @@ Called by `DetectionPostprocess`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.heads.boxes import xywh_to_xyxy
-from models.heads.contract import BoxView, Candidates
+from models.heads.contract import BoxView
 from models.tasks.contract import Thresholds
 from models.tasks.detection.views import SuppressedView
 
@@ -32,14 +32,6 @@ class Detected(NamedTuple):
     view: Tensor  # int64 (k,): number of the view that each detection comes from
 
 
-class Suppressed(NamedTuple):
-    """The detections of an image and the boxes that they were selected from."""
-
-    detections: Tensor  # (k, 6)
-    row: Tensor  # int64 (k,): row of each detection in the joined candidates
-    candidates: Sequence[Candidates]  # candidates of each view
-
-
 @torch.no_grad()
 def detect(views: Sequence[BoxView], thresholds: Thresholds) -> list[Tensor]:
     """Return the detections of each image as float32 (k, 6): xyxy in pixels of the batch, confidence, class.
@@ -48,7 +40,7 @@ def detect(views: Sequence[BoxView], thresholds: Thresholds) -> list[Tensor]:
     boxes of the same class that overlap by more than `iou_thres`, in any views, the most confident one remains. There
     is no time limit. The detections of an image do not depend on the other images.
     """
-    return [image.detections for image in _suppressed(views, thresholds)]
+    return [image.boxes for image in detect_with_more(views, thresholds)]
 
 
 @torch.no_grad()
@@ -59,7 +51,8 @@ def detect_with_more(views: Sequence[BoxView], thresholds: Thresholds) -> list[D
     """
     width = max(view.more for view in views)
     detected = []
-    for boxes, row, candidates in _suppressed(views, thresholds):
+    for candidates in zip(*(view.candidates(thresholds.conf_thres) for view in views), strict=True):
+        boxes, row = suppress(torch.cat([part.scores for part in candidates]), thresholds)
         more = torch.cat([functional.pad(part.more, (0, width - part.more.shape[1])) for part in candidates])
         view = torch.cat([row.new_full((len(part.more),), number) for number, part in enumerate(candidates)])
         detected.append(Detected(boxes, more[row], view[row]))
@@ -107,12 +100,6 @@ def suppress(scores: Tensor, thresholds: Thresholds) -> tuple[Tensor, Tensor]:
         if len(detections) >= thresholds.max_det or len(row) < count or count == MAX_CANDIDATES:
             return detections[: thresholds.max_det], rows[: thresholds.max_det]
         compared, count = count, min(count * CANDIDATE_GROWTH, MAX_CANDIDATES)
-
-
-def _suppressed(views: Sequence[BoxView], thresholds: Thresholds) -> Iterator[Suppressed]:
-    """Iterate over the detections of each image, see `detect`."""
-    for image in zip(*(view.candidates(thresholds.conf_thres) for view in views), strict=True):
-        yield Suppressed(*suppress(torch.cat([boxes.scores for boxes in image]), thresholds), image)
 
 
 def _allowed_scores(scores: Tensor, thresholds: Thresholds) -> Tensor:

@@ -17,9 +17,9 @@ from models.heads.anchors.loss import DetectionCriterion, LossSettings
 from models.heads.anchors.target_assignment import Level, MapSizes, map_sizes, match, near_cells
 from models.heads.boxes import EPSILON
 from models.tasks.contract import LossTerms
-from models.tasks.segmentation.mask_loss import MaskMatches, box_windows, mask_sums, plan_masks
+from models.tasks.segmentation.mask_loss import MaskMatches, mask_sums, plan_masks
 from models.tasks.shared.losses import at_least_float32, device_constant
-from utils.batch import Batch, SegmentationBatch
+from utils.batch import Batch, SegmentationBatch, box_windows
 
 LOSS_NAMES = ("box_loss", "seg_loss", "obj_loss", "cls_loss")  # names of the terms, in the order of `LossTerms`
 
@@ -56,7 +56,7 @@ class SegmentationCriterion(DetectionCriterion):
         plan = plan_masks(
             self._mask_matches(map_sizes(maps), given.host_targets, size),
             given.host_targets[:, 0].astype(np.int64),
-            box_windows(given.host_targets, *size),
+            box_windows(given.host_targets[:, 2:], *size).astype(np.int64),
             given.windows,
             size,
             len(maps),

@@ -54,20 +54,6 @@ class MaskPlan(NamedTuple):
     groups: list[Group]
 
 
-def box_windows(targets: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Return the pixels of a map inside of each target's box, int64 (m, 4): left, top, right, bottom (exclusive).
-
-    A pixel at column c is inside if x1 <= c < x2, as in YOLOv5.
-
-    Args:
-        targets: image, class and normalised xywh of the targets, float32 (m, 6)
-    """
-    centres, halves = targets[:, 2:4], targets[:, 4:6] / 2
-    sides = np.array((width, height), np.float32)
-    corners = np.concatenate(((centres - halves) * sides, (centres + halves) * sides), 1)
-    return np.ceil(corners).clip(0, np.tile(sides, 2)).astype(np.int64)
-
-
 def plan_masks(
     matches: MaskMatches,
     image: np.ndarray,

@@ -15,25 +15,22 @@ from models.tasks.segmentation.records import SegmentationRecord, segmentation_r
 from models.tasks.shared.score_tables import (
     CLASS_COLUMNS,
     FITNESS_WEIGHTS,
-    SIZES_TITLE,
     ap_by_class,
     class_rows,
-    class_values,
     curve_rows,
     score_evidence,
+    score_tables,
 )
 from models.tasks.shared.scores import (
     CLASS_METRICS,
     DETECTION_METRICS,
-    ClassScores,
-    SizeScores,
     join,
     score_classes,
     score_sizes,
 )
 from utils.batch import Batch, SegmentationBatch
 from utils.files import csv_text
-from utils.summary import Example, Row, Summary
+from utils.summary import Example, Summary
 
 KINDS = ("B", "M")  # YOLOv5's suffixes for boxes and masks
 SEGMENTATION_METRICS = tuple(f"{name}({kind})" for kind in KINDS for name in DETECTION_METRICS)
@@ -58,7 +55,8 @@ class SegmentationMetrics(DetectionMetrics):
         boxes, masks = scores = [score_classes(one) for one in joined]
         metrics = dict(zip(SEGMENTATION_METRICS, [*boxes.means().values(), *masks.means().values()], strict=True))
         fitness = sum(weight * metrics[f"{name}({kind})"] for kind in KINDS for name, weight in FITNESS_WEIGHTS.items())
-        overall, details = self._table(len(ordered), scores, [score_sizes(one) for one in joined])
+        sizes = [score_sizes(one) for one in joined]
+        overall, details = score_tables(TITLES, self.names, len(ordered), scores, sizes)
         outlines = [
             {kind: [points.ravel().tolist() for points in shapes] for kind, shapes in record.outlines._asdict().items()}
             for record in ordered
@@ -114,30 +112,6 @@ class SegmentationMetrics(DetectionMetrics):
             )
             for example, outlines in zip(super().examples(summary), masks["outlines"], strict=True)
         ]
-
-    def _table(
-        self, images: int, scores: Sequence[ClassScores], sizes: Sequence[Sequence[SizeScores]]
-    ) -> tuple[list[Row | str], list[Row | str]]:
-        """Return the table in two parts: titles and the row for all classes; rows per class and per object size.
-
-        Args:
-            images: number of images
-            scores: scores by class, for boxes and for masks
-            sizes: scores by object size, for boxes and for masks
-        """
-        boxes, _ = scores
-        means = [value for one in scores for value in one.means().values()]
-        overall: list[Row | str] = [TITLES, ("all", images, int(boxes.instances.sum()), *means)]
-        details: list[Row | str] = [
-            (self.names[of_boxes[0]], *of_boxes[1:], *of_masks[3:])
-            for of_boxes, of_masks in zip(*map(class_values, scores), strict=True)
-        ]
-        if sizes[0]:
-            details.append(SIZES_TITLE)
-        for both in zip(*sizes, strict=True):
-            numbers = [cell for one in both for cell in ("-", "-", one.ap50, one.ap)]
-            details.append((both[0].title, images, both[0].instances, *numbers))
-        return overall, details
 
 
 def _shares(outlines: Sequence[Sequence[int]], size: tuple[int, int]) -> list[tuple[float, ...]]:

@@ -21,15 +21,31 @@ SIZES_TITLE = "  by size, the square root of an object's area in pixels of the i
 
 
 def score_tables(
-    names: Mapping[int, str], images: int, scores: ClassScores, sizes: Sequence[SizeScores]
+    titles: Row,
+    names: Mapping[int, str],
+    images: int,
+    scores: Sequence[ClassScores],
+    sizes: Sequence[Sequence[SizeScores]],
 ) -> tuple[list[Row | str], list[Row | str]]:
-    """Return the table in two parts: titles and the row for all classes; rows per class and per object size."""
-    titles = ("Class", "Images", "Instances", "P", "R", "mAP50", "mAP50-95")
-    overall: Row = ("all", images, int(scores.instances.sum()), *scores.means().values())
-    details: list[Row | str] = [(names[row[0]], *row[1:]) for row in class_values(scores)]
-    if sizes:
+    """Return the table in two parts: titles and the row for all classes; rows per class and per object size.
+
+    Args:
+        titles: titles of the columns: name, images, labels, and four scores for each set
+        names: class names, by number
+        images: number of images
+        scores: scores by class, a set for boxes or one each for boxes and masks
+        sizes: scores by object size of each set
+    """
+    means = [value for one in scores for value in one.means().values()]
+    overall: Row = ("all", images, int(scores[0].instances.sum()), *means)
+    details: list[Row | str] = []
+    for first, *others in zip(*map(class_values, scores), strict=True):
+        details.append((names[first[0]], *first[1:], *(score for values in others for score in values[3:])))
+    if sizes[0]:
         details.append(SIZES_TITLE)
-    details += [(size.title, images, size.instances, "-", "-", size.ap50, size.ap) for size in sizes]
+    for of_sets in zip(*sizes, strict=True):
+        values = [value for one in of_sets for value in ("-", "-", one.ap50, one.ap)]
+        details.append((of_sets[0].title, images, of_sets[0].instances, *values))
     return [titles, overall], details
 
 

@@ -20,8 +20,8 @@ from utils.config.hyperparameters import Hyperparameters, Recipe
 from utils.config.options import BUILT_IN_JOB, TrainOptions
 from utils.config.parser import given_flags, over_defaults
 from utils.config.settings import Settings
+from utils.distributed.accelerator import Precision
 from utils.distributed.failure import Stopped
-from utils.distributed.precision import Precision
 from utils.distributed.ranks import SPAWNED, ranks
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml

@@ -20,7 +20,7 @@ from utils.errors import UserError
 from utils.run_folder import RunFolder
 from utils.summary import Summary
 from utils.training.ema import ModelEMA
-from utils.training.optimizer import build_optimizer, numbered_parameters
+from utils.training.optimizer import build_optimizer
 
 IDENTITY = Identity({0: "disc", 1: "ring", 2: "bar"}, 96, {"count": "28", "files": "aaaa", "labels": "bbbb"})
 KEYS = "format names imgsz images settings progress wandb_id model ema updates optimizer rates scaler shares"
@@ -64,7 +64,7 @@ def made(seed: int, saved: dict[str, Any] | None = None, optimizer: str = "SGD")
         identity=IDENTITY,
         progress=Progress(),
         replicas=[model],
-        parameters=numbered_parameters(model),
+        parameters=[parameter for group in built.param_groups for parameter in group["params"]],
         ema=ema,
         optimizer=accelerator.prepare(built),
         scaler=Scaler(2.0**seed),

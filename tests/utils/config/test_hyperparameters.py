@@ -19,7 +19,6 @@ from utils.config.hyperparameters import (
     from_mapping,
     number,
     read_hyperparameters,
-    refuse_unread,
     unread_message,
 )
 from utils.config.values import POSITIVE
@@ -174,15 +173,6 @@ def test_an_unknown_key_of_a_file_is_refused_for_such_a_task(tmp_path: Path) -> 
     path = write_yaml(tmp_path / "mine.yaml", {"box": 0.05, "spott": 2})
     with pytest.raises(UserError, match=r"mine\.yaml: unknown key 'spott' \(did you mean 'spot'\?\)"):
         read_hyperparameters(str(path), SpotRecipe)
-
-
-def test_a_flag_whose_key_nothing_reads_is_refused() -> None:
-    refuse_unread(("obj",), {"lr0": "1"}, "detect with the head DetectDFL")
-    with pytest.raises(UserError) as caught:
-        refuse_unread(("box", "obj"), {"lr0": "1", "obj": "1"}, "detect with the head DetectDFL")
-    assert str(caught.value) == (
-        "--hyp.obj has no effect on detect with the head DetectDFL, which does not read it; leave it out"
-    )
 
 
 def test_keys_of_a_file_without_effect_are_named_if_they_are_not_the_defaults() -> None:

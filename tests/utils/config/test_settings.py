@@ -208,6 +208,15 @@ def test_accumulation(batch_size: int, nbs: int, batches: int) -> None:
     assert Settings(TrainOptions(batch_size=batch_size), hyp=Recipe(nbs=nbs)).accumulation == batches
 
 
+def test_a_flag_whose_hyperparameter_nothing_reads_is_refused_for_a_new_run() -> None:
+    settings, model = settings_of("--hyp.lr0", "1", "--hyp.obj", "1"), "detect with the head DetectDFL"
+    settings.refuse_unread(("box",), model)
+    replace(settings, saved={"obj": 1}).refuse_unread(("box", "obj"), model)
+    with pytest.raises(UserError) as caught:
+        settings.refuse_unread(("box", "obj"), model)
+    assert str(caught.value) == f"--hyp.obj has no effect on {model}, which does not read it; leave it out"
+
+
 # Views of the settings
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import pytest
-from torch import nn
 
 from tests.conftest import OnProcesses
 from utils.distributed.accelerator import start
@@ -15,21 +14,17 @@ from utils.distributed.failure import Stopped
 from utils.distributed.ranks import ranks
 from utils.errors import UserError
 
-ALIKE = {"broadcast": {"rank": 0}, "part of five": (), "weight": 1.0}
+ALIKE = {"broadcast": {"rank": 0}, "part of five": ()}
 
 
 def exchange() -> dict[str, object]:
     collectives, rank = Collectives(start("cpu", "no", 60.0)[0]), ranks().rank
-    model = nn.Linear(1, 1)
-    nn.init.constant_(model.weight, rank + 1.0)
-    collectives.broadcast_model(model)
     return {
         "broadcast": collectives.broadcast({"rank": rank}),
         "gather": collectives.gather([f"{rank}a", f"{rank}b"]),
         "shard": collectives.shard([1, 2, 3, 4, 5]),
         "part of four": collectives.local_part(["w", "x", "y", "z"], 2),
         "part of five": collectives.local_part(["v", "w", "x", "y", "z"], 2),
-        "weight": float(model.weight.detach()),
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -174,11 +173,11 @@ def test_fsdp_is_refused_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None
         refuse_unsupported_launch("cpu")
 
 
-@pytest.mark.parametrize("name", ["xpu", "npu"])
+@pytest.mark.parametrize("name", ["xpu", "hpu"])
 def test_another_accelerator_needs_a_decision(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, name, SimpleNamespace(is_available=lambda: True), raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device(name))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match=r"an accelerator that is not supported: .+; add --device cpu"):
+    with pytest.raises(UserError, match=f"an accelerator that is not supported: {name}; add --device cpu"):
         refuse_unsupported_launch("")
     refuse_unsupported_launch("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -145,7 +145,7 @@ def end(monkeypatch: pytest.MonkeyPatch, folder: Path, *late: int, answers: bool
     Watchdog(9.5, folder).end()
     if answers:
         assert RunStore(shared).values("heartbeats")[0] == list(at(False, 0))
-        assert RunStore(shared).is_written("alarm")
+        assert RunStore(shared).value("alarm")
     return messages[-1]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import yaml
 from huggingface_hub import constants, file_download
 
 from tests.hub_server import READ_TOKEN, WRITE_TOKEN, Hub, serve_hub
+from utils.background import Background
 from utils.errors import UserError
 from utils.tracking import hub as module
 from utils.tracking.hub import fetch, login_problem, main, model_card, push, push_run, results
@@ -301,7 +303,7 @@ def test_the_command(run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_a_push_at_the_end_of_a_run(run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own; a failure is one warning that names the command for later."""
+    """A failure is one warning that names the command for later."""
     warning = "warning: the results are not on the Hub: {}; to push them later: "
     command = f"python -m utils.tracking.hub {run} me/mine"
     problem = "there is no token for the Hub: log in with `hf auth login`, or set HF_TOKEN"
@@ -309,15 +311,22 @@ def test_a_push_at_the_end_of_a_run(run: Path, hub: Hub, monkeypatch: pytest.Mon
     monkeypatch.setenv("HF_TOKEN", WRITE_TOKEN)
     assert push_run(run, "me/mine", CARD) == f"pushed to {hub.address}/me/mine"
     assert hub.files["me/mine"].keys() == UPLOADED
-    monkeypatch.setattr(module, "PUSH_SECONDS", 0.01)
-    assert push_run(run, "me/mine", CARD) == warning.format("the upload has not ended after 0 s") + command
     problem = "No such file or directory"
     assert push_run(run / "none", "me/mine", CARD).startswith(warning.format(problem))
+    ended = threading.Event()
+    monkeypatch.setattr(module, "push", lambda *_: ended.wait(60))
+    monkeypatch.setattr(module, "PUSH_SECONDS", 0.01)
+    assert push_run(run, "me/mine", CARD) == warning.format("the upload has not ended after 0 s") + command
+    assert Background.abandoned  # this process would not wait for it at its exit
+    ended.set()
 
 
-def test_a_push_that_dies(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "own_python", lambda _: [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
-    assert "not on the Hub: exit code -9; to push" in push_run(run, "me/mine", CARD)
+def test_a_push_shows_no_progress_bars(
+    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", WRITE_TOKEN)
+    assert push_run(run, "me/mine", CARD).startswith("pushed to ")
+    assert "".join(capfd.readouterr()) == ""
 
 
 def test_the_model_card() -> None:

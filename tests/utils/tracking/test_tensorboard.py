@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import cv2
@@ -20,6 +21,23 @@ def test_a_failure_of_tensorboard_is_one_warning(tmp_path: Path) -> None:
     tracker.finish()
     assert len(warnings) == 1
     assert warnings[0].startswith("warning: TensorBoard has failed (")
+    assert tracker.tracker is None
+
+
+def test_the_writer_is_there_once_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a user who asks for it at once."""
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+
+    class SlowWriter(tensorboard.SummaryWriter):  # type: ignore[misc, name-defined]
+        def __init__(self, folder: str) -> None:
+            time.sleep(0.2)
+            super().__init__(folder)
+
+    monkeypatch.setattr(tensorboard, "SummaryWriter", SlowWriter)
+    tracker = TensorBoardTracker(tmp_path, "x", print)
+    tracker.store_init_configuration({"a": 1})
+    assert isinstance(tracker.tracker, SlowWriter)
+    tracker.finish()
 
 
 def log_steps(folder: Path, steps: range) -> None:

@@ -15,14 +15,14 @@ from models.heads.boxes import xywh_to_xyxy
 from models.heads.dfl import assignment
 from models.heads.dfl.assignment import assign
 from models.heads.dfl.head import DetectDFL, DFLLevel
-from models.heads.dfl.loss import DFLCriterion, LossSettings
+from models.heads.dfl.loss import DFLCriterion
 from models.heads.dfl.views import cell_geometry
 from models.tasks.detection.task import DetectionTask
 from models.yolo import YoloModel, build_model
 from tests.making import CLASS_NAMES, grey_batch, tiny_anchor_free
 from tests.models.heads.dfl.plain import Cell, cells_of, head_sums
 from utils.batch import Batch
-from utils.config.hyperparameters import Hyperparameters
+from utils.config.hyperparameters import AlignmentKeys, Hyperparameters
 
 STRIDES = (4, 8)
 
@@ -55,7 +55,7 @@ def batch_of(targets: Tensor, images: int = 2, height: int = 48, width: int = 64
 def criterion(**gains: float) -> DFLCriterion:
     head = DetectDFL(3, (8, 8))
     head.placed(STRIDES)
-    return DFLCriterion(LossSettings(**gains), head)
+    return DFLCriterion(AlignmentKeys(**gains), head)
 
 
 def by_cell(levels: Sequence[DFLLevel], name: str) -> Tensor:
@@ -81,7 +81,7 @@ def expected_sums(
 @pytest.mark.parametrize("count", [0, 1, 7, 40])  # the last have many cells in common
 def test_sums_and_counts_of_the_plain_implementation(count: int) -> None:
     main, auxiliary, targets = level_outputs(1), level_outputs(2), random_targets(count, count)
-    terms = criterion(box=2, cls=3, dfl=5, aux=0.5)((main, auxiliary), batch_of(targets))
+    terms = criterion(tal_box=2, tal_cls=3, tal_dfl=5, tal_aux=0.5)((main, auxiliary), batch_of(targets))
     for part, levels in enumerate((main, auxiliary)):
         *sums, weights = expected_sums(levels, targets)
         torch.testing.assert_close(terms.sums[:, part].tolist(), sums, rtol=1e-5, atol=1e-5)
@@ -94,7 +94,7 @@ def test_class_weights_repeat_the_cells_of_objects(repeats: tuple[int, ...]) -> 
     levels, targets = level_outputs(1), random_targets(7, 7)
     head = DetectDFL(3, (8, 8))
     head.placed(STRIDES)
-    terms = DFLCriterion(LossSettings(), head, repeats)(levels, batch_of(targets))
+    terms = DFLCriterion(AlignmentKeys(), head, repeats)(levels, batch_of(targets))
     *sums, weights = expected_sums(levels, targets, repeats=repeats)
     torch.testing.assert_close(terms.sums[:, 0].tolist(), sums, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(terms.counts[:, 0].tolist(), [weights] * 3, rtol=1e-6, atol=1e-6)
@@ -295,7 +295,7 @@ def test_gains_are_those_of_the_hyperparameters() -> None:
     model = task.build_model(tiny_anchor_free(), 64)
     made = task.criterion(model)
     assert isinstance(made, DFLCriterion)
-    assert made.settings == LossSettings(box=1, cls=2, dfl=3, aux=0.5)
+    assert made.settings is task.hyp
     assert task.loss_names_of(model) == ("box_loss", "cls_loss", "dfl_loss")
     assert made.hints(grey_batch(count=1)) == ()
 

@@ -9,8 +9,13 @@ from torch import Tensor, nn
 from models.heads.anchors.views import RawView, decode
 from models.tasks import contract
 from models.tasks.contract import Thresholds
-from models.tasks.detection.postprocess import DetectionPostprocess, boxes_in_files
-from models.tasks.detection.tta import PADDING_GREY
+from models.tasks.detection.postprocess import (
+    AUGMENTATIONS,
+    PADDING_GREY,
+    Augmentation,
+    DetectionPostprocess,
+    boxes_in_files,
+)
 from models.tasks.detection.views import DecodedView, SuppressedView
 from models.yolo import YoloModel, build_model
 from tests.making import CLASS_NAMES, grey_batch, image_info, tiny_detector
@@ -163,3 +168,27 @@ def test_an_exported_file_returns_detections(postprocess: DetectionPostprocess) 
     assert view.outputs is None
     (prediction,) = postprocess([view], grey_batch(image_info()))
     assert prediction.rows.tolist() == [[1, 2, 3, 4, 0.5, 2], [5, 6, 7, 8, 0.25, 0]]
+
+
+# Augmented copies of a batch
+
+
+def test_scaled_images_are_padded_to_whole_strides() -> None:
+    images = torch.rand(2, 3, 48, 64)
+    scaled, scale = Augmentation(0.5, False).apply(images, 32)
+    assert scaled.shape == (2, 3, 32, 32)
+    assert scale == (0.5, 0.5)
+    assert (scaled[..., 24:, :] == PADDING_GREY).all()
+    torch.testing.assert_close(scaled[..., :24, :].mean(), images.mean(), atol=0.02, rtol=0)
+
+
+def test_mirrored_images() -> None:
+    images = torch.rand(1, 3, 8, 8)
+    mirrored, scale = Augmentation(1.0, True).apply(images, 8)
+    assert torch.equal(mirrored, images.flip(3))
+    assert scale == (1, 1)
+
+
+def test_the_first_augmentation_changes_nothing() -> None:
+    images = torch.rand(1, 3, 8, 8)
+    assert AUGMENTATIONS[0].apply(images, 8)[0] is images

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from models.tasks.segmentation.mask_loss import box_windows
 from models.tasks.segmentation.task import SegmentationTask
 from models.yolo import YoloModel
 from tests.making import CLASS_NAMES
-from utils.batch import ImageInfo, SegmentationBatch
+from utils.batch import ImageInfo, SegmentationBatch, box_windows
 from utils.config.hyperparameters import Hyperparameters
 
 SIDE, MAP = 64, 16  # pixels of the images and of their mask maps
@@ -32,7 +31,7 @@ def mask_batch(
     """
     rows = np.array(targets, np.float32).reshape(-1, 6)
     height, width = masks[0].shape if len(masks) else (MAP, MAP)
-    chosen = box_windows(rows, height, width).astype(np.int32) if windows is None else windows.astype(np.int32)
+    chosen = box_windows(rows[:, 2:], height, width) if windows is None else windows.astype(np.int32)
     parts = [mask[top:bottom, left:right] for mask, (left, top, right, bottom) in zip(masks, chosen, strict=True)]
     pixels = np.concatenate([np.zeros(0, bool), *(part.ravel() for part in parts)]).astype(np.uint8)
     pictures = torch.full((len(infos) or images, 3, height * 4, width * 4), 51, dtype=torch.uint8)
