@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import faulthandler
-import gc
 import itertools
 import os
 import re
@@ -26,7 +25,7 @@ from typing import NamedTuple, NoReturn
 from torch import distributed
 
 from utils.background import Background
-from utils.birth import parent_number
+from utils.birth import collect_garbage, exit_code_noted, parent_number
 from utils.console import silence, surviving_output, wrapped
 from utils.distributed.loader_processes import end_workers, remove_temporary_folders
 from utils.distributed.ranks import (
@@ -76,6 +75,7 @@ class Stopped(Exception):
         return f"stopped, exit code {self.code}"
 
 
+@exit_code_noted()
 @surviving_output()
 def run_main(main: Callable[[], object]) -> None:
     """Call a script's `main`; turn a `UserError` into one line on stderr and exit code 1, Ctrl-C into exit code 130.
@@ -85,7 +85,7 @@ def run_main(main: Callable[[], object]) -> None:
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL and SPAWNED not in os.environ:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # the scripts change it during their imports
-    gc.enable()  # the scripts disable it during their imports
+    collect_garbage()
     try:
         adopt_launch()
         check_launch()

@@ -209,3 +209,51 @@ def test_a_process_that_does_not_finish_in_time_is_named(three: Callable) -> Non
 def test_one_process_does_not_wait() -> None:
     with barrier(0):
         pass
+
+
+# The end of a script's process
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "error"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('a reason')", 1, "a reason\n"),
+        ("raise UserError('a sentence')", 1, "error: a sentence\n"),
+        ("raise KeyboardInterrupt", 130, "interrupted\n"),
+    ],
+)
+def test_a_script_ends_quickly_after_all_that_was_asked_for(ending: str, code: int, error: str) -> None:
+    """Functions of `atexit` and threads are waited for; objects are not taken apart one by one."""
+    text = f"""
+import sys
+from utils.birth import start_script
+start_script()
+import atexit, threading, time
+from utils.distributed.failure import run_main
+from utils.errors import UserError
+
+class Loud:
+    def __del__(self):
+        print("taken apart", flush=True)
+
+kept = Loud()
+kept.itself = kept
+
+def main():
+    atexit.register(print, "of atexit", flush=True)
+    threading.Thread(target=lambda: (time.sleep(0.3), print("of a thread"))).start()
+    {ending}
+
+run_main(main)
+"""
+    done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "of a thread\nof atexit\n", error)
+
+
+def test_an_error_before_the_script_begins_is_one() -> None:
+    text = "from utils.birth import start_script; start_script(); import no_such_module"
+    done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert done.stderr.endswith("No module named 'no_such_module'\n")
