@@ -340,7 +340,7 @@ def learned(run_script: RunScript, tmp_path_factory: pytest.TempPathFactory) -> 
         data = data_yaml(shapes.draw_dataset(folder / "drawn", train=200, val=8))
         hyp = write_yaml(folder / "learning.yaml", LEARNING)
         what = ("--data", str(data), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", str(hyp), "--imgsz", "96")
-        how = ("--epochs", "12", "--batch-size", "8", "--optimizer", "AdamW", "--noval")
+        how = ("--epochs", "6", "--batch-size", "8", "--optimizer", "AdamW", "--noval")
         run_script(
             "train.py", *what, *how, "--workers", "1", "--device", "cpu", "--project", str(folder), OMP_NUM_THREADS="1"
         )

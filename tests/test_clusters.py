@@ -205,10 +205,8 @@ def one_process(run_script: RunScript, flags: Sequence[str], folder: Path) -> Pa
     return folder / "exp"
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [kubernetes, pytest.param(kubeflow, marks=pytest.mark.long), pytest.param(skypilot, marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("engine", [kubernetes, kubeflow, skypilot])
 def test_two_pods_train_as_one_process(
     engine: Callable[..., list[Container]],
     start: Callable[[int, Container], Pod],

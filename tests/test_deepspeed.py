@@ -78,7 +78,7 @@ def test_it_ends_in_order_twenty_times(name: str, run_script: RunScript, drawn: 
     ("flags", "message"),
     [
         pytest.param(("--comm-hook", "bf16"), "--comm-hook bf16 works with DDP", marks=pytest.mark.long),
-        (("--mixed-precision", "fp16"), "use bf16 or no"),
+        pytest.param(("--mixed-precision", "fp16"), "use bf16 or no", marks=pytest.mark.long),
     ],
 )
 def test_what_it_cannot_do(

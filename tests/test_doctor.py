@@ -80,6 +80,7 @@ def test_an_error_fails_the_doctor(doctor: Callable[..., str]) -> None:
     assert printed.splitlines()[-1] == "the job would fail: 1 error to fix first"
 
 
+@pytest.mark.long
 def test_two_processes(doctor: Callable[..., str]) -> None:
     printed = doctor("--processes", "2")
     assert heads(printed) == 1
@@ -182,6 +183,7 @@ def test_differences_between_machines_are_errors(
     assert not errors(printed[1])
 
 
+@pytest.mark.long
 def test_missing_data_on_one_machine_is_an_error(both: Callable[..., list[str]]) -> None:
     printed = both("--data", "nowhere.yaml", fails=True)
     (error,) = errors(printed[0])

@@ -80,6 +80,7 @@ def test_one_stalls(fault: str, train: Train, tmp_path: Path) -> None:
         assert "in go_wrong" in (stacks / "process1.txt").read_text()
 
 
+@pytest.mark.long
 def test_a_loader_process_is_killed(train: Train, tmp_path: Path) -> None:
     printed = train(tmp_path, **planted("SIGKILL", "sample", 3), fails=True)
     refused(printed, "error: a loader process was killed")
@@ -89,9 +90,8 @@ def test_a_loader_process_is_killed(train: Train, tmp_path: Path) -> None:
 # Gradients that are not finite
 
 
-@pytest.mark.parametrize(
-    "processes", [pytest.param((), id="one"), pytest.param(HERE, id="two", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [pytest.param((), id="one"), pytest.param(HERE, id="two")])
 def test_too_many_steps_are_not_finite(processes: tuple[str, ...], train: Train, recipe: Path, tmp_path: Path) -> None:
     """The learning rate is huge: the error names the step, its images and the cause; the last good state stays."""
     wild = tmp_path / "wild.yaml"

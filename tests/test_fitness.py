@@ -44,6 +44,7 @@ def test_the_best_epoch_of_a_resumed_run(
     assert all(torch.equal(chosen[name], of_epoch[name]) for name in of_epoch)
 
 
+@pytest.mark.long
 def test_a_class_and_early_stopping(fine_tune: Callable[..., str], tmp_path: Path) -> None:
     """The fitness is that of classes.csv, which belongs to the best epoch; the run ends after the first worse one."""
     folder, result = tmp_path / "exp", tmp_path / "result.json"

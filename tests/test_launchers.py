@@ -37,7 +37,8 @@ def by_mpirun(rank: int) -> dict[str, str]:
     return {f"OMPI_COMM_WORLD_{name}": str(number) for name, number in numbers.items()}
 
 
-@pytest.mark.parametrize("variables", [by_srun, pytest.param(by_mpirun, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("variables", [by_srun, by_mpirun])
 def test_one_training_of_all_tasks(
     variables: Callable[[int], dict[str, str]], fine_tune: Callable[..., str], single: Path, tmp_path: Path
 ) -> None:
@@ -53,6 +54,7 @@ def test_one_training_of_all_tasks(
     same_curve(tmp_path / "exp", single)
 
 
+@pytest.mark.long
 def test_a_run_without_the_names_that_windows_lacks(run_script: RunScript, small_data: Path, tmp_path: Path) -> None:
     """Loader processes too; --no-deterministic is said at the start, and kept by --resume."""
     what = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--imgsz", "64", "--device", "cpu")

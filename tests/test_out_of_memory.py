@@ -52,6 +52,7 @@ def test_a_run_continues_with_parts_of_its_batches(
     assert all(row[name] > 0 for name in ("train/box_loss", "train/obj_loss", "train/cls_loss"))
 
 
+@pytest.mark.long
 def test_logical_processes_take_turns(job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same bytes: of four logical processes with two images each, only one fits."""
     running = [0]

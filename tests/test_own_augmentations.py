@@ -71,6 +71,7 @@ def test_a_resumed_run_keeps_its_augmentations(call_main: CallMain, alone: Path)
             refused(printed, sentence)
 
 
+@pytest.mark.long
 def test_an_augmentation_that_fails(train: Train, tmp_path: Path) -> None:
     """One sentence, from a loader process of one of two processes."""
     file = tmp_path / "own_failing.py"

@@ -51,6 +51,7 @@ def test_factors_of_a_resumed_run_of_two_processes(
     assert min(layers) >= BACKBONE_ROWS
 
 
+@pytest.mark.long
 def test_a_frozen_part(fine_tune: Callable[..., str], learned: Path, tmp_path: Path) -> None:
     printed = fine_tune(tmp_path, "--freeze", "backbone", "model.13", "--epochs", "1")
     assert " parameters are frozen: backbone, model.13\n" in printed

@@ -327,6 +327,7 @@ def test_noplots(plain: Path) -> None:
     assert not [file for file in plain.rglob("*") if file.suffix in (".jpg", ".png")]
 
 
+@pytest.mark.long
 def test_a_killed_run_is_continued(train: Train, run_script: RunScript, plain: Path, tmp_path: Path) -> None:
     """It is killed after its sixth step, with a state of its fourth, and then in its last validation."""
     variables = {"WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}

@@ -135,7 +135,7 @@ def write_and_read(ring: ImageRing, seed: int) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_processes_never_see_half_an_image(method: str) -> None:
     ring, context = ImageRing(SHAPES, capacity=12), multiprocessing.get_context(method)
     processes: list[Any] = [context.Process(target=write_and_read, args=(ring, seed)) for seed in range(4)]

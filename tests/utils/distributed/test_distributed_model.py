@@ -110,7 +110,7 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize(
     ("optimizer", "precision", "dropout", "accumulated", "sync_bn", "counts"),
     [
-        ("SGD", "no", 0.0, 3, False, (4,)),
+        pytest.param("SGD", "no", 0.0, 3, False, (4,), marks=pytest.mark.long),
         ("AdamW", "bf16", 0.5, 1, True, (2,)),
         pytest.param("Adam", "no", 0.5, 2, False, (2, 4), marks=pytest.mark.long),
         pytest.param("SGD", "no", 0.5, 2, True, (2, 4), marks=pytest.mark.long),

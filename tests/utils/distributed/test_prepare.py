@@ -233,6 +233,7 @@ def compared() -> dict[str, Any]:
     return {"sent": sent, "ordered": sent_ordered, "gradients": [*gradients, step(ordered)], "traces": traces}
 
 
+@pytest.mark.long
 def test_the_first_step_has_the_buckets_of_all_others(on_processes: OnProcesses) -> None:
     for process in on_processes(3, compared):
         first, second = process["sent"]

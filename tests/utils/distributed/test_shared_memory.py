@@ -60,7 +60,7 @@ def write_seven(memory: SharedMemory) -> None:
     memory.bytes[2] = 7
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.long), "forkserver"])
 def test_it_can_be_sent_to_a_started_process(method: str) -> None:
     memory = shared_memory(lambda free: 4)
     process = multiprocessing.get_context(method).Process(target=write_seven, args=(memory,))

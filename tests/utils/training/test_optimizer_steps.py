@@ -265,5 +265,6 @@ def continued(folder: str) -> list[bool]:
     return [equal(values(steps), values(again)), not equal(values(again), after_three)]
 
 
+@pytest.mark.long
 def test_three_processes_continue_bit_by_bit(tmp_path: Path, on_processes: OnProcesses) -> None:
     assert on_processes(3, continued, str(tmp_path)) == [[True, True]] * 3
