@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import export
 from data.builtin import shapes
 from detect import Predictor
 from models.export.runtime import read_model
@@ -99,6 +100,7 @@ def test_killed_and_resumed(train: Train, run_script: RunScript, alone: Path, tm
     identical(tmp_path / "exp", alone)
 
 
+@pytest.mark.long
 def test_a_process_without_boxes(train: Train, tmp_path: Path) -> None:
     """One image of eight has boxes, so in every step one of the two processes has none."""
     for split in ("train", "val"):
@@ -140,15 +142,16 @@ def detector(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def exported(detector: Path, run_script: RunScript) -> Path:
+def exported(detector: Path) -> Path:
     """Export the detector beside its weights, and with --nms into another folder; return that folder."""
-    formats = ("--imgsz", "64", "--include", "onnx", "torchscript", "openvino")
-    run_script("export.py", "--weights", str(detector), *formats, "safetensors", "--dynamic")
+    formats = ["onnx", "torchscript", "openvino", "safetensors"]
+    export.run(weights=detector, imgsz=64, include=formats, dynamic=True)
     suppressing = detector.parent / "nms" / "best.pt"
     suppressing.parent.mkdir()
     suppressing.write_bytes(detector.read_bytes())
-    nms = ("--nms", "--conf-thres", "0.3", "--iou-thres", "0.5", "--topk-per-class", "100")
-    run_script("export.py", "--weights", str(suppressing), *formats, *nms)
+    export.run(
+        weights=suppressing, imgsz=64, include="onnx", nms=True, conf_thres=0.3, iou_thres=0.5, topk_per_class=100
+    )
     return suppressing.parent
 
 
@@ -179,11 +182,10 @@ def test_exported_files_find_the_same_objects(name: str, detector: Path, exporte
     np.testing.assert_allclose(found(detector.with_name(name), image), expected, rtol=1e-3, atol=1e-2)
 
 
-@pytest.mark.parametrize("name", FILES)
 @torch.no_grad()
-def test_exported_files_that_suppress(name: str, detector: Path, exported: Path) -> None:
-    """They have the detections of the weights; a box may count for several classes."""
-    model, program = network(detector), read_model(exported / name).program
+def test_an_exported_file_that_suppresses(detector: Path, exported: Path) -> None:
+    """It has the detections of the weights; a box may count for several classes."""
+    model, program = network(detector), read_model(exported / "best.onnx").program
     assert program is not None
     images = torch.from_numpy(noise(64, 64)).permute(2, 0, 1)[None] / 255
     (expected,) = detect([head_of(model).view(model(images))], Thresholds(0.3, 0.5, 100))
@@ -225,6 +227,7 @@ def test_test_time_augmentation_and_ensembles(detector: Path, learned: Path) -> 
     assert len(joined.array) >= 1
 
 
+@pytest.mark.long
 def test_val_of_weights_and_of_an_exported_file(
     detector: Path, exported: Path, small_data: Path, run_script: RunScript, tmp_path: Path
 ) -> None:

@@ -94,13 +94,23 @@ def test_tasks_have_data() -> None:
         assert not dataset_class(entry.data).__abstractmethods__
 
 
+def optional_packages() -> set[str]:
+    """Return the packages of all requirements files but that of training, as modules are named."""
+    files = {path.name: path.read_text() for path in ROOT.glob("requirements*.txt")}
+    listed = {name: set(re.findall(r"^\w[\w-]*", text, re.MULTILINE)) for name, text in files.items()}
+    training = listed.pop("requirements.txt")
+    return {name.replace("-", "_") for name in set().union(*listed.values()) - training}
+
+
 def test_a_start_does_not_import_what_it_may_not_need() -> None:
-    """Each takes a second or more: without them a wrong flag is reported sooner, and a run begins sooner."""
-    trackers = ["wandb", "tensorboard", "mlflow"]
-    of_one_command = ["deepspeed", "matplotlib", "onnx", "onnxruntime", "openvino", "faster_coco_eval", "fsspec"]
-    of_torch = ["torch._dynamo", "torch._inductor", "torch.onnx", "sympy", "torchvision", "transformers"]
-    slow = [*trackers, *of_one_command, *of_torch, "pandas", "scipy"]
-    script = f"import sys, train, val; print([name for name in {slow} if name in sys.modules])"
+    """Slow packages, without which a wrong flag is reported and a run begins sooner, and those that may be absent."""
+    absent = optional_packages()
+    assert {"deepspeed", "transformers", "onnx", "openvino", "pytest", "tensorboard"} <= absent
+    trackers = ["wandb", "mlflow"]
+    of_one_command = ["matplotlib", "faster_coco_eval", "fsspec"]
+    of_torch = ["torch._dynamo", "torch._inductor", "torch.onnx", "sympy", "torchvision"]
+    unneeded = [*trackers, *of_one_command, *of_torch, "pandas", "scipy", *sorted(absent)]
+    script = f"import sys, train, val, detect, export; print([name for name in {unneeded} if name in sys.modules])"
     printed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert printed.stdout.strip() == "[]"
 

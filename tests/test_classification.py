@@ -56,6 +56,20 @@ def train(run_script: RunScript, drawn_classes: Path, tmp_path_factory: pytest.T
     return run
 
 
+@pytest.fixture
+def begin(call_main: CallMain, drawn_classes: Path, tmp_path: Path) -> Train:
+    """Start a training in this process, which loads all images once; return what was printed."""
+    what = ("--data", str(drawn_classes), "--cfg", "yolov5n-cls.yaml", "--imgsz", "64", "--batch-size", "8")
+    how = ("--workers", "0", "--device", "cpu", "--noplots", "--project", str(tmp_path))
+
+    def run(*flags: str) -> str:
+        code, printed = call_main("train.py", *what, *how, *flags)
+        assert code == 0, printed
+        return printed
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def alone(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of one process."""
@@ -189,12 +203,13 @@ def test_killed_and_resumed(processes: int, train: Train, run_script: RunScript,
     identical(tmp_path / "killed", straight)
 
 
-def test_resume_looks_at_the_recipe(train: Train, run_script: RunScript, alone: Path, tmp_path: Path) -> None:
+def test_resume_looks_at_the_recipe(call_main: CallMain, alone: Path, tmp_path: Path) -> None:
     """The recipe's keys are those of this task."""
     other = tmp_path / "other.yaml"
     other.write_text(yaml.safe_dump({**GENTLE, "lr0": 0.5}))
-    resume = ("--resume", str(alone), "--epochs", "3", "--hyp", str(other))
-    refused(run_script("train.py", *resume, fails=True), "lr0 is 0.5 and was 0.0005")
+    code, printed = call_main("train.py", "--resume", str(alone), "--epochs", "3", "--hyp", str(other))
+    assert code == 1
+    refused(printed, "lr0 is 0.5 and was 0.0005")
 
 
 # The recipe's options
@@ -217,34 +232,51 @@ def test_fine_tuning_the_head_alone(train: Train, drawn_classes: Path, alone: Pa
     assert after["model.9.linear.weight"].shape == (7, 1280)
 
 
-def test_local_weights_of_torchvision(train: Train, tmp_path: Path) -> None:
+def test_local_weights_of_torchvision(begin: Train, tmp_path: Path) -> None:
     """A file of tensors without metadata, in torchvision's form."""
     torch.save(resnet18(num_classes=10).state_dict(), tmp_path / "resnet18.pth")
-    flags = ("--cfg", "models/resnet18.yaml", "--weights", str(tmp_path / "resnet18.pth"), "--epochs", "1")
-    printed = train(tmp_path, *flags, "--freeze", "9")
+    printed = begin("--cfg", "models/resnet18.yaml", "--weights", str(tmp_path / "resnet18.pth"), "--freeze", "9")
     others = "not its head: it is for 10 classes"
     assert f"120 of 122 tensors taken from {tmp_path / 'resnet18.pth'}, {others}\n" in printed
     assert "another task" not in printed
     assert "layers 0, 1, 2, 3, 4, 5, 6, 7, 8 are frozen" in printed
 
 
-@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.long)])
-def test_the_recommended_weights_are_the_default(processes: str, train: Train, tmp_path: Path) -> None:
-    """If they are in torch's cache; a resumed run does not look for them again."""
-    cached = tmp_path / "torch" / "hub" / "checkpoints" / Path(default_weights("resnet18")).name
+def write_default_weights(torch_home: Path) -> None:
+    """Write random weights where torch caches the recommended ones of ResNet-18."""
+    cached = torch_home / "hub" / "checkpoints" / Path(default_weights("resnet18")).name
     cached.parent.mkdir(parents=True)
     torch.save(resnet18(num_classes=1000).state_dict(), cached)
-    flags = ("--cfg", "resnet18.yaml", "--epochs", "1", "--processes", processes, "--save-steps", "1")
-    printed = train(tmp_path, *flags, TORCH_HOME=str(tmp_path / "torch"))
+
+
+def are_taken(printed: str, run: Path) -> None:
     assert "starting from torchvision's weights; --weights '' trains from scratch\n" in printed
     assert "120 of 122 tensors taken from DEFAULT, not its head: it is for 1000 classes\n" in printed
-    assert yaml.safe_load((tmp_path / "exp" / "settings.yaml").read_text())["weights"] == "DEFAULT"
+    assert yaml.safe_load((run / "settings.yaml").read_text())["weights"] == "DEFAULT"
 
 
-def test_without_a_network_training_is_from_scratch(train: Train, tmp_path: Path) -> None:
+def test_the_recommended_weights_are_the_default(begin: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If they are in torch's cache; a resumed run does not look for them again."""
+    write_default_weights(tmp_path / "torch")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    are_taken(begin("--cfg", "resnet18.yaml"), tmp_path / "exp")
+
+
+@pytest.mark.long
+def test_the_recommended_weights_on_two_processes(train: Train, tmp_path: Path) -> None:
+    write_default_weights(tmp_path / "torch")
+    flags = ("--cfg", "resnet18.yaml", "--epochs", "1", "--processes", "2", "--save-steps", "1")
+    are_taken(train(tmp_path, *flags, TORCH_HOME=str(tmp_path / "torch")), tmp_path / "exp")
+
+
+def test_without_a_network_training_is_from_scratch(
+    begin: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One line says so, and it takes no longer than the server may."""
     nowhere = {"TORCH_HOME": str(tmp_path / "torch"), "https_proxy": "http://127.0.0.1:9", "no_proxy": ""}
-    printed = train(tmp_path, "--cfg", "resnet18.yaml", "--epochs", "1", "--noval", **nowhere)
+    for name, value in nowhere.items():
+        monkeypatch.setenv(name, value)
+    printed = begin("--cfg", "resnet18.yaml")
     assert printed.count("training from scratch: torchvision's weights cannot be downloaded\n") == 1
     assert "tensors taken" not in printed
     assert yaml.safe_load((tmp_path / "exp" / "settings.yaml").read_text())["weights"] == ""
@@ -264,9 +296,7 @@ def weights_on_one_machine(flags: list[str], folder: str) -> tuple[str, str]:
     rank = ranks().rank
     os.environ |= {"TORCH_HOME": f"{folder}/torch{rank}", "https_proxy": "http://127.0.0.1:9", "no_proxy": "localhost"}
     if rank == 0:
-        cached = Path(folder, "torch0/hub/checkpoints", Path(default_weights("resnet18")).name)
-        cached.parent.mkdir(parents=True)
-        torch.save(resnet18(num_classes=1000).state_dict(), cached)
+        write_default_weights(Path(folder, "torch0"))
     settings = train_script.settings_of(flags)
     run = Run(*start("cpu", "", 60.0))
     job = train_script.read_inputs(run, settings).job
@@ -274,8 +304,8 @@ def weights_on_one_machine(flags: list[str], folder: str) -> tuple[str, str]:
     return job.settings.options.weights, job.start.message
 
 
-def test_a_detectors_backbone(train: Train, learned: Path, tmp_path: Path) -> None:
-    printed = train(tmp_path, "--weights", str(learned), "--epochs", "1")
+def test_a_detectors_backbone(begin: Train, learned: Path) -> None:
+    printed = begin("--weights", str(learned))
     assert "is a model for another task, 'detect'" in printed
     assert "taken from" in printed
 
@@ -341,7 +371,7 @@ def test_one_folder(drawn_classes: Path, train: Train, run_script: RunScript, tm
     assert "val: 11 images of 6 classes" in printed
 
 
-def test_the_run_folder(train: Train, tmp_path: Path) -> None:
+def test_the_run_folder(train: Train, alone: Path, tmp_path: Path) -> None:
     """Counts by class, the confusion matrix, and pictures; with --noplots none of these."""
     train(tmp_path, plots=True)
     run = tmp_path / "exp"
@@ -357,8 +387,7 @@ def test_the_run_folder(train: Train, tmp_path: Path) -> None:
     classes = [line.split(",") for line in (run / "classes.csv").read_text().splitlines()[1:]]
     assert [int(row[1]) for row in classes] == counts.sum(1).tolist()
     assert [float(row[3]) for row in classes] == pytest.approx((np.diag(counts) / counts.sum(1)).tolist())
-    train(tmp_path, "--name", "plain", "--epochs", "1")
-    assert not [file for file in (tmp_path / "plain").iterdir() if file.suffix in (".png", ".jpg")]
+    assert not [file for file in alone.iterdir() if file.suffix in (".png", ".jpg")]
 
 
 # The built-in set

@@ -325,11 +325,6 @@ def test_all_start_from_the_main_processs_weights(on_processes: OnProcesses, fla
 # One sentence if it cannot work
 
 
-def test_one_sentence_from_two_processes(run_script: RunScript, flags: list[str]) -> None:
-    launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"))
-    refused(run_script("train.py", *flags, "--batch-size", "7", launcher=launcher, fails=True), "take 6 or 8")
-
-
 @pytest.mark.long
 def test_a_process_that_never_comes(run_script: RunScript, flags: list[str]) -> None:
     port = free_port()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import re
 import shlex
@@ -203,6 +204,7 @@ def default_of(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value) or "''"
 
 
+@functools.cache
 def models_with(subject: str) -> str:
     """Return the tasks whose models have what flags are about, as docs/flags.md names them: `segment, detect (Detect)`.
 

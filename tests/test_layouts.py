@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from data.dataset import DataOptions, DataSet, data_source
-from tests.conftest import RunScript
+from tests.conftest import CallMain, RunScript
 from tests.layouts import (
     BOX_LAYOUTS,
     CLASS_LAYOUTS,
@@ -78,8 +78,14 @@ def trained(run_script: RunScript, layout: Layout, folder: Path, cfg: str) -> No
 
 
 @pytest.mark.parametrize("layout", [roboflow_voc, coco_flat], ids=lambda layout: layout.__name__)
-def test_a_training(run_script: RunScript, layout: Layout, tmp_path: Path) -> None:
-    trained(run_script, layout, tmp_path / "data", "yolov5n.yaml")
+def test_a_training(call_main: CallMain, layout: Layout, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    data = layout(folder / "set")
+    before = sorted(folder.rglob("*"))
+    flags = ("--data", str(data), "--cfg", "yolov5n.yaml", *SHORT, "--project", str(tmp_path / "runs"))
+    code, printed = call_main("train.py", *flags)
+    assert code == 0, printed
+    assert sorted(folder.rglob("*")) == before  # nothing is written into the data set
 
 
 @pytest.mark.long

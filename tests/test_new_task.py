@@ -210,6 +210,7 @@ def test_two_processes_train_alike(run: Callable[..., str], keypoints: Path, tra
             assert two[name] == pytest.approx(value, abs=scale), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("processes", [(), ("--processes", "2")], ids=["one", "two"])
 def test_resuming(
     processes: tuple[str, ...], run: Callable[..., str], keypoints: Path, trained: Path, tmp_path: Path
@@ -243,6 +244,7 @@ def test_validation_on_one_and_two_processes(
     assert [row[:2] for row in points_of(tmp_path, "ensemble")] == [row[:2] for row in points_of(tmp_path)]
 
 
+@pytest.mark.long
 def test_detection(run: Callable[..., str], keypoints: Path, trained: Path, tmp_path: Path) -> None:
     source = keypoints.parent / "images/val"
     how = ("--device", "cpu", "--project", str(tmp_path), "--conf-thres", "0.001")

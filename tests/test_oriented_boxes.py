@@ -603,14 +603,3 @@ def test_detection(run_script: RunScript, drawn_rectangles: Path, found: Path, t
     assert len(list((tmp_path / "exp").glob("*.jpg"))) == len(list((tmp_path / "exp/labels").iterdir())) == VAL
     assert {folder.name for folder in (tmp_path / "exp/crops").iterdir()} <= set(NAMES.values())
     assert len((tmp_path / "exp" / "predictions.csv").read_text().splitlines()) == 1 + 3 * VAL
-
-
-@pytest.mark.parametrize(
-    ("script", "flag"), [("train.py", "--noautoanchor"), ("val.py", "--augment"), ("val.py", "--save-json")]
-)
-def test_flags_that_do_not_apply(
-    script: str, flag: str, run_script: RunScript, drawn_rectangles: Path, found: Path, tmp_path: Path
-) -> None:
-    task = ("--task-file", str(PACKAGE), "--data", str(drawn_rectangles), "--project", str(tmp_path))
-    what = ("--cfg", str(PACKAGE / "model.yaml")) if script == "train.py" else ("--weights", str(found))
-    assert f"{flag} is for" in run_script(script, *task, *what, "--device", "cpu", flag, fails=True)

@@ -12,7 +12,7 @@ import pytest
 
 from data.builtin import shapes
 from tests.conftest import RECIPE, RunScript
-from tests.curves import identical, refused, rows
+from tests.curves import identical, rows
 from tests.faults.fault_points import planted
 from tests.machines import on_machine
 from tests.making import write_yaml
@@ -131,9 +131,3 @@ def test_other_jobs(
         run_script("train.py", *given, *flags, *how, *where)
     identical(tmp_path / "2", tmp_path / "1")
     identical(tmp_path / "4", tmp_path / "1")
-
-
-def test_a_batch_that_cannot_be_shared(train: Train, tmp_path: Path) -> None:
-    printed = train(tmp_path, "--batch-size", "6", fails=True)
-    refused(printed, "the batch of all 4 logical processes and cannot be shared evenly; take 4 or 8")
-    assert not list(tmp_path.iterdir())

@@ -6,15 +6,20 @@ from pathlib import Path
 
 import pytest
 
+import detect
+import val
 from tests.conftest import RunScript
 from tests.making import noise, write_image, write_yaml
 from tests.object_server import serving_objects
+from utils.errors import UserError
 
 USER, PASSWORD, QUERY = "b0bby", "s3c@r:et", "t0ken=c0ffee"
 SECRETS = (USER, "s3c@r", "s3c%40r", "c0ffee")
 
 
-def test_secrets_are_nowhere_in_what_is_printed_written_and_logged(run_script: RunScript, tmp_path: Path) -> None:
+def test_secrets_are_nowhere_in_what_is_printed_written_and_logged(
+    run_script: RunScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A training with all trackers, of which one fails, a validation and a prediction, each with damaged files."""
     pytest.importorskip("aiohttp", reason="aiohttp is not installed")
     served, project = tmp_path / "served", tmp_path / "runs"
@@ -34,16 +39,23 @@ def test_secrets_are_nowhere_in_what_is_printed_written_and_logged(run_script: R
         environment = {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": address.replace(server.address[-5:], "9")}
         printed = run_script("train.py", *flags, *model, *trackers, "--save-steps", "1", **environment)
         assert "bad.png" in printed
-        weights = str(project / "exp" / "weights" / "last.pt")
-        printed += run_script("val.py", *flags, "--weights", weights, "--save-txt", "--save-json", "--conf-thres", "0")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        how = {"weights": project / "exp" / "weights" / "last.pt", "project": project, "device": "cpu"}
+        save = {"save_txt": True, "conf_thres": 0.0}
+        val.run(data=data, imgsz=32, workers=0, noplots=True, save_json=True, **how, **save)
         source = f"{address}/images/val/1.png?{QUERY}"
-        predict = ["--weights", weights, "--project", str(project), "--save-txt", "--save-csv", "--conf-thres", "0"]
-        printed += run_script("detect.py", *predict, "--device", "cpu", "--source", source)
-        damaged = source.replace("1.png", "bad.png")
-        printed += run_script("detect.py", *predict, "--device", "cpu", "--source", damaged, fails=True)
+        detect.run(source=source, save_csv=True, **how, **save)
+        with pytest.raises(UserError, match=r"bad\.png") as caught:
+            detect.run(source=source.replace("1.png", "bad.png"), save_csv=True, **how, **save)
+        printed += str(caught.value)
         for entry in (f"{address}/nowhere?{QUERY}", f"nosuch://{USER}:{PASSWORD}@host/a?{QUERY}"):
             broken = write_yaml(tmp_path / "broken.yaml", {"train": entry, "val": entry, "names": ["disc"]})
-            printed += run_script("val.py", "--data", str(broken), "--weights", weights, fails=True)
+            with pytest.raises(UserError) as caught:
+                val.run(data=broken, **how)
+            printed += str(caught.value)
+    in_process = "".join(capfd.readouterr())
+    assert "bad.png" in in_process
+    printed += in_process
     found = [secret for secret in SECRETS if secret in printed]
     for file in (path for path in project.rglob("*") if path.is_file()):
         found += [f"{secret} in {file}" for secret in SECRETS if secret.encode() in file.read_bytes()]

@@ -18,9 +18,9 @@ import torch
 import yaml
 from PIL import Image
 
+import detect
 from data.builtin import shapes
 from data.images import read_image
-from detect import Predictor
 from models.tasks.segmentation.prediction import SegmentationPrediction
 from models.tasks.segmentation.task import SegmentationTask
 from tests import wandb_files
@@ -179,14 +179,12 @@ def test_masks_in_wandb(alone: Path) -> None:
     assert {0, *classes} <= {*range(len(shapes.NAMES) + 1)}
 
 
-def test_detect_writes_outlines(segmenter: Path, run_script: RunScript, tmp_path: Path) -> None:
+def test_detect_writes_outlines(segmenter: Path, tmp_path: Path) -> None:
     """They are the largest contours of the masks of the Python results."""
     image = write_image(tmp_path / "photo.png", noise(130, 90))
     how = {"imgsz": 96, "conf_thres": 0.3, "max_det": 20, "device": "cpu"}
-    prediction = Predictor(segmenter, **how, quiet=True)(image)
-    flags = [word for name, value in how.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    files = ("--save-txt", "--save-crop", "--project", str(tmp_path))
-    run_script("detect.py", "--weights", str(segmenter), *flags, "--source", str(image), *files, plots=True)
+    prediction = detect.Predictor(segmenter, **how, quiet=True)(image)
+    detect.run(weights=segmenter, source=image, save_txt=True, save_crop=True, project=tmp_path, **how)
     folder = tmp_path / "exp"
     lines = [line.split() for line in (folder / "labels" / f"{image.stem}.txt").read_text().splitlines()]
     assert isinstance(prediction, SegmentationPrediction)

@@ -7,15 +7,23 @@ who has run it, and refused for another one.
 from __future__ import annotations
 
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
 
+import detect
+import export
+import val
+from models.tasks import TASKS
 from models.weights.reader import read_weights
 from tests.conftest import RunScript
 from tests.curves import rows
 from utils.files import ROOT
+from utils.user_code import trust
 
 PACKAGE = {
     "__init__.py": """
@@ -106,18 +114,39 @@ def test_resuming(processes: str, trained: Path, package: Path, run_script: RunS
     assert rows(tmp_path / "exp")[0] == rows(trained)[0]
 
 
+@contextmanager
+def another_process() -> Iterator[None]:
+    """Run a block without a trace of the package in this process, before and after it."""
+    tasks, path = dict(TASKS), list(sys.path)
+    assert "tinted" not in {*tasks, *sys.modules}
+    try:
+        yield
+    finally:
+        TASKS.clear()
+        TASKS.update(tasks)
+        sys.path[:] = path
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tinted"]:
+            del sys.modules[name]
+
+
 def test_validation_detection_and_export(
-    trained: Path, small_data: Path, run_script: RunScript, tmp_path: Path
+    trained: Path, package: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights name the package, and so does the file that is exported."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    trust(package, "--task-file", is_named=True, named_by="")  # as the training has done
     weights = Path(shutil.copy(trained / "weights" / "best.pt", tmp_path / "best.pt"))
-    where = ("--project", str(tmp_path), "--device", "cpu")
-    run_script("export.py", "--weights", str(weights))
-    for file in (weights, weights.with_suffix(".torchscript")):
-        how = ("--weights", str(file), "--data", str(small_data), "--workers", "0", "--batch-size", "1", *where)
-        assert "mAP50" in run_script("val.py", *how, "--task", "train")
-        picture = next((small_data.with_suffix("") / "images" / "val").glob("*.jpg"))
-        assert picture.name in run_script("detect.py", "--weights", str(file), "--source", str(picture), *where)
+    how = {"project": tmp_path, "device": "cpu"}
+    with another_process():
+        (exported,) = export.run(weights=weights)
+    with another_process():
+        result = val.run(weights=weights, data=small_data, task="train", workers=0, batch_size=1, noplots=True, **how)
+    assert "metrics/mAP_0.5" in result
+    picture = next((small_data.with_suffix("") / "images" / "val").glob("*.jpg"))
+    for file in (weights, exported):
+        with another_process():
+            result = detect.run(weights=file, source=picture, **how)
+        assert Path(result["folder"], picture.name).is_file()
 
 
 @pytest.mark.long

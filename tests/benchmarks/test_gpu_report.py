@@ -33,6 +33,7 @@ def report(folder: Path, *flags: str, hide: bool = True) -> tuple[str, list[dict
     return (folder / "rehearsal.md").read_text(), rows
 
 
+@pytest.mark.long
 def test_a_cheap_part_on_the_cpu(tmp_path: Path) -> None:
     page, rows = report(tmp_path, "--part", "steps")
     assert page.startswith(MARKER)

@@ -331,12 +331,6 @@ def test_getattr_is_not_called(file: Path) -> None:
         read_weights(file)
 
 
-def test_the_calls_would_work(file: Path) -> None:
-    save_pickle({"model": CALLS[0][0]}, file)
-    pickle.loads(file.read_bytes())
-    assert (file.parent / "written").exists()
-
-
 @pytest.mark.parametrize(
     ("module", "name"),
     [

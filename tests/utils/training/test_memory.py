@@ -37,6 +37,12 @@ def test_a_batch_that_cannot_be_shared(
     check_batch_size(size * processes, 0)
 
 
+def test_a_batch_that_logical_processes_cannot_share() -> None:
+    check_batch_size(8, 4)
+    with pytest.raises(UserError, match=r"the batch of all 4 logical processes .*; take 4 or 8$"):
+        check_batch_size(6, 4)
+
+
 @pytest.mark.parametrize("processes", [1, 4])
 def test_a_batch_size_of_zero_and_one_that_is_measured(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, processes, processes)
