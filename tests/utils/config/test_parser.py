@@ -77,6 +77,8 @@ def test_the_help_has_every_flag_and_default(kind: type, capsys: pytest.CaptureF
     assert {TrainOptions: "(default 640)", ValOptions: "or 640 (default 0)"}.get(kind, "or 640 (default none)") in text
     assert text.count("(default ") == len(flags_of(kind))
     assert ("--hyp.lr0 0.005" in text) == (kind is TrainOptions)
+    switches = [field.name for field in flags_of(kind) if field.default is False]
+    assert not [name for name in switches if re.search(rf"--{name.replace('_', '-')} {name.upper()}\b", text)]
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,13 @@ def test_a_detectors_keys_are_unknown() -> None:
         from_mapping(ClassificationRecipe, {"mosaic": 1}, Path("a.yaml"))
 
 
+def test_an_image_gets_mixup_or_cutmix() -> None:
+    names = {0: "disc", 1: "bar"}
+    ClassificationTask(names, ClassificationRecipe(mixup=0.5, cutmix=0.5))
+    with pytest.raises(UserError, match=r"^mixup 0\.75 and cutmix 0\.5 are probabilities, .* add up to 1 or less$"):
+        ClassificationTask(names, ClassificationRecipe(mixup=0.75, cutmix=0.5))
+
+
 # The model
 
 

@@ -151,3 +151,10 @@ def test_draw_batch() -> None:
     assert picture[30, 30].tolist() == [int(51 * 0.6 + value * 0.4) for value in COLOURS[1]]
     assert (picture[40, 40] == 51).all()
     assert (picture[40, 16] != 51).any()  # the box's left edge
+
+
+def test_a_grid_has_the_first_sixteen_images() -> None:
+    """The targets of the others are not drawn."""
+    mask = np.zeros((MAP, MAP), bool)
+    picture = tiny_task().draw_batch(mask_batch([[16, 1, 0.5, 0.5, 0.5, 0.5]], [mask], images=17))
+    assert (picture == 51).all()
