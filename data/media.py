@@ -229,7 +229,7 @@ def local_file(item: MediaItem) -> Path:
         return Path(item.name)
     from utils.download import download  # rarely needed
 
-    address = hashlib.sha256(item.name.encode(errors="surrogateescape")).hexdigest()[:ADDRESS_DIGITS]
+    address = hashlib.sha256(os.fsencode(item.name)).hexdigest()[:ADDRESS_DIGITS]
     return download(item.name, cache_folder() / "media" / address / Path(urlparse(item.name).path).name)
 
 

@@ -17,22 +17,25 @@ _exit_codes: list[int] = []  # the exit code of this process, once `run_main` ha
 
 
 def start_script() -> None:
-    """Prepare this process for the imports of a script, and for a quick end; `run_main` resets both settings."""
+    """Prepare this process for the imports of a script and for a quick exit.
+
+    `run_main` restores Ctrl-C and the garbage collector after the imports.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in these imports prints no traceback
     gc.disable()  # these imports make 400,000 objects, hardly any garbage
     atexit.register(_leave)  # registered first, so called last
 
 
 def collect_garbage() -> None:
-    """Collect garbage again after the imports of a script; what they have made stays, and is left out."""
+    """Turn the garbage collector on after the imports of a script; it ignores the objects that they have made."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
 
 
 @contextmanager
-def exit_code_noted() -> Iterator[None]:
-    """Note the exit code of a script, so that its process can end without taking modules apart, which takes 1 s."""
+def record_exit_code() -> Iterator[None]:
+    """Record the exit code of a script, with which `_leave` ends the process without Python's clean-up of 1 s."""
     code = 1
     try:
         yield
@@ -45,7 +48,7 @@ def exit_code_noted() -> Iterator[None]:
 
 
 def _leave() -> None:
-    """End this process; all other functions of `atexit` have been called, and threads have ended."""
+    """Exit at once if `run_main` has run. Threads have ended, and all other `atexit` functions have been called."""
     if _exit_codes:
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, OSError, ValueError):  # closed, or absent
@@ -56,7 +59,8 @@ def _leave() -> None:
 def parent_number() -> int:
     """Return the number of the process that started this one, even if it has ended.
 
-    Processes of multiprocessing are told the number; a spawned one has imported everything before it gets here.
+    multiprocessing passes the number to the processes that it starts; such a process may have imported everything, for
+    seconds, before this module.
     """
     parent = multiprocessing.parent_process()
     return (parent and parent.pid) or _PARENT

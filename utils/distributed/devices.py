@@ -85,7 +85,9 @@ def choose_devices(device: str) -> bool:
     if not device and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":  # set by accelerate launch --cpu
         return True
     numbers, processes = device_numbers(device), local_world_size()
-    if numbers and _chosen != [device, os.environ.get(VISIBLE_DEVICES)]:
+    if numbers and _chosen == [device, os.environ.get(VISIBLE_DEVICES)]:
+        return False
+    if numbers:
         available = torch.cuda.device_count()
         _check_devices_exist(device, numbers, available)
         if len(numbers) < processes:
@@ -96,8 +98,6 @@ def choose_devices(device: str) -> bool:
         visible = (os.environ.get(VISIBLE_DEVICES) or ",".join(map(str, range(available)))).split(",")
         os.environ[VISIBLE_DEVICES] = ",".join(visible[number] for number in numbers)
         _chosen[:] = device, os.environ[VISIBLE_DEVICES]
-    elif numbers:
-        return False
     elif torch.cuda.is_available():
         if processes > torch.cuda.device_count():
             raise UserError(

@@ -1,6 +1,6 @@
 """Failures: an error, a lost process or a stalled one ends all processes, and one of them prints the reason.
 
-Called by the scripts and spawn (`run_main`), utils/run.py (`Watchdog`, `barrier`), accelerator and stop.
+Called by the scripts (`run_main`, `barrier`), spawn (`run_main`), utils/run.py (`Watchdog`), accelerator and stop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import NamedTuple, NoReturn
 from torch import distributed
 
 from utils.background import Background
-from utils.birth import collect_garbage, exit_code_noted, parent_number
+from utils.birth import collect_garbage, parent_number, record_exit_code
 from utils.console import silence, surviving_output, wrapped
 from utils.distributed.loader_processes import end_workers, remove_temporary_folders
 from utils.distributed.ranks import (
@@ -75,7 +75,7 @@ class Stopped(Exception):
         return f"stopped, exit code {self.code}"
 
 
-@exit_code_noted()
+@record_exit_code()
 @surviving_output()
 def run_main(main: Callable[[], object]) -> None:
     """Call a script's `main`; turn a `UserError` into one line on stderr and exit code 1, Ctrl-C into exit code 130.

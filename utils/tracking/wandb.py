@@ -73,8 +73,10 @@ class WandbTracker(AccelerateTracker):
     ) -> None:
         def log() -> None:
             if self._lacks(key, epoch):
-                pixels = [shown(example.image, EXAMPLE_PIXELS) for example in examples]
-                images = [image_with_boxes(self.wandb, *pair, names) for pair in zip(examples, pixels, strict=True)]
+                images = [
+                    image_with_boxes(self.wandb, example, shown(example.image, EXAMPLE_PIXELS), names)
+                    for example in examples
+                ]
                 self._write({key: images}, step)
 
         self._do(log)
