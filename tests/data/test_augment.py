@@ -234,9 +234,11 @@ def test_an_image_outside_of_the_result_is_not_loaded() -> None:
 def test_an_image_of_another_size_than_its_position_is_resized() -> None:
     half = sample(plain(4, 4, 50), [1, 1, 3, 3])
     positions = mosaic_positions([(8, 8)] * 4, 8, uniform(np.array([8.0, 8.0])))
-    warped = warp_mosaic(positions, lambda number: half, 16, np.eye(3), 1.0, (16, 16))
-    assert (warped.image == 50).all()
-    assert warped.boxes.tolist()[0] == [2, 2, 6, 6]
+    turn = matrix([0, -1, 16], [1, 0, 0], [0, 0, 1])  # a quarter, clockwise: (x, y) -> (16 - y, x)
+    for warp, box in ((np.eye(3), [2, 2, 6, 6]), (turn, [10, 2, 14, 6])):
+        warped = warp_mosaic(positions, lambda number: half, 16, warp, 1.0, (16, 16))
+        assert (warped.image[2:6, box[0] : box[2]] == 50).all()
+        assert warped.boxes.tolist()[0] == box
 
 
 # Boxes

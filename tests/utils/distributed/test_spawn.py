@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -134,3 +135,25 @@ def kill_the_second() -> None:
     if ranks().rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(30)
+
+
+def test_the_second_ctrl_c_kills_processes_that_ignore_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("SURVIVED", str(tmp_path / "survived"))
+    before = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        spawn(press_ctrl_c_twice, 2)
+    assert (tmp_path / "survived").exists()
+    assert time.monotonic() - before < 300  # far less than the processes sleep
+
+
+def press_ctrl_c_twice() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if ranks().rank == 0:
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(1)
+        Path(os.environ["SURVIVED"]).touch()
+        os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(1000)
