@@ -32,7 +32,7 @@ from models.tasks.shared.losses import balanced_weights
 from models.weights.licence import Origin
 from utils.batch import Batch, Split
 from utils.checkpoint.resume import read_saved_state, resolve_settings
-from utils.config.hyperparameters import unread_message
+from utils.config.hyperparameters import is_shipped, unread_message
 from utils.config.options import TrainOptions
 from utils.config.parser import given_flags
 from utils.config.settings import Settings
@@ -336,7 +336,8 @@ def read_inputs(run: Run, settings: Settings) -> Inputs:
     messages += [f"the best epoch is the one with the highest {options.fitness}"] * bool(options.fitness)
     factors, about_rates = rate_factors(model, options.lr_factor)
     messages += about_rates
-    messages += unread_message(settings.hyp, task.unread(start_from.yaml), model_words(start_from.yaml))
+    if not is_shipped(options.hyp):
+        messages += unread_message(settings.hyp, task.unread(start_from.yaml), model_words(start_from.yaml))
     settings, rules = settings.for_weights(start_from.known_share(model, task))
     images = max(options.batch_size // run.accelerator.num_processes, VALIDATION_BATCH)  # in this process's batch
     batch_bytes = images * 3 * data_options.largest(model.imgsz) ** 2

@@ -15,7 +15,7 @@ import yaml
 
 from utils.config.values import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, accepts, expected
 from utils.errors import UserError, nearest, plural
-from utils.files import find_file, read_yaml
+from utils.files import ROOT, find_file, read_yaml
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -254,6 +254,11 @@ def find_hyperparameters(name: str) -> Path:
     folder, file = os.path.split(name)
     is_alias = file in YOLOV5_HYPS and folder in ("", HYPS_FOLDER) and not os.path.isfile(name)
     return find_file(YOLOV5_HYPS[file] if is_alias else name, "hyperparameter file", [HYPS_FOLDER])
+
+
+def is_shipped(name: str) -> bool:
+    """Return whether --hyp names a file of this repository instead of a user's."""
+    return not os.path.isfile(name) or Path(name).resolve().parent == ROOT / HYPS_FOLDER
 
 
 def parse_overrides(kind: type[Recipe], overrides: Mapping[str, str]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from utils.config.hyperparameters import AlignmentKeys, keys_of
 from utils.errors import plural
 
 MAX_SCORE_CHANNELS = 128  # largest number of hidden channels that the number of classes may give a class branch
-BOX_BIAS = 1.0
+BIN_STEP = 0.5  # by which the logit of each bin of an untrained head is below that of the bin before
 EXPECTED_OBJECTS = 5  # objects per level that an untrained head's class scores predict in an image of 640 px
 
 
@@ -83,11 +83,14 @@ class DetectDFL(DetectionHead):
 
     @torch.no_grad()
     def placed(self, strides: Sequence[float]) -> None:
-        """Set the levels' strides in pixels, and the biases of the last convolutions, so that class scores predict 5
-        objects per level."""
+        """Set the levels' strides in pixels, and the biases of the last convolutions.
+
+        Class scores predict 5 objects per level. Boxes have sides of 3 strides: as a target counts in the loss by the
+        overlap with the boxes of its cells, sides of 15 strides (equal biases) leave small objects unlearned for long.
+        """
         self.stride.copy_(torch.tensor(strides))
         for branches, stride in zip(self.heads, self.stride, strict=True):
-            branches.get_parameter("anchor_conv.2.bias").fill_(BOX_BIAS)
+            branches.get_parameter("anchor_conv.2.bias").copy_(-BIN_STEP * torch.arange(BINS).repeat(SIDES))
             bias = branches.get_parameter("class_conv.2.bias")
             bias.copy_(torch.log(EXPECTED_OBJECTS / self.nc / (640 / stride) ** 2).expand_as(bias))
 

@@ -82,8 +82,12 @@ class DetectionTask(Task):
         return tuple(key for key in Hyperparameters.__dataclass_fields__ if key not in read)
 
     def model_yaml(self, yaml: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a model's YAML, with the number of anchors per level from the hyperparameters if they set it."""
-        return {**yaml, "anchors": self.anchors} if self.anchors else dict(yaml)
+        """Return a model's YAML, with the hyperparameters' number of anchors per level, and no auxiliary branch if its
+        weight in the loss is 0."""
+        changed = {**yaml, "anchors": self.anchors} if self.anchors else dict(yaml)
+        if not self.hyp.tal_aux:
+            changed.pop("auxiliary", None)
+        return changed
 
     def fresh_tensors(self, from_yaml: bool) -> tuple[str, ...]:
         """Return `anchors` if the YAML or the hyperparameters replace the weight file's anchors."""

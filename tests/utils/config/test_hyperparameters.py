@@ -17,6 +17,7 @@ from utils.config.hyperparameters import (
     Hyperparameters,
     Recipe,
     from_mapping,
+    is_shipped,
     number,
     read_hyperparameters,
     unread_message,
@@ -313,3 +314,12 @@ def test_accumulated_batches_and_weight_decay(nbs: int, batch_size: int, batches
     recipe = Recipe(nbs=nbs, weight_decay=0.002)
     assert recipe.accumulation(batch_size) == batches
     assert recipe.decay(batch_size) == pytest.approx(0.002 * decay)
+
+
+def test_a_shipped_file_is_not_a_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is named by its name, its path or YOLOv5's name; a user's file of the same name is the user's."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("low", "hyp.scratch-low.yaml", str(ROOT / "data" / "hyps" / "low.yaml")):
+        assert is_shipped(name)
+    assert not is_shipped(str(write_yaml(tmp_path / "low.yaml", {})))
+    assert not is_shipped("low.yaml")

@@ -65,6 +65,13 @@ def test_anchors_that_a_yaml_or_the_hyperparameters_ask_for(task: DetectionTask)
     assert more.fresh_tensors(from_yaml=False) == ("anchors",)
 
 
+def test_an_auxiliary_branch_without_weight_is_left_out() -> None:
+    yaml = read_yaml(ROOT / "models" / "yolov9t.yaml")
+    for weight in (0.25, 0.0):
+        changed = DetectionTask(CLASS_NAMES, Hyperparameters(tal_aux=weight)).model_yaml(yaml)
+        assert changed == {key: rows for key, rows in yaml.items() if weight or key != "auxiliary"}
+
+
 def test_the_head_is_kept_if_the_recipe_says_so_and_classes_differ(task: DetectionTask) -> None:
     state = {"anything": torch.zeros(1)}
     names = {0: "other"}
