@@ -63,8 +63,8 @@ class Oracle:
         problems += [f"left behind: {line}" for line in attempt.left_behind(WANDB_SECONDS)]
         outputs = attempt.output()
         problems += [f"machine {number}: {line}" for number in outputs for line in wrong_messages(outputs[number])]
-        ended = ("error: ", "stopped by ", "results in ")  # the last if the fault came after the last epoch
-        if ends and not any(words in text for words in ended for text in outputs.values()):
+        messages = ("error: ", "stopped by ", "results in ")  # the last after a fault in the last epoch
+        if ends and not any(message in text for message in messages for text in outputs.values()):
             problems.append("it ended without a message")
         problems += self._state(attempt)
         actual, expected = (read_text(folder / "results.csv") for folder in (run, self.reference))

@@ -19,7 +19,7 @@ from utils.config.hyperparameters import AlignmentKeys, keys_of
 from utils.errors import plural
 
 MAX_SCORE_CHANNELS = 128  # largest number of hidden channels that the number of classes may give a class branch
-BIN_STEP = 0.5  # by which the logit of each bin of an untrained head is below that of the bin before
+BIN_STEP = 0.5  # how much the initial logits of the distances decrease from bin to bin
 EXPECTED_OBJECTS = 5  # objects per level that an untrained head's class scores predict in an image of 640 px
 
 
@@ -85,8 +85,8 @@ class DetectDFL(DetectionHead):
     def placed(self, strides: Sequence[float]) -> None:
         """Set the levels' strides in pixels, and the biases of the last convolutions.
 
-        Class scores predict 5 objects per level. Boxes have sides of 3 strides: as a target counts in the loss by the
-        overlap with the boxes of its cells, sides of 15 strides (equal biases) leave small objects unlearned for long.
+        Class scores predict 5 objects per level, and boxes are 3 strides wide and high. Equal biases would make them 15
+        strides wide: they overlap little with small objects, whose weight in the loss, the overlap, would be near 0.
         """
         self.stride.copy_(torch.tensor(strides))
         for branches, stride in zip(self.heads, self.stride, strict=True):

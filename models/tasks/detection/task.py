@@ -82,8 +82,7 @@ class DetectionTask(Task):
         return tuple(key for key in Hyperparameters.__dataclass_fields__ if key not in read)
 
     def model_yaml(self, yaml: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a model's YAML, with the hyperparameters' number of anchors per level, and no auxiliary branch if its
-        weight in the loss is 0."""
+        """Return a model's YAML with the recipe's `anchors`, if set, and without `auxiliary` if `tal_aux` is 0."""
         changed = {**yaml, "anchors": self.anchors} if self.anchors else dict(yaml)
         if not self.hyp.tal_aux:
             changed.pop("auxiliary", None)

@@ -88,8 +88,7 @@ def test_the_detections_of_an_image_do_not_depend_on_the_others() -> None:
 
 
 def test_a_fresh_head_expects_few_small_objects() -> None:
-    """Its scores are those of 5 objects among the cells of a level of an image of 640 px, shared by the classes; its
-    boxes have sides of 3 strides."""
+    """Scores predict 5 objects per level in an image of 640 px, over all classes; boxes are 3 strides wide and high."""
     head = DetectDFL(4, (8, 16))
     head.placed([8, 16])
     for branches, cells in zip(head.heads, (80**2, 40**2), strict=True):
