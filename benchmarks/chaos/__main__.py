@@ -146,6 +146,7 @@ class Soak:
         )  # a full disk takes more
         outcome.exact = self.exact
         if self.cluster.finished(self.run):
+            self.undisturbed(self.run)  # it has nothing to train, but W&B may lack its last epoch
             outcome.problems += self.oracle.compare_end(self.run, self.exact, self.log_gaps)
         return outcome
 

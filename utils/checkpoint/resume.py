@@ -25,6 +25,7 @@ from utils.distributed.failure import Stopped
 from utils.distributed.ranks import launched
 from utils.errors import UserError
 from utils.files import read_yaml
+from utils.tracking.requested import log_lost_epochs
 
 if TYPE_CHECKING:
     from utils.run import Run
@@ -98,6 +99,7 @@ def _settings_of_run(settings: Settings, recipe_of: RecipeOf) -> Settings:
     progress, has_tensors = Progress.from_state(state["progress"]), can_continue(state)
     if reason := progress.nothing_to_do(saved["epochs"], options.epochs, has_tensors):
         print(f"{run} {reason}", flush=True)
+        log_lost_epochs(run, saved)
         raise Stopped(0)
     if not has_tensors:
         raise UserError(

@@ -73,6 +73,10 @@ class AccelerateTracker(Tracker):
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         self._do(lambda: self._log(dict(values), step or 0))
 
+    def lacks_epoch(self, epoch: int) -> bool:
+        position = self._earlier_position()
+        return position.continues and not position.logged_before(EPOCH, epoch)
+
     def fail(self, reason: str) -> None:
         self._do(self._close)
         self._background.finish(FAIL_SECONDS)
@@ -93,7 +97,7 @@ class AccelerateTracker(Tracker):
         """Start the run, or continue this folder's run."""
         if self.name not in LOGGER_TYPE_TO_CLASS:
             raise UserError(f"this version of accelerate has no tracker {self.name}: pip install -U accelerate")
-        self._position = LogPosition(self.folder / f".{self.name}.json", self.run["id"])
+        self._position = self._earlier_position()
         location = RunLocation(self.folder, self.run, self._position)
         tracker = self._start_or_store(location)
         self._position.remote_id = remote_id(self.name, tracker)
@@ -103,6 +107,9 @@ class AccelerateTracker(Tracker):
         self.inner = tracker
         for lost, step in self._position.missed(self._earlier):
             self._log(lost, step)
+
+    def _earlier_position(self) -> LogPosition:
+        return LogPosition(self.folder / f".{self.name}.json", self.run["id"])
 
     def _start_or_store(self, location: RunLocation) -> Any:
         """Return a started tracker; without its server it stores the run on this machine, if it can."""

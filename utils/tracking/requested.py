@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from utils.errors import public
 from utils.tracking.accelerate_tracker import AccelerateTracker
+from utils.tracking.log_position import earlier_epochs
 from utils.tracking.tensorboard import TensorBoardTracker
-from utils.tracking.tracker import FINISH_SECONDS, TENSORBOARD, WANDB, Print, Tracker, requested_trackers
+from utils.tracking.tracker import EPOCH, FINISH_SECONDS, TENSORBOARD, WANDB, Print, Tracker, requested_trackers
 from utils.tracking.wandb import UPLOAD_SECONDS, WandbTracker
 
 DEFAULT_PROJECT = "train"  # the last folder of the default --project; W&B's project is then "lockstep"
@@ -71,6 +73,24 @@ def make_trackers(
     return [
         own[name]() if name in own else AccelerateTracker(name, folder, named, print_line) for name in names
     ], warnings
+
+
+def log_lost_epochs(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Log the last epochs of a finished run to the trackers that lack them: one failed, or its process was killed.
+
+    Args:
+        folder: the run folder
+        settings: settings of the run
+    """
+    epochs = earlier_epochs(folder)
+    names = {each.name for each in fields(TrackerOptions)}
+    options = TrackerOptions(**{name: value for name, value in settings.items() if name in names})
+    trackers, _ = make_trackers(options, folder, print, "train")
+    for tracker in trackers:
+        if epochs and tracker.lacks_epoch(int(epochs[-1][EPOCH])):
+            print(f"{tracker.name} lacks epochs that {folder / 'results.csv'} has: they are logged now", flush=True)
+            tracker.store_init_configuration({name: public(value) for name, value in settings.items()})
+            tracker.finish()
 
 
 def joined_options(log_with: str, training: Mapping[str, Any], run_id: str) -> TrackerOptions:

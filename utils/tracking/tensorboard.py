@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from utils.tracking.accelerate_tracker import START_SECONDS, AccelerateTracker
-from utils.tracking.log_position import LogPosition
 from utils.tracking.tracker import TENSORBOARD, Print, axis_of
 
 EVENT_FILES = "events.out.tfevents*"  # as TensorBoard names them
-TENSORBOARD_POSITION_FILE = ".tensorboard.json"  # file in the run folder
 
 
 class TensorBoardTracker(AccelerateTracker):
@@ -50,7 +48,7 @@ class TensorBoardTracker(AccelerateTracker):
     def _start(self, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._position = LogPosition(self.folder / TENSORBOARD_POSITION_FILE, self.run["id"])
+        self._position = self._earlier_position()
         self._position.cut_log_file()
         earlier = {*self.folder.glob(EVENT_FILES)}
         self.inner = SummaryWriter(str(self.folder))

@@ -116,6 +116,10 @@ class Tracker(GeneralTracker):
     def log_line(self, text: str) -> None:
         """Log a line of the console output."""
 
+    def lacks_epoch(self, epoch: int) -> bool:
+        """Return whether earlier processes have logged the run but not this epoch, counted from 1."""
+        return False
+
     def fail(self, reason: str) -> None:
         """Log why the run is about to end with an error; return within a second."""
 

@@ -124,6 +124,10 @@ class WandbTracker(AccelerateTracker):
     def log_line(self, text: str) -> None:
         self._do(lambda: self.inner.run.write_logs(f"{text}\n"))
 
+    def lacks_epoch(self, epoch: int) -> bool:
+        files = [*self._wandb_folder.glob(f"*run-*-{self.run['id']}/*.wandb")]
+        return bool(files) and last_logged(files).get(EPOCH, 0) < epoch
+
     def fail(self, reason: str) -> None:
         def note() -> None:
             self.code = 1

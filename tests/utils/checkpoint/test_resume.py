@@ -27,6 +27,7 @@ from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 from utils.run import FolderOptions, Run
 from utils.summary import Summary
+from utils.tracking.tensorboard import TensorBoardTracker
 
 LOW = str(ROOT / "data" / "hyps" / "low.yaml")
 BEGUN = {"epochs": 10, "batch_size": 8, "imgsz": 96, "hyp": LOW, "freeze": (0, 2), "workers": 1, "device": "cpu"}
@@ -317,6 +318,24 @@ def test_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     settings = resumed("--resume", str(run), "--epochs", "11")
     assert settings.options.epochs == 11
     assert settings.saved is not None
+
+
+def test_a_finished_run_logs_what_a_tracker_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The process was killed after it had saved its last state, and before the last epoch was logged."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = begin(tmp_path / "exp", Progress(epoch=10, finished=True), log_with="tensorboard", wandb_id="x")
+    (run / "results.csv").write_text("epoch,val/box_loss\n0,0.5\n1,0.25\n")
+    tracker = TensorBoardTracker(run, "x", print)
+    tracker.store_init_configuration({})
+    tracker.log({"epoch": 1, "val/box_loss": 0.5}, step=4)
+    tracker.finish()
+    with pytest.raises(Stopped):
+        resumed("--resume", str(run))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == [f"tensorboard lacks epochs that {run / 'results.csv'} has: they are logged now"]
+    ended(capsys, "--resume", str(run))  # one line: nothing is left to log
+    scalars = accumulator.EventAccumulator(str(run), {"scalars": 0}).Reload().Scalars("val/box_loss")
+    assert sorted(event.value for event in scalars) == [0.25, 0.5]  # files of one second are in any order
 
 
 def test_a_finished_run_that_kept_no_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 import pytest
 
-from utils.tracking.tensorboard import TENSORBOARD_POSITION_FILE, TensorBoardTracker
+from utils.tracking.tensorboard import TensorBoardTracker
 
 
 def test_a_failure_of_tensorboard_is_one_warning(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def log_steps(folder: Path, steps: range) -> None:
 def test_a_step_whose_position_was_not_stored_is_logged_once(tmp_path: Path) -> None:
     """The process is killed after it has written a step to the event file and before it has stored the position."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    position = tmp_path / TENSORBOARD_POSITION_FILE
+    position = tmp_path / ".tensorboard.json"
     log_steps(tmp_path, range(1, 3))
     log_steps(tmp_path, range(2, 4))
     stored = position.read_text()

@@ -20,6 +20,7 @@ from tests.wandb_server import serve
 from utils.files import ROOT
 from utils.summary import Box, Example
 from utils.tracking import accelerate_tracker
+from utils.tracking.requested import log_lost_epochs
 from utils.tracking.wandb import CONNECT_SECONDS, WandbTracker, connect_timeout
 
 wandb = pytest.importorskip("wandb")
@@ -92,6 +93,30 @@ def test_epochs_that_a_killed_process_lost_are_logged(tmp_path: Path, monkeypatc
     logged(3, 6)
     rows = [row for file in runs(tmp_path) for row in read(file).rows]
     assert [(row["epoch"], row["val/box_loss"]) for row in rows] == [(k + 1, k / 10) for k in range(6)]
+
+
+def test_a_finished_run_logs_the_epochs_that_wandb_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """W&B's service was killed while the last epoch was trained. Nothing is logged twice, nor without a need."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    settings = {"project": "runs/p", "log_with": "wandb", "wandb_id": "abc", "wandb_tags": ["one"], "epochs": 3}
+    log_lost_epochs(tmp_path, settings)
+    assert not list(tmp_path.iterdir())  # nothing of the run was ever logged
+    tracker = WandbTracker(tmp_path, {**RUN, "id": "abc"}, print)
+    tracker.store_init_configuration({})
+    tracker.log({"epoch": 1, "val/box_loss": 0.0}, step=0)
+    tracker.finish()
+    capsys.readouterr()
+    (tmp_path / "results.csv").write_text("epoch,val/box_loss\n0,0.0\n1,0.1\n2,0.2\n")
+    for said in (1, 0):
+        time.sleep(1.1)  # W&B names folders by the second
+        wandb.teardown()
+        log_lost_epochs(tmp_path, settings)
+        assert capsys.readouterr().out.count("wandb lacks epochs that") == said
+    wandb.teardown()
+    rows = [[(row["epoch"], row["val/box_loss"]) for row in read(file).rows] for file in runs(tmp_path)]
+    assert sorted(rows) == [[(1, 0.0)], [(2, 0.1), (3, 0.2)]]
 
 
 def test_pictures_and_tables_are_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
