@@ -264,7 +264,7 @@ ERRORS = {
     "a set of YOLOv5 with a script": Case(nothing, "are a CSV file, which YOLOv5's", "--data SKU-110K.yaml"),
     "a set that is not here": Case(nothing, "annotations are GeoJSON, which YOLOv5's", "--data data/xView"),
     "equal bytes without equal kernels": Case(
-        nothing, "cannot be used with", "--no-deterministic --logical-processes 1"
+        nothing, "cannot be used with", "--no-deterministic --logical-processes 2"
     ),
     # weights
     "a name that no file can have": Case(nothing, "is not a file or a folder; give", f"--data {'x' * 5000}"),
