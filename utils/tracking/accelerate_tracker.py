@@ -75,7 +75,8 @@ class AccelerateTracker(Tracker):
 
     def lacks_epoch(self, epoch: int) -> bool:
         position = self._earlier_position()
-        return position.continues and not position.logged_before(EPOCH, epoch)
+        known = self.name in LOGGER_TYPE_TO_CLASS  # not a user's tracker, whose file nothing has imported
+        return known and position.continues and not position.logged_before(EPOCH, epoch)
 
     def fail(self, reason: str) -> None:
         self._do(self._close)
