@@ -135,11 +135,7 @@ class RunScript(Protocol):
 @pytest.fixture(scope="session")
 def run_script(tmp_path_factory: pytest.TempPathFactory) -> RunScript:
     """Runs get their own cache folder, must end with `code`, or with 1 or 2 if `fails`, and leave no process behind."""
-    cache = {
-        "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
-        # DeepSpeed compiles an operation for 100 s at its first start: once for all processes that run tests
-        "TORCH_EXTENSIONS_DIR": str(common_root(tmp_path_factory) / "torch_extensions"),
-    }
+    cache = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
 
     def run(
         script: str,
@@ -314,15 +310,10 @@ def drawn_outlines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Runs that several files compare with; processes of pytest-xdist share them
 
 
-def common_root(factory: pytest.TempPathFactory) -> Path:
-    """Return the temporary folder of all processes that run tests."""
-    root = factory.getbasetemp()
-    return root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
-
-
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
     """Return a folder that `make` fills, once for all processes that run tests."""
-    folder = common_root(factory) / name
+    root = factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / name
     with FileLock(f"{folder}.lock"):
         done = folder / "done"
         if not done.exists():

@@ -197,6 +197,7 @@ def test_a_launcher_dies_while_its_process_is_importing(tmp_path: Path) -> None:
     assert "the launcher of process 1" in output.read_text()
 
 
+@pytest.mark.long
 def test_a_killed_run_whose_processes_are_importing(small_data: Path, tmp_path: Path) -> None:
     """Spawned processes have imported everything before they can look at their parent."""
     what = ["--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--project", str(tmp_path)]

@@ -389,7 +389,8 @@ def server(answers: bool) -> Iterator[str]:
         yield f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("answers", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("answers", [False, True])
 def test_a_server_that_cannot_be_reached(answers: bool, train: Train, plain: Path, tmp_path: Path) -> None:
     with server(answers) as address:
         key = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": address, "WANDB_INIT_TIMEOUT": "3"}

@@ -80,12 +80,10 @@ class Cluster:
 
     def environment(self) -> dict[str, str]:
         """Return the environment of each attempt: one thread per process, nothing written outside of `folder`."""
-        extensions = Path.home() / ".cache" / "torch_extensions"  # DeepSpeed compiles for 100 s at its first start
         own = {"HOME": "home", "XDG_CACHE_HOME": "cache", "TMPDIR": "tmp"}
         return {
             **os.environ,
             **{name: str(self.folder / path) for name, path in own.items()},
-            "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(extensions)),
             "OMP_NUM_THREADS": "1",
             "WANDB_MODE": "offline",
         }

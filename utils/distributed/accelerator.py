@@ -67,7 +67,7 @@ def connect(device: str, timeout: float) -> str:
         wait_for_main_address(timeout)
     if by_zero:
         deepspeed.prepare_environment(on_cpu)
-    with rendezvous_errors(timeout), environment_errors(), deepspeed.without_output():
+    with rendezvous_errors(timeout), environment_errors():
         state = PartialState(
             cpu=on_cpu and not by_zero,  # with cpu=True Accelerate would silently not use DeepSpeed
             timeout=timedelta(seconds=timeout + COLLECTIVE_MARGIN_SECONDS),
@@ -115,7 +115,7 @@ def start(device: str, mixed_precision: str, timeout: float, comm_hook: str = ""
     precision = broadcast_from_main(lambda: choose_precision(mixed_precision, kind, by_zero))
     if kind == "cpu":
         keep_freed_memory()  # activations are allocated anew in each step
-    with environment_errors(), deepspeed.without_output():
+    with environment_errors():
         accelerator = Accelerator(
             cpu=kind == "cpu" and not by_zero,
             mixed_precision="no" if by_zero else precision.name,

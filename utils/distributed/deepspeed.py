@@ -7,11 +7,10 @@ only if it is used; Accelerate then needs transformers too.
 from __future__ import annotations
 
 import importlib.util
-import io
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,15 +50,11 @@ def prepare_environment(on_cpu: bool) -> None:
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    from deepspeed.utils import logger
+    import deepspeed
 
-    for verbose_logger in (logger, logging.getLogger("torch.utils.cpp_extension")):
-        verbose_logger.setLevel(logging.ERROR)
-
-
-def without_output() -> AbstractContextManager[object]:
-    """Return a context that silences DeepSpeed, which on the CPU prints a line per process about a compiled op."""
-    return redirect_stdout(io.StringIO()) if is_requested() else nullcontext()
+    if on_cpu:  # else DeepSpeed compiles an all-reduce for inference, in one to two minutes
+        deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+    deepspeed.utils.logger.setLevel(logging.ERROR)
 
 
 def configure_autocast(plugin: Any, precision: str) -> None:
