@@ -6,7 +6,7 @@ Called by the data sets; the tasks receive a `Batch` (utils/batch.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from data.cache import Images
-from data.sampler import SampleIndex
+from data.sampler import GlobalBatches, SampleIndex
 from utils.batch import Batch
 from utils.distributed.loader_processes import init_worker, share_temporary_folder
 
@@ -54,13 +54,17 @@ def stack_in_place(images: Sequence[Tensor]) -> Tensor:
 
 
 def loader(
-    items: Items, batches: Iterable[list[SampleIndex]], collate: Callable[[Sequence[Any]], Batch], workers: int
+    items: Items,
+    batches: GlobalBatches | Sequence[list[SampleIndex]],
+    collate: Callable[[Sequence[Any]], Batch],
+    workers: int,
 ) -> DataLoader[Any]:
     """Return a loader of `batches` of `items`.
 
     Args:
-        workers: number of loader processes, which end with this process; 0 loads in this process
+        workers: number of loader processes, at most one per batch, which end with this process; 0 loads in this process
     """
+    workers = min(workers, len(batches))
     if workers:
         share_temporary_folder()
     return DataLoader(

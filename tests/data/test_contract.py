@@ -250,6 +250,12 @@ def test_a_share_of_the_evaluation_is_part_of_the_whole(drawing: tuple[Kind, Pat
     check_same(share, whole[1::2])
 
 
+def test_there_are_no_more_loader_processes_than_batches(drawing: tuple[Kind, Path]) -> None:
+    """One without a batch would print an error when the loader is collected: a queue would be closed twice."""
+    one, four = evaluation(drawing, TRAIN, square=True, workers=3), evaluation(drawing, workers=3)
+    assert (one.num_workers, four.num_workers, train_loader(drawing, workers=8).num_workers) == (1, 3, 4)
+
+
 def test_evaluated_pixels_do_not_depend_on_the_batch_size(drawing: tuple[Kind, Path]) -> None:
     small, large = (list(evaluation(drawing, batch_size, square=True)) for batch_size in (1, TRAIN))
     assert images_of(small) == images_of(large)
