@@ -44,15 +44,18 @@ class Part(NamedTuple):
 # 25 minutes in all
 PARTS = {
     "waits": Part("waits", 90, "operations of the loop that wait for the device"),
-    "parity": Part("parity", 120, "loss, gradients and mAP against the CPU"),
-    "steps": Part("steps", 330, "training steps of all sizes, and what bounds them"),
+    "parity": Part("parity", 100, "loss, gradients and mAP against the CPU"),
     "determinism": Part("determinism", 180, "equal runs, and a run that is killed and resumed"),
-    "validation": Part("validation", 90, "inference and suppression per image"),
-    "loader": Part("loader", 120, "images per second of the loader by cores"),
-    "fitting": Part("fitting", 100, "AutoBatch against what fits"),
-    "peers": Part("peers", 150, "YOLOv5 and ultralytics, if they are carried"),
+    "logical": Part("logical", 90, "--logical-processes on one GPU"),
+    "tests": Part("tests", 180, "the tests marked gpu"),
+    "steps": Part("steps", 150, "training steps of all sizes, and what bounds them"),
+    "kernels": Part("kernels", 80, "phases and kernels of a training step"),
+    "peers": Part("peers", 110, "YOLOv5 and ultralytics, if they are carried"),
+    "validation": Part("validation", 60, "inference and suppression per image"),
+    "fitting": Part("fitting", 90, "AutoBatch against what fits"),
+    "loader": Part("loader", 80, "images per second of the loader by cores"),
     "exports": Part("exports", 80, "exported files on the device"),
-    "tests": Part("tests", 240, "the tests marked gpu"),
+    "compiled": Part("compiled", 200, "steps of a compiled model, and with CUDA graphs"),
 }
 PAIR_PARTS = {
     "curves": Part("pair_curves", 300, "two processes against one"),
@@ -78,8 +81,14 @@ def end(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def run_part(part: Part, flags: Sequence[str], environment: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
-    """Run a part; return its rows, and '' or what went wrong."""
+def run_part(
+    part: Part, flags: Sequence[str], environment: Mapping[str, str], log: Path | None = None
+) -> tuple[list[dict[str, Any]], str]:
+    """Run a part; return its rows, and '' or what went wrong.
+
+    Args:
+        log: file for everything that the part prints
+    """
     command = [sys.executable, "-u", "-m", f"benchmarks.gpu_parts.{part.module}", *flags]
     problem = ""
     with tempfile.TemporaryDirectory() as scratch:
@@ -101,6 +110,8 @@ def run_part(part: Part, flags: Sequence[str], environment: Mapping[str, str]) -
             printed = started.communicate()[0]
         finally:
             end(started)
+    if log:
+        log.write_text(printed, encoding="utf-8")
     lines = printed.splitlines()
     rows = [json.loads(line.removeprefix(ROW)) for line in lines if line.startswith(ROW)]
     others = [line for line in lines if not line.startswith(ROW)]
@@ -174,7 +185,7 @@ def main() -> None:
     failures = 0
     for name, part in chosen(options.part, PAIR_PARTS if options.pair else PARTS):
         when, begun = datetime.datetime.now().strftime("%Y-%m-%d %H:%M"), time.monotonic()
-        rows, problem = run_part(part, flags, environment)
+        rows, problem = run_part(part, flags, environment, carried / f"{name}.log")
         text = section(name, part, when, where, rows, problem)
         append(page, text)
         with (carried / "results.jsonl").open("a", encoding="utf-8") as raw:

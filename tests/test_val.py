@@ -313,12 +313,12 @@ def test_speed(two_models: tuple[str, str], small_data: Path, tmp_path: Path, ru
 
 
 @pytest.mark.gpu
-def test_half_on_cuda(shared: Path, photos: Path, tmp_path: Path, run_script: RunScript) -> None:
+def test_half_on_cuda(shared: Path, coco128: Path, tmp_path: Path, run_script: RunScript) -> None:
     """Half precision has the mAP of full precision."""
     means = []
     for flags in (["--mixed-precision", "no"], ["--half"]):
         printed = run_script(
-            "val.py", "--weights", str(shared / "weights" / "yolov5n.pt"), "--data", str(photos), "--imgsz", "320",
+            "val.py", "--weights", str(shared / "weights" / "yolov5n.pt"), "--data", str(coco128), "--imgsz", "320",
             "--device", "0", "--project", str(tmp_path), *flags,
         )  # fmt: skip
         means.append(next(float(line.split()[6]) for line in printed.splitlines() if line.split()[:1] == ["all"]))

@@ -36,7 +36,7 @@ def main() -> None:
                 given = images.to(here.torch_device)
                 boxes = exported(given).float().cpu()
                 expected = boxes if expected is None else expected
-                seconds = seconds_each(lambda exported=exported, given=given: exported(given), here.torch_device, 2, 10)
+                seconds = seconds_each(lambda exported=exported, given=given: exported(given), here.torch_device, 1, 5)
                 outcome = {
                     "ms per image": rounded(seconds / batch * 1000),
                     "largest difference of a box, pixels": rounded(float((boxes - expected)[..., :4].abs().max()), 2),

@@ -136,7 +136,7 @@ def seconds_each(call: Callable[[], object], device: torch.device, warmup: int, 
 def free_memory(device: torch.device) -> None:
     """Give back what the last measurement allocated, and start a new count of the peak."""
     gc.collect()
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -170,4 +170,5 @@ def training_flags(here: Machine, model: str, imgsz: int, batch: int, *more: str
     """Return flags of train.py for a measurement: nothing is drawn or validated, and one process loads."""
     what = ["--data", str(here.photos()), "--weights", "", "--cfg", f"{model}.yaml", "--imgsz", str(imgsz)]
     how = ["--batch-size", str(batch), "--device", here.device, "--workers", "0", "--noplots", "--no-wandb", "--quiet"]
-    return [*what, *how, "--hyp", "low", "--noautoanchor", "--project", str(here.scratch / "runs"), *more]
+    anchors = ["--noautoanchor"] * model.startswith("yolov5")
+    return [*what, *how, "--hyp", "low", *anchors, "--project", str(here.scratch / "runs"), *more]

@@ -22,7 +22,7 @@ from models.tasks.contract import Thresholds
 from models.tasks.detection.suppression import detect
 from models.tasks.detection.views import DecodedView
 
-MODELS = ("yolov5n", "yolov5s", "yolov5m", "yolov5l", "yolov5x")
+MODELS = ("yolov5n", "yolov5s", "yolov5x")
 CANDIDATES = 25_200  # boxes of an image at 640 px
 CLOCK = """
 import json, os, statistics, sys, time
@@ -70,7 +70,8 @@ def theirs(here: Machine, checkout: Path, code: str, **variables: str) -> float:
     """Run a snippet in a checkout; return its median seconds. Raises RuntimeError with its last line."""
     folder = here.photos(links=True).parent
     given = {"FOLDER": str(folder), "DEVICE": here.torch_device.type, "WANDB_MODE": "disabled", **variables}
-    environment = {**os.environ, **given, "YOLO_CONFIG_DIR": str(here.scratch), "PYTHONPATH": str(checkout)}
+    path = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, **given, "YOLO_CONFIG_DIR": str(here.scratch), "PYTHONPATH": path}
     command = [sys.executable, "-c", CLOCK + code]
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -130,8 +131,8 @@ def main() -> None:
     }
     if not peers:
         row("Peers", note="not measured: no checkout is carried (make gpu-data)")
-    compare_steps(here, peers)
     compare_suppression(here, peers["YOLOv5"][0] if "YOLOv5" in peers else None)
+    compare_steps(here, peers)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from benchmarks.gpu_parts.measuring import (
 )
 from utils.distributed.accelerator import reset_accelerate
 
-MODELS = ("yolov5n", "yolov5s", "yolov5m", "yolov5l", "yolov5x")
+MODELS = ("yolov5n", "yolov5s", "yolov5m", "yolov5l", "yolov5x", "yolov9t", "yolov9s")
 BATCH, IMGSZ = 64, 640
 LAYOUTS = ("models.tasks.detection.task.layout", "utils.distributed.prepare.layout")  # where the loop asks for it
 # Settings of Accelerate: how the model is compiled. "reduce-overhead" records CUDA graphs.
@@ -84,13 +84,19 @@ def settings(compiler: str, channels_last: bool) -> Iterator[None]:
         yield
 
 
-def stepper(here: Machine, model: str, imgsz: int, batch: int, *flags: str) -> Callable[[], None]:
-    """Return a function that takes a training step, on a batch that is on the device already."""
-    hyp = write_yaml(here.scratch / f"every-{batch}.yaml", {"nbs": batch})  # every batch is an optimizer step
+def assembled(here: Machine, model: str, imgsz: int, batch: int, *flags: str) -> tuple[train.Training, Any]:
+    """Return a training in bf16 whose every batch is an optimizer step, and a batch that is on the device already."""
+    hyp = write_yaml(here.scratch / f"every-{batch}.yaml", {"nbs": batch})
     more = ("--mixed-precision", "bf16", "--hyp", str(hyp), *flags)
     training = train.assemble(train.settings_of(training_flags(here, model, imgsz, batch, *more)))
     given = next(iter(training.loader))
-    training.steps.model.prepared.train()
+    training.steps.model.train()
+    return training, given
+
+
+def stepper(here: Machine, model: str, imgsz: int, batch: int, *flags: str) -> Callable[[], None]:
+    """Return a function that takes a training step."""
+    training, given = assembled(here, model, imgsz, batch, *flags)
     number = iter(range(10**9))
 
     def step() -> None:
@@ -146,6 +152,18 @@ def measure(here: Machine, model: str, compiler: str, channels_last: bool, peaks
     row(f"Steps in bf16, batch {batch} at {imgsz} px", **about, **rate)
 
 
+def measure_logical(here: Machine) -> None:
+    """Print a row for each number of logical processes on one device."""
+    model, batch, imgsz = ("yolov5n", 4, 64) if here.quick else ("yolov5s", BATCH, IMGSZ)
+    for count in (0, 1, 4):
+        free_memory(here.torch_device)
+        step = stepper(here, model, imgsz, batch, *(["--logical-processes", str(count)] if count else []))
+        seconds = seconds_each(step, here.torch_device, *((1, 2) if here.quick else (5, 10)))
+        about = {"model": model, "--logical-processes": count or "not given"}
+        row(f"Cost of --logical-processes in bf16, batch {batch} at {imgsz} px", **about, ms=rounded(seconds * 1000))
+        reset_accelerate()
+
+
 def main() -> None:
     """Measure all models as they are first, then the other settings."""
     here = machine()
@@ -154,13 +172,11 @@ def main() -> None:
         "Peaks of this device, measured",
         **{"TFLOP/s, bf16": rounded(peaks.flops / 1e12), "GB/s": rounded(peaks.bytes / 1e9)},
     )
-    models = MODELS[:1] if here.quick else MODELS
-    for channels_last in (True, False):
-        for model in models:
-            measure(here, model, "", channels_last, peaks)
-    for model in () if here.quick else models:  # compiling takes minutes: the last ones may not be reached
-        for compiler in filter(None, COMPILERS):
-            measure(here, model, compiler, True, peaks)
+    for model in MODELS[:1] if here.quick else MODELS:
+        measure(here, model, "", True, peaks)
+    for model in ("yolov5n",) if here.quick else ("yolov5n", "yolov5x"):
+        measure(here, model, "", False, peaks)
+    measure_logical(here)
 
 
 if __name__ == "__main__":

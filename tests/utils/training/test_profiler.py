@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,8 +47,10 @@ def test_the_steps_of_the_window_are_profiled(window: str, steps: int, tmp_path:
 def test_a_gpu_is_profiled(run_script: RunScript, small_data: Path, tmp_path: Path) -> None:
     flags = ("--cfg", "yolov5n.yaml", "--imgsz", "64", "--epochs", "1", "--no-wandb", "--profile", "1:2")
     run_script("train.py", "--data", str(small_data), "--weights", "", "--project", str(tmp_path), *flags)
-    rows = (tmp_path / "exp/profile/operators.csv").read_text().splitlines()[1:]
-    assert all(float(row.split(",")[3]) > 0 for row in rows)
+    with (tmp_path / "exp/profile/operators.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 10
+    assert all(float(row["device_ms"]) > 0 for row in rows)
 
 
 def test_a_window_after_the_end_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
