@@ -773,8 +773,8 @@ def test_on_a_gpu(detector: Path, photo: Path, predictor: Predictor, run_script:
         found = Predictor(detector, imgsz=SIDE, conf_thres=CONFIDENCE, device="cuda", half=half)(photo)
         near = np.abs(found.array[:, None, :4] - expected.array[:, :4]).max(2) < 1.0
         near &= found.array[:, None, 5] == expected.array[:, 5]
-        assert near.any(0).mean() > 0.95  # a few overlap by nearly the threshold of suppression
-        assert near.any(1).mean() > 0.95
+        # Some overlap by nearly the threshold of suppression: in half precision others of equal boxes are kept.
+        assert min(near.any(0).mean(), near.any(1).mean()) > (0.5 if half else 0.95)
     flags = ("--weights", str(detector), "--source", str(photo), "--device", "0", "--half")
     assert " ms " in run_script("detect.py", *flags, "--imgsz", str(SIDE), "--project", str(tmp_path))
 

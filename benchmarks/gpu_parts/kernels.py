@@ -1,4 +1,4 @@
-"""What a training step spends its time with: seconds of its phases on host and device, and the device's kernels by kind.
+"""What a training step spends its time with: its phases on host and device, and the device's kernels by kind.
 
 A phase whose host time is near its whole time is bound by launches.
 """

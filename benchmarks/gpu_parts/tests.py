@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from benchmarks.gpu_parts.measuring import Machine, machine, row
 from utils.files import ROOT
 
-
 PROCESSES = 4  # at a time, if pytest-xdist is installed; starting takes longer than the tests' work on the device
 OUTCOME = re.compile(
     r"(?:\[gw\d+\] \[ *\d+%\] )?(?:(PASSED|FAILED|ERROR|SKIPPED) )?(tests/\S*)(?: (PASSED|FAILED|ERROR|SKIPPED).*)? *$"

@@ -57,9 +57,9 @@ class ModelEMA:
         self.updates.fill_(saved["updates"])
 
     def _floating(self, models: Sequence[nn.Module]) -> list[Tensor]:
-        """Return the saved floating-point tensors of the first model, and the saved floating-point buffers of the others.
+        """Return the floating-point tensors of the first model's state, and such buffers of the others.
 
-        A walk over `state_dict` takes the host a tenth of a training step on a GPU, so the layers are listed once.
+        `state_dict` would take the host a tenth of a training step on a GPU, so the layers are listed once.
         """
         tensors: list[Tensor | None] = []
         for model in models:
