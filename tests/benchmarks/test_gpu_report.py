@@ -40,12 +40,13 @@ def test_a_cheap_part_on_the_cpu(tmp_path: Path) -> None:
     assert ": steps, " in page
     assert "no GPU (" in page
     assert {row["part"] for row in rows} == {"steps"}
-    (peaks, *steps) = rows
+    (peaks, *steps), costs = rows[:3], rows[3:]
     assert 0 < peaks["TFLOP/s, bf16"] < 100
     assert [row["settings"] for row in steps] == ["as it is", "contiguous"]
     assert all(row["ms"] > 0 for row in steps)
     assert 0 < steps[0]["share of peak FLOP/s"] < 1
     assert steps[0]["TFLOP"] == pytest.approx(3 * 4 * 0.0415e-3, rel=0.1)  # 4 images; backward takes twice as much
+    assert [row["--logical-processes"] for row in costs] == ["not given", 1, 4]
 
 
 @pytest.mark.long
@@ -57,6 +58,8 @@ def test_other_parts_on_the_cpu(part: str, tmp_path: Path) -> None:
         assert (rows[0]["a second run"], rows[0]["killed and resumed"]) == ("identical", "identical")
     if part == "parity":
         assert rows[0]["gradients"] == rows[0]["loss"] == 0.0
+    if part == "logical":
+        assert rows[0]["two processes"] == "identical"
 
 
 @pytest.mark.long
