@@ -99,7 +99,7 @@ class TrainingState:
         if self.progress.finished and not keep_tensors:
             files.save_state(self._without_tensors(), final=True)
             return
-        with gathered_parameters(self.replicas[0]):
+        with gathered_parameters(self.replicas[0].parameters()):
             files.save_state(self.state())
 
     def state(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -183,9 +183,9 @@ def _link(optimizer: Any) -> None:
 
 
 @contextmanager
-def gathered_parameters(model: nn.Module) -> Iterator[None]:
-    """Gather the parameters that ZeRO-3 partitions over the processes. All processes must call this together."""
-    parts = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
+def gathered_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Gather those parameters that ZeRO-3 partitions over the processes. All processes must call this together."""
+    parts = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
     if not parts:
         yield
         return

@@ -36,7 +36,8 @@ BUCKET = 1 << 22  # numbers that processes add at once
 class DistributedModel:
     """A model, `bare`, as each logical process of this process calls it in training.
 
-    `bare` is stored because Accelerate's `unwrap_model` imports deepspeed if that is installed.
+    `bare` is stored because Accelerate's `unwrap_model` imports deepspeed if that is installed. `parameters` and
+    `layers` are listed once: every step needs them, and yolov9t has 1,400 modules.
 
     Args:
         modules: Accelerate's wrappers of `replicas`, the first of which is `bare`; they share all parameters
@@ -54,13 +55,15 @@ class DistributedModel:
         self.accelerator, self.logical, self.keeps_norms = accelerator, logical, keeps_norms
         self.replicas, self.modules = replicas, modules
         self.bare, self.prepared = replicas[0], modules[0]
+        self.parameters = list(self.bare.parameters())
+        self.layers = [layer for replica in replicas for layer in replica.modules()]  # of all replicas
         self._threads: LocalThreads | None = None
         if logical.exact:
             self._prepare_replicas()
 
     def _prepare_replicas(self) -> None:
         logical, device = self.logical, self.accelerator.device
-        self._trained = [parameter for parameter in self.bare.parameters() if parameter.requires_grad]
+        self._trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         self._flat, self._gradients = flat_like(self._trained)
         self._accumulated: dict[int, list[Tensor]] = {}  # gradients by logical process, over the batches of a step
         self._generators = [torch.Generator(device) for _ in self.replicas]
@@ -85,7 +88,7 @@ class DistributedModel:
 
     def gathered(self) -> AbstractContextManager[None]:
         """Return a context with unpartitioned parameters (ZeRO-3). All processes must enter it together."""
-        return gathered_parameters(self.prepared)
+        return gathered_parameters(self.parameters)
 
     def sum(self, addends: Sequence[Tensor]) -> Tensor:
         """Return the sum over all logical processes. All processes must call it together.

@@ -70,7 +70,7 @@ class BatchGradients:
             return self._in_turn(shares, seed)
         if not self._splits:
             return self._once(shares, seed)
-        gradients = [(each, each.grad) for each in self.model.bare.parameters() if each.grad is not None]
+        gradients = [(each, each.grad) for each in self.model.parameters if each.grad is not None]
         for parameter, _ in gradients:
             parameter.grad = None  # set aside while a failed attempt may have to be undone
         losses = self._attempt(shares, lambda: self._once(shares, seed), self._buffers())
@@ -82,7 +82,7 @@ class BatchGradients:
 
     def _buffers(self) -> list[tuple[Tensor, Tensor]]:
         """Return the buffers of all replicas, each with a copy."""
-        buffers = [buffer for replica in self.model.replicas for buffer in replica.buffers()]
+        buffers = [buffer for layer in self.model.layers for buffer in layer._buffers.values() if buffer is not None]
         return list(zip(buffers, _copied(buffers), strict=True))
 
     def _attempt(self, shares: Sequence[Batch], work: Callable[[], T], buffers: Iterable[tuple[Tensor, Tensor]]) -> T:
@@ -99,7 +99,7 @@ class BatchGradients:
                     raise
             _write(buffers)
             if self._splits:
-                for parameter in self.model.bare.parameters():
+                for parameter in self.model.parameters:
                     parameter.grad = None
             clear_device_cache(garbage_collection=True)
 

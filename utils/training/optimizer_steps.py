@@ -126,7 +126,7 @@ class OptimizerSteps:
         The norm is computed from the reduced gradients, so all processes skip the same steps.
         """
         accelerator, optimizer = self.run.accelerator, self.optimizer
-        norm = self.step_log.norm = accelerator.clip_grad_norm_(self.model.prepared.parameters(), CLIP_NORM)
+        norm = self.step_log.norm = accelerator.clip_grad_norm_(self.model.parameters, CLIP_NORM)
         if accelerator.scaler is None and isinstance(norm, Tensor) and norm.device.type in ("cpu", "cuda"):
             return step_if(optimizer, norm.isfinite())
         finite = norm is None or math.isfinite(norm)
