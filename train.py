@@ -74,6 +74,9 @@ class LoopOptions:
     save_steps: int
     keep_state: bool
     no_oom_retry: bool
+    no_cuda_graph: bool
+    rect: bool
+    multi_scale: bool
     time_limit: float
     dist_timeout: float
     verbose: bool
@@ -102,7 +105,8 @@ class Training:
         images = self.options.batch_size * self.run.accelerator.gradient_accumulation_steps
         retry = not self.options.no_oom_retry
         objective = partial(self.criterion.objective, images=images)
-        self.add_gradients = BatchGradients(self.run, self.steps.model, self.loss_terms, objective, retry)
+        record = not (self.options.no_cuda_graph or self.options.rect or self.options.multi_scale)  # images of one size
+        self.add_gradients = BatchGradients(self.run, self.steps.model, self.loss_terms, objective, retry, record)
 
     def train_one_epoch(self) -> tuple[dict[str, float], Any]:
         """Train the rest of an epoch: one pass over the training images.

@@ -78,7 +78,8 @@ class YoloModel(Model):
         self.names = {number: str(number) for number in range(yaml["nc"])}
         self.stride, self.imgsz = stride, imgsz
         self._head_row = len(yaml["backbone"]) + len(yaml["head"]) - 1
-        self._later_inputs = {j for row in rows for j in row.sources if j != row.index - 1}
+        self._results = {self._head_row, len(rows) - 1}  # an auxiliary branch ends with the last row
+        self._kept = self._results | {j for row in rows for j in row.sources if j != row.index - 1}
 
     @property
     def head(self) -> nn.Module:
@@ -92,22 +93,30 @@ class YoloModel(Model):
         of `stride`. A classifier returns logits (b, nc), a segmenter maps and prototypes. In training, a model with an
         auxiliary branch returns a pair: the head's outputs and the auxiliary head's.
         """
-        maps: dict[int, Any] = {-1: images}  # inputs of later rows; other maps are freed
-        latest: Any = images
-        outputs: Any = None
-        for row, layer in zip(self.rows, self.model, strict=True):
-            inputs = [latest if j == row.index - 1 else maps[j] for j in row.sources]
-            latest = layer(
+        until = len(self.rows) if self.training else self._head_row + 1
+        maps = self.run_rows({-1: images}, 0, self._head_row if hints else until)
+        if hints:
+            maps = self.run_rows(maps, self._head_row, until, hints)
+        outputs = maps[self._head_row]
+        return outputs if until == self._head_row + 1 else (outputs, maps[until - 1])
+
+    def run_rows(self, maps: Mapping[int, Any], first: int, until: int, hints: Sequence[Tensor] = ()) -> dict[int, Any]:
+        """Run the rows from `first` to before `until`; return the outputs that later rows read, and the heads'.
+
+        Args:
+            maps: outputs by row that these rows read; row -1 is the images
+        """
+        maps = dict(maps)
+        for row, layer in zip(self.rows[first:until], self.model[first:until], strict=True):
+            inputs = [maps[j] for j in row.sources]
+            maps[row.index] = layer(
                 inputs if isinstance(row.source, tuple) else inputs[0],
                 *(hints if row.index == self._head_row else ()),
             )
-            if row.index in self._later_inputs:
-                maps[row.index] = latest
-            if row.index == self._head_row:
-                outputs = latest
-                if not self.training:
-                    return outputs
-        return outputs if self._head_row == len(self.rows) - 1 else (outputs, latest)
+            if row.index - 1 not in self._kept:
+                maps.pop(row.index - 1, None)  # frees its memory
+        read = {j for row in self.rows[until:] for j in row.sources} | self._results
+        return {index: output for index, output in maps.items() if index in read}
 
 
 def build_model(

@@ -1,4 +1,4 @@
-"""Training steps of a model that is compiled, and of one whose kernels are recorded as CUDA graphs."""
+"""Training steps of a compiled model."""
 
 from __future__ import annotations
 

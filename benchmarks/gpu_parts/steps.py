@@ -34,12 +34,7 @@ from utils.distributed.accelerator import reset_accelerate
 MODELS = ("yolov5n", "yolov5s", "yolov5m", "yolov5l", "yolov5x", "yolov9t", "yolov9s")
 BATCH, IMGSZ = 64, 640
 LAYOUTS = ("models.tasks.detection.task.layout", "utils.distributed.prepare.layout")  # where the loop asks for it
-# Settings of Accelerate: how the model is compiled. "reduce-overhead" records CUDA graphs.
-COMPILERS = {
-    "": {},
-    "compiled": {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"},
-    "CUDA graphs": {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_MODE": "reduce-overhead"},
-}
+COMPILERS = {"": {}, "compiled": {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}}  # settings of Accelerate
 
 
 class Traffic(TorchDispatchMode):

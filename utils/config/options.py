@@ -285,6 +285,11 @@ class TrainOptions:
     no_deterministic: bool = flag(
         False, "CUDA kernels that may round differently each time: faster for some models, no equal runs", "training"
     )
+    no_cuda_graph: bool = flag(
+        False,
+        "launch the network's kernels one by one on a GPU, instead of recording them: the same bytes, but slower",
+        "training",
+    )
     mixed_precision: str = flag(
         "",
         "autocast precision; '' is what the launch file names, else bf16 or fp16 on CUDA",

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from utils.distributed.distributed_model import DistributedModel
+from utils.training.cuda_graph import record_networks
 from utils.training.memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class BatchGradients:
         terms: runs the forward pass and the loss on a logical process's batch
         objective: maps the means of the loss terms to the scalar to differentiate
         retry: whether to compute smaller parts if the memory is too small; False with --no-oom-retry
+        record: whether to record the network's kernels as CUDA graphs, if that is possible
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class BatchGradients:
         terms: Callable[[nn.Module, Batch], LossTerms],
         objective: Callable[[Tensor], Tensor],
         retry: bool = True,
+        record: bool = False,
     ) -> None:
         self.run, self.model, self.terms, self.objective = run, model, terms, objective
         self.parts = 1  # number of parts of a logical process's batch; with `one_by_one` always 1
@@ -57,6 +60,7 @@ class BatchGradients:
         self._takes_turns = retry and logical.exact and not logical.sync_bn and logical.local > 1
         self._splits = splits and processes == 1
         self._rehearses = splits and processes > 1
+        self.recordings = record_networks(model.replicas, accelerator, logical, run.print) if record else []
         self._largest_tried = 0  # pixels of an image; those of a batch have one size on all processes
 
     def __call__(self, shares: Sequence[Batch], seed: int) -> list[Tensor]:
@@ -179,7 +183,10 @@ class BatchGradients:
         return [total]
 
     def _halve(self, shares: Sequence[Batch]) -> bool:
-        """Halve what is computed at once and print a warning; return False if that is not possible."""
+        """Free recorded kernels, or halve what is computed at once, and say so; return False if neither is possible."""
+        if sum(recording.drop() for recording in self.recordings):
+            self._say("the network's kernels are not recorded as a CUDA graph; no byte changes")
+            return True
         if self._takes_turns:
             if self.one_by_one:
                 return False
