@@ -68,11 +68,10 @@ def measure_phases(here: Machine, model: str, batch: int, imgsz: int) -> None:
     for _ in range(3):
         training.train_on(shares, 0)
     for owner, name in (
-        (training.add_gradients, "_buffers"),
+        (training.add_gradients, "_save_buffers"),
         (training.steps.model, "backward"),
         (steps, "step"),
-        (steps.guard, "end_window"),
-        (steps.ema, "update"),
+        (steps, "update_averages"),
         (steps, "finish_step"),
     ):
         setattr(owner, name, clock.timed(name, getattr(owner, name)))

@@ -11,7 +11,7 @@ No process may wait for one that retries, so who may retry depends on how gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
@@ -60,7 +60,9 @@ class BatchGradients:
         self._takes_turns = retry and logical.exact and not logical.sync_bn and logical.local > 1
         self._splits = splits and processes == 1
         self._rehearses = splits and processes > 1
-        self.recordings = record_networks(model.replicas, accelerator, logical, run.print) if record else []
+        self.recordings = record_networks(model, run.print) if record else []
+        self._with_buffers = [layer for layer in model.layers if layer._buffers]
+        self._saved: list[list[Tensor]] = []  # copies of the buffers
         self._largest_tried = 0  # pixels of an image; those of a batch have one size on all processes
 
     def __call__(self, shares: Sequence[Batch], seed: int) -> list[Tensor]:
@@ -77,23 +79,36 @@ class BatchGradients:
         gradients = [(each, each.grad) for each in self.model.parameters if each.grad is not None]
         for parameter, _ in gradients:
             parameter.grad = None  # set aside while a failed attempt may have to be undone
-        losses = self._attempt(shares, lambda: self._once(shares, seed), self._buffers())
+        self._save_buffers()
+        losses = self._attempt(shares, lambda: self._once(shares, seed))
         for parameter, gradient in gradients:
             if parameter.grad is not None:
                 gradient += parameter.grad
             parameter.grad = gradient
         return losses
 
-    def _buffers(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the buffers of all replicas, each with a copy."""
-        buffers = [buffer for layer in self.model.layers for buffer in layer._buffers.values() if buffer is not None]
-        return list(zip(buffers, _copied(buffers), strict=True))
+    def _buffers(self) -> list[list[Tensor]]:
+        """Return the buffers of all replicas, by type: one kernel then copies many."""
+        of_type: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in (buffer for layer in self._with_buffers for buffer in layer._buffers.values()):
+            if buffer is not None:
+                of_type.setdefault(buffer.dtype, []).append(buffer)
+        return list(of_type.values())
 
-    def _attempt(self, shares: Sequence[Batch], work: Callable[[], T], buffers: Iterable[tuple[Tensor, Tensor]]) -> T:
+    def _save_buffers(self) -> None:
+        buffers = self._buffers()
+        self._saved = self._saved or [[torch.empty_like(buffer) for buffer in each] for each in buffers]
+        for copies, each in zip(self._saved, buffers, strict=True):
+            torch._foreach_copy_(copies, each)
+
+    def _restore_buffers(self) -> None:
+        for copies, each in zip(self._saved, self._buffers(), strict=True):
+            torch._foreach_copy_(each, copies)
+
+    def _attempt(self, shares: Sequence[Batch], work: Callable[[], T]) -> T:
         """Return the result of `work`, which is repeated with less at once while the memory is too small for it.
 
-        Args:
-            buffers: the buffers that `work` changes, each with the value that it has before another attempt
+        Before another attempt the buffers get the values that were saved.
         """
         while True:
             try:
@@ -101,7 +116,7 @@ class BatchGradients:
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error) or not self._halve(shares):
                     raise
-            _write(buffers)
+            self._restore_buffers()
             if self._splits:
                 for parameter in self.model.parameters:
                     parameter.grad = None
@@ -113,7 +128,7 @@ class BatchGradients:
         Exchanges are outside the attempts, so no process exchanges anything twice.
         """
         model = self.model
-        buffers = self._buffers()
+        self._save_buffers()
         terms: list[LossTerms] = []
 
         def forward() -> list[Tensor]:
@@ -125,7 +140,7 @@ class BatchGradients:
             terms.extend(model.map(self.terms, shares, seed))
             return [each.counts for each in terms]
 
-        counts = model.sum(self._attempt(shares, forward, buffers))
+        counts = model.sum(self._attempt(shares, forward))
 
         def backward() -> tuple[dict[int, Tensor], list[Tensor]]:
             if not self.one_by_one:
@@ -133,7 +148,7 @@ class BatchGradients:
                 sums = model.differentiate([self.objective(each) for each in losses.values()])
                 return {number: each.detach() for number, each in losses.items()}, sums
             terms.clear()
-            _write(buffers)
+            self._restore_buffers()
             losses = {}
 
             def objectives() -> Iterator[tuple[int, Tensor]]:
@@ -144,7 +159,7 @@ class BatchGradients:
 
             return losses, model.differentiate_in_turn(objectives())
 
-        losses, sums = self._attempt(shares, backward, buffers)
+        losses, sums = self._attempt(shares, backward)
         model.exchange(sums)
         return [losses[number] for number in range(len(shares))]
 
@@ -165,11 +180,11 @@ class BatchGradients:
         model, module, accelerator = self.model, self.model.modules[0], self.run.accelerator
         size = -(-len(batch.infos) // self.parts)
         parts = [batch.part(first, first + size) for first in range(0, len(batch.infos), size)]
-        buffers = self._buffers()
+        self._save_buffers()
         torch.manual_seed(seed)
         with torch.no_grad():
             local = sum((self.terms(module, part).counts for part in parts[1:]), self.terms(module, parts[0]).counts)
-            _write(buffers)
+            self._restore_buffers()
         counts = model.sum([local])
         torch.manual_seed(seed)
         total: Tensor | None = None
@@ -240,22 +255,3 @@ class BatchGradients:
             layer.train()
         clear_device_cache(garbage_collection=True)
         return fits
-
-
-def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of tensors, made by few kernels: on a GPU they are made in every step."""
-    by_type: dict[torch.dtype, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        by_type.setdefault(tensor.dtype, []).append(number)
-    copies = list(tensors)
-    for numbers in by_type.values():
-        joined = torch.cat([tensors[n].detach().flatten() for n in numbers])
-        for n, part in zip(numbers, joined.split([tensors[n].numel() for n in numbers]), strict=True):
-            copies[n] = part.view(tensors[n].shape)
-    return copies
-
-
-@torch.no_grad()
-def _write(values: Iterable[tuple[Tensor, Tensor]]) -> None:
-    for tensor, value in values:
-        tensor.copy_(value)

@@ -10,46 +10,58 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from utils.distributed.logical_processes import LogicalProcesses
+from utils.distributed.distributed_model import DistributedModel
 
 WARM_UP_CALLS = 3  # batches before the recording: libraries then have their handles and workspaces
 # Largest share of a device's memory that training may use with a recording. What a graph uses is lent to nothing else,
 # so validation and other batches need memory of their own.
 MEMORY_SHARE = 0.4
+RECORDABLE_PACKAGES = {"models", "torch", "torchvision", "utils"}  # whose layers are known to work
 CAPTURE_MODE = "thread_local"  # other threads, such as the one that pins batches, may use CUDA during a recording
 
 
-def record_networks(
-    models: Sequence[nn.Module], accelerator: Accelerator, logical: LogicalProcesses, warn: Callable[[str], object]
-) -> list[RecordedRows]:
-    """Let models record their kernels after a few batches; return the recordings, none if that is not possible.
+def can_record(model: DistributedModel) -> bool:
+    """Return whether kernels of a training step can be recorded: on one GPU, where none waits for another process.
 
-    Kernels of several processes wait for each other, a compiled model has its own, and only a `YoloModel` has rows.
+    A user's layer may do what a recording does not repeat, such as counting its calls.
+    """
+    accelerator = model.accelerator
+    alone = accelerator.num_processes == 1 and accelerator.state.deepspeed_plugin is None and not model.logical.sync_bn
+    packages = {type(layer).__module__.partition(".")[0] for layer in model.layers}
+    return accelerator.device.type == "cuda" and alone and packages <= RECORDABLE_PACKAGES
+
+
+def record_networks(model: DistributedModel, warn: Callable[[str], object]) -> list[RecordedRows]:
+    """Let the logical processes' networks be recorded after a few batches; return the recordings, [] if that cannot be.
+
+    A compiled model has kernels of its own, and only a `YoloModel` has rows.
 
     Args:
-        models: the models of this process's logical processes
         warn: is called with a sentence if a recording fails
     """
-    alone = accelerator.num_processes == 1 and not logical.sync_bn and accelerator.state.deepspeed_plugin is None
-    compiled = accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
-    if accelerator.device.type != "cuda" or not alone or compiled:
-        return []
-    return [RecordedRows(model, warn) for model in models if hasattr(model, "run_rows")]
+    compiled = model.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
+    recordings: list[RecordedRows] = []
+    if not compiled and can_record(model):
+        recordings += [RecordedRows(each, warn, recordings) for each in model.replicas if hasattr(each, "run_rows")]
+    return recordings
 
 
 class RecordedRows:
     """Takes the place of a model's `run_rows`: replays a recording for training batches of the recorded shape.
 
     Other calls run the rows: those of the first batches, of evaluation, and of the rows after a head's hints.
+
+    Args:
+        together: all recordings of a process, which are made together: once a replay has begun a step, its parameters
+            belong to autograd's graph of that step
     """
 
-    def __init__(self, model: Any, warn: Callable[[str], object]) -> None:
-        self.model, self.run_rows, self.warn = model, model.run_rows, warn
+    def __init__(self, model: Any, warn: Callable[[str], object], together: Sequence[RecordedRows]) -> None:
+        self.model, self.run_rows, self.warn, self.together = model, model.run_rows, warn, together
         self.calls, self.enabled = 0, True
         self.recording: Recording | None = None
         model.run_rows = self
@@ -73,16 +85,17 @@ class RecordedRows:
         return dropped
 
     def _record(self, images: Tensor, until: int) -> None:
+        """Record all models of the process, or none."""
         total = torch.cuda.get_device_properties(images.device).total_memory
-        if torch.cuda.max_memory_allocated(images.device) > MEMORY_SHARE * total:
-            self.enabled = False  # a batch this large keeps the device busy in any case
-            return
+        too_large = torch.cuda.max_memory_allocated(images.device) > MEMORY_SHARE * total
         try:
-            self.recording = Recording(self.model, self.run_rows, images, until)
-        except RuntimeError as error:  # such as a layer of the user's that reads a value on the host
-            self.enabled = False
-            cause = str(error).splitlines()[0]
+            for each in () if too_large else self.together:
+                each.recording = Recording(each.model, each.run_rows, images, until)
+        except RuntimeError as error:
+            too_large, cause = True, str(error).splitlines()[0]
             self.warn(f"warning: the network's kernels cannot be recorded as a CUDA graph, which is slower: {cause}")
+        for each in self.together if too_large else ():
+            each.drop()
 
 
 class Recording:
@@ -90,7 +103,7 @@ class Recording:
 
     Nothing is computed while they are recorded.
 
-    Raises RuntimeError if a layer cannot be recorded, or if the memory is too small.
+    Raises RuntimeError if a layer waits for the device, or if the memory is too small.
 
     Args:
         run_rows: the model's own method
@@ -149,6 +162,30 @@ class _Replay(torch.autograd.Function):
         for kept, each in zip(recording.upstream, given, strict=True):
             kept.zero_() if each is None else kept.copy_(each)
         recording.backward.replay()
-        # Copies, because the next replay overwrites what it has returned, and gradients may be accumulated.
+        # Copies, because the next replay overwrites the recorded gradients, and a step may accumulate several batches'.
         copies = iter(torch._foreach_mul([each for each in recording.gradients if each is not None], 1.0))
         return None, None, *(None if each is None else next(copies) for each in recording.gradients)
+
+
+class RecordedCall:
+    """Calls a function of one tensor, and replays its kernels from the fourth call on.
+
+    Args:
+        call: function that changes the same tensors in place each time, and waits for nothing
+    """
+
+    def __init__(self, call: Callable[[Tensor], object]) -> None:
+        self.call, self.calls = call, 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, given: Tensor) -> None:
+        self.calls += 1
+        if self.calls <= WARM_UP_CALLS:
+            self.call(given)
+            return
+        if self.graph is None:
+            self.given, self.graph = given.clone(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode=CAPTURE_MODE):
+                self.call(self.given)
+        self.given.copy_(given)
+        self.graph.replay()

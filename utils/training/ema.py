@@ -64,13 +64,14 @@ class ModelEMA:
         tensors: list[Tensor | None] = []
         for model in models:
             if model not in self._layers:
-                self._layers[model] = list(model.modules())
+                self._layers[model] = [each for each in model.modules() if each._parameters or each._buffers]
             for layer in self._layers[model]:
                 if model is models[0]:
                     tensors += layer._parameters.values()
                 hidden = layer._non_persistent_buffers_set
                 tensors += [value for name, value in layer._buffers.items() if name not in hidden]
-        return [value.float() for value in tensors if value is not None and value.is_floating_point()]
+        floating = [value for value in tensors if value is not None and value.is_floating_point()]
+        return [value if value.dtype == torch.float32 else value.float() for value in floating]
 
 
 def ramp_of(share: float, updates: int) -> float:

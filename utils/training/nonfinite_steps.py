@@ -46,7 +46,9 @@ class NonFiniteGuard:
         self.live = [tensor.detach() for tensor in tensors]
         self.limit, self.skipped_in_a_row = limit, 0
         self.window: Window = []  # the batches since the last step
-        self.snapshot()
+        self.saved = torch.cat([tensor.flatten() for tensor in self.live])
+        parts = self.saved.split([tensor.numel() for tensor in self.live])
+        self._parts = [part.view_as(live) for part, live in zip(parts, self.live, strict=True)]
 
     def add_batch(self, losses: Tensor, images: Iterable[str]) -> None:
         """Record a batch for the messages: its loss terms (k,) and the paths of its images."""
@@ -54,20 +56,21 @@ class NonFiniteGuard:
 
     def snapshot(self) -> None:
         """Save the current values of the tensors, to restore them later."""
-        self.saved = torch.cat([tensor.flatten() for tensor in self.live])
+        torch.cat([tensor.flatten() for tensor in self.live], out=self.saved)
 
     @torch.no_grad()
-    def end_window(self, taken: Tensor) -> Window:
-        """Save the values after an optimizer step that was taken, or restore them; return the batches of the step.
+    def keep_if(self, taken: Tensor) -> None:
+        """Save the values after an optimizer step that was taken, or restore them; nothing waits for the device.
 
         Args:
-            taken: whether the step was taken, bool () on the device; nothing waits for it
+            taken: whether the step was taken, bool () on the device
         """
-        before = self.saved
-        self.snapshot()
-        self.saved = torch.where(taken, self.saved, before)
-        parts = self.saved.split([tensor.numel() for tensor in self.live])
-        torch._foreach_copy_(self.live, [part.view_as(live) for part, live in zip(parts, self.live, strict=True)])
+        now = torch.cat([tensor.flatten() for tensor in self.live])
+        self.saved.copy_(torch.where(taken, now, self.saved))
+        torch._foreach_copy_(self.live, self._parts)
+
+    def end_window(self) -> Window:
+        """Return the batches since the last optimizer step, and begin anew."""
         window, self.window = self.window, []
         return window
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -24,6 +24,7 @@ from utils.distributed.distributed_model import DistributedModel
 from utils.distributed.logical_processes import LogicalProcesses, SyncOptions
 from utils.distributed.prepare import place_model, prepare
 from utils.errors import UserError
+from utils.training.cuda_graph import RecordedCall, can_record
 from utils.training.ema import ModelEMA, ramp_messages, ramp_of
 from utils.training.nonfinite_steps import DeviceValue, NonFiniteGuard, Window, explain_skipped_steps
 from utils.training.optimizer import (
@@ -59,6 +60,7 @@ class OptimizerOptions(SyncOptions):
     max_skips: int
     wandb_id: str
     profile: str = ""
+    no_cuda_graph: bool = False
 
 
 class EndedStep(NamedTuple):
@@ -87,6 +89,9 @@ class OptimizerSteps:
         self.optimizer, self.ema, self.progress = state.optimizer, state.ema, state.progress
         # The state must have been loaded: the guard copies the tensors.
         buffers = [buffer for replica in model.replicas for buffer in floating_buffers(replica).values()]
+        self.update_averages: Callable[[Tensor], object] = self._update_averages
+        if not options.no_cuda_graph and can_record(model):
+            self.update_averages = RecordedCall(self._update_averages)
         self.rising = RisingLoss(model.sum, enabled=not self.progress.step)
         self.guard = NonFiniteGuard([state.loss_sums, *buffers], options.max_skips)
         trained = self.progress.epoch * schedule.batches + self.progress.batch
@@ -143,15 +148,18 @@ class OptimizerSteps:
         """
         progress = self.progress
         accumulated, progress.batch, progress.step = batches - progress.batch, batches, progress.step + 1
-        window = self.guard.end_window(taken)
-        with self.model.gathered():
-            self.ema.update(*self.model.replicas, taken=taken)
-        self.ended.append(EndedStep(DeviceValue(taken), accumulated, progress.step, window))
+        self.update_averages(taken)
+        self.ended.append(EndedStep(DeviceValue(taken), accumulated, progress.step, self.guard.end_window()))
         if self.step_log.is_due(progress.step, last=batches == epoch_batches):
             epoch = progress.epoch + batches / epoch_batches
             self.points.append(self.step_log.point(progress.step, epoch, self.optimizer, self.batch_size))
         self.flush_pending(keep=self.behind)
         self.profiler.after(progress.step)
+
+    def _update_averages(self, taken: Tensor) -> None:
+        self.guard.keep_if(taken)
+        with self.model.gathered():
+            self.ema.update(*self.model.replicas, taken=taken)
 
     def flush_pending(self, keep: int = 0) -> None:
         """Count taken and skipped steps, all but the last `keep`, and log their points.

@@ -31,16 +31,16 @@ TAKEN, SKIPPED = torch.tensor(True), torch.tensor(False)
 def test_a_skipped_step_is_undone(tensors: list[torch.Tensor]) -> None:
     guard = NonFiniteGuard(tensors, limit=3)
     add(tensors, 1)
-    guard.end_window(TAKEN)
+    guard.keep_if(TAKEN)
     add(tensors, 2)
     add(tensors, NAN)
-    guard.end_window(SKIPPED)
+    guard.keep_if(SKIPPED)
     assert [tensor.unique().tolist() for tensor in tensors] == [[1.0], [2.0]]
     add(tensors, 3)
-    guard.end_window(TAKEN)
+    guard.keep_if(TAKEN)
     assert [tensor.unique().tolist() for tensor in tensors] == [[4.0], [5.0]]
     add(tensors, INF)
-    guard.end_window(SKIPPED)
+    guard.keep_if(SKIPPED)
     assert [tensor.unique().tolist() for tensor in tensors] == [[4.0], [5.0]]
 
 
@@ -48,11 +48,11 @@ def test_a_new_snapshot(tensors: list[torch.Tensor]) -> None:
     """At the end of an epoch the sums are set to zero, and the statistics are averaged."""
     guard = NonFiniteGuard(tensors, limit=3)
     add(tensors, 1)
-    guard.end_window(TAKEN)
+    guard.keep_if(TAKEN)
     tensors[0].zero_()
     guard.snapshot()
     add(tensors, NAN)
-    guard.end_window(SKIPPED)
+    guard.keep_if(SKIPPED)
     assert [tensor.unique().tolist() for tensor in tensors] == [[0.0], [2.0]]
 
 
@@ -63,7 +63,7 @@ def test_parameters_and_two_types_are_restored_in_place() -> None:
     with torch.no_grad():
         weight += NAN
         precise += 1
-    guard.end_window(SKIPPED)
+    guard.keep_if(SKIPPED)
     assert weight.tolist() == [1.0, 1.0]
     assert precise.item() == 1 / 3
     assert weight.requires_grad
@@ -80,14 +80,14 @@ def test_the_limit_counts_steps_in_a_row(tensors: list[torch.Tensor]) -> None:
 def test_images_whose_loss_is_not_finite(tensors: list[torch.Tensor]) -> None:
     guard = NonFiniteGuard(tensors, limit=2)
     guard.add_batch(torch.tensor([1.0, NAN, 1.0]), ["before.jpg"])
-    assert guard.suspects(guard.end_window(SKIPPED), TERMS) == [("before.jpg", "obj")]
+    assert guard.suspects(guard.end_window(), TERMS) == [("before.jpg", "obj")]
     guard.add_batch(torch.tensor([1.0, 2.0, 3.0]), ["sound.jpg"])
     guard.add_batch(torch.tensor([NAN, 2.0, -INF]), iter(["a.jpg", "b.jpg"]))
     guard.add_batch(torch.tensor([1.0, INF, 3.0]), ["c.jpg"])
-    window = guard.end_window(SKIPPED)
+    window = guard.end_window()
     assert guard.suspects(window, TERMS) == [("a.jpg", "box, cls"), ("b.jpg", "box, cls"), ("c.jpg", "obj")]
     assert [images for _, images in window] == [["sound.jpg"], ["a.jpg", "b.jpg"], ["c.jpg"]]
-    assert guard.end_window(TAKEN) == []
+    assert guard.end_window() == []
 
 
 def test_device_values() -> None:
