@@ -18,7 +18,7 @@ from benchmarks.gpu_parts.steps import assembled
 from utils.distributed.accelerator import reset_accelerate
 
 MODELS = (("yolov5n", 64), ("yolov5x", 32), ("yolov9t", 16))
-STEPS = 5
+WARM_UP, STEPS = 5, 5  # the kernels are recorded in the fourth
 # Kinds of kernels by a part of their names, the first that fits.
 KINDS = {
     "BatchNorm": ("batch_norm", "bn_fw", "bn_bw", "batchnorm"),
@@ -65,7 +65,7 @@ def measure_phases(here: Machine, model: str, batch: int, imgsz: int) -> None:
     """Print a row for each phase of a step; the time of one that contains others includes theirs."""
     training, shares = assembled(here, model, imgsz, batch)
     clock, steps = PhaseClock(here.torch_device), training.steps
-    for _ in range(3):
+    for _ in range(WARM_UP):
         training.train_on(shares, 0)
     for owner, name in (
         (training.add_gradients, "_save_buffers"),
@@ -101,7 +101,7 @@ def measure_phases(here: Machine, model: str, batch: int, imgsz: int) -> None:
 def measure_kernels(here: Machine, model: str, batch: int, imgsz: int) -> None:
     """Print a row for each kind of kernel, and the longest kernels."""
     training, shares = assembled(here, model, imgsz, batch)
-    for number in range(3):
+    for number in range(WARM_UP):
         training.train_on(shares, number)
     synchronise(here.torch_device)
     activities = [ProfilerActivity.CUDA] if here.on_gpu else [ProfilerActivity.CPU]

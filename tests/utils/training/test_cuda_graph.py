@@ -150,14 +150,15 @@ class TestOnAGpu:
     ) -> None:
         """A layer that reads a value on the host cannot be recorded; a replay may find the memory full."""
         flags = {"data": str(drawn), "weights": "", "cfg": "yolov5n.yaml", "epochs": 2, "batch_size": 4, "imgsz": 64}
-        flags |= {"device": "0", "workers": 0, "noplots": True, "project": str(tmp_path)}
+        flags |= {"device": "0", "workers": 0, "noplots": True, "keep_state": True, "project": str(tmp_path)}
         train.run(**flags, name="launched", no_cuda_graph=True)
         capsys.readouterr()
         if fault == "waits":
             forward = Conv.forward
 
             def waits(self: Conv, x: Tensor) -> Tensor:
-                x[0, 0, 0, 0].item()
+                if x.is_cuda:
+                    x[0, 0, 0, 0].item()
                 return forward(self, x)
 
             monkeypatch.setattr(Conv, "forward", waits)
