@@ -6,6 +6,7 @@ user and show the address without user names, passwords and queries. Called by d
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hashlib
 import os
@@ -32,6 +33,7 @@ MIN_FREE_SHARE = 0.1  # share of the disk that the caches leave free
 CACHE_RULE = f"as long as {MIN_FREE_SHARE:.0%} of its disk stays free"
 ATTEMPTS = 6  # attempts to read an object
 FIRST_WAIT_SECONDS = 0.5  # pause before the second attempt; doubled before each further one
+TIMEOUTS = (TimeoutError, asyncio.TimeoutError)  # fsspec's is the latter, another class before Python 3.11
 SILENT_SECONDS = 20  # timeout of a server that does not answer
 LISTING_SECONDS = 60.0  # timeout for a web server's list of a folder, whose length is unknown
 LISTED_DEPTH = 32  # levels of folders that are listed on a web server
@@ -141,7 +143,7 @@ def _request(path: str, call: Callable[[Any, str], T], lists: bool = False) -> T
             error = _cause(raised)
             if isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(errno.ENOENT, "no such object", shown_path(path)) from None
-            if lists and isinstance(error, TimeoutError):
+            if lists and isinstance(error, TIMEOUTS):
                 raise StorageError(f"{shown_path(path)} cannot be listed within {LISTING_SECONDS:g} s") from None
             if attempt == ATTEMPTS or _is_final(error):
                 raise StorageError(
@@ -161,7 +163,7 @@ def _cause(error: Exception) -> Exception:
 
 
 def _is_web_failure(error: Exception) -> bool:
-    of_client = type(error).__module__.startswith("aiohttp") or isinstance(error, TimeoutError)
+    of_client = type(error).__module__.startswith("aiohttp") or isinstance(error, TIMEOUTS)
     return of_client and getattr(error, "status", 0) not in (404, 410)
 
 
