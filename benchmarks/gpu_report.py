@@ -55,8 +55,8 @@ PARTS = {
     "fitting": Part("fitting", 90, "AutoBatch against what fits"),
     "loader": Part("loader", 80, "images per second of the loader by cores"),
     "exports": Part("exports", 80, "exported files on the device"),
-    "recorded": Part("recorded", 120, "CUDA graphs against single launches"),
-    "compiled": Part("compiled", 200, "steps of a compiled model"),
+    "recorded": Part("recorded", 100, "CUDA graphs against single launches"),
+    "compiled": Part("compiled", 100, "steps of a compiled model"),
 }
 PAIR_PARTS = {
     "curves": Part("pair_curves", 300, "two processes against one"),
