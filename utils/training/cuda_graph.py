@@ -7,6 +7,7 @@ the GPU. A graph repeats the same kernels on the same memory, so no byte of a ru
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -168,7 +169,7 @@ class _Replay(torch.autograd.Function):
 
 
 class RecordedCall:
-    """Calls a function of one tensor, and replays its kernels from the fourth call on.
+    """Calls a function of one tensor, and replays its kernels from the fourth call on, if they can be recorded.
 
     Args:
         call: function that changes the same tensors in place each time, and waits for nothing
@@ -179,13 +180,19 @@ class RecordedCall:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, given: Tensor) -> None:
+        """Call the function, or replay it with the value of `given`."""
         self.calls += 1
-        if self.calls <= WARM_UP_CALLS:
-            self.call(given)
-            return
+        if self.calls == WARM_UP_CALLS + 1:
+            self._record(given)
         if self.graph is None:
-            self.given, self.graph = given.clone(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode=CAPTURE_MODE):
+            self.call(given)
+        else:
+            self.given.copy_(given)
+            self.graph.replay()
+
+    def _record(self, given: Tensor) -> None:
+        self.given, graph = given.clone(), torch.cuda.CUDAGraph()
+        with suppress(RuntimeError):
+            with torch.cuda.graph(graph, capture_error_mode=CAPTURE_MODE):
                 self.call(self.given)
-        self.given.copy_(given)
-        self.graph.replay()
+            self.graph = graph

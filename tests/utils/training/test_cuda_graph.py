@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +114,29 @@ def test_a_network_that_cannot_be_recorded(device: SimpleNamespace, monkeypatch:
     assert len(warnings) == 1
     assert warnings[0].endswith(": operation not permitted when stream is capturing")
     assert not rows.enabled
+
+
+@pytest.mark.parametrize("recordable", [True, False])
+def test_a_call_is_replayed_from_the_fourth_on(recordable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the values that it is then given; without a recording it is called as before."""
+    calls: list[float] = []
+    replays: list[float] = []
+    graph = SimpleNamespace(replay=lambda: replays.append(float(recorded.given)))
+
+    @contextmanager
+    def recording(*given: object, **more: object) -> Iterator[None]:
+        yield
+        calls.pop()  # nothing is computed
+        if not recordable:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    recorded = cuda_graph.RecordedCall(lambda given: calls.append(float(given)))
+    for number in range(6):
+        recorded(torch.tensor(float(number)))
+    assert calls == ([0, 1, 2] if recordable else [0, 1, 2, 3, 4, 5])
+    assert replays == ([3, 4, 5] if recordable else [])
 
 
 class TestOnAGpu:
