@@ -78,6 +78,7 @@ def test_the_help_has_every_flag_and_default(kind: type, capsys: pytest.CaptureF
     assert text.count("(default ") == len(flags_of(kind))
     assert ("--hyp.lr0 0.005" in text) == (kind is TrainOptions)
     switches = [field.name for field in flags_of(kind) if field.default is False]
+    assert "--device DEVICE " in text
     assert not [name for name in switches if re.search(rf"--{name.replace('_', '-')} {name.upper()}\b", text)]
 
 

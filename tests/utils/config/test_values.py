@@ -1,4 +1,4 @@
-"""Ranges of numbers."""
+"""Ranges of numbers, and texts of a form."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from utils.config.values import BELOW_ONE, FINITE, NOT_NEGATIVE, POSITIVE, SHARE, Range, is_number
+from utils.config.values import BELOW_ONE, FINITE, NOT_NEGATIVE, POSITIVE, SHARE, Range, accepts, expected, is_number
 
 
 @pytest.mark.parametrize("value", [0, -3, 0.5, 1e300, 10**300])
@@ -48,3 +48,17 @@ def test_bounds(allowed: Range, inside: tuple[float, ...], outside: tuple[float,
 )
 def test_the_text_completes_an_error_message(allowed: Range, text: str) -> None:
     assert str(allowed) == text
+
+
+@pytest.mark.parametrize(
+    ("form", "right", "wrong"),
+    [
+        ("START:STOP", ("10:15", ""), ("10", "10:", "ten:15", "10:15:20")),
+        ("owner/name", ("me/a-b.c",), ("me", "me/", "/a")),
+    ],
+)
+def test_texts_of_a_form(form: str, right: tuple[str, ...], wrong: tuple[str, ...]) -> None:
+    metadata = {"form": form, "comma_separated": False}
+    assert all(accepts(str, metadata, text) for text in right)
+    assert not any(accepts(str, metadata, text) for text in wrong)
+    assert expected(str, metadata) == f"of the form {form}"

@@ -148,6 +148,32 @@ def test_a_failed_attempt_leaves_no_trace(tmp_path: Path) -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_a_failed_attempt_leaves_no_gradient(tmp_path: Path) -> None:
+    """Its first half has been added when the second does not fit."""
+    run, model = made(tmp_path)
+    expected, calls = gradients_after(run, model, Device(IMAGES)), []
+
+    class LaterFull(Device):
+        def terms(self, module: nn.Module, batch: Batch) -> LossTerms:
+            if torch.is_grad_enabled():
+                calls.append(len(batch.images))
+                if calls == [8, 4, 4]:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return super().terms(module, batch)
+
+    ours = gradients_after(run, model, LaterFull(4))
+    assert calls == [8, 4, 4, 2, 2, 2, 2]
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def gradients_after(run: Run, model: DistributedModel, device: Device) -> list[Tensor]:
+    """Return the gradients of one batch."""
+    model.bare.zero_grad()
+    BatchGradients(run, model, device.terms, objective)([batch_of(1)], 1)
+    return gradients_of(model)
+
+
 def test_the_error_if_nothing_helps(tmp_path: Path) -> None:
     run, model = made(tmp_path)
     with pytest.raises(torch.OutOfMemoryError):

@@ -58,18 +58,19 @@ def criterion_of() -> SegmentationCriterion:
     return SegmentationCriterion(LossSettings(box=BOX_GAIN), head)
 
 
-def random_outputs(images: int = 3, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
-    """Return raw maps of both levels, and prototypes."""
-    maps = [torch.randn(images, 2, *size, 5 + CLASSES + MASKS).to(dtype).requires_grad_() for size in SIZES]
-    return maps, torch.randn(images, MASKS, MAP, MAP).to(dtype).requires_grad_()
+def random_outputs(images: int = 3, dtype: torch.dtype = torch.float32, wide: int = 1) -> tuple[list[Tensor], Tensor]:
+    """Return raw maps of both levels, and prototypes, of images that are `wide` times as wide as high."""
+    shapes = [(images, 2, height, width * wide, 5 + CLASSES + MASKS) for height, width in SIZES]
+    maps = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    return maps, torch.randn(images, MASKS, MAP, MAP * wide).to(dtype).requires_grad_()
 
 
-def random_batch(images: int = 3, count: int = 25) -> SegmentationBatch:
+def random_batch(images: int = 3, count: int = 25, wide: int = 1) -> SegmentationBatch:
     """Return targets of all sizes, some of them partly outside of their image or without a pixel."""
     image, label = np.arange(count) % images, np.arange(count) % CLASSES
     rng = np.random.default_rng(0)
     rows = np.column_stack((image, label, rng.random((count, 2)), rng.random((count, 2)) ** 2 * 0.9 + 0.01))
-    return mask_batch(rows.tolist(), list(rng.random((count, MAP, MAP)) < 0.5), images=images)
+    return mask_batch(rows.tolist(), list(rng.random((count, MAP, MAP * wide)) < 0.5), images=images)
 
 
 def plain_sums(
@@ -77,7 +78,8 @@ def plain_sums(
 ) -> Tensor:
     """Return the sums of the mask term, match by match, over whole maps."""
     maps, prototypes = outputs
-    cells = near_cells(SIZES, batch.targets)
+    rows, columns = (torch.arange(side) for side in prototypes.shape[2:])
+    cells = near_cells([(raw.shape[2], raw.shape[3]) for raw in maps], batch.targets)
     matched = match(cells, build_model(tiny_segmenter()).head.anchors, criterion.settings.anchor_t)
     ends = ((batch.windows[:, 2:] - batch.windows[:, :2]).prod(1)).cumsum()
     sums = []
@@ -88,23 +90,25 @@ def plain_sums(
             image, row, column = cells.indices[level][:, cell].tolist()
             _, _, x, y, w, h = batch.targets[target].tolist()
             left, top, right, bottom = batch.windows[target]
-            truth = torch.zeros(MAP, MAP)
+            truth = torch.zeros(len(rows), len(columns))
             pixels = batch.mask_pixels[ends[target] - (right - left) * (bottom - top) : ends[target]]
             truth[top:bottom, left:right] = pixels.view(bottom - top, right - left).float()
             logits = (raw[image, anchor, row, column, 5 + CLASSES :, None, None] * prototypes[image]).sum(0)
             loss = functional.binary_cross_entropy_with_logits(logits, truth.to(logits), reduction="none")
-            at = torch.arange(MAP)
-            in_x = (at >= (x - w / 2) * MAP) & (at < (x + w / 2) * MAP)
-            in_y = (at >= (y - h / 2) * MAP) & (at < (y + h / 2) * MAP)
+            in_x = (columns >= (x - w / 2) * len(columns)) & (columns < (x + w / 2) * len(columns))
+            in_y = (rows >= (y - h / 2) * len(rows)) & (rows < (y + h / 2) * len(rows))
             values.setdefault(image, []).append((loss * in_y[:, None] * in_x).mean() / (w * h))
         sums.append(sum((torch.stack(each).mean() for each in values.values()), torch.zeros(())))
     return torch.stack(sums)
 
 
-@pytest.mark.parametrize("most", [2**20, 2**9])  # numbers in a group's largest tensor
-def test_sums_and_gradients_are_those_of_a_plain_implementation(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("most", "wide"), [(2**20, 1), (2**9, 1), (2**20, 2)])
+def test_sums_and_gradients_are_those_of_a_plain_implementation(
+    most: int, wide: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few and many numbers in a group's largest tensor, and for images that are wider than high."""
     monkeypatch.setattr(mask_loss, "MAX_GROUP_VALUES", most)
-    criterion, outputs, batch = criterion_of(), random_outputs(), random_batch()
+    criterion, outputs, batch = criterion_of(), random_outputs(wide=wide), random_batch(wide=wide)
     assert (batch.windows[:, 2:] <= batch.windows[:, :2]).any()  # a window without pixels
     terms, expected = criterion(outputs, batch), plain_sums(criterion, outputs, batch)
     assert terms.counts[1].tolist() == [3, 3]
