@@ -123,7 +123,12 @@ constraints:
 	.venv-newest/bin/python -m pip freeze >> constraints.txt
 	rm -rf .venv-newest
 
+# .lines: the most lines that the source may have
+SOURCE := '*.py' ':!tests' ':!benchmarks' ':!examples' ':!docs'
+
 lint: setup
+	@lines=$$(git ls-files -z $(SOURCE) | xargs -0 cat | wc -l); most=$$(cat .lines); test $$lines -le $$most || \
+		{ echo "error: the source has $$lines lines, but .lines allows $$most; remove some" >&2; exit 1; }
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
