@@ -148,10 +148,11 @@ bench-processes: setup
 	$(RUN) -m benchmarks.processes
 
 # YOLOV5: a checkout; PEER: the Python that its packages are installed for; ULTRALYTICS: one that ultralytics is installed
-# for; PHOTOS: a folder with images/ and labels/
+# for; YOLOV9: a checkout of MultimediaTechLab/YOLO; PHOTOS: a folder with images/ and labels/; OUTLINES: one for segmentation
 bench-versus: setup
 	$(RUN) -m benchmarks.versus --data $(or $(PHOTOS),../datasets/coco128) $(if $(YOLOV5),--yolov5 $(YOLOV5)) \
-		$(if $(PEER),--python $(PEER)) $(if $(ULTRALYTICS),--ultralytics $(ULTRALYTICS))
+		$(if $(PEER),--python $(PEER)) $(if $(ULTRALYTICS),--ultralytics $(ULTRALYTICS)) \
+		$(if $(YOLOV9),--yolov9 $(YOLOV9)) $(if $(OUTLINES),--outlines $(OUTLINES))
 
 # Needs 8 GPUs and COCO; DATA: another data YAML; COUNTS: other numbers of GPUs, such as "1 2"
 bench-gpus: setup

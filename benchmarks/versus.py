@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 import cv2
@@ -106,7 +106,7 @@ def loader(side=640, shuffle=True):
 """
 # Ours is a step of the loop itself; YOLOv5's cannot be called alone, so it is assembled here from the same parts.
 OUR_FLAGS = """
-flags = [*FLAGS[1:], "--mixed-precision", os.environ["PRECISION"]]
+flags = [*FLAGS[1:], "--hyp", "low", "--mixed-precision", os.environ["PRECISION"]]
 """
 OUR_STEP = """
 import train
@@ -252,6 +252,7 @@ class Part:
     ours: str
     yolov5: str = ""
     ultralytics: str = ""
+    _: KW_ONLY
     yolov9: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
     outlined: bool = False  # needs labels with outlines
@@ -260,14 +261,14 @@ class Part:
 def step(model: str, size: int, precision: str = "no") -> Part:
     """Training steps on one batch of 16; YOLOv5's are in float32 on a CPU."""
     variables = {"MODEL": model, "SIZE": str(size), "PRECISION": precision}
-    return Part(OUR_FLAGS + OUR_STEP, THEIRS + THEIR_STEP, ULTRALYTICS + ULTRALYTICS_STEP, variables)
+    return Part(OUR_FLAGS + OUR_STEP, THEIRS + THEIR_STEP, ULTRALYTICS + ULTRALYTICS_STEP, variables=variables)
 
 
 def loaded(ours: str = "", workers: int = 0, processes: int = 1, **variables: str) -> Part:
     """Loading one epoch, of 2048 items or 128 large ones. ours: arguments of our `loader`."""
     variables |= {"WORKERS": str(workers), "WORLD_SIZE": str(processes)}
     drain = "drain(loader())"
-    return Part(OURS + f"drain(loader({ours}))", THEIRS + drain, ULTRALYTICS + drain, variables)
+    return Part(OURS + f"drain(loader({ours}))", THEIRS + drain, ULTRALYTICS + drain, variables=variables)
 
 
 PARTS = {
