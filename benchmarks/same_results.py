@@ -1,20 +1,25 @@
 """Compare the training of two checkouts: results.csv to the byte, and each tensor of the weights to the bit.
 
     python -m benchmarks.same_results --before ../old-checkout [--after .] [--shared ../shared] [--keep FOLDER]
-        [--only builtin photos processes killed resumed zero classify]
+        [--only builtin photos processes killed zero classify segment yolov9 logical logical2 bf16 json]
 
 Runs these jobs in both checkouts, with this Python, on one thread per process, and prints a line for each:
 
     builtin     the built-in job, 2 epochs
-    photos      yolov5n.pt on data/bccd of --shared at 160 px, 2 epochs, --hyp low, one process
+    photos      yolov5n.pt on data/bccd of --shared at 160 px, 2 epochs, one process
     processes   the same on two processes, with --sync-bn
-    killed      the same on one process, killed by SIGKILL in the second epoch and resumed
-    resumed     the same, begun and killed in `before`, resumed in `after`
+    killed      the same on one process, killed by SIGKILL in the second epoch and resumed; compared with `photos`
     zero        the same on two processes under ZeRO-2
     classify    resnet18 on the drawn classification set, 2 epochs
+    segment     yolov5n-seg on the drawn segmentation set at 96 px, 2 epochs
+    yolov9      yolov9t from scratch on the drawn set at 96 px, 2 epochs
+    logical     `photos` with --logical-processes 4
+    logical2    the same on two processes; compared with `logical`
+    bf16        `photos` with --mixed-precision bf16
+    json        yolov5n.pt on the COCO annotations of data/coco128 of --shared at 160 px, 2 epochs
 
---keep: a folder for the runs; existing ones of `before` are reused. Exits with 1 if anything differs. Jobs that need
---shared are skipped if that folder is missing.
+--keep: a folder for the runs, in a folder per checkout; existing ones of `before` are reused, by several comparisons at
+the same time too. Exits with 1 if anything differs. Jobs that need --shared are skipped if that folder is missing.
 """
 
 from __future__ import annotations
@@ -28,25 +33,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import yaml
+from filelock import FileLock
 
 from utils.files import ROOT
 
 CLASSES = ["WBC", "RBC", "Platelets"]  # of data/bccd
-KILL_AT = 6  # saved states, one per optimizer step: in the second epoch, which begins after the fourth
+KILL_AT = 16  # saved states, one per optimizer step: in the second epoch, which begins after the 13th
 START_SECONDS = 300.0  # time limit for a job to reach `KILL_AT`
+DRAWN = ("builtin", "classify", "segment", "yolov9")  # jobs that need no --shared
+SAME_AS = {"killed": "photos", "logical2": "logical"}  # jobs whose results must be another one's
 ACCELERATE = ("-m", "accelerate.commands.launch", "--config_file")
 
 
 class Jobs:
-    """The jobs of one checkout, whose runs go to `project`."""
+    """The jobs of one checkout, whose runs go to a folder in `keep` that is named after its path."""
 
-    def __init__(self, checkout: Path, project: Path, shared: Path) -> None:
-        self.checkout, self.project, self.shared = checkout.resolve(), project.resolve(), shared.resolve()
+    def __init__(self, checkout: Path, keep: Path, shared: Path) -> None:
+        self.checkout, self.shared = checkout.resolve(), shared.resolve()
+        self.project = keep.resolve() / "-".join(self.checkout.parts[1:])
+        self.project.mkdir(parents=True, exist_ok=True)
 
     def builtin(self) -> Path:
         return self.run("builtin", "--epochs", "2")
@@ -62,12 +72,6 @@ class Jobs:
         self.python("train.py", "--resume", str(folder))
         return folder
 
-    def resumed(self) -> Path:
-        """Resume the run that the other checkout has begun; see `_both`."""
-        folder = self.project / "resumed"
-        self.python("train.py", "--resume", str(folder))
-        return folder
-
     def zero(self) -> Path:
         launcher = (*ACCELERATE, "accelerate_configs/deepspeed_zero2.yaml", "train.py")
         return self.run("zero", *self._photos(), "--sync-bn", launcher=launcher)
@@ -75,11 +79,33 @@ class Jobs:
     def classify(self) -> Path:
         return self.run("classify", "--cfg", "resnet18.yaml", "--data", "data/shapes-cls.yaml", "--epochs", "2")
 
+    def segment(self) -> Path:
+        small = ("--imgsz", "96", "--epochs", "2")
+        return self.run("segment", "--cfg", "yolov5n-seg.yaml", "--data", "data/shapes-seg.yaml", *small)
+
+    def yolov9(self) -> Path:
+        small = ("--imgsz", "96", "--epochs", "2")
+        return self.run("yolov9", "--weights", "", "--cfg", "yolov9t.yaml", "--data", "data/shapes.yaml", *small)
+
+    def logical(self) -> Path:
+        return self.run("logical", *self._photos(), "--logical-processes", "4")
+
+    def logical2(self) -> Path:
+        return self.run("logical2", *self._photos(), "--logical-processes", "4", "--processes", "2")
+
+    def bf16(self) -> Path:
+        return self.run("bf16", *self._photos(), "--mixed-precision", "bf16")
+
+    def json(self) -> Path:
+        file = "annotations/instances_train2017.json"
+        content = {"train": file, "val": file, "images": "images/train"}
+        return self.run("json", *self._fine_tuning("coco128", content))
+
     def begin_and_kill(self, name: str) -> Path:
         """Begin the job `photos` under a name and kill its processes once enough states are saved."""
         folder = self.project / name
         flags = (*self._photos(), *self._common(name), "--save-steps", "1")
-        process = self._start("train.py", *flags)
+        process = self._start("train.py", *flags, alone=True)
         deadline = time.monotonic() + START_SECONDS
         while not any(int(file.name[:8]) >= KILL_AT for file in folder.glob("checkpoint/[0-9]*.pt")):
             if process.poll() is not None or time.monotonic() > deadline:
@@ -99,30 +125,33 @@ class Jobs:
         if process.returncode:
             raise SystemExit(f"{' '.join(words)} failed in {self.checkout}:\n{printed}")
 
-    def _start(self, *words: str) -> subprocess.Popen[str]:
+    def _start(self, *words: str, alone: bool = False) -> subprocess.Popen[str]:
+        """Start a command. alone: in a group of processes of its own, which an interrupt does not reach."""
         quiet = {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        own = {"XDG_CACHE_HOME": str(self.project / "cache")}  # of labels: a checkout must not read the other's
         return subprocess.Popen(
             [sys.executable, *words],
             cwd=self.checkout,
-            env={**os.environ, **quiet},
+            env={**os.environ, **quiet, **own},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,
+            start_new_session=alone,
         )
 
     def _common(self, name: str) -> tuple[str, ...]:
         here = ("--project", str(self.project), "--name", name, "--device", "cpu")
-        return (*here, "--workers", "1", "--noplots", "--partners", "any")
+        return (*here, "--workers", "1", "--noplots")
 
     def _photos(self) -> tuple[str, ...]:
-        file = self.project / "bccd.yaml"
-        content = {"path": str(self.shared / "data" / "bccd"), "train": "images/train", "val": "images/val"}
-        self.project.mkdir(parents=True, exist_ok=True)
-        file.write_text(yaml.safe_dump({**content, "names": CLASSES}))
+        return self._fine_tuning("bccd", {"train": "images/train", "val": "images/val", "names": CLASSES})
+
+    def _fine_tuning(self, data: str, content: Mapping[str, object]) -> tuple[str, ...]:
+        """Return the flags for two epochs of yolov5n.pt on a data set of --shared, for which a YAML is written."""
+        file = self.project / f"{data}.yaml"
+        file.write_text(yaml.safe_dump({"path": str(self.shared / "data" / data), **content}))
         weights = str(self.shared / "weights" / "yolov5n.pt")
-        low = ("--hyp", "data/hyps/low.yaml")  # the default of older checkouts
-        return ("--data", str(file), "--weights", weights, "--imgsz", "160", "--epochs", "2", *low)
+        return ("--data", str(file), "--weights", weights, "--imgsz", "160", "--epochs", "2")
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
@@ -143,7 +172,8 @@ def differences(before: Path, after: Path) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["builtin", "photos", "processes", "killed", "resumed", "zero", "classify"]
+    names = ["builtin", "photos", "processes", "killed", "zero", "classify", "segment", "yolov9", "logical", "logical2"]
+    names += ["bf16", "json"]
     parser.add_argument("--before", type=Path, required=True)
     parser.add_argument("--after", type=Path, default=ROOT)
     parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared")
@@ -152,11 +182,10 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
-        before = Jobs(options.before, folder / "before", options.shared)
-        after = Jobs(options.after, folder / "after", options.shared)
+        before, after = (Jobs(checkout, folder, options.shared) for checkout in (options.before, options.after))
         wrong = 0
         for name in options.only:
-            if name not in ("builtin", "classify") and not options.shared.is_dir():
+            if name not in DRAWN and not options.shared.is_dir():
                 print(f"{name:<10} skipped: {options.shared} does not exist", flush=True)
                 continue
             start = time.monotonic()
@@ -169,25 +198,25 @@ def main() -> None:
 
 def _both(name: str, before: Jobs, after: Jobs) -> tuple[Path, Path]:
     """Run a job in both checkouts and return their run folders."""
-    shutil.rmtree(after.project / name, ignore_errors=True)
-    if name == "resumed":
-        begun = before.project / "begun"
-        if not begun.is_dir():
-            before.begin_and_kill("begun")
-        after.project.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(begun, after.project / name)
-        after.resumed()
-        return _run_once(before, "killed", before.killed), after.project / name
-    job: Callable[[], Path] = getattr(before, name)
-    return _run_once(before, name, job), getattr(after, name)()
+    return _run_once(SAME_AS.get(name, name), before), _run(name, after)
 
 
-def _run_once(jobs: Jobs, name: str, job: Callable[[], Path]) -> Path:
+def _run_once(name: str, jobs: Jobs) -> Path:
+    """Return the folder of a job's finished run, if there is one, or run it."""
     folder = jobs.project / name
-    if not (folder / "done").is_file():
-        job()
-        (folder / "done").touch()
+    with FileLock(jobs.project / ".lock"):  # of several comparisons that share --keep one runs it
+        if not (folder / "done").is_file():
+            _run(name, jobs)
+            (folder / "done").touch()
     return folder
+
+
+def _run(name: str, jobs: Jobs) -> Path:
+    """Run a job without what its earlier runs have left behind."""
+    shutil.rmtree(jobs.project / name, ignore_errors=True)
+    shutil.rmtree(jobs.project / "cache" / "lockstep", ignore_errors=True)
+    job: Callable[[], Path] = getattr(jobs, name)
+    return job()
 
 
 if __name__ == "__main__":
