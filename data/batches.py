@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
@@ -67,6 +68,8 @@ def loader(
     workers = min(workers, len(batches))
     if workers:
         share_temporary_folder()
+        Image.preinit()  # Pillow's formats: loader processes should import nothing
+        Image.init()
     return DataLoader(
         items,
         batch_sampler=batches,

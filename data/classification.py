@@ -41,6 +41,8 @@ class _Items(Items):
     """Items of images and classes, by sample index."""
 
     def __init__(self, images: Images, labels: np.ndarray, classes: int) -> None:
+        import torchvision.transforms.v2  # noqa: F401  # before the loader processes, which should import nothing
+
         self.images, self.labels, self.classes = images, labels, classes
 
     def __getitems__(self, samples: Sequence[SampleIndex]) -> list[Item]:

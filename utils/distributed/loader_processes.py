@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from contextlib import suppress
@@ -77,6 +78,8 @@ def init_worker(number: int) -> None:
     A `worker_init_fn` of torch's DataLoader.
     """
     parent = parent_number()
+    # W&B's import hooks call a thread that a forked process lacks; a user's function may import a package.
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("wandb.")]
     keep_freed_memory(KEPT_BYTES)
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # on Linux it ends at once with its parent

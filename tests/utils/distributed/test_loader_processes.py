@@ -294,3 +294,20 @@ def test_a_long_path_of_the_temporary_folder(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "6\n", "")
     assert not list(folder.iterdir())
     assert set(Path("/tmp").glob("pymp-*")) <= short
+
+
+def test_a_package_is_imported_while_wandb_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a user's function: W&B's import hooks call a thread that only the training process has."""
+    wandb = pytest.importorskip("wandb")
+    (tmp_path / "xgboost.py").write_text("NUMBER = 7\n")  # one of W&B's list
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def collate(items: list[int]) -> int:
+        import xgboost
+
+        return int(xgboost.NUMBER)
+
+    with wandb.init(mode="offline", dir=tmp_path):
+        loader = DataLoader([0], num_workers=1, collate_fn=collate, worker_init_fn=init_worker)  # type: ignore[arg-type]
+        assert list(loader) == [7]
+    wandb.teardown()
