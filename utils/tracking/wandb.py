@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate.tracking import WandBTracker
 
 from utils.errors import UserError, first_line, shortened
@@ -73,11 +74,10 @@ class WandbTracker(AccelerateTracker):
     ) -> None:
         def log() -> None:
             if self._lacks(key, epoch):
-                images = [
-                    image_with_boxes(self.wandb, example, shown(example.image, EXAMPLE_PIXELS), names)
-                    for example in examples
-                ]
-                self._write({key: images}, step)
+                images = [shown(example.image, EXAMPLE_PIXELS) for example in examples]
+                shape = np.max([image.shape[:2] for image in images], axis=0).tolist()  # W&B warns of several sizes
+                each = zip(examples, images, strict=True)
+                self._write({key: [image_with_boxes(self.wandb, *pair, names, shape) for pair in each]}, step)
 
         self._do(log)
 

@@ -21,31 +21,36 @@ LINE_PIXELS = 3  # line width of an outline
 CURVE_TITLES = {"": "", "mask_": " of masks"}  # end of the title, by the beginning of the file's name
 
 
-def image_with_boxes(wandb: Any, example: Example, pixels: np.ndarray, names: Sequence[str]) -> Any:
+def image_with_boxes(
+    wandb: Any, example: Example, pixels: np.ndarray, names: Sequence[str], shape: Sequence[int]
+) -> Any:
     """Return an image of W&B, with boxes and masks of labels and predictions.
 
     W&B's boxes are upright: the lines of other outlines become a mask, and the boxes around them carry the captions.
 
     Args:
         pixels: the example's image, uint8 (h, w, 3) BGR
+        shape: height and width to pad the image to
     """
     size = pixels.shape[1], pixels.shape[0]
+    padding, shares = [(0, shape[0] - size[1]), (0, shape[1] - size[0])], (size[0] / shape[1], size[1] / shape[0])
     boxes, masks = {}, {}
     for title, these, outlines in (
         ("ground_truth", example.labels, example.label_outlines),
         ("predictions", example.predictions, example.prediction_outlines),
     ):
-        boxes[title] = {"box_data": [_box(box, names) for box in these], "class_labels": dict(enumerate(names))}
+        boxes[title] = {"box_data": [_box(box, names, shares) for box in these], "class_labels": dict(enumerate(names))}
         lines = [box.outline for box in these]
         if outlines or any(lines):
             class_map = _class_map(these, outlines or lines, size, filled=bool(outlines))
-            masks[title] = {"mask_data": class_map, "class_labels": dict(enumerate(names, 1))}
-    return wandb.Image(pixels[..., ::-1], boxes=boxes, masks=masks or None, caption=example.name, file_type="jpg")
+            masks[title] = {"mask_data": np.pad(class_map, padding), "class_labels": dict(enumerate(names, 1))}
+    pixels = np.pad(pixels[..., ::-1], [*padding, (0, 0)])
+    return wandb.Image(pixels, boxes=boxes, masks=masks or None, caption=example.name, file_type="jpg")
 
 
-def _box(box: Box, names: Sequence[str]) -> dict[str, Any]:
-    """Return a box in the form of `wandb.Image`, with corners as fractions of the image's width and height."""
-    left, top, right, bottom = box.xyxy
+def _box(box: Box, names: Sequence[str], shares: tuple[float, float]) -> dict[str, Any]:
+    """Return a box in the form of `wandb.Image`, for an image with these shares of the padded width and height."""
+    left, top, right, bottom = np.multiply(box.xyxy, 2 * shares).tolist()
     wandb_box: dict[str, Any] = {
         "position": {"minX": left, "minY": top, "maxX": right, "maxY": bottom},
         "class_id": box.label,

@@ -64,7 +64,7 @@ def test_large_tables_are_thinned() -> None:
 def masks_of(*boxes: Box, masks: tuple[tuple[float, ...], ...] = ()) -> dict[str, np.ndarray]:
     """Return the masks of an example of 100 x 100 pixels with these labels, and with masks of them if there are any."""
     example = Example("a.png", 0, (100, 100), [*boxes], [], masks)
-    image = image_with_boxes(wandb, example, np.zeros((100, 100, 3), np.uint8), ["disc", "ring"])
+    image = image_with_boxes(wandb, example, np.zeros((100, 100, 3), np.uint8), ["disc", "ring"], (100, 100))
     return {title: np.asarray(mask._val["mask_data"]) for title, mask in (image._masks or {}).items()}
 
 
@@ -88,9 +88,24 @@ def test_colours_and_boxes() -> None:
     """Pixels are BGR as everywhere; W&B takes RGB."""
     pixels = np.full((10, 20, 3), (255, 0, 0), np.uint8)  # blue
     example = Example("a.png", 0, (20, 10), [Box(1, None, (0, 0, 1, 1))], [Box(0, 0.5, (0, 0, 0.5, 1))])
-    image = image_with_boxes(wandb, example, pixels, ["disc", "ring"])
+    image = image_with_boxes(wandb, example, pixels, ["disc", "ring"], (10, 20))
     red, green, blue = np.asarray(image.image)[5, 5].tolist()
     assert blue > 200 > 50 > max(red, green)
     truth, predicted = (image._boxes[title]._val for title in ("ground_truth", "predictions"))
     assert (truth[0]["box_caption"], predicted[0]["box_caption"]) == ("ring", "disc 0.50")
     assert predicted[0]["scores"] == {"confidence": 0.5}
+
+
+def test_an_image_is_padded() -> None:
+    """To the size of the largest one beside it; boxes and masks stay where they were."""
+    pixels = np.full((10, 20, 3), 255, np.uint8)
+    box, outline = Box(0, None, (0, 0, 1, 1)), (0, 0, 1, 0, 1, 1, 0, 1)
+    image = image_with_boxes(wandb, Example("a.png", 0, (20, 10), [box], [], [outline]), pixels, ["disc"], (40, 25))
+    bright = np.asarray(image.image)[..., 0] > 128
+    mask = np.asarray(image._masks["ground_truth"]._val["mask_data"]) == 1
+    assert mask.shape == bright.shape == (40, 25)
+    assert mask[:10, :20].all()
+    assert bright[:10, :20].all()
+    assert mask.sum() == bright.sum() == 200
+    position = image._boxes["ground_truth"]._val[0]["position"]
+    assert position == {"minX": 0, "minY": 0, "maxX": 0.8, "maxY": 0.25}
