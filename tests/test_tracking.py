@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -17,8 +18,11 @@ import pytest
 import yaml
 from PIL import Image
 
+from data.data_yaml import read_spec
+from data.dataset import DataOptions
+from data.detection import DetectionData
 from tests import wandb_files
-from tests.conftest import RECIPE, RunScript
+from tests.conftest import RECIPE, RunScript, data_yaml
 from tests.curves import identical, rows
 from tests.faults.fault_points import planted
 from tests.hub_server import WRITE_TOKEN, Hub, serve_hub
@@ -460,6 +464,56 @@ def test_a_picture_of_the_users(small_data: Path, run_script: RunScript, tmp_pat
     assert np.asarray(Image.open(picture)).shape == (40, 60, 3)
     assert run.summary["mine/photo/caption"] == "grey"
     assert run.code == 0
+
+
+WATCHED = """
+import multiprocessing
+import sys
+
+import train
+from utils.distributed.failure import run_main
+
+def watch(event, arguments):
+    if event == "import" and multiprocessing.current_process().daemon:
+        print("a loader process imports", arguments[0], file=sys.stderr)
+
+if __name__ == "__main__":
+    sys.addaudithook(watch)
+    run_main(train.main)
+"""
+
+
+@pytest.fixture
+def uneven_data(small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Images of two sizes, scanned already, of which one per split is in a format that only Pillow reads."""
+    folder = shutil.copytree(small_data.with_suffix(""), tmp_path / "uneven")
+    data = DetectionData(read_spec(data_yaml(folder)), 64, 32, DataOptions())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for split in ("train", "val"):
+        file = min((folder / "images" / split).iterdir())
+        Image.open(file).resize((60, 40)).save(file, "pcx")
+        data.split(split)
+    return data.spec.file
+
+
+@pytest.mark.parametrize(
+    ("data", "cfg"),
+    [("uneven_data", "yolov5n.yaml"), ("drawn_outlines", "yolov5n-seg.yaml"), ("drawn_classes", "yolov5n-cls.yaml")],
+)
+def test_loader_processes(
+    data: str, cfg: str, request: pytest.FixtureRequest, run_script: RunScript, tmp_path: Path
+) -> None:
+    """Those forked while W&B runs import nothing, and images of several sizes are logged without a warning."""
+    (tmp_path / "program.py").write_text(WATCHED)
+    what = ("--data", str(request.getfixturevalue(data)), "--weights", "", "--cfg", cfg, "--imgsz", "64")
+    how = ("--epochs", "1", "--batch-size", "8", "--workers", "1", "--device", "cpu", "--noplots")
+    flags = (*what, *how, "--project", str(tmp_path))
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
+    variables["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+    printed = run_script(str(tmp_path / "program.py"), *flags, **variables)
+    assert "imports" not in printed
+    assert "warning" not in printed.lower()
+    assert only(tmp_path / "exp").code == 0
 
 
 @pytest.mark.long
