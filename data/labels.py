@@ -142,7 +142,7 @@ def _line_of(file: Path, number: int) -> str:
 
 
 def _key(images: Sequence[Path], rules: RowRules | None, annotated: Sequence[AnnotatedImages]) -> str:
-    """Return a hash of the paths, and of size and modification time of every image, label and annotation file."""
+    """Return a hash of the paths, and of the `storage.stamps` of every image, label and annotation file."""
     names = list(map(os.fspath, images))
     digest = hashlib.sha256(f"{rules} {CACHE_VERSION} {len(names)}\0".encode())
     digest.update(Path(inspect.getfile(type(rules))).read_bytes() if rules else b"")  # the rules may be a user's

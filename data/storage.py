@@ -101,7 +101,7 @@ def require_regular_file(path: str | Path) -> None:
 def stamps(paths: Iterable[str]) -> bytes:
     """Return size in bytes and a number that changes with the content of each file, as int64 (n, 2).
 
-    For local files the number is the modification time in ns. Both are -1 if there is no file.
+    Both are -1 if there is no file.
     """
     names = list(map(_stamped_name, paths))
     remote.refresh_versions(sorted({name for name in names if remote.is_remote(name)}))
@@ -127,7 +127,8 @@ def _stamp(name: str) -> tuple[int, int]:
         status = os.stat(name)
     except (OSError, ValueError):  # the latter for a name that no file can have
         return -1, -1
-    return status.st_size, status.st_mtime_ns
+    # A program may set the modification time back after an edit, but not the change time. Every process hashes alike.
+    return status.st_size, hash((status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
 
 
 def prefetch(paths: Sequence[str | Path]) -> None:

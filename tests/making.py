@@ -57,7 +57,7 @@ def write_label(image: Path, *rows: str) -> Path:
 
 
 def spoil(*files: Path) -> None:
-    """Overwrite files with text of the same size and modification time, which a cache does not notice."""
+    """Overwrite files with text of the same size and modification time."""
     for file in files:
         status = file.stat()
         file.write_bytes(b"x" * status.st_size)

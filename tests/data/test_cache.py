@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
@@ -70,6 +71,18 @@ def photos(tmp_path: Path) -> list[Path]:
     """A large photo and a small one."""
     sizes = ((2000, 1200), (64, 48))
     return [write_image(tmp_path / f"set/{k}.jpg", noise(*size, seed=k)) for k, size in enumerate(sizes)]
+
+
+def unreadable(monkeypatch: pytest.MonkeyPatch, *files: Path) -> None:
+    """Let only cached pixels of these files be read, without a change of the files."""
+    read = cache.read_image
+
+    def read_others(file: Path) -> np.ndarray:
+        if file in files:
+            raise UserError(f"{file} is read")
+        return read(file)
+
+    monkeypatch.setattr(cache, "read_image", read_others)
 
 
 def free_disk(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
@@ -216,11 +229,11 @@ def test_memory_is_one_for_all_processes(on_processes: OnProcesses, files: list[
 # Disk
 
 
-def test_disk_survives_a_restart(files: list[Path], cache_home: Path) -> None:
+def test_disk_survives_a_restart(files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = pixels(opened(files, 32, True, "disk"))
     assert len(cached_files(cache_home)) == 4
     assert all((cache_home / "lockstep/images") in path.parents for path in cached_files(cache_home))
-    spoil(*files)
+    unreadable(monkeypatch, *files)
     assert same(pixels(opened(files, 32, True, "disk")), first)
 
 
@@ -235,6 +248,14 @@ def test_disk_notices_a_changed_file(files: list[Path]) -> None:
         assert np.array_equal(second[0], np.asarray(Image.open(files[0]))[..., ::-1])
         assert not np.array_equal(second[0], first[0])
         assert same(second[1:], first[1:])
+
+
+def test_disk_notices_an_edit_that_keeps_size_and_time(files: list[Path]) -> None:
+    images = opened(files, 32, True, "disk")
+    pixels(images)
+    spoil(files[0])
+    with pytest.raises(UserError, match=re.escape(str(files[0]))):
+        images.read(0)
 
 
 def test_disk_keeps_sizes_and_kinds_of_shrinking_apart(files: list[Path]) -> None:
@@ -269,13 +290,13 @@ def test_disk_keeps_equal_names_in_different_folders_apart(tmp_path: Path) -> No
     ],
 )
 def test_a_damaged_file_on_disk_is_replaced(
-    files: list[Path], cache_home: Path, damage: Callable[[bytes], bytes]
+    files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]
 ) -> None:
     expected = pixels(opened(files, 32, True, "disk"))
     for path in cached_files(cache_home):
         path.write_bytes(damage(path.read_bytes()))
     assert same(pixels(opened(files, 32, True, "disk")), expected)
-    spoil(*files)
+    unreadable(monkeypatch, *files)
     assert same(pixels(opened(files, 32, True, "disk")), expected)
 
 
@@ -303,10 +324,10 @@ def test_a_write_that_is_interrupted_leaves_nothing(
     assert cached_files(cache_home) == []
 
 
-def test_disk_caches_files_whose_names_are_no_text(tmp_path: Path) -> None:
+def test_disk_caches_files_whose_names_are_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [write_image(tmp_path / "a.png", noise(16, 12, seed=0)).rename(tmp_path / os.fsdecode(b"\xff.png"))]
     expected = pixels(opened(files, 16, True, "disk"))
-    spoil(*files)
+    unreadable(monkeypatch, *files)
     assert same(pixels(opened(files, 16, True, "disk")), expected)
 
 
@@ -341,9 +362,9 @@ def test_images_that_do_not_fit_on_the_disk_are_read_from_their_files(
     assert str(cache_home / "lockstep/images") in message
     assert same(pixels(images), expected)
     assert len(cached_files(cache_home)) == 2
-    spoil(*files[:2])
+    unreadable(monkeypatch, *files[:2])
     assert same(pixels(images), expected)
-    spoil(files[2])
+    unreadable(monkeypatch, files[2])
     with pytest.raises(UserError):
         images.read(2)
 
@@ -447,7 +468,7 @@ def test_processes_fill_the_disk_together(tmp_path: Path, cache_home: Path, monk
     assert "room for 30 of 40 images, 0 cached before" in results[0][0]
     assert [sums for _, sums in results] == [[int(image.sum()) for image in expected]] * 4
     assert len(cached_files(cache_home)) == 30  # each once, nothing beside them
-    spoil(*files)
+    unreadable(monkeypatch, *files)
     assert same(pixels(opened(files[:30], 32, True, "disk")), expected[:30])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data import storage
 from data.coco_json import Tally, coco_rows, find_images, read_contents
 from data.convert import convert_coco
 from data.data_yaml import read_spec
@@ -18,7 +20,7 @@ from data.detection import DetectionData, DetectionSplit
 from data.label_rows import BOXES, OUTLINES, POLYGONS, RowRules
 from data.labels import load_labels
 from data.segmentation import SegmentationData
-from tests.making import spoil, write_image, write_yaml
+from tests.making import write_image, write_yaml
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
@@ -185,14 +187,19 @@ def test_a_share_of_its_images_is_held_out(tmp_path: Path, kind: type[DetectionD
     assert spec.annotation_file("val") == file
 
 
-def test_a_file_is_parsed_once(tmp_path: Path) -> None:
+def test_a_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = export(tmp_path / "train")
     first = split_of(tmp_path)
-    spoil(file)
-    again = split_of(tmp_path)
+    with monkeypatch.context() as unreadable:
+        unreadable.setattr(storage, "read_bytes", lambda path: pytest.fail(f"{path} is read"))
+        again = split_of(tmp_path)
     assert np.array_equal(again.labels.rows, first.labels.rows)
     export(tmp_path / "train", annotations=objects((0, 3, [4, 4, 8, 8])))
     assert split_of(tmp_path).labels.rows[:, 0].tolist() == [1]
+    status = file.stat()
+    file.write_text(file.read_text().replace('"category_id": 3', '"category_id": 1'))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))  # the same size, too
+    assert split_of(tmp_path).labels.rows[:, 0].tolist() == [0]
 
 
 def test_training_reads_the_annotations_instead_of_label_files(tmp_path: Path) -> None:
