@@ -21,12 +21,13 @@ import numpy as np
 
 from data import remote, storage
 from data.outlines import decode_rle, joined, mask_outline
+from utils.coco import check_identities
 from utils.errors import UserError, nearest, plural, shortened
 from utils.files import cache_folder, file_name, one_at_a_time, replacing
 
 T = TypeVar("T")
 MAX_MASK_PIXELS = 2**28
-CONTENTS_VERSION = 1  # version of the cached `Contents`
+CONTENTS_VERSION = 2  # version of the cached `Contents`
 CUT_KEY = "cut at the edge of their image"  # the tally's key of boxes that are cut, not left out
 
 CocoBox = tuple[float, float, float, float]  # left, top, width, height in pixels, as in COCO
@@ -125,13 +126,18 @@ def _read(file: Path, objects: bool) -> Any:
     import msgspec
 
     try:
-        return (whole if objects else slim).decode(storage.read_bytes(file))
+        content = (whole if objects else slim).decode(storage.read_bytes(file))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
     except msgspec.ValidationError as error:
         raise UserError(f"{file} is not a COCO annotation file of objects ({error}); name another one") from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise UserError(f"{file} is not JSON ({error}); download it again") from None
+    categories = [(category.id, str(category.name).strip()) for category in content.categories]
+    check_identities(file, [(image.id, _name(image)) for image in content.images], categories)
+    for entries in (content.images, content.categories):
+        entries[:] = {entry.id: entry for entry in entries}.values()
+    return content
 
 
 class Rows(NamedTuple):
@@ -203,7 +209,7 @@ def coco_rows(
     numbers = {category.id: known.get(str(category.name).strip()) for category in content.categories}
     for image in content.images:
         rows, ids = [], []
-        for item in by_image.pop(image.id, ()):  # if two images have the same id, the first gets the objects
+        for item in by_image.pop(image.id):
             if item.iscrowd and not crowd:
                 tally["crowds"] += 1
                 continue
@@ -374,16 +380,10 @@ class AnnotatedImages:
         by_name: dict[str, ImageRows] = {}
         origin = f"{self.file}: annotation"
         nothing = ImageRows("", None, origin, ())
-        repeated = 0
         for each in coco_rows(self.file, self.names, tally, polygons):
-            repeated += each.name in by_name
-            before = by_name.get(each.name, nothing)
-            text, ids = before.text + "".join(each.rows), [*before.ids, *each.ids]
-            by_name[each.name] = ImageRows(text, each.size, origin, ids)
+            by_name[each.name] = ImageRows("".join(each.rows), each.size, origin, each.ids)
         del tally["crowds"]  # as intended
         problems = [f"{self.file}: left out: {tally.omitted}"] if tally.omitted else []
-        if repeated:
-            problems.append(f"{self.file}: {plural(repeated, 'image')} with the file_name of another: objects joined")
         return AnnotatedRows({path: by_name.get(name, nothing) for path, name in self.images.items()}, problems)
 
 
@@ -426,7 +426,7 @@ def find_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> tu
     problems += [f"{file}: several categories are named '{shortened(name)}'; they are one class" for name in repeated]
     parents = [os.path.join(folder, "") for folder in (file.parent, *folders)]
     searched_in = [(parent, storage.file_test(parent)) for parent in parents]
-    images: dict[str, str] = {}
+    images: list[tuple[str, str]] = []
     missing: list[str] = []
     outside: list[str] = []
     for name in contents.images:
@@ -437,7 +437,7 @@ def find_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> tu
         if path is None:
             missing.append(name)
         else:
-            images[os.path.normpath(path)] = name
+            images.append((name, os.path.normpath(path)))
     if outside:
         example = f"such as {shortened(outside[0])}"
         problems.append(f"{file}: {len(outside)} of its images are outside of the data set, {example}; left out")
@@ -450,4 +450,5 @@ def find_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> tu
                 "`images:` of a data YAML"
             )
         problems.append(f"{file}: {len(missing)} of its images do not exist, {example}; left out")
-    return AnnotatedImages(file, tuple(names), images), problems
+    check_identities(file, images)  # two names may lead to one file
+    return AnnotatedImages(file, tuple(names), {path: name for name, path in images}), problems

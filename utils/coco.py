@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from utils.batch import CocoImage
-from utils.errors import UserError, first_line, nearest, plural
+from utils.errors import UserError, first_line, nearest, plural, shown
 from utils.files import ROOT, csv_text, read_regular, read_yaml
 
 UNUSED_CATEGORY_IDS = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # COCO's 80 classes use the other ids from 1 to 90
@@ -59,6 +59,20 @@ class Annotations:
         """Return a warning if the file lacks images of the split."""
         missing = len(self.ids.images) - len(self.annotated)
         return [f"warning: {self.file} lacks {missing} of the images; COCO's metrics exclude them"] * bool(missing)
+
+
+def check_identities(file: Path, images: Sequence[tuple[Any, str]], categories: Sequence[tuple[Any, str]] = ()) -> None:
+    """Raise `UserError` if an id of an annotation file has two names, or an image's name two ids.
+
+    Images and categories are given as id and name. Entries may be repeated, and categories may share a name.
+    """
+    names = [(name, image) for image, name in images]
+    for noun, pairs in (("category id", categories), ("image id", images), ("file_name", names)):
+        known: dict[Any, Any] = {}
+        for key, value in pairs:
+            if known.setdefault(key, value) != value:
+                both = f"{shown(known[key])} and {shown(value)}"
+                raise UserError(f"{file}: {noun} {shown(key)} stands for both {both}; give each one of its own")
 
 
 def default_ids(names: Mapping[int, str], paths: Sequence[Path]) -> CocoIds:
@@ -108,6 +122,8 @@ def read_annotations(file: Path, names: Mapping[int, str], paths: Sequence[Path]
         content = json.loads(read_regular(file))
         categories = {str(one["name"]).strip(): int(one["id"]) for one in content["categories"]}
         images = {str(one["file_name"]): one["id"] for one in content["images"]}
+        named = [(int(one["id"]), str(one["name"]).strip()) for one in content["categories"]]
+        check_identities(file, [(one["id"], str(one["file_name"])) for one in content["images"]], named)
         content["annotations"]
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}; give a file of COCO annotations") from None
@@ -134,6 +150,7 @@ def read_annotations(file: Path, names: Mapping[int, str], paths: Sequence[Path]
         tuple(_image_id(path) if known is None else known for path, known in zip(paths, image_ids, strict=True)),
         f"ids are from {file}",
     )
+    check_identities(file, list(zip(ids.images, map(str, paths), strict=True)))
     return Annotations(file, content, ids, annotated)
 
 

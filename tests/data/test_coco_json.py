@@ -256,12 +256,37 @@ def test_a_mask_of_another_size_than_its_image_takes_no_memory(tmp_path: Path, s
     assert peak < 2**24
 
 
-def test_objects_of_images_with_one_file_name_are_joined_and_counted(tmp_path: Path) -> None:
-    images = [{"id": k, "file_name": "0.png", "width": 20, "height": 20} for k in range(2)]
-    export(tmp_path / "train", images=images)
-    split = split_of(tmp_path)
-    assert split.labels.counts.tolist() == [3]
-    assert "1 image with the file_name of another: objects joined" in split.problems[0]
+def images_of(*images: tuple[int, str]) -> list[dict[str, Any]]:
+    """Return entries of 20 x 20 pixels. images: id and file name."""
+    return [{"id": number, "file_name": name, "width": 20, "height": 20} for number, name in images]
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ({"images": images_of((7, "0.png"), (7, "1.png"))}, ["7", "0.png", "1.png"]),
+        ({"images": images_of((5, "0.png"), (6, "0.png"))}, ["0.png", "5", "6"]),
+        ({"images": images_of((5, "./0.png"), (6, "0.png"))}, ["train/0.png", "'./0.png'", "'0.png'"]),
+        ({"categories": [{"id": 4, "name": "pawn"}, {"id": 4, "name": "rook"}]}, ["4", "pawn", "rook"]),
+    ],
+    ids=["image id", "file name", "two names of a file", "category id"],
+)
+def test_an_id_of_two_names_is_an_error(tmp_path: Path, content: dict[str, Any], named: list[str]) -> None:
+    file = export(tmp_path / "train", **content)
+    with pytest.raises(UserError) as caught:
+        split_of(tmp_path, names=["pawn"])
+    message = str(caught.value).removeprefix(f"{file}: ")
+    assert [name for name in named if name not in message] == []
+
+
+def test_entries_that_are_repeated_count_once(tmp_path: Path) -> None:
+    images = images_of(*((k, f"{k}.png") for k in range(3)))
+    export(tmp_path / "train")
+    once = split_of(tmp_path)
+    export(tmp_path / "train", images=images * 2, categories=CATEGORIES * 2)
+    twice = split_of(tmp_path)
+    assert twice.labels.rows.tolist() == once.labels.rows.tolist()
+    assert (twice.labels.counts.tolist(), twice.problems) == ([1, 2, 0], ())
 
 
 def test_an_image_of_another_shape_than_its_annotation_says_is_left_out(tmp_path: Path) -> None:

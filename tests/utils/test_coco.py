@@ -156,6 +156,14 @@ def test_a_file_in_another_folder_is_recognised_by_its_last_part(tmp_path: Path)
         ({"images": []}, "lacks `images`"),
         (annotations(categories=[{"id": 1, "name": "cat"}, {"id": 2, "name": "dogs"}]), "no category 'dog' .*'dogs'"),
         (annotations(images=[{"id": 1, "file_name": "c.jpg"}]), "none of the 3 images, such as 000000000009.jpg"),
+        (
+            annotations(images=[{"id": 5, "file_name": "7.jpg"}, {"id": 5, "file_name": "8.jpg"}]),
+            "5 .*'7.jpg'.*'8.jpg'",
+        ),
+        (annotations(images=[{"id": 5, "file_name": "7.jpg"}, {"id": 6, "file_name": "7.jpg"}]), "'7.jpg' .*5 .*6"),
+        (annotations(categories=[{"id": 4, "name": "cat"}, {"id": 4, "name": "dog"}]), "4 .*'cat' .*'dog'"),
+        # 7.jpg is not in the file, so its id would be 7
+        (annotations(images=[{"id": 7, "file_name": "000000000009.jpg"}]), "7 .*000000000009.jpg' .*7.jpg'"),
     ],
 )
 def test_annotations_that_do_not_fit(content: Any, message: str, tmp_path: Path) -> None:
