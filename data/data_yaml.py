@@ -9,6 +9,7 @@ import codecs
 import hashlib
 import importlib
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from data import remote, storage, voc
 from data.archives import archive_sources, fetch_dataset, has_content
 from data.coco_json import AnnotatedImages, find_images, read_contents, usual_image_folders
 from data.images import IMAGE_SUFFIXES
+from data.label_rows import RowRules
 from data.shards import Pack, find_pack
 from data.voc import has_annotations, is_voc_list
 from utils import user_code
@@ -36,13 +38,13 @@ OTHER_IMAGE_SUFFIXES = frozenset([".avif", ".gif", ".heic", ".heif", ".jfif", ".
 CONVERTED_FORMATS = ("voc", "visdrone")  # values of `convert:`
 ANNOTATIONS_SUFFIX = ".json"  # suffix of a COCO annotation file
 DATA_KEYS = (
-    *("path", *SPLITS, "images", "lists", "split", "split_seed", "names", "nc"),
+    *("path", *SPLITS, "images", "lists", "split", "split_seed", "names", "nc", "kpt_shape"),
     *("draw", "download", "convert", "defaults"),
 )
 # Keys that YOLOv5's users, Roboflow and ultralytics write, which have no meaning here.
 OTHER_KEYS = (
     *("roboflow", "license", "description", "version", "date", "author", "url", "yaml_file", "channels"),
-    *("kpt_shape", "kpt_names", "flip_idx"),
+    *("kpt_names", "flip_idx"),
 )
 
 
@@ -102,6 +104,7 @@ class DataSpec:
     has_path: bool = False  # whether the YAML has `path:`
     download: Any = None  # as in the YAML; never executed
     convert: str = ""  # the converter for the download, one of CONVERTED_FORMATS
+    kpt_shape: tuple[int, ...] = ()  # number of key points in a label row, and numbers for each; () for none
     # Images below the folders of each split, kept because walking through a million images takes long.
     walked: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     unread: dict[str, list[str]] = field(default_factory=dict, compare=False, repr=False)  # see `unread_images`
@@ -115,6 +118,12 @@ class DataSpec:
     def holds_out(self) -> bool:
         """Whether a share of the training images serves for validation: `split:` without `val:`."""
         return self.split > 0 and "val" not in self.entries
+
+    def row_rules(self, rules: RowRules) -> RowRules:
+        """Return the rules for the data set's label files: `rules`, and key points after each box if there are any."""
+        count = math.prod(self.kpt_shape)
+        forms = f"5 (box) or {5 + count} (box and key points, by `kpt_shape`)"
+        return replace(rules, keypoints=count, forms=forms) if self.kpt_shape else rules
 
     def images(self, split: str) -> list[Path]:
         """Return the image files of a split, sorted, each once. Raises `UserError` if it is absent or empty."""
@@ -358,6 +367,10 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
     convert = content.get("convert") or ""
     if not isinstance(convert, str) or convert not in ("", *CONVERTED_FORMATS):
         raise UserError(f"{file}: `convert` must be one of {', '.join(CONVERTED_FORMATS)}, not {shown(convert)}")
+    if (shape := content.get("kpt_shape")) is not None:
+        if not (isinstance(shape, list) and [*map(type, shape)] == [int, int] and shape[0] > 0 and shape[1] in (2, 3)):
+            raise UserError(f"{file}: `kpt_shape` must be [K, D], K key points of 2 or 3 numbers, not {shown(shape)}")
+        messages = (*messages, f"{file}: `kpt_shape: {shape}`: label rows are read as boxes, without their key points")
     return DataSpec(
         file,
         names,
@@ -372,6 +385,7 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
         has_path=content.get("path") is not None,
         download=content.get("download"),
         convert=convert,
+        kpt_shape=tuple(shape or ()),
     )
 
 

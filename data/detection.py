@@ -256,7 +256,7 @@ class DetectionData(DataSet[DetectionSplit]):
             hyp: hyperparameters of the run that trains on the split; with `copy_paste` the labels' polygons are read
                 too
         """
-        listing, rules = self.spec.listing(name), self.row_rules(hyp)
+        listing, rules = self.spec.listing(name), self.spec.row_rules(self.row_rules(hyp))
         labels = load_labels(listing.images, f"{name} labels", self.options.workers, rules, listing.annotated)
         problems = (*listing.problems, *labels.problems)
         readable = self.usable(name, labels.sizes, problems)

@@ -32,6 +32,7 @@ class RowRules:
         outlines: whether the points are read too, not only the box around them
         by_points: whether two rows are the same object if their points are equal, instead of their boxes
         tolerance: how far outside of [0, 1] the coordinates of points may be, below 1
+        keypoints: how many numbers of key points may follow a box, which are not used; if any, no row is a polygon
     """
 
     noun: str = "outline"
@@ -39,6 +40,7 @@ class RowRules:
     outlines: bool = False
     by_points: bool = False
     tolerance: float = OUTLINE_TOLERANCE
+    keypoints: int = 0
 
     def outline(self, values: list[float]) -> list[float]:
         """Return the coordinates x1 y1 x2 y2 ... of a row, moved to the image's edge if they are outside of the image.
@@ -130,13 +132,15 @@ def _parse_row(words: Sequence[str], rules: RowRules) -> Row:
         row = ()
     if not row:
         raise ValueError("not all words are numbers")
+    if rules.keypoints and len(row) == 5 + rules.keypoints:
+        row = row[:5]
     if len(row) == 5:
         label, x, y, width, height = row
         if 0 <= label == label // 1 < MAX_CLASS and 0 <= x <= 1 and 0 <= y <= 1 and 0 < width <= 1 and 0 < height <= 1:
             return Row(row, rules.outline([]) if rules.outlines else [])  # nearly all rows
     label, *values = row
     is_box = len(values) == 4
-    if not is_box and (len(values) < 6 or len(values) % 2):
+    if not is_box and (rules.keypoints or len(values) < 6 or len(values) % 2):
         raise ValueError(f"{len(words)} numbers instead of {rules.forms}")
     if not 0 <= label == label // 1 < MAX_CLASS:
         raise ValueError(f"class {shortened(words[0])} is not a whole number from 0")

@@ -299,7 +299,8 @@ def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows
     if labels.size and not _have_one_shape(size, labels.size):
         sizes = f"{size[0]}x{size[1]} pixels, but its annotation is for {labels.size[0]}x{labels.size[1]}"
         return Scan(problems=[f"{name}: {sizes}; left out"])
-    rows, problems = parse_rows(labels.text, labels.origin, rules, labels.ids)
+    row_rules = replace(rules, keypoints=0) if described else rules  # only label files have key points
+    rows, problems = parse_rows(labels.text, labels.origin, row_rules, labels.ids)
     problems = [*truncated, *problems]
     if problems and not rows:  # it may have objects, so it is not background
         file = f"annotations of {name}" if described else labels.origin

@@ -237,9 +237,10 @@ def common_folder(images: Sequence[LooseImage]) -> str:
     return os.path.commonpath(folders)
 
 
-def yaml_text(names: Mapping[int, str], splits: Sequence[str]) -> str:
+def yaml_text(names: Mapping[int, str], splits: Sequence[str], kpt_shape: Sequence[int]) -> str:
     """Return the data YAML of a pack, for the folder of the pack."""
-    return "".join(["path: .\n", *(f"{split}: {split}\n" for split in splits), names_text(list(names.values()))])
+    keys = [f"{split}: {split}\n" for split in splits] + [f"kpt_shape: {list(kpt_shape)}\n"] * bool(kpt_shape)
+    return "".join(["path: .\n", *keys, names_text(list(names.values()))])
 
 
 def pack(data: str, out: str, shard_size: str = "512M", task: str = "detect") -> list[str]:
@@ -268,8 +269,10 @@ def pack(data: str, out: str, shard_size: str = "512M", task: str = "detect") ->
     if not names:
         raise UserError(f"{spec.file}: `names` must list the classes; for folders of classes add --task classify")
     out = str(Path(out)) if remote.is_remote(out) else os.path.abspath(out)
-    packer = Packer(out, common_folder([image for images, _ in listed.values() for image in images]))
-    yaml = yaml_text(names, splits)
+    packed = [image for images, _ in listed.values() for image in images]
+    packer = Packer(out, common_folder(packed))
+    described = all(image.boxes is not None for image in packed)  # by annotation files: rows without key points
+    yaml = yaml_text(names, splits, () if described else spec.kpt_shape)
     existing = Path(out, YAML_FILE)
     if storage.exists(existing) and storage.read_bytes(existing).decode(errors="replace") != yaml:
         raise UserError(

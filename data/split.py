@@ -20,6 +20,7 @@ import yaml
 
 from data.data_yaml import DataSpec
 from data.dataset import data_source
+from data.label_rows import BOXES
 from data.labels import Labels, check_classes, load_labels
 from utils.distributed.failure import run_main
 from utils.errors import UserError, plural, shortened
@@ -61,7 +62,7 @@ def read_pool(data: str) -> Pool:
     listings = [spec.listing(name) for name in splits]
     images = sorted({image for listing in listings for image in listing.images})
     annotated = [described for listing in listings for described in listing.annotated]
-    labels = load_labels(images, "labels", WORKERS, annotated=annotated)
+    labels = load_labels(images, "labels", WORKERS, spec.row_rules(BOXES), annotated)
     check_classes(labels, images, len(spec.names), spec.file)
     entries = list(dict.fromkeys(path for name in splits if name in spec.entries for path in spec.locations(name)))
     return Pool(spec, images, labels, entries, bool(annotated))
@@ -162,6 +163,7 @@ def yaml_content(pool: Pool, lists: Mapping[str, Path]) -> dict[str, Any]:
         content = {**{name: [*entries] for name in files}, "lists": files, **({"images": found} if found else {})}
     if (test := [spec.find(entry) for entry in spec.entries.get("test", ())]) and None not in test:
         content["test"] = list(map(str, test))
+    content |= {"kpt_shape": list(spec.kpt_shape)} if spec.kpt_shape else {}
     if spec.defaults:
         content["defaults"] = dict(spec.defaults)
     return {**content, "names": dict(spec.names)}

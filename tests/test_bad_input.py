@@ -378,7 +378,8 @@ FINE = {
     "an outline that crosses itself": outline("0.1 0.1 0.9 0.9 0.9 0.1 0.1 0.9"),
     "loop of links": loop,
     "Roboflow's layout": roboflow,
-    "a key of another program": data(kpt_shape=[17, 3]),
+    "a key of another program": data(flip_idx=[1, 0]),
+    "key points": lambda inputs: (inputs.change(kpt_shape=[1, 3]), inputs.label("0 .7 .3 .1 .2 .7 .3 2\n" + ROW))[0],
     "plain state dict": lambda inputs: torch.save(build_model(inputs.model).state_dict(), inputs.folder / "weights.pt"),
 }
 

@@ -289,6 +289,14 @@ def test_entries_that_are_repeated_count_once(tmp_path: Path) -> None:
     assert (twice.labels.counts.tolist(), twice.problems) == ([1, 2, 0], ())
 
 
+def test_key_points_of_label_files_change_no_outline_of_annotations(tmp_path: Path) -> None:
+    export(tmp_path / "train", annotations=objects((0, 1, [4, 4, 8, 8]), segmentation=[SQUARE]))
+    file = write_yaml(tmp_path / "my.yaml", {"train": "train/_annotations.coco.json", "kpt_shape": [2, 2]})
+    split = SegmentationData(read_spec(file), 32, 32, DataOptions()).split("train", Hyperparameters())
+    assert split.labels.polygons is not None
+    assert (split.labels.polygons.points * 20).tolist() == np.array(SQUARE, np.float32).reshape(-1, 2).tolist()
+
+
 def test_an_image_of_another_shape_than_its_annotation_says_is_left_out(tmp_path: Path) -> None:
     images = [{"id": k, "file_name": f"{k}.png", "width": (20, 40, 40)[k], "height": (20, 40, 20)[k]} for k in range(3)]
     export(tmp_path / "train", images=images)

@@ -90,6 +90,10 @@ def test_names_may_be_a_mapping_a_list_or_a_count(yaml_file: Path, content: dict
         ({"names": ["a"] * 5000}, "`names` lists 5000 classes; a model has at most 4096, so"),
         ({"train": [["a" * 9999]]}, f"`train` must be a path or a list of paths, not ['{'a' * 155}..."),
         ({"convert": ["voc"]}, "`convert` must be one of voc, visdrone, not ['voc']"),
+        *(
+            ({"kpt_shape": value}, f"`kpt_shape` must be [K, D], K key points of 2 or 3 numbers, not {value!r}")
+            for value in (17, "text", [17], [17, 4], [0, 2], [True, 2])
+        ),
         ({"valid": "x"}, "unknown key 'valid' (did you mean 'val'?)"),
         ({"convert": "rm -rf"}, "`convert` must be one of voc, visdrone, not 'rm -rf'"),
         *(
@@ -110,7 +114,7 @@ def test_a_wrong_key_or_value_is_refused(yaml_file: Path, content: dict[str, Any
 
 @pytest.mark.parametrize(
     "key",
-    ["license", "description", "roboflow", "kpt_shape", "flip_idx", "channels", "version", "date", "author", "url"],
+    ["license", "description", "roboflow", "kpt_names", "flip_idx", "channels", "version", "date", "author", "url"],
 )
 def test_keys_of_other_programs_are_ignored(yaml_file: Path, key: str) -> None:
     spec = read_spec(write_spec(yaml_file, train="images/train", **{key: "text"}))

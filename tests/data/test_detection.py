@@ -25,6 +25,7 @@ from data.batches import empty_pixels
 from data.data_yaml import DataSpec, read_spec
 from data.dataset import DataOptions
 from data.detection import DetectionData, DetectionSplit, collate, to_tensors
+from data.segmentation import SegmentationData
 from tests.making import label_file, noise, plain, write_image, write_label, write_yaml
 from utils.batch import Batch, ImageInfo, Placement
 from utils.config.hyperparameters import Hyperparameters
@@ -270,6 +271,22 @@ def test_objects_are_pasted_along_polygons(folder: Path) -> None:
 
 
 # Evaluation items
+
+
+@pytest.mark.parametrize("shape", [[1, 2], [1, 3], [2, 2]])
+@pytest.mark.parametrize("kind", [DetectionData, SegmentationData])
+def test_rows_with_key_points_are_boxes(tmp_path: Path, kind: type[DetectionData], shape: list[int]) -> None:
+    """A box with its first key point in it; a box alone; an outline, which is a bad row."""
+    points = " ".join([".7", ".3", "2", ".1"][: shape[0] * shape[1]])
+    rows = [f"0 .7 .3 .1 .2 {points}", "0 .5 .5 .4 .4", "0 .1 .1 .9 .1 .9 .9 .5 .9 .1 .9"]
+    image = write_image(tmp_path / "images/a.png", None, *rows)
+    spec = read_spec(write_yaml(tmp_path / "data.yaml", {"train": "images", "names": ["disc"], "kpt_shape": shape}))
+    split = kind(spec, 64, 32, DataOptions()).split("train", replace(NOTHING, copy_paste=0.5))
+    assert split.labels.rows == pytest.approx(np.array([[0, 0.7, 0.3, 0.1, 0.2], [0, 0.5, 0.5, 0.4, 0.4]]))
+    (problem,) = split.problems
+    assert f"{label_file(image)}, line 3" in problem
+    (message,) = spec.warnings
+    assert f"kpt_shape: {shape}" in message
 
 
 def test_a_red_image_is_red_in_its_first_channel(tmp_path: Path) -> None:

@@ -131,9 +131,19 @@ def test_equals_an_annotation_file(tmp_path: Path, task: str) -> None:
     content = {"categories": [{"id": 2, "name": "disc"}], "images": images, "annotations": objects}
     (tmp_path / "loose/train/_annotations.coco.json").write_text(json.dumps(content))
     name = "train/_annotations.coco.json"
-    data = write_yaml(tmp_path / "loose/my.yaml", {"path": ".", "train": name, "val": name})
+    content = {"path": ".", "train": name, "val": name, "kpt_shape": [1, 2]}  # an outline has as many numbers
+    data = write_yaml(tmp_path / "loose/my.yaml", content)
     pack(str(data), str(tmp_path / "pack"), "8K", task)
     check_equal(data, tmp_path / "pack/data.yaml", task, HYP)
+
+
+def test_equals_label_files_with_key_points(tmp_path: Path) -> None:
+    for name in ("train", "val"):
+        write_image(tmp_path / f"loose/images/{name}/a.png", noise(40, 40), "0 .7 .3 .1 .2 .7 .3")
+    splits = {name: f"images/{name}" for name in ("train", "val")}
+    data = write_yaml(tmp_path / "loose/my.yaml", {"path": ".", **splits, "names": ["disc"], "kpt_shape": [1, 2]})
+    pack(str(data), str(tmp_path / "pack"), "8K")
+    check_equal(data, tmp_path / "pack/data.yaml", "detect", HYP)
 
 
 def test_tar_unpacks_the_files(tmp_path: Path) -> None:

@@ -82,15 +82,16 @@ def test_every_layout_is_split_without_a_change(
             assert part.labels.of(k) == pytest.approx(rows, abs=1e-5)
 
 
-def test_the_test_images_and_defaults_stay(tmp_path: Path) -> None:
+def test_the_test_images_defaults_and_key_points_stay(tmp_path: Path) -> None:
     file = roboflow_yolo(tmp_path / "set") / "data.yaml"
-    write_yaml(file, {**read_yaml(file), "defaults": {"imgsz": 64}})
+    write_yaml(file, {**read_yaml(file), "defaults": {"imgsz": 64}, "kpt_shape": [17, 3]})
     split(str(file), out=str(tmp_path / "out"))
     content = read_yaml(tmp_path / "out/data.yaml")
     assert content == {
         "train": str(tmp_path / "out/train.txt"),
         "val": str(tmp_path / "out/val.txt"),
         "test": [str(tmp_path / "set/test/images")],
+        "kpt_shape": [17, 3],
         "defaults": {"imgsz": 64},
         "names": {0: "cat", 1: "cow", 2: "dog"},
     }
