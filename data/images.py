@@ -30,6 +30,7 @@ cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)  # Pillow read
 IMAGE_SUFFIXES = frozenset([".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".pfm", ".png", ".tif", ".tiff", ".webp"])
 MAX_MISSING_SHARE = 0.01  # largest share of missing pixels of a truncated JPEG that is read
 JPEG_START, JPEG_END, PNG_END = b"\xff\xd8", b"\xff\xd9", b"IEND\xaeB`\x82"
+PFM_START = b"Pf", b"PF"  # grey, in colour; OpenCV would clip their floats
 # Flags that decode a JPEG at 1/1, 1/2, 1/4, 1/8 of its size, from the low frequencies of each block only.
 JPEG_FLAGS = {
     1: cv2.IMREAD_COLOR,
@@ -43,21 +44,24 @@ LARGE_PIXELS = 2_000_000  # inclusive upper bound of a photo that `read_reduced`
 def read_image(path: Path, jpeg_divisor: int = 1) -> np.ndarray:
     """Return the pixels as displayed (EXIF orientation applied), uint8 (height, width, 3), BGR.
 
-    Raises a `UserError` that names the file if it cannot be read.
+    16 bits, and floats in 0 to 1, are scaled to 8 bits. Raises a `UserError` that names the file if it cannot be read.
 
     Args:
         jpeg_divisor: 1, 2, 4 or 8, which divides both sides of a JPEG, rounded up
     """
     try:
-        data = storage.read_bytes(path)
-        is_jpeg = data.startswith(JPEG_START)
-        if is_jpeg and not data.endswith(JPEG_END):
-            return _read_unended(data + JPEG_END, jpeg_divisor)
-        flags = JPEG_FLAGS[jpeg_divisor if is_jpeg else 1]
-        image = cv2.imdecode(np.frombuffer(data, np.uint8), flags) if data else None
-        return image if image is not None else _read_with_pillow(data)
+        return _decode(storage.read_bytes(path), jpeg_divisor)
     except Exception as error:  # Pillow raises many kinds for a damaged file
         raise unreadable(path, error) from None
+
+
+def _decode(data: bytes, jpeg_divisor: int = 1) -> np.ndarray:
+    is_jpeg = data.startswith(JPEG_START)
+    if is_jpeg and not data.endswith(JPEG_END):
+        return _read_unended(data + JPEG_END, jpeg_divisor)
+    flags = JPEG_FLAGS[jpeg_divisor if is_jpeg else 1]
+    image = cv2.imdecode(np.frombuffer(data, np.uint8), flags) if data and not data.startswith(PFM_START) else None
+    return image if image is not None else _read_with_pillow(data)
 
 
 def read_whole_image(path: Path) -> np.ndarray:
@@ -110,7 +114,19 @@ def _read_with_pillow(data: bytes) -> np.ndarray:
 
 
 def _upright_pixels(opened: Image.Image) -> np.ndarray:
-    return np.ascontiguousarray(np.asarray(ImageOps.exif_transpose(opened).convert("RGB"))[..., ::-1])
+    return np.ascontiguousarray(np.asarray(_with_8_bits(ImageOps.exif_transpose(opened)).convert("RGB"))[..., ::-1])
+
+
+def _with_8_bits(image: Image.Image) -> Image.Image:
+    """Scale 16 bits, and floats in 0 to 1, to 8 bits; raise ValueError for other floats and integers."""
+    if not image.mode.startswith(("F", "I")):
+        return image
+    values = np.asarray(image)
+    if image.mode == "F" and ((values >= 0) & (values <= 1)).all():  # NaN is not
+        values = (values * 65535 + 0.5).astype(np.uint16)
+    elif image.mode in ("F", "I"):
+        raise ValueError("its pixels are neither integers of 8 or 16 bits nor floats from 0 to 1")
+    return Image.fromarray((values >> 8).astype(np.uint8))
 
 
 def read_reduced(path: Path, width: int, height: int, size: int) -> np.ndarray:
@@ -177,6 +193,8 @@ def examine_image(path: Path) -> Examined:
                 if missing > MAX_MISSING_SHARE:
                     opened.load()
                     missing = 0.0
+            if opened.mode in ("F", "I"):
+                _decode(storage.read_bytes(path))  # raises an error for pixels whose range is not known
     return Examined((height, width) if orientation in (5, 6, 7, 8) else (width, height), missing)
 
 

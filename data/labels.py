@@ -26,7 +26,7 @@ from data.polygons import Polygons, offsets_of
 from utils.errors import StorageError, UserError, plural
 from utils.files import cache_folder, one_at_a_time, replacing
 
-CACHE_VERSION = 7
+CACHE_VERSION = 8
 FILES_PER_CHUNK = 64  # images that a scanning process takes at a time
 MIN_SECONDS_PER_PROCESS = 0.5  # seconds of work; with less, starting another process takes longer than it saves
 MIN_IMAGE_SIDE_PIXELS = 10  # a smaller image is left out

@@ -107,6 +107,8 @@ def test_an_image_is_read_upright_and_has_the_size_of_its_pixels(
         ("grey-alpha.png", Image.new("LA", (40, 30), (70, 90)), (70, 70, 70)),
         ("print.jpg", Image.new("CMYK", (40, 30), (0, 255, 255, 0)), (255, 0, 0)),
         ("deep.png", Image.fromarray(np.full((30, 40), 0x80FF, np.uint16)), (128, 128, 128)),
+        ("float.tif", Image.fromarray(np.full((30, 40), 0.5, np.float32)), (128, 128, 128)),
+        ("float.pfm", Image.fromarray(np.full((30, 40), 0.5, np.float32)), (128, 128, 128)),
     ],
 )
 def test_images_of_every_kind_have_three_channels(
@@ -116,6 +118,38 @@ def test_images_of_every_kind_have_three_channels(
     pixels = read_image(tmp_path / name)
     assert (pixels.dtype, pixels.shape) == (np.uint8, (30, 40, 3))
     assert np.abs(pixels[..., ::-1].astype(int) - colour).max() <= 3
+
+
+def test_floats_have_the_pixels_of_16_bits(tmp_path: Path) -> None:
+    deep = np.arange(65536, dtype=np.uint16).reshape(128, 512)
+    floats = (deep / 65535).astype(np.float32)
+    expected = read_image(write_image(tmp_path / "a.png", deep))
+    files = [
+        write_image(tmp_path / "a.pfm", floats),
+        write_image(tmp_path / "a.tif", floats),
+        write_image(tmp_path / "b.tif", deep, compression="lzma"),  # which OpenCV cannot read
+    ]
+    for file in files:
+        assert np.array_equal(read_whole_image(file), expected)
+        assert image_size(file) == (512, 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("a.tif", np.int32(255_000)),
+        *((f"a.{kind}", np.float32(v)) for kind in ("tif", "pfm") for v in (-0.5, 255, "nan")),
+    ],
+)
+def test_numbers_of_an_unknown_range_are_refused(tmp_path: Path, name: str, value: np.generic) -> None:
+    pixels = np.zeros((30, 40), value.dtype)
+    pixels[3, 4] = value
+    file = write_image(tmp_path / name, pixels)
+    for read in (read_image, read_whole_image):
+        with pytest.raises(UserError, match=rf"{name} cannot be read as an image"):
+            read(file)
+    with pytest.raises(ValueError, match="bits"):
+        examine_image(file)
 
 
 def test_a_name_outside_ascii_is_read(tmp_path: Path) -> None:

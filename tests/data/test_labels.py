@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import re
@@ -201,7 +202,13 @@ def test_an_image_under_ten_pixels_is_left_out_with_a_sentence(tmp_path: Path, s
         assert (scan.size, len(scan.rows), scan.problems) == ((10, 10), 1, [])
 
 
-@pytest.mark.parametrize("content", [b"", b"not an image", b"\x89PNG\r\n\x1a\n\x00\x00", None])
+def tiff_of_32_bits() -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.full((20, 20), 255_000, np.int32)).save(file, "tiff")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("content", [b"", b"not an image", b"\x89PNG\r\n\x1a\n\x00\x00", tiff_of_32_bits(), None])
 def test_an_unreadable_image_is_left_out_with_a_sentence(images: list[Path], content: bytes | None) -> None:
     if content is None:
         images[0].unlink()
