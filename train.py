@@ -390,7 +390,8 @@ def assemble(settings: Settings) -> Training:
 
     run.open_folder(settings.select(FolderOptions))
     run.print(*run.device_lines(options.verbose), *logical.messages(sync, accelerator.device), *inputs.messages)
-    identity, saved = read_saved_state(run, settings, task.names, model.imgsz, train_split.identity())
+    splits = {"train": train_split.identity(), "val": val_split.identity()}
+    identity, saved = read_saved_state(run, settings, task.names, model.imgsz, splits)
     if saved:
         model.load_state_dict(saved["model"])  # before `task.criterion`, which may read what `adapt` has changed
     elif not options.noautoanchor:
@@ -400,7 +401,7 @@ def assemble(settings: Settings) -> Training:
         settings = settings.with_options(batch_size=measure_batch_size(run, inputs, criterion))
         accelerator.gradient_accumulation_steps = settings.accumulation
     settings = settings.with_options(wandb_id=run.collectives.broadcast(wandb_run_id(options.wandb_id, saved)))
-    run_log = write_inputs(run, inputs, settings, saved)
+    run_log = write_inputs(run, inputs, settings, splits, saved)
 
     loop = settings.select(LoopOptions)
     loader = data.train_loader(train_split, loop.batch_size, settings.hyp, loop.seed)
@@ -433,11 +434,13 @@ def assemble(settings: Settings) -> Training:
     )
 
 
-def write_inputs(run: Run, inputs: Inputs, settings: Settings, saved: Mapping[str, Any] | None) -> RunLog:
+def write_inputs(
+    run: Run, inputs: Inputs, settings: Settings, splits: Mapping[str, Any], saved: Mapping[str, Any] | None
+) -> RunLog:
     """Write settings, problems and data documents into the run folder, and start the trackers; return their log."""
     job, model, data = inputs.job, inputs.model, inputs.data
     train_split, val_split = inputs.train_split, inputs.val_split
-    content, identity = settings.content(model.yaml, model.imgsz), data.identity(train_split, val_split)
+    content, identity = settings.content(model.yaml, model.imgsz), {"yaml": str(job.source.spec.file), **splits}
     run.files.write_problems([*train_split.problems, *val_split.problems])
     run.files.write_settings(content)
     run.files.write_documents(data.documents(train_split, val_split))

@@ -184,10 +184,6 @@ class DataSet(ABC, Generic[S]):
         assert isinstance(items, Items)  # made by `loader`
         return items.images.messages
 
-    def identity(self, train: S, val: S) -> dict[str, Any]:
-        """Return the path of the YAML and the identity of each split."""
-        return {"yaml": str(self.spec.file), "train": train.identity(), "val": val.identity()}
-
 
 D = TypeVar("D", bound=DataSet[Any])
 
@@ -283,11 +279,13 @@ def class_messages(names: Mapping[int, str], train: np.ndarray, val: np.ndarray)
 
 
 def split_identity(images: Sequence[Path], labels: bytes) -> dict[str, str]:
-    """Return the number of images of a split, a hash of their file names, and a hash of the labels."""
+    """Return the number of images of a split, and hashes of their file names, of their sizes in bytes and of labels."""
     names = os.fsencode("\n".join(path.name for path in images))
+    sizes = "\n".join(str(storage.file_size(path)) for path in images)
     return {
         "count": str(len(images)),
         "files": hashlib.sha256(names).hexdigest(),
+        "file sizes": hashlib.sha256(sizes.encode()).hexdigest(),
         "labels": hashlib.sha256(labels).hexdigest(),
     }
 

@@ -266,6 +266,12 @@ def member_size(shard: str, name: str) -> tuple[int, int] | None:
     return (place[3], place[4]) if place and place[3] else None
 
 
+def member_bytes(shard: str, name: str) -> int:
+    """Return the number of bytes of an image, -1 if the shard has no image of that name."""
+    place = _shard(shard).find(name)
+    return place[1] if place else -1
+
+
 def index_text(names: dict[int, str], task: str, splits: dict[str, list[Summary]]) -> str:
     """Return the content of `index.json`."""
     shards = {split: [summary._asdict() for summary in each] for split, each in splits.items()}

@@ -114,6 +114,13 @@ def stamp(path: Path) -> tuple[int, int]:
     return _stamp(_stamped_name(os.fspath(path)))
 
 
+def file_size(path: Path) -> int:
+    """Return the number of bytes of a file, -1 if it is unknown; requests nothing that `stamps` has requested."""
+    name = os.fspath(path)
+    place = shards.place_of(name)
+    return shards.member_bytes(*place) if place else _stamp(name)[0]
+
+
 def _stamped_name(name: str) -> str:
     """Return the file whose size and time stand for a path: a packed file's shard list, else the path itself."""
     place = shards.place_of(name)

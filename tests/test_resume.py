@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import pytest
 import yaml
 
-from tests.conftest import RECIPE, ROOT, CallMain, RunScript, left_behind
+from tests.conftest import RECIPE, ROOT, CallMain, RunScript, data_yaml, left_behind
 from tests.curves import identical, refused, rows, same_curve, untouched
 from tests.faults.fault_points import planted
 from tests.machines import ACCELERATE, CONFIGS, on_machine
@@ -410,7 +410,7 @@ def test_a_finished_run(
         other.write_text(Path(data).read_text().replace("train: images/train", "train: images/val"))
         refused(
             resume("--epochs", "5", "--data", str(other)),
-            "the training images have changed since the run began (28 then, 8 now)",
+            "the count, files, file sizes, labels of `train:` have changed since the run began (28 images then, 8 now)",
         )
         other.unlink()
     printed = train(tmp_path, "--resume", "--epochs", "4")
@@ -420,6 +420,30 @@ def test_a_finished_run(
     assert rows(tmp_path / "exp")[:3] == rows(undisturbed)
     rate = RECIPE["lr0"] * (1 - 0.27 * (1 - (0.25 * 0.99 + 0.01)))  # at 27 of 100 batches of warm-up to epoch 4 of 4
     assert rows(tmp_path / "exp")[3]["x/lr0"] == pytest.approx(rate)
+
+
+def test_other_photos_and_labels_are_refused(
+    call_main: CallMain, flags: tuple[str, ...], undisturbed: Path, small_data: Path, tmp_path: Path
+) -> None:
+    """Files of the same names, in either split, moved to another folder."""
+    shutil.copytree(undisturbed, tmp_path / "exp")
+    data = data_yaml(shutil.copytree(small_data.with_suffix(""), tmp_path / "data"))
+
+    def resume() -> tuple[int, str]:
+        more = ("--data", str(data), "--project", str(tmp_path), "--epochs", "5", "--resume")
+        return call_main("train.py", *flags, *more)
+
+    with untouched(tmp_path / "exp"):
+        for split in ("train", "val"):
+            for folder, what in (("images", "file sizes"), ("labels", "labels")):
+                file = sorted((tmp_path / "data" / folder / split).iterdir())[0]
+                content = file.read_bytes()
+                file.write_bytes(content + b"0 0.5 0.5 0.5 0.5\n")
+                code, printed = resume()
+                assert code == 1
+                refused(printed, f"the {what} of `{split}:` have changed since the run began")
+                file.write_bytes(content)
+    assert resume()[0] == 0
 
 
 @pytest.mark.long

@@ -332,7 +332,7 @@ def test_other_labels_are_another_split(folder: Path) -> None:
     assert changed(split, renumbered) == {"labels"}
     # the last of the cats becomes the first of the dogs: the names stay in their order
     (folder / "train/cat/4.png").rename(folder / "train/dog/+.png")
-    split = replace(split, images=[*split.images[:4], Path("+.png"), *split.images[5:]])
+    split = replace(split, images=[*split.images[:4], folder / "train/dog/+.png", *split.images[5:]])
     assert changed(split, data_of(folder).split("train")) == {"labels"}
 
 

@@ -57,7 +57,6 @@ def test_a_folder_with_a_yaml_is_that_yaml(tmp_path: Path) -> None:
 
 
 def test_the_identity_of_a_split_takes_any_name() -> None:
-    """The first is that of earlier versions: runs that were saved by them are resumed."""
     names = {"größe.jpg": "288047", os.fsdecode(b"\xff.jpg"): "e6f527"}
     for name, digest in names.items():
         assert split_identity([Path("a") / name], b"labels")["files"].startswith(digest)

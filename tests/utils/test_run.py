@@ -15,6 +15,7 @@ import pytest
 from accelerate import Accelerator
 
 from tests.conftest import OnProcesses
+from utils.checkpoint.state_files import STATE_FORMAT
 from utils.distributed.accelerator import Precision
 from utils.distributed.stop import TIME_LIMIT, StopRequested
 from utils.run import FolderOptions, Run
@@ -198,7 +199,7 @@ def use_on_two(run: Run) -> list[Any]:
     run.enable_plots()
     run.plot(lambda: {"a.png": np.zeros((2, 2, 3), np.uint8)})
     run.files.add_row({"epoch": 0})
-    run.files.save_state({"format": "lockstep-state-1"})
+    run.files.save_state({"format": STATE_FORMAT})
     run.files.finish_writing()
     run.finish()
     state = run.files.read_state() or {}

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from models.weights.reader import read_weights
+from utils.checkpoint.state_files import STATE_FORMAT
 from utils.distributed.collectives import Collectives
 from utils.errors import UserError
 from utils.run_folder import RunFolder
@@ -40,7 +41,7 @@ def fill(folder: RunFolder) -> None:
         names={0: "a"},
         settings={"epochs": 3},
     )
-    folder.save_state({"format": "lockstep-state-1", "number": 7})
+    folder.save_state({"format": STATE_FORMAT, "number": 7})
     folder.wait_for_writing()
     folder.finish_writing()
 
@@ -96,7 +97,7 @@ def state_of(folder: RunFolder) -> dict[str, Any]:
 
 def test_rewind_restores_the_rows_of_the_state(folder: RunFolder, tmp_path: Path, warnings: list[str]) -> None:
     folder.add_row({"epoch": 0})
-    folder.save_state({"format": "lockstep-state-1", "weights": torch.ones(3)})
+    folder.save_state({"format": STATE_FORMAT, "weights": torch.ones(3)})
     folder.add_row({"epoch": 1})
     folder.finish_writing()
     (tmp_path / "weights").mkdir()
@@ -151,6 +152,6 @@ def test_a_file_that_cannot_be_written_is_a_warning_and_finally_an_error(
     assert [warning.partition(" cannot")[0] for warning in warnings] == [f"warning: {tmp_path}/weights/last.pt"]
     with pytest.raises(UserError, match=r"last\.pt cannot be written: .*; fix that, and start the run again"):
         folder.finish_writing()
-    folder.save_state({"format": "lockstep-state-1"})
+    folder.save_state({"format": STATE_FORMAT})
     with pytest.raises(UserError, match=f"fix that, and continue with --resume {tmp_path}$"):
         folder.finish_writing()

@@ -57,22 +57,23 @@ def resolve_settings(given: Mapping[str, Any], recipe_of: RecipeOf) -> Settings:
 
 
 def read_saved_state(
-    run: Run, settings: Settings, names: Mapping[int, str], imgsz: int, images: Mapping[str, str]
+    run: Run, settings: Settings, names: Mapping[int, str], imgsz: int, splits: Mapping[str, Mapping[str, str]]
 ) -> tuple[Identity, dict[str, Any] | None]:
     """Return the identity of a run and its saved state, None for a new run; restore the run folder to that state.
 
-    Raises `UserError` if classes, image size or images differ from the saved state's, before anything in the folder
-    changes.
+    Raises `UserError` if classes, image size, images or labels differ from the saved state's, before anything in the
+    folder changes.
 
     Args:
         names: class names, by class number
         imgsz: image size in pixels
-        images: counts and hashes of the training images and labels
+        splits: `Split.identity` of `train` and `val`
     """
-    identity = Identity(names, imgsz, images)
+    identity = Identity(names, imgsz, splits)
     saved = run.files.read_state() if settings.saved else None
     if saved:
-        run.print(*identity.check(saved), *settings.changes)
+        identity.check(saved)
+        run.print(*settings.changes)
         run.print(f"resuming {run.path} {Progress.from_state(saved['progress'])}")
     elif settings.is_fixed:
         run.print(f"{run.path} ended before it saved anything: it starts anew, with its settings")

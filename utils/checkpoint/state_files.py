@@ -22,7 +22,7 @@ from utils.errors import UserError, first_line
 from utils.files import open_regular, read_regular, replacing
 
 STATE_NAME = re.compile(r"\d{8,}-[0-9a-f]+\.pt")  # other files in the folder are the user's
-STATE_FORMAT = "lockstep-state-1"
+STATE_FORMAT = "lockstep-state-2"
 CHECKSUM_DIGITS = 16  # hexadecimal digits in the name of a file
 
 

@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Identity:
-    """What must not change when a run is resumed: classes, image size, training images, and most settings."""
+    """What must not change when a run is resumed: classes, image size, images, labels, and most settings."""
 
     names: Mapping[int, str]  # class names
     imgsz: int  # pixels
-    images: Mapping[str, str]  # count of the training images, checksums of their files and of the labels
+    splits: Mapping[str, Mapping[str, str]]  # `Split.identity` of `train` and `val`
     settings: Mapping[str, Any] = field(default_factory=dict)  # compared with settings.yaml by `check_settings`
 
     def state(self) -> dict[str, Any]:
         """Return the fields as plain values."""
         return dict(vars(self))
 
-    def check(self, saved: Mapping[str, Any]) -> list[str]:
-        """Compare with a saved state and return warnings; raise `UserError` if classes, size or images have changed."""
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Compare with a saved state; raise `UserError` if classes, image size, images or labels have changed."""
         before, now = list(saved["names"].values()), list(self.names.values())
         if before != now:
             raise UserError(
@@ -50,13 +50,14 @@ class Identity:
             )
         if saved["imgsz"] != self.imgsz:
             raise UserError(f"--imgsz is {self.imgsz} now, and the run was started with {saved['imgsz']}; leave it out")
-        changed = [key for key, value in self.images.items() if value != saved["images"].get(key)]
-        if "files" in changed:
-            raise UserError(
-                f"the training images have changed since the run began ({saved['images'].get('count')} then, "
-                f"{self.images.get('count')} now); restore them, or start a new run from its weights/last.pt"
-            )
-        return [f"warning: the {key} of the training images have changed since the run began" for key in changed]
+        for split, identity in self.splits.items():
+            old = saved["splits"][split]
+            if changed := [key for key, value in identity.items() if value != old.get(key)]:
+                raise UserError(
+                    f"the {', '.join(changed)} of `{split}:` have changed since the run began ({old.get('count')} "
+                    f"images then, {identity.get('count')} now); restore them, or start a new run from its "
+                    "weights/last.pt"
+                )
 
 
 def can_continue(saved: Mapping[str, Any]) -> bool:

@@ -251,7 +251,7 @@ def test_a_new_start_of_a_run_is_printed(tmp_path: Path, capsys: pytest.CaptureF
     path = begin(tmp_path / "exp")
     settings = resumed(*AUTO, str(tmp_path))
     run = opened(settings)
-    assert read_saved_state(run, settings, NAMES, 96, IMAGES)[1] is None
+    assert read_saved_state(run, settings, NAMES, 96, SPLITS)[1] is None
     assert capsys.readouterr().out == f"{path} ended before it saved anything: it starts anew, with its settings\n"
 
 
@@ -368,12 +368,12 @@ def test_the_best_of_a_run_comes_with_its_progress(tmp_path: Path) -> None:
 # The saved state; test_training_state.py tests the check of classes and images
 
 NAMES = {0: "disc", 1: "ring", 2: "bar"}
-IMAGES = {"count": "28", "files": "aaaa", "labels": "bbbb"}
+SPLITS = {split: {"count": "28", "files": "aaaa", "labels": "bbbb"} for split in ("train", "val")}
 STATE = {
     "format": STATE_FORMAT,
     "names": NAMES,
     "imgsz": 96,
-    "images": IMAGES,
+    "splits": SPLITS,
     "progress": Progress(epoch=3, batch=2, step=11).state(),
     "model": {},
     "rows": ["epoch", "0", "1", "2"],
@@ -398,12 +398,10 @@ def opened(settings: Settings) -> Run:
 def test_the_state_that_a_run_continues_from(stopped_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = resumed("--resume", str(stopped_run), "--epochs", "12")
     run = opened(settings)
-    changed = {**IMAGES, "labels": "cccc"}
-    identity, saved = read_saved_state(run, settings, NAMES, 96, changed)
+    identity, saved = read_saved_state(run, settings, NAMES, 96, SPLITS)
     assert saved == STATE
-    assert identity.state() == {"names": NAMES, "imgsz": 96, "images": changed, "settings": {}}
+    assert identity.state() == {"names": NAMES, "imgsz": 96, "splits": SPLITS, "settings": {}}
     assert capsys.readouterr().out.splitlines() == [
-        "warning: the labels of the training images have changed since the run began",
         "--epochs is 12 and was 10",
         "from here on the learning rate follows the schedule for 12 epochs",
         f"resuming {stopped_run} in epoch 4, after batch 2",
@@ -415,7 +413,7 @@ def test_the_folder_is_unchanged_if_the_data_differ(stopped_run: Path) -> None:
     settings = resumed("--resume", str(stopped_run))
     run = opened(settings)
     with pytest.raises(UserError, match=r"--imgsz is 128 now, and the run was started with 96"):
-        read_saved_state(run, settings, NAMES, 128, IMAGES)
+        read_saved_state(run, settings, NAMES, 128, SPLITS)
     assert (stopped_run / "results.csv").read_text() == "epoch\n0\n1\n2\n3\n"
     assert StateFiles(stopped_run / "checkpoint").peek() == STATE
 
@@ -424,7 +422,7 @@ def test_a_new_run_has_no_state_and_removes_that_of_an_earlier_one(stopped_run: 
     settings = resumed("--project", str(stopped_run.parent), "--exist-ok")
     run = opened(settings)
     assert run.path == stopped_run
-    identity, saved = read_saved_state(run, settings, NAMES, 96, IMAGES)
+    identity, saved = read_saved_state(run, settings, NAMES, 96, SPLITS)
     assert (identity.names, identity.imgsz, saved) == (NAMES, 96, None)
     assert StateFiles(stopped_run / "checkpoint").files() == []
 

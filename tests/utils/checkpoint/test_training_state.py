@@ -22,8 +22,9 @@ from utils.summary import Summary
 from utils.training.ema import ModelEMA
 from utils.training.optimizer import build_optimizer
 
-IDENTITY = Identity({0: "disc", 1: "ring", 2: "bar"}, 96, {"count": "28", "files": "aaaa", "labels": "bbbb"})
-KEYS = "format names imgsz images settings progress wandb_id model ema updates optimizer rates scaler shares"
+TRAIN, VAL = ({"count": count, "file sizes": "aaaa", "labels": "bbbb"} for count in ("28", "8"))
+IDENTITY = Identity({0: "disc", 1: "ring", 2: "bar"}, 96, {"train": TRAIN, "val": VAL})
+KEYS = "format names imgsz splits settings progress wandb_id model ema updates optimizer rates scaler shares"
 
 
 class Folder(RunFolder):
@@ -220,12 +221,7 @@ def test_the_mean_of_equal_statistics_is_exact() -> None:
 
 
 def test_equal_images() -> None:
-    assert IDENTITY.check({**IDENTITY.state(), "rows": []}) == []
-
-
-def test_changed_labels_are_a_warning() -> None:
-    changed = {**IDENTITY.state(), "images": {**IDENTITY.images, "labels": "cccc"}}
-    assert IDENTITY.check(changed) == ["warning: the labels of the training images have changed since the run began"]
+    IDENTITY.check({**IDENTITY.state(), "rows": []})
 
 
 @pytest.mark.parametrize(
@@ -236,11 +232,13 @@ def test_changed_labels_are_a_warning() -> None:
         ({"names": {**IDENTITY.names, 3: "dot"}}, r"\(3 then, 4 now: class 3 was none and is dot\)"),
         ({"imgsz": 128}, "--imgsz is 128 now, and the run was started with 96; leave it out"),
         (
-            {"images": {"count": "27", "files": "dddd", "labels": "eeee"}},
-            r"the training images have changed since the run began \(28 then, 27 now\); restore them",
+            {"splits": {"train": {**TRAIN, "count": "27"}, "val": VAL}},
+            r"count of `train:` have .*28 images then, 27 now",
         ),
+        ({"splits": {"train": {**TRAIN, "labels": "c"}, "val": VAL}}, "labels of `train:`"),
+        ({"splits": {"train": TRAIN, "val": {**VAL, "file sizes": "c"}}}, "file sizes of `val:`"),
     ],
 )
-def test_changed_classes_sizes_and_images_are_refused(changed: dict[str, Any], message: str) -> None:
+def test_changed_classes_sizes_images_and_labels_are_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Identity(**{**IDENTITY.state(), **changed}).check(IDENTITY.state())

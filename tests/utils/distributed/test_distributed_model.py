@@ -66,7 +66,7 @@ def take_steps(
         wandb_id="abc",
     )
     hyp = Recipe(lr0=0.05, momentum=0.5, weight_decay=0.01, warmup_epochs=0.0, nbs=0)
-    identity = Identity({0: "disc"}, 32, {"count": "20"})
+    identity = Identity({0: "disc"}, 32, {"train": {"count": "20"}})
     steps, loader = prepare_training(run, model, loader, hyp, options, ["loss"], identity, None)
     steps.model.train()
     for number, shares in enumerate(loader):

@@ -63,7 +63,7 @@ def prepared(
     batch, shape = options.get("batch_size", BATCH), (3, 8, 8) if of_images else (3,)
     images = torch.rand(batch * BATCHES, *shape, generator=torch.Generator().manual_seed(1))
     loader = DataLoader(TensorDataset(images), batch_size=batch)
-    identity = Identity({0: "disc"}, 32, {"count": "20"})
+    identity = Identity({0: "disc"}, 32, {"train": {"count": "20"}})
     flags = OptimizerOptions(**{**OPTIONS, **options})
     return prepare_training(run, model, loader, HYP, flags, ["loss"], identity, saved)
 
