@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import pytest
 import yaml
 
-from tests.conftest import RECIPE, ROOT, CallMain, RunScript, data_yaml, left_behind
+from tests.conftest import NOT_HERE, RECIPE, ROOT, CallMain, RunScript, data_yaml, left_behind
 from tests.curves import identical, refused, rows, same_curve, untouched
 from tests.faults.fault_points import planted
 from tests.machines import ACCELERATE, CONFIGS, on_machine
@@ -511,6 +511,13 @@ def test_a_folder_that_a_live_run_is_writing(call_main: CallMain, flags: tuple[s
         lock.release()
     assert code == 1
     refused(printed, f"another run is writing into {tmp_path / 'exp'}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason=f"{NOT_HERE}a folder in which root can make no files")
+def test_a_folder_that_cannot_be_written(call_main: CallMain, flags: tuple[str, ...]) -> None:
+    code, printed = call_main("train.py", *flags, "--project", "/sys", "--name", "kernel", "--exist-ok")
+    assert code == 1
+    refused(printed, "/sys/kernel")
 
 
 # Nothing outlives its run

@@ -90,8 +90,14 @@ def one_at_a_time(lock: Path) -> Iterator[None]:
 def lock_folder(folder: Path) -> FileLock:
     """Lock a run folder until the lock is released, `release_locks` is called, or this process ends.
 
-    Does nothing on a disk without locks. Raises `UserError` if another process has locked the folder.
+    Does nothing on a disk without locks. Raises `UserError` if another process has locked the folder, or if no files
+    can be made in it.
     """
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        message = f"the run folder {folder} cannot be written: {error.strerror}; make it writable, or name another"
+        raise UserError(message) from None
     lock = FileLock(folder / LOCK_FILE, timeout=LOCK_TIMEOUT_SECONDS)
     try:
         lock.acquire()
