@@ -90,12 +90,12 @@ class DetectionCriterion(Criterion):
         self.settings, self.classes, self._head = settings, head.nc, head
         self.class_weights = tuple(class_weights)
         self.least_count = min(1.0, *self.class_weights) if class_weights else 1.0
-        self._strides = [int(stride) for stride in head.stride]
+        self._strides = head.stride.tolist()
 
     def hints(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the cells near the targets, int64 (levels, 3, k): box and class are computed only there."""
         height, width = batch.images.shape[2:]
-        sizes = tuple((height // stride, width // stride) for stride in self._strides)
+        sizes = tuple((round(height / stride), round(width / stride)) for stride in self._strides)
         return (near_cells(sizes, batch.targets).indices,)
 
     def __call__(self, outputs: Sequence[Tensor | Level], batch: Batch) -> LossTerms:
