@@ -249,7 +249,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
             batch_size=batch_size,
             seed=seed,
             imgsz=self.imgsz,
-            stride=math.gcd(self.imgsz, MULTI_SCALE_STEP_PIXELS),
+            stride=math.lcm(self.stride, math.gcd(self.imgsz, MULTI_SCALE_STEP_PIXELS)),
             mixed=1,
         )
         settings = select(TransformSettings, hyp)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,12 +61,16 @@ class Row:
         """The rows whose outputs are the inputs."""
         return self.source if isinstance(self.source, tuple) else (self.source,)
 
+    def inputs(self, maps: Mapping[int, Any]) -> Any:
+        """Return the layer's argument, given the outputs by row: one map, or a list of them."""
+        return [maps[j] for j in self.source] if isinstance(self.source, tuple) else maps[self.source]
+
 
 class YoloModel(Model):
     """The network of a YAML's rows.
 
     Args:
-        stride: largest stride of the head's input maps, in pixels; 1 for a head that takes any size
+        stride: the network's stride in pixels, at least the largest of the head's input maps; 1 if it takes any size
         imgsz: image size in pixels, in whole strides
     """
 
@@ -108,11 +114,7 @@ class YoloModel(Model):
         """
         maps = dict(maps)
         for row, layer in zip(self.rows[first:until], self.model[first:until], strict=True):
-            inputs = [maps[j] for j in row.sources]
-            maps[row.index] = layer(
-                inputs if isinstance(row.source, tuple) else inputs[0],
-                *(hints if row.index == self._head_row else ()),
-            )
+            maps[row.index] = layer(row.inputs(maps), *(hints if row.index == self._head_row else ()))
             if row.index - 1 not in self._kept:
                 maps.pop(row.index - 1, None)  # frees its memory
         read = {j for row in self.rows[until:] for j in row.sources} | self._results
@@ -147,7 +149,7 @@ def build_model(
     values = {"nc": description["nc"], "anchors": description.get("anchors"), **PYTHON_WORDS}
     contents = [*description["backbone"], *description["head"], *description.get("auxiliary", [])]
     rows = [_parse_row(source, index, row, values) for index, row in enumerate(contents)]
-    layers, stride = _build_layers(source, rows, description, with_anchors)
+    layers, stride = _build_layers(source, rows, description, with_anchors, imgsz)
     _check_head(source, layers[: len(description["backbone"]) + len(description["head"])], heads)
     _check_auxiliary(source, layers, len(description.get("auxiliary", [])))
     return YoloModel(layers, rows, description, stride, whole_strides(imgsz, stride))
@@ -246,37 +248,70 @@ def _parse_origin(where: str, index: int, origin: Any) -> int:
 
 
 def _build_layers(
-    source: str, rows: list[Row], yaml: dict[str, Any], with_anchors: bool
+    source: str, rows: list[Row], yaml: dict[str, Any], with_anchors: bool, imgsz: int
 ) -> tuple[list[nn.Module], int]:
-    """Return the layers of the rows, and the largest stride of a head's inputs; 1 for a head that takes any size.
+    """Return the layers of the rows, and the stride: the head's largest, doubled until an odd number of it runs.
 
     A draft of each layer runs on the "meta" device, without memory, to measure channels and strides and to find rows
     that do not fit.
     """
     scaling, activation = _scaling(yaml, with_anchors), _parse_activation(source, yaml.get("activation"))
-    image = torch.zeros(1, yaml["ch"], PROBE_PIXELS, PROBE_PIXELS, device="meta")
     layers: list[nn.Module] = []
-    maps: list[Any] = []
+    drafts: list[nn.Module] = []
+    maps: dict[int, Any] = {-1: torch.zeros(1, CHANNELS, PROBE_PIXELS, PROBE_PIXELS, device="meta")}
     largest = 1.0
     for row in rows:
-        inputs = [image if j < 0 else maps[j] for j in row.sources]
-        try:
-            with torch.device("meta"):
+        inputs = [maps[j] for j in row.sources]
+        with _naming(source, row):
+            with torch.device("meta"), torch.no_grad():
                 draft = _build_layer(row, inputs, scaling, activation).eval()  # BatchNorm must accept single values
                 skip_norms(draft)
-                with torch.no_grad():
-                    maps.append(draft(inputs if isinstance(row.source, tuple) else inputs[0]))
-            _refuse_huge(draft, maps[-1])
+                maps[row.index] = draft(row.inputs(maps))
+            _refuse_huge(draft, maps[row.index])
+            drafts.append(draft)
             layers.append(layer := _build_layer(row, inputs, scaling, activation))
             if isinstance(layer, Head):
                 layer.placed(strides := [_stride(x) for x in inputs])
                 largest = largest if layer.any_size else max(largest, *strides)
-        except Exception as error:  # the arguments, and perhaps the layer, are the user's
-            raise UserError(
-                f"{source}, row {row.index}: {row.module} with the arguments {shortened(str(list(row.args)))} "
-                f"on rows {list(row.sources)} does not work ({first_line(error)}); fix that row"
-            ) from error
-    return layers, int(largest)
+    stride = 2 ** math.ceil(math.log2(largest))
+    for multiple in (stride << doublings for doublings in range(8)):
+        with suppress(UserError):
+            _try_drafts(source, rows, drafts, maps, ((imgsz // multiple | 1) + 2) * multiple)
+            return layers, multiple
+    _try_drafts(source, rows, drafts, maps, whole_strides(imgsz, stride))  # perhaps it takes this size only
+    return layers, stride
+
+
+def _try_drafts(source: str, rows: list[Row], drafts: list[nn.Module], probed: Mapping[int, Any], side: int) -> None:
+    """Run the drafts for an image of `side` x `side` pixels; `probed` are the outputs for one of PROBE_PIXELS.
+
+    Raises `UserError` for a row that fails, or whose map reaches a head though it is that of two images or, in a
+    detector, not in proportion to the image.
+    """
+    maps: dict[int, Any] = {-1: torch.zeros(1, CHANNELS, side, side, device="meta")}
+    faults: dict[int, Row] = {}  # the row at fault, by the row whose map a head cannot take
+    for row, draft in zip(rows, drafts, strict=True):
+        fault = next((faults[j] for j in row.sources if j in faults), row)
+        with _naming(source, fault if isinstance(draft, Head) else row), torch.device("meta"), torch.no_grad():
+            if isinstance(draft, Head) and fault is not row:
+                raise ValueError(f"its map {list(maps[fault.index].shape)} does not fit an image of {side}x{side}")
+            maps[row.index] = output = draft(row.inputs(maps))
+        if isinstance(output, Tensor) and output.ndim == 4:
+            cells = side / _stride(probed[row.index])
+            if len(output) != 1 or (isinstance(drafts[-1], DetectionHead) and {*output.shape[2:]} != {cells}):
+                faults[row.index] = fault
+
+
+@contextmanager
+def _naming(source: str, row: Row) -> Iterator[None]:
+    """Raise `UserError` that names the row in place of any error."""
+    try:
+        yield
+    except Exception as error:  # the arguments, and perhaps the layer, are the user's
+        raise UserError(
+            f"{source}, row {row.index}: {row.module} with the arguments {shortened(str(list(row.args)))} "
+            f"on rows {list(row.sources)} does not work ({first_line(error)}); fix that row"
+        ) from error
 
 
 def _stride(output: Any) -> float:

@@ -259,6 +259,7 @@ ERRORS = {
         row(1, [-1, 1, "Cnov", [8, 3, 2]]), "model.yaml, row 1: unknown module 'Cnov' (did you mean 'Conv'?)"
     ),
     "bad channels": Case(row(1, [-1, 1, "Conv", [-8]]), "the number of output channels, 1 to 4096, not -8"),
+    "joined over the height": Case(row(2, [[1, 1], 1, "Concat", [2]]), "error: {set}/model.yaml, row 2: Concat "),
     "no model": Case(nothing, "model 'absent.yaml' is not a file; give", "--cfg absent.yaml"),
     "neither": Case(nothing, "no model is given; name one with --cfg", "--cfg="),
     "a set of YOLOv5 with a script": Case(nothing, "are a CSV file, which YOLOv5's", "--data SKU-110K.yaml"),

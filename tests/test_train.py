@@ -10,10 +10,15 @@ import pytest
 import torch
 import yaml
 
+import export
 import val
+from models.export.runtime import read_model
 from models.weights.reader import read_weights
+from predictor import Predictor
 from tests.conftest import CallMain, RunScript
 from tests.curves import refused
+from tests.making import noise, write_image, write_yaml
+from utils.files import find_file, read_yaml
 
 COLUMNS = [
     *("epoch", "train/box_loss", "train/obj_loss", "train/cls_loss"),
@@ -74,6 +79,31 @@ def test_prints_the_table_and_the_folder(first: tuple[Path, str]) -> None:
     assert [line.split()[0] for line in printed.splitlines() if line.split()[:1] and line.split()[0] in ("ring", "bar")]
     assert str(folder) in printed.splitlines()[-1]
     assert "\r" not in printed  # no bar where the output is not a terminal
+
+
+def test_a_network_that_is_coarser_than_its_head(
+    tmp_path: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The maps of yolov5-p34 have strides up to 32, its head's 8 and 16: images have sides in multiples of 32."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for split in ("train", "val"):
+        for number, size in enumerate([(60, 90), (100, 50), (70, 70), (40, 100)]):
+            write_image(
+                tmp_path / split / f"images/{number}.jpg", noise(*size), "0 0.5 0.5 0.4 0.4", "1 0.9 0.9 0.1 0.1"
+            )
+    data = write_yaml(tmp_path / "data.yaml", {"train": "train/images", "val": "val/images", "names": ["a", "b"]})
+    model = read_yaml(find_file("yolov5-p34", "model", ["models/hub"]))
+    cfg = write_yaml(tmp_path / "model.yaml", {**model, "width_multiple": 0.125, "depth_multiple": 0.1})
+    short = ("--imgsz", "80", "--epochs", "1", "--batch-size", "4", "--multi-scale")
+    printed = train(run_script, tmp_path, data, "--cfg", str(cfg), *short)
+    assert "--imgsz 80 is rounded up to 96, whole strides of 32 pixels\n" in printed
+    best = tmp_path / "exp/weights/best.pt"
+    val.run(weights=best, data=data, imgsz=112, workers=0, device="cpu", noplots=True, project=tmp_path, name="scores")
+    assert read_yaml(tmp_path / "scores/settings.yaml")["imgsz"] == 128
+    (exported,) = export.run(weights=best, imgsz=80, include=["torchscript"], dynamic=True, device="cpu")
+    assert read_model(Path(exported)).image_sides == (96, 96)
+    for files in (best, exported, [best, best]):
+        assert Predictor(files, imgsz=(80, 48), device="cpu", conf_thres=0)(noise(100, 50)).items
 
 
 @pytest.mark.long

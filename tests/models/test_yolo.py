@@ -18,6 +18,7 @@ from models.initial_weights import gflops
 from models.layer_registry import LAYERS, LayerMaker
 from models.layers import Classify, Conv, Head
 from models.tasks import TASKS, task_of
+from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
 from models.tasks.detection.task import DetectionTask
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
@@ -73,6 +74,12 @@ SEGMENTERS = {
 }
 ANCHOR_FREE = {"yolov9t": 3_717_648, "yolov9s": 9_804_480, "yolov9m": 32_878_400, "yolov9c": 51_182_048}
 SHIPPED = {**DETECTORS, **HUB, **CLASSIFIERS, **SEGMENTERS, **ANCHOR_FREE}
+# Strides that are not 32.
+STRIDES = {
+    **{name: 64 for name in (*DETECTORS, "yolov5-p6") if name.endswith("6")},
+    "yolov5-p7": 128,
+    **dict.fromkeys(CLASSIFIERS, 1),
+}
 # Without the auxiliary branch, and published GFLOPs of such models at 640 px.
 WITHOUT_AUXILIARY = {
     "yolov9t": (2_442_624, None),
@@ -90,6 +97,15 @@ def small_classifier() -> dict[str, Any]:
         "backbone": [[-1, 1, "Conv", [16, 3, 2]], [-1, 1, "Conv", [32, 3, 2]]],
         "head": [[-1, 1, "Classify", ["nc"]]],
     }
+
+
+def with_rows(*rows: list[Any]) -> dict[str, Any]:
+    """Return a detector with rows from number 3 on, the last of which leads to its second level instead of row 2."""
+    return {**tiny_detector(), "head": [*rows, [[1, 2 + len(rows)], 1, "Detect", ["nc", "anchors"]]]}
+
+
+COARSER = [[-1, 1, "Conv", [8, 3, 2]], [-1, 1, "nn.Upsample", [None, 2]]]  # a map of half the size, and enlarged again
+ONE_SIZE = with_rows([-1, 1, "nn.Upsample", [[32, 32]]])
 
 
 def on_meta(source: dict[str, Any] | str, **options: Any) -> YoloModel:
@@ -110,8 +126,9 @@ def shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
 
 
 @pytest.mark.parametrize(("name", "parameters"), SHIPPED.items())
-def test_parameter_count(name: str, parameters: int) -> None:
-    assert count(on_meta(f"{name}.yaml")) == parameters
+def test_parameters_and_stride(name: str, parameters: int) -> None:
+    model = on_meta(f"{name}.yaml")
+    assert (count(model), model.stride) == (parameters, STRIDES.get(name, 32))
 
 
 @pytest.mark.parametrize(("name", "numbers"), WITHOUT_AUXILIARY.items())
@@ -194,6 +211,16 @@ def test_a_training_step_reaches_every_parameter(name: str) -> None:
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert [name for name, gradient in gradients.items() if gradient is None or not gradient.isfinite().all()] == []
     assert sum(bool(gradient.any()) for gradient in gradients.values()) > 0.9 * len(gradients)
+
+
+def test_a_loss_at_a_stride_that_is_no_whole_number() -> None:
+    """A map of 15 x 15 cells for 80 pixels, with a target in the last."""
+    task = DetectionTask({0: "a", 1: "b", 2: "c"}, Hyperparameters())
+    batch = Batch(torch.zeros(1, 3, 80, 80, dtype=torch.uint8), torch.tensor([[0, 0, 0.99, 0.99, 0.4, 0.3]]), ())
+    model = task.build_model(with_rows([-1, 1, "nn.Upsample", [None, 1.5]]), 80)
+    criterion = task.criterion(model)
+    terms = criterion(model(task.inputs(batch), *criterion.hints(batch)), batch)
+    assert terms.sums.isfinite().all()
 
 
 def test_the_auxiliary_branch_runs_in_training_only() -> None:
@@ -365,10 +392,15 @@ def test_invalid_activation(text: Any, message: str, tmp_path: Path, monkeypatch
         (tiny_detector(), 1, (8, 16)),
         (small_classifier(), 50, (1, 50)),
         ("yolov5n6.yaml", 600, (64, 640)),
+        ("yolov5-p34.yaml", 400, (32, 416)),
+        (with_rows(*COARSER, [[-1, 2], 1, "Concat", [1]]), 72, (16, 80)),
+        (with_rows(*COARSER), 72, (16, 80)),
+        (with_rows([-1, 1, "nn.Upsample", [None, 1.5]]), 72, (16, 80)),
+        (ONE_SIZE, 128, (4, 128)),
     ],
 )
 def test_stride_and_image_size(description: Any, imgsz: int, expected: tuple[int, int]) -> None:
-    """The largest stride; the size in whole strides, at least two."""
+    """The network's stride, which may be larger than its head's; the size in whole strides, at least two."""
     model = on_meta(description, imgsz=imgsz)
     assert (model.stride, model.imgsz) == expected
 
@@ -410,6 +442,14 @@ def test_a_head_is_told_where_it_is_placed(monkeypatch: pytest.MonkeyPatch) -> N
     assert model(torch.rand(1, 3, 64, 64)).shape == (1, 3, 16, 16)
 
 
+def test_a_network_for_one_size_is_refused_at_another() -> None:
+    with pytest.raises(UserError, match=r"row 3: nn.Upsample .*does not work .*fix that row"):
+        on_meta(ONE_SIZE, imgsz=64)
+    fused = {**ONE_SIZE, "head": [ONE_SIZE["head"][0], [[-1, 1], 1, "Concat", []], [[1, 4], 1, "Detect", ["nc", 2]]]}
+    with pytest.raises(UserError, match=r"row 4: Concat .*does not work .*fix that row"):
+        on_meta(fused, imgsz=64)
+
+
 # Classifiers
 
 
@@ -432,6 +472,15 @@ def test_logits() -> None:
     assert [model(torch.rand(2, 3, *size)).shape for size in ((32, 32), (50, 21))] == [(2, 5), (2, 5)]
     assert (model.model[0].conv.out_channels, model.model[1].conv.out_channels) == (8, 16)
     assert model.model[2].linear.out_features == 5  # the width does not scale classes
+
+
+def test_a_classifier_with_maps_joined_from_below() -> None:
+    rows = [*small_classifier()["backbone"], [-1, 1, "nn.Upsample", [None, 2]], [[-1, 0], 1, "Concat", [1]]]
+    yaml = {**small_classifier(), "backbone": rows}
+    model = ClassificationTask({k: str(k) for k in range(5)}, ClassificationRecipe()).build_model(yaml, 50)
+    assert (model.stride, model.imgsz) == (4, 52)
+    with pytest.raises(UserError, match=r"row 2: Concat .*does not work"):
+        build_model({**yaml, "backbone": [*rows[:2], [[-1, -1], 1, "Concat", [0]]]})
 
 
 def test_task_of_a_yaml() -> None:
@@ -480,6 +529,9 @@ def test_task_of_a_yaml() -> None:
         (0, [-1, 1, "Conv", [64, 3, 2, 1, 1, 1, True, 9, 9]], "Conv .*positional arguments"),
         (0, [-1, 1, "Conv", [64, "three"]], "Conv .*does not work"),
         (2, [[-1, 0], 1, "Concat", [1]], "Concat .*does not work"),
+        *((2, [[1, 1], 1, "Concat", [dimension]], "Concat .*does not work .*fix that row") for dimension in (0, 2, 3)),
+        (2, [-1, 1, "Conv", [64, 3, 2, 0]], "Conv .*does not work .*fix that row"),
+        (2, [-1, 1, "nn.Linear", [32, 16]], "nn.Linear .*does not work .*fix that row"),
         (2, [[-1, 1], 1, "Conv", [64]], "Conv .*it takes one input, not 2"),
         (3, [[2], 1, "Detect", ["nc", "anchors"]], "Detect .*1 input maps, but `anchors` has 2 rows"),
     ],

@@ -90,13 +90,13 @@ class ClassificationTask(Task):
             )
 
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> Model:
-        """Build torchvision's model, or a model of layers, for images of any size; `imgsz` is not rounded."""
+        """Build torchvision's model, or a model of layers, for images of any size, unless layers need whole strides."""
         classes = len(self.names)
         if "architecture" in yaml or "backbone" not in yaml:
             model = build_classifier(yaml, classes, imgsz, source)
         else:
             model = build_model(dict(yaml), nc=classes, source=source, head=Classify, imgsz=imgsz)
-        model.names, model.stride, model.imgsz = self.names, 1, imgsz
+        model.names = self.names
         return model
 
     def criterion(self, model: Model) -> ClassificationCriterion:
