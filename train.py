@@ -27,7 +27,7 @@ from data.dataset import DataOptions, DataSet, DataSource, data_source
 from models.initial_weights import ModelOptions, StartingPoint, load_and_freeze, recipe_of, starting_point
 from models.parts import rate_factors
 from models.tasks import TASKS, add_tasks, model_words
-from models.tasks.contract import Criterion, LossTerms, Model, Task
+from models.tasks.contract import Criterion, LossTerms, Model, Task, refuse, terms_of
 from models.tasks.shared.losses import balanced_weights
 from models.weights.licence import Origin
 from utils.batch import Batch, Split
@@ -131,6 +131,7 @@ class Training:
                 bar.show(report.bar_values(losses, progress.summary, bar, steps.remaining, run.accelerator.device))
             if progress.epoch == 0 and number < DRAWN_BATCHES:
                 run.plot(partial(self.draw_batch, shares[0], number))
+        refuse(progress.batch < batches, self.loader.dataset, f"gave {progress.batch} of {batches} batches of an epoch")
         steps.flush_pending()
         steps.model.average_statistics(state.ema.replicas)
         means = steps.model.sum(list(state.loss_sums)) / progress.taken
@@ -143,7 +144,7 @@ class Training:
     def loss_terms(self, module: nn.Module, batch: Batch) -> LossTerms:
         """Run the forward pass and the criterion on a batch."""
         outputs = module(self.task.inputs(batch), *self.criterion.hints(batch))
-        return self.criterion(outputs, batch)
+        return terms_of(self.criterion, outputs, batch, self.evaluate.loss_names, not self.steps.remaining.done)
 
     def train_on(self, shares: Sequence[Batch], number: int) -> None:
         """Run forward and backward, and the optimizer step if the batch is the last of the accumulated ones.
@@ -464,7 +465,7 @@ def measure_batch_size(run: Run, inputs: Inputs, criterion: Criterion) -> int:
         batch = loader.collate_fn(items).to(run.accelerator.device)
         with run.accelerator.autocast():
             outputs = model(task.inputs(batch), *criterion.hints(batch))
-        terms = criterion(outputs, batch)
+        terms = terms_of(criterion, outputs, batch, task.loss_names_of(model), reads=True)
         criterion.objective(terms.means(terms.counts), size).backward()  # type: ignore[no-untyped-call]
         model.zero_grad()
 

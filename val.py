@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from data.dataset import DataOptions, DataSet, DataSource, data_source
 from models.ensemble import Inference, Members, for_inference, read_members
-from models.tasks.contract import Criterion, Metrics, Model, Prediction, Task, Thresholds
+from models.tasks.contract import Criterion, Metrics, Model, Prediction, Task, Thresholds, refuse, terms_of
 from utils import coco
 from utils.batch import Batch, CocoImage, Split
 from utils.config.options import ValOptions
@@ -83,7 +83,8 @@ class Evaluator:
         Args:
             stop_requested: returns the reason to stop, or ''
         """
-        run, timer, records, losses = self.run, self.timer, [], []
+        run, timer, records, losses, numbers = self.run, self.timer, [], [], []
+        task, data = self.inference.task, self.loader.dataset
         for model in models:
             model.eval()
         bar = run.bar("validating", self.images)
@@ -94,16 +95,25 @@ class Evaluator:
             with run.accelerator.autocast():
                 batch, views = self.inference.views(models, batch, timer)
             if views[0].outputs is not None:  # some exported files return no raw outputs
-                terms = self.criterion(views[0].outputs, batch)
+                terms = terms_of(self.criterion, views[0].outputs, batch, self.loss_names, reads=True)
                 losses.append((batch.infos[0].image, self.criterion.weight(batch), terms.means(terms.counts).tolist()))
             timer.end_stage("losses")
             predictions = self.inference.postprocess(views, batch)
             timer.end_stage(POSTPROCESSING)
+            images, predicted = [info.image for info in batch.infos], [each.image for each in predictions]
+            refuse(len({*images}) < len(images), data, f"has an image number twice: a batch of images {images}")
+            refuse(predicted != images, self.inference.postprocess, f"predicted images {predicted} instead of {images}")
             for keep in self.keepers:
                 keep(batch, predictions)
             records += self.metrics.update(predictions, batch)
+            numbers += images
+            refuse(len(records) != len(numbers), self.metrics, f"made {len(records)} records of {len(numbers)} images")
         run.stop_together(stop_requested())
+        numbers = sorted(run.collectives.gather(numbers))
+        refuse(numbers != [*range(self.images)], data, f"gave {len(numbers)} images for {self.images}, or one twice")
         summary = self.metrics.summarise(run.collectives.gather(records))
+        missing = {*task.metric_names} - {*summary.metrics} | {*task.class_metric_names} - {*summary.by_class}
+        refuse(bool(missing), self.metrics, f"has no metric {', '.join(sorted(missing))}")
         means = self._mean_losses(run.collectives.gather(losses))
         return run.collectives.broadcast(replace(summary, losses=means, rate=bar.rate))
 

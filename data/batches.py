@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from data.cache import Images
 from data.sampler import GlobalBatches, SampleIndex
 from utils.batch import Batch
 from utils.distributed.loader_processes import init_worker, share_temporary_folder
+from utils.user_code import explained
 
 # Pixels, uint8 (3, h, w) RGB; targets; the description of the image: see `Batch`.
 Item = tuple[Tensor, Tensor, Any]
@@ -31,6 +33,16 @@ class Items(Dataset[Item]):
     """
 
     images: Images
+
+    @explained()
+    def __getitems__(self, samples: Sequence[SampleIndex]) -> list[Item]:
+        """Return the items of a batch. The loader calls this."""
+        self.images.prefetch(index for sample in samples for index in (sample.image, *sample.partners))
+        return self.load_batch(samples)
+
+    def load_batch(self, samples: Sequence[SampleIndex]) -> list[Item]:
+        """Return the items of a batch, whose remote images have been requested."""
+        return [self[sample] for sample in samples]
 
 
 def empty_pixels(*shape: int) -> Tensor:
@@ -54,6 +66,12 @@ def stack_in_place(images: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(images), out=empty_pixels(len(images), *images[0].shape))
 
 
+@explained()
+def collated(collate: Callable[[Sequence[Any]], Batch], items: Sequence[Any]) -> Batch:
+    """Return the batch of some items."""
+    return collate(items)
+
+
 def loader(
     items: Items,
     batches: GlobalBatches | Sequence[list[SampleIndex]],
@@ -74,7 +92,7 @@ def loader(
         items,
         batch_sampler=batches,
         num_workers=workers,
-        collate_fn=collate,
+        collate_fn=partial(collated, collate),
         pin_memory=torch.cuda.is_available(),
         persistent_workers=workers > 0,
         worker_init_fn=init_worker,

@@ -45,11 +45,6 @@ class _Items(Items):
 
         self.images, self.labels, self.classes = images, labels, classes
 
-    def __getitems__(self, samples: Sequence[SampleIndex]) -> list[Item]:
-        """Return the items of a batch. The loader calls this."""
-        self.images.prefetch(index for sample in samples for index in (sample.image, *sample.partners))
-        return [self[sample] for sample in samples]
-
     def load(self, index: int) -> tuple[Tensor, int]:
         """Return an image at the size of its file, uint8 (3, h, w) RGB, and its class."""
         return to_tensor(self.images.read(index)), int(self.labels[index])

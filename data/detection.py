@@ -71,9 +71,8 @@ class _Items(Items):
     def __getitem__(self, sample: SampleIndex) -> Item:
         return self.item(sample, empty_pixels(3, *sample.shape))
 
-    def __getitems__(self, samples: Sequence[SampleIndex]) -> list[Item]:
-        """Return the items of a batch, with the pixels written straight into the batch. The loader calls this."""
-        self.images.prefetch(index for sample in samples for index in (sample.image, *sample.partners))
+    def load_batch(self, samples: Sequence[SampleIndex]) -> list[Item]:
+        """Return the items of a batch, with the pixels written straight into the batch."""
         pixels = empty_pixels(len(samples), 3, *samples[0].shape)
         return [self.item(sample, pixels[k]) for k, sample in enumerate(samples)]
 

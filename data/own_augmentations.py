@@ -28,7 +28,7 @@ from data.polygons import Polygons
 from data.transforms import torch_seeded_by
 from utils.errors import UserError, first_line, nearest, shown
 from utils.files import looked_for, read_yaml
-from utils.user_code import imported, raised_at, trust
+from utils.user_code import explained, imported, trust
 
 FLAG = "--augmentations"
 LIST = "AUGMENTATIONS"  # name in a Python file of a list, or of lists by place
@@ -60,15 +60,13 @@ class Step:
 
     Attributes:
         name: name of the callable, for messages
-        file: file with its code
-        where: its place in that file for messages, such as `my.py, line 3`
+        where: its place in its file for messages, such as `my.py, line 3`
         call: the callable itself
         parts: parts that it takes, in the order of its parameters
         draws: whether it takes the generator
     """
 
     name: str
-    file: Path
     where: str
     call: Callable[..., Any]
     parts: tuple[str, ...]
@@ -84,14 +82,8 @@ class Step:
         """
         shape, bounds = given["image"].shape, _bounds(given)
         arguments: dict[str, Any] = {part: given[part] for part in self.parts}
-        try:
+        with explained(self.where, f", in the augmentation '{self.name}' of {image}"):
             returned = self.call(**arguments, **({GENERATOR: rng} if self.draws else {}))
-        except UserError:
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            where = raised_at(error, self.file) or self.where
-            raise UserError(f"{where}: {reason}, in the augmentation '{self.name}' of {image}; fix it there") from error
         try:
             values = self._by_part(returned)
             checked = {part: CHECKS[part](value) for part, value in values.items()}
@@ -415,4 +407,4 @@ def _step(call: Any, file: Path, where: str, labelling: Labelling) -> Step:
             f"{where}: the augmentation '{name}' takes {has} without {lacks}, and this data set has both; take both, "
             "so that they agree"
         )
-    return Step(name, file, where, call, parts, GENERATOR in required)
+    return Step(name, where, call, parts, GENERATOR in required)

@@ -51,7 +51,7 @@ def test_a_fault_point_is_there(point: str) -> None:
 
 
 def test_one_raises(train: Train, tmp_path: Path) -> None:
-    """An error of our code or of a user's layer prints its traceback and, once, the process."""
+    """An error of our code prints its traceback and, once, the process."""
     printed = train(tmp_path, *HERE, **planted("raise", "loss", 3, rank=1), fails=True)
     assert printed.count("Traceback") == 1
     assert printed.count("error: ") == 1

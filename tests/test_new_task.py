@@ -5,18 +5,25 @@ The scripts train, validate, resume, detect and export it.
 
 from __future__ import annotations
 
+import copy
 import csv
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 
-from tests.conftest import ROOT, RunScript
-from tests.curves import rows
+import train
+from tests.conftest import ROOT, OnProcesses, RunScript
+from tests.curves import refused, rows
+from utils.errors import UserError
 
 TASK = ROOT / "examples" / "keypoints"
 COLOURS = {"red": (255, 40, 40), "blue": (40, 40, 255)}
@@ -198,6 +205,143 @@ def test_training(trained: Path) -> None:
     assert table[-1]["train/heat_loss"] < table[0]["train/heat_loss"]
     names = {path.name for path in trained.iterdir()}
     assert {"points.csv", "labels.csv", "keypoints.jpg", "train_batch0.jpg", "results.png"} <= names
+
+
+def wrong(real: Any, method: str, change: Callable[[Any], Any]) -> Any:
+    """Return a copy of an object, of a class `Wrong`, whose method returns the changed result."""
+
+    def changed(self: Any, *arguments: Any) -> Any:
+        return change(getattr(type(real), method)(self, *arguments))
+
+    other = copy.copy(real)
+    other.__class__ = type("Wrong", (type(real),), {method: changed})
+    return other
+
+
+def refusals(flags: list[str]) -> dict[str, str]:
+    """Return the error of a validation, of a batch or of an epoch, by what is wrong in it."""
+    training = train.assemble(train.settings_of(flags))
+    evaluate, criterion, models = training.evaluate, training.criterion, [training.steps.ema.model]
+    errors: dict[str, str] = {}
+
+    def note(fault: str, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except UserError as error:
+            errors[fault] = str(error)
+
+    note("nothing", lambda: evaluate(models))
+    for fault, change in {
+        "fewer predictions": lambda made: made[1:],
+        "an image twice in predictions": lambda made: [replace(each, image=0) for each in made],
+    }.items():
+        inference = replace(evaluate.inference, postprocess=wrong(evaluate.inference.postprocess, "__call__", change))
+        note(fault, lambda inference=inference: replace(evaluate, inference=inference)(models))
+    for fault, method, change in (
+        ("fewer records", "update", lambda made: made[1:]),
+        ("a metric is missing", "summarise", lambda made: replace(made, metrics={"PCK": 0.5})),
+    ):
+        metrics = wrong(evaluate.metrics, method, change)
+        note(fault, lambda metrics=metrics: replace(evaluate, metrics=metrics)(models))
+    dataset = evaluate.loader.dataset
+    for fault, change in {
+        "an image twice in a batch": lambda made: (*made[:2], made[2]._replace(image=0)),
+        "an image of another split": lambda made: (*made[:2], made[2]._replace(image=made[2].image + 1)),
+    }.items():
+        loader = torch.utils.data.DataLoader(
+            wrong(dataset, "__getitem__", change),
+            batch_sampler=evaluate.loader.batch_sampler,
+            collate_fn=evaluate.loader.collate_fn,
+        )
+        note(fault, lambda loader=loader: replace(evaluate, loader=loader)(models))
+    (shares,) = islice(training.loader, 1)
+    for fault, method, change in (
+        ("negative counts", "__call__", lambda terms: replace(terms, counts=-terms.counts)),
+        ("sums without parts", "__call__", lambda terms: replace(terms, sums=terms.sums[0])),
+        ("two terms", "__call__", lambda terms: type(terms)(*(terms.sums.expand(2, 1) for _ in range(3)))),
+        ("no terms", "__call__", lambda terms: terms.sums.sum()),
+        ("two objectives", "objective", lambda scalar: scalar.expand(2)),
+    ):
+        training.criterion = wrong(criterion, method, change)
+        note(fault, lambda: training.train_on(shares, 0))
+        note(f"{fault} in validation", lambda: replace(evaluate, criterion=training.criterion)(models))
+    training.criterion = criterion
+    batches = type(training.sampler)
+    training.sampler.__class__ = type("Short", (batches,), {"__iter__": lambda self: islice(batches.__iter__(self), 2)})
+    note("fewer batches", training.train_one_epoch)
+    return errors
+
+
+def test_what_a_task_returns_is_checked(on_processes: OnProcesses, keypoints: Path, tmp_path: Path) -> None:
+    """Each fault is one sentence that names the class."""
+    flags = train_flags(keypoints, tmp_path, "--noplots", "--workers", "0")[1:]
+    (errors,) = on_processes(1, refusals, flags)
+    assert errors.pop("fewer batches").startswith("keypoints.data.KeypointItems gave 2 of 5 batches")
+    assert {fault: error.partition(" ")[0].rpartition(".")[2] for fault, error in errors.items()} == dict.fromkeys(
+        [
+            *("fewer predictions", "an image twice in predictions", "fewer records", "a metric is missing"),
+            *("an image twice in a batch", "an image of another split"),
+            *("negative counts", "sums without parts", "two terms", "no terms", "two objectives"),
+            *("negative counts in validation", "sums without parts in validation", "two terms in validation"),
+            *("no terms in validation", "two objectives in validation"),
+        ],
+        "Wrong",
+    )
+
+
+CHANGED = {  # what is appended to a module of the task
+    "data.py": """
+KeypointItems.right = KeypointItems.__getitem__
+
+def stop(self, sample):
+    if sample.position == 9:
+        raise StopIteration
+    return self.right(sample)
+
+KeypointItems.__getitem__ = stop
+""",
+    "loss.py": """
+def leave(self, outputs, batch):
+    raise SystemExit(0)
+
+HeatmapCriterion.__call__ = leave
+""",
+    "metrics.py": """
+from dataclasses import replace
+
+HeatmapMetrics.right = HeatmapMetrics.summarise
+HeatmapMetrics.summarise = lambda self, records: replace(self.right(records), fitness=float("nan"))
+""",
+}
+
+
+def changed_task(file: str, folder: Path) -> Path:
+    """Return a copy of the task with a change in a module."""
+    shutil.copytree(TASK, folder / "changed", ignore=shutil.ignore_patterns("__pycache__"))
+    with (folder / "changed" / file).open("a") as module:
+        module.write(CHANGED[file])
+    return folder / "changed"
+
+
+@pytest.mark.parametrize(("file", "flags"), [("data.py", ("--workers", "1")), ("loss.py", ("--processes", "2"))])
+def test_what_a_task_raises_ends_the_run(
+    file: str, flags: tuple[str, ...], run_script: RunScript, keypoints: Path, tmp_path: Path
+) -> None:
+    """With its file and exit code 1, on every process, also what ends a loop or a process without an error."""
+    task = changed_task(file, tmp_path)
+    how = ("--task", str(task), "--noplots", *flags)
+    printed = run_script(*train_flags(keypoints, tmp_path, *how), fails=True, OMP_NUM_THREADS="1")
+    refused(printed, f"error: {task / file}, line ")
+    assert "Traceback" not in printed
+
+
+def test_a_fitness_that_is_nan(run_script: RunScript, keypoints: Path, tmp_path: Path) -> None:
+    """It is the worst, and the run ends as any other, with its best weights and their table."""
+    how = ("--task", str(changed_task("metrics.py", tmp_path)), "--noplots", "--workers", "0")
+    printed = run_script(*train_flags(keypoints, tmp_path, *how), OMP_NUM_THREADS="1")
+    assert "best epoch: 1 of 3" in printed
+    assert len(rows(tmp_path / "exp")) == 3
+    assert (tmp_path / "exp" / "weights" / "best.pt").is_file()
 
 
 @pytest.mark.long

@@ -59,7 +59,7 @@ class Background:
         while job := self.jobs.get():
             try:
                 job()
-            except (Exception, SystemExit) as error:  # a package may try to exit
+            except BaseException as error:  # a package may try to exit
                 if not self.failed:
                     self.failed = True
                     reason = f"{type(error).__name__}: {first_line(error, 1000)}"

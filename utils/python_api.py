@@ -29,6 +29,7 @@ from utils.distributed.stop import STOP_SIGNALS
 from utils.errors import UserError, nearest, shortened
 from utils.files import release_locks
 from utils.summary import Summary
+from utils.user_code import explained
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -69,7 +70,7 @@ def call(
         returned = None
         os.environ[RESULT] = str(file)
         try:
-            with python_errors(kind):
+            with python_errors(kind), explained():
                 returned = start(given)
         except (Stopped, SystemExit) as end:  # this process or its children have printed the reason
             if end.code == INTERRUPTED:
@@ -171,7 +172,7 @@ def python_errors(kind: type[DataclassInstance]) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(in_python(str(error), kind)) from None
+        raise UserError(in_python(str(error), kind)) from error.__cause__
 
 
 def in_python(text: str, kind: type[DataclassInstance]) -> str:

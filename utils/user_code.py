@@ -23,6 +23,7 @@ from utils.errors import UserError, first_line
 from utils.files import cache_folder
 
 _modules: dict[str, Path] = {}  # paths of the files and packages of `imported`, by the names of their modules
+_paths: set[Path] = set()  # all files and packages that have run in this process
 
 
 def class_named(place: str) -> Any:
@@ -80,31 +81,40 @@ def running(path: Path) -> Iterator[None]:
 
     Raises `UserError` with file and line for any error in it.
     """
+    _paths.add(path)
     dont_write, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
-        yield
-    except UserError:
-        raise
-    except SyntaxError as error:
-        where = Path(error.filename or path)
-        raise UserError(f"{where}, line {error.lineno or 1}: {error.msg}; fix the Python there") from None
-    except (Exception, SystemExit) as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(
-            f"{raised_at(error, path) or path}: {reason}; fix it, so that the {_kind(path)} loads"
-        ) from error
+        with explained(path):
+            yield
     finally:
         sys.dont_write_bytecode = dont_write
 
 
-def raised_at(error: BaseException, path: Path) -> str:
-    """Return the innermost line of a user's file or package that an error passed, `file, line 3`; '' if none."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_in(frame.filename, path)]
-    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+@contextmanager
+def explained(place: object = "", context: str = "") -> Iterator[None]:
+    """Raise `UserError` with file and line for what a user's code raises in a block, StopIteration and SystemExit too.
+
+    Args:
+        place: file or line of the user's code that is named if an error has none; '' if the block may run no such code
+        context: words after the error
+    """
+    try:
+        yield
+    except BaseException as error:
+        where, reason = raised_at(error) or place, f"{type(error).__name__}: {first_line(error)}{context}; fix it there"
+        if isinstance(error, SyntaxError):
+            where = where and f"{error.filename or where}, line {error.lineno or 1}"
+            reason = f"{error.msg}; fix the Python there"
+        if not where or isinstance(error, UserError | KeyboardInterrupt):
+            raise
+        raise UserError(f"{where}: {reason}") from error
 
 
-def _is_in(file: str, path: Path) -> bool:
-    return Path(file) == path or path in Path(file).parents
+def raised_at(error: BaseException) -> str:
+    """Return the innermost line of a user's code that an error passed, else its cause, `file, line 3`; '' if none."""
+    frames = [row for each in (error.__cause__, error) if each for row in traceback.extract_tb(each.__traceback__)]
+    own = [frame for frame in frames if _paths & {(file := Path(frame.filename)), *file.parents}]
+    return f"{own[-1].filename}, line {own[-1].lineno}" if own else ""
 
 
 def _kind(path: Path) -> str:

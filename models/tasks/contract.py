@@ -63,6 +63,25 @@ class LossTerms:
         return (self.weights * self.sums / counts.clamp(min=self.least)).sum(1)
 
 
+def refuse(wrong: bool, part: object, what: str) -> None:
+    """Raise `UserError` with the class of a task's part and what is wrong with it, if `wrong`."""
+    if wrong:
+        raise UserError(f"{type(part).__module__}.{type(part).__qualname__} {what}; fix that class")
+
+
+def terms_of(criterion: Criterion, outputs: Any, batch: Batch, names: Sequence[str], reads: bool) -> LossTerms:
+    """Return the loss terms of outputs. Raises `UserError` for wrong shapes or, if it `reads` them, wrong counts."""
+    terms = criterion(outputs, batch)
+    refuse(not isinstance(terms, LossTerms), criterion, f"returned {type(terms).__name__} instead of LossTerms")
+    shapes = [tuple(each.shape) for each in (terms.sums, terms.counts, terms.weights)]
+    wrong = len({*shapes}) > 1 or len(shapes[0]) != 2 or shapes[0][0] != len(names)
+    refuse(wrong, criterion, f"returned sums, counts and weights of shapes {shapes} for the terms {', '.join(names)}")
+    refuse(reads and not bool((terms.counts >= 0).all()), criterion, "returned a count that is negative or NaN")
+    scalar = not reads or criterion.objective(terms.means(terms.counts), len(batch.infos)).numel() == 1
+    refuse(not scalar, criterion, "returned an objective that is not one number")
+    return terms
+
+
 class Criterion(ABC):
     """The training loss of one model."""
 

@@ -200,6 +200,14 @@ def test_an_error_is_one_sentence_with_transform_image_and_line(workers: int, tm
     assert re.fullmatch(rf"{start}{tmp_path}/set/images/\d\d.png; fix it there", str(caught.value))
 
 
+@pytest.mark.parametrize("error", ["StopIteration", "SystemExit(0)", "GeneratorExit"])
+def test_nothing_that_it_raises_ends_an_epoch_early(error: str, tmp_path: Path) -> None:
+    """torch would take a StopIteration for the end of the loader, and the others end a loader process."""
+    own = python(tmp_path, f"def broken(image):\n    raise {error}\n\nAUGMENTATIONS = [broken]\n")
+    with pytest.raises(UserError, match=rf"^{own}, line 2: {error[:8]}"):
+        epoch_of(draw(tmp_path / "set", "detection"), "detection", own, workers=1)
+
+
 # Errors of callables, at an image
 
 

@@ -32,6 +32,7 @@ def test_failures_are_one_warning_and_later_jobs_run() -> None:
     work = Background("it has failed", warnings.append)
     work.do(lambda: 1 / 0)
     work.do(lambda: [][0])
+    work.do(lambda: (_ for _ in ()).throw(GeneratorExit))
     work.do(lambda: done.append("after"))
     assert work.finish(5)
     assert warnings == ["warning: it has failed (ZeroDivisionError: division by zero); training continues"]

@@ -34,7 +34,7 @@ class Progress:
     def record(self, epoch: int, fitness: float) -> bool:
         """Record the fitness of an epoch and return whether it is the best so far."""
         self.validated = epoch
-        if not fitness > self.best:
+        if not (fitness > self.best or (self.best_epoch < 0 and fitness == self.best)):  # -inf is better than none
             return False
         self.best, self.best_epoch = fitness, epoch
         return True

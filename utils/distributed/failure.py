@@ -39,6 +39,7 @@ from utils.distributed.ranks import (
 )
 from utils.distributed.store import query_store, run_store
 from utils.errors import UserError, first_line
+from utils.user_code import explained
 
 EXPLAIN_SECONDS = 5.0  # time that a failing process waits for another one to print the reason
 ALARM_POLL_SECONDS = 1.0  # interval of the checks whether another process has failed
@@ -96,9 +97,8 @@ def run_main(main: Callable[[], object]) -> None:
         silence()
     exit_with_parent()
     try:
-        main()
-    except UserError as error:
-        _end(f"error: {error}", 1)
+        with explained():
+            main()
     except Stopped as stopped:
         if world_size() == 1 and not Background.abandoned:
             sys.exit(stopped.code)
@@ -106,9 +106,9 @@ def run_main(main: Callable[[], object]) -> None:
     except KeyboardInterrupt:
         _end("interrupted", 130)
     except Exception as error:
-        if lost := lost_contact(error):
+        if lost := lost_contact(error) or lost_contact(error.__cause__ or error):  # in a user's layer, perhaps
             _end_as_survivor(lost)
-        if reason := describe_system_failure(error):
+        if reason := str(error) if isinstance(error, UserError) else describe_system_failure(error):
             _end(f"error: {reason}", 1)
         if world_size() == 1:
             notify_failure(f"{type(error).__name__}: {first_line(error, 1000)}")
@@ -127,7 +127,7 @@ def run_main(main: Callable[[], object]) -> None:
         hard_exit("", 0)  # threads of DeepSpeed, or one that reads the store, may abort or block a regular exit
 
 
-def lost_contact(error: Exception) -> str:
+def lost_contact(error: BaseException) -> str:
     """Describe an error of torch's communication between processes; return '' for any other error."""
     text = str(error)
     known = isinstance(error, RuntimeError) and re.search(r"gloo|nccl", text, re.IGNORECASE)

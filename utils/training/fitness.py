@@ -82,12 +82,12 @@ class Fitness:
                 )
 
     def of(self, summary: Summary) -> Summary:
-        """Return the summary of an epoch with this fitness, also at the end of its console line."""
+        """Return the summary of an epoch with this fitness, also at the end of its console line; NaN becomes -inf."""
         if not self.weights and not self.class_weights:
-            return summary
+            return summary if summary.fitness >= float("-inf") else replace(summary, fitness=float("-inf"))
         value = sum(weight * summary.metrics[name] for name, weight in self.weights.items())
         value += sum(
             weight * summary.by_class[metric].get(name, 0.0) for (metric, name), weight in self.class_weights.items()
         )
         headline = {**(summary.headline or summary.metrics), "fitness": value}
-        return replace(summary, fitness=value, highest_fitness=self.highest, headline=headline)
+        return replace(summary, fitness=max(float("-inf"), value), highest_fitness=self.highest, headline=headline)

@@ -32,6 +32,13 @@ def test_nan_is_never_the_best() -> None:
     assert (progress.best, progress.best_epoch) == (0.1, 1)
 
 
+def test_the_worst_fitness_is_better_than_none() -> None:
+    progress = Progress()
+    assert [progress.record(epoch, float("-inf")) for epoch in range(3)] == [True, False, False]
+    assert progress.stalled(2)
+    assert progress.record(3, -5.0)
+
+
 @pytest.mark.parametrize(("patience", "stops"), [(1, 2), (2, 3), (3, 4)])
 def test_patience(patience: int, stops: int) -> None:
     """The best is epoch 1; `patience` epochs without a better one may follow."""

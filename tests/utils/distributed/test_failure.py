@@ -157,6 +157,32 @@ def test_lost_contact(error: RuntimeError, part: str) -> None:
     assert bool(message) == bool(part)
 
 
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        ("SystemExit(0)", "error: {}, line 2: SystemExit: 0; fix it there"),
+        ("RuntimeError('gloo/pair.cc: Connection closed by peer [10.0.0.2]:5540')", "error: a process on 10.0.0.2 has"),
+    ],
+)
+def test_an_error_in_a_users_code_is_one_sentence(error: str, sentence: str, tmp_path: Path) -> None:
+    """A layer of the user's may exchange BatchNorm's statistics when another process is lost."""
+    file = tmp_path / "raising.py"
+    file.write_text(f"def go():\n    raise {error}\n")
+    text = f"""
+from pathlib import Path
+from utils.distributed.failure import run_main
+from utils.user_code import imported
+
+with imported(Path({str(file)!r}), "--task-file") as module:
+    pass
+run_main(module.go)
+"""
+    done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert done.stderr.startswith(sentence.format(file))
+    assert done.stderr.count("\n") == 1
+
+
 # The barrier
 
 

@@ -38,6 +38,12 @@ def test_a_weighted_sum(text: str, value: float, highest: float) -> None:
     assert (summary.metrics, summary.headline) == (VALUES, {"mAP": 0.4, "fitness": summary.fitness})
 
 
+@pytest.mark.parametrize("text", ["", "recall=1"])
+def test_nan_is_the_worst(text: str) -> None:
+    nan = Summary({**VALUES, "recall": float("nan")}, float("nan"), ["head"], ["row"])
+    assert parsed(text).of(nan).fitness == float("-inf")
+
+
 def test_without_the_flag_the_summary_is_the_tasks() -> None:
     assert parsed("").of(SUMMARY) is SUMMARY
 
