@@ -1,8 +1,8 @@
 """Models for `torch.hub.load(FOLDER, "custom", path="best.pt", source="local")`, as YOLOv5's hub names them.
 
-Each is a `Predictor`, whose arguments (predictor.py) may follow. The names are `custom` and the names of YOLOv5's
-release files: yolov5n to yolov5x, yolov5n6 to yolov5x6, yolov5n-seg to yolov5x-seg, yolov5n-cls to yolov5x-cls; and
-yolov9t, yolov9s, yolov9m, yolov9c.
+Each is a `Predictor` that always returns a list; its arguments (predictor.py) may follow. The names are `custom` and
+the names of YOLOv5's release files: yolov5n to yolov5x, yolov5n6 to yolov5x6, yolov5n-seg to yolov5x-seg, yolov5n-cls
+to yolov5x-cls; and yolov9t, yolov9s, yolov9m, yolov9c.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ dependencies = ["torch", "torchvision", "cv2", "numpy", "PIL", "yaml", "filelock
 
 
 def custom(path: Any = "yolov5s.pt", *, pretrained: bool = True, _verbose: bool = True, **arguments: Any) -> Predictor:
-    """Return a `Predictor` of a weight file.
+    """Return a `Predictor` of a weight file, which returns `Results` for one image too.
 
     Args:
         path: one name or several, for an ensemble
@@ -30,7 +30,9 @@ def custom(path: Any = "yolov5s.pt", *, pretrained: bool = True, _verbose: bool 
 
     if not pretrained:
         raise UserError("pretrained=False: a model without training detects nothing; train one with train.py")
-    return Predictor(path, **{"quiet": not _verbose, **arguments})
+    predictor = Predictor(path, **{"quiet": not _verbose, **arguments})
+    predictor.as_list = True
+    return predictor
 
 
 for _suffix in ("", "6", "-seg", "-cls"):

@@ -43,9 +43,9 @@ THRESHOLDS = ("conf_thres", "iou_thres", "max_det", "classes", "agnostic_nms", "
 class Predictor:
     """A model, or an ensemble of several, for images of any size.
 
-    The arguments are flags of detect.py (`ARGUMENTS`), with their defaults. `bgr` and the `THRESHOLDS` are attributes
-    that can be set. Prints how the image size was chosen, and warnings. Raises `UserError`, whose message says what to
-    do.
+    The arguments are flags of detect.py (`ARGUMENTS`), with their defaults. `bgr`, `as_list` and `THRESHOLDS` are
+    attributes that can be set. Prints how the image size was chosen, and warnings. Raises `UserError`, whose message
+    says what to do.
 
     Args:
         weights: one name or several, for an ensemble
@@ -55,6 +55,7 @@ class Predictor:
     """
 
     bgr: bool
+    as_list: bool = False  # whether the result for one image is a list too, as in YOLOv5
     thresholds: Thresholds
     task: Task
     data: type[DataSet[Any]]
@@ -124,11 +125,11 @@ class Predictor:
         return [line for line in lines if not options.quiet or line.startswith("warning: ")]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a threshold, or `bgr`. Raises `UserError` for any other name, and for a wrong value."""
-        if name == "bgr":
+        """Set a threshold, `bgr` or `as_list`. Raises `UserError` for any other name, and for a wrong value."""
+        if name in ("bgr", "as_list"):
             if not isinstance(value, bool):
-                raise UserError(f"Predictor: bgr must be True or False, not {value!r}")
-            vars(self)["bgr"] = value
+                raise UserError(f"Predictor: {name} must be True or False, not {value!r}")
+            vars(self)[name] = value
             return
         if name in ARGUMENTS and name not in THRESHOLDS:
             raise UserError(f"Predictor: {name} cannot be changed; make another Predictor with {name}={value!r}")
@@ -158,7 +159,7 @@ class Predictor:
         return dict(self.task.names)
 
     def __call__(self, images: Any, size: int | Sequence[int] | None = None, **settings: Any) -> Any:
-        """Return the `Prediction` for an image, or `Results`, a list of predictions, for several images.
+        """Return the `Prediction` for an image, or `Results`, a list of predictions, for several or if `as_list`.
 
         An image is a path or address, a PIL image, an array (h, w, 3) or (h, w) of uint8, or a tensor (3, h, w) of
         uint8, or of floats in 0 to 1. Several images are a list, a folder, a glob, a `.txt` list, a video (a prediction
@@ -166,21 +167,21 @@ class Predictor:
 
         Args:
             size: image size for this call only, one number or (height, width) in pixels, rounded up to whole strides
-            settings: `THRESHOLDS` and `bgr`, for this call only
+            settings: `THRESHOLDS`, `bgr` and `as_list`, for this call only
         """
         if settings or size is not None:
             return self._changed({"imgsz": size, **settings})(images)
         if isinstance(images, (list, tuple)) or (isinstance(images, Tensor) and images.ndim == 4):
             results = [self(image) for image in images]
             return Results(one for result in results for one in (result if isinstance(result, list) else [result]))
-        if not isinstance(images, str | Path):
-            pixels = as_pixels(images, self.bgr)
-            return self._predict_picture(
-                Picture(str(getattr(images, "filename", "") or "image"), pixels, lambda: pixels)
-            )
-        items = find_files(str(images))
-        predictions = Results(self._predict_picture(picture) for picture in read_pictures(items))
-        return predictions[0] if items == [MediaItem("picture", str(images))] else predictions
+        if isinstance(images, str | Path):
+            items = find_files(str(images))
+            pictures, single = read_pictures(items), items == [MediaItem("picture", str(images))]
+        else:
+            pixels, name = as_pixels(images, self.bgr), str(getattr(images, "filename", "") or "image")
+            pictures, single = iter([Picture(name, pixels, lambda: pixels)]), True
+        predictions = Results(map(self._predict_picture, pictures))
+        return predictions[0] if single and not self.as_list else predictions
 
     predict = __call__  # the name in ultralytics
 

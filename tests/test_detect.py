@@ -31,6 +31,7 @@ from detect import FileNames, Predictor, groups
 from models.tasks.classification.prediction import ClassificationPrediction
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
 from models.tasks.detection.prediction import DetectionPrediction
+from models.tasks.result import Results
 from models.tasks.segmentation.prediction import SegmentationPrediction
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
@@ -252,7 +253,9 @@ def test_files_of_results(predictor: Predictor, photo: Path, tmp_path: Path, mon
     assert Path("several/photo.jpg").read_bytes() == expected.tobytes()
 
 
-def test_results_of_several_images(predictor: Predictor, photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_several_images(
+    predictor: Predictor, photo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A list, with the attributes of its members as lists, as `results.xyxy[0]` in YOLOv5."""
     one = predictor(photo)
     results = predictor([photo, np.zeros((50, 80, 3), np.uint8)], conf=float(one.scores[0]) - 1e-4)
@@ -263,6 +266,12 @@ def test_results_of_several_images(predictor: Predictor, photo: Path, monkeypatc
     assert repr(results).startswith(f"[<DetectionPrediction of {photo}: ")
     assert [each["image"] for each in json.loads(results.to_json())] == results.path == [str(photo), "image"]
     assert json.loads(results.to_json())[0]["objects"] == list(results[0])
+    capsys.readouterr()
+    results.print()
+    assert capsys.readouterr().out == f"{results}\n"
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=dict))
+    assert [list(table) for table in results.pandas().xyxy] == [list(results[0].columns())] * 2
+    assert results.pandas().xyxy[0]["name"] == [predictor.names[k] for k in results[0].classes]
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=lambda data, columns: (data, columns)))
     rows, columns = results.to_df()
     assert columns == ["image", "xmin", "ymin", "xmax", "ymax", "confidence", "class", "name"]
@@ -527,7 +536,12 @@ def test_a_model_of_torch_hub(name: str, detector: Path, photo: Path, predictor:
     load = functools.partial(torch.hub.load, str(ROOT), name, source="local", _verbose=False, conf=CONFIDENCE)
     if name == "custom":
         model = load(path=str(detector), imgsz=SIDE, device=torch.device("cpu"))
-        np.testing.assert_array_equal(model(photo).array, predictor(photo).array)
+        for images in (photo, read_image(photo)[..., ::-1].copy(), [photo], photo.parent):
+            results = model(images, size=SIDE)
+            assert isinstance(results, Results)
+            assert len(results) == len(results.xyxy) == 1
+            np.testing.assert_array_equal(results.xyxy[0], predictor(photo).array)
+            np.testing.assert_array_equal(results[0].array, predictor(photo).array)
     else:
         with pytest.raises(UserError, match=rf"/{name.replace('yolov9', 'v9-')}\.pt cannot be downloaded"):
             load(pretrained=True)

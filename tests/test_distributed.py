@@ -368,6 +368,30 @@ def test_two_machines(hosts: tuple[str, str], single: Path, fine_tune: Callable[
     one_run(tmp_path / "0" / "exp")
 
 
+def test_two_machines_of_rank_0(hosts: tuple[str, str], run_script: RunScript, flags: list[str]) -> None:
+    """The wrong one ends at once with one sentence; the other one trains as soon as the second machine is corrected.
+
+    The main process's address is, as a Kubernetes service's, none of its machine's interfaces.
+    """
+    port, address = free_port(), "10.77.9.9"
+    ip("-n", hosts[0], "route", "add", "local", address, "dev", "lo")
+    ip("-n", hosts[1], "route", "add", address, "via", "10.77.0.1")
+
+    def machine(number: int, rank: int, fails: bool) -> str:
+        how = ("--epochs", "1", "--name", str(number), "--dist-timeout", "500")
+        launcher = ("ip", "netns", "exec", hosts[number], sys.executable)
+        variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable", **by_hand(rank, port, address)}
+        return run_script("train.py", *flags, *how, launcher=launcher, fails=fails, **variables)
+
+    with ThreadPoolExecutor() as pool:
+        main = pool.submit(machine, 0, 0, False)
+        begun = time.monotonic()
+        refused(machine(1, 0, True), f"RANK 0, but MASTER_ADDR {address}")
+        assert time.monotonic() - begun < 60  # measured: 12 s, most of it imports
+        assert "epoch" not in machine(1, 1, False)
+    assert "2 processes" in main.result()
+
+
 @pytest.mark.long
 def test_a_cut_cable(hosts: tuple[str, str], fine_tune: Callable[..., str], tmp_path: Path) -> None:
     """Both machines end with one sentence soon after the time-out."""

@@ -11,6 +11,7 @@ import pytest
 
 from tests.conftest import RunScript, free_port
 from tests.curves import rows, same_curve
+from tests.machines import by_hand
 from utils.files import read_yaml
 
 # Removes names that the modules `signal` and `os` do not have on Windows, and runs a script. The rest of Linux stays.
@@ -52,6 +53,19 @@ def test_one_training_of_all_tasks(
     assert "epoch" not in second  # only one of them prints
     assert [folder.name for folder in tmp_path.iterdir()] == ["exp"]
     same_curve(tmp_path / "exp", single)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{**by_hand(0, "29500", "no.such.host.invalid"), "WORLD_SIZE": "1"}, {**by_mpirun(1), "WORLD_SIZE": "1"}],
+)
+def test_one_process(variables: dict[str, str], run_script: RunScript, small_data: Path, tmp_path: Path) -> None:
+    """It needs no store at the main process's address; mpirun may have started it as one of several separate runs."""
+    what = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--imgsz", "64", "--device", "cpu")
+    how = ("--epochs", "1", "--batch-size", "8", "--workers", "0", "--dist-timeout", "5", "--project", str(tmp_path))
+    printed = run_script("train.py", *what, *how, OMP_NUM_THREADS="1", **variables)
+    assert "1 process," in printed
+    assert len(rows(tmp_path / "exp")) == 1
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import cv2
@@ -186,6 +187,14 @@ class Results(list[Any]):
         rows = [(result.path, *row.values()) for result in self for row in result]
         return data_frame(rows, columns=names)
 
+    def pandas(self) -> SimpleNamespace:
+        """Return the tables of the images as in YOLOv5: `pandas().xyxy[0]` is `to_df` of the first."""
+        return SimpleNamespace(xyxy=[result.to_df() for result in self])
+
+    def print(self) -> None:
+        """Print a line for each image."""
+        print(self)
+
     def to_json(self) -> str:
         """Return JSON: a list with the `image` and `objects` of each image."""
         return json.dumps([{"image": result.path, "objects": list(result)} for result in self])
@@ -194,7 +203,7 @@ class Results(list[Any]):
         values = self[0].VALUES if self else ()
         if name in values:
             return [getattr(result, name) for result in self]
-        raise AttributeError(no_attribute(self, name, (*values, *Result.METHODS[1:])))
+        raise AttributeError(no_attribute(self, name, (*values, *Result.METHODS[1:], "pandas()", "print()")))
 
     def __str__(self) -> str:
         return "\n".join(map(str, self))

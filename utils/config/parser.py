@@ -264,7 +264,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments: "):
-            wrong = message.split(": ", 1)[1].split()[0]
+            wrong = (message.split(": ", 1)[1].split() or ["''"])[0]
             name = wrong.split("=")[0]
             if instead := REFUSED.get(name.removeprefix("--").replace("-", "_")):
                 self.exit(2, f"error: {name} {instead}\n")

@@ -61,10 +61,10 @@ def connect(device: str, timeout: float) -> str:
         return PartialState().device.type
     refuse_unsupported_launch(device)
     kind, by_zero = device_kind(device), deepspeed.is_requested()
-    on_cpu = kind == "cpu"
+    on_cpu, hosted = kind == "cpu", None
     if world_size() > 1:
         os.environ.setdefault("LOCAL_RANK", "0")  # needed by Accelerate, and not set on some clusters
-        wait_for_main_address(timeout)
+        hosted = wait_for_main_address(timeout)
     if by_zero:
         deepspeed.prepare_environment(on_cpu)
     with rendezvous_errors(timeout), environment_errors():
@@ -72,8 +72,9 @@ def connect(device: str, timeout: float) -> str:
             cpu=on_cpu and not by_zero,  # with cpu=True Accelerate would silently not use DeepSpeed
             timeout=timedelta(seconds=timeout + COLLECTIVE_MARGIN_SECONDS),
             backend="gloo" if by_zero and on_cpu else None,
-            init_method=RUN_RENDEZVOUS if world_size() > 1 else None,
+            init_method=RUN_RENDEZVOUS,
         )
+    del hosted  # shared by torch
     start_failure_monitor()
     if state.num_processes != world_size():
         raise UserError(

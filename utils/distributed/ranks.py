@@ -18,6 +18,7 @@ TRUTH_VALUES = (*TRUE_VALUES, "n", "no", "f", "false", "off", "0", "")
 # Variables of Open MPI's mpirun and of srun that correspond to a launcher's RANK, WORLD_SIZE, LOCAL_RANK.
 OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+MPI_SIZES = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE", OPEN_MPI[1])  # Accelerate reads them too
 OWN_LAUNCH = ("RANK", "WORLD_SIZE", "WANDB_SWEEP_ID")  # if any is set, srun or mpirun has not started a single run
 TOKEN = "LOCKSTEP_TOKEN"  # environment variable: a secret of the run's processes, see store.py
 
@@ -59,6 +60,8 @@ def adopt_launch() -> None:
     on several machines without MASTER_ADDR, and for variables that are not numbers.
     """
     if any(os.environ.get(name) for name in OWN_LAUNCH):
+        for name in MPI_SIZES if world_size() == 1 else ():
+            os.environ.pop(name, None)
         return
     by_mpi = launch_number(OPEN_MPI[1], 1) > 1
     rank, processes, local_rank = map(launch_number, OPEN_MPI if by_mpi else SLURM)
@@ -112,11 +115,12 @@ def check_launch() -> None:
             "the environment has ACCELERATE_USE_DEEPSPEED and no RANK; start with accelerate launch and a file "
             "of accelerate_configs, or unset it"
         )
-    if here.world_size > 1 and not os.environ.get("RANK"):
-        raise UserError(
-            f"the environment has WORLD_SIZE {here.world_size} and no RANK; start the processes with accelerate launch "
-            "or torch.distributed.run, which set both, or unset WORLD_SIZE"
-        )
+    for name in ("WORLD_SIZE", *MPI_SIZES):
+        if (size := launch_number(name, 1)) > 1 and not os.environ.get("RANK"):
+            raise UserError(
+                f"the environment has {name} {size} and no RANK; start the processes with accelerate launch or "
+                f"torch.distributed.run, which set WORLD_SIZE and RANK, or unset {name}"
+            )
     if here.rank >= here.world_size:
         raise UserError(
             f"the environment has RANK {here.rank} and WORLD_SIZE {here.world_size}; ranks are less than the world "

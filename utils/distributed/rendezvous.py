@@ -68,20 +68,24 @@ def main_address() -> tuple[str, int]:
     return os.environ.get("MASTER_ADDR", "127.0.0.1"), launch_number("MASTER_PORT", 29500, MAX_PORT)
 
 
-def wait_for_main_address(timeout: float) -> None:
+def wait_for_main_address(timeout: float) -> TCPStore | None:
     """Wait until the main process can be reached; torch would print a warning for each attempt.
 
-    The main process itself waits until its address can be resolved. Raises `UserError` after `timeout` seconds.
+    Returns the run's store if this process hosts it on all interfaces; torch shares it while it is referenced. Raises
+    `UserError` after `timeout` seconds, or if the main address leads to another process. It need not be one of this
+    machine's addresses: that of a Kubernetes service is not.
     """
-    address, port = main_address()
+    if hosts_on_loopback():
+        return None
+    (address, port), hosted = main_address(), None
+    if ranks().rank == 0 and not store_is_hosted():
+        with rendezvous_errors(timeout):
+            hosted = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True)
     end, reason = time.monotonic() + timeout, "no answer"
     notice = time.monotonic() + NOTICE_SECONDS if is_local_main() else math.inf
     while (remaining := end - time.monotonic()) > 0:
         try:
-            if ranks().rank == 0:
-                socket.getaddrinfo(address, port)
-            else:
-                socket.create_connection((address, port), timeout=remaining).close()
+            socket.create_connection((address, port), timeout=min(remaining, NOTICE_SECONDS)).close()
         except OSError as error:
             reason = error.strerror or str(error)
             time.sleep(0.2)
@@ -90,11 +94,22 @@ def wait_for_main_address(timeout: float) -> None:
                 waiting = f"waiting for the main process at {address} port {port} ({reason.lower()})"
                 print(f"{waiting}, at most {timeout:g} s (--dist-timeout)", flush=True)
         else:
-            return
-    raise UserError(
-        f"the main process at {address} port {port} cannot be reached within {timeout:g} s ({reason.lower()}): start "
-        "it, open the port, check the address, or raise --dist-timeout"
-    )
+            break
+    else:
+        raise UserError(
+            f"the main process at {address} port {port} cannot be reached within {timeout:g} s ({reason.lower()}): "
+            "start it, open the port, check the address, or raise --dist-timeout"
+        )
+    if hosted:
+        mark, limit = os.urandom(16).hex(), timedelta(seconds=timeout)
+        with suppress(RuntimeError):  # raised if another program answers
+            TCPStore(address, port, timeout=limit, wait_for_workers=False).add(mark, 1)
+        if not hosted.check([mark]):
+            raise UserError(
+                f"this process has RANK 0, but MASTER_ADDR {address} port {port} leads to another one; give each "
+                "process a RANK of its own, and all of them the address of the one with RANK 0"
+            )
+    return hosted
 
 
 @contextmanager
@@ -167,8 +182,9 @@ def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store,
     addresses of the previous start and wait for an answer from one of them.
     """
     key = store_key("torch", os.environ.get(TOKEN, ""))
-    if hosts_on_loopback():
-        yield PrefixStore(key, loopback_store(main_address()[1], timeout, world_size())), 0, world_size()
+    if world_size() == 1 or hosts_on_loopback():
+        port = main_address()[1] if world_size() > 1 else 0
+        yield PrefixStore(key, loopback_store(port, timeout, world_size())), 0, world_size()
         return
     for store, rank, processes in rendezvous("env://", timeout=timeout):
         yield PrefixStore(key, store), rank, processes

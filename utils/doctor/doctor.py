@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed import HashStore, TCPStore
 
 from utils.distributed.failure import hard_exit
-from utils.distributed.ranks import ranks, store_is_hosted, world_size
+from utils.distributed.ranks import ranks, world_size
 from utils.distributed.rendezvous import (
     hosts_on_loopback,
     loopback_store,
@@ -118,12 +118,11 @@ def _open_store(timeout: float) -> RunStore:
     """Connect to the store that the launcher or the main process hosts. Does not wait for other processes."""
     if world_size() == 1:
         return RunStore(HashStore(), "doctor")
-    wait_for_main_address(timeout)
+    hosted = wait_for_main_address(timeout)
     if connected := run_store("doctor"):  # with --resume
         return connected
     limit = timedelta(seconds=timeout)
     with rendezvous_errors(timeout):
         if hosts_on_loopback():
             return RunStore(loopback_store(main_address()[1], limit), "doctor")
-        hosts = ranks().rank == 0 and not store_is_hosted()
-        return RunStore(TCPStore(*main_address(), is_master=hosts, timeout=limit, wait_for_workers=False), "doctor")
+        return RunStore(hosted or TCPStore(*main_address(), timeout=limit, wait_for_workers=False), "doctor")

@@ -212,6 +212,8 @@ def test_tags_are_separated_by_spaces_or_commas() -> None:
         (["--hyp.lr0"], "argument --hyp.lr0: expected one argument"),
         (["--hyp.lr0", "--epochs", "3"], "argument --hyp.lr0: expected one argument"),
         (["--hyp.lr0", "0.1", "0.2"], "unknown flag 0.2"),
+        ([""], "unknown flag ''"),
+        (["--rect", " "], "unknown flag ''"),
         (["--name", "--hyp.lr0", "0.1"], "argument --name: expected one argument"),
     ],
 )

@@ -61,6 +61,8 @@ def test_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"WORLD_SIZE": "2"}, "has WORLD_SIZE 2 and no RANK; start the processes with accelerate launch"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "has RANK 2 and WORLD_SIZE 2; ranks are less than the world size"),
         ({"RANK": "1"}, "has RANK 1 and WORLD_SIZE 1"),
+        ({"PMI_SIZE": "2"}, "has PMI_SIZE 2 and no RANK"),  # MPICH and Intel MPI
+        ({"MV2_COMM_WORLD_SIZE": "two"}, "variable MV2_COMM_WORLD_SIZE is 'two' instead of a number"),
         ({"ACCELERATE_USE_CPU": "maybe"}, "variable ACCELERATE_USE_CPU is 'maybe'; give true or false, or unset it"),
         (
             {"ACCELERATE_USE_DEEPSPEED": "true"},
