@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from types import FrameType
 from typing import ClassVar
 
 from utils.errors import first_line
 from utils.files import ROOT
 
-START_SECONDS, START_POLL_SECONDS = 5.0, 0.001  # time to start a process; interval of the checks whether it has started
 Job = Callable[[], object]
 
 
@@ -64,36 +59,6 @@ class Background:
                     self.failed = True
                     reason = f"{type(error).__name__}: {first_line(error, 1000)}"
                     self.warn(f"warning: {self.failure} ({reason}); training continues")
-
-
-def await_started_processes() -> None:
-    """Wait until no other thread is inside `Popen`, which packages also call in the threads of trackers.
-
-    `Popen` waits until a pipe is closed. A loader process forked in the meantime would inherit the pipe and keep it.
-    """
-    deadline = time.monotonic() + START_SECONDS
-    is_starting = True
-    while is_starting and time.monotonic() < deadline:
-        time.sleep(START_POLL_SECONDS)  # other threads get the interpreter now, not before the fork
-        is_starting = _is_starting_process()
-
-
-def _is_starting_process() -> bool:
-    """Return whether another thread is inside `Popen`."""
-    code = subprocess.Popen._execute_child.__code__  # type: ignore[attr-defined]
-    frames = sys._current_frames()
-    del frames[threading.get_ident()]  # a frame that refers to itself would keep its callers' objects, such as a loader
-    for frame in frames.values():
-        call: FrameType | None = frame
-        while call:
-            if call.f_code is code:
-                return True
-            call = call.f_back
-    return False
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=await_started_processes)
 
 
 def own_python(module: str, function: str = "main") -> list[str]:

@@ -36,6 +36,20 @@ def box_windows(xywh: np.ndarray, height: int, width: int) -> np.ndarray:
     return np.ceil(corners).clip(0, np.tile(sides, 2)).astype(np.int32)
 
 
+def layout(device: torch.device) -> torch.memory_format:
+    """Return channels_last, in which convolutions are faster, for CPU and CUDA, else torch's default."""
+    return torch.channels_last if device.type in ("cpu", "cuda") else torch.contiguous_format
+
+
+class GlobalCounts(NamedTuple):
+    """The counts of a loss's terms, added up over all processes; only `DistributedModel.global_means` makes them.
+
+    A type of their own, because a division by a process's own counts would give each process another loss.
+    """
+
+    values: Tensor  # (terms, parts)
+
+
 class Placement(NamedTuple):
     """The map from a file's pixels to the batch's: batch = file x scale + offset, by (x, y)."""
 
@@ -89,20 +103,6 @@ class Batch:
         """Return the batch in page-locked memory; the loader calls this."""
         return self._with_tensors(Tensor.pin_memory)
 
-    def part(self: B, first: int, end: int) -> B:
-        """Return the images `first` to `end` (exclusive) with their targets; see `can_be_parted`."""
-        chosen = (self.targets[:, 0] >= first) & (self.targets[:, 0] < end)
-        targets = self.targets[chosen]
-        targets[:, 0] -= first
-        return replace(self, images=self.images[first:end], targets=targets, infos=self.infos[first:end])
-
-    def can_be_parted(self) -> bool:
-        """Return whether `part` applies: the first column of the targets is the image's number in the batch."""
-        column = self.targets[:, 0] if self.targets.ndim == 2 and self.targets.shape[1] else None
-        if column is None or len(self.infos) != len(self.images):
-            return False
-        return bool(((column == column.floor()) & (column >= 0) & (column < len(self.infos))).all())
-
     def _with_tensors(self: B, convert: Callable[[Tensor], Tensor]) -> B:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {name: convert(value) for name, value in values.items() if isinstance(value, Tensor)}
@@ -131,31 +131,6 @@ class SegmentationBatch(Batch):
     mask_pixels: Tensor
     windows: np.ndarray
     host_targets: np.ndarray
-
-    def part(self, first: int, end: int) -> SegmentationBatch:
-        """Return the images `first` to `end` (exclusive) with their targets and masks."""
-        chosen = (self.host_targets[:, 0] >= first) & (self.host_targets[:, 0] < end)
-        pixels = (self.windows[:, 2:] - self.windows[:, :2]).prod(1)
-        of_chosen = torch.from_numpy(np.repeat(chosen, pixels)).to(self.mask_pixels.device)
-        host_targets = self.host_targets[chosen] - np.array([first, 0, 0, 0, 0, 0], np.float32)
-        part: SegmentationBatch = super().part(first, end)
-        return replace(
-            part, mask_pixels=self.mask_pixels[of_chosen], windows=self.windows[chosen], host_targets=host_targets
-        )
-
-
-@dataclass(frozen=True)
-class ClassBatch(Batch):
-    """A batch of whole images with a row of targets each: (b, classes)."""
-
-    def part(self, first: int, end: int) -> ClassBatch:
-        """Return the images `first` to `end` (exclusive) with their targets."""
-        rows = slice(first, end)
-        return replace(self, images=self.images[rows], targets=self.targets[rows], infos=self.infos[rows])
-
-    def can_be_parted(self) -> bool:
-        """Return True."""
-        return True
 
 
 class Instances(NamedTuple):

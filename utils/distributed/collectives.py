@@ -1,7 +1,7 @@
 """Broadcast, gather and shard Python values among the processes of a run.
 
-Called by utils/run.py, accelerator and utils/checkpoint/resume.py. Every process must call the same functions in the
-same order, after `utils.distributed.accelerator.connect`.
+Called by utils/run.py, launch and utils/checkpoint/resume.py. Every process must call the same functions in the
+same order, after `utils.distributed.launch.connect`.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """DeepSpeed's ZeRO, if `accelerate launch` requests it: the engine's settings, partitioned parameters and states.
 
-Called by accelerator, prepare, utils/doctor/ and utils/checkpoint/training_state.py. The package deepspeed is imported
+Called by launch, prepare, doctor and utils/checkpoint/training_state.py. The package deepspeed is imported
 only if it is used; Accelerate then needs transformers too.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,30 +19,15 @@ from torch import Tensor, nn
 from utils.distributed.ranks import ranks
 from utils.errors import UserError
 
-PACKAGES = ("deepspeed", "transformers")
-
 
 def is_requested() -> bool:
     """Return whether the launcher requests DeepSpeed."""
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
-def missing_packages() -> list[str]:
-    """Return the packages of `PACKAGES` that are not installed."""
-    return [package for package in PACKAGES if importlib.util.find_spec(package) is None]
-
-
-def refuse_comm_hook(comm_hook: str) -> None:
-    """Raise `UserError` if DDP's compression is requested under DeepSpeed."""
-    if comm_hook and is_requested():
-        raise UserError(
-            f"--comm-hook {comm_hook} works with DDP only; remove it, or use a launch file without DeepSpeed"
-        )
-
-
 def prepare_environment(on_cpu: bool) -> None:
     """Prepare the environment for an Accelerator with DeepSpeed. Raises `UserError` for missing packages."""
-    if missing := missing_packages():
+    if missing := [package for package in ("deepspeed", "transformers") if find_spec(package) is None]:
         raise UserError(
             f"the launch file requests DeepSpeed, but {' and '.join(missing)} cannot be imported; run "
             "pip install -r requirements-deepspeed.txt, or use another file of accelerate_configs"
@@ -57,35 +42,18 @@ def prepare_environment(on_cpu: bool) -> None:
     deepspeed.utils.logger.setLevel(logging.ERROR)
 
 
-def configure_autocast(plugin: Any, precision: str) -> None:
-    """Enable the engine's autocast if `precision` is bf16; parameters, buffers and norms stay in fp32."""
-    if precision == "bf16":
-        plugin.deepspeed_config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+def configure(plugin: Any, batch_size: int, accumulation: int, clip: float, precision: str) -> None:
+    """Set the engine's batch size per process, batches per optimizer step, gradient norm for clipping, and precision.
 
-
-def check_autocast(engine: Any, precision: str) -> None:
-    """Raise `UserError` if the autocast that a configuration file sets differs from the run's precision."""
-    actual = str(engine.torch_autocast_dtype()).removeprefix("torch.") if engine.torch_autocast_enabled() else "no"
-    if actual != {"bf16": "bfloat16"}.get(precision, precision):
-        raise UserError(
-            f"mixed precision {precision} was requested, but DeepSpeed's autocast is {actual}; remove torch_autocast "
-            "from its configuration file, or use --mixed-precision"
-        )
-
-
-def stage(plugin: Any) -> int:
-    """Return ZeRO's stage."""
-    return plugin.deepspeed_config["zero_optimization"]["stage"]
-
-
-def configure(plugin: Any, batch_size: int, accumulation: int, clip: float) -> None:
-    """Set the engine's batch size per process, batches per optimizer step, and gradient norm for clipping."""
+    The engine's autocast leaves parameters, buffers and norms in fp32. A configuration file's own autocast is replaced.
+    """
     plugin.deepspeed_config.update(
         {
             "gradient_accumulation_steps": accumulation,
             "train_micro_batch_size_per_gpu": batch_size,
             "gradient_clipping": clip,
             "zero_force_ds_cpu_optimizer": False,  # the same optimizer and steps with offload and without
+            "torch_autocast": {"enabled": precision == "bf16", "dtype": "bfloat16"},
         }
     )
 
@@ -108,12 +76,11 @@ def optimizer_state(optimizer: Any, parameters: Sequence[nn.Parameter]) -> dict[
         return {}
     parts, common = _split(next(iter(flat_states.values())))
     _link(optimizer)
-    state: dict[int, dict[str, Any]] = {}
-    for number, parameter in enumerate(parameters):
-        if parameter.requires_grad:
-            full = {name: safe_get_full_optimizer_state(parameter, name).cpu() for name in parts}
-            state[number] = {**full, **common}
-    return state
+    return {
+        number: {**{name: safe_get_full_optimizer_state(parameter, name).cpu() for name in parts}, **common}
+        for number, parameter in enumerate(parameters)
+        if parameter.requires_grad
+    }
 
 
 def load_optimizer_state(
@@ -130,9 +97,11 @@ def load_optimizer_state(
     from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
     parts, common = _split(next(iter(saved.values())))
-    zero, stage3 = optimizer.optimizer, _is_stage3(optimizer)
-    flat_parameters = zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups
-    for flat in flat_parameters:  # this process's part of all parameters
+    zero = optimizer.optimizer
+    stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
+    for flat in (
+        zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups
+    ):  # of this process
         copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in common.items()}
         zero.optimizer.state[flat] = {**{name: torch.zeros_like(flat) for name in parts}, **copies}
     _link(optimizer)
@@ -158,10 +127,6 @@ def _in_layout(values: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, 
     }
 
 
-def _is_stage3(optimizer: Any) -> bool:
-    return hasattr(optimizer.optimizer, "fp32_partitioned_groups_flat")
-
-
 def _split(state: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Return the names of the values per parameter element, and the other values, such as Adam's step."""
     parts = [name for name, value in state.items() if isinstance(value, Tensor) and value.dim()]
@@ -174,7 +139,7 @@ def _link(optimizer: Any) -> None:
     ZeRO-1 and ZeRO-2 create these links in the first step only, and not for every parameter.
     """
     zero = optimizer.optimizer
-    if _is_stage3(optimizer):
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
         return
     for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
         for parameter in parameters:
@@ -185,11 +150,10 @@ def _link(optimizer: Any) -> None:
 @contextmanager
 def gathered_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Gather those parameters that ZeRO-3 partitions over the processes. All processes must call this together."""
-    parts = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
-    if not parts:
-        yield
-        return
-    import deepspeed
+    if parts := [parameter for parameter in parameters if hasattr(parameter, "ds_id")]:
+        import deepspeed
 
-    with deepspeed.zero.GatheredParameters(parts):
+        with deepspeed.zero.GatheredParameters(parts):
+            yield
+    else:
         yield

@@ -1,15 +1,20 @@
-"""Failures: an error, a lost process or a stalled one ends all processes, and one of them prints the reason.
+"""How a run ends: an error, a lost process or a stalled one ends all processes, and one of them prints the reason.
 
-Called by the scripts (`run_main`, `barrier`), spawn (`run_main`), utils/run.py (`Watchdog`), accelerator and stop.
+Every script ends in `run_main`. A process that fails raises an alarm in the run's store, which a thread of each process
+polls, because the main thread may be waiting for the one that failed. Loader processes end with their parent.
 """
 
 from __future__ import annotations
 
-import errno
+import atexit
+import ctypes
 import faulthandler
+import gc
 import itertools
+import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -18,39 +23,116 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from torch import distributed
 
 from utils.background import Background
-from utils.birth import collect_garbage, parent_number, record_exit_code
 from utils.console import silence, surviving_output, wrapped
-from utils.distributed.loader_processes import end_workers, remove_temporary_folders
-from utils.distributed.ranks import (
-    SPAWNED,
-    adopt_launch,
-    check_launch,
-    is_local_main,
-    ranks,
-    store_is_hosted,
-    world_size,
-)
-from utils.distributed.store import query_store, run_store
+from utils.distributed.ranks import check_launch, is_local_main, query_store, ranks, run_store, world_size
 from utils.errors import UserError, first_line
 from utils.user_code import explained
 
 EXPLAIN_SECONDS = 5.0  # time that a failing process waits for another one to print the reason
-ALARM_POLL_SECONDS = 1.0  # interval of the checks whether another process has failed
-ROLL_CALL_SECONDS = 2.5  # time for the surviving processes to write that they are present
-HEARTBEATS_SECONDS = 3.0  # time for the other processes to write their heartbeats
+POLL_SECONDS = 1.0  # interval of the checks whether another process has failed, or the parent has ended
+ROLL_CALL_SECONDS = 2.5  # time for the other processes to write that they are present, or their heartbeats
 # Code that waits for other processes: a collective, or backward, which ends in one.
 WAITING = ("torch/distributed/", "torch/autograd/", "deepspeed/comm/")
-
+PR_SET_PDEATHSIG = 1  # option of Linux's prctl
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of glibc's mallopt
+LOADER_MEMORY_BYTES = 2**28  # freed memory that a loader process keeps
+PARENT = os.getppid()
 
 _barrier_numbers = itertools.count()  # the same on all processes
 _on_failure: list[Callable[[str], object]] = []  # at most one listener, see `on_failure`
+
+
+class Stopped(Exception):
+    """The run ends early, on request, with the exit code `code`; everything is saved and printed."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+@contextmanager
+def _quick_exit() -> Iterator[None]:
+    """Let a script, which has turned the garbage collector off for its imports, end without Python's slow clean-up."""
+    code, is_script = 1, not gc.isenabled()
+    if is_script:
+        gc.freeze()
+        gc.enable()
+    try:
+        yield
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    finally:
+        if is_script:
+            atexit.register(_leave, code)
+
+
+def _leave(code: int) -> None:
+    """Exit at once, after all other `atexit` functions. Threads have ended."""
+    atexit.unregister(_leave)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # closed, or absent
+            stream.flush()
+    os._exit(code)
+
+
+@_quick_exit()
+@surviving_output()
+def run_main(main: Callable[[], object]) -> None:
+    """Call a script's `main`; turn a `UserError` into one line on stderr and exit code 1, Ctrl-C into exit code 130.
+
+    Only one of all processes prints the line, also for a process that was lost.
+    """
+    try:
+        check_launch()
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    if not is_local_main():
+        warnings.simplefilter("ignore")
+        silence()
+    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
+        threading.Thread(target=_follow_launcher, daemon=True).start()
+    try:
+        with explained():
+            main()
+    except Stopped as stopped:
+        if world_size() > 1 or Background.abandoned:
+            hard_exit("", stopped.code)
+        sys.exit(stopped.code)
+    except KeyboardInterrupt:
+        _end("interrupted", 130)
+    except Exception as error:
+        if lost := lost_contact(error) or lost_contact(error.__cause__ or error):  # in a user's layer, perhaps
+            _end(f"error: {lost}", survivor=True)
+        if reason := str(error) if isinstance(error, UserError) else describe_loader_failure(error):
+            _end(f"error: {reason}")
+        if world_size() == 1:
+            notify_failure(f"{type(error).__name__}: {first_line(error, 1000)}")
+            if not Background.abandoned:
+                raise
+        traceback.print_exc()
+        if world_size() == 1:
+            hard_exit("")
+        _end(f"error: {ranks()} failed: {type(error).__name__}: {first_line(error, 1000)}")
+    finally:
+        end_workers()
+    if connected := distributed.is_initialized():
+        distributed.destroy_process_group()
+    if connected or Background.abandoned:
+        hard_exit("", 0)  # threads of DeepSpeed, or one that reads the store, may abort or block a regular exit
+
+
+# Who failed, and who is lost
 
 
 def on_failure(listener: Callable[[str], object]) -> None:
@@ -65,68 +147,6 @@ def notify_failure(reason: str) -> None:
             _on_failure.pop()(reason.removeprefix("error: "))
 
 
-class Stopped(Exception):
-    """The run ends early, on request, with the exit code `code`; everything is saved and printed."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
-
-    def __str__(self) -> str:
-        return f"stopped, exit code {self.code}"
-
-
-@record_exit_code()
-@surviving_output()
-def run_main(main: Callable[[], object]) -> None:
-    """Call a script's `main`; turn a `UserError` into one line on stderr and exit code 1, Ctrl-C into exit code 130.
-
-    Only one of all processes prints the line, also for a process that was lost. This process ends with its launcher,
-    and its loader processes end with it.
-    """
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL and SPAWNED not in os.environ:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # the scripts change it during their imports
-    collect_garbage()
-    try:
-        adopt_launch()
-        check_launch()
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    if not is_local_main():
-        warnings.simplefilter("ignore")
-        silence()
-    exit_with_parent()
-    try:
-        with explained():
-            main()
-    except Stopped as stopped:
-        if world_size() == 1 and not Background.abandoned:
-            sys.exit(stopped.code)
-        hard_exit("", stopped.code)
-    except KeyboardInterrupt:
-        _end("interrupted", 130)
-    except Exception as error:
-        if lost := lost_contact(error) or lost_contact(error.__cause__ or error):  # in a user's layer, perhaps
-            _end_as_survivor(lost)
-        if reason := str(error) if isinstance(error, UserError) else describe_system_failure(error):
-            _end(f"error: {reason}", 1)
-        if world_size() == 1:
-            notify_failure(f"{type(error).__name__}: {first_line(error, 1000)}")
-            if not Background.abandoned:
-                raise
-            traceback.print_exc()
-            hard_exit("")
-        traceback.print_exc()
-        _end(f"error: {ranks()} failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}", 1)
-    finally:
-        end_workers()
-    by_zero = distributed.is_initialized() and "deepspeed" in sys.modules
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
-    if world_size() > 1 or by_zero or Background.abandoned:
-        hard_exit("", 0)  # threads of DeepSpeed, or one that reads the store, may abort or block a regular exit
-
-
 def lost_contact(error: BaseException) -> str:
     """Describe an error of torch's communication between processes; return '' for any other error."""
     text = str(error)
@@ -138,63 +158,40 @@ def lost_contact(error: BaseException) -> str:
             f"another process has not answered for {int(waited[1]) / 1000:g} s (--dist-timeout): it hangs, or the "
             "network between the machines is down"
         )
-    if closed := re.search(r"(?:closed by peer|Read error|Write error) \[?([\w.:]+?)\]?:\d+", text):
-        return f"a process on {closed[1]} has ended or cannot be reached any more; see its output for the reason"
     return f"the connection to the other processes broke ({first_line(error, 1000)}); see their output for the reason"
 
 
-def describe_system_failure(error: Exception) -> str:
-    """Describe a killed loader process, or too few open files; return '' for any other error."""
-    text = str(error)
-    if getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE) or text.startswith("Too many open files"):
-        return "too many files are open; raise the limit with ulimit -n, or lower --workers"
-    if not isinstance(error, RuntimeError) or "DataLoader worker" not in text:
-        return ""
-    if "unable to allocate shared memory(shm)" in text or "killed by signal: Bus error" in text:
-        return "a loader process ran out of shared memory: make /dev/shm larger (docker --shm-size), or lower --workers"
-    if re.search(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)", text):
-        return "a loader process was killed, possibly by the system because memory ran out; if so, lower --workers"
-    return ""
+def _end(message: str, code: int = 1, survivor: bool = False) -> NoReturn:
+    """Exit with all processes; one of them prints the message.
 
-
-def _end(message: str, code: int) -> NoReturn:
-    """Print the reason, once for all processes, and exit."""
-    notify_failure(message)
-    end_workers()
-    message = wrapped(message) if sys.stderr.isatty() else message
-    if world_size() == 1:
-        if Background.abandoned:
-            hard_exit(message, code)  # a regular exit may wait for that thread
-        print(message, file=sys.stderr)
-        sys.exit(code)
-    raise_alarm()
-    exit_reporting_once(lambda: message, code)
-
-
-def _end_as_survivor(message: str) -> NoReturn:
-    """Exit with all surviving processes after one was lost; one of them names the lost process.
-
-    If a process has already printed a reason, nothing more is printed.
+    Args:
+        survivor: whether another process was lost; if it was not an error that is printed, its name is
     """
     notify_failure(message)
     end_workers()
-    raise_alarm()
-    time.sleep(ROLL_CALL_SECONDS)
-    if query_store(lambda store: store.count("failed", 0), 0):
-        hard_exit("")
-
-    def explain() -> str:
-        present: dict[int, bool] = query_store(lambda store: store.values("present"), {})
-        missing = set(range(world_size())) - set(present) - {ranks().rank}
-        lost = f"{process_names(sorted(missing))} ended without an error message, or cannot be reached"
-        return f"error: {lost if missing else message}"
-
-    exit_reporting_once(explain)
+    message = wrapped(message) if sys.stderr.isatty() else message
+    if world_size() == 1 and not Background.abandoned:
+        print(message, file=sys.stderr)
+        sys.exit(code)
+    end_together(lambda: _name_the_lost(message) if survivor else message, code, ROLL_CALL_SECONDS * survivor)
 
 
-def exit_reporting_once(explain: Callable[[], str], code: int = 1) -> NoReturn:
-    """Exit as `hard_exit` does. The first process to fail prints the result of `explain`; the others wait for it."""
-    if is_first_to_fail():
+def _name_the_lost(message: str) -> str:
+    present: dict[int, bool] = query_store(lambda store: store.values("present"), {})
+    missing = set(range(world_size())) - set(present) - {ranks().rank}
+    return f"error: {names(missing)} ended without an error message, or cannot be reached" if missing else message
+
+
+def end_together(explain: Callable[[], str], code: int = 1, roll_call: float = 0.0) -> NoReturn:
+    """End all processes; the first that calls this prints `explain()`; without the store, one of each machine.
+
+    Args:
+        roll_call: seconds for the others to write what `explain` reads
+    """
+    query_store(lambda store: store.write_once("alarm", True), None)
+    time.sleep(roll_call)
+    calls = query_store(lambda store: store.count("failed"), 0)
+    if calls == 1 or (not calls and is_local_main()):
         hard_exit(explain(), code)
     time.sleep(EXPLAIN_SECONDS)  # if this process exits earlier, the first one may be ended before it has printed
     hard_exit("", code)
@@ -205,70 +202,48 @@ def hard_exit(message: str, code: int = 1) -> NoReturn:
     if message:
         print(message, file=sys.stderr, flush=True)
     end_workers()
-    remove_temporary_folders()
+    if multiprocessing.parent_process() is None:  # else the folder belongs to the parent
+        shutil.rmtree(get_temp_dir(), ignore_errors=True)
     sys.stdout.flush()
     # Not sys.exit: destroying the process group may wait for processes that have ended.
     os._exit(code)
 
 
-def is_first_to_fail() -> bool:
-    """Return whether this process is the first to call this; without a store, whether it prints for its machine."""
-    calls = query_store(lambda store: store.count("failed"), 0)
-    return calls == 1 if calls else is_local_main() or _main_is_gone()
-
-
-def _main_is_gone() -> bool:
-    """Return whether this process prints in place of the lost main process, which hosted the store."""
-    here = ranks()
-    return run_store() is not None and not store_is_hosted() and here.rank == here.local_rank == 1
-
-
-def process_names(numbers: Iterable[int]) -> str:
+def names(numbers: Iterable[int]) -> str:
     """Return the names of ranks: `process 1 on a and process 2 on b`."""
-    names: dict[int, str] = query_store(lambda store: store.values("names"), {})
-    return " and ".join(names.get(rank, f"process {rank}") for rank in numbers)
+    known: dict[int, str] = query_store(lambda store: store.values("names"), {})
+    return " and ".join(known.get(rank, f"process {rank}") for rank in sorted(numbers))
 
 
 def start_failure_monitor() -> None:
-    """Write this process's name to the store, and start a thread that ends this process if another one fails.
-
-    The main thread may be waiting for the process that failed.
-    """
+    """Write this process's name to the store, and start a thread that ends this process if another one fails."""
     if world_size() > 1:
         query_store(lambda store: store.write("names", str(ranks())), None)
         threading.Thread(target=_await_alarm, daemon=True).start()
-
-
-def raise_alarm() -> None:
-    """Tell all processes that the run ends; the surviving ones then write to the store that they are present."""
-    query_store(lambda store: store.write_once("alarm", True), None)
 
 
 def _await_alarm() -> None:
     store = run_store()
     with suppress(RuntimeError):
         while store is not None and store.value("alarm") is None:
-            time.sleep(ALARM_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         notify_failure("another process of the run has failed; see the console for the reason")
         query_store(lambda store: store.write("present", True), None)
         time.sleep(ROLL_CALL_SECONDS + EXPLAIN_SECONDS)
         hard_exit("")
 
 
-def exit_with_parent() -> None:
-    """End this process with the launcher that started it, if any, because a killed launcher passes no signal on."""
-    if "TORCHELASTIC_RUN_ID" in os.environ or "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
-        threading.Thread(target=_follow, args=(parent_number(),), daemon=True).start()
+def _follow_launcher() -> None:
+    """End this process with the one that started it: a killed launcher passes no signal on."""
+    parent = multiprocessing.parent_process()
+    while os.getppid() == (parent.pid if parent else PARENT):
+        time.sleep(POLL_SECONDS)
+    reason = f"the launcher of {ranks()} has ended, so the run ends too; continue with --resume"
+    notify_failure(reason)
+    end_together(lambda: f"error: {reason}")
 
 
-def _follow(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    notify_failure("the launcher has ended")
-    raise_alarm()
-    exit_reporting_once(
-        lambda: f"error: the launcher of {ranks()} has ended, so the run ends too; continue with --resume"
-    )
+# Who hangs
 
 
 @contextmanager
@@ -285,93 +260,74 @@ def barrier(seconds: float) -> Iterator[None]:
     store.write(name, True)
     while len(finished := store.values(name)) < world_size():
         if time.monotonic() > end:
-            late = process_names(sorted(set(range(world_size())) - set(finished)))
             raise UserError(
-                f"{late} did not read the data within {seconds:g} s of the others (--dist-timeout), or cannot be "
-                "reached; if a download or the label scan takes longer there, raise --dist-timeout"
+                f"{names(set(range(world_size())) - set(finished))} did not read the data within {seconds:g} s of the "
+                "others (--dist-timeout), or cannot be reached; if a download or the label scan takes longer there, "
+                "raise --dist-timeout"
             )
         time.sleep(pause)
-        pause = min(2 * pause, ALARM_POLL_SECONDS)
+        pause = min(2 * pause, POLL_SECONDS)
 
 
-# The watchdog
-
-
-class Heartbeat(NamedTuple):
-    """The state of a process without progress: the number of its batches, and whether it waits for other processes."""
-
-    batches: int
-    waits: bool
+Heartbeat = tuple[int, bool]  # of a process without progress: its batches, and whether it waits for other processes
 
 
 class Watchdog:
-    """Ends a process if `beat` is not called for `timeout` seconds within the `with`; names the process at fault.
+    """Ends all processes if `beat` is not called for `timeout` seconds within the `with`; names the one at fault.
 
     Each process writes its Python stacks into `folder`/stacks. A run of a single process is not watched.
     """
 
     def __init__(self, timeout: float, folder: Path) -> None:
-        self.timeout, self.file = timeout, folder / "stacks" / f"process{ranks().rank}.txt"
+        self.timeout, self.folder = timeout, folder / "stacks"
         self.batches, self.last, self.on = 0, time.monotonic(), False
 
     def beat(self) -> None:
         """Reset the timer: this process starts its next batch."""
-        self.batches += 1
-        self.last = time.monotonic()
+        self.batches, self.last = self.batches + 1, time.monotonic()
 
     def __enter__(self) -> Watchdog:
         self.beat()
         self.on = world_size() > 1
         if self.on:
-            threading.Thread(target=self.watch, daemon=True).start()
+            threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.on = False
 
-    def watch(self) -> None:
-        """Call `end` after `timeout` seconds without a beat; return at the end of the `with`."""
+    def _watch(self) -> None:
         while self.on:
             time.sleep(min(self.timeout / 10, 1.0))
             if self.on and time.monotonic() - self.last > self.timeout:
-                self.end()
+                self._end()
 
-    def end(self) -> None:
+    def _end(self) -> NoReturn:
         """Write the stacks and the heartbeat of this process, and exit with all processes."""
-        waits = is_waiting(sys._current_frames()[threading.main_thread().ident or 0])
-        heartbeat = Heartbeat(self.batches, waits)
-        query_store(lambda store: store.write("heartbeats", heartbeat), None)
+        own = (self.batches, is_waiting(sys._current_frames()[threading.main_thread().ident or 0]))
+        query_store(lambda store: store.write("heartbeats", own), None)
         with suppress(OSError):  # the process must end on a full disk too
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("w") as file:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / f"process{ranks().rank}.txt").open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
-        notify_failure(f"no progress for {self.timeout:g} s (--dist-timeout); the stacks are in {self.file.parent}")
-        raise_alarm()
-        time.sleep(HEARTBEATS_SECONDS)
-        exit_reporting_once(lambda: self._explain(heartbeat))
+        notify_failure(f"no progress for {self.timeout:g} s (--dist-timeout); the stacks are in {self.folder}")
+        end_together(lambda: self._explain(own), roll_call=ROLL_CALL_SECONDS)
 
-    def _explain(self, heartbeat: Heartbeat) -> str:
-        written: dict[int, list] = query_store(lambda store: store.values("heartbeats"), {})
-        heartbeats = {rank: Heartbeat(*values) for rank, values in written.items()}
-        heartbeats[ranks().rank] = heartbeat  # in case the store cannot be reached
+    def _explain(self, own: Heartbeat) -> str:
+        written: dict[int, Heartbeat] = query_store(lambda store: store.values("heartbeats"), {})
+        heartbeats = written | {ranks().rank: own}
         late = lagging_ranks(world_size(), heartbeats)
         what = "made no progress" if late <= set(heartbeats) else "made no progress, or could not be reached,"
-        who = f"{process_names(sorted(late))} {what}" if late else "no process made progress"
         return (
-            f"error: {who} for {self.timeout:g} s (--dist-timeout) while the others waited; the stack of each process "
-            f"is in {self.file.parent}"
+            f"error: {f'{names(late)} {what}' if late else 'no process made progress'} for {self.timeout:g} s "
+            f"(--dist-timeout) while the others waited; the stack of each process is in {self.folder}"
         )
 
 
 def is_waiting(frame: FrameType | None) -> bool:
-    """Return whether a stack ends in a wait for other processes.
-
-    Args:
-        frame: innermost frame of the stack
-    """
+    """Return whether a stack, given by its innermost frame, waits for other processes."""
     while frame is not None:
-        name = frame.f_code.co_filename.replace("\\", "/")
-        if any(part in name for part in WAITING):
+        if any(part in frame.f_code.co_filename.replace("\\", "/") for part in WAITING):
             return True
         frame = frame.f_back
     return False
@@ -379,12 +335,76 @@ def is_waiting(frame: FrameType | None) -> bool:
 
 def lagging_ranks(processes: int, heartbeats: dict[int, Heartbeat]) -> set[int]:
     """Return the ranks that the others wait for: without a heartbeat, else not waiting, else behind."""
-    absent = set(range(processes)) - set(heartbeats)
-    if absent:
+    if absent := set(range(processes)) - set(heartbeats):
         return absent
-    busy = {rank for rank, heartbeat in heartbeats.items() if not heartbeat.waits}
+    busy = {rank for rank, (_, waits) in heartbeats.items() if not waits}
     if busy and len(busy) < processes:
         return busy
-    behind = min(heartbeat.batches for heartbeat in heartbeats.values())
-    late = {rank for rank, heartbeat in heartbeats.items() if heartbeat.batches == behind}
+    behind = min(batches for batches, _ in heartbeats.values())
+    late = {rank for rank, (batches, _) in heartbeats.items() if batches == behind}
     return late if len(late) < processes else set()
+
+
+# Loader processes
+
+
+def init_worker(number: int) -> None:
+    """Make a loader process ignore signals sent to the whole job, and end with its parent, or on its SIGTERM."""
+    # W&B's import hooks call a thread that a forked process lacks; a user's function may import a package.
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("wandb.")]
+    keep_freed_memory(LOADER_MEMORY_BYTES)
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # on Linux it ends at once with its parent
+    signal.set_wakeup_fd(-1)
+    for name in ("SIGINT", "SIGUSR1", "SIGHUP"):
+        if hasattr(signal, name):  # Windows has only the first signal
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if hasattr(signal, "sigtimedwait"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_await_end, daemon=True).start()
+
+
+def _await_end() -> None:
+    parent = multiprocessing.parent_process()
+    while parent and os.getppid() == parent.pid:
+        received = signal.sigtimedwait({signal.SIGTERM}, POLL_SECONDS)
+        if received and received.si_pid == parent.pid:
+            break
+    os._exit(0)
+
+
+def end_workers() -> None:
+    """Kill the loader processes of this process, which is about to end."""
+    workers = multiprocessing.active_children()
+    handler = None
+    with suppress(AttributeError, ValueError):  # Windows has no SIGCHLD, and only the main thread may set handlers
+        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would report killed ones as an error
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join(1)
+    if handler is not None:
+        signal.signal(signal.SIGCHLD, handler)
+
+
+def describe_loader_failure(error: Exception) -> str:
+    """Describe the end of a loader process; return '' for any other error."""
+    text = str(error)
+    if not isinstance(error, RuntimeError) or "DataLoader worker" not in text:
+        return ""
+    if "unable to allocate shared memory(shm)" in text or "killed by signal: Bus error" in text:
+        return "a loader process ran out of shared memory: make /dev/shm larger (docker --shm-size), or lower --workers"
+    if re.search(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)", text):
+        return "a loader process was killed, possibly by the system because memory ran out; if so, lower --workers"
+    return ""
+
+
+def keep_freed_memory(most_bytes: int = -1) -> None:
+    """Let this process keep freed memory, up to `most_bytes` at the end of the heap; -1 sets no limit.
+
+    The system fills new pages with zeros: a tenth of a training step on the CPU, and most of an image's augmentation.
+    """
+    with suppress(OSError, AttributeError):  # not glibc
+        library = ctypes.CDLL(None)
+        library.mallopt(M_MMAP_MAX, 0)  # large blocks have mappings of their own, which are always returned
+        library.mallopt(M_TRIM_THRESHOLD, most_bytes)

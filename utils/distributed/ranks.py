@@ -1,26 +1,28 @@
-"""Rank and world size of this process, which the launcher or `utils.distributed.spawn` sets in the environment.
+"""The processes of a run: which of them this one is, and the store through which they tell each other what happens.
 
-`ranks` and `is_local_main` are for utils/distributed/ and utils/run.py only; other modules may use the rest.
+A launcher or `utils.distributed.launch.spawn` sets the ranks in the environment. `ranks` and `is_local_main` are for
+utils/distributed/ and utils/run.py only; other modules may use the rest.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import socket
-from typing import NamedTuple
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+from torch import distributed
 
 from utils.errors import UserError, shortened
 
+T = TypeVar("T")
 SPAWNED = "LOCKSTEP_SPAWNED"  # environment variable of the processes that `spawn` starts
-TRUE_VALUES = ("y", "yes", "t", "true", "on", "1")  # values that are true in Accelerate's environment variables
-TRUTH_VALUES = (*TRUE_VALUES, "n", "no", "f", "false", "off", "0", "")
-# Variables of Open MPI's mpirun and of srun that correspond to a launcher's RANK, WORLD_SIZE, LOCAL_RANK.
-OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
-SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-MPI_SIZES = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE", OPEN_MPI[1])  # Accelerate reads them too
-OWN_LAUNCH = ("RANK", "WORLD_SIZE", "WANDB_SWEEP_ID")  # if any is set, srun or mpirun has not started a single run
-TOKEN = "LOCKSTEP_TOKEN"  # environment variable: a secret of the run's processes, see store.py
+# Variables with the number of tasks that srun and MPI's launchers have started.
+TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+ANSWER_SECONDS = 3.0  # time that `query_store` waits; the store's process may have ended, or the network may be down
 
 
 class Ranks(NamedTuple):
@@ -52,80 +54,22 @@ def launch_number(name: str, default: int = 0, maximum: int = 2**31 - 1) -> int:
     return int(text)
 
 
-def adopt_launch() -> None:
-    """Join the processes that srun or Open MPI's mpirun has started into one run: set a launcher's variables.
-
-    Does nothing if another launcher has set them, and for a trial of a W&B sweep, since each task may be an agent.
-    MASTER_ADDR and MASTER_PORT of the environment take precedence. Raises `UserError` if mpirun has started processes
-    on several machines without MASTER_ADDR, and for variables that are not numbers.
-    """
-    if any(os.environ.get(name) for name in OWN_LAUNCH):
-        for name in MPI_SIZES if world_size() == 1 else ():
-            os.environ.pop(name, None)
-        return
-    by_mpi = launch_number(OPEN_MPI[1], 1) > 1
-    rank, processes, local_rank = map(launch_number, OPEN_MPI if by_mpi else SLURM)
-    if processes < 2:
-        return
-    if by_mpi:
-        local_processes, address, port = launch_number("OMPI_COMM_WORLD_LOCAL_SIZE", 1), "", "29500"
-    else:
-        per_node = _tasks_per_node(os.environ.get("SLURM_STEP_TASKS_PER_NODE", str(processes)))
-        local_processes = per_node[min(launch_number("SLURM_NODEID"), len(per_node) - 1)]
-        address = _first_host(os.environ.get("SLURM_STEP_NODELIST", ""))
-        port = str(20000 + (launch_number("SLURM_JOB_ID") + 97 * launch_number("SLURM_STEP_ID")) % 20000)
-    if local_processes == processes:
-        address = "127.0.0.1"
-    if not os.environ.get("MASTER_ADDR", address):
-        raise UserError(
-            f"mpirun has started {processes} processes on several machines; pass the address of the first one to all, "
-            "with -x MASTER_ADDR=ADDRESS"
-        )
-    os.environ.setdefault("MASTER_ADDR", address)
-    os.environ.setdefault("MASTER_PORT", port)
-    values = {"RANK": rank, "WORLD_SIZE": processes, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_processes}
-    os.environ.update({name: str(value) for name, value in values.items()})
-
-
-def _tasks_per_node(text: str) -> list[int]:
-    """Return the number of tasks on each node of a step, which SLURM writes as `4(x2),3`. Raises `UserError`."""
-    groups = [re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", word) for word in text.split(",")]
-    if not all(groups):
-        raise UserError(
-            f"the environment variable SLURM_STEP_TASKS_PER_NODE is '{shortened(text)}' instead of numbers such as "
-            "4(x2),3; correct it, or unset it"
-        )
-    return [int(group[1]) for group in groups if group for _ in range(int(group[2] or 1))]
-
-
-def _first_host(nodes: str) -> str:
-    """Return the first host of SLURM's list: node03 of `node[03-10,12],other`."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else "")
-
-
 def check_launch() -> None:
-    """Raise `UserError` if the ranks in the environment are wrong or incomplete."""
-    here = ranks()
-    for name, value in os.environ.items():
-        if name.startswith("ACCELERATE_USE_") and value.lower() not in TRUTH_VALUES:
-            raise UserError(f"the environment variable {name} is '{shortened(value)}'; give true or false, or unset it")
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in TRUE_VALUES and not os.environ.get("RANK"):
-        raise UserError(
-            "the environment has ACCELERATE_USE_DEEPSPEED and no RANK; start with accelerate launch and a file "
-            "of accelerate_configs, or unset it"
-        )
-    for name in ("WORLD_SIZE", *MPI_SIZES):
-        if (size := launch_number(name, 1)) > 1 and not os.environ.get("RANK"):
+    """Raise `UserError` if the ranks in the environment are wrong or incomplete: each process would train alone.
+
+    WORLD_SIZE=1 says that it should; each trial of a W&B sweep does.
+    """
+    rank, processes, *_ = ranks()
+    if rank >= processes:
+        raise UserError(f"the environment has RANK {rank} and WORLD_SIZE {processes}; correct them, or unset both")
+    if os.environ.get("RANK") or os.environ.get("WANDB_SWEEP_ID"):
+        return
+    for name in ("WORLD_SIZE",) if os.environ.get("WORLD_SIZE") else TASKS:
+        if launch_number(name, 1) > 1:
             raise UserError(
-                f"the environment has {name} {size} and no RANK; start the processes with accelerate launch or "
-                f"torch.distributed.run, which set WORLD_SIZE and RANK, or unset {name}"
+                f"the environment has {name} {os.environ[name]} and no RANK; start accelerate launch, or on a cluster "
+                "accelerate_configs/start.sh on each machine, or set WORLD_SIZE=1 for a run of this process alone"
             )
-    if here.rank >= here.world_size:
-        raise UserError(
-            f"the environment has RANK {here.rank} and WORLD_SIZE {here.world_size}; ranks are less than the world "
-            "size: correct them, or unset both"
-        )
 
 
 def world_size() -> int:
@@ -148,11 +92,91 @@ def launched() -> bool:
     return world_size() > 1 and SPAWNED not in os.environ
 
 
+def is_local_main() -> bool:
+    """Return whether this process prints for its machine if the processes cannot communicate."""
+    return ranks().local_rank == 0
+
+
+# The store
+
+
+def restart_key(name: str) -> str:
+    """Return the key of a name in the store; a launcher that hosts it may use it again when it restarts processes."""
+    return f"lockstep/{launch_number('TORCHELASTIC_RESTART_COUNT') if store_is_hosted() else 0}/{name}"
+
+
 def store_is_hosted() -> bool:
     """Return whether the launcher, or `spawn`, hosts the run's store; else the main process does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def is_local_main() -> bool:
-    """Return whether this process prints for its machine if the processes cannot communicate."""
-    return ranks().local_rank == 0
+class RunStore:
+    """Values and counters of the processes of a run, in one of torch's stores.
+
+    Every value is JSON: nothing that arrives is a path or code. The names are:
+        names, failed, alarm, present    names of all processes, number of failed ones, survivors (failure)
+        heartbeats, barrier/<number>     progress of each process; who has arrived (failure)
+        stop                             step and reason of a stop (stop)
+        memory/<host>/<number>           handles of shared memory (shared_memory)
+        doctor/...                       facts about each process (doctor)
+    Its methods raise `DistError` if the store does not answer, after many minutes if the network is down.
+    """
+
+    def __init__(self, store: distributed.Store) -> None:
+        self._store, self._ranks = store, ranks()
+
+    def write(self, name: str, value: Any) -> None:
+        """Write this process's value."""
+        self._store.set(restart_key(f"{name}/{self._ranks.rank}"), json.dumps(value))
+
+    def values(self, name: str) -> dict[int, Any]:
+        """Return the values of the processes that have written one, by rank."""
+        keys = {rank: restart_key(f"{name}/{rank}") for rank in range(self._ranks.world_size)}
+        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+
+    def write_once(self, name: str, value: Any) -> None:
+        """Write one value for all processes, which must not be None, unless a process has already written one."""
+        self._store.compare_set(restart_key(name), "", json.dumps(value))
+
+    def value(self, name: str) -> Any:
+        """Return the value of `write_once`, None if there is none."""
+        return self.wait_for_value(name) if self._store.check([restart_key(name)]) else None
+
+    def wait_for_value(self, name: str) -> Any:
+        """Wait for the value of `write_once`. Raises `DistError` after the store's time-out."""
+        return json.loads(self._store.get(restart_key(name)))
+
+    def count(self, name: str, by: int = 1) -> int:
+        """Add to a counter; return its new value."""
+        return self._store.add(restart_key(name), by)
+
+
+def run_store() -> RunStore | None:
+    """Return the store of the process group, None without one: the innermost, in which all see the same keys."""
+    if not distributed.is_initialized():
+        return None
+    store = distributed.distributed_c10d._get_default_store()
+    while isinstance(store, distributed.PrefixStore):
+        store = store.underlying_store
+    return RunStore(store)
+
+
+_unanswered: list[RunStore] = []  # the run's store, once it has failed to answer in time; it is not asked again
+
+
+def query_store(question: Callable[[RunStore], T], otherwise: T) -> T:
+    """Return the result of `question` for the run's store, or `otherwise` if there is none or it does not answer."""
+    store, answer = run_store(), [otherwise]
+    if store is None or _unanswered:
+        return otherwise
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            answer.append(question(store))
+
+    thread = threading.Thread(target=ask, daemon=True)  # if the network is down, the call takes many minutes
+    thread.start()
+    thread.join(ANSWER_SECONDS)
+    if thread.is_alive():
+        _unanswered.append(store)
+    return answer[-1]

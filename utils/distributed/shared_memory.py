@@ -18,8 +18,7 @@ from weakref import WeakSet, finalize
 import numpy as np
 import psutil
 
-from utils.distributed.ranks import ranks
-from utils.distributed.store import run_store
+from utils.distributed.ranks import ranks, run_store
 
 CGROUP = Path("/sys/fs/cgroup")  # files of a container's cgroup, version 2
 MEMORY_NAME = "lockstep"  # name of memory files in /proc
@@ -49,12 +48,13 @@ class SharedMemory:
         os.ftruncate(file, max(size, 1))
         return cls(file)
 
+    @classmethod
+    def received(cls, file: Any) -> SharedMemory:
+        """Return the memory that another process has sent."""
+        return cls(file.detach())
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (DupFd(self.file),)
-
-
-def _received(file: Any) -> SharedMemory:
-    return SharedMemory(file.detach())
+        return SharedMemory.received, (DupFd(self.file),)
 
 
 def shared_memory(size: Callable[[int], int]) -> SharedMemory:
@@ -77,7 +77,7 @@ def shared_memory(size: Callable[[int], int]) -> SharedMemory:
     else:
         try:
             memory = SharedMemory(_open_shared(store.wait_for_value(name)))
-        except (OSError, ValueError):  # the process is in another container with the same host name
+        except (OSError, ValueError, TypeError):  # the process is in another container with the same host name
             memory = SharedMemory.of_size(size(free // here.local_world_size))
     in_use.add(memory)
     return memory
@@ -86,21 +86,15 @@ def shared_memory(size: Callable[[int], int]) -> SharedMemory:
 def _open_shared(handle: Any) -> int:
     """Open another process's memory by a handle from the run's store: the number of the process and of a descriptor.
 
-    Anybody on the network may reach the store, so only memory that `of_size` has made in a process of this user is
-    opened, never a file. Raises OSError, or ValueError for anything else.
+    Anybody on the network may reach the store, so only memory that `of_size` has made is used, never a file. Raises
+    OSError, or ValueError for anything else.
     """
-    process, descriptor = map(int, handle or ())
-    link = f"/proc/{process}/fd/{descriptor}"
-    if _is_memory(link) and os.stat(f"/proc/{process}").st_uid == os.geteuid():
-        file = os.open(link, os.O_RDWR)
-        if _is_memory(f"/proc/self/fd/{file}"):  # the descriptor may have changed since the first check
-            return file
-        os.close(file)
-    raise ValueError("not shared memory of this user")
-
-
-def _is_memory(link: str) -> bool:
-    return os.readlink(link).startswith(f"/memfd:{MEMORY_NAME} ")
+    process, descriptor = map(int, handle)
+    file = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
+    if os.readlink(f"/proc/self/fd/{file}").startswith(f"/memfd:{MEMORY_NAME} "):
+        return file
+    os.close(file)
+    raise ValueError("not shared memory")
 
 
 def available_bytes() -> int:

@@ -1,6 +1,6 @@
 """Stop on a signal or at the time limit, at the same optimizer step on all processes.
 
-Called by utils/run.py; spawn and utils/python_api.py use the signals.
+Called by utils/run.py; launch and utils/python_api.py use the signals.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import time
 import psutil
 
 from utils.distributed.failure import Stopped, hard_exit
-from utils.distributed.ranks import is_local_main, ranks, world_size
-from utils.distributed.store import run_store
+from utils.distributed.ranks import is_local_main, ranks, run_store, world_size
 
 TIME_LIMIT = "time"  # reason of a stop that no signal has requested
 # Windows has only the first two signals.

@@ -1,0 +1,480 @@
+"""Logical processes: what the processes of a run compute together. Called by train.py.
+
+A run is computed by V logical processes; each real one holds an equal number of them. A logical process has a fixed
+part of each batch, and BatchNorm statistics, dropout masks and loss sums of its own. By default V is the number of
+processes, and an all-reduce adds up, rounded in an order that depends on that number. With --logical-processes V one
+binary tree adds the sums of all logical processes, so all results are the same bytes on 1, 2, 4 ... V processes.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast
+from torch import Tensor, distributed, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from utils.batch import GlobalCounts, layout
+from utils.distributed.batchnorm import all_reduced, average_statistics, exact_batchnorm
+from utils.distributed.deepspeed import configure, gathered_parameters, is_requested
+from utils.distributed.ranks import ranks, world_size
+from utils.errors import UserError
+
+if TYPE_CHECKING:
+    from models.tasks.contract import LossTerms, Model
+    from utils.batch import Batch
+
+M = TypeVar("M", bound=nn.Module)
+
+CLIP_NORM = 10.0  # largest L2 norm of the gradients of an optimizer step, as in YOLOv5
+BUCKET = 1 << 22  # numbers that processes add at once
+
+
+@dataclass(frozen=True)
+class LogicalProcesses:
+    """The logical processes of a run, and the ones that this process computes."""
+
+    count: int  # number of logical processes of the run
+    local: int  # number of logical processes of this process: first, first + 1 ...
+    first: int
+    exact: bool  # whether sums are added by the tree
+
+    @classmethod
+    def of(cls, requested: int, accelerator: Accelerator) -> LogicalProcesses:
+        """Return the logical processes that --logical-processes requests, 0 for one per process."""
+        processes = accelerator.num_processes
+        local = requested // processes if requested else 1
+        return cls(requested or processes, local, local * accelerator.process_index, bool(requested))
+
+    def fix_kernels(self, device: torch.device) -> None:
+        """Prevent kernels that are chosen by timing, or that add in an order that depends on the number of threads."""
+        if not self.exact:
+            return
+        torch.backends.cudnn.benchmark = False
+        if self.count > 1 and device.type == "cpu":
+            torch.set_num_threads(1)
+
+    def message(self, device: torch.device) -> str:
+        """Return a line for the console about what --logical-processes promises, '' without it."""
+        if not self.exact or self.count < 2:
+            return ""
+        counts = [str(1 << power) for power in range(self.count.bit_length())]
+        kind = "CPU, one thread each," if device.type == "cpu" else "GPU"
+        return (
+            f"logical processes: {self.count}, {self.local} on each process; the same bytes on "
+            f"{', '.join(counts[:-1])} or {counts[-1]} processes with this type of {kind} and these versions of torch "
+            "and its libraries"
+        )
+
+    def replicate(self, model: M) -> list[M]:
+        """Return a module for each logical process of this process: `model`, and copies that share its parameters.
+
+        The copies have buffers of their own.
+        """
+        shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+        return [model, *(copy.deepcopy(model, dict(shared)) for _ in range(1, self.local))]
+
+
+def check_logical_processes(count: int, batch_size: int, sync_bn: bool, processes: int = 0) -> None:
+    """Raise `UserError` for flags that --logical-processes excludes, and for numbers that do not fit each other.
+
+    Args:
+        count: value of --logical-processes; 0 if it is not given
+        processes: number of processes of the run; 0 takes the number that were launched
+    """
+    processes, flag = processes or world_size(), f"--logical-processes {count}"
+    if not count:
+        return
+    if count & (count - 1):
+        below = 1 << (count.bit_length() - 1)
+        raise UserError(f"{flag}: it must be a power of two; give {below} or {2 * below}")
+    if count % processes:
+        raise UserError(f"{flag} cannot be shared evenly by {processes} processes; start a power of two up to {count}")
+    if sync_bn and processes < count:
+        raise UserError(f"{flag} with --sync-bn needs as many processes; start {count}, or leave out --sync-bn")
+    if is_requested():
+        raise UserError(f"{flag} cannot be used with DeepSpeed, which adds gradients in an order of its own")
+    if batch_size == -1:
+        raise UserError(f"{flag}: --batch-size -1 depends on the memory of this machine; give a number")
+
+
+class DistributedModel:
+    """A model in training, as each logical process of this process calls it.
+
+    `parameters` and `layers` are listed once: every step needs them, and yolov9t has 1,400 modules.
+
+    Attributes:
+        copies: the model of each logical process of this process; they share all parameters
+        modules: what Accelerate made of `copies`
+        model, wrapped: the first of each; Accelerate's `unwrap_model` would import deepspeed if that is installed
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        logical: LogicalProcesses,
+        copies: Sequence[Model],
+        modules: Sequence[nn.Module],
+        keeps_norms: bool = False,
+    ) -> None:
+        self.accelerator, self.logical, self.keeps_norms = accelerator, logical, keeps_norms
+        self.copies, self.modules = copies, modules
+        self.model, self.wrapped = copies[0], modules[0]
+        self.parameters = list(self.model.parameters())
+        self.layers = [layer for each in copies for layer in each.modules()]  # of all copies
+        self._generators: list[torch.Generator] = []  # of dropout, for each copy
+        if logical.exact:
+            self._trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+            self._flat, self._gradients = flat_like(self._trained)
+            self._accumulated: list[list[Tensor]] = []  # of each copy, over the batches of a step
+            for number, each in enumerate(copies):
+                self._generators.append(torch.Generator(accelerator.device))
+                draw_masks_of(each, logical.first + number, logical.count, self._generators[number])
+
+    def train(self) -> None:
+        """Set the modules to training mode; with `keeps_norms` BatchNorm normalises as in evaluation."""
+        for module in self.modules:
+            module.train()
+            for layer in module.modules() if self.keeps_norms else ():
+                if isinstance(layer, _BatchNorm):
+                    layer.eval()
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Return a context with unpartitioned parameters (ZeRO-3). All processes must enter it together."""
+        return gathered_parameters(self.parameters)
+
+    def sum(self, addends: Sequence[Tensor]) -> Tensor:
+        """Return the sum over all logical processes. All processes must call it together.
+
+        Args:
+            addends: a tensor of each logical process of this process
+        """
+        if not self.logical.exact:
+            return self.accelerator.reduce(addends[0], "sum")
+        local = tree_sum(addends)
+        return local if self.accelerator.num_processes == 1 else tree_sum_of_processes(local)
+
+    def each(self, batches: Sequence[Batch], seed: int) -> Iterator[tuple[nn.Module, Batch]]:
+        """Yield the module and the batch of each logical process of this process, with torch seeded alike for each."""
+        for generator in self._generators:
+            generator.manual_seed(seed)
+        for module, batch in zip(self.modules, batches, strict=True):
+            torch.manual_seed(seed)
+            yield module, batch
+
+    def global_means(self, terms: Sequence[LossTerms]) -> list[Tensor]:
+        """Return each local logical process's share of the mean loss terms over the global batch, (terms,) each.
+
+        The counts of all processes are added first, so that two processes have the gradient of one. All processes must
+        call it together.
+        """
+        counts = GlobalCounts(self.sum([each.counts for each in terms]))
+        return [each.share_of(counts) for each in terms]
+
+    def backward(self, objectives: Sequence[Tensor]) -> None:
+        """Add the gradients of this process's objectives, and in the last batch of a step all processes' gradients.
+
+        All processes must call it together.
+
+        Args:
+            objectives: a scalar for each local logical process
+        """
+        accelerator = self.accelerator
+        if not self.logical.exact:
+            accelerator.backward(objectives[0] * accelerator.num_processes)  # DDP takes the mean over processes
+            return
+        sums, accumulated = PartialSums(), list(reversed(self._accumulated))
+        self._accumulated = []
+        for number, objective in enumerate(reversed(objectives)):
+            objective = objective / accelerator.gradient_accumulation_steps  # as in Accelerate's `backward`
+            scaled = accelerator.scaler.scale(objective) if accelerator.scaler else objective
+            gradients = torch.autograd.grad(scaled, self._trained, materialize_grads=True)
+            if accumulated:
+                gradients = torch._foreach_add(list(gradients), accumulated[number])
+            if accelerator.sync_gradients:
+                sums.add(gradients)
+            else:
+                self._accumulated.insert(0, list(gradients))
+        if accelerator.sync_gradients:
+            self._set_gradients(sums.take())
+
+    def _set_gradients(self, sums: Sequence[Tensor]) -> None:
+        """Set the parameters' gradients to the sums over all processes. All processes must call it together."""
+        torch._foreach_copy_(self._gradients, list(sums))
+        if self.accelerator.num_processes > 1:
+            for bucket in self._flat.split(BUCKET):
+                tree_sum_in_place(bucket)
+        for parameter, gradient in zip(self._trained, self._gradients, strict=True):
+            parameter.grad = gradient
+
+    def average_statistics(self, averages: Sequence[nn.Module]) -> None:
+        """Average BatchNorm's statistics over logical processes; with --sync-bn they are equal already.
+
+        Args:
+            averages: the EMA of each local logical process, whose statistics are averaged too
+        """
+        for models in (self.copies, averages):
+            average_statistics(models, self.sum, self.logical.count)
+
+
+def flat_like(parameters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return a vector, and views of it with the shapes and memory formats of `parameters`, one after another."""
+    vector = torch.empty(sum(each.numel() for each in parameters), device=parameters[0].device)
+    parts = vector.split([each.numel() for each in parameters])
+    return vector, [part.as_strided(each.shape, each.stride()) for part, each in zip(parts, parameters, strict=True)]
+
+
+# One order of addition. Floating-point addition is commutative but not associative: neighbours are added, then
+# neighbouring sums, and so on. The addends of each process are a whole subtree, so every number of processes that is a
+# power of two adds in the same order.
+
+
+def tree_sum(addends: Sequence[Tensor]) -> Tensor:
+    """Return the sum of tensors of one shape; their number is a power of two."""
+    while len(addends) > 1:
+        addends = [left + right for left, right in zip(addends[::2], addends[1::2], strict=True)]
+    return addends[0]
+
+
+def tree_sum_of_processes(addend: Tensor) -> Tensor:
+    """Return the sum of all processes' tensors. They should be small, because each is sent to all processes.
+
+    All processes must call it together.
+    """
+    gathered = [torch.empty_like(addend) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(gathered, addend.contiguous())
+    return tree_sum(gathered)
+
+
+def tree_sum_in_place(flat: Tensor) -> None:
+    """Replace a vector by the sum of all processes' vectors; each process sends and receives as much as in a ring.
+
+    All processes must call it together: each adds up the chunk of its rank, then the sums are exchanged.
+    """
+    processes = distributed.get_world_size()
+    padded = nn.functional.pad(flat, (0, -len(flat) % processes))
+    received = torch.empty_like(padded)
+    distributed.all_to_all_single(received, padded)
+    distributed.all_gather_into_tensor(padded, tree_sum(received.chunk(processes)).contiguous())
+    flat.copy_(padded[: len(flat)])
+
+
+class PartialSums:
+    """Adds the gradients of a process's logical processes by the tree as they arrive, from the last to the first.
+
+    At most one sum of each size is stored.
+    """
+
+    def __init__(self) -> None:
+        self._sums: list[tuple[int, list[Tensor]]] = []  # falling numbers of addends, and their sums
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """Add the gradients of the next logical process, without changing them: two of them may be the same tensor."""
+        count, sums = 1, list(gradients)
+        while self._sums and self._sums[-1][0] == count:
+            sums = list(torch._foreach_add(sums, self._sums.pop()[1]))
+            count *= 2
+        self._sums.append((count, sums))
+
+    def take(self) -> list[Tensor]:
+        """Return the sums of all gradients, whose number is a power of two, and forget them."""
+        ((_, sums),) = self._sums
+        self._sums.clear()
+        return sums
+
+
+# Dropout that does not depend on the number of processes: each process draws the mask of the global batch.
+
+
+def synchronise_dropout(model: nn.Module) -> None:
+    """Replace the dropout and stochastic depth layers of `model`, in place, by `GlobalDropout`.
+
+    torch's seed must be the same on all processes. The names of modules and parameters do not change.
+    """
+    stochastic_depth = getattr(sys.modules.get("torchvision.ops.stochastic_depth"), "StochasticDepth", ())
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):  # a shared layer under each of its names
+            layer: Any = child
+            rows = isinstance(child, stochastic_depth) and layer.mode == "row"
+            maps = isinstance(child, (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d))
+            if (rows or maps or type(child) is nn.Dropout) and layer.p:
+                module.register_module(name, GlobalDropout(layer.p, rows, maps).train(layer.training))
+
+
+def draw_masks_of(model: nn.Module, number: int, processes: int, generator: torch.Generator) -> None:
+    """Let the dropout layers of `model` draw the masks of logical process `number` of `processes` by `generator`."""
+    for module in model.modules():
+        if isinstance(module, GlobalDropout):
+            module.number, module.processes, module.generator = number, processes, generator
+
+
+class GlobalDropout(nn.Module):
+    """Dropout with probability `p` of values, of whole images (`rows`), or of channels of an image (`maps`).
+
+    Input and output are (b, ...): the slice of process `number` of `processes` of the global batch.
+
+    Attributes:
+        generator: draws the masks; None takes torch's own generator
+    """
+
+    generator: torch.Generator | None = None
+
+    def __init__(self, p: float, rows: bool = False, maps: bool = False) -> None:
+        super().__init__()
+        self.p, self.rows, self.maps = p, rows, maps
+        self.number, self.processes = ranks()[:2]
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return input
+        images = len(input)
+        drawn_dims = 1 if self.rows else 2 if self.maps else input.dim()  # the mask is constant over the other axes
+        shape = [images * self.processes, *input.shape[1:drawn_dims], *[1] * (input.dim() - drawn_dims)]
+        mask = torch.empty(shape, device=input.device).bernoulli_(1 - self.p, generator=self.generator)
+        mask = mask[images * self.number : images * (self.number + 1)]
+        return input * (mask / max(1 - self.p, 1e-12)).to(input.dtype)
+
+
+# Placing and preparing
+
+
+class CollateShares:
+    """Collates the items of this process's batch as a list: the batch of each of its logical processes.
+
+    Args:
+        collate: joins the items of one batch
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], shares: int) -> None:
+        self.collate, self.shares = collate, shares
+
+    def __call__(self, items: list[Any]) -> list[Any]:
+        size = len(items) // self.shares
+        return [self.collate(items[start : start + size]) for start in range(0, len(items), size)]
+
+
+def place_model(accelerator: Accelerator, model: Model) -> None:
+    """Move `model` to the device in place, with the main process's weights. All processes must call this together."""
+    synchronise_dropout(model)
+    # DeepSpeed requires contiguous weights; feature maps, which are larger, have the images' format in any case.
+    by_zero = accelerator.state.deepspeed_plugin is not None
+    memory_format = torch.contiguous_format if by_zero else layout(accelerator.device)
+    model.to(accelerator.device, memory_format=memory_format)  # type: ignore[call-overload]
+    broadcast(model.state_dict())  # in place
+
+
+def prepare(
+    accelerator: Accelerator,
+    logical: LogicalProcesses,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Any],
+    *,
+    batch_size: int,
+    sync_bn: bool,
+    precision: str,
+    keep_norms: bool = False,
+) -> tuple[DistributedModel, Any, Any]:
+    """Return the model with exact BatchNorm, the optimizer with its momentum, and the loader, prepared by Accelerate.
+
+    In addition to Accelerate's `prepare`: a copy of the model for each logical process, DeepSpeed's configuration, and
+    DDP's buffers and buckets. The loader then delivers lists: the batch of each logical process of this process.
+
+    Args:
+        batch_size: number of images of a batch of all processes
+        sync_bn: whether BatchNorm normalises by the statistics of the global batch
+        precision: precision of autocast
+        keep_norms: whether BatchNorm's statistics stay unchanged
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    total = tree_sum_of_processes if logical.exact else all_reduced
+    model = exact_batchnorm(model, total if sync_bn and accelerator.num_processes > 1 else None)
+    loader.collate_fn = CollateShares(loader.collate_fn, logical.local)
+    if logical.exact:  # no DDP: `DistributedModel` adds the gradients
+        copies = logical.replicate(model)
+        modules = [accelerator.prepare_model(each, evaluation_mode=True) for each in copies]
+        optimizer, loader = accelerator.prepare(optimizer, loader)
+        start_momentum(optimizer)
+        return DistributedModel(accelerator, logical, copies, modules, keep_norms), optimizer, loader
+    if plugin:
+        local_batch = batch_size // accelerator.num_processes
+        configure(plugin, local_batch, accelerator.gradient_accumulation_steps, CLIP_NORM, precision)
+    wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    start_momentum(optimizer)
+    ddp = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile wraps DDP
+    if isinstance(ddp, DistributedDataParallel):
+        ddp.broadcast_buffers = False  # --sync-bn or `average_statistics` makes the statistics equal
+        if accelerator.num_processes > 2:  # the sum of two numbers does not depend on their order
+            order_buckets(ddp, model.imgsz)
+    return DistributedModel(accelerator, logical, [model], [wrapped], keep_norms), optimizer, loader
+
+
+def start_momentum(optimizer: Any) -> None:
+    """Set SGD's momentum buffers to zero before the first step, so that they exist if it is skipped.
+
+    Args:
+        optimizer: optimizer that Accelerate has prepared
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for group in inner.param_groups if isinstance(inner, torch.optim.SGD) else ():
+        for parameter in group["params"]:
+            if parameter.requires_grad and group["momentum"]:
+                inner.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
+def order_buckets(model: DistributedDataParallel, image_size: int) -> None:
+    """Run a forward and a backward pass on one black image of `image_size` pixels, so that DDP orders its buckets.
+
+    All processes must call it together, before their first step. It has no other effect.
+
+    DDP starts with buckets in the order of the parameters. In the first backward pass it records the order in which the
+    gradients arrive, and before the second forward pass it makes its final buckets from that order. All-reduce adds the
+    processes' numbers in an order that depends on their place in a bucket, so with three or more processes a resumed
+    run would round its first step differently from the same step of the uninterrupted run. With this pass every step of
+    a new or resumed run has the final buckets.
+
+    BatchNorm runs as in evaluation, because a batch of one image has no statistics. The other layers run as in
+    training, because a layer may use its parameters only there.
+    """
+    device = next(model.parameters()).device
+    # A GPU's generator need not be restored: it is seeded for each batch.
+    with _unchanged(model), torch.random.fork_rng([]), torch.enable_grad():
+        model.train()
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()
+        outputs = list(_tensors(model(torch.zeros(1, 3, image_size, image_size, device=device))))
+        torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+        model.zero_grad()
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Restore the modes and buffers of all modules afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    """Yield the differentiable tensors in nested lists, tuples and mappings."""
+    if isinstance(outputs, Tensor) and outputs.requires_grad:
+        yield outputs
+    elif isinstance(outputs, (list, tuple, Mapping)):
+        for output in outputs.values() if isinstance(outputs, Mapping) else outputs:
+            yield from _tensors(output)
