@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import typing
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import yaml
-
-from utils.config.values import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, accepts, expected
+from utils.config.values import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, typed_values
 from utils.errors import UserError, nearest, plural
 from utils.files import ROOT, find_file, read_yaml
 
@@ -26,18 +22,12 @@ R = TypeVar("R", bound="Recipe")
 OVERRIDE_PREFIX = "--hyp."  # prefix of the flag of a single hyperparameter
 DEFAULTS = "defaults"  # key of a hyperparameter YAML, and of a data YAML: defaults of flags
 NO_OVERRIDES: Mapping[str, str] = {}
-DERIVED = ("lr_factor", "keep_norms")  # hyperparameters that `Recipe.for_weights` changes
 HYPS_FOLDER = "data/hyps"
-AUTO = "auto"  # value of --hyp that leaves the choice of the file to `Recipes.choose`
 FEW_IMAGES = 5000  # a run from scratch on fewer images takes another file
 # Hyperparameter files of this repository, by YOLOv5's names.
-YOLOV5_HYPS = {
-    "hyp.scratch-low.yaml": "low.yaml",
-    "hyp.scratch-med.yaml": "med.yaml",
-    "hyp.scratch-high.yaml": "high.yaml",
-    "hyp.no-augmentation.yaml": "none.yaml",
-    "hyp.VOC.yaml": "VOC.yaml",
-    "hyp.Objects365.yaml": "Objects365.yaml",
+YOLOV5_HYPS = {f"hyp.scratch-{size}.yaml": f"{size}.yaml" for size in ("low", "med", "high")}
+YOLOV5_HYPS |= {"hyp.no-augmentation.yaml": "none.yaml"} | {
+    f"hyp.{name}.yaml": f"{name}.yaml" for name in ("VOC", "Objects365")
 }
 
 
@@ -66,38 +56,40 @@ class Recipe:
     warmup_bias_lr: float = number(0.1, NOT_NEGATIVE)
     # Longest warm-up as a share of the run's batches; 0 sets no limit.
     warmup_share: float = number(0.0, SHARE)
-    # Largest rise of the rate from one batch of the warm-up to the next: a run whose warm-up is too short for lr0 has a
-    # lower rate; 0 sets no limit.
+    # Largest rise of the rate from one batch of the warm-up to the next, which may lower lr0; 0 sets no limit.
     warmup_rise: float = number(0.0, NOT_NEGATIVE)
-    # Share of the run's optimizer steps that the EMA averages at its end, for runs that are too short for YOLOv5's ramp
-    # of 2000 steps; 0 keeps that ramp.
+    # Share of the run's optimizer steps that the EMA averages at its end; 0 keeps YOLOv5's ramp of 2000 steps.
     ema_share: float = number(0.0, SHARE)
     # 1: BatchNorm normalises by the statistics of the weight file, and does not change them.
     keep_norms: int = number(0, Range(0, 1))
     # Factor of the learning rates if the weights know all classes of the data; for a share s of them, known_lr ** s.
     known_lr: float = number(1.0, POSITIVE)
-    lr_factor: float = number(1.0, POSITIVE)  # factor of all learning rates; `for_weights` computes it
+    # Factors of the learning rate by part of the model, such as {backbone: 0.1, head: 1}; parts are named as for
+    # --freeze, and the last one that names a parameter counts.
+    lr_factor: Mapping[str, float] = dataclasses.field(default_factory=dict, metadata={"within": NOT_NEGATIVE})
 
     def flags(self, epochs: int) -> dict[str, Any]:
         """Return defaults of flags that follow from the hyperparameters and the number of epochs."""
         return {}
 
-    def for_weights(self: R, known: float | None) -> tuple[R, list[str]]:
-        """Return the hyperparameters for the weights that a run starts from, and a message for each change.
+    def weights_factor(self, known: float | None) -> float:
+        """Return the factor of all learning rates for weights that know a share of the classes; None: no weights."""
+        return 1.0 if known is None else self.known_lr**known
 
-        Args:
-            known: share of the classes that the weights know; None without weights, or if most weights do not fit
-        """
-        if known is None:
-            kept = ["BatchNorm statistics are learnt: no weights to keep them of"] * self.keep_norms
-            return dataclasses.replace(self, keep_norms=0), kept
-        messages = ["BatchNorm statistics are kept from the weights: few images estimate them worse"]
-        messages *= self.keep_norms
-        factor = self.lr_factor * self.known_lr**known
-        if factor != self.lr_factor:
-            rate = f"learning rate {self.lr0 * factor:.2g} instead of {self.lr0 * self.lr_factor:.2g}"
+    def keeps_norms(self, known: float | None) -> bool:
+        """Return whether BatchNorm keeps the statistics of the weights that a run starts from."""
+        return bool(self.keep_norms) and known is not None
+
+    def weights_messages(self, known: float | None) -> list[str]:
+        """Return a message for each rule that follows from the weights."""
+        messages = []
+        if self.keep_norms:
+            kept = "BatchNorm statistics are kept from the weights: few images estimate them worse"
+            messages.append("BatchNorm statistics are learnt: no weights to keep them of" if known is None else kept)
+        if (factor := self.weights_factor(known)) != 1:
+            rate = f"learning rate {self.lr0 * factor:.2g} instead of {self.lr0:.2g}"
             messages.append(f"{rate}: the weights know {known:.0%} of the classes and outputs")
-        return dataclasses.replace(self, lr_factor=factor), messages
+        return messages
 
     @classmethod
     def left_out(cls) -> frozenset[str]:
@@ -108,18 +100,14 @@ class Recipe:
         """Return the number of batches per optimizer step that comes nearest to `nbs` images."""
         return max(round(self.nbs / batch_size), 1)
 
-    def decay(self, batch_size: int) -> float:
+    def decay(self, images: int) -> float:
         """Return the weight decay in proportion to the images per optimizer step, YOLOv5's rule."""
-        images = batch_size * self.accumulation(batch_size)
         return self.weight_decay * images / self.nbs if self.nbs else self.weight_decay
 
 
 @dataclass(frozen=True)
 class Augmentation(Recipe):
-    """The keys of a task whose images are augmented like a detector's (data/augment.py).
-
-    A file of a detector serves such a task too: the keys of `Hyperparameters` that the task does not have are left out.
-    """
+    """The keys of a task whose images are augmented like a detector's, whose files serve it too (`left_out`)."""
 
     hsv_h: float = number(0.015, SHARE)
     hsv_s: float = number(0.7, SHARE)
@@ -192,46 +180,29 @@ class Hyperparameters(Augmentation, AlignmentKeys, AnchorKeys, Recipe):
     keep_head: int = number(0, Range(0, 1))
 
 
-class Choice(NamedTuple):
-    """The hyperparameter file that --hyp auto chose, the reason, and the file with YOLOv5's values ('' if none)."""
-
-    name: str
-    reason: str
-    yolov5: str
-
-
 class Recipes(NamedTuple):
-    """The hyperparameter files of a task, among which --hyp auto chooses: names or paths, as for --hyp.
+    """The hyperparameter files of a task, among which --hyp auto chooses: names or paths, as for --hyp."""
 
-    Attributes:
-        trained: file for a run that starts from trained weights
-        few: file for a run from scratch on fewer than `FEW_IMAGES` images; '' means `trained`
-        many: file for any other run from scratch; '' means `few`
-        yolov5: file with YOLOv5's own values; '' if the task has none
-    """
+    trained: str  # for a run that starts from trained weights
+    few: str = ""  # for a run from scratch on fewer than `FEW_IMAGES` images; '' means `trained`
+    many: str = ""  # for any other run from scratch; '' means `few`
+    yolov5: str = ""  # with YOLOv5's own values; '' if the task has none
 
-    trained: str
-    few: str = ""
-    many: str = ""
-    yolov5: str = ""
-
-    def choose(self, trained: bool, images: Callable[[], int]) -> Choice:
-        """Return the hyperparameter file for a run.
+    def choose(self, trained: bool, images: Callable[[], int]) -> tuple[str, str, str]:
+        """Return the hyperparameter file for a run, the reason, and the file with YOLOv5's values.
 
         Args:
             trained: whether the run starts from trained weights
             images: counts the training images; called only if their number matters
         """
-        few = self.few or self.trained
-        many = self.many or few
         if trained:
-            return Choice(self.trained, "the run starts from trained weights", self.yolov5)
-        if few == many:
-            return Choice(few, "the run starts from scratch", self.yolov5)
-        count = images()
-        name, bound = (few, "fewer than") if count < FEW_IMAGES else (many, "at least")
-        reason = f"the run starts from scratch on {plural(count, 'image')}, {bound} {FEW_IMAGES}"
-        return Choice(name, reason, self.yolov5)
+            return self.trained, "the run starts from trained weights", self.yolov5
+        name, reason = self.few or self.trained, "the run starts from scratch"
+        if self.many not in ("", name):
+            count = images()
+            name, bound = (name, "fewer than") if count < FEW_IMAGES else (self.many, "at least")
+            reason += f" on {plural(count, 'image')}, {bound} {FEW_IMAGES}"
+        return name, reason, self.yolov5
 
 
 def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] = NO_OVERRIDES) -> R:
@@ -263,61 +234,21 @@ def is_shipped(name: str) -> bool:
 
 def parse_overrides(kind: type[Recipe], overrides: Mapping[str, str]) -> dict[str, Any]:
     """Return the numbers of flags such as --hyp.lr0, by key. Raises `UserError` for a wrong flag."""
-    flags = [OVERRIDE_PREFIX + name for name in kind.__dataclass_fields__]
     for key in overrides:
-        if OVERRIDE_PREFIX + key not in flags:
-            # All flags share the prefix, so that similarity starts higher than for other words.
-            raise UserError(
-                f"unknown flag {OVERRIDE_PREFIX}{key}{nearest(OVERRIDE_PREFIX + key, flags, likeness=0.82)}"
-            )
-    return _numbers(kind, overrides, OVERRIDE_PREFIX)
+        if key not in keys_of(kind):
+            raise UserError(f"unknown flag {OVERRIDE_PREFIX}{key}{nearest(key, kind.__dataclass_fields__)}")
+    return typed_values(kind, overrides, (OVERRIDE_PREFIX + "{}").format)
 
 
 def unread_message(hyp: Recipe, unread: Collection[str], model: str) -> list[str]:
     """Return a line about keys that have no effect although the hyperparameter file changes their defaults."""
-    defaults = type(hyp)()
-    changed = [key for key in unread if getattr(hyp, key) != getattr(defaults, key)]
+    changed = [key for key in unread if getattr(hyp, key) != getattr(type(hyp)(), key)]
     return [f"hyperparameters without effect on {model}: {', '.join(changed)}"] if changed else []
 
 
 def from_mapping(kind: type[T], values: Mapping[str, Any], source: Path | str) -> T:
     """Return a `kind` with the values of a YAML. Raises `UserError` for an unknown key or a wrong value."""
     for key in values:
-        if key not in kind.__dataclass_fields__:
+        if key not in keys_of(kind):
             raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), kind.__dataclass_fields__)}")
-    return kind(**_numbers(kind, values, f"{source}: "))
-
-
-def _numbers(kind: type[DataclassInstance], values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return numbers, or strings of numbers, converted to the types of the fields of `kind`.
-
-    Args:
-        prefix: prefix of the numbers' names in errors
-    """
-    hints, numbers = typing.get_type_hints(kind), {}
-    for key, value in values.items():
-        hint, metadata = hints[key], kind.__dataclass_fields__[key].metadata
-        if typing.get_origin(hint) is Mapping:
-            numbers[key] = _named_numbers(value, hint, metadata, prefix + key)
-            continue
-        if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
-            with suppress(ValueError):
-                value = float(value)
-        if not accepts(hint, metadata, value):
-            raise UserError(f"{prefix}{key} must be {expected(hint, metadata)}, not {value!r}")
-        numbers[key] = hint(value)
-    return numbers
-
-
-def _named_numbers(value: object, hint: Any, metadata: Mapping[str, Any], name: str) -> dict[str, float]:
-    """Return numbers by name, from a mapping or from its text in YAML, such as {cat: 2}.
-
-    Args:
-        name: name of the key in errors
-    """
-    if isinstance(value, str):
-        with suppress(yaml.YAMLError):
-            value = yaml.safe_load(value)
-    if not accepts(hint, metadata, value) or not isinstance(value, dict):
-        raise UserError(f"{name} must be {expected(hint, metadata)}, not {value!r}")
-    return {str(key): float(number) for key, number in value.items()}
+    return kind(**typed_values(kind, values, lambda key: f"{source}: {key}"))

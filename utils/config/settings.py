@@ -1,6 +1,6 @@
-"""The settings of a training run: flags over defaults, and the hyperparameters of its task.
+"""The settings of a training run: flags over defaults, and the hyperparameters of its task; or those of a resumed run.
 
-Made by utils/checkpoint/resume.py, completed by train.py when the task is known.
+Made by utils/checkpoint/resume.py, completed once by train.py's `resolve`, when the task is known.
 """
 
 from __future__ import annotations
@@ -8,19 +8,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import Any
 
-from utils.config.hyperparameters import AUTO, OVERRIDE_PREFIX, Choice, Recipe, from_mapping, read_hyperparameters
-from utils.config.options import TrainOptions
-from utils.config.parser import defaults_of_hyp, refuse_flags, with_defaults
-from utils.config.resumed import changes
-from utils.config.select import select
-from utils.errors import UserError
+import yaml
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from utils.config.flags import AUTO, TrainOptions, flags_of
+from utils.config.hyperparameters import OVERRIDE_PREFIX, Recipe, from_mapping, parse_overrides, read_hyperparameters
+from utils.config.parser import as_flag, checked, defaults_of_hyp, refuse_flags
+from utils.errors import UserError, nearest, plural, shortened
 
-T = TypeVar("T", bound="DataclassInstance")
+# Maps a run's settings and the given flags to the class of its hyperparameters.
+RecipeOf = Callable[[Mapping[str, Any], Mapping[str, Any]], type[Recipe]]
+
+LAUNCHER_FLAGS = ("device", "processes")  # not taken from a run's settings under a launcher, which decides them
+# Never taken from a run's settings: one that reached its time limit must continue, and a profile belongs to one start.
+SINGLE_START_FLAGS = ("time_limit", "profile")
+SETTINGS_PARTS = ("hyperparameters", "model")  # keys of settings.yaml beside the flags
+CURVE_FLAGS = [option.name for option in flags_of(TrainOptions) if option.metadata["curve"]]
+RUN_FOLDER_FLAGS = ("resume", "project", "name", "exist_ok")
 
 
 @dataclass(frozen=True)
@@ -44,36 +50,27 @@ class Settings:
     origin: Mapping[str, Any] = field(default_factory=dict)
     choice: str = ""
 
-    @property
-    def accumulation(self) -> int:
-        """Number of batches per optimizer step."""
-        return self.hyp.accumulation(max(self.options.batch_size, 1))
-
-    @property
-    def changes(self) -> list[str]:
-        """A message for each flag that differs from the settings of the resumed run."""
-        return changes(self.saved, self.options) if self.saved else []
-
-    def refuse(self, concerns: Collection[str], model: str) -> None:
-        """Raise `UserError` for a flag of a new run that does not apply to its model, as `refuse_flags` does."""
-        if not self.saved:
-            refuse_flags(type(self.options), self.given, concerns, model)
-
-    def refuse_unread(self, unread: Collection[str], model: str) -> None:
-        """Raise `UserError` for a hyperparameter on the command line that a new run does not read.
+    def refuse(self, features: Collection[str], unread: Collection[str], model: str) -> None:
+        """Raise `UserError` for a flag or a hyperparameter on a new run's command line that its model does not use.
 
         Args:
+            features: features of the model, see `refuse_flags`
             unread: hyperparameters that are not read, see `Task.unread`
-            model: description of the model that does not read them
+            model: the model's task and head, in words
         """
-        overrides = {} if self.saved else self.given.get("overrides", {})
-        for key in overrides:
+        if self.saved:
+            return
+        refuse_flags(type(self.options), self.given, features, model)
+        for key in self.given.get("overrides", {}):
             if key in unread:
-                flag = f"{OVERRIDE_PREFIX}{key}"
-                raise UserError(f"{flag} has no effect on {model}, which does not read it; leave it out")
+                raise UserError(f"{OVERRIDE_PREFIX}{key} has no effect on {model}; leave it out")
 
     def resolve(
-        self, recipe: type[Recipe], *defaults: Mapping[str, Any], choose: Callable[[], Choice] | None = None
+        self,
+        recipe: type[Recipe],
+        *defaults: Mapping[str, Any],
+        choose: Callable[[], tuple[str, str, str]] | None = None,
+        **values: Any,
     ) -> Settings:
         """Return the settings with the hyperparameters of a task, and with every flag that is not given resolved.
 
@@ -82,24 +79,26 @@ class Settings:
 
         Args:
             choose: chooses the file for --hyp auto
+            values: other fields of the settings
         """
         if self.saved:
             hyp = from_mapping(recipe, self.saved["hyperparameters"], f"settings.yaml of {self.options.resume}")
-            return dataclasses.replace(self, hyp=hyp)
-        if self.is_fixed:
+        elif self.is_fixed:
             hyp = read_hyperparameters(self.options.hyp, recipe, self.options.overrides)
-            return dataclasses.replace(self, hyp=hyp)
+        if self.saved or self.is_fixed:
+            return dataclasses.replace(self, hyp=hyp, **values)
         layers = {key: value for mapping in defaults for key, value in mapping.items()}
-        name, choice = {"hyp": self.options.hyp, **layers, **self.given}["hyp"], None
+        name, choice = {"hyp": self.options.hyp, **layers, **self.given}["hyp"], ""
         if name == AUTO and choose:
-            choice = choose()
-            name = choice.name
-        hyp, wishes = read_hyperparameters(name, recipe, self.options.overrides), defaults_of_hyp(name)
-        layers |= wishes
+            name, reason, yolov5 = choose()
+            choice = f"hyperparameters: --hyp {name}, because {reason}"
+            choice += f"; --hyp {yolov5} has YOLOv5's values" if yolov5 not in ("", name) else ""
+        hyp = read_hyperparameters(name, recipe, self.options.overrides)
+        layers |= defaults_of_hyp(name)
         layers |= hyp.flags({"epochs": self.options.epochs, **layers, **self.given}["epochs"])
-        options = dataclasses.replace(with_defaults(self.options, self.given, layers), hyp=name)
-        line = choice_message(choice, wishes, self.given) if choice else ""
-        return dataclasses.replace(self, hyp=hyp, options=options, choice=line)
+        layers = {key: value for key, value in layers.items() if key not in self.given}
+        options = dataclasses.replace(self.options, **{**layers, "hyp": name})
+        return dataclasses.replace(self, hyp=hyp, options=options, choice=choice, **values)
 
     def value(self, flag: str, *defaults: Mapping[str, Any]) -> Any:
         """Return the value that `resolve` gives a flag that no hyperparameter file sets."""
@@ -112,41 +111,110 @@ class Settings:
         """Return whether the command line, `defaults` or the settings of a resumed run give a flag's value."""
         return self.is_fixed or flag in self.given or flag in defaults
 
-    def for_weights(self, known: float | None) -> tuple[Settings, list[str]]:
-        """Return the settings after `Recipe.for_weights`, and its messages; a resumed run's are unchanged."""
-        hyp, messages = (self.hyp, []) if self.saved else self.hyp.for_weights(known)
-        return dataclasses.replace(self, hyp=hyp), messages
-
-    def with_options(self, **values: Any) -> Settings:
-        """Return the settings with other values of some flags."""
-        return dataclasses.replace(self, options=dataclasses.replace(self.options, **values))
-
-    def select(self, kind: type[T], **values: Any) -> T:
-        """Return the options of a component: the flags with the names of its fields, overridden by `values`."""
-        return select(kind, self.options, **values)
-
     def flags(self) -> dict[str, Any]:
         """Return all flags by name."""
         return dict(vars(self.options))
 
-    def content(self, model_yaml: Mapping[str, Any], imgsz: int) -> dict[str, Any]:
+    def content(self, model_yaml: Mapping[str, Any], imgsz: int, batch_size: int, run_id: str) -> dict[str, Any]:
         """Return the content of settings.yaml.
 
         Args:
             imgsz: the model's image size in pixels, a multiple of its stride
+            batch_size: the size that --batch-size -1 has measured
+            run_id: the run's id in trackers
         """
+        sizes = {"imgsz": imgsz} if self.options.batch_size > 0 else {"imgsz": imgsz, "batch_size": batch_size}
         parts = {"hyperparameters": vars(self.hyp), "model": model_yaml, **self.origin}
-        return {**self.flags(), "imgsz": imgsz, **parts}
+        return {**self.flags(), **sizes, "wandb_id": run_id, **parts}
+
+    @property
+    def changes(self) -> list[str]:
+        """A message for each flag that differs from the settings of the resumed run."""
+        messages, saved = [], self.saved or {}
+        skipped = ("imgsz", "overrides", *CURVE_FLAGS, *RUN_FOLDER_FLAGS, *LAUNCHER_FLAGS, *SINGLE_START_FLAGS)
+        for name, value in vars(self.options).items():
+            now = _plain(value)
+            if name not in skipped and saved.get(name, now) != now:
+                messages.append(f"{as_flag(name)} is {now!r} and was {saved[name]!r}")
+                if name == "epochs":
+                    epochs = plural(self.options.epochs, "epoch")
+                    messages.append(f"from here on the learning rate follows the schedule for {epochs}")
+        return messages
 
 
-def choice_message(choice: Choice, wishes: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    """Return the line about the file that --hyp auto chose.
+# A resumed run
+
+
+def resumed_options(
+    given: Mapping[str, Any], run: Path, settings: Mapping[str, Any], recipe_of: RecipeOf, launched: bool
+) -> TrainOptions:
+    """Return the options that a run continues with: its settings, overridden by the `given` flags.
+
+    Raises `UserError` if a flag that the curve depends on differs from the settings.
 
     Args:
-        wishes: defaults of flags in the file; the line names the `given` flags that replace one
+        settings: content of the run's settings.yaml
+        launched: whether a launcher started the processes
     """
-    line = f"hyperparameters: --hyp {choice.name}, because {choice.reason}"
-    for flag, value in wishes.items():
-        if flag in given and given[flag] != value:
-            line += f"; your --{flag.replace('_', '-')} {given[flag]} replaces its {value}"
-    return line + (f"; --hyp {choice.yolov5} has YOLOv5's values" if choice.yolov5 not in ("", choice.name) else "")
+    known = {field.name for field in dataclasses.fields(TrainOptions)}
+    # Under a launcher the processes connect, with --dist-timeout, before the main one reads the settings.
+    dropped = (*SINGLE_START_FLAGS, *((*LAUNCHER_FLAGS, "dist_timeout") if launched else ()))
+    saved = {name: value for name, value in settings.items() if name in known and name not in dropped}
+    asked = (("hyp", AUTO), ("batch_size", -1))  # the settings hold what was chosen and measured
+    given = {name: value for name, value in given.items() if name != "resume" and (name, value) not in asked}
+    for name in CURVE_FLAGS:
+        if name in given and name in settings:
+            _refuse_change(run, as_flag(name), _plain(given[name]), settings[name])
+    if "hyp" in given or "overrides" in given:
+        kind, overrides = recipe_of(settings, given), given.get("overrides", {})
+        before = vars(from_mapping(kind, settings["hyperparameters"], run / "settings.yaml"))
+        now = parse_overrides(kind, overrides)
+        if "hyp" in given:
+            now = vars(read_hyperparameters(given["hyp"], kind, {**settings.get("overrides", {}), **overrides}))
+        for name, value in now.items():
+            _refuse_change(run, OVERRIDE_PREFIX + name, value, before[name])
+        given["overrides"] = {**saved.get("overrides", {}), **overrides}
+    folder = {"project": str(run.parent), "name": run.name, "exist_ok": True, "resume": str(run)}
+    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+    return TrainOptions(**{**plain, **given, **folder})
+
+
+def check_settings(settings: Mapping[str, Any], recorded: Mapping[str, Any], source: Path) -> None:
+    """Check a settings.yaml, which may have been edited. `Settings.resolve` checks its hyperparameters further.
+
+    Raises `UserError` for a wrong value, an unknown key, and a change that the curve depends on.
+
+    Args:
+        recorded: the settings that a state of the run contains; {} if there is none
+        source: path of the settings.yaml
+    """
+    fields = {option.name: option for option in flags_of(TrainOptions)}
+    others = {key: value for key, value in settings.items() if key in fields and value != _plain(fields[key].default)}
+    checked(TrainOptions, others, f"{source}: `{{}}`".format)
+    for key, value in settings.items():
+        if key in (*SETTINGS_PARTS, "overrides") and not isinstance(value, dict):
+            raise UserError(f"{source}: `{key}` is {shortened(repr(value))}; it must be `key: value` lines")
+        if key not in (*fields, *SETTINGS_PARTS, "overrides") and recorded and key not in recorded:
+            raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), fields)}; correct or remove it")
+    now, then = _curve_settings(settings), _curve_settings(yaml.safe_load(yaml.safe_dump(recorded)))  # without tuples
+    for key, value in then.items():
+        _refuse_change(source.parent, f"`{key}` of {source}", now.get(key), value)
+
+
+def _curve_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that the curve depends on; hyperparameters and model settings as `hyperparameters: lr0`."""
+    parts = {f"{part}: {key}": value for part in SETTINGS_PARTS for key, value in settings.get(part, {}).items()}
+    return {name: settings[name] for name in CURVE_FLAGS if name in settings} | parts
+
+
+def _refuse_change(run: Path, setting: str, now: object, saved: object) -> None:
+    if now != saved:
+        raise UserError(
+            f"{setting} is {shortened(repr(now))}, and {run} was started with {shortened(repr(saved))}, which its "
+            f"curve depends on; restore it, or start a new run from {run / 'weights' / 'last.pt'}"
+        )
+
+
+def _plain(value: object) -> object:
+    """Return the value of a flag as a YAML file holds it."""
+    return list(value) if isinstance(value, tuple) else value

@@ -1,13 +1,24 @@
-"""The values that a flag, a hyperparameter or a YAML key may have. Imports nothing from the repository."""
+"""The values that a flag, a hyperparameter or a YAML key may have, and the one check of them, `typed`."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+
+import yaml
+
+from utils.errors import UserError, shortened
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -44,52 +55,60 @@ FINITE, NOT_NEGATIVE, POSITIVE = Range(), Range(0), Range(0, exclusive_minimum=T
 SHARE, BELOW_ONE = Range(0, 1), Range(0, 1, exclusive_maximum=True)
 IMGSZ = Range(1, 2**14)  # the side of an image, in pixels
 NUMBER_OR_NAME = int | str
-NAMED_NUMBER = re.compile(r"\s*(\S.*?)\s*=\s*([^=,()\s]+)\s*(?:,|$)")
 PYTHON_SUFFIX = ".py"
 PYTHON_FILE = f"FILE{PYTHON_SUFFIX}"  # among the choices of a flag: any Python file
 OPSETS = Range(12, 21)  # ONNX operator sets that torch's exporters write and ONNX Runtime 1.20 runs
 
 
-def accepts(hint: Any, metadata: Mapping[str, Any], value: object) -> bool:
-    """Return whether a field takes a value that does not come from a command line.
+def typed(hint: Any, metadata: Mapping[str, Any], value: object) -> Any:
+    """Return a value of a command line, a YAML or a Python call as a field's type.
+
+    Text may stand for a number, and one value for a tuple. Raises `ValueError` that says what is expected.
 
     Args:
-        hint: the field's type; a tuple takes a list of values
-        metadata: the field's metadata, see `options.flag`
+        hint: the field's type
+        metadata: the field's metadata, see `flags.flag`
     """
-    if typing.get_origin(hint) is Mapping:
-        numbers = value.values() if isinstance(value, dict) else [None]
-        return all(is_number(number) and number in metadata["within"] for number in numbers)
-    if typing.get_origin(hint) is tuple:
-        return isinstance(value, list) and all(accepts(typing.get_args(hint)[0], metadata, item) for item in value)
+    try:
+        return _typed(hint, metadata, value)
+    except (ValueError, TypeError, OverflowError, yaml.YAMLError):
+        raise ValueError(expected(hint, metadata)) from None
+
+
+def _typed(hint: Any, metadata: Mapping[str, Any], value: Any) -> Any:
+    origin = typing.get_origin(hint)
+    if origin is Mapping:
+        mapping = yaml.safe_load(value) if isinstance(value, str) else value
+        return {str(key): _typed(float, metadata, number) for key, number in dict(mapping).items()}
+    if origin is tuple:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if metadata.get("comma_separated"):
+            items = [word for item in items for word in separated(str(item))]
+        return tuple(_typed(typing.get_args(hint)[0], {**metadata, "comma_separated": False}, item) for item in items)
+    if hint == NUMBER_OR_NAME:
+        return int(value) if isinstance(value, int) or re.fullmatch(r"-?\d+", value) else value
     if hint in (int, float):
-        return is_number(value) and hint(value) == value and value in metadata.get("within", FINITE)
+        number = float(value) if isinstance(value, str) else value
+        if number not in metadata.get("within", FINITE) or hint(number) != number:
+            raise ValueError
+        return hint(number)
+    if hint is str and (isinstance(value, PurePath) or type(value) is int):
+        value = str(value)
     if not isinstance(value, hint):
-        return False
-    if choices := metadata.get("choices"):
-        return all(is_choice(word, choices) for word in (value.split(",") if metadata["comma_separated"] else [value]))
-    return hint is bool or has_form(str(value), metadata.get("form", ""))
+        raise ValueError
+    return value if hint is bool else _text(value, metadata)
 
 
-def is_choice(word: str, choices: Sequence[str]) -> bool:
-    """Return whether a word is one of `choices`, of which `PYTHON_FILE` is any Python file."""
-    return word in choices or (PYTHON_FILE in choices and word.endswith(PYTHON_SUFFIX) and word != PYTHON_SUFFIX)
-
-
-def chosen(word: str, metadata: Mapping[str, Any]) -> str:
-    """Return the choice of a field that a word stands for, or the word itself.
-
-    Args:
-        metadata: the field's metadata
-    """
-    choice: str = metadata["synonyms"].get(word.lower(), word)
-    return choice
-
-
-def has_form(text: str, form: str) -> bool:
-    """Return whether text is empty or of a form such as owner/name, in which words in capitals are numbers."""
-    pattern = re.sub(r"\w+", lambda word: r"\d+" if word[0].isupper() else r"[\w.-]+", form)
-    return not form or not text or re.fullmatch(pattern, text) is not None
+def _text(text: str, metadata: Mapping[str, Any]) -> str:
+    """Return a text whose words are choices, of which `PYTHON_FILE` is any Python file."""
+    choices, synonyms = metadata.get("choices") or (), metadata.get("synonyms") or {}
+    words = separated(text) if metadata.get("comma_separated") else [text]
+    words = [synonyms.get(word.lower(), word) for word in words]
+    for word in words if choices and text else ():
+        is_file = PYTHON_FILE in choices and PurePath(word).suffix == PYTHON_SUFFIX
+        if not (word in choices or is_file) or (len(words) > 1 and word in ("none", "all")):
+            raise ValueError
+    return ",".join(words)
 
 
 def separated(text: str) -> list[str]:
@@ -97,31 +116,38 @@ def separated(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def named_numbers(text: str) -> list[tuple[str, float]]:
-    """Return the pairs in a text such as `recall=1,AP(cat, dog)=0.5`; a name may contain commas. Raises ValueError."""
-    pairs, end = [], 0
-    while end < len(text):
-        match = NAMED_NUMBER.match(text, end)
-        if match is None or not math.isfinite(number := float(match[2])):
-            raise ValueError(text)
-        pairs.append((match[1], number))
-        end = match.end()
-    return pairs
-
-
 def expected(hint: Any, metadata: Mapping[str, Any]) -> str:
-    """Describe the values that `accepts` takes: `a whole number, 1 or more`."""
+    """Describe the values that `typed` takes: `a whole number, 1 or more`."""
+    within = metadata.get("within", FINITE)
     if typing.get_origin(hint) is Mapping:
-        return f"names with numbers, {metadata['within']}, such as {{cat: 2, dog: 1.5}}"
+        return f"names with numbers, {within}, such as {{cat: 2, dog: 1.5}}"
     if typing.get_origin(hint) is tuple:
         return f"{expected(typing.get_args(hint)[0], metadata)}, or a list of such"
     if choices := metadata.get("choices"):
         return f"one of {', '.join(map(repr, choices))}"
-    if hint is bool:
-        return "True or False"
-    if hint == NUMBER_OR_NAME:
-        return "a whole number or a name"
-    if hint is str:
-        return f"of the form {metadata['form']}" if metadata.get("form") else "a text or path"
-    noun, within = "a whole number" if hint is int else "a number", metadata.get("within", FINITE)
-    return noun if within == FINITE else f"{noun}, {within}"
+    nouns = {bool: "True or False", str: "a text or path", int: "a whole number", float: "a number"}
+    noun = nouns.get(hint, "a whole number or a name")
+    return noun if within == FINITE or hint not in (int, float) else f"{noun}, {within}"
+
+
+def typed_values(
+    kind: type[DataclassInstance], values: Mapping[str, Any], named: Callable[[str], str]
+) -> dict[str, Any]:
+    """Return values by field name as the types of the fields of `kind`. Raises `UserError`.
+
+    Args:
+        named: names a field in errors
+    """
+    hints, result = typing.get_type_hints(kind), {}
+    for key, value in values.items():
+        try:
+            result[key] = typed(hints[key], kind.__dataclass_fields__[key].metadata, value)
+        except ValueError as error:
+            raise UserError(f"{named(key)} must be {error}, not {shortened(repr(value), 80)}") from None
+    return result
+
+
+def select(kind: type[T], source: DataclassInstance, **more: Any) -> T:
+    """Return a `kind` with the fields of `source` that have the same names, overridden by `more`."""
+    names = {field.name for field in dataclasses.fields(kind)} & {field.name for field in dataclasses.fields(source)}
+    return kind(**{**{name: getattr(source, name) for name in names}, **more})

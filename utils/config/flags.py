@@ -1,0 +1,387 @@
+"""The flags of train.py, val.py, detect.py and export.py: a frozen dataclass per script, a field per flag.
+
+A flag is one declaration, with its type, range, default and help, and what follows from it: whether the training curve
+depends on it, and what a model must have for it. `REFUSED` names flags of YOLOv5 and of earlier versions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from utils.config.values import BELOW_ONE, FINITE, IMGSZ, NOT_NEGATIVE, OPSETS, PYTHON_FILE, SHARE, Range
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+NEWEST = "newest"  # --resume without a value: the newest run of --project
+AUTO = "auto"  # --resume auto: the newest run of --name, else a new run; --hyp auto: see `Recipes.choose`
+PRECISIONS, OPTIMIZERS, CACHES = ("no", "fp16", "bf16"), ("SGD", "Adam", "AdamW"), ("ram", "disk", "val")
+# Of --log-with: all that Accelerate knows, named like the packages to install.
+TRACKERS = ("wandb", "tensorboard", "mlflow", "comet_ml", "clearml", "aim", "dvclive", "swanlab", "trackio")
+LOG_WITH = ("none", "all", *TRACKERS, PYTHON_FILE)
+# Headings of --help, in this order, the trackers' last; a script shows only the headings of its flags.
+GROUPS = (
+    *("model", "data", "images", "training", "format", "predictions", "NMS", "drawing"),
+    *("processes", "saving", "console", "logging"),
+)
+
+
+def flag(  # noqa: PLR0913 - a flag is one declaration
+    default: object,
+    text: str,
+    group: str,
+    within: Range = FINITE,
+    *,
+    aliases: tuple[str, ...] = (),
+    choices: tuple[str, ...] = (),
+    synonyms: Mapping[str, str] | None = None,
+    const: str | None = None,
+    comma_separated: bool = False,
+    needs: str = "",
+    curve: bool = False,
+    suggested: tuple[str, ...] = (),
+) -> Any:
+    """Return a dataclass field that is a flag of the command line, with these arguments as its metadata.
+
+    Args:
+        text: the flag's help
+        group: one of `GROUPS`
+        within: allowed range of a number
+        synonyms: other words for some of `choices`
+        const: value of the flag if it is given without an argument
+        comma_separated: whether commas separate the words of a tuple, as spaces do, or the choices of a text
+        needs: feature that a model must have, see `Task.features`; '' if the flag applies to every model
+        curve: whether the training curve depends on the flag, so that a run cannot be resumed with another value
+        suggested: kinds of YAML that may set a default of the flag under `defaults:`, of "data" and "hyp"
+    """
+    return dataclasses.field(default=default, metadata={**locals(), "help": text})
+
+
+def flags_of(kind: type[DataclassInstance]) -> list[dataclasses.Field[Any]]:
+    """Return the fields of an options class that are flags: all but `overrides`."""
+    return [field for field in dataclasses.fields(kind) if "help" in field.metadata]
+
+
+# Flags of several scripts; some give another default.
+BY_DATA, BY_FILES = ("data",), ("data", "hyp")
+BATCH, SIZES, TASK, CONF, IOU = ("batch",), ("img", "img-size"), ("task",), ("conf",), ("iou",)
+DEVICE = partial(flag, "", "cpu, mps or CUDA devices such as 0,1 (a process each); '' takes the best", "processes")
+LAYERS = partial(flag, "", "Python file with your own layers, which the model may contain; it is executed", "model")
+TASK_FILE = partial(flag, "", "Python file or package with the model's task; it is executed", "model")
+ENSEMBLE = partial(flag, ("yolov5s.pt",), "files, run folders or hf:owner/name; several are an ensemble", "model")
+SIDES = partial(
+    flag, (), "pixels: one number, or height and width; none: the weights' or 640", within=IMGSZ, aliases=SIZES
+)
+CONF_THRES = partial(flag, text="lowest confidence of a detection", within=SHARE)
+IOU_THRES = partial(flag, text="overlap above which NMS drops the weaker box", within=SHARE, needs="suppression")
+MAX_DET = partial(flag, text="maximum detections per image", group="predictions", within=Range(1), needs="detections")
+AUGMENT = partial(flag, False, "test-time augmentation: several sizes, mirrored", "predictions", needs="copies")
+HALF = partial(flag, False, "half precision on CUDA; other devices use full precision", "model")
+PRECISION = partial(flag, "", "autocast; '' is the launch file's, else bf16 or fp16 on CUDA", choices=PRECISIONS)
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The flags of train.py."""
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "python train.py               # the built-in job, in minutes without a GPU",
+        "python train.py --data my.yaml --weights yolov5n.pt",
+        "python train.py --resume      # continues the newest run",
+    )
+    weights: str = flag(
+        "yolov5s.pt", "file or hf:owner/name to start from; '' is none", "model", curve=True, suggested=BY_DATA
+    )
+    cfg: str = flag("", "model YAML; '' takes the one inside --weights", "model", curve=True)
+    allow_licence: tuple[str, ...] = flag((), "licences that --weights may have", "model", comma_separated=True)
+    layers: str = LAYERS()
+    task_file: str = flag("", "Python file or package with your own task; it is executed", "model", aliases=TASK)
+    data: str = flag("data/coco128.yaml", "data set YAML", "data")
+    hyp: str = flag("auto", "hyperparameter YAML; auto chooses, low is YOLOv5's", "training", suggested=BY_DATA)
+    epochs: int = flag(100, "passes over the training images", "training", Range(1), suggested=BY_FILES)
+    batch_size: int = flag(
+        16,
+        "images per batch, in total; -1: what fits",
+        "training",
+        Range(-1),
+        aliases=BATCH,
+        curve=True,
+        suggested=BY_FILES,
+    )
+    imgsz: int = flag(640, "pixels of the square's side", "data", IMGSZ, aliases=SIZES, suggested=BY_FILES)
+    rect: bool = flag(False, "batches of similar shape; no shuffling or mosaic", "data", needs="padding", curve=True)
+    multi_scale: bool = flag(False, "0.5 to 1.5 times --imgsz, at random for each batch", "training", curve=True)
+    image_weights: bool = flag(False, "draw images by the rarity of their classes, not in turn", "data", curve=True)
+    close_mosaic: int = flag(
+        0, "final epochs without mosaic and mixup", "data", NOT_NEGATIVE, needs="mixing", curve=True, suggested=("hyp",)
+    )
+    augmentations: str = flag(
+        "", "your augmentations: a YAML, or a Python file, which is executed", "data", needs="augmentation", curve=True
+    )
+    mask_ratio: int = flag(4, "pixels per mask pixel, along a side", "data", Range(1, 32), needs="masks", curve=True)
+    no_overlap: bool = flag(False, "whole masks, also below smaller objects", "data", needs="masks", curve=True)
+    strict: bool = flag(False, "problems in single images and label rows are errors instead of warnings", "data")
+    resume: str = flag(
+        "", "the newest run of --project, or a run folder; auto: of --name, if there is one", "training", const=NEWEST
+    )
+    nosave: bool = flag(False, "write weights only at the end", "saving")
+    noval: bool = flag(False, "validate only after the last epoch", "training")
+    noautoanchor: bool = flag(False, "do not check the anchors by the data", "model", needs="anchors", curve=True)
+    noplots: bool = flag(False, "write no pictures into the run folder", "saving")
+    cache: str = flag(
+        "", "decoded images in memory or on disk; val: the validation images only", "data", choices=CACHES, const="ram"
+    )
+    device: str = DEVICE()
+    processes: int = flag(0, "processes to start on this machine without a launcher", "processes", Range(1))
+    logical_processes: int = flag(
+        0, "compute as this many, a power of two; 0: as many as there are", "processes", Range(1, 1024), curve=True
+    )
+    dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", "processes", Range(1, 1e6))
+    sync_bn: bool = flag(False, "BatchNorm over all processes: one process's curve, up to rounding", "processes")
+    single_cls: bool = flag(False, "treat all classes as one", "model", curve=True)
+    optimizer: str = flag("SGD", "optimizer", "training", choices=OPTIMIZERS, curve=True, suggested=BY_FILES)
+    workers: int = flag(8, "loader processes per training process, at most one per CPU core", "data", NOT_NEGATIVE)
+    project: str = flag("runs/train", "folder in which run folders are made", "saving")
+    name: str = flag("exp", "name of the run folder; a number is added if it is taken", "saving")
+    exist_ok: bool = flag(False, "write into project/name even if it exists", "saving")
+    cos_lr: bool = flag(False, "cosine, not linear, learning rate", "training", curve=True, suggested=BY_FILES)
+    label_smoothing: float = flag(
+        0.0, "label smoothing epsilon", "training", BELOW_ONE, needs="label smoothing", curve=True, suggested=BY_FILES
+    )
+    patience: int = flag(100, "stop after so many epochs without a better fitness; 0: never", "training", NOT_NEGATIVE)
+    fitness: str = flag("", "metrics of the best epoch, such as mAP_0.5=0.2,recall=0.8", "training", curve=True)
+    freeze: tuple[int | str, ...] = flag(
+        (0,), "the first N layers; -1: all but the last; or several numbers, backbone, head, *.bn", "model", curve=True
+    )
+    save_period: int = flag(-1, "epochs between two additional files weights/epochN.pt; -1 writes none", "saving")
+    save_steps: int = flag(0, "optimizer steps between two saves; 0: after each epoch", "saving", NOT_NEGATIVE)
+    time_limit: float = flag(0.0, "hours after which a run stops and validates; 0: never", "training", NOT_NEGATIVE)
+    seed: int = flag(0, "seed of every random choice", "training", Range(0, 2**32 - 1), curve=True)
+    no_deterministic: bool = flag(False, "CUDA kernels that may round differently each time: often faster", "training")
+    no_cuda_graph: bool = flag(False, "launch GPU kernels one by one: the same bytes, but slower", "training")
+    mixed_precision: str = PRECISION(group="training")
+    log_with: str = flag(
+        "",
+        "none, all, or trackers with commas; '' is wandb if installed",
+        "logging",
+        choices=LOG_WITH,
+        comma_separated=True,
+    )
+    no_wandb: bool = flag(False, "do not log to Weights & Biases", "logging")
+    bbox_interval: int = flag(
+        -1, "epochs between W&B pictures of boxes; -1: ten per run, 0: none", "logging", Range(-1), needs="examples"
+    )
+    upload_model: bool = flag(False, "upload weights to W&B: each --save-period, and last.pt and best.pt", "logging")
+    upload_dataset: bool = flag(False, "make the data set a W&B artifact of references to its files", "logging")
+    profile: str = flag("", "profile the optimizer steps START:STOP, both included, such as 10:15", "training")
+    doctor: bool = flag(False, "do not train: check all processes and hosts for what would go wrong", "processes")
+    # The values of flags such as --hyp.lr0, as text by key; the model's task knows which keys there are.
+    overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ValOptions:
+    """The flags of val.py."""
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "python val.py --weights runs/train/exp/weights/best.pt --data my.yaml",
+        "python val.py --weights best.pt --data my.yaml --task test --save-json",
+        "python val.py --weights best.pt --data my.yaml --task speed --batch-size 1",
+    )
+    data: str = flag("data/coco128.yaml", "data set YAML", "data")
+    weights: tuple[str, ...] = ENSEMBLE()
+    layers: str = LAYERS()
+    task_file: str = TASK_FILE()
+    batch_size: int = flag(32, "images per batch", "data", Range(1), aliases=BATCH)
+    imgsz: int = flag(
+        0, "side of the square, in pixels; 0: the weights', the data's or 640", "data", Range(0, 2**14), aliases=SIZES
+    )
+    conf_thres: float = CONF_THRES(0.001, group="predictions", aliases=CONF, needs="detections")
+    iou_thres: float = IOU_THRES(0.6, group="predictions", aliases=IOU)
+    max_det: int = MAX_DET(300)
+    task: str = flag("val", "split; speed: the time per image", "data", choices=("train", "val", "test", "speed"))
+    augment: bool = AUGMENT()
+    device: str = DEVICE()
+    processes: int = flag(0, "processes to start on this machine without a launcher", "processes", Range(1))
+    dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", "processes", Range(1, 1e6))
+    workers: int = flag(8, "loader processes, at most one per CPU core", "data", NOT_NEGATIVE)
+    single_cls: bool = flag(False, "treat all classes as one", "data")
+    square: bool = flag(False, "square batches, instead of similar shapes with less padding", "data", needs="padding")
+    strict: bool = flag(False, "problems in single images and label rows are errors instead of warnings", "data")
+    log_with: str = flag(
+        "none", "trackers: none, all, or several with commas", "logging", choices=LOG_WITH, comma_separated=True
+    )
+    verbose: bool = flag(False, "one row per class and per object size, even if there are many classes", "console")
+    quiet: bool = flag(False, "print only warnings and the row of all classes", "console")
+    noplots: bool = flag(False, "write no pictures into the run folder", "saving")
+    save_txt: bool = flag(False, "write detections as labels/*.txt into the run folder", "saving")
+    save_conf: bool = flag(False, "with --save-txt: add each detection's confidence", "saving")
+    save_hybrid: bool = flag(False, "with --save-txt: labels, and detections without one", "saving", needs="boxes")
+    save_json: bool = flag(False, "write COCO results, and compute COCO's metrics", "saving", needs="boxes")
+    annotations: str = flag("", "COCO annotations; '' is the data set's annotations/*.json", "saving", needs="boxes")
+    half: bool = HALF()
+    project: str = flag("runs/val", "folder in which run folders are made", "saving")
+    name: str = flag("exp", "name of the run folder; a number is added if it is taken", "saving")
+    exist_ok: bool = flag(False, "write into project/name even if it exists", "saving")
+    mixed_precision: str = PRECISION(group="model")
+
+
+@dataclass(frozen=True)
+class DetectOptions:
+    """The flags of detect.py."""
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "python detect.py --weights best.pt --source photos",
+        "python detect.py --weights best.pt --source film.mp4 --conf-thres 0.5",
+        "python detect.py --weights best.pt --source 0 --view-img     # a camera",
+    )
+    weights: tuple[str, ...] = ENSEMBLE()
+    source: tuple[str, ...] = flag((), "files, folders, globs, lists, URLs, cameras, rtsp://..., or screen", "images")
+    data: str = flag("", "data set YAML with the class names; '' takes those inside --weights", "model")
+    imgsz: tuple[int, ...] = SIDES(group="images")
+    conf_thres: float = CONF_THRES(0.25, group="predictions", aliases=CONF, needs="detections")
+    iou_thres: float = IOU_THRES(0.45, group="predictions", aliases=IOU)
+    max_det: int = MAX_DET(1000)
+    batch_size: int = flag(1, "consecutive images of one shape per batch", "images", Range(1), aliases=BATCH)
+    device: str = flag("", "cpu, mps or the number of a CUDA device; '' takes the best available", "model")
+    layers: str = LAYERS()
+    task_file: str = TASK_FILE(aliases=TASK)
+    view_img: bool = flag(False, "show the results in a window, if OpenCV and a display are available", "drawing")
+    save_txt: bool = flag(False, "write detections as labels/*.txt into the run folder", "saving")
+    save_format: int = flag(0, "in labels: 0 is x y w h, 1 is pixels x y x y", "saving", Range(0, 1), needs="boxes")
+    save_csv: bool = flag(False, "write detections into predictions.csv", "saving")
+    save_conf: bool = flag(False, "with --save-txt: add the confidence", "saving")
+    save_crop: bool = flag(False, "write the content of each box as crops/CLASS/*.jpg", "saving")
+    retina_masks: bool = flag(False, "masks at the size of the file; slower", "predictions", needs="masks")
+    nosave: bool = flag(False, "write no pictures or videos", "saving")
+    classes: tuple[str, ...] = flag((), "names or numbers of classes; none: all", "predictions", needs="detections")
+    agnostic_nms: bool = flag(False, "boxes of all classes suppress each other", "predictions", needs="suppression")
+    augment: bool = AUGMENT()
+    project: str = flag("runs/detect", "folder in which run folders are made", "saving")
+    name: str = flag("exp", "name of the run folder; a number is added if it is taken", "saving")
+    exist_ok: bool = flag(False, "write into project/name even if it exists", "saving")
+    line_thickness: int = flag(3, "line width of boxes in pixels; text follows it", "drawing", Range(1, 100))
+    hide_labels: bool = flag(False, "draw boxes without names", "drawing")
+    hide_conf: bool = flag(False, "draw names without confidences", "drawing")
+    half: bool = HALF()
+    vid_stride: int = flag(1, "use every n-th frame of a video or stream", "images", Range(1))
+    quiet: bool = flag(False, "print only warnings and the last line", "console")
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """The flags of export.py."""
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "python export.py --weights best.pt --include onnx",
+        "python export.py --weights best.pt --include onnx openvino --dynamic",
+        "python export.py --weights best.pt --include torchscript --nms --imgsz 640",
+    )
+    weights: tuple[str, ...] = flag(("yolov5s.pt",), "a .pt, a run folder, a .safetensors or hf:owner/name", "model")
+    data: str = flag("", "data set YAML with the class names; '' takes those inside --weights", "model")
+    layers: str = LAYERS()
+    task_file: str = TASK_FILE(aliases=TASK)
+    imgsz: tuple[int, ...] = SIDES(group="format")
+    batch_size: int = flag(1, "images per batch in the exported file", "format", Range(1, 4096), aliases=BATCH)
+    device: str = flag("cpu", "cpu or the number of the CUDA device on which a .torchscript will run", "model")
+    include: tuple[str, ...] = flag(
+        ("torchscript",),
+        "formats; every script reads safetensors; engine is an ONNX, and TensorRT's command for it",
+        "format",
+        choices=("torchscript", "onnx", "openvino", "safetensors", "engine"),
+        synonyms={"tensorrt": "engine", "trt": "engine"},
+    )
+    dynamic: bool = flag(False, "ONNX, OpenVINO: any number and size of images, in whole strides", "format")
+    half: bool = flag(False, "half precision, on CUDA only", "format")
+    opset: int = flag(18, "ONNX operator set", "format", OPSETS)
+    nms: bool = flag(False, "include NMS: the file outputs detections", "NMS", needs="suppression")
+    agnostic_nms: bool = flag(False, "with --nms: over all classes, not within each", "NMS", needs="suppression")
+    topk_per_class: int = flag(100, "with --nms: detections per class and image", "NMS", Range(1), needs="suppression")
+    topk_all: int = flag(100, "with --nms: maximum detections per image", "NMS", Range(1, 10_000), needs="suppression")
+    iou_thres: float = IOU_THRES(0.45, group="NMS")
+    conf_thres: float = CONF_THRES(0.25, group="NMS", needs="suppression")
+    simplify: bool = flag(False, "has no effect: ONNX files are always simplified", "format")
+    inplace: bool = flag(False, "has no effect: boxes are never decoded in place", "format")
+    verbose: bool = flag(False, "show the messages of the exporters", "console")
+
+
+OPTIONS_OF_SCRIPT = {"train": TrainOptions, "val": ValOptions, "detect": DetectOptions, "export": ExportOptions}
+# The defaults of `python train.py` if none of --data, --cfg, --weights and --hyp is given.
+BUILT_IN_JOB: Mapping[str, Any] = {
+    "weights": "",
+    "cfg": "models/yolov5n.yaml",
+    "data": "data/shapes.yaml",
+    "hyp": "data/hyps/shapes.yaml",
+    "epochs": 13,
+    "batch_size": 8,
+    "imgsz": 160,
+    "optimizer": "AdamW",
+}
+
+# Formats that other programs make of an exported file.
+CONVERTED = ("saved_model", "pb", "tflite", "edgetpu", "tfjs", "tensorflow", "paddle", "ncnn", "coreml", "mlmodel")
+# Keys: a flag with underscores, or a flag and its value. The error message is the flag and the text; a script that has
+# the flag accepts it.
+REFUSED = {
+    **dict.fromkeys(
+        ("evolve", "evolve_population", "resume_evolve"),
+        "is not built in: examples/tune.py searches, and W&B sweeps do on many machines; see docs/tracking.md#sweeps",
+    ),
+    "bucket": "is not built in: copy the run folder with your cloud's own command, such as aws s3 sync",
+    "quad": "is not built in: train at a larger --imgsz, or with --multi-scale",
+    "update": "is not needed: official weights are read as they are",
+    "visualize": "is not built in: a PyTorch forward hook on a layer returns its feature maps",
+    "dnn": "is not built in: OpenCV's DNN module runs ONNX files without the scripts",
+    # YOLOv5's export.py
+    "optimize": "is not built in: ExecuTorch exports a model by torch.export",
+    "int8": "is not built in: quantise the ONNX file, for example with onnxruntime.quantization or trtexec --int8",
+    **dict.fromkeys(("keras", "per_tensor"), "is not built in: onnx2tf converts best.onnx to TensorFlow"),
+    "workspace": "is not built in: pass it to trtexec, as --memPoolSize=workspace:4096 --onnx=best.onnx",
+    "mlmodel": "is not built in: coremltools converts best.torchscript to Core ML",
+    "cache": "is a flag of train.py; TensorRT's timing cache is trtexec --timingCacheFile=FILE --onnx=best.onnx",
+    **dict.fromkeys(
+        [f"include {name}" for name in CONVERTED],
+        "is made by the format's own converter from best.onnx or best.torchscript: see docs/export.md#other-formats",
+    ),
+    **dict.fromkeys(("include exported", "include pt2"), "has left: torchscript and onnx are programs too"),
+    "task study": "is not built in: call val.py once for each --imgsz, and compare their tables",
+    # YOLOv5's classify/train.py
+    "model": "is --weights here, or --cfg for a model from scratch, such as --cfg yolov5s-cls.yaml",
+    "pretrained": "is not needed: --weights names what to start from, and --weights '' starts from scratch",
+    "decay": "is a hyperparameter: give --hyp.weight_decay",
+    "cutoff": "is not built in: a model has the layers of its YAML; give another YAML with --cfg",
+    "dropout": "is the second argument of the row Classify in the model YAML; give your own YAML with --cfg",
+    # launchers, and earlier versions of this repository
+    "local_rank": "is in the environment: start with torchrun, accelerate launch or --processes",
+    "show_processes": "is not needed: the first lines of a run name every process with its host and device",
+    "image_padding": "has left: val.py --square pads each image alike at any batch size",
+    "repeat_factor": "has left: --image-weights draws images of rare classes more often",
+    **dict.fromkeys(("scale_lr", "lr0"), "is the hyperparameter lr0 here: give --hyp.lr0"),
+    **dict.fromkeys(("class_weights", "lr_factor"), "is a key of the hyperparameter file; see docs/recipes.md"),
+    **dict.fromkeys(
+        ("partners", "no_oom_retry", "comm_hook", "weights_precision", "max_skips", "log_interval", "max_images"),
+        "has left, and nothing replaces it: leave it out",
+    ),
+    "keep_state": "has left: a finished run keeps counters only; start a new run from its weights/last.pt",
+    "verbose": "has left: classes.csv in the run folder has all classes of the best epoch",
+    "quiet": "has left: redirect the output to a file",
+    "push_to_hub": "has left: hf upload sends weights/best.pt to the Hugging Face Hub",
+    "wandb_registry": "has left: link the artifact in W&B's web page",
+    "wandb_alerts": "has left: W&B's own automations watch a run's state",
+    **{
+        f"wandb_{word.removeprefix('RUN_').lower()}": f"has left: set W&B's variable WANDB_{word}"
+        for word in ("PROJECT", "ENTITY", "RUN_GROUP", "TAGS", "NAME", "NOTES", "JOB_TYPE", "RUN_ID")
+    },
+    # YOLOv5, some of older versions
+    "entity": "has left: set W&B's variable WANDB_ENTITY",
+    "adam": "is --optimizer Adam here",
+    "linear_lr": "is the default here: the learning rate is linear without --cos-lr",
+    "cache_images": "is --cache here",
+    "notest": "is --noval here",
+    "log_artifacts": "is --upload-model here",
+    "artifact_alias": "is part of the artifact's name here: --weights wandb:entity/project/name:alias",
+}
