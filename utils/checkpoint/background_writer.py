@@ -11,19 +11,15 @@ from utils.errors import UserError
 from utils.files import replacing
 
 Jobs = Mapping[Path, Callable[[], None]]  # path -> the function that writes it
+Errors = Mapping[Path, OSError]
 
 
 class BackgroundWriter:
-    """Runs one set of jobs after another. `finish` repeats the jobs that failed.
-
-    Args:
-        warn: called with a warning if jobs fail, but not again for the same files
-    """
+    """Runs one set of jobs after another. The first failure of a file is a warning; `finish` repeats failed jobs."""
 
     def __init__(self, warn: Callable[[str], object]) -> None:
-        self.warn = warn
-        self.pool = ThreadPoolExecutor(1)
-        self.running: tuple[Jobs, Future[None]] | None = None
+        self.warn, self.pool = warn, ThreadPoolExecutor(1)
+        self.running: Future[Errors] | None = None
         self.failed: dict[Path, Callable[[], None]] = {}
         self.warned: set[Path] = set()
 
@@ -31,49 +27,40 @@ class BackgroundWriter:
         self, paths: Sequence[Path], content: memoryview | bytes, then: Callable[[], object] = lambda: None
     ) -> None:
         """Write `content` into each file, whole or not at all, and call `then` once all are written."""
-
-        def write_file(path: Path) -> None:
-            with replacing(path) as file:
-                file.write(content)
-
-        self.submit({path: partial(write_file, path) for path in paths}, then)
+        self.submit({path: partial(_write, path, content) for path in paths}, then)
 
     def submit(self, jobs: Jobs, then: Callable[[], object] = lambda: None) -> None:
         """Start `jobs` once the previous ones have ended. Jobs write copies, because training changes the tensors."""
         self.wait()
-
-        def run() -> None:
-            for job in jobs.values():
-                job()
-            then()
-
-        self.running = jobs, self.pool.submit(run)
+        self.running = self.pool.submit(self._run, jobs, then)
 
     def wait(self) -> None:
         """Wait until the last jobs have ended, and warn if they failed."""
-        if self.running is None:
-            return
-        (jobs, future), self.running = self.running, None
-        try:
-            future.result()
-        except OSError as error:
-            self.failed.update(jobs)
-            if not self.warned.issuperset(jobs):
-                self.warned.update(jobs)
-                names = " and ".join(map(str, jobs))
-                self.warn(f"warning: {names} cannot be written now: {error.strerror or error}; training continues")
-        else:
-            for path in jobs:
-                self.failed.pop(path, None)
+        running, self.running = self.running, None
+        for path, error in running.result().items() if running else ():
+            if path not in self.warned:
+                self.warned.add(path)
+                self.warn(f"warning: {path} cannot be written now: {error.strerror or error}; training continues")
 
     def finish(self, advice: str) -> None:
         """Wait for all jobs and repeat those that failed. Raises `UserError` with `advice` if one fails again."""
         self.wait()
-        for path, job in list(self.failed.items()):
+        for path, error in self._run(dict(self.failed)).items():
+            raise UserError(f"{path} cannot be written: {error.strerror or error}; fix that, and {advice}")
+
+    def _run(self, jobs: Jobs, then: Callable[[], object] = lambda: None) -> Errors:
+        errors = {}
+        for path, job in jobs.items():
             try:
                 job()
+                self.failed.pop(path, None)
             except OSError as error:
-                raise UserError(
-                    f"{path} cannot be written: {error.strerror or error}; fix that, and {advice}"
-                ) from None
-            self.failed.pop(path)
+                errors[path], self.failed[path] = error, job
+        if not errors:
+            then()
+        return errors
+
+
+def _write(path: Path, content: memoryview | bytes) -> None:
+    with replacing(path) as file:
+        file.write(content)

@@ -1,6 +1,6 @@
 """The progress of a run: its epoch, batch and step, its best epoch, and whether it still improves.
 
-A part of `TrainingState`. train.py counts epochs in it, utils/training/optimizer_steps.py batches and steps.
+A part of `TrainingState`. train.py counts epochs in it, utils/training/steps.py batches and steps.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from utils.errors import plural
 from utils.summary import Summary
 
 
@@ -31,30 +30,20 @@ class Progress:
     def __str__(self) -> str:
         return f"in epoch {self.epoch + 1}" + (f", after batch {self.batch}" if self.batch else "")
 
-    def record(self, epoch: int, fitness: float) -> bool:
-        """Record the fitness of an epoch and return whether it is the best so far."""
-        self.validated = epoch
-        if not (fitness > self.best or (self.best_epoch < 0 and fitness == self.best)):  # -inf is better than none
+    def record(self, summary: Summary | None) -> bool:
+        """Record the metrics of the current epoch, if it is validated; return whether it is the best so far."""
+        if summary is None:
             return False
-        self.best, self.best_epoch = fitness, epoch
+        self.validated = self.epoch
+        first = self.best_epoch < 0 and summary.fitness == self.best  # -inf, for NaN, is better than none
+        if not (summary.fitness > self.best or first):
+            return False
+        self.best, self.best_epoch, self.summary = summary.fitness, self.epoch, summary
         return True
 
     def stalled(self, patience: int) -> bool:
         """Return whether `patience` epochs have passed without a better fitness; never if it is 0."""
         return 0 < patience <= self.validated - self.best_epoch
-
-    def nothing_to_do(self, epochs_before: int, epochs: int, can_continue: bool) -> str:
-        """Return why a run of `epochs_before` epochs has nothing to do up to `epochs`; '' if there are epochs to train.
-
-        Args:
-            can_continue: whether the run's state has the tensors that training continues from
-        """
-        if self.finished and epochs <= epochs_before:
-            more = "continues it" if can_continue else "would need the optimizer's state, which only --keep-state keeps"
-            return f"is finished: nothing to resume; a larger number of --epochs {more}"
-        if self.epoch >= epochs:
-            return f"has trained {plural(self.epoch, 'epoch')}; --epochs {epochs} leaves nothing to do"
-        return ""
 
     def next_epoch(self) -> None:
         """Start the next epoch."""
@@ -63,10 +52,6 @@ class Progress:
     def state(self) -> dict[str, Any]:
         """Return the counters as plain values."""
         return asdict(self)
-
-    def load_state(self, saved: Mapping[str, Any]) -> None:
-        """Load what `state` returned."""
-        vars(self).update(vars(Progress.from_state(saved)))
 
     @classmethod
     def from_state(cls, saved: Mapping[str, Any]) -> Progress:

@@ -5,7 +5,6 @@ train.py calls `resolve_settings` before anything else is read, and `read_saved_
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -14,24 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 from utils.checkpoint.progress import Progress
 from utils.checkpoint.state_files import StateFiles
-from utils.checkpoint.training_state import Identity, can_continue
-from utils.config.options import AUTO, BUILT_IN_JOB, NEWEST, TrainOptions
+from utils.checkpoint.training_state import Identity
+from utils.config.flags import AUTO, BUILT_IN_JOB, NEWEST, TrainOptions
 from utils.config.parser import over_defaults
-from utils.config.resumed import RecipeOf, check_settings, resumed_options
-from utils.config.settings import Settings
-from utils.distributed.accelerator import connect
+from utils.config.settings import RecipeOf, Settings, check_settings, resumed_options
 from utils.distributed.collectives import broadcast_from_main
 from utils.distributed.failure import Stopped
+from utils.distributed.launch import connect
 from utils.distributed.ranks import launched
-from utils.errors import UserError
+from utils.errors import UserError, plural
 from utils.files import read_yaml
-from utils.tracking.requested import log_lost_epochs
 
 if TYPE_CHECKING:
     from utils.run import Run
 
 SETTINGS, STATES = "settings.yaml", "checkpoint"  # file and folder in a run folder
-YOLOV5_SETTINGS = "opt.yaml"  # file in a run folder of YOLOv5
 
 
 def resolve_settings(given: Mapping[str, Any], recipe_of: RecipeOf) -> Settings:
@@ -56,20 +52,12 @@ def resolve_settings(given: Mapping[str, Any], recipe_of: RecipeOf) -> Settings:
     return broadcast_from_main(partial(_settings_of_run, settings, recipe_of))
 
 
-def read_saved_state(
-    run: Run, settings: Settings, names: Mapping[int, str], imgsz: int, splits: Mapping[str, Mapping[str, str]]
-) -> tuple[Identity, dict[str, Any] | None]:
-    """Return the identity of a run and its saved state, None for a new run; restore the run folder to that state.
+def read_saved_state(run: Run, settings: Settings, identity: Identity) -> dict[str, Any] | None:
+    """Return the saved state of a run, None for a new run; restore the run folder to that state.
 
     Raises `UserError` if classes, image size, images or labels differ from the saved state's, before anything in the
     folder changes.
-
-    Args:
-        names: class names, by class number
-        imgsz: image size in pixels
-        splits: `Split.identity` of `train` and `val`
     """
-    identity = Identity(names, imgsz, splits)
     saved = run.files.read_state() if settings.saved else None
     if saved:
         identity.check(saved)
@@ -78,7 +66,7 @@ def read_saved_state(
     elif settings.is_fixed:
         run.print(f"{run.path} ended before it saved anything: it starts anew, with its settings")
     run.files.restore_to_state(saved)
-    return identity, saved
+    return saved
 
 
 def _settings_of_run(settings: Settings, recipe_of: RecipeOf) -> Settings:
@@ -91,22 +79,27 @@ def _settings_of_run(settings: Settings, recipe_of: RecipeOf) -> Settings:
     if not {"epochs", "batch_size", "hyperparameters", "model"} <= saved.keys():
         raise UserError(f"{run} is not the folder of a training run, so it cannot be resumed; name one that is")
     states = StateFiles(run / STATES)
-    state = states.peek() or states.read(lambda warning: None)  # `read` raises an error if all states are damaged
-    check_settings(type(given), saved, state.get("settings", {}) if state else {}, run / SETTINGS)
-    options = resumed_options(type(given), settings.given, run, saved, recipe_of, launched())
+    state = states.read(lambda warning: None)  # `read_saved_state` reads it again, and warns
+    check_settings(saved, state.get("settings", {}) if state else {}, run / SETTINGS)
+    options = resumed_options(settings.given, run, saved, recipe_of, launched())
     if state is None:
-        states.refuse_new_start(given.resume == AUTO, options.nosave)
-        return Settings(options, settings.given, is_fixed=True)
-    progress, has_tensors = Progress.from_state(state["progress"]), can_continue(state)
-    if reason := progress.nothing_to_do(saved["epochs"], options.epochs, has_tensors):
-        print(f"{run} {reason}", flush=True)
-        log_lost_epochs(run, saved)
-        raise Stopped(0)
-    if not has_tensors:
+        has_results = any(run.glob("weights/*.pt")) or (not options.nosave and (run / "results.csv").exists())
+        if given.resume == AUTO and not has_results:
+            return Settings(options, settings.given, is_fixed=True)
         raise UserError(
-            f"{run} is finished and has not kept the optimizer's state (--keep-state keeps it), so --epochs "
-            f"{options.epochs} cannot continue it; start a new run from {run / 'weights' / 'last.pt'}"
+            f"no state is in {states.folder}, so {run} cannot be resumed; restore the states, start a new run from its "
+            "weights, or, if it has no results, start it again with --resume auto"
         )
+    progress = Progress.from_state(state["progress"])
+    if progress.finished and options.epochs > saved["epochs"]:
+        raise UserError(
+            f"{run} is finished and has not kept the optimizer's state, so --epochs {options.epochs} cannot continue "
+            f"it; start a new run from {run / 'weights' / 'last.pt'}"
+        )
+    if progress.finished or progress.epoch >= options.epochs:
+        trained = f"has trained {plural(progress.epoch, 'epoch')}; --epochs {options.epochs} leaves nothing to do"
+        print(f"{run} {'is finished: nothing to resume' if progress.finished else trained}", flush=True)
+        raise Stopped(0)
     return Settings(options, settings.given, saved, is_fixed=True)
 
 
@@ -115,33 +108,20 @@ def find_run(resume: str, project: Path, name: str, exist_ok: bool) -> Path | No
 
     Raises `UserError` if a path is not in a run folder, or the project has no run folder.
     """
-    if resume == NEWEST:
-        run = newest(project, ".*")
-        if run is None:
+    if resume in (NEWEST, AUTO):
+        pattern = ".*" if resume == NEWEST else re.escape(name) if exist_ok else rf"{re.escape(name)}\d*"
+        runs = [file.parent for file in project.glob(f"*/{SETTINGS}") if re.fullmatch(pattern, file.parent.name)]
+        if resume == NEWEST and not runs:
             raise UserError(f"there is no run to resume in {project}; name a run folder, or start one without --resume")
-        return run
-    if resume == AUTO:
-        return newest(project, re.escape(name) if exist_ok else rf"{re.escape(name)}\d*")
+        return max(runs, key=_last_written, default=None)
     path = Path(resume)
-    if not os.path.exists(path):
-        raise UserError(f"--resume {path}: there is no such file or folder; name a run folder, or a weight file in one")
-    folders = (path, *path.absolute().parents[:2])  # the run folder, or checkpoint/ or weights/last.pt in it
-    for folder in folders:
+    for folder in (path, *path.absolute().parents[:2]):  # the run folder, or checkpoint/ or weights/last.pt in it
         if (folder / SETTINGS).is_file():
             return folder
-    for folder in folders:
-        if (folder / YOLOV5_SETTINGS).is_file():
-            raise UserError(
-                f"--resume {path}: {folder} is a run of YOLOv5, which only YOLOv5 can resume; start a new run with "
-                f"--weights {folder / 'weights' / 'last.pt'} --hyp {folder / 'hyp.yaml'} and the remaining epochs"
-            )
-    raise UserError(f"--resume {path}: neither it nor its parent folders are a run folder of train.py (no {SETTINGS})")
-
-
-def newest(project: Path, pattern: str) -> Path | None:
-    """Return the most recently written run folder whose name matches `pattern`; None if there is none."""
-    runs = [file.parent for file in project.glob(f"*/{SETTINGS}") if re.fullmatch(pattern, file.parent.name)]
-    return max(runs, key=_last_written, default=None)
+    raise UserError(
+        f"--resume {path}: neither it nor its parent folders are a run folder of train.py (no {SETTINGS}); name one, "
+        "or start a new run with --weights, as from a run of YOLOv5"
+    )
 
 
 def _last_written(run: Path) -> float:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import re
-import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any
 import torch
 
 from utils.errors import UserError, first_line
-from utils.files import open_regular, read_regular, replacing
+from utils.files import read_regular, replacing
 
 STATE_NAME = re.compile(r"\d{8,}-[0-9a-f]+\.pt")  # other files in the folder are the user's
 STATE_FORMAT = "lockstep-state-2"
@@ -68,7 +66,7 @@ class StateFiles:
                 raise UserError(f"{file} cannot be read: {error.strerror}") from None
             if file.stem.partition("-")[2] == _checksum(content):
                 self.last = file
-                return _load(file, io.BytesIO(content))
+                return _load(file, content)
             warn(f"warning: {file} is damaged (its checksum does not match); trying the one before")
         if files:
             raise UserError(
@@ -77,60 +75,19 @@ class StateFiles:
             )
         return None
 
-    def clear(self) -> None:
-        """Remove all states."""
-        for file in self.files():
-            file.unlink()
 
-    def refuse_new_start(self, is_auto: bool, nosave: bool) -> None:
-        """Raise `UserError` unless a run without a state may start anew: with --resume auto, if it has no results.
-
-        Args:
-            nosave: whether the run writes rows of results.csv before its first state
-        """
-        run = self.folder.parent
-        results = [*([] if nosave else run.glob("results.csv")), *sorted(run.glob("weights/*.pt"))]
-        if results:
-            raise UserError(
-                f"{run} has results ({', '.join(str(file.relative_to(run)) for file in results)}), but no state is in "
-                f"{self.folder}, so it cannot be resumed; restore the states, or start a new run from its weights"
-            )
-        if not is_auto:
-            raise UserError(
-                f"{run} ended before it saved anything, so there is nothing to resume; start it again with --resume "
-                "auto, or start a new run without --resume"
-            )
-
-    def peek(self) -> dict[str, Any] | None:
-        """Return the newest state that can be loaded, None if there is none.
-
-        Faster than `read`: it maps the tensors from the disk and computes no checksum.
-        """
-        for file in self.files():
-            try:
-                os.close(open_regular(file))  # refuses a pipe
-                return _load(file, file)
-            except (UserError, OSError):
-                continue  # `read` reports it
-        return None
-
-
-def _load(file: Path, source: io.BytesIO | Path) -> dict[str, Any]:
+def _load(file: Path, content: bytes) -> dict[str, Any]:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about a hostile file, which is refused below
-            content = torch.load(source, map_location="cpu", weights_only=True, mmap=isinstance(source, Path))
-    except UnpicklingError:
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
         raise UserError(
-            f"{file} was refused, and nothing in it was run: it holds more than tensors and plain values, so this "
-            "program has not written it; remove it"
+            f"{file} was refused, and nothing in it was run: this program has not written it "
+            f"({first_line(error)}); remove it"
         ) from None
-    except (RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
-        raise UserError(f"{file} is not a complete state ({first_line(error)}); remove it") from None
-    form = content.get("format") if isinstance(content, dict) else None
+    form = state.get("format") if isinstance(state, dict) else None
     if form != STATE_FORMAT:
         raise UserError(f"{file} has the format {form} of another version; resume with that version")
-    return content
+    return state
 
 
 def _checksum(content: memoryview | bytes) -> str:

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.memory_format import contiguous
-
 FORMAT = "lockstep-1"
 SAFETENSORS_SUFFIX = ".safetensors"
 SAFETENSORS_KEY = "lockstep"  # metadata key of everything but the tensors, as JSON
@@ -90,3 +88,12 @@ def _stored(tensor: Tensor, half: bool) -> Tensor:
         return tensor
     halved = tensor.half()
     return halved if halved.isfinite().all() else tensor
+
+
+def contiguous(content: Any) -> Any:
+    """Make the tensors in nested dicts and lists contiguous, so that a file does not depend on the device."""
+    if isinstance(content, Tensor):
+        return content.contiguous()
+    if isinstance(content, dict):
+        return {key: contiguous(value) for key, value in content.items()}
+    return [contiguous(value) for value in content] if isinstance(content, list) else content

@@ -1,12 +1,12 @@
 """Record a network's kernels as CUDA graphs, so that the host launches two graphs a step, not thousands of kernels.
 
-Called by batch_gradients.py. A step of a small network takes as long as the host takes to launch its kernels, whatever
+Called by steps. A step of a small network takes as long as the host takes to launch its kernels, whatever
 the GPU. A graph repeats the same kernels on the same memory, so no byte of a run changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +15,7 @@ from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from utils.distributed.distributed_model import DistributedModel
+from utils.distributed.logical import DistributedModel
 
 WARM_UP_CALLS = 3  # batches before the recording: libraries then have their handles and workspaces
 # Largest share of a device's memory that training may use with a recording. What a graph uses is lent to nothing else,
@@ -31,13 +31,13 @@ def can_record(model: DistributedModel) -> bool:
     A user's layer may do what a recording does not repeat, such as counting its calls.
     """
     accelerator = model.accelerator
-    alone = accelerator.num_processes == 1 and accelerator.state.deepspeed_plugin is None and not model.logical.sync_bn
+    alone = accelerator.num_processes == 1 and accelerator.state.deepspeed_plugin is None
     packages = {type(layer).__module__.partition(".")[0] for layer in model.layers}
     return accelerator.device.type == "cuda" and alone and packages <= RECORDABLE_PACKAGES
 
 
-def record_networks(model: DistributedModel, warn: Callable[[str], object]) -> list[RecordedRows]:
-    """Let the logical processes' networks be recorded after a few batches; return the recordings, [] if that cannot be.
+def record_networks(model: DistributedModel, warn: Callable[[str], object]) -> None:
+    """Let the logical processes' networks record their kernels after a few batches.
 
     A compiled model has kernels of its own, and only a `YoloModel` has rows.
 
@@ -46,13 +46,12 @@ def record_networks(model: DistributedModel, warn: Callable[[str], object]) -> l
     """
     compiled = model.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
     recordings: list[RecordedRows] = []
-    if not compiled and can_record(model):
-        recordings += [RecordedRows(each, warn, recordings) for each in model.replicas if hasattr(each, "run_rows")]
-    return recordings
+    if not compiled:
+        recordings += [RecordedRows(each, warn, recordings) for each in model.copies if hasattr(each, "recorder")]
 
 
 class RecordedRows:
-    """Takes the place of a model's `run_rows`: replays a recording for training batches of the recorded shape.
+    """Takes the place of a `YoloModel`'s `run_rows`: replays a recording for training batches of the recorded shape.
 
     Other calls run the rows: those of the first batches, of evaluation, and of the rows after a head's hints.
 
@@ -65,25 +64,24 @@ class RecordedRows:
         self.model, self.run_rows, self.warn, self.together = model, model.run_rows, warn, together
         self.calls, self.enabled = 0, True
         self.recording: Recording | None = None
-        model.run_rows = self
+        model.recorder = self
 
-    def __call__(self, maps: Mapping[int, Any], first: int, until: int, hints: Sequence[Tensor] = ()) -> dict[int, Any]:
-        """Do the same as `YoloModel.run_rows`."""
-        if first or not self.enabled or not self.model.training:
-            return self.run_rows(maps, first, until, hints)
-        images = maps[-1]
+    def __call__(self, images: Tensor, until: int) -> dict[int, Any]:
+        """Do the same as `YoloModel.run_rows` for the rows before `until`."""
+        maps = {-1: images}
+        if not self.enabled or not self.model.training:
+            return self.run_rows(maps, 0, until)
         if self.recording is None and torch.is_grad_enabled():
             self.calls += 1
             if self.calls > WARM_UP_CALLS:
                 self._record(images, until)
         if self.recording is None or not self.recording.fits(images, until):
-            return self.run_rows(maps, first, until, hints)
+            return self.run_rows(maps, 0, until)
         return self.recording(images)
 
-    def drop(self) -> bool:
-        """Free the recording's memory, and make no other; return whether there was one."""
-        dropped, self.recording, self.enabled = self.recording is not None, None, False
-        return dropped
+    def drop(self) -> None:
+        """Free the recording's memory, and make no other."""
+        self.recording, self.enabled = None, False
 
     def _record(self, images: Tensor, until: int) -> None:
         """Record all models of the process, or none."""

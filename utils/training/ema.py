@@ -1,4 +1,4 @@
-"""The exponential moving average (EMA) of a model, which is validated and saved. Made by optimizer_steps.py."""
+"""The exponential moving average (EMA) of a model, which is validated and saved. Made by train.py."""
 
 from __future__ import annotations
 
@@ -20,12 +20,17 @@ RAMP_UPDATES = 2000  # YOLOv5's decay is DECAY x (1 - exp(-updates / ramp)), so 
 
 
 class ModelEMA:
-    """An average of the model's floating-point tensors, including buffers, in fp32. Every process holds one."""
+    """An average of the model's floating-point tensors, including buffers, in fp32. Every process holds one.
+
+    Args:
+        share: share of the run's steps that the average spans at its end; 0 keeps YOLOv5's ramp, see `ramp_of`
+        updates: number of optimizer steps of the run
+    """
 
     model: Model
 
-    def __init__(self, model: Model, ramp: float = RAMP_UPDATES) -> None:
-        self.ramp = ramp  # number of updates
+    def __init__(self, model: Model, share: float = 0.0, updates: int = 0) -> None:
+        self.ramp, self.run_updates = ramp_of(share, updates), updates
         self.model = copy.deepcopy(model).float().eval().requires_grad_(False)
         self.replicas: Sequence[nn.Module] = [self.model]
         self._layers: dict[nn.Module, list[nn.Module]] = {}  # of each model
@@ -46,6 +51,13 @@ class ModelEMA:
         differences = torch._foreach_sub(live, averages)
         torch._foreach_mul_(differences, share)
         torch._foreach_add_(averages, differences)
+
+    def messages(self) -> list[str]:
+        """Return a message for a shorter ramp than usual."""
+        if self.ramp >= RAMP_UPDATES:
+            return []
+        steps = plural(round(self.ramp), "step")
+        return [f"EMA: a ramp of {steps} instead of {RAMP_UPDATES}, because the run has only {self.run_updates:,}"]
 
     def state(self) -> dict[str, Any]:
         """Return the averaged tensors and the number of updates."""
@@ -80,14 +92,3 @@ def ramp_of(share: float, updates: int) -> float:
     The ramp is at most `RAMP_UPDATES`; a share of 0 means `RAMP_UPDATES`.
     """
     return min(updates / max(math.log(max(share * updates, 1)), 1), RAMP_UPDATES) if share else RAMP_UPDATES
-
-
-def ramp_messages(ramp: float, updates: int) -> list[str]:
-    """Return a message for a shorter ramp than usual.
-
-    Args:
-        updates: number of optimizer steps of the run
-    """
-    steps = plural(round(ramp), "step")
-    shorter = f"EMA: a ramp of {steps} instead of {RAMP_UPDATES}, because the run has only {updates:,}"
-    return [shorter] * (ramp < RAMP_UPDATES)

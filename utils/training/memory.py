@@ -1,4 +1,4 @@
-"""Memory: batch sizes that fit a device (AutoBatch), loader batches in shared memory, errors. Called by train.py."""
+"""Memory: the batch that fits the devices, loader batches in shared memory, and errors. Called by train.py."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 import torch
 from torch import nn
 
-from utils.distributed.devices import loader_workers
+from utils.batch import layout
+from utils.distributed.launch import loader_workers
 from utils.distributed.ranks import local_world_size, world_size
 from utils.errors import UserError
-from utils.memory_format import layout
 
 if TYPE_CHECKING:
     from utils.distributed.collectives import Collectives
@@ -104,43 +104,80 @@ def explain_out_of_memory(batch_size: int, imgsz: int) -> Iterator[None]:
         ) from None
 
 
-def auto_batch_size(
+class FittedBatch(NamedTuple):
+    """A batch that fits the memory."""
+
+    batch_size: int  # images of all processes
+    parts: int  # such batches have the images of the requested one
+    message: str  # about a measured or a halved batch, '' for none
+
+
+def fitted_batch(
+    batch_size: int,
     train_step: Callable[[int], object],
     model: nn.Module,
     device: torch.device,
     images: int,
-    imgsz: int,
     collectives: Collectives,
-) -> tuple[int, str]:
-    """Return the batch size of all processes that the memory of the smallest GPU allows, and a message about it.
+    logical: int,
+) -> FittedBatch:
+    """Try the memory before the first step, and return the batch that fits.
 
-    The model is moved to `device` and otherwise unchanged.
+    -1 is replaced by the largest batch that the smallest GPU holds. Any other batch is tried once on every GPU, and
+    halved until it fits all of them. Nothing is tried on a CPU. The model is moved to `device` and otherwise unchanged.
 
     Args:
+        batch_size: requested batch size of all processes
         train_step: takes a number of images, runs forward and backward of `model` on a batch of that size, and drops
             the gradients
         images: number of images in the training set
+        logical: number of logical processes, which share a batch evenly
     """
-    processes = world_size()
+    processes, auto = world_size(), batch_size == -1
     if device.type != "cuda":
-        size = max(CPU_BATCH_SIZE // processes, 1) * processes
-        return size, f"--batch-size -1 is measured on GPUs only; taking {size}"
+        size = max(CPU_BATCH_SIZE // processes, 1) * processes if auto else batch_size
+        return FittedBatch(size, 1, f"--batch-size -1 is measured on GPUs only; taking {size}" if auto else "")
     model.to(device, memory_format=layout(device)).train()  # type: ignore[call-overload]
     before = copy.deepcopy(model.state_dict())
     copies = COPIES_OF_WEIGHTS * sum(value.numel() * value.element_size() for value in before.values())
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
 
-    def peak(size: int) -> int:
+    def peak(local_batch: int) -> int:
         torch.cuda.reset_peak_memory_stats(device)
-        train_step(size)
+        train_step(local_batch)
         return torch.cuda.max_memory_allocated(device) + copies
 
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
-    with explain_out_of_memory(processes, imgsz):
-        local_batch = largest_batch(peak, free, images)
+    def fits(local_batch: int) -> bool:
+        try:
+            return peak(local_batch) <= free
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+
+    if auto:
+        with explain_out_of_memory(processes, 0):
+            local_batch = largest_batch(peak, free, images)
+        size, parts = min(collectives.gather([local_batch])) * processes, 1
+        message = f"--batch-size -1: taking {size}, by measurement"
+    else:
+        size, parts = halved(batch_size, logical, lambda size: all(collectives.gather([fits(size // processes)])))
+        message = f"warning: out of memory: batches of {size} images, and {parts} times as many of them per step"
+        message = message if parts > 1 else ""
     model.load_state_dict(before)
     torch.cuda.empty_cache()
-    size = min(collectives.gather([local_batch])) * processes
-    return size, f"--batch-size -1: taking {size}, by measurement"
+    return FittedBatch(size, parts, message)
+
+
+def halved(batch_size: int, logical: int, fits: Callable[[int], bool]) -> tuple[int, int]:
+    """Return the largest of `batch_size`, its half, its quarter ... that fits, and what it was divided by.
+
+    The smallest one that `logical` processes can share evenly is returned without a try.
+    """
+    factor = 1
+    while batch_size // factor % (2 * logical) == 0 and not fits(batch_size // factor):
+        factor *= 2
+    return batch_size // factor, factor
 
 
 def largest_batch(peak: Callable[[int], int], free: int, most: int) -> int:

@@ -1,4 +1,4 @@
-"""Parameter groups, the optimizer, and the schedule as a pure function of the step. Called by optimizer_steps.py."""
+"""Parameter groups, the optimizer, and the schedule as a pure function of the step. Called by train.py."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from utils.config.hyperparameters import Recipe
 from utils.errors import plural
 
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 MIN_WARMUP_BATCHES = 100
 BIAS, WEIGHT, NORM = range(3)  # order of the groups, and of x/lr0, x/lr1, x/lr2 in results.csv
-PLAIN_GROUPS = ((1.0, BIAS), (1.0, WEIGHT), (1.0, NORM))  # the groups without --lr-factor
+PLAIN_GROUPS = ((1.0, BIAS), (1.0, WEIGHT), (1.0, NORM))  # the groups without `lr_factor`
 NO_FACTORS: Mapping[str, float] = {}
-
 
 Factors = Mapping[str, float]  # factor of the learning rate by parameter name; 1 for a parameter that is not in it
 GroupKey = tuple[float, int]  # factor of the learning rate; BIAS, WEIGHT or NORM
@@ -38,36 +38,27 @@ def grouped_parameters(model: nn.Module, factors: Factors = NO_FACTORS) -> dict[
     return {key: parameters for key, parameters in groups.items() if parameters or not factors}
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, factors: Factors = NO_FACTORS) -> list[dict]:
-    """Return the groups of `grouped_parameters` for torch's optimizers; only weights decay."""
-    return [
-        {"params": parameters, "weight_decay": weight_decay if kind == WEIGHT else 0.0}
-        for (_, kind), parameters in grouped_parameters(model, factors).items()
-    ]
-
-
 def build_optimizer(
-    model: nn.Module, name: str, lr: float, momentum: float, weight_decay: float, factors: Factors = NO_FACTORS
+    model: nn.Module, name: str, hyp: Recipe, known: float | None, images: int, factors: Factors = NO_FACTORS
 ) -> torch.optim.Optimizer:
-    """Build SGD (with Nesterov momentum), Adam or AdamW over the groups; `momentum` is Adam's first beta."""
-    groups = parameter_groups(model, weight_decay, factors)
-    if name == "SGD":
-        return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=True, fused=True)
-    kind = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[name]
-    return kind(groups, lr=lr, betas=(momentum, 0.999), fused=True)
+    """Build SGD (with Nesterov momentum), Adam or AdamW over the groups; only weights decay.
 
-
-def start_momentum(optimizer: Any) -> None:
-    """Set SGD's momentum buffers to zero before the first step, so that they exist if it is skipped.
+    `momentum` is Adam's first beta.
 
     Args:
-        optimizer: optimizer that Accelerate has prepared
+        known: share of the classes that the initial weights know, see `Recipe.weights_factor`
+        images: number of images of an optimizer step
+        factors: factors of the learning rates, by parameter name
     """
-    inner = optimizer.optimizer
-    for group in inner.param_groups if isinstance(inner, torch.optim.SGD) else ():
-        for parameter in group["params"]:
-            if parameter.requires_grad and group["momentum"]:
-                inner.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+    lr, decay = hyp.lr0 * hyp.weights_factor(known), hyp.decay(images)
+    groups = [
+        {"params": parameters, "weight_decay": decay if kind == WEIGHT else 0.0}
+        for (_, kind), parameters in grouped_parameters(model, factors).items()
+    ]
+    if name == "SGD":
+        return torch.optim.SGD(groups, lr=lr, momentum=hyp.momentum, nesterov=True, fused=True)
+    kind = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[name]
+    return kind(groups, lr=lr, betas=(hyp.momentum, 0.999), fused=True)
 
 
 def step_if(optimizer: Any, finite: Tensor) -> Tensor:
@@ -110,6 +101,34 @@ class Schedule:
     warmup_rise: float = 0.0
     groups: tuple[GroupKey, ...] = PLAIN_GROUPS  # the optimizer's groups, in order
 
+    @classmethod
+    def of(
+        cls,
+        hyp: Recipe,
+        known: float | None,
+        epochs: int,
+        batches: int,
+        cosine: bool,
+        model: nn.Module,
+        factors: Factors = NO_FACTORS,
+    ) -> Schedule:
+        """Return the schedule of a run; the arguments are those of `build_optimizer`."""
+        scale = hyp.weights_factor(known)
+        return cls(
+            epochs=epochs,
+            batches=batches,
+            cosine=cosine,
+            lr0=hyp.lr0 * scale,
+            lrf=hyp.lrf,
+            momentum=hyp.momentum,
+            warmup_epochs=hyp.warmup_epochs,
+            warmup_momentum=hyp.warmup_momentum,
+            warmup_bias_lr=hyp.warmup_bias_lr * scale,
+            warmup_share=hyp.warmup_share,
+            warmup_rise=hyp.warmup_rise,
+            groups=tuple(grouped_parameters(model, factors)),
+        )
+
     @property
     def warmup(self) -> int:
         """Number of warm-up batches: 0, or at least `MIN_WARMUP_BATCHES`, but at most `warmup_share` of all batches."""
@@ -147,15 +166,18 @@ class Schedule:
                 group["momentum"] = rates.momentum
         return rates
 
+    def messages(self) -> list[str]:
+        """Return messages for a shorter warm-up than usual, and for the lower rate that it requires."""
+        usual = replace(self, warmup_share=0.0).warmup
+        messages = []
+        if self.warmup < usual:
+            share = f"{self.warmup_share:.0%} of the run's {self.epochs * self.batches:,}"
+            messages.append(f"warm-up: {plural(self.warmup, 'batch')} instead of {usual}, limited to {share}")
+        if self.peak < self.lr0:
+            lower = f"learning rate {self.peak:.2g} instead of {self.lr0:.2g}"
+            messages.append(f"{lower}, as the warm-up is too short for more")
+        return messages
+
 
 def _interpolate(start: float, end: float, share: float) -> float:
     return start + (end - start) * share
-
-
-def warmup_messages(schedule: Schedule) -> list[str]:
-    """Return messages for a shorter warm-up than usual, and for the lower rate that it requires."""
-    usual = replace(schedule, warmup_share=0.0).warmup
-    share = f"{schedule.warmup_share:.0%} of the run's {schedule.epochs * schedule.batches:,}"
-    shorter = f"warm-up: {plural(schedule.warmup, 'batch')} instead of {usual}, limited to {share}"
-    lower = f"learning rate {schedule.peak:.2g} instead of {schedule.lr0:.2g}, as the warm-up is too short for more"
-    return [shorter] * (schedule.warmup < usual) + [lower] * (schedule.peak < schedule.lr0)

@@ -1,0 +1,307 @@
+"""What a run reports: the curves of its steps, the profile, and the row and lines of an epoch. Called by train.py.
+
+Nothing here waits for the device during an epoch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
+import torch
+from accelerate.utils import ProfileKwargs
+from torch import Tensor
+
+from utils.console import Bar, RemainingTime, columns, duration
+from utils.errors import UserError, plural
+from utils.summary import Summary
+
+if TYPE_CHECKING:
+    from models.tasks.contract import Metrics
+    from utils.checkpoint.progress import Progress
+    from utils.config.flags import TrainOptions
+    from utils.run import Run
+    from utils.tracking.run_log import RunLog
+    from utils.training.optimizer import Schedule
+    from utils.training.steps import OptimizerSteps
+
+POINTS_PER_EPOCH, MAX_POINT_STEPS = 20, 50  # points of the step curves, and most steps between two of them
+BYTES_PER_GIB = 2**30
+LOW_FITNESS = 0.01  # a run with a lower fitness probably has something wrong
+TRACE_FOLDER = "profile"  # folder in the run folder
+LARGEST_OPERATORS = 10
+
+
+class DeviceValue:
+    """A small tensor that is copied to the host asynchronously, to be read later."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.on_host, self.copied = value, None
+        if value.is_cuda:
+            self.on_host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+
+    def read(self) -> Any:
+        """Return the value as a number or a list of numbers once the device has computed it."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.on_host.tolist() if self.on_host.ndim else self.on_host.item()
+
+
+class Point(NamedTuple):
+    """A point of the step curves: values on the host, and values that the device is still computing."""
+
+    step: int
+    host_values: dict[str, float]
+    device_values: DeviceValue
+
+
+class StepLog:
+    """The curves of the optimizer steps, and the values beside the progress bar.
+
+    Args:
+        terms: names of the loss terms
+        batch_size: number of images of a batch of all processes
+        progress: progress of the run before this start
+        shares: number of logical processes of this process
+        window: value of --profile
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        terms: Sequence[str],
+        schedule: Schedule,
+        batch_size: int,
+        progress: Progress,
+        shares: int = 1,
+        window: str = "",
+    ) -> None:
+        self.run, self.terms, self.batch_size, self.device = run, terms, batch_size, run.accelerator.device
+        steps = math.ceil(schedule.batches / run.accelerator.gradient_accumulation_steps)  # of an epoch
+        self.interval = min(max(round(steps / POINTS_PER_EPOCH), 1), MAX_POINT_STEPS)
+        self.enabled = run.is_tracked
+        self.remaining = RemainingTime((schedule.epochs - progress.epoch) * schedule.batches - progress.batch)
+        self.sums = torch.zeros(shares, len(terms), device=self.device)
+        self.norm: Any = None  # norm of the last step's gradient
+        self.bar = Bar("", 0, False)
+        self.first_step, last_step = profile_window(window)
+        self.last_step = min(last_step, schedule.epochs * steps)
+        self._profile: Any = None
+        self._profiling = ExitStack()
+        self._restart()
+        self.profile(progress.step)
+
+    def start_epoch(self, bar: Bar) -> None:
+        """Start accumulating; `bar` measures how long the epoch waits for batches."""
+        self.bar = bar
+        self._restart()
+
+    def _restart(self) -> None:
+        self.batches, self.waited, self.since = 0, self.bar.waited, time.monotonic()
+        self.sums = torch.zeros_like(self.sums)
+
+    def add(self, losses: Tensor) -> None:
+        """Add the share of each local logical process in the loss terms of a batch, (shares, k)."""
+        self.sums += losses
+        self.batches += 1
+        self.remaining.done += 1
+
+    def is_due(self, step: int, last: bool) -> bool:
+        """Return whether this optimizer step has a point; `last` says whether it is the last one of the epoch."""
+        return self.enabled and (last or step % self.interval == 0)
+
+    def point(self, step: int, epoch: float, optimizer: Any) -> Point:
+        """Return the point of this step. All processes must call it together.
+
+        Args:
+            epoch: fractional epoch, such as 2.5
+        """
+        accelerator = self.run.accelerator
+        seconds = max(time.monotonic() - self.since, 1e-9)
+        rate = self.batches * self.batch_size / seconds
+        host_values = {"step": step, "step/epoch": epoch}
+        for number, group in enumerate(optimizer.param_groups):
+            momentum = group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
+            host_values |= {f"step/lr{number}": group["lr"], f"step/momentum{number}": momentum}
+        host_values["step/images_per_second"] = rate
+        host_values["step/images_per_second_per_device"] = rate / accelerator.num_processes
+        if accelerator.scaler is not None:
+            host_values["step/loss_scale"] = accelerator.scaler.get_scale()
+        device_values = self._over_processes((self.bar.waited - self.waited) / seconds)
+        self._restart()
+        return Point(step, host_values, DeviceValue(device_values))
+
+    def _over_processes(self, waiting: float) -> Tensor:
+        """Return mean losses (k), gradient norm, mean share of waiting, the largest GPU memory in GiB: (k + 3,)."""
+        norm = torch.as_tensor(float("nan") if self.norm is None else self.norm, dtype=torch.float32)
+        on_host = torch.tensor([waiting, peak_memory(self.device)])
+        on_host = on_host.pin_memory() if self.device.type == "cuda" else on_host
+        equal = torch.cat((norm.detach().to(self.device).view(1), on_host.to(self.device, non_blocking=True)))
+        shares = torch.cat((self.sums / self.batches, equal.expand(len(self.sums), -1)), 1)
+        gathered = self.run.accelerator.gather(shares)
+        losses, norms, waits, memory = gathered.split([len(self.terms), 1, 1, 1], 1)
+        return torch.cat((losses.sum(0), norms[0], waits.mean(0), memory.amax(0)))
+
+    def values(self, point: Point) -> dict[str, float]:
+        """Return the values of a point by key, without values that this device lacks."""
+        *losses, norm, waiting, memory = point.device_values.read()
+        values = {**point.host_values, **{f"step/{term}": loss for term, loss in zip(self.terms, losses, strict=True)}}
+        if norm == norm or self.norm is not None:
+            values["step/gradient_norm"] = norm
+        values["step/data_wait"] = waiting
+        if memory:
+            values["step/gpu_memory"] = memory
+        return values
+
+    def update_bar(self, loss_sums: Tensor, batches: int, best: Summary | None) -> None:
+        """Show values beside the progress bar if it is time for that, which reads this process's losses.
+
+        Args:
+            loss_sums: loss terms of this process's logical processes over the epoch so far, (shares, k)
+            batches: number of batches of the epoch so far
+            best: summary of the best epoch
+        """
+        bar = self.bar
+        if not bar.due():
+            return
+        means = loss_sums.sum(0) * self.run.accelerator.num_processes / batches  # estimated from this process
+        losses = dict(zip(self.terms, means.tolist(), strict=True))
+        values = [f"left {duration(self.remaining.seconds())}", _loss_text(losses, 3)]
+        if best:
+            title, value = list(_headline(best).items())[-1]
+            values.append(f"best {title} {value:.3f}")
+        memory = peak_memory(self.device) or psutil.Process().memory_info().rss / BYTES_PER_GIB
+        speed = [f"{bar.rate_so_far:.0f} img/s", f"wait {bar.waiting:.0%}"]
+        bar.show([*values, *speed, f"memory {memory:.1f} GiB"])
+
+    def profile(self, step: int) -> None:
+        """Start or end the profile after an optimizer step (--profile). All processes must call it together."""
+        if step == self.last_step and self._profile:
+            self._profiling.close()
+            device = "device" if self.device.type == "cuda" else "cpu"
+            averages, self._profile = self._profile.key_averages(), None
+            table = averages.table(f"self_{device}_time_total", row_limit=LARGEST_OPERATORS, max_name_column_width=44)
+            title = f"profile of the optimizer steps {self.first_step} to {step}: {self.run.path / TRACE_FOLDER}"
+            self.run.print(title, *table.splitlines())
+        if step + 1 == self.first_step:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise Kineto prints when it starts and stops
+            kinds: Any = ["cpu"] + ["cuda"] * (self.device.type == "cuda")
+            options = ProfileKwargs(activities=kinds, output_trace_dir=str(self.run.path / TRACE_FOLDER))
+            self._profile = self._profiling.enter_context(self.run.accelerator.profile(options))
+
+
+def profile_window(window: str) -> tuple[int, int]:
+    """Return the first and the last step of --profile START:STOP, (0, 0) for ''. Raises `UserError`."""
+    if not window:
+        return 0, 0
+    first, _, last = window.partition(":")
+    if not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
+        raise UserError(
+            f"--profile {window}: give the first and the last optimizer step, counted from 1, such as 10:15"
+        )
+    return int(first), int(last)
+
+
+def peak_memory(device: torch.device) -> float:
+    """Return the peak memory of tensors on a GPU so far, in GiB; 0 on other devices."""
+    return torch.cuda.max_memory_allocated(device) / BYTES_PER_GIB if device.type == "cuda" else 0.0
+
+
+def results_row(
+    epoch: int,
+    losses: Mapping[str, float],
+    summary: Summary | None,
+    metric_names: Sequence[str],
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, float | None]:
+    """Return a row of results.csv with YOLOv5's columns; the validation columns are None without a `summary`."""
+    return {
+        "epoch": epoch,
+        **{f"train/{name}": value for name, value in losses.items()},
+        **{f"metrics/{name}": summary.metrics[name] if summary else None for name in metric_names},
+        **{f"val/{name}": summary.losses[name] if summary else None for name in losses},
+        **{f"x/lr{number}": group["lr"] for number, group in enumerate(optimizer.param_groups)},
+    }
+
+
+def epoch_line(epoch: int, epochs: int, losses: Mapping[str, float], summary: Summary | None, rate: float) -> str:
+    """Return the console line of an epoch, which is counted from 0 and printed from 1.
+
+    A line that is too wide for the terminal has fewer digits; if that is not enough, the rate is left out.
+
+    Args:
+        rate: images per second
+    """
+    scores = [" ".join(f"{title} {value:.3f}" for title, value in _headline(summary).items())] if summary else []
+    images = [f"{rate:.0f} img/s"] if rate else []
+    for digits, rest in ((4, images), (3, images), (4, []), (3, []), (2, [])):
+        line = f"epoch {epoch + 1}/{epochs}: " + ", ".join([_loss_text(losses, digits), *scores, *rest])
+        if len(line) <= columns():
+            break
+    return line
+
+
+def _headline(summary: Summary) -> dict[str, float]:
+    return summary.headline or summary.metrics
+
+
+def _loss_text(losses: Mapping[str, float], digits: int) -> str:
+    return " ".join(f"{name.removesuffix('_loss')} {value:.{digits}f}" for name, value in losses.items())
+
+
+def best_epoch_table(progress: Progress, best: Summary, brief: bool = False) -> list[str]:
+    """Return the table of the best epoch as lines of text, with a hint if the fitness is near 0."""
+    share = progress.best / best.highest_fitness
+    of = f" ({progress.best:.4f} of {best.highest_fitness:g})" if best.highest_fitness != 1 else ""
+    head = f"best epoch: {progress.best_epoch + 1} of {progress.epoch}, fitness {share:.4f}{of}"
+    hint = ["the fitness is near 0: docs/map-is-zero.md lists the causes"] * (0 <= share < LOW_FITNESS and not brief)
+    return [head, *best.table(brief), *hint]
+
+
+def log_epoch(
+    run_log: RunLog,
+    steps: OptimizerSteps,
+    options: TrainOptions,
+    losses: Mapping[str, float],
+    summary: Summary | None,
+    improved: bool,
+    metric_names: Sequence[str],
+    metrics: Metrics,
+    began: float,
+) -> None:
+    """Write the epoch's row of results.csv and its documents, print its line, and log it to the trackers.
+
+    Args:
+        losses: mean loss terms of the training
+        summary: metrics of the validation; None if there was none
+        improved: whether the epoch is the best so far
+        metric_names: columns of results.csv
+        metrics: what has made the summary
+        began: start of the validation, by `time.monotonic`
+    """
+    run, progress, bar = steps.run, steps.progress, steps.log.bar
+    row = results_row(progress.epoch, losses, summary, metric_names, steps.optimizer)
+    run.files.add_row(row)
+    run.print(epoch_line(progress.epoch, options.epochs, losses, summary, bar.rate))
+    if progress.skipped:
+        run.print(f"  {plural(progress.skipped, 'optimizer step')} skipped so far: gradients that are not finite")
+    if summary and improved:
+        run.files.write_documents(metrics.documents(summary))
+    timing = {
+        "images_per_second": bar.rate,
+        "train_seconds": bar.seconds,
+        "validation_seconds": time.monotonic() - began,
+        "data_wait": bar.waited / max(bar.seconds, 1e-9),
+        "steps_skipped": progress.skipped,
+    }
+    run_log.log_epoch(row, timing, summary, progress)
+    if summary:
+        run_log.log_examples(partial(metrics.examples, summary), progress.epoch)

@@ -1,0 +1,229 @@
+"""The optimizer steps of a run: clipped, skipped if not finite, averaged, counted and logged. Called by train.py.
+
+On a GPU nothing here waits for the device, which decides whether a step is taken; the host reads that one step later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from utils.checkpoint.training_state import TrainingState, floating_buffers
+from utils.distributed.logical import CLIP_NORM, DistributedModel
+from utils.errors import UserError
+from utils.training.cuda_graph import RecordedCall, can_record, record_networks
+from utils.training.log import DeviceValue, Point, StepLog
+from utils.training.optimizer import Schedule, step_if
+
+if TYPE_CHECKING:
+    from utils.batch import Batch
+    from utils.run import Run
+
+MAX_SKIPS = 20  # consecutive optimizer steps whose gradients are not finite, after which a run ends
+MAX_NAMED_IMAGES = 5  # images that a message names
+Window = list[tuple[Tensor, list[str]]]  # loss terms and image paths of each batch between two optimizer steps
+
+
+class EndedStep(NamedTuple):
+    """An optimizer step about which the host does not know yet whether it was taken."""
+
+    taken: DeviceValue  # bool
+    batches: int  # number of batches accumulated in the step
+    step: int
+    window: Window
+
+
+class OptimizerSteps:
+    """The optimizer steps of a run, over the parts that train.py has made and whose state is loaded.
+
+    Args:
+        loss_names: names of the loss terms
+        window: steps to profile, see `profile_window`
+        record: whether to record the kernels of a step as CUDA graphs, if that is possible
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        model: DistributedModel,
+        state: TrainingState,
+        schedule: Schedule,
+        loss_names: Sequence[str],
+        window: str = "",
+        record: bool = False,
+    ) -> None:
+        self.run, self.model, self.state, self.schedule = run, model, state, schedule
+        shares, batch_size = model.logical.local, state.decisions.batch_size
+        self.log = StepLog(run, loss_names, schedule, batch_size, state.progress, shares, window)
+        self.optimizer, self.ema, self.progress = state.optimizer, state.ema, state.progress
+        buffers = [buffer for copy in model.copies for buffer in floating_buffers(copy).values()]
+        self.guard = NonFiniteGuard([state.loss_sums, *buffers])
+        self.update_averages: Callable[[Tensor], object] = self._update_averages
+        if record and can_record(model):
+            record_networks(model, run.print)
+            self.update_averages = RecordedCall(self._update_averages)
+        self.window: Window = []  # the batches since the last step
+        self.ended: deque[EndedStep] = deque()
+        self.points: deque[Point] = deque()  # points of the step curves that are not yet logged
+
+    @property
+    def behind(self) -> int:
+        """Number of steps whose counting may wait: one on a GPU, so that the next is queued before the host waits."""
+        return int(self.state.loss_sums.is_cuda)
+
+    def step(self) -> Tensor:
+        """Clip the gradients and take a step if they are finite; return whether it was taken, bool () on the device.
+
+        The norm is computed from the reduced gradients, so all processes skip the same steps.
+        """
+        accelerator, optimizer = self.run.accelerator, self.optimizer
+        norm = self.log.norm = accelerator.clip_grad_norm_(self.model.parameters, CLIP_NORM)
+        if accelerator.scaler is None and isinstance(norm, Tensor) and norm.device.type in ("cpu", "cuda"):
+            return step_if(optimizer, norm.isfinite())
+        finite = norm is None or math.isfinite(norm)
+        if finite or accelerator.scaler is not None:  # a scaler skips by itself, and must see the overflow
+            optimizer.step()
+        taken = finite and not accelerator.optimizer_step_was_skipped
+        return torch.full((), taken, device=accelerator.device)
+
+    def add(self, losses: Sequence[Tensor], batches: Iterable[Batch]) -> None:
+        """Add a batch to the sums of the epoch.
+
+        Args:
+            losses: share of each local logical process in the batch's loss terms, (k,) each
+            batches: the batch of each local logical process
+        """
+        shares = torch.stack(list(losses)).detach()
+        self.state.loss_sums += shares
+        self.log.add(shares)
+        self.window += [
+            (share, [info.path for info in batch.infos]) for share, batch in zip(shares, batches, strict=True)
+        ]
+
+    def finish(self, taken: Tensor, batches: int, epoch_batches: int) -> None:
+        """Update the EMA, or undo the changes of a skipped step, and log.
+
+        Args:
+            batches: number of batches of the epoch so far
+        """
+        progress = self.progress
+        accumulated, progress.batch, progress.step = batches - progress.batch, batches, progress.step + 1
+        self.update_averages(taken)
+        window, self.window = self.window, []
+        self.ended.append(EndedStep(DeviceValue(taken), accumulated, progress.step, window))
+        if self.log.is_due(progress.step, last=batches == epoch_batches):
+            self.points.append(self.log.point(progress.step, progress.epoch + batches / epoch_batches, self.optimizer))
+        self.flush(keep=self.behind)
+        self.log.profile(progress.step)
+
+    def _update_averages(self, taken: Tensor) -> None:
+        self.guard.keep_if(taken)
+        with self.model.gathered():
+            self.ema.update(*self.model.copies, taken=taken)
+
+    def flush(self, keep: int = 0) -> None:
+        """Count taken and skipped steps, all but the last `keep`, and log their points.
+
+        Raises `UserError` on every process after too many skipped steps in a row.
+        """
+        progress = self.progress
+        while len(self.ended) > keep:
+            ended = self.ended.popleft()
+            taken = ended.taken.read()
+            progress.taken += ended.batches * taken
+            progress.skipped += not taken
+            if self.guard.count(taken):
+                self._fail(ended)
+        while self.points and self.points[0].step <= progress.step - keep:
+            point = self.points.popleft()
+            self.run.log_point(self.log.values(point), point.step)
+
+    def end_epoch(self) -> dict[str, float]:
+        """Return the mean of each loss term over the epoch's batches, the same on every process; average statistics."""
+        self.flush()
+        self.model.average_statistics(self.ema.replicas)
+        means = self.model.sum(list(self.state.loss_sums)) / self.progress.taken
+        return dict(zip(self.log.terms, means.tolist(), strict=True))
+
+    def next_epoch(self) -> None:
+        """Start the next epoch."""
+        self.progress.next_epoch()
+        self.state.loss_sums.zero_()
+        self.guard.snapshot()
+
+    def save(self, keep_tensors: bool = True) -> None:
+        """Save everything that --resume needs to continue from here. All processes must call it together.
+
+        Args:
+            keep_tensors: False for a run that is finished, of which only the counters are kept
+        """
+        self.flush()
+        self.state.save(self.run.files, keep_tensors)
+
+    def _fail(self, ended: EndedStep) -> NoReturn:
+        run = self.run
+        suspects = run.collectives.gather(suspect_images(ended.window, self.log.terms))
+        run.files.wait_for_writing()
+        raise UserError(
+            f"{MAX_SKIPS} optimizer steps in a row were skipped, because the gradients were not finite; the last is "
+            f"step {ended.step}{_named(suspects)}; check the images and their labels, and try a lower lr0 than "
+            f"{self.schedule.lr0:g}, or --mixed-precision no; the last good state is in {run.path}"
+        )
+
+
+class NonFiniteGuard:
+    """Restores the tensors beside the weights that the batches of a skipped optimizer step have changed.
+
+    Args:
+        tensors: tensors that batches change in place, such as BatchNorm's statistics and loss sums
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.live = [tensor.detach() for tensor in tensors]
+        self.skipped_in_a_row = 0
+        self.saved = torch.cat([tensor.flatten() for tensor in self.live])
+        parts = self.saved.split([tensor.numel() for tensor in self.live])
+        self._parts = [part.view_as(live) for part, live in zip(parts, self.live, strict=True)]
+
+    def snapshot(self) -> None:
+        """Save the current values of the tensors, to restore them later."""
+        torch.cat([tensor.flatten() for tensor in self.live], out=self.saved)
+
+    @torch.no_grad()
+    def keep_if(self, taken: Tensor) -> None:
+        """Save the values after an optimizer step that was taken, or restore them; nothing waits for the device.
+
+        Args:
+            taken: whether the step was taken, bool () on the device
+        """
+        now = torch.cat([tensor.flatten() for tensor in self.live])
+        self.saved.copy_(torch.where(taken, now, self.saved))
+        torch._foreach_copy_(self.live, self._parts)
+
+    def count(self, taken: bool) -> bool:
+        """Count skipped steps in a row and return whether there are too many."""
+        self.skipped_in_a_row = 0 if taken else self.skipped_in_a_row + 1
+        return self.skipped_in_a_row >= MAX_SKIPS
+
+
+def suspect_images(window: Window, loss_names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the images of this process's batches whose loss is not finite, each with the loss terms concerned."""
+    images_and_terms = []
+    for losses, images in window:
+        terms = [name for name, value in zip(loss_names, losses.tolist(), strict=True) if not math.isfinite(value)]
+        images_and_terms += [(image, ", ".join(terms)) for image in images if terms]
+    return images_and_terms
+
+
+def _named(suspects: Sequence[tuple[str, str]]) -> str:
+    """Return the loss terms that are not finite, and the first of their images; '' if only the gradient is not."""
+    if not suspects:
+        return ""
+    terms = ", ".join(dict.fromkeys(terms for _, terms in suspects))
+    images = ", ".join(image for image, _ in suspects[:MAX_NAMED_IMAGES])
+    return f" (not finite: {terms} of {len(suspects)} images, such as {images})"
