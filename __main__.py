@@ -15,8 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 SCRIPTS = ("train.py", "val.py", "detect.py", "export.py")
 MODULES = (  # which `python -m` runs in the repository
-    *("data.convert", "data.pack", "data.preview", "data.shapes", "data.split"),
-    *("utils.plots", "utils.tracking.hub", "utils.tune"),
+    *("data.convert", "data.pack", "data.shapes", "data.split"),
+    "utils.plots",
 )
 EXAMPLES = """examples:
   lockstep train --data my.yaml --weights yolov5n.pt    as python train.py

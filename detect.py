@@ -18,11 +18,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    from utils.birth import start_script
-
-    start_script()
-
 import cv2
 import numpy as np
 import torch
@@ -31,7 +26,7 @@ from data.batches import Item
 from data.media import Frame, Media, MediaItem, find_media, prefetched
 from models.tasks.contract import Prediction
 from predictor import Predictor
-from utils.config.options import DetectOptions
+from utils.config.flags import DetectOptions
 from utils.config.parser import given_flags, over_defaults
 from utils.console import Bar, show
 from utils.distributed.failure import Stopped, run_main

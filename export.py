@@ -9,11 +9,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    from utils.birth import start_script
-
-    start_script()
-
 import torch
 
 from data.dataset import data_source
@@ -26,12 +21,12 @@ from models.tasks.contract import ExportSettings
 from models.weights.content import ExportMetadata, Weights
 from models.weights.licence import Origin
 from models.weights.reader import read_weights
-from utils.config.options import ExportOptions
+from utils.config.flags import ExportOptions
 from utils.config.parser import given_flags, over_defaults, refuse_flags
-from utils.config.select import select
+from utils.config.values import select
 from utils.console import show
-from utils.distributed.devices import device_kind
 from utils.distributed.failure import Stopped, run_main
+from utils.distributed.launch import device_kind
 from utils.errors import UserError, plural
 from utils.files import located
 from utils.python_api import call
@@ -65,7 +60,7 @@ def export(given: Mapping[str, Any]) -> list[str]:
         entry = TASKS[common_task({name: content})]
         kind = entry.load()
         yaml = content.task_yaml
-        refuse_flags(ExportOptions, given, kind.concerns_of(yaml), model_words(yaml))
+        refuse_flags(ExportOptions, given, kind.features_of(yaml), model_words(yaml))
         source = data_source(options.data, entry.data) if options.data else None
         show(located({"weights": [path], "data": [source.spec.file] if source else []}))
         size = choose_size({name: content}, kind, options.imgsz)

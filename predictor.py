@@ -22,14 +22,14 @@ from models.image_size import ImageSize, sides_of
 from models.tasks.contract import Model, Prediction, Task, Thresholds
 from models.tasks.result import Results
 from utils.batch import Batch
-from utils.config.options import DetectOptions
-from utils.config.resumed import from_plain
-from utils.config.select import select
+from utils.config.flags import DetectOptions
+from utils.config.values import select
 from utils.console import show
-from utils.distributed.devices import one_device
+from utils.distributed.launch import one_device
 from utils.errors import UserError, nearest, plural
 from utils.files import located
-from utils.python_api import aliases, checked, in_python, python_errors
+from utils.python_api import aliases
+from utils.python_api import arguments as checked_arguments
 from utils.stage_times import POSTPROCESSING, StageTimer
 
 # The flags of detect.py that are arguments of `Predictor`, and the ones that can be changed later.
@@ -73,10 +73,10 @@ class Predictor:
     ) -> None:
         if isinstance(device := arguments.get("device"), torch.device):
             arguments["device"] = str(device)
-        with python_errors(DetectOptions):
-            lines = self._build(checked(DetectOptions, {"weights": weights, **arguments}, "Predictor", ARGUMENTS))
+        given = checked_arguments(DetectOptions, {"weights": weights, **arguments}, "Predictor", ARGUMENTS)
+        lines = self._build(given)
         self.bgr = bgr
-        show(*(in_python(line, DetectOptions) for line in lines))
+        show(*lines)
 
     @classmethod
     def from_flags(cls, given: Mapping[str, Any]) -> Predictor:
@@ -89,7 +89,7 @@ class Predictor:
 
     def _build(self, given: Mapping[str, Any]) -> list[str]:
         """Set all attributes; return lines for the console."""
-        options = from_plain(DetectOptions, given)
+        options = DetectOptions(**given)
         sides_of(options.imgsz)  # refuses a wrong size before weights are downloaded
         device = one_device("0" if options.device == "cuda" else str(options.device))
         weights, own = list(map(str, options.weights)), (str(options.layers), str(options.task_file))
@@ -133,15 +133,14 @@ class Predictor:
             return
         if name in ARGUMENTS and name not in THRESHOLDS:
             raise UserError(f"Predictor: {name} cannot be changed; make another Predictor with {name}={value!r}")
-        given = checked(DetectOptions, {name: value}, "Predictor", THRESHOLDS)
+        given = checked_arguments(DetectOptions, {name: value}, "Predictor", THRESHOLDS)
         name = aliases(DetectOptions).get(name, name)
         given = given or {name: getattr(DetectOptions(), name)}  # None is the default
-        with python_errors(DetectOptions):
-            if "classes" in given:
-                given["classes"] = class_numbers(given["classes"], self.task.names)
-            vars(self)["thresholds"] = replace(self.thresholds, **given)
-            postprocess = self.task.postprocess(self.models[0], self.thresholds)
-            vars(self)["inference"] = replace(self.inference, postprocess=postprocess)
+        if "classes" in given:
+            given["classes"] = class_numbers(given["classes"], self.task.names)
+        vars(self)["thresholds"] = replace(self.thresholds, **given)
+        postprocess = self.task.postprocess(self.models[0], self.thresholds)
+        vars(self)["inference"] = replace(self.inference, postprocess=postprocess)
 
     def __getattr__(self, name: str) -> Any:
         name = aliases(DetectOptions).get(name, name)
@@ -202,9 +201,8 @@ class Predictor:
 
         Raises `UserError` if it is invalid, or not the one size of an exported file.
         """
-        given = checked(DetectOptions, {"imgsz": imgsz}, "Predictor", ("imgsz",))
-        with python_errors(DetectOptions):
-            sides = sides_of(given["imgsz"]) or self.size.sides
+        given = checked_arguments(DetectOptions, {"imgsz": imgsz}, "Predictor", ("imgsz",))
+        sides = sides_of(given["imgsz"]) or self.size.sides
         size = ImageSize((sides[0], sides[-1])).rounded(self.stride)
         if self.size.is_fixed and size.sides != self.size.sides:
             height, width = self.size.sides

@@ -50,40 +50,29 @@ def show(*lines: str) -> None:
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     terminal = sys.stdout.isatty()
     coloured = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    for line in map(printable, lines):
-        line = line.encode(encoding, "backslashreplace").decode(encoding)
-        line = wrapped(line) if terminal else line
-        tqdm.write(f"{YELLOW}{line}{PLAIN}" if coloured and line.startswith("warning: ") else line, file=sys.stdout)
+    for line in lines:
+        text = printable(line).encode(encoding, "backslashreplace").decode(encoding)
+        text = wrapped(text) if terminal else text
+        tqdm.write(f"{YELLOW}{text}{PLAIN}" if coloured and line.startswith("warning: ") else text, file=sys.stdout)
     sys.stdout.flush()
 
 
 def duration(seconds: float) -> str:
     """Format a duration in hours, minutes and seconds, such as 1:02:03 or 2:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return tqdm.format_interval(round(seconds)).removeprefix("0")
 
 
 def wrapped(line: str) -> str:
     """Return a line wrapped between words to fit the terminal; continuations are indented. Paths stay whole."""
     if len(line) <= columns() or "  " in line.strip():  # the row of a table, such as the profiler's
         return line
-    indent = line[: len(line) - len(line.lstrip())]
-    return textwrap.fill(
-        line, columns(), subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False
-    )
+    indent = f"{line[: len(line) - len(line.lstrip())]}  "
+    return textwrap.fill(line, columns(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def joined(parts: Sequence[str]) -> list[str]:
     """Return parts separated by commas on as few lines as fit; lines after the first are indented."""
-    lines = [parts[0]]
-    for part in parts[1:]:
-        if len(lines[-1]) + len(part) + 3 <= columns():
-            lines[-1] += f", {part}"
-        else:
-            lines[-1] += ","
-            lines.append(f"  {part}")
-    return lines
+    return wrapped(", ".join(part.replace(" ", "\xa0") for part in parts)).replace("\xa0", " ").splitlines()
 
 
 def listed(names: Sequence[str], width: int) -> str:
@@ -92,10 +81,10 @@ def listed(names: Sequence[str], width: int) -> str:
     As many names as fit into `width` characters are listed, at most `MAX_NAMES`; a first name that is too long loses
     its middle.
     """
+    more = ""
     for count in range(min(len(names), MAX_NAMES), 0, -1):
         more = f" and {len(names) - count} more" if count < len(names) else ""
-        text = ", ".join(names[:count]) + more
-        if len(text) <= width:
+        if len(text := ", ".join(names[:count]) + more) <= width:
             return text
     return short_name(names[0], max(width - len(more), SHORTEST_NAME)) + more if names else ""
 
@@ -112,20 +101,14 @@ def table(rows: Sequence[Sequence[str | float]], width: int | None = None) -> li
     The first column has the rows' names. Floats have four decimals, or three in a table that would be too wide; if that
     is not enough, names are shortened in the middle.
     """
-    if not rows:
-        return []
-    width = width or columns()
-    for decimals in (4, 3):
-        cells = [[f"{cell:.{decimals}f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
-        names, *others = ([len(cell) for cell in column] for column in zip(*cells, strict=True))
-        widths = [max(column) for column in others]
-        room = width - sum(widths) - len(widths)
-        if max(names) <= room:
+    for digits in (4, 3):
+        cells = [[f"{cell:.{digits}f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+        longest, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)] or [0]
+        room = (width or columns()) - sum(widths) - len(widths)
+        if longest <= room:
             break
-    name_width = min(max(names), max(room, SHORTEST_NAME))
-    return [
-        " ".join([short_name(name, name_width).rjust(name_width), *map(str.rjust, row, widths)]) for name, *row in cells
-    ]
+    room = min(longest, max(room, SHORTEST_NAME))
+    return [" ".join([short_name(name, room).rjust(room), *map(str.rjust, row, widths)]) for name, *row in cells]
 
 
 class RemainingTime:
@@ -142,9 +125,7 @@ class RemainingTime:
 
     def seconds(self) -> float:
         """Return the remaining seconds; 0 before the first batch is done."""
-        if not self.done:
-            return 0.0
-        return (time.monotonic() - self._started) / self.done * (self.batches - self.done)
+        return (time.monotonic() - self._started) / self.done * (self.batches - self.done) if self.done else 0.0
 
 
 class Bar:
@@ -167,26 +148,19 @@ class Bar:
         return (self.images - self.done) / max(self.seconds, 1e-9) if self.seconds else 0.0
 
     def over(self, batches: Iterable[T], size: Callable[[T], int]) -> Iterator[T]:
-        """Iterate over `batches`.
-
-        Args:
-            size: maps a batch to its number of images
-        """
-        self.started = self._last = time.monotonic()
-        disable = None if self.shown else True  # None: on terminals only
+        """Iterate over `batches`; `size` maps a batch to its number of images."""
+        self.started = self._last = asked = time.monotonic()
         with tqdm(
             total=self.images,
             initial=self.done,
             desc=self.title,
             unit=" img",
-            disable=disable,
+            disable=None if self.shown else True,  # None: on terminals only
             leave=False,
             dynamic_ncols=True,
             bar_format=f"{BAR_FORMAT}{{rate_fmt}}",
         ) as self._bar:
-            source = iter(batches)
-            asked = time.monotonic()
-            for batch in source:
+            for batch in batches:
                 self.waited += time.monotonic() - asked
                 yield batch
                 self._bar.update(size(batch))
@@ -209,26 +183,19 @@ class Bar:
 
     def show(self, values: Sequence[str]) -> None:
         """Show values beside the bar, in order; the last ones are left out if they do not fit the terminal."""
-        self._last = time.monotonic()
+        self._last, text = time.monotonic(), ""
         width = (self._bar.format_dict["ncols"] or LEAST_COLUMNS) - len(self.title) - BAR_COLUMNS
-        text = ""
         for value in values:
             longer = f"{text}, {value}" if text else value
             text = longer if len(longer) <= width else text
         self._bar.bar_format = BAR_FORMAT + text
 
 
-# Output that cannot be written, because the disk is full or its reader has ended
-
-
 class _Survivor:
-    """A text stream that drops unwritable output instead of raising an error."""
+    """A text stream that drops what cannot be written, because its reader has ended or the disk is full."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        # Closed before Python started; open until the process ends.
-        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115
-        if hasattr(self.stream, "reconfigure"):
-            self.stream.reconfigure(errors="backslashreplace")  # the terminal's encoding may lack a name's characters
+        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115  # None: closed before Python started
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -242,29 +209,18 @@ class _Survivor:
         with suppress(OSError, ValueError):
             self.stream.flush()
 
-    def close(self) -> None:
-        """Drop unwritten output, which would make Python exit with code 120."""
-        with suppress(OSError, ValueError):
-            try:
-                self.stream.flush()
-            except OSError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-
 
 @contextmanager
 def surviving_output() -> Iterator[None]:
     """Return a context in which a closed or unwritable stdout or stderr does not end the process."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # occupies the descriptor, which a file or connection would get otherwise
     before = sys.stdout, sys.stderr
-    output, errors = _Survivor(sys.stdout), _Survivor(sys.stderr)
-    sys.stdout, sys.stderr = output, errors
+    sys.stdout, sys.stderr = map(_Survivor, before)
     try:
         yield
     finally:
-        output.close()
-        errors.close()
         sys.stdout, sys.stderr = before
+        for stream in filter(None, before):
+            try:
+                stream.flush()
+            except (OSError, ValueError):  # Python would end with exit code 120
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +14,15 @@ import numpy as np
 from accelerate import Accelerator
 
 from utils.console import Bar, show
-from utils.distributed.accelerator import Precision, describe
 from utils.distributed.collectives import Collectives
-from utils.distributed.devices import device_name
 from utils.distributed.failure import Watchdog, on_failure
+from utils.distributed.launch import Precision, describe, device_name
 from utils.distributed.stop import GracefulStop, StopRequested
 from utils.errors import printable, public
 from utils.files import numbered_folder
 from utils.plots.plotter import FINISH_TIMEOUT_SECONDS, Plotter
 from utils.run_folder import RunFolder
 from utils.tracking.tracker import Tracker
-
-
-@dataclass(frozen=True)
-class FolderOptions:
-    """The flags that name the run folder."""
-
-    project: str
-    name: str
-    exist_ok: bool
 
 
 class Run:
@@ -51,6 +40,7 @@ class Run:
         self.accelerator, self.precision, self.quiet = accelerator, precision, quiet
         self.collectives = Collectives(accelerator)
         self.step = 0  # optimizer step at which pictures are logged
+        self._waiting: list[str] | None = []  # lines that wait for the run folder; None once it is open
         self._is_main = accelerator.is_main_process
         self.path, self.files = Path(), RunFolder(Path(), self.collectives, False, self.print)  # until `open_folder`
         self._plotter: Plotter | None = None
@@ -58,30 +48,37 @@ class Run:
         self._watchdog = Watchdog(math.inf, self.path)
         self._stop = GracefulStop()
 
-    def open_folder(self, options: FolderOptions) -> None:
+    def open_folder(self, project: str, name: str, exist_ok: bool) -> None:
         """Make the run folder. All processes must call this together, after all input has been checked."""
-        project = Path(options.project)
-        name = numbered_folder(project, options.name, options.exist_ok).name if self._is_main else ""
+        name = numbered_folder(Path(project), name, exist_ok).name if self._is_main else ""
         # The name is broadcast, not the path: --project may differ between machines.
-        self.path = project / self.collectives.broadcast(name)
-        self.files = RunFolder(self.path, self.collectives, self._is_main, self.print, self._draw_results)
+        self.path = Path(project) / self.collectives.broadcast(name)
+        self.files = RunFolder(self.path, self.collectives, self._is_main, self.print)
+        waiting, self._waiting = self._waiting or [], None
+        self.print(*waiting)
 
     @property
     def description(self) -> list[str]:
         """Lines about torch, the device, the processes and the precision."""
         return describe(self.accelerator, self.precision)
 
-    def device_lines(self, verbose: bool) -> list[str]:
-        """Describe the run as `description`, and each process on a line if there are several or if `verbose`."""
+    def device_lines(self) -> list[str]:
+        """Describe the run as `description`, and each process on a line if there are several."""
         self.devices = self.collectives.gather([device_name(self.accelerator.device)])
         table = [f"  process {rank}: {device}" for rank, device in enumerate(self.devices)]
-        return [*self.description, *(table if len(table) > 1 or verbose else [])]
+        return [*self.description, *(table if len(table) > 1 else [])]
 
     def print(self, *lines: str, always: bool = False) -> None:
-        """Print lines on the main process; if the run is quiet, only warnings, and lines with `always`."""
+        """Print lines on the main process; if the run is quiet, only warnings, and lines with `always`.
+
+        Lines wait for the run folder: a run that cannot start prints nothing but the error. Empty lines are left out.
+        """
         if not self._is_main:
             return
-        for line in lines:
+        if self._waiting is not None:
+            self._waiting += lines
+            return
+        for line in filter(None, lines):
             if always or not self.quiet or line.startswith("warning: "):
                 show(line)
             for tracker in self.trackers:
@@ -150,10 +147,6 @@ class Run:
         """Draw these charts, by default all, from the text files in the run folder."""
         if self._plotter:
             self._plotter.draw_charts(*names)
-
-    def _draw_results(self) -> None:
-        if self._plotter:
-            self._plotter.results_changed()
 
     def _log_pictures(self, files: Mapping[str, Path]) -> None:
         for tracker in self.trackers:

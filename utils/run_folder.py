@@ -37,19 +37,10 @@ class RunFolder:
 
     Args:
         warn: called with warnings about files
-        row_added: called after each new row of results.csv
     """
 
-    def __init__(
-        self,
-        path: Path,
-        collectives: Collectives,
-        is_main: bool,
-        warn: Callable[[str], object],
-        row_added: Callable[[], object] = lambda: None,
-    ) -> None:
-        self.path, self.collectives, self.is_main = path, collectives, is_main
-        self.warn, self.row_added = warn, row_added
+    def __init__(self, path: Path, collectives: Collectives, is_main: bool, warn: Callable[[str], object]) -> None:
+        self.path, self.collectives, self.is_main, self.warn = path, collectives, is_main, warn
         self._lock = lock_folder(path) if is_main else None
         self._states = StateFiles(path / "checkpoint")
         self._writer = BackgroundWriter(warn)
@@ -85,7 +76,6 @@ class RunFolder:
             self._lines.append(",".join(row))
         self._lines.append(",".join("" if value is None else f"{value:.9g}" for value in row.values()))
         self._write_rows()
-        self.row_added()
 
     @on_main
     def save_weights(
@@ -123,8 +113,8 @@ class RunFolder:
         for part in (*self.path.glob(f".*{PART_SUFFIX}"), *self.path.glob(f"*/.*{PART_SUFFIX}")):
             part.unlink(missing_ok=True)
         if state is None:
-            self._states.clear()
-            for earlier in (file for pattern in APPENDED for file in self.path.glob(pattern)):
+            appended = (file for pattern in APPENDED for file in self.path.glob(pattern))
+            for earlier in (*self._states.files(), *appended):
                 earlier.unlink(missing_ok=True)
         elif state["rows"]:
             self._lines = list(state["rows"])

@@ -57,7 +57,8 @@ def milliseconds_per_image(batches: Sequence[BatchTimes]) -> dict[str, float]:
     }
 
 
-def format_times(times: Mapping[str, float]) -> list[str]:
-    """Format per-image stage times in milliseconds for the console, in two lines."""
+def format_times(times: Mapping[str, float], batch_size: int = 0) -> list[str]:
+    """Format per-image stage times in milliseconds for the console, in two lines; with a batch size the rate too."""
     each = ", ".join(f"{milliseconds:.2f} ms {stage}" for stage, milliseconds in times.items())
-    return [f"per image: {each},", "  without loading and the warm-up"]
+    rate = f": {1000 / max(sum(times.values()), 1e-9):.1f} images/s in batches of {batch_size}" if batch_size else ""
+    return [f"per image: {each},", f"  without loading and the warm-up{rate}"]

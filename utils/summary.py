@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from utils.console import table
+from utils.errors import UserError, shown
 from utils.files import csv_text
 
 Row = Sequence[str | float]
@@ -37,6 +39,48 @@ class Summary:
         entries = [*self.overall, *([] if brief else self.details)]
         lines = iter(table([entry for entry in entries if not isinstance(entry, str)]))
         return [entry if isinstance(entry, str) else next(lines) for entry in entries]
+
+
+@dataclass(frozen=True)
+class Fitness:
+    """The number by which epochs are compared: a weighted sum of metrics; without weights the task's own fitness.
+
+    Attributes:
+        weights: weight of each metric, named as in results.csv without `metrics/`
+    """
+
+    weights: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def parsed(cls, text: str, metrics: Sequence[str]) -> Fitness:
+        """Read --fitness, such as `mAP_0.5=0.2,recall=0.8`; '' is the task's own. Raises `UserError`.
+
+        Args:
+            metrics: the task's metrics
+        """
+        weights: dict[str, float] = {}
+        for term in text.split(",") if text else ():
+            name, _, number = (part.strip() for part in term.rpartition("="))
+            name = name.removeprefix("metrics/")
+            if name not in metrics or name in weights:
+                known = ", ".join(metrics)
+                raise UserError(f"--fitness {shown(text)}: '{name}' is unknown or occurs twice; known are {known}")
+            try:
+                weights[name] = float(number)
+            except ValueError:
+                weights[name] = math.nan
+        if text and not (all(map(math.isfinite, weights.values())) and any(weights.values())):
+            raise UserError(f"--fitness {shown(text)}: give finite weights, not all 0, such as mAP_0.5=0.2,recall=0.8")
+        return cls(weights)
+
+    def of(self, summary: Summary) -> Summary:
+        """Return the summary of an epoch with this fitness, also at the end of its console line; NaN becomes -inf."""
+        if not self.weights:
+            return summary if summary.fitness > -math.inf else replace(summary, fitness=-math.inf)
+        value = sum(weight * summary.metrics[name] for name, weight in self.weights.items())
+        highest = sum(max(weight, 0.0) for weight in self.weights.values()) or 1.0
+        headline = {**(summary.headline or summary.metrics), "fitness": value}
+        return replace(summary, fitness=max(-math.inf, value), highest_fitness=highest, headline=headline)
 
 
 class Box(NamedTuple):

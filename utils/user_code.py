@@ -57,7 +57,7 @@ def trust(path: Path, flag: str, is_named: bool, named_by: str) -> None:
     mark = cache_folder() / flag.split()[0].strip("-") / _digest(path)
     if not is_named and not mark.is_file():
         raise UserError(
-            f"{named_by} names {path}, a Python {_kind(path)} that would be run and that you have not run before; "
+            f"{named_by} names {path}, a Python file or package that would be run and that you have not run before; "
             f"read it, and if you trust it add {flag}"
         )
     with suppress(OSError):  # without the record the user must name it each time
@@ -66,11 +66,9 @@ def trust(path: Path, flag: str, is_named: bool, named_by: str) -> None:
 
 
 def _digest(path: Path) -> str:
-    """Return a hash of a file's path and content, or of a package's path and its files' names and contents."""
-    if not path.is_dir():
-        return hashlib.sha256(os.fsencode(path) + b"\0" + path.read_bytes()).hexdigest()
+    """Return a hash of the path and the content of a file, or of the names and contents of a package's files."""
     digest = hashlib.sha256(os.fsencode(path) + b"\0")
-    for file in sorted(path.rglob("*.py")):
+    for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
         digest.update(os.fsencode(file.relative_to(path)) + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
@@ -115,10 +113,6 @@ def raised_at(error: BaseException) -> str:
     frames = [row for each in (error.__cause__, error) if each for row in traceback.extract_tb(each.__traceback__)]
     own = [frame for frame in frames if _paths & {(file := Path(frame.filename)), *file.parents}]
     return f"{own[-1].filename}, line {own[-1].lineno}" if own else ""
-
-
-def _kind(path: Path) -> str:
-    return "package" if path.is_dir() else "file"
 
 
 @contextmanager

@@ -1,0 +1,232 @@
+"""The job of a training: what the flags of train.py name, read and checked. Called by train.py, in this order.
+
+`resolve` returns the settings with every default of the task, the data YAML and a resumed run; nothing replaces them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data.batches import first_batch
+from data.dataset import DataOptions, DataSet, DataSource, data_source
+from models.initial_weights import StartingPoint, load_and_freeze, recipe_of, starting_point
+from models.parts import rate_factors
+from models.tasks import hyperparameters, model_words
+from models.tasks.contract import Model, Task, terms_of
+from models.weights.licence import Origin
+from utils.batch import Batch
+from utils.checkpoint.resume import resolve_settings
+from utils.checkpoint.training_state import Decisions
+from utils.config.flags import TrainOptions
+from utils.config.hyperparameters import is_shipped, unread_message
+from utils.config.parser import given_flags
+from utils.config.settings import Settings
+from utils.config.values import PYTHON_SUFFIX, select
+from utils.distributed.failure import barrier
+from utils.distributed.logical import check_logical_processes
+from utils.errors import UserError
+from utils.files import located
+from utils.run import Run
+from utils.summary import Fitness
+from utils.tracking.run_log import RunLog, wandb_run_id
+from utils.training import memory
+from utils.training.log import profile_window
+
+VALIDATION_BATCH = 32  # images per process and validation batch, at most
+
+
+def settings_of(argv: Sequence[str]) -> Settings:
+    """Return the settings that a command line asks for. A wrong flag ends the process with exit code 2."""
+    return settings_from(given_flags(TrainOptions, argv))
+
+
+def settings_from(given: Mapping[str, Any]) -> Settings:
+    """Return the settings that flags ask for, by name; with --resume those of the run. Raises `UserError`."""
+    return resolve_settings(given, recipe_of)
+
+
+def hyperparameter_names(flags: Mapping[str, Any]) -> list[str]:
+    """Return the names of the hyperparameters of a task, the one that `flags` name."""
+    return hyperparameters(str(flags.get("task_file") or flags.get("task") or ""))
+
+
+class Data(NamedTuple):
+    """A data set, and its splits, read and checked."""
+
+    set: DataSet[Any]
+    train: Any
+    val: Any
+
+    def validation_batch(self, batch_size: int) -> int:
+        """Return the number of images per process and validation batch for a batch size of the training."""
+        return min(2 * batch_size, VALIDATION_BATCH)
+
+
+class Job(NamedTuple):
+    """What the flags name, read and checked: settings with all defaults, data, initial model, task and fitness."""
+
+    settings: Settings
+    source: DataSource
+    start: StartingPoint
+    task: Task
+    fitness: Fitness
+
+    @property
+    def options(self) -> TrainOptions:
+        """The flags of train.py."""
+        return self.settings.options
+
+    def rate_factors(self, model: Model) -> dict[str, float]:
+        """Return the factor of the learning rate of each parameter that has one, by the parameter's name."""
+        return rate_factors(model, self.settings.hyp.lr_factor)
+
+    def draw_batch(self, batch: Batch, number: int) -> dict[str, np.ndarray]:
+        """Draw a training batch as the model sees it; return the picture by its file name."""
+        return {f"train_batch{number}.jpg": self.task.draw_batch(batch)}
+
+    def load_model(self, run: Run) -> tuple[Model, float | None]:
+        """Build the model with its initial weights, freeze layers, and print how. Raises `UserError`.
+
+        Also returns the share of the task's classes that the weights know; None without weights that fit the model.
+        """
+        settings, source, start_from, task, _ = self
+        options, hyp = settings.options, settings.hyp
+        if options.multi_scale:  # raises here for a model of one size only
+            largest = select(DataOptions, options).largest(options.imgsz)
+            task.build_model(start_from.yaml, largest, start_from.source)
+        model = task.build_model(start_from.yaml, options.imgsz, start_from.source)
+        weights = [start_from.weights_file] if start_from.weights_file else []
+        run.print(settings.choice, located({"weights": weights, "data": [source.spec.file]}))
+        run.print(*load_and_freeze(model, start_from, task, options))
+        if options.fitness:
+            run.print(f"the best epoch is the one with the highest {options.fitness}")
+        if not is_shipped(options.hyp):
+            run.print(*unread_message(hyp, task.unread(start_from.yaml), model_words(start_from.yaml)))
+        return model, start_from.known_share(model, task)
+
+    def open_data(self, run: Run, model: Model) -> Data:
+        """Read and check the data set. Raises `UserError`."""
+        settings, options, data_options = self.settings, self.options, select(DataOptions, self.options)
+        images = max(options.batch_size // run.accelerator.num_processes, VALIDATION_BATCH)  # in this process's batch
+        batch_bytes = images * 3 * data_options.largest(model.imgsz) ** 2
+        workers, warnings = memory.loader_processes(options.workers, batch_bytes)
+        data = self.source.open(model.imgsz, model.stride, replace(data_options, workers=workers))
+        run.print(*data.own_augmentations(settings.hyp, "augmentations" in settings.given).messages)
+        if PYTHON_SUFFIX in options.log_with:
+            from utils.tracking.own_tracker import add_own_trackers
+
+            add_own_trackers(options.log_with, "log_with" in settings.given)
+        with barrier(options.dist_timeout):
+            splits = data.split("train", settings.hyp), data.split("val")
+        run.print(*warnings, *data.messages(*splits))
+        return Data(data, *splits)
+
+    def decide(self, run: Run, model: Model, data: Data, known: float | None) -> Decisions:
+        """Adapt a new run's anchors, and decide what depends on the memory and the weights; --resume keeps it."""
+        options, hyp, uncached = self.options, self.settings.hyp, data.set.uncached()
+        run.print(*([] if options.noautoanchor else self.task.adapt(model, data.train)))
+
+        def train_step(size: int) -> None:
+            """Run forward and backward of the model on the first images, and drop the gradients."""
+            criterion, loader = self.task.criterion(model), uncached.train_loader(data.train, size, hyp, seed=0)
+            batch = first_batch(loader).to(run.accelerator.device)
+            with run.accelerator.autocast():
+                outputs = model(self.task.inputs(batch), *criterion.hints(batch))
+            terms = terms_of(criterion, outputs, batch, self.task.loss_names_of(model), reads=True)
+            criterion.objective(terms.local_means(), size).backward()  # type: ignore[no-untyped-call]
+            model.zero_grad()
+
+        device, images = run.accelerator.device, len(data.train.images)
+        logical = options.logical_processes or run.accelerator.num_processes
+        fitted = memory.fitted_batch(options.batch_size, train_step, model, device, images, run.collectives, logical)
+        run.print(fitted.message)
+        accumulation = hyp.accumulation(fitted.batch_size * fitted.parts) * fitted.parts
+        return Decisions(fitted.batch_size, accumulation, known, run.collectives.broadcast(wandb_run_id()))
+
+    def write_inputs(
+        self,
+        run: Run,
+        data: Data,
+        splits: Mapping[str, Any],
+        content: Mapping[str, Any],
+        saved: Mapping[str, Any] | None,
+    ) -> RunLog:
+        """Write settings, problems and data documents into the run folder, and start the trackers; return their log.
+
+        Args:
+            splits: `Split.identity` of each split
+            content: content of settings.yaml
+            saved: state of a resumed run
+        """
+        identity = {"yaml": str(self.source.spec.file), **splits}
+        run.files.write_problems([*data.train.problems, *data.val.problems])
+        run.files.write_settings(content)
+        run.files.write_documents(data.set.documents(data.train, data.val))
+        options, names = self.options, list(self.task.names.values())
+        run_log = RunLog(run, options, content["wandb_id"], data.val.shown, names)
+        run_log.start(content, identity, saved)
+        run_log.upload_dataset(self.source.spec.file, self.source.files, identity)
+        if not options.noplots:
+            run.enable_plots("labels.jpg")
+        return run_log
+
+
+def resolve(requested: Settings, agreed: Callable[[bool], bool] = bool) -> Job:
+    """Read the files that the flags name, and return the settings with every default in them; nothing replaces them.
+
+    Downloads what is missing. Raises `UserError`.
+
+    Args:
+        agreed: returns the main process's value: one machine may lack weights that no flag names
+    """
+    saved = requested.saved
+    start_from = starting_point(requested.options, saved and saved["model"], requested.given)
+    kind, words = start_from.entry.load(), model_words(start_from.yaml)
+    source = data_source(requested.options.data, start_from.entry.data)
+    defaults = (kind.defaults, source.spec.defaults)
+    if not saved:
+        start_from = start_from.with_weights(requested.value("weights", *defaults))
+    named = {}
+    if kind.prefers_trained and not requested.names("weights", source.spec.defaults):
+        start_from = start_from.with_default_weights(agreed)
+        named = {"weights": start_from.weights_name}
+    choose = partial(kind.recipes.choose, bool(start_from.weights), lambda: len(source.spec.images("train")))
+    origin = Origin.recorded(saved) if saved else start_from.origin
+    settings = requested.resolve(kind.recipe, *defaults, named, choose=choose, origin=origin.content())
+    options = settings.options
+    origin.require(options.allow_licence)
+    task = kind(source.names(options.single_cls), settings.hyp, options.label_smoothing)
+    settings.refuse(kind.features_of(start_from.yaml), task.unread(start_from.yaml), words)
+    yaml = start_from.yaml if saved else task.model_yaml(start_from.yaml)
+    fitness = Fitness.parsed(options.fitness, task.metric_names)
+    memory.check_batch_size(options.batch_size, options.logical_processes)
+    check_logical_processes(options.logical_processes, options.batch_size, options.sync_bn)
+    profile_window(options.profile)
+    if options.no_deterministic and options.logical_processes:
+        raise UserError("--no-deterministic cannot be used with --logical-processes, which promises equal bytes")
+    return Job(settings, source, replace(start_from, yaml=yaml), task, fitness)
+
+
+def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, Sequence[Path]], Sequence[str]]:
+    """Return the settings of a job, its files by purpose, and the messages that a start prints about the data.
+
+    Raises `UserError` if the job could not start.
+    """
+    job = resolve(settings)
+    options = job.settings.options
+    model = job.task.build_model(job.start.yaml, options.imgsz, job.start.source)
+    data = job.source.open(model.imgsz, model.stride, select(DataOptions, options))
+    messages = data.messages(data.split("train", job.settings.hyp), data.split("val"))
+    files: dict[str, Sequence[Path]] = {**job.source.files()}
+    if job.start.weights_file:
+        files["weights"] = [job.start.weights_file]
+    if options.augmentations:
+        data.own_augmentations(job.settings.hyp, "augmentations" in settings.given)
+        files["augmentations"] = [Path(options.augmentations)]
+    return {**vars(job.settings.hyp), "model": job.start.yaml, "class names": job.task.names}, files, messages
