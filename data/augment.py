@@ -415,20 +415,7 @@ def _paste(image: np.ndarray, mirrored: np.ndarray, polygon: np.ndarray, box: np
 
 
 def random_hsv(sample: Sample, settings: AugmentSettings, rng: np.random.Generator) -> Sample:
-    """Multiply hue, saturation and value by random factors; hue wraps around, the others are clipped to 255."""
-    factors = 1 + rng.uniform(-1, 1, 3) * (settings.hsv_h, settings.hsv_s, settings.hsv_v)
-    steps = np.arange(256)
-    tables = [(steps * factors[0]) % 180, (steps * factors[1]).clip(0, 255), (steps * factors[2]).clip(0, 255)]
-    image = cv2.cvtColor(sample.image, cv2.COLOR_BGR2HSV)
-    channels = cv2.split(image)
-    for channel, table in zip(channels, tables, strict=True):
-        cv2.LUT(channel, table.astype(np.uint8), dst=channel)
-    cv2.merge(channels, dst=image)
-    return sample._replace(image=cv2.cvtColor(image, cv2.COLOR_HSV2BGR, dst=image))
-
-
-def random_hsv_linear(sample: Sample, settings: AugmentSettings, rng: np.random.Generator) -> Sample:
-    """Rotate the hue, and scale saturation and value by random factors, in less than half the time of `random_hsv`.
+    """Rotate the hue, and scale saturation and value by random factors, in less than half the time of cv2's HSV.
 
     A channel c of a pixel whose largest channel is v becomes value * v - value * saturation * (v - c), which is what
     the factors mean in HSV until something is clipped. The hue is rotated around the axis of greys, equally for all
@@ -471,7 +458,6 @@ class Augmenter:
     count: int  # images in the data set; partners are drawn from all, so mosaics do not depend on the process
     load: Callable[[int], Sample]  # returns an image by its index, its longer side at `imgsz`
     size: Callable[[int], tuple[int, int]]  # returns width and height of that image
-    hsv: Callable[[Sample, AugmentSettings, np.random.Generator], Sample] = random_hsv
     masks: bool = False  # for segmentation: samples have outlines, and boxes are the extents of their visible parts
 
     def __call__(
@@ -493,7 +479,7 @@ class Augmenter:
             fitted, _ = letterbox(self.load(index), shape, enlarge=True)
             sample = random_warp(fitted, settings, shape, rng, max(shape) / self.imgsz, self.masks)
         if settings.hsv_h or settings.hsv_s or settings.hsv_v:
-            sample = self.hsv(sample, settings, rng)
+            sample = random_hsv(sample, settings, rng)
         if rng.random() < settings.flipud:
             sample = flip(sample, 1)
         if rng.random() < settings.fliplr:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing.util import get_temp_dir
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from data.cache import Images
 from data.sampler import GlobalBatches, SampleIndex
 from utils.batch import Batch
-from utils.distributed.loader_processes import init_worker, share_temporary_folder
+from utils.distributed.failure import init_worker
 from utils.user_code import explained
 
 # Pixels, uint8 (3, h, w) RGB; targets; the description of the image: see `Batch`.
@@ -85,7 +86,7 @@ def loader(
     """
     workers = min(workers, len(batches))
     if workers:
-        share_temporary_folder()
+        get_temp_dir()  # the folder of multiprocessing's sockets: made here, loader processes share it and leave none
         Image.preinit()  # Pillow's formats: loader processes should import nothing
         Image.init()
     return DataLoader(
@@ -97,3 +98,10 @@ def loader(
         persistent_workers=workers > 0,
         worker_init_fn=init_worker,
     )
+
+
+def first_batch(loader: Any) -> Batch:
+    """Return the first batch of a training loader's epoch at its largest size, loaded by this process."""
+    items = [loader.dataset[sample] for sample in loader.batch_sampler.largest()]
+    batch: Batch = loader.collate_fn(items)
+    return batch

@@ -26,11 +26,19 @@ from data.dataset import DataSet, labels_text, problem_warnings, split_identity
 from data.images import read_image
 from data.labels import load_labels
 from data.own_augmentations import NO_AUGMENTATIONS, OwnAugmentations
-from data.sampler import SampleIndex, Sampling, evaluation_batches, item_generator, own_generator, training_batches
+from data.sampler import (
+    SampleIndex,
+    Sampling,
+    evaluation_batches,
+    images_in_use,
+    item_generator,
+    own_generator,
+    training_batches,
+)
 from data.transforms import Augmenter, Change, TransformSettings, centre_crop, unchanged
-from utils.batch import Batch, ClassBatch, ClassInfo, Instances, Split
+from utils.batch import Batch, ClassInfo, Instances, Split
 from utils.config.hyperparameters import Recipe
-from utils.config.select import select
+from utils.config.values import select
 from utils.errors import UserError, plural
 from utils.files import csv_text
 
@@ -112,7 +120,7 @@ def to_array(pixels: Tensor) -> np.ndarray:
 def collate(items: Sequence[Item]) -> Batch:
     """Join items of one shape."""
     images, targets, infos = zip(*items, strict=True)
-    return ClassBatch(stack_in_place(images), torch.stack(targets), infos)
+    return Batch(stack_in_place(images), torch.stack(targets), infos)
 
 
 @dataclass(frozen=True)
@@ -248,8 +256,8 @@ class ClassificationData(DataSet[ClassificationSplit]):
             mixed=1,
         )
         settings = select(TransformSettings, hyp)
-        capacity = self.options.images_in_use(len(split.images), batch_size, self.options.workers)
-        images = self._open(split, self.train_cache, capacity if settings.mixup or settings.cutmix else 0)
+        capacity = images_in_use(batch_size, self.options.workers) if settings.mixup or settings.cutmix else 0
+        images = self._open(split, self.train_cache, capacity)
         own = self.own_augmentations(hyp)
         items = TrainingItems(images, split.labels, len(self.names), settings, seed, self.options, own)
         return loader(items, batches, collate, self.options.workers)

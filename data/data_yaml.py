@@ -25,7 +25,7 @@ from data.label_rows import RowRules
 from data.shards import Pack, find_pack
 from data.voc import has_annotations, is_voc_list
 from utils import user_code
-from utils.config.parser import check_suggested_defaults
+from utils.config.parser import suggested_defaults
 from utils.config.values import is_number
 from utils.errors import UserError, nearest, plural, shortened, shown
 from utils.files import IS_INSTALLED, ROOT, file_name, read_yaml
@@ -363,7 +363,7 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
         messages = (*messages, f"warning: {file}: `split: {share:g}` is not used, because there is a `val:`")
     if not _is_seed(seed):
         raise UserError(f"{file}: `split_seed` must be a whole number from 0, not {shown(seed)}")
-    defaults = check_suggested_defaults(content.get("defaults") or {}, file)
+    defaults = suggested_defaults(content.get("defaults") or {}, file)
     convert = content.get("convert") or ""
     if not isinstance(convert, str) or convert not in ("", *CONVERTED_FORMATS):
         raise UserError(f"{file}: `convert` must be one of {', '.join(CONVERTED_FORMATS)}, not {shown(convert)}")

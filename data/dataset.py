@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset
 from data import storage
 from data.batches import Item, Items
 from data.data_yaml import DataSpec, is_annotation_file, overlap, read_spec
-from data.detect_layout import read_annotation_file, read_folder
 from data.own_augmentations import Labelling, OwnAugmentations, read_augmentations
 from data.sampler import SampleIndex, Sampling
 from utils.batch import Batch, Split
@@ -49,7 +48,6 @@ class DataOptions(Sampling):
     single_cls: bool = False  # all labels are of one class
     workers: int = 0  # loader processes; 0: the training process loads
     cache: str = ""  # cache of decoded images: "ram", "disk", "val" (in memory, validation only), or "" for none
-    image_padding: bool = False  # evaluation pads each image by its own shape, not by its batch's
     strict: bool = False  # bad images and labels are errors instead of being left out
     mask_ratio: int = 4  # pixels of the image per pixel of the training masks, along a side (segmentation)
     no_overlap: bool = False  # each training mask has all its pixels, even where a smaller object is on top
@@ -127,8 +125,8 @@ class DataSet(ABC, Generic[S]):
         """Return all batches of an evaluation, the same for any number of processes; see `sampler.evaluation_batches`.
 
         Args:
-            square: whether all images have sides of `imgsz`; otherwise each batch, or with `image_padding` each image,
-                has a shape of its own, with less padding
+            square: whether all images have sides of `imgsz`; otherwise each batch has a shape of its own, with less
+                padding
         """
 
     @abstractmethod
@@ -166,8 +164,8 @@ class DataSet(ABC, Generic[S]):
         return "" if self.options.cache == "val" else self.options.cache
 
     def uncached(self: D) -> D:
-        """Return the same data set without any memory for decoded images."""
-        return replace(self, options=replace(self.options, cache="", partners="any"))
+        """Return the same data set without a cache of decoded images."""
+        return replace(self, options=replace(self.options, cache=""))
 
     def messages(self, train: S, val: S) -> list[str]:
         """Return lines for the console about both splits of a run and the classes."""
@@ -224,6 +222,8 @@ def data_source(data: str, kind: str) -> DataSource:
     Args:
         kind: class of the data set, as `module:class`
     """
+    from data.detect_layout import read_annotation_file, read_folder  # only here: most data sets have a YAML
+
     storage.forget()
     if os.path.isdir(data):
         spec = read_folder(Path(data))

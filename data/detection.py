@@ -21,8 +21,6 @@ from data.augment import (
     AugmentSettings,
     Sample,
     letterbox,
-    random_hsv,
-    random_hsv_linear,
 )
 from data.batches import Item, Items, empty_pixels, loader, stack_in_place
 from data.cache import Images, open_images
@@ -33,10 +31,10 @@ from data.label_rows import BOXES, POLYGONS, RowRules
 from data.labels import Labels, check_classes, load_labels
 from data.own_augmentations import NO_AUGMENTATIONS, Labelling, OwnAugmentations
 from data.remote import shown_path
-from data.sampler import SampleIndex, evaluation_batches, item_generator, own_generator, training_batches
+from data.sampler import SampleIndex, evaluation_batches, images_in_use, item_generator, own_generator, training_batches
 from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement
 from utils.config.hyperparameters import Augmentation, Recipe
-from utils.config.select import select
+from utils.config.values import select
 from utils.errors import UserError, plural
 from utils.files import csv_text
 from utils.summary import evenly_spaced
@@ -97,8 +95,7 @@ class TrainingItems(_Items):
     ) -> None:
         super().__init__(images, labels)
         self.seed, self.options, self.own = seed, options, own
-        hsv = random_hsv_linear if options.partners == "window" else random_hsv
-        self.augmenter = Augmenter(augment, images.imgsz, len(images.files), self.load, self.size, hsv, self.masks)
+        self.augmenter = Augmenter(augment, images.imgsz, len(images.files), self.load, self.size, self.masks)
         self.unmixed = replace(self.augmenter, settings=replace(augment, mosaic=0.0))
 
     def size(self, index: int) -> tuple[int, int]:
@@ -323,16 +320,14 @@ class DetectionData(DataSet[DetectionSplit]):
             stride=self.stride,
             mixed=mixed,
         )
-        capacity = options.images_in_use(len(split.images), batch_size, options.workers)
-        reduced = options.partners == "window"
-        images = self._open(split, self.train_cache, False, capacity if augment.mosaic else 0, reduced)
+        capacity = images_in_use(batch_size, options.workers) if augment.mosaic else 0
+        images = self._open(split, self.train_cache, False, capacity, reduced=True)
         items = self.training_items(images, split.labels, augment, seed, options, self.own_augmentations(hyp))
         return loader(items, batches, self.collate, self.options.workers)
 
     def evaluation_batches(self, split: DetectionSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:
         """Return the batches of an evaluation: see `DataSet`."""
-        sizes, image_padding = split.labels.sizes, self.options.image_padding
-        return evaluation_batches(sizes, batch_size, self.imgsz, self.stride, square, image_padding)
+        return evaluation_batches(split.labels.sizes, batch_size, self.imgsz, self.stride, square)
 
     def evaluation_loader(self, split: DetectionSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
         """Return a loader of letterboxed items."""

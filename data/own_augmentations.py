@@ -22,7 +22,6 @@ import cv2
 import numpy as np
 import yaml
 
-from data.albumentations_adapter import adapted, named_transform
 from data.augment import Sample
 from data.polygons import Polygons
 from data.transforms import torch_seeded_by
@@ -337,6 +336,8 @@ def _of_entry(entry: Any, path: Path, where: str, allow: Callable[[Path], None],
         raise UserError(f"{where}: {shown(entry)} is not `NAME: {{arguments}}`; fix it")
     code, _, word = name.rpartition(":")
     if not code:
+        from data.albumentations_adapter import named_transform
+
         make = named_transform(name, where)
         return _step(_made(make, arguments, name, where), path, where, labelling)
     file = (path.parent / code).resolve()
@@ -379,6 +380,8 @@ def _step(call: Any, file: Path, where: str, labelling: Labelling) -> Step:
     """
     named: Any = call.func if isinstance(call, partial) else call
     name = getattr(named, "__name__", type(named).__name__)
+    from data.albumentations_adapter import adapted
+
     call = adapted(call, bool(labelling.classes))
     if not callable(call):
         raise UserError(f"{where}: {shown(call)} is not a function; list functions, or objects with a `__call__`")

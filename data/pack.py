@@ -27,7 +27,7 @@ from data.coco_json import AnnotatedRows
 from data.data_yaml import SPLITS, names_text
 from data.dataset import DataSource, data_source
 from data.images import image_size
-from data.label_paths import label_name
+from data.label_rows import label_name
 from data.shards import INDEX_FILE, LIST_SUFFIX, SHARD_SUFFIX, PackedImage, Summary
 from models.tasks import TASKS, add_tasks
 from utils.distributed.failure import run_main

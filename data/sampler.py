@@ -74,36 +74,6 @@ class Weighted(Order):
         return rng.choice(self.count, self.count, p=self.shares)
 
 
-class Repeated(Order):
-    """Each image repeated by its factor, shuffled.
-
-    A factor of 2.3 gives two or three repeats, by systematic sampling. The samples of an epoch are the rounded sum of
-    all factors; to add up to a whole number, all fractions are scaled a little.
-
-    Args:
-        factors: factor of each image, at least 1, (n,)
-    """
-
-    def __init__(self, factors: np.ndarray) -> None:
-        self.whole = np.floor(factors).astype(np.int64)
-        fractions = factors - self.whole
-        self.fractional = np.flatnonzero(fractions)  # images whose factor is not a whole number
-        fractions, count = fractions[self.fractional], len(self.fractional)
-        total, rounded = fractions.sum(), round(fractions.sum())
-        if rounded > total:
-            fractions = 1 - (1 - fractions) * (count - rounded) / (count - total)  # none is over 1
-        elif count:
-            fractions = fractions * rounded / total
-        self.ends = np.minimum(fractions.cumsum(), rounded)
-        self.ends[-1:] = rounded  # despite rounding errors of the sum
-        super().__init__(int(self.whole.sum()) + rounded)
-
-    def draw(self, rng: np.random.Generator) -> np.ndarray:
-        times = self.whole.copy()
-        times[self.fractional] += np.diff(np.floor(self.ends + rng.random()), prepend=0).astype(np.int64)
-        return rng.permutation(np.repeat(np.arange(len(times)), times))
-
-
 def image_weights(instances: Instances, count: int) -> np.ndarray:
     """Return the weight of each image, (count,): the sum over its instances of 1 / (instances of their class).
 
@@ -111,20 +81,6 @@ def image_weights(instances: Instances, count: int) -> np.ndarray:
     """
     weights = 1 / np.maximum(np.bincount(instances.classes), 1)
     return np.bincount(instances.images, weights=weights[instances.classes], minlength=count)
-
-
-def repeat_factors(instances: Instances, count: int, threshold: float) -> np.ndarray:
-    """Return the repeat factor of each image, (count,): the largest factor of its classes.
-
-    The factor of a class that a share f of the images has is max(1, sqrt(threshold / f)). Gupta et al. 2019, LVIS.
-    """
-    classes = int(instances.classes.max(initial=0)) + 1
-    present = np.unique(instances.images * classes + instances.classes)
-    images, labels = present // classes, present % classes
-    shares = np.maximum(np.bincount(labels, minlength=classes), 1) / count
-    factors = np.ones(count)
-    np.maximum.at(factors, images, np.sqrt(threshold / shares)[labels])
-    return factors
 
 
 @dataclass(frozen=True)
@@ -139,37 +95,18 @@ class Sampling:
     """
 
     rect: bool = False
-    partners: str = "any"
     multi_scale: bool = False
     image_weights: bool = False
-    repeat_factor: float = 0.0
     close_mosaic: int = 0
     epochs: int = 0
 
     def __post_init__(self) -> None:
-        chosen = {
-            "--rect": self.rect,
-            "--image-weights": self.image_weights,
-            "--repeat-factor": self.repeat_factor > 0,
-        }
-        flags = [name for name, on in chosen.items() if on]
-        if len(flags) > 1:
-            raise UserError(f"{flags[0]} and {flags[1]} both determine the order of the images; leave one of them out")
+        if self.rect and self.image_weights:
+            raise UserError("--rect and --image-weights both determine the order of the images; leave one of them out")
 
     def largest(self, imgsz: int) -> int:
         """Return the largest size of a batch in pixels, not rounded to strides."""
         return imgsz * 3 // 2 if self.multi_scale else imgsz
-
-    def images_in_use(self, images: int, batch_size: int, workers: int) -> int:
-        """Return the number of decoded images to store so that each is decoded once per epoch; 0 if that does not help.
-
-        Args:
-            images: number of images in the split
-            workers: number of loader processes
-        """
-        span = PARTNERS_WINDOW if self.partners == "window" else 0
-        span += batch_size * (1 + PREFETCHED_BATCHES * workers + 1)  # batches that are loaded at the same time
-        return span if self.partners != "any" or images <= span else 0
 
     def mixes(self, epoch: int) -> bool:
         """Return whether items of this epoch may be mixed from several images."""
@@ -179,8 +116,6 @@ class Sampling:
         """Return the order of `count` images."""
         if self.image_weights:
             return Weighted(image_weights(instances, count))
-        if self.repeat_factor:
-            return Repeated(repeat_factors(instances, count, self.repeat_factor))
         return Order(count)
 
     def messages(self, order: Order, images: int, sizes: Sequence[int]) -> list[str]:
@@ -195,15 +130,21 @@ class Sampling:
             never = 0 if order.shares is None else int((order.shares == 0).sum())
             without = f"; {never:,} without labels are never drawn" if never else ""
             messages.append(f"--image-weights: {order.count:,} samples per epoch of {images:,} images{without}")
-        if isinstance(order, Repeated):
-            factor = f"{self.repeat_factor:g}"
-            messages.append(f"--repeat-factor {factor}: {order.count:,} samples per epoch of {images:,} images")
         if self.multi_scale:
             messages.append(f"--multi-scale: each batch at one of {len(sizes)} sizes, {sizes[0]} to {sizes[-1]} pixels")
         if self.close_mosaic:
             first = max(self.epochs - self.close_mosaic, 0) + 1
             messages.append(f"--close-mosaic {self.close_mosaic}: no mixed images from epoch {first} on")
         return messages
+
+
+def images_in_use(batch_size: int, workers: int) -> int:
+    """Return the number of decoded images to store so that each is decoded once per epoch.
+
+    Args:
+        workers: number of loader processes
+    """
+    return PARTNERS_WINDOW + batch_size * (1 + PREFETCHED_BATCHES * workers + 1)  # batches loaded at the same time
 
 
 def batch_sizes(imgsz: int, stride: int) -> range:
@@ -224,9 +165,8 @@ class GlobalBatches:
     Args:
         order: order of the images of an epoch
         shape: height and width of a batch, pixels
-        partners: number of images that are mixed with each, drawn by (seed, epoch, position)
-        reach: range of the order to draw partners from: "any", or "window" (the `PARTNERS_WINDOW` positions around the
-            image)
+        partners: number of images that are mixed with each, drawn by (seed, epoch, position) from the `PARTNERS_WINDOW`
+            positions around the image
         sizes: possible sizes of the longer side of `shape`, drawn per batch by (seed, epoch, batch); if empty, all
             batches have `shape`
         messages: lines for the console
@@ -241,12 +181,11 @@ class GlobalBatches:
         seed: int,
         shape: tuple[int, int],
         partners: int = 0,
-        reach: str = "any",
         sizes: range = range(0),
         messages: Sequence[str] = (),
     ) -> None:
         self._order, self.batch_size, self.seed, self.shape = order, batch_size, seed, shape
-        self.count, self.partners, self.reach, self.sizes = order.count, partners, reach, sizes
+        self.count, self.partners, self.sizes = order.count, partners, sizes
         self.messages = tuple(messages)
         self.epoch, self.skipped = 0, 0
         self.sampler = self  # with several processes Accelerate calls `set_epoch` of a batch sampler's `sampler`
@@ -294,7 +233,7 @@ class GlobalBatches:
         """Return the indices of the partners at each place of the order, (count, partners)."""
         places = np.arange(self.count)[:, None]
         rng = np.random.default_rng((PARTNERS_STREAM, self.seed, self.epoch))
-        window = min(PARTNERS_WINDOW, self.count) if self.reach == "window" else self.count
+        window = min(PARTNERS_WINDOW, self.count)
         first = (places - window // 2).clip(0, self.count - window)
         return order[first + rng.integers(window, size=(self.count, self.partners), dtype=np.int32)]
 
@@ -354,30 +293,24 @@ def training_batches(
     sizes = sizes if sampling.multi_scale else range(0)
     if sampling.rect:
         return RectangularBatches(image_sizes, batch_size, seed, imgsz, stride, sizes, messages)
-    # With "any" and each image once, an item draws its partners among all images by itself.
-    drawn = sampling.partners == "window" or sampling.image_weights or sampling.repeat_factor
-    return GlobalBatches(
-        order, batch_size, seed, (imgsz, imgsz), mixed if drawn else 0, sampling.partners, sizes, messages
-    )
+    return GlobalBatches(order, batch_size, seed, (imgsz, imgsz), mixed, sizes, messages)
 
 
 def evaluation_batches(
-    sizes: np.ndarray, batch_size: int, imgsz: int, stride: int, square: bool, image_padding: bool = False
+    sizes: np.ndarray, batch_size: int, imgsz: int, stride: int, square: bool
 ) -> list[list[SampleIndex]]:
     """Return every image once, in batches that are the same for any number of processes: a process gets whole ones.
 
     Args:
         sizes: (n, 2), width and height of each image
         square: whether every image has sides of `imgsz`; otherwise a batch has the smallest shape that holds its images
-        image_padding: whether every image has the smallest shape that holds it, and a batch only images of one shape
     """
     count = len(sizes)
     if square:
         order, shapes = np.arange(count), [(imgsz, imgsz)] * count
     else:
-        measured = 1 if image_padding else batch_size  # images that share a shape
-        order, shared = by_aspect(sizes, measured, imgsz, stride, EVALUATION_PAD_STRIDES)
-        shapes = [shared[k // measured] for k in range(count)]
+        order, shared = by_aspect(sizes, batch_size, imgsz, stride, EVALUATION_PAD_STRIDES)
+        shapes = [shared[k // batch_size] for k in range(count)]
     samples = [SampleIndex(0, k, int(order[k]), shapes[k]) for k in range(count)]
     groups = (list(group) for _, group in groupby(samples, key=lambda sample: sample.shape))
     return [group[start : start + batch_size] for group in groups for start in range(0, len(group), batch_size)]

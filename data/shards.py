@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data import remote
-from data.label_paths import label_name
+from data.label_rows import label_name
 from utils.errors import UserError, first_line
 from utils.files import open_regular, read_regular
 

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from data import label_paths, remote, shards
+from data import label_rows, remote, shards
 from utils.files import read_regular
 
 
@@ -58,7 +58,7 @@ def open_for_pillow(path: Path) -> Path | BinaryIO:
 def label_name(image: str) -> str:
     """Return the path of an image's label file, which is in the same shard if the image is in one."""
     place = shards.place_of(image)
-    return f"{place[0]}{os.sep}{label_paths.label_name(place[1])}" if place else label_paths.label_name(image)
+    return f"{place[0]}{os.sep}{label_rows.label_name(place[1])}" if place else label_rows.label_name(image)
 
 
 def unpacked_name(path: Path) -> str:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from data import remote, storage
 from data.coco_json import AnnotatedImages, AnnotatedRows, CocoBox, ImageRows, Tally, box_row, cached_json
 from data.images import IMAGE_SUFFIXES
-from data.label_paths import label_name
+from data.label_rows import label_name
 from utils.errors import UserError, nearest, plural
 from utils.files import read_lines, read_regular
 

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from models.export.runtime import Exported, read_model
-from models.fuse import fuse
 from models.image_size import ImageSize, in_words, sides_of, whole_strides
 from models.layer_registry import add_layers
 from models.layers import RepConv
@@ -25,10 +24,9 @@ from models.tasks.contract import Model, Postprocess, Task, View
 from models.weights.content import ExportMetadata, Weights
 from models.weights.releases import find_weights
 from models.weights.transfer import transfer
-from utils.batch import Batch
+from utils.batch import Batch, layout
 from utils.config.parser import refuse_flags
 from utils.errors import UserError, plural
-from utils.memory_format import layout
 from utils.stage_times import INFERENCE, PREPARING, StageTimer
 
 if TYPE_CHECKING:
@@ -201,10 +199,10 @@ class Members:
         return content.class_warnings(names, name)
 
     @property
-    def concerns(self) -> frozenset[str]:
-        """The members of `CONCERNS` that flags may be about: all that one of the models has."""
+    def features(self) -> frozenset[str]:
+        """The features that flags may need: all that one of the models has."""
         kind = self.entry.load()
-        return frozenset().union(*(kind.concerns_of(content.task_yaml) for content in self.weights.values()))
+        return frozenset().union(*(kind.features_of(content.task_yaml) for content in self.weights.values()))
 
     def refuse(self, kind: type[DataclassInstance], given: Mapping[str, Any]) -> None:
         """Raise `UserError` for a flag that does not apply to the models or to their predictions.
@@ -214,7 +212,7 @@ class Members:
             given: values of the given flags, by name
         """
         first, task = next(iter(self.weights.values())), self.entry.load()
-        refuse_flags(kind, given, self.concerns, model_words(first.task_yaml))
+        refuse_flags(kind, given, self.features, model_words(first.task_yaml))
         for name, reason in (task.prediction.refused() if task.prediction else {}).items():
             if given.get(name):
                 raise UserError(f"--{name.replace('_', '-')} {reason}")
@@ -233,6 +231,27 @@ class Members:
         """The file that was exported with --nms, and its flags, in words; '' if there is none."""
         files = [(name, file) for name, file in self.exported.items() if file.suppression]
         return next((f"{name} was exported with {file.suppression_flags}" for name, file in files), "")
+
+    def messages(self, half: bool, half_asked: bool, augment: bool) -> list[str]:
+        """Return lines about precision, square images, an ensemble, and --augment.
+
+        Args:
+            half: whether weights and images are in half precision; `half_asked`: whether --half is given
+        """
+        lines = ["weights and images in half precision"] if half and len(self.exported) < len(self.files) else []
+        if half_asked and not half:
+            lines.append("warning: --half is for CUDA; using full precision")
+        if "padding" in self.features and fixed_size(self.weights):
+            lines.append("images are square: the metrics are comparable with a .pt file's under --square")
+        first, *others = self.files
+        if others:
+            lines.append(f"an ensemble of {len(self.files)} models; the losses come from {first}")
+        return lines + ["--augment: the model runs on scaled and mirrored copies of each image too"] * augment
+
+    def suppression_warnings(self) -> list[str]:
+        """Return a warning if an exported file suppresses boxes itself: the metrics are not comparable."""
+        words = "the metrics are comparable only among files that were exported alike"
+        return [f"warning: {self.suppression}; {words}"] if self.suppression else []
 
     def overridden(self, flags: Mapping[str, Any]) -> list[str]:
         """Return a warning for each exported file that overrides flags, with the values that apply.
@@ -299,6 +318,8 @@ def for_inference(model: Model, device: torch.device, half: bool, fold: bool = F
     """
     fold = fold or any(isinstance(module, RepConv) for module in model.modules())
     if fold and not isinstance(model, Exported):
+        from models.fuse import fuse  # only here, because training does not need it
+
         model = fuse(model)
     if half:
         halve(model)

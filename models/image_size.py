@@ -65,3 +65,13 @@ class ImageSize:
             return self
         sides = whole_strides(self.sides[0], stride), whole_strides(self.sides[1], stride)
         return replace(self, sides=sides, messages=(*self.messages, *rounding(self.sides, sides, stride)))
+
+    def square(self) -> int:
+        """Return the side of the square for both sides. Raises `UserError` if they are fixed and differ."""
+        height, width = self.sides
+        if self.is_fixed and height != width:
+            raise UserError(
+                f"--weights takes only images of {height}x{width}, and val.py makes square ones; "
+                "export it with --dynamic, or with one number for --imgsz"
+            )
+        return max(self.sides)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,23 +23,10 @@ from models.weights.licence import YOURS, Origin
 from models.weights.reader import read_weights
 from models.weights.releases import TORCHVISION_DEFAULT, find_weights, torchvision_weights
 from models.weights.transfer import known_share, transfer
+from utils.config.flags import TrainOptions
 from utils.config.hyperparameters import Recipe
 from utils.errors import UserError, plural
 from utils.files import find_file, read_yaml
-
-ANSWER_SECONDS = 4.0  # time for the server to answer when the weights are optional
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """The flags that name the model, its initial weights and its image size."""
-
-    cfg: str
-    weights: str
-    layers: str
-    task_file: str
-    freeze: tuple[int | str, ...]
-    imgsz: int
 
 
 @dataclass(frozen=True)
@@ -67,15 +54,26 @@ class StartingPoint:
         """The licence of the initial weights, and the files that they began from."""
         return self.weights.origin if self.weights else Origin(YOURS)
 
-    def with_default_weights(self) -> StartingPoint:
-        """Load the weights that torchvision recommends for the model, unless the server takes seconds to answer."""
+    def with_default_weights(self, agreed: Callable[[bool], bool]) -> StartingPoint:
+        """Load the weights that torchvision recommends for the model, if the main process can get them.
+
+        Raises `UserError` if only this machine cannot.
+
+        Args:
+            agreed: returns the main process's value on every process
+        """
         if "architecture" not in self.yaml:
             return self.from_scratch("no --weights are given")
+        file, weights, problem = None, None, None
         try:
-            file = torchvision_weights(self.yaml, self.source, ANSWER_SECONDS)
+            file = torchvision_weights(self.yaml, self.source)
             weights = read_weights(file)
-        except UserError:
+        except UserError as error:
+            problem = error
+        if not agreed(problem is None):
             return self.from_scratch("torchvision's weights cannot be downloaded")
+        if problem:
+            raise problem
         message = "starting from torchvision's weights; --weights '' trains from scratch"
         return replace(self, weights=weights, weights_name=TORCHVISION_DEFAULT, weights_file=file, message=message)
 
@@ -91,7 +89,7 @@ class StartingPoint:
 
 
 def starting_point(
-    options: ModelOptions, saved_yaml: Mapping[str, Any] | None, given: Collection[str]
+    options: TrainOptions, saved_yaml: Mapping[str, Any] | None, given: Collection[str]
 ) -> StartingPoint:
     """Read the model that --cfg names, else the one in --weights.
 
@@ -121,7 +119,7 @@ def starting_point(
     return StartingPoint(entry, yaml, source, bool(options.cfg), content, name, weights_file=file)
 
 
-def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: ModelOptions) -> list[str]:
+def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: TrainOptions) -> list[str]:
     """Load the tensors that fit `model` and freeze layers; return messages about the model, the tensors and the layers.
 
     Raises `UserError` if no tensor fits, or if a layer's number is out of range.

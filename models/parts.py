@@ -1,4 +1,4 @@
-"""Parts of a model by name, for --freeze and --lr-factor: backbone, head, and patterns of layers or parameters."""
+"""Parts of a model by name, for --freeze and `lr_factor`: backbone, head, and patterns of layers or parameters."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from utils.config.values import NOT_NEGATIVE, named_numbers
-from utils.errors import UserError, nearest, shortened, shown
+from utils.errors import UserError, nearest, shown
 
 
 class Layers(NamedTuple):
@@ -72,34 +71,10 @@ def _backbone(model: nn.Module, parameters: set[str], layers: Layers) -> set[str
     return {name for name in parameters if name.startswith(tuple(f"{prefix}." for prefix in prefixes))}
 
 
-def rate_factors(model: nn.Module, text: str) -> tuple[dict[str, float], list[str]]:
-    """Return the learning-rate factors that --lr-factor gives parameters, by name, and messages.
+def rate_factors(model: nn.Module, parts: Mapping[str, float]) -> dict[str, float]:
+    """Return the learning-rate factors of parameters by name, from the factors of parts.
 
     A parameter in several parts has the last part's factor; a parameter in none is not in the result. Raises
-    `UserError` for malformed text, a negative factor, or a part that matches no parameter.
-
-    Args:
-        text: value of --lr-factor, such as `backbone=0.1,head=1`
+    `UserError` if a part matches no parameter.
     """
-    try:
-        terms = named_numbers(text)
-    except ValueError:
-        terms = [("", -1.0)]
-    if any(factor not in NOT_NEGATIVE for _, factor in terms):
-        raise UserError(
-            f"--lr-factor {shown(text)} is not of the form PART=FACTOR,PART=FACTOR with factors of 0 or more, such as "
-            "backbone=0.1,head=1"
-        )
-    factors = {name: factor for word, factor in terms for name in parameters_of(model, word, "--lr-factor")}
-    total = len(list(model.parameters()))
-    return factors, [f"learning rate x {_counts(factors, total)}"] * bool(factors)
-
-
-def _counts(factors: Mapping[str, float], total: int) -> str:
-    """Count the parameters per factor, in words: `0.1 for 60 of 180 parameters, 1 for 120`."""
-    numbers = {1.0: total - len(factors)} if len(factors) < total else {}
-    for factor in factors.values():
-        numbers[factor] = numbers.get(factor, 0) + 1
-    first, *others = sorted(numbers.items())
-    texts = [f"{first[0]:g} for {first[1]} of {total} parameters", *(f"{f:g} for {n}" for f, n in others)]
-    return shortened(", ".join(texts))
+    return {name: factor for word, factor in parts.items() for name in parameters_of(model, word, "lr_factor:")}

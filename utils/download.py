@@ -12,10 +12,9 @@ import os
 import re
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,8 +29,6 @@ from utils.files import PART_SUFFIX, one_at_a_time
 
 SCHEMES = ("http", "https", "file")
 SERVER_TIMEOUT_SECONDS = 20.0  # longest wait for data from the server
-SLOWEST_BYTES, SLOWEST_SECONDS = 2**16, 60.0  # an attempt that receives fewer bytes in this time has failed
-FREE_SHARE = 0.05  # share of the disk that a file of unknown length leaves free
 MAX_FAILURES = 6  # failed attempts in a row
 RETRY_SECONDS = 1.0  # wait before the second attempt; doubled before each further one
 MIN_PROGRESS_BYTES = 2**20  # an attempt that receives less has failed
@@ -83,20 +80,6 @@ def download(
     return path
 
 
-def answers(address: str, seconds: float) -> bool:
-    """Return whether a server offers the file at `address` within `seconds`, however long its name lookup takes."""
-    answered = threading.Event()
-
-    def ask() -> None:
-        with suppress(OSError, ValueError, HTTPException), urlopen(_request(address), timeout=seconds):
-            answered.set()
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(seconds)
-    return answered.is_set()
-
-
 def is_address(text: Any) -> bool:
     """Return whether `text` is an address for `download`."""
     return isinstance(text, str) and re.fullmatch(rf"(?:{'|'.join(SCHEMES)})://\S+", text) is not None
@@ -110,20 +93,16 @@ def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool]
     for _ in range(2):
         transfer = _Transfer(address, path, licence)
         transfer.run()
-        problem = _problem(transfer, sha256, usable)
-        if not problem:
+        if sha256 and not _sha256(transfer.part).startswith(sha256):
+            problem = "its SHA-256 is not the expected one"
+        elif not usable(transfer.part):
+            problem = "the content is of another kind, or damaged"
+        else:
             with _writing(path.parent):
                 os.replace(transfer.part, path)
             return
         transfer.part.unlink()
     raise ValueError(f"{problem}, twice")
-
-
-def _problem(transfer: _Transfer, sha256: str, usable: Callable[[Path], bool]) -> str:
-    """Return the problem of the received file, '' if there is none."""
-    if sha256 and not _sha256(transfer.part).startswith(sha256):
-        return "its SHA-256 is not the expected one"
-    return "" if usable(transfer.part) else "the content is of another kind, or damaged"
 
 
 class _Transfer:
@@ -144,12 +123,9 @@ class _Transfer:
                 self._receive()
                 return
             except (OSError, HTTPException) as error:
-                # If the server has never answered, fail at once, as on a machine without a network.
+                hopeless = not self.answered  # fail at once on a machine without a network
                 if isinstance(error, HTTPError):
                     hopeless = error.code < 500 and error.code not in RETRIED_STATUS_CODES
-                else:
-                    reset = isinstance(getattr(error, "reason", error), ConnectionResetError)
-                    hopeless = not self.answered and not reset
                 failures = 0 if self.received() - before >= MIN_PROGRESS_BYTES else failures + 1
                 if hopeless or failures == MAX_FAILURES:
                     raise
@@ -179,7 +155,8 @@ class _Transfer:
             self.answered = True
             if answer.status == 206:
                 start = received
-                if not _continues(answer.headers, received, self.content):
+                sent, tag = answer.headers.get("Content-Range") or "", _Content.of(answer.headers).tag
+                if not sent.startswith(f"bytes {start}-") or tag not in ("", self.content.tag):
                     self.part.unlink(missing_ok=True)
                     raise OSError("the file on the server has changed in the meantime")
             else:
@@ -205,7 +182,7 @@ class _Transfer:
             if length and length - start > (free := shutil.disk_usage(folder).free):
                 raise OSError(None, f"it needs {gigabytes(length - start)}, and {gigabytes(free)} are free")
             file = self.part.open("r+b" if start else "wb")
-        done, slow_since, slow_from = start, time.monotonic(), start
+        done = start
         bar = tqdm(
             total=length,
             initial=start,
@@ -223,12 +200,6 @@ class _Transfer:
                     file.write(block)
                 done += len(block)
                 bar.update(len(block))
-                if done - slow_from >= SLOWEST_BYTES:
-                    slow_from, slow_since = done, time.monotonic()
-                elif time.monotonic() - slow_since > SLOWEST_SECONDS:
-                    raise OSError(f"{done - slow_from} bytes in {SLOWEST_SECONDS:g} s are too slow")
-                if length is None and (disk := shutil.disk_usage(folder)).free < FREE_SHARE * disk.total:
-                    raise ValueError(f"{folder} is nearly full after {gigabytes(done)}, and the server names no length")
                 if done == length:
                     break
             with _writing(folder):
@@ -246,15 +217,6 @@ def _request(address: str) -> Request:
         token = base64.b64encode(unquote(login[2]).encode()).decode()
         request.add_unredirected_header("Authorization", f"Basic {token}")
     return request
-
-
-def _continues(headers: Mapping[str, str], received: int, content: _Content) -> bool:
-    """Return whether a partial response continues the same content after `received` bytes."""
-    span = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", headers.get("Content-Range") or "")
-    if not span or int(span[1]) != received or span[3] not in ("*", str(content.length)):
-        return False
-    tag = headers.get("ETag") or headers.get("Last-Modified")
-    return tag in (None, content.tag) or headers.get("Last-Modified") == content.tag
 
 
 def _sha256(path: Path) -> str:

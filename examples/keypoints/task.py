@@ -40,7 +40,7 @@ class HeatmapTask(Task):
     recipe = HeatmapRecipe
     recipes = Recipes(str(HYP))
     defaults: ClassVar[Mapping[str, Any]] = {"weights": "", "imgsz": 64}
-    concerns = frozenset({"detections", "copies"})
+    features = frozenset({"detections", "copies"})
     loss_names = ("heat_loss",)
     metric_names = METRIC_NAMES
     prediction = HeatmapPrediction

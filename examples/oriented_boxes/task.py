@@ -15,11 +15,10 @@ from models.tasks.contract import Criterion, ExportModule, ExportSettings, Image
 from models.tasks.shared.losses import UnavailableCriterion
 from models.tasks.shared.scores import CLASS_METRICS, DETECTION_METRICS
 from models.yolo import build_model
-from utils.batch import Batch
+from utils.batch import Batch, layout
 from utils.config.hyperparameters import Augmentation, Recipes, number
 from utils.config.values import NOT_NEGATIVE
 from utils.errors import UserError
-from utils.memory_format import layout
 from utils.plots.drawing import MAX_GRID_IMAGES, grid
 
 from .geometry import corners
@@ -48,7 +47,7 @@ class OrientedTask(Task):
     prediction = OrientedPrediction
     recipes = Recipes(str(Path(__file__).with_name("hyp.yaml")))
     defaults: ClassVar[Mapping[str, Any]] = {"weights": ""}
-    concerns = frozenset({"mixing", "augmentation", "padding", "detections", "suppression", "examples"})
+    features = frozenset({"mixing", "augmentation", "padding", "detections", "suppression", "examples"})
 
     def __init__(self, names: Mapping[int, str], hyp: OrientedRecipe, label_smoothing: float = 0.0) -> None:
         super().__init__(names, hyp, label_smoothing)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import logging
 import tempfile
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from models.export.runtime import (
     FOLDER_FILE,
     ONNX_METADATA_KEY,
-    PROGRAM_FILE,
     SUFFIX_OF_FORMAT,
     TORCHSCRIPT_FILE,
 )
@@ -170,15 +168,6 @@ def _takes_any_size(traced: torch.jit.ScriptModule, job: ExportJob) -> bool:
         return False
 
 
-def _program(job: ExportJob, path: Path) -> None:
-    program = copy.copy(job.program)
-    program.example_inputs = None  # otherwise they would be written too
-    with replacing(path) as file:
-        content = io.BytesIO()
-        torch.export.save(program, content, extra_files={PROGRAM_FILE: job.metadata.text()})
-        file.write(content.getbuffer())
-
-
 def _onnx(job: ExportJob, path: Path) -> None:
     with replacing(path) as file:
         file.write(job.onnx)
@@ -238,7 +227,6 @@ WRITERS: dict[str, Callable[[ExportJob, Path], None]] = {
     "torchscript": _torchscript,
     "onnx": _onnx,
     "openvino": _openvino,
-    "exported": _program,
     "safetensors": _safetensors,
 }
 

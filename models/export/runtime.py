@@ -1,7 +1,6 @@
 """Exported files: their metadata, and running them as a model. Called by models/ensemble.py.
 
-ONNX and OpenVINO files hold arithmetic, and a `.torchscript` holds a program of torch's operators. A `.pt2` may hold
-Python code, which torch.export.load would run: export.py writes such files, but they are not read here.
+ONNX and OpenVINO files hold arithmetic, and a `.torchscript` holds a program of torch's operators.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from utils.errors import UserError, first_line
 from utils.files import read_regular
 
 ONNX_METADATA_KEY = "lockstep"  # the files also have YOLOv5's keys, `stride` and `names`
-TORCHSCRIPT_FILE, PROGRAM_FILE, FOLDER_FILE = "config.txt", "lockstep.json", "metadata.yaml"
+TORCHSCRIPT_FILE, FOLDER_FILE = "config.txt", "metadata.yaml"
 SUFFIX_OF_FORMAT = {
-    **dict(zip(("onnx", "torchscript", "exported", "openvino"), EXPORTED_SUFFIXES, strict=True)),
+    **dict(zip(("onnx", "torchscript", "openvino"), EXPORTED_SUFFIXES, strict=True)),
     "safetensors": SAFETENSORS_SUFFIX,  # read like weights, not run
 }
 Runner = Callable[[Tensor], Sequence[Tensor]]
@@ -103,8 +102,6 @@ class Exported(Model):
 
 def read_exported(path: Path) -> Exported:
     """Read an exported file. Raises `UserError` if it is damaged or not export.py's, or if its runtime is missing."""
-    if path.name.endswith(SUFFIX_OF_FORMAT["exported"]):
-        raise UserError(f"{path} contains code, so it is not loaded; give the .onnx or the .pt of the same model")
     read = next(reader for ending, reader in READERS.items() if path.name.endswith(ending))
     if not path.exists():
         raise UserError(f"weights {path} do not exist; check the path")

@@ -76,7 +76,7 @@ class DetectionHead(Head):
     loss_names: ClassVar[tuple[str, ...]]  # the criterion's terms: columns of results.csv after train/ and val/
     # The keys of a hyperparameter YAML that `criterion` and `adapt` read; others are refused as flags.
     hyperparameters: ClassVar[frozenset[str]] = frozenset()
-    concerns: ClassVar[frozenset[str]] = frozenset()  # members of `CONCERNS` beyond the task's
+    features: ClassVar[frozenset[str]] = frozenset()  # features beyond the task's, see `Task.features`
     takes_anchors: ClassVar[bool]  # whether model YAMLs with it need `anchors`
     nc: int  # number of classes
     stride: Tensor  # buffer (levels,), pixels per cell

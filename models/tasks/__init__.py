@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -137,3 +137,14 @@ def _entries_of(module: ModuleType, path: Path) -> dict[str, TaskEntry]:
                     f"{path}: the class {kind.__name__} of '{name}' lacks {', '.join(missing)}; define them"
                 )
     return entries
+
+
+def hyperparameters(task_file: str = "") -> list[str]:
+    """Return the names of the hyperparameters of all tasks.
+
+    Args:
+        task_file: file or package of your own task, see `add_tasks`; '' for none
+    """
+    if task_file:
+        add_tasks(task_file)
+    return sorted({field.name for entry in TASKS.values() for field in fields(entry.load().recipe)})

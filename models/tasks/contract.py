@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from models.tasks.result import Result
-from utils.batch import Batch, CocoImage, Split
+from utils.batch import Batch, CocoImage, GlobalCounts, Split
 from utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,9 +58,13 @@ class LossTerms:
     weights: Tensor
     least: float = 1.0
 
-    def means(self, counts: Tensor) -> Tensor:
-        """Return this process's share of each term, (terms,), given the global counts; shares add up to the term."""
-        return (self.weights * self.sums / counts.clamp(min=self.least)).sum(1)
+    def share_of(self, counts: GlobalCounts) -> Tensor:
+        """Return this process's share of each mean over the global batch, (terms,); the shares add up to the mean."""
+        return (self.weights * self.sums / counts.values.clamp(min=self.least)).sum(1)
+
+    def local_means(self) -> Tensor:
+        """Return the means over this process's images alone, (terms,)."""
+        return self.share_of(GlobalCounts(self.counts))
 
 
 def refuse(wrong: bool, part: object, what: str) -> None:
@@ -77,7 +81,7 @@ def terms_of(criterion: Criterion, outputs: Any, batch: Batch, names: Sequence[s
     wrong = len({*shapes}) > 1 or len(shapes[0]) != 2 or shapes[0][0] != len(names)
     refuse(wrong, criterion, f"returned sums, counts and weights of shapes {shapes} for the terms {', '.join(names)}")
     refuse(reads and not bool((terms.counts >= 0).all()), criterion, "returned a count that is negative or NaN")
-    scalar = not reads or criterion.objective(terms.means(terms.counts), len(batch.infos)).numel() == 1
+    scalar = not reads or criterion.objective(terms.local_means(), len(batch.infos)).numel() == 1
     refuse(not scalar, criterion, "returned an objective that is not one number")
     return terms
 
@@ -260,18 +264,16 @@ class Task(ABC):
 
     loss_names: ClassVar[tuple[str, ...]]  # columns of results.csv after train/ and val/
     metric_names: ClassVar[tuple[str, ...]]  # columns of results.csv after metrics/
-    class_metric_names: ClassVar[tuple[str, ...]] = ()  # keys of `Summary.by_class`, which --fitness may name
     recipe: ClassVar[type[Recipe]]  # class with the keys of its hyperparameter YAML
     recipes: ClassVar[Recipes]  # its hyperparameter files
     defaults: ClassVar[Mapping[str, Any]] = {}  # values of flags that are not on the command line
-    # The members of `CONCERNS` (utils/config/options.py) that flags may be about; flags about others are refused.
-    concerns: ClassVar[frozenset[str]] = frozenset()
+    # Features of its models, which flags may need (`needs=` in utils/config/flags.py); other flags are refused.
+    features: ClassVar[frozenset[str]] = frozenset()
     # The class of its predictions: flags for methods that it leaves out are refused at the start (if None, later).
     prediction: ClassVar[type[Prediction] | None] = None
     # Whether a run without --weights starts from the weights that torchvision recommends for the model, if available.
     prefers_trained: ClassVar[bool] = False
     official_weights: ClassVar[str] = r"(?!)"  # regular expression for the names of release files
-    hub_tag: ClassVar[str] = "other"  # the task's name on the Hugging Face Hub, such as object-detection
 
     def __init__(self, names: Mapping[int, str], hyp: Recipe, label_smoothing: float = 0.0) -> None:
         """Store the class names. Raises `UserError` if they or the hyperparameters do not suit the task.
@@ -294,9 +296,9 @@ class Task(ABC):
         """
 
     @classmethod
-    def concerns_of(cls, yaml: Mapping[str, Any]) -> frozenset[str]:
-        """Return the `concerns` for the model of a YAML, which may depend on the model."""
-        return cls.concerns
+    def features_of(cls, yaml: Mapping[str, Any]) -> frozenset[str]:
+        """Return the `features` of the model of a YAML, which may depend on the model."""
+        return cls.features
 
     def loss_names_of(self, model: Model) -> tuple[str, ...]:
         """Return the names of the terms of `model`'s loss: `loss_names`, unless they depend on the model."""

@@ -24,7 +24,7 @@ MODEL_KEYS = (
     *("activation", "inplace", "backbone", "head", "auxiliary"),
 )
 EXPORT_FORMAT = "lockstep-export-1"
-EXPORTED_SUFFIXES = (".onnx", ".torchscript", ".pt2", "_openvino_model")  # suffixes of the files that export.py writes
+EXPORTED_SUFFIXES = (".onnx", ".torchscript", "_openvino_model")  # suffixes of the files that export.py writes
 
 
 @dataclass(frozen=True)

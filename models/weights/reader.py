@@ -34,7 +34,6 @@ from models.weights.yolov5_pickle import (
     unpickle,
     unwrap,
 )
-from models.weights.yolov9 import yolov9_weights
 from utils.checkpoint.weight_files import FORMAT, SAFETENSORS_SUFFIX, is_safetensors, read_safetensors
 from utils.errors import UserError, first_line
 from utils.files import read_regular
@@ -126,6 +125,8 @@ def _interpret(content: Any) -> Weights:
         if isinstance(content, dict) and _is_state_dict(content):
             if all(str(name).startswith("module.") for name in content):  # added by DistributedDataParallel
                 content = {name.removeprefix("module."): tensor for name, tensor in content.items()}
+            from models.weights.yolov9 import yolov9_weights  # only here, because few files are of that form
+
             return yolov9_weights(content) or Weights(content, None, {}, "", {}, "tensors")
     network = unwrap(content)
     if not is_module(network):

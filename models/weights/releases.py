@@ -6,7 +6,6 @@ Called by models/initial_weights.py and models/ensemble.py.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import zipfile
@@ -19,14 +18,13 @@ import torch
 
 from models.tasks import TASKS
 from models.weights.licence import CHECKSUM_IN_NAME
-from utils.download import answers, download
+from utils.download import download
 from utils.errors import UserError
 from utils.files import cache_folder, looked_for, one_at_a_time
-from utils.tracking.hub import HUB_PREFIX, fetch
-from utils.tracking.wandb import download_artifact
 
 TORCHVISION_DEFAULT = "DEFAULT"  # the weights that torchvision recommends for an architecture
 WANDB_PREFIX = "wandb:"
+HUB_PREFIX = "hf:"
 OPENVINO_SUFFIX = "_openvino_model"  # suffix of an exported folder
 RELEASE_ADDRESS = "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
 RELEASE_LICENCE = "AGPL-3.0, published by Ultralytics"
@@ -54,6 +52,8 @@ def find_weights(
     if name.startswith(WANDB_PREFIX):
         return artifact_weights(name.removeprefix(WANDB_PREFIX))
     if name.startswith(HUB_PREFIX):
+        from utils.hub import fetch  # only here, because few weights come from there
+
         return fetch(name.removeprefix(HUB_PREFIX))
     path, file = Path(name), Path(name).name
     if os.path.isfile(path) or (file.endswith(OPENVINO_SUFFIX) and os.path.isdir(path)):
@@ -100,14 +100,13 @@ def official_weights(name: str, file: str, alternative: str) -> Path:
     )
 
 
-def torchvision_weights(yaml: Mapping[str, Any], source: str, patience: float = math.inf) -> Path:
+def torchvision_weights(yaml: Mapping[str, Any], source: str) -> Path:
     """Return the recommended weights for a YAML's `architecture`, downloaded into torch's cache if necessary.
 
     Raises `UserError`.
 
     Args:
         source: name of the model YAML in errors
-        patience: seconds within which the server must answer
     """
     from models.tasks.classification import torchvision_models
 
@@ -117,8 +116,6 @@ def torchvision_weights(yaml: Mapping[str, Any], source: str, patience: float = 
     file = Path(address).name
     digits = CHECKSUM_IN_NAME.search(file)
     cached = Path(torch.hub.get_dir()) / "checkpoints" / file
-    if patience < math.inf and not cached.is_file() and not answers(address, patience):
-        raise UserError(f"{address} cannot be downloaded: the server does not answer")
     return download(address, cached, sha256=digits[1] if digits else "")
 
 
@@ -136,6 +133,8 @@ def artifact_weights(name: str) -> Path:
 
     Raises `UserError`. The first process of a machine downloads it; the others wait.
     """
+    from utils.tracking.wandb import download_artifact
+
     folder = cache_folder() / "wandb" / re.sub(r"[^\w.-]", "-", name)
     with one_at_a_time(folder.with_suffix(".lock")):
         try:

@@ -110,31 +110,19 @@ def colours(count: int) -> list[Any]:
 # Results by epoch
 
 
-def results_figure(runs: Mapping[str, Columns]) -> Figure:
-    """Plot every column but `epoch` over the epochs, in a subplot each.
-
-    Lines are exact and smoothed values, in a colour for each run.
-
-    Args:
-        runs: columns of results.csv, by the name of the run
-    """
+def results_figure(results: Columns) -> Figure:
+    """Plot every column of results.csv but `epoch` over the epochs, in a subplot each: exact and smoothed values."""
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
-    names = list(dict.fromkeys(name for columns in runs.values() for name in columns if name != "epoch"))
-    positions = subplot_positions(names)
+    positions = subplot_positions([name for name in results if name != "epoch"])
     rows, columns = (1 + max((position[axis] for position in positions.values()), default=0) for axis in (0, 1))
     figure = Figure((columns * SUBPLOT_INCHES[0], rows * SUBPLOT_INCHES[1]))
     grid = figure.add_gridspec(rows, columns, wspace=0.3, hspace=0.4, **WHOLE_FIGURE)
     for name, (row, column) in positions.items():
         axes = figure.add_subplot(grid[row, column])
-        _draw_subplot(axes, name, runs)
+        _draw_subplot(axes, name, results)
         if (row + 1, column) not in positions.values():
             axes.set_xlabel("epoch")
-    if len(runs) > 1:
-        lines = [Line2D([], [], color=colour, linewidth=1.6) for colour in colours(len(runs))]
-        below = (0.5, -0.5 / figure.get_figheight())  # the lowest axes' labels lie between
-        figure.legend(lines, [*map(axis_text, runs)], loc="upper center", bbox_to_anchor=below, ncols=columns)
     return figure
 
 
@@ -168,16 +156,11 @@ def smooth(epochs: np.ndarray, values: np.ndarray, width: float) -> np.ndarray:
     return weights @ values / weights.sum(1)
 
 
-def smoothing_width(epochs: Sequence[np.ndarray]) -> float:
-    """Return the width for `smooth`, in epochs, for several runs, given the epochs of each.
-
-    The width is one to four points, less if a run has ten points or fewer, and one epoch if no run has two points.
-    """
-    lines = [run for run in epochs if len(run) > 1]  # with two points or more
-    step = max((np.ptp(run) / (len(run) - 1) for run in lines), default=0.0)
-    if not step:
+def smoothing_width(epochs: np.ndarray) -> float:
+    """Return the width for `smooth`, in epochs: one to four points, less with ten points or fewer, or one epoch."""
+    if len(epochs) < 2 or not (span := np.ptp(epochs)):
         return 1.0
-    span = min(map(np.ptp, lines))
+    step = span / (len(epochs) - 1)
     return float(np.clip(span / SMOOTHING_SPAN_PART, min(step, span / 10), MAX_SMOOTHING_POINTS * step))
 
 
@@ -196,31 +179,26 @@ def _finite(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
     return columns["epoch"][finite], columns[name][finite]
 
 
-def _draw_subplot(axes: Axes, name: str, runs: Mapping[str, Columns]) -> None:
-    """Plot the column `name` of every run that has it."""
-    coloured = zip(runs.values(), colours(len(runs)), strict=True)
-    lines = [(*_finite(columns, name), colour) for columns, colour in coloured if name in columns]
-    width = smoothing_width([epochs for epochs, _, _ in lines])
-    for epochs, values, colour in lines:
-        exact = name.startswith("x/")  # learning rates are free of noise
-        marker = "." if len(epochs) == 1 or (len(runs) == 1 and not (exact and len(epochs) > 60)) else ""
-        size = 6 if len(epochs) < 60 else 3
-        alpha = UNSMOOTHED_ALPHA if len(epochs) > 1 and not exact else 1
-        axes.plot(epochs, values, color=colour, alpha=alpha, linewidth=1.2 if exact else 0.8, marker=marker, ms=size)
-        if not exact:
-            axes.plot(epochs, smooth(epochs, values, width), color=colour, linewidth=1.6)
-    has_best = len(runs) == 1 and name.startswith("metrics/")
+def _draw_subplot(axes: Axes, name: str, results: Columns) -> None:
+    """Plot the column `name`."""
+    (epochs, values), colour = _finite(results, name), colours(1)[0]
+    exact = name.startswith("x/")  # learning rates are free of noise
+    marker = "" if exact and len(epochs) > 60 else "."
+    alpha, size = UNSMOOTHED_ALPHA if len(epochs) > 1 and not exact else 1, 6 if len(epochs) < 60 else 3
+    axes.plot(epochs, values, color=colour, alpha=alpha, linewidth=1.2 if exact else 0.8, marker=marker, ms=size)
+    if not exact:
+        axes.plot(epochs, smooth(epochs, values, smoothing_width(epochs)), color=colour, linewidth=1.6)
+    has_best = name.startswith("metrics/")
     axes.set_title(axis_text(name), fontweight="bold", pad=15 if has_best else 5)
     if has_best:
-        value, epoch = best(next(iter(runs.values())), name)
+        value, epoch = best(results, name)
         text = "no value" if math.isnan(value) else f"best {value:.4g} in epoch {epoch:g}"
         axes.text(0.5, 1.02, text, transform=axes.transAxes, ha="center", va="bottom", color="0.35", fontsize=8)
     axes.locator_params("x", nbins=6, integer=True, min_n_ticks=1)
     axes.locator_params("y", nbins=6)
-    all_values = np.concatenate([np.zeros(0), *(values for _, values, _ in lines)])
-    min_span = MIN_RELATIVE_SPAN * np.abs(all_values).max(initial=0)
-    if len(all_values) and np.ptp(all_values) < min_span:
-        middle = (all_values.min() + all_values.max()) / 2
+    min_span = MIN_RELATIVE_SPAN * np.abs(values).max(initial=0)
+    if len(values) and np.ptp(values) < min_span:
+        middle = (values.min() + values.max()) / 2
         axes.set_ylim(middle - min_span / 2, middle + min_span / 2)
 
 

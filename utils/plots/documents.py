@@ -16,8 +16,6 @@ from utils.errors import UserError
 from utils.files import read_regular
 from utils.plots.charts import Columns, Curves, Labels
 
-READ_ERRORS = (OSError, ValueError, LookupError, csv.Error)
-
 
 class Table:
     """A CSV file: its header, and rows of the same length."""

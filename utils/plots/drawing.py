@@ -13,7 +13,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 from utils.files import replacing
 
 MAX_GRID_IMAGES = 16
@@ -256,17 +256,11 @@ def write_picture(path: Path, picture: np.ndarray, jpeg_quality: int = 95, compa
         compact_png: whether to compress a PNG more slowly than by OpenCV's default, to about a third of the size
     """
     encoding = {".jpg": (cv2.IMWRITE_JPEG_QUALITY, jpeg_quality), ".png": COMPACT_PNG if compact_png else ()}
-    if not picture.size:
-        raise UserError(f"{path} cannot be written: the picture is empty")
     try:
         encoded, content = cv2.imencode(path.suffix, picture, encoding.get(path.suffix, ()))
-    except cv2.error:
-        raise UserError(f"{path} cannot be written: unknown format; give a name that ends with .png or .jpg") from None
-    if not encoded:
-        height, width = picture.shape[:2]
-        raise UserError(f"{path} cannot be written: OpenCV cannot make a picture of {width}x{height}")
-    try:
+        if not encoded:
+            raise ValueError(f"OpenCV cannot make a picture of the shape {picture.shape}")
         with replacing(path) as file:
             file.write(content.tobytes())
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+    except (OSError, ValueError, cv2.error) as error:
+        raise UserError(f"{path} cannot be written: {first_line(error)}") from None

@@ -14,7 +14,6 @@ import numpy as np
 from utils.background import Background, own_python
 from utils.plots.drawing import write_picture
 
-RESULTS_INTERVAL_SECONDS = 60.0  # least time between two drawings of results.png
 CHARTS_TIMEOUT_SECONDS = 300.0  # time limit of the process that draws charts
 FINISH_TIMEOUT_SECONDS = 300.0  # time limit of the pictures at the end of a run
 
@@ -32,7 +31,6 @@ class Plotter:
     ) -> None:
         self.folder, self.on_drawn = folder, on_drawn
         self._background = Background("a picture cannot be drawn", print_line)
-        self._results_drawn = time.monotonic()
         # OpenCV sets up its image formats under a lock on first use. That must not happen in the thread: loader
         # processes forked in the meantime would inherit the locked lock.
         cv2.imencode(".jpg", np.zeros((1, 1, 3), np.uint8))
@@ -72,12 +70,6 @@ class Plotter:
         self.on_drawn({path.name: path for path in pictures if path.stat().st_mtime >= started})
         if process.returncode:
             raise RuntimeError((errors.strip() or f"exit code {process.returncode}").splitlines()[-1])
-
-    def results_changed(self) -> None:
-        """Draw results.png, unless the last drawing began less than a minute ago."""
-        if time.monotonic() - self._results_drawn >= RESULTS_INTERVAL_SECONDS:
-            self._results_drawn = time.monotonic()
-            self.draw_charts("results.png")
 
     def finish(self, timeout: float = FINISH_TIMEOUT_SECONDS) -> bool:
         """Wait at most `timeout` seconds for all drawings; return whether they are done."""

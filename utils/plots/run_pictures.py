@@ -1,4 +1,4 @@
-"""Draw the pictures of a run folder, and the chart that compares several runs, from their text files.
+"""Draw the pictures of a run folder from its text files.
 
 Called by `python -m utils.plots` (__main__.py), which training starts as a process. Imports no torch.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -17,8 +17,6 @@ import numpy as np
 from utils.errors import UserError, first_line
 from utils.files import read_regular
 from utils.plots.charts import (
-    Columns,
-    best,
     confidence_figure,
     confusion_figure,
     f1,
@@ -28,7 +26,7 @@ from utils.plots.charts import (
     render,
     results_figure,
 )
-from utils.plots.documents import READ_ERRORS, Documents, points, read_confusion, read_curves, read_labels
+from utils.plots.documents import Documents, points, read_confusion, read_curves, read_labels
 from utils.plots.drawing import MAX_GRID_IMAGES, printable, write_picture
 from utils.plots.validation_images import ValidationImage, draw_validation_images, read_validation_images
 from utils.summary import DRAWN_IMAGES
@@ -42,7 +40,7 @@ Print = Callable[[str], object]
 
 def _draw_results(documents: Documents) -> np.ndarray | None:
     columns = documents.results()
-    return render(results_figure, {"": columns}) if len(columns["epoch"]) else None
+    return render(results_figure, columns) if len(columns["epoch"]) else None
 
 
 def _draw_confusion(documents: Documents, by_share: bool) -> np.ndarray | None:
@@ -142,10 +140,6 @@ PICTURES: dict[str, Picture] = {
 }
 
 
-def _warn(text: str) -> None:
-    print(f"warning: {printable(text)}", file=sys.stderr)
-
-
 def draw_run(
     folder: Path, names: Sequence[str], print_line: Print, read: Callable[[str], bytes] = read_regular
 ) -> bool:
@@ -172,48 +166,6 @@ def draw_run(
             failed.append(name)
             sources = " and ".join(PICTURES[name].files)
             reason = f"{folder / name} cannot be drawn from {sources} ({type(error).__name__}: {first_line(error)})"
-            _warn(str(error) if isinstance(error, UserError) else reason)
+            reason = str(error) if isinstance(error, UserError) else reason
+            print(f"warning: {printable(reason)}", file=sys.stderr)
     return not failed
-
-
-def compare_runs(folders: Sequence[Path], out: Path, print_line: Print) -> bool:
-    """Draw the results of several runs into one picture and print a table of their best epochs.
-
-    Returns whether there was no warning. Raises `UserError` if no run has an epoch.
-    """
-    runs: dict[str, Columns] = {}
-    failed = []
-    for documents, name in zip(map(Documents, folders), run_names(folders), strict=True):
-        try:
-            columns = documents.results()
-        except READ_ERRORS as error:
-            failed.append(name)
-            _warn(f"{documents.folder / 'results.csv'} cannot be read ({type(error).__name__}: {first_line(error)})")
-            continue
-        if len(columns["epoch"]):
-            runs[name] = columns
-    if not runs:
-        raise UserError(f"there is no results.csv with an epoch in {', '.join(map(str, folders))}")
-    write_picture(out, render(results_figure, runs), JPEG_QUALITY, compact_png=True)
-    for line in best_epochs(runs):
-        print_line(line)
-    print_line(str(out))
-    return not failed
-
-
-def run_names(folders: Sequence[Path]) -> list[str]:
-    """Return the names of the folders, or their paths if two names are equal."""
-    names = [folder.resolve().name for folder in folders]
-    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
-
-
-def best_epochs(runs: Mapping[str, Columns]) -> list[str]:
-    """Format a table with the number of epochs of each run, and each metric's best value with its epoch."""
-    metrics = list(dict.fromkeys(name for columns in runs.values() for name in columns if name.startswith("metrics/")))
-    rows = [["run", "epochs", *(name.removeprefix("metrics/") for name in metrics)]]
-    for run, columns in runs.items():
-        values = [best(columns, name) if name in columns else (math.nan, math.nan) for name in metrics]
-        cells = ["-" if math.isnan(value) else f"{value:.4f} in {epoch:g}" for value, epoch in values]
-        rows.append([printable(run), str(len(columns["epoch"])), *cells])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -73,11 +73,6 @@ class AccelerateTracker(Tracker):
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         self._do(lambda: self._log(dict(values), step or 0))
 
-    def lacks_epoch(self, epoch: int) -> bool:
-        position = self._earlier_position()
-        known = self.name in LOGGER_TYPE_TO_CLASS  # not a user's tracker, whose file nothing has imported
-        return known and position.continues and not position.logged_before(EPOCH, epoch)
-
     def fail(self, reason: str) -> None:
         self._do(self._close)
         self._background.finish(FAIL_SECONDS)

@@ -16,7 +16,6 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from utils.config.values import PYTHON_SUFFIX
 from utils.errors import UserError
 from utils.files import looked_for
-from utils.tracking.tracker_arguments import TRACKER_ARGUMENTS, RunLocation
 from utils.user_code import imported, trust
 
 
@@ -51,6 +50,7 @@ def tracker_of(defined: dict[str, Any], path: Path) -> type[GeneralTracker]:
 
 def _add(name: str, tracker: type[GeneralTracker]) -> None:
     """Make a class one of Accelerate's trackers, which get `run_name`, and `logging_dir` if they require it."""
+    from utils.tracking.tracker_arguments import TRACKER_ARGUMENTS, RunLocation
 
     def arguments(location: RunLocation) -> dict[str, Any]:
         return {"logging_dir": str(location.folder)} if tracker.requires_logging_directory else {}

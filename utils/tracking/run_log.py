@@ -1,4 +1,4 @@
-"""The log of a run in its trackers and on the Hub: settings, epochs, examples, artifacts.
+"""The log of a run in its trackers: settings, epochs, examples, artifacts.
 
 Called by train.py and val.py.
 """
@@ -13,52 +13,42 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from utils.config.parser import words_of
+from torch import nn
+
 from utils.files import IS_INSTALLED, ROOT
 from utils.summary import Example, Summary, evenly_spaced
-from utils.tracking.hub import UNKNOWN_LICENCE, login_problem, model_card, push_run
-from utils.tracking.requested import TrackerOptions, joined_options, make_trackers
+from utils.tracking.requested import DEFAULT_PROJECT, make_trackers
 from utils.tracking.tracker import ImageReader, Tracker
 
 if TYPE_CHECKING:
-    from models.tasks.contract import Task
     from utils.checkpoint.progress import Progress
+    from utils.config.flags import TrainOptions
     from utils.run import Run
 
 EXAMPLES_KEY = "examples/validation"
+LOGGED_IMAGES = 16  # validation images in the trackers, the same ones every time
 EXAMPLES_PER_RUN = 10  # how often examples are logged if no interval is given
 TABLES = ("classes.csv",)  # logged whenever an epoch is the best so far
 CHARTS = ("PR_curve.csv", "curves.csv", "mask_PR_curve.csv", "mask_curves.csv", "confusion_matrix.csv")  # logged last
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackingOptions(TrackerOptions):
-    """The settings of a training run's trackers, named like their flags."""
-
-    epochs: int
-    bbox_interval: int = -1  # epochs between examples; -1: `EXAMPLES_PER_RUN` times, 0: never
-    max_images: int = 16
-    upload_model: bool = False
-    upload_dataset: bool = False
-    wandb_registry: str = ""
-    push_to_hub: str = ""
-    given: Mapping[str, Any] = field(default_factory=dict)  # the flags of the command, by name
 
 
 class RunLog:
     """The log of a run in its trackers. Every process makes the same calls; only the main one has trackers.
 
     Args:
+        run_id: the run's id in trackers
         shown: returns an image of the validation split by index and longest side in pixels, see `Split.shown`
         class_names: class names in the order of their numbers
     """
 
-    def __init__(self, run: Run, options: TrackingOptions, shown: ImageReader, class_names: Sequence[str]) -> None:
-        self.run, self.options, self.shown, self.class_names = run, options, shown, class_names
+    def __init__(
+        self, run: Run, options: TrainOptions, run_id: str, shown: ImageReader, class_names: Sequence[str]
+    ) -> None:
+        self.run, self.options, self.run_id, self.shown, self.class_names = run, options, run_id, shown, class_names
         self.metadata: dict[str, Any] = {}  # metadata of uploaded weights
         self.metrics: dict[int, dict[str, float]] = {}  # metrics of this process's epochs
         interval = options.bbox_interval
@@ -86,9 +76,16 @@ class RunLog:
     def _make_trackers(self) -> list[Tracker]:
         options, run = self.options, self.run
         uploads = options.upload_model or options.upload_dataset
-        trackers, warnings = make_trackers(options, run.path, run.print, "train", uploads=uploads)
-        if options.push_to_hub and (problem := login_problem()):
-            warnings.append(f"warning: --push-to-hub will fail at the end of the run unless you act: {problem}")
+        trackers, warnings = make_trackers(
+            options.project,
+            options.log_with,
+            self.run_id,
+            run.path,
+            run.print,
+            "train",
+            no_wandb=options.no_wandb,
+            uploads=uploads,
+        )
         run.print(*warnings)
         return trackers
 
@@ -131,27 +128,37 @@ class RunLog:
         if not due or not trackers:
             return
         candidates = examples()
-        chosen = [candidates[k] for k in evenly_spaced(len(candidates), self.options.max_images)]
+        chosen = [candidates[k] for k in evenly_spaced(len(candidates), LOGGED_IMAGES)]
         if chosen:
             for tracker in trackers:
                 tracker.log_examples(EXAMPLES_KEY, chosen, self.shown, self.class_names, self.run.step, epoch)
 
     # Artifacts
 
-    def upload(self, names: Sequence[str], *aliases: str, link: str = "") -> None:
-        """Upload files of the run's weights/ if --upload-model is given.
+    def save_weights(self, model: nn.Module, content: Mapping[str, Any], progress: Progress, improved: bool) -> None:
+        """Save `model` in weights/: last.pt, best.pt if the epoch is the best so far, epochN.pt every --save-period.
 
         Args:
-            link: collection of a registry to link the files to, '' for none
+            content: what the files hold beside the tensors
         """
+        options, epoch = self.options, progress.epoch
+        names = []
+        if progress.finished or not options.nosave:
+            names += ["last.pt", "best.pt"] if improved else ["last.pt"]
+        numbered = [f"epoch{epoch}.pt"] if options.save_period > 0 and epoch % options.save_period == 0 else []
+        aliases = ["latest", f"epoch-{epoch}", *(["best"] if improved else [])]
+        self.run.files.save_weights([*names, *numbered], model, partial(self.upload, numbered, *aliases), **content)
+
+    def upload(self, names: Sequence[str], *aliases: str) -> None:
+        """Upload files of the run's weights/ if --upload-model is given."""
         files = [self.run.path / "weights" / name for name in names]
         if not self.options.upload_model or not files:
             return
         epoch = next((int(alias.removeprefix("epoch-")) for alias in aliases if alias.startswith("epoch-")), -1)
         metadata = {**self.metadata, "epoch": epoch, "metrics": self.metrics.get(epoch, {})}
         for tracker in self.run.trackers:
-            name = f"run_{self.options.wandb_id}_model"
-            tracker.log_artifact(name, "model", aliases, files=files, metadata=metadata, link=link)
+            name = f"run_{self.run_id}_model"
+            tracker.log_artifact(name, "model", aliases, files=files, metadata=metadata)
 
     def log_results(self, progress: Progress) -> None:
         """Log the curves of the best epoch, and upload last.pt and best.pt.
@@ -159,34 +166,14 @@ class RunLog:
         The two files are one version with both aliases if the last epoch was the best.
         """
         self._log_documents(CHARTS, progress)
-        last, link = progress.epoch - 1, self.options.wandb_registry
+        last = progress.epoch - 1
         if progress.summary:
             self.metrics[progress.best_epoch] = dict(progress.summary.metrics)
         if progress.best_epoch == last:
-            self.upload(["best.pt"], "latest", "best", f"epoch-{last}", link=link)
+            self.upload(["best.pt"], "latest", "best", f"epoch-{last}")
         else:
-            self.upload(["best.pt"], "best", f"epoch-{progress.best_epoch}", link=link)
+            self.upload(["best.pt"], "best", f"epoch-{progress.best_epoch}")
             self.upload(["last.pt"], "latest", f"epoch-{last}")
-
-    def push(self, task: Task, best: Summary, content: Mapping[str, Any]) -> None:
-        """Upload the results to the Hub if --push-to-hub is given. Called on the main process after the run.
-
-        Args:
-            content: content of the weight files beside the tensors
-        """
-        if not (repository := self.options.push_to_hub):
-            return
-        settings = content["settings"]
-        card = model_card(
-            repository,
-            data=Path(settings["data"]).stem,
-            tag=task.hub_tag,
-            licence=UNKNOWN_LICENCE if content["licence"] == "yours" else content["licence"],
-            values=best.metrics,
-            names=self.class_names,
-            command=shlex.join(["python", "train.py", *words_of(self.options.given)]),
-        )
-        self.run.print(push_run(self.run.path, repository, card))
 
     def upload_dataset(
         self, source: Path, files: Callable[[], Mapping[str, Sequence[Path]]], identity: Mapping[str, Any]
@@ -231,8 +218,8 @@ class ValidationLog:
         def make() -> list[Tracker]:
             if flags["log_with"] == "none":
                 return []
-            trackers, warnings = make_trackers(
-                joined_options(flags["log_with"], training, wandb_run_id("", None)), run.path, run.print, "val",
+            project = str(training.get("project") or DEFAULT_PROJECT)
+            trackers, warnings = make_trackers(project, flags["log_with"], wandb_run_id(), run.path, run.print, "val",
                 inputs=[f"run_{training['wandb_id']}_model:best"] if training.get("wandb_id") else [],
             )  # fmt: skip
             run.print(*warnings)
@@ -247,13 +234,12 @@ class ValidationLog:
             tracker.log_documents(documents, 0, 0)
 
 
-def wandb_run_id(requested: str, state: Mapping[str, Any] | None) -> str:
-    """Return the id of a run for trackers: the requested id, else the resumed state's, else WANDB_RUN_ID, else random.
+def wandb_run_id() -> str:
+    """Return the id of a new run for trackers: WANDB_RUN_ID, else a random one.
 
     W&B sweeps set WANDB_RUN_ID. Random ids differ between processes, so the main process's id must be broadcast.
     """
-    existing = requested or (state or {}).get("wandb_id") or os.environ.get("WANDB_RUN_ID")
-    return existing or secrets.token_hex(4)
+    return os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
 
 
 def git_commit() -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from accelerate.tracking import GeneralTracker
 
-from utils.config.options import TRACKERS
+from utils.config.flags import TRACKERS
 from utils.config.values import PYTHON_SUFFIX
 from utils.summary import Example
 
@@ -99,7 +99,6 @@ class Tracker(GeneralTracker):
         references: Sequence[tuple[str, str]] = (),
         metadata: Mapping[str, Any] | None = None,
         is_input: bool = False,
-        link: str = "",
     ) -> None:
         """Log a version of an artifact.
 
@@ -107,7 +106,6 @@ class Tracker(GeneralTracker):
             files: files to upload
             references: pairs of a path and a name in the artifact; only the path is stored, not the file
             is_input: whether the run reads the artifact instead of making it
-            link: collection of a registry that gets the artifact too, '' for none
         """
 
     def log_documents(self, documents: Mapping[str, str], step: int, epoch: int) -> None:
@@ -115,10 +113,6 @@ class Tracker(GeneralTracker):
 
     def log_line(self, text: str) -> None:
         """Log a line of the console output."""
-
-    def lacks_epoch(self, epoch: int) -> bool:
-        """Return whether earlier processes have logged the run but not this epoch, counted from 1."""
-        return False
 
     def fail(self, reason: str) -> None:
         """Log why the run is about to end with an error; return within a second."""

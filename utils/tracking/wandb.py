@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from accelerate.tracking import WandBTracker
 
-from utils.errors import UserError, first_line, shortened
+from utils.errors import UserError, first_line
 from utils.files import ROOT
 from utils.summary import Example
 from utils.tracking.accelerate_tracker import AccelerateTracker
@@ -30,7 +30,6 @@ from utils.tracking.wandb_media import EXAMPLE_PIXELS, charts, image_with_boxes
 UPLOAD_SECONDS = 900.0  # time to send the rest at the end of a run that uploads artifacts
 CONNECT_SECONDS = 30.0  # time to reach the server, unless the variable WANDB_INIT_TIMEOUT gives another number
 FLUSH_SECONDS = 1.0  # interval of the writes of W&B's file, so the most that a killed run loses
-ALERT_CHARACTERS = 1000  # largest length of an alert's text
 
 
 class WandbTracker(AccelerateTracker):
@@ -41,7 +40,6 @@ class WandbTracker(AccelerateTracker):
         run: arguments of `wandb.init` (project, entity, group, tags, name, id, dir, ...)
         print_line: prints a line on the console
         timeout: seconds to send the rest at the end of the run
-        alerts: whether W&B sends an alert if the run ends with an error
         inputs: names of artifacts that the run uses, if they exist
     """
 
@@ -53,12 +51,11 @@ class WandbTracker(AccelerateTracker):
         run: Mapping[str, Any],
         print_line: Print,
         timeout: float = FINISH_SECONDS,
-        alerts: bool = False,
         inputs: Sequence[str] = (),
     ) -> None:
         os.environ["WANDB_SILENT"] = "true"
         super().__init__(WANDB, folder, run, print_line, timeout)
-        self.alerts, self.inputs, self.code = alerts, inputs, 0
+        self.inputs, self.code = inputs, 0
 
     def log_pictures(self, files: Mapping[str, Path], step: int) -> None:
         self._do(lambda: self._write({key: self.wandb.Image(str(file)) for key, file in files.items()}, step))
@@ -98,7 +95,6 @@ class WandbTracker(AccelerateTracker):
         references: Sequence[tuple[str, str]] = (),
         metadata: Mapping[str, Any] | None = None,
         is_input: bool = False,
-        link: str = "",
     ) -> None:
         def log() -> None:
             artifact = self.wandb.Artifact(name, type=kind, metadata=dict(metadata or {}))
@@ -114,26 +110,15 @@ class WandbTracker(AccelerateTracker):
                 )
             else:
                 self.inner.run.log_artifact(artifact, aliases=list(aliases))
-            if link and self.is_offline:
-                self.print_line(f"warning: W&B: the run is offline: link {name} to {link} on its page")
-            elif link:
-                self.inner.run.link_artifact(artifact, link)
 
         self._do(log)
 
     def log_line(self, text: str) -> None:
         self._do(lambda: self.inner.run.write_logs(f"{text}\n"))
 
-    def lacks_epoch(self, epoch: int) -> bool:
-        files = [*self._wandb_folder.glob(f"*run-*-{self.run['id']}/*.wandb")]
-        return bool(files) and last_logged(files).get(EPOCH, 0) < epoch
-
     def fail(self, reason: str) -> None:
         def note() -> None:
             self.code = 1
-            if self.alerts:
-                text = shortened(reason, ALERT_CHARACTERS)
-                self.inner.run.alert("The run ended by an error", text, "ERROR")
 
         self._do(note)
         super().fail(reason)

@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 
 from utils.summary import Box, Example, evenly_spaced
 
-AS_TABLES = {"classes.csv", "operators.csv"}  # files shown as tables
+AS_TABLES = {"classes.csv"}  # files shown as tables
 MAX_ROWS = 10_000  # W&B draws no more rows of a table
 EXAMPLE_PIXELS = 640  # longer side of an example image
 LINE_PIXELS = 3  # line width of an outline

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.heads.anchors.auto_anchor import adapt_anchors
 from models.heads.anchors.head_transfer import keep_head
 from models.heads.anchors.loss import LOSS_NAMES, DetectionCriterion, loss_settings
 from models.heads.anchors.target_assignment import Level
@@ -84,7 +83,7 @@ class Detect(DetectionHead):
     example = "[[17, 20, 23], 1, Detect, [nc, anchors]]"
     loss_names = LOSS_NAMES
     hyperparameters = keys_of(AnchorKeys)
-    concerns = frozenset({"anchors", "label smoothing", "class weights"})
+    features = frozenset({"anchors", "label smoothing"})
     takes_anchors = True
     anchors: Tensor
 
@@ -148,6 +147,8 @@ class Detect(DetectionHead):
 
     def adapt(self, model: Model, split: BoxSplit, hyp: AnchorKeys) -> list[str]:
         """Run AutoAnchor; return a message."""
+        from models.heads.anchors.auto_anchor import adapt_anchors  # only here: a resumed run does not need it
+
         return [adapt_anchors(self, model.yaml, split.side_lengths(model.imgsz), hyp.anchor_t, hyp.anchor_recall)]
 
     @torch.no_grad()

@@ -27,7 +27,7 @@ from models.tasks.contract import Criterion, LossTerms
 from models.tasks.shared.losses import at_least_float32, device_constant
 from utils.batch import Batch
 from utils.config.hyperparameters import AnchorKeys
-from utils.config.select import select
+from utils.config.values import select
 
 if TYPE_CHECKING:
     from models.heads.anchors.head import Detect

@@ -66,7 +66,6 @@ class DetectDFL(DetectionHead):
     example = "[[15, 18, 21], 1, DetectDFL, [nc]]"
     loss_names = LOSS_NAMES
     hyperparameters = keys_of(AlignmentKeys)
-    concerns = frozenset({"class weights"})
     takes_anchors = False
 
     def __init__(self, nc: int, channels: Sequence[int], score_channels: int | None = None) -> None:

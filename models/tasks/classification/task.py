@@ -10,20 +10,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from models.fuse import fuse
 from models.layers import Classify
 from models.tasks.classification.loss import ClassificationCriterion
-from models.tasks.classification.metrics import CLASS_METRICS, CLASSIFICATION_METRICS, ClassificationMetrics
+from models.tasks.classification.metrics import CLASSIFICATION_METRICS, ClassificationMetrics
 from models.tasks.classification.prediction import ClassificationPostprocess, ClassificationPrediction, most_probable
 from models.tasks.classification.torchvision_models import build_classifier
 from models.tasks.contract import ExportModule, ExportSettings, Image, Model, Task, Thresholds
 from models.tasks.shared.losses import weights_by_class
 from models.yolo import build_model
-from utils.batch import Batch
+from utils.batch import Batch, layout
 from utils.config.hyperparameters import ClassWeightKeys, Recipe, Recipes, number
 from utils.config.values import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
 from utils.errors import UserError
-from utils.memory_format import layout
 from utils.plots.drawing import draw_captioned
 
 # Mean and standard deviation of ImageNet's channels, RGB from 0 to 1.
@@ -67,13 +65,11 @@ class ClassificationTask(Task):
         "epochs": 30,
         "batch_size": 32,
     }
-    concerns = frozenset({"label smoothing", "class weights", "mixing", "augmentation", "copies"})
+    features = frozenset({"label smoothing", "mixing", "augmentation", "copies"})
     loss_names = ("loss",)
     metric_names = CLASSIFICATION_METRICS
-    class_metric_names = CLASS_METRICS
     prefers_trained = True
     official_weights = r"yolov5[nsmlx]-cls\.pt"
-    hub_tag = "image-classification"
 
     def __init__(self, names: Mapping[int, str], hyp: ClassificationRecipe, label_smoothing: float = 0.0) -> None:
         super().__init__(names, hyp, label_smoothing)
@@ -119,6 +115,8 @@ class ClassificationTask(Task):
 
     def export_module(self, model: Model, settings: ExportSettings) -> ExportModule:
         """Return the model with BatchNorm folded, which maps images from `inputs` to logits (b, classes)."""
+        from models.fuse import fuse  # only here, because training does not need it
+
         return ExportModule(fuse(model), None)
 
     def draw_batch(self, batch: Batch) -> Image:

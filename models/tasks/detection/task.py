@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from models.fuse import fuse
 from models.heads.anchors.head import Detect
 from models.heads.anchors.loss import LOSS_NAMES
 from models.heads.contract import DetectionHead, head_of
@@ -28,12 +27,11 @@ from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.postprocess import DetectionPostprocess
 from models.tasks.detection.prediction import DetectionPrediction
 from models.tasks.shared.losses import UnavailableCriterion, weights_by_class
-from models.tasks.shared.scores import CLASS_METRICS, DETECTION_METRICS
+from models.tasks.shared.scores import DETECTION_METRICS
 from models.weights.transfer import head_prefix, head_tensors
 from models.yolo import YoloModel, build_model, head_class
-from utils.batch import Batch, BoxSplit
+from utils.batch import Batch, BoxSplit, layout
 from utils.config.hyperparameters import Augmentation, Hyperparameters, Recipes, keys_of
-from utils.memory_format import layout
 from utils.plots.drawing import draw_targets
 
 
@@ -42,13 +40,11 @@ class DetectionTask(Task):
 
     loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
     metric_names: ClassVar[tuple[str, ...]] = DETECTION_METRICS
-    class_metric_names: ClassVar[tuple[str, ...]] = CLASS_METRICS
     recipe = Hyperparameters
     recipes = Recipes(trained="finetune", few="scratch-small", many="low", yolov5="low")
     prediction: ClassVar[type[Prediction] | None] = DetectionPrediction
     official_weights = r"yolov5[nsmlx]6?\.pt|v9-[tsmc]\.pt"
-    hub_tag = "object-detection"
-    concerns = frozenset(
+    features = frozenset(
         {"mixing", "augmentation", "padding", "detections", "suppression", "boxes", "copies", "examples"}
     )
     heads: ClassVar[tuple[type[Head], ...]] = (Detect, DetectDFL)  # heads that its models may have; the usual one first
@@ -65,10 +61,10 @@ class DetectionTask(Task):
         self.anchors = round(hyp.anchors)  # number of anchors per level to search for; 0 keeps the YAML's anchors
 
     @classmethod
-    def concerns_of(cls, yaml: Mapping[str, Any]) -> frozenset[str]:
-        """Return `concerns` and the concerns of the head of a YAML's model."""
+    def features_of(cls, yaml: Mapping[str, Any]) -> frozenset[str]:
+        """Return `features` and the features of the head of a YAML's model."""
         head = head_class(yaml)
-        return cls.concerns | (head.concerns if head and issubclass(head, DetectionHead) else frozenset())
+        return cls.features | (head.features if head and issubclass(head, DetectionHead) else frozenset())
 
     def unread(self, yaml: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the detector's keys that neither augmentation nor the head of a YAML's model reads.
@@ -127,6 +123,8 @@ class DetectionTask(Task):
         The classes in `export_modules` give the shapes.
         """
         decoded, suppressed = self.export_modules
+        from models.fuse import fuse  # only here, because training does not need it
+
         decoding = decoded(fuse(model)).eval()
         if not settings.nms:
             return ExportModule(decoding, None)

@@ -22,7 +22,6 @@ from models.tasks.shared.score_tables import (
     score_tables,
 )
 from models.tasks.shared.scores import (
-    CLASS_METRICS,
     DETECTION_METRICS,
     join,
     score_classes,
@@ -34,7 +33,6 @@ from utils.summary import Example, Summary
 
 KINDS = ("B", "M")  # YOLOv5's suffixes for boxes and masks
 SEGMENTATION_METRICS = tuple(f"{name}({kind})" for kind in KINDS for name in DETECTION_METRICS)
-SEGMENTATION_CLASS_METRICS = tuple(f"{name}({kind})" for kind in KINDS for name in CLASS_METRICS)
 TITLES = ("Class", "Images", "Labels", "box P", "R", "mAP50", "50-95", "mask P", "R", "mAP50", "50-95")
 
 

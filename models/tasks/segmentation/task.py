@@ -15,7 +15,7 @@ from models.tasks.contract import Criterion, Image, Model, Thresholds
 from models.tasks.detection.task import DetectionTask
 from models.tasks.segmentation.export_module import DecodedSegmenter, SuppressedSegmenter
 from models.tasks.segmentation.loss import LOSS_NAMES, SegmentationCriterion
-from models.tasks.segmentation.metrics import SEGMENTATION_CLASS_METRICS, SEGMENTATION_METRICS, SegmentationMetrics
+from models.tasks.segmentation.metrics import SEGMENTATION_METRICS, SegmentationMetrics
 from models.tasks.segmentation.postprocess import SegmentationPostprocess
 from models.tasks.segmentation.prediction import SegmentationPrediction
 from models.tasks.shared.losses import UnavailableCriterion
@@ -30,11 +30,9 @@ class SegmentationTask(DetectionTask):
 
     loss_names = LOSS_NAMES
     metric_names = SEGMENTATION_METRICS
-    class_metric_names = SEGMENTATION_CLASS_METRICS
     official_weights = r"yolov5[nsmlx]-seg\.pt"
     prediction = SegmentationPrediction
-    hub_tag = "image-segmentation"
-    concerns = DetectionTask.concerns - {"copies"} | {"masks"}
+    features = DetectionTask.features - {"copies"} | {"masks"}
     heads = (Segment,)
     export_modules = (DecodedSegmenter, SuppressedSegmenter)
 

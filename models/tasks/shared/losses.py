@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from models.tasks.contract import Criterion, LossTerms
 from utils.batch import Batch
 from utils.errors import UserError, nearest
-
-MOST_CLASS_WEIGHT = 10.0  # largest weight that --class-weights auto gives
 
 
 @cache
@@ -27,20 +24,6 @@ def device_constant(values: Any, device: torch.device) -> Tensor:
 def at_least_float32(values: Tensor) -> Tensor:
     """Return half-precision values as float32, other values unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def balanced_weights(names: Mapping[int, str], labels: np.ndarray) -> dict[str, float]:
-    """Return a weight per class name: the commonest class's number of labels over the class's own number, at most 10.
-
-    A class without labels has weight 1.
-
-    Args:
-        names: class names, by number
-        labels: class of each label, int64 (m,)
-    """
-    counts = np.bincount(labels, minlength=len(names))
-    weights = np.minimum(counts.max(initial=0) / np.maximum(counts, 1), MOST_CLASS_WEIGHT)
-    return {names[k]: round(float(weights[k]), 4) if counts[k] else 1.0 for k in sorted(names)}
 
 
 def weights_by_class(names: Mapping[int, str], weights: Mapping[str, float]) -> tuple[float, ...]:

@@ -1,0 +1,60 @@
+"""Search for hyperparameters with optuna: `python examples/tune.py --data my.yaml --trials 30` (pip install optuna).
+
+A trial is a short run of train.py; change `SPACE` and the flags of `main` to your job. The results are in
+runs/tune/trials.log, so that the same command continues a search, and several machines may share it by a common folder.
+The best values are printed: write them into a file for --hyp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this repository, whatever the current folder is
+
+import train
+from utils.errors import UserError
+
+# Ranges of hyperparameters, and whether small differences count most at the low end.
+SPACE = {
+    "lr0": (1e-4, 1e-2, True),
+    "weight_decay": (1e-5, 1e-2, True),
+    "mosaic": (0.0, 1.0, False),
+    "scale": (0.1, 0.9, False),
+    "hsv_v": (0.0, 0.9, False),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=30)
+    parser.add_argument("--data", default="data/shapes.yaml")
+    parser.add_argument("--weights", default="")
+    parser.add_argument("--cfg", default="yolov5n.yaml")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--folder", type=Path, default=Path("runs/tune"))
+    flags = parser.parse_args()
+    import optuna
+
+    def fitness(trial: optuna.Trial) -> float:
+        values = {name: trial.suggest_float(name, low, high, log=log) for name, (low, high, log) in SPACE.items()}
+        job: dict[str, Any] = {"data": flags.data, "weights": flags.weights, "cfg": flags.cfg, "epochs": flags.epochs}
+        try:
+            result = train.run(**job, **values, project=flags.folder, name=f"trial{trial.number}", no_wandb=True)
+        except UserError as error:  # such as weights that have grown to infinity
+            print(f"trial {trial.number} failed: {error}")
+            raise optuna.TrialPruned from error
+        return float(result["fitness"])
+
+    flags.folder.mkdir(parents=True, exist_ok=True)
+    journal = getattr(optuna.storages, "journal").JournalFileBackend(str(flags.folder / "trials.log"))  # noqa: B009
+    storage = optuna.storages.JournalStorage(journal)
+    study = optuna.create_study(study_name="tune", storage=storage, direction="maximize", load_if_exists=True)
+    study.optimize(fitness, n_trials=flags.trials - len(study.get_trials(deepcopy=False)))
+    print(f"best fitness {study.best_value:.4f} with {study.best_params}")
+
+
+if __name__ == "__main__":
+    main()
