@@ -28,10 +28,9 @@ from data.builtin import shapes, shapes_cls, shapes_seg
 from tests.machines import left_behind, machines
 from tests.making import write_yaml
 from utils.background import Background
-from utils.distributed.accelerator import reset_accelerate
 from utils.distributed.failure import Stopped, run_main
+from utils.distributed.launch import reset_accelerate, spawn
 from utils.distributed.ranks import ranks
-from utils.distributed.spawn import spawn
 from utils.distributed.stop import STOP_SIGNALS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -147,7 +146,6 @@ def run_script(tmp_path_factory: pytest.TempPathFactory) -> RunScript:
         **variables: str,
     ) -> str:
         quick = [] if plots or script not in ("train.py", "val.py") else ["--noplots"]
-        quick += ["--keep-state"] if script == "train.py" else []  # which tests compare, and continue
         mark = f"LOCKSTEP_TEST={uuid4()}"  # launchers start sessions and groups of their own, but keep the environment
         started = subprocess.Popen(
             ["env", "--default-signal=HUP,INT", mark, *launcher, str(ROOT / script), *flags, *quick],
@@ -187,15 +185,22 @@ def call_main(
     cache = tmp_path_factory.mktemp("cache")
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
-    def load_all(training: train.Training) -> None:
-        trained = [batch for shares in training.loader for batch in shares]
-        assert sum(len(batch.infos) for batch in (*trained, *training.evaluate.loader)) > 0
+    made: list[val.Evaluator] = []
+
+    def evaluator(*given: Any, **named: Any) -> val.Evaluator:
+        made.append(val.evaluator(*given, **named))
+        return made[-1]
+
+    def load_all(run: Any, job: Any, model: Any, loader: Any, *rest: Any) -> NoReturn:
+        trained = [batch for shares in loader for batch in shares]
+        assert sum(len(batch.infos) for batch in (*trained, *made.pop().loader)) > 0
         raise Stopped(0)
 
     def call(script: str, *flags: str) -> tuple[int, str]:
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         monkeypatch.setattr(sys, "argv", [script, *flags])
-        monkeypatch.setattr(train, "train", load_all)
+        monkeypatch.setattr(train, "evaluator", evaluator)
+        monkeypatch.setattr(train, "train_one_epoch", load_all)
         with pytest.raises(SystemExit) as caught:
             run_main({"train.py": train, "val.py": val}[script].main)
         code = int(caught.value.code or 0)

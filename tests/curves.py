@@ -75,7 +75,7 @@ def same_curve(folder: Path, single: Path, losses: float = 1e-5, scores: float =
 
 
 def identical(folder: Path, other: Path) -> None:
-    """Check that two runs are equal: results.csv to the byte, weights, EMA and the optimizer's state to the bit."""
+    """Check that two finished runs are equal: results.csv to the byte, the EMA to the bit, and the counters."""
     assert (folder / "results.csv").read_bytes() == (other / "results.csv").read_bytes()
     for name in ("last.pt", "best.pt"):
         contents = [torch.load(run / "weights" / name, weights_only=True) for run in (folder, other)]
@@ -85,10 +85,6 @@ def identical(folder: Path, other: Path) -> None:
         assert one.keys() == two.keys()
         assert all(torch.equal(one[key], two[key]) for key in one), name
     one, two = (state(run) for run in (folder, other))
-    for part in ("model", "ema"):
-        assert all(torch.equal(one[part][key], two[part][key]) for key in two[part]), part
-    for number, expected in two["optimizer"].items():
-        assert all(torch.equal(one["optimizer"][number][key], expected[key]) for key in expected), number
     assert {**one["progress"], "summary": None} == {**two["progress"], "summary": None}
 
 

@@ -1,8 +1,7 @@
-"""A Hugging Face Hub on loopback with the parts that downloads, new repositories and commits need."""
+"""A Hugging Face Hub on loopback with the parts that downloads need."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import re
@@ -16,7 +15,7 @@ from urllib.parse import unquote
 
 from tests.web import running
 
-READ_TOKEN, WRITE_TOKEN = "hf_" + "r" * 34, "hf_" + "w" * 34
+READ_TOKEN = "hf_" + "r" * 34
 
 
 class Hub:
@@ -32,7 +31,6 @@ class Hub:
         self.private: set[str] = set()
         self.gated: set[str] = set()
         self.tags: list[str] = []
-        self.commits: list[dict[str, Any]] = []  # headers of the commits
         self.asked: list[str] = []
         self.error = 0
         self.silent = False
@@ -42,25 +40,6 @@ class Hub:
     def sha(self, repository: str) -> str:
         """Return the hash of the newest commit: of the content, as there is no history."""
         return hashlib.sha1(repr(sorted(self.files[repository].items())).encode()).hexdigest()
-
-    def create(self, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        name = f"{request['organization']}/{request['name']}"
-        url = {"url": f"{self.address}/{name}"}
-        if name in self.files:
-            return 409, url
-        self.files[name] = {}
-        if request.get("private") or request.get("visibility") == "private":
-            self.private.add(name)
-        return 200, url
-
-    def commit(self, repository: str, lines: bytes) -> dict[str, Any]:
-        for line in map(json.loads, lines.splitlines()):
-            if line["key"] == "header":
-                self.commits.append(line["value"])
-            else:
-                assert (line["key"], line["value"]["encoding"]) == ("file", "base64")
-                self.files[repository][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-        return {"commitUrl": f"{self.address}/{repository}/commit/1", "commitOid": self.sha(repository)}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -78,13 +57,11 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(data)
 
-    def refused(self, repository: str, write: bool) -> bool:
+    def refused(self, repository: str) -> bool:
         """Answer a request that this token, or none, must not make; return whether that was done."""
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        if token not in ("", READ_TOKEN, WRITE_TOKEN) or (write and not token):
+        if token not in ("", READ_TOKEN):
             self.give(401, {"error": "Invalid username or password."})
-        elif write and token != WRITE_TOKEN:
-            self.give(403, {"error": "You don't have the rights to create a model under this namespace"})
         elif repository not in self.known(token):
             self.give(404 if token else 401, X_Error_Code="RepoNotFound", X_Error_Message="Repository not found")
         else:
@@ -92,33 +69,24 @@ class Handler(BaseHTTPRequestHandler):
         return True
 
     def known(self, token: str) -> set[str]:
-        return {"", *self.hub.files} - (set() if token else self.hub.private)
+        return {*self.hub.files} - (set() if token else self.hub.private)
 
     def answer(self) -> None:
         self.hub.asked.append(f"{self.command} {self.path}")
-        content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(self.path.partition("?")[0])
         if self.hub.silent:
             self.hub.gone.wait()
         elif self.hub.error:
             self.give(self.hub.error, {"error": "planted"})
-        elif path == "/api/validate-yaml":
-            self.give(200, {"errors": [], "warnings": []})
-        elif path == "/api/repos/create":
-            if not self.refused("", write=True):
-                self.give(*self.hub.create(json.loads(content)))
-        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(preupload|commit)/main", path):
-            if not self.refused(match[1], write=True):
-                self.upload(match[1], match[2], content)
         elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
-            if not self.refused(match[1], write=False):
+            if not self.refused(match[1]):
                 self.describe(match[1], match[2] or "main")
         elif match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/tree/[^/]+/?(.*)", path):
             self.list_files(match[1], match[2])
         elif match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)", path):
             self.describe(match[1], "main")
         elif (match := re.fullmatch(r"/(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)) and not self.refused(
-            match[1], write=False
+            match[1]
         ):
             self.send_file(match[1], match[3])
 
@@ -150,13 +118,7 @@ class Handler(BaseHTTPRequestHandler):
             data, status = data[int(span[1]) : int(span[2]) + 1], 206
         self.give(status, data, ETag=tag, **commit)
 
-    def upload(self, repository: str, step: str, content: bytes) -> None:
-        if step == "commit":
-            return self.give(200, self.hub.commit(repository, content))
-        files = [file["path"] for file in json.loads(content)["files"]]
-        self.give(200, {"files": [{"path": f, "uploadMode": "regular", "shouldIgnore": False} for f in files]})
-
-    do_GET = do_HEAD = do_POST = answer
+    do_GET = do_HEAD = answer
 
 
 @contextmanager

@@ -295,7 +295,7 @@ def test_hyperparameters_of_another_head(drawn: Path, call_main: CallMain, tmp_p
     assert "hyperparameters without effect on detect with the head DetectDFL: box, anchors\n" in printed
     for flag, message in {
         "--hyp.obj": "--hyp.obj has no effect on detect with the head DetectDFL",
-        "--label-smoothing": "--label-smoothing is for losses with label smoothing, not for detect with the head",
+        "--label-smoothing": "--label-smoothing needs label smoothing, which detect with the head",
     }.items():
         code, printed = call_main(*flags, "--hyp", str(hyp), flag, "0.5", "--name", "refused")
         assert code == 1

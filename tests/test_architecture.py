@@ -64,11 +64,7 @@ def test_only_the_run_and_its_processes_know_the_rank() -> None:
     known = [path for path in PROJECT if rank_questions(path.read_text())]
     assert {"utils/run.py", "utils/distributed/ranks.py"} <= {relative(path) for path in known}
     wrong = {relative(path): rank_questions(path.read_text()) for path in known}
-    assert {
-        name
-        for name in wrong
-        if name != "utils/run.py" and not name.startswith(("utils/distributed/", "utils/doctor/"))
-    } == set()
+    assert {name for name in wrong if name != "utils/run.py" and not name.startswith("utils/distributed/")} == set()
 
 
 def task_names(source: str) -> list[str]:

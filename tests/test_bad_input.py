@@ -233,7 +233,7 @@ ERRORS = {
     "names too few": Case(data(nc=5), "`nc` is 5 but `names` has 3 classes"),
     # hyperparameters
     "out of range": Case(hyp(mosaic=2), "hyp.yaml: mosaic must be a number, 0 to 1, not 2"),
-    "misspelt hyp": Case(nothing, "'finetun' is not a file (did you mean finetune.yaml?); give", "--hyp finetun"),
+    "misspelt hyp": Case(nothing, "'finetun' is not a file (did you mean 'finetune'?); give", "--hyp finetun"),
     "no hyp": Case(nothing, "hyperparameter file 'lowest' is not a file; give", "--hyp lowest"),
     "override": Case(nothing, "--hyp.lr0 must be a number, more than 0, not 'abc'", "--hyp.lr0 abc"),
     # flags
@@ -252,8 +252,8 @@ ERRORS = {
     "device": Case(nothing, "--device 7", "--device 7"),
     "no device": Case(nothing, "--device gpu: give cpu, mps, or the numbers", "--device gpu"),
     "freeze": Case(nothing, "--freeze 99: the model has layers 0 to 3", "--freeze 99"),
-    "image size": Case(nothing, "-8 is out of range; give 1 to 16384", "--imgsz -8", code=2),
-    "confidence": Case(nothing, "2 is out of range; give 0 to 1", "--conf-thres 2", code=2, script="val"),
+    "image size": Case(nothing, "--imgsz must be a whole number, 1 to 16384", "--imgsz -8", code=2),
+    "confidence": Case(nothing, "--conf-thres must be a number, 0 to 1", "--conf-thres 2", code=2, script="val"),
     # models
     "bad module": Case(
         row(1, [-1, 1, "Cnov", [8, 3, 2]]), "model.yaml, row 1: unknown module 'Cnov' (did you mean 'Conv'?)"
@@ -268,8 +268,8 @@ ERRORS = {
         nothing, "cannot be used with", "--no-deterministic --logical-processes 2"
     ),
     # weights
-    "a name that no file can have": Case(nothing, "is not a file or a folder; give", f"--data {'x' * 5000}"),
-    "weights that no file can be": Case(nothing, "are not a file; check the path", f"--weights {'x' * 5000}"),
+    "a name that no file can have": Case(nothing, "data set 'xxx", f"--data {'x' * 5000}"),
+    "weights that no file can be": Case(nothing, "weights xxx", f"--weights {'x' * 5000}"),
     "no weights": Case(nothing, "weights {set}/none.pt are not a file", "--weights {set}/none.pt"),
     "not downloaded": Case(nothing, "releases/download", "--weights yolov5s.pt"),
     "empty weights": Case(text("w.pt", b""), "w.pt is empty; copy or download it again", "--weights {set}/w.pt"),

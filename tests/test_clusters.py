@@ -168,7 +168,7 @@ def flags(small_data: Path, tmp_path: Path) -> list[str]:
     """Flags that follow those of a file: a small job on the CPU."""
     what = ["--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--imgsz", "64", "--batch-size", "4"]
     how = ["--epochs", "1", "--workers", "0", "--device", "cpu", "--logical-processes", "2", "--noplots"]
-    return [*what, *how, "--keep-state", "--project", str(tmp_path)]
+    return [*what, *how, "--project", str(tmp_path)]
 
 
 @pytest.fixture

@@ -391,8 +391,8 @@ def test_thresholds_are_attributes(detector: Path, photo: Path, predictor: Predi
     [
         ("conf_tres", 0.1, "Predictor: unknown argument conf_tres (did you mean 'conf_thres'?)"),
         ("conf_thres", "high", "Predictor: conf_thres must be a number, 0 to 1, not 'high'"),
-        ("conf", 2, "Predictor: conf must be a number, 0 to 1, not 2"),
-        ("classes", ["nothing"], "classes='nothing': the model has classes 0 to 5; class 0 is "),
+        ("conf", 2, "Predictor: conf_thres must be a number, 0 to 1, not 2"),
+        ("classes", ["nothing"], "--classes nothing: the model has classes 0 to 5; class 0 is "),
         ("imgsz", 96, "Predictor: imgsz cannot be changed; make another Predictor with imgsz=96"),
         ("bgr", 1, "Predictor: bgr must be True or False, not 1"),
     ],
@@ -431,9 +431,9 @@ def test_settings_of_one_call(detector: Path, photo: Path, predictor: Predictor,
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"conf": 2}, "Predictor: conf must be a number, 0 to 1, not 2"),
+        ({"conf": 2}, "Predictor: conf_thres must be a number, 0 to 1, not 2"),
         ({"size": "big"}, "Predictor: imgsz must be a whole number, 1 to 16384, or a list of such, not 'big'"),
-        ({"size": (1, 2, 3)}, "imgsz=(1, 2, 3): give one number of pixels, or height and width"),
+        ({"size": (1, 2, 3)}, "--imgsz 1 2 3: give one number of pixels, or height and width"),
         ({"augment": True}, "Predictor: augment cannot be changed; make another Predictor with augment=True"),
         ({"stream": True}, "Predictor: unknown argument stream"),
     ],
@@ -490,7 +490,7 @@ def test_the_default_size_is_that_of_the_training(
 def test_a_rounded_size_is_printed(detector: Path, capsys: pytest.CaptureFixture[str]) -> None:
     predictor = Predictor(detector, imgsz=(90, 128), device="cpu")
     assert predictor.size.sides == (96, 128)
-    assert capsys.readouterr().out == "imgsz=(90, 128) is rounded up to 96 128, whole strides of 32 pixels\n"
+    assert capsys.readouterr().out == "--imgsz 90 128 is rounded up to 96 128, whole strides of 32 pixels\n"
 
 
 def test_a_classifiers_probabilities(classifier: str) -> None:
@@ -763,11 +763,11 @@ def test_bad_input(command: Callable[..., tuple[int, str]]) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"imgsz": (1, 2, 3)}, "imgsz=(1, 2, 3): give one number of pixels, or height and width"),
+        ({"imgsz": (1, 2, 3)}, "--imgsz 1 2 3: give one number of pixels, or height and width"),
         ({"imgsz": -8}, "Predictor: imgsz must be a whole number, 1 to 16384, or a list of such, not -8"),
-        ({"device": "0,1"}, "device='0,1': one device is enough here"),
-        ({"weights": []}, "weights is empty"),
-        ({"weights": 42}, "Predictor: weights must be a text or path, or a list of such, not 42"),
+        ({"device": "0,1"}, "--device 0,1: one device is enough here"),
+        ({"weights": []}, "--weights is empty"),
+        ({"weights": 42}, "weights 42 are not a file"),
         ({"weights": "nowhere.pt"}, "weights nowhere.pt are not a file; check the path"),
         ({"conf_tres": 0.5}, "Predictor: unknown argument conf_tres (did you mean 'conf_thres'?)"),
         ({"save_txt": True}, "Predictor: unknown argument save_txt"),

@@ -7,8 +7,9 @@ import hashlib
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.profiler import ProfilerActivity, profile
 
-import train
 from models.heads.anchors.loss import DetectionCriterion
 from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.task import DetectionTask
@@ -27,8 +27,10 @@ from tests.conftest import ROOT, VAL, OnProcesses, RunScript, free_port
 from tests.curves import LOSSES, SCORES, floats, refused, rows, same_curve
 from tests.machines import ACCELERATE, CONFIGS, TORCHRUN, by_hand, ip, on_machine
 from tests.wandb_files import one_run
+from tests.whole_runs import Parts, within
 from utils.distributed.ranks import ranks
-from utils.training.optimizer_steps import OptimizerSteps
+from utils.summary import Summary
+from utils.training.steps import OptimizerSteps
 
 SHARP = {"nbs": 16, "warmup_epochs": 0.0, "weight_decay": 0.01}
 
@@ -146,10 +148,13 @@ def epoch_in_float64(flags: Sequence[str]) -> dict[str, Tensor]:
     build_model = DetectionTask.build_model
     DetectionTask.build_model = lambda self, *described: build_model(self, *described).double()
     DetectionTask.inputs = lambda self, batch: batch.images.double() / 255
-    training = train.assemble(train.settings_of(flags))
-    training.train_one_epoch()
-    assert training.steps.ema.updates == 1
-    return dict(training.steps.model.bare.state_dict())
+
+    def work(parts: Parts) -> dict[str, Tensor]:
+        parts.train_one_epoch()
+        assert parts.steps.ema.updates == 1
+        return dict(parts.model.model.state_dict())
+
+    return within(flags, work)
 
 
 def test_one_step_in_float64(on_processes: OnProcesses, flags: list[str], tmp_path: Path) -> None:
@@ -173,52 +178,60 @@ def test_one_step_in_float64(on_processes: OnProcesses, flags: list[str], tmp_pa
 WAITING = {"aten::item", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2", "aten::bincount"}
 
 
+def first_six_batches(parts: Parts, watch: AbstractContextManager[Any]) -> Generator[Any, None, int]:
+    """Yield six batches, the last four while `watch` is on; return the number of optimizer steps."""
+    parts.steps.log.enabled = True  # as with a tracker: its points are read later too
+    batches = list(parts.loader)
+    yield from batches[:2]  # constants go to the device once
+    with watch:
+        yield from batches[:4]
+    return parts.steps.progress.step
+
+
 def waits(flags: Sequence[str]) -> tuple[int, int]:
     """Return the number of such operations in the loop, and of optimizer steps, if steps are counted one step later."""
     OptimizerSteps.behind = 1
-    training = train.assemble(train.settings_of(flags))
-    batches = list(training.loader)
-    training.steps.step_log.enabled = True  # as with a tracker: its points are read later too
-    training.steps.model.prepared.train()
-    training.train_on(batches[0], 0)  # constants go to the device once
-    training.train_on(batches[1], 1)
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        for number, batch in enumerate(batches[:4], 2):
-            training.train_on(batch, number)
-    return sum(event.name in WAITING for event in profiled.events()), training.steps.progress.step
+    profiled = profile(activities=[ProfilerActivity.CPU])
+    steps = within(flags, lambda parts: parts.take_steps(first_six_batches(parts, profiled)))
+    return sum(event.name in WAITING for event in profiled.events()), steps
 
 
 def test_the_loop_waits_for_nothing_but_the_verdict_on_the_last_step(
     on_processes: OnProcesses, flags: list[str]
 ) -> None:
     """Two of the steps are profiled; the first of them is counted inside the profile, the second later."""
-    assert on_processes(1, waits, flags) == [(2, 3)]
+    assert on_processes(1, waits, [*flags, "--noplots"]) == [(2, 3)]
 
 
-@pytest.mark.gpu
-def test_the_loop_does_not_synchronise_a_gpu(flags: list[str]) -> None:
-    training = train.assemble(train.settings_of([*flags, "--device", "0"]))
-    batches = list(training.loader)
-    training.steps.step_log.enabled = True  # as with a tracker: its points are read later too
-    training.steps.model.prepared.train()
-    for number, batch in enumerate(batches[:4]):
-        training.train_on(batch, number)
+@contextmanager
+def waiting_forbidden() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for number, batch in enumerate(batches[:4], 4):
-            training.train_on(batch, number)
+        yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.gpu
+def test_the_loop_does_not_synchronise_a_gpu(flags: list[str]) -> None:
+    flags = [*flags, "--device", "0", "--noplots"]
+    assert within(flags, lambda parts: parts.take_steps(first_six_batches(parts, waiting_forbidden()))) == 3
+
+
 def settings(flags: Sequence[str]) -> dict[str, Any]:
-    training = train.assemble(train.settings_of(flags))
-    steps, criterion = training.steps, training.criterion
-    assert isinstance(criterion, DetectionCriterion)
-    groups = [{key: value for key, value in g.items() if key != "params"} for g in steps.optimizer.param_groups]
-    schedule = dataclasses.asdict(steps.schedule)
-    rates = [tuple(steps.schedule.at(batch)) for batch in range(20)]
-    return {"groups": groups, "schedule": schedule, "rates": rates, "loss": vars(criterion.settings)}
+    def work(parts: Parts) -> dict[str, Any]:
+        optimizer, schedule, criterion = parts.steps.optimizer, parts.steps.schedule, parts.criterion
+        assert isinstance(criterion, DetectionCriterion)
+        groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+        rates = [tuple(schedule.at(batch)) for batch in range(20)]
+        return {
+            "groups": groups,
+            "schedule": dataclasses.asdict(schedule),
+            "rates": rates,
+            "loss": vars(criterion.settings),
+        }
+
+    return within(flags, work)
 
 
 @pytest.mark.long
@@ -230,17 +243,19 @@ def test_settings_do_not_depend_on_the_number_of_processes(on_processes: OnProce
 
 def reduced(flags: Sequence[str]) -> tuple[int, int, int, int]:
     """Return the gradient elements that DDP reduces in an epoch, the model's parameters, optimizer steps, batches."""
-    training = train.assemble(train.settings_of(flags))
-    model, sent = training.steps.model.prepared, []
+    sent = []
 
     def count(group, bucket):  # without types: torch reads them, and not as text
         sent.append(bucket.buffer().numel())
         return allreduce_hook(group, bucket)
 
-    model.register_comm_hook(None, count)
-    training.train_one_epoch()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return sum(sent), parameters, training.steps.ema.updates, len(training.loader)
+    def work(parts: Parts) -> tuple[int, int, int, int]:
+        parts.model.wrapped.register_comm_hook(None, count)  # type: ignore[operator]
+        parts.train_one_epoch()
+        parameters = sum(parameter.numel() for parameter in parts.model.parameters)
+        return sum(sent), parameters, parts.steps.ema.updates, len(parts.loader)
+
+    return within(flags, work)
 
 
 def test_gradients_travel_once_per_optimizer_step(on_processes: OnProcesses, flags: list[str]) -> None:
@@ -251,25 +266,17 @@ def test_gradients_travel_once_per_optimizer_step(on_processes: OnProcesses, fla
 
 def validated(flags: Sequence[str]) -> tuple[list[int], int, dict[str, float], dict[str, float]]:
     """Return the images that this process validated, how many it ran through the model, and the metrics and losses."""
-    training = train.assemble(train.settings_of(flags))
-    model, evaluate = training.steps.ema.model, training.evaluate
     images: list[int] = []
-    forwarded = []
-    model.register_forward_hook(lambda model, inputs, outputs: forwarded.append(len(inputs[0])))
-    evaluate.keepers = [lambda batch, predictions: images.extend(info.image for info in batch.infos)]
-    summary = evaluate([model])
+    forwarded: list[int] = []
+
+    def work(parts: Parts) -> Summary:
+        model = parts.steps.ema.model
+        model.register_forward_hook(lambda model, inputs, outputs: forwarded.append(len(inputs[0])))
+        parts.evaluate.keepers.append(lambda batch, predictions: images.extend(info.image for info in batch.infos))
+        return parts.evaluate([model])
+
+    summary = within(flags, work)
     return images, sum(forwarded), summary.metrics, summary.losses
-
-
-@pytest.mark.long
-def test_compressed_gradients(run_script: RunScript, flags: list[str], tmp_path: Path) -> None:
-    """The curve differs, but stays close."""
-    for name, more in (("exact", []), ("bf16", ["--comm-hook", "bf16"])):
-        run_script("train.py", *flags, "--processes", "2", "--name", name, *more, OMP_NUM_THREADS="1")
-    for row, exact in zip(rows(tmp_path / "bf16"), rows(tmp_path / "exact"), strict=True):
-        for loss in LOSSES:
-            assert row[loss] == pytest.approx(exact[loss], rel=0.05)
-    assert rows(tmp_path / "bf16") != rows(tmp_path / "exact")
 
 
 @pytest.mark.long
@@ -292,8 +299,7 @@ def decided(flags: Sequence[str]) -> tuple[float, dict[str, float]]:
         return dataclasses.replace(summarise(self, records), fitness=float(ranks().rank))
 
     DetectionMetrics.summarise = differently
-    training = train.assemble(train.settings_of(flags))
-    summary = training.evaluate([training.steps.ema.model])
+    summary = within(flags, lambda parts: parts.evaluate([parts.steps.ema.model]))
     return summary.fitness, summary.metrics
 
 
@@ -313,8 +319,8 @@ def started_alike(flags: Sequence[str]) -> list[Tensor]:
         return build(self, *described)
 
     DetectionTask.build_model = differently
-    steps = train.assemble(train.settings_of(flags)).steps
-    return [*steps.model.bare.state_dict().values(), *steps.ema.model.state_dict().values()]
+    models = within(flags, lambda parts: (parts.model.model, parts.steps.ema.model))
+    return [value for model in models for value in model.state_dict().values()]
 
 
 def test_all_start_from_the_main_processs_weights(on_processes: OnProcesses, flags: list[str]) -> None:
@@ -350,14 +356,12 @@ def test_a_port_in_use(run_script: RunScript, flags: list[str]) -> None:
 
 
 def test_two_machines(hosts: tuple[str, str], single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
-    """No interface is named, although the host's name resolves to the loopback here. One W&B run is made.
-
-    What the machines write into their store is signed.
-    """
+    """No interface is named, although the host's name resolves to the loopback here. One W&B run is made."""
 
     def machine(rank: int) -> str:
-        variables = {"WANDB_MODE": "offline", "LOCKSTEP_TOKEN": "secret"}
-        return fine_tune(tmp_path / str(rank), "--sync-bn", launcher=on_machine(hosts[rank], rank), **variables)
+        return fine_tune(
+            tmp_path / str(rank), "--sync-bn", launcher=on_machine(hosts[rank], rank), WANDB_MODE="offline"
+        )
 
     with ThreadPoolExecutor() as pool:
         printed = list(pool.map(machine, (0, 1)))

@@ -16,10 +16,9 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
-from data.preview import PreviewOptions
 from models.tasks import TASKS, head_name, task_of
 from tests.making import options_of
-from utils.config.options import DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
+from utils.config.flags import DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
 from utils.files import ROOT, read_yaml
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -132,8 +131,6 @@ def script_errors(words: list[str]) -> list[str]:
 
 def module_errors(module: str, flags: list[str]) -> list[str]:
     """Return what is wrong with `python -m` of a module of ours: no file, or flags that the file does not name."""
-    if module == "data.preview":
-        return flag_errors(PreviewOptions, flags)
     stem = ROOT.joinpath(*module.split("."))
     file = next((file for file in (stem.with_suffix(".py"), stem / "__main__.py") if file.is_file()), None)
     if file is None:
@@ -206,16 +203,16 @@ def default_of(value: object) -> str:
 
 @functools.cache
 def models_with(subject: str) -> str:
-    """Return the tasks whose models have what flags are about, as docs/flags.md names them: `segment, detect (Detect)`.
+    """Return the tasks whose models have what a flag needs, as docs/flags.md names them: `segment, detect (Detect)`.
 
-    subject: one of `CONCERNS`, '' for a flag that applies to every model. Heads are named if only some have it.
+    subject: the needed feature, '' for a flag that applies to every model. Heads are named if only some have it.
     """
     if not subject:
         return "all"
     heads: dict[str, dict[object, bool]] = {task: {} for task in TASKS}
     for yaml in map(read_yaml, (ROOT / "models").glob("*.yaml")):
         task = task_of(yaml, "a shipped model")
-        heads[task][head_name(yaml)] = subject in TASKS[task].load().concerns_of(yaml)
+        heads[task][head_name(yaml)] = subject in TASKS[task].load().features_of(yaml)
     return ", ".join(
         task if all(having.values()) else f"{task} ({', '.join(sorted(str(k) for k, has in having.items() if has))})"
         for task, having in heads.items()
@@ -238,7 +235,7 @@ def test_the_page_of_flags_agrees_with_the_parser(script: str) -> None:
         tuple(f"--{name.replace('_', '-')}" for name in (option.name, *option.metadata["aliases"])): (
             option.metadata["group"],
             default_of(option.default),
-            models_with(option.metadata["concerns"]),
+            models_with(option.metadata["needs"]),
         )
         for option in flags_of(SCRIPTS[script])
     }

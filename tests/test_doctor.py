@@ -151,7 +151,7 @@ def test_differences_between_machines_are_errors(
     copy = tmp_path / "repository"
     for part in ("models", "data", "utils", "accelerate_configs"):
         shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for script in ("train.py", "val.py"):
+    for script in ("train.py", "job.py", "val.py"):
         shutil.copy(ROOT / script, copy)
     with (copy / "utils" / "training" / "ema.py").open("a") as file:
         file.write("# changed\n")
@@ -169,7 +169,7 @@ def test_differences_between_machines_are_errors(
     for error, what in zip(
         messages,
         [
-            "the code in utils/training/ema.py differs",
+            "the code differs",
             "the data (train) differs",
             "the data (labels of train)",
             "--epochs",

@@ -40,6 +40,17 @@ def test_a_layer_and_a_tracker(run_script: RunScript, small_data: Path, tmp_path
         assert epoch[key] == pytest.approx(float(row[key]))
 
 
+@pytest.mark.long
+def test_a_search_is_continued(run_script: RunScript, small_data: Path, tmp_path: Path) -> None:
+    if not find_spec("optuna"):
+        not_here("optuna")
+    flags = ("--data", str(small_data), "--epochs", "1", "--folder", str(tmp_path))
+    for trials in ("1", "2"):
+        printed = run_script("examples/tune.py", *flags, "--trials", trials, OMP_NUM_THREADS="1")
+        assert "best fitness" in printed
+    assert {folder.name for folder in tmp_path.iterdir() if folder.is_dir()} == {"trial0", "trial1"}
+
+
 def test_the_notebook_is_stored_without_outputs() -> None:
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     assert [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")] == []

@@ -26,7 +26,6 @@ from models.export.formats import ExportJob, write
 from models.export.runtime import read_exported, read_model
 from models.image_size import ImageSize
 from models.tasks.detection.export_module import DecodedDetector
-from models.weights import releases
 from models.weights.content import Weights
 from models.weights.licence import Origin
 from models.weights.reader import read_weights
@@ -35,16 +34,14 @@ from models.yolo import build_model
 from tests.conftest import RunScript, not_here
 from tests.making import noise, options_of, tiny_detector, write_image, write_yaml
 from utils.checkpoint.weight_files import serialised, weights_content
-from utils.config.options import ExportOptions, ValOptions
-from utils.config.yolov5_flags import REFUSED
+from utils.config.flags import REFUSED, ExportOptions
 from utils.distributed.failure import run_main
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
-from utils.python_api import checked
-from val import with_size
+from utils.python_api import arguments
 
 NAMES = dict(enumerate(SHAPES))
-FILES = ("best.onnx", "best.torchscript", "best.pt2", "best_openvino_model")
+FILES = ("best.onnx", "best.torchscript", "best_openvino_model")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +64,6 @@ def exported(weights: Path, run_script: RunScript) -> str:
         "--include",
         "onnx",
         "torchscript",
-        "exported",
         "openvino",
         "safetensors",
         "--imgsz",
@@ -90,7 +86,7 @@ def test_files_and_messages(weights: Path, exported: str) -> None:
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()
     assert lines[4] == f"licence: unknown (began as best.pt, SHA-256 {digest[:8]}...)"
     assert re.fullmatch(rf"onnx: {re.escape(str(weights.parent))}/best.onnx, 0.\d MB, [\d.]+ s", lines[5])
-    assert len(lines) == 10
+    assert len(lines) == 9
     origin = read_model(weights.with_suffix(".onnx")).origin
     assert origin == Origin("unknown", [{"file": "best.pt", "sha256": digest}])
 
@@ -109,7 +105,7 @@ def test_weights_of_the_hub_are_exported_into_the_working_folder(
     """Nothing is written into the Hub's cache."""
     (tmp_path / "cache").mkdir()
     cached = Path(shutil.copy(weights, tmp_path / "cache" / "best.pt"))
-    monkeypatch.setattr(releases, "fetch", {"me/mine": cached}.__getitem__)
+    monkeypatch.setattr("utils.hub.fetch", {"me/mine": cached}.__getitem__)
     monkeypatch.setattr("sys.argv", ["export.py", "--weights", "hf:me/mine", "--include", "safetensors"])
     monkeypatch.chdir(tmp_path)
     main()
@@ -167,8 +163,7 @@ def test_flags_that_a_file_with_suppression_overrides_are_named(
     images = read_yaml(small_data)["path"] + "/images/val"
     assert line in run_script("detect.py", *flags, *device, "--source", images, "--quiet", "--nosave")
     Predictor(file, imgsz=96, conf_thres=0.1, iou_thres=0.6, device="cpu")
-    arguments = "imgsz=64 (not 96), iou_thres=0.5 (not 0.6), conf_thres=0.25 (not 0.1)"
-    assert f"warning: {file} was exported with its own values: {arguments}\n" in capsys.readouterr().out
+    assert line in capsys.readouterr().out
     Predictor(file, device="cpu")
     assert capsys.readouterr().out == "exported for images of 64x64 only\n"
 
@@ -188,13 +183,11 @@ def test_the_default_size_is_that_of_the_training(
         assert read_exported(tmp_path / "best.torchscript").metadata.imgsz == (size, size)
 
 
-def test_an_exported_file_sets_the_image_size_of_val() -> None:
-    options = with_size(ValOptions(imgsz=320), (64, 64), is_fixed=True)
-    assert (options.imgsz, options.square) == (64, True)
-    assert with_size(ValOptions(), (320, 320), is_fixed=False) == ValOptions(imgsz=320)
-    assert with_size(ValOptions(), (32, 64), is_fixed=False) == ValOptions(imgsz=64)
+def test_the_square_of_val() -> None:
+    assert ImageSize((64, 64), is_fixed=True).square() == 64
+    assert ImageSize((32, 64)).square() == 64
     with pytest.raises(UserError, match=r"takes only images of 32x64, and val.py makes square ones"):
-        with_size(ValOptions(), (32, 64), is_fixed=True)
+        ImageSize((32, 64), is_fixed=True).square()
 
 
 def test_class_names_of_a_data_set(weights: Path) -> None:
@@ -214,13 +207,13 @@ def test_refused_formats(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         options_of(ExportOptions, ["--include", "onnx", name.removeprefix("include ")])
     assert caught.value.code == 2
-    assert capsys.readouterr().err == f"error: --{name} {REFUSED[name]}\n"
+    assert capsys.readouterr().err.startswith(f"error: --{name} {REFUSED[name]}")
 
 
 def test_other_names_of_formats() -> None:
-    options = options_of(ExportOptions, ["--include", "tensorrt", "TRT", "pt2", "onnx"])
-    assert options.include == ("engine", "engine", "exported", "onnx")
-    assert checked(ExportOptions, {"include": ["TensorRT", "onnx"]}, "export.run") == {"include": ("engine", "onnx")}
+    options = options_of(ExportOptions, ["--include", "tensorrt", "TRT", "onnx"])
+    assert options.include == ("engine", "engine", "onnx")
+    assert arguments(ExportOptions, {"include": ["TensorRT", "onnx"]}, "export.run") == {"include": ("engine", "onnx")}
 
 
 def test_an_engine_is_its_onnx_file_and_a_command(
@@ -251,7 +244,7 @@ def test_export_from_python(weights: Path, tmp_path: Path) -> None:
     assert read_exported(Path(files[1])).metadata.imgsz == (64, 64)
     for formats, message in {
         "engine": r"^the run ended with exit code 1; see the messages above$",
-        "tflite": r"^export\.run: include 'tflite' is made from ONNX: include='onnx', then onnx2tf -i best\.onnx",
+        "tflite": r"^export\.run: include tflite is made by .*docs/export\.md",
         "onxn": r"^export\.run: include must be one of 'torchscript', 'onnx', .* not 'onxn'$",
     }.items():
         with pytest.raises(UserError, match=message):
@@ -269,7 +262,7 @@ def test_apple_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_exported_on_a_gpu(weights: Path, tmp_path: Path, run_script: RunScript) -> None:
     """In half precision, to formats that keep their device; the boxes are those of the weights."""
     shutil.copy(weights, tmp_path / "best.pt")
-    flags = ("--include", "torchscript", "onnx", "exported", "--half", "--device", "0", "--imgsz", "64")
+    flags = ("--include", "torchscript", "onnx", "--half", "--device", "0", "--imgsz", "64")
     run_script("export.py", "--weights", str(tmp_path / "best.pt"), *flags)
     images = torch.rand(1, 3, 64, 64)
     program = read_exported(tmp_path / "best.torchscript")
@@ -282,7 +275,7 @@ def test_exported_on_a_gpu(weights: Path, tmp_path: Path, run_script: RunScript)
 def test_other_opsets_are_refused(opset: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         options_of(ExportOptions, ["--opset", str(opset)])
-    assert f"argument --opset: {opset} is out of range; give 12 to 21" in capsys.readouterr().err
+    assert "--opset must be a whole number, 12 to 21" in capsys.readouterr().err
 
 
 def test_flags_with_several_values() -> None:
@@ -365,8 +358,6 @@ def test_yolov5_detects_the_same_with_our_onnx_file(weights: Path, exported: str
 
 # On photos
 
-RUN_FILES = tuple(name for name in FILES if name != "best.pt2")  # .pt2 files are written, but not loaded
-
 
 @pytest.fixture(scope="module")
 def official(shared: Path, run_script: RunScript, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -392,7 +383,7 @@ def test_agreement_on_photos(official: Path, shared: Path) -> None:
     assert content.model is not None
     model = build_model(content.model, nc=80).eval()
     transfer(model, content.state)
-    for name in RUN_FILES:
+    for name in FILES:
         run = read_exported(official.parent / name.replace("best", "yolov5n"))
         for size in ((1, 640, 640), (3, 320, 416)):
             images = photos_of(shared, *size)
@@ -409,7 +400,7 @@ def test_map_of_photos(official: Path, shared: Path, tmp_path: Path, run_script:
     data = {"path": str(shared / "data" / "coco128"), "train": "images/train", "val": "images/train", "names": names}
     photos = write_yaml(tmp_path / "photos.yaml", data)
     scores = {}
-    for name in ("yolov5n.pt", *(name.replace("best", "yolov5n") for name in RUN_FILES)):
+    for name in ("yolov5n.pt", *(name.replace("best", "yolov5n") for name in FILES)):
         files = ("--data", str(photos), "--weights", str(official.parent / name))
         printed = run_script(
             "val.py", *files, "--device", "cpu", "--imgsz", "320", "--project", str(tmp_path), "--quiet"

@@ -25,8 +25,8 @@ from models.layers import Classify
 from models.tasks import TASKS
 from models.tasks.classification.torchvision_models import build_classifier
 from models.yolo import build_model
+from utils.config.flags import TrainOptions, flags_of
 from utils.config.hyperparameters import read_hyperparameters
-from utils.config.parser import SUGGESTED
 from utils.errors import UserError
 
 # In time: a hang is an error too.
@@ -96,6 +96,7 @@ def test_label_files(content: bytes) -> None:
 
 # Data sets
 
+suggested = [field.name for field in flags_of(TrainOptions) if "data" in field.metadata["suggested"]]
 data_keys = st.sampled_from(["path", "train", "val", "names", "nc", "test", "download", "trian", "draw"])
 entries = st.one_of(
     st.sampled_from(["images", "list.txt", "none", "bad.txt"]), words.filter(lambda word: "/" not in word)
@@ -113,7 +114,7 @@ data_sets = st.one_of(
             "nc": anything,
             "split": scalars,
             "split_seed": scalars,
-            "defaults": st.one_of(anything, st.dictionaries(st.sampled_from(SUGGESTED), scalars, max_size=3)),
+            "defaults": st.one_of(anything, st.dictionaries(st.sampled_from(suggested), scalars, max_size=3)),
         },
     ),
     st.dictionaries(data_keys, scalars.filter(lambda value: not isinstance(value, int) and value not in ("/", ".."))),

@@ -12,8 +12,7 @@ import yaml
 from tests.conftest import RunScript
 from tests.curves import same_curve
 from tests.making import options_of
-from utils.config.options import DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
-from utils.config.yolov5_flags import REFUSED
+from utils.config.flags import REFUSED, DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
 from utils.files import ROOT
 
 PAGE = ROOT / "docs" / "migrating.md"

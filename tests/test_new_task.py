@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import csv
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -20,9 +20,9 @@ import torch
 import yaml
 from PIL import Image
 
-import train
 from tests.conftest import ROOT, OnProcesses, RunScript
 from tests.curves import refused, rows
+from tests.whole_runs import Parts, within
 from utils.errors import UserError
 
 TASK = ROOT / "examples" / "keypoints"
@@ -39,7 +39,7 @@ import numpy as np, torch
 from data.dataset import DataOptions, data_source
 from models.tasks import TASKS, add_tasks, model_words, task_of
 from models.tasks.contract import ExportSettings, Thresholds
-from utils.config.options import DetectOptions, TrainOptions
+from utils.config.flags import DetectOptions, TrainOptions
 from utils.config.parser import refuse_flags
 from utils.errors import UserError
 from utils.files import read_yaml
@@ -54,11 +54,11 @@ name = task_of(yaml, "model.yaml")
 assert name == task_of({"head": yaml["head"]}, "model.yaml") == "keypoints"
 source = data_source(sys.argv[2], TASKS[name].data)
 kind = TASKS[name].load()
-refuse_flags(DetectOptions, {"conf_thres": 0.5}, kind.concerns_of(yaml), model_words(yaml))
+refuse_flags(DetectOptions, {"conf_thres": 0.5}, kind.features_of(yaml), model_words(yaml))
 try:
-    refuse_flags(TrainOptions, {"noautoanchor": True}, kind.concerns_of(yaml), model_words(yaml))
+    refuse_flags(TrainOptions, {"noautoanchor": True}, kind.features_of(yaml), model_words(yaml))
 except UserError as error:
-    assert str(error).endswith("not for keypoints with the head Heatmap; leave it out"), error
+    assert "--noautoanchor needs anchors, which keypoints with the head Heatmap does not have" in str(error), error
 else:
     raise AssertionError("--noautoanchor is accepted")
 task = kind(source.names(), kind.recipe())
@@ -79,7 +79,7 @@ for epoch in range(6):
     for batch in loader:
         outputs = model(task.inputs(batch), *criterion.hints(batch))
         terms = criterion(outputs, batch)
-        loss = criterion.objective(terms.means(terms.counts), len(batch.infos))
+        loss = criterion.objective(terms.local_means(), len(batch.infos))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -220,8 +220,6 @@ def wrong(real: Any, method: str, change: Callable[[Any], Any]) -> Any:
 
 def refusals(flags: list[str]) -> dict[str, str]:
     """Return the error of a validation, of a batch or of an epoch, by what is wrong in it."""
-    training = train.assemble(train.settings_of(flags))
-    evaluate, criterion, models = training.evaluate, training.criterion, [training.steps.ema.model]
     errors: dict[str, str] = {}
 
     def note(fault: str, work: Callable[[], object]) -> None:
@@ -230,6 +228,12 @@ def refusals(flags: list[str]) -> dict[str, str]:
         except UserError as error:
             errors[fault] = str(error)
 
+    within(flags, lambda parts: make_faults(parts, note))
+    return errors
+
+
+def make_faults(parts: Parts, note: Callable[[str, Callable[[], object]], None]) -> None:
+    evaluate, models = parts.evaluate, [parts.steps.ema.model]
     note("nothing", lambda: evaluate(models))
     for fault, change in {
         "fewer predictions": lambda made: made[1:],
@@ -254,7 +258,11 @@ def refusals(flags: list[str]) -> dict[str, str]:
             collate_fn=evaluate.loader.collate_fn,
         )
         note(fault, lambda loader=loader: replace(evaluate, loader=loader)(models))
-    (shares,) = islice(training.loader, 1)
+    (shares,) = islice(parts.loader, 1)
+
+    def one_batch() -> Generator[Any, None, None]:
+        yield shares
+
     for fault, method, change in (
         ("negative counts", "__call__", lambda terms: replace(terms, counts=-terms.counts)),
         ("sums without parts", "__call__", lambda terms: replace(terms, sums=terms.sums[0])),
@@ -262,14 +270,12 @@ def refusals(flags: list[str]) -> dict[str, str]:
         ("no terms", "__call__", lambda terms: terms.sums.sum()),
         ("two objectives", "objective", lambda scalar: scalar.expand(2)),
     ):
-        training.criterion = wrong(criterion, method, change)
-        note(fault, lambda: training.train_on(shares, 0))
-        note(f"{fault} in validation", lambda: replace(evaluate, criterion=training.criterion)(models))
-    training.criterion = criterion
-    batches = type(training.sampler)
-    training.sampler.__class__ = type("Short", (batches,), {"__iter__": lambda self: islice(batches.__iter__(self), 2)})
-    note("fewer batches", training.train_one_epoch)
-    return errors
+        criterion = wrong(parts.criterion, method, change)
+        note(fault, lambda criterion=criterion: parts._replace(criterion=criterion).take_steps(one_batch()))
+        note(f"{fault} in validation", lambda criterion=criterion: replace(evaluate, criterion=criterion)(models))
+    batches = type(parts.sampler)
+    parts.sampler.__class__ = type("Short", (batches,), {"__iter__": lambda self: islice(batches.__iter__(self), 2)})
+    note("fewer batches", parts.train_one_epoch)
 
 
 def test_what_a_task_returns_is_checked(on_processes: OnProcesses, keypoints: Path, tmp_path: Path) -> None:

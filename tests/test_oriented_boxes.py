@@ -28,7 +28,7 @@ from models.tasks.contract import ExportSettings, Thresholds
 from tests.conftest import ROOT, RunScript, not_here
 from tests.curves import rows
 from tests.making import write_image, write_yaml
-from utils.batch import Batch, ImageInfo, Placement
+from utils.batch import Batch, GlobalCounts, ImageInfo, Placement
 from utils.checkpoint.weight_files import serialised, weights_content
 from utils.errors import UserError
 from utils.files import read_yaml
@@ -303,9 +303,13 @@ def test_the_loss_of_two_processes_is_that_of_one(parts: SimpleNamespace) -> Non
     assert whole.sums.shape == whole.counts.shape == whole.weights.shape == (3, 1)
     assert whole.counts.unique().tolist() == [sum(share.counts[0].item() for share in shares)]
     torch.testing.assert_close(sum(share.sums for share in shares), whole.sums)
-    means = sum(share.means(whole.counts) for share in shares)
-    torch.testing.assert_close(means, whole.means(whole.counts))
-    criterion.objective(shares[1].means(whole.counts), 4).backward()  # without a target every parameter has a gradient
+    means = sum(share.share_of(GlobalCounts(whole.counts)) for share in shares)
+    torch.testing.assert_close(means, whole.local_means())
+    criterion.objective(
+        shares[1].share_of(GlobalCounts(whole.counts)),
+        4,
+        # Without a target every parameter has a gradient.
+    ).backward()
     assert all(parameter.grad is not None for parameter in model.head.parameters())
 
 
@@ -314,7 +318,7 @@ def test_the_loss_waits_for_no_value(parts: SimpleNamespace) -> None:
     task, model = oriented_model(parts)
     model, batch = model.to("meta"), drawn_batch(parts, 4).to("meta")
     terms = task.criterion(model)(model(task.inputs(batch)), batch)
-    loss = task.criterion(model).objective(terms.means(terms.counts), 4)
+    loss = task.criterion(model).objective(terms.local_means(), 4)
     loss.backward()
     assert (loss.device.type, terms.sums.shape) == ("meta", (3, 1))
 

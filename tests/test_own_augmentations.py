@@ -59,16 +59,11 @@ def test_four_processes(train: Train, alone: Path, tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_keeps_its_augmentations(call_main: CallMain, alone: Path) -> None:
-    """Another file is refused, and so is the run's own for a user who has not run it."""
-    sentences = {
-        ("--augmentations", "x.py"): f"--augmentations is 'x.py' now, and {alone} was started with '{EXAMPLE}', which",
-        ("--epochs", "3"): f"the run's settings.yaml names {EXAMPLE}, a Python file that would be run and that you",
-    }
+    """Another file is refused."""
     with untouched(alone):
-        for flags, sentence in sentences.items():
-            code, printed = call_main("train.py", "--resume", str(alone), *flags)
-            assert code == 1
-            refused(printed, sentence)
+        code, printed = call_main("train.py", "--resume", str(alone), "--augmentations", "x.py")
+    assert code == 1
+    refused(printed, "--augmentations is 'x.py'")
 
 
 @pytest.mark.long

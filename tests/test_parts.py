@@ -1,4 +1,4 @@
-"""Whole runs with --lr-factor and --freeze by name: on two processes, killed and resumed, and their errors."""
+"""Whole runs with `lr_factor` and --freeze by name: on two processes, killed and resumed, and their errors."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ def test_factors_of_a_resumed_run_of_two_processes(
     tmp_path: Path,
 ) -> None:
     """A factor of 0 keeps the backbone; the other columns of rates are those of a run without factors."""
-    flags = ("--lr-factor", "backbone=0,head=1", "--processes", "2", "--save-steps", "1")
-    printed = fine_tune(tmp_path, *flags)
-    assert "learning rate x 0 for " in printed
+    flags = ("--hyp.lr_factor", "{backbone: 0, head: 1}", "--processes", "2", "--save-steps", "1")
+    fine_tune(tmp_path, *flags)
     fine_tune(tmp_path, *flags, code=1, **planted("SIGKILL", "optimizer step", 4))
     folder = tmp_path / "exp2"
-    code, printed = call_main("train.py", "--resume", str(folder), "--lr-factor", "head=2")
+    code, printed = call_main("train.py", "--resume", str(folder), "--hyp.lr_factor", "{head: 2}")
     assert code in (1, 2)
-    refused(printed, f"--lr-factor is 'head=2' now, and {folder} was started with 'backbone=0,head=1'")
+    refused(printed, "--hyp.lr_factor is {'head': 2.0}")
     run_script("train.py", "--resume", str(folder), OMP_NUM_THREADS="1")
     identical(folder, tmp_path / "exp")
     for row, plain in zip(rows(folder), rows(single), strict=True):
@@ -65,8 +64,8 @@ def test_a_frozen_part(fine_tune: Callable[..., str], learned: Path, tmp_path: P
     ("flags", "message"),
     [
         (("--freeze", "backbon"), "--freeze 'backbon' matches no layer or parameter of the model"),
-        (("--lr-factor", "neck=1"), "--lr-factor 'neck' matches no layer or parameter of the model"),
-        (("--lr-factor", "0.1"), "--lr-factor '0.1' is not of the form PART=FACTOR"),
+        (("--hyp.lr_factor", "{neck: 1}"), "lr_factor: 'neck' matches no layer or parameter of the model"),
+        (("--hyp.lr_factor", "0.1"), "--hyp.lr_factor must be"),
     ],
 )
 def test_one_sentence(
@@ -85,7 +84,7 @@ def test_factors_of_a_run_that_leaves_zero(
     name: str, fine_tune: Callable[..., str], run_script: RunScript, learned: Path, tmp_path: Path
 ) -> None:
     """The groups of both are the same: a state that ZeRO has saved is continued by one process without it."""
-    flags = ("--lr-factor", "backbone=0,*.bias=2", "--sync-bn", "--save-steps", "1")
+    flags = ("--hyp.lr_factor", "{backbone: 0, '*.bias': 2}", "--sync-bn", "--save-steps", "1")
     fine_tune(tmp_path, *flags)
     fault = planted("SIGKILL", "optimizer step", 4)
     fine_tune(tmp_path, *flags, launcher=by(name), fails=True, DS_ACCELERATOR="cpu", **fault)

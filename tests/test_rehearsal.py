@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from torch import Tensor
 import train
 from tests.conftest import ROOT, OnProcesses, not_here
 from tests.making import tiny_detector, write_yaml
-from utils.distributed.accelerator import Precision
+from tests.whole_runs import Parts, within
+from utils.distributed.launch import Precision, start
 from utils.distributed.ranks import ranks
 
 # fp16 with a loss scaler
@@ -33,42 +34,37 @@ INIT_SCALE, GROWTH_INTERVAL = 2.0**21, 2  # gradients in fp16 overflow at this s
 BAD_BATCH, SAVED_BATCH, BATCHES = 2, 6, 8  # the first of them overflows on the last process alone
 
 
-def with_a_scaler(flags: list[str]) -> train.Training:
-    """Assemble a run whose Accelerator is that of fp16 on CUDA, but for the device."""
-    start = train.start
-
-    def started(*given: Any) -> Any:
-        accelerator, _ = start(*given)
-        AcceleratorState._shared_state["_mixed_precision"] = "fp16"
-        accelerator.native_amp = True
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
-        return accelerator, Precision("fp16", "the rehearsal")
-
-    train.start = started
-    training = train.assemble(train.settings_of(flags))
-    training.steps.model.prepared.train()
-    return training
+def with_a_scaler(*given: Any) -> Any:
+    """Make the Accelerator of fp16 on CUDA, but for the device."""
+    accelerator, _ = start(*given)
+    AcceleratorState._shared_state["_mixed_precision"] = "fp16"
+    accelerator.native_amp = True
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
+    return accelerator, Precision("fp16", "the rehearsal")
 
 
 def steps_in_fp16(flags: list[str], first: int, last: int, saved: int = -1) -> dict[str, Any]:
     """Take the steps first..last of an epoch and save the state before batch `saved`; return what all must agree on."""
-    training = with_a_scaler(flags)
-    steps, scaler, objective = training.steps, training.run.accelerator.scaler, training.add_gradients.objective
-    training.loader.set_epoch(0)  # type: ignore[attr-defined]
-    training.sampler.skip(first)
-    history = []
-    for number, batch in enumerate(itertools.islice(training.loader, last - first), first):
-        bad = number == BAD_BATCH and ranks().rank == ranks().world_size - 1
-        training.add_gradients.objective = lambda means, bad=bad: objective(means) * (1e38 if bad else 1)
-        if number == saved:
-            training.save_state()
-        before = [parameter.detach().clone() for parameter in steps.model.bare.parameters()]
-        training.train_on(batch, number)
-        moved = not same(before, list(steps.model.bare.parameters()))
-        history.append((moved, steps.progress.skipped, scaler.get_scale(), scaler._get_growth_tracker()))
-    training.run.files.finish_writing()
-    tensors = [value.clone() for value in steps.model.bare.state_dict().values()]
-    return {"history": history, "tensors": tensors, "path": str(training.run.path)}
+
+    def batches(parts: Parts) -> Generator[Any, None, dict[str, Any]]:
+        model, steps, scaler = parts.model.model, parts.steps, parts.run.accelerator.scaler
+        criterion: Any = parts.criterion
+        objective, history = criterion.objective, []
+        for number, batch in enumerate(itertools.islice(parts.loader, last - first), first):
+            bad = number == BAD_BATCH and ranks().rank == ranks().world_size - 1
+            criterion.objective = lambda *given, bad=bad: objective(*given) * (1e38 if bad else 1)
+            if number == saved:
+                steps.save()
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            yield batch
+            moved = not same(before, list(model.parameters()))
+            history.append((moved, steps.progress.skipped, scaler.get_scale(), scaler._get_growth_tracker()))
+        parts.run.files.finish_writing()
+        tensors = [value.clone() for value in model.state_dict().values()]
+        return {"history": history, "tensors": tensors, "path": str(parts.run.path)}
+
+    train.start = with_a_scaler
+    return within(flags, lambda parts: parts.take_steps(batches(parts)))
 
 
 def same(first: list[Tensor], second: list[Tensor]) -> bool:

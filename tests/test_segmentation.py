@@ -54,9 +54,7 @@ def alone(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of one process, with pictures and W&B's files."""
     project = tmp_path_factory.mktemp("alone")
     home = {"HOME": str(project), "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    printed = train(
-        project, "--max-images", "3", launcher=("env", "-u", "WANDB_MODE", sys.executable), plots=True, **home
-    )
+    printed = train(project, launcher=("env", "-u", "WANDB_MODE", sys.executable), plots=True, **home)
     assert "tensors taken" in printed
     return project / "exp"
 

@@ -22,6 +22,7 @@ from models.tasks import TASKS
 from models.weights.reader import read_weights
 from tests.conftest import RunScript
 from tests.curves import rows
+from tests.faults.fault_points import planted
 from utils.files import ROOT
 from utils.user_code import trust
 
@@ -57,7 +58,7 @@ from data.detection import DetectionData
 class TintedData(DetectionData):
     pass
 """,
-    "hyp.yaml": "tint: 0.5\n",
+    "hyp.yaml": "tint: 0.5\nnbs: 8\n",
     "model.yaml": """
 task: tinted
 nc: 6
@@ -105,13 +106,18 @@ def test_training(trained: Path, package: Path) -> None:
 
 
 @pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.long)])
-def test_resuming(processes: str, trained: Path, package: Path, run_script: RunScript, tmp_path: Path) -> None:
+def test_resuming(
+    processes: str, trained: Path, package: Path, small_data: Path, run_script: RunScript, tmp_path: Path
+) -> None:
     """The hyperparameters are compared with those of the package, and spawned processes import it too."""
-    shutil.copytree(trained, tmp_path / "exp")
-    how = ("--resume", str(tmp_path / "exp"), "--epochs", "2", *QUICK, "--processes", processes)
-    assert "resuming " in run_script("train.py", *how, "--hyp", str(package / "hyp.yaml"))
-    assert len(rows(tmp_path / "exp")) == 2
-    assert rows(tmp_path / "exp")[0] == rows(trained)[0]
+    own = ("--task", str(package), "--cfg", str(package / "model.yaml"), "--data", str(small_data))
+    how = ("--epochs", "1", "--batch-size", "8", "--project", str(tmp_path), "--save-steps", "1", *QUICK)
+    fault = planted("SIGKILL", "optimizer step", 2)
+    run_script("train.py", *own, *how, "--processes", processes, **fault, code=-9 if processes == "1" else 1)
+    resume = ("--resume", str(tmp_path / "exp"), "--processes", processes, "--hyp", str(package / "hyp.yaml"))
+    assert "resuming " in run_script("train.py", *resume, *QUICK)
+    if processes == "1":
+        assert rows(tmp_path / "exp") == rows(trained)
 
 
 @contextmanager
@@ -158,12 +164,12 @@ def test_another_user(trained: Path, package: Path, small_data: Path, run_script
     picture = str(next((small_data.with_suffix("") / "images" / "val").glob("*.jpg")))
     for script, flags in {"detect.py": ["--source", picture], "val.py": ["--data", str(small_data)]}.items():
         refusal = run_script(script, *how, *flags, fails=True, **user)
-        assert f"best.pt names {package}, a Python package that would be run and that you have not run" in refusal
+        assert (
+            f"best.pt names {package}, a Python file or package that would be run and that you have not run" in refusal
+        )
         assert f"if you trust it add --task-file {package}" in refusal
     assert "--task-file" in run_script("train.py", *how, "--data", str(small_data), fails=True, **user)
-    assert "settings.yaml names" in run_script(
-        "train.py", "--resume", str(trained), "--epochs", "2", fails=True, **user
-    )
+    assert "settings.yaml names" in run_script("train.py", "--resume", str(trained), "--hyp", "low", fails=True, **user)
     run_script("detect.py", *how, "--source", picture, "--task", str(package), **user)
     run_script("detect.py", *how, "--source", picture, **user)
 

@@ -25,12 +25,12 @@ from tests import wandb_files
 from tests.conftest import RECIPE, RunScript, data_yaml
 from tests.curves import identical, rows
 from tests.faults.fault_points import planted
-from tests.hub_server import WRITE_TOKEN, Hub, serve_hub
 from tests.wandb_files import Logged
 from tests.wandb_server import serve
 from utils.files import ROOT, read_yaml
 
 Train = Callable[..., str]
+SHAPES = {"WANDB_PROJECT": "shapes", "WANDB_RUN_GROUP": "small"}
 UNSET = ("env", "-u", "WANDB_MODE", sys.executable)  # the usual environment
 KILL_IN_STEP_6 = planted("SIGKILL", "optimizer step", 6)
 PICTURES = [
@@ -60,23 +60,14 @@ def train(run_script: RunScript, small_data: Path, tmp_path_factory: pytest.Temp
 
 
 @pytest.fixture(scope="module")
-def hub() -> Iterator[Hub]:
-    with serve_hub() as hub:
-        yield hub
-
-
-@pytest.fixture(scope="module")
-def tracked(train: Train, hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def tracked(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return the folder and the output of a run of two processes with all trackers and uploads, without W&B's key."""
     project = tmp_path_factory.mktemp("tracked")
-    flags = "--processes 2 --log-with wandb,tensorboard,mlflow --verbose --wandb-project shapes --wandb-group small"
-    flags += " --wandb-tags one two"
-    uploads = "--upload-model --save-period 1 --upload-dataset --bbox-interval 1 --max-images 3 --wandb-name first"
-    uploads += " --push-to-hub me/shapes --profile 2:3 --wandb-alerts"
-    home = {"HOME": str(project), "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    home |= {"WANDB_PROJECT": "other", "WANDB_NOTES": "why"}
-    home |= {"HF_HOME": str(project), "HF_ENDPOINT": hub.address, "HF_TOKEN": WRITE_TOKEN, "no_proxy": "*"}
-    return project / "exp", train(project, *flags.split(), *uploads.split(), launcher=UNSET, plots=True, **home)
+    flags = "--processes 2 --log-with wandb,tensorboard,mlflow --profile 2:3"
+    flags += " --upload-model --save-period 1 --upload-dataset --bbox-interval 1"
+    variables = {"HOME": str(project), "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_NOTES": "why", **SHAPES}
+    variables |= {"WANDB_TAGS": "one,two", "WANDB_NAME": "first"}
+    return project / "exp", train(project, *flags.split(), launcher=UNSET, plots=True, **variables)
 
 
 def only(folder: Path) -> Logged:
@@ -101,20 +92,17 @@ def test_two_processes_are_one_run(tracked: tuple[Path, str]) -> None:
     assert run.code == 0
     assert (run.job, run.notes, run.program) == ("train", "why", str(ROOT / "train.py"))
     assert run.commit == run.config["git_commit"].rstrip("+")
-    assert run.alerts == []
     assert printed.count("wandb sync") == 1
     assert "not logged in" in printed
     assert "warning" not in printed
-    assert all(f"process {rank}: " in printed for rank in (0, 1))  # --verbose
-    tables = 3 - ("best epoch: 2 of 2" in printed)  # of each epoch, and at the end, but none twice
-    assert sum(line.split()[:1] == ["disc"] for line in printed.splitlines()) == tables
     assert run.id == read_yaml(folder / "settings.yaml")["wandb_id"]
 
 
 def test_its_config(tracked: tuple[Path, str]) -> None:
     folder, _ = tracked
     config, settings = only(folder).config, read_yaml(folder / "settings.yaml")
-    assert settings["hyperparameters"].pop("class_weights") == {}  # W&B leaves out what is empty
+    for key in ("class_weights", "lr_factor"):
+        assert settings["hyperparameters"].pop(key) == {}  # W&B leaves out what is empty
     assert {key: config[key] for key in settings} == json.loads(json.dumps(settings))
     assert config["hyperparameters"]["lr0"] == RECIPE["lr0"]
     assert config["world_size"] == 2
@@ -182,24 +170,13 @@ def test_its_tables_and_charts(tracked: tuple[Path, str]) -> None:
 def test_its_profile(tracked: tuple[Path, str]) -> None:
     """Of two steps, on both processes."""
     folder, printed = tracked
-    assert {file.name for file in (folder / "profile").iterdir()} == {
-        *("operators.csv", "profile_0.json", "profile_1.json")
-    }
-    head, *operators = (folder / "profile" / "operators.csv").read_text().splitlines()
-    assert head == "operator,calls,cpu_ms,device_ms,share"
-    assert len(operators) == 10
-    shares = [float(line.rpartition(",")[2]) for line in operators]
-    assert shares == sorted(shares, reverse=True)
-    assert 0.1 < sum(shares) < 1
-    names = [line.partition(",")[0] for line in operators]
-    assert any("convolution" in name for name in names)
+    assert {file.name for file in (folder / "profile").iterdir()} == {"profile_0.json", "profile_1.json"}
+    assert "convolution" in printed.partition("profile of the optimizer steps")[2]
     assert f"profile of the optimizer steps 2 to 3: {folder / 'profile'}" in printed
     for name in ("profile_0.json", "profile_1.json"):
         events = json.loads((folder / "profile" / name).read_text())["traceEvents"]
         steps = [event for event in events if "SGD.step" in event.get("name", "")]
         assert len(steps) == 2
-    (artifact,) = [artifact for artifact in only(folder).artifacts if artifact.type == "profile"]
-    assert [entry.path for entry in artifact.manifest.contents] == ["operators.csv", "profile_0.json", "profile_1.json"]
 
 
 @pytest.mark.long
@@ -260,7 +237,7 @@ def test_its_pictures(tracked: tuple[Path, str]) -> None:
     shown = [row for row in run.rows if "examples/validation/captions" in row]
     assert len(shown) == 2
     assert shown[0]["examples/validation/captions"] == shown[1]["examples/validation/captions"]
-    assert len(shown[0]["examples/validation/captions"]) == 3
+    assert len(shown[0]["examples/validation/captions"]) == 8
     truth = [boxes["ground_truth"]["path"] for boxes in shown[0]["examples/validation/all_boxes"]]
     drawn = json.loads((files / truth[0]).read_text())
     assert drawn["box_data"]
@@ -282,24 +259,6 @@ def test_its_artifacts(tracked: tuple[Path, str]) -> None:
     contents = run.artifacts[0].manifest.contents
     assert sum(entry.ref.startswith("file://") for entry in contents) == 2 * 36  # images and labels, as references
     assert [entry.path for entry in contents if not entry.ref] == ["small.yaml"]
-
-
-def test_its_results_on_the_hub(tracked: tuple[Path, str], hub: Hub) -> None:
-    """Pushed once, with the pictures that are drawn last."""
-    folder, printed = tracked
-    assert printed.splitlines()[-1] == f"pushed to {hub.address}/me/shapes"
-    assert len(hub.commits) == 1
-    assert hub.private == {"me/shapes"}
-    files, pictures = hub.files["me/shapes"], [file for file in folder.iterdir() if file.suffix in (".jpg", ".png")]
-    assert {*files} == {"best.pt", "results.csv", "README.md", *(file.name for file in pictures)}
-    assert files["best.pt"] == (folder / "weights" / "best.pt").read_bytes()
-    assert files["results.csv"] == (folder / "results.csv").read_bytes()
-    assert files["results.png"] == (folder / "results.png").read_bytes()
-    card = files["README.md"].decode()
-    assert "license: unknown\n" in card
-    assert "on the data set `small`, 6 classes: disc" in card
-    assert "python train.py --data" in card
-    assert WRITE_TOKEN not in printed + card + (folder / "settings.yaml").read_text()
 
 
 def test_tensorboard_has_the_same(tracked: tuple[Path, str]) -> None:
@@ -335,15 +294,7 @@ def test_noplots(plain: Path) -> None:
 def test_a_killed_run_is_continued(train: Train, run_script: RunScript, plain: Path, tmp_path: Path) -> None:
     """It is killed after its sixth step, with a state of its fourth, and then in its last validation."""
     variables = {"WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
-    train(
-        tmp_path,
-        "--log-with",
-        "wandb,tensorboard",
-        "--wandb-alerts",
-        **KILL_IN_STEP_6,
-        code=-signal.SIGKILL,
-        **variables,
-    )
+    train(tmp_path, "--log-with", "wandb,tensorboard", **KILL_IN_STEP_6, code=-signal.SIGKILL, **variables)
     again = ("train.py", "--resume", "--project", str(tmp_path))
     run_script(*again, code=-signal.SIGKILL, **variables, **planted("SIGKILL", "validation summary"))
     run_script(*again, **variables)
@@ -363,12 +314,12 @@ def test_a_killed_run_is_continued(train: Train, run_script: RunScript, plain: P
 
 
 def test_an_evaluation_joins_the_training(tracked: tuple[Path, str], run_script: RunScript, tmp_path: Path) -> None:
-    """By project, group and the training run's id, which is in the weights."""
+    """By the training run's id, which is in the weights, and W&B's variables."""
     folder, _ = tracked
     flags = ("--data", "", "--weights", str(folder / "weights" / "best.pt"), "--imgsz", "64", "--device", "cpu")
     data = read_yaml(folder / "settings.yaml")["data"]
     flags = ("--data", data, *flags[2:], "--workers", "0", "--project", str(tmp_path), "--log-with", "wandb")
-    printed = run_script("val.py", *flags, OMP_NUM_THREADS="1", WANDB_MODE="offline")
+    printed = run_script("val.py", *flags, OMP_NUM_THREADS="1", WANDB_MODE="offline", **SHAPES)
     run, training = only(tmp_path / "exp"), only(folder)
     assert run.job == "val"
     assert run.program == str(ROOT / "val.py")
@@ -400,7 +351,7 @@ def test_a_server_that_cannot_be_reached(answers: bool, train: Train, plain: Pat
         key = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": address, "WANDB_INIT_TIMEOUT": "3"}
         printed = train(tmp_path, "--profile", "1:2", launcher=UNSET, **key)
     identical(tmp_path / "exp", plain)
-    assert (tmp_path / "exp" / "profile" / "operators.csv").is_file()
+    assert (tmp_path / "exp" / "profile" / "profile_0.json").is_file()
     assert printed.count("warning") == 1
     assert "warning: W&B: " in printed
     assert printed.count("wandb sync") == 1
@@ -436,19 +387,23 @@ def test_a_failure_of_wandb_does_not_change_the_run(train: Train, plain: Path, t
 
 
 PROGRAM = """
-import sys
 import numpy as np
 import train
+import wandb
+
+plain = train.train_one_epoch
+
+
+def train_one_epoch(run, *rest):
+    tracked = run.accelerator.get_tracker("wandb", unwrap=True)
+    assert isinstance(tracked, wandb.Run)
+    tracked.log({"mine/photo": wandb.Image(np.full((40, 60, 3), 90, np.uint8), caption="grey")})
+    return plain(run, *rest)
+
 
 if __name__ == "__main__":
-    training = train.assemble(train.settings_of(sys.argv[1:]))
-    run = training.run.accelerator.get_tracker("wandb", unwrap=True)
-    if training.run.accelerator.is_main_process:
-        import wandb
-
-        assert isinstance(run, wandb.Run)
-        run.log({"mine/photo": wandb.Image(np.full((40, 60, 3), 90, np.uint8), caption="grey")})
-    train.train(training)
+    train.train_one_epoch = train_one_epoch
+    train.main()
 """
 
 
@@ -525,14 +480,3 @@ def test_a_run_that_is_stopped_by_a_signal_is_logged(train: Train, tmp_path: Pat
     assert run.code == 0
     assert run.column("step")[:3] == [1, 2, 3]
     assert any("continue with --resume" in line for line in run.lines)
-
-
-@pytest.mark.long
-def test_a_quiet_run_with_tensorboard(train: Train, tmp_path: Path) -> None:
-    printed = train(tmp_path, "--quiet", "--log-with", "tensorboard", "--epochs", "1", launcher=UNSET)
-    lines = printed.splitlines()
-    assert lines[0].startswith("best epoch: ")
-    assert [line.split()[0] for line in lines[1:3]] == ["Class", "all"]
-    assert lines[3:] == [f"results in {tmp_path / 'exp'}"]
-    assert not (tmp_path / "exp" / "wandb").exists()
-    assert list((tmp_path / "exp").glob("events.out.tfevents*"))

@@ -119,7 +119,7 @@ def test_learns(tmp_path: Path, run_script: RunScript, small_data: Path) -> None
 
 @pytest.mark.long
 def test_another_seed_another_curve(first: tuple[Path, str], run_script: RunScript, small_data: Path) -> None:
-    printed = train(run_script, first[0].parent, small_data, "--seed", "1", "--epochs", "1", "--verbose")
+    printed = train(run_script, first[0].parent, small_data, "--seed", "1", "--epochs", "1")
     assert sum(line.split()[:1] == ["Class"] for line in printed.splitlines()) == 1  # one epoch, one table
     assert rows(first[0].with_name("exp2"))[0]["train/box_loss"] != rows(first[0])[0]["train/box_loss"]
 

@@ -6,8 +6,9 @@ import csv
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,23 +20,23 @@ import yaml
 
 from data.builtin.shapes import NAMES
 from data.dataset import data_source
-from models.ensemble import Inference, Members
+from models.ensemble import Members
 from models.tasks import TASKS
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
-from models.tasks.contract import Model, Task
+from models.tasks.contract import Task
 from models.tasks.detection.task import DetectionTask
 from models.weights.content import Weights
 from tests.conftest import RunScript
 from tests.making import noise, options_of, tiny_detector, write_image, write_yaml
-from utils.batch import Batch, CocoImage
+from utils import coco
+from utils.batch import CocoImage
 from utils.checkpoint.weight_files import serialised, weights_content
+from utils.config.flags import ValOptions
 from utils.config.hyperparameters import Hyperparameters
-from utils.config.options import ValOptions
 from utils.config.parser import given_flags
 from utils.errors import UserError
 from utils.files import read_yaml
-from utils.stage_times import StageTimer
-from val import Validation, check_flags, messages, run, write_coco
+from val import run, write_coco
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -191,37 +192,6 @@ def test_all_at_once_on_two_processes(
         assert [line.split()[0] for line in written[: len(truth)]] == [line.split()[0] for line in truth]
 
 
-def best_boxes(run: Path) -> np.ndarray:
-    """Return the most confident row of each label file, (images, 6)."""
-    rows = [np.loadtxt(file, ndmin=2) for file in sorted((run / "labels").iterdir())]
-    return np.stack([each[each[:, 5].argmax()] for each in rows])
-
-
-@pytest.mark.long
-def test_with_image_padding_the_batch_size_does_not_matter(
-    two_models: tuple[str, str], tmp_path: Path, run_script: RunScript
-) -> None:
-    """Images of 13 aspects: without it the boxes depend on the batch, with it they are those of single images."""
-    images = tmp_path / "images" / "val"
-    for k in range(13):
-        width, height = (60 - 3 * k, 60) if k < 8 else (60, 84 - 3 * k)
-        write_image(images / f"{k:02}.png", noise(width, height, k), "0 0.5 0.5 0.3 0.3")
-    content = {"path": str(tmp_path), "train": "images/val", "val": "images/val", "names": dict(enumerate(NAMES))}
-    data = write_yaml(tmp_path / "data.yaml", content)
-    how = ("--weights", two_models[1], "--data", str(data), "--imgsz", "64", "--workers", "0", "--device", "cpu")
-    save = ("--save-txt", "--save-conf", "--project", str(tmp_path))
-    boxes = {}
-    for name, *flags in (
-        ("alone", "--batch-size", "1"),
-        ("own", "--batch-size", "4", "--image-padding", "--processes", "2"),
-        ("shared", "--batch-size", "4"),
-    ):
-        run_script("val.py", *how, *save, "--name", name, *flags, OMP_NUM_THREADS="1")
-        boxes[name] = best_boxes(tmp_path / name)
-    np.testing.assert_allclose(boxes["own"], boxes["alone"], atol=1e-4)
-    assert np.abs(boxes["shared"] - boxes["alone"]).max() > 1e-2
-
-
 def test_images_of_one_name_have_label_files_of_their_own(two_models: tuple[str, str], tmp_path: Path) -> None:
     for folder in ("a", "b"):
         write_image(tmp_path / "images" / folder / "a+\u00e4.png", noise(60, 48), "0 0.5 0.5 0.3 0.3")
@@ -275,23 +245,13 @@ def test_the_times_are_those_of_warm_models(
     two_models: tuple[str, str], small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """One image, of which nothing is counted, comes before the batches of the split."""
-    passes: list[tuple[int, StageTimer]] = []
-    views = Inference.views
-
-    def recorded(self: Inference, models: Sequence[Model], batch: Batch, timer: StageTimer) -> Any:
-        passes.append((len(batch.infos), timer))
-        return views(self, models, batch, timer)
-
-    monkeypatch.setattr(Inference, "views", recorded)
+    """The first batch, in which memory is allocated and kernels are chosen, is not counted."""
+    times: list[Any] = []
+    monkeypatch.setattr("val.milliseconds_per_image", lambda batches: times.extend(batches) or {"preparing": 1.0})
     flags = {"weights": two_models[0], "data": str(small_data), "imgsz": 64, "batch_size": 4}
     run(**flags, workers=0, device="cpu", noplots=True, project=str(tmp_path))
-    assert "ms post-processing,\n  without loading and the warm-up\n" in capsys.readouterr().out
-    (first, untimed), *others = passes
-    assert first == 1
-    assert len({id(timer) for _, timer in others}) == 1
-    assert untimed is not others[0][1]
-    assert [batch.images for batch in others[0][1].batches] == [images for images, _ in others]
+    assert "without loading and the warm-up\n" in capsys.readouterr().out
+    assert sum(batch.images for batch in times) == 8 - 4
 
 
 @pytest.mark.long
@@ -328,21 +288,21 @@ def test_half_on_cuda(shared: Path, coco128: Path, tmp_path: Path, run_script: R
 
 def test_messages_about_precision() -> None:
     members = Members({"best.pt": Path("best.pt")}, {}, TASKS["detect"])
-    assert messages(ValOptions(), half=False, members=members) == []
-    assert messages(ValOptions(half=True), half=True, members=members) == ["weights and images in half precision"]
-    (warning,) = messages(ValOptions(half=True), half=False, members=members)
+    assert members.messages(half=False, half_asked=False, augment=False) == []
+    assert members.messages(True, True, False) == ["weights and images in half precision"]
+    (warning,) = members.messages(False, True, False)
     assert warning.startswith("warning: ")
 
 
 @pytest.mark.parametrize(("task", "said"), [("detect", True), ("classify", False)])
-def test_a_file_of_one_size_is_compared_with_square_images(task: str, said: bool) -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_file_of_one_size_is_compared_with_square_images(task: str, said: bool, dynamic: bool) -> None:
     """A classifier's images are square anyway."""
-    members = Members(
-        {"best.onnx": Path("best.onnx")}, {"best.onnx": Weights({}, {}, {}, task, {}, "exported")}, TASKS[task]
-    )
-    lines = messages(ValOptions(), half=False, members=members, is_fixed=True)
+    metadata: Any = SimpleNamespace(dynamic=dynamic, imgsz=(64, 64))
+    weights: Any = SimpleNamespace(metadata=metadata, task_yaml={})
+    lines = Members({"best.onnx": Path("best.onnx")}, {"best.onnx": weights}, TASKS[task]).messages(False, False, False)
+    said = said and not dynamic
     assert lines == ["images are square: the metrics are comparable with a .pt file's under --square"] * said
-    assert messages(ValOptions(), half=False, members=members) == []
 
 
 # Refused flags
@@ -354,18 +314,20 @@ def test_a_file_of_one_size_is_compared_with_square_images(task: str, said: bool
         (
             "classify",
             ["--save-json"],
-            "--save-json is for results that are upright boxes, not for classify; leave it out",
+            "--save-json needs boxes",
         ),
-        ("classify", ["--save-hybrid"], "--save-hybrid is for results that are upright boxes, not for classify"),
-        ("classify", ["--conf-thres", "0.5"], "--conf-thres is for objects that are detected, not for classify"),
+        ("classify", ["--save-hybrid"], "--save-hybrid needs boxes"),
+        ("classify", ["--conf-thres", "0.5"], "--conf-thres needs detections"),
         ("detect", ["--annotations", "absent.json"], r"--annotations absent\.json is not a file"),
     ],
 )
-def test_flags_that_a_task_refuses(task: str, flags: list[str], message: str) -> None:
+def test_flags_that_a_task_refuses(task: str, flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = given_flags(ValOptions, flags)
     weights = Weights({}, {"nc": 2}, {}, task, {}, "lockstep")
+    members = Members({}, {"best.pt": weights}, TASKS[task])
+    monkeypatch.setattr("val.read_members", lambda *_: members)
     with pytest.raises(UserError, match=f"^{message}"):
-        check_flags(Members({}, {"best.pt": weights}, TASKS[task]), given, given.get("annotations", ""))
+        run(**given, device="cpu")
 
 
 # COCO's results
@@ -402,16 +364,14 @@ def test_results_are_written_even_if_annotations_do_not_fit(tmp_path: Path) -> N
     data = write_yaml(tmp_path / "data.yaml", {"val": "images", "names": ["cat"]})
     source = data_source(str(data), "data.detection:DetectionData")
     for flags in ([], ["--annotations", str(wrong)]):
-        run, options = RecordingRun(tmp_path), options_of(ValOptions, flags)
+        recorded: Any = RecordingRun(tmp_path)
+        options = options_of(ValOptions, flags)
         with pytest.raises(UserError, match="is not JSON") if flags else nullcontext():
-            members, split = (
-                SimpleNamespace(files={"best.pt": Path("best.pt")}),
-                SimpleNamespace(images=[Path("7.jpg")]),
-            )
-            inference = SimpleNamespace(inference=SimpleNamespace(task=SimpleNamespace(names={0: "cat"})))
-            parts: Any = (options, run, members, [], inference, split, source, None, False)
-            write_coco(Validation(*parts), predictions)
-        rows = json.loads(run.files.documents["best_predictions.json"])
+            split: Any = SimpleNamespace(images=[Path("7.jpg")])
+            images = split.images
+            report = partial(coco.report, predictions=predictions, names={0: "cat"}, images=images, stem="best")
+            write_coco(recorded, options, source.spec, split, report)
+        rows = json.loads(recorded.files.documents["best_predictions.json"])
         assert rows == [{"image_id": 7, "category_id": 0, "bbox": [0, 0, 2, 1], "score": 0.5}]
-        assert any(line.startswith("warning: ") and "is not JSON" in line for line in run.lines) == (not flags)
-        assert list(run.files.documents) == ["best_predictions.json"]
+        assert any(line.startswith("warning: ") and "is not JSON" in line for line in recorded.lines) == (not flags)
+        assert list(recorded.files.documents) == ["best_predictions.json"]

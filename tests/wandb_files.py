@@ -32,7 +32,6 @@ class Logged:
     artifacts: list[Any] = field(default_factory=list)
     best: dict[str, str] = field(default_factory=dict)  # summary by key or pattern: min or max
     hidden: set[str] = field(default_factory=set)  # keys and patterns without charts
-    alerts: list[tuple[str, str, str]] = field(default_factory=list)  # title, text, level
     lines: list[str] = field(default_factory=list)
     files: set[str] = field(default_factory=set)  # beside media and artifacts
     code: int | None = None  # exit code, if the run was closed
@@ -66,8 +65,6 @@ def read(file: Path) -> Logged:
             logged.axes[key] = metric.step_metric
             logged.best[key] = "max" * metric.summary.max + "min" * metric.summary.min
             logged.hidden |= {key} if metric.options.hidden else set()
-        elif kind == "alert":
-            logged.alerts.append((record.alert.title, record.alert.text, record.alert.level))
         elif kind == "environment" and record.environment.program:
             logged.program, logged.commit = record.environment.program, record.environment.git.commit
         elif kind == "artifact":

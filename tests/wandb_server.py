@@ -25,7 +25,6 @@ class Server:
         self.runs: set[str] = set()
         self.artifacts: list[dict[str, Any]] = []  # as they were created
         self.views: list[dict[str, Any]] = []  # saved workspaces
-        self.links: list[tuple[str, str]] = []  # an id, and the collection of a registry
         self.inputs: list[str] = []  # ids of the artifacts that runs use: `a1` is the first of `artifacts`
         self.code: int | None = None
         self.silent, self.gone = threading.Event(), threading.Event()
@@ -67,17 +66,6 @@ class Server:
             return {"commitArtifact": {"artifact": {"id": given["artifactID"], "digest": ""}}}
         if name == "ArtifactByID":
             return {"artifact": self._artifact(int(given["id"].removeprefix("a")))}
-        if name == "FetchOrgInfoFromEntity":
-            organization = {"name": "us", "orgEntity": {"id": "o", "name": "us"}}
-            return {"entity": {"organization": organization, "user": None}}
-        if name == "LinkArtifact":
-            self.links.append((given["artifactID"], given["artifactPortfolioName"]))
-            source = self._artifact(int(given["artifactID"].removeprefix("a")))
-            project = {**source["artifactSequence"]["project"], "name": given["projectName"]}
-            collection = {"name": given["artifactPortfolioName"], "project": project}
-            link = {"id": "l", "versionIndex": 0, "createdAt": "2026-01-01T00:00:00", "aliases": [], "artifact": source}
-            link["artifactCollection"] = {"__typename": "ArtifactPortfolio", **collection}
-            return {"result": {"versionIndex": 0, "artifactMembership": link}}
         if name == "UpsertView2":
             self.views.append(given)
             return {"upsertView": {"view": {"id": "v", "name": "x"}, "inserted": True}}

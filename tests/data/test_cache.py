@@ -25,10 +25,9 @@ from data.cache import Images, open_images
 from data.images import image_size, read_reduced
 from tests.conftest import OnProcesses
 from tests.making import noise, spoil, write_image
-from utils.distributed.accelerator import start
-from utils.distributed.ranks import ranks
+from utils.distributed.launch import start
+from utils.distributed.ranks import ranks, run_store
 from utils.distributed.shared_memory import SharedMemory
-from utils.distributed.store import run_store
 from utils.errors import UserError
 
 

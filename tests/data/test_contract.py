@@ -149,14 +149,11 @@ def differ(first: Sequence[Batch], second: Sequence[Batch]) -> bool:
 # Batches of a training
 
 
-@pytest.mark.parametrize("partners", ["window", "any"])
-def test_pixels_and_targets_do_not_depend_on_workers_or_the_global_seed(
-    drawing: tuple[Kind, Path], partners: str
-) -> None:
-    expected = two_epochs(drawing, partners=partners)
+def test_pixels_and_targets_do_not_depend_on_workers_or_the_global_seed(drawing: tuple[Kind, Path]) -> None:
+    expected = two_epochs(drawing)
     for workers in (0, 1, 4):
         torch.manual_seed(workers)
-        check_same(two_epochs(drawing, partners=partners, workers=workers), expected)
+        check_same(two_epochs(drawing, workers=workers), expected)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -164,8 +161,7 @@ def test_pixels_and_targets_do_not_depend_on_workers_or_the_global_seed(
     "sampling",
     [
         {"image_weights": True},
-        {"repeat_factor": 0.9, "multi_scale": True},
-        {"partners": "window"},
+        {"multi_scale": True},
     ],
     ids=str,
 )
@@ -276,15 +272,15 @@ def test_a_picture_without_labels_is_an_item(drawing: tuple[Kind, Path]) -> None
 
 @pytest.mark.parametrize(("cache", "kind"), [("ram", ImagesInMemory), ("disk", ImagesOnDisk)])
 def test_cached_images_make_the_same_batches(drawing: tuple[Kind, Path], cache: str, kind: type[Images]) -> None:
-    for workers, partners in ((0, "any"), (2, "window")):  # those on disk are written at first, then read
-        loader = train_loader(drawing, cache=cache, workers=workers, partners=partners)
+    for workers in (0, 2):  # those on disk are written at first, then read
+        loader = train_loader(drawing, cache=cache, workers=workers)
         assert type(loader.dataset.images) is kind  # nothing is left for the ring
-        expected_epoch = epoch_of(train_loader(drawing, partners=partners), 0)
+        expected_epoch = epoch_of(train_loader(drawing), 0)
         check_same([*epoch_of(loader, 0), *evaluation(drawing, cache=cache)], [*expected_epoch, *evaluation(drawing)])
 
 
 def test_the_cache_of_the_validation_is_not_for_training(drawing: tuple[Kind, Path]) -> None:
-    assert type(train_loader(drawing, cache="val").dataset.images) is Images
+    assert type(train_loader(drawing, cache="val").dataset.images) is not ImagesInMemory
     loader = evaluation(drawing, cache="val")
     assert type(loader.dataset.images) is ImagesInMemory
     check_same(list(loader), list(evaluation(drawing)))

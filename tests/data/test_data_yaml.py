@@ -13,7 +13,7 @@ import pytest
 from data.builtin import shapes, shapes_cls, shapes_seg
 from data.data_yaml import DATA_KEYS, DataSpec, images_below, overlap, read_spec
 from data.images import IMAGE_SUFFIXES
-from data.label_paths import label_name
+from data.label_rows import label_name
 from tests.making import label_file, write_yaml
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
@@ -84,7 +84,7 @@ def test_names_may_be_a_mapping_a_list_or_a_count(yaml_file: Path, content: dict
         ),
         ({"path": ["a"]}, "`path` must be a folder's name, not ['a']"),
         ({"defaults": {"epoch": 3}}, "unknown key 'epoch' under `defaults` (did you mean 'epochs'?)"),
-        ({"defaults": {"imgsz": 0}}, "`imgsz` under `defaults` is 0, which --imgsz refuses"),
+        ({"defaults": {"imgsz": 0}}, "`imgsz` under `defaults` must be a whole number, 1 to 16384, not 0"),
         ({"names": ["a"], "nc": "1"}, "`nc` is '1' but `names` has 1 class;"),
         ({"nc": True, "names": None}, "`names` must list the classes"),
         ({"names": ["a"] * 5000}, "`names` lists 5000 classes; a model has at most 4096, so"),

@@ -21,7 +21,7 @@ from data.dataset import (
 from models.tasks import TASKS
 from tests.data.test_contract import KINDS
 from tests.making import write_image, write_yaml
-from utils.config.options import TrainOptions
+from utils.config.flags import TrainOptions
 from utils.console import LEAST_COLUMNS
 from utils.errors import UserError
 

@@ -50,7 +50,7 @@ def loose(folder: Path, accented: str = os.fsdecode(b"caf\xe9.jpg")) -> Path:
 
 
 def opened(data: Path, task: str) -> DataSet[Any]:
-    return data_source(str(data), CLASSES[task]).open(32, 32, DataOptions(partners="window"))
+    return data_source(str(data), CLASSES[task]).open(32, 32, DataOptions())
 
 
 def same(one: Any, other: Any) -> bool:

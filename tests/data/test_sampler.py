@@ -14,15 +14,14 @@ from data.sampler import (
     GlobalBatches,
     Order,
     RectangularBatches,
-    Repeated,
     SampleIndex,
     Sampling,
     batch_shape,
     batch_sizes,
     evaluation_batches,
     image_weights,
+    images_in_use,
     item_generator,
-    repeat_factors,
     training_batches,
 )
 from utils.batch import Instances
@@ -68,9 +67,9 @@ def test_each_image_is_equally_frequent_at_each_place() -> None:
 
 
 def test_halves_of_a_global_batch_are_the_batches_of_half_the_size() -> None:
-    whole = epoch_of(GlobalBatches(Order(24), 8, 0, SQUARE, partners=3, reach="window"), 1)
+    whole = epoch_of(GlobalBatches(Order(24), 8, 0, SQUARE, partners=3), 1)
     halves = [half for batch in whole for half in (batch[:4], batch[4:])]
-    assert halves == epoch_of(GlobalBatches(Order(24), 4, 0, SQUARE, partners=3, reach="window"), 1)
+    assert halves == epoch_of(GlobalBatches(Order(24), 4, 0, SQUARE, partners=3), 1)
 
 
 def test_set_epoch_does_not_change_an_epoch_under_way() -> None:
@@ -209,19 +208,6 @@ def test_the_last_rectangular_batch_has_the_shape_of_its_own_images() -> None:
     assert batches[2][0].shape == (160, 96)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
-def test_with_image_padding_no_other_image_decides_about_a_shape(batch_size: int) -> None:
-    batches = evaluation_batches(SIZES, batch_size, 128, 32, square=False, image_padding=True)
-    assert images(batches) == ORDER
-    assert [sample.position for batch in batches for sample in batch] == list(range(8))
-    shapes = {sample.image: sample.shape for batch in batches for sample in batch}
-    flat, wide, tall = (96, 160), (128, 160), (160, 128)
-    assert shapes == {0: flat, 1: (160, 96), 2: (160, 96), 3: flat, 4: tall, 5: (64, 160), 6: tall, 7: wide}
-    lengths = {1: [1] * 8, 2: [1, 2, 1, 2, 2]}
-    assert [len(batch) for batch in batches] == lengths.get(batch_size, lengths[2])
-    assert all(len({sample.shape for sample in batch}) == 1 for batch in batches)
-
-
 def test_equal_aspects_are_ordered_by_falling_index() -> None:
     batches = evaluation_batches(np.full((40, 2), 50), 8, 64, 32, square=False)
     assert images(batches) == list(range(39, -1, -1))
@@ -233,7 +219,7 @@ def test_the_partners_of_a_window_are_around_an_item(monkeypatch: pytest.MonkeyP
     seen: list[set[int]] = [set() for _ in range(40)]
     for epoch in range(60):
         order = images(epoch_of(GlobalBatches(Order(40), 1, 7, SQUARE), epoch))
-        samples = list(chain(*epoch_of(GlobalBatches(Order(40), 8, 7, SQUARE, partners=3, reach="window"), epoch)))
+        samples = list(chain(*epoch_of(GlobalBatches(Order(40), 8, 7, SQUARE, partners=3), epoch)))
         assert [sample.image for sample in samples] == order
         for place, sample in enumerate(samples):
             seen[place].update(order.index(partner) for partner in sample.partners)
@@ -241,23 +227,15 @@ def test_the_partners_of_a_window_are_around_an_item(monkeypatch: pytest.MonkeyP
 
 
 def test_in_a_small_data_set_all_images_are_partners() -> None:
-    window, weighted = (
-        epoch_of(GlobalBatches(Order(40), 8, 7, SQUARE, partners=3, reach=reach), 0) for reach in ("window", "any")
-    )
-    assert window == weighted
+    samples = [
+        sample for e in range(9) for sample in chain(*epoch_of(GlobalBatches(Order(9), 3, 7, SQUARE, partners=3), e))
+    ]
+    assert {partner for sample in samples for partner in sample.partners} == set(range(9))
 
 
-@pytest.mark.parametrize(
-    ("partners", "images", "expected"),
-    [
-        ("window", 5000, 1000 + 16 * 6),
-        ("any", 5000, 0),
-        ("any", 96, 96),
-    ],
-)
-def test_images_in_use_are_those_in_reach_and_in_loading(partners: str, images: int, expected: int) -> None:
+def test_images_in_use_are_those_in_reach_and_in_loading() -> None:
     """Sixteen items each in the training process, in the four batches of two loader processes, and in the next one."""
-    assert Sampling(partners=partners).images_in_use(images, 16, workers=2) == expected
+    assert images_in_use(16, workers=2) == 1000 + 16 * 6
 
 
 # Other orders
@@ -268,10 +246,8 @@ WEIGHTS = [1 / 4 + 1 / 2, 1 / 4, 2 / 4 + 1 / 2, 0, 1]
 SAMPLINGS = (
     Sampling(),
     Sampling(image_weights=True),
-    Sampling(repeat_factor=0.9),
     Sampling(multi_scale=True),
     Sampling(image_weights=True, multi_scale=True),
-    Sampling(partners="window"),
     Sampling(rect=True, multi_scale=True),
 )
 
@@ -303,7 +279,7 @@ def test_a_resumed_epoch_has_the_samples_that_are_left(sampling: Sampling) -> No
     assert epoch_of(batches, 2) == whole[1:]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS[:3])
+@pytest.mark.parametrize("sampling", SAMPLINGS[:2])
 def test_an_order_and_its_partners_do_not_depend_on_the_batch_size(sampling: Sampling) -> None:
     small, large = (list(chain(*epoch_of(batches_of(sampling, size), 1))) for size in (2, 6))
     assert small == large[: len(small)] or large == small[: len(large)]
@@ -348,56 +324,11 @@ def test_without_instances_all_images_are_equal() -> None:
     batches = batches_of(Sampling(image_weights=True), 5, instances=nothing)
     counts = np.bincount([number for epoch in range(200) for number in images(epoch_of(batches, epoch))], minlength=5)
     assert counts == pytest.approx(np.full(5, 200), abs=80)
-    factors = repeat_factors(nothing, 5, 0.5)
-    assert factors.tolist() == [1] * 5
 
 
-def test_an_image_is_repeated_for_its_rarest_class() -> None:
-    """Classes 0 to 3 are in 3, 2, 0 and 1 of five images."""
-    factors = repeat_factors(INSTANCES, 5, 0.5)
-    assert factors == pytest.approx([(0.5 / 0.4) ** 0.5, 1, (0.5 / 0.4) ** 0.5, 1, (0.5 / 0.2) ** 0.5])
-
-
-@pytest.mark.parametrize(
-    "factors",
-    [
-        pytest.param([1, 1.2, 1, 2.5, 3.9, 1.1, 1.1], id="rounded down"),
-        pytest.param([1.9, 1.9, 1, 1.8, 2.0], id="rounded up, but none over the next whole number"),
-        pytest.param([1, 1, 1.9, 1], id="one image alone"),
-        pytest.param([1, 1.3, 1], id="too little for a repeat"),
-        pytest.param([1, 1, 2], id="whole numbers"),
-        pytest.param(np.random.default_rng(0).uniform(1, 4, 1000).tolist(), id="many"),
-    ],
-)
-def test_an_image_is_repeated_by_its_factor(factors: list[float]) -> None:
-    order, epochs = Repeated(np.array(factors)), 300
-    assert order.count == sum(map(int, factors)) + round(sum(factor % 1 for factor in factors))
-    orders = [order.draw(np.random.default_rng(epoch)) for epoch in range(epochs)]
-    assert {len(numbers) for numbers in orders} == {order.count}
-    counts = np.array([np.bincount(numbers, minlength=len(factors)) for numbers in orders])
-    assert (counts >= np.floor(factors)).all()
-    assert (counts <= np.ceil(factors)).all()
-    # each fraction is met but for the rounding of their sum, and for six standard deviations
-    unmet = 0.5 / max(sum(factor % 1 for factor in factors), 0.5)
-    assert counts.mean(0) == pytest.approx(np.array(factors), abs=unmet + 3 / epochs**0.5)
-
-
-def test_repeated_images_are_shuffled() -> None:
-    order = Repeated(np.full(50, 2.0)).draw(np.random.default_rng(0))
-    assert (np.diff(order) != 0).mean() > 0.9
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ({"rect": True, "image_weights": True}, "--rect and --image-weights"),
-        ({"rect": True, "repeat_factor": 0.1}, "--rect and --repeat-factor"),
-        ({"image_weights": True, "repeat_factor": 0.1}, "--image-weights and --repeat-factor"),
-    ],
-)
-def test_only_one_flag_may_set_the_order(flags: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=named):
-        Sampling(**flags)
+def test_only_one_flag_may_set_the_order() -> None:
+    with pytest.raises(UserError, match="--rect and --image-weights"):
+        Sampling(rect=True, image_weights=True)
 
 
 @pytest.mark.parametrize(
@@ -416,7 +347,6 @@ def test_flags_that_are_on_have_messages() -> None:
     assert messages(image_weights=True) == (
         "--image-weights: 5 samples per epoch of 5 images; 1 without labels are never drawn",
     )
-    assert messages(repeat_factor=0.5) == ("--repeat-factor 0.5: 6 samples per epoch of 5 images",)
     assert messages(multi_scale=True, close_mosaic=3) == (
         "--multi-scale: each batch at one of 5 sizes, 64 to 192 pixels",
         "--close-mosaic 3: no mixed images from epoch 18 on",

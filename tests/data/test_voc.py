@@ -11,8 +11,7 @@ from data.data_yaml import read_spec
 from data.dataset import DataOptions, data_source
 from data.detect_layout import read_folder
 from data.detection import DetectionSplit
-from data.label_paths import label_name
-from data.label_rows import parse_rows
+from data.label_rows import label_name, parse_rows
 from tests.data.test_convert import voc_xml
 from tests.layouts import kaggle, roboflow_voc
 from tests.making import noise, write_image, write_yaml

@@ -20,7 +20,7 @@ def agrees_with_yolov5(
     terms: of the criterion for the model's outputs. images: in the batch. wanted: what YOLOv5 computed; items_key: of
     the terms in it.
     """
-    items = terms.means(terms.counts)
+    items = terms.local_means()
     loss = criterion.objective(items, images)
     loss.backward()
 

@@ -205,7 +205,7 @@ def test_a_training_step_reaches_every_parameter(name: str) -> None:
     model = task.build_model(narrow(name), 64).train()
     criterion = task.criterion(model)
     terms = criterion(model(task.inputs(batch), *criterion.hints(batch)), batch)
-    loss = criterion.objective(terms.means(terms.counts), 2)
+    loss = criterion.objective(terms.local_means(), 2)
     loss.backward()
     assert loss.isfinite()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}

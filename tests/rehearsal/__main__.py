@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 if __name__ == "__main__":
     from tests.rehearsal import fake_cuda
@@ -26,13 +26,18 @@ import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, unset_fake_temporarily
 
 import train
-import val
+from models.ensemble import for_inference
+from models.tasks.contract import Task, terms_of
 from models.tasks.segmentation.loss import SegmentationCriterion
 from models.tasks.shared.losses import device_constant
 from tests.rehearsal.cuda_queries import CudaQueries
-from utils.distributed.accelerator import reset_accelerate
-from utils.training.nonfinite_steps import DeviceValue
+from tests.whole_runs import Parts, within
+from utils.distributed.launch import reset_accelerate
+from utils.distributed.logical import place_model
+from utils.training import memory
+from utils.training.log import DeviceValue
 
+T = TypeVar("T")
 STEPS = 2
 # Of each task: the model, flags, an optimizer and a precision. Every batch is an optimizer step.
 TASKS = {
@@ -50,23 +55,34 @@ def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
         yield
 
 
-def assemble(mode: Any, flags: Sequence[str]) -> train.Training:
-    """Make the parts of a training: all that reads files is real, and from the move to the device on it is fake."""
-    prepare = train.prepare_training
+def within_fake(mode: Any, flags: Sequence[str], work: Callable[[Parts], T]) -> T:
+    """Do `work` within a run: all that reads files is real, and from the move to the device on it is fake."""
 
-    def on_the_device(*parts: Any) -> Any:
-        with mode:
-            return prepare(*parts)
+    def on_the_device(*given: Any) -> None:
+        mode.__enter__()
+        place_model(*given)
 
-    with replaced(train, "prepare_training", on_the_device):
-        training = train.assemble(train.settings_of(flags))
-    training.loader.device = None  # type: ignore[attr-defined]  # batches are moved below, to the fake device
-    training.steps.step_log.enabled = True  # as with a tracker
-    training.steps.model.prepared.train()
-    return training
+    def leave_mode(parts: Parts) -> T:
+        mode.__exit__(None, None, None)
+        parts.loader.device = None  # batches are moved below, to the fake device
+        parts.steps.log.enabled = True  # as with a tracker
+        return work(parts)
+
+    def unread(criterion: Any, outputs: Any, batch: Any, names: Any, reads: bool) -> Any:
+        return terms_of(criterion, outputs, batch, names, False)  # the first batch's values are read
+
+    def untried(batch_size: int, *given: Any) -> memory.FittedBatch:
+        return memory.FittedBatch(batch_size, 1, "")  # there is no memory
+
+    with (
+        replaced(train, "place_model", on_the_device),
+        replaced(train, "terms_of", unread),
+        replaced(memory, "fitted_batch", untried),
+    ):
+        return within(flags, leave_mode)
 
 
-def steps(training: train.Training, mode: Any, reads: list[str]) -> int:
+def steps(parts: Parts, mode: Any, reads: list[str]) -> int:
     """Take training steps, of which all but the first must not wait; return how many were counted."""
 
     def read(value: DeviceValue) -> Any:
@@ -75,27 +91,30 @@ def steps(training: train.Training, mode: Any, reads: list[str]) -> int:
         value.copied.synchronize()
         return [0.0] * len(value.on_host) if value.on_host.ndim else True
 
-    batches = itertools.islice(training.loader, STEPS)
-    for number, batch in enumerate(batches):
-        with mode, replaced(DeviceValue, "read", read):
+    def moved(batches: Iterable[Any]) -> Generator[Any, None, int]:
+        for number, shares in enumerate(batches):
             mode.strict = number > 0
-            training.train_on([share.to(training.run.accelerator.device, non_blocking=True) for share in batch], number)
-    mode.strict = False
-    return training.steps.progress.taken
+            yield [share.to(parts.run.accelerator.device, non_blocking=True) for share in shares]
+        mode.strict = False
+        return parts.steps.progress.taken
+
+    batches = list(itertools.islice(parts.loader, STEPS))
+    with mode, replaced(DeviceValue, "read", read):
+        return parts.take_steps(moved(batches))
 
 
-def validate(training: train.Training, mode: Any, half: bool) -> str:
+def validate(parts: Parts, mode: Any, half: bool) -> str:
     """Run the evaluation of a batch up to the first operation whose result has a shape that depends on values."""
-    evaluate = training.evaluate
-    batch, model = next(iter(evaluate.loader)), training.steps.ema.model
+    evaluate = parts.evaluate
+    batch, model = next(iter(evaluate.loader)), parts.steps.ema.model
     with mode, torch.no_grad():  # FakeTensorMode does not decompose `to` in inference mode
         model.eval()
         inference = replace(evaluate.inference, half=half)
-        models = [val.for_inference(model, training.run.accelerator.device, half)] if half else [model]
-        with training.run.accelerator.autocast():
+        models = [for_inference(model, parts.run.accelerator.device, half)] if half else [model]
+        with parts.run.accelerator.autocast():
             batch, views = inference.views(models, batch, evaluate.timer)
-        terms = training.criterion(views[0].outputs, batch)
-        assert terms.means(terms.counts).device.type == "cuda"
+        terms = parts.criterion(views[0].outputs, batch)
+        assert terms.local_means().device.type == "cuda"
         try:
             evaluate.inference.postprocess(views, batch)
         except DynamicOutputShapeException as error:
@@ -103,26 +122,26 @@ def validate(training: train.Training, mode: Any, half: bool) -> str:
         return "all"
 
 
-def targets_left_on_the_host(training: train.Training, batch: Any) -> dict[str, Any]:
+def targets_left_on_the_host(task: Task, batch: Any) -> dict[str, Any]:
     return {"batch": replace(batch.to("cuda"), targets=batch.targets)}
 
 
-def constant_on_the_host(training: train.Training, batch: Any) -> dict[str, Any]:
-    inputs = training.task.inputs
+def constant_on_the_host(task: Task, batch: Any) -> dict[str, Any]:
+    inputs = task.inputs
     return {"inputs": lambda given: inputs(given) * torch.ones(3, 1, 1)}
 
 
-def constant_copied_in_each_step(training: train.Training, batch: Any) -> dict[str, Any]:
-    inputs = training.task.inputs
+def constant_copied_in_each_step(task: Task, batch: Any) -> dict[str, Any]:
+    inputs = task.inputs
     return {"inputs": lambda given: inputs(given) * torch.ones(3, 1, 1).to(given.images.device)}
 
 
-def value_read(training: train.Training, batch: Any) -> dict[str, Any]:
-    inputs = training.task.inputs
+def value_read(task: Task, batch: Any) -> dict[str, Any]:
+    inputs = task.inputs
     return {"inputs": lambda given: inputs(given) * (1 if given.targets.sum().item() else 0)}
 
 
-MISTAKES: tuple[Callable[[train.Training, Any], dict[str, Any]], ...] = (
+MISTAKES: tuple[Callable[[Task, Any], dict[str, Any]], ...] = (
     targets_left_on_the_host,
     constant_on_the_host,
     constant_copied_in_each_step,
@@ -130,22 +149,40 @@ MISTAKES: tuple[Callable[[train.Training, Any], dict[str, Any]], ...] = (
 )
 
 
-def mistakes(training: train.Training, mode: Any) -> dict[str, str]:
+def mistakes(parts: Parts, mode: Any) -> dict[str, str]:
     """Take a step with each mistake; return the errors, '' if it was not noticed."""
-    errors, (host_batch,) = {}, next(iter(training.loader))
+    errors, (host_batch,), task = {}, next(iter(parts.loader)), parts.job.task
+
+    def strict(batch: Any) -> Generator[Any, None, None]:
+        mode.strict = True
+        yield [batch]
+
     for plant in MISTAKES:
+        parts.steps.progress.batch = 0
         with mode:
-            changed = plant(training, host_batch)
+            changed = plant(task, host_batch)
             batch = changed.get("batch") or host_batch.to("cuda")
-            mode.strict = True
             try:
-                with replaced(training.task, "inputs", changed.get("inputs", training.task.inputs)):
-                    training.train_on([batch], 0)
+                with replaced(task, "inputs", changed.get("inputs", task.inputs)):
+                    parts.take_steps(strict(batch))
                 errors[plant.__name__] = ""
             except Exception as error:
                 errors[plant.__name__] = f"{type(error).__name__}: {error}"
             mode.strict = False
     return errors
+
+
+def rehearse(parts: Parts, mode: Any) -> dict[str, Any]:
+    """Take steps, validate and make mistakes; return what happened."""
+    reads: list[str] = []
+    return {
+        "device": str(parts.model.parameters[0].device),
+        "steps": STEPS,
+        "counted": steps(parts, mode, reads),
+        "reads": reads,
+        "validation": [validate(parts, mode, half) for half in (False, True)],
+        "mistakes": mistakes(parts, mode),
+    }
 
 
 def main(folder: str, detection: str, outlines: str, classes: str) -> None:
@@ -162,16 +199,7 @@ def main(folder: str, detection: str, outlines: str, classes: str) -> None:
     for (task, (model, flags)), data in zip(TASKS.items(), (detection, outlines, classes), strict=True):
         common = ("--weights", "", "--cfg", model, "--data", data, "--batch-size", "8", "--device", "0", *flags)
         how = ("--workers", "0", "--noplots", "--no-wandb", "--hyp", f"{folder}/{task}.yaml", "--project", folder)
-        reads: list[str] = []
-        training = assemble(mode, [*common, *how, "--quiet"])
-        results[task] = {
-            "device": str(next(training.steps.model.bare.parameters()).device),
-            "steps": STEPS,
-            "counted": steps(training, mode, reads),
-            "reads": reads,
-            "validation": [validate(training, mode, half) for half in (False, True)],
-            "mistakes": mistakes(training, mode),
-        }
+        results[task] = within_fake(mode, [*common, *how], lambda parts: rehearse(parts, mode))
         reset_accelerate()
         device_constant.cache_clear()  # a mistake has left constants of the wrong device
     print(json.dumps(results))

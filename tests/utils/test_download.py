@@ -12,16 +12,14 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tests.web import Answer, Server, failing, sending, serving
 from utils import download as downloads
-from utils.download import answers, download, is_address
+from utils.download import download, is_address
 from utils.errors import UserError
 from utils.files import PART_SUFFIX, ROOT
 
@@ -88,52 +86,6 @@ def test_one_thread_downloads_and_the_others_wait(
         contents = list(threads.map(lambda _: download(address, folder / "a.pth").read_bytes(), range(3)))
     assert contents == [CONTENT] * 3
     assert server.asked == [("/a.pth", 0)]
-
-
-def trickling(handler: BaseHTTPRequestHandler) -> None:
-    """A byte every hundredth of a second, for ever."""
-    handler.send_response(200)
-    handler.send_header("Content-Length", str(10**9))
-    handler.end_headers()
-    wait = threading.Event()
-    with suppress(OSError):
-        while not wait.wait(0.01):
-            handler.wfile.write(b"0")
-            handler.wfile.flush()
-
-
-def test_a_server_that_hardly_sends(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each byte resets a time-out; the rate does not."""
-    monkeypatch.setattr(downloads, "SLOWEST_SECONDS", 0.1)
-    address = server.give("a.pth", trickling)
-    with pytest.raises(UserError, match=r"bytes in 0.1 s are too slow"):
-        download(address, folder / "a.pth")
-    assert not (folder / "a.pth").exists()
-
-
-def endless(handler: BaseHTTPRequestHandler) -> None:
-    """Zeros without a length, until the other side has enough."""
-    handler.send_response(200)
-    handler.end_headers()
-    with suppress(OSError):
-        while True:
-            handler.wfile.write(bytes(2**20))
-
-
-def test_a_body_without_an_end(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a disk of 100 MB, 30 MB are free; a tenth stays so."""
-    monkeypatch.setattr(downloads, "FREE_SHARE", 0.1)
-    used = SimpleNamespace(total=100_000_000)
-
-    def usage(path: Path) -> SimpleNamespace:
-        used.free = 30_000_000 - sum(file.stat().st_size for file in folder.iterdir())
-        return used
-
-    monkeypatch.setattr(downloads.shutil, "disk_usage", usage)
-    address = server.give("a.pth", endless)
-    with pytest.raises(UserError, match=r"is nearly full after .*, and the server names no length"):
-        download(address, folder / "a.pth")
-    assert sum(file.stat().st_size for file in folder.iterdir()) < 22_000_000
 
 
 def test_processes_download_once_and_continue_a_killed_ones_file(server: Server, folder: Path) -> None:
@@ -387,32 +339,3 @@ def test_an_unusable_file_is_an_error(server: Server, folder: Path) -> None:
     with pytest.raises(UserError, match=r"\(the content is of another kind, or damaged, twice\); ask somebody"):
         download(address, folder / "a.bin", usable=lambda path: b"html" not in path.read_bytes(), advice="ask somebody")
     assert files_in(folder) == []
-
-
-# Servers that need not be waited for
-
-
-def test_a_server_that_does_not_answer_costs_no_more_than_its_time(server: Server) -> None:
-    """It accepts the connection; or the look-up of its name takes for ever."""
-    assert answers(server.give("file", sending(CONTENT)), 20.0)
-    assert not answers(f"{server.address}/absent", 20.0)
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        started = time.monotonic()
-        assert not answers(f"http://127.0.0.1:{silent.getsockname()[1]}/file", 0.5)
-        assert time.monotonic() - started < 10
-
-
-def test_a_name_that_is_looked_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    over = threading.Event()
-
-    def look_up(*_: object, **__: object) -> None:
-        over.wait(60)
-        raise OSError
-
-    monkeypatch.setattr(downloads, "urlopen", look_up)
-    started = time.monotonic()
-    assert not answers("https://nowhere.example/file", 0.2)
-    assert time.monotonic() - started < 10
-    over.set()

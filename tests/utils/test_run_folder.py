@@ -77,18 +77,6 @@ def test_there_is_no_problems_file_without_problems(folder: RunFolder, tmp_path:
     assert not (tmp_path / "problems.txt").exists()
 
 
-def test_row_added_is_called_after_the_row_is_written(tmp_path: Path) -> None:
-    rows: list[str] = []
-
-    def row_added() -> None:
-        rows.append((tmp_path / "results.csv").read_text().splitlines()[-1])
-
-    folder = RunFolder(tmp_path, Collectives(Accelerator(cpu=True)), True, print, row_added)
-    for epoch in range(2):
-        folder.add_row({"epoch": epoch})
-    assert rows == ["0", "1"]
-
-
 def state_of(folder: RunFolder) -> dict[str, Any]:
     state = folder.read_state()
     assert state is not None

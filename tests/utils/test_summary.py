@@ -1,11 +1,15 @@
-"""The printed table, evenly spaced indices, sparse counts, and the confusion matrix as text."""
+"""The printed table, the fitness, evenly spaced indices, sparse counts, and the confusion matrix as text."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from utils.summary import Summary, confusion_text, dense_counts, evenly_spaced, sparse_counts
+from utils.errors import UserError
+from utils.summary import Fitness, Summary, confusion_text, dense_counts, evenly_spaced, sparse_counts
 
 
 def test_the_table_has_rows_and_lines() -> None:
@@ -19,6 +23,34 @@ def test_the_table_of_a_run_that_an_older_version_began() -> None:
     assert Summary({}, 0.0, ["Class  Images", "  all      12"], ["disc 8"]).table() == [
         *("Class  Images", "  all      12", "disc 8")
     ]
+
+
+METRICS = ("precision", "recall", "mAP_0.5")
+
+
+def test_the_fitness_is_a_weighted_sum() -> None:
+    summary = Summary({"precision": 0.5, "recall": 0.25, "mAP_0.5": 0.125}, 0.4, [], [], headline={"mAP50": 0.125})
+    assert Fitness.parsed("", METRICS).of(summary) is summary  # the task's own
+    weighed = Fitness.parsed("metrics/precision=2, recall = -1", METRICS).of(summary)
+    assert (weighed.fitness, weighed.highest_fitness) == (0.75, 2.0)
+    assert weighed.headline == {"mAP50": 0.125, "fitness": 0.75}
+    assert weighed.metrics == summary.metrics
+    assert Fitness.parsed("recall=-1", METRICS).of(summary).fitness == -0.25
+    nan = Summary({**summary.metrics, "recall": math.nan}, 0.4, [], [])
+    assert Fitness.parsed("recall=1", METRICS).of(nan).fitness == -math.inf  # the worst
+    assert Fitness().of(replace(nan, fitness=math.nan)).fitness == -math.inf
+
+
+@pytest.mark.parametrize("text", ["recal=1", "AP(cat)=1", "recall=1,recall=1", "0.9,0.1", "recall"])
+def test_metrics_that_the_task_does_not_have(text: str) -> None:
+    with pytest.raises(UserError, match=r"^--fitness .*known are precision, recall, mAP_0\.5$"):
+        Fitness.parsed(text, METRICS)
+
+
+@pytest.mark.parametrize("text", ["recall=0", "recall=0,precision=-0", "recall=nan", "recall=inf", "recall=much"])
+def test_weights_that_order_no_epochs(text: str) -> None:
+    with pytest.raises(UserError, match=r"^--fitness .*finite weights"):
+        Fitness.parsed(text, METRICS)
 
 
 @pytest.mark.parametrize(

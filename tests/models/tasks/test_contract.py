@@ -16,7 +16,7 @@ from models.tasks.classification.task import ClassificationTask
 from models.tasks.contract import Image, Prediction
 from models.tasks.detection.prediction import DetectionPrediction
 from models.tasks.segmentation.prediction import SegmentationPrediction
-from utils.config.options import ValOptions
+from utils.config.flags import ValOptions
 from utils.errors import UserError
 from utils.plots.drawing import Style
 
@@ -53,7 +53,7 @@ class Count(Prediction):
 
 class CountingTask(ClassificationTask):
     prediction = Count
-    concerns = ClassificationTask.concerns | {"boxes"}
+    features = ClassificationTask.features | {"boxes"}
 
 
 def test_what_is_left_out() -> None:

@@ -152,8 +152,7 @@ def test_what_only_a_run_or_weights_name_is_not_run(name: str, folder: Path) -> 
     with files[0].open("a") as file:
         part = "" if path.suffix else ".parts"
         file.write("from models.tasks import TaskEntry\n" + ENTRY % (part, part))
-    kind = "file" if path.suffix else "package"
-    message = rf"^best.pt names {path}, a Python {kind} that would be run .*trust it add --task-file {path}$"
+    message = rf"^best.pt names {path}, a Python file or package that would be run .*trust it add --task-file {path}$"
 
     def refused() -> bool:
         with pytest.raises(UserError, match=message):

@@ -214,7 +214,7 @@ def test_other_names_of_classes(names: dict[int, str], warnings: list[str]) -> N
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none.pt do not exist"):
         read_weights(tmp_path / "none.pt")
-    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+    with pytest.raises(UserError, match="cannot be read: it is not a regular file"):
         read_weights(tmp_path)
 
 

@@ -20,7 +20,6 @@ from models.weights.releases import (
     RELEASE_SHA256,
     YOLOV9_ADDRESS,
     find_weights,
-    torchvision_weights,
 )
 from tests.web import Server, sending, serving
 from utils.errors import UserError
@@ -196,24 +195,6 @@ def test_torchvisions_default_weights(server: Server, folder: Path, monkeypatch:
         find_weights("DEFAULT", {"task": "classify", "architecture": "resnet18"}, "mine.yaml")
 
 
-def test_weights_that_a_run_can_do_without_are_not_waited_for(
-    server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a server that is not there, or does not answer; a cached file needs none."""
-    monkeypatch.setattr(torchvision_models, "default_weights", lambda name: f"{server.address}/small.pth")
-    yaml = {"task": "classify", "architecture": "resnet18"}
-    with pytest.raises(UserError, match="the server does not answer"):  # 404
-        torchvision_weights(yaml, "mine.yaml", 20.0)
-    server.give("small.pth", sending(weights()))
-    cached = torchvision_weights(yaml, "mine.yaml", 20.0)
-    assert cached.read_bytes() == weights()
-    monkeypatch.setattr(torchvision_models, "default_weights", lambda name: "http://127.0.0.1:9/small.pth")
-    assert torchvision_weights(yaml, "mine.yaml", 20.0) == cached
-    cached.unlink()
-    with pytest.raises(UserError, match="the server does not answer"):
-        torchvision_weights(yaml, "mine.yaml", 20.0)
-
-
 @pytest.mark.parametrize("yaml", [None, {}, {"nc": 3, "backbone": [], "head": []}])
 def test_default_weights_of_no_architecture(yaml: dict | None) -> None:
     with pytest.raises(UserError, match=r"^--weights DEFAULT needs a --cfg that names an `architecture`"):
@@ -229,7 +210,7 @@ def test_default_weights_of_an_unknown_architecture() -> None:
 
 
 def test_weights_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(releases, "fetch", lambda name: Path("cache", name))
+    monkeypatch.setattr("utils.hub.fetch", lambda name: Path("cache", name))
     assert find_weights("hf:me/mine/best.pt") == Path("cache/me/mine/best.pt")
 
 
@@ -247,7 +228,7 @@ def replace_wandb(monkeypatch: pytest.MonkeyPatch, error: str, *files: str) -> N
             (folder / file).write_text(name)
         return [folder / file for file in files]
 
-    monkeypatch.setattr(releases, "download_artifact", download)
+    monkeypatch.setattr("utils.tracking.wandb.download_artifact", download)
 
 
 @pytest.mark.parametrize("files", [("epoch3.pt",), ("last.pt", "best.pt"), ("best.pt", "notes.txt")])

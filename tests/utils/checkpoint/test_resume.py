@@ -15,37 +15,35 @@ from tests.conftest import OnProcesses
 from utils.checkpoint.progress import Progress
 from utils.checkpoint.resume import find_run, read_saved_state, resolve_settings
 from utils.checkpoint.state_files import STATE_FORMAT, StateFiles
+from utils.checkpoint.training_state import Identity
 from utils.checkpoint.weight_files import serialised
+from utils.config.flags import BUILT_IN_JOB, TrainOptions
 from utils.config.hyperparameters import Hyperparameters, Recipe
-from utils.config.options import BUILT_IN_JOB, TrainOptions
 from utils.config.parser import given_flags, over_defaults
 from utils.config.settings import Settings
-from utils.distributed.accelerator import Precision
 from utils.distributed.failure import Stopped
+from utils.distributed.launch import Precision
 from utils.distributed.ranks import SPAWNED, ranks
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
-from utils.run import FolderOptions, Run
+from utils.run import Run
 from utils.summary import Summary
-from utils.tracking.tensorboard import TensorBoardTracker
 
 LOW = str(ROOT / "data" / "hyps" / "low.yaml")
 BEGUN = {"epochs": 10, "batch_size": 8, "imgsz": 96, "hyp": LOW, "freeze": (0, 2), "workers": 1, "device": "cpu"}
 
 
-def begin(
-    run: Path, progress: Progress | None = None, written: float = 0.0, tensors: bool = True, **settings: Any
-) -> Path:
+def begin(run: Path, progress: Progress | None = None, written: float = 0.0, **settings: Any) -> Path:
     """Make a run folder as train.py does, with a state if there is a `progress`.
 
-    written: time of its files, s. tensors: whether the state is one that training continues from.
+    written: time of its files, s
     """
     run.mkdir(parents=True)
     saved = {**vars(TrainOptions()), "project": str(run.parent), "name": run.name, **BEGUN, **settings}
     saved |= {"hyperparameters": vars(Hyperparameters()), "model": {"task": "detect", "nc": 3}}
     (run / "settings.yaml").write_text(yaml.safe_dump(saved, sort_keys=False))
     if progress:
-        state = {"format": STATE_FORMAT, "progress": progress.state(), **({"model": {}} if tensors else {})}
+        state = {"format": STATE_FORMAT, "progress": progress.state(), "model": {}}
         StateFiles(run / "checkpoint").write(serialised(state))
     for file in (run / "settings.yaml", *(run / "checkpoint").glob("*.pt")):
         os.utime(file, (written, written))
@@ -154,18 +152,6 @@ def test_the_current_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (Path(options.project) / options.name).resolve() == run
 
 
-def test_a_run_of_yolov5(project: Path) -> None:
-    weights = project / "yolov5" / "weights" / "last.pt"
-    weights.parent.mkdir(parents=True)
-    weights.touch()
-    (project / "yolov5" / "opt.yaml").touch()
-    for path in (weights, project / "yolov5"):
-        with pytest.raises(
-            UserError, match=rf"is a run of YOLOv5.* --weights {weights} --hyp {project}/yolov5/hyp.yaml"
-        ):
-            named("--resume", str(path))
-
-
 def test_a_path_that_is_not_a_run(project: Path) -> None:
     with pytest.raises(UserError, match=rf"--resume {project}: neither it nor .*settings\.yaml"):
         named("--resume", str(project))
@@ -176,7 +162,7 @@ def test_a_path_that_is_not_a_run(project: Path) -> None:
 
 
 def test_a_missing_path(project: Path) -> None:
-    with pytest.raises(UserError, match=rf"--resume {project}/exp3: there is no such file or folder"):
+    with pytest.raises(UserError, match=rf"--resume {project}/exp3: neither it nor"):
         named("--resume", str(project / "exp3"))
 
 
@@ -214,7 +200,7 @@ def test_flags_and_settings_are_merged(run: Path, monkeypatch: pytest.MonkeyPatc
     assert (options.workers, options.epochs, options.device, options.name) == (3, 20, "cpu", "exp")
     monkeypatch.setattr("utils.checkpoint.resume.launched", lambda: True)
     assert resumed("--resume", str(run)).options.device == ""
-    with pytest.raises(UserError, match=rf"^--seed is 1 now, and {run} was started with 0, which"):
+    with pytest.raises(UserError, match="--seed is 1"):
         resumed("--resume", str(run), "--seed", "1")
 
 
@@ -238,7 +224,7 @@ def test_a_run_that_never_saved_starts_anew_in_its_folder(settings: dict[str, bo
     run = begin(tmp_path / "exp", **settings)
     if settings:
         (run / "results.csv").touch()  # with --nosave there are rows before there is a state
-    with pytest.raises(UserError, match=rf"^{run} ended before it saved anything, so .* with --resume auto, or"):
+    with pytest.raises(UserError, match=rf"^no state is in {run}/checkpoint, so .* with --resume auto"):
         resumed("--resume", str(run))
     resuming = resumed(*AUTO, str(tmp_path))
     assert resuming.saved is None
@@ -251,7 +237,7 @@ def test_a_new_start_of_a_run_is_printed(tmp_path: Path, capsys: pytest.CaptureF
     path = begin(tmp_path / "exp")
     settings = resumed(*AUTO, str(tmp_path))
     run = opened(settings)
-    assert read_saved_state(run, settings, NAMES, 96, SPLITS)[1] is None
+    assert read_saved_state(run, settings, IDENTITY) is None
     assert capsys.readouterr().out == f"{path} ended before it saved anything: it starts anew, with its settings\n"
 
 
@@ -265,7 +251,7 @@ def test_a_run_whose_states_are_all_lost(damage: str, how: str, run: Path) -> No
         state.unlink()
     else:
         state.write_bytes(state.read_bytes()[:100] if damage == "cut" else b"")
-    names = r"has results \(results\.csv\), but no state" if damage == "removed" else rf"damaged \({state.name}\)"
+    names = "no state is in" if damage == "removed" else rf"damaged \({state.name}\)"
     with pytest.raises(UserError, match=names):
         resumed(*(("--resume", str(run)) if how == "named" else (*AUTO, str(run.parent))))
 
@@ -274,7 +260,7 @@ def test_weights_without_a_state(tmp_path: Path) -> None:
     run = begin(tmp_path / "exp", nosave=True)
     (run / "weights").mkdir()
     (run / "weights" / "last.pt").touch()
-    with pytest.raises(UserError, match=r"has results \(weights/last\.pt\)"):
+    with pytest.raises(UserError, match=f"no state is in {run}"):
         resumed(*AUTO, str(tmp_path))
 
 
@@ -289,7 +275,7 @@ def test_edited_settings(tmp_path: Path) -> None:
     StateFiles(run / "checkpoint").write(serialised(state))
     assert resumed("--resume", str(run)).options.freeze == (0, 2)
     (run / "settings.yaml").write_text(yaml.safe_dump({**settings, "batch_size": 16}))
-    with pytest.raises(UserError, match=rf"^{run}/settings\.yaml: `batch_size` is 16, and the run was started with 8"):
+    with pytest.raises(UserError, match=r"`batch_size`"):
         resumed("--resume", str(run))
 
 
@@ -309,46 +295,13 @@ def ended(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 
 def test_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = begin(tmp_path / "exp", Progress(epoch=10, finished=True))
-    message = f"{run} is finished: nothing to resume; a larger number of --epochs continues it\n"
+    message = f"{run} is finished: nothing to resume\n"
     assert ended(capsys, "--resume", str(run)) == message
-    assert ended(capsys, "--resume", str(run), "--epochs", "10") == message
     assert ended(capsys, "--resume", str(run), "--epochs", "5") == message
     assert ended(capsys, "--resume", "--project", str(tmp_path)) == message
     assert ended(capsys, "--resume", "auto", "--project", str(tmp_path)) == message
-    settings = resumed("--resume", str(run), "--epochs", "11")
-    assert settings.options.epochs == 11
-    assert settings.saved is not None
-
-
-def test_a_finished_run_logs_what_a_tracker_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The process was killed after it had saved its last state, and before the last epoch was logged."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    run = begin(tmp_path / "exp", Progress(epoch=10, finished=True), log_with="tensorboard", wandb_id="x")
-    (run / "results.csv").write_text("epoch,val/box_loss\n0,0.5\n1,0.25\n")
-    tracker = TensorBoardTracker(run, "x", print)
-    tracker.store_init_configuration({})
-    tracker.log({"epoch": 1, "val/box_loss": 0.5}, step=4)
-    tracker.finish()
-    with pytest.raises(Stopped):
-        resumed("--resume", str(run))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1:] == [f"tensorboard lacks epochs that {run / 'results.csv'} has: they are logged now"]
-    ended(capsys, "--resume", str(run))  # one line: nothing is left to log
-    scalars = accumulator.EventAccumulator(str(run), {"scalars": 0}).Reload().Scalars("val/box_loss")
-    assert sorted(event.value for event in scalars) == [0.25, 0.5]  # files of one second are in any order
-
-
-def test_a_finished_run_that_kept_no_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = begin(tmp_path / "exp", Progress(epoch=10, finished=True), tensors=False)
-    assert "only --keep-state keeps" in ended(capsys, "--resume", str(run))
     with pytest.raises(UserError, match=r"--epochs 11 cannot continue it; start a new run from .*last\.pt"):
         resumed("--resume", str(run), "--epochs", "11")
-
-
-def test_a_run_that_stopped_improving_is_finished_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = begin(tmp_path / "exp", Progress(epoch=6, finished=True))
-    assert "is finished" in ended(capsys, "--resume", str(run), "--epochs", "8")
-    assert resumed("--resume", str(run), "--epochs", "12").saved is not None
 
 
 def test_fewer_epochs_than_are_trained(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -369,6 +322,7 @@ def test_the_best_of_a_run_comes_with_its_progress(tmp_path: Path) -> None:
 
 NAMES = {0: "disc", 1: "ring", 2: "bar"}
 SPLITS = {split: {"count": "28", "files": "aaaa", "labels": "bbbb"} for split in ("train", "val")}
+IDENTITY = Identity(NAMES, 96, SPLITS)
 STATE = {
     "format": STATE_FORMAT,
     "names": NAMES,
@@ -391,16 +345,14 @@ def stopped_run(tmp_path: Path) -> Path:
 
 def opened(settings: Settings) -> Run:
     run = Run(Accelerator(cpu=True), Precision("no", "the default on the CPU"))
-    run.open_folder(settings.select(FolderOptions))
+    run.open_folder(settings.options.project, settings.options.name, settings.options.exist_ok)
     return run
 
 
 def test_the_state_that_a_run_continues_from(stopped_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = resumed("--resume", str(stopped_run), "--epochs", "12")
     run = opened(settings)
-    identity, saved = read_saved_state(run, settings, NAMES, 96, SPLITS)
-    assert saved == STATE
-    assert identity.state() == {"names": NAMES, "imgsz": 96, "splits": SPLITS, "settings": {}}
+    assert read_saved_state(run, settings, IDENTITY) == STATE
     assert capsys.readouterr().out.splitlines() == [
         "--epochs is 12 and was 10",
         "from here on the learning rate follows the schedule for 12 epochs",
@@ -412,18 +364,17 @@ def test_the_state_that_a_run_continues_from(stopped_run: Path, capsys: pytest.C
 def test_the_folder_is_unchanged_if_the_data_differ(stopped_run: Path) -> None:
     settings = resumed("--resume", str(stopped_run))
     run = opened(settings)
-    with pytest.raises(UserError, match=r"--imgsz is 128 now, and the run was started with 96"):
-        read_saved_state(run, settings, NAMES, 128, SPLITS)
+    with pytest.raises(UserError, match=r"--imgsz \(it was 96\)"):
+        read_saved_state(run, settings, Identity(NAMES, 128, SPLITS))
     assert (stopped_run / "results.csv").read_text() == "epoch\n0\n1\n2\n3\n"
-    assert StateFiles(stopped_run / "checkpoint").peek() == STATE
+    assert StateFiles(stopped_run / "checkpoint").read(print) == STATE
 
 
 def test_a_new_run_has_no_state_and_removes_that_of_an_earlier_one(stopped_run: Path) -> None:
     settings = resumed("--project", str(stopped_run.parent), "--exist-ok")
     run = opened(settings)
     assert run.path == stopped_run
-    identity, saved = read_saved_state(run, settings, NAMES, 96, SPLITS)
-    assert (identity.names, identity.imgsz, saved) == (NAMES, 96, None)
+    assert read_saved_state(run, settings, IDENTITY) is None
     assert StateFiles(stopped_run / "checkpoint").files() == []
 
 

@@ -12,7 +12,7 @@ from models.weights.transfer import transfer
 from models.yolo import YoloModel, build_model
 from tests.making import tiny_detector
 from utils.checkpoint.weight_files import serialised, weights_content
-from utils.config.options import TrainOptions
+from utils.config.flags import TrainOptions
 
 NAMES = {0: "disc", 1: "ring", 2: "bar"}
 

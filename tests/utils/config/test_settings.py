@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,10 +12,17 @@ import pytest
 import yaml
 
 from tests.making import write_yaml
-from utils.config.hyperparameters import Hyperparameters, Recipe, Recipes, number, read_hyperparameters
-from utils.config.options import TrainOptions
+from utils.config.flags import TrainOptions, flags_of
+from utils.config.hyperparameters import (
+    Hyperparameters,
+    Recipe,
+    Recipes,
+    number,
+    parse_overrides,
+    read_hyperparameters,
+)
 from utils.config.parser import given_flags, over_defaults
-from utils.config.settings import Settings
+from utils.config.settings import Settings, check_settings, resumed_options
 from utils.config.values import Range
 from utils.errors import UserError
 from utils.files import ROOT
@@ -84,7 +92,7 @@ def test_a_task_with_fewer_files() -> None:
     def count() -> int:
         pytest.fail("counted")
 
-    assert [Recipes("mine").choose(trained, count).name for trained in (True, False)] == ["mine", "mine"]
+    assert [Recipes("mine").choose(trained, count)[0] for trained in (True, False)] == ["mine", "mine"]
     assert Recipes("fine", "scratch").choose(False, count)[:2] == ("scratch", "the run starts from scratch")
 
 
@@ -103,7 +111,7 @@ def test_what_auto_chose_is_recorded_and_said(flags: tuple[str, ...]) -> None:
     assert settings.choice == f"{because}; --hyp low has YOLOv5's values"
     other = chosen(*flags, "--optimizer", "SGD", "--cos-lr")
     assert (other.options.optimizer, other.options.cos_lr) == ("SGD", True)
-    assert other.choice == f"{because}; your --optimizer SGD replaces its AdamW; --hyp low has YOLOv5's values"
+    assert other.choice == settings.choice
 
 
 def test_a_named_file_wins_over_the_choice() -> None:
@@ -144,8 +152,8 @@ def test_defaults_of_the_hyperparameter_file(tmp_path: Path) -> None:
     [
         ({"epoch": 3}, r"unknown key 'epoch' under `defaults` \(did you mean 'epochs'"),
         ({"hyp": "low"}, r"unknown key 'hyp' under `defaults`.*; known are epochs, "),
-        ({"epochs": 0}, r"`epochs` under `defaults` is 0, which --epochs refuses"),
-        ([1], r"`defaults` must be lines such as"),
+        ({"epochs": 0}, r"`epochs` under `defaults`"),
+        ([1], r"`defaults`"),
     ],
 )
 def test_wrong_defaults_of_the_hyperparameter_file(tmp_path: Path, defaults: object, message: str) -> None:
@@ -160,15 +168,6 @@ def test_flags_that_follow_from_the_hyperparameters() -> None:
     assert settings_of(*given).resolve(HalvingRecipe).options.close_mosaic == 1
     fixed = Settings(TrainOptions(hyp=NONE, epochs=9), is_fixed=True)
     assert fixed.resolve(HalvingRecipe).options.close_mosaic == 0
-
-
-def test_a_new_run_fits_its_hyperparameters_to_the_weights_and_a_resumed_one_has_them() -> None:
-    hyp = Hyperparameters(known_lr=0.25)
-    settings, messages = Settings(TrainOptions(), hyp=hyp).for_weights(1.0)
-    assert settings.hyp == replace(hyp, lr_factor=0.25)
-    assert len(messages) == 1
-    resumed = Settings(TrainOptions(), {}, {"model": {}}, hyp=settings.hyp)
-    assert resumed.for_weights(1.0) == (resumed, [])
 
 
 def test_hyperparameters_of_another_task_are_refused(stripes: str) -> None:
@@ -200,21 +199,14 @@ def test_a_resumed_run_has_its_saved_hyperparameters() -> None:
     assert complete.options == settings.options
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "nbs", "batches"), [(16, 64, 4), (48, 64, 1), (8, 0, 1), (-1, 64, 64), (128, 64, 1)]
-)
-def test_accumulation(batch_size: int, nbs: int, batches: int) -> None:
-    """A batch size of -1 has not been measured yet."""
-    assert Settings(TrainOptions(batch_size=batch_size), hyp=Recipe(nbs=nbs)).accumulation == batches
-
-
-def test_a_flag_whose_hyperparameter_nothing_reads_is_refused_for_a_new_run() -> None:
-    settings, model = settings_of("--hyp.lr0", "1", "--hyp.obj", "1"), "detect with the head DetectDFL"
-    settings.refuse_unread(("box",), model)
-    replace(settings, saved={"obj": 1}).refuse_unread(("box", "obj"), model)
-    with pytest.raises(UserError) as caught:
-        settings.refuse_unread(("box", "obj"), model)
-    assert str(caught.value) == f"--hyp.obj has no effect on {model}, which does not read it; leave it out"
+def test_flags_that_a_new_runs_model_does_not_use_are_refused() -> None:
+    settings, model = settings_of("--hyp.lr0", "1", "--hyp.obj", "1", "--noautoanchor"), "detect"
+    settings.refuse({"anchors"}, ("box",), model)
+    replace(settings, saved={"obj": 1}).refuse((), ("box", "obj"), model)
+    with pytest.raises(UserError, match=r"--hyp\.obj"):
+        settings.refuse({"anchors"}, ("box", "obj"), model)
+    with pytest.raises(UserError, match="--noautoanchor"):
+        settings.refuse((), (), model)
 
 
 # Views of the settings
@@ -227,37 +219,149 @@ def test_changes_since_the_run_was_started() -> None:
     assert Settings(options, {}, saved).changes == ["--workers is 2 and was 8"]
 
 
-def test_settings_with_other_options() -> None:
-    settings = Settings(TrainOptions(), {"seed": 1}, hyp=Recipe(nbs=8))
-    changed = settings.with_options(batch_size=24)
-    assert changed == replace(settings, options=TrainOptions(batch_size=24))
-    assert settings.options == TrainOptions()
-
-
-@dataclass(frozen=True)
-class LoaderOptions:
-    """The flags of a component."""
-
-    workers: int
-    cache: str
-    images: int = 0
-
-
-def test_a_component_gets_its_flags() -> None:
-    settings = Settings(TrainOptions(workers=3, cache="ram"))
-    assert settings.select(LoaderOptions) == LoaderOptions(3, "ram")
-    assert settings.select(LoaderOptions, images=7, cache="") == LoaderOptions(3, "", 7)
-
-
 def test_the_content_of_settings_yaml() -> None:
     settings = Settings(TrainOptions(imgsz=100, overrides={"lr0": "0.1"}), hyp=StripesRecipe(lr0=0.1))
     assert settings.flags() == vars(settings.options)
-    content = settings.content({"nc": 3}, 128)
+    content = settings.content({"nc": 3}, 128, 8, "abc")
     assert list(content)[: len(settings.flags())] == list(settings.flags())
     assert content == {
         **settings.flags(),
         "imgsz": 128,
+        "wandb_id": "abc",
         "hyperparameters": vars(StripesRecipe(lr0=0.1)),
         "model": {"nc": 3},
     }
     assert settings.options.imgsz == 100
+    measured = Settings(TrainOptions(batch_size=-1)).content({}, 128, 24, "abc")
+    assert measured["batch_size"] == 24
+
+
+# A resumed run
+
+LOW = str(ROOT / "data" / "hyps" / "low.yaml")
+RUN = Path("runs") / "exp"
+BEGUN: dict[str, Any] = {
+    **{"epochs": 10, "batch_size": 8, "imgsz": 96, "hyp": LOW, "freeze": (0, 2), "workers": 1, "device": "cpu"}
+}
+
+
+def recipe_of(settings: Mapping[str, Any], given: Mapping[str, Any]) -> type[Recipe]:
+    return {"detect": Hyperparameters, "stripes": StripesRecipe}[settings["model"]["task"]]
+
+
+def saved(hyperparameters: Recipe | None = None, task: str = "detect", **options: Any) -> dict[str, Any]:
+    """Return the settings of a run as read from its settings.yaml."""
+    settings = {**vars(TrainOptions()), **BEGUN, **options}
+    settings |= {"hyperparameters": vars(hyperparameters or Hyperparameters()), "model": {"task": task, "nc": 3}}
+    read: dict[str, Any] = yaml.safe_load(yaml.safe_dump(settings))
+    return read
+
+
+def resumed(settings: Mapping[str, Any], *flags: str, launched: bool = False) -> TrainOptions:
+    return resumed_options(given_flags(TrainOptions, flags), RUN, settings, recipe_of, launched)
+
+
+def test_a_run_continues_with_its_settings() -> None:
+    expected = TrainOptions(**BEGUN, project="runs", name="exp", exist_ok=True, resume=str(RUN))
+    assert resumed(saved()) == resumed(saved(), "--resume", "runs/exp") == expected
+    assert resumed(saved(gone=1)) == expected  # of another version
+
+
+def test_flags_take_precedence_over_the_settings() -> None:
+    flags = ("--project", "elsewhere", "--name", "other", "--workers", "3", "--epochs", "20", "--data", "moved.yaml")
+    options = resumed(saved(), *flags)
+    assert (options.workers, options.epochs, options.data) == (3, 20, "moved.yaml")
+    assert (options.project, options.name, options.exist_ok) == ("runs", "exp", True)  # its folder does not change
+    assert resumed(saved(), "--imgsz", "90").imgsz == 90  # the settings have the rounded size
+    assert resumed(saved(), "--batch-size", "-1").batch_size == 8  # as it was measured
+    assert resumed(saved(), "--hyp", "auto").hyp == LOW  # what auto chose
+
+
+def test_a_launcher_decides_on_devices_and_processes() -> None:
+    settings = saved(device="0,1", processes=2)
+    assert (resumed(settings).device, resumed(settings).processes) == ("0,1", 2)
+    options = resumed(settings, launched=True)
+    assert (options.device, options.processes) == ("", 0)
+
+
+def test_a_time_limit_is_not_taken_from_the_settings() -> None:
+    assert resumed(saved(time_limit=2.5)).time_limit == 0
+    assert resumed(saved(time_limit=2.5), "--time-limit", "3").time_limit == 3
+
+
+@pytest.mark.parametrize("option", [option for option in flags_of(TrainOptions) if option.metadata["curve"]])
+def test_a_flag_that_the_curve_depends_on(option: Any) -> None:
+    then = saved()[option.name]
+    choices = [each for each in option.metadata["choices"] if each != then]
+    now = choices[:1] or {bool: [], str: ["other"], int: ["3"], float: ["0.5"], list: ["7"]}[type(then)]
+    flag = f"--{option.name.replace('_', '-')}"
+    with pytest.raises(UserError, match=flag):
+        resumed(saved(), flag, *now)
+    if not isinstance(then, (bool, list)) and option.name != "logical_processes":  # 0 is not a value to give
+        assert resumed(saved(), f"{flag}={then}") == resumed(saved())
+
+
+def test_hyperparameters_that_have_changed(tmp_path: Path) -> None:
+    hyp = tmp_path / "mine.yaml"
+    hyp.write_text("lr0: 0.01\nmosaic: 1\n")  # the same values, written differently
+    assert resumed(saved(), "--hyp", str(hyp)).hyp == str(hyp)
+    assert resumed(saved(), "--hyp.lr0", "0.01").overrides == {"lr0": "0.01"}
+    hyp.write_text("lr0: 0.02\n")
+    for flags in (("--hyp", str(hyp)), ("--hyp.lr0", "0.02"), ("--hyp", LOW, "--hyp.mosaic", "0.5")):
+        with pytest.raises(UserError, match=r"lr0|mosaic"):
+            resumed(saved(), *flags)
+    assert resumed(saved(hyp="gone.yaml")).hyp == "gone.yaml"  # only read if it is given
+
+
+def test_hyperparameters_are_those_of_the_task_of_the_run(tmp_path: Path) -> None:
+    settings, hyp = saved(StripesRecipe(), task="stripes"), tmp_path / "mine.yaml"
+    hyp.write_text("stripes: 3\n")
+    assert resumed(settings, "--hyp", str(hyp)).hyp == str(hyp)
+    hyp.write_text("mosaic: 1\n")
+    with pytest.raises(UserError, match="mosaic"):
+        resumed(settings, "--hyp", str(hyp))
+
+
+def test_overrides_are_taken_from_the_settings() -> None:
+    overrides = {"lr0": "2e-2", "mosaic": "0.5"}
+    faster = saved(Hyperparameters(**parse_overrides(Hyperparameters, overrides)), overrides=overrides)
+    assert resumed(faster).overrides == overrides
+    assert resumed(faster, "--hyp", LOW, "--hyp.lr0", "0.02").overrides == {**overrides, "lr0": "0.02"}
+    with pytest.raises(UserError, match=r"--hyp\.box"):
+        resumed(faster, "--hyp.box", "7")
+
+
+# A settings.yaml that was edited
+
+SOURCE = RUN / "settings.yaml"
+
+
+def test_settings_as_they_were_written() -> None:
+    """All defaults are valid values; flags that may change on resume may be edited."""
+    check_settings(saved(), saved(), SOURCE)
+    check_settings(saved(epochs=20, workers=4, processes=2, cache="ram", time_limit=3), saved(), SOURCE)
+    old = saved(gone=1)
+    old["hyperparameters"] = {"lr0": 0.01}
+    check_settings(saved(gone=1), old, SOURCE)  # of another version
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"epochs": "three"}, "epochs"),
+        ({"epochs": 0}, "epochs"),
+        ({"cos_lr": "yes"}, "cos_lr"),
+        ({"data": None}, "data"),
+        ({"cache": "floppy"}, "cache"),
+        ({"freeze": [1.5]}, "freeze"),
+        ({"model": [1]}, "model"),
+        ({"overrides": 3}, "overrides"),
+        ({"batch_size": 16}, "batch_size"),
+        ({"hyperparameters": {**vars(Hyperparameters()), "lr0": 1}}, "hyperparameters: lr0"),
+        ({"model": {"task": "detect", "nc": 4}}, "model: nc"),
+        ({"epoch": 3}, "epoch"),
+    ],
+)
+def test_wrong_changes(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=rf"settings\.yaml.*{named}|{named}.*settings\.yaml"):
+        check_settings({**saved(), **changes}, saved(), SOURCE)

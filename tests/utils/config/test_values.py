@@ -1,12 +1,15 @@
-"""Ranges of numbers, and texts of a form."""
+"""Ranges of numbers, and values as the types of fields."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from utils.config.values import BELOW_ONE, FINITE, NOT_NEGATIVE, POSITIVE, SHARE, Range, accepts, expected, is_number
+from utils.config.values import BELOW_ONE, FINITE, NOT_NEGATIVE, POSITIVE, SHARE, Range, is_number, typed
 
 
 @pytest.mark.parametrize("value", [0, -3, 0.5, 1e300, 10**300])
@@ -50,15 +53,58 @@ def test_the_text_completes_an_error_message(allowed: Range, text: str) -> None:
     assert str(allowed) == text
 
 
+CHOICES = {"choices": ("none", "all", "wandb", "FILE.py"), "comma_separated": True}
+
+
 @pytest.mark.parametrize(
-    ("form", "right", "wrong"),
+    ("hint", "metadata", "value", "result"),
     [
-        ("START:STOP", ("10:15", ""), ("10", "10:", "ten:15", "10:15:20")),
-        ("owner/name", ("me/a-b.c",), ("me", "me/", "/a")),
+        (int, {"within": NOT_NEGATIVE}, "7", 7),
+        (int, {}, 7.0, 7),
+        (float, {}, "1e-3", 0.001),
+        (float, {}, 3, 3.0),
+        (bool, {}, True, True),
+        (str, {}, Path("a/b"), str(Path("a/b"))),
+        (str, {}, 0, "0"),  # such as device=0
+        (str, CHOICES, " wandb , a/b.py,", "wandb,a/b.py"),
+        (tuple[int, ...], {}, "90", (90,)),
+        (tuple[int, ...], {}, [90, "128"], (90, 128)),
+        (tuple[str, ...], {"comma_separated": True}, ["a, b", "c"], ("a", "b", "c")),
+        (tuple[int | str, ...], {}, ["10", "*.bn", 3], (10, "*.bn", 3)),
+        (Mapping[str, float], {"within": POSITIVE}, "{cat: 2}", {"cat": 2.0}),
+        (Mapping[str, float], {}, {7: 1}, {"7": 1.0}),
     ],
 )
-def test_texts_of_a_form(form: str, right: tuple[str, ...], wrong: tuple[str, ...]) -> None:
-    metadata = {"form": form, "comma_separated": False}
-    assert all(accepts(str, metadata, text) for text in right)
-    assert not any(accepts(str, metadata, text) for text in wrong)
-    assert expected(str, metadata) == f"of the form {form}"
+def test_values_of_a_command_line_of_yaml_and_of_python(
+    hint: Any, metadata: dict[str, Any], value: object, result: object
+) -> None:
+    read = typed(hint, metadata, value)
+    assert (read, type(read)) == (result, type(result))
+
+
+@pytest.mark.parametrize(
+    ("hint", "metadata", "value"),
+    [
+        (int, {}, "many"),
+        (int, {}, 2.5),
+        (int, {}, True),
+        (int, {"within": NOT_NEGATIVE}, -1),
+        (float, {}, "nan"),
+        (float, {}, None),
+        (bool, {}, "yes"),
+        (bool, {}, 1),
+        (str, {}, None),
+        (str, {}, True),
+        (str, CHOICES, "wandb,x"),
+        (str, CHOICES, "none,wandb"),
+        (str, CHOICES, ".py"),
+        (tuple[int, ...], {}, [1.5]),
+        (tuple[int | str, ...], {}, [1.5]),
+        (Mapping[str, float], {"within": POSITIVE}, {"cat": 0}),
+        (Mapping[str, float], {}, "cat"),
+        (Mapping[str, float], {}, [1]),
+    ],
+)
+def test_wrong_values(hint: Any, metadata: dict[str, Any], value: object) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        typed(hint, metadata, value)

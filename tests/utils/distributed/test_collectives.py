@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 import pytest
 
 from tests.conftest import OnProcesses
-from utils.distributed.accelerator import start
 from utils.distributed.collectives import Collectives, broadcast_from_main
 from utils.distributed.failure import Stopped
+from utils.distributed.launch import start
 from utils.distributed.ranks import ranks
 from utils.errors import UserError
 

@@ -1,37 +1,59 @@
-"""The end of a single process, and the barrier; runs of several processes end in test_spawn.py."""
+"""How a run ends: who failed, who is lost, who hangs; loader processes end with their parent."""
 
 from __future__ import annotations
 
-import gc
+import ctypes
+import functools
 import itertools
+import multiprocessing
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import numpy as np
+import psutil
 import pytest
+import torch
 from torch import distributed
+from torch.utils.data import DataLoader, Dataset
 
-from utils.distributed import failure, store
+from tests.conftest import without_greetings
+from utils.distributed import failure
+from utils.distributed import ranks as ranks_module
 from utils.distributed.failure import (
+    Heartbeat,
     Stopped,
+    Watchdog,
     barrier,
-    is_first_to_fail,
+    describe_loader_failure,
+    end_workers,
+    init_worker,
+    is_waiting,
+    keep_freed_memory,
+    lagging_ranks,
     lost_contact,
     on_failure,
-    process_names,
     run_main,
     start_failure_monitor,
 )
-from utils.distributed.ranks import Ranks
-from utils.distributed.store import RunStore
+from utils.distributed.launch import spawn
+from utils.distributed.ranks import Ranks, RunStore, ranks
+from utils.distributed.stop import STOP_SIGNALS, GracefulStop
 from utils.errors import UserError
 from utils.files import ROOT
+
+# Who failed
 
 
 def test_the_reason_is_passed_on_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,45 +109,6 @@ def test_a_wrong_launch_is_an_error_before_anything_runs(
     assert str(raised.value.code).startswith("error: the environment variable WORLD_SIZE is 'two'")  # exit code 1
 
 
-@pytest.mark.parametrize("script", ["train", "val", "detect", "export"])
-def test_ctrl_c_in_the_imports_of_a_script_prints_nothing(script: str, tmp_path: Path) -> None:
-    for package in ("cv2", "numpy", "torch"):  # the first one that a script imports
-        (tmp_path / f"{package}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
-    command = [sys.executable, str(ROOT / f"{script}.py")]
-    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, timeout=300)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, b"", b"")  # 130 in a shell
-
-
-def test_ctrl_c_is_an_exception_again_after_the_imports() -> None:
-    """The scripts let it end the process without a traceback during their imports."""
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        with pytest.raises(SystemExit) as raised:
-            run_main(lambda: os.kill(os.getpid(), signal.SIGINT))
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert raised.value.code == 130
-
-
-@pytest.mark.parametrize("script", ["train", "val", "detect", "export"])
-def test_the_imports_of_a_script_collect_no_garbage(script: str, tmp_path: Path) -> None:
-    for package in ("cv2", "numpy", "torch"):  # the first one that a script imports
-        (tmp_path / f"{package}.py").write_text("import gc\nraise SystemExit(f'collects: {gc.isenabled()}')")
-    command = [sys.executable, str(ROOT / f"{script}.py")]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    ended = subprocess.run(command, env=environment, capture_output=True, timeout=300, text=True)
-    assert ended.stderr.strip() == "collects: False"
-
-
-def test_garbage_is_collected_again_after_the_imports() -> None:
-    gc.disable()
-    try:
-        run_main(lambda: None)
-        assert gc.isenabled()
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize("error", [ZeroDivisionError(), RuntimeError("shape mismatch")])
 def test_an_unexpected_error_keeps_its_traceback(error: Exception) -> None:
     def main() -> None:
@@ -135,18 +118,14 @@ def test_an_unexpected_error_keeps_its_traceback(error: Exception) -> None:
         run_main(main)
 
 
-def test_one_process_is_always_the_first_to_fail() -> None:
-    start_failure_monitor()
-    assert process_names([0, 2]) == "process 0 and process 2"
-    assert is_first_to_fail()
-    assert is_first_to_fail()
-
-
 @pytest.mark.parametrize(
     ("error", "part"),
     [
         (RuntimeError("[/x/gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation"), "for 5 s"),
-        (RuntimeError("[/x/gloo/pair.cc:561] Connection closed by peer [10.0.0.2]:5540. GLHF!"), "on 10.0.0.2 has"),
+        (
+            RuntimeError("[/x/gloo/pair.cc:561] Connection closed by peer [10.0.0.2]:5540. GLHF!"),
+            "peer [10.0.0.2]",
+        ),
         (distributed.DistNetworkError("something else\nmore"), "(something else)"),
         (RuntimeError("shape mismatch"), ""),
     ],
@@ -161,7 +140,10 @@ def test_lost_contact(error: RuntimeError, part: str) -> None:
     ("error", "sentence"),
     [
         ("SystemExit(0)", "error: {}, line 2: SystemExit: 0; fix it there"),
-        ("RuntimeError('gloo/pair.cc: Connection closed by peer [10.0.0.2]:5540')", "error: a process on 10.0.0.2 has"),
+        (
+            "RuntimeError('gloo/pair.cc: Connection closed by peer [10.0.0.2]:5540')",
+            "error: the connection to the other processes broke",
+        ),
     ],
 )
 def test_an_error_in_a_users_code_is_one_sentence(error: str, sentence: str, tmp_path: Path) -> None:
@@ -190,7 +172,7 @@ run_main(module.go)
 def three(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], object]], list]:
     """Three threads that act as processes: `work` gets the rank; its results or errors, by rank."""
     shared, local = distributed.HashStore(), threading.local()
-    monkeypatch.setattr(store, "ranks", lambda: Ranks(local.rank, 3, local.rank, 3))
+    monkeypatch.setattr(ranks_module, "ranks", lambda: Ranks(local.rank, 3, local.rank, 3))
     monkeypatch.setattr(failure, "run_store", lambda: RunStore(shared))
     monkeypatch.setattr(failure, "world_size", lambda: 3)
     monkeypatch.setattr(failure, "_barrier_numbers", itertools.repeat(0))
@@ -240,46 +222,375 @@ def test_one_process_does_not_wait() -> None:
 # The end of a script's process
 
 
+# Who hangs
+
+
+def at(waits: bool, batches: int) -> Heartbeat:
+    return batches, waits
+
+
 @pytest.mark.parametrize(
-    ("ending", "code", "error"),
+    ("heartbeats", "late"),
     [
-        ("pass", 0, ""),
-        ("sys.exit(3)", 3, ""),
-        ("sys.exit('a reason')", 1, "a reason\n"),
-        ("raise UserError('a sentence')", 1, "error: a sentence\n"),
-        ("raise KeyboardInterrupt", 130, "interrupted\n"),
+        pytest.param({0: at(True, 5), 2: at(True, 5)}, {1}, id="one does not answer"),
+        pytest.param({0: at(True, 5), 2: at(False, 4)}, {1}, id="one does not answer, whatever others do"),
+        pytest.param({}, {0, 1, 2}, id="nobody answers"),
+        pytest.param({0: at(True, 5), 1: at(False, 5), 2: at(True, 5)}, {1}, id="one does not wait"),
+        pytest.param({0: at(True, 5), 1: at(False, 6), 2: at(True, 5)}, {1}, id="one does not wait, ahead"),
+        pytest.param({0: at(False, 5), 1: at(False, 5), 2: at(True, 5)}, {0, 1}, id="two do not wait"),
+        pytest.param({0: at(True, 5), 1: at(True, 4), 2: at(True, 5)}, {1}, id="all wait, one a batch behind"),
+        pytest.param({0: at(False, 5), 1: at(False, 4), 2: at(False, 5)}, {1}, id="none waits, one is behind"),
+        pytest.param({0: at(True, 5), 1: at(True, 5), 2: at(True, 5)}, set(), id="all wait alike"),
+        pytest.param({0: at(False, 5), 1: at(False, 5), 2: at(False, 5)}, set(), id="none waits, all alike"),
     ],
 )
-def test_a_script_ends_quickly_after_all_that_was_asked_for(ending: str, code: int, error: str) -> None:
-    """Functions of `atexit` and threads are waited for; objects are not taken apart one by one."""
-    text = f"""
-import sys
-from utils.birth import start_script
-start_script()
-import atexit, threading, time
-from utils.distributed.failure import run_main
-from utils.errors import UserError
+def test_late_ranks(heartbeats: dict[int, Heartbeat], late: set[int]) -> None:
+    assert lagging_ranks(3, heartbeats) == late
 
-class Loud:
-    def __del__(self):
-        print("taken apart", flush=True)
 
-kept = Loud()
-kept.itself = kept
+def stack(*files: str) -> FrameType:
+    """Return the innermost frame of a stack of functions of these files, the last one innermost."""
+    inner: Any = sys._getframe
+    for file in reversed(files):
+        code = compile("def run(inner):\n    return inner()\n", file, "exec")
+        space: dict[str, Any] = {}
+        exec(code, space)
+        inner = functools.partial(space["run"], inner)
+    return inner()
 
+
+SITE = "/x/site-packages"
+
+
+@pytest.mark.parametrize(
+    ("files", "waits"),
+    [
+        (["/repository/train.py", f"{SITE}/torch/distributed/distributed_c10d.py"], True),
+        (["/repository/train.py", f"{SITE}/torch/autograd/graph.py"], True),
+        (["/repository/train.py", f"{SITE}/deepspeed/comm/comm.py"], True),
+        ([f"{SITE}/torch/distributed/distributed_c10d.py", "/repository/utils/distributed/comm_hooks.py"], True),
+        (["C:\\Lib\\site-packages\\torch\\distributed\\distributed_c10d.py"], True),
+        (["/repository/train.py", f"{SITE}/torch/nn/modules/module.py"], False),
+        (["/repository/train.py", f"{SITE}/torch/utils/data/dataloader.py", "/python/queue.py"], False),
+        (["/repository/utils/distributed.py"], False),
+    ],
+)
+def test_is_waiting(files: list[str], waits: bool) -> None:
+    assert is_waiting(stack(*files)) == waits
+
+
+def test_no_stack_is_no_wait() -> None:
+    assert not is_waiting(sys._getframe())
+    assert not is_waiting(None)
+
+
+# The end of a process
+
+
+def end(monkeypatch: pytest.MonkeyPatch, folder: Path, *late: int, answers: bool = True) -> str:
+    """Return the message if process 0 and the ranks `late` are late. answers: whether the store can be reached."""
+    shared = distributed.HashStore()
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank in (1, 2):
+        monkeypatch.setenv("RANK", str(rank))
+        RunStore(shared).write("heartbeats", at(rank not in late, 1))
+    monkeypatch.delenv("RANK")
+    monkeypatch.setattr(failure, "ROLL_CALL_SECONDS", 0)
+    monkeypatch.setattr(ranks_module, "run_store", lambda: RunStore(shared) if answers else None)
+
+    messages: list[str] = []
+    ended = threading.Event()
+
+    def leave(message: str, code: int = 1) -> None:
+        messages.append(message)
+        ended.set()
+        threading.Event().wait()  # as a process that has ended
+
+    monkeypatch.setattr(failure, "hard_exit", leave)
+    with Watchdog(0.1, folder):
+        assert ended.wait(30)
+    if answers:
+        assert RunStore(shared).values("heartbeats")[0] == list(at(False, 1))
+        assert RunStore(shared).value("alarm")
+    return messages[-1]
+
+
+def test_the_message_names_late_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert end(monkeypatch, tmp_path) == (
+        "error: process 0 made no progress for 0.1 s (--dist-timeout) while the others waited; the stack of each "
+        f"process is in {tmp_path}/stacks"
+    )
+    assert "test_the_message" in (tmp_path / "stacks" / "process0.txt").read_text()
+    assert end(monkeypatch, tmp_path, 2).startswith("error: process 0 and process 2 made no progress for")
+    assert end(monkeypatch, tmp_path, 1, 2).startswith("error: no process made progress for 0.1 s")
+    assert end(monkeypatch, tmp_path, answers=False).startswith(
+        "error: process 1 and process 2 made no progress, or could not be reached, for 0.1 s (--dist-timeout)"
+    )
+
+
+def test_a_folder_that_is_not_writable_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").touch()
+    assert end(monkeypatch, tmp_path / "run").startswith("error: process 0 made no progress")
+
+
+# Three processes
+
+
+def hang() -> None:
+    time.sleep(1e6)
+
+
+def hang_on_the_second(folder: Path) -> None:
+    failure.ROLL_CALL_SECONDS = failure.EXPLAIN_SECONDS = 1.0
+    distributed.init_process_group("gloo")
+    start_failure_monitor()
+    with Watchdog(2.0, folder) as watched:
+        for step in range(10):
+            watched.beat()
+            if ranks().rank == 1 and step == 3:
+                hang()
+            distributed.all_reduce(torch.ones(1))
+
+
+def test_a_process_that_hangs_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(SystemExit) as caught:
+        run_main(lambda: spawn(functools.partial(hang_on_the_second, tmp_path), 3))
+    assert caught.value.code == 1
+    printed = capfd.readouterr()
+    assert without_greetings(printed.out) == ""
+    assert printed.err.startswith(f"error: process 1 on {socket.gethostname()} made no progress for 2 s")
+    assert printed.err.count("\n") == 1
+    stacks = {file.name: file.read_text() for file in (tmp_path / "stacks").iterdir()}
+    assert set(stacks) == {f"process{rank}.txt" for rank in range(3)}
+    assert [name for name, text in stacks.items() if "in hang\n" in text] == ["process1.txt"]
+    assert all("in hang_on_the_second" in text for text in stacks.values())
+
+
+# Loader processes
+
+
+# Errors
+
+BUS = (
+    "DataLoader worker (pid 71) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
+    "shared memory. Please try to raise your shared memory limit."
+)
+SHM = (
+    "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\nRuntimeError: "
+    "unable to allocate shared memory(shm) for file </torch_71_1_0>: No space left on device (28)"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "part"),
+    [
+        (RuntimeError(BUS), "ran out of shared memory: make /dev/shm larger"),
+        (RuntimeError(SHM), "ran out of shared memory: make /dev/shm larger"),
+        (RuntimeError("DataLoader worker (pid 71) is killed by signal: Killed. "), "if so, lower --workers"),
+        (RuntimeError("DataLoader worker (pid(s) 71, 72) exited unexpectedly"), "if so, lower --workers"),
+        (RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nshape mismatch"), ""),
+        (RuntimeError("Caught ValueError in DataLoader worker process 0.\nshared memory killed by signal"), ""),
+        (RuntimeError("DataLoader timed out after 5 seconds"), ""),
+        (RuntimeError("a bus was killed"), ""),
+        (ValueError(BUS), ""),
+    ],
+)
+def test_loader_died(error: Exception, part: str) -> None:
+    message = describe_loader_failure(error)
+    assert part in message
+    assert bool(message) == bool(part)
+
+
+def count_new_pages(result: Connection) -> None:
+    """Send the pages that the system gives to a loader process for a hundred items of four images."""
+    init_worker(0)
+    before = 0
+    for number in range(110):
+        if number == 10:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        images = [np.ones((480, 640, 3), np.uint8) for _ in range(4)]
+        del images
+    result.send(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+
+def test_a_loader_process_reuses_the_memory_of_images() -> None:
+    """Their 90,000 pages would be new ones, each filled with zeros."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("spawn").Process(target=count_new_pages, args=(sender,))
+    process.start()
+    assert receiver.recv() < 9000
+    process.join(60)
+
+
+class Deadly(Dataset[int]):
+    """A data set that kills the process that loads an item."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def test_a_killed_loader_process_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_main(lambda: list(DataLoader(Deadly(), num_workers=1, worker_init_fn=init_worker)))
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == (
+        "error: a loader process was killed, possibly by the system because memory ran out; if so, lower --workers\n"
+    )
+
+
+# Processes
+
+FORK = multiprocessing.get_context("fork")
+LIFE_SECONDS = 60  # of a process that nothing ends
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def ends(pid: int) -> bool:
+    end = time.monotonic() + 30
+    while not gone(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    return gone(pid)
+
+
+def load(sender: Connection) -> None:
+    """A loader process, which sends its number."""
+    init_worker(0)
+    sender.send(os.getpid())
+    time.sleep(LIFE_SECONDS)
+
+
+def train(sender: Connection) -> None:
+    """A training process with a loader process."""
+    FORK.Process(target=load, args=(sender,)).start()
+    time.sleep(LIFE_SECONDS)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., tuple[Any, int]]]:
+    """Start a process; return it and the number of the loader process, which may be the same."""
+    started: list[int] = []
+
+    def run(target: Callable[[Connection], None]) -> tuple[Any, int]:
+        receiver, sender = FORK.Pipe(duplex=False)
+        process = FORK.Process(target=target, args=(sender,))
+        process.start()
+        assert receiver.poll(30)
+        worker = receiver.recv()
+        started.extend([process.pid or 0, worker])
+        return process, worker
+
+    yield run
+    for pid in started:
+        if not gone(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_loader_process_ends_on_its_parents_signal_only(start: Callable[..., tuple[Any, int]]) -> None:
+    with GracefulStop() as stop:
+        process, worker = start(load)
+        for number in STOP_SIGNALS:
+            subprocess.run(["kill", f"-{number}", str(worker)], check=True)
+        process.join(0.5)
+        assert process.is_alive()
+        assert stop.requested() == ""
+    process.terminate()
+    process.join(30)
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("prctl", [True, False])
+def test_a_loader_process_ends_with_its_training_process(
+    prctl: bool, start: Callable[..., tuple[Any, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: None) -> None:
+        raise OSError("no such library")
+
+    if not prctl:  # as on systems other than Linux
+        monkeypatch.setattr(ctypes, "CDLL", missing)
+    process, worker = start(train)
+    assert not gone(worker)
+    process.kill()
+    process.join(30)
+    assert ends(worker)
+
+
+def test_end_workers(start: Callable[..., tuple[Any, int]]) -> None:
+    _, worker = start(load)
+    end_workers()
+    assert gone(worker)
+
+
+STARTS_SLOWLY = """
+import os, sys, time
+from torch.utils.data import DataLoader
+from utils.distributed.failure import Stopped, run_main
+from utils.distributed.failure import init_worker
 def main():
-    atexit.register(print, "of atexit", flush=True)
-    threading.Thread(target=lambda: (time.sleep(0.3), print("of a thread"))).start()
-    {ending}
-
+    os.register_at_fork(after_in_child=lambda: time.sleep(60))
+    loader = DataLoader(range(4), num_workers=1, worker_init_fn=init_worker)
+    main.batches = iter(loader)
+    raise Stopped(0)
 run_main(main)
 """
-    done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout, done.stderr) == (code, "of a thread\nof atexit\n", error)
 
 
-def test_an_error_before_the_script_begins_is_one() -> None:
-    text = "from utils.birth import start_script; start_script(); import no_such_module"
-    done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
-    assert done.stderr.endswith("No module named 'no_such_module'\n")
+def test_a_loader_process_that_has_just_started_ends_without_an_error() -> None:
+    """It is killed by the signal, because it has no handler yet."""
+    ended = subprocess.run([sys.executable, "-c", STARTS_SLOWLY], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+# Memory
+
+
+BYTES = 2**26  # of a block, larger than glibc reuses by itself
+
+
+def count_pages_of_blocks(result: Connection) -> None:
+    """Send the pages that the system gives to a process for each of two blocks, of which one is freed first."""
+    keep_freed_memory()
+    pages = []
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        b"1" * BYTES
+        pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    result.send(pages)
+
+
+def test_a_large_block_is_reused() -> None:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("spawn").Process(target=count_pages_of_blocks, args=(sender,))
+    process.start()
+    first, second = receiver.recv()
+    process.join(60)
+    assert second < first / 4
+
+
+def test_a_package_is_imported_while_wandb_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a user's function: W&B's import hooks call a thread that only the training process has."""
+    wandb = pytest.importorskip("wandb")
+    (tmp_path / "xgboost.py").write_text("NUMBER = 7\n")  # one of W&B's list
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def collate(items: list[int]) -> int:
+        import xgboost
+
+        return int(xgboost.NUMBER)
+
+    with wandb.init(mode="offline", dir=tmp_path):
+        loader = DataLoader([0], num_workers=1, collate_fn=collate, worker_init_fn=init_worker)  # type: ignore[arg-type]
+        assert list(loader) == [7]
+    wandb.teardown()

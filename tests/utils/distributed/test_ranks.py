@@ -1,22 +1,29 @@
-"""Ranks and world sizes from the environment variables of a launcher."""
+"""Ranks from the environment variables of a launcher, and the store of a run."""
 
 from __future__ import annotations
 
-import os
+import time
+from datetime import timedelta
+from typing import Any
 
 import pytest
+from torch import distributed
 
+from tests.conftest import OnProcesses
 from tests.making import without_launcher
+from utils.distributed import ranks as ranks_module
 from utils.distributed.ranks import (
     SPAWNED,
     Ranks,
-    adopt_launch,
+    RunStore,
     check_launch,
     is_local_main,
     launch_number,
     launched,
     local_world_size,
+    query_store,
     ranks,
+    run_store,
     world_size,
 )
 from utils.errors import UserError
@@ -58,16 +65,12 @@ def test_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"WORLD_SIZE": "2"}, "has WORLD_SIZE 2 and no RANK; start the processes with accelerate launch"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, "has RANK 2 and WORLD_SIZE 2; ranks are less than the world size"),
-        ({"RANK": "1"}, "has RANK 1 and WORLD_SIZE 1"),
-        ({"PMI_SIZE": "2"}, "has PMI_SIZE 2 and no RANK"),  # MPICH and Intel MPI
-        ({"MV2_COMM_WORLD_SIZE": "two"}, "variable MV2_COMM_WORLD_SIZE is 'two' instead of a number"),
-        ({"ACCELERATE_USE_CPU": "maybe"}, "variable ACCELERATE_USE_CPU is 'maybe'; give true or false, or unset it"),
-        (
-            {"ACCELERATE_USE_DEEPSPEED": "true"},
-            "has ACCELERATE_USE_DEEPSPEED and no RANK; start with",
-        ),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE 2 and no RANK"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK 2 and WORLD_SIZE 2"),
+        ({"RANK": "1"}, "RANK 1 and WORLD_SIZE 1"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS 2 and no RANK; .*accelerate_configs/start.sh"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE 4 and no RANK; .*accelerate_configs/start.sh"),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE 2 and no RANK; .*accelerate_configs/start.sh"),
     ],
 )
 def test_an_incomplete_launch(variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,87 +78,126 @@ def test_an_incomplete_launch(variables: dict[str, str], message: str, monkeypat
     check_launch()
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"^the environment {message}"):
+    with pytest.raises(UserError, match=f"^the environment has {message}"):
         check_launch()
 
 
-# Launchers that set variables of their own
-
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
-SRUN = {
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "2",
-    "SLURM_STEP_NUM_TASKS": "6",
-    "SLURM_STEP_TASKS_PER_NODE": "3,1,2",
-    "SLURM_STEP_NODELIST": "gpu-[07-08,12]",
-    "SLURM_JOB_ID": "40123",
-    "SLURM_STEP_ID": "1",
-}
-
-
-def adopted(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> tuple[Ranks, str, str]:
-    """Return the ranks, the main address and the port of a process with these variables."""
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "1", "WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2"},  # accelerate launch, started by srun
+        {"WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"},
+        {"WANDB_SWEEP_ID": "s", "SLURM_STEP_NUM_TASKS": "2"},
+        {"SLURM_NTASKS": "4"},  # in a batch file
+        {"SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1"},
+    ],
+)
+def test_a_launch_by_an_engine(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     without_launcher(monkeypatch)
-    for name in (*OPEN_MPI, *SRUN, "WANDB_SWEEP_ID"):
-        monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    adopt_launch()
     check_launch()
-    return ranks(), os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, (Ranks(0, 1, 0, 1), "", "")),
-        (SRUN, (Ranks(5, 6, 1, 2), "gpu-07", "20220")),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, (Ranks(5, 6, 1, 2), "gpu-07", "20220")),
-        ({**SRUN, "SLURM_STEP_NODELIST": "a[1-2]b[03,9],c"}, (Ranks(5, 6, 1, 2), "a1b03", "20220")),
-        ({**SRUN, "SLURM_STEP_NODELIST": "left,right"}, (Ranks(5, 6, 1, 2), "left", "20220")),
-        ({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"}, (Ranks(5, 6, 1, 2), "10.0.0.1", "5000")),
-        (
-            {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "6", "SLURM_NODEID": "0", "SLURM_LOCALID": "5"},
-            (Ranks(5, 6, 5, 6), "127.0.0.1", "20220"),
-        ),
-        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, (Ranks(0, 1, 0, 1), "", "")),
-        (
-            {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"},
-            (Ranks(0, 1, 0, 1), "", ""),
-        ),  # in a batch file
-        ({**SRUN, "WANDB_SWEEP_ID": "s"}, (Ranks(0, 1, 0, 1), "", "")),
-        ({**SRUN, "WORLD_SIZE": "1"}, (Ranks(0, 1, 0, 1), "", "")),
-        ({**SRUN, "RANK": "1", "WORLD_SIZE": "2"}, (Ranks(1, 2, 0, 1), "", "")),  # accelerate launch, started by srun
-        ({**OPEN_MPI, "MASTER_ADDR": "first"}, (Ranks(3, 4, 1, 2), "first", "29500")),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, (Ranks(3, 4, 1, 4), "127.0.0.1", "29500")),
-        ({**SRUN, **OPEN_MPI, "MASTER_ADDR": "first"}, (Ranks(3, 4, 1, 2), "first", "29500")),  # mpirun in a SLURM job
-    ],
-)
-def test_srun_and_mpirun(
-    variables: dict[str, str], expected: tuple[Ranks, str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert adopted(monkeypatch, variables) == expected
+# The store
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        (OPEN_MPI, r"mpirun has started 4 processes on several machines; .* -x MASTER_ADDR=ADDRESS$"),
-        ({**SRUN, "SLURM_PROCID": "first"}, "SLURM_PROCID is 'first' instead of a number"),
-        (
-            {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2*3"},
-            r"SLURM_STEP_TASKS_PER_NODE is '2\*3' instead of numbers such as",
-        ),
-    ],
-)
-def test_a_launch_that_cannot_be_adopted(
-    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(UserError, match=message):
-        adopted(monkeypatch, variables)
+@pytest.fixture
+def stores(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that returns a `RunStore` for each of several processes."""
+
+    def make(processes: int) -> list[RunStore]:
+        store, made = distributed.HashStore(), []
+        with monkeypatch.context() as patch:
+            patch.setenv("WORLD_SIZE", str(processes))
+            for rank in range(processes):
+                patch.setenv("RANK", str(rank))
+                made.append(RunStore(store))
+        return made
+
+    return make
+
+
+# Values of each rank
+
+
+@pytest.mark.parametrize("value", [False, 0, "", [], {"a": [1, 2.5, None]}, "ä"])
+def test_all_processes_read_a_value(value: Any, stores: Any) -> None:
+    main, other = stores(2)
+    main.write("answer", value)
+    assert main.values("answer") == other.values("answer") == {0: value}
+    other.write("answer", [value])
+    assert main.values("answer") == other.values("answer") == {0: value, 1: [value]}
+
+
+def test_the_last_value_counts(stores: Any) -> None:
+    (store,) = stores(1)
+    store.write("answer", 1)
+    store.write("answer", 2)
+    assert store.values("answer") == {0: 2}
+
+
+# One value for all, and counters
+
+
+def test_the_first_writer_wins(stores: Any) -> None:
+    main, other = stores(2)
+    assert other.value("stop") is None
+    main.write_once("stop", [3, "SIGTERM"])
+    other.write_once("stop", [4, "SIGINT"])
+    assert main.value("stop") == other.value("stop") == other.wait_for_value("stop") == [3, "SIGTERM"]
+
+
+def test_waiting_for_a_value_has_a_time_limit() -> None:
+    store = distributed.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(distributed.DistError):
+        RunStore(store).wait_for_value("handle")
+
+
+def test_counters(stores: Any) -> None:
+    main, other = stores(2)
+    assert main.count("failed", 0) == 0
+    assert (main.count("failed"), other.count("failed"), main.count("failed", 0)) == (1, 2, 2)
+
+
+# The store of a run
+
+
+def test_without_a_run_there_is_no_store() -> None:
+    assert run_store() is None
+    assert query_store(pytest.fail, 7) == 7  # type: ignore[arg-type]
+
+
+def slow_answer(store: RunStore) -> int:
+    time.sleep(5.0)
+    return 1
+
+
+def ask() -> tuple[int, int, list[float], int]:
+    """Return the sum of the processes' values, a counter, the seconds of two unanswered calls, and their result."""
+    distributed.init_process_group("gloo")
+    store = run_store()
+    assert store is not None
+    store.write("names", ranks().rank + 1)
+    distributed.barrier()
+    total = sum(query_store(lambda store: store.values("names"), {}).values())
+    count = query_store(lambda store: store.count("answers", 3), 0)
+    distributed.barrier()
+    ranks_module.ANSWER_SECONDS = 0.3
+    times, answer = [], 0
+    for _ in range(2):
+        begun = time.monotonic()
+        answer = query_store(slow_answer, -1)
+        times.append(time.monotonic() - begun)
+    return total, count, times, answer
+
+
+def test_a_store_without_an_answer_is_not_asked_again(on_processes: OnProcesses) -> None:
+    returned = on_processes(2, ask)
+    assert [total for total, *_ in returned] == [3, 3]
+    assert sorted(count for _, count, *_ in returned) == [3, 6]
+    for *_, (first, second), answer in returned:
+        assert 0.3 <= first < 3.0
+        assert second < 0.1
+        assert answer == -1

@@ -15,8 +15,8 @@ from torch import distributed
 
 from tests.making import launched
 from utils.distributed import shared_memory as module
+from utils.distributed.ranks import RunStore
 from utils.distributed.shared_memory import SharedMemory, available_bytes, shared_memory
-from utils.distributed.store import RunStore
 
 
 def test_memory_is_reserved_once(monkeypatch: pytest.MonkeyPatch) -> None:

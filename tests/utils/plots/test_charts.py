@@ -87,20 +87,18 @@ def test_smoothing_by_hand() -> None:
 @pytest.mark.parametrize(
     ("epochs", "width"),
     [
-        ([range(81)], 2),  # a fortieth
-        ([range(1000)], 4),  # at most four points
-        ([range(11)], 1),  # at least one
-        ([range(5)], 0.4),  # less for a short run
-        ([range(2)], 0.1),
-        ([range(4, 304, 10)], 10),  # a point in ten epochs
-        ([range(81), range(1000)], 2),  # several runs have one width
-        ([range(1), range(81)], 2),
-        ([range(1)], 1),
-        ([], 1),
+        (range(81), 2),  # a fortieth
+        (range(1000), 4),  # at most four points
+        (range(11), 1),  # at least one
+        (range(5), 0.4),  # less for a short run
+        (range(2), 0.1),
+        (range(4, 304, 10), 10),  # a point in ten epochs
+        (range(1), 1),
+        (range(0), 1),
     ],
 )
-def test_width_of_the_smoothing(epochs: list[range], width: float) -> None:
-    assert smoothing_width([np.array(some, float) for some in epochs]) == pytest.approx(width)
+def test_width_of_the_smoothing(epochs: range, width: float) -> None:
+    assert smoothing_width(np.array(epochs, float)) == pytest.approx(width)
 
 
 def test_validation_losses_are_below_training_losses() -> None:
@@ -115,7 +113,7 @@ def test_validation_losses_are_below_training_losses() -> None:
 @pytest.mark.parametrize("epochs", [1, 300])
 def test_every_column_has_a_subplot(names: list[str], epochs: int, styled: None) -> None:
     given = run(names, epochs)
-    figure = results_figure({"exp": given})
+    figure = results_figure(given)
     assert sorted(titles(figure)) == sorted(names)
     for name in names:
         values, *smoothed = subplot(figure, name).get_lines()
@@ -132,7 +130,7 @@ def test_values_that_are_not_finite_are_omitted(styled: None) -> None:
         "metrics/accuracy_top1": np.full(4, NAN),
         "metrics/accuracy_top5": np.array([NAN, 0.5, -INF, 0.25]),
     }
-    figure = results_figure({"exp": given})
+    figure = results_figure(given)
     assert points(subplot(figure, "train/loss").get_lines()[0]) == [(0, 1), (3, 3)]
     assert points(subplot(figure, "val/loss").get_lines()[0]) == []
     assert [text.get_text() for text in subplot(figure, "metrics/accuracy_top1").texts] == ["no value"]
@@ -144,20 +142,6 @@ def test_best_is_the_first_of_equals() -> None:
     columns = {"epoch": np.arange(10.0, 14), "a": np.array([1, 4, NAN, 4]), "b": np.full(4, NAN)}
     assert best(columns, "a") == (4, 11)
     assert all(map(math.isnan, best(columns, "b")))
-
-
-def test_several_runs_have_a_colour_each(styled: None) -> None:
-    """The same in every subplot whose column the run has."""
-    runs = {"one": run(["train/loss", "val/loss"], 5), "$two$": run(["train/loss", "x/lr0"], 9, seed=1)}
-    figure = results_figure(runs)
-    assert sorted(titles(figure)) == ["train/loss", "val/loss", "x/lr0"]
-    first, second = colours(2)
-    assert first != second
-    assert [line.get_color() for line in subplot(figure, "train/loss").get_lines()] == [first, first, second, second]
-    assert [line.get_color() for line in subplot(figure, "val/loss").get_lines()] == [first, first]
-    assert [line.get_color() for line in subplot(figure, "x/lr0").get_lines()] == [second]
-    assert legend(figure) == ["one", r"\$two\$"]
-    assert [line.get_color() for line in figure.legends[0].get_lines()] == [first, second]
 
 
 # Confusion matrix
@@ -331,14 +315,14 @@ def test_unusual_names_cause_no_warnings(capfd: pytest.CaptureFixture[str]) -> N
         render(confusion_figure, np.eye(size, dtype=int), ODD, True)
         render(recall_figure, curves(size)._replace(names=ODD), np.ones(size))
         render(labels_figure, Labels(ODD, ODD, np.ones((size, size))), np.zeros(0, int), np.zeros((0, 4)))
-        render(results_figure, {name: run(["train/$loss$", *ODD], 2) for name in ODD})
+        render(results_figure, run(["train/$loss$", *ODD], 2))
     assert capfd.readouterr() == ("", "")
 
 
 def test_the_users_settings_are_neither_used_nor_changed() -> None:
     import matplotlib
 
-    given = {"exp": run(["train/loss"], 5)}
+    given = run(["train/loss"], 5)
     expected = render(results_figure, given)
     with matplotlib.rc_context({"font.size": 30, "lines.linewidth": 9, "axes.facecolor": "red"}):
         assert np.array_equal(render(results_figure, given), expected)

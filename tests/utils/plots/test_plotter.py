@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 
 import cv2
 import numpy as np
-import pytest
 
-from utils.plots import plotter
 from utils.plots.plotter import Plotter
 
 RESULTS = "epoch,train/loss,val/loss\n0,1.5,1.25\n1,1,0.75\n"
@@ -54,18 +51,6 @@ def test_failures_are_one_warning(tmp_path: Path) -> None:
     assert plots.finish(60)
     assert len(warnings) == 1
     assert warnings[0].startswith("warning: a picture cannot be drawn (")
-
-
-def test_results_are_drawn_once_a_minute_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, asked = [0.0], []
-    monkeypatch.setattr("utils.plots.plotter.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(Plotter, "draw_charts", lambda self, *names: asked.append((now[0], names)))
-    plots, _, _ = make_plotter(tmp_path)
-    for second in range(0, 200, 7):
-        now[0] = second
-        plots.results_changed()
-    assert [names for _, names in asked] == [("results.png",)] * 3
-    assert all(later - sooner >= plotter.RESULTS_INTERVAL_SECONDS for (sooner, _), (later, _) in pairwise(asked))
 
 
 def test_drawing_does_not_block(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from utils.plots import run_pictures
 from utils.plots.__main__ import run
 from utils.plots.documents import Documents
 from utils.plots.drawing import CAPTION_LINE_PIXELS, GAP_PIXELS
-from utils.plots.run_pictures import PICTURES, best_epochs, run_names
+from utils.plots.run_pictures import PICTURES
 from utils.summary import confusion_text
 
 GRID_SHAPE = (150 + CAPTION_LINE_PIXELS + GAP_PIXELS, 320 + GAP_PIXELS)  # of an image of 320 x 150
@@ -179,19 +178,3 @@ def test_ap50_of_the_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (exp / "classes.csv").write_text("class,AP50\ndisc,0.125\n$x_$,\n")
     PICTURES["PR_curve.png"].draw(Documents(exp))
     assert asked[-1][2] == pytest.approx([0.125, 0.5, 0.5])
-
-
-def test_names_of_runs() -> None:
-    assert run_names([Path("a/exp"), Path("b/exp2/")]) == ["exp", "exp2"]
-    assert run_names([Path("a/exp"), Path("b/exp")]) == ["a/exp", "b/exp"]
-    assert run_names([Path(), Path("/b/exp")]) == [Path.cwd().name, "exp"]
-
-
-def test_the_table_of_runs_with_different_metrics() -> None:
-    one = {"epoch": np.array([0.0, 1]), "metrics/a": np.array([0.25, 0.5]), "train/x": np.zeros(2)}
-    two = {"epoch": np.array([0.0]), "metrics/b": np.array([math.nan])}
-    assert best_epochs({"one": one, "two": two}) == [
-        "run  epochs            a  b",
-        "one       2  0.5000 in 1  -",
-        "two       1            -  -",
-    ]

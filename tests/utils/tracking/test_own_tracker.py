@@ -112,7 +112,7 @@ def test_a_name_that_is_taken(tmp_path: Path) -> None:
 
 def test_a_file_that_only_a_run_folder_names(file: Path) -> None:
     """It is run for a user who has run it before, with the same content."""
-    with pytest.raises(UserError, match=r"the run's settings.yaml names .*own_mine.py, a Python file that"):
+    with pytest.raises(UserError, match=r"the run's settings.yaml names .*own_mine.py, a Python file"):
         add_own_trackers(str(file), is_named=False)
     add_own_trackers(str(file))
     add_own_trackers(str(file), is_named=False)

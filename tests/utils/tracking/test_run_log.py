@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.tasks.detection.task import DetectionTask
 from tests.conftest import ROOT
 from utils.checkpoint.progress import Progress
+from utils.config.flags import TrainOptions
 from utils.summary import Box, Example, Summary
-from utils.tracking import run_log
-from utils.tracking.run_log import RunLog, TrackingOptions, git_commit, wandb_run_id
+from utils.tracking.run_log import LOGGED_IMAGES, RunLog, git_commit, wandb_run_id
 
 
 class Recorder:
@@ -37,9 +36,9 @@ class Recorder:
         self.artifacts.append((name, kind, [*aliases], content))
 
 
-def eight_examples() -> list[Example]:
+def some_examples(count: int = 8) -> list[Example]:
     box = Box(1, 0.5, (0.0, 0.25, 0.5, 1.0))
-    return [Example(f"{k}.jpg", k, (4, 4), [], [box]) for k in range(8)]
+    return [Example(f"{k}.jpg", k, (4, 4), [], [box]) for k in range(count)]
 
 
 def shown(image: int, side: int) -> np.ndarray:
@@ -64,8 +63,7 @@ def make_log(recorder: Recorder | None, folder: Path = Path("runs/exp"), **optio
         log_point=lambda values, step: points.append((values, step)),
         points=points,
     )
-    settings = TrackingOptions(**{"project": "runs/train", "epochs": 100, "wandb_id": "abc", **options})
-    return RunLog(run, settings, shown, ["cat", "dog"])  # type: ignore[arg-type]
+    return RunLog(run, TrainOptions(**options), "abc", shown, ["cat", "dog"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -81,22 +79,21 @@ def make_log(recorder: Recorder | None, folder: Path = Path("runs/exp"), **optio
 def test_the_epochs_with_examples(epochs: int, interval: int, expected: list[int], recorder: Recorder) -> None:
     log = make_log(recorder, epochs=epochs, bbox_interval=interval)
     for epoch in range(epochs):
-        log.log_examples(eight_examples, epoch)
+        log.log_examples(some_examples, epoch)
     assert [epoch for *_, epoch in recorder.examples] == expected
 
 
-@pytest.mark.parametrize(("most", "expected"), [(2, [0, 4]), (16, list(range(8)))])
-def test_the_same_examples_are_logged_each_time(most: int, expected: list[int], recorder: Recorder) -> None:
-    log = make_log(recorder, epochs=2, max_images=most)
-    log.log_examples(eight_examples, 0)
-    log.log_examples(eight_examples, 1)
-    (key, first, reader, names, step, _), (_, second, *_) = recorder.examples
-    assert first == second == [eight_examples()[k] for k in expected]
-    assert (key, reader, names, step) == ("examples/validation", shown, ["cat", "dog"], 7)
+@pytest.mark.parametrize(("count", "step"), [(8, 1), (2 * LOGGED_IMAGES, 2)])
+def test_the_same_examples_are_logged_each_time(count: int, step: int, recorder: Recorder) -> None:
+    log = make_log(recorder, epochs=2)
+    for epoch in (0, 1):
+        log.log_examples(lambda: some_examples(count), epoch)
+    (key, first, reader, names, at, _), (_, second, *_) = recorder.examples
+    assert first == second == some_examples(count)[::step]
+    assert (key, reader, names, at) == ("examples/validation", shown, ["cat", "dog"], 7)
 
 
 def test_nothing_is_logged_without_examples(recorder: Recorder) -> None:
-    make_log(recorder, max_images=0).log_examples(eight_examples, 0)
     make_log(recorder).log_examples(list, 0)
     assert recorder.examples == []
 
@@ -106,7 +103,7 @@ def test_examples_are_made_only_if_they_are_logged(recorder: Recorder) -> None:
 
     def examples() -> list[Example]:
         calls.append(1)
-        return eight_examples()
+        return some_examples()
 
     make_log(None).log_examples(examples, 0)
     log = make_log(recorder, bbox_interval=2)
@@ -144,12 +141,11 @@ def test_the_last_weights_are_uploaded(recorder: Recorder) -> None:
         ("model", ["latest", "best", "epoch-2"], ["best.pt"]),
     ]
     assert {name for name, *_ in recorder.artifacts} == {"run_abc_model"}
-    assert [content["link"] for *_, content in recorder.artifacts] == ["", "", ""]
 
 
 def test_uploaded_weights_say_what_they_are(recorder: Recorder, tmp_path: Path) -> None:
-    """The epoch's metrics, the data set and the command; the best ones are linked to the registry."""
-    log = make_log(recorder, tmp_path, upload_model=True, wandb_registry="wandb-registry-model/cats")
+    """The epoch's metrics, the data set and the command."""
+    log = make_log(recorder, tmp_path, upload_model=True)
     log.metadata = {"dataset": {"yaml": "a"}, "command": "train.py"}
     progress = Progress(epoch=3, best=0.4, best_epoch=1, summary=SUMMARY)
     log.log_epoch({"epoch": 2}, {}, replace(SUMMARY, metrics={"mAP_0.5": 0.25}), progress)
@@ -158,7 +154,6 @@ def test_uploaded_weights_say_what_they_are(recorder: Recorder, tmp_path: Path) 
     common = {"dataset": {"yaml": "a"}, "command": "train.py"}
     assert best["metadata"] == {**common, "epoch": 1, "metrics": {"mAP_0.5": 0.5}}
     assert last["metadata"] == {**common, "epoch": 2, "metrics": {"mAP_0.5": 0.25}}
-    assert (best["link"], last["link"]) == ("wandb-registry-model/cats", "")
 
 
 def test_the_text_files_of_the_best_epoch(recorder: Recorder, tmp_path: Path) -> None:
@@ -215,8 +210,8 @@ def test_the_start_of_a_run(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", "--name", "a b"])
     run = Run(tmp_path / "exp", ["cpu", "cpu"])
-    options = TrackingOptions(project="runs/train", epochs=3, log_with="all", wandb_id="abc", upload_model=uploads)
-    RunLog(run, options, shown, []).start({"lr0": 0.1}, {"yaml": "a"}, {"progress": Progress(step=12).state()})
+    options = TrainOptions(log_with="all", upload_model=uploads)
+    RunLog(run, options, "abc", shown, []).start({"lr0": 0.1}, {"yaml": "a"}, {"progress": Progress(step=12).state()})
     assert [tracker.name for tracker in run.trackers] == ["wandb", "tensorboard"]
     assert run.trackers[0].timeout == seconds
     assert run.step == 12
@@ -226,61 +221,22 @@ def test_the_start_of_a_run(
     }
 
 
-def test_a_warning_without_a_token(installed: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for problem, lines in (("there is no token", 1), ("", 0)):
-        monkeypatch.setattr(run_log, "login_problem", lambda problem=problem: problem)
-        run = Run(tmp_path, ["cpu"])
-        options = TrackingOptions(project="runs/train", epochs=3, log_with="none", push_to_hub="me/mine")
-        RunLog(run, options, shown, []).start({}, {}, None)
-        assert len(run.printed) == lines
-    RunLog(run, replace(options, push_to_hub=""), shown, []).start({}, {}, None)
-    assert run.printed == []
-
-
-@pytest.mark.parametrize(("licence", "of_card"), [("agpl-3.0", "agpl-3.0"), ("yours", "unknown")])
-def test_results_for_the_hub(licence: str, of_card: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pushed: list[tuple[Path, str, str]] = []
-    monkeypatch.setattr(run_log, "push_run", lambda *arguments: pushed.append(arguments) or "pushed")
-    content = {"licence": licence, "settings": {"data": "sets/my set.yaml"}}
-    given = {"data": "sets/my set.yaml", "freeze": (0, 2), "rect": True, "overrides": {"lr0": "0.1"}}
-    for repository in ("", "me/mine"):
-        run = Run(tmp_path, ["cpu"])
-        options = TrackingOptions(project="runs/train", epochs=3, push_to_hub=repository, given=given)
-        log = RunLog(run, options, shown, ["cat", "dog"])
-        log.push(DetectionTask, SUMMARY, content)  # type: ignore[arg-type]  # class attributes are enough
-        assert run.printed == ["pushed"] * bool(repository)
-    ((folder, repository, card),) = pushed
-    assert (folder, repository) == (tmp_path, "me/mine")
-    for line in (
-        f"license: {of_card}",
-        "pipeline_tag: object-detection",
-        "python train.py --data 'sets/my set.yaml' --freeze 0 2 --rect --hyp.lr0=0.1",
-    ):
-        assert f"{line}\n" in card
-    assert "on the data set `my set`, 2 classes: cat, dog." in card
-    assert "| mAP_0.5 | 0.5 |" in card
-
-
 def test_no_tracker_and_a_warning(installed: set[str], tmp_path: Path) -> None:
     installed.clear()
     run = Run(tmp_path, ["cpu"])
-    RunLog(run, TrackingOptions(project="runs/train", epochs=3, log_with="wandb"), shown, []).start({}, {}, None)
+    RunLog(run, TrainOptions(log_with="wandb"), "abc", shown, []).start({}, {}, None)
     assert run.trackers == []
     assert run.step == 0
     assert [line.split(",")[0] for line in run.printed] == ["warning: wandb is not installed"]
 
 
-@pytest.mark.parametrize(
-    ("requested", "state", "expected"),
-    [("mine", {"wandb_id": "old"}, "mine"), ("", {"wandb_id": "old"}, "old"), ("", {}, "sweep"), ("", None, "sweep")],
-)
-def test_the_id_of_a_run(requested: str, state: Any, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_id_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_RUN_ID", "sweep")
-    assert wandb_run_id(requested, state) == expected
+    assert wandb_run_id() == "sweep"
 
 
 def test_a_new_id_is_random() -> None:
-    ids = {wandb_run_id("", None) for _ in range(100)}
+    ids = {wandb_run_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(id.isalnum() and len(id) == 8 for id in ids)
 

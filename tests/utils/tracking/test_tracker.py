@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-from utils.config.options import TRACKERS
+from utils.config.flags import TRACKERS
 from utils.tracking.tracker import TENSORBOARD, WANDB, requested_trackers
 
 

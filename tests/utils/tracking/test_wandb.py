@@ -1,4 +1,4 @@
-"""The tracker of W&B: artifacts, alerts, the key, and lost epochs; tests/test_tracking.py has whole runs."""
+"""The tracker of W&B: artifacts, the key, and lost epochs; tests/test_tracking.py has whole runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from tests.wandb_server import serve
 from utils.files import ROOT
 from utils.summary import Box, Example
 from utils.tracking import accelerate_tracker
-from utils.tracking.requested import log_lost_epochs
 from utils.tracking.wandb import CONNECT_SECONDS, WandbTracker, connect_timeout
 
 wandb = pytest.importorskip("wandb")
@@ -35,11 +34,10 @@ def fresh() -> Iterator[None]:
     wandb.teardown()
 
 
-def test_why_a_run_ended_is_an_alert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it is asked for."""
+def test_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerate_tracker, "FAIL_SECONDS", 60.0)  # on a busy machine W&B may take more than 3 s
     monkeypatch.setenv("WANDB_MODE", "offline")
-    tracker = WandbTracker(tmp_path, RUN, print, alerts=True)
+    tracker = WandbTracker(tmp_path, RUN, print)
     tracker.store_init_configuration({"data": "\udcc3\udcbc\udcff"})  # wandb refuses such text
     tracker.log({"step": 1, "metrics/a.b": 0.5}, step=1)
     assert isinstance(tracker.tracker, wandb.Run)
@@ -49,7 +47,6 @@ def test_why_a_run_ended_is_an_alert(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run = read(file)
     assert (run.code, run.notes) == (1, "why")
     assert run.rows[0]["metrics/a.b"] == 0.5
-    assert run.alerts == [("The run ended by an error", "20 steps were not finite", "ERROR")]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has /dev/full")
@@ -95,30 +92,6 @@ def test_epochs_that_a_killed_process_lost_are_logged(tmp_path: Path, monkeypatc
     assert [(row["epoch"], row["val/box_loss"]) for row in rows] == [(k + 1, k / 10) for k in range(6)]
 
 
-def test_a_finished_run_logs_the_epochs_that_wandb_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """W&B's service was killed while the last epoch was trained. Nothing is logged twice, nor without a need."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    settings = {"project": "runs/p", "log_with": "wandb", "wandb_id": "abc", "wandb_tags": ["one"], "epochs": 3}
-    log_lost_epochs(tmp_path, settings)
-    assert not list(tmp_path.iterdir())  # nothing of the run was ever logged
-    tracker = WandbTracker(tmp_path, {**RUN, "id": "abc"}, print)
-    tracker.store_init_configuration({})
-    tracker.log({"epoch": 1, "val/box_loss": 0.0}, step=0)
-    tracker.finish()
-    capsys.readouterr()
-    (tmp_path / "results.csv").write_text("epoch,val/box_loss\n0,0.0\n1,0.1\n2,0.2\n")
-    for said in (1, 0):
-        time.sleep(1.1)  # W&B names folders by the second
-        wandb.teardown()
-        log_lost_epochs(tmp_path, settings)
-        assert capsys.readouterr().out.count("wandb lacks epochs that") == said
-    wandb.teardown()
-    rows = [[(row["epoch"], row["val/box_loss"]) for row in read(file).rows] for file in runs(tmp_path)]
-    assert sorted(rows) == [[(1, 0.0)], [(2, 0.1), (3, 0.2)]]
-
-
 def test_pictures_and_tables_are_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the epochs that a resumed run repeats."""
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -157,7 +130,7 @@ def test_a_process_that_was_killed_at_once(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_lineage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The data set is an input of the run, the weights are its output and linked to a registry."""
+    """The data set is an input of the run, the weights are its output."""
     pytest.importorskip("wandb")
     printed: list[str] = []
     for name in ("a.jpg", "best.pt"):
@@ -170,9 +143,8 @@ def test_lineage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tracker.store_init_configuration({})
         references = [(str(tmp_path / "a.jpg"), "train/a.jpg")]
         tracker.log_artifact("cats", "dataset", ["latest"], references=references, is_input=True)
-        where, content = "wandb-registry-model/cats", {"metrics": {"mAP_0.5": 0.5}}
-        files = [tmp_path / "best.pt"]
-        tracker.log_artifact("run_abc_model", "model", ["best"], files=files, metadata=content, link=where)
+        files, content = [tmp_path / "best.pt"], {"metrics": {"mAP_0.5": 0.5}}
+        tracker.log_artifact("run_abc_model", "model", ["best"], files=files, metadata=content)
         tracker.finish()
     assert printed == [f"W&B: {server.address}/me/p/runs/abc"]
     types = [artifact["artifactTypeName"] for artifact in server.artifacts]
@@ -181,7 +153,6 @@ def test_lineage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = server.artifacts[types.index("model")]
     assert {alias["alias"] for alias in model["aliases"]} >= {"best"}
     assert json.loads(model["metadata"]) == content
-    assert server.links == [(f"a{types.index('model') + 1}", "cats")]
     assert server.files["artifacts/best.pt"] == b"best.pt"
 
 

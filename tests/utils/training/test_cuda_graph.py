@@ -70,8 +70,7 @@ def test_the_fourth_batch_of_a_shape_is_replayed(device: SimpleNamespace) -> Non
     with torch.no_grad():
         model.train()(IMAGES)
     assert rows.recording.calls == 3
-    assert rows.drop()
-    assert not rows.drop()
+    rows.drop()
     model(IMAGES)
     assert rows.recording is None
 
@@ -168,36 +167,22 @@ class TestOnAGpu:
         identical(tmp_path / "recorded", tmp_path / "launched")
 
     @pytest.mark.gpu
-    @pytest.mark.parametrize("fault", ["waits", "memory"])
     def test_a_fault_costs_the_recording_only(
-        self, fault: str, drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+        self, drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     ) -> None:
-        """A layer that reads a value on the host cannot be recorded; a replay may find the memory full."""
+        """A layer that reads a value on the host cannot be recorded."""
         flags = {"data": str(drawn), "weights": "", "cfg": "yolov5n.yaml", "epochs": 2, "batch_size": 4, "imgsz": 64}
-        flags |= {"device": "0", "workers": 0, "noplots": True, "keep_state": True, "project": str(tmp_path)}
+        flags |= {"device": "0", "workers": 0, "noplots": True, "project": str(tmp_path)}
         train.run(**flags, name="launched", no_cuda_graph=True)
         capsys.readouterr()
-        if fault == "waits":
-            forward = Conv.forward
+        forward = Conv.forward
 
-            def waits(self: Conv, x: Tensor) -> Tensor:
-                if x.is_cuda:
-                    x[0, 0, 0, 0].item()
-                return forward(self, x)
+        def waits(self: Conv, x: Tensor) -> Tensor:
+            if x.is_cuda:
+                x[0, 0, 0, 0].item()
+            return forward(self, x)
 
-            monkeypatch.setattr(Conv, "forward", waits)
-        else:
-            replay, calls = cuda_graph.Recording.__call__, []
-
-            def full(self: cuda_graph.Recording, images: Tensor) -> Any:
-                calls.append(images.shape)
-                if len(calls) == 2:
-                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-                return replay(self, images)
-
-            monkeypatch.setattr(cuda_graph.Recording, "__call__", full)
+        monkeypatch.setattr(Conv, "forward", waits)
         train.run(**flags, name="fault")
-        printed = capsys.readouterr().out
-        said = "cannot be recorded as a CUDA graph" if fault == "waits" else "are not recorded as a CUDA graph"
-        assert printed.count(said) == 1
+        assert capsys.readouterr().out.count("cannot be recorded as a CUDA graph") == 1
         identical(tmp_path / "fault", tmp_path / "launched")

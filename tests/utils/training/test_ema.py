@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from utils.training.ema import ModelEMA, ramp_messages, ramp_of
+from utils.training.ema import ModelEMA, ramp_of
 
 
 def decay(update: int) -> float:
@@ -122,7 +123,7 @@ def test_the_average_spans_a_share_of_a_short_run(share: float, updates: int) ->
     ramp = ramp_of(share, updates)
     assert math.exp(updates / ramp) == pytest.approx(share * updates)
     model = nn.Linear(2, 2)
-    ema = ModelEMA(model, ramp)  # type: ignore[arg-type]
+    ema = ModelEMA(model, share, updates)  # type: ignore[arg-type]
     nn.init.constant_(ema.model.weight, 0.0)  # type: ignore[arg-type]
     nn.init.constant_(model.weight, 1.0)
     ema.updates.fill_(updates - 1)
@@ -141,6 +142,6 @@ def test_the_ramp_is_no_longer_than_the_shortest_run() -> None:
 
 
 def test_a_shorter_ramp_has_a_message() -> None:
-    assert ramp_messages(2000, 500) == []
-    (message,) = ramp_messages(ramp_of(0.1, 500), 500)
-    assert "128 steps instead of 2000" in message
+    model: Any = nn.Linear(2, 2)
+    assert ModelEMA(model, 0.0, 500).messages() == []
+    assert "128 steps" in ModelEMA(model, 0.1, 500).messages()[0]

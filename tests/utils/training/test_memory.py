@@ -14,9 +14,10 @@ from tests.rehearsal.cuda_queries import GIB, CudaQueries
 from utils.errors import UserError
 from utils.training.memory import (
     BYTES_PER_MIB,
-    auto_batch_size,
     check_batch_size,
     explain_out_of_memory,
+    fitted_batch,
+    halved,
     largest_batch,
     loader_processes,
 )
@@ -253,9 +254,11 @@ class Group:
 def test_without_a_gpu_nothing_is_measured(processes: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, processes, processes)
     model = torch.nn.Linear(1, 1)
-    size, message = auto_batch_size(pytest.fail, model, torch.device("cpu"), 64, 640, Group())  # type: ignore[arg-type]
-    assert size == expected
-    assert message == f"--batch-size -1 is measured on GPUs only; taking {expected}"
+    fitted = fitted_batch(-1, pytest.fail, model, torch.device("cpu"), 64, Group(), 1)  # type: ignore[arg-type]
+    assert (fitted.batch_size, fitted.parts) == (expected, 1)
+    assert "--batch-size -1" in fitted.message
+    given = fitted_batch(24, pytest.fail, model, torch.device("cpu"), 64, Group(), 1)  # type: ignore[arg-type]
+    assert given == (24, 1, "")
 
 
 @pytest.mark.gpu
@@ -270,9 +273,9 @@ def test_the_smallest_gpu_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.empty(free // 100 * images, dtype=torch.uint8, device=device)
         model.zero_grad()
 
-    size, message = auto_batch_size(train_step, model, device, 1000, 640, Group(60))  # type: ignore[arg-type]
-    assert (size, message) == (120, "--batch-size -1: taking 120, by measurement")
-    alone, _ = auto_batch_size(train_step, model, device, 1000, 640, Group())  # type: ignore[arg-type]
+    size, _, _ = fitted_batch(-1, train_step, model, device, 1000, Group(60), 2)  # type: ignore[arg-type]
+    assert size == 120
+    alone, _, _ = fitted_batch(-1, train_step, model, device, 1000, Group(), 2)  # type: ignore[arg-type]
     assert 75 <= alone // 2 <= 81  # of 100 that would fill it
     assert all(torch.equal(value.cpu(), before[name]) for name, value in model.state_dict().items())
 
@@ -297,21 +300,59 @@ def test_auto_batch_measures_a_gpu(others: tuple[int, ...], expected: int, monke
         model(torch.rand(2 * images, 4))
         queries.allocate(images * 7 * GIB // 100)
 
-    size, message = auto_batch_size(train_step, model, device, 1000, 640, Group(*others))  # type: ignore[arg-type]
-    assert (size, message) == (expected, f"--batch-size -1: taking {expected}, by measurement")
+    size, _, _ = fitted_batch(-1, train_step, model, device, 1000, Group(*others), 1)  # type: ignore[arg-type]
+    assert size == expected
     assert model.placed == (device,)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_one_image_does_not_fit_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, 1, 1)
-    queries = CudaQueries(free=GIB).install(monkeypatch)
-    with pytest.raises(UserError, match="out of memory of a GPU with --batch-size 1 at 640 pixels"):
-        auto_batch_size(
+    queries, device = CudaQueries(free=GIB).install(monkeypatch), torch.device("cuda", 0)
+    with pytest.raises(UserError, match="--batch-size 1"):
+        fitted_batch(
+            -1,
             lambda images: queries.allocate(2 * GIB * images),
             PlacedLayer(4),
-            torch.device("cuda", 0),
+            device,
             1000,
-            640,
             Group(),  # type: ignore[arg-type]
+            1,
         )
+
+
+# A batch that does not fit
+
+
+@pytest.mark.parametrize(
+    ("size", "logical", "most", "expected"),
+    [
+        (16, 1, 16, (16, 1)),
+        (16, 1, 9, (8, 2)),
+        (16, 1, 1, (1, 16)),
+        (16, 4, 7, (4, 4)),
+        (16, 4, 1, (4, 4)),  # an image each is not tried: the step itself will say that it does not fit
+        (12, 1, 5, (3, 4)),  # 12 = 3 x 4: the smallest part of equal size
+    ],
+)
+def test_a_batch_is_halved_until_it_fits(size: int, logical: int, most: int, expected: tuple[int, int]) -> None:
+    assert halved(size, logical, lambda images: images <= most) == expected
+
+
+@pytest.mark.parametrize(("others", "expected"), [((True,), (8, 2)), ((False,), (1, 16))])
+def test_every_gpu_tries_the_batch(
+    others: tuple[bool, ...], expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image takes 0.5 GiB of 6; statistics that the tries change are restored."""
+    launched(monkeypatch, 1, 1)
+    queries, device, model = CudaQueries(free=6 * GIB).install(monkeypatch), torch.device("cuda", 0), PlacedLayer(4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def train_step(images: int) -> None:
+        model(torch.rand(2 * images, 4))
+        queries.allocate(images * GIB // 2)
+
+    fitted = fitted_batch(16, train_step, model, device, 1000, Group(*others), 1)  # type: ignore[arg-type]
+    assert (fitted.batch_size, fitted.parts) == expected
+    assert "out of memory" in fitted.message
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

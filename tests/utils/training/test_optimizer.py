@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from utils.config.hyperparameters import Recipe
+from utils.distributed.logical import start_momentum
 from utils.training.optimizer import (
     Schedule,
     build_optimizer,
     grouped_parameters,
-    parameter_groups,
-    start_momentum,
     step_if,
-    warmup_messages,
 )
 
 # Groups
@@ -41,11 +40,14 @@ def names(network: nn.Module, group: dict) -> list[str]:
 
 
 def test_groups(network: nn.Module) -> None:
-    biases, weights, norms = parameter_groups(network, 0.0005)
+    biases, weights, norms = build_optimizer(network, "SGD", HYP, None, 64).param_groups
     assert names(network, biases) == ["0.bias", "1.1.bias", "2.bias", "3.bias", "4.bias"]
     assert names(network, weights) == ["0.weight", "1.0.weight", "4.weight"]
     assert names(network, norms) == ["1.1.weight", "2.weight", "3.weight"]
-    assert [group["weight_decay"] for group in (biases, weights, norms)] == [0, 0.0005, 0]
+    assert [group["weight_decay"] for group in (biases, weights, norms)] == [0, HYP.decay(64), 0]
+
+
+HYP = Recipe(lr0=0.01, momentum=0.9, weight_decay=0.1)
 
 
 def test_other_parameters_decay() -> None:
@@ -54,17 +56,17 @@ def test_other_parameters_decay() -> None:
             super().__init__()
             self.gamma = nn.Parameter(torch.ones(3))
 
-    assert [len(group["params"]) for group in parameter_groups(Scale(), 0.1)] == [0, 1, 0]
+    assert [len(parameters) for parameters in grouped_parameters(Scale()).values()] == [0, 1, 0]
 
 
 def test_optimizers(network: nn.Module) -> None:
-    sgd = build_optimizer(network, "SGD", lr=0.01, momentum=0.9, weight_decay=0.1)
+    sgd = build_optimizer(network, "SGD", HYP, None, 64)
     assert isinstance(sgd, torch.optim.SGD)
     assert [(g["lr"], g["momentum"], g["nesterov"], g["weight_decay"]) for g in sgd.param_groups] == [
         (0.01, 0.9, True, decay) for decay in (0, 0.1, 0)
     ]
     for name in ("Adam", "AdamW"):
-        optimizer = build_optimizer(network, name, lr=0.01, momentum=0.9, weight_decay=0.1)
+        optimizer = build_optimizer(network, name, HYP, None, 64)
         assert type(optimizer).__name__ == name
         assert [(g["betas"], g["weight_decay"]) for g in optimizer.param_groups] == [
             ((0.9, 0.999), decay) for decay in (0, 0.1, 0)
@@ -92,7 +94,7 @@ def test_groups_by_factor(network: nn.Module) -> None:
 
 
 def test_rates_by_factor(network: nn.Module) -> None:
-    optimizer = build_optimizer(network, "SGD", lr=0.01, momentum=0.9, weight_decay=0.1, factors=FACTORS)
+    optimizer = build_optimizer(network, "SGD", HYP, None, 64, FACTORS)
     schedule = replace(LINEAR, groups=tuple(grouped_parameters(network, FACTORS)))
     bias, weight, norm = schedule.apply(optimizer, 50).lrs
     assert [group["lr"] for group in optimizer.param_groups] == [
@@ -162,9 +164,7 @@ def test_warmup_has_at_least_100_batches_or_none(epochs: float, batches: int, wa
 def test_warmup_is_at_most_a_share_of_the_run(share: float, warmup: int) -> None:
     schedule = replace(LINEAR, warmup_share=share)
     assert schedule.warmup == warmup
-    assert [f"{warmup} batches instead of 150" in message for message in warmup_messages(schedule)] == [True] * (
-        warmup < 150
-    )
+    assert [f"{warmup} batches instead of 150" in message for message in schedule.messages()] == [True] * (warmup < 150)
 
 
 @pytest.mark.parametrize(("rise", "peak"), [(0, 0.01), (0.0002, 0.01), (0.0001, 0.005)])
@@ -174,7 +174,7 @@ def test_a_short_warmup_lowers_the_rate(rise: float, peak: float) -> None:
     assert (schedule.warmup, schedule.peak) == (50, peak)
     assert schedule.at(25).lrs[1] == pytest.approx(peak / 2)
     assert schedule.at(50).lrs == pytest.approx([0.91 * peak] * 3)  # epoch 1: 0.9 x 0.9 + 0.1
-    assert any("learning rate 0.005 instead of 0.01" in text for text in warmup_messages(schedule)) == (peak < 0.01)
+    assert any("learning rate 0.005 instead of 0.01" in text for text in schedule.messages()) == (peak < 0.01)
 
 
 def test_a_run_without_warmup_has_the_rate_of_its_first_batch() -> None:
@@ -192,11 +192,11 @@ def test_the_schedule_is_a_pure_function_of_the_batch() -> None:
 
 
 def test_rates_are_set_in_the_optimizer(network: nn.Module) -> None:
-    sgd = build_optimizer(network, "SGD", 0.01, 0.937, 0)
+    sgd = build_optimizer(network, "SGD", Recipe(momentum=0.937, weight_decay=0.0), None, 64)
     assert LINEAR.apply(sgd, 30) == LINEAR.at(30)
     assert [group["lr"] for group in sgd.param_groups] == list(LINEAR.at(30).lrs)
     assert [group["momentum"] for group in sgd.param_groups] == [LINEAR.at(30).momentum] * 3
-    adam = build_optimizer(network, "Adam", 0.01, 0.937, 0)
+    adam = build_optimizer(network, "Adam", Recipe(momentum=0.937, weight_decay=0.0), None, 64)
     LINEAR.apply(adam, 30)
     assert [group["lr"] for group in adam.param_groups] == list(LINEAR.at(30).lrs)
     assert [group["betas"] for group in adam.param_groups] == [(0.937, 0.999)] * 3
@@ -217,7 +217,10 @@ class Prepared:
 def test_a_skipped_step_changes_nothing(network: nn.Module, name: str) -> None:
     """Neither does the first one, nor does it affect the next."""
     other = copy.deepcopy(network)
-    plain, guarded = (build_optimizer(model, name, 0.1, 0.9, 0.01) for model in (other, network))
+    plain, guarded = (
+        build_optimizer(model, name, Recipe(lr0=0.1, momentum=0.9, weight_decay=0.01), None, 64)
+        for model in (other, network)
+    )
     prepared = Prepared(guarded)
     start_momentum(prepared)
     gradients = [torch.randn_like(parameter) for parameter in network.parameters()]
@@ -236,7 +239,7 @@ def test_a_skipped_step_changes_nothing(network: nn.Module, name: str) -> None:
 
 def test_frozen_parameters_have_no_momentum(network: nn.Module) -> None:
     network[0].requires_grad_(False)
-    optimizer = build_optimizer(network, "SGD", 0.1, 0.9, 0.01)
+    optimizer = build_optimizer(network, "SGD", Recipe(lr0=0.1, momentum=0.9, weight_decay=0.01), None, 64)
     start_momentum(Prepared(optimizer))
     assert network[0].weight not in optimizer.state
     assert not optimizer.state[network[4].weight]["momentum_buffer"].any()

@@ -17,7 +17,7 @@ from models.weights.transfer import transfer
 from models.yolo import build_model
 from tests.making import grey_batch, tiny_detector
 from tests.models.reference import agrees_with_yolov5
-from utils.batch import Batch
+from utils.batch import Batch, GlobalCounts
 
 FINEST = 4.0  # weight of the finest of up to 5 levels in the objectness term
 
@@ -142,8 +142,8 @@ def test_halves_of_a_batch_add_up_to_the_whole() -> None:
     assert not torch.equal(halves[0].counts[0], halves[1].counts[0])  # so a mean of means would differ
     assert torch.equal(halves[0].counts + halves[1].counts, whole.counts)
     torch.testing.assert_close(halves[0].sums + halves[1].sums, whole.sums)
-    shares = halves[0].means(whole.counts) + halves[1].means(whole.counts)
-    expected = whole.means(whole.counts)
+    shares = halves[0].share_of(GlobalCounts(whole.counts)) + halves[1].share_of(GlobalCounts(whole.counts))
+    expected = whole.local_means()
     torch.testing.assert_close(shares, expected)
     for of_halves, of_whole in zip(
         torch.autograd.grad(shares.sum(), outputs), torch.autograd.grad(expected.sum(), outputs), strict=True
@@ -170,7 +170,7 @@ def test_each_level_has_its_own_mean() -> None:
     assert terms.counts.tolist() == [[3, 0, 1], [16, 4, 1], [6, 0, 2]]
     shape = 4 / math.pi**2 * (math.atan(2) - math.atan(1)) ** 2
     missing = 0.5 + shape**2 / (shape + 0.5)  # 1 - CIoU
-    box, obj, cls = terms.means(terms.counts).tolist()
+    box, obj, cls = terms.local_means().tolist()
     assert box == pytest.approx(0.3 * (missing / 3 + missing), rel=1e-5)
     assert obj == pytest.approx(2 * (4 + 1 + 0.4) * math.log(2), rel=1e-5)  # at a logit of 0 any target costs log 2
     assert cls == pytest.approx(0.5 * (math.log(2) + math.log(2)), rel=1e-5)
@@ -179,7 +179,7 @@ def test_each_level_has_its_own_mean() -> None:
 def test_without_any_targets() -> None:
     outputs, _, anchors = random_case()
     terms = criterion_of(LossSettings(), 3, anchors)(outputs, batch_of(torch.zeros(0, 6)))
-    box, obj, cls = terms.means(terms.counts)
+    box, obj, cls = terms.local_means()
     assert (box.item(), cls.item()) == (0, 0)
     assert terms.counts[0].tolist() == terms.counts[2].tolist() == [0, 0, 0]
     each = [nn.functional.softplus(raw[..., 4]).mean() for raw in outputs]
@@ -197,7 +197,7 @@ def test_a_single_class_has_no_class_term() -> None:
     terms = only_level(LossSettings(), raw, [[0, 0, 1.5, 1.5, 2, 1]], [[2, 2]])
     assert terms.sums[2].item() == 0
     assert terms.sums[0].item() > 0
-    terms.means(terms.counts).sum().backward()
+    terms.local_means().sum().backward()
     assert raw.grad is not None
     assert not raw.grad[..., 5].any()
     assert raw.grad[..., 2].any()
@@ -233,7 +233,7 @@ def test_objectness_term() -> None:
     terms = terms_of(LossSettings(), objectness=-1.0)
     assert terms.sums[1].item() == pytest.approx(3 * softplus(-1) + softplus(1), rel=1e-6)
     assert terms.counts[1].item() == 4
-    assert terms.means(terms.counts)[1].item() == pytest.approx(FINEST * (3 * softplus(-1) + softplus(1)) / 4, rel=1e-6)
+    assert terms.local_means()[1].item() == pytest.approx(FINEST * (3 * softplus(-1) + softplus(1)) / 4, rel=1e-6)
 
 
 def test_weights_of_positives() -> None:
@@ -280,7 +280,7 @@ def test_arithmetic_is_in_fp32(precision: torch.dtype) -> None:
     low = [raw.detach().to(precision).requires_grad_() for raw in outputs]
     criterion, given = criterion_of(LossSettings(), 3, anchors), batch_of(targets)
     terms, expected = criterion(low, given), criterion([raw.float() for raw in low], given)
-    loss = terms.means(terms.counts)
+    loss = terms.local_means()
     assert terms.sums.dtype == loss.dtype == torch.float32
     assert torch.equal(terms.sums, expected.sums)
     loss.sum().backward()
@@ -313,7 +313,7 @@ def test_a_model_of_four_levels() -> None:
     terms = criterion(model(torch.rand(2, 3, 64, 64)), batch_of(targets))
     assert (terms.counts[0] > 0).all()
     assert terms.counts[1].tolist() == [2 * (64 // stride) ** 2 for stride in (4, 8, 16, 32)]
-    loss = terms.means(terms.counts).sum()
+    loss = terms.local_means().sum()
     loss.backward()
     assert loss.isfinite()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
@@ -361,7 +361,7 @@ def weighted_loss(weights: tuple[float, ...], raw: Tensor, targets: Tensor, **se
     criterion = DetectionCriterion(criterion.settings, criterion._head.to(raw.dtype), weights)
     raw = raw.clone().requires_grad_()
     terms = criterion([raw], batch_of(targets))
-    means = terms.means(terms.counts)
+    means = terms.local_means()
     criterion.objective(means, 4).backward()
     assert raw.grad is not None
     return means.detach(), raw.grad
@@ -404,4 +404,4 @@ def test_weighted_sums_of_processes_add_up() -> None:
         parts.append(criterion([raw[first : first + 2]], batch_of(own)))
     counts = parts[0].counts + parts[1].counts
     # The objectness of all cells and the matches of both
-    torch.testing.assert_close(sum(part.means(counts) for part in parts), whole.means(whole.counts))
+    torch.testing.assert_close(sum(part.share_of(GlobalCounts(counts)) for part in parts), whole.local_means())

@@ -21,7 +21,7 @@ from models.tasks.detection.task import DetectionTask
 from models.yolo import YoloModel, build_model
 from tests.making import CLASS_NAMES, grey_batch, tiny_anchor_free
 from tests.models.heads.dfl.plain import Cell, cells_of, head_sums
-from utils.batch import Batch
+from utils.batch import Batch, GlobalCounts
 from utils.config.hyperparameters import AlignmentKeys, Hyperparameters
 
 STRIDES = (4, 8)
@@ -111,7 +111,7 @@ def test_weighted_terms_add_up_over_processes() -> None:
         cut = [DFLLevel(level.sides[image : image + 1], level.scores[image : image + 1]) for level in levels]
         parts.append(loss(cut, batch_of(of_image, 1)))
     counts = parts[0].counts + parts[1].counts
-    torch.testing.assert_close(sum(part.means(counts) for part in parts), whole.means(whole.counts))
+    torch.testing.assert_close(sum(part.share_of(GlobalCounts(counts)) for part in parts), whole.local_means())
 
 
 def test_in_evaluation_there_is_one_head() -> None:
@@ -128,7 +128,7 @@ def test_the_objective_is_yolov9s() -> None:
     levels, targets = level_outputs(1), random_targets(0, 5)
     loss = criterion()
     terms = loss(levels, batch_of(targets))
-    few = terms.means(terms.counts / 100)
+    few = terms.share_of(GlobalCounts(terms.counts / 100))
     torch.testing.assert_close(few, terms.sums[:, 0] * torch.tensor([7.5, 0.5, 1.5]))
     assert loss.objective(few, 4).item() == pytest.approx(4 * few.sum().item())
 
@@ -145,15 +145,15 @@ def test_terms_add_up_over_processes() -> None:
         parts.append(criterion()(given, batch_of(own, 1)))
     torch.testing.assert_close(sum(part.sums for part in parts), whole.sums)
     torch.testing.assert_close(sum(part.counts for part in parts), whole.counts)
-    means = sum(part.means(whole.counts) for part in parts)
-    torch.testing.assert_close(means, whole.means(whole.counts))
+    means = sum(part.share_of(GlobalCounts(whole.counts)) for part in parts)
+    torch.testing.assert_close(means, whole.local_means())
 
 
 def test_without_boxes_every_output_has_a_gradient() -> None:
     levels = level_outputs(1)
     terms = criterion()(levels, batch_of(torch.zeros(0, 6)))
     assert terms.counts.tolist() == [[0], [0], [0]]
-    terms.means(terms.counts).sum().backward()
+    terms.local_means().sum().backward()
     for level in levels:
         assert level.sides.grad is not None
         assert not level.sides.grad.any()
@@ -270,7 +270,7 @@ def test_losses_and_gradients_are_those_of_the_reference(mode: str, reference: d
     torch.set_num_threads(2)  # as the reference: with one, rounding alone moves its gradients by 2e-4
     try:
         terms = loss(model(images_of(reference)), batch)
-        means = terms.means(terms.counts)
+        means = terms.local_means()
         loss.objective(means, 1).backward()
     finally:
         torch.set_num_threads(threads)

@@ -71,7 +71,7 @@ def test_its_numbers(size: str, mode: str, checkout: Path, tmp_path: Path) -> No
     terms = loss(ours(images), batch)
     expected = torch.stack([torch.stack(list(head))[[0, 2, 1]] for head in (main, auxiliary)], 1)
     torch.testing.assert_close(terms.sums / terms.counts.clamp(min=1), expected, rtol=1e-5, atol=1e-6)
-    loss.objective(terms.means(terms.counts), 2).backward()
+    loss.objective(terms.local_means(), 2).backward()
     theirs.loss(images, targets).backward()
     gradients = {name: parameter.grad for name, parameter in theirs.network.model.named_parameters()}
     for name, parameter in ours.named_parameters():

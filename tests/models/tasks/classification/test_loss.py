@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from models.tasks.classification.loss import ClassificationCriterion
 from tests.models.tasks.classification.toy_batches import Identity, make, of_classes
+from utils.batch import GlobalCounts
 
 # Probabilities 1/3 each, and 1/2, 1/4, 1/4.
 LOGITS = torch.tensor([[5.0, 5.0, 5.0], [math.log(2), 0.0, 0.0]])
@@ -35,7 +36,7 @@ def test_losses_by_hand(smoothing: float, targets: list[list[float]], expected: 
     terms = criterion(smoothing)(LOGITS, of_classes(0, 0, targets=targets))
     assert terms.sums.tolist() == [[pytest.approx(expected)]]
     assert terms.counts.tolist() == [[2]]
-    assert terms.means(terms.counts).tolist() == [pytest.approx(expected / 2)]
+    assert terms.local_means().tolist() == [pytest.approx(expected / 2)]
     assert len(make().loss_names) == 1
 
 
@@ -43,8 +44,8 @@ def test_the_loss_equals_torchs_cross_entropy() -> None:
     logits, labels = torch.randn(16, 3, dtype=torch.float64, requires_grad=True), torch.randint(3, (16,))
     terms = criterion(0.1)(logits, of_classes(*labels.tolist()))
     expected = cross_entropy(logits, labels, label_smoothing=0.1)
-    torch.testing.assert_close(terms.means(terms.counts), expected.view(1))
-    (gradient,) = torch.autograd.grad(criterion().objective(terms.means(terms.counts), images=16), logits)
+    torch.testing.assert_close(terms.local_means(), expected.view(1))
+    (gradient,) = torch.autograd.grad(criterion().objective(terms.local_means(), images=16), logits)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0])
 
 
@@ -54,7 +55,7 @@ def test_shares_of_processes_with_different_numbers_of_images_add_up() -> None:
     parts = [criterion()(logits[cut], of_classes(*labels[cut])) for cut in (slice(0, 3), slice(3, 5))]
     counts = sum(part.counts for part in parts)
     assert isinstance(counts, Tensor)
-    torch.testing.assert_close(sum(part.means(counts) for part in parts), whole.means(whole.counts))
+    torch.testing.assert_close(sum(part.share_of(GlobalCounts(counts)) for part in parts), whole.local_means())
 
 
 @pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16])
@@ -92,7 +93,7 @@ def test_class_weights_are_duplicated_images(smoothing: float) -> None:
     torch.testing.assert_close(terms.sums, expected.sums, rtol=1e-6, atol=1e-6)
     repeated = logits.repeat_interleave(repeats, 0)
     duplicated = plain(repeated, of_classes(*labels.repeat_interleave(repeats).tolist()))
-    gradients = [torch.autograd.grad(each.means(each.counts).sum(), logits)[0] for each in (terms, duplicated)]
+    gradients = [torch.autograd.grad(each.local_means().sum(), logits)[0] for each in (terms, duplicated)]
     torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
 
 

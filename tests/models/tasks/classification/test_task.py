@@ -18,8 +18,8 @@ from models.tasks.contract import ExportSettings
 from models.yolo import YoloModel
 from tests.making import CLASS_NAMES, grey_batch
 from tests.models.tasks.classification.toy_batches import Identity, make, of_classes
+from utils.config.flags import TrainOptions
 from utils.config.hyperparameters import find_hyperparameters, from_mapping
-from utils.config.options import TrainOptions
 from utils.errors import UserError
 from utils.plots.drawing import draw_captioned
 

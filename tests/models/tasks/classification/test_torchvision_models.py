@@ -14,7 +14,7 @@ from torchvision.ops import StochasticDepth
 
 from models.tasks.classification.torchvision_models import architecture, architectures, build_classifier
 from models.weights.transfer import transfer
-from utils.distributed.sync_dropout import synchronise_dropout
+from utils.distributed.logical import synchronise_dropout
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 from utils.training.ema import ModelEMA

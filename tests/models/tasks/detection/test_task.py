@@ -139,7 +139,7 @@ def test_losses_are_of_the_batchs_targets(task: DetectionTask) -> None:
     targets = torch.tensor([[1, 2, 0.5078125, 0.5078125, 4.5 / 64, 4.25 / 64]])  # near the anchor 4 x 4 of stride 4
     given = grey_batch(image_info(), image_info(), targets=targets)
     terms = task.criterion(model)(model(task.inputs(given)), given)
-    assert len(terms.means(terms.counts)) == len(task.loss_names) == 3
+    assert len(terms.local_means()) == len(task.loss_names) == 3
     # Cell (8.125, 8.125): itself, left and up, for the anchors 4 x 4 and 8 x 4; 16 x 16 has about 3.8 times its size.
     assert terms.counts[0].tolist() == [6, 3]
     assert terms.counts[1].tolist() == [2 * 2 * 16**2, 2 * 2 * 8**2]

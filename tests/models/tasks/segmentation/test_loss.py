@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -176,7 +175,7 @@ def test_arithmetic_is_in_fp32(precision: torch.dtype) -> None:
     expected = criterion_of()(([raw.float() for raw in low[0]], low[1].float()), batch)
     assert terms.sums.dtype == torch.float32
     assert torch.equal(terms.sums, expected.sums)
-    terms.means(terms.counts).sum().backward()
+    terms.local_means().sum().backward()
     assert all(x.grad is not None and x.grad.isfinite().all() for x in (*low[0], low[1]))
 
 
@@ -193,7 +192,7 @@ def test_without_masks(case: str) -> None:
     batch = mask_batch(rows, [np.ones((MAP, MAP), bool)] * len(rows), images=2)
     outputs = random_outputs(2)
     terms = criterion_of()(outputs, batch)
-    means = terms.means(terms.counts)
+    means = terms.local_means()
     means.sum().backward()
     gradient = outputs[1].grad
     assert gradient is not None
@@ -225,25 +224,7 @@ def test_class_weights_are_duplicated_objects() -> None:
     results = []
     for criterion, given in ((weighted, batch), (plain, duplicated)):
         terms = criterion(outputs, given)
-        means = terms.means(terms.counts)
+        means = terms.local_means()
         results.append([means, *torch.autograd.grad(criterion.objective(means, 3), tensors)])
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_parts_of_a_batch_have_its_sums() -> None:
-    """Masks go with their targets."""
-    batch, (maps, prototypes) = random_batch(), random_outputs()
-    criterion = criterion_of()
-    whole = criterion((maps, prototypes), batch)
-    parts = []
-    infos = tuple(range(3))
-    batch = replace(batch, infos=infos)
-    assert batch.can_be_parted()
-    for first, end in ((0, 1), (1, 3)):
-        outputs = ([level[first:end] for level in maps], prototypes[first:end])
-        parts.append(criterion(outputs, batch.part(first, end)))
-    assert batch.part(1, 3).infos == (1, 2)
-    counts = parts[0].counts + parts[1].counts
-    torch.testing.assert_close(counts, whole.counts)
-    torch.testing.assert_close(sum(part.means(counts) for part in parts), whole.means(whole.counts))

@@ -105,7 +105,7 @@ def test_a_training_step_reaches_every_parameter() -> None:
     noise = torch.randint(0, 256, batch.images.shape, dtype=torch.uint8)
     outputs = model(task.inputs(replace(batch, images=noise)), *criterion.hints(batch))
     terms = criterion(outputs, batch)
-    losses = terms.means(terms.counts)
+    losses = terms.local_means()
     assert len(losses) == len(task.loss_names)
     assert (losses > 0).all()
     criterion.objective(losses, 2).backward()
@@ -117,7 +117,7 @@ def test_an_exported_file_has_no_criterion() -> None:
     criterion = tiny_task().criterion(contract.Model())
     assert isinstance(criterion, UnavailableCriterion)
     terms = criterion(None, mask_batch([], []))
-    assert terms.means(terms.counts).isnan().tolist() == [True] * 4
+    assert terms.local_means().isnan().tolist() == [True] * 4
 
 
 def test_postprocess_and_metrics() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from models.tasks.shared.losses import UnavailableCriterion, balanced_weights, device_constant, weights_by_class
+from models.tasks.shared.losses import UnavailableCriterion, device_constant, weights_by_class
 from tests.making import CLASS_NAMES, grey_batch
 from utils.errors import UserError
 
@@ -14,10 +13,10 @@ from utils.errors import UserError
 def test_losses_of_an_exported_file_are_nan() -> None:
     criterion = UnavailableCriterion(3)
     terms = criterion(None, grey_batch())
-    assert terms.means(terms.counts).isnan().tolist() == [True] * 3
+    assert terms.local_means().isnan().tolist() == [True] * 3
     assert criterion.hints(grey_batch()) == ()
     assert criterion.weight(grey_batch()) == 1
-    assert criterion.objective(terms.means(terms.counts), 16).isnan()
+    assert criterion.objective(terms.local_means(), 16).isnan()
 
 
 def test_a_constant_is_copied_once_and_serves_in_training() -> None:
@@ -28,14 +27,6 @@ def test_a_constant_is_copied_once_and_serves_in_training() -> None:
     (weight * constant).sum().backward()  # a tensor of the inference mode would raise an error here
     assert weight.grad is not None
     assert weight.grad.tolist() == [0.5, 2.0]
-
-
-def test_weights_by_inverse_frequency() -> None:
-    """At most 10, and 1 for a class without labels."""
-    names = {0: "cat", 1: "dog", 2: "bird", 3: "fish"}
-    labels = np.repeat([0, 1, 2], [300, 120, 1])
-    assert balanced_weights(names, labels) == {"cat": 1, "dog": 2.5, "bird": 10, "fish": 1}
-    assert balanced_weights(names, labels[:0]) == dict.fromkeys(names.values(), 1.0)
 
 
 def test_class_weights_in_the_order_of_the_classes() -> None:

@@ -1,0 +1,117 @@
+"""The doctor's comparison of the processes, and what it compares; whole runs are in tests/test_doctor.py."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.making import launched
+from tests.rehearsal.cuda_queries import GIB, CudaQueries
+from utils.config.flags import TrainOptions
+from utils.distributed.doctor import (
+    MACHINE_FLAGS,
+    code_hash,
+    findings,
+    fingerprint,
+    run_doctor,
+)
+
+A: dict[str, Any] = {
+    "row": {"host": "a", "rank": "0"},
+    "compared": {
+        "code": {"the code": "91cc"},
+        "data": {"the data (train)": "28 files 3f2a91bc", "the data (val)": "8 files 00000000"},
+        "settings": {"--epochs": "3", "lr0": "0.01"},
+        "versions": {"torch": "2.9", "accelerate": "1.2"},
+        "devices": {"the kind of device": "cpu"},
+    },
+    "errors": [],
+    "messages": [],
+}
+
+
+def b(group: str = "code", **changed: str) -> dict[str, Any]:
+    """Return the facts of another process, with other values in a group."""
+    other = copy.deepcopy(A)
+    other["row"] = {"host": "b", "rank": "1"}
+    other["compared"][group] |= changed
+    return other
+
+
+@pytest.fixture(autouse=True)
+def two(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, 2, 1)
+
+
+def test_equal_processes_have_no_findings() -> None:
+    assert findings([A, b()], 1.0) == []
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "value", "part"),
+    [
+        ("code", "the code", "3f2a", "the code differs: host a rank 0 has 91cc, host b rank 1 has 3f2a"),
+        ("data", "the data (train)", "27 files 7", "host a rank 0 has 28 files 3f2a91bc, host b rank 1 has"),
+        ("settings", "--epochs", "4", "host b rank 1 has 4"),
+        ("settings", "lr0", "0.1", "lr0 differs"),
+        ("versions", "torch", "2.8", "torch differs"),
+        ("devices", "the kind of device", "cuda", "kind of device differs"),
+    ],
+)
+def test_a_difference_is_named(group: str, name: str, value: str, part: str) -> None:
+    (finding,) = findings([A, b(group, **{name: value})], 1.0)
+    assert finding.startswith("error: ")
+    assert part in finding
+
+
+def test_a_process_with_an_error_has_no_data_to_compare() -> None:
+    failed = b()
+    failed["errors"] = ["x.yaml is not a file"]
+    failed["compared"]["data"] = {}
+    assert findings([A, failed], 1.0) == ["error: on host b rank 1: x.yaml is not a file"]
+
+
+def test_a_missing_process_is_named() -> None:
+    (finding,) = findings([A], 0.1)
+    assert "no answer from rank 1 " in finding
+
+
+def test_machine_flags_exist() -> None:
+    assert set(MACHINE_FLAGS) <= {option.name for option in dataclasses.fields(TrainOptions)}
+
+
+def test_the_hash_of_the_code_depends_on_names_and_content(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("a")
+    hashes = [code_hash(tmp_path)]
+    (tmp_path / "train.py").write_text("b")
+    hashes.append(code_hash(tmp_path))
+    (tmp_path / "train.py").rename(tmp_path / "val.py")
+    assert len({*hashes, code_hash(tmp_path)}) == 3
+
+
+def test_a_fingerprint_depends_on_relative_names_and_sizes(tmp_path: Path) -> None:
+    prints = {}
+    for root, names in {"one": "ab", "other": "ab", "less": "a", "named": "ac"}.items():
+        files = [tmp_path / root / "deep" / f"{name}.jpg" for name in ("x/1", *(f"y/{name}" for name in names))]
+        for file in files:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("12345")
+        prints[root] = fingerprint(files)
+    assert prints["one"] == prints["other"]
+    assert prints["one"].startswith("3 files ")
+    assert len({prints[root] for root in ("one", "less", "named")}) == 3
+    files[0].write_text("1234")
+    assert fingerprint(files) != prints["named"]
+
+
+def test_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    launched(monkeypatch, 1, 1)
+    CudaQueries(name="NVIDIA H200", total=139 * GIB, free=20 * GIB).install(monkeypatch)
+    run_doctor({"device": "0", "dist_timeout": 10.0}, lambda: ({}, {}, ["train: 3 images"]))
+    printed = capsys.readouterr().out
+    assert "cuda NVIDIA H200, 139 GiB" in printed
+    assert printed.startswith("train: 3 images\n")

@@ -1,0 +1,235 @@
+"""What a run reports: the points of the step curves, the profile, and row, line, timing and table of an epoch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from models.tasks.classification.metrics import ImageRecord
+from models.tasks.classification.task import ClassificationTask
+from models.tasks.contract import Task
+from models.tasks.detection.records import image_records
+from models.tasks.detection.task import DetectionTask
+from models.tasks.segmentation.task import SegmentationTask
+from tests.rehearsal.cuda_queries import GIB, CudaQueries
+from tests.utils.test_run import run_in
+from tests.utils.training.test_steps import prepared, train
+from utils.checkpoint.progress import Progress
+from utils.console import LEAST_COLUMNS, Bar
+from utils.errors import UserError
+from utils.summary import Summary
+from utils.training.log import (
+    StepLog,
+    best_epoch_table,
+    epoch_line,
+    peak_memory,
+    profile_window,
+    results_row,
+)
+
+LOSSES = {"box_loss": 0.5, "cls_loss": 0.25}
+SUMMARY = Summary(
+    {"recall": 0.75, "mAP": 0.5}, 0.4, ["head", "all"], ["a", "b"], losses={"cls_loss": 2.0, "box_loss": 1.0}, rate=80.0
+)
+
+
+@pytest.fixture
+def optimizer() -> torch.optim.Optimizer:
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (0.1, 0.02, 0.03)]
+    return torch.optim.SGD(groups, lr=1.0)
+
+
+def test_a_row_of_results_csv(optimizer: torch.optim.Optimizer) -> None:
+    row = results_row(3, LOSSES, SUMMARY, ("recall", "mAP"), optimizer)
+    assert list(row.items()) == [
+        ("epoch", 3),
+        ("train/box_loss", 0.5),
+        ("train/cls_loss", 0.25),
+        ("metrics/recall", 0.75),
+        ("metrics/mAP", 0.5),
+        ("val/box_loss", 1.0),
+        ("val/cls_loss", 2.0),
+        ("x/lr0", 0.1),
+        ("x/lr1", 0.02),
+        ("x/lr2", 0.03),
+    ]
+
+
+def test_a_row_of_an_epoch_without_validation(optimizer: torch.optim.Optimizer) -> None:
+    row = results_row(0, LOSSES, None, ("recall", "mAP"), optimizer)
+    assert list(row) == list(results_row(0, LOSSES, SUMMARY, ("recall", "mAP"), optimizer))
+    assert {name for name, value in row.items() if value is None} == {
+        *("metrics/recall", "metrics/mAP", "val/box_loss", "val/cls_loss")
+    }
+
+
+@pytest.mark.parametrize(
+    ("summary", "rate", "end"),
+    [
+        (SUMMARY, 81.6, ", recall 0.750 mAP 0.500, 82 img/s"),
+        (replace(SUMMARY, headline={"mAP50": 0.5}), 81.6, ", mAP50 0.500, 82 img/s"),
+        (None, 81.6, ", 82 img/s"),
+        (None, 0.0, ""),  # a resumed run that had only to validate
+    ],
+)
+def test_the_line_of_an_epoch(summary: Summary | None, rate: float, end: str) -> None:
+    assert epoch_line(0, 3, LOSSES, summary, rate) == f"epoch 1/3: box 0.5000 cls 0.2500{end}"
+
+
+TASKS: Any = [
+    (DetectionTask, image_records([], [])),
+    (SegmentationTask, []),
+    (ClassificationTask, [ImageRecord(0, 0, (0,), 1.0)]),
+]
+
+
+@pytest.mark.parametrize(("task", "records"), TASKS)
+@pytest.mark.parametrize("columns", ["", "120"])
+def test_the_lines_of_each_task_fit(
+    task: type[Task], records: list[Any], columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of 300 epochs and thousands of images per second; a wider terminal gets all digits."""
+    monkeypatch.setenv("COLUMNS", columns)
+    metrics = task({0: "a", 1: "b"}, task.recipe()).metrics()
+    losses = dict.fromkeys(task.loss_names, 1 / 3)
+    line = epoch_line(298, 300, losses, metrics.summarise(records), 1234.5)
+    assert len(line) <= (int(columns) if columns else LEAST_COLUMNS)
+    # With four losses and 80 columns there is no room for the rate, which the bar shows.
+    assert line.endswith(" img/s") == (columns == "120" or len(losses) < 4)
+    assert (" 0.3333" in line) == (columns == "120" or len(losses) < 3)
+    assert " 0.333" in line
+
+
+def test_an_epoch_line_that_fits_no_width_has_two_digits() -> None:
+    losses = {f"part{number}_loss": 1 / 3 for number in range(6)}
+    line = epoch_line(0, 3, losses, SUMMARY, 81.6)
+    assert line == f"epoch 1/3: {' '.join(f'part{k} 0.33' for k in range(6))}, recall 0.750 mAP 0.500"
+
+
+HINT = "the fitness is near 0: docs/map-is-zero.md lists the causes"
+
+
+@pytest.mark.parametrize(("fitness", "rows"), [(0.4, ["a", "b"]), (0.004, ["a", "b", HINT])])
+def test_the_table_of_the_best_epoch(fitness: float, rows: list[str]) -> None:
+    progress = Progress(epoch=10, best=fitness, best_epoch=6)
+    expected = [f"best epoch: 7 of 10, fitness {fitness:.4f}", "head", "all", *rows]
+    assert best_epoch_table(progress, SUMMARY) == expected
+
+
+def test_the_fitness_is_printed_between_0_and_1() -> None:
+    """That of a segmenter is a sum over boxes and masks, of at most 2."""
+    summary = replace(SUMMARY, highest_fitness=2.0)
+    head, *_ = best_epoch_table(Progress(epoch=10, best=1.0552, best_epoch=6), summary)
+    assert head == "best epoch: 7 of 10, fitness 0.5276 (1.0552 of 2)"
+    segmenter = SegmentationTask({0: "a"}, SegmentationTask.recipe()).metrics().summarise([])
+    assert segmenter.highest_fitness == 2
+
+
+# The step curves
+
+
+def step_log(batches: int = 8, tracked: bool = True, window: str = "") -> StepLog:
+    """Return the log of a run of two epochs."""
+    run: Any = SimpleNamespace(accelerator=Accelerator(cpu=True), is_tracked=tracked)
+    schedule: Any = SimpleNamespace(epochs=2, batches=batches)
+    return StepLog(run, ("a", "b"), schedule, 16, Progress(), window=window)
+
+
+def sgd(rate: float = 0.1) -> Any:
+    group = {"lr": rate, "momentum": 0.9}
+    return SimpleNamespace(param_groups=[group, {"lr": 2 * rate, "betas": (0.8, 0.999)}])
+
+
+@pytest.mark.parametrize(("batches", "expected"), [(8, 1), (40, 2), (1850, 50)])
+def test_the_interval_of_points(batches: int, expected: int) -> None:
+    log = step_log(batches)
+    due = [step for step in range(1, 200) if log.is_due(step, last=False)]
+    assert due == list(range(expected, 200, expected))
+    assert log.is_due(expected + 1, last=True)
+    assert not step_log(batches, tracked=False).is_due(expected, last=True)
+
+
+def test_means_since_the_last_point() -> None:
+    log = step_log()
+    for losses in ([1.0, 2.0], [3.0, 4.0]):
+        log.add(torch.tensor(losses))
+    log.norm = torch.tensor(5.0)
+    first = log.values(log.point(1, 0.25, sgd()))
+    log.add(torch.tensor([7.0, 8.0]))
+    second = log.values(log.point(2, 0.5, sgd(0.05)))
+    assert (first["step"], first["step/epoch"], first["step/a"], first["step/b"]) == (1, 0.25, 2.0, 3.0)
+    assert (second["step/a"], second["step/b"], second["step/gradient_norm"]) == (7.0, 8.0, 5.0)
+    assert [second[f"step/lr{k}"] for k in (0, 1)] == [0.05, 0.1]
+    assert [second[f"step/momentum{k}"] for k in (0, 1)] == [0.9, 0.8]
+    assert "step/loss_scale" not in first
+    assert "step/gpu_memory" not in first
+
+
+def test_speed_and_share_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("utils.training.log.time.monotonic", lambda: now[0])
+    log, bar = step_log(), Bar("", 0, False)
+    bar.waited = 3.0
+    log.start_epoch(bar)
+    log.add(torch.zeros(2))
+    log.add(torch.zeros(2))
+    now[0], bar.waited = 104.0, 4.0
+    values = log.values(log.point(1, 1.0, sgd()))
+    assert values["step/images_per_second"] == values["step/images_per_second_per_device"] == 8.0
+    assert values["step/data_wait"] == 0.25
+
+
+def test_values_that_are_missing_or_not_finite() -> None:
+    log = step_log()
+    log.add(torch.tensor([math.nan, math.inf]))
+    values = log.values(log.point(1, 1.0, sgd()))
+    assert "step/gradient_norm" not in values
+    assert math.isnan(values["step/a"])
+    assert values["step/b"] == math.inf
+    log.norm = math.inf
+    log.add(torch.zeros(2))
+    assert log.values(log.point(2, 1.0, sgd()))["step/gradient_norm"] == math.inf
+
+
+def test_memory() -> None:
+    assert peak_memory(torch.device("cpu")) == 0
+
+
+def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, gpu = CudaQueries().install(monkeypatch), torch.device("cuda", 0)
+    queries.allocate(3 * GIB)
+    assert peak_memory(gpu) == 3.0
+    assert peak_memory(torch.device("cpu")) == 0.0
+
+
+# The profile
+
+
+@pytest.mark.parametrize(("window", "expected"), [("", (0, 0)), ("1:1", (1, 1)), ("010:15", (10, 15))])
+def test_windows(window: str, expected: tuple[int, int]) -> None:
+    assert profile_window(window) == expected
+
+
+@pytest.mark.parametrize("window", ["0:3", "5:4", "5", ":", "5:", "a:b", "1:2:3", "-1:3"])
+def test_wrong_windows(window: str) -> None:
+    with pytest.raises(UserError, match=f"--profile {window}"):
+        profile_window(window)
+
+
+@pytest.mark.parametrize(("window", "steps"), [("1:2", 2), ("4:5", 2), ("10:99", 1)])
+def test_the_steps_of_the_window_are_profiled(window: str, steps: int, tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    optimizer_steps, loader = prepared(run, window=window)
+    for _ in range(2):
+        train(optimizer_steps, loader)
+        optimizer_steps.next_epoch()
+    trace = (run.path / "profile" / "profile_0.json").read_text()
+    assert trace.count('"Optimizer.step#SGD.step"') == steps

@@ -1,0 +1,345 @@
+"""The optimizer steps of a run: taken, clipped, skipped, counted, and continued from a saved state."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Container, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.conftest import OnProcesses
+from tests.utils.test_run import Recorder, run_in
+from utils.checkpoint.training_state import Decisions, Identity, TrainingState
+from utils.config.hyperparameters import Recipe
+from utils.distributed.launch import start
+from utils.distributed.logical import CLIP_NORM, LogicalProcesses, place_model, prepare
+from utils.distributed.ranks import ranks
+from utils.errors import UserError
+from utils.run import Run
+from utils.training.ema import ModelEMA
+from utils.training.optimizer import Schedule, build_optimizer
+from utils.training.steps import (
+    MAX_SKIPS,
+    NonFiniteGuard,
+    OptimizerSteps,
+    suspect_images,
+)
+
+BATCH, BATCHES = 4, 5  # of all processes; of an epoch
+EPOCHS = 2
+HYP = Recipe(lr0=0.1, momentum=0.5, weight_decay=0.0, warmup_epochs=0.0, nbs=0)
+
+
+class Network(nn.Module):
+    """A network for images. It makes its layers in another order than it uses them, so DDP makes its buckets anew."""
+
+    imgsz = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.hidden = nn.Linear(96, 1), nn.Linear(64, 96)
+        self.norm, self.first = nn.BatchNorm2d(64), nn.Conv2d(3, 64, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        maps: Tensor = self.norm(self.first(images))
+        scores: Tensor = self.last(self.hidden(maps.relu().mean((2, 3))))
+        return scores
+
+
+def prepared(
+    run: Run, saved: dict[str, Any] | None = None, of_images: bool = False, batch: int = BATCH, window: str = ""
+) -> tuple[OptimizerSteps, DataLoader[Any]]:
+    """Return the steps and the loader of a small network, of vectors or of images, made as in train.py."""
+    torch.manual_seed(0)
+    model: Any = Network() if of_images else nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    shape = (3, 8, 8) if of_images else (3,)
+    images = torch.rand(batch * BATCHES, *shape, generator=torch.Generator().manual_seed(1))
+    loader: Any = DataLoader(TensorDataset(images), batch_size=batch)
+    logical = LogicalProcesses.of(0, run.accelerator)
+    place_model(run.accelerator, model)
+    optimizer: Any = build_optimizer(model, "SGD", HYP, None, batch)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    schedule, ema = Schedule.of(HYP, None, EPOCHS, BATCHES, False, model), ModelEMA(model)
+    if saved:
+        model.load_state_dict(saved["model"])
+        ema.load_state(saved)
+    how: Any = {"batch_size": batch, "sync_bn": False, "precision": "no"}
+    made, optimizer, loader = prepare(run.accelerator, logical, model, optimizer, loader, **how)
+    ema.replicas = logical.replicate(ema.model)
+    decisions = Decisions(batch, run.accelerator.gradient_accumulation_steps, None, "abc")
+    identity = Identity({0: "disc"}, 32, {"train": {"count": "20"}})
+    state = TrainingState(identity, decisions, made, parameters, ema, optimizer, 1)
+    if saved:
+        state.load(saved)
+    return OptimizerSteps(run, made, state, schedule, ["loss"], window), loader
+
+
+def train(
+    steps: OptimizerSteps,
+    loader: DataLoader[Any],
+    not_finite: Container[int] = (),
+    scale: float = 1.0,
+    start: int = 0,
+    stop: int = BATCHES,
+) -> list[float]:
+    """Train batches of an epoch as train.py does; return the losses. Batch k has one image, k.jpg."""
+    accelerator, losses = steps.run.accelerator, []
+    for number, ((batch,),) in enumerate(loader):
+        if not start <= number < stop:
+            continue
+        with accelerator.accumulate(steps.model.wrapped):
+            loss = (steps.model.wrapped(batch) - 1).square().mean() * scale
+            loss = loss * torch.nan if number in not_finite else loss
+            accelerator.backward(loss)
+            taken = steps.step() if accelerator.sync_gradients else None
+            steps.optimizer.zero_grad()
+        infos = (SimpleNamespace(path=f"{number}.jpg"),)
+        steps.add([loss[None]], [SimpleNamespace(infos=infos)])  # type: ignore[list-item]
+        losses.append(loss.item())
+        if taken is not None:
+            steps.finish(taken, number + 1, len(loader))
+    return losses
+
+
+def values(steps: OptimizerSteps) -> list[Tensor]:
+    """Return copies of what a step changes: weights, statistics, momentum, EMA."""
+    momentum = [state["momentum_buffer"] for state in steps.optimizer.optimizer.state.values()]
+    tensors = [*steps.model.model.state_dict().values(), *momentum, *steps.ema.model.state_dict().values()]
+    return [tensor.clone() for tensor in tensors if tensor.is_floating_point()]
+
+
+def equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+# Taken, clipped and skipped steps
+
+
+def test_an_epoch_of_steps(tmp_path: Path) -> None:
+    steps, loader = prepared(run_in(tmp_path))
+    before = values(steps)
+    losses = train(steps, loader)
+    progress = steps.progress
+    assert (progress.step, progress.batch, progress.taken, progress.skipped) == (BATCHES, BATCHES, BATCHES, 0)
+    assert (steps.log.remaining.batches, steps.log.remaining.done) == (EPOCHS * BATCHES, BATCHES)
+    assert int(steps.ema.updates) == BATCHES
+    assert not any(torch.equal(one, other) for one, other in zip(values(steps), before, strict=True))
+    assert steps.state.loss_sums.flatten().tolist() == pytest.approx([sum(losses)])
+
+
+@pytest.mark.parametrize(("scale", "is_clipped"), [(1.0, False), (1e6, True)])
+def test_gradients_are_clipped(scale: float, is_clipped: bool, tmp_path: Path) -> None:
+    steps, loader = prepared(run_in(tmp_path))
+    before = [parameter.detach().clone() for parameter in steps.model.model.parameters()]
+    train(steps, loader, scale=scale, start=BATCHES - 1)  # one step
+    norm = float(steps.log.norm)
+    assert (norm > CLIP_NORM) == is_clipped
+    moved = [one - other.detach() for one, other in zip(before, steps.model.model.parameters(), strict=True)]
+    length = torch.cat([difference.flatten() for difference in moved]).norm()
+    nesterov = 1 + HYP.momentum  # times the gradient, in the first step
+    assert float(length) == pytest.approx(HYP.lr0 * nesterov * min(norm, CLIP_NORM), rel=1e-4)
+
+
+def test_skipped_steps_are_counted_and_not_averaged(tmp_path: Path) -> None:
+    steps, loader = prepared(run_in(tmp_path))
+    losses = train(steps, loader, not_finite=[3, 4])[:3]
+    progress = steps.progress
+    assert (progress.step, progress.batch, progress.taken, progress.skipped) == (BATCHES, BATCHES, 3, 2)
+    assert int(steps.ema.updates) == 3
+    assert steps.state.loss_sums.flatten().tolist() == pytest.approx([sum(losses)])
+
+
+def test_a_skipped_step_changes_nothing(tmp_path: Path) -> None:
+    steps, loader = prepared(run_in(tmp_path))
+    train(steps, loader)
+    before = values(steps)
+    train(steps, loader, not_finite=[BATCHES - 1], start=BATCHES - 1)
+    assert equal(values(steps), before)
+    train(steps, loader, start=BATCHES - 1)
+    assert not equal(values(steps), before)
+    assert all(tensor.isfinite().all() for tensor in values(steps))
+
+
+def test_too_many_skipped_steps_end_the_run(tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    steps, loader = prepared(run)
+    for _ in range(MAX_SKIPS // BATCHES - 1):
+        train(steps, loader, not_finite=range(BATCHES))
+        steps.progress.batch = 0
+    with pytest.raises(UserError) as raised:
+        train(steps, loader, not_finite=range(BATCHES))
+    assert "4.jpg" in str(raised.value)
+    assert str(run.path) in str(raised.value)
+    assert (steps.progress.skipped, steps.progress.taken) == (MAX_SKIPS, 0)
+
+
+def test_accumulated_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_in(tmp_path)
+    monkeypatch.setattr(run.accelerator, "gradient_accumulation_steps", 2)
+    steps, loader = prepared(run)
+    train(steps, loader)
+    assert (steps.progress.step, steps.progress.taken) == (3, BATCHES)  # the last batch of an epoch is a step alone
+
+
+# Logged points and saved states
+
+
+def test_points_of_the_step_curves(tmp_path: Path) -> None:
+    run, recorder = run_in(tmp_path), Recorder()
+    run.start_trackers(lambda: [recorder], {}, 0)
+    steps, loader = prepared(run)
+    losses = train(steps, loader)
+    assert [step for _, step in recorder.points] == [1, 2, 3, 4, 5]
+    assert [point["step/epoch"] for point, _ in recorder.points] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert [point["step/loss"] for point, _ in recorder.points] == pytest.approx(losses)
+    assert all(point["step/gradient_norm"] > 0 for point, _ in recorder.points)
+
+
+def test_without_a_tracker_there_are_no_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_in(tmp_path)
+    monkeypatch.setattr(run, "log_point", pytest.fail)
+    train(*prepared(run))
+
+
+def test_steps_continue_from_a_saved_state(tmp_path: Path) -> None:
+    first, loader = prepared(run_in(tmp_path))
+    train(first, loader)
+    first.progress.next_epoch()
+    file = io.BytesIO()
+    torch.save(first.state.state(), file)
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    second, loader_again = prepared(run_in(tmp_path), saved)
+    assert second.progress == first.progress
+    assert equal(values(second), values(first))
+    assert second.log.remaining.batches == BATCHES
+    assert train(second, loader_again) == train(first, loader)
+    assert equal(values(second), values(first))
+
+
+# Two processes
+
+
+def one_of_two(folder: str) -> list[Any]:
+    """Return the outcome of steps whose loss is not finite on the second process only."""
+    run = Run(*start("cpu", "no", 60.0))
+    run.open_folder(folder, "exp", exist_ok=False)
+    steps, loader = prepared(run)
+    train(steps, loader, not_finite=[2, 3] if ranks().rank else [])
+    progress = copy.copy(steps.progress)
+    weights = [parameter.detach() for parameter in steps.model.model.parameters()]
+    return [progress.step, progress.taken, progress.skipped, weights]
+
+
+def test_all_processes_skip_the_same_steps(tmp_path: Path, on_processes: OnProcesses) -> None:
+    (*one, weights), (*other, other_weights) = on_processes(2, one_of_two, str(tmp_path))
+    assert other == one == [5, 3, 2]
+    assert equal(weights, other_weights)
+
+
+# Three processes: all-reduce adds numbers in an order that depends on DDP's buckets
+
+
+def continued(folder: str) -> list[bool]:
+    """Return whether an epoch that is resumed after its third step ends like the uninterrupted one, and trains."""
+    run = Run(*start("cpu", "no", 60.0))
+    run.open_folder(folder, "exp", exist_ok=False)
+    options: Any = {"of_images": True, "batch": 6}
+    steps, loader = prepared(run, **options)
+    train(steps, loader, stop=3)
+    file = io.BytesIO()
+    torch.save(steps.state.state(), file)
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    again, loader_again = prepared(run, saved, **options)
+    after_three = values(again)
+    train(steps, loader, start=3)
+    train(again, loader_again, start=3)
+    return [equal(values(steps), values(again)), not equal(values(again), after_three)]
+
+
+@pytest.mark.long
+def test_three_processes_continue_bit_by_bit(tmp_path: Path, on_processes: OnProcesses) -> None:
+    assert on_processes(3, continued, str(tmp_path)) == [[True, True]] * 3
+
+
+# Steps that are not finite
+
+
+TERMS = ("box", "obj", "cls")
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture
+def tensors() -> list[torch.Tensor]:
+    """Return loss sums and running statistics."""
+    return [torch.zeros(3), torch.ones(2, 2)]
+
+
+def add(tensors: Sequence[torch.Tensor], value: float) -> None:
+    for tensor in tensors:
+        tensor += value
+
+
+TAKEN, SKIPPED = torch.tensor(True), torch.tensor(False)
+
+
+def test_a_skipped_step_is_undone(tensors: list[torch.Tensor]) -> None:
+    guard = NonFiniteGuard(tensors)
+    add(tensors, 1)
+    guard.keep_if(TAKEN)
+    add(tensors, 2)
+    add(tensors, NAN)
+    guard.keep_if(SKIPPED)
+    assert [tensor.unique().tolist() for tensor in tensors] == [[1.0], [2.0]]
+    add(tensors, 3)
+    guard.keep_if(TAKEN)
+    assert [tensor.unique().tolist() for tensor in tensors] == [[4.0], [5.0]]
+    add(tensors, INF)
+    guard.keep_if(SKIPPED)
+    assert [tensor.unique().tolist() for tensor in tensors] == [[4.0], [5.0]]
+
+
+def test_a_new_snapshot(tensors: list[torch.Tensor]) -> None:
+    """At the end of an epoch the sums are set to zero, and the statistics are averaged."""
+    guard = NonFiniteGuard(tensors)
+    add(tensors, 1)
+    guard.keep_if(TAKEN)
+    tensors[0].zero_()
+    guard.snapshot()
+    add(tensors, NAN)
+    guard.keep_if(SKIPPED)
+    assert [tensor.unique().tolist() for tensor in tensors] == [[0.0], [2.0]]
+
+
+def test_parameters_and_two_types_are_restored_in_place() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    precise = torch.tensor([1 / 3], dtype=torch.float64)
+    guard = NonFiniteGuard([weight, precise])
+    with torch.no_grad():
+        weight += NAN
+        precise += 1
+    guard.keep_if(SKIPPED)
+    assert weight.tolist() == [1.0, 1.0]
+    assert precise.item() == 1 / 3
+    assert weight.requires_grad
+
+
+def test_the_limit_counts_steps_in_a_row(tensors: list[torch.Tensor]) -> None:
+    guard = NonFiniteGuard(tensors)
+    assert not any([guard.count(False), guard.count(True), *(guard.count(False) for _ in range(MAX_SKIPS - 1))])
+    assert guard.count(False)
+
+
+def test_images_whose_loss_is_not_finite() -> None:
+    window = [
+        (torch.tensor([1.0, 2.0, 3.0]), ["sound.jpg"]),
+        (torch.tensor([NAN, 2.0, -INF]), ["a.jpg", "b.jpg"]),
+        (torch.tensor([1.0, INF, 3.0]), ["c.jpg"]),
+    ]
+    assert suspect_images(window, TERMS) == [("a.jpg", "box, cls"), ("b.jpg", "box, cls"), ("c.jpg", "obj")]
