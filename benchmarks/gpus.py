@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from train import VALIDATION_BATCH
+from job import VALIDATION_BATCH
 from utils.files import ROOT
 
 COCO = 118_287  # training images

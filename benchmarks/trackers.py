@@ -30,7 +30,7 @@ from utils.files import ROOT
 
 SAMPLE_SECONDS = 0.5  # between two readings of the processes' times
 IMAGES = 640  # of the built-in job, in an epoch
-UPLOADS = ("--wandb-alerts", "--upload-model", "--upload-dataset", "--save-period", "1", "--bbox-interval", "1")
+UPLOADS = ("--upload-model", "--upload-dataset", "--save-period", "1", "--bbox-interval", "1")
 JOBS = {
     "nothing": ("--log-with", "none", "--noplots"),
     "pictures": ("--log-with", "none"),

@@ -81,12 +81,11 @@ from data.detection import DetectionData
 from data.data_yaml import read_spec
 from utils.config.hyperparameters import Hyperparameters
 if PROCESSES > 1:  # first: they share the memory for decoded images
-    from utils.distributed.accelerator import start
+    from utils.distributed.launch import start
     accelerator = start("cpu", "no", 60.0)[0]
 spec = read_spec(Path(FOLDER) / "data.yaml")
-def loader(partners="window"):
-    options = DataOptions(partners=partners, workers=int(WORKERS))
-    data = DetectionData(spec, imgsz=640, stride=32, options=options)
+def loader():
+    data = DetectionData(spec, imgsz=640, stride=32, options=DataOptions(workers=int(WORKERS)))
     split = data.split("train")
     made = data.train_loader(split, batch_size=16, hyp=Hyperparameters(), seed=0)
     return accelerator.prepare(made) if PROCESSES > 1 else made
@@ -109,16 +108,16 @@ OUR_FLAGS = """
 flags = [*FLAGS[1:], "--hyp", "low", "--mixed-precision", os.environ["PRECISION"]]
 """
 OUR_STEP = """
-import train
-training = train.assemble(train.settings_of(flags))
-batch = next(iter(training.loader))
-training.steps.model.prepared.train()
-for number in range(2 * STEPS):
-    if number == STEPS:
-        begin()
-    training.train_on(batch, number)
-end(STEPS * 16)
-os._exit(0)
+from tests.whole_runs import within
+def steps(parts):
+    batch = next(iter(parts.loader))
+    for number in range(2 * STEPS):
+        if number == STEPS:
+            begin()
+        yield batch
+    end(STEPS * 16)
+    os._exit(0)
+within([*flags, "--noplots"], lambda parts: parts.take_steps(steps(parts)))
 """
 THEIR_STEP = """
 import torch
@@ -264,18 +263,17 @@ def step(model: str, size: int, precision: str = "no") -> Part:
     return Part(OUR_FLAGS + OUR_STEP, THEIRS + THEIR_STEP, ULTRALYTICS + ULTRALYTICS_STEP, variables=variables)
 
 
-def loaded(ours: str = "", workers: int = 0, processes: int = 1, **variables: str) -> Part:
-    """Loading one epoch, of 2048 items or 128 large ones. ours: arguments of our `loader`."""
+def loaded(workers: int = 0, processes: int = 1, **variables: str) -> Part:
+    """Loading one epoch, of 2048 items or 128 large ones."""
     variables |= {"WORKERS": str(workers), "WORLD_SIZE": str(processes)}
     drain = "drain(loader())"
-    return Part(OURS + f"drain(loader({ours}))", THEIRS + drain, ULTRALYTICS + drain, variables=variables)
+    return Part(OURS + drain, THEIRS + drain, ULTRALYTICS + drain, variables=variables)
 
 
 PARTS = {
     "loader": loaded(),
     "loader, 2 workers": loaded(workers=2),
     "loader, 2 processes of 1 worker": loaded(workers=1, processes=2),
-    "loader, mosaic of any images": loaded("partners='any'"),
     "loader, photos of 2048x1371": loaded(PHOTOS="2048x1371"),
     "loader, photos of 4000x3000": loaded(PHOTOS="4000x3000"),
     "label scan, cold": Part(OUR_SCAN, THEIR_SCAN, ULTRALYTICS + "begin()\nend(len(dataset()))"),

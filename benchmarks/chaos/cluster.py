@@ -75,7 +75,7 @@ class Cluster:
         what = ("--data", str(data), "--weights", "", "--cfg", MODELS[task], "--hyp", str(recipe))
         how = ("--imgsz", "64", "--epochs", str(epochs), "--batch-size", "4")
         equal = ("--sync-bn",) if zero else ("--logical-processes", str(2 * per_machine))
-        rest = ("--workers", "1", "--device", "cpu", *equal, "--noplots", "--keep-state", "--save-steps", "1")
+        rest = ("--workers", "1", "--device", "cpu", *equal, "--noplots", "--save-steps", "1")
         self.flags = (*what, *how, *rest, "--dist-timeout", str(DIST_TIMEOUT_SECONDS), "--exist-ok", "--resume", "auto")
 
     def environment(self) -> dict[str, str]:
@@ -111,12 +111,12 @@ class Cluster:
 
     def step(self, run: str) -> int:
         """Return the optimizer step of the newest state, 0 if there is none."""
-        state = self.states(run).peek()
+        state = self.states(run).read(lambda warning: None)
         return int(state["progress"]["step"]) if state else 0
 
     def finished(self, run: str) -> bool:
         """Return whether the run has nothing left to do."""
-        state = self.states(run).peek()
+        state = self.states(run).read(lambda warning: None)
         return bool(state and state["progress"]["finished"])
 
 

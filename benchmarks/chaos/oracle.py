@@ -36,7 +36,7 @@ MESSAGES = [
     rf"error: no process made progress for {DIST_TIMEOUT_SECONDS} s .*",
     r"error: a loader process was killed, possibly by the system because memory ran out; if so, lower --workers",
     r"error: another process has not answered for .* s \(--dist-timeout\): .*",
-    r"error: a process on \S+ has ended or cannot be reached any more; see its output for the reason",
+    r"error: the connection to the other processes broke \(.*\); see their output for the reason",
     r"error: the main process at \S+ port \d+ cannot be reached within .*",
     r"error: .* cannot be written: .*; fix that, and (continue with --resume \S+|start the run again)",
     rf"error: {WHO} did not read the data within {DIST_TIMEOUT_SECONDS} s of the others \(--dist-timeout\), .*",

@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu_parts.measuring import machine, rounded, row, script, seconds_each, training_flags
 from models.export.runtime import read_exported
 
-FORMATS = {"torchscript": ".torchscript", "onnx": ".onnx"}  # a .pt2 is not loaded
+FORMATS = {"torchscript": ".torchscript", "onnx": ".onnx"}
 
 
 def main() -> None:

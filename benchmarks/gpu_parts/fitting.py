@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from typing import Any
+
 import torch
 
-import train
 from benchmarks.gpu_parts.measuring import Machine, free_memory, machine, peak_gib, row, training_flags
-from benchmarks.gpu_parts.steps import stepper
-from utils.distributed.accelerator import reset_accelerate
+from benchmarks.gpu_parts.steps import take_steps
+from tests.whole_runs import Parts, within
+from utils.distributed.launch import reset_accelerate
 from utils.errors import UserError
 
 SHARES = (1.0, 1.1, 1.2, 1.3, 1.5)  # of AutoBatch's choice, which leaves a fifth of the memory
@@ -16,23 +19,27 @@ SHARES = (1.0, 1.1, 1.2, 1.3, 1.5)  # of AutoBatch's choice, which leaves a fift
 def chosen(here: Machine, model: str, imgsz: int) -> int:
     """Return AutoBatch's batch size."""
     flags = training_flags(here, model, imgsz, -1, "--mixed-precision", "bf16")
-    training = train.assemble(train.settings_of(["--data", str(here.photos(links=True)), *flags[2:]]))
+    flags = ["--data", str(here.photos(links=True)), *flags[2:]]
+    batch = within(flags, lambda parts: parts.steps.state.decisions.batch_size)
     reset_accelerate()
-    return training.options.batch_size
+    return batch
 
 
 def fits(here: Machine, model: str, imgsz: int, batch: int) -> str:
     """Take three steps; return the peak memory, or that there was too little."""
     free_memory(here.torch_device)
+
+    def three(parts: Parts, shares: Any) -> Generator[Any, None, int]:
+        yield from [shares] * 3
+        return parts.steps.state.decisions.batch_size
+
     try:
-        step = stepper(here, model, imgsz, batch, "--data", str(here.photos(links=True)))
-        for _ in range(3):
-            step()
+        taken = take_steps(here, model, imgsz, batch, three, "--data", str(here.photos(links=True)))
     except (torch.OutOfMemoryError, UserError) as error:
         return f"no: {str(error)[:80]}"
     finally:
         reset_accelerate()
-    return f"{peak_gib(here.torch_device)} GiB"
+    return f"{peak_gib(here.torch_device)} GiB" if taken == batch else f"no: batches of {taken}"
 
 
 def main() -> None:

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import train
 from benchmarks.gpu_parts.measuring import Machine, free_memory, machine, rounded, row, synchronise
-from benchmarks.gpu_parts.steps import assembled
-from utils.distributed.accelerator import reset_accelerate
+from benchmarks.gpu_parts.steps import take_steps
+from models.tasks.contract import terms_of
+from tests.whole_runs import Parts
+from utils.distributed.launch import reset_accelerate
 
 MODELS = (("yolov5n", 64), ("yolov5x", 32), ("yolov9t", 16))
 WARM_UP, STEPS = 5, 5  # the kernels are recorded in the fourth
@@ -63,30 +67,26 @@ class PhaseClock:
 
 def measure_phases(here: Machine, model: str, batch: int, imgsz: int) -> None:
     """Print a row for each phase of a step; the time of one that contains others includes theirs."""
-    training, shares = assembled(here, model, imgsz, batch)
-    clock, steps = PhaseClock(here.torch_device), training.steps
-    for _ in range(WARM_UP):
-        training.train_on(shares, 0)
-    for owner, name in (
-        (training.add_gradients, "_save_buffers"),
-        (training.steps.model, "backward"),
-        (steps, "step"),
-        (steps, "update_averages"),
-        (steps, "finish_step"),
-    ):
-        setattr(owner, name, clock.timed(name, getattr(owner, name)))
-    task, criterion = training.task, training.criterion
+    clock = PhaseClock(here.torch_device)
 
-    def terms(module: torch.nn.Module, share: Any) -> Any:
-        inputs, hints = clock.timed("inputs", lambda: (task.inputs(share), criterion.hints(share)))()
-        return clock.timed("loss", criterion)(clock.timed("forward", module)(inputs, *hints), share)
+    def phases(parts: Parts, shares: Any) -> Generator[Any, None, float]:
+        yield from [shares] * WARM_UP
+        for owner, name in (
+            (parts.model, "backward"),
+            (parts.job.task, "inputs"),
+            (parts.steps, "step"),
+            (parts.steps, "update_averages"),
+            (parts.steps, "finish"),
+        ):
+            setattr(owner, name, clock.timed(name, getattr(owner, name)))
+        parts.model.modules = [clock.timed("forward", module) for module in parts.model.modules]  # type: ignore[misc]
+        with patch.object(train, "terms_of", clock.timed("loss", terms_of)):
+            begun = time.perf_counter()
+            yield from [shares] * STEPS
+            synchronise(here.torch_device)
+        return (time.perf_counter() - begun) / STEPS * 1000
 
-    training.add_gradients.terms = terms
-    begun = time.perf_counter()
-    for number in range(STEPS):
-        training.train_on(shares, number)
-    synchronise(here.torch_device)
-    whole = (time.perf_counter() - begun) / STEPS * 1000
+    whole = take_steps(here, model, imgsz, batch, phases)
     for name, (host, seconds) in clock.seconds.items():
         host, seconds = host / STEPS * 1000, seconds / STEPS * 1000
         about = {"model": model, "batch": batch, "phase": name}
@@ -100,17 +100,18 @@ def measure_phases(here: Machine, model: str, batch: int, imgsz: int) -> None:
 
 def measure_kernels(here: Machine, model: str, batch: int, imgsz: int) -> None:
     """Print a row for each kind of kernel, and the longest kernels."""
-    training, shares = assembled(here, model, imgsz, batch)
-    for number in range(WARM_UP):
-        training.train_on(shares, number)
-    synchronise(here.torch_device)
     activities = [ProfilerActivity.CUDA] if here.on_gpu else [ProfilerActivity.CPU]
-    with profile(activities=activities) as profiled:
-        begun = time.perf_counter()
-        for number in range(STEPS):
-            training.train_on(shares, number)
+
+    def profiled_steps(parts: Parts, shares: Any) -> Generator[Any, None, tuple[profile, float]]:
+        yield from [shares] * WARM_UP
         synchronise(here.torch_device)
-        whole = (time.perf_counter() - begun) / STEPS * 1e6
+        with profile(activities=activities) as profiled:
+            begun = time.perf_counter()
+            yield from [shares] * STEPS
+            synchronise(here.torch_device)
+            return profiled, (time.perf_counter() - begun) / STEPS * 1e6
+
+    profiled, whole = take_steps(here, model, imgsz, batch, profiled_steps)
     name = "self_device_time_total" if here.on_gpu else "self_cpu_time_total"
     events = [event for event in profiled.key_averages() if getattr(event, name)]
     times, counts = Counter[str](), Counter[str]()

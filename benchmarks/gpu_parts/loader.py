@@ -15,7 +15,7 @@ from utils.config.hyperparameters import Hyperparameters
 
 def rate(here: Machine, workers: int, cache: str) -> float:
     """Return images per second of an epoch, after its first images and, with a cache, after a whole epoch."""
-    options = DataOptions(cache=cache, workers=workers, partners="window")
+    options = DataOptions(cache=cache, workers=workers)
     data = DetectionData(
         read_spec(here.photos(links=True)), imgsz=64 if here.quick else 640, stride=32, options=options
     )

@@ -15,7 +15,7 @@ from utils.files import ROOT
 # NCCL refuses two processes on one GPU. As two machines of one GPU each, over gloo, they share it.
 OVER_GLOO = """
 import runpy, sys
-import utils.distributed.accelerator as ours
+import utils.distributed.launch as ours
 class OverGloo(ours.PartialState):
     def __init__(self, **given):
         super().__init__(**{**given, "backend": "gloo"})

@@ -169,6 +169,6 @@ def run_flags(here: Machine, name: str, precision: str, workers: int, *more: str
 def training_flags(here: Machine, model: str, imgsz: int, batch: int, *more: str) -> list[str]:
     """Return flags of train.py for a measurement: nothing is drawn or validated, and one process loads."""
     what = ["--data", str(here.photos()), "--weights", "", "--cfg", f"{model}.yaml", "--imgsz", str(imgsz)]
-    how = ["--batch-size", str(batch), "--device", here.device, "--workers", "0", "--noplots", "--no-wandb", "--quiet"]
+    how = ["--batch-size", str(batch), "--device", here.device, "--workers", "0", "--noplots", "--no-wandb"]
     anchors = ["--noautoanchor"] * model.startswith("yolov5")
     return [*what, *how, "--hyp", "low", *anchors, "--project", str(here.scratch / "runs"), *more]

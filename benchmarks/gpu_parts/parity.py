@@ -18,9 +18,9 @@ from models.tasks.detection.task import DetectionTask
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import YoloModel
+from utils.batch import layout
 from utils.config.hyperparameters import Hyperparameters
-from utils.distributed.sync_batchnorm import synchronise_batchnorm
-from utils.memory_format import layout
+from utils.distributed.batchnorm import exact_batchnorm
 
 IMAGES, LOSS_SCALE = 4, 1024.0
 
@@ -86,14 +86,14 @@ def loss_and_gradients(
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the loss of a batch, in train mode, and its gradients in float64 on the host."""
     model = model.to(device, memory_format=layout(device)).train()
-    synchronise_batchnorm(model, False)
+    exact_batchnorm(model, None)
     model.zero_grad(set_to_none=True)
     batch, criterion = batch.to(device), task.criterion(model)
     scale = LOSS_SCALE if mode.autocast is torch.float16 else 1.0
     with torch.autocast(device.type, mode.autocast) if mode.autocast else nullcontext():
         outputs = model(task.inputs(batch), *criterion.hints(batch))
     terms = criterion(outputs, batch)
-    loss = criterion.objective(terms.means(terms.counts), IMAGES)
+    loss = criterion.objective(terms.local_means(), IMAGES)
     (loss * scale).backward()
     gradients = {
         name: one.grad.double().cpu() / scale for name, one in model.named_parameters() if one.grad is not None

@@ -11,12 +11,13 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu_parts.measuring import Machine, machine, rounded, row, seconds_each
-from benchmarks.gpu_parts.steps import settings, stepper
+from benchmarks.gpu_parts.steps import median_seconds, settings, take_steps
 from benchmarks.versus import THEIR_STEP, THEIRS, ULTRALYTICS, ULTRALYTICS_STEP
 from models.tasks.contract import Thresholds
 from models.tasks.detection.suppression import detect
@@ -85,8 +86,8 @@ def compare_steps(here: Machine, peers: dict[str, tuple[Path, str]]) -> None:
     batch, imgsz = (4, 64) if here.quick else (16, 640)
     for model in MODELS[: 1 if here.quick else None]:
         with settings("", True):
-            step = stepper(here, model, imgsz, batch, "--data", str(here.photos(links=True)))
-            ours = seconds_each(step, here.torch_device, *((1, 2) if here.quick else (5, 10)))
+            photos = ("--data", str(here.photos(links=True)))
+            ours = take_steps(here, model, imgsz, batch, partial(median_seconds, here), *photos)
         columns = {"model": model, "ours, ms": rounded(ours * 1000)}
         for name, (checkout, code) in peers.items():
             try:

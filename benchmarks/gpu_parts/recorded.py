@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Generator
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_parts.measuring import Machine, free_memory, machine, peak_gib, rounded, row, seconds_each
-from benchmarks.gpu_parts.steps import assembled
-from utils.distributed.accelerator import reset_accelerate
+from benchmarks.gpu_parts.measuring import Machine, free_memory, machine, peak_gib, rounded, row
+from benchmarks.gpu_parts.steps import median_seconds, take_steps
+from tests.whole_runs import Parts
+from utils.distributed.launch import reset_accelerate
 
 CASES = (
     ("yolov5n", 16, "bf16"),
@@ -25,10 +27,10 @@ CASES = (
 )
 
 
-def digest(training: Any) -> str:
+def digest(parts: Parts) -> str:
     """Return a hash of the model's and the EMA's tensors."""
     hashed = hashlib.sha256()
-    for model in (training.steps.model.bare, training.steps.ema.model):
+    for model in (parts.model.model, parts.steps.ema.model):
         for value in model.state_dict().values():
             hashed.update(value.float().cpu().contiguous().numpy().tobytes())
     return hashed.hexdigest()
@@ -37,14 +39,15 @@ def digest(training: Any) -> str:
 def steps(here: Machine, model: str, imgsz: int, batch: int, *flags: str) -> tuple[float, float, str]:
     """Return the median milliseconds of a step, the peak memory in GiB, and the hash after all steps."""
     free_memory(here.torch_device)
-    training, shares = assembled(here, model, imgsz, batch, *flags)
-    numbers = iter(range(10**9))
-    rounds = (1, 2) if here.quick else (6, 10)
-    seconds = seconds_each(lambda: training.train_on(shares, next(numbers)), here.torch_device, *rounds)
-    found = rounded(seconds * 1000), peak_gib(here.torch_device), digest(training)
-    recordings = training.add_gradients.recordings
-    if "--no-cuda-graph" not in flags and here.on_gpu and not all(each.recording for each in recordings):
-        found = (*found[:2], "nothing was recorded")
+
+    def measured(parts: Parts, shares: Any) -> Generator[Any, None, tuple[float, float, str]]:
+        seconds = yield from median_seconds(here, parts, shares)
+        copies: Any = parts.model.copies
+        recorded = not here.on_gpu or all(each.recorder.recording for each in copies)
+        hashed = digest(parts) if recorded or "--no-cuda-graph" in flags else "nothing was recorded"
+        return rounded(seconds * 1000), peak_gib(here.torch_device), hashed
+
+    found = take_steps(here, model, imgsz, batch, measured, *flags)
     reset_accelerate()
     return found
 

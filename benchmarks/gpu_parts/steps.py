@@ -7,9 +7,12 @@ step, so more than a fused step moves. The peaks are measured: a bf16 product of
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -17,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-import train
 from benchmarks.gpu_parts.measuring import (
     Machine,
     free_memory,
@@ -26,14 +28,17 @@ from benchmarks.gpu_parts.measuring import (
     rounded,
     row,
     seconds_each,
+    synchronise,
     training_flags,
     write_yaml,
 )
-from utils.distributed.accelerator import reset_accelerate
+from tests.whole_runs import Parts, within
+from utils.distributed.launch import reset_accelerate
 
+T = TypeVar("T")
 MODELS = ("yolov5n", "yolov5s", "yolov5m", "yolov5l", "yolov5x", "yolov9t", "yolov9s")
 BATCH, IMGSZ = 64, 640
-LAYOUTS = ("models.tasks.detection.task.layout", "utils.distributed.prepare.layout")  # where the loop asks for it
+LAYOUTS = ("models.tasks.detection.task.layout", "utils.distributed.logical.layout")  # where the loop asks for it
 COMPILERS = {"": {}, "compiled": {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}}  # settings of Accelerate
 
 
@@ -79,34 +84,48 @@ def settings(compiler: str, channels_last: bool) -> Iterator[None]:
         yield
 
 
-def assembled(here: Machine, model: str, imgsz: int, batch: int, *flags: str) -> tuple[train.Training, Any]:
-    """Return a training in bf16 whose every batch is an optimizer step, and a batch that is on the device already."""
+def take_steps(
+    here: Machine,
+    model: str,
+    imgsz: int,
+    batch: int,
+    measure: Callable[[Parts, Any], Generator[Any, None, T]],
+    *flags: str,
+) -> T:
+    """Train in bf16 on one batch that is on the device already; return what `measure` returns.
+
+    Args:
+        measure: takes the parts of the run and the batch; a step is taken each time it yields that batch
+    """
     hyp = write_yaml(here.scratch / f"every-{batch}.yaml", {"nbs": batch})
     more = ("--mixed-precision", "bf16", "--hyp", str(hyp), *flags)
-    training = train.assemble(train.settings_of(training_flags(here, model, imgsz, batch, *more)))
-    given = next(iter(training.loader))
-    training.steps.model.train()
-    return training, given
+
+    def work(parts: Parts) -> T:
+        return parts.take_steps(measure(parts, next(iter(parts.loader))))
+
+    return within(training_flags(here, model, imgsz, batch, *more), work)
 
 
-def stepper(here: Machine, model: str, imgsz: int, batch: int, *flags: str) -> Callable[[], None]:
-    """Return a function that takes a training step."""
-    training, given = assembled(here, model, imgsz, batch, *flags)
-    number = iter(range(10**9))
+def median_seconds(here: Machine, parts: Parts, shares: Any) -> Generator[Any, None, float]:
+    """Take steps, and return the median wall seconds of one, after warm-up, with the device's work included."""
+    warmup, rounds = (1, 2) if here.quick else (6, 10)
+    times = []
+    for _ in range(warmup + rounds):
+        synchronise(here.torch_device)
+        begun = time.perf_counter()
+        yield shares
+        synchronise(here.torch_device)
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[warmup:])
 
-    def step() -> None:
-        training.train_on(given, next(number))
 
-    return step
-
-
-def bounds(here: Machine, step: Callable[[], None], peaks: Peaks) -> tuple[float, float, float]:
+def bounds(shares: Any, peaks: Peaks) -> Generator[Any, None, tuple[float, float, float]]:
     """Return the floating-point operations of a step, and the seconds that they and its bytes need at least."""
-    step()
+    yield shares
     with FlopCounterMode(display=False) as counter:
-        step()
+        yield shares
     with Traffic() as traffic:
-        step()
+        yield shares
     flops = counter.get_total_flops()
     return flops, flops / peaks.flops, traffic.total / peaks.bytes
 
@@ -124,22 +143,25 @@ def measure(here: Machine, model: str, compiler: str, channels_last: bool, peaks
     name = ", ".join(filter(None, ["" if channels_last else "contiguous", compiler])) or "as it is"
     about = {"model": model, "settings": name}
     free_memory(here.torch_device)
+
+    def measured(parts: Parts, shares: Any) -> Generator[Any, None, dict[str, Any]]:
+        seconds = yield from median_seconds(here, parts, shares)
+        peak = peak_gib(here.torch_device)
+        rate = {"ms": rounded(seconds * 1000), "images/s": rounded(batch / seconds), "peak GiB": peak}
+        if compiler or not channels_last:
+            return rate
+        flops, arithmetic, traffic = yield from bounds(shares, peaks)
+        return {
+            **rate,
+            "TFLOP": rounded(flops / 1e12),
+            "share of peak FLOP/s": rounded(arithmetic / seconds, 2),
+            "bytes at peak bandwidth, share of the step": rounded(traffic / seconds, 2),
+            "bound": bound(arithmetic, traffic, seconds),
+        }
+
     try:
         with settings(compiler, channels_last):
-            step = stepper(here, model, imgsz, batch)
-            seconds = seconds_each(step, here.torch_device, *((1, 2) if here.quick else (5, 10)))
-            peak = peak_gib(here.torch_device)
-            if compiler or not channels_last:
-                limits: dict[str, Any] = {}
-            else:
-                flops, arithmetic, traffic = bounds(here, step, peaks)
-                limits = {
-                    "TFLOP": rounded(flops / 1e12),
-                    "share of peak FLOP/s": rounded(arithmetic / seconds, 2),
-                    "bytes at peak bandwidth, share of the step": rounded(traffic / seconds, 2),
-                    "bound": bound(arithmetic, traffic, seconds),
-                }
-        rate = {"ms": rounded(seconds * 1000), "images/s": rounded(batch / seconds), "peak GiB": peak, **limits}
+            rate = take_steps(here, model, imgsz, batch, measured)
     except Exception as error:  # a compiler's, or no memory: the next row is still of use
         rate = {"ms": None, "note": f"{type(error).__name__}: {str(error)[:200]}"}
     finally:
@@ -152,8 +174,8 @@ def measure_logical(here: Machine) -> None:
     model, batch, imgsz = ("yolov5n", 4, 64) if here.quick else ("yolov5s", BATCH, IMGSZ)
     for count in (0, 1, 4):
         free_memory(here.torch_device)
-        step = stepper(here, model, imgsz, batch, *(["--logical-processes", str(count)] if count else []))
-        seconds = seconds_each(step, here.torch_device, *((1, 2) if here.quick else (5, 10)))
+        flags = ["--logical-processes", str(count)] if count else []
+        seconds = take_steps(here, model, imgsz, batch, partial(median_seconds, here), *flags)
         about = {"model": model, "--logical-processes": count or "not given"}
         row(f"Cost of --logical-processes in bf16, batch {batch} at {imgsz} px", **about, ms=rounded(seconds * 1000))
         reset_accelerate()

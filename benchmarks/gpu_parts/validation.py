@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 import val
 from benchmarks.gpu_parts.measuring import free_memory, machine, peak_gib, rounded, row, script, training_flags
-from utils.distributed.accelerator import reset_accelerate
-from utils.stage_times import StageTimer, milliseconds_per_image, without_warmup
+from utils.distributed.launch import reset_accelerate
+from utils.stage_times import milliseconds_per_image, without_warmup
 
 TITLE = "Milliseconds per image of yolov5n"
 
@@ -24,14 +22,12 @@ def main() -> None:
     for batch in (4,) if here.quick else (1, 32):
         for confidence in (0.001, 0.25):
             for precision, how in precisions.items():
-                given = {"weights": (str(weights),), "data": str(here.photos()), "imgsz": imgsz, "square": True}
+                given = {"weights": (str(weights),), "data": str(here.photos()), "imgsz": imgsz, "task": "speed"}
                 given |= {"batch_size": batch, "conf_thres": confidence, "device": here.device, "quiet": True, **how}
                 given |= {"workers": 2, "noplots": True, "project": str(here.scratch / "val")}
                 free_memory(here.torch_device)
-                validation = val.assemble(given)
-                validation.evaluate.timer = StageTimer(torch.cuda.synchronize if here.on_gpu else lambda: None)
-                validation.evaluate(validation.models)
-                times = milliseconds_per_image(without_warmup(validation.evaluate.timer.batches))
+                evaluate = val.validate(given)
+                times = milliseconds_per_image(without_warmup(evaluate.timer.batches))
                 about = {"batch": batch, "conf": confidence, "precision": precision}
                 stages = {stage: rounded(value) for stage, value in times.items()}
                 row(TITLE, **about, **stages, **{"peak GiB": peak_gib(here.torch_device)})

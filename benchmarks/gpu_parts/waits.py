@@ -8,44 +8,36 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import train
 from benchmarks.gpu_parts.measuring import Machine, machine, row, write_yaml
 from data.builtin import shapes_cls, shapes_seg
-from utils.distributed.accelerator import reset_accelerate
+from tests.whole_runs import Parts, within
+from utils.distributed.launch import reset_accelerate
 from utils.files import ROOT
 
 WAITING = {"aten::item", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2", "aten::bincount"}
 TITLE = "Waits in six batches of the loop, every batch a step; stated: the verdict on the last step, and fp16's scale"
 
 
-def batches(here: Machine, flags: list[str], precision: str) -> tuple[train.Training, list[Any]]:
-    """Assemble a training with a tracker's step log, and load eight batches."""
-    training = train.assemble(train.settings_of([*flags, "--mixed-precision", precision]))
-    training.steps.step_log.enabled = True
-    training.steps.model.prepared.train()
-    return training, list(itertools.islice(itertools.cycle(list(training.loader)), 8))
-
-
-def places(training: train.Training, given: list[Any], on_gpu: bool) -> Counter[str]:
-    """Return where the loop waits, and how often."""
-    for number, batch in enumerate(given[:2]):
-        training.train_on(batch, number)
-    if not on_gpu:
+def places(here: Machine, parts: Parts) -> Generator[Any, None, Counter[str]]:
+    """Take eight steps with a tracker's step log; return where the last six wait, and how often."""
+    parts.steps.log.enabled = True
+    given = list(itertools.islice(itertools.cycle(list(parts.loader)), 8))
+    yield from given[:2]
+    if not here.on_gpu:
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            for number, batch in enumerate(given[2:], 2):
-                training.train_on(batch, number)
+            yield from given[2:]
         return Counter(event.name for event in profiled.events() if event.name in WAITING)
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for number, batch in enumerate(given[2:], 2):
-            training.train_on(batch, number)
+        yield from given[2:]
     torch.cuda.set_sync_debug_mode("default")
     return Counter(f"{short(one.filename)}:{one.lineno}" for one in caught if "synchroniz" in str(one.message))
 
@@ -74,10 +66,10 @@ def main() -> None:
             recipe = {"lr0": 0.01} if model == "resnet18" else {"nbs": 8}
             hyp = write_yaml(here.scratch / f"{model}.yaml", recipe)
             what = ["--data", str(data), "--weights", "", "--cfg", f"{model}.yaml", "--hyp", str(hyp), "--imgsz", side]
-            how = ["--batch-size", "8", "--device", here.device, "--workers", "0", "--noplots", "--no-wandb", "--quiet"]
+            how = ["--batch-size", "8", "--device", here.device, "--workers", "0", "--noplots", "--no-wandb"]
             anchors = [] if model == "resnet18" else ["--noautoanchor"]
-            flags = [*what, *how, *anchors, "--project", str(here.scratch / "runs")]
-            found = places(*batches(here, flags, precision), here.on_gpu)
+            flags = [*what, *how, *anchors, "--project", str(here.scratch / "runs"), "--mixed-precision", precision]
+            found = within(flags, lambda parts: parts.take_steps(places(here, parts)))
             row(TITLE, model=model, precision=precision, waits=found.total(), where=", ".join(map(str, found.items())))
             reset_accelerate()
 
