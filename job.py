@@ -219,7 +219,7 @@ def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, S
     Raises `UserError` if the job could not start.
     """
     job = resolve(settings)
-    options = job.settings.options
+    options = job.options
     model = job.task.build_model(job.start.yaml, options.imgsz, job.start.source)
     data = job.source.open(model.imgsz, model.stride, select(DataOptions, options))
     messages = data.messages(data.split("train", job.settings.hyp), data.split("val"))

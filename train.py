@@ -115,9 +115,9 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
             state.load(saved)
     record = not (options.no_cuda_graph or options.rect or options.multi_scale)  # images of one size
     steps = OptimizerSteps(run, distributed, state, schedule, evaluate.loss_names, options.profile, record)
-    progress, content = steps.progress, {**settings.flags(), "imgsz": model.imgsz, "wandb_id": decisions.run_id}
-    half = accelerator.mixed_precision != "no"
-    weights = {"yaml": model.yaml, "names": task.names, "settings": content, "half": half, **settings.origin}
+    progress, half = steps.progress, accelerator.mixed_precision != "no"
+    flags = {**settings.flags(), "imgsz": model.imgsz, "wandb_id": decisions.run_id}
+    weights = {"yaml": model.yaml, "names": task.names, "settings": flags, "half": half, **settings.origin}
 
     with run.graceful_stop(options.time_limit) as stop:
         with memory.explain_out_of_memory(batch_size, model.imgsz), run.watchdog(options.dist_timeout):

@@ -257,13 +257,13 @@ def _loss_text(losses: Mapping[str, float], digits: int) -> str:
     return " ".join(f"{name.removesuffix('_loss')} {value:.{digits}f}" for name, value in losses.items())
 
 
-def best_epoch_table(progress: Progress, best: Summary, brief: bool = False) -> list[str]:
+def best_epoch_table(progress: Progress, best: Summary) -> list[str]:
     """Return the table of the best epoch as lines of text, with a hint if the fitness is near 0."""
     share = progress.best / best.highest_fitness
     of = f" ({progress.best:.4f} of {best.highest_fitness:g})" if best.highest_fitness != 1 else ""
     head = f"best epoch: {progress.best_epoch + 1} of {progress.epoch}, fitness {share:.4f}{of}"
-    hint = ["the fitness is near 0: docs/map-is-zero.md lists the causes"] * (0 <= share < LOW_FITNESS and not brief)
-    return [head, *best.table(brief), *hint]
+    hint = ["the fitness is near 0: docs/map-is-zero.md lists the causes"] * (0 <= share < LOW_FITNESS)
+    return [head, *best.table(), *hint]
 
 
 def log_epoch(

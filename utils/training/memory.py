@@ -1,4 +1,4 @@
-"""Memory: the batch that fits the devices, loader batches in shared memory, and errors. Called by train.py."""
+"""Memory: the batch that fits the devices, loader batches in shared memory, errors. Called by job.py and train.py."""
 
 from __future__ import annotations
 
