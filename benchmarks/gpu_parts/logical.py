@@ -67,11 +67,23 @@ def compare(here: Machine, precision: str) -> None:
     )
 
 
+def compare_recorded(here: Machine) -> None:
+    """Print whether two processes that share the GPU, whose gradients DDP adds, may record their kernels."""
+    device = () if here.on_gpu else ("--device", here.device)
+    for name, flags in (("recorded", ()), ("launched", ("--no-cuda-graph",))):
+        on_two_processes(run_flags(here, f"ddp-{name}", "bf16" if here.on_gpu else "no", 1, *device, *flags))
+    row(
+        "Two processes of yolov5n that share the GPU, two epochs: kernels recorded, and launched one by one",
+        bytes=same(here.scratch / "runs" / "ddp-recorded", here.scratch / "runs" / "ddp-launched"),
+    )
+
+
 def main() -> None:
-    """Compare in float32, and in bf16 on a GPU."""
+    """Compare in float32, and in bf16 on a GPU; then recorded kernels."""
     here = machine()
     for precision in ("no", "bf16") if here.on_gpu else ("no",):
         compare(here, precision)
+    compare_recorded(here)
 
 
 if __name__ == "__main__":

@@ -42,9 +42,9 @@ def steps(here: Machine, model: str, imgsz: int, batch: int, *flags: str) -> tup
 
     def measured(parts: Parts, shares: Any) -> Generator[Any, None, tuple[float, float, str]]:
         seconds = yield from median_seconds(here, parts, shares)
-        copies: Any = parts.model.copies
-        recorded = not here.on_gpu or all(each.recorder.recording for each in copies)
-        hashed = digest(parts) if recorded or "--no-cuda-graph" in flags else "nothing was recorded"
+        copies: Any = parts.model.copies if here.on_gpu and "--no-cuda-graph" not in flags else ()
+        recorded = all(part.recordings for each in copies for part in each.recorder.parts.values())
+        hashed = digest(parts) if recorded else "nothing was recorded"
         return rounded(seconds * 1000), peak_gib(here.torch_device), hashed
 
     found = take_steps(here, model, imgsz, batch, measured, *flags)

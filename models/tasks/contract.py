@@ -8,7 +8,7 @@ data/.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -96,6 +96,14 @@ class Criterion(ABC):
     @abstractmethod
     def __call__(self, outputs: Any, batch: Batch) -> LossTerms:
         """Return the loss terms of the model's outputs for `batch`, computed with or without hints."""
+
+    def for_gpu(self, recorded: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Criterion:
+        """Return the criterion to train with on a GPU; by default this one.
+
+        Args:
+            recorded: takes a function of tensors, and returns one that replays its kernels if the shapes are known
+        """
+        return self
 
     @abstractmethod
     def objective(self, means: Tensor, images: int) -> Tensor:

@@ -78,10 +78,14 @@ class LogicalProcesses:
     def replicate(self, model: M) -> list[M]:
         """Return a module for each logical process of this process: `model`, and copies that share its parameters.
 
-        The copies have buffers of their own.
+        The copies have buffers of their own, and parameters on the same memory: autograd runs each copy's gradients on
+        the copy's stream.
         """
-        shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
-        return [model, *(copy.deepcopy(model, dict(shared)) for _ in range(1, self.local))]
+        copies = [model]
+        for _ in range(1, self.local):
+            aliases = {id(each): nn.Parameter(each.detach(), each.requires_grad) for each in model.parameters()}
+            copies.append(copy.deepcopy(model, aliases))
+        return copies
 
 
 def check_logical_processes(count: int, batch_size: int, sync_bn: bool, processes: int = 0) -> None:
@@ -132,9 +136,13 @@ class DistributedModel:
         self.parameters = list(self.model.parameters())
         self.layers = [layer for each in copies for layer in each.modules()]  # of all copies
         self._generators: list[torch.Generator] = []  # of dropout, for each copy
+        # A GPU computes the copies at the same time: a small share of a batch does not fill it.
+        many = len(copies) > 1 and accelerator.device.type == "cuda"
+        self.streams = [torch.cuda.Stream(accelerator.device) for _ in copies] if many else []
+        self._terms: Sequence[LossTerms] = ()
         if logical.exact:
-            self._trained = [parameter for parameter in self.parameters if parameter.requires_grad]
-            self._flat, self._gradients = flat_like(self._trained)
+            self._trained = [[each for each in model.parameters() if each.requires_grad] for model in copies]
+            self._flat, self._gradients = flat_like(self._trained[0])
             self._accumulated: list[list[Tensor]] = []  # of each copy, over the batches of a step
             for number, each in enumerate(copies):
                 self._generators.append(torch.Generator(accelerator.device))
@@ -167,9 +175,15 @@ class DistributedModel:
         """Yield the module and the batch of each logical process of this process, with torch seeded alike for each."""
         for generator in self._generators:
             generator.manual_seed(seed)
-        for module, batch in zip(self.modules, batches, strict=True):
+        streams: Sequence[torch.cuda.Stream | None] = self.streams or [None] * len(batches)
+        for each in self.streams:
+            each.wait_stream(torch.cuda.current_stream())
+        for module, batch, stream in zip(self.modules, batches, streams, strict=True):
             torch.manual_seed(seed)
-            yield module, batch
+            with torch.cuda.stream(stream):  # None: the current one
+                yield module, batch
+        for each in self.streams:
+            torch.cuda.current_stream().wait_stream(each)
 
     def global_means(self, terms: Sequence[LossTerms]) -> list[Tensor]:
         """Return each local logical process's share of the mean loss terms over the global batch, (terms,) each.
@@ -178,6 +192,7 @@ class DistributedModel:
         call it together.
         """
         counts = GlobalCounts(self.sum([each.counts for each in terms]))
+        self._terms = terms
         return [each.share_of(counts) for each in terms]
 
     def backward(self, objectives: Sequence[Tensor]) -> None:
@@ -192,14 +207,12 @@ class DistributedModel:
         if not self.logical.exact:
             accelerator.backward(objectives[0] * accelerator.num_processes)  # DDP takes the mean over processes
             return
-        sums, accumulated = PartialSums(), list(reversed(self._accumulated))
-        self._accumulated = []
-        for number, objective in enumerate(reversed(objectives)):
-            objective = objective / accelerator.gradient_accumulation_steps  # as in Accelerate's `backward`
-            scaled = accelerator.scaler.scale(objective) if accelerator.scaler else objective
-            gradients = torch.autograd.grad(scaled, self._trained, materialize_grads=True)
-            if accumulated:
-                gradients = torch._foreach_add(list(gradients), accumulated[number])
+        sums, accumulated, self._accumulated = PartialSums(), self._accumulated, []
+        objectives = [each / accelerator.gradient_accumulation_steps for each in objectives]  # as Accelerate does
+        if accelerator.scaler:
+            objectives = [accelerator.scaler.scale(each) for each in objectives]
+        for number, found in self._local_gradients(objectives):
+            gradients = torch._foreach_add(found, accumulated[number]) if accumulated else found
             if accelerator.sync_gradients:
                 sums.add(gradients)
             else:
@@ -207,13 +220,34 @@ class DistributedModel:
         if accelerator.sync_gradients:
             self._set_gradients(sums.take())
 
+    def _local_gradients(self, objectives: Sequence[Tensor]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Yield the number and the gradients of each local logical process, from the last to the first."""
+        numbers = reversed(range(len(objectives)))
+        fixed = not any(each.weights.requires_grad or each.counts.requires_grad for each in self._terms)
+        if not (self.streams and fixed):
+            for number in numbers:
+                yield number, torch.autograd.grad(objectives[number], self._trained[number], materialize_grads=True)
+            return
+        # Autograd runs backward kernels on the stream of the forward kernels, and the objectives' is the current one,
+        # which waits for each copy in turn. So their part of the graph comes first, for all copies.
+        sums, current = [each.sums for each in self._terms], torch.cuda.current_stream()
+        upstream = [torch.autograd.grad(*each)[0] for each in zip(objectives, sums, strict=True)]
+        for stream in self.streams:
+            stream.wait_stream(current)
+        for number in numbers:
+            stream, trained = self.streams[number], self._trained[number]
+            with torch.cuda.stream(stream):
+                found = torch.autograd.grad(sums[number], trained, upstream[number], materialize_grads=True)
+            current.wait_stream(stream)
+            yield number, found
+
     def _set_gradients(self, sums: Sequence[Tensor]) -> None:
         """Set the parameters' gradients to the sums over all processes. All processes must call it together."""
         torch._foreach_copy_(self._gradients, list(sums))
         if self.accelerator.num_processes > 1:
             for bucket in self._flat.split(BUCKET):
                 tree_sum_in_place(bucket)
-        for parameter, gradient in zip(self._trained, self._gradients, strict=True):
+        for parameter, gradient in zip(self._trained[0], self._gradients, strict=True):
             parameter.grad = gradient
 
     def average_statistics(self, averages: Sequence[nn.Module]) -> None:
@@ -401,7 +435,7 @@ def prepare(
     loader.collate_fn = CollateShares(loader.collate_fn, logical.local)
     if logical.exact:  # no DDP: `DistributedModel` adds the gradients
         copies = logical.replicate(model)
-        modules = [accelerator.prepare_model(each, evaluation_mode=True) for each in copies]
+        modules = [accelerator.prepare_model(each, device_placement=False, evaluation_mode=True) for each in copies]
         optimizer, loader = accelerator.prepare(optimizer, loader)
         start_momentum(optimizer)
         return DistributedModel(accelerator, logical, copies, modules, keep_norms), optimizer, loader

@@ -1,153 +1,230 @@
-"""Record a network's kernels as CUDA graphs, so that the host launches two graphs a step, not thousands of kernels.
+"""Record kernels as CUDA graphs, so that the host launches a few graphs a step, not thousands of kernels.
 
-Called by steps. A step of a small network takes as long as the host takes to launch its kernels, whatever
+Called by train.py and steps. A step of a small network takes as long as the host takes to launch its kernels, whatever
 the GPU. A graph repeats the same kernels on the same memory, so no byte of a run changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from utils.distributed.logical import DistributedModel
 
-WARM_UP_CALLS = 3  # batches before the recording: libraries then have their handles and workspaces
+if TYPE_CHECKING:
+    from models.tasks.contract import Criterion
+
+WARM_UP_CALLS = 3  # calls before a recording: libraries then have their handles and workspaces
 # Largest share of a device's memory that training may use with a recording. What a graph uses is lent to nothing else,
 # so validation and other batches need memory of their own.
 MEMORY_SHARE = 0.4
+MAX_RECORDINGS = 12  # of a function; with further shapes it is called
 RECORDABLE_PACKAGES = {"models", "torch", "torchvision", "utils"}  # whose layers are known to work
 CAPTURE_MODE = "thread_local"  # other threads, such as the one that pins batches, may use CUDA during a recording
+Function = Callable[..., Any]
 
 
 def can_record(model: DistributedModel) -> bool:
-    """Return whether kernels of a training step can be recorded: on one GPU, where none waits for another process.
+    """Return whether kernels of a training step can be recorded: on a GPU, where no layer waits for another process.
 
-    A user's layer may do what a recording does not repeat, such as counting its calls.
+    A user's layer may do what a recording does not repeat, such as counting its calls. A compiled model has kernels of
+    its own.
     """
-    accelerator = model.accelerator
-    alone = accelerator.num_processes == 1 and accelerator.state.deepspeed_plugin is None
+    state = model.accelerator.state
     packages = {type(layer).__module__.partition(".")[0] for layer in model.layers}
-    return accelerator.device.type == "cuda" and alone and packages <= RECORDABLE_PACKAGES
+    waits = state.deepspeed_plugin is not None or any(isinstance(layer, nn.SyncBatchNorm) for layer in model.layers)
+    compiled = state.dynamo_plugin.backend != DynamoBackend.NO
+    return model.accelerator.device.type == "cuda" and packages <= RECORDABLE_PACKAGES and not (waits or compiled)
 
 
-def record_networks(model: DistributedModel, warn: Callable[[str], object]) -> None:
-    """Let the logical processes' networks record their kernels after a few batches.
-
-    A compiled model has kernels of its own, and only a `YoloModel` has rows.
+def record_kernels(
+    model: DistributedModel, criterion: Criterion, enabled: bool, warn: Callable[[str], object]
+) -> Criterion:
+    """Let the networks and the loss of a training replay their kernels if possible and `enabled`; return the loss.
 
     Args:
         warn: is called with a sentence if a recording fails
     """
-    compiled = model.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
-    recordings: list[RecordedRows] = []
-    if not compiled:
-        recordings += [RecordedRows(each, warn, recordings) for each in model.copies if hasattr(each, "recorder")]
+    if model.accelerator.device.type != "cuda":
+        return criterion
+    if not (enabled and can_record(model)):
+        return criterion.for_gpu(lambda function: function)
+    recorder = Recorder(warn)
+    network: Any
+    for network in model.copies:
+        if hasattr(network, "recorder"):  # only a `YoloModel` has rows
+            network.recorder = RecordedRows(network, recorder)
+    return criterion.for_gpu(recorder.recorded)
+
+
+class Recorder:
+    """Records the functions of a training step, as long as there is memory for it and none fails.
+
+    Args:
+        warn: is called with a sentence if a recording fails
+    """
+
+    def __init__(self, warn: Callable[[str], object]) -> None:
+        self.warn, self.enabled = warn, True
+        self.memory: set[int] = set()  # addresses of recorded outputs, which other recordings read where they are
+
+    def recorded(self, function: Function, module: nn.Module | None = None) -> Function:
+        """Return a function that does the same, and replays its kernels if it can.
+
+        Args:
+            function: takes and returns tensors in nested lists, tuples and dicts; changes nothing but buffers, in place
+            module: module whose parameters it uses
+        """
+        return Recorded(function, module, self)
+
+    def has_room(self, device: torch.device) -> bool:
+        """Return whether training leaves enough memory for recordings."""
+        total = torch.cuda.get_device_properties(device).total_memory
+        return self.enabled and torch.cuda.max_memory_allocated(device) <= MEMORY_SHARE * total
+
+    def fail(self, error: Exception) -> None:
+        """Make no further recording."""
+        self.enabled, cause = False, str(error).splitlines()[0]
+        self.warn(f"warning: kernels cannot be recorded as a CUDA graph, which is slower: {cause}")
 
 
 class RecordedRows:
-    """Takes the place of a `YoloModel`'s `run_rows`: replays a recording for training batches of the recorded shape.
+    """Takes the place of a `YoloModel`'s `run_rows` in training."""
 
-    Other calls run the rows: those of the first batches, of evaluation, and of the rows after a head's hints.
+    def __init__(self, model: Any, recorder: Recorder) -> None:
+        self.model, self.recorder = model, recorder
+        self.parts: dict[tuple[int, int], Function] = {}  # by first row and end
 
-    Args:
-        together: all recordings of a process, which are made together: once a replay has begun a step, its parameters
-            belong to autograd's graph of that step
+    def __call__(self, maps: dict[int, Any], first: int, until: int, hints: Sequence[Tensor] = ()) -> dict[int, Any]:
+        """Do the same as `YoloModel.run_rows`."""
+        if not (self.model.training and torch.is_grad_enabled()):
+            return self.model.run_rows(maps, first, until, hints)
+        if (first, until) not in self.parts:
+            run = partial(self.model.run_rows, first=first, until=until)
+            self.parts[first, until] = self.recorder.recorded(lambda maps, hints: run(maps, hints=hints), self.model)
+        return self.parts[first, until](maps, tuple(hints))
+
+
+class Recorded:
+    """A function of tensors, whose kernels are replayed from the fourth call on with tensors of the same shapes.
+
+    Calls on several streams have recordings of their own, because they run at the same time.
     """
 
-    def __init__(self, model: Any, warn: Callable[[str], object], together: Sequence[RecordedRows]) -> None:
-        self.model, self.run_rows, self.warn, self.together = model, model.run_rows, warn, together
-        self.calls, self.enabled = 0, True
-        self.recording: Recording | None = None
-        model.recorder = self
+    def __init__(self, function: Function, module: nn.Module | None, recorder: Recorder) -> None:
+        self.part, self.recorder = _Part(function, module), recorder
+        self.parameters = {name: each for name, each in self.part.named_parameters() if each.requires_grad}
+        self.calls: Counter[Any] = Counter()
+        self.recordings: dict[Any, Recording] = {}
+        self.pools: dict[int, Any] = {}  # of memory, by stream: no two recordings of a stream are used in one step
 
-    def __call__(self, images: Tensor, until: int) -> dict[int, Any]:
-        """Do the same as `YoloModel.run_rows` for the rows before `until`."""
-        maps = {-1: images}
-        if not self.enabled or not self.model.training:
-            return self.run_rows(maps, 0, until)
-        if self.recording is None and torch.is_grad_enabled():
-            self.calls += 1
-            if self.calls > WARM_UP_CALLS:
-                self._record(images, until)
-        if self.recording is None or not self.recording.fits(images, until):
-            return self.run_rows(maps, 0, until)
-        return self.recording(images)
+    def __call__(self, *inputs: Any) -> Any:
+        """Call the function, or replay it with these inputs; a replay's outputs are overwritten by the next one."""
+        leaves, structure = tree_flatten(inputs)
+        stream = torch.cuda.current_stream()
+        key = (stream.cuda_stream, *((each.shape, each.dtype, each.requires_grad) for each in leaves))
+        if key not in self.recordings:
+            self.calls[key] += 1
+            full = len(self.recordings) >= MAX_RECORDINGS
+            if self.calls[key] <= WARM_UP_CALLS or full or not self.recorder.has_room(leaves[0].device):
+                return self.part(*inputs)
+            try:
+                self.recordings[key] = self._record(leaves, structure, stream)
+            except RuntimeError as error:
+                self.recorder.fail(error)
+                return self.part(*inputs)
+        recording = self.recordings[key]
+        outputs = _Replay.apply(recording, len(leaves), *leaves, *self.parameters.values())
+        return tree_unflatten(outputs, recording.structure)
 
-    def drop(self) -> None:
-        """Free the recording's memory, and make no other."""
-        self.recording, self.enabled = None, False
+    def _record(self, leaves: Sequence[Tensor], structure: Any, stream: torch.cuda.Stream) -> Recording:
+        if stream.cuda_stream not in self.pools:
+            self.pools[stream.cuda_stream] = torch.cuda.graph_pool_handle()
+        memory = self.recorder.memory
+        inputs = [each.detach() if each.data_ptr() in memory else torch.empty_like(each) for each in leaves]
+        inputs = [kept.requires_grad_(each.requires_grad) for kept, each in zip(inputs, leaves, strict=True)]
+        pool, is_default = self.pools[stream.cuda_stream], stream == torch.cuda.default_stream()
+        recording = Recording(self.part, self.parameters, inputs, structure, pool, None if is_default else stream)
+        memory.update(each.data_ptr() for each in recording.outputs)
+        return recording
 
-    def _record(self, images: Tensor, until: int) -> None:
-        """Record all models of the process, or none."""
-        total = torch.cuda.get_device_properties(images.device).total_memory
-        too_large = torch.cuda.max_memory_allocated(images.device) > MEMORY_SHARE * total
-        try:
-            for each in () if too_large else self.together:
-                each.recording = Recording(each.model, each.run_rows, images, until)
-        except RuntimeError as error:
-            too_large, cause = True, str(error).splitlines()[0]
-            self.warn(f"warning: the network's kernels cannot be recorded as a CUDA graph, which is slower: {cause}")
-        for each in self.together if too_large else ():
-            each.drop()
+
+class _Part(nn.Module):
+    """A function and the module whose parameters it uses, so that a recording can give it others."""
+
+    def __init__(self, function: Function, module: nn.Module | None) -> None:
+        super().__init__()
+        self.function, self.module = function, module
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
 
 
 class Recording:
-    """The kernels of the forward and the backward pass of a model's rows, for images of one shape.
+    """The kernels of the forward and the backward pass of a function, for inputs of certain shapes.
 
-    Nothing is computed while they are recorded.
-
-    Raises RuntimeError if a layer waits for the device, or if the memory is too small.
+    Nothing is computed while they are recorded. Raises RuntimeError if something waits for the device, or if the memory
+    is too small.
 
     Args:
-        run_rows: the model's own method
-        images: a batch of that shape, (b, 3, h, w)
-        until: number of rows to run
+        parameters: parameters of `part` that are trained. The recording uses aliases of them, since the parameters
+            themselves may belong to autograd's graph of this step, or to DDP
+        inputs: tensors that a replay reads, which are filled before it
+        structure: the nested lists, tuples and dicts that `inputs` are the leaves of
+        pool: memory that the recording may use
+        stream: stream to record on, so that libraries use the workspaces of that stream; None for one of torch's
     """
 
-    def __init__(self, model: nn.Module, run_rows: Callable[..., Any], images: Tensor, until: int) -> None:
-        self.until, self.images = until, torch.empty_like(images)
-        self.parameters = [each for each in model.parameters() if each.requires_grad]
+    def __init__(
+        self,
+        part: nn.Module,
+        parameters: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        structure: Any,
+        pool: Any,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self.inputs, aliases = inputs, {name: each.detach().requires_grad_() for name, each in parameters.items()}
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        pool, dtype = torch.cuda.graph_pool_handle(), torch.get_autocast_dtype("cuda")
+        dtype = torch.get_autocast_dtype("cuda")
         # Without autocast's cache: a replay must convert the weights anew.
         with (
             torch.autocast("cuda", dtype, torch.is_autocast_enabled("cuda"), cache_enabled=False),
-            torch.cuda.graph(self.forward, pool, capture_error_mode=CAPTURE_MODE),
+            torch.cuda.graph(self.forward, pool, stream, CAPTURE_MODE),
         ):
-            outputs = run_rows({-1: self.images}, 0, until)
+            outputs = functional_call(part, aliases, tree_unflatten(inputs, structure))
         leaves, self.structure = tree_flatten(outputs)
-        trained = [each for each in leaves if each.requires_grad]
+        trained, sources = ([each for each in some if each.requires_grad] for some in (leaves, inputs))
         self.upstream = [torch.zeros_like(each) for each in trained]
-        self.gradients: Sequence[Tensor | None] = [None] * len(self.parameters)
-        if trained and self.parameters:
-            with torch.cuda.graph(self.backward, pool, capture_error_mode=CAPTURE_MODE):
-                self.gradients = torch.autograd.grad(trained, self.parameters, self.upstream, allow_unused=True)
-        self.outputs = [each.detach() for each in leaves]
         self.is_trained = [each.requires_grad for each in leaves]
-
-    def fits(self, images: Tensor, until: int) -> bool:
-        """Return whether the recording is one of these rows for such images."""
-        return (images.shape, images.dtype, until) == (self.images.shape, self.images.dtype, self.until)
-
-    def __call__(self, images: Tensor) -> dict[int, Any]:
-        """Run the rows; the outputs are overwritten by the next call."""
-        outputs: dict[int, Any] = tree_unflatten(_Replay.apply(self, images, *self.parameters), self.structure)
-        return outputs
+        self.outputs = [each.detach() for each in leaves]
+        sources += aliases.values()
+        gradients: Sequence[Tensor | None] = [None] * len(sources)
+        if trained and sources:
+            with torch.cuda.graph(self.backward, pool, stream, CAPTURE_MODE):
+                gradients = torch.autograd.grad(trained, sources, self.upstream, allow_unused=True)
+        of_inputs = iter(gradients[: len(sources) - len(aliases)])
+        self.of_inputs = [next(of_inputs) if each.requires_grad else None for each in inputs]
+        self.of_parameters = gradients[len(sources) - len(aliases) :]
 
 
 class _Replay(torch.autograd.Function):
-    """Replays a `Recording` of images, whose parameters are given so that autograd asks for their gradients."""
+    """Replays a `Recording`. It takes inputs and parameters so that autograd asks for their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, recording: Recording, images: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, recording: Recording, count: int, *given: Tensor) -> tuple[Tensor, ...]:
         ctx.recording = recording
-        recording.images.copy_(images)
+        ctx.set_materialize_grads(False)
+        _copy(recording.inputs, given[:count])
         recording.forward.replay()
         outputs = [each.detach() for each in recording.outputs]
         untrained = [each for each, trained in zip(outputs, recording.is_trained, strict=True) if not trained]
@@ -159,11 +236,23 @@ class _Replay(torch.autograd.Function):
         recording = ctx.recording
         given = [each for each, trained in zip(upstream, recording.is_trained, strict=True) if trained]
         for kept, each in zip(recording.upstream, given, strict=True):
-            kept.zero_() if each is None else kept.copy_(each)
+            if each is None:
+                kept.zero_()
+        _copy(recording.upstream, given)
         recording.backward.replay()
         # Copies, because the next replay overwrites the recorded gradients, and a step may accumulate several batches'.
-        copies = iter(torch._foreach_mul([each for each in recording.gradients if each is not None], 1.0))
-        return None, None, *(None if each is None else next(copies) for each in recording.gradients)
+        used = [each for each in recording.of_parameters if each is not None]
+        copies = iter(torch._foreach_mul(used, 1.0) if used else ())
+        of_parameters = [None if each is None else next(copies) for each in recording.of_parameters]
+        return None, None, *recording.of_inputs, *of_parameters
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor | None]) -> None:
+    """Copy the sources that are not where they are to be already."""
+    pairs = [(target, each) for target, each in zip(targets, sources, strict=True) if each is not None]
+    pairs = [(target, each) for target, each in pairs if target.data_ptr() != each.data_ptr()]
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [each for _, each in pairs])
 
 
 class RecordedCall:

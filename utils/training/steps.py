@@ -16,7 +16,7 @@ from torch import Tensor
 from utils.checkpoint.training_state import TrainingState, floating_buffers
 from utils.distributed.logical import CLIP_NORM, DistributedModel
 from utils.errors import UserError
-from utils.training.cuda_graph import RecordedCall, can_record, record_networks
+from utils.training.cuda_graph import RecordedCall, can_record
 from utils.training.log import DeviceValue, Point, StepLog
 from utils.training.optimizer import Schedule, step_if
 
@@ -44,7 +44,7 @@ class OptimizerSteps:
     Args:
         loss_names: names of the loss terms
         window: steps to profile, see `profile_window`
-        record: whether to record the kernels of a step as CUDA graphs, if that is possible
+        record: whether to record the kernels of what follows a step as a CUDA graph, if that is possible
     """
 
     def __init__(
@@ -65,7 +65,6 @@ class OptimizerSteps:
         self.guard = NonFiniteGuard([state.loss_sums, *buffers])
         self.update_averages: Callable[[Tensor], object] = self._update_averages
         if record and can_record(model):
-            record_networks(model, run.print)
             self.update_averages = RecordedCall(self._update_averages)
         self.window: Window = []  # the batches since the last step
         self.ended: deque[EndedStep] = deque()

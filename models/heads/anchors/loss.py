@@ -5,7 +5,7 @@ Made by `Detect.criterion`; called by the training loop and the evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +24,7 @@ from models.heads.anchors.target_assignment import (
 )
 from models.heads.boxes import complete_iou
 from models.tasks.contract import Criterion, LossTerms
-from models.tasks.shared.losses import at_least_float32, device_constant
+from models.tasks.shared.losses import Function, PaddedCriterion, at_least_float32, device_constant
 from utils.batch import Batch
 from utils.config.hyperparameters import AnchorKeys
 from utils.config.values import select
@@ -141,6 +141,10 @@ class DetectionCriterion(Criterion):
         gains = ((settings.box, equal), (settings.obj, level_weights), (settings.cls, equal))
         weights = device_constant(tuple(tuple(gain * share for share in shares) for gain, shares in gains), sums.device)
         return LossTerms(sums, counts, weights.to(sums), self.least_count)
+
+    def for_gpu(self, recorded: Callable[[Function], Function]) -> Criterion:
+        """Return the criterion with padded targets; a subclass may read what a recording does not repeat."""
+        return PaddedCriterion(self, recorded) if type(self) is DetectionCriterion else self
 
     def objective(self, means: Tensor, images: int) -> Tensor:
         """Return YOLOv5's objective: the sum of the terms, times the images of a step."""

@@ -5,7 +5,7 @@ Made by `DetectDFL.criterion`; called by the training loop and the evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from models.heads.boxes import complete_iou
 from models.heads.dfl.assignment import MAX_DISTANCE, Assignment, assign
 from models.heads.dfl.views import BINS, SIDES, by_cell, cell_geometry, decode_xywh, distances
 from models.tasks.contract import Criterion, LossTerms
-from models.tasks.shared.losses import at_least_float32, device_constant
+from models.tasks.shared.losses import Function, PaddedCriterion, at_least_float32, device_constant
 from utils.batch import Batch
 from utils.config.hyperparameters import AlignmentKeys
 
@@ -88,6 +88,10 @@ class DFLCriterion(Criterion):
             rows = functional.softplus(cells.scores.reshape(-1, classes).index_select(0, assigned.cell.flatten()))
             cls = cls + torch.where(used, (repeats - 1) * rows.sum(1), 0).sum()
         return torch.stack((box, cls, dfl)), weights.sum().expand(3)
+
+    def for_gpu(self, recorded: Callable[[Function], Function]) -> Criterion:
+        """Return the criterion with padded targets; a subclass may read what a recording does not repeat."""
+        return PaddedCriterion(self, recorded) if type(self) is DFLCriterion else self
 
     def objective(self, means: Tensor, images: int) -> Tensor:
         """Return the sum of the terms, times the images of a step."""

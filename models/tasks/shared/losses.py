@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,10 @@ from torch import Tensor
 from models.tasks.contract import Criterion, LossTerms
 from utils.batch import Batch
 from utils.errors import UserError, nearest
+
+Function = Callable[..., Any]
+MIN_TARGETS = 16
+OUTSIDE = (0.0, 0.0, -1.0, -1.0, 0.0, 0.0)  # image, class, xywh of a target that matches nothing
 
 
 @cache
@@ -41,6 +46,66 @@ def weights_by_class(names: Mapping[int, str], weights: Mapping[str, float]) -> 
             )
     by_number = tuple(float(weights.get(names[k], 1.0)) for k in sorted(names))
     return by_number if set(by_number) - {1.0} else ()
+
+
+def padded(targets: Tensor) -> Tensor:
+    """Return targets (m, 6) and, after them, boxes of no size outside of image 0, so that there are a power of two.
+
+    Or a power of two and half of it: 16, 24, 32, 48 ...; at least one is added.
+    """
+    power = 1 << max(len(targets).bit_length(), 4)
+    length = power * 3 // 4 if len(targets) < power * 3 // 4 and power > MIN_TARGETS else power
+    box = device_constant(OUTSIDE, targets.device)
+    return torch.cat((targets, box.expand(length - len(targets), -1)))
+
+
+class PaddedCriterion(Criterion):
+    """A detector's criterion on a GPU: batches have one of a few numbers of targets, so that kernels can be recorded.
+
+    They have so whether or not kernels are recorded, because a sum over more targets is rounded differently.
+
+    Args:
+        criterion: criterion that a target outside of the images does not change
+        recorded: takes a function of tensors, and returns one that replays its kernels
+    """
+
+    def __init__(self, criterion: Criterion, recorded: Callable[[Function], Function]) -> None:
+        self.criterion, self.recorded = criterion, recorded
+        self.functions: dict[torch.Size, tuple[Function, Function]] = {}  # hints and loss, by the shape of the images
+        self.least = 1.0  # of the last loss
+
+    def hints(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the criterion's hints for the padded targets."""
+        return self._functions(batch)[0](padded(batch.targets))  # type: ignore[no-any-return]
+
+    def __call__(self, outputs: Any, batch: Batch) -> LossTerms:
+        """Return the criterion's loss terms for the padded targets."""
+        sums, counts, weights = self._functions(batch)[1](outputs, padded(batch.targets))
+        return LossTerms(sums, counts, weights, self.least)
+
+    def objective(self, means: Tensor, images: int) -> Tensor:
+        """Return the criterion's objective."""
+        return self.criterion.objective(means, images)
+
+    def weight(self, batch: Batch) -> float:
+        """Return the criterion's weight."""
+        return self.criterion.weight(batch)
+
+    def _functions(self, batch: Batch) -> tuple[Function, Function]:
+        shape = batch.images.shape
+        if shape not in self.functions:
+            like = Batch(torch.empty(shape, device="meta"), batch.targets, ())  # only the shape of its images is read
+
+            def hints(targets: Tensor) -> tuple[Tensor, ...]:
+                return self.criterion.hints(replace(like, targets=targets))
+
+            def loss(outputs: Any, targets: Tensor) -> tuple[Tensor, ...]:
+                terms = self.criterion(outputs, replace(like, targets=targets))
+                self.least = terms.least
+                return terms.sums, terms.counts, terms.weights
+
+            self.functions[shape] = self.recorded(hints), self.recorded(loss)
+        return self.functions[shape]
 
 
 class UnavailableCriterion(Criterion):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,94 +11,162 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 import train
+from models.heads.anchors.loss import DetectionCriterion, LossSettings
 from models.layers import Conv
+from models.tasks.contract import Criterion, LossTerms
 from models.yolo import build_model
 from tests.conftest import RunScript
 from tests.curves import identical
+from utils.batch import Batch
+from utils.config.hyperparameters import Hyperparameters
 from utils.files import ROOT
 from utils.training import cuda_graph
 
-IMAGES = torch.zeros(2, 3, 64, 64)
+IMAGES = torch.rand(2, 3, 64, 64).contiguous(memory_format=torch.channels_last)  # as on a GPU
+BOXES = torch.tensor([[0, 1, 0.4, 0.4, 0.3, 0.2], [1, 0, 0.7, 0.6, 0.5, 0.6], [1, 2, 0.2, 0.8, 0.1, 0.1]])
 
 
-class StandIn:
-    """In place of a `Recording`, on the CPU: runs the rows, and counts its calls."""
+class OnTheCpu(cuda_graph.Recording):
+    """A recording whose replays call the function, on the tensors that a graph would read and write."""
 
-    def __init__(self, model: nn.Module, run_rows: Callable[..., Any], images: Tensor, until: int) -> None:
-        self.run_rows, self.shape, self.until, self.calls = run_rows, images.shape, until, 0
+    def __init__(self, part: nn.Module, parameters: Any, inputs: Any, structure: Any, *more: Any) -> None:
+        super().__init__(part, parameters, inputs, structure, *more)
+        self.replays, sources = 0, [each for each in inputs if each.requires_grad] + [*parameters.values()]
+        live: list[Tensor] = []
 
-    def fits(self, images: Tensor, until: int) -> bool:
-        return (images.shape, until) == (self.shape, self.until)
+        def forward() -> None:
+            self.replays += 1
+            with torch.enable_grad():
+                live[:] = tree_leaves(part(*tree_unflatten(inputs, structure)))
+            for kept, each in zip(self.outputs, live, strict=True):
+                kept.copy_(each.detach())
 
-    def __call__(self, images: Tensor) -> Any:
-        self.calls += 1
-        return self.run_rows({-1: images}, 0, self.until)
+        def backward() -> None:
+            trained = [each for each in live if each.requires_grad]
+            found = torch.autograd.grad(trained, sources, self.upstream, allow_unused=True)
+            of_inputs = [of for of, each in zip(self.of_inputs, inputs, strict=True) if each.requires_grad]
+            for of, each in zip([*of_inputs, *self.of_parameters], found, strict=True):
+                assert (of is None) == (each is None)
+                if of is not None and each is not None:
+                    of.copy_(each)
+
+        self.forward.replay, self.backward.replay = forward, backward  # type: ignore[method-assign]
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A GPU's memory in bytes, as `torch.cuda` would tell it."""
     memory = SimpleNamespace(total_memory=100, used=10)
-    monkeypatch.setattr(cuda_graph, "Recording", StandIn)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: memory.used)
+    stream = SimpleNamespace(cuda_stream=0)
+    for name, value in {
+        "get_device_properties": lambda _: memory,
+        "max_memory_allocated": lambda _: memory.used,
+        "current_stream": lambda: stream,
+        "default_stream": lambda: stream,
+        "graph_pool_handle": lambda: (0, 1),
+        "CUDAGraph": SimpleNamespace,
+        "graph": lambda *given: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(cuda_graph, "Recording", OnTheCpu)
     return memory
 
 
-def recorded_model(warnings: list[str] | None = None) -> tuple[Any, cuda_graph.RecordedRows]:
-    """Return a small detector in training, and its recording."""
-    model = build_model("yolov5n.yaml", imgsz=64)
-    together: list[cuda_graph.RecordedRows] = []
-    together.append(cuda_graph.RecordedRows(model, (warnings if warnings is not None else []).append, together))
-    return model, together[0]
+def recorded(model: Any, warnings: list[str] | None = None) -> cuda_graph.Recorder:
+    """Let a model replay its rows."""
+    recorder = cuda_graph.Recorder((warnings if warnings is not None else []).append)
+    model.recorder = cuda_graph.RecordedRows(model, recorder)
+    return recorder
+
+
+def replays(model: Any) -> dict[tuple[int, int], list[int]]:
+    """Return how often each recording was replayed, by first row and end."""
+    return {part: [each.replays for each in of.recordings.values()] for part, of in model.recorder.parts.items()}
 
 
 def test_the_fourth_batch_of_a_shape_is_replayed(device: SimpleNamespace) -> None:
-    model, rows = recorded_model()
+    model: Any = build_model("yolov5n.yaml", imgsz=64)
+    recorded(model)
     for _ in range(3):
         model(IMAGES)
-    assert rows.recording is None
+    assert replays(model) == {(0, 25): []}
     for _ in range(2):
         outputs = model(IMAGES)
-    assert isinstance(rows.recording, StandIn)
-    assert rows.recording.calls == 2
     assert [tuple(each.shape[2:4]) for each in outputs] == [(8, 8), (4, 4), (2, 2)]
     model(IMAGES[:1])  # another shape
     model.eval()(IMAGES)
     with torch.no_grad():
         model.train()(IMAGES)
-    assert rows.recording.calls == 3
-    rows.drop()
-    model(IMAGES)
-    assert rows.recording is None
+    assert replays(model) == {(0, 25): [2]}
 
 
-def test_a_heads_hints_are_not_recorded(device: SimpleNamespace) -> None:
-    """The rows before the head are; its own depends on the targets."""
-    model, rows = recorded_model()
-    hints = torch.zeros(3, 3, 5, dtype=torch.int64)
-    for _ in range(4):
-        levels = model(IMAGES, hints)
-    assert rows.recording.calls == 1  # type: ignore[union-attr]
-    assert [len(level.rows) for level in levels] == [5, 5, 5]
+def test_network_head_and_loss_are_replayed_with_the_same_gradients(device: SimpleNamespace) -> None:
+    """The rows before the head for every batch, the head and the loss for the same number of targets."""
+    model: Any = build_model("yolov5n.yaml", nc=3, imgsz=64).to(memory_format=torch.channels_last)
+    inner, plain = criterion_of(model), criterion_of(model).for_gpu(lambda function: function)
+    batches = [Batch(IMAGES, boxes, ()) for boxes in (BOXES, BOXES[:1], BOXES[1:], BOXES, BOXES.repeat(6, 1), BOXES)]
+    expected = [gradients(model, plain, batch) for batch in batches]
+    recorder = recorded(model)
+    fast = inner.for_gpu(recorder.recorded)
+    for batch, (sums, of_parameters) in zip(batches, expected, strict=True):
+        got, of_these = gradients(model, fast, batch)
+        assert torch.equal(got, sums)
+        assert all(map(torch.equal, of_these, of_parameters))
+    assert replays(model) == {(0, 24): [3], (24, 25): [2]}
+
+
+def criterion_of(model: Any) -> Criterion:
+    criterion = model.head.criterion(Hyperparameters(), 0.0, 64)
+    assert isinstance(criterion, DetectionCriterion)
+    return criterion
+
+
+def gradients(model: Any, criterion: Criterion, batch: Batch) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the sums of a loss, and the gradients of all parameters."""
+    terms: LossTerms = criterion(model(batch.images, *criterion.hints(batch)), batch)
+    objective = criterion.objective(terms.local_means(), 2)
+    return terms.sums.detach().clone(), torch.autograd.grad(objective, [*model.parameters()])
+
+
+@pytest.mark.parametrize("cfg", ["yolov5n.yaml", "yolov9t.yaml"])
+def test_targets_that_pad_a_batch_change_nothing(cfg: str) -> None:
+    model: Any = build_model(cfg, nc=3, imgsz=64)
+    inner = model.head.criterion(Hyperparameters(), 0.0, 64)
+    padded = inner.for_gpu(lambda function: function)
+    for boxes in (BOXES, BOXES[:0]):
+        batch = Batch(IMAGES, boxes, ())
+        (sums, of_parameters), (expected, of_plain) = gradients(model, padded, batch), gradients(model, inner, batch)
+        assert torch.allclose(sums, expected, rtol=1e-5)
+        assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-6) for a, b in zip(of_parameters, of_plain, strict=True))
+
+
+def test_a_derived_loss_is_not_padded() -> None:
+    class Mine(DetectionCriterion):
+        pass
+
+    mine = Mine(LossSettings(), build_model("yolov5n.yaml", imgsz=64).head)  # type: ignore[arg-type]
+    assert mine.for_gpu(lambda function: function) is mine
 
 
 def test_without_gradients_nothing_is_recorded(device: SimpleNamespace) -> None:
-    model, rows = recorded_model()
+    model: Any = build_model("yolov5n.yaml", imgsz=64)
+    recorded(model)
     with torch.no_grad():
         for _ in range(5):
             model(IMAGES)
-    assert rows.recording is None
+    assert replays(model) == {}
 
 
 def test_a_batch_that_fills_the_memory_is_not_recorded(device: SimpleNamespace) -> None:
     device.used = 41
-    model, rows = recorded_model(warnings := [])
+    model: Any = build_model("yolov5n.yaml", imgsz=64)
+    recorded(model, warnings := [])
     for _ in range(5):
         model(IMAGES)
-    assert rows.recording is None
+    assert replays(model) == {(0, 25): []}
     assert warnings == []
 
 
@@ -107,12 +175,13 @@ def test_a_network_that_cannot_be_recorded(device: SimpleNamespace, monkeypatch:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(cuda_graph, "Recording", fails)
-    model, rows = recorded_model(warnings := [])
+    model: Any = build_model("yolov5n.yaml", imgsz=64)
+    recorder = recorded(model, warnings := [])
     for _ in range(5):
         model(IMAGES)
     assert len(warnings) == 1
     assert warnings[0].endswith(": operation not permitted when stream is capturing")
-    assert not rows.enabled
+    assert not recorder.enabled
 
 
 @pytest.mark.parametrize("recordable", [True, False])
