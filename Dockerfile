@@ -8,7 +8,7 @@
 FROM python:3.11-slim-bookworm
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-# g++ for torch.compile.
+# g++ for torch.compile, and for the kernel of suppression (docs/gpu.md).
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \

@@ -96,6 +96,7 @@ class Evaluator:
             for keep in self.keepers:
                 keep(batch, predictions)
             records += self.metrics.update(predictions, batch)
+            timer.end_stage("records")
             numbers += images
             refuse(len(records) != len(numbers), self.metrics, f"made {len(records)} records of {len(numbers)} images")
         run.stop_together(stop_requested())

@@ -59,7 +59,7 @@ class Machine:
             elif source.is_dir() and not self.quick:
                 link_photos(source, folder)
             else:
-                shapes.draw_dataset(folder, train=24 if self.quick else 512, val=8 if self.quick else 64)
+                shapes.draw_dataset(folder, train=24 if self.quick else 512, val=8 if self.quick else 128)
                 names = dict(enumerate(shapes.NAMES))
                 write_yaml(
                     folder / "data.yaml",

@@ -20,11 +20,23 @@ from utils.batch import BoxSplit
 V = TypeVar("V", bound="HeadView")
 
 
-class Candidates(NamedTuple):
-    """The boxes of an image that may exceed the confidence threshold."""
+IMAGES_AT_ONCE = 64  # on a GPU; bounds the memory
 
+
+class Candidates(NamedTuple):
+    """The boxes of successive images that may exceed the confidence threshold; those of an image in a fixed order."""
+
+    images: int  # number of images
+    image: Tensor  # int64 (k,): number of each box's image, from 0
     scores: Tensor  # float32 (k, 5 + classes): xywh in pixels of the batch, objectness, class scores
     more: Tensor  # float32 (k, more): the boxes' other outputs, such as mask coefficients
+
+
+def image_groups(outputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Iterate over parts of tensors (b, ...): many images for a GPU, as calls cost time; one for a CPU's cache."""
+    count = 1 if outputs[0].device.type == "cpu" else IMAGES_AT_ONCE
+    for first in range(0, len(outputs[0]), count):
+        yield [tensor[first : first + count] for tensor in outputs]
 
 
 class BoxView(Protocol):
@@ -41,7 +53,7 @@ class BoxView(Protocol):
         ...
 
     def candidates(self, conf_thres: float) -> Iterator[Candidates]:
-        """Iterate over the boxes of each image whose confidence, objectness x score, may exceed `conf_thres`."""
+        """Iterate over the `image_groups` of boxes whose confidence, objectness x score, may exceed `conf_thres`."""
         ...
 
 

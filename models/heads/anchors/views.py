@@ -6,13 +6,12 @@ Made by `Detect.view`; exported modules decode with `decode`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from models.heads.contract import Candidates
+from models.heads.contract import Candidates, image_groups
 from models.heads.logits import least_logit, row_sigmoids
 
 
@@ -42,21 +41,16 @@ class RawView(NamedTuple):
         return self._replace(skipped_level=level)
 
     def candidates(self, conf_thres: float) -> Iterator[Candidates]:
-        """Iterate over the boxes of each image whose objectness exceeds the threshold; only these are decoded."""
+        """Iterate over the boxes of groups of images whose objectness exceeds the threshold; only these are decoded."""
         outputs, geometries = zip(*self.levels(), strict=True)
-        levels = [raw.flatten(1, 3) for raw in outputs]  # (b, n, 5 + classes + more)
-        exceeding = [level[..., 4].float() > least_logit(conf_thres) for level in levels]
-        counts = torch.stack([level.sum(1) for level in exceeding], 1)  # (b, levels)
-        boxes = torch.split(torch.cat(exceeding, 1).nonzero()[:, 1], counts.flatten().tolist())  # by image, then level
-        cells = torch.cat(geometries)
-        starts = [0, *accumulate(level.shape[1] for level in levels[:-1])]
-        for image in range(len(levels[0])):
-            by_level = boxes[image * len(levels) : (image + 1) * len(levels)]
-            rows = [level[image][box - start] for level, box, start in zip(levels, by_level, starts, strict=True)]
+        for levels in image_groups([raw.flatten(1, 3) for raw in outputs]):  # (b, n, 5 + classes + more)
+            places = [(level[..., 4].float() > least_logit(conf_thres)).nonzero(as_tuple=True) for level in levels]
+            rows = [level[place] for level, place in zip(levels, places, strict=True)]
             scores = row_sigmoids([row[:, : row.shape[1] - self.more] for row in rows])
-            xywh = decode_xywh(scores, cells[torch.cat(by_level)])
+            cells = [cells[box] for cells, (_, box) in zip(geometries, places, strict=True)]
+            boxes = torch.cat((decode_xywh(scores, torch.cat(cells)), scores[:, 4:]), 1)
             more = torch.cat([row[:, row.shape[1] - self.more :].float() for row in rows])
-            yield Candidates(torch.cat((xywh, scores[:, 4:]), 1), more)
+            yield Candidates(len(levels[0]), torch.cat([image for image, _ in places]), boxes, more)
 
 
 def decode(view: RawView) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from models.heads.contract import Candidates
+from models.heads.contract import Candidates, image_groups
 from models.heads.logits import least_logit, row_sigmoids
 
 if TYPE_CHECKING:
@@ -45,15 +45,13 @@ class DFLView(NamedTuple):
         return sides, scores, torch.cat(cells)
 
     def candidates(self, conf_thres: float) -> Iterator[Candidates]:
-        """Iterate over the boxes of each image whose best class score exceeds the threshold; only these are decoded."""
-        sides, scores, cells = self.rows()
-        exceeding = scores.amax(2).float() > least_logit(conf_thres)
-        boxes = torch.split(exceeding.nonzero()[:, 1], exceeding.sum(1).tolist())
-        for image, box in enumerate(boxes):
-            xywh = decode_xywh(sides[image][box].float(), cells[box], self.mirrored_width)
-            classes = row_sigmoids([scores[image][box]])
-            rows = torch.cat((xywh, torch.ones_like(xywh[:, :1]), classes), 1)
-            yield Candidates(rows, rows[:, :0])
+        """Iterate over the boxes of groups of images whose best class score exceeds the threshold; others stay raw."""
+        *outputs, cells = self.rows()
+        for sides, scores in image_groups(outputs):
+            image, box = (scores.amax(2).float() > least_logit(conf_thres)).nonzero(as_tuple=True)
+            xywh = decode_xywh(sides[image, box].float(), cells[box], self.mirrored_width)
+            rows = torch.cat((xywh, torch.ones_like(xywh[:, :1]), row_sigmoids([scores[image, box]])), 1)
+            yield Candidates(len(scores), image, rows, rows[:, :0])
 
 
 def decode(view: DFLView) -> Tensor:

@@ -5,7 +5,9 @@ Called by `DetectionPostprocess`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -13,13 +15,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.heads.boxes import xywh_to_xyxy
-from models.heads.contract import BoxView
+from models.heads.contract import BoxView, Candidates
 from models.tasks.contract import Thresholds
 from models.tasks.detection.views import SuppressedView
 
 MAX_CANDIDATES = 30_000  # most confident candidates of an image that are compared
 FIRST_CANDIDATES_PER_DETECTION = 3  # first round's candidates, per detection that an image may have
 CANDIDATE_GROWTH = 3  # factor of the number of candidates in each further round
+MAX_TOGETHER = 1024  # largest `max_det` for `batch_nms`, which holds the remaining boxes in registers
 # Pixels that separate the boxes of two classes, so that these never overlap; more than any image's side.
 CLASS_OFFSET_PIXELS = 7680
 
@@ -50,12 +53,13 @@ def detect_with_more(views: Sequence[BoxView], thresholds: Thresholds) -> list[D
     If views have different numbers of such outputs, shorter rows are padded with zeros.
     """
     width = max(view.more for view in views)
-    detected = []
-    for candidates in zip(*(view.candidates(thresholds.conf_thres) for view in views), strict=True):
-        boxes, row = suppress(torch.cat([part.scores for part in candidates]), thresholds)
-        more = torch.cat([functional.pad(part.more, (0, width - part.more.shape[1])) for part in candidates])
-        view = torch.cat([row.new_full((len(part.more),), number) for number, part in enumerate(candidates)])
-        detected.append(Detected(boxes, more[row], view[row]))
+    detected: list[Detected] = []
+    for parts in zip(*(view.candidates(thresholds.conf_thres) for view in views), strict=True):
+        scores, image = _joined([part.scores for part in parts]), _joined([part.image for part in parts])
+        more = _joined([functional.pad(part.more, (0, width - part.more.shape[1])) for part in parts])
+        view = _joined([part.image.new_full((len(part.image),), number) for number, part in enumerate(parts)])
+        boxes, row, counts = _suppress_images(Candidates(parts[0].images, image, scores, more), thresholds)
+        detected += map(Detected, *(torch.split(column, counts) for column in (boxes, more[row], view[row])))
     return detected
 
 
@@ -69,6 +73,57 @@ def allowed_rows(view: SuppressedView, thresholds: Thresholds) -> list[Tensor]:
     detections = [image[: int(count)] for image, count in zip(view.detections, view.counts.tolist(), strict=True)]
     allowed = [(image[:, 4] > thresholds.conf_thres) & _of_classes(image[:, 5], thresholds) for image in detections]
     return [mask.nonzero()[: thresholds.max_det, 0] for mask in allowed]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors; a single one is not copied."""
+    return torch.cat([*parts]) if len(parts) > 1 else parts[0]
+
+
+def _suppress_images(given: Candidates, thresholds: Thresholds) -> tuple[Tensor, Tensor, list[int]]:
+    """Return the detections (k, 6) of images, their rows in `given`, int64 (k,), and the number in each image."""
+    if given.scores.is_cuda and thresholds.max_det <= MAX_TOGETHER and (nms := _batch_nms(thresholds.max_det)):
+        return suppress_together(given, thresholds, nms)
+    if given.images == 1:
+        boxes, row = suppress(given.scores, thresholds)
+        return boxes, row, [len(row)]
+    rows = [(given.image == number).nonzero()[:, 0] for number in range(given.images)]
+    images = [suppress(given.scores[of_image], thresholds) for of_image in rows]
+    row = torch.cat([of_image[row] for of_image, (_, row) in zip(rows, images, strict=True)])
+    return torch.cat([boxes for boxes, _ in images]), row, [len(boxes) for boxes, _ in images]
+
+
+@cache
+def _batch_nms(max_det: int) -> Callable[..., Tensor] | None:
+    """Return `batch_nms` if Triton can compile it here, which also takes a C compiler."""
+    with contextlib.suppress(Exception):
+        from models.tasks.detection.batch_nms import batch_nms
+
+        boxes, starts = torch.zeros(1, 4, device="cuda"), torch.tensor((0, 1), device="cuda")
+        batch_nms(boxes, starts, 0.5, MAX_CANDIDATES, max_det)
+        return batch_nms
+    return None
+
+
+def suppress_together(
+    given: Candidates, thresholds: Thresholds, nms: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Return what `suppress` returns for each image, one after the other, and the number in each; nms: `batch_nms`."""
+    scores, image = _allowed_scores(given.scores, thresholds), given.image
+    offset = 0 if thresholds.agnostic_nms else CLASS_OFFSET_PIXELS
+    confidence = scores[:, 5:] * scores[:, 4:5]
+    row, label = (confidence > thresholds.conf_thres).nonzero(as_tuple=True)
+    confidence, order = confidence[row, label].sort(descending=True, stable=True)
+    image, by_image = image[row[order]].sort(stable=True)
+    order = order[by_image]  # by image, then in falling confidence
+    row = row[order]
+    boxes = torch.cat((xywh_to_xyxy(scores[row, :4]), confidence[by_image, None], label[order, None].float()), 1)
+    starts = torch.searchsorted(image, torch.arange(given.images + 1, device=image.device))
+    planes = boxes[:, :4] + boxes[:, 5:] * offset
+    remaining = nms(planes, starts, thresholds.iou_thres, MAX_CANDIDATES, thresholds.max_det)
+    is_box = remaining >= 0
+    remaining = remaining[is_box]
+    return boxes[remaining], row[remaining], is_box.sum(1).tolist()
 
 
 def suppress(scores: Tensor, thresholds: Thresholds) -> tuple[Tensor, Tensor]:

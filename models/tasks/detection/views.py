@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from models.heads.contract import BoxView, Candidates
+from models.heads.contract import BoxView, Candidates, image_groups
 
 
 class DecodedView(NamedTuple):
@@ -18,11 +18,12 @@ class DecodedView(NamedTuple):
     more: int = 0
 
     def candidates(self, conf_thres: float) -> Iterator[Candidates]:
-        """Iterate over the boxes of each image whose objectness exceeds the threshold."""
+        """Iterate over the boxes of groups of images whose objectness exceeds the threshold."""
         end = self.boxes.shape[2] - self.more
-        for image in self.boxes:
-            rows = image[image[:, 4] > conf_thres].float()
-            yield Candidates(rows[:, :end], rows[:, end:])
+        for (group,) in image_groups([self.boxes]):
+            image, box = (group[..., 4] > conf_thres).nonzero(as_tuple=True)
+            rows = group[image, box].float()
+            yield Candidates(len(group), image, rows[:, :end], rows[:, end:])
 
 
 class SuppressedView(NamedTuple):

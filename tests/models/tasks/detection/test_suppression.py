@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,11 +18,19 @@ from torch import Tensor
 
 from models.heads.anchors.views import RawView, cell_geometry, decode, decode_xywh
 from models.heads.boxes import xywh_to_xyxy
+from models.heads.contract import Candidates
 from models.heads.logits import least_logit, row_sigmoids
 from models.tasks.contract import Thresholds
 from models.tasks.detection import suppression
-from models.tasks.detection.suppression import detect, filter_detections, suppress
+from models.tasks.detection.suppression import (
+    detect,
+    detect_with_more,
+    filter_detections,
+    suppress,
+    suppress_together,
+)
 from models.tasks.detection.views import DecodedView, SuppressedView
+from utils.files import ROOT
 
 THREE = math.log(3)  # the logit of 3/4; of 1/4 with a minus
 
@@ -317,3 +329,91 @@ def test_thresholds_apply_to_a_model_that_suppresses() -> None:
     rows[1, :1, 4] = 0.2
     detections = filter_detections(SuppressedView(rows, torch.tensor([3, 1])), Thresholds(conf_thres=0.25, max_det=2))
     assert [image[:, 4].tolist() for image in detections] == [pytest.approx([0.9, 0.5]), []]
+
+
+# Several images together, as on a GPU
+
+
+def one_by_one(boxes: Tensor, starts: Tensor, iou_thres: float, most: int, max_det: int) -> Tensor:
+    """Return what `batch_nms` returns, by torchvision's `nms`."""
+    from torchvision.ops import nms
+
+    found = torch.full((len(starts) - 1, max_det), -1)
+    for row, first, end in zip(found, starts.tolist(), starts[1:].tolist(), strict=False):
+        image = boxes[first : min(end, first + most)]
+        remaining = nms(image, -torch.arange(float(len(image))), iou_thres)[:max_det]
+        row[: len(remaining)] = remaining + first
+    return found
+
+
+def check_together(nms: Callable[..., Tensor]) -> None:
+    """Compare images that are suppressed together with each by itself: with equal boxes, without boxes, at limits."""
+    generator = torch.Generator().manual_seed(0)
+    for counts in ((30, 0, 12, 1, 0), (15,), (0, 0)):
+        image = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        image = image[torch.randperm(len(image), generator=generator)]
+        scores = torch.rand(len(image), 8, generator=generator)
+        scores[:, :4] = (scores[:, :4] * 12).round() + 1
+        scores[:, 4:] = (scores[:, 4:] * 5).round() / 5
+        scores[:1, 5] = math.nan
+        for given in (
+            Thresholds(0.1, 0.5),
+            Thresholds(0.1, 0.5, agnostic_nms=True),
+            Thresholds(0.1, 0.25, one_class=True),
+            Thresholds(0.3, 0.0, classes=(0, 2)),
+            Thresholds(0.1, 0.5, max_det=5),
+            Thresholds(0.1, 0.75, max_det=1),
+        ):
+            boxes, row, each = suppress_together(Candidates(len(counts), image, scores, scores[:, :0]), given, nms)
+            for number, of_image, rows in zip(range(len(counts)), boxes.split(each), row.split(each), strict=True):
+                expected, expected_rows = suppress(scores[image == number], given)
+                assert torch.equal(of_image, expected)
+                assert torch.equal(rows, (image == number).nonzero()[expected_rows, 0])
+
+
+@pytest.mark.parametrize("most", [30_000, 20])
+def test_images_that_are_suppressed_together(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suppression, "MAX_CANDIDATES", most)
+    check_together(one_by_one)
+
+
+def test_the_kernel_on_the_cpu() -> None:
+    """By Triton's interpreter, in a process of its own: Triton reads the variable when it is imported."""
+    pytest.importorskip("triton")
+    code = f"from {__name__} import check_together; from models.tasks.detection.batch_nms import batch_nms as nms"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", f"{code}; check_together(nms)"], cwd=ROOT, env=environment, check=True)
+
+
+def test_groups_of_images_have_the_detections_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU without Triton."""
+    generator = torch.Generator().manual_seed(0)
+    views = [RawView(*random_maps(seed, 3, few=True)) for seed in (0, 1)]
+    views.append(DecodedView(torch.rand(3, 20, 8, generator=generator) * 4))
+    expected = detect_with_more(views, Thresholds())
+    for module in ("models.heads.anchors.views", "models.tasks.detection.views"):
+        monkeypatch.setattr(f"{module}.image_groups", lambda outputs: iter([outputs]))
+    for one, other in zip(detect_with_more(views, Thresholds()), expected, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_the_detections_of_the_cpu() -> None:
+    """To the bit, from the same boxes, as many as of an image of 640 px."""
+    generator = torch.Generator().manual_seed(0)
+    maps = [torch.randn(8, 3, side, side, 85, generator=generator) for side in (80, 40, 20)]
+    for raw in maps:
+        raw[..., 4:] = raw[..., 4:] * 2 - 6
+        raw[3, ..., 4] = -200
+    anchors = torch.tensor([[[1.25, 1.625], [2, 3.75], [4.125, 2.875]]]).repeat(3, 1, 1)
+    boxes = decode(RawView(maps, anchors, torch.tensor([8.0, 16, 32])))
+    for thresholds in (
+        Thresholds(),
+        Thresholds(agnostic_nms=True, max_det=1000),
+        Thresholds(0.01, 0.3, classes=(1, 7)),
+    ):
+        assert suppression._batch_nms(thresholds.max_det)
+        on_gpu = detect([DecodedView(boxes.cuda())], thresholds)
+        for one, expected in zip(on_gpu, detect([DecodedView(boxes)], thresholds), strict=True):
+            assert torch.equal(one.cpu(), expected)
+    assert len(on_gpu[0]) > len(on_gpu[3]) == 0
