@@ -33,8 +33,8 @@ def can_fuse(x: Tensor, norm: nn.Module, activation: nn.Module) -> bool:
     return (
         x.is_cuda
         and norm.training
-        and type(x) is Tensor  # not one of FakeTensorMode
         and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        and type(x) is Tensor  # not one of FakeTensorMode
         and type(norm) is nn.BatchNorm2d
         and type(activation) is nn.SiLU
         and x.dtype in DTYPES
