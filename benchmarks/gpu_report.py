@@ -41,7 +41,7 @@ class Part(NamedTuple):
     purpose: str
 
 
-# 25 minutes in all
+# 26 minutes in all
 PARTS = {
     "waits": Part("waits", 90, "operations of the loop that wait for the device"),
     "parity": Part("parity", 100, "loss, gradients and mAP against the CPU"),
@@ -50,6 +50,7 @@ PARTS = {
     "tests": Part("tests", 180, "the tests marked gpu"),
     "steps": Part("steps", 150, "training steps of all sizes, and what bounds them"),
     "kernels": Part("kernels", 80, "phases and kernels of a training step"),
+    "norms": Part("norms", 70, "BatchNorm and SiLU, fused against torch's kernels"),
     "peers": Part("peers", 110, "YOLOv5 and ultralytics, if they are carried"),
     "validation": Part("validation", 60, "inference and suppression per image"),
     "fitting": Part("fitting", 90, "AutoBatch against what fits"),

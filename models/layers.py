@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from models.norm_silu import norm_and_activate
+
 # A kernel, stride or padding: one number, or (height, width).
 Size = int | Sequence[int]
 CLASSIFY_CHANNELS = 1280  # inputs of a classifier's last layer at every width, as in EfficientNet-B0
@@ -66,7 +68,7 @@ class Conv(nn.Module):
         self.act: nn.Module = nn.SiLU() if activate else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.bn(self.conv(x)))
+        return norm_and_activate(self.conv(x), self.bn, self.act)
 
     def set_activation(self, make: Callable[[], nn.Module]) -> None:
         """Replace the activation by a new one from `make`, if this layer has an activation."""
@@ -179,7 +181,7 @@ class MixConv2d(nn.Module):
         self.act = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.bn(torch.cat([convolve(x) for convolve in self.m], 1)))
+        return norm_and_activate(torch.cat([convolve(x) for convolve in self.m], 1), self.bn, self.act)
 
 
 def _equal_widths(channels: int, parts: int) -> list[int]:
@@ -315,7 +317,7 @@ class BottleneckCSP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         deep, bypass = self.cv3(self.m(self.cv1(x))), self.cv2(x)
-        return self.cv4(self.act(self.bn(torch.cat((deep, bypass), 1))))
+        return self.cv4(norm_and_activate(torch.cat((deep, bypass), 1), self.bn, self.act))
 
 
 class C3(nn.Module):

@@ -25,6 +25,7 @@ MODELS = (("yolov5n", 64), ("yolov5x", 32), ("yolov9t", 16))
 WARM_UP, STEPS = 5, 5  # the kernels are recorded in the fourth
 # Kinds of kernels by a part of their names, the first that fits.
 KINDS = {
+    "BatchNorm and SiLU, fused": ("_moments", "_normalise", "_gradients", "_input_gradient"),
     "BatchNorm": ("batch_norm", "bn_fw", "bn_bw", "batchnorm"),
     "max pooling": ("max_pool",),
     "convolution": ("conv", "xmma", "cudnn", "cutlass", "gemm", "sm90", "sm80", "dgrad", "wgrad", "implicit", "nhwc"),
