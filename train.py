@@ -115,7 +115,7 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
         if saved:
             state.load(saved)
     record = not (options.no_cuda_graph or options.rect or options.multi_scale)  # images of one size
-    criterion = record_kernels(distributed, criterion, record, run.print)
+    criterion = record_kernels(distributed, task, criterion, record, run.print)
     steps = OptimizerSteps(run, distributed, state, schedule, evaluate.loss_names, options.profile, record)
     progress, half = steps.progress, accelerator.mixed_precision != "no"
     flags = {**settings.flags(), "imgsz": model.imgsz, "wandb_id": decisions.run_id}

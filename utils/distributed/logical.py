@@ -78,8 +78,8 @@ class LogicalProcesses:
     def replicate(self, model: M) -> list[M]:
         """Return a module for each logical process of this process: `model`, and copies that share its parameters.
 
-        The copies have buffers of their own, and parameters on the same memory: autograd runs each copy's gradients on
-        the copy's stream.
+        The copies have buffers of their own, and parameters of their own on the same memory: so autograd can give the
+        gradients of all copies at once.
         """
         copies = [model]
         for _ in range(1, self.local):
@@ -136,10 +136,8 @@ class DistributedModel:
         self.parameters = list(self.model.parameters())
         self.layers = [layer for each in copies for layer in each.modules()]  # of all copies
         self._generators: list[torch.Generator] = []  # of dropout, for each copy
-        # A GPU computes the copies at the same time: a small share of a batch does not fill it.
-        many = len(copies) > 1 and accelerator.device.type == "cuda"
-        self.streams = [torch.cuda.Stream(accelerator.device) for _ in copies] if many else []
-        self._terms: Sequence[LossTerms] = ()
+        self.batches: Sequence[Batch] = ()  # while `each` iterates over them
+        self.together = False  # whether autograd's graphs of the copies are one
         if logical.exact:
             self._trained = [[each for each in model.parameters() if each.requires_grad] for model in copies]
             self._flat, self._gradients = flat_like(self._trained[0])
@@ -175,15 +173,11 @@ class DistributedModel:
         """Yield the module and the batch of each logical process of this process, with torch seeded alike for each."""
         for generator in self._generators:
             generator.manual_seed(seed)
-        streams: Sequence[torch.cuda.Stream | None] = self.streams or [None] * len(batches)
-        for each in self.streams:
-            each.wait_stream(torch.cuda.current_stream())
-        for module, batch, stream in zip(self.modules, batches, streams, strict=True):
+        self.batches = batches
+        for module, batch in zip(self.modules, batches, strict=True):
             torch.manual_seed(seed)
-            with torch.cuda.stream(stream):  # None: the current one
-                yield module, batch
-        for each in self.streams:
-            torch.cuda.current_stream().wait_stream(each)
+            yield module, batch
+        self.batches = ()
 
     def global_means(self, terms: Sequence[LossTerms]) -> list[Tensor]:
         """Return each local logical process's share of the mean loss terms over the global batch, (terms,) each.
@@ -192,7 +186,6 @@ class DistributedModel:
         call it together.
         """
         counts = GlobalCounts(self.sum([each.counts for each in terms]))
-        self._terms = terms
         return [each.share_of(counts) for each in terms]
 
     def backward(self, objectives: Sequence[Tensor]) -> None:
@@ -223,23 +216,13 @@ class DistributedModel:
     def _local_gradients(self, objectives: Sequence[Tensor]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Yield the number and the gradients of each local logical process, from the last to the first."""
         numbers = reversed(range(len(objectives)))
-        fixed = not any(each.weights.requires_grad or each.counts.requires_grad for each in self._terms)
-        if not (self.streams and fixed):
-            for number in numbers:
-                yield number, torch.autograd.grad(objectives[number], self._trained[number], materialize_grads=True)
+        if self.together:
+            trained = [parameter for of_copy in self._trained for parameter in of_copy]
+            found, count = torch.autograd.grad(objectives, trained, materialize_grads=True), len(self._trained[0])
+            yield from ((number, found[number * count : (number + 1) * count]) for number in numbers)
             return
-        # Autograd runs backward kernels on the stream of the forward kernels, and the objectives' is the current one,
-        # which waits for each copy in turn. So their part of the graph comes first, for all copies.
-        sums, current = [each.sums for each in self._terms], torch.cuda.current_stream()
-        upstream = [torch.autograd.grad(*each)[0] for each in zip(objectives, sums, strict=True)]
-        for stream in self.streams:
-            stream.wait_stream(current)
         for number in numbers:
-            stream, trained = self.streams[number], self._trained[number]
-            with torch.cuda.stream(stream):
-                found = torch.autograd.grad(sums[number], trained, upstream[number], materialize_grads=True)
-            current.wait_stream(stream)
-            yield number, found
+            yield number, torch.autograd.grad(objectives[number], self._trained[number], materialize_grads=True)
 
     def _set_gradients(self, sums: Sequence[Tensor]) -> None:
         """Set the parameters' gradients to the sums over all processes. All processes must call it together."""

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from utils.distributed.logical import DistributedModel
 
 if TYPE_CHECKING:
-    from models.tasks.contract import Criterion
+    from models.tasks.contract import Criterion, Task
 
 WARM_UP_CALLS = 3  # calls before a recording: libraries then have their handles and workspaces
 # Largest share of a device's memory that training may use with a recording. What a graph uses is lent to nothing else,
@@ -47,7 +47,7 @@ def can_record(model: DistributedModel) -> bool:
 
 
 def record_kernels(
-    model: DistributedModel, criterion: Criterion, enabled: bool, warn: Callable[[str], object]
+    model: DistributedModel, task: Task, criterion: Criterion, enabled: bool, warn: Callable[[str], object]
 ) -> Criterion:
     """Let the networks and the loss of a training replay their kernels if possible and `enabled`; return the loss.
 
@@ -59,11 +59,12 @@ def record_kernels(
     if not (enabled and can_record(model)):
         return criterion.for_gpu(lambda function: function)
     recorder = Recorder(warn)
-    network: Any
-    for network in model.copies:
-        if hasattr(network, "recorder"):  # only a `YoloModel` has rows
-            network.recorder = RecordedRows(network, recorder)
-    return criterion.for_gpu(recorder.recorded)
+    networks: Any = model.copies
+    if hasattr(networks[0], "recorder"):  # only a `YoloModel` has rows
+        together = RowsTogether(model, task, recorder) if len(networks) > 1 else None
+        for number, network in enumerate(networks):
+            network.recorder = RecordedRows(network, recorder, together, number)
+    return criterion.for_gpu(partial(recorder.recorded, turns=len(networks)))
 
 
 class Recorder:
@@ -77,14 +78,15 @@ class Recorder:
         self.warn, self.enabled = warn, True
         self.memory: set[int] = set()  # addresses of recorded outputs, which other recordings read where they are
 
-    def recorded(self, function: Function, module: nn.Module | None = None) -> Function:
+    def recorded(self, function: Function, module: nn.Module | None = None, turns: int = 1) -> Function:
         """Return a function that does the same, and replays its kernels if it can.
 
         Args:
             function: takes and returns tensors in nested lists, tuples and dicts; changes nothing but buffers, in place
             module: module whose parameters it uses
+            turns: number of calls in a step: each has recordings of its own, as their outputs are read until the end
         """
-        return Recorded(function, module, self)
+        return Recorded(function, module, self, turns)
 
     def has_room(self, device: torch.device) -> bool:
         """Return whether training leaves enough memory for recordings."""
@@ -100,45 +102,83 @@ class Recorder:
 class RecordedRows:
     """Takes the place of a `YoloModel`'s `run_rows` in training."""
 
-    def __init__(self, model: Any, recorder: Recorder) -> None:
-        self.model, self.recorder = model, recorder
+    def __init__(self, model: Any, recorder: Recorder, together: RowsTogether | None = None, number: int = 0) -> None:
+        self.model, self.recorder, self.together, self.number = model, recorder, together, number
         self.parts: dict[tuple[int, int], Function] = {}  # by first row and end
 
     def __call__(self, maps: dict[int, Any], first: int, until: int, hints: Sequence[Tensor] = ()) -> dict[int, Any]:
         """Do the same as `YoloModel.run_rows`."""
         if not (self.model.training and torch.is_grad_enabled()):
             return self.model.run_rows(maps, first, until, hints)
+        if self.together and self.together.model.batches and first == 0:
+            return self.together.maps(self.number, maps[-1], until)
         if (first, until) not in self.parts:
             run = partial(self.model.run_rows, first=first, until=until)
             self.parts[first, until] = self.recorder.recorded(lambda maps, hints: run(maps, hints=hints), self.model)
         return self.parts[first, until](maps, tuple(hints))
 
 
+class RowsTogether:
+    """Runs the rows of all logical processes' networks in one recording, at the same time: a share of a batch is small.
+
+    Args:
+        task: makes the inputs of the other networks when the first one is called
+    """
+
+    def __init__(self, model: DistributedModel, task: Task, recorder: Recorder) -> None:
+        self.model, self.task = model, task
+        self.networks: Sequence[Any] = model.copies
+        self.streams = [torch.cuda.Stream() for _ in self.networks]
+        self.recorded = recorder.recorded(self._run, nn.ModuleList(self.networks))
+        self.until = 0
+        self.outputs: list[dict[int, Any]] = []
+        model.together = True
+
+    def maps(self, number: int, images: Tensor, until: int) -> dict[int, Any]:
+        """Return what network `number` returns for its batch; the first call of a step runs all networks."""
+        if number == 0:
+            self.until = until
+            others = [self.task.inputs(batch) for batch in self.model.batches[1:]]
+            self.outputs = self.recorded(images, *others)
+        return self.outputs[number]
+
+    def _run(self, *images: Tensor) -> list[dict[int, Any]]:
+        outputs, current = [], torch.cuda.current_stream()
+        streams = self.streams if torch.cuda.is_current_stream_capturing() else [current] * len(images)
+        for network, of_network, stream in zip(self.networks, images, streams, strict=True):
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                outputs.append(network.run_rows({-1: of_network}, 0, self.until))
+        for stream in streams:
+            current.wait_stream(stream)
+        return outputs
+
+
 class Recorded:
     """A function of tensors, whose kernels are replayed from the fourth call on with tensors of the same shapes.
 
-    Calls on several streams have recordings of their own, because they run at the same time.
+    See `Recorder.recorded` for the arguments.
     """
 
-    def __init__(self, function: Function, module: nn.Module | None, recorder: Recorder) -> None:
-        self.part, self.recorder = _Part(function, module), recorder
+    def __init__(self, function: Function, module: nn.Module | None, recorder: Recorder, turns: int) -> None:
+        self.part, self.recorder, self.turns, self.turn = _Part(function, module), recorder, turns, 0
         self.parameters = {name: each for name, each in self.part.named_parameters() if each.requires_grad}
         self.calls: Counter[Any] = Counter()
         self.recordings: dict[Any, Recording] = {}
-        self.pools: dict[int, Any] = {}  # of memory, by stream: no two recordings of a stream are used in one step
+        self.pools: list[Any] = [None] * turns  # of memory: only one recording of a turn is used in a step
 
     def __call__(self, *inputs: Any) -> Any:
         """Call the function, or replay it with these inputs; a replay's outputs are overwritten by the next one."""
         leaves, structure = tree_flatten(inputs)
-        stream = torch.cuda.current_stream()
-        key = (stream.cuda_stream, *((each.shape, each.dtype, each.requires_grad) for each in leaves))
+        turn, self.turn = self.turn, (self.turn + 1) % self.turns
+        key = (turn, *((each.shape, each.dtype, each.requires_grad) for each in leaves))
         if key not in self.recordings:
             self.calls[key] += 1
-            full = len(self.recordings) >= MAX_RECORDINGS
+            full = len(self.recordings) >= MAX_RECORDINGS * self.turns
             if self.calls[key] <= WARM_UP_CALLS or full or not self.recorder.has_room(leaves[0].device):
                 return self.part(*inputs)
             try:
-                self.recordings[key] = self._record(leaves, structure, stream)
+                self.recordings[key] = self._record(leaves, structure, turn)
             except RuntimeError as error:
                 self.recorder.fail(error)
                 return self.part(*inputs)
@@ -146,14 +186,12 @@ class Recorded:
         outputs = _Replay.apply(recording, len(leaves), *leaves, *self.parameters.values())
         return tree_unflatten(outputs, recording.structure)
 
-    def _record(self, leaves: Sequence[Tensor], structure: Any, stream: torch.cuda.Stream) -> Recording:
-        if stream.cuda_stream not in self.pools:
-            self.pools[stream.cuda_stream] = torch.cuda.graph_pool_handle()
+    def _record(self, leaves: Sequence[Tensor], structure: Any, turn: int) -> Recording:
+        self.pools[turn] = self.pools[turn] or torch.cuda.graph_pool_handle()
         memory = self.recorder.memory
         inputs = [each.detach() if each.data_ptr() in memory else torch.empty_like(each) for each in leaves]
         inputs = [kept.requires_grad_(each.requires_grad) for kept, each in zip(inputs, leaves, strict=True)]
-        pool, is_default = self.pools[stream.cuda_stream], stream == torch.cuda.default_stream()
-        recording = Recording(self.part, self.parameters, inputs, structure, pool, None if is_default else stream)
+        recording = Recording(self.part, self.parameters, inputs, structure, self.pools[turn])
         memory.update(each.data_ptr() for each in recording.outputs)
         return recording
 
@@ -181,7 +219,6 @@ class Recording:
         inputs: tensors that a replay reads, which are filled before it
         structure: the nested lists, tuples and dicts that `inputs` are the leaves of
         pool: memory that the recording may use
-        stream: stream to record on, so that libraries use the workspaces of that stream; None for one of torch's
     """
 
     def __init__(
@@ -191,7 +228,6 @@ class Recording:
         inputs: Sequence[Tensor],
         structure: Any,
         pool: Any,
-        stream: torch.cuda.Stream | None,
     ) -> None:
         self.inputs, aliases = inputs, {name: each.detach().requires_grad_() for name, each in parameters.items()}
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -199,7 +235,7 @@ class Recording:
         # Without autocast's cache: a replay must convert the weights anew.
         with (
             torch.autocast("cuda", dtype, torch.is_autocast_enabled("cuda"), cache_enabled=False),
-            torch.cuda.graph(self.forward, pool, stream, CAPTURE_MODE),
+            torch.cuda.graph(self.forward, pool, capture_error_mode=CAPTURE_MODE),
         ):
             outputs = functional_call(part, aliases, tree_unflatten(inputs, structure))
         leaves, self.structure = tree_flatten(outputs)
@@ -210,7 +246,7 @@ class Recording:
         sources += aliases.values()
         gradients: Sequence[Tensor | None] = [None] * len(sources)
         if trained and sources:
-            with torch.cuda.graph(self.backward, pool, stream, CAPTURE_MODE):
+            with torch.cuda.graph(self.backward, pool, capture_error_mode=CAPTURE_MODE):
                 gradients = torch.autograd.grad(trained, sources, self.upstream, allow_unused=True)
         of_inputs = iter(gradients[: len(sources) - len(aliases)])
         self.of_inputs = [next(of_inputs) if each.requires_grad else None for each in inputs]

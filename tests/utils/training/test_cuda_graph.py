@@ -60,15 +60,12 @@ class OnTheCpu(cuda_graph.Recording):
 def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A GPU's memory in bytes, as `torch.cuda` would tell it."""
     memory = SimpleNamespace(total_memory=100, used=10)
-    stream = SimpleNamespace(cuda_stream=0)
     for name, value in {
         "get_device_properties": lambda _: memory,
         "max_memory_allocated": lambda _: memory.used,
-        "current_stream": lambda: stream,
-        "default_stream": lambda: stream,
         "graph_pool_handle": lambda: (0, 1),
         "CUDAGraph": SimpleNamespace,
-        "graph": lambda *given: nullcontext(),
+        "graph": lambda *given, **named: nullcontext(),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(cuda_graph, "Recording", OnTheCpu)
