@@ -43,7 +43,10 @@ def steps(here: Machine, model: str, imgsz: int, batch: int, *flags: str) -> tup
     def measured(parts: Parts, shares: Any) -> Generator[Any, None, tuple[float, float, str]]:
         seconds = yield from median_seconds(here, parts, shares)
         copies: Any = parts.model.copies if here.on_gpu and "--no-cuda-graph" not in flags else ()
-        recorded = all(part.recordings for each in copies for part in each.recorder.parts.values())
+        parts_of = [part for each in copies for part in each.recorder.parts.values()]
+        recorded = all(
+            part.recordings for part in [*parts_of, *(each.recorder.together.recorded for each in copies[1:])]
+        )
         hashed = digest(parts) if recorded else "nothing was recorded"
         return rounded(seconds * 1000), peak_gib(here.torch_device), hashed
 

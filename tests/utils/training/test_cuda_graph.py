@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.conftest import RunScript
 from tests.curves import identical
 from utils.batch import Batch
 from utils.config.hyperparameters import Hyperparameters
+from utils.distributed.logical import DistributedModel, LogicalProcesses
 from utils.files import ROOT
 from utils.training import cuda_graph
 
@@ -113,6 +115,39 @@ def test_network_head_and_loss_are_replayed_with_the_same_gradients(device: Simp
         assert torch.equal(got, sums)
         assert all(map(torch.equal, of_these, of_parameters))
     assert replays(model) == {(0, 24): [3], (24, 25): [2]}
+
+
+def test_networks_of_logical_processes_are_replayed_together(
+    device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each has recordings of its own for the head and the loss."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cuda_graph, "can_record", lambda model: True)
+    logical = LogicalProcesses(count=2, local=2, first=0, exact=True)
+    network: Any = build_model("yolov5n.yaml", nc=3, imgsz=64).to(memory_format=torch.channels_last)
+    accelerator: Any = SimpleNamespace(device=torch.device("cuda"), num_processes=1, scaler=None)
+    accelerator.gradient_accumulation_steps, accelerator.sync_gradients = 1, True
+    task: Any = SimpleNamespace(inputs=lambda batch: batch.images)
+    copied = logical.replicate(network)
+    monkeypatch.setattr(torch, "Generator", lambda device: torch.default_generator)
+    models = [DistributedModel(accelerator, logical, each, each) for each in (copied, copy.deepcopy(copied))]
+    fast = cuda_graph.record_kernels(models[0], task, criterion_of(copied[0]), True, pytest.fail)
+    plain = criterion_of(models[1].model).for_gpu(lambda function: function)
+    for number, boxes in enumerate((BOXES, BOXES[:1], BOXES, BOXES[1:], BOXES.repeat(6, 1), BOXES)):
+        batches = [Batch(IMAGES + number, boxes, ()), Batch(IMAGES - number, boxes[:1], ())]
+        for model, criterion in zip(models, (fast, plain), strict=True):
+            terms = [
+                criterion(module(task.inputs(batch), *criterion.hints(batch)), batch)
+                for module, batch in model.each(batches, number)
+            ]
+            model.backward([criterion.objective(each, 2) for each in model.global_means(terms)])
+        assert all(torch.equal(*pair) for pair in zip(*([p.grad for p in m.parameters] for m in models), strict=True))
+    rows: Any = copied[0].recorder
+    assert [each.replays for each in rows.together.recorded.recordings.values()] == [3]
 
 
 def criterion_of(model: Any) -> Criterion:
