@@ -141,7 +141,7 @@ class DistributedModel:
         if logical.exact:
             self._trained = [[each for each in model.parameters() if each.requires_grad] for model in copies]
             self._flat, self._gradients = flat_like(self._trained[0])
-            self._accumulated: list[list[Tensor]] = []  # of each copy, over the batches of a step
+            self._accumulated: list[tuple[Tensor, ...]] = []  # of each copy, over the batches of a step
             for number, each in enumerate(copies):
                 self._generators.append(torch.Generator(accelerator.device))
                 draw_masks_of(each, logical.first + number, logical.count, self._generators[number])
@@ -175,7 +175,7 @@ class DistributedModel:
             generator.manual_seed(seed)
         self.batches = batches
         for module, batch in zip(self.modules, batches, strict=True):
-            torch.manual_seed(seed)
+            seed_torch(seed, self.accelerator.device)
             yield module, batch
         self.batches = ()
 
@@ -208,8 +208,8 @@ class DistributedModel:
             gradients = torch._foreach_add(found, accumulated[number]) if accumulated else found
             if accelerator.sync_gradients:
                 sums.add(gradients)
-            else:
-                self._accumulated.insert(0, list(gradients))
+            else:  # copies: the next batch may overwrite recorded gradients
+                self._accumulated.insert(0, torch._foreach_mul(gradients, 1.0))
         if accelerator.sync_gradients:
             self._set_gradients(sums.take())
 
@@ -241,6 +241,13 @@ class DistributedModel:
         """
         for models in (self.copies, averages):
             average_statistics(models, self.sum, self.logical.count)
+
+
+def seed_torch(seed: int, device: torch.device) -> None:
+    """Seed the generators of the CPU and of `device`; `torch.manual_seed` takes a while for devices that are absent."""
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def flat_like(parameters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:

@@ -58,7 +58,7 @@ def record_kernels(
         return criterion
     if not (enabled and can_record(model)):
         return criterion.for_gpu(lambda function: function)
-    recorder = Recorder(warn)
+    recorder = Recorder(warn, copies=not model.logical.exact)
     networks: Any = model.copies
     if hasattr(networks[0], "recorder"):  # only a `YoloModel` has rows
         together = RowsTogether(model, task, recorder) if len(networks) > 1 else None
@@ -72,10 +72,11 @@ class Recorder:
 
     Args:
         warn: is called with a sentence if a recording fails
+        copies: whether the gradients of parameters are copied, as the next replay overwrites them
     """
 
-    def __init__(self, warn: Callable[[str], object]) -> None:
-        self.warn, self.enabled = warn, True
+    def __init__(self, warn: Callable[[str], object], copies: bool = True) -> None:
+        self.warn, self.copies, self.enabled = warn, copies, True
         self.memory: set[int] = set()  # addresses of recorded outputs, which other recordings read where they are
 
     def recorded(self, function: Function, module: nn.Module | None = None, turns: int = 1) -> Function:
@@ -192,6 +193,7 @@ class Recorded:
         inputs = [each.detach() if each.data_ptr() in memory else torch.empty_like(each) for each in leaves]
         inputs = [kept.requires_grad_(each.requires_grad) for kept, each in zip(inputs, leaves, strict=True)]
         recording = Recording(self.part, self.parameters, inputs, structure, self.pools[turn])
+        recording.copies = self.recorder.copies
         memory.update(each.data_ptr() for each in recording.outputs)
         return recording
 
@@ -220,6 +222,8 @@ class Recording:
         structure: the nested lists, tuples and dicts that `inputs` are the leaves of
         pool: memory that the recording may use
     """
+
+    copies = True  # see `Recorder`
 
     def __init__(
         self,
@@ -276,10 +280,11 @@ class _Replay(torch.autograd.Function):
                 kept.zero_()
         _copy(recording.upstream, given)
         recording.backward.replay()
-        # Copies, because the next replay overwrites the recorded gradients, and a step may accumulate several batches'.
-        used = [each for each in recording.of_parameters if each is not None]
-        copies = iter(torch._foreach_mul(used, 1.0) if used else ())
-        of_parameters = [None if each is None else next(copies) for each in recording.of_parameters]
+        of_parameters = recording.of_parameters
+        used = [each for each in of_parameters if each is not None]
+        if used and recording.copies:
+            copies = iter(torch._foreach_mul(used, 1.0))
+            of_parameters = [None if each is None else next(copies) for each in of_parameters]
         return None, None, *recording.of_inputs, *of_parameters
 
 
