@@ -11,33 +11,26 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
-from data import storage
 from data.batches import Item, Items
-from data.data_yaml import DataSpec, is_annotation_file, overlap, read_spec
+from data.data_yaml import DataSpec, read_data
 from data.own_augmentations import Labelling, OwnAugmentations, read_augmentations
 from data.sampler import SampleIndex, Sampling
 from utils.batch import Batch, Split
 from utils.config.hyperparameters import Recipe
 from utils.console import columns, listed
 from utils.errors import UserError, plural
-from utils.files import csv_text, find_file
+from utils.files import csv_text
 from utils.user_code import class_named
 
 S = TypeVar("S", bound=Split)
 PRINTED_PROBLEMS = 5  # printed problems of a split, at most
-# Data YAMLs of YOLOv5 that are not included, and their annotations, which code in these YAMLs converts.
-SCRIPTED_SETS = {
-    "Argoverse": "JSON without the folders of its images",
-    "GlobalWheat2020": "JSON for each place",
-    "SKU-110K": "a CSV file",
-    "xView": "GeoJSON",
-}
 FEW_LABELS = 10  # training labels of a class; classes with fewer are named at the start
 
 
@@ -72,14 +65,6 @@ class DataSet(ABC, Generic[S]):
     @abstractmethod
     def files(spec: DataSpec) -> dict[str, list[Path]]:
         """Return all files that training reads, by kind, such as `labels of train`; some may not exist."""
-
-    @staticmethod
-    def groups(spec: DataSpec, split: str) -> dict[Path, str]:
-        """Return the class name of each image of a split, for data.pack, if its folder determines it.
-
-        Returns {} if there are label files. Raises `UserError` if there are no images.
-        """
-        return {}
 
     @abstractmethod
     def split(self, name: str, hyp: Recipe | None = None) -> S:
@@ -222,28 +207,24 @@ def data_source(data: str, kind: str) -> DataSource:
     Args:
         kind: class of the data set, as `module:class`
     """
-    from data.detect_layout import read_annotation_file, read_folder  # only here: most data sets have a YAML
-
-    storage.forget()
-    if os.path.isdir(data):
-        spec = read_folder(Path(data))
-    elif is_annotation_file(Path(data)):
-        spec = read_annotation_file(Path(data))
-    else:
-        refuse_scripted_set(data)
-        spec = read_spec(find_file(data, "data set", ["data"], kind="a file or a folder"))
-    return DataSource(spec, dataset_class(kind))
+    return DataSource(read_data(data), dataset_class(kind))
 
 
-def refuse_scripted_set(data: str) -> None:
-    """Raise `UserError` if --data names one of `SCRIPTED_SETS`, unless it is an existing file."""
-    name = Path(data).name.removesuffix(".yaml")
-    if name in SCRIPTED_SETS and not os.path.isfile(data):
-        raise UserError(
-            f"data set '{data}' is not included, because its annotations are {SCRIPTED_SETS[name]}, which YOLOv5's "
-            f"{name}.yaml converts by code that this repository never runs; give the path of that file once YOLOv5 has "
-            "downloaded the set, or write label files as docs/data.md says"
-        )
+def overlap(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
+    """Return a warning if the splits share images, whatever their paths, else an empty list."""
+
+    @cache  # each folder is resolved once, which is fast
+    def real(folder: str) -> str:
+        return os.path.realpath(folder)
+
+    both = {(real(folder), name) for folder, name in map(os.path.split, train)}
+    both &= {(real(folder), name) for folder, name in map(os.path.split, val)}
+    if not both:
+        return []
+    return [
+        f"warning: {len(both)} of the {len(val)} validation images are training images too, such as "
+        f"{os.path.join(*min(both))}; the metrics will look better than they are"
+    ]
 
 
 def labels_text(names: Mapping[int, str], counts: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
@@ -281,7 +262,7 @@ def class_messages(names: Mapping[int, str], train: np.ndarray, val: np.ndarray)
 def split_identity(images: Sequence[Path], labels: bytes) -> dict[str, str]:
     """Return the number of images of a split, and hashes of their file names, of their sizes in bytes and of labels."""
     names = os.fsencode("\n".join(path.name for path in images))
-    sizes = "\n".join(str(storage.file_size(path)) for path in images)
+    sizes = "\n".join(str(path.stat().st_size) for path in images)
     return {
         "count": str(len(images)),
         "files": hashlib.sha256(names).hexdigest(),
