@@ -40,10 +40,11 @@ MAX_CLASSES = 4096  # classes of a model, at most
 HELD_OUT_SHARE = 0.2  # share of the images, or of each class, to hold out of a folder without validation images
 DRAWN_SETS = ("shapes", "shapes_cls", "shapes_seg")  # modules of data/builtin that `draw:` may name
 YAML_NAMES = ("data.yaml", "data.yml")
-# Suffixes of images that are not read; `IMAGE_SUFFIXES` has the others.
+# Suffixes of images that are not read.
 OTHER_IMAGE_SUFFIXES = frozenset([".avif", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jxl"])
 DATA_KEYS = (
-    *("path", *SPLITS, "images", "split", "split_seed", "names", "nc", "kpt_shape", "draw", "download", "defaults"),
+    *("path", *SPLITS, "images", "split", "split_seed", "names", "nc", "kpt_shape"),
+    *("draw", "download", "defaults"),
 )
 # Keys that YOLOv5's users, Roboflow and ultralytics write, which have no meaning here.
 OTHER_KEYS = (
@@ -85,11 +86,7 @@ class Listing(NamedTuple):
 
 @dataclass(frozen=True)
 class DataSpec:
-    """The checked content of a data set YAML.
-
-    Files are searched for when a split is read, so the files of an unused split may be absent. A missing folder of the
-    data set is downloaded then, if the YAML has `download:`.
-    """
+    """The checked content of a data YAML. Its files are searched for, or downloaded, only when a split is read."""
 
     file: Path
     names: dict[int, str]  # class names by number; empty if the YAML has none
@@ -103,8 +100,7 @@ class DataSpec:
     has_path: bool = False  # whether the YAML has `path:`
     download: Any = None  # as in the YAML; never executed
     kpt_shape: tuple[int, ...] = ()  # number of key points in a label row, and numbers for each; () for none
-    # Images below the folders of each split, kept because walking through a million images takes long.
-    walked: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    walked: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # splits that have been listed
     unread: dict[str, list[str]] = field(default_factory=dict, compare=False, repr=False)  # see `unread_images`
 
     @property
@@ -131,9 +127,7 @@ class DataSpec:
         whole: Listing = self.walked["listing"]
         chosen = held_out(whole.images, self.split, self.split_seed)
         if not chosen:
-            raise UserError(
-                f"{self.file}: `train:` has one image, so `split: {self.split:g}` leaves none to hold out; add images"
-            )
+            raise UserError(f"{self.file}: `train:` has one image, so `split:` leaves none to hold out; add images")
         images = [image for image in whole.images if (image in chosen) == (split == "val")]
         names = set(map(str, images))
         annotated = [
@@ -163,10 +157,6 @@ class DataSpec:
             searched = "; ".join([", ".join(map(str, locations)), *self.unread_images(split)])
             raise UserError(f"{self.file}: `{split}:` has no images in {searched}; put images there or fix the path")
         images = sorted(set(listed), key=lambda image: image.replace(os.sep, "\0"))  # as Paths, folder by folder
-        if len(images) < len(listed):
-            repeated = Counter(listed).most_common(1)[0][0]
-            count = plural(len(listed) - len(images), "image")
-            problems.append(f"{self.file}: `{split}:` lists {count} again, such as {repeated}; each is used once")
         return Listing(list(map(Path, images)), problems, tuple(annotated))
 
     def annotation_file(self, split: str) -> Path | None:
@@ -186,38 +176,30 @@ class DataSpec:
     def root(self) -> Path:
         """Return the folder that `path:` names. Raises `UserError` if it is absent and cannot be downloaded."""
         reason = "" if any(map(has_content, self.roots)) else self._fetch()
-        for root in self.roots:
-            if os.path.isdir(root):
-                return Path(os.path.normpath(root))
-        tried = " or ".join(dict.fromkeys(map(os.path.normpath, self.roots)))
-        raise UserError(f"{self.file}: `path:` does not exist; looked for {tried}{reason}")
+        folders = [Path(os.path.normpath(root)) for root in self.roots]
+        if not any(map(os.path.isdir, folders)):
+            tried = " or ".join(dict.fromkeys(map(str, folders)))
+            raise UserError(f"{self.file}: `path:` does not exist; looked for {tried}{reason}")
+        return next(filter(os.path.isdir, folders))
 
     def locations(self, split: str) -> list[Path]:
-        """Return the folders and list files of a split.
-
-        Raises `UserError` if the YAML has none, or if one is absent and cannot be downloaded.
-        """
+        """Return the folders and files that a split names, downloaded if one is absent. Raises `UserError`."""
         if split not in self.entries:
             share = ", or `split: 0.2` to hold out a share of `train:`" if split == "val" else ""
             raise UserError(
                 f"{self.file} has no `{split}:`; add a folder of images, a .txt list of them, or a COCO .json{share}"
             )
-        missing = any(_find(entry, self.roots) is None for entry in self.entries[split])
-        reason = self._fetch() if missing else ""
-        locations = []
-        for entry in self.entries[split]:
-            location = _find(entry, self.roots)
-            if location is None:
-                tried = " or ".join(dict.fromkeys(map(str, _candidates(entry, self.roots))))
-                raise UserError(f"{self.file}: `{split}: {entry}` does not exist; looked for {tried}{reason}")
-            locations.append(location)
+        entries, reason = self.entries[split], ""
+        if not all(_find(entry, self.roots) for entry in entries):
+            reason = self._fetch()
+        locations = [location for entry in entries if (location := _find(entry, self.roots))]
+        if absent := next((entry for entry in entries if not _find(entry, self.roots)), ""):
+            tried = " or ".join(dict.fromkeys(map(str, _candidates(absent, self.roots))))
+            raise UserError(f"{self.file}: `{split}: {absent}` does not exist; looked for {tried}{reason}")
         return locations
 
     def _fetch(self) -> str:
-        """Download the data set if `download:` has addresses and the folder of `path:` is missing or empty.
-
-        Return the reason why a file may still be absent, as the end of an error message.
-        """
+        """Download the data set if its folder is missing or empty; return the end of an error if a file is absent."""
         sources = archive_sources(self.download)
         if sources and self.has_path and not any(map(has_content, self.roots)):
             entries = [entry for entries in self.entries.values() for entry in entries]
@@ -230,8 +212,7 @@ class DataSpec:
 def held_out(images: Sequence[Path], share: float, seed: int) -> set[Path]:
     """Return the images that are held out for validation: at least one, but never all.
 
-    A hash of folder name, file name and seed decides, so new images hardly change the choice and moving the folder does
-    not change it.
+    A hash of folder name, file name and seed decides, so that new images hardly change the choice.
     """
 
     def order(path: Path) -> tuple[bytes, Path]:
@@ -275,20 +256,12 @@ def _described(file: Path, folder: Path, title: str, content: dict[str, Any]) ->
 
 
 def read_spec(file: Path) -> DataSpec:
-    """Read a data set YAML. Raises `UserError`.
-
-    Relative paths resolve against `path:`, which resolves against the YAML's folder or the working folder.
-    """
+    """Read a data YAML. Raises `UserError`."""
     return checked_spec(file, read_yaml(file))
 
 
 def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str] = ()) -> DataSpec:
-    """Return the data set that the content of a YAML describes. Raises `UserError`.
-
-    Args:
-        file: the YAML, or the folder for which `content` was made
-        messages: lines for the console
-    """
+    """Return the data set that the content of a YAML, or what was found in a folder, describes. Raises `UserError`."""
 
     def check(key: str, is_valid: bool, expected: str) -> None:
         if not is_valid:
@@ -373,22 +346,18 @@ def _roots(file: Path, content: Mapping[str, Any], train: Sequence[str]) -> tupl
 
 
 def _draw(value: Any, folder: Path) -> bool:
-    """Draw a data set if it is absent; return whether `draw:` names one.
+    """Draw a data set by the seed of `shapes`, or by one module and its seed, if it is absent; return if that is valid.
 
     A YAML may come from somebody else, so it can name only modules of data/builtin and of a task that the user runs.
-
-    Args:
-        value: seed of `shapes`, or a mapping from one module that draws to its seed
     """
     name, seed = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("shapes", value)
     module = str(name).removeprefix("data.builtin.").replace("-", "_")
     if type(seed) is not int or seed < 0 or not (module in DRAWN_SETS or user_code.is_users(module)):
         return False
     loaded = importlib.import_module(f"data.builtin.{module}") if module in DRAWN_SETS else user_code.load(module)
-    draw_dataset = getattr(loaded, "draw_dataset", None)
-    if draw_dataset:
-        draw_dataset(folder, seed=seed)
-    return draw_dataset is not None
+    if is_drawing := hasattr(loaded, "draw_dataset"):
+        loaded.draw_dataset(folder, seed=seed)
+    return is_drawing
 
 
 def _is_path(value: Any) -> bool:
@@ -418,8 +387,8 @@ def _names(file: Path, content: Mapping[str, Any]) -> dict[int, str]:
     names, count = content.get("names"), content.get("nc")
     if names is None and count is None:
         return {}
-    if names is None and type(count) is int and 0 < count <= MAX_CLASSES:
-        return {number: str(number) for number in range(count)}
+    if names is None and type(count) is int:
+        names = list(range(min(count, MAX_CLASSES + 1)))
     if isinstance(names, list):
         names = dict(enumerate(names))
     if not isinstance(names, dict) or not 0 < len(names) <= MAX_CLASSES:
@@ -438,15 +407,12 @@ def _names(file: Path, content: Mapping[str, Any]) -> dict[int, str]:
 
 
 def images_below(folder: Path, unread: list[str]) -> Iterator[Path]:
-    """Yield every image below a folder. Links are followed; a folder with several paths is read once.
-
-    Args:
-        unread: list to which images in formats that are not read are appended
-    """
+    """Yield every image below a folder; `unread` gets those in formats that are not read."""
     return map(Path, _names_below(folder, unread))
 
 
 def _names_below(folder: Path, unread: list[str]) -> Iterator[str]:
+    """Yield the images as text. Links are followed; a folder with several paths is read once."""
     visited = set()
     for path, folders, files in os.walk(folder, followlinks=True, onerror=_refuse):
         real = os.path.realpath(path)

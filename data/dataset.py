@@ -127,17 +127,13 @@ class DataSet(ABC, Generic[S]):
         return read_augmentations(self.options.augmentations, self.labelling(hyp), is_named)
 
     def usable(self, name: str, sizes: np.ndarray, problems: Sequence[str]) -> np.ndarray:
-        """Return a mask of the usable images of a split, bool (n,).
+        """Return a mask of the usable images of a split, bool (n,): those whose width and height in `sizes` are not 0.
 
         Raises `UserError` if no image is usable, or with --strict if there are problems.
-
-        Args:
-            name: `train`, `val` or `test`
-            sizes: (n, 2), width and height of each image, 0 for an image left out
-            problems: sentences about what is left out
         """
-        if self.options.strict:
-            refuse_problems(problems, name)
+        if self.options.strict and problems:
+            count = plural(len(problems), "such problem")
+            raise UserError(f"{problems[0].rpartition('; ')[0]} (--strict; {count} in {name})")
         readable: np.ndarray = sizes[:, 0] > 0
         if not readable.any():
             raise UserError(f"{self.spec.file}: no image of `{name}:` can be used; the first problem: {problems[0]}")
@@ -212,11 +208,7 @@ def data_source(data: str, kind: str) -> DataSource:
 
 def overlap(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
     """Return a warning if the splits share images, whatever their paths, else an empty list."""
-
-    @cache  # each folder is resolved once, which is fast
-    def real(folder: str) -> str:
-        return os.path.realpath(folder)
-
+    real = cache(os.path.realpath)  # each folder is resolved once, which is fast
     both = {(real(folder), name) for folder, name in map(os.path.split, train)}
     both &= {(real(folder), name) for folder, name in map(os.path.split, val)}
     if not both:
@@ -228,11 +220,7 @@ def overlap(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
 
 
 def labels_text(names: Mapping[int, str], counts: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
-    """Return labels.csv.
-
-    Args:
-        counts: by split, the number of images with each class and of instances of each class, (classes,) each
-    """
+    """Return labels.csv, from the number of images with each class and of its instances, (classes,) each, by split."""
     rows = [
         (split, name, int(images[k]), int(instances[k]))
         for split, (images, instances) in counts.items()
@@ -242,12 +230,7 @@ def labels_text(names: Mapping[int, str], counts: Mapping[str, tuple[np.ndarray,
 
 
 def class_messages(names: Mapping[int, str], train: np.ndarray, val: np.ndarray) -> list[str]:
-    """Return lines about the classes: all of them, and those with few labels.
-
-    Args:
-        train: number of training labels of each class, (classes,)
-        val: number of validation labels of each class, (classes,)
-    """
+    """Return lines about the classes and the rare ones, by the number of labels of each class, (classes,) each."""
     count = f"{plural(len(names), 'class')}: "
     lines = [count + listed(list(names.values()), columns() - len(count))]
     rare = [k for k in np.argsort(train, kind="stable").tolist() if train[k] < FEW_LABELS]
@@ -272,24 +255,9 @@ def split_identity(images: Sequence[Path], labels: bytes) -> dict[str, str]:
 
 
 def problem_warnings(problems: Sequence[str], title: str) -> list[str]:
-    """Return warnings of the first few problems, and of the number of further ones.
-
-    Args:
-        title: the split's name as it appears in the messages
-    """
+    """Return warnings of the first few problems of the split `title`, and of the number of further ones."""
     messages = [f"warning: {problem}" for problem in problems[:PRINTED_PROBLEMS]]
     if (more := len(problems) - PRINTED_PROBLEMS) > 0:
         count = plural(more, "more such problem")
         messages.append(f"warning: {count} in {title}; problems.txt in the run folder lists all")
     return messages
-
-
-def refuse_problems(problems: Sequence[str], title: str) -> None:
-    """Raise the first problem, if any, as `UserError`, for --strict.
-
-    Args:
-        title: the split's name as it appears in the message
-    """
-    if problems:
-        count = plural(len(problems), "such problem")
-        raise UserError(f"{problems[0].rpartition('; ')[0]} (--strict; {count} in {title})")

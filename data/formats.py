@@ -1,7 +1,6 @@
-"""Annotations that are read in place instead of label files: COCO's JSON, VOC's XML and VisDrone's text files.
+"""Annotations that are read in place: COCO's JSON, VOC's XML and VisDrone's text; and layouts of folders (`recognise`).
 
-`find_annotated` returns the images of a split that one of them describes; `recognise` says what a folder without a data
-YAML is. Called by data/data_yaml.py; data/labels.py reads the objects of an `AnnotatedImages`.
+Called by data/data_yaml.py; data/labels.py reads the objects of an `AnnotatedImages`.
 """
 
 from __future__ import annotations
@@ -39,12 +38,9 @@ YAML_NAMES = ("data.yaml", "data.yml")
 EXPORTED_ANNOTATIONS = "_annotations.coco.json"  # file in each folder of Roboflow's COCO export
 SPLIT_FOLDERS = {"train": ("train",), "val": ("val", "valid", "test"), "test": ("test",)}
 
-CocoBox = tuple[float, float, float, float]  # left, top, width, height in pixels, as in COCO
-
-
-Problems = defaultdict[
-    str, list[Any]
-]  # ids of the annotations that are left out, by kind, such as `boxes without an area`
+VocObject = tuple[str, tuple[float, float, float, float], bool]  # name, box (left, top, width, height), is it difficult
+# The annotations that are left out, by kind, such as `boxes without an area`.
+Problems = defaultdict[str, list[Any]]
 
 
 def box_row(label: int, box: Sequence[float], size: tuple[int, int], problems: Problems, which: Any) -> str:
@@ -82,7 +78,7 @@ class AnnotatedImages(ABC):
     Attributes:
         file: annotation file, or the list or folder that the annotation files belong to
         names: class names by number
-        images: by image path its name in the annotation file, or its own annotation file
+        images: name in the annotation file, or own annotation file, by image path
     """
 
     file: Path
@@ -107,22 +103,17 @@ class AnnotatedImages(ABC):
 
     @abstractmethod
     def read(self, outlines: bool, problems: Problems) -> dict[str, ImageRows]:
-        """Return the objects of each image by path.
-
-        Args:
-            outlines: whether rows are `class x1 y1 x2 y2 ...` if the annotations have outlines
-        """
+        """Return the objects of each image by path, as rows of outlines if requested and if there are any."""
 
 
 def find_annotated(
     location: Path, folders: Sequence[Path], names: Sequence[str], split: str
 ) -> tuple[AnnotatedImages, list[str]] | None:
-    """Return the images that the annotations at a location describe, and problems; None if it has no annotations.
+    """Return the images that annotations describe, and problems; None if the location has no annotations.
 
     Raises `UserError` if the annotations cannot be read, or have no images or none of the classes.
 
     Args:
-        location: a COCO file, a list of VOC's, a folder of XML files, or VisDrone's folder of images
         folders: folders that are searched for images first
         names: class names of the data set
     """
@@ -140,7 +131,7 @@ def annotated_names(locations: Sequence[Path]) -> tuple[dict[int, str], list[str
     exports, or the classes of VOC's files alphabetically. Raises `UserError`.
     """
     if location := next(filter(is_coco, locations), None):
-        content = read_contents(location)
+        content = _contents(location, file_stamps([str(location)]))
         used = {item.category_id for item in content.annotations}
         parents = {str(category.supercategory) for category in content.categories}
         categories = sorted(content.categories, key=lambda category: category.id)
@@ -163,13 +154,9 @@ def is_coco(location: Path) -> bool:
     return location.suffix.lower() == ".json" and os.path.isfile(location)
 
 
-def read_contents(file: Path) -> Any:
-    """Return `read_coco` of a file without its objects, read once as long as the file stays. Raises `UserError`."""
-    return _contents(file, file_stamps([str(file)]))
-
-
 @lru_cache(4)
 def _contents(file: Path, stamp: bytes) -> Any:
+    """Return `read_coco` of a file without its objects, read once as long as its stamp stays. Raises `UserError`."""
     content = read_coco(file)
     if not content.categories:
         raise UserError(f"{file} has no categories, so there is nothing to learn from it; name another file")
@@ -185,7 +172,7 @@ def _coco_folders(file: Path, split: str) -> list[Path]:
 
 
 def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> tuple[AnnotatedImages, list[str]]:
-    content = read_contents(file)
+    content = _contents(file, file_stamps([str(file)]))
     categories = {category.name for category in content.categories}
     unknown = [name for name in names if name.strip() not in categories]
     problems = [f"{file}: no category '{name}'{nearest(name, categories)}" for name in unknown]
@@ -234,7 +221,7 @@ class CocoImages(AnnotatedImages):
         del content.annotations  # frees the objects of each image once its rows are made
         rows = {}
         for image in content.images:
-            items, size = by_image.pop(image.id), _size(image)
+            items, size = by_image.pop(image.id), (int(image.width or 0), int(image.height or 0))
             made = [
                 (_coco_row(item, labels.get(item.category_id), size, outlines, problems), item.id) for item in items
             ]
@@ -244,17 +231,9 @@ class CocoImages(AnnotatedImages):
         return rows
 
 
-def _size(image: Any) -> tuple[int, int] | None:
-    """Return the width and height that an annotation file gives for an image, None if it gives none."""
-    with suppress(TypeError, ValueError, OverflowError):
-        size = int(image.width), int(image.height)
-        return size if min(size) > 0 else None
-    return None
-
-
-def _coco_row(item: Any, label: int | None, size: tuple[int, int] | None, outlines: bool, problems: Problems) -> str:
+def _coco_row(item: Any, label: int | None, size: tuple[int, int], outlines: bool, problems: Problems) -> str:
     which = f"annotation {item.id}"
-    if label is None or size is None:
+    if label is None or min(size) < 1:
         kind = "categories that are not in `names`" if label is None else "images without a width and height"
         problems[f"boxes of {kind}"].append(which)
         return ""
@@ -276,12 +255,7 @@ def _coco_row(item: Any, label: int | None, size: tuple[int, int] | None, outlin
 
 
 def _outline(raw: Any, image: tuple[int, int]) -> np.ndarray:
-    """Return one outline for a list of polygons or a mask in run-length encoding, (p, 2); it may be empty.
-
-    Args:
-        raw: segmentation as JSON
-        image: width and height of the image
-    """
+    """Return one outline for a segmentation, a list of polygons or a run-length mask as JSON, (p, 2), maybe empty."""
     from msgspec.json import decode  # faster than json.loads
 
     segmentation = decode(raw) if bytes(raw) else None
@@ -297,9 +271,6 @@ def _outline(raw: Any, image: tuple[int, int]) -> np.ndarray:
 
 
 # VOC
-
-
-VocObject = tuple[str, CocoBox, bool]  # name, box, and whether it is difficult
 
 
 def read_voc(file: Path) -> tuple[tuple[int, int], list[VocObject]]:
@@ -422,11 +393,7 @@ class VisDroneImages(AnnotatedImages):
     """The images of a set of VisDrone-DET. Regions to ignore and the category "others" are left out."""
 
     def read(self, outlines: bool, problems: Problems) -> dict[str, ImageRows]:
-        """Return the objects of each image by path.
-
-        The columns of a file are left, top, width, height, score, category, truncation, occlusion; boxes of score 0
-        are ignored.
-        """
+        """Return the objects of each image by path; rows are left, top, width, height, score, category, ..."""
         images = {}
         for path, file in self.images.items():
             rows, size = {}, (1, 1)
@@ -465,10 +432,7 @@ def _visdrone_images(location: Path, names: Sequence[str]) -> tuple[AnnotatedIma
 
 
 def recognise(folder: Path) -> tuple[str, dict[str, Any]] | None:
-    """Return the title of a folder's layout and the entries of its splits; None if no layout is recognised.
-
-    Without entries, as for a folder of images per class, the folder itself is split.
-    """
+    """Return the title of a folder's layout and the entries of its splits, if any; None if it is not recognised."""
     layouts = ((title, find(folder)) for title, find in LAYOUTS.items())
     return next(((title, content) for title, content in layouts if content is not None), None)
 

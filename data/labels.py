@@ -45,9 +45,7 @@ MIN_OUTLINE_WIDTH = 1e-5  # share of a side: an outline that is narrower is a li
 
 @dataclass(frozen=True)
 class RowRules:
-    """The rules by which a data set reads the rows of label files.
-
-    The fields, and the file that defines the class, are part of the label cache's key.
+    """The rules by which a data set reads the rows of label files; they are part of the label cache's key.
 
     Attributes:
         noun: word for a row's points in messages
@@ -66,13 +64,9 @@ class RowRules:
     keypoints: int = 0
 
     def outline(self, values: list[float]) -> list[float]:
-        """Return the coordinates x1 y1 x2 y2 ... of a row, moved to the image's edge if they are outside of the image.
+        """Return the coordinates x1 y1 x2 y2 ... of a row, moved to the image's edge unless they are nearly inside.
 
-        Coordinates that are outside only by rounding do not change. Raises ValueError with the reason if the row is
-        invalid.
-
-        Args:
-            values: coordinates in the file; [] for a box, which is passed too if `outlines` is true
+        A box has none. Raises ValueError with the reason if the row is invalid.
         """
         if all(-COORDINATE_TOLERANCE <= value <= 1 + COORDINATE_TOLERANCE for value in values):
             return values
@@ -119,8 +113,6 @@ def parse_rows(
     text: str, file: Path | str, rules: RowRules = BOXES, ids: Sequence[Any] = ()
 ) -> tuple[list[Row], list[str]]:
     """Return the rows of a label file in its order, and problems with lines that are left out.
-
-    A line is a box, `class x y w h`, or a polygon, `class x1 y1 x2 y2 x3 y3 ...`, normalised.
 
     Args:
         file: label file, or the `origin` of `ImageRows`, for messages
@@ -182,10 +174,7 @@ def _polygon_box(points: Sequence[float]) -> Sequence[float]:
 
 
 def label_name(image: str) -> str:
-    """Return the path of an image's label file: the last folder `images` becomes `labels`, and the suffix .txt.
-
-    Paths are text, because `Path` is slow for many images.
-    """
+    """Return the path of an image's label file: the last folder `images` becomes `labels`, and the suffix .txt."""
     name = image.rfind(os.sep) + 1
     suffix = image.rfind(".", name + 1)  # a leading dot starts no suffix
     return f"{_label_folder(image[:name])}{image[name : suffix if suffix > 0 else None]}.txt"
@@ -252,8 +241,8 @@ class ImageRows(NamedTuple):
 
     Attributes:
         text: rows as in a label file
-        size: width and height that an annotation gives, None if it gives none
-        origin: start of a message about row k, followed by `ids[k]`, or the label file
+        size: width and height that an annotation gives, if it does
+        origin: label file, or start of a message about row k that `ids[k]` follows
         ids: id of each row's annotation; () for a label file
     """
 
@@ -270,15 +259,13 @@ def load_labels(
     rules: RowRules | None = BOXES,
     annotated: Sequence[AnnotatedImages] = (),
 ) -> Labels:
-    """Return the labels of `images` from the cache if no file has changed, else scan them with a progress bar.
-
-    Raises `UserError` for a damaged annotation file.
+    """Return the labels of `images` from the cache if no file has changed, else scan them. Raises `UserError`.
 
     Args:
         title: title of the progress bar
         workers: number of processes, at most
         rules: rules for the rows; None to read no labels
-        annotated: images that annotation files describe, so that they have no label files
+        annotated: images that have no label files
     """
     cached = cache_folder() / "labels" / f"{_key(images, rules, annotated)}.npz"
     with one_at_a_time(cached.with_suffix(".lock")):  # one of several processes scans, the others read the cache
@@ -290,12 +277,7 @@ def load_labels(
 
 
 def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: Path) -> None:
-    """Raise a `UserError` that names the first row with a class outside of the data YAML's `names`, and its file.
-
-    Args:
-        classes: number of names
-        source: the data YAML
-    """
+    """Raise a `UserError` for the first row with a class outside of the `classes` names of the data YAML `source`."""
     wrong = np.flatnonzero(labels.rows[:, 0] >= classes)
     if not len(wrong):
         return
@@ -381,14 +363,7 @@ def _scan_item(rules: RowRules | None, item: tuple[Path, ImageRows | None]) -> S
 
 
 class Scan(NamedTuple):
-    """The result for one image and its label file; see `Labels`.
-
-    Attributes:
-        size: width and height in pixels as displayed, (0, 0) if the image is left out
-        rows: class and normalised xywh, float32 (k, 5)
-        problems: sentences about what is left out
-        outlines: outline of each row, (points, 2), if requested
-    """
+    """The result for one image and its label file: see `Labels`. An outline of each row, (points, 2), if requested."""
 
     size: tuple[int, int] = (0, 0)
     rows: np.ndarray = np.zeros((0, 5), np.float32)
@@ -397,13 +372,9 @@ class Scan(NamedTuple):
 
 
 def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows | None = None) -> Scan:
-    """Check one image and its label file. A bad image or row is left out and reported as a problem.
+    """Check one image and its label file, or the objects that annotations describe. What is bad is left out.
 
     An image is left out too if its label file cannot be read, or has rows but no valid one.
-
-    Args:
-        rules: rules for the rows; None to read no labels
-        described: objects of an image without a label file
     """
     try:
         require_regular(image)

@@ -35,16 +35,16 @@ COCO_OUTPUTS = {"bbox": ("coco.csv", "COCO"), "segm": ("coco_masks.csv", "COCO, 
 
 @lru_cache(1)
 def _decoders() -> dict[str, Any]:
-    """Return msgspec's decoders of a file by how much of its annotations they read.
+    """Return msgspec's decoders of a file by how much of its annotations they read; outlines stay text.
 
-    They check the types while they read and keep outlines as text: the objects of json.load take eight times as much
-    memory as the file.
+    The objects of json.load take eight times as much memory as the file.
     """
     from msgspec import Raw, defstruct
     from msgspec.json import Decoder
 
+    size = float | int | None
     category = defstruct("Category", [("id", int), ("name", Any), ("supercategory", Any, None)])
-    image = defstruct("Image", [("id", int | str), ("file_name", str, ""), ("width", Any, 0), ("height", Any, 0)])
+    image = defstruct("Image", [("id", int | str), ("file_name", str, ""), ("width", size, 0), ("height", size, 0)])
     references: list[Any] = [("image_id", int | str), ("category_id", int | None, None)]
     contents = [("id", Any, None), ("iscrowd", Any, 0), ("bbox", Any, None), ("segmentation", Raw, Raw())]
     kinds = {
@@ -61,14 +61,13 @@ def _decoders() -> dict[str, Any]:
 
 
 def read_coco(file: Path, annotations: str = "references") -> Any:
-    """Return an annotation file as an object with `categories`, `images` and `annotations`; raises `UserError`.
+    """Return an annotation file as an object with `categories`, `images` and `annotations`. Raises `UserError`.
 
-    Repeated entries of images and categories count once; an id with two meanings is an error. A category's `name` and
-    an image's `file_name`, with / between folders, are texts.
+    Repeated entries of images and categories count once; an id with two meanings is an error.
 
     Args:
-        annotations: "references" for their image and category ids alone, "objects" for boxes and outlines too (as
-            JSON), "mappings" for all that they have
+        annotations: "references" for their image and category ids alone, "objects" for boxes and outlines (as JSON)
+            too, "mappings" for all that they have
     """
     import msgspec
 
@@ -113,11 +112,7 @@ class CocoIds(NamedTuple):
 
 
 def default_ids(names: Mapping[int, str], paths: Sequence[Path]) -> CocoIds:
-    """Return ids to use without annotations.
-
-    An image's id is the stem of its file name, as a number if possible. COCO's classes have COCO's ids, others their
-    numbers.
-    """
+    """Return ids to use without annotations: the stems of the files, and COCO's ids or the numbers of the classes."""
     images = tuple(map(_image_id, paths))
     if list(names.values()) == list(read_yaml(ROOT / "data" / "coco.yaml")["names"].values()):
         categories = tuple(number for number in range(1, 91) if number not in UNUSED_CATEGORY_IDS)
@@ -158,11 +153,8 @@ class Annotations(NamedTuple):
 def find_annotations(roots: Sequence[Path], split: str, paths: Sequence[Path]) -> tuple[Path | None, str]:
     """Return the annotation file of a split with the images `paths`, or None with the reason as a message.
 
-    The file is annotations/instances_<folder of the images>.json, or else the only one that matches
-    instances_<split>*.json.
-
-    Args:
-        roots: folders of the data set, searched in order
+    It is below the first of the data set's folders `roots` that has annotations/instances_<folder of the images>.json,
+    or else a single instances_<split>*.json there.
     """
     for folder in (root / "annotations" for root in roots):
         named = folder / f"instances_{paths[0].parent.name}.json"
@@ -177,10 +169,7 @@ def find_annotations(roots: Sequence[Path], split: str, paths: Sequence[Path]) -
 
 
 def read_annotations(file: Path, names: Mapping[int, str], paths: Sequence[Path]) -> Annotations:
-    """Read the annotations of the images `paths` of a split, with classes `names`.
-
-    Raises `UserError` if the file cannot be read, or does not match the images or classes.
-    """
+    """Read the annotations of the images `paths` of a split. Raises `UserError`, also for other images or classes."""
     content = read_coco(file, "mappings")
     categories = {category.name: category.id for category in content.categories}
     for name in names.values():
@@ -203,7 +192,7 @@ def read_annotations(file: Path, names: Mapping[int, str], paths: Sequence[Path]
 def _image_ids(images: Mapping[str, Any], paths: Sequence[Path]) -> Iterator[Any]:
     """Iterate over the ids of the images `paths`; None for one without annotations.
 
-    An image matches the file_name that its path ends with, or else the only file_name with the same last part.
+    An image matches the file_name that its path ends with, or else the only one with the same last part.
     """
     by_last_part: dict[str, list[Any]] = {}
     for name, image_id in images.items():
@@ -218,13 +207,9 @@ def _image_ids(images: Mapping[str, Any], paths: Sequence[Path]) -> Iterator[Any
 def score(
     annotations: Annotations, rows: Sequence[Mapping[str, Any]], kinds: Sequence[str] = ("bbox",)
 ) -> Iterator[tuple[str, list[float]]]:
-    """Iterate over `kinds` and the `COCO_METRICS` of results on the annotated images of the split.
+    """Iterate over `kinds` ("bbox", "segm") and the `COCO_METRICS` of results; a value is -1 if nothing is measured.
 
-    A metric is -1 if there is nothing to measure. Raises `UserError` if faster-coco-eval is not installed, or cannot
-    use the annotations.
-
-    Args:
-        kinds: kinds of result to score: "bbox" for boxes, "segm" for masks
+    Raises `UserError` if faster-coco-eval is not installed, or cannot use the annotations.
     """
     try:
         from faster_coco_eval import COCO, COCOeval_faster
@@ -272,29 +257,18 @@ def csv_document(scores: Sequence[float]) -> str:
 
 
 class Report(NamedTuple):
-    """What --save-json writes and prints.
+    """What --save-json writes and prints."""
 
-    Attributes:
-        documents: text files, by name
-        lines: lines for the console
-        tables: COCO's metrics as lines for the console
-        problem: the reason why there are no metrics; '' if there are metrics, or no annotations
-    """
-
-    documents: dict[str, str]
-    lines: list[str]
-    tables: list[str]
-    problem: str = ""
+    documents: dict[str, str]  # text files, by name
+    lines: list[str]  # for the console
+    tables: list[str]  # COCO's metrics, for the console
+    problem: str = ""  # the reason why there are no metrics; '' if there are, or if there are no annotations
 
 
 def report(
     file: Path | None, predictions: Sequence[CocoImage], names: Mapping[int, str], images: Sequence[Path], stem: str
 ) -> Report:
-    """Return the predictions for `images` as COCO's results, and COCO's metrics if there is a file of annotations.
-
-    Args:
-        stem: beginning of the name of the results file
-    """
+    """Return the predictions for `images` as COCO's results, <stem>_predictions.json, and metrics by a file, if any."""
     truth, problem, tables = None, "", []
     try:
         truth = read_annotations(file, names, images) if file else None

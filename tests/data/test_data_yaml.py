@@ -157,7 +157,7 @@ def test_nothing_is_held_out_beside_val(yaml_file: Path) -> None:
 def test_one_image_cannot_be_split(yaml_file: Path) -> None:
     (yaml_file.parent / "images/train/a.jpg").unlink()
     spec = read_spec(write_spec(yaml_file, train="images/train", split=0.2))
-    with pytest.raises(UserError, match=r"`train:` has one image, so `split: 0\.2` leaves none to hold out"):
+    with pytest.raises(UserError, match="`train:` has one image"):
         spec.images("train")
 
 
