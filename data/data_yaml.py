@@ -129,13 +129,7 @@ class DataSpec:
         if not chosen:
             raise UserError(f"{self.file}: `train:` has one image, so `split:` leaves none to hold out; add images")
         images = [image for image in whole.images if (image in chosen) == (split == "val")]
-        names = set(map(str, images))
-        annotated = [
-            replace(each, images={path: name for path, name in each.images.items() if path in names})
-            for each in whole.annotated
-        ]
-        problems = [] if split == "val" else whole.problems  # `train:` reports them
-        return Listing(images, problems, tuple(annotated))
+        return Listing(images, [] if split == "val" else whole.problems, whole.annotated)  # `train:` reports them
 
     def _whole_listing(self, split: str) -> Listing:
         """Return the image files that `split` names in the YAML."""
@@ -250,8 +244,7 @@ def _described(file: Path, folder: Path, title: str, content: dict[str, Any]) ->
     """Return the data set in a folder for which `content` is the YAML. Without `val:` a share is held out."""
     if "val" not in content:
         content["split"] = HELD_OUT_SHARE
-    texts = {key: " and ".join(value) if isinstance(value, list) else value for key, value in content.items()}
-    entries = ", ".join(f"{key}: {text}" for key, text in texts.items())
+    entries = ", ".join(f"{key}: {value}" for key, value in content.items())
     return checked_spec(file, {**content, "path": os.path.abspath(folder)}, [f"{title} ({entries})"])
 
 

@@ -79,8 +79,12 @@ class EnclosingRules(RowRules):
     def outline(self, values: list[float]) -> list[float]:
         """Return the coordinates as `RowRules` does. Raises ValueError for points on one line too."""
         values = super().outline(values)
-        if values and _is_line(points_of(values)):
-            raise ValueError(f"the {self.noun} has no area")
+        if values:
+            x, y = (points_of(values) - points_of(values)[0]).astype(np.float64).T
+            farthest = np.argmax(x * x + y * y)
+            across = np.abs(x * y[farthest] - y * x[farthest]).max()  # distance from the line, times the line's length
+            if across < MIN_OUTLINE_WIDTH * np.hypot(x[farthest], y[farthest]):
+                raise ValueError(f"the {self.noun} has no area")
         return values
 
 
@@ -99,14 +103,6 @@ class Row(NamedTuple):
 def points_of(values: Sequence[float]) -> np.ndarray:
     """Return coordinates x1 y1 x2 y2 ... as points, float32 (k, 2)."""
     return np.array(values, np.float32).reshape(-1, 2)
-
-
-def _is_line(points: np.ndarray) -> bool:
-    """Return whether all points (k, 2) are on one line."""
-    x, y = (points - points[0]).astype(np.float64).T
-    farthest = np.argmax(x * x + y * y)
-    across = np.abs(x * y[farthest] - y * x[farthest]).max()  # distance from the line, times the line's length
-    return bool(across < MIN_OUTLINE_WIDTH * np.hypot(x[farthest], y[farthest]))
 
 
 def parse_rows(
