@@ -51,11 +51,7 @@ OTHER_KEYS = (
     *("roboflow", "license", "description", "version", "date", "author", "url", "yaml_file", "channels"),
     *("kpt_names", "flip_idx"),
 )
-# Keys of earlier versions, and what to do instead.
-REMOVED_KEYS = {
-    "lists": "name the .txt list under `train:` or `val:` itself",
-    "convert": "leave it out: annotations of VOC and VisDrone are read in place (docs/data.md)",
-}
+REMOVED_KEYS = ("lists", "convert")  # of earlier versions
 
 
 class Listing(NamedTuple):
@@ -75,7 +71,7 @@ class Listing(NamedTuple):
         """Return the files that the labels are read from; label files may not exist."""
         described = {path for each in self.annotated for path in each.images}
         names = [str(image) for image in self.images if str(image) not in described]
-        return [*(file for each in self.annotated for file in each.files()), *map(Path, map(label_name, names))]
+        return [*(file for each in self.annotated for file in each.files), *map(Path, map(label_name, names))]
 
     def expected_labels(self) -> str:
         """Describe where labels are expected, for an error message."""
@@ -313,7 +309,7 @@ def _unknown_keys(file: Path, content: Mapping[str, Any]) -> list[str]:
     unknown = [str(key) for key in content if key not in DATA_KEYS and key not in OTHER_KEYS]
     for key in unknown:
         if key in REMOVED_KEYS:
-            raise UserError(f"{file}: `{key}:` is no longer read; {REMOVED_KEYS[key]}")
+            raise UserError(f"{file}: `{key}:` is no longer read; name lists and annotations as docs/data.md says")
         if hint := nearest(key, DATA_KEYS, 0.7):
             raise UserError(f"{file}: unknown key '{shortened(key)}'{hint}")
     quoted = shortened(", ".join(map(repr, unknown)))
@@ -377,22 +373,19 @@ def _candidates(entry: str, roots: Sequence[Path]) -> list[Path]:
 
 
 def _names(file: Path, content: Mapping[str, Any]) -> dict[int, str]:
-    names, count = content.get("names"), content.get("nc")
-    if names is None and count is None:
+    given, count = content.get("names"), content.get("nc")
+    if given is None and count is None:
         return {}
-    if names is None and type(count) is int:
-        names = list(range(min(count, MAX_CLASSES + 1)))
-    if isinstance(names, list):
-        names = dict(enumerate(names))
-    if not isinstance(names, dict) or not 0 < len(names) <= MAX_CLASSES:
-        raise UserError(f"{file}: `names` must list the classes, as `0: person` lines or as [person, ...], 1 to 4096")
-    if sorted(names, key=str) != sorted(range(len(names)), key=str):
-        raise UserError(f"{file}: the numbers under `names` must be 0 to {len(names) - 1}, each once")
-    if count is not None and count != len(names):
+    names: Any = list(range(min(count, MAX_CLASSES + 1))) if given is None and type(count) is int else given
+    names = dict(enumerate(names)) if isinstance(names, list) else names
+    is_valid = isinstance(names, dict) and 0 < len(names) <= MAX_CLASSES and {*names} == {*range(len(names))}
+    if not is_valid or not all(isinstance(name, (str, int, float)) and str(name).strip() for name in names.values()):
+        raise UserError(
+            f"{file}: `names` must list the classes, 1 to {MAX_CLASSES}, as lines `0: person`, `1: car`, ... or as "
+            f"[person, car, ...], not {shown(given)}"
+        )
+    if count not in (None, len(names)):
         raise UserError(f"{file}: `nc` is {shown(count)} but `names` has {plural(len(names), 'class')}; fix either")
-    for number, name in names.items():
-        if name is None or isinstance(name, (list, dict)) or not str(name).strip():
-            raise UserError(f"{file}: class {number} under `names` is {shown(name)}; give its name")
     return {number: str(names[number]) for number in range(len(names))}
 
 

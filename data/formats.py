@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import xml.etree.ElementTree as ET
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -72,38 +71,34 @@ def box_row(label: int, box: Sequence[float], size: tuple[int, int], problems: P
 
 
 @dataclass(frozen=True)
-class AnnotatedImages(ABC):
+class AnnotatedImages:
     """The images of a split that have no label files, because annotations describe them.
 
     Attributes:
         file: annotation file, or the list or folder that the annotation files belong to
+        files: files that the objects are read from
         names: class names by number
         images: name in the annotation file, or own annotation file, by image path
+        read: returns the objects of each image by path, as outlines if requested and if there are any
     """
 
     file: Path
+    files: Sequence[Path]
     names: tuple[str, ...]
     images: Mapping[str, str]
-
-    def files(self) -> list[Path]:
-        """Return the files that the objects are read from."""
-        return [*([self.file] if self.file.is_file() else []), *map(Path, self.images.values())]
+    read: Callable[[AnnotatedImages, bool, Problems], dict[str, ImageRows]]
 
     def stamp(self) -> bytes:
         """Return bytes that change with everything that the rows depend on, for the key of a cache."""
-        names = "\0".join([type(self).__name__, *self.names]).encode(errors="surrogateescape")
-        return names + file_stamps(map(str, self.files()))
+        names = "\0".join([self.read.__name__, *self.names]).encode(errors="surrogateescape")
+        return names + file_stamps(map(str, self.files))
 
     def rows(self, outlines: bool) -> tuple[dict[str, ImageRows], list[str]]:
         """Return the objects of each image by path, and sentences about those left out. Raises `UserError`."""
         problems = Problems(list)
-        rows = self.read(outlines, problems)
+        rows = self.read(self, outlines, problems)
         kinds = problems.items()
         return rows, [f"{self.file}: {len(ids)} {kind}, such as {ids[0]}; left out" for kind, ids in kinds]
-
-    @abstractmethod
-    def read(self, outlines: bool, problems: Problems) -> dict[str, ImageRows]:
-        """Return the objects of each image by path, as rows of outlines if requested and if there are any."""
 
 
 def find_annotated(
@@ -197,38 +192,30 @@ def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> t
                 "`images:` of a data YAML"
             )
         problems.append(f"{file}: {len(missing)} of its images do not exist, {example}; left out")
-    return CocoImages(file, tuple(names), images), problems
+    return AnnotatedImages(file, [file], tuple(names), images, _read_coco), problems
 
 
-class CocoImages(AnnotatedImages):
-    """The images of a COCO annotation file."""
-
-    def files(self) -> list[Path]:
-        return [self.file]
-
-    def read(self, outlines: bool, problems: Problems) -> dict[str, ImageRows]:
-        """Return the objects of each image by path; crowds are left out, as in the published labels of COCO."""
-        content = read_coco(self.file, "objects")
-        paths = {name: path for path, name in self.images.items()}
-        numbers = {name.strip(): number for number, name in enumerate(self.names)}
-        labels = {category.id: numbers.get(category.name) for category in content.categories}
-        by_image: dict[Any, list[Any]] = {image.id: [] for image in content.images}
-        for item in content.annotations:
-            if item.image_id not in by_image:
-                problems["boxes of images that the file lacks"].append(f"annotation {item.id}")
-            elif not item.iscrowd:
-                by_image[item.image_id].append(item)
-        del content.annotations  # frees the objects of each image once its rows are made
-        rows = {}
-        for image in content.images:
-            items, size = by_image.pop(image.id), (int(image.width or 0), int(image.height or 0))
-            made = [
-                (_coco_row(item, labels.get(item.category_id), size, outlines, problems), item.id) for item in items
-            ]
-            if path := paths.get(file_name(image.file_name)):
-                ids = [number for row, number in made if row]
-                rows[path] = ImageRows("".join(row for row, _ in made), size, f"{self.file}: annotation", ids)
-        return rows
+def _read_coco(annotated: AnnotatedImages, outlines: bool, problems: Problems) -> dict[str, ImageRows]:
+    """Read the objects of a COCO file; crowds are left out, as in the published labels of COCO."""
+    content = read_coco(annotated.file, "objects")
+    paths = {name: path for path, name in annotated.images.items()}
+    numbers = {name.strip(): number for number, name in enumerate(annotated.names)}
+    labels = {category.id: numbers.get(category.name) for category in content.categories}
+    by_image: dict[Any, list[Any]] = {image.id: [] for image in content.images}
+    for item in content.annotations:
+        if item.image_id not in by_image:
+            problems["boxes of images that the file lacks"].append(f"annotation {item.id}")
+        elif not item.iscrowd:
+            by_image[item.image_id].append(item)
+    del content.annotations  # frees the objects of each image once its rows are made
+    rows = {}
+    for image in content.images:
+        items, size = by_image.pop(image.id), (int(image.width or 0), int(image.height or 0))
+        made = [(_coco_row(item, labels.get(item.category_id), size, outlines, problems), item.id) for item in items]
+        if path := paths.get(file_name(image.file_name)):
+            ids = [number for row, number in made if row]
+            rows[path] = ImageRows("".join(row for row, _ in made), size, f"{annotated.file}: annotation", ids)
+    return rows
 
 
 def _coco_row(item: Any, label: int | None, size: tuple[int, int], outlines: bool, problems: Problems) -> str:
@@ -301,23 +288,20 @@ def _text(item: ET.Element, path: str) -> str:
     return text
 
 
-class VocImages(AnnotatedImages):
-    """The images of a list or a folder of XML files."""
-
-    def read(self, outlines: bool, problems: Problems) -> dict[str, ImageRows]:
-        """Return the objects of each image by path; difficult ones are left out, as in the challenge."""
-        numbers, images = {name: number for number, name in enumerate(self.names)}, {}
-        for path, file in self.images.items():
-            size, objects = read_voc(Path(file))
-            rows = {}
-            for number, (name, box, is_difficult) in enumerate(objects, 1):
-                which = f"{file}: object {number}"
-                if name not in numbers:
-                    problems["boxes of classes that are not in `names`"].append(which)
-                elif not is_difficult and (row := box_row(numbers[name], box, size, problems, which)):
-                    rows[number] = row
-            images[path] = ImageRows("".join(rows.values()), size, f"{file}: object", list(rows))
-        return images
+def _read_voc(annotated: AnnotatedImages, outlines: bool, problems: Problems) -> dict[str, ImageRows]:
+    """Read the objects of XML files; difficult ones are left out, as in the challenge."""
+    numbers, images = {name: number for number, name in enumerate(annotated.names)}, {}
+    for path, file in annotated.images.items():
+        size, objects = read_voc(Path(file))
+        rows = {}
+        for number, (name, box, is_difficult) in enumerate(objects, 1):
+            which = f"{file}: object {number}"
+            if name not in numbers:
+                problems["boxes of classes that are not in `names`"].append(which)
+            elif not is_difficult and (row := box_row(numbers[name], box, size, problems, which)):
+                rows[number] = row
+        images[path] = ImageRows("".join(rows.values()), size, f"{file}: object", list(rows))
+    return images
 
 
 def is_voc(location: Path) -> bool:
@@ -369,7 +353,8 @@ def _voc_images(location: Path, folders: Sequence[Path], names: Sequence[str]) -
     for what, files in (("an image", images), ("an annotation", annotations)):
         if missing := sorted(stem for stem in stems if stem not in files):
             problems.append(f"{location}: {len(missing)} without {what}, such as {missing[0]}; left out")
-    return VocImages(location, tuple(names), described), problems
+    sources = [*([location] if is_list else []), *map(Path, described.values())]
+    return AnnotatedImages(location, sources, tuple(names), described, _read_voc), problems
 
 
 def _voc_folders(annotations: Path) -> list[Path]:
@@ -389,28 +374,25 @@ def _voc_folders(annotations: Path) -> list[Path]:
 # VisDrone
 
 
-class VisDroneImages(AnnotatedImages):
-    """The images of a set of VisDrone-DET. Regions to ignore and the category "others" are left out."""
-
-    def read(self, outlines: bool, problems: Problems) -> dict[str, ImageRows]:
-        """Return the objects of each image by path; rows are left, top, width, height, score, category, ..."""
-        images = {}
-        for path, file in self.images.items():
-            rows, size = {}, (1, 1)
-            with suppress(Exception), Image.open(path) as opened:  # a damaged image is reported by the scan
-                size = opened.size
-            for number, line in enumerate(map(str.strip, read_lines(file)), 1):
-                which = f"{file}, line {number}"
-                try:
-                    *box, score, category = map(int, line.split(",")[:6]) if line else (0, 0, 0, 0, 0, 0)
-                except ValueError:
-                    problems["rows that are not VisDrone's"].append(which)
-                    continue
-                known = score and 1 <= category <= min(VISDRONE_CLASSES, len(self.names))
-                if known and (row := box_row(category - 1, box, size, problems, which)):
-                    rows[number] = row
-            images[path] = ImageRows("".join(rows.values()), None, f"{file}, line", list(rows))
-        return images
+def _read_visdrone(annotated: AnnotatedImages, outlines: bool, problems: Problems) -> dict[str, ImageRows]:
+    """Read rows of left, top, width, height, score, category, ...; without ignored regions and the category others."""
+    images = {}
+    for path, file in annotated.images.items():
+        rows, size = {}, (1, 1)
+        with suppress(Exception), Image.open(path) as opened:  # a damaged image is reported by the scan
+            size = opened.size
+        for number, line in enumerate(map(str.strip, read_lines(file)), 1):
+            which = f"{file}, line {number}"
+            try:
+                *box, score, category = map(int, line.split(",")[:6]) if line else (0, 0, 0, 0, 0, 0)
+            except ValueError:
+                problems["rows that are not VisDrone's"].append(which)
+                continue
+            known = score and 1 <= category <= min(VISDRONE_CLASSES, len(annotated.names))
+            if known and (row := box_row(category - 1, box, size, problems, which)):
+                rows[number] = row
+        images[path] = ImageRows("".join(rows.values()), None, f"{file}, line", list(rows))
+    return images
 
 
 def is_visdrone(location: Path) -> bool:
@@ -425,7 +407,8 @@ def _visdrone_images(location: Path, names: Sequence[str]) -> tuple[AnnotatedIma
     described = {path: file for path, file in files.items() if os.path.isfile(file)}
     absent = len(files) - len(described)
     problems = [f"{location}: {plural(absent, 'image')} without an annotation; left out"] if absent else []
-    return VisDroneImages(location, tuple(names), described), problems
+    sources = list(map(Path, described.values()))
+    return AnnotatedImages(location, sources, tuple(names), described, _read_visdrone), problems
 
 
 # Folders as --data

@@ -17,7 +17,7 @@ from data.classification import ClassificationData
 from data.data_yaml import read_data, read_spec
 from data.dataset import DataOptions, data_source
 from data.detection import DetectionData, DetectionSplit
-from data.formats import CocoImages, box_row
+from data.formats import box_row
 from data.labels import BOXES, OUTLINES, POLYGONS, RowRules, label_name, load_labels
 from data.segmentation import SegmentationData
 from tests.layouts import class_folders, coco_file, kaggle, roboflow_voc
@@ -264,8 +264,9 @@ def test_outlines_with_one_part_two_parts_a_hole_and_none(tmp_path: Path) -> Non
 @pytest.mark.parametrize("size", [[40_000, 40_000], [0, 0], [20, 21], [10, 10]])
 def test_a_mask_of_another_size_than_its_image_takes_no_memory(tmp_path: Path, size: list[int]) -> None:
     mask = {"counts": [size[0] * size[1]], "size": size}
-    file = export(tmp_path / "train", annotations=objects((0, 1, [4, 4, 8, 8]), segmentation=mask))
-    images = CocoImages(file, ("pawn",), {str(tmp_path / "train/0.png"): "0.png"})
+    export(tmp_path / "train", annotations=objects((0, 1, [4, 4, 8, 8]), segmentation=mask))
+    file = write_yaml(tmp_path / "my.yaml", {"train": "train/_annotations.coco.json"})
+    (images,) = read_spec(file).listing("train").annotated
     images.rows(True)
     tracemalloc.start()
     rows, problems = images.rows(True)
