@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +70,9 @@ def split(data: str, val: float = 0.2, seed: int = 0, folds: int = 0) -> list[st
 
     path = Path(os.path.abspath(data))
     top = Path.cwd() / f"{path.name if path.is_dir() else path.stem}-{'folds' if folds else 'split'}"
-    test = [str(location) for location in spec.locations("test")] if "test" in spec.entries else []
+    test: list[str] = []
+    with suppress(UserError):  # no `test:`, or its images are not here
+        test = list(map(str, spec.locations("test")))
     kept = {"test": test, "kpt_shape": list(spec.kpt_shape), "defaults": dict(spec.defaults), "names": spec.names}
     lines = [*spec.warnings]
     for number in range(folds or 1):
@@ -90,7 +93,7 @@ def split(data: str, val: float = 0.2, seed: int = 0, folds: int = 0) -> list[st
 def main() -> None:
     """Split the data set that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m data.split")
-    parser.add_argument("data", help="a data YAML, a folder or a COCO .json, as for train.py --data")
+    parser.add_argument("data", help="a data YAML or a folder with one, as for train.py --data")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--val", type=float, default=0.2, help="share of the images for validation; default: 0.2")
     how.add_argument("--folds", type=int, default=0, help="number of splits; each image validates in one of them")

@@ -70,6 +70,9 @@ def test_the_test_images_defaults_and_key_points_stay(tmp_path: Path, monkeypatc
     write_yaml(file, {**read_yaml(file), "defaults": {"imgsz": 64}, "kpt_shape": [17, 3]})
     split(str(file))
     content = read_yaml(tmp_path / "data-split/data.yaml")
+    shutil.rmtree(tmp_path / "set/test")
+    again = split_in(tmp_path / "without", monkeypatch, file) / "data-split/data.yaml"
+    assert set(content) - set(read_yaml(again)) == {"test"}
     assert content == {
         "train": str(tmp_path / "data-split/train.txt"),
         "val": str(tmp_path / "data-split/val.txt"),
