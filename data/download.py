@@ -65,10 +65,7 @@ def fetch_dataset(sources: Sources, root: Path, expected: Sequence[str]) -> None
     """Download and unpack the archives into the folder `root`, unless it has content. Raises `UserError`.
 
     Everything is written to a folder beside `root`, which is renamed at the end: `root` is never incomplete, and the
-    next process continues after the last archive of a killed one.
-
-    Args:
-        expected: paths below `root` that the data YAML names
+    next process continues after the last archive of a killed one. `expected` are paths that the data YAML names.
     """
     work = root.with_name(f".{root.name}.download")
     with one_at_a_time(root.with_name(f".{root.name}.lock")):

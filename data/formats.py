@@ -33,7 +33,6 @@ ANNOTATION_FOLDERS = ("annotations", "annotation", "xmls", "xml", "labels")  # n
 IMAGE_FOLDERS = ("JPEGImages", "images", "Images")  # folders of images beside them
 CHALLENGE_MARK = b"<database>The VOC20"  # in the XML files of the challenge itself, whose coordinates start at 1
 VISDRONE_CLASSES = 10  # categories 1 to 10; 0 is for regions to ignore, 11 for other objects
-YAML_NAMES = ("data.yaml", "data.yml")
 EXPORTED_ANNOTATIONS = "_annotations.coco.json"  # file in each folder of Roboflow's COCO export
 SPLIT_FOLDERS = {"train": ("train",), "val": ("val", "valid", "test"), "test": ("test",)}
 
@@ -96,7 +95,10 @@ class AnnotatedImages:
     def rows(self, outlines: bool) -> tuple[dict[str, ImageRows], list[str]]:
         """Return the objects of each image by path, and sentences about those left out. Raises `UserError`."""
         problems = Problems(list)
-        rows = self.read(self, outlines, problems)
+        try:
+            rows = self.read(self, outlines, problems)
+        except OSError as error:
+            raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
         kinds = problems.items()
         return rows, [f"{self.file}: {len(ids)} {kind}, such as {ids[0]}; left out" for kind, ids in kinds]
 
