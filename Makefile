@@ -77,7 +77,7 @@ $(FLOORS)/.installed: $(REQUIREMENTS)
 	$(FLOORS)/bin/uv pip install --quiet --python $(FLOORS)/bin/python --resolution lowest-direct \
 		-r requirements.txt -r requirements-deepspeed.txt -r requirements-export.txt -r requirements-tune.txt \
 		-c requirements-dev.txt pytest pytest-xdist hypothesis debugpy tensorboard mlflow-skinny wandb-workspaces \
-		aiohttp flask flask-cors 'moto[s3]' s3fs
+		aiohttp
 	@touch $@
 
 # The tests of the packages, and two whole runs: the built-in job, shortened, and DeepSpeed's bf16 against fp32.

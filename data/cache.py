@@ -10,21 +10,22 @@ import hashlib
 import io
 import mmap
 import os
+import shutil
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data import storage
 from data.image_ring import RING_MEMORY_SHARE, ImageRing
 from data.images import read_image, read_reduced, resize_long_side, scaled_shape
-from data.remote import CACHE_RULE, available_bytes, is_remote
 from utils.distributed.shared_memory import shared_memory
 from utils.errors import UserError
-from utils.files import cache_folder, replacing
+from utils.files import cache_folder, file_stamps, replacing
 
+MIN_FREE_SHARE = 0.1  # share of the disk that the cache leaves free
+CACHE_RULE = f"as long as {MIN_FREE_SHARE:.0%} of its disk stays free"
 CACHE_MEMORY_SHARE = 0.8  # share of the memory that is free at the start; the rest is for training itself
 
 writing_stopped = np.frombuffer(mmap.mmap(-1, 1), np.uint8)  # 1 once a disk is full; shared with forked processes
@@ -37,7 +38,6 @@ class Files(Sequence[Path]):
         names = [os.fsencode(path) for path in paths]
         self.text = b"".join(names)
         self.ends = np.cumsum([0, *map(len, names)])
-        self.are_remote = any(map(is_remote, map(os.fspath, paths)))
 
     def __len__(self) -> int:
         return len(self.ends) - 1
@@ -75,11 +75,6 @@ class Images:
             return read_reduced(self.files[index], width, height, self.imgsz)
         image = read_image(self.files[index])
         return resize_long_side(image, self.imgsz, self.smooth) if self.imgsz else image
-
-    def prefetch(self, indices: Iterable[int]) -> None:
-        """Request the images that are remote, many at once, so that `read` finds them on disk."""
-        if self.files.are_remote:
-            storage.prefetch([self.files[index] for index in indices])
 
     def is_cached(self, index: int) -> bool:
         """Return whether `read` needs no decoding."""
@@ -207,10 +202,9 @@ class ImagesOnDisk(Images):
             )
 
     def _cache_file(self, file: Path) -> str:
-        size, changed = storage.stamp(file)
-        if size < 0:
+        if not file.is_file():
             raise UserError(f"{file} cannot be read; fix or remove it")
-        stamp = f"\0{size}\0{changed}\0{self.imgsz}\0{self.smooth}"
+        stamp = f"\0{file_stamps([str(file)])!r}\0{self.imgsz}\0{self.smooth}"
         if self.reduced_from is not None:
             stamp += "\0reduced"
         digest = hashlib.sha256(os.fsencode(file) + stamp.encode()).hexdigest()
@@ -251,6 +245,12 @@ class ImagesInRing(Images):
 
     def release(self) -> None:
         self.ring.release()
+
+
+def available_bytes(folder: Path) -> int:
+    """Return the number of bytes that a cache may still write to a folder's disk."""
+    usage = shutil.disk_usage(folder)
+    return usage.free - int(usage.total * MIN_FREE_SHARE)
 
 
 def cached_shapes(sizes: np.ndarray, imgsz: int) -> np.ndarray:

@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torch.utils.data import DataLoader
 
-from data import remote
 from data.augment import Sample
 from data.batches import Item, Items, loader, stack_in_place
 from data.cache import Images, open_images
-from data.data_yaml import DataSpec, held_out, images_below, packed_groups
+from data.data_yaml import DataSpec, held_out, images_below
 from data.dataset import DataSet, labels_text, problem_warnings, split_identity
 from data.images import read_image
 from data.labels import load_labels
@@ -58,7 +57,7 @@ class _Items(Items):
         return to_tensor(self.images.read(index)), int(self.labels[index])
 
     def info(self, index: int) -> ClassInfo:
-        return ClassInfo(index, remote.shown_path(self.images.files[index]), int(self.labels[index]))
+        return ClassInfo(index, str(self.images.files[index]), int(self.labels[index]))
 
 
 class TrainingItems(_Items):
@@ -93,7 +92,7 @@ class TrainingItems(_Items):
 
         def changed(place: str, index: int, pixels: Tensor) -> Tensor:
             given = Sample(to_array(pixels), np.zeros((0, 4), np.float32), np.zeros(0, np.float32))
-            return to_tensor(self.own.apply(place, given, rng, remote.shown_path(self.images.files[index])).image)
+            return to_tensor(self.own.apply(place, given, rng, str(self.images.files[index])).image)
 
         return changed
 
@@ -313,10 +312,6 @@ def _walk_classes(spec: DataSpec, name: str) -> Classes:
     images: dict[str, set[Path]] = {}
     spec.unread[name] = []
     for parent in parents:
-        if grouped := packed_groups(parent):
-            for path, text in grouped:
-                images.setdefault(text, set()).add(Path(path))
-            continue
         for folder in _folders(parent):
             if not any(other.is_relative_to(folder) for other in excluded):
                 text = os.fsencode(folder.name).decode(errors="surrogateescape")  # as in the YAML, in any locale
@@ -333,9 +328,6 @@ def _walk_classes(spec: DataSpec, name: str) -> Classes:
 
 def _folders(parent: Path) -> list[Path]:
     """Return the subfolders that are not hidden, sorted by name. Raises `UserError` if the folder cannot be read."""
-    if remote.is_remote(parent):
-        below = (Path(name).relative_to(parent) for name in remote.files_below(str(parent)))
-        return [parent / name for name in sorted({path.parts[0] for path in below if len(path.parts) > 1})]
     try:
         return sorted(folder for folder in parent.iterdir() if folder.is_dir() and not folder.name.startswith("."))
     except NotADirectoryError:

@@ -11,33 +11,26 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
-from data import storage
 from data.batches import Item, Items
-from data.data_yaml import DataSpec, is_annotation_file, overlap, read_spec
+from data.data_yaml import DataSpec, read_data
 from data.own_augmentations import Labelling, OwnAugmentations, read_augmentations
 from data.sampler import SampleIndex, Sampling
 from utils.batch import Batch, Split
 from utils.config.hyperparameters import Recipe
 from utils.console import columns, listed
 from utils.errors import UserError, plural
-from utils.files import csv_text, find_file
+from utils.files import csv_text
 from utils.user_code import class_named
 
 S = TypeVar("S", bound=Split)
 PRINTED_PROBLEMS = 5  # printed problems of a split, at most
-# Data YAMLs of YOLOv5 that are not included, and their annotations, which code in these YAMLs converts.
-SCRIPTED_SETS = {
-    "Argoverse": "JSON without the folders of its images",
-    "GlobalWheat2020": "JSON for each place",
-    "SKU-110K": "a CSV file",
-    "xView": "GeoJSON",
-}
 FEW_LABELS = 10  # training labels of a class; classes with fewer are named at the start
 
 
@@ -72,14 +65,6 @@ class DataSet(ABC, Generic[S]):
     @abstractmethod
     def files(spec: DataSpec) -> dict[str, list[Path]]:
         """Return all files that training reads, by kind, such as `labels of train`; some may not exist."""
-
-    @staticmethod
-    def groups(spec: DataSpec, split: str) -> dict[Path, str]:
-        """Return the class name of each image of a split, for data.pack, if its folder determines it.
-
-        Returns {} if there are label files. Raises `UserError` if there are no images.
-        """
-        return {}
 
     @abstractmethod
     def split(self, name: str, hyp: Recipe | None = None) -> S:
@@ -142,17 +127,13 @@ class DataSet(ABC, Generic[S]):
         return read_augmentations(self.options.augmentations, self.labelling(hyp), is_named)
 
     def usable(self, name: str, sizes: np.ndarray, problems: Sequence[str]) -> np.ndarray:
-        """Return a mask of the usable images of a split, bool (n,).
+        """Return a mask of the usable images of a split, bool (n,): those whose width and height in `sizes` are not 0.
 
         Raises `UserError` if no image is usable, or with --strict if there are problems.
-
-        Args:
-            name: `train`, `val` or `test`
-            sizes: (n, 2), width and height of each image, 0 for an image left out
-            problems: sentences about what is left out
         """
-        if self.options.strict:
-            refuse_problems(problems, name)
+        if self.options.strict and problems:
+            count = plural(len(problems), "such problem")
+            raise UserError(f"{problems[0].rpartition('; ')[0]} (--strict; {count} in {name})")
         readable: np.ndarray = sizes[:, 0] > 0
         if not readable.any():
             raise UserError(f"{self.spec.file}: no image of `{name}:` can be used; the first problem: {problems[0]}")
@@ -222,36 +203,24 @@ def data_source(data: str, kind: str) -> DataSource:
     Args:
         kind: class of the data set, as `module:class`
     """
-    from data.detect_layout import read_annotation_file, read_folder  # only here: most data sets have a YAML
-
-    storage.forget()
-    if os.path.isdir(data):
-        spec = read_folder(Path(data))
-    elif is_annotation_file(Path(data)):
-        spec = read_annotation_file(Path(data))
-    else:
-        refuse_scripted_set(data)
-        spec = read_spec(find_file(data, "data set", ["data"], kind="a file or a folder"))
-    return DataSource(spec, dataset_class(kind))
+    return DataSource(read_data(data), dataset_class(kind))
 
 
-def refuse_scripted_set(data: str) -> None:
-    """Raise `UserError` if --data names one of `SCRIPTED_SETS`, unless it is an existing file."""
-    name = Path(data).name.removesuffix(".yaml")
-    if name in SCRIPTED_SETS and not os.path.isfile(data):
-        raise UserError(
-            f"data set '{data}' is not included, because its annotations are {SCRIPTED_SETS[name]}, which YOLOv5's "
-            f"{name}.yaml converts by code that this repository never runs; give the path of that file once YOLOv5 has "
-            "downloaded the set, or write label files as docs/data.md says"
-        )
+def overlap(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
+    """Return a warning if the splits share images, whatever their paths, else an empty list."""
+    real = cache(os.path.realpath)  # each folder is resolved once, which is fast
+    both = {(real(folder), name) for folder, name in map(os.path.split, train)}
+    both &= {(real(folder), name) for folder, name in map(os.path.split, val)}
+    if not both:
+        return []
+    return [
+        f"warning: {len(both)} of the {len(val)} validation images are training images too, such as "
+        f"{os.path.join(*min(both))}; the metrics will look better than they are"
+    ]
 
 
 def labels_text(names: Mapping[int, str], counts: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
-    """Return labels.csv.
-
-    Args:
-        counts: by split, the number of images with each class and of instances of each class, (classes,) each
-    """
+    """Return labels.csv, from the number of images with each class and of its instances, (classes,) each, by split."""
     rows = [
         (split, name, int(images[k]), int(instances[k]))
         for split, (images, instances) in counts.items()
@@ -261,12 +230,7 @@ def labels_text(names: Mapping[int, str], counts: Mapping[str, tuple[np.ndarray,
 
 
 def class_messages(names: Mapping[int, str], train: np.ndarray, val: np.ndarray) -> list[str]:
-    """Return lines about the classes: all of them, and those with few labels.
-
-    Args:
-        train: number of training labels of each class, (classes,)
-        val: number of validation labels of each class, (classes,)
-    """
+    """Return lines about the classes and the rare ones, by the number of labels of each class, (classes,) each."""
     count = f"{plural(len(names), 'class')}: "
     lines = [count + listed(list(names.values()), columns() - len(count))]
     rare = [k for k in np.argsort(train, kind="stable").tolist() if train[k] < FEW_LABELS]
@@ -281,7 +245,7 @@ def class_messages(names: Mapping[int, str], train: np.ndarray, val: np.ndarray)
 def split_identity(images: Sequence[Path], labels: bytes) -> dict[str, str]:
     """Return the number of images of a split, and hashes of their file names, of their sizes in bytes and of labels."""
     names = os.fsencode("\n".join(path.name for path in images))
-    sizes = "\n".join(str(storage.file_size(path)) for path in images)
+    sizes = "\n".join(str(path.stat().st_size) for path in images)
     return {
         "count": str(len(images)),
         "files": hashlib.sha256(names).hexdigest(),
@@ -291,24 +255,9 @@ def split_identity(images: Sequence[Path], labels: bytes) -> dict[str, str]:
 
 
 def problem_warnings(problems: Sequence[str], title: str) -> list[str]:
-    """Return warnings of the first few problems, and of the number of further ones.
-
-    Args:
-        title: the split's name as it appears in the messages
-    """
+    """Return warnings of the first few problems of the split `title`, and of the number of further ones."""
     messages = [f"warning: {problem}" for problem in problems[:PRINTED_PROBLEMS]]
     if (more := len(problems) - PRINTED_PROBLEMS) > 0:
         count = plural(more, "more such problem")
         messages.append(f"warning: {count} in {title}; problems.txt in the run folder lists all")
     return messages
-
-
-def refuse_problems(problems: Sequence[str], title: str) -> None:
-    """Raise the first problem, if any, as `UserError`, for --strict.
-
-    Args:
-        title: the split's name as it appears in the message
-    """
-    if problems:
-        count = plural(len(problems), "such problem")
-        raise UserError(f"{problems[0].rpartition('; ')[0]} (--strict; {count} in {title})")

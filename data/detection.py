@@ -27,10 +27,8 @@ from data.cache import Images, open_images
 from data.data_yaml import DataSpec
 from data.dataset import DataOptions, DataSet, labels_text, problem_warnings, split_identity
 from data.images import read_image, resize_long_side, scaled_shape
-from data.label_rows import BOXES, POLYGONS, RowRules
-from data.labels import Labels, check_classes, load_labels
+from data.labels import BOXES, POLYGONS, Labels, RowRules, check_classes, load_labels
 from data.own_augmentations import NO_AUGMENTATIONS, Labelling, OwnAugmentations
-from data.remote import shown_path
 from data.sampler import SampleIndex, evaluation_batches, images_in_use, item_generator, own_generator, training_batches
 from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement
 from utils.config.hyperparameters import Augmentation, Recipe
@@ -76,7 +74,7 @@ class _Items(Items):
 
     def info(self, index: int, placement: Placement) -> ImageInfo:
         width, height = (int(side) for side in self.labels.sizes[index])
-        return ImageInfo(index, shown_path(self.images.files[index]), (width, height), placement, self.labels.of(index))
+        return ImageInfo(index, str(self.images.files[index]), (width, height), placement, self.labels.of(index))
 
 
 class TrainingItems(_Items):
@@ -112,7 +110,7 @@ class TrainingItems(_Items):
         own_rng = own_generator(self.seed, sample)
 
         def changed(place: str, item: Sample, index: int) -> Sample:
-            return self.own.apply(place, item, own_rng, shown_path(self.images.files[index]))
+            return self.own.apply(place, item, own_rng, str(self.images.files[index]))
 
         augmenter = replace(augmenter, load=lambda index: changed("image", self.load(index), index))
         return changed("item", augmenter(sample.image, sample.shape, rng, sample.partners), sample.image)
@@ -213,8 +211,6 @@ class DetectionData(DataSet[DetectionSplit]):
     def class_names(spec: DataSpec, single_cls: bool) -> dict[int, str]:
         """Return the YAML's `names`, or the one class `item`. Raises `UserError` if there are no `names`."""
         if not spec.names:
-            if spec.is_remote:
-                spec.locations("train")  # it may be absent, and a pack has the names
             if spec.file.is_dir():  # all other layouts of folders provide names
                 raise UserError(
                     f"{spec.file} has a folder of images per class and no boxes, so it is for a classifier: add "

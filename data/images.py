@@ -21,8 +21,8 @@ from PIL.ImageFile import ImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 
-from data import storage
-from utils.errors import StorageError, UserError
+from utils.errors import UserError
+from utils.files import read_regular
 
 cv2.setNumThreads(0)  # loader processes are parallel already; their threads would compete for the cores
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)  # Pillow reads what OpenCV cannot, or raises
@@ -50,7 +50,7 @@ def read_image(path: Path, jpeg_divisor: int = 1) -> np.ndarray:
         jpeg_divisor: 1, 2, 4 or 8, which divides both sides of a JPEG, rounded up
     """
     try:
-        return _decode(storage.read_bytes(path), jpeg_divisor)
+        return _decode(read_regular(path), jpeg_divisor)
     except Exception as error:  # Pillow raises many kinds for a damaged file
         raise unreadable(path, error) from None
 
@@ -79,9 +79,7 @@ def read_whole_image(path: Path) -> np.ndarray:
 
 
 def unreadable(name: object, error: Exception) -> UserError:
-    """Return the error for an image that OpenCV or Pillow cannot read; a `StorageError` is returned unchanged."""
-    if isinstance(error, StorageError):
-        return error
+    """Return the error for an image that OpenCV or Pillow cannot read."""
     reason = re.sub(r" ?<\S+ object at 0x\w+>", "", str(error))  # Pillow names the object that holds the bytes
     if isinstance(error, UnidentifiedImageError):
         reason = "its format is not known"
@@ -175,11 +173,9 @@ def examine_image(path: Path) -> Examined:
     Only headers and the end of a JPEG or PNG are read; other formats, and files with an unusual end, are decoded.
     Raises one of Pillow's many errors if the file is not an image, or is truncated; a JPEG may lack 1 % of its pixels.
     """
-    if size := storage.image_size(path):
-        return Examined(size)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # damaged EXIF blocks warn; the orientation is then absent
-        with Image.open(storage.open_for_pillow(path)) as opened:
+        with Image.open(path) as opened:
             width, height = opened.size
             assert opened.fp  # open until the pixels are loaded
             opened.fp.seek(-len(PNG_END), os.SEEK_END)
@@ -189,12 +185,12 @@ def examine_image(path: Path) -> Examined:
                 width, height = opened.tag_v2[IMAGEWIDTH], opened.tag_v2[IMAGELENGTH]
             missing = 0.0
             if not is_complete:
-                missing = _missing_share(storage.read_bytes(path)) if opened.format == "JPEG" else 1.0
+                missing = _missing_share(read_regular(path)) if opened.format == "JPEG" else 1.0
                 if missing > MAX_MISSING_SHARE:
                     opened.load()
                     missing = 0.0
             if opened.mode in ("F", "I"):
-                _decode(storage.read_bytes(path))  # raises an error for pixels whose range is not known
+                _decode(read_regular(path))  # raises an error for pixels whose range is not known
     return Examined((height, width) if orientation in (5, 6, 7, 8) else (width, height), missing)
 
 

@@ -1,37 +1,189 @@
-"""Label files, checked in parallel and cached outside of the data set's folder. Called by the data sets."""
+"""Label files: the rules of their rows, the scan of all images in parallel, and its cache away from the data.
+
+Called by the data sets.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 import multiprocessing
 import os
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from data import remote, storage
-from data.coco_json import AnnotatedImages, ImageRows
 from data.images import examine_image
-from data.label_rows import BOXES, RowRules, parse_rows, points_of
 from data.polygons import Polygons, offsets_of
-from utils.errors import StorageError, UserError, plural
-from utils.files import cache_folder, one_at_a_time, replacing
+from utils.errors import UserError, plural, shortened
+from utils.files import cache_folder, file_stamps, one_at_a_time, read_regular, replacing, require_regular
 
-CACHE_VERSION = 8
-FILES_PER_CHUNK = 64  # images that a scanning process takes at a time
-MIN_SECONDS_PER_PROCESS = 0.5  # seconds of work; with less, starting another process takes longer than it saves
+if TYPE_CHECKING:
+    from data.formats import AnnotatedImages
+
+CACHE_VERSION = 9
+IMAGES_PER_CHUNK = 64  # images that a scanning process takes at a time
+IMAGES_PER_PROCESS = 500  # with fewer, starting another process takes longer than it saves
 MIN_IMAGE_SIDE_PIXELS = 10  # a smaller image is left out
+COORDINATE_TOLERANCE = 1e-3  # how far outside [0, 1] a coordinate may be by rounding
+OUTLINE_TOLERANCE = 0.01  # how far outside an outline's points may be; they are moved to the image's edge
+MIN_PIXEL_COORDINATE = 2.0  # coordinates from here on are taken for pixels instead of shares of a side
+MAX_CLASS = 2**20  # exclusive bound of a class, which float32 holds exactly
+MIN_OUTLINE_WIDTH = 1e-5  # share of a side: an outline that is narrower is a line
 
-Scanned = tuple[Path, "ImageRows | None"]  # an image, and its objects unless it has a label file
+
+# Rows
+
+
+@dataclass(frozen=True)
+class RowRules:
+    """The rules by which a data set reads the rows of label files; they are part of the label cache's key.
+
+    Attributes:
+        noun: word for a row's points in messages
+        forms: description in messages of how many numbers a row may have
+        outlines: whether the points are read too, not only the box around them
+        by_points: whether two rows are the same object if their points are equal, instead of their boxes
+        tolerance: how far outside of [0, 1] the coordinates of points may be, below 1
+        keypoints: how many numbers of key points may follow a box, which are not used; if any, no row is a polygon
+    """
+
+    noun: str = "outline"
+    forms: str = "5 (box) or an odd count from 7 (polygon)"
+    outlines: bool = False
+    by_points: bool = False
+    tolerance: float = OUTLINE_TOLERANCE
+    keypoints: int = 0
+
+    def outline(self, values: list[float]) -> list[float]:
+        """Return the coordinates x1 y1 x2 y2 ... of a row, moved to the image's edge unless they are nearly inside.
+
+        A box has none. Raises ValueError with the reason if the row is invalid.
+        """
+        if all(-COORDINATE_TOLERANCE <= value <= 1 + COORDINATE_TOLERANCE for value in values):
+            return values
+        return [min(max(value, 0.0), 1.0) for value in values]
+
+
+class EnclosingRules(RowRules):
+    """Rules for outlines that enclose an area."""
+
+    def outline(self, values: list[float]) -> list[float]:
+        """Return the coordinates as `RowRules` does. Raises ValueError for points on one line too."""
+        values = super().outline(values)
+        if values:
+            x, y = (points_of(values) - points_of(values)[0]).astype(np.float64).T
+            farthest = np.argmax(x * x + y * y)
+            across = np.abs(x * y[farthest] - y * x[farthest]).max()  # distance from the line, times the line's length
+            if across < MIN_OUTLINE_WIDTH * np.hypot(x[farthest], y[farthest]):
+                raise ValueError(f"the {self.noun} has no area")
+        return values
+
+
+BOXES = RowRules()
+POLYGONS = RowRules(outlines=True)  # boxes, and the outlines of those that have one
+OUTLINES = EnclosingRules(outlines=True, by_points=True)
+
+
+class Row(NamedTuple):
+    """A row of a label file, normalised."""
+
+    box: tuple[float, float, float, float, float]  # class and xywh
+    points: list[float]  # x1 y1 x2 y2 ...; [] for a box
+
+
+def points_of(values: Sequence[float]) -> np.ndarray:
+    """Return coordinates x1 y1 x2 y2 ... as points, float32 (k, 2)."""
+    return np.array(values, np.float32).reshape(-1, 2)
+
+
+def parse_rows(
+    text: str, file: Path | str, rules: RowRules = BOXES, ids: Sequence[Any] = ()
+) -> tuple[list[Row], list[str]]:
+    """Return the rows of a label file in its order, and problems with lines that are left out.
+
+    Args:
+        file: label file, or the `origin` of `ImageRows`, for messages
+        ids: name of each line in messages, as in `ImageRows`, instead of its number
+    """
+    rows: dict[tuple[float, ...], Row] = {}
+    problems = []
+    for number, words in enumerate(map(str.split, text.splitlines()), 1):
+        if not words:
+            continue
+        try:
+            row = _parse_row(words, rules)
+            key = (*row.box, *row.points) if rules.by_points else row.box
+            if key in rows:
+                raise ValueError(f"the same {rules.noun if key[5:] else 'box'} again")
+            rows[key] = row
+        except ValueError as error:
+            place = f"{file} {ids[number - 1]}" if ids else f"{file}, line {number}"
+            problems.append(f"{place}: {error}; row left out")
+    return list(rows.values()), problems
+
+
+def _parse_row(words: Sequence[str], rules: RowRules) -> Row:
+    """Return the row that the words of a line describe. Raises ValueError with the reason if they are invalid."""
+    text = "".join(words)
+    try:
+        label, *values = map(float, words if text.isascii() and "_" not in text else "_")  # float reads 1_0 as 10
+    except ValueError:
+        raise ValueError("not all words are numbers") from None
+    if rules.keypoints and len(values) == 4 + rules.keypoints:
+        values = values[:4]
+    is_box = len(values) == 4
+    if not is_box and (rules.keypoints or len(values) < 6 or len(values) % 2):
+        raise ValueError(f"{len(words)} numbers instead of {rules.forms}")
+    if not 0 <= label == label // 1 < MAX_CLASS:
+        raise ValueError(f"class {shortened(words[0])} is not a whole number from 0")
+    if not all(map(math.isfinite, values)):
+        raise ValueError("a coordinate is not finite")
+    if max(values) >= MIN_PIXEL_COORDINATE:
+        raise ValueError("coordinates in pixels; divide x and width by the image's width, y and height by its height")
+    tolerance = COORDINATE_TOLERANCE if is_box else rules.tolerance
+    if min(values) < -tolerance or max(values) > 1 + tolerance:
+        raise ValueError("coordinates outside 0 to 1 (they are shares of the image's width and height)")
+    box = values if is_box else _polygon_box(values)
+    points = rules.outline([] if is_box else values) if rules.outlines or not is_box else []
+    if not is_box and points is not values:
+        box = _polygon_box(points)
+    x, y, width, height = box
+    if width <= 0 or height <= 0:
+        raise ValueError("the box has no area")
+    return Row((label, x, y, width, height), points)
+
+
+def _polygon_box(points: Sequence[float]) -> Sequence[float]:
+    """Return centre and size of the box around x1 y1 x2 y2 ..."""
+    xs, ys = points[0::2], points[1::2]
+    low_x, high_x, low_y, high_y = min(xs), max(xs), min(ys), max(ys)
+    return (low_x + high_x) / 2, (low_y + high_y) / 2, high_x - low_x, high_y - low_y
+
+
+def label_name(image: str) -> str:
+    """Return the path of an image's label file: the last folder `images` becomes `labels`, and the suffix .txt."""
+    name = image.rfind(os.sep) + 1
+    suffix = image.rfind(".", name + 1)  # a leading dot starts no suffix
+    return f"{_label_folder(image[:name])}{image[name : suffix if suffix > 0 else None]}.txt"
+
+
+@lru_cache(4096)
+def _label_folder(folder: str) -> str:
+    """Return the label folder of an image folder. Both end with a separator, or are empty."""
+    before, images, after = f"{os.sep}{folder}".rpartition(f"{os.sep}images{os.sep}")
+    return f"{before}{os.sep}labels{os.sep}{after}"[len(os.sep) :] if images else folder
+
+
+# All images of a split
 
 
 @dataclass(frozen=True)
@@ -80,9 +232,20 @@ class Labels:
         return np.repeat(scale, self.counts, axis=0) * self.rows[:, 3:5]
 
 
-def has_outlines(rules: RowRules | None) -> bool:
-    """Return whether these rules read the points of rows."""
-    return rules is not None and rules.outlines
+class ImageRows(NamedTuple):
+    """The objects of an image.
+
+    Attributes:
+        text: rows as in a label file
+        size: width and height that an annotation gives, if it does
+        origin: label file, or start of a message about row k that `ids[k]` follows
+        ids: id of each row's annotation; () for a label file
+    """
+
+    text: str
+    size: tuple[int, int] | None
+    origin: str
+    ids: Sequence[Any] = ()
 
 
 def load_labels(
@@ -92,19 +255,17 @@ def load_labels(
     rules: RowRules | None = BOXES,
     annotated: Sequence[AnnotatedImages] = (),
 ) -> Labels:
-    """Return the labels of `images` from the cache if no file has changed, else scan them with a progress bar.
-
-    Raises `UserError` for a damaged annotation file.
+    """Return the labels of `images` from the cache if no file has changed, else scan them. Raises `UserError`.
 
     Args:
         title: title of the progress bar
         workers: number of processes, at most
         rules: rules for the rows; None to read no labels
-        annotated: images that annotation files describe, so that they have no label files
+        annotated: images that have no label files
     """
     cached = cache_folder() / "labels" / f"{_key(images, rules, annotated)}.npz"
     with one_at_a_time(cached.with_suffix(".lock")):  # one of several processes scans, the others read the cache
-        labels = _read_cache(cached, len(images), has_outlines(rules))
+        labels = _read_cache(cached)
         if labels is None:
             labels = _scan(images, title, workers, rules, annotated)
             _write_cache(cached, labels)
@@ -112,83 +273,56 @@ def load_labels(
 
 
 def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: Path) -> None:
-    """Raise a `UserError` that names the first row with a class outside of the data YAML's `names`, and its file.
-
-    Args:
-        classes: number of names
-        source: the data YAML
-    """
+    """Raise a `UserError` for the first row with a class outside of the `classes` names of the data YAML `source`."""
     wrong = np.flatnonzero(labels.rows[:, 0] >= classes)
-    if len(wrong):
-        image = images[int(np.searchsorted(labels.offsets, wrong[0], side="right")) - 1]
-        file = Path(storage.label_name(os.fspath(image)))
-        number = int(labels.rows[wrong[0], 0])
-        raise UserError(
-            f"{file}{_line_of(file, number)} has class {number}, but `names` of {source} ends at {classes - 1}; "
-            f"fix the label or add the class ({plural(len(wrong), 'such row')} in all)"
-        )
-
-
-def _line_of(file: Path, number: int) -> str:
-    """Return `, line 3` for the first line of a label file with this class, or '' if the file has changed."""
-    text = ""
+    if not len(wrong):
+        return
+    image = images[int(np.searchsorted(labels.offsets, wrong[0], side="right")) - 1]
+    file, number, line = label_name(os.fspath(image)), int(labels.rows[wrong[0], 0]), ""
     with suppress(OSError, UnicodeDecodeError):
-        text = storage.read_bytes(file).decode("utf-8-sig")
-    for line, words in enumerate(map(str.split, text.splitlines()), 1):
-        with suppress(ValueError, IndexError):  # a bad row
-            if float(words[0]) == number:
-                return f", line {line}"
-    return ""
+        rows = enumerate(read_regular(file).decode("utf-8-sig").splitlines(), 1)
+        line = next((f", line {k}" for k, row in rows if row.split()[:1] in ([f"{number}"], [f"{number}.0"])), "")
+    raise UserError(
+        f"{file}{line} has class {number}, but `names` of {source} ends at {classes - 1}; "
+        f"fix the label or add the class ({plural(len(wrong), 'such row')} in all)"
+    )
 
 
 def _key(images: Sequence[Path], rules: RowRules | None, annotated: Sequence[AnnotatedImages]) -> str:
-    """Return a hash of the paths, and of the `storage.stamps` of every image, label and annotation file."""
+    """Return a hash of the paths, and of the `file_stamps` of every image, label and annotation file."""
     names = list(map(os.fspath, images))
     digest = hashlib.sha256(f"{rules} {CACHE_VERSION} {len(names)}\0".encode())
     digest.update(Path(inspect.getfile(type(rules))).read_bytes() if rules else b"")  # the rules may be a user's
     digest.update(os.fsencode("\0".join(names)))
-    digest.update(storage.stamps(names))
+    digest.update(file_stamps(names))
     if rules:
         for each in annotated:
             digest.update(each.stamp())
             names = [name for name in names if name not in each.images]
-        digest.update(storage.stamps(map(storage.label_name, names)))
+        digest.update(file_stamps(map(label_name, names)))
     return digest.hexdigest()[:32]
 
 
-def _read_cache(path: Path, images: int, outlined: bool) -> Labels | None:
-    """Return the labels of `images` images, or None if the file is absent or was not written by this version."""
+def _read_cache(path: Path) -> Labels | None:
+    """Return cached labels, or None if the file is absent or damaged."""
     try:
-        if not path.is_file():
-            return None
+        require_regular(path)
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)
-        rows = arrays["offsets"][-1]
-        kinds = {
-            "rows": (np.float32, (rows, 5)),
-            "offsets": (np.int64, (images + 1,)),
-            "sizes": (np.int32, (images, 2)),
-        }
-        if outlined:
-            kinds |= {"points": (np.float32, (arrays["ends"][-1], 2)), "ends": (np.int64, (rows + 1,))}
-        if any((arrays[name].dtype, arrays[name].shape) != kind for name, kind in kinds.items()):
-            return None
-        problems = tuple(str(text) for text in arrays["problems"])
-        polygons = Polygons(arrays["points"], arrays["ends"]) if outlined else None
+        polygons = Polygons(arrays["points"], arrays["ends"]) if "ends" in arrays else None
+        problems = tuple(map(str, arrays["problems"]))
         return Labels(arrays["rows"], arrays["offsets"], arrays["sizes"], problems, polygons)
     except Exception:  # numpy and zipfile raise many kinds for a damaged file
         return None
 
 
 def _write_cache(path: Path, labels: Labels) -> None:
+    arrays = {"rows": labels.rows, "offsets": labels.offsets, "sizes": labels.sizes}
+    if labels.polygons:
+        arrays |= {"points": labels.polygons.points, "ends": labels.polygons.offsets}
     try:
         with replacing(path) as file:
-            problems = np.array(labels.problems, dtype=np.str_)
-            outlines = labels.polygons
-            arrays = {"rows": labels.rows, "offsets": labels.offsets, "sizes": labels.sizes, "problems": problems}
-            if outlines:
-                arrays |= {"points": outlines.points, "ends": outlines.offsets}
-            np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stubs take it for `allow_pickle`
+            np.savez(file, problems=np.array(labels.problems, np.str_), **arrays)  # type: ignore[arg-type]
     except OSError as error:
         warnings.warn(
             f"the label cache {path} cannot be written ({error.strerror}); the next start scans again", stacklevel=2
@@ -198,68 +332,34 @@ def _write_cache(path: Path, labels: Labels) -> None:
 def _scan(
     images: Sequence[Path], title: str, workers: int, rules: RowRules | None, annotated: Sequence[AnnotatedImages]
 ) -> Labels:
+    outlined = rules is not None and rules.outlines
     described: dict[str, ImageRows] = {}
     problems: list[str] = []
     for each in annotated:
-        rows = each.rows(has_outlines(rules))
-        described = {**rows.images, **described}  # if two files describe an image, the first counts
-        problems += rows.problems
+        rows, omitted = each.rows(outlined)
+        described = {**rows, **described}  # if two files describe an image, the first counts
+        problems += omitted
     items = [(image, described.get(os.fspath(image))) for image in images]
-    chunks = [items[start : start + FILES_PER_CHUNK] for start in range(0, len(items), FILES_PER_CHUNK)]
-    parts: list[Labels] = []
-    with tqdm(total=len(images), desc=f"checking {title}", unit="image", disable=None, leave=False) as bar:
-        for part in _map_chunks(partial(_scan_chunk, rules), chunks, workers):
-            parts.append(part)
-            bar.update(len(part.sizes))
-    polygons = [part.polygons for part in parts if part.polygons is not None]
-    return Labels(
-        np.concatenate([part.rows for part in parts]),
-        offsets_of(np.concatenate([part.counts for part in parts])),
-        np.concatenate([part.sizes for part in parts]),
-        (*problems, *(problem for part in parts for problem in part.problems)),
-        Polygons.joined(polygons) if polygons else None,
-    )
-
-
-def _map_chunks(
-    scan: Callable[[Sequence[Scanned]], Labels], chunks: Sequence[Sequence[Scanned]], workers: int
-) -> Iterator[Labels]:
-    """Yield the labels of each chunk, in order. Processes are started once there proves to be enough work for them."""
-    start = time.monotonic()
-    for done, chunk in enumerate(chunks):
-        elapsed, remaining = time.monotonic() - start, len(chunks) - done
-        processes = min(workers, remaining, int(elapsed * remaining / done / MIN_SECONDS_PER_PROCESS) if done else 1)
-        if processes > 1:
-            with multiprocessing.Pool(processes) as pool:
-                yield from pool.imap(scan, chunks[done:])
-            return
-        yield scan(chunk)
-
-
-def _scan_chunk(rules: RowRules | None, images: Sequence[Scanned]) -> Labels:
-    unread = [(os.fspath(image), rows) for image, rows in images if storage.image_size(image) is None]
-    labels = [storage.label_name(name) for name, rows in unread if rows is None and rules]
-    storage.prefetch([*(name for name, _ in unread), *labels])
-    scans = [scan_image(image, rules, described) for image, described in images]
-    outlines = [outline for scan in scans for outline in scan.outlines]
+    scan, processes = partial(_scan_item, rules), min(workers, len(images) // IMAGES_PER_PROCESS)
+    with multiprocessing.Pool(processes) if processes > 1 else nullcontext() as pool:
+        scanned = pool.imap(scan, items, IMAGES_PER_CHUNK) if pool else map(scan, items)
+        bar = tqdm(scanned, f"checking {title}", len(images), unit="image", disable=None, leave=False)
+        scans = list(bar)
     return Labels(
         np.concatenate([scan.rows for scan in scans]),
         offsets_of([len(scan.rows) for scan in scans]),
         np.array([scan.size for scan in scans], np.int32),
-        tuple(problem for scan in scans for problem in scan.problems),
-        Polygons.of(outlines) if has_outlines(rules) else None,
+        (*problems, *(problem for scan in scans for problem in scan.problems)),
+        Polygons.of([points for scan in scans for points in scan.outlines]) if outlined else None,
     )
 
 
-class Scan(NamedTuple):
-    """The result for one image and its label file; see `Labels`.
+def _scan_item(rules: RowRules | None, item: tuple[Path, ImageRows | None]) -> Scan:
+    return scan_image(item[0], rules, item[1])
 
-    Attributes:
-        size: width and height in pixels as displayed, (0, 0) if the image is left out
-        rows: class and normalised xywh, float32 (k, 5)
-        problems: sentences about what is left out
-        outlines: outline of each row, (points, 2), if requested
-    """
+
+class Scan(NamedTuple):
+    """The result for one image and its label file: see `Labels`. An outline of each row, (points, 2), if requested."""
 
     size: tuple[int, int] = (0, 0)
     rows: np.ndarray = np.zeros((0, 5), np.float32)
@@ -268,55 +368,39 @@ class Scan(NamedTuple):
 
 
 def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows | None = None) -> Scan:
-    """Check one image and its label file. A bad image or row is left out and reported as a problem.
+    """Check one image and its label file, or the objects that annotations describe. What is bad is left out.
 
     An image is left out too if its label file cannot be read, or has rows but no valid one.
-
-    Args:
-        rules: rules for the rows; None to read no labels
-        described: objects of an image without a label file
     """
-    name = remote.shown_path(image)
     try:
-        storage.require_regular_file(image)
+        require_regular(image)
         size, missing = examine_image(image)
-    except StorageError:
-        raise
     except Exception as error:  # Pillow raises many kinds for a damaged file
-        return Scan(problems=[f"{name}: not readable as an image ({error}); left out"])
+        return Scan(problems=[f"{image}: not readable as an image ({_reason(error)}); left out"])
     if min(size) < MIN_IMAGE_SIDE_PIXELS:
-        return Scan(problems=[f"{name}: {size[0]}x{size[1]} pixels, smaller than {MIN_IMAGE_SIDE_PIXELS}; left out"])
-    truncated = (f"{name}: truncated, {missing:.2%} of its pixels are missing and grey; used",) if missing else ()
+        return Scan(problems=[f"{image}: {size[0]}x{size[1]} pixels, smaller than {MIN_IMAGE_SIDE_PIXELS}; left out"])
+    truncated = (f"{image}: truncated, {missing:.2%} of its pixels are missing and grey; used",) if missing else ()
     if rules is None:
         return Scan(size, problems=truncated)
+    file = label_name(os.fspath(image))
     try:
-        labels = described or _read_label_file(image, rules)
+        labels = described or ImageRows(read_regular(file).decode("utf-8-sig"), None, file)
     except FileNotFoundError:
         return Scan(size, problems=truncated)  # background
     except (OSError, UnicodeDecodeError) as error:
-        file = remote.shown_path(storage.label_name(os.fspath(image)))
-        return Scan(problems=[f"{file}: cannot be read as text ({error}); its image is left out"])
-    if labels.size and not _have_one_shape(size, labels.size):
-        sizes = f"{size[0]}x{size[1]} pixels, but its annotation is for {labels.size[0]}x{labels.size[1]}"
-        return Scan(problems=[f"{name}: {sizes}; left out"])
+        return Scan(problems=[f"{file}: cannot be read as text ({_reason(error)}); its image is left out"])
+    if labels.size and abs(size[0] * labels.size[1] - size[1] * labels.size[0]) > max(*size, *labels.size):
+        annotated = f"{labels.size[0]}x{labels.size[1]}"  # another aspect ratio, by more than the rounding of a pixel
+        return Scan(problems=[f"{image}: {size[0]}x{size[1]} pixels, but its annotation is for {annotated}; left out"])
     row_rules = replace(rules, keypoints=0) if described else rules  # only label files have key points
     rows, problems = parse_rows(labels.text, labels.origin, row_rules, labels.ids)
     problems = [*truncated, *problems]
     if problems and not rows:  # it may have objects, so it is not background
-        file = f"annotations of {name}" if described else labels.origin
-        return Scan(problems=[*problems, f"{file}: no row can be used; its image is left out"])
+        origin = f"annotations of {image}" if described else file
+        return Scan(problems=[*problems, f"{origin}: no row can be used; its image is left out"])
     outlines = [points_of(row.points) for row in rows] if rules.outlines else ()
     return Scan(size, np.array([row.box for row in rows], np.float32).reshape(-1, 5), problems, outlines)
 
 
-def _read_label_file(image: Path, rules: RowRules) -> ImageRows:
-    """Return the content of an image's label file. Raises OSError or UnicodeDecodeError if it cannot be read."""
-    file = storage.label_name(os.fspath(image))
-    storage.require_regular_file(file)
-    text = storage.read_label(file, rules.outlines).decode("utf-8-sig")
-    return ImageRows(text, None, remote.shown_path(file), ())
-
-
-def _have_one_shape(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Return whether two sizes have the same aspect ratio, up to the rounding of a pixel."""
-    return abs(one[0] * other[1] - one[1] * other[0]) <= max(*one, *other)
+def _reason(error: Exception) -> object:
+    return getattr(error, "strerror", None) or error

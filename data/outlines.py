@@ -1,6 +1,6 @@
 """Outlines of masks, and one outline for an object of several parts or with holes, as label files need.
 
-Called by data/convert.py and data/builtin/shapes_seg.py.
+Called by data/formats.py and data/builtin/shapes_seg.py.
 """
 
 from __future__ import annotations

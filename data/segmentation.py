@@ -24,8 +24,7 @@ from data.detection import (
     to_tensors,
 )
 from data.detection import collate as collate_boxes
-from data.label_rows import OUTLINES, RowRules
-from data.labels import Labels
+from data.labels import OUTLINES, Labels, RowRules
 from data.masks import NO_MASKS, TargetMasks, evaluation_masks, training_masks
 from data.polygons import Polygons, offsets_of
 from data.sampler import SampleIndex

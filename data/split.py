@@ -10,16 +10,14 @@ import argparse
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import yaml
 
-from data.data_yaml import DataSpec
 from data.dataset import data_source
-from data.label_rows import BOXES
-from data.labels import check_classes, load_labels
+from data.labels import BOXES, check_classes, load_labels
 from utils.distributed.failure import run_main
 from utils.errors import UserError, plural
 
@@ -44,16 +42,6 @@ def assigned(counts: np.ndarray, shares: Sequence[float]) -> np.ndarray:
     return parts
 
 
-def yaml_content(spec: DataSpec, files: dict[str, str], annotations: Sequence[str]) -> dict[str, Any]:
-    """Return the data YAML of a split with the lists `files`; objects stay in `annotations`, if not in label files."""
-    content: dict[str, Any] = {name: [*annotations] for name in files} | {"lists": files} if annotations else {**files}
-    folders = sorted({folder for given in spec.image_folders.values() for folder in given}) if annotations else []
-    for key, entries in (("images", folders), ("test", spec.entries.get("test", ()))):
-        content[key] = [str(path) for entry in entries if (path := spec.find(entry))]
-    content |= {"kpt_shape": list(spec.kpt_shape), "defaults": dict(spec.defaults), "names": dict(spec.names)}
-    return {key: value for key, value in content.items() if value}
-
-
 def split(data: str, val: float = 0.2, seed: int = 0, folds: int = 0) -> list[str]:
     """Split the data set that `data` names, as for train.py --data, and return lines for the console.
 
@@ -62,11 +50,11 @@ def split(data: str, val: float = 0.2, seed: int = 0, folds: int = 0) -> list[st
     """
     source = data_source(data, "data.detection:DetectionData")
     spec, classes = source.spec, len(source.names())
-    sections = [name for name in ("train", "val") if name in spec.entries or spec.holds_out]
-    listings = [spec.listing(name) for name in sections]
+    listings = [spec.listing(name) for name in ("train", "val") if name in spec.entries or spec.holds_out]
+    if any(listing.annotated for listing in listings):
+        raise UserError(f"{spec.file} has annotations instead of label files; write `split: {val:g}` into a data YAML")
     images = sorted({image for listing in listings for image in listing.images})
-    annotated = [described for listing in listings for described in listing.annotated]
-    labels = load_labels(images, "labels", WORKERS, spec.row_rules(BOXES), annotated)
+    labels = load_labels(images, "labels", WORKERS, spec.row_rules(BOXES))
     check_classes(labels, images, classes, spec.file)
     if not 0 < val < 1 or (folds and not 2 <= folds <= len(images)):
         raise UserError(f"--val {val:g} must be between 0 and 1, --folds {folds} from 2 to the {len(images)} images")
@@ -82,7 +70,10 @@ def split(data: str, val: float = 0.2, seed: int = 0, folds: int = 0) -> list[st
 
     path = Path(os.path.abspath(data))
     top = Path.cwd() / f"{path.name if path.is_dir() else path.stem}-{'folds' if folds else 'split'}"
-    entries = list(dict.fromkeys(str(e) for name in sections if name in spec.entries for e in spec.locations(name)))
+    test: list[str] = []
+    with suppress(UserError):  # no `test:`, or its images are not here
+        test = list(map(str, spec.locations("test")))
+    kept = {"test": test, "kpt_shape": list(spec.kpt_shape), "defaults": dict(spec.defaults), "names": spec.names}
     lines = [*spec.warnings]
     for number in range(folds or 1):
         folder, validates = top / f"fold{number + 1}" if folds else top, parts == (number if folds else 1)
@@ -91,8 +82,8 @@ def split(data: str, val: float = 0.2, seed: int = 0, folds: int = 0) -> list[st
             folder.mkdir(parents=True)
             for file, chosen in zip(files.values(), (~validates, validates), strict=True):
                 Path(file).write_bytes(b"".join(os.fsencode(f"{images[k]}\n") for k in np.flatnonzero(chosen)))
-            content = yaml.safe_dump(yaml_content(spec, files, entries if annotated else []), sort_keys=False)
-            (folder / "data.yaml").write_text(content, encoding="utf-8")
+            content = {**files, **{key: value for key, value in kept.items() if value}}
+            (folder / "data.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
         except OSError as error:
             raise UserError(f"{folder} cannot be written ({error.strerror}); remove it, or call elsewhere") from None
         lines.append(f"{folder / 'data.yaml'}: {plural((~validates).sum(), 'image')} train, {validates.sum()} validate")
@@ -102,7 +93,7 @@ def split(data: str, val: float = 0.2, seed: int = 0, folds: int = 0) -> list[st
 def main() -> None:
     """Split the data set that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m data.split")
-    parser.add_argument("data", help="a data YAML, a folder or a COCO .json, as for train.py --data")
+    parser.add_argument("data", help="a data YAML or a folder with one, as for train.py --data")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--val", type=float, default=0.2, help="share of the images for validation; default: 0.2")
     how.add_argument("--folds", type=int, default=0, help="number of splits; each image validates in one of them")

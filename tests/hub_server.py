@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
-from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
@@ -81,13 +80,7 @@ class Handler(BaseHTTPRequestHandler):
         elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
             if not self.refused(match[1]):
                 self.describe(match[1], match[2] or "main")
-        elif match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/tree/[^/]+/?(.*)", path):
-            self.list_files(match[1], match[2])
-        elif match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)", path):
-            self.describe(match[1], "main")
-        elif (match := re.fullmatch(r"/(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)) and not self.refused(
-            match[1]
-        ):
+        elif (match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)) and not self.refused(match[1]):
             self.send_file(match[1], match[3])
 
     def describe(self, repository: str, revision: str) -> None:
@@ -95,16 +88,6 @@ class Handler(BaseHTTPRequestHandler):
             return self.give(404, X_Error_Code="RevisionNotFound", X_Error_Message="Invalid rev id")
         siblings = [{"rfilename": name} for name in self.hub.files[repository]]
         self.give(200, {"id": repository, "sha": self.hub.sha(repository), "siblings": siblings, "tags": self.hub.tags})
-
-    def list_files(self, repository: str, folder: str) -> None:
-        """Describe the files of a data set that are in a folder itself."""
-        files = {PurePosixPath(name): data for name, data in self.hub.files[repository].items()}
-        entries = [
-            {"type": "file", "path": str(name), "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-            for name, data in files.items()
-            if name.parent == PurePosixPath(folder)
-        ]
-        self.give(200 if entries else 404, entries, **({} if entries else {"X_Error_Code": "EntryNotFound"}))
 
     def send_file(self, repository: str, name: str) -> None:
         commit = {"X_Repo_Commit": self.hub.sha(repository)}

@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 from torch import Tensor
 
-from data.label_rows import label_name
+from data.labels import label_name
 from utils.batch import Batch, ImageInfo, Placement
 from utils.config.parser import given_flags, over_defaults
 

@@ -26,6 +26,7 @@ from models.export.formats import ExportJob, write
 from models.export.runtime import read_exported, read_model
 from models.image_size import ImageSize
 from models.tasks.detection.export_module import DecodedDetector
+from models.weights import releases
 from models.weights.content import Weights
 from models.weights.licence import Origin
 from models.weights.reader import read_weights
@@ -105,7 +106,7 @@ def test_weights_of_the_hub_are_exported_into_the_working_folder(
     """Nothing is written into the Hub's cache."""
     (tmp_path / "cache").mkdir()
     cached = Path(shutil.copy(weights, tmp_path / "cache" / "best.pt"))
-    monkeypatch.setattr("utils.hub.fetch", {"me/mine": cached}.__getitem__)
+    monkeypatch.setattr(releases, "fetch_from_hub", {"me/mine": cached}.__getitem__)
     monkeypatch.setattr("sys.argv", ["export.py", "--weights", "hf:me/mine", "--include", "safetensors"])
     monkeypatch.chdir(tmp_path)
     main()

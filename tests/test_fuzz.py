@@ -18,8 +18,7 @@ from PIL import Image
 
 from data.data_yaml import read_spec
 from data.dataset import dataset_class
-from data.label_rows import COORDINATE_TOLERANCE
-from data.labels import scan_image
+from data.labels import COORDINATE_TOLERANCE, scan_image
 from models.heads.anchors.head import Detect
 from models.layers import Classify
 from models.tasks import TASKS

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from data.data_yaml import read_spec
 from data.dataset import DataOptions, DataSource
-from data.label_rows import parse_rows
+from data.labels import parse_rows
 from models.layer_registry import LAYERS
 from models.tasks import TASKS
 from models.tasks.contract import ExportSettings, Thresholds

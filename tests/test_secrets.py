@@ -10,7 +10,7 @@ import detect
 import val
 from tests.conftest import RunScript
 from tests.making import noise, write_image, write_yaml
-from tests.object_server import serving_objects
+from tests.web import serving_folder
 from utils.errors import UserError
 
 USER, PASSWORD, QUERY = "b0bby", "s3c@r:et", "t0ken=c0ffee"
@@ -28,15 +28,15 @@ def test_secrets_are_nowhere_in_what_is_printed_written_and_logged(
             write_image(served / f"images/{split}/{k}.png", noise(40, 40, k), "0 .5 .5 .5 .5")
         (served / f"images/{split}/bad.png").write_bytes(b"no image")
         (served / f"labels/{split}/0.txt").write_text("0 .5 .5 .5 .5\nwrong\n")
-    with serving_objects(served) as server:
-        address = server.address.replace("://", f"://{USER}:{PASSWORD}@")
+    with serving_folder(served) as server:
+        address = server.replace("://", f"://{USER}:{PASSWORD}@")
         data = write_yaml(
             tmp_path / "data.yaml", {"path": address, "train": "images/train", "val": "images/val", "names": ["disc"]}
         )
         flags = ["--data", str(data), "--imgsz", "32", "--device", "cpu", "--project", str(project), "--workers", "1"]
         model = ["--weights", "", "--cfg", "yolov5n.yaml", "--epochs", "1", "--batch-size", "3", "--bbox-interval", "1"]
         trackers = ["--log-with", "wandb,tensorboard,mlflow", "--upload-dataset"]
-        environment = {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": address.replace(server.address[-5:], "9")}
+        environment = {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": address.replace(server[-5:], "9")}
         printed = run_script("train.py", *flags, *model, *trackers, "--save-steps", "1", **environment)
         assert "bad.png" in printed
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -49,7 +49,7 @@ def test_secrets_are_nowhere_in_what_is_printed_written_and_logged(
             detect.run(source=source.replace("1.png", "bad.png"), save_csv=True, **how, **save)
         printed += str(caught.value)
         for entry in (f"{address}/nowhere?{QUERY}", f"nosuch://{USER}:{PASSWORD}@host/a?{QUERY}"):
-            broken = write_yaml(tmp_path / "broken.yaml", {"train": entry, "val": entry, "names": ["disc"]})
+            broken = write_yaml(tmp_path / "broken.yaml", {"path": entry, "train": "a", "val": "a", "names": ["disc"]})
             with pytest.raises(UserError) as caught:
                 val.run(data=broken, **how)
             printed += str(caught.value)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import quote
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 
@@ -77,9 +81,9 @@ def failing(code: int, times: int, then: Answer) -> Answer:
 
 
 @contextmanager
-def running(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+def running(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
     """Run a quiet server on loopback within the `with` block, and yield its address."""
-    handler.log_message = lambda *_: None  # type: ignore[method-assign]
+    getattr(handler, "func", handler).log_message = lambda *_: None  # of a partial, the class in it
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:
         listening.handle_error = lambda *_: None  # type: ignore[method-assign]  # the client closed the connection
         thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
@@ -103,3 +107,22 @@ def serving() -> Iterator[Server]:
     with running(Handler) as address:
         server = Server(address)
         yield server
+
+
+@contextmanager
+def serving_folder(folder: Path) -> Iterator[str]:
+    """Serve a folder, whose lists have links that sort them, within the `with` block; yield the address."""
+
+    class Handler(SimpleHTTPRequestHandler):
+        def list_directory(self, path: object) -> io.BytesIO:
+            entries = sorted(Path(str(path)).iterdir())
+            links = [f'<a href="{quote(entry.name)}{"/" * entry.is_dir()}">x</a>' for entry in entries]
+            content = "".join(['<a href="?C=N;O=D">Name</a><a href="../">up</a>', *links]).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            return io.BytesIO(content)
+
+    with running(partial(Handler, directory=str(folder))) as address:
+        yield address

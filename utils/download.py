@@ -1,53 +1,41 @@
-"""Download files: once per machine, resumable, checked, and never partly written.
+"""Download files once per machine, checked and never partly written: from addresses, and weights of the Hub.
 
-Called by data/archives.py, data/media.py and models/weights/releases.py.
+Called by data/download.py, data/media.py and models/weights/releases.py.
 """
 
 from __future__ import annotations
 
 import base64
-import glob
 import hashlib
 import os
 import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.error import HTTPError
+from typing import Any
+from urllib.error import HTTPError, URLError
 from urllib.parse import unquote
 from urllib.request import Request, urlopen
 
 from tqdm import tqdm
 
-from utils.errors import UserError, without_secrets
-from utils.files import PART_SUFFIX, one_at_a_time
+from utils.errors import UserError, first_line, shortened, without_secrets
+from utils.files import cache_folder, one_at_a_time, replacing
 
 SCHEMES = ("http", "https", "file")
 SERVER_TIMEOUT_SECONDS = 20.0  # longest wait for data from the server
-MAX_FAILURES = 6  # failed attempts in a row
-RETRY_SECONDS = 1.0  # wait before the second attempt; doubled before each further one
-MIN_PROGRESS_BYTES = 2**20  # an attempt that receives less has failed
+ATTEMPTS = 3
+RETRY_SECONDS = 1.0  # wait before the second attempt; doubled before the third
 BLOCK_BYTES = 2**20  # bytes read at once
-RETRIED_STATUS_CODES = (408, 416, 425, 429)  # client errors; server errors are retried too
-
-
-class _Content(NamedTuple):
-    """A file according to a server's headers: its length, and a tag that changes with the content, '' if unknown."""
-
-    length: int | None
-    tag: str
-
-    @staticmethod
-    def of(headers: Mapping[str, str]) -> _Content:
-        length, tag = headers.get("Content-Length") or "", headers.get("ETag") or ""
-        if not tag or tag.startswith("W/"):  # a weak tag may not change with the bytes
-            tag = headers.get("Last-Modified") or ""
-        return _Content(int(length) if length.isdecimal() else None, tag)
+HUB_PREFIX = "hf:"  # prefix of --weights
+HUB_NAME = re.compile(r"(?://)?([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+))?")  # owner/name, revision, file
+HUB_TOKEN = re.compile(r"Bearer [^'\"]*|hf_\w+")  # in errors of a library
+WEIGHT_SUFFIXES = (".pt", ".pth", ".safetensors")
+BEST = "best.pt"
 
 
 def download(
@@ -60,8 +48,8 @@ def download(
 ) -> Path:
     """Download the file at `address` to `path` unless `path` exists, and return `path`.
 
-    One process of a machine downloads, the others wait. A partial file stays beside `path`; later calls continue it.
-    Raises `UserError` with the address and the reason.
+    One process of a machine downloads, the others wait. Server errors and broken connections are tried again. Raises
+    `UserError` with the address and the reason.
 
     Args:
         sha256: first hex digits of the file's SHA-256, if known
@@ -70,13 +58,19 @@ def download(
         licence: the file's licence, printed when it is downloaded
     """
     with one_at_a_time(path.with_name(f"{path.name}.lock")):
-        if not path.is_file():
+        for attempt in range(ATTEMPTS):
             try:
-                _fetch(address, path, sha256, usable, licence)
+                if not path.is_file():
+                    _fetch(address, path, sha256, usable, licence)
+                break
             except (OSError, ValueError, HTTPException) as error:  # URLError and socket errors are OSErrors
-                reason = str(getattr(error, "reason", error)) or type(error).__name__
-                advice = advice or f"download it in another way and save it as {path}"
-                raise UserError(f"{address} cannot be downloaded ({reason}); {advice}") from None
+                # Without an answer it fails at once, as on a machine without a network.
+                is_temporary = error.code >= 500 if isinstance(error, HTTPError) else not isinstance(error, URLError)
+                if attempt == ATTEMPTS - 1 or isinstance(error, ValueError) or not is_temporary:
+                    reason = str(getattr(error, "reason", error)) or type(error).__name__
+                    advice = advice or f"download it in another way and save it as {path}"
+                    raise UserError(f"{address} cannot be downloaded ({reason}); {advice}") from None
+                time.sleep(RETRY_SECONDS * 2**attempt)
     return path
 
 
@@ -86,127 +80,26 @@ def is_address(text: Any) -> bool:
 
 
 def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool], licence: str) -> None:
-    """Download a file; retry once if the content is wrong. Raises OSError, HTTPException or ValueError."""
+    """Download a file once. Raises OSError or HTTPException, or ValueError if it need not be tried again."""
     if not is_address(address):
         raise ValueError(f"it must begin with {', '.join(f'{scheme}://' for scheme in SCHEMES)} and have no spaces")
-    problem = ""
-    for _ in range(2):
-        transfer = _Transfer(address, path, licence)
-        transfer.run()
-        if sha256 and not _sha256(transfer.part).startswith(sha256):
-            problem = "its SHA-256 is not the expected one"
-        elif not usable(transfer.part):
-            problem = "the content is of another kind, or damaged"
-        else:
-            with _writing(path.parent):
-                os.replace(transfer.part, path)
-            return
-        transfer.part.unlink()
-    raise ValueError(f"{problem}, twice")
-
-
-class _Transfer:
-    """A download into the file `part` beside `path`; its name depends on address and content."""
-
-    def __init__(self, address: str, path: Path, licence: str) -> None:
-        self.address, self.path, self.licence = address, path, licence
-        self.answered = False  # whether the server has answered a request
-        self.content = _Content(None, "")
-        self.part = self._part()
-
-    def run(self) -> None:
-        """Receive the whole file. Raises as `_fetch` does."""
-        failures = 0
-        while True:
-            before = self.received()
-            try:
-                self._receive()
-                return
-            except (OSError, HTTPException) as error:
-                hopeless = not self.answered  # fail at once on a machine without a network
-                if isinstance(error, HTTPError):
-                    hopeless = error.code < 500 and error.code not in RETRIED_STATUS_CODES
-                failures = 0 if self.received() - before >= MIN_PROGRESS_BYTES else failures + 1
-                if hopeless or failures == MAX_FAILURES:
-                    raise
-                if isinstance(error, HTTPError) and error.code == 416:
-                    self.part.unlink(missing_ok=True)
-            time.sleep(RETRY_SECONDS * 2.0 ** max(failures - 1, 0))
-
-    def received(self) -> int:
-        """Return the number of bytes in `part` that the next attempt can continue from."""
-        if not (self.content.tag and self.content.length):
-            return 0
-        return self.part.stat().st_size if self.part.is_file() else 0
-
-    def _receive(self) -> None:
-        """Request the missing bytes once. Raises OSError, also if the server sends too few."""
-        received = self.received()
-        if received and received == self.content.length:
-            return
-        request = _request(self.address)
-        if received:
-            request.add_header("Range", f"bytes={received}-")
-            request.add_header("If-Range", self.content.tag)
-        with urlopen(request, timeout=SERVER_TIMEOUT_SECONDS) as answer:
-            if not self.answered:
-                licence = f" (licence: {self.licence})" if self.licence else ""
-                print(f"downloading {without_secrets(self.address)}{licence}", file=sys.stderr, flush=True)
-            self.answered = True
-            if answer.status == 206:
-                start = received
-                sent, tag = answer.headers.get("Content-Range") or "", _Content.of(answer.headers).tag
-                if not sent.startswith(f"bytes {start}-") or tag not in ("", self.content.tag):
-                    self.part.unlink(missing_ok=True)
-                    raise OSError("the file on the server has changed in the meantime")
-            else:
-                start, self.content = 0, _Content.of(answer.headers)
-                self.part = self._part()
-                if not received and self.received():  # an earlier process received them
-                    answer.close()
-                    return self._receive()
-            self._save(answer, start)
-
-    def _part(self) -> Path:
-        digest = hashlib.sha256(f"{self.address}\0{self.content}".encode()).hexdigest()[:12]
-        return self.path.with_name(f".{self.path.name}-{digest}{PART_SUFFIX}")
-
-    def _save(self, answer: Any, start: int) -> None:
-        """Write the body of a response into `part`, from byte `start` on."""
-        folder, length = self.part.parent, self.content.length
-        with _writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            for other in folder.glob(f".{glob.escape(self.path.name)}-*{PART_SUFFIX}"):
-                if other != self.part:
-                    other.unlink()
-            if length and length - start > (free := shutil.disk_usage(folder).free):
-                raise OSError(None, f"it needs {gigabytes(length - start)}, and {gigabytes(free)} are free")
-            file = self.part.open("r+b" if start else "wb")
-        done = start
-        bar = tqdm(
-            total=length,
-            initial=start,
-            desc=self.path.name,
-            unit="B",
-            unit_scale=True,
-            disable=None,  # on terminals only
-            leave=False,
-        )
-        with file, bar:
-            file.seek(start)
-            # read1 returns without waiting for a full block: nothing received is lost at a time-out.
-            while block := answer.read1(BLOCK_BYTES if length is None else min(BLOCK_BYTES, length - done)):
-                with _writing(folder):
-                    file.write(block)
-                done += len(block)
-                bar.update(len(block))
-                if done == length:
-                    break
-            with _writing(folder):
-                file.flush()
-                os.fsync(file.fileno())
-        if length is not None and done != length:
-            raise OSError(f"the connection ended after {done} of {length} bytes")
+    with urlopen(_request(address), timeout=SERVER_TIMEOUT_SECONDS) as answer, replacing(path) as file:
+        licence = f" (licence: {licence})" if licence else ""
+        print(f"downloading {without_secrets(address)}{licence}", file=sys.stderr, flush=True)
+        length = int(answer.headers.get("Content-Length") or 0)
+        if length > (free := shutil.disk_usage(path.parent).free):
+            raise ValueError(f"it needs {gigabytes(length)}, and {gigabytes(free)} are free")
+        # disable=None: a progress bar on terminals only
+        with tqdm.wrapattr(answer, "read", length or None, desc=path.name, disable=None, leave=False) as source:
+            shutil.copyfileobj(source, file, BLOCK_BYTES)
+        if length and file.tell() != length:
+            raise OSError(f"the connection ended after {file.tell()} of {length} bytes")
+        file.flush()
+        part = Path(file.name)
+        if sha256 and not hashlib.sha256(part.read_bytes()).hexdigest().startswith(sha256):
+            raise ValueError("its SHA-256 is not the expected one")
+        if not usable(part):
+            raise ValueError("the content is of another kind, or damaged")
 
 
 def _request(address: str) -> Request:
@@ -219,23 +112,44 @@ def _request(address: str) -> Request:
     return request
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Turn an OSError of the local disk into a ValueError, which is not retried."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be written to: {error.strerror}") from None
-
-
 def gigabytes(size: float) -> str:
     """Format a number of bytes in MB or GB."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
+def fetch_from_hub(name: str) -> Path:
+    """Return a weight file of the Hugging Face Hub in the cache of huggingface_hub, downloaded if necessary.
+
+    One process of a machine downloads, the others wait. If the Hub does not give the file, the cached one is returned,
+    if there is one. Raises `UserError`.
+
+    Args:
+        name: owner/name, owner/name/file, or with a revision owner/name@revision; without a file it means best.pt, else
+            the repository's only weight file
+    """
+    import huggingface_hub as hub
+
+    flag, parts = f"--weights {HUB_PREFIX}{name}", HUB_NAME.fullmatch(name)
+    if not parts:
+        raise UserError(f"{flag} is not of the form {HUB_PREFIX}owner/name or {HUB_PREFIX}owner/name/file.pt")
+    repository, revision, file = parts.groups()
+    hub.utils.logging.set_verbosity_error()
+    with one_at_a_time(cache_folder() / "hub" / f"{repository.replace('/', '--')}.lock"):
+        try:
+            info = hub.HfApi().model_info(repository, revision=revision, timeout=SERVER_TIMEOUT_SECONDS)
+            files = [sibling.rfilename for sibling in info.siblings or []]
+            weights = sorted(each for each in files if each.endswith(WEIGHT_SUFFIXES))
+            file = file or (weights[0] if len(weights) == 1 else BEST)
+            if file in files:
+                licence = "".join(f" (licence: {tag[8:]})" for tag in info.tags or [] if tag.startswith("license:"))
+                print(f"{HUB_PREFIX}{repository}/{file}{licence}", file=sys.stderr, flush=True)
+                return Path(hub.hf_hub_download(repository, file, revision=revision))
+        except Exception as error:  # of any class, depending on the version
+            with suppress(Exception):
+                return Path(hub.hf_hub_download(repository, file or BEST, revision=revision, local_files_only=True))
+            raise UserError(
+                f"{flag} cannot be downloaded ({first_line(Exception(HUB_TOKEN.sub('...', str(error))))}); check the "
+                "name and the network, and log in with `hf auth login` or set HF_TOKEN if it is private or gated"
+            ) from None
+    holds = shortened(", ".join(weights or files)) or "no files"
+    raise UserError(f"{flag} has no {file}; it holds {holds}: name one, as in {HUB_PREFIX}owner/name/file.pt")

@@ -22,10 +22,6 @@ class UserError(Exception):
         super().__init__(printable(OF_LOADER.sub("", message).rstrip() if OF_LOADER.match(message) else message))
 
 
-class StorageError(UserError):
-    """An object store or a server fails, so an existing file cannot be read now."""
-
-
 def printable(message: str) -> str:
     """Return a printable line of at most `MAX_MESSAGE` characters, `without_secrets`."""
     half = MAX_MESSAGE // 2

@@ -147,22 +147,37 @@ def located(files: Mapping[str, Iterable[Path]]) -> str:
     return "; ".join(f"{kind}: {paths}" for kind, paths in lists.items() if paths)
 
 
-def open_regular(path: str | os.PathLike[str]) -> int:
-    """Return a descriptor for reading a file. Raises OSError for a pipe, socket or device, which may never end."""
+def require_regular(path: str | os.PathLike[str]) -> None:
+    """Raise OSError for a pipe, socket or device, which may never end. Links to files are files."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
-    return os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """Return the content of a file. Raises OSError as `open_regular` does."""
-    with os.fdopen(open_regular(path), "rb") as file:
+    """Return the content of a file. Raises OSError as `require_regular` does."""
+    require_regular(path)
+    with open(path, "rb") as file:
         return file.read()
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[str]:
-    """Return the lines of a text file; invalid UTF-8 is replaced. Raises OSError as `open_regular` does."""
+    """Return the lines of a text file; invalid UTF-8 is replaced. Raises OSError as `require_regular` does."""
     return read_regular(path).decode("utf-8-sig", errors="replace").splitlines()
+
+
+def file_stamps(paths: Iterable[str]) -> bytes:
+    """Return bytes that change with the content of any of the files, which may be absent; every process has the same.
+
+    A program may set the modification time back after an edit, but not the change time.
+    """
+    stamps = []
+    for path in paths:
+        try:
+            status = os.stat(path)
+            stamps.append((status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
+        except (OSError, ValueError):  # the latter for a name that no file can have
+            stamps.append((-1, -1, -1, -1))
+    return repr(stamps).encode()
 
 
 class _StrictLoader(yaml.SafeLoader):

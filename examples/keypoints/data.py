@@ -19,8 +19,7 @@ from data.cache import Images, open_images
 from data.data_yaml import DataSpec
 from data.dataset import DataSet, labels_text, problem_warnings, split_identity
 from data.images import read_image, resize_long_side
-from data.label_rows import label_name
-from data.labels import load_labels
+from data.labels import label_name, load_labels
 from data.sampler import SampleIndex, evaluation_batches, item_generator, training_batches
 from utils.batch import Batch, Instances, Split
 from utils.config.hyperparameters import Recipe

@@ -23,7 +23,7 @@ from data.detection import (
     TrainingItems,
     to_tensors,
 )
-from data.label_rows import EnclosingRules, RowRules
+from data.labels import EnclosingRules, RowRules
 from data.sampler import SampleIndex
 from utils.config.hyperparameters import Recipe
 

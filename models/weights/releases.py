@@ -18,13 +18,12 @@ import torch
 
 from models.tasks import TASKS
 from models.weights.licence import CHECKSUM_IN_NAME
-from utils.download import download
+from utils.download import HUB_PREFIX, download, fetch_from_hub
 from utils.errors import UserError
 from utils.files import cache_folder, looked_for, one_at_a_time
 
 TORCHVISION_DEFAULT = "DEFAULT"  # the weights that torchvision recommends for an architecture
 WANDB_PREFIX = "wandb:"
-HUB_PREFIX = "hf:"
 OPENVINO_SUFFIX = "_openvino_model"  # suffix of an exported folder
 RELEASE_ADDRESS = "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
 RELEASE_LICENCE = "AGPL-3.0, published by Ultralytics"
@@ -52,9 +51,7 @@ def find_weights(
     if name.startswith(WANDB_PREFIX):
         return artifact_weights(name.removeprefix(WANDB_PREFIX))
     if name.startswith(HUB_PREFIX):
-        from utils.hub import fetch  # only here, because few weights come from there
-
-        return fetch(name.removeprefix(HUB_PREFIX))
+        return fetch_from_hub(name.removeprefix(HUB_PREFIX))
     path, file = Path(name), Path(name).name
     if os.path.isfile(path) or (file.endswith(OPENVINO_SUFFIX) and os.path.isdir(path)):
         return path

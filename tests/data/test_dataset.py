@@ -15,12 +15,11 @@ from data.dataset import (
     data_source,
     dataset_class,
     problem_warnings,
-    refuse_problems,
     split_identity,
 )
 from models.tasks import TASKS
 from tests.data.test_contract import KINDS
-from tests.making import write_image, write_yaml
+from tests.making import label_file, plain, write_image, write_yaml
 from utils.config.flags import TrainOptions
 from utils.console import LEAST_COLUMNS
 from utils.errors import UserError
@@ -56,10 +55,11 @@ def test_a_folder_with_a_yaml_is_that_yaml(tmp_path: Path) -> None:
     assert (source.names(), source.spec.images("train")) == ({0: "cat"}, [image])
 
 
-def test_the_identity_of_a_split_takes_any_name() -> None:
+def test_the_identity_of_a_split_takes_any_name(tmp_path: Path) -> None:
     names = {"größe.jpg": "288047", os.fsdecode(b"\xff.jpg"): "e6f527"}
     for name, digest in names.items():
-        assert split_identity([Path("a") / name], b"labels")["files"].startswith(digest)
+        (tmp_path / name).touch()
+        assert split_identity([tmp_path / name], b"labels")["files"].startswith(digest)
 
 
 def test_the_classes_are_named_the_rare_ones_by_their_labels() -> None:
@@ -103,11 +103,13 @@ def test_the_first_five_of_many_problems_are_shown_and_the_others_counted() -> N
     ]
 
 
-def test_strict_raises_the_first_problem_without_its_consequence() -> None:
-    with pytest.raises(UserError) as caught:
-        refuse_problems(["a.txt, line 2: 5 words; 6 are needed; row left out", *problems(2)], "train")
-    assert str(caught.value) == "a.txt, line 2: 5 words; 6 are needed (--strict; 3 such problems in train)"
-
-
-def test_strict_raises_nothing_without_problems() -> None:
-    refuse_problems((), "train")
+def test_strict_raises_the_first_problem_without_its_consequence(tmp_path: Path) -> None:
+    image = write_image(tmp_path / "images/a.png", None, "0 .5 .5 .5 .5")
+    file = write_yaml(tmp_path / "data.yaml", {"train": "images", "names": ["cat"]})
+    data = data_source(str(file), "data.detection:DetectionData").open(32, 32, DataOptions(strict=True))
+    assert len(data.split("train").images) == 1
+    write_image(tmp_path / "images/small.png", plain(4, 4))
+    label_file(image).write_text("0 .5 .5 .5 .5\n0 .5")
+    with pytest.raises(UserError, match=r"a\.txt, line 2: .* \(--strict; 2 such problems in train\)$") as caught:
+        data.split("train")
+    assert "left out" not in str(caught.value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +12,7 @@ import pytest
 from data.dataset import DataOptions, data_source
 from data.detection import DetectionSplit
 from data.split import assigned, main, split
-from tests.layouts import (
-    COUNTS,
-    class_folders,
-    coco_file,
-    coco_flat,
-    drawn,
-    kaggle,
-    labelimg,
-    roboflow_coco,
-    roboflow_voc,
-    roboflow_yolo,
-    voc,
-    voc_without_lists,
-)
+from tests.layouts import COUNTS, class_folders, coco_file, drawn, roboflow_yolo
 from tests.making import write_image, write_yaml
 from utils.errors import UserError
 from utils.files import read_yaml
@@ -60,33 +46,19 @@ def split_in(folder: Path, monkeypatch: pytest.MonkeyPatch, file: Path, *args: f
     return folder
 
 
-LAYOUTS = [
-    (kaggle, ("train",)), (labelimg, ("train",)), (voc_without_lists, ("train",)), (coco_file, ("train",)),
-    (voc, ("train", "val")), (roboflow_voc, ("train", "val")), (coco_flat, ("train", "val")),
-    (roboflow_coco, ("train", "val")), (roboflow_yolo, ("train", "val")),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("layout", "parts"), LAYOUTS, ids=lambda value: getattr(value, "__name__", ""))
-def test_every_layout_is_split_without_a_change(
-    layout: Callable[[Path], Path], parts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Training and validation of before are put together."""
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    data = layout(tmp_path / "set")
+def test_training_and_validation_are_split_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in the data set is changed."""
+    data = roboflow_yolo(tmp_path / "set")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "set").rglob("*")}
-    split(str(data), 0.25)
-    (out,) = (tmp_path / "here").iterdir()
+    out = split_in(tmp_path / "here", monkeypatch, data, 0.25) / "set-split"
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "set").rglob("*")} == before
     assert sorted(path.name for path in out.iterdir()) == ["data.yaml", "train.txt", "val.txt"]
-    train, val = splits_of(out / "data.yaml")
-    images = {image.stem: image.label_rows() for name in parts for image in drawn(name)}
-    total = sum(COUNTS[name] for name in parts)
-    assert {path.stem for path in (*train.images, *val.images)} == set(images)
-    assert len(train.images) + len(val.images) == total
-    assert abs(len(val.images) - 0.25 * total) <= 2
-    for part in (train, val):
+    parts = splits_of(out / "data.yaml")
+    total = COUNTS["train"] + COUNTS["val"]
+    images = {image.stem: image.label_rows() for name in ("train", "val") for image in drawn(name)}
+    assert sorted(path.stem for part in parts for path in part.images) == sorted(images)
+    assert abs(len(parts[1].images) - 0.25 * total) <= 2
+    for part in parts:
         for k, path in enumerate(part.images):
             rows = np.array([list(map(float, row.split())) for row in images[path.stem]]).reshape(-1, 5)
             assert part.labels.of(k) == pytest.approx(rows, abs=1e-5)
@@ -98,6 +70,9 @@ def test_the_test_images_defaults_and_key_points_stay(tmp_path: Path, monkeypatc
     write_yaml(file, {**read_yaml(file), "defaults": {"imgsz": 64}, "kpt_shape": [17, 3]})
     split(str(file))
     content = read_yaml(tmp_path / "data-split/data.yaml")
+    shutil.rmtree(tmp_path / "set/test")
+    again = split_in(tmp_path / "without", monkeypatch, file) / "data-split/data.yaml"
+    assert set(content) - set(read_yaml(again)) == {"test"}
     assert content == {
         "train": str(tmp_path / "data-split/train.txt"),
         "val": str(tmp_path / "data-split/val.txt"),
@@ -170,6 +145,8 @@ def test_what_cannot_be_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             split(file, folds=folds)
     with pytest.raises(UserError, match="classes"):
         split(str(class_folders(tmp_path / "classes")))
+    with pytest.raises(UserError, match="annotations"):
+        split(str(coco_file(tmp_path / "coco")))
     assert not (tmp_path / "my-split").exists()
     split(file, 0.5)
     with pytest.raises(UserError, match="my-split"):
@@ -177,7 +154,7 @@ def test_what_cannot_be_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    kaggle(tmp_path / "animals")
+    roboflow_yolo(tmp_path / "animals")
     monkeypatch.chdir(tmp_path)
     for flags, file in (
         (["--val", "0.5", "--seed", "3"], "animals-split/data.yaml"),
@@ -186,7 +163,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         monkeypatch.setattr(sys, "argv", ["split", "animals", *flags])
         main()
         assert f"{tmp_path}/{file}" in capsys.readouterr().out.splitlines()[-1]
-    assert 9 <= len(held(tmp_path / "animals-split/data.yaml")) <= 11
+    assert 12 <= len(held(tmp_path / "animals-split/data.yaml")) <= 14
     for refused in (["--folds", "3", "--val", "0.5"], ["--group", "x"], ["--out", "x"], ["--exist-ok"]):
         monkeypatch.setattr(sys, "argv", ["split", "animals", *refused])
         with pytest.raises(SystemExit) as caught:

@@ -14,8 +14,8 @@ from typing import NoReturn
 
 import cv2
 
-from data.storage import read_bytes
 from utils.errors import UserError
+from utils.files import read_regular
 from utils.plots.drawing import printable
 from utils.plots.run_pictures import PICTURES, draw_run
 
@@ -46,7 +46,7 @@ def run(argv: Sequence[str] | None = None) -> int:
             os.nice(NICENESS)
     try:
         print_line = (lambda _: None) if options.background else print
-        return 0 if draw_run(options.folder, options.only or list(PICTURES), print_line, read_bytes) else 1
+        return 0 if draw_run(options.folder, options.only or list(PICTURES), print_line, read_regular) else 1
     except UserError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1

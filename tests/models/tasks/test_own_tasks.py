@@ -84,9 +84,7 @@ def test_a_task_may_draw_its_data(folder: Path) -> None:
     (package / "broken.py").write_text("1 / 0\n")
     content = {"path": str(package), "train": "images", "names": ["circle"]}
     file = write_yaml(package / "circles.yaml", {**content, "draw": {"own_package.circles": 7}})
-    with pytest.raises(
-        UserError, match=r"circles.yaml: `draw` must be .* not \{'own_package.circles': 7\}; only modules of"
-    ):
+    with pytest.raises(UserError, match=r"circles.yaml: `draw` must be .* not \{'own_package.circles': 7\}"):
         read_spec(file)
     add_tasks(str(package))
     read_spec(file)
@@ -94,7 +92,6 @@ def test_a_task_may_draw_its_data(folder: Path) -> None:
     for name, message in {
         "broken": "broken.py, line 1: ZeroDivisionError",
         "gone": "No module named",
-        "": "`draw`",
     }.items():
         with pytest.raises(UserError, match=message):
             read_spec(write_yaml(file, {**content, "draw": {f"own_package.{name}": 7}}))

@@ -210,7 +210,7 @@ def test_default_weights_of_an_unknown_architecture() -> None:
 
 
 def test_weights_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("utils.hub.fetch", lambda name: Path("cache", name))
+    monkeypatch.setattr(releases, "fetch_from_hub", lambda name: Path("cache", name))
     assert find_weights("hf:me/mine/best.pt") == Path("cache/me/mine/best.pt")
 
 

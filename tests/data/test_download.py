@@ -1,0 +1,284 @@
+"""Data sets from archives and from stores: what is unpacked and copied, what is refused, and nothing left behind."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.data_yaml import read_spec
+from data.dataset import DataOptions, data_source
+from data.download import archive_sources, copied, unpack
+from tests.making import write_image, write_yaml
+from tests.web import Server, sending, serving, serving_folder
+from utils.errors import UserError
+
+FILES = {"images/train/a.jpg": b"a", "images/train/b.jpg": b"bb", "labels/train/a.txt": b"0 .5 .5 1 1\n"}
+
+
+def zipped(files: dict[str, bytes], top: str = "") -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            archive.writestr(zipfile.ZipInfo(f"{top}{name}"), data, zipfile.ZIP_DEFLATED)
+    return content.getvalue()
+
+
+def tarred(files: dict[str, bytes], top: str = "", mode: str = "w", **kinds: bytes) -> bytes:
+    """Return a tar archive. kinds: member types by file name; the content of a link is its target."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode=mode) as archive:  # type: ignore[call-overload]
+        for name, data in files.items():
+            info = tarfile.TarInfo(f"{top}{name}")
+            info.type = kinds.get(name, tarfile.REGTYPE)
+            if info.type == tarfile.REGTYPE:
+                info.size = len(data)
+            else:
+                info.linkname = data.decode()
+            archive.addfile(info, io.BytesIO(data))
+    return content.getvalue()
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("no_proxy", "*")
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The folder of the data set."""
+    return tmp_path / "datasets" / "mine"
+
+
+def write_spec(tmp_path: Path, **content: object) -> Path:
+    defaults = {"path": "../datasets/mine", "train": "images/train", "val": "images/train", "names": ["thing"]}
+    content = {key: value for key, value in {**defaults, **content}.items() if value is not None}
+    return write_yaml(tmp_path / "configs" / "data.yaml", content)
+
+
+@pytest.mark.parametrize(
+    ("value", "sources"),
+    [
+        ("http://a/b.zip", {".": ("http://a/b.zip",)}),
+        (["http://a/b.zip", "https://c/d.tar"], {".": ("http://a/b.zip", "https://c/d.tar")}),
+        ({"images": ["http://a/b"], ".": "http://c/d"}, {"images": ("http://a/b",), ".": ("http://c/d",)}),
+        *((value, {}) for value in ("bash data/get.sh", "import os", "https://a/b.zip\nimport os", "ftp://a/b.zip", 3)),
+        *((value, {}) for value in ({"../x": "http://a/b"}, {"/x": "http://a/b"}, ["http://a/b", 3])),
+    ],
+)
+def test_the_addresses_in_download(value: object, sources: dict) -> None:
+    assert archive_sources(value) == sources
+
+
+# Unpacking
+
+
+@pytest.mark.parametrize("top", ["", "mine/", "./mine/", "./"])
+@pytest.mark.parametrize("kind", ["zip", "w", "w:gz"])
+def test_an_archive_with_or_without_the_folder_of_the_data_set(top: str, kind: str, tmp_path: Path) -> None:
+    archive = tmp_path / "archive"
+    archive.write_bytes(zipped(FILES, top) if kind == "zip" else tarred(FILES, top, kind))
+    unpack(archive, tmp_path / "out", "mine")
+    assert files_below(tmp_path / "out") == FILES
+
+
+def test_another_top_folder_stays_unless_the_entries_are_below_it(tmp_path: Path) -> None:
+    (tmp_path / "archive").write_bytes(zipped(FILES, "set-main/"))
+    unpack(tmp_path / "archive", tmp_path / "whole", "mine", ["set-main/images/train"])
+    assert files_below(tmp_path / "whole") == {f"set-main/{name}": data for name, data in FILES.items()}
+    unpack(tmp_path / "archive", tmp_path / "out", "mine", ["./images/train", "/far/away"])
+    assert files_below(tmp_path / "out") == FILES
+
+
+def test_backslashes_and_the_folder_that_macos_adds(tmp_path: Path) -> None:
+    files = {**{f"mine\\{name}": data for name, data in FILES.items()}, "__MACOSX/mine/._a": b"x"}
+    (tmp_path / "archive").write_bytes(zipped(files))
+    unpack(tmp_path / "archive", tmp_path / "out", "mine")
+    assert files_below(tmp_path / "out") == FILES
+
+
+def damaged(content: bytes, start: int) -> bytes:
+    return content[:start] + bytes(byte ^ 255 for byte in content[start : start + 20]) + content[start + 20 :]
+
+
+def huge() -> bytes:
+    """Return a tar archive whose header announces 2**40 bytes."""
+    info, content = tarfile.TarInfo("a"), io.BytesIO()
+    info.size = 2**40
+    content.write(info.tobuf())
+    return content.getvalue()
+
+
+BAD_NAMES = ("../evil", "a/../../evil", "/tmp/evil", "..\\evil", "C:\\evil", "\\evil")
+WITH_LINK = {"good": b"x", "link": b"/etc/passwd", "link/x": b"x"}
+BAD_ARCHIVES: list[Any] = [
+    *((f"{pack.__name__} {name}", pack({"good": b"x", name: b"x"})) for name in BAD_NAMES for pack in (zipped, tarred)),
+    *(
+        (f"type {kind!r}", tarred(WITH_LINK, link=kind))
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE)
+    ),
+    ("huge", huge()),
+    ("text", b"<html>not here</html>"),
+    ("empty", b""),
+    ("truncated zip", zipped(FILES)[:-30]),
+    ("truncated tar", tarred(FILES)[:1600]),
+    ("truncated tar.gz", tarred({"a": os.urandom(9999)}, mode="w:gz")[:-9]),
+    ("damaged zip", damaged(zipped({"a": os.urandom(9999)}), 5000)),
+    ("damaged tar.gz", damaged(tarred({"a": os.urandom(9999)}, mode="w:gz"), 5000)),
+]
+
+
+@pytest.mark.parametrize("content", [pytest.param(content, id=name) for name, content in BAD_ARCHIVES])
+def test_a_bad_archive_ends_in_one_sentence_and_leaves_no_files(content: bytes, tmp_path: Path) -> None:
+    archive = tmp_path / "archive"
+    archive.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        unpack(archive, tmp_path / "in" / "out", "mine")
+    assert str(archive) in str(caught.value)
+    assert files_below(tmp_path) == {"archive": content}
+    assert not os.path.exists("/tmp/evil")
+
+
+def test_a_bomb_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "archive").write_bytes(zipped({"a": bytes(10**7)}))
+    usage = shutil.disk_usage("/")._replace(free=10**6)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(UserError, match=r"10\.0 MB"):
+        unpack(tmp_path / "archive", tmp_path / "out", "mine")
+    assert set(files_below(tmp_path)) == {"archive"}
+
+
+# Downloads
+
+
+def test_a_data_set_is_downloaded_once_when_a_split_is_read(server: Server, tmp_path: Path, root: Path) -> None:
+    address = server.give("mine.zip", sending(zipped(FILES, "mine/")))
+    files = [write_spec(tmp_path, download=address) for _ in range(2)]
+    assert server.asked == []
+    with ThreadPoolExecutor(2) as threads:
+        images = list(threads.map(lambda file: read_spec(file).images("train"), files))
+    assert images == [[root / "images/train/a.jpg", root / "images/train/b.jpg"]] * 2
+    assert server.asked == [("/mine.zip", 0)]
+    assert [path.name for path in root.parent.iterdir()] == ["mine"]
+
+
+def test_archives_for_several_folders_continue_after_the_one_that_failed(
+    server: Server, tmp_path: Path, root: Path
+) -> None:
+    labels = server.give("labels.zip", sending(zipped({"labels/train/a.txt": b""}, "mine/")))
+    sources = {".": labels, "images": [f"{server.address}/train.tar"]}
+    with pytest.raises(UserError, match=r"train\.tar"):
+        read_spec(write_spec(tmp_path, download=sources)).images("train")
+    assert not root.exists()
+    server.give("train.tar", sending(tarred({"train/a.jpg": b"a"})))
+    assert read_spec(write_spec(tmp_path, download=sources)).images("train") == [root / "images/train/a.jpg"]
+    assert [path for path, _ in server.asked] == ["/labels.zip", "/train.tar", "/train.tar"]
+    assert set(files_below(root)) == {"labels/train/a.txt", "images/train/a.jpg"}
+    assert [path.name for path in root.parent.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"download": "bash data/get_mine.sh"},
+        {"download": "import os\nos.system('touch evil')"},
+        {"download": "http://127.0.0.1:9/a.zip", "path": None},
+        {"download": "http://127.0.0.1:9/a.zip", "path": "../full"},
+    ],
+)
+def test_what_is_not_downloaded(content: dict, tmp_path: Path, root: Path) -> None:
+    (tmp_path / "full/other").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"`train: images/train` does not exist; .* `download:` is used only"):
+        read_spec(write_spec(tmp_path, **content)).images("train")
+    assert not root.exists()
+
+
+def test_a_download_without_the_entries_of_the_yaml_is_an_error(server: Server, tmp_path: Path) -> None:
+    address = server.give("mine.zip", sending(zipped({"photos/a.jpg": b"a"})))
+    with pytest.raises(UserError, match=r"images/train` does not exist; .* not in the download"):
+        read_spec(write_spec(tmp_path, download=address)).images("train")
+
+
+# Stores
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data set in a folder to be served, one of whose names has letters that an address encodes."""
+    monkeypatch.setenv("no_proxy", "*")
+    for name in ("a b.png", "ü.png", "c.png"):
+        write_image(tmp_path / "served/images/train" / name, None, "0 .5 .5 .5 .5")
+    return tmp_path / "served"
+
+
+@pytest.mark.parametrize("kind", ["http", "file"])
+def test_a_folder_is_copied_once(kind: str, served: Path, tmp_path: Path) -> None:
+    if kind == "http":
+        pytest.importorskip("aiohttp")
+    with serving_folder(served) as address:
+        address = f"file://{served}" if kind == "file" else address
+        file = write_yaml(tmp_path / "my.yaml", {"path": address, "train": "images/train", "names": ["a"]})
+        for _ in range(2):
+            data = data_source(str(file), "data.detection:DetectionData").open(32, 32, DataOptions())
+            split = data.split("train")
+            assert split.instances().classes.tolist() == [0, 0, 0]
+            if (served / "images").exists():
+                shutil.rmtree(served / "images")  # it is not asked for again
+    assert str(data.spec.roots[0]) in data.spec.warnings[0]
+    assert not str(data.spec.roots[0]).startswith(str(served))
+
+
+def test_a_broken_copy_continues(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.implementations.local import LocalFileSystem
+
+    whole, failures = LocalFileSystem.get_file, ["c.png"] * 9
+    monkeypatch.setattr("data.download.RETRY_SECONDS", 0.01)
+
+    def broken(self: Any, name: str, path: str, **options: Any) -> None:
+        if failures and name.endswith(failures[-1]):
+            failures.pop()
+            Path(path).write_bytes(b"half")
+            raise ConnectionError("planted")
+        asked.append(name)
+        whole(self, name, path, **options)
+
+    asked: list[str] = []
+    monkeypatch.setattr(LocalFileSystem, "get_file", broken)
+    with pytest.raises(UserError, match=r"file://.*/served .*planted"):
+        copied(f"file://{served}")
+    failures.clear()
+    assert files_below(copied(f"file://{served}")) == files_below(served)
+    assert len(asked) == len(set(asked)) == 6
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["ftp://host/a", "memory://a", "reference:///a", "file://a::b", "http://127.0.0.1:9/a", "file:///nowhere/at/all"],
+)
+def test_what_cannot_be_copied(address: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        read_spec(write_yaml(tmp_path / "my.yaml", {"path": address, "train": "a", "names": ["a"]}))
+    assert str(caught.value).startswith(address)
+
+
+def test_names_that_lead_out_of_a_store_are_refused(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.implementations.local import LocalFileSystem
+
+    evil = {f"{served}/../evil": {"size": 1, "type": "file"}}
+    monkeypatch.setattr(LocalFileSystem, "find", lambda self, top, **options: evil)
+    with pytest.raises(UserError, match="evil"):
+        copied(f"file://{served}")

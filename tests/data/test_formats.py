@@ -1,0 +1,575 @@
+"""Annotations that are read in place: COCO, VOC, VisDrone; and folders as --data."""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data import formats
+from data.classification import ClassificationData
+from data.data_yaml import read_data, read_spec
+from data.dataset import DataOptions, data_source
+from data.detection import DetectionData, DetectionSplit
+from data.formats import box_row
+from data.labels import BOXES, OUTLINES, POLYGONS, RowRules, label_name, load_labels
+from data.segmentation import SegmentationData
+from tests.layouts import class_folders, coco_file, kaggle, roboflow_voc
+from tests.making import label_file, noise, plain, write_image, write_yaml
+from utils.config.hyperparameters import Hyperparameters
+from utils.errors import UserError
+from utils.files import ROOT, read_yaml
+
+SQUARE = [4, 4, 12, 4, 12, 12, 4, 12]
+CATEGORIES = [
+    {"id": 0, "name": "pieces", "supercategory": "none"},
+    {"id": 3, "name": "queen", "supercategory": "pieces"},
+    {"id": 1, "name": "pawn", "supercategory": "pieces"},
+]
+
+
+@pytest.mark.parametrize(
+    ("box", "row"),
+    [
+        ((20, 10, 100, 50), "3 0.35 0.35 0.5 0.5\n"),
+        ((0, 0, 200, 100), "3 0.5 0.5 1 1\n"),
+        ((-20, -10, 40, 20), "3 0.05 0.05 0.1 0.1\n"),
+        ((180, 90, 40, 20), "3 0.95 0.95 0.1 0.1\n"),
+        ((1 / 3, 1 / 3, 1 / 3, 1 / 3), "3 0.0025 0.005 0.00166667 0.00333333\n"),
+        *((box, "") for box in ((20, 10, 0, 50), (20, 10, 50, -1), (200, 0, 9, 9), (-9, 0, 9, 9), (0, 0, 9), ())),
+        *((box, "") for box in ((float("nan"), 0, 9, 9), (0, 0, float("inf"), 9))),
+    ],
+)
+def test_a_row_has_six_digits_and_is_clipped_to_the_image(box: tuple, row: str) -> None:
+    problems: dict[str, list[Any]] = defaultdict(list)
+    assert box_row(3, box, (200, 100), problems, "annotation 7") == row  # type: ignore[arg-type]
+    assert [*problems.values()] == ([] if row else [["annotation 7"]])
+
+
+# COCO
+
+
+def objects(*rows: tuple[int, int, list[float]], **more: Any) -> list[dict[str, Any]]:
+    """Return annotations. rows: image id, category id and box."""
+    return [
+        {"id": k, "image_id": image, "category_id": category, "bbox": box, "iscrowd": 0, **more}
+        for k, (image, category, box) in enumerate(rows)
+    ]
+
+
+def images_of(*images: tuple[int, str]) -> list[dict[str, Any]]:
+    """Return entries of 20 x 20 pixels. images: id and file name."""
+    return [{"id": number, "file_name": name, "width": 20, "height": 20} for number, name in images]
+
+
+def export(folder: Path, **content: Any) -> Path:
+    """Write a split as Roboflow's COCO export has it: three images of 20 x 20 beside their annotations."""
+    images = images_of(*((k, f"{k}.png") for k in range(3)))
+    for image in images:
+        write_image(folder / str(image["file_name"]))
+    annotations = objects((0, 1, [4, 4, 8, 8]), (1, 3, [0, 0, 10, 20]), (1, 1, [15, 15, 10, 10]))
+    file = folder / "_annotations.coco.json"
+    file.write_text(json.dumps({"categories": CATEGORIES, "images": images, "annotations": annotations, **content}))
+    return file
+
+
+def split_of(folder: Path, kind: type[DetectionData] = DetectionData, **content: Any) -> DetectionSplit:
+    """Return the training split of a data YAML that names the export in `folder`/train."""
+    file = write_yaml(folder / "my.yaml", {"train": "train/_annotations.coco.json", **content})
+    return kind(read_spec(file), 32, 32, DataOptions()).split("train", Hyperparameters())
+
+
+def test_a_split_has_the_rows_of_its_annotations(tmp_path: Path) -> None:
+    file = export(tmp_path / "train")
+    split = split_of(tmp_path)
+    assert [image.name for image in split.images] == ["0.png", "1.png", "2.png"]
+    assert split.labels.counts.tolist() == [1, 2, 0]
+    expected = [[0, 0.4, 0.4, 0.4, 0.4], [1, 0.25, 0.5, 0.5, 1], [0, 0.875, 0.875, 0.25, 0.25]]
+    assert split.labels.rows.tolist() == np.array(expected, np.float32).tolist()
+    assert split.problems == ()
+    spec = read_spec(tmp_path / "my.yaml")
+    assert spec.names == {0: "pawn", 1: "queen"}
+    assert "'pieces'" in spec.warnings[0]
+    assert str(file) in spec.warnings[0]
+    export(tmp_path / "train", annotations=objects((0, 0, [4, 4, 8, 8])))
+    assert list(read_spec(tmp_path / "my.yaml").names.values()) == ["pieces", "pawn", "queen"]  # it has an object now
+
+
+def test_wrong_annotations_are_counted_by_kind_with_the_first_of_each(tmp_path: Path) -> None:
+    boxes: list[Any] = [[4, 4, 8, 8], [0, 0, 0, 8], [4, 4, 8, 8], [0, 0, 8, 0], None, "text", [1, 2, 3], [1, 2, "x", 4]]
+    twice = objects(*((0, 1, box) for box in boxes), (9, 1, [0, 0, 4, 4]), (0, 7, [0, 0, 4, 4]))
+    file = export(tmp_path / "train", annotations=[{**item, "id": 70 + item["id"]} for item in twice])
+    split = split_of(tmp_path)
+    assert len(split.labels.rows) == 1
+    named = {problem.partition("annotation ")[2][:2]: problem for problem in split.problems}
+    assert set(named) == {"71", "72", "74", "78", "79"}
+    assert all(str(file) in problem for problem in split.problems)
+    assert named["71"].startswith(f"{file}: 2 ")
+    assert named["74"].startswith(f"{file}: 4 ")
+
+
+def test_names_select_classes_by_name(tmp_path: Path) -> None:
+    export(tmp_path / "train")
+    split = split_of(tmp_path, names=["queen", "pieces"])
+    assert split.labels.rows[:, 0].tolist() == [0]
+    assert "annotation 0" in split.problems[0]
+    assert "'pawns' (did you mean 'pawn'?)" in split_of(tmp_path, names=["queen", "pawns"]).problems[0]
+    with pytest.raises(UserError, match="'rook'"):
+        split_of(tmp_path, names=["rook"])
+
+
+def test_crowds_are_left_out_and_are_no_problem(tmp_path: Path) -> None:
+    crowd = objects((0, 1, [0, 0, 20, 20]), iscrowd=1)
+    export(tmp_path / "train", annotations=[*objects((0, 1, [4, 4, 8, 8])), *crowd])
+    split = split_of(tmp_path)
+    assert (len(split.labels.rows), split.problems) == (1, ())
+
+
+@pytest.mark.parametrize("images", ["pictures", {"train": "pictures"}, None])
+def test_images_are_searched_for_in_the_stated_folder_and_in_that_of_coco(tmp_path: Path, images: Any) -> None:
+    file = export(tmp_path / "annotations")
+    folder = tmp_path / ("pictures" if images else "images/train2017")
+    for image in file.parent.glob("*.png"):
+        folder.mkdir(parents=True, exist_ok=True)
+        image.rename(folder / image.name)
+    content = {"train": f"annotations/{file.name}", **({"images": images} if images else {})}
+    spec = read_spec(write_yaml(tmp_path / "my.yaml", content))
+    assert spec.images("train") == [folder / f"{k}.png" for k in range(3)]
+    assert spec.annotation_file("train") == file
+    for wrong in (3, {"trian": "x"}):
+        with pytest.raises(UserError, match="`images`"):
+            read_spec(write_yaml(tmp_path / "my.yaml", {**content, "images": wrong}))
+
+
+@pytest.mark.parametrize("name", ["missing.png", "../secret.png", "a/../../secret.png", "{}/secret.png", "/etc/passwd"])
+def test_images_that_are_missing_or_outside_of_the_data_set_are_left_out(tmp_path: Path, name: str) -> None:
+    write_image(tmp_path / "secret.png")
+    name = name.format(tmp_path)
+    file = export(tmp_path / "data/train", images=images_of((0, name), (1, f"{tmp_path}/data/train/../train/1.png")))
+    split = split_of(tmp_path / "data")
+    assert list(split.images) == [file.parent / "1.png"]
+    assert str(file) in split.problems[0]
+    assert name in split.problems[0]
+    export(tmp_path / "data/train", images=images_of((0, name)))
+    with pytest.raises(UserError, match=r"none of its 1 image exists"):
+        split_of(tmp_path / "data")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "", '{"id": "x", "name": "a"}'])
+def test_a_damaged_file_is_an_error(text: str, tmp_path: Path) -> None:
+    content = f'{{"images": [], "categories": [{text}], "annotations": []}}'
+    (tmp_path / "a.json").write_text(text if text in ("{", "[]") else content)
+    with pytest.raises(UserError, match=r"a\.json"):
+        data_source(str(tmp_path / "a.json"), "data.detection:DetectionData")
+
+
+@pytest.mark.parametrize("kind", [DetectionData, SegmentationData])
+def test_a_share_of_its_images_is_held_out(tmp_path: Path, kind: type[DetectionData]) -> None:
+    items = objects(*((image, 1, [4, 4, 8, 8]) for image in range(3)), segmentation=[SQUARE])
+    file = export(tmp_path / "train", annotations=items)
+    spec = read_spec(write_yaml(tmp_path / "my.yaml", {"train": "train/_annotations.coco.json", "split": 0.4}))
+    train, val = (kind(spec, 32, 32, DataOptions()).split(name) for name in ("train", "val"))
+    assert sorted(path.name for path in [*train.images, *val.images]) == ["0.png", "1.png", "2.png"]
+    assert (train.labels.counts.tolist(), val.labels.counts.tolist()) == ([1, 1], [1])
+    assert spec.annotation_file("val") == file
+
+
+def test_a_file_is_read_again_only_if_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = export(tmp_path / "train")
+    first = split_of(tmp_path)
+    with monkeypatch.context() as unreadable:
+        unreadable.setattr(formats, "read_coco", lambda *_: pytest.fail("the file is read"))
+        again = split_of(tmp_path)
+    assert np.array_equal(again.labels.rows, first.labels.rows)
+    export(tmp_path / "train", annotations=objects((0, 3, [4, 4, 8, 8])))
+    assert split_of(tmp_path).labels.rows[:, 0].tolist() == [1]
+    status = file.stat()
+    file.write_text(file.read_text().replace('"category_id": 3', '"category_id": 1'))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))  # the same size, too
+    assert split_of(tmp_path).labels.rows[:, 0].tolist() == [0]
+
+
+def test_annotations_and_label_files_in_one_split(tmp_path: Path) -> None:
+    file = export(tmp_path / "train")
+    image = write_image(tmp_path / "plain/images/a.png", None, "0 0.5 0.5 0.5 0.5")
+    entries = [str(file), str(image.parent)]
+    spec = read_spec(write_yaml(tmp_path / "my.yaml", {"train": entries, "val": str(file)}))
+    files = DetectionData.files(spec)
+    assert files["labels of train"] == [file, tmp_path / "plain/labels/a.txt"]
+    assert (len(files["train"]), files["labels of val"]) == (4, [file])
+    assert spec.annotation_file("train") is None
+    split = DetectionData(spec, 32, 32, DataOptions()).split("train")
+    assert split.labels.counts.tolist() == [1, 1, 2, 0]
+
+
+@pytest.mark.parametrize("rules", [BOXES, POLYGONS, OUTLINES])
+def test_coco128_is_the_same_from_annotations_and_from_label_files(
+    shared: Path, tmp_path: Path, rules: RowRules
+) -> None:
+    file = shared / "data/coco128/annotations/instances_train2017.json"
+    names = read_yaml(ROOT / "data/coco128.yaml")["names"]
+    content = {"train": str(file), "images": str(shared / "data/coco128/images/train")}
+    spec = read_spec(write_yaml(tmp_path / "my.yaml", content))
+    assert spec.names == names
+    listing = spec.listing("train")
+    assert listing.problems == []
+    (annotated,) = listing.annotated
+    (tmp_path / "images").symlink_to(shared / "data/coco128/images/train")
+    for path, rows in annotated.rows(rules.outlines)[0].items():
+        label = label_file(tmp_path / "images" / Path(path).name)
+        label.parent.mkdir(exist_ok=True)
+        label.write_text(rows.text)
+    written = [tmp_path / "images" / image.name for image in listing.images]
+    one, other = load_labels(listing.images, "", 0, rules, [annotated]), load_labels(written, "", 0, rules)
+    assert (one.problems, len(written), len(one.rows)) == (other.problems, 128, 929)
+    for field in ("rows", "offsets", "sizes"):
+        assert np.array_equal(getattr(one, field), getattr(other, field))
+    if one.polygons and other.polygons:
+        assert np.array_equal(one.polygons.points, other.polygons.points)
+    published = load_labels([shared / "data/coco128/images/train" / path.name for path in written], "", 0)
+    if rules == BOXES and len(published.rows):
+        assert np.allclose(published.rows, one.rows, atol=1e-6)
+
+
+def test_outlines_with_one_part_two_parts_a_hole_and_none(tmp_path: Path) -> None:
+    ring = {"counts": [42, 6, 14, 6, 14, 2, 2, 2, 14, 2, 2, 2, 14, 6, 14, 6, 252], "size": [20, 20]}
+    segmentations: list[Any] = [
+        [SQUARE],
+        [SQUARE, [14, 14, 18, 14, 18, 18]],
+        ring,
+        [],
+        None,
+        {"counts": "x"},
+        [[1, "a"] * 4],
+    ]
+    items = [{**objects((0, 1, [k, 1, 8, 8]))[0], "id": k, "segmentation": one} for k, one in enumerate(segmentations)]
+    export(tmp_path / "train", annotations=items)
+    split = split_of(tmp_path, SegmentationData, kpt_shape=[2, 2])  # key points are in label files only
+    assert split.labels.polygons is not None
+    outlines = [np.round(outline * 20, 3).tolist() for outline in split.labels.polygons.outlines()]
+    assert outlines[0] == np.reshape(SQUARE, (-1, 2)).tolist()
+    assert len(outlines[1]) == 9
+    assert len(outlines[2]) == 10
+    assert [len(outline) for outline in outlines[3:]] == [4] * 4
+    assert "annotation 3" in split.problems[0]
+    assert ": 4 " in split.problems[0]
+
+
+@pytest.mark.parametrize("size", [[40_000, 40_000], [0, 0], [20, 21], [10, 10]])
+def test_a_mask_of_another_size_than_its_image_takes_no_memory(tmp_path: Path, size: list[int]) -> None:
+    mask = {"counts": [size[0] * size[1]], "size": size}
+    export(tmp_path / "train", annotations=objects((0, 1, [4, 4, 8, 8]), segmentation=mask))
+    file = write_yaml(tmp_path / "my.yaml", {"train": "train/_annotations.coco.json"})
+    (images,) = read_spec(file).listing("train").annotated
+    images.rows(True)
+    tracemalloc.start()
+    rows, problems = images.rows(True)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(next(iter(rows.values())).text.split()) == 9
+    assert "annotation 0" in problems[0]
+    assert peak < 2**22
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ({"images": images_of((7, "0.png"), (7, "1.png"))}, ["7", "0.png", "1.png"]),
+        ({"images": images_of((5, "0.png"), (6, "0.png"))}, ["0.png", "5", "6"]),
+        ({"images": images_of((5, "./0.png"), (6, "0.png"))}, ["train/0.png", "'./0.png'", "'0.png'"]),
+        ({"categories": [{"id": 4, "name": "pawn"}, {"id": 4, "name": "rook"}]}, ["4", "pawn", "rook"]),
+    ],
+    ids=["image id", "file name", "two names of a file", "category id"],
+)
+def test_an_id_of_two_names_is_an_error(tmp_path: Path, content: dict[str, Any], named: list[str]) -> None:
+    file = export(tmp_path / "train", **content)
+    with pytest.raises(UserError) as caught:
+        split_of(tmp_path, names=["pawn"])
+    message = str(caught.value).removeprefix(f"{file}: ")
+    assert [name for name in named if name not in message] == []
+
+
+def test_entries_that_are_repeated_count_once(tmp_path: Path) -> None:
+    export(tmp_path / "train")
+    once = split_of(tmp_path)
+    export(tmp_path / "train", images=images_of(*((k, f"{k}.png") for k in range(3))) * 2, categories=CATEGORIES * 2)
+    twice = split_of(tmp_path)
+    assert twice.labels.rows.tolist() == once.labels.rows.tolist()
+    assert (twice.labels.counts.tolist(), twice.problems) == ([1, 2, 0], ())
+
+
+def test_an_image_of_another_shape_than_its_annotation_says_is_left_out(tmp_path: Path) -> None:
+    images = [{"id": k, "file_name": f"{k}.png", "width": (20, 40, 40)[k], "height": (20, 40, 20)[k]} for k in range(3)]
+    export(tmp_path / "train", images=images)
+    split = split_of(tmp_path)
+    assert [image.name for image in split.images] == ["0.png", "1.png"]  # 1.png is only smaller
+    assert "2.png: 20x20" in split.problems[0]
+
+
+# VOC
+
+
+OBJECTS = (
+    (("dog", (20, 10, 120, 60)), ("cat", (1, 1, 20, 20), 1)),
+    (),
+    (("cat", (1, 1, 200, 100)), ("dog", (5, 5, 9, 9))),
+)
+
+
+def voc_xml(*objects: tuple, size: tuple[int, int] = (200, 100), database: str = "mine") -> str:
+    """Return a VOC annotation. objects: name, four edges, and `difficult` if given."""
+    items = "".join(
+        f"<object><name>{name}</name><bndbox><xmin>{box[0]}</xmin><ymin>{box[1]}</ymin><xmax>{box[2]}</xmax>"
+        f"<ymax>{box[3]}</ymax></bndbox>{''.join(f'<difficult>{one}</difficult>' for one in more)}"
+        "<part><name>head</name><bndbox><xmin>1</xmin></bndbox></part></object>"
+        for name, box, *more in objects
+    )
+    source = f"<source><database>{database}</database></source>"
+    return f"<annotation>{source}<size><width>{size[0]}</width><height>{size[1]}</height></size>{items}</annotation>"
+
+
+def voc(folder: Path, database: str = "mine", lists: tuple[str, ...] = ("train", "val")) -> Path:
+    """Write VOC's layout with three images in each list."""
+    for split in lists:
+        names = [f"{split}{k}" for k in range(3)]
+        for name, items in zip(names, OBJECTS, strict=True):
+            write_image(folder / f"JPEGImages/{name}.jpg", noise(200, 100))
+            file = folder / f"Annotations/{name}.xml"
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(voc_xml(*items, database=database))
+        file = folder / f"ImageSets/Main/{split}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join(names))
+    return folder
+
+
+def of_data(data: Path, name: str = "train") -> DetectionSplit:
+    split = data_source(str(data), "data.detection:DetectionData").open(32, 32, DataOptions()).split(name)
+    assert isinstance(split, DetectionSplit)
+    return split
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_lists_of_voc(tmp_path: Path, first: int) -> None:
+    """The challenge counts pixels from 1, and its difficult objects are left out."""
+    folder = voc(tmp_path / "voc", "The VOC2007 Database" if first else "mine")
+    image = folder / "JPEGImages/train1.jpg"
+    Path(label_name(str(image))).write_text("0 .5 .5 .1 .1")  # is not looked for
+    split = of_data(folder)
+    assert [path.name for path in split.images] == [f"train{k}.jpg" for k in range(3)]
+    assert (split.labels.counts.tolist(), split.problems) == ([1, 0, 2], ())
+    pixels = [[20 - first, 10 - first, 120, 60], [1 - first, 1 - first, 200, 100], [5 - first, 5 - first, 9, 9]]
+    low, high = np.array(pixels)[:, :2], np.array(pixels)[:, 2:]
+    boxes = np.concatenate(((low + high) / 2, high - low), 1) / [200, 100, 200, 100]
+    assert split.labels.rows[:, 0].tolist() == [1, 0, 1]
+    assert np.allclose(split.labels.rows[:, 1:], boxes, atol=1e-6)
+
+
+def test_several_years_and_splits(tmp_path: Path) -> None:
+    for year in ("VOC2007", "VOC2012"):
+        voc(tmp_path / year, lists=("train", "test"))
+    assert len(of_data(tmp_path).images) == 6
+    spec = read_data(str(tmp_path / "VOC2007"))
+    assert spec.entries["val"] == ("ImageSets/Main/test.txt",)
+    assert spec.names == {0: "cat", 1: "dog"}
+    lists = tmp_path / "VOC2007/ImageSets/Main"
+    (lists / "train.txt").rename(lists / "trainval.txt")
+    assert read_data(str(tmp_path / "VOC2007")).entries["train"] == ("ImageSets/Main/trainval.txt",)
+    (lists / "trainval.txt").unlink()
+    with pytest.raises(UserError, match="not recognised"):
+        read_data(str(tmp_path / "VOC2007"))
+    (lists / "test.txt").unlink()
+    spec = read_data(str(tmp_path / "VOC2007"))
+    assert (spec.entries, spec.split) == ({"train": ("Annotations",)}, 0.2)
+
+
+def test_names_of_a_data_yaml(tmp_path: Path) -> None:
+    voc(tmp_path)
+    content = {"train": "ImageSets/Main/train.txt", "val": "ImageSets/Main/val.txt", "names": ["dog"]}
+    split = of_data(write_yaml(tmp_path / "my.yaml", content))
+    assert split.labels.counts.tolist() == [1, 0, 1]
+    assert "train0.xml: object 2" in split.problems[0]
+    with pytest.raises(UserError, match="has a label"):
+        of_data(write_yaml(tmp_path / "my.yaml", {**content, "names": ["dig"]}))
+
+
+def test_absent_images_and_annotations_are_left_out(tmp_path: Path) -> None:
+    folder = voc(tmp_path)
+    (folder / "Annotations/train0.xml").unlink()
+    (folder / "JPEGImages/train1.jpg").unlink()
+    split = of_data(folder)
+    assert [path.stem for path in split.images] == ["train2"]
+    assert [problem.partition("such as ")[2][:6] for problem in split.problems] == ["train1", "train0"]
+    animals = kaggle(tmp_path / "kaggle")
+    (animals / "annotations/train_1.xml").unlink()
+    (animals / "images/train_2.png").unlink()
+    listing = read_spec(write_yaml(animals / "my.yaml", {"train": "annotations"})).listing("train")
+    assert [problem.partition("such as ")[2][:7] for problem in listing.problems] == ["train_2", "train_1"]
+    (animals / "images").rename(animals / "photos")
+    with pytest.raises(UserError, match="`images:`"):
+        read_spec(animals / "my.yaml").images("train")
+
+
+def test_a_changed_annotation_is_read_again_and_its_problems_named(tmp_path: Path) -> None:
+    folder = voc(tmp_path)
+    assert of_data(folder).labels.counts.sum() == 3
+    file = folder / "Annotations/train1.xml"
+    file.write_text(voc_xml(("bird", (1, 1, 20, 20)), ("bird", (1, 1, 20, 20)), ("bird", (5, 5, 5, 9))))
+    split = of_data(folder)
+    assert split.labels.counts.sum() == 4
+    assert split.labels.rows[1, 0] == 0  # bird, the first of bird, cat, dog
+    assert f"{file}: object 3" in split.problems[0]
+    assert split.problems[1].startswith(f"{file}: object 2: ")
+    for text in ("<annotation/>", "<x", voc_xml(("dog", ("a", 1, 2, 3))), voc_xml(size=(0, 1))):
+        file.write_text(text)
+        with pytest.raises(UserError, match=r"train1\.xml"):
+            of_data(folder)
+
+
+@pytest.mark.parametrize(
+    ("annotations", "images"),
+    [
+        *(("train", "train"), ("annotations/train", "images/train"), ("annotations/train", "images")),
+        *(("annotations/train", "annotations/train"), ("Annotations", "Images"), ("annotations", "")),
+        *(("train/annotations", "train/images"), ("xml", "photos")),  # `images:`
+    ],
+)
+def test_a_folder_of_xml_files(tmp_path: Path, annotations: str, images: str) -> None:
+    files = [voc(tmp_path / "voc", lists=("train",)) / f"JPEGImages/train{k}.jpg" for k in range(3)]
+    for folder in (annotations, images):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    for file in files:
+        file.rename(tmp_path / images / file.name)
+        xml = tmp_path / f"voc/Annotations/{file.stem}.xml"
+        xml.rename(tmp_path / annotations / xml.name)
+    content = {"train": annotations, **({"images": "photos"} if images == "photos" else {})}
+    split = of_data(write_yaml(tmp_path / "my.yaml", content))
+    assert split.images == [tmp_path / images / file.name for file in files]
+    assert (split.labels.counts.tolist(), split.problems) == ([1, 0, 2], ())
+
+
+def test_label_files_count_more_than_xml_files(tmp_path: Path) -> None:
+    folder = roboflow_voc(tmp_path)
+    files = data_source(str(folder), "data.detection:DetectionData").files()
+    assert all(file.is_file() for file in files["labels of train"])  # which machines compare
+    (folder / "train/train_1.txt").write_text("0 .5 .5 .5 .5")
+    spec = read_spec(write_yaml(tmp_path / "my.yaml", {"train": "train", "names": ["a"]}))
+    assert spec.listing("train").annotated == ()
+
+
+# VisDrone
+
+
+def test_visdrone_is_read_in_place(tmp_path: Path) -> None:
+    """Regions to ignore (score 0 or category 0) and the category 11 are left out."""
+    folder = tmp_path / "VisDrone2019-DET-train"
+    for name in ("a.jpg", "b.jpg", "c.jpg"):
+        write_image(folder / "images" / name, plain(200, 100))
+    (folder / "annotations").mkdir()
+    rows = (
+        "20,10,100,50,1,4,0,0",
+        "0,0,9,9,0,4,0,0",
+        "0,0,9,9,1,0,0,0",
+        "0,0,9,9,1,11,0,0",
+        "",
+        "1,2,3",
+        "5,5,0,9,1,1,0,0",
+    )
+    (folder / "annotations/a.txt").write_text("\n".join(rows))
+    (folder / "annotations/b.txt").write_text("180,90,40,20,1,10,0,1,\n")
+    content = {**read_yaml(ROOT / "data/VisDrone.yaml"), "path": str(tmp_path)}
+    split = of_data(write_yaml(tmp_path / "my.yaml", content))
+    assert [image.name for image in split.images] == ["a.jpg", "b.jpg"]
+    expected = [[3, 0.35, 0.35, 0.5, 0.5], [9, 0.95, 0.95, 0.1, 0.1]]
+    assert split.labels.rows.tolist() == np.array(expected, np.float32).tolist()
+    assert [place for place in ("line 6", "line 7", "1 image") if place not in "".join(split.problems)] == []
+    write_image(folder / "images/c.jpg", plain(200, 100), "0 .5 .5 .5 .5")  # label files count more
+    assert of_data(tmp_path / "my.yaml").labels.counts.tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["coco", "coco128", "coco-seg", "coco128-seg", "VOC", "VisDrone", "Objects365"])
+def test_the_shipped_yamls_have_splits_and_names(name: str) -> None:
+    spec = read_spec(ROOT / f"data/{name}.yaml")
+    assert {"train", "val"} <= set(spec.entries)
+    assert len(spec.names) in (10, 20, 80, 365)
+    assert spec.warnings == ()
+    assert bool(spec.download) == (name != "Objects365")
+
+
+# Folders
+
+
+def test_a_data_yaml_in_the_folder_is_taken(tmp_path: Path) -> None:
+    file = write_yaml(tmp_path / "data.yaml", {"train": "images", "names": ["a"]})
+    export(tmp_path / "train")
+    assert read_data(str(tmp_path)).file == file
+
+
+def test_an_export_with_annotations_in_each_split(tmp_path: Path) -> None:
+    for split in ("train", "valid"):
+        export(tmp_path / split)
+    spec = read_data(str(tmp_path))
+    assert spec.entries == {"train": ("train/_annotations.coco.json",), "val": ("valid/_annotations.coco.json",)}
+    assert (len(spec.images("train")), spec.names) == (3, {0: "pawn", 1: "queen"})
+
+
+@pytest.mark.parametrize("images", ["train2017", "images/train2017", "images/train", "train", "images", ""])
+def test_cocos_own_layout(tmp_path: Path, images: str) -> None:
+    for split in ("train", "val"):
+        file = export(tmp_path / images.replace("train", split))
+        (tmp_path / "annotations").mkdir(exist_ok=True)
+        file.rename(tmp_path / f"annotations/instances_{split}2017.json")
+    spec = read_data(str(tmp_path))
+    assert spec.entries["val"] == ("annotations/instances_val2017.json",)
+    assert spec.images("train") == [tmp_path / images / f"{k}.png" for k in range(3)]
+
+
+@pytest.mark.parametrize("splits", [("train", "val"), ("train", "valid", "test"), ("",)])
+def test_a_folder_per_class(tmp_path: Path, splits: tuple[str, ...]) -> None:
+    for split in splits:
+        for label in ("cat", "dog"):
+            for number in range(2):
+                write_image(tmp_path / split / label / f"{number}.png")
+    spec = read_data(str(tmp_path))
+    assert "a folder of images per class" in spec.warnings[0]
+    assert ("test" in spec.entries, spec.split > 0) == (len(splits) == 3, splits == ("",))
+    data = ClassificationData(spec, 32, 1, DataOptions())
+    assert set(data.names.values()) == {"cat", "dog"}
+    assert len(data.split("val").images) == (2 if splits == ("",) else 4)
+
+
+def test_other_folders_are_an_error(tmp_path: Path) -> None:
+    for name in ("images/train", "labels/train"):
+        write_image(tmp_path / "yolo" / name / "a.png")
+    for split in ("train", "valid", "test"):
+        write_image(tmp_path / "splits" / split / "a.png")
+    for folder in ("yolo", "splits"):
+        with pytest.raises(UserError, match="not recognised"):
+            read_data(str(tmp_path / folder))
+    roboflow_voc(tmp_path / "outer/animals-1")
+    with pytest.raises(UserError, match=rf"did you mean {tmp_path}/outer/animals-1\?"):
+        read_data(str(tmp_path / "outer"))
+
+
+def test_classes_with_weights_of_a_detector(tmp_path: Path) -> None:
+    source = data_source(str(class_folders(tmp_path)), "data.detection:DetectionData")
+    with pytest.raises(UserError, match="--weights"):
+        source.names()
+    file = write_yaml(tmp_path / "my.yaml", {"path": ".", "split": 0.2})
+    with pytest.raises(UserError, match="`names`"):
+        data_source(str(file), "data.detection:DetectionData").names()
+
+
+def test_a_coco_file_alone(tmp_path: Path) -> None:
+    file = coco_file(tmp_path)
+    spec = data_source(str(file), "data.detection:DetectionData").spec
+    assert (spec.file, spec.entries, spec.split) == (file, {"train": ("export.json",)}, 0.2)
+    (tmp_path / "images").rename(tmp_path / "photos")
+    content = {"train": "export.json", "split": 0.2, "images": "photos"}
+    assert len(read_spec(write_yaml(tmp_path / "my.yaml", content)).images("train")) == 16
