@@ -240,7 +240,7 @@ class DetectOptions:
         "python detect.py --weights best.pt --source 0 --view-img     # a camera",
     )
     weights: tuple[str, ...] = ENSEMBLE()
-    source: tuple[str, ...] = flag((), "files, folders, globs, lists, URLs, cameras, rtsp://..., or screen", "images")
+    source: tuple[str, ...] = flag((), "files, folders, globs, lists, URLs, cameras, or rtsp://...", "images")
     data: str = flag("", "data set YAML with the class names; '' takes those inside --weights", "model")
     imgsz: tuple[int, ...] = SIDES(group="images")
     conf_thres: float = CONF_THRES(0.25, group="predictions", aliases=CONF, needs="detections")
