@@ -10,12 +10,14 @@ for segmentation (`masks`) a box is the extent of the visible part of its outlin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
+import torch
 
 from data.polygons import Polygons
 from utils.batch import Placement
@@ -64,6 +66,14 @@ class AugmentSettings:
     mosaic: float = 0.0
     mixup: float = 0.0
     copy_paste: float = 0.0  # probability per object
+
+
+@contextmanager
+def torch_seeded_by(generator: np.random.Generator) -> Iterator[None]:
+    """Seed torch's CPU generator from `generator` inside the block, and restore its state afterwards."""
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(int(generator.integers(2**63)))
+        yield
 
 
 def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool) -> tuple[Sample, Placement]:

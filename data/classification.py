@@ -19,21 +19,21 @@ from torch.utils.data import DataLoader
 
 from data import remote
 from data.augment import Sample
+from data.augmentations import UserAugmentations
 from data.batches import Item, Items, loader, stack_in_place
 from data.cache import Images, open_images
 from data.data_yaml import DataSpec, held_out, images_below, packed_groups
 from data.dataset import DataSet, labels_text, problem_warnings, split_identity
 from data.images import read_image
 from data.labels import load_labels
-from data.own_augmentations import NO_AUGMENTATIONS, OwnAugmentations
 from data.sampler import (
     SampleIndex,
     Sampling,
     evaluation_batches,
     images_in_use,
     item_generator,
-    own_generator,
     training_batches,
+    user_generator,
 )
 from data.transforms import Augmenter, Change, TransformSettings, centre_crop, unchanged
 from utils.batch import Batch, ClassInfo, Instances, Split
@@ -72,28 +72,28 @@ class TrainingItems(_Items):
         settings: TransformSettings,
         seed: int,
         sampling: Sampling,
-        own: OwnAugmentations = NO_AUGMENTATIONS,
+        user: UserAugmentations,
     ) -> None:
         super().__init__(images, labels, classes)
-        self.seed, self.sampling, self.own = seed, sampling, own
+        self.seed, self.sampling, self.user = seed, sampling, user
         self.augmenter = Augmenter(settings, self.load, len(labels), classes)
         self.unmixed = Augmenter(replace(settings, mixup=0.0, cutmix=0.0), self.load, len(labels), classes)
 
     def __getitem__(self, sample: SampleIndex) -> Item:
         augmenter = self.augmenter if self.sampling.mixes(sample.epoch) else self.unmixed
         generator = item_generator(self.seed, sample)
-        change = self.change(sample) if self.own else unchanged
+        change = self.change(sample) if self.user.calls else unchanged
         pixels, target = augmenter(sample.image, sample.shape[0], generator, sample.partners, change)
         self.images.release()
         return pixels, target, self.info(sample.image)
 
     def change(self, sample: SampleIndex) -> Change:
         """Return the user's augmentations of an item."""
-        rng = own_generator(self.seed, sample)
+        rng = user_generator(self.seed, sample)
 
-        def changed(place: str, index: int, pixels: Tensor) -> Tensor:
+        def changed(index: int, pixels: Tensor) -> Tensor:
             given = Sample(to_array(pixels), np.zeros((0, 4), np.float32), np.zeros(0, np.float32))
-            return to_tensor(self.own.apply(place, given, rng, remote.shown_path(self.images.files[index])).image)
+            return to_tensor(self.user(given, rng, str(self.images.files[index])).image)
 
         return changed
 
@@ -258,8 +258,8 @@ class ClassificationData(DataSet[ClassificationSplit]):
         settings = select(TransformSettings, hyp)
         capacity = images_in_use(batch_size, self.options.workers) if settings.mixup or settings.cutmix else 0
         images = self._open(split, self.train_cache, capacity)
-        own = self.own_augmentations(hyp)
-        items = TrainingItems(images, split.labels, len(self.names), settings, seed, self.options, own)
+        user = self.user_augmentations()
+        items = TrainingItems(images, split.labels, len(self.names), settings, seed, self.options, user)
         return loader(items, batches, collate, self.options.workers)
 
     def evaluation_batches(self, split: ClassificationSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:

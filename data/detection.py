@@ -22,6 +22,7 @@ from data.augment import (
     Sample,
     letterbox,
 )
+from data.augmentations import UserAugmentations
 from data.batches import Item, Items, empty_pixels, loader, stack_in_place
 from data.cache import Images, open_images
 from data.data_yaml import DataSpec
@@ -29,9 +30,15 @@ from data.dataset import DataOptions, DataSet, labels_text, problem_warnings, sp
 from data.images import read_image, resize_long_side, scaled_shape
 from data.label_rows import BOXES, POLYGONS, RowRules
 from data.labels import Labels, check_classes, load_labels
-from data.own_augmentations import NO_AUGMENTATIONS, Labelling, OwnAugmentations
 from data.remote import shown_path
-from data.sampler import SampleIndex, evaluation_batches, images_in_use, item_generator, own_generator, training_batches
+from data.sampler import (
+    SampleIndex,
+    evaluation_batches,
+    images_in_use,
+    item_generator,
+    training_batches,
+    user_generator,
+)
 from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement
 from utils.config.hyperparameters import Augmentation, Recipe
 from utils.config.values import select
@@ -91,10 +98,10 @@ class TrainingItems(_Items):
         augment: AugmentSettings,
         seed: int,
         options: DataOptions,
-        own: OwnAugmentations = NO_AUGMENTATIONS,
+        user: UserAugmentations,
     ) -> None:
         super().__init__(images, labels)
-        self.seed, self.options, self.own = seed, options, own
+        self.seed, self.options, self.user = seed, options, user
         self.augmenter = Augmenter(augment, images.imgsz, len(images.files), self.load, self.size, self.masks)
         self.unmixed = replace(self.augmenter, settings=replace(augment, mosaic=0.0))
 
@@ -106,16 +113,10 @@ class TrainingItems(_Items):
     def augmented(self, sample: SampleIndex) -> Sample:
         """Return the augmented image; its pixels may belong to the cache until `images.release`."""
         augmenter = self.augmenter if self.options.mixes(sample.epoch) else self.unmixed
-        rng = item_generator(self.seed, sample)
-        if not self.own:
-            return augmenter(sample.image, sample.shape, rng, sample.partners)
-        own_rng = own_generator(self.seed, sample)
-
-        def changed(place: str, item: Sample, index: int) -> Sample:
-            return self.own.apply(place, item, own_rng, shown_path(self.images.files[index]))
-
-        augmenter = replace(augmenter, load=lambda index: changed("image", self.load(index), index))
-        return changed("item", augmenter(sample.image, sample.shape, rng, sample.partners), sample.image)
+        augmented = augmenter(sample.image, sample.shape, item_generator(self.seed, sample), sample.partners)
+        if not self.user.calls:
+            return augmented
+        return self.user(augmented, user_generator(self.seed, sample), str(self.images.files[sample.image]))
 
     def item(self, sample: SampleIndex, pixels: Tensor) -> Item:
         targets = to_tensors(self.augmented(sample), pixels)
@@ -238,10 +239,6 @@ class DetectionData(DataSet[DetectionSplit]):
         """Return how the rows of label files are read: see `split`."""
         return POLYGONS if isinstance(hyp, Augmentation) and hyp.copy_paste > 0 else BOXES
 
-    def labelling(self, hyp: Recipe) -> Labelling:
-        """Return the number of classes, and whether outlines are read."""
-        return Labelling(len(self.class_names(self.spec, self.options.single_cls)), self.row_rules(hyp).outlines)
-
     def split(self, name: str, hyp: Recipe | None = None) -> DetectionSplit:
         """Read and check a split.
 
@@ -322,7 +319,7 @@ class DetectionData(DataSet[DetectionSplit]):
         )
         capacity = images_in_use(batch_size, options.workers) if augment.mosaic else 0
         images = self._open(split, self.train_cache, False, capacity, reduced=True)
-        items = self.training_items(images, split.labels, augment, seed, options, self.own_augmentations(hyp))
+        items = self.training_items(images, split.labels, augment, seed, options, self.user_augmentations())
         return loader(items, batches, self.collate, self.options.workers)
 
     def evaluation_batches(self, split: DetectionSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:

@@ -17,7 +17,7 @@ from utils.batch import Instances
 from utils.errors import UserError
 
 # The first part of a generator's seed: what its numbers are for.
-ORDER_STREAM, ITEM_STREAM, SIZE_STREAM, PARTNERS_STREAM, OWN_STREAM = 1, 2, 3, 4, 5
+ORDER_STREAM, ITEM_STREAM, SIZE_STREAM, PARTNERS_STREAM, USER_STREAM = 1, 2, 3, 4, 5
 PARTNERS_WINDOW = 1000  # positions around an item's own, from which its partners are drawn
 PREFETCHED_BATCHES = 2  # batches that each loader process prefetches: torch's default
 EVALUATION_PAD_STRIDES = 0.5  # strides added to both sides of a batch that is not square, as in YOLOv5
@@ -38,9 +38,9 @@ def item_generator(seed: int, sample: SampleIndex) -> np.random.Generator:
     return np.random.default_rng((ITEM_STREAM, seed, sample.epoch, sample.position))
 
 
-def own_generator(seed: int, sample: SampleIndex) -> np.random.Generator:
+def user_generator(seed: int, sample: SampleIndex) -> np.random.Generator:
     """Return the generator of a user's augmentations of an item, so that they change no other random choice of it."""
-    return np.random.default_rng((OWN_STREAM, seed, sample.epoch, sample.position))
+    return np.random.default_rng((USER_STREAM, seed, sample.epoch, sample.position))
 
 
 class Order:

@@ -6,14 +6,15 @@ the training of a detector saves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
+
+from data.augment import torch_seeded_by
 
 CENTRE_CROP_SHARE = 0.875  # share of the shorter side in a validation crop: 224 of 256 pixels
 ERASED_RGB = (124, 116, 104)  # ImageNet's mean, 0 to 255: the colour of erased rectangles
@@ -41,18 +42,10 @@ class TransformSettings:
     cutmix_alpha: float = 1.0
 
 
-@contextmanager
-def torch_seeded_by(generator: np.random.Generator) -> Iterator[None]:
-    """Seed torch's CPU generator from `generator` inside the block, and restore its state afterwards."""
-    with torch.random.fork_rng(devices=()):
-        torch.default_generator.manual_seed(int(generator.integers(2**63)))
-        yield
+Change = Callable[[int, Tensor], Tensor]  # takes an image's index and its pixels
 
 
-Change = Callable[[str, int, Tensor], Tensor]  # takes a place of `own_augmentations`, an image's index, and its pixels
-
-
-def unchanged(place: str, image: int, pixels: Tensor) -> Tensor:
+def unchanged(image: int, pixels: Tensor) -> Tensor:
     """Return the pixels unchanged, for runs without --augmentations."""
     return pixels
 
@@ -83,7 +76,7 @@ class Augmenter:
 
         Args:
             partners: index of the image to mix it with; if empty, one is drawn from all images
-            change: changes each image as it is loaded, and again before two images are mixed
+            change: changes each image before two are mixed
         """
         from torchvision.transforms import v2
 
@@ -109,7 +102,7 @@ class Augmenter:
 
     def _transformed(self, image: int, transform: torch.nn.Module, change: Change) -> tuple[Tensor, int]:
         pixels, label = self.load(image)
-        return change("item", image, transform(change("image", image, pixels))), label
+        return change(image, transform(pixels)), label
 
 
 def _steps(settings: TransformSettings, side: int) -> list[torch.nn.Module]:
