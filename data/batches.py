@@ -38,11 +38,10 @@ class Items(Dataset[Item]):
     @explained()
     def __getitems__(self, samples: Sequence[SampleIndex]) -> list[Item]:
         """Return the items of a batch. The loader calls this."""
-        self.images.prefetch(index for sample in samples for index in (sample.image, *sample.partners))
         return self.load_batch(samples)
 
     def load_batch(self, samples: Sequence[SampleIndex]) -> list[Item]:
-        """Return the items of a batch, whose remote images have been requested."""
+        """Return the items of a batch."""
         return [self[sample] for sample in samples]
 
 

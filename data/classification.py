@@ -21,7 +21,7 @@ from data import remote
 from data.augment import Sample
 from data.augmentations import UserAugmentations
 from data.batches import Item, Items, loader, stack_in_place
-from data.cache import Images, open_images
+from data.cache import Images
 from data.data_yaml import DataSpec, held_out, images_below, packed_groups
 from data.dataset import DataSet, labels_text, problem_warnings, split_identity
 from data.images import read_image
@@ -58,7 +58,7 @@ class _Items(Items):
         return to_tensor(self.images.read(index)), int(self.labels[index])
 
     def info(self, index: int) -> ClassInfo:
-        return ClassInfo(index, remote.shown_path(self.images.files[index]), int(self.labels[index]))
+        return ClassInfo(index, str(self.images.files[index]), int(self.labels[index]))
 
 
 class TrainingItems(_Items):
@@ -257,7 +257,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
         )
         settings = select(TransformSettings, hyp)
         capacity = images_in_use(batch_size, self.options.workers) if settings.mixup or settings.cutmix else 0
-        images = self._open(split, self.train_cache, capacity)
+        images = Images(split.images, split.sizes, 0, cache=self.train_cache, capacity=capacity)
         user = self.user_augmentations()
         items = TrainingItems(images, split.labels, len(self.names), settings, seed, self.options, user)
         return loader(items, batches, collate, self.options.workers)
@@ -268,11 +268,9 @@ class ClassificationData(DataSet[ClassificationSplit]):
 
     def evaluation_loader(self, split: ClassificationSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
         """Return a loader of centre crops."""
-        items = EvaluationItems(self._open(split, self.options.cache), split.labels, len(self.names))
+        images = Images(split.images, split.sizes, 0, cache=self.options.cache)
+        items = EvaluationItems(images, split.labels, len(self.names))
         return loader(items, batches, collate, self.options.workers)
-
-    def _open(self, split: ClassificationSplit, cache: str, capacity: int = 0) -> Images:
-        return open_images(split.images, 0, False, cache, split.sizes, capacity)
 
 
 Classes = dict[str, list[Path]]  # the images of each class, sorted, by its name

@@ -24,13 +24,12 @@ from data.augment import (
 )
 from data.augmentations import UserAugmentations
 from data.batches import Item, Items, empty_pixels, loader, stack_in_place
-from data.cache import Images, open_images
+from data.cache import Images
 from data.data_yaml import DataSpec
 from data.dataset import DataOptions, DataSet, labels_text, problem_warnings, split_identity
 from data.images import read_image, resize_long_side, scaled_shape
 from data.label_rows import BOXES, POLYGONS, RowRules
 from data.labels import Labels, check_classes, load_labels
-from data.remote import shown_path
 from data.sampler import (
     SampleIndex,
     evaluation_batches,
@@ -83,7 +82,7 @@ class _Items(Items):
 
     def info(self, index: int, placement: Placement) -> ImageInfo:
         width, height = (int(side) for side in self.labels.sizes[index])
-        return ImageInfo(index, shown_path(self.images.files[index]), (width, height), placement, self.labels.of(index))
+        return ImageInfo(index, str(self.images.files[index]), (width, height), placement, self.labels.of(index))
 
 
 class TrainingItems(_Items):
@@ -318,7 +317,14 @@ class DetectionData(DataSet[DetectionSplit]):
             mixed=mixed,
         )
         capacity = images_in_use(batch_size, options.workers) if augment.mosaic else 0
-        images = self._open(split, self.train_cache, False, capacity, reduced=True)
+        images = Images(
+            split.images,
+            split.labels.sizes,
+            self.imgsz,
+            reduced=True,
+            cache=self.train_cache,
+            capacity=capacity,
+        )
         items = self.training_items(images, split.labels, augment, seed, options, self.user_augmentations())
         return loader(items, batches, self.collate, self.options.workers)
 
@@ -328,10 +334,6 @@ class DetectionData(DataSet[DetectionSplit]):
 
     def evaluation_loader(self, split: DetectionSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
         """Return a loader of letterboxed items."""
-        items = self.evaluation_items(self._open(split, self.options.cache, smooth=True), split.labels)
+        images = Images(split.images, split.labels.sizes, self.imgsz, smooth=True, cache=self.options.cache)
+        items = self.evaluation_items(images, split.labels)
         return loader(items, batches, self.collate, self.options.workers)
-
-    def _open(
-        self, split: DetectionSplit, cache: str, smooth: bool, capacity: int = 0, reduced: bool = False
-    ) -> Images:
-        return open_images(split.images, self.imgsz, smooth, cache, split.labels.sizes, capacity, reduced)

@@ -20,13 +20,13 @@ from tqdm import tqdm
 
 from data import remote, storage
 from data.coco_json import AnnotatedImages, ImageRows
-from data.images import examine_image
+from data.images import image_size
 from data.label_rows import BOXES, RowRules, parse_rows, points_of
 from data.polygons import Polygons, offsets_of
 from utils.errors import StorageError, UserError, plural
 from utils.files import cache_folder, one_at_a_time, replacing
 
-CACHE_VERSION = 8
+CACHE_VERSION = 9
 FILES_PER_CHUNK = 64  # images that a scanning process takes at a time
 MIN_SECONDS_PER_PROCESS = 0.5  # seconds of work; with less, starting another process takes longer than it saves
 MIN_IMAGE_SIDE_PIXELS = 10  # a smaller image is left out
@@ -278,21 +278,19 @@ def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows
     """
     name = remote.shown_path(image)
     try:
-        storage.require_regular_file(image)
-        size, missing = examine_image(image)
+        size = image_size(image)
     except StorageError:
         raise
     except Exception as error:  # Pillow raises many kinds for a damaged file
         return Scan(problems=[f"{name}: not readable as an image ({error}); left out"])
     if min(size) < MIN_IMAGE_SIDE_PIXELS:
         return Scan(problems=[f"{name}: {size[0]}x{size[1]} pixels, smaller than {MIN_IMAGE_SIDE_PIXELS}; left out"])
-    truncated = (f"{name}: truncated, {missing:.2%} of its pixels are missing and grey; used",) if missing else ()
     if rules is None:
-        return Scan(size, problems=truncated)
+        return Scan(size)
     try:
         labels = described or _read_label_file(image, rules)
     except FileNotFoundError:
-        return Scan(size, problems=truncated)  # background
+        return Scan(size)  # background
     except (OSError, UnicodeDecodeError) as error:
         file = remote.shown_path(storage.label_name(os.fspath(image)))
         return Scan(problems=[f"{file}: cannot be read as text ({error}); its image is left out"])
@@ -301,7 +299,6 @@ def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows
         return Scan(problems=[f"{name}: {sizes}; left out"])
     row_rules = replace(rules, keypoints=0) if described else rules  # only label files have key points
     rows, problems = parse_rows(labels.text, labels.origin, row_rules, labels.ids)
-    problems = [*truncated, *problems]
     if problems and not rows:  # it may have objects, so it is not background
         file = f"annotations of {name}" if described else labels.origin
         return Scan(problems=[*problems, f"{file}: no row can be used; its image is left out"])
