@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from data import remote, storage
-from data.outlines import decode_rle, joined, mask_outline
+from data.polygons import decode_rle, joined, mask_outline
 from utils.coco import check_identities
 from utils.errors import UserError, nearest, plural, shortened
 from utils.files import cache_folder, file_name, one_at_a_time, replacing

@@ -27,7 +27,7 @@ from data.builtin.shapes import (
     photograph,
     visible_part,
 )
-from data.outlines import Points, mask_outline
+from data.polygons import Points, mask_outline
 
 SHAPES_SEG_VERSION = 1  # increase with every change of a pixel or an outline, by this module or shapes.py
 SHAPES_SEG_MARKER_FILE = "shapes-seg.json"  # in the data set's folder
