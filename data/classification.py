@@ -1,12 +1,15 @@
-"""Classification data: a folder of images per class, as batches. Named by `TASKS`; see data/dataset.py."""
+"""Classification data: a folder of images per class, as batches. Named by `TASKS`; see data/dataset.py.
+
+torchvision is imported inside functions because it takes more than a second, which the training of a detector saves.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -17,12 +20,11 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torch.utils.data import DataLoader
 
-from data import remote
-from data.augment import Sample
+from data.augment import Sample, torch_seeded_by
 from data.augmentations import UserAugmentations
 from data.batches import Item, Items, loader, stack_in_place
 from data.cache import Images
-from data.data_yaml import DataSpec, held_out, images_below, packed_groups
+from data.data_yaml import DataSpec, held_out, images_below
 from data.dataset import DataSet, labels_text, problem_warnings, split_identity
 from data.images import read_image
 from data.labels import load_labels
@@ -35,7 +37,6 @@ from data.sampler import (
     training_batches,
     user_generator,
 )
-from data.transforms import Augmenter, Change, TransformSettings, centre_crop, unchanged
 from utils.batch import Batch, ClassInfo, Instances, Split
 from utils.config.hyperparameters import Recipe
 from utils.config.values import select
@@ -43,6 +44,110 @@ from utils.errors import UserError, plural
 from utils.files import csv_text
 
 MULTI_SCALE_STEP_PIXELS = 32  # step between the sizes of batches, if --imgsz is a multiple: most models' stride
+CENTRE_CROP_SHARE = 0.875  # share of the shorter side in a validation crop: 224 of 256 pixels
+ERASED_RGB = (124, 116, 104)  # ImageNet's mean, 0 to 255: the colour of erased rectangles
+MAX_RESIZED_ASPECT = 4  # longer over shorter side of the part that is resized for a centre crop
+RANDOM_CROP_ASPECTS = (3 / 4, 4 / 3)  # smallest and largest ratio of the sides
+
+
+@dataclass(frozen=True)
+class TransformSettings:
+    """Strengths and probabilities, named as in the hyperparameter file. By default, images are only cropped."""
+
+    crop_scale: float = 1.0  # smallest share of the image's area in a random crop
+    fliplr: float = 0.0  # probability, like the next one
+    flipud: float = 0.0
+    brightness: float = 0.0  # largest relative change, like the next two
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0  # largest share of the colour circle
+    randaugment: int = 0  # number of operations
+    randaugment_magnitude: int = 9  # 0 to 30
+    erasing: float = 0.0  # probability, like the next two
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mixup_alpha: float = 0.2  # both parameters of the beta distribution of the shares
+    cutmix_alpha: float = 1.0
+
+
+@dataclass
+class Augmenter:
+    """The whole augmentation of a training image, by torchvision's transforms."""
+
+    settings: TransformSettings
+    load: Callable[[int], tuple[Tensor, int]]  # returns an image, uint8 (3, h, w) RGB, and its class, by its index
+    count: int  # number of images to choose a partner from
+    classes: int
+    transforms: dict[int, torch.nn.Module] = field(default_factory=dict)  # by side
+
+    def __call__(
+        self,
+        image: int,
+        side: int,
+        generator: np.random.Generator,
+        partners: Sequence[int] = (),
+        change: Callable[[int, Tensor], Tensor] = lambda image, pixels: pixels,
+    ) -> tuple[Tensor, Tensor]:
+        """Return image `image`, uint8 (3, side, side), and the share of each class, float32 (classes,).
+
+        Args:
+            partners: index of the image to mix it with; if empty, one is drawn from all images
+            change: the user's augmentations of an image, by its index, before two are mixed
+        """
+        from torchvision.transforms import v2
+
+        settings = self.settings
+        chance, drawn = generator.random(), int(generator.integers(self.count))
+        if side not in self.transforms:
+            self.transforms[side] = torch.nn.Sequential(*_steps(settings, side))
+
+        def transformed(index: int) -> tuple[Tensor, int]:
+            pixels, label = self.load(index)
+            return change(index, self.transforms[side](pixels)), label
+
+        with torch_seeded_by(generator):
+            pixels, label = transformed(image)
+            if chance < settings.mixup:
+                mix = v2.MixUp(alpha=settings.mixup_alpha, num_classes=self.classes)
+            elif chance < settings.mixup + settings.cutmix:
+                mix = v2.CutMix(alpha=settings.cutmix_alpha, num_classes=self.classes)
+            else:
+                return pixels, one_hot(torch.tensor(label), self.classes).float()
+            other, other_label = transformed(partners[0] if partners else drawn)
+            # A batch of two, whose first image is mixed with the second: partners from the training batch would depend
+            # on the number of processes.
+            mixed, shares = mix(torch.stack((pixels, other)).float(), torch.tensor([label, other_label]))
+            return mixed[0].round().to(torch.uint8), shares[0]
+
+
+def _steps(settings: TransformSettings, side: int) -> list[torch.nn.Module]:
+    from torchvision.transforms import v2
+
+    steps: list[torch.nn.Module] = [
+        v2.RandomResizedCrop(side, scale=(settings.crop_scale, 1.0), ratio=RANDOM_CROP_ASPECTS, antialias=True)
+    ]
+    if settings.fliplr:
+        steps.append(v2.RandomHorizontalFlip(settings.fliplr))
+    if settings.flipud:
+        steps.append(v2.RandomVerticalFlip(settings.flipud))
+    if settings.randaugment:
+        steps.append(v2.RandAugment(settings.randaugment, settings.randaugment_magnitude))
+    jitter = (settings.brightness, settings.contrast, settings.saturation, settings.hue)
+    if any(jitter):
+        steps.append(v2.ColorJitter(*jitter))
+    if settings.erasing:
+        steps.append(v2.RandomErasing(settings.erasing, value=list(ERASED_RGB)))
+    return steps
+
+
+def centre_crop(image: Tensor, side: int) -> Tensor:
+    """Return the centre of an image, uint8 (3, h, w), with 7/8 of its shorter side, as (3, side, side)."""
+    from torchvision.transforms.v2 import functional
+
+    longest = MAX_RESIZED_ASPECT * min(image.shape[-2:])  # cut the ends of a strip off before resizing
+    image = functional.center_crop(image, [min(length, longest) for length in image.shape[-2:]])
+    shrunk = functional.resize(image, [round(side / CENTRE_CROP_SHARE)], antialias=True)
+    return functional.center_crop(shrunk, [side, side])
 
 
 class _Items(Items):
@@ -77,25 +182,22 @@ class TrainingItems(_Items):
         super().__init__(images, labels, classes)
         self.seed, self.sampling, self.user = seed, sampling, user
         self.augmenter = Augmenter(settings, self.load, len(labels), classes)
-        self.unmixed = Augmenter(replace(settings, mixup=0.0, cutmix=0.0), self.load, len(labels), classes)
+        self.unmixed = replace(self.augmenter, settings=replace(settings, mixup=0.0, cutmix=0.0))
 
     def __getitem__(self, sample: SampleIndex) -> Item:
         augmenter = self.augmenter if self.sampling.mixes(sample.epoch) else self.unmixed
+        user_rng = user_generator(self.seed, sample)
+
+        def change(index: int, pixels: Tensor) -> Tensor:
+            if not self.user.calls:
+                return pixels
+            given = Sample(to_array(pixels), np.zeros((0, 4), np.float32), np.zeros(0, np.float32))
+            return to_tensor(self.user(given, user_rng, str(self.images.files[index])).image)
+
         generator = item_generator(self.seed, sample)
-        change = self.change(sample) if self.user.calls else unchanged
         pixels, target = augmenter(sample.image, sample.shape[0], generator, sample.partners, change)
         self.images.release()
         return pixels, target, self.info(sample.image)
-
-    def change(self, sample: SampleIndex) -> Change:
-        """Return the user's augmentations of an item."""
-        rng = user_generator(self.seed, sample)
-
-        def changed(index: int, pixels: Tensor) -> Tensor:
-            given = Sample(to_array(pixels), np.zeros((0, 4), np.float32), np.zeros(0, np.float32))
-            return to_tensor(self.user(given, rng, str(self.images.files[index])).image)
-
-        return changed
 
 
 class EvaluationItems(_Items):
@@ -188,12 +290,8 @@ class ClassificationData(DataSet[ClassificationSplit]):
     @staticmethod
     def files(spec: DataSpec) -> dict[str, list[Path]]:
         """Return the images of training and validation."""
-        return {name: list(ClassificationData.groups(spec, name)) for name in ("train", "val")}
-
-    @staticmethod
-    def groups(spec: DataSpec, split: str) -> dict[Path, str]:
-        """Return the class name of each image."""
-        return {path: text for text, paths in classes_of_split(spec, split).items() for path in paths}
+        names = ("train", "val")
+        return {name: [path for paths in classes_of_split(spec, name).values() for path in paths] for name in names}
 
     def split(self, name: str, hyp: Recipe | None = None) -> ClassificationSplit:
         """Read and check a split. Raises `UserError` if no image can be used, or for a folder of an unknown class."""
@@ -311,10 +409,6 @@ def _walk_classes(spec: DataSpec, name: str) -> Classes:
     images: dict[str, set[Path]] = {}
     spec.unread[name] = []
     for parent in parents:
-        if grouped := packed_groups(parent):
-            for path, text in grouped:
-                images.setdefault(text, set()).add(Path(path))
-            continue
         for folder in _folders(parent):
             if not any(other.is_relative_to(folder) for other in excluded):
                 text = os.fsencode(folder.name).decode(errors="surrogateescape")  # as in the YAML, in any locale
@@ -331,9 +425,6 @@ def _walk_classes(spec: DataSpec, name: str) -> Classes:
 
 def _folders(parent: Path) -> list[Path]:
     """Return the subfolders that are not hidden, sorted by name. Raises `UserError` if the folder cannot be read."""
-    if remote.is_remote(parent):
-        below = (Path(name).relative_to(parent) for name in remote.files_below(str(parent)))
-        return [parent / name for name in sorted({path.parts[0] for path in below if len(path.parts) > 1})]
     try:
         return sorted(folder for folder in parent.iterdir() if folder.is_dir() and not folder.name.startswith("."))
     except NotADirectoryError:

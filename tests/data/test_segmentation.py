@@ -1,4 +1,4 @@
-"""Segmentation data: masks stay aligned with the pixels, labels that are boxes, problems of outlines; masks pixel by pixel.
+"""Segmentation data: masks aligned with the pixels, labels that are boxes, problems of outlines; masks pixel by pixel.
 
 The promises that all data sets share are in test_contract.py.
 """
