@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 SCRIPTS = ("train.py", "val.py", "detect.py", "export.py")
 MODULES = (  # which `python -m` runs in the repository
-    *("data.convert", "data.pack", "data.shapes", "data.split"),
+    *("data.convert", "data.pack", "data.split"),
     "utils.plots",
 )
 EXAMPLES = """examples:
