@@ -15,13 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from data.augment import (
-    MOSAIC_PARTNERS,
-    Augmenter,
-    AugmentSettings,
-    Sample,
-    letterbox,
-)
+from data.augment import MOSAIC_PARTNERS, Augmenter, Sample, letterbox
 from data.augmentations import UserAugmentations
 from data.batches import Item, Items, empty_pixels, loader, stack_in_place
 from data.cache import Images
@@ -40,7 +34,6 @@ from data.sampler import (
 )
 from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement
 from utils.config.hyperparameters import Augmentation, Recipe
-from utils.config.values import select
 from utils.errors import UserError, plural
 from utils.files import csv_text
 from utils.summary import evenly_spaced
@@ -94,7 +87,7 @@ class TrainingItems(_Items):
         self,
         images: Images,
         labels: Labels,
-        augment: AugmentSettings,
+        augment: Augmentation,
         seed: int,
         options: DataOptions,
         user: UserAugmentations,
@@ -302,9 +295,8 @@ class DetectionData(DataSet[DetectionSplit]):
 
     def train_loader(self, split: DetectionSplit, batch_size: int, hyp: Recipe, seed: int) -> DataLoader[Any]:
         """Return a loader of augmented items. With --rect there is no mosaic, because mosaics are square."""
-        augment, options = select(AugmentSettings, hyp), self.options
-        if options.rect:
-            augment = replace(augment, mosaic=0.0)
+        assert isinstance(hyp, Augmentation)  # the recipe of every task with boxes
+        options, augment = self.options, replace(hyp, mosaic=0.0) if self.options.rect else hyp
         mixed = MOSAIC_PARTNERS + (MOSAIC_PARTNERS + 1) * (augment.mixup > 0)
         batches = training_batches(
             options,
