@@ -36,18 +36,12 @@ _CLIPPED_SHARE = 0.12  # share of objects that may extend beyond the image
 _MIN_INSIDE_SHARE = 0.8  # least share of such an object's pixels inside the image
 _MAX_HIDDEN_SHARE = 0.3  # largest share of an object's pixels that others touch too, in any order of painting
 _MAX_BOX_IOU = 0.3  # largest IoU of two boxes in one image
-_MIN_CONTRAST_LEVELS = 80.0  # grey levels; see `contrast`
+_MIN_CONTRAST_LEVELS = 80.0  # grey levels; see `fill_colour`
 _POSITIONS_PER_SIZE = 30  # positions to try before an object is drawn smaller
 
 Rng = np.random.Generator
 Corners = tuple[float, float, float, float]  # x1, y1, x2, y2 in pixels
 Contours = list[np.ndarray]  # each (k, 2) float64 x, y in any unit; a pixel inside an odd number of contours is filled
-
-
-def _circle(radius: float = 1.0) -> np.ndarray:
-    """Return a circle around the origin as a polygon (64, 2), fine enough for 100 pixels."""
-    angles = np.linspace(0, 2 * np.pi, 64, endpoint=False)
-    return radius * np.stack([np.cos(angles), np.sin(angles)], axis=1)
 
 
 def _mirror(*corners: tuple[float, float]) -> np.ndarray:
@@ -60,11 +54,13 @@ def _cross(a: float) -> np.ndarray:
     return _mirror((a, -1), (a, -a), (1, -a), (1, a), (a, a), (a, 1))
 
 
+_ANGLES = np.linspace(0, 2 * np.pi, 64, endpoint=False)
+_CIRCLE = np.stack([np.cos(_ANGLES), np.sin(_ANGLES)], axis=1)  # fine enough for 100 pixels
 _SQUARE = np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]])
 _TRIANGLE = np.array([[0, -1], [0.866, 0.5], [-0.866, 0.5]])
 _SHAPES: dict[str, Callable[[Rng], Contours]] = {
-    "disc": lambda rng: [_circle() * (1.0, rng.uniform(0.85, 1.0))],
-    "ring": lambda rng: [_circle(), _circle(rng.uniform(0.5, 0.65))],
+    "disc": lambda rng: [_CIRCLE * (1.0, rng.uniform(0.85, 1.0))],
+    "ring": lambda rng: [_CIRCLE, rng.uniform(0.5, 0.65) * _CIRCLE],
     "square": lambda rng: [_SQUARE * (1.0, rng.uniform(0.85, 1.0))],
     "triangle": lambda rng: [_TRIANGLE * (1.0, rng.uniform(0.9, 1.2))],
     "cross": lambda rng: [_cross(rng.uniform(0.24, 0.34))],
@@ -146,12 +142,9 @@ def place_at(stencil: Stencil, left: int, top: int) -> PlacedShape | None:
 
 def iou(one: Corners, other: Corners) -> float:
     """Return the IoU of two boxes."""
-    width = min(one[2], other[2]) - max(one[0], other[0])
-    height = min(one[3], other[3]) - max(one[1], other[1])
-    if width <= 0 or height <= 0:
-        return 0.0
-    areas = [(x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in (one, other)]
-    return width * height / (sum(areas) - width * height)
+    width, height = (min(one[k + 2], other[k + 2]) - max(one[k], other[k]) for k in (0, 1))
+    shared = max(width, 0.0) * max(height, 0.0)
+    return shared / (sum((x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in (one, other)) - shared)
 
 
 def _fits(new: PlacedShape, placed: list[PlacedShape]) -> bool:
@@ -160,8 +153,6 @@ def _fits(new: PlacedShape, placed: list[PlacedShape]) -> bool:
     if max(overlaps, default=0.0) > _MAX_BOX_IOU:
         return False
     touched = [old.mask for old, overlap in zip(placed, overlaps, strict=True) if overlap > 0]
-    if not touched:
-        return True
     shared = np.sum([old.mask for old in placed] + [new.mask], axis=0, dtype=np.uint8) > 1
     return all(np.count_nonzero(shared & m) <= _MAX_HIDDEN_SHARE * np.count_nonzero(m) for m in [*touched, new.mask])
 
@@ -247,21 +238,16 @@ def background(rng: Rng, side: int = SIDE_PIXELS) -> np.ndarray:
     return np.clip(image, 0, 255)
 
 
-def contrast(colours: np.ndarray, pixels: np.ndarray) -> np.ndarray:
-    """Return the contrast (c, p) in grey levels of BGR colours (c, 3) against pixels (p, 3).
+def fill_colour(rng: Rng, around: np.ndarray) -> np.ndarray:
+    """Return a random colour (3,) that stands out against nearly all pixels of `around` (h, w, 3).
 
     A difference in colour alone counts a third: JPEG halves the resolution of colour, which blurs small shapes.
     """
+    pixels, colours = rng.choice(around.reshape(-1, 3), 64), rng.uniform(5, 250, (16, 3))
     difference = colours[:, None] - pixels[None]
     luma = np.abs(difference @ np.array([0.114, 0.587, 0.299]))
-    return luma + np.abs(difference - difference.mean(axis=2, keepdims=True)).max(axis=2) / 3
-
-
-def fill_colour(rng: Rng, around: np.ndarray) -> np.ndarray:
-    """Return a random colour (3,) that stands out against nearly all pixels of `around` (h, w, 3)."""
-    pixels = rng.choice(around.reshape(-1, 3), 64)
-    colours = rng.uniform(5, 250, (16, 3))
-    worst = np.partition(contrast(colours, pixels), 6, axis=1)[:, 6]  # a tenth of the pixels may be a neighbour's
+    contrast = luma + np.abs(difference - difference.mean(axis=2, keepdims=True)).max(axis=2) / 3
+    worst = np.partition(contrast, 6, axis=1)[:, 6]  # a tenth of the pixels may be a neighbour's
     enough = np.flatnonzero(worst >= _MIN_CONTRAST_LEVELS)
     return colours[enough[0] if len(enough) else worst.argmax()]
 

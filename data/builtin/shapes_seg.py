@@ -10,7 +10,6 @@ Called by data/data_yaml.py for `draw:` of a data YAML.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -38,11 +37,7 @@ _SEG_MIN_PIXELS = 14.0  # least longer side of a shape: a quarter of it, at whic
 _OUTLINE_TOLERANCE = 1.5  # sub-pixels
 
 
-class OutlinedShape(NamedTuple):
-    """The class of an object, and the outline of its visible part, in pixels."""
-
-    label: int
-    outline: Points
+Outlined = tuple[int, Points]  # the class of an object, and the outline of its visible part, in pixels
 
 
 def _fine_part(shape: PlacedShape) -> tuple[int, int, int, int]:
@@ -51,7 +46,7 @@ def _fine_part(shape: PlacedShape) -> tuple[int, int, int, int]:
     return SUBPIXELS * x1, SUBPIXELS * y1, SUBPIXELS * x2, SUBPIXELS * y2
 
 
-def draw_image(seed: int, split: int, index: int) -> tuple[np.ndarray, list[OutlinedShape]]:
+def draw_image(seed: int, split: int, index: int) -> tuple[np.ndarray, list[Outlined]]:
     """Draw one image, (160, 160, 3) uint8 BGR, and return it with its objects."""
     rng = np.random.default_rng([seed, _SEG_SPLIT_STREAM, split, index])
     image = background(rng)
@@ -67,7 +62,7 @@ def draw_image(seed: int, split: int, index: int) -> tuple[np.ndarray, list[Outl
         x1, y1, x2, y2 = _fine_part(shape)
         outline = mask_outline((on_top[y1:y2, x1:x2] == number).view(np.uint8), _OUTLINE_TOLERANCE)
         points = [((x + x1) / SUBPIXELS, (y + y1) / SUBPIXELS) for x, y in outline]
-        objects.append(OutlinedShape(shape.stencil.label, points))
+        objects.append((shape.stencil.label, points))
     return photograph(rng, image), objects
 
 
