@@ -9,10 +9,9 @@ import glob
 import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 from urllib.parse import urlparse
@@ -45,21 +44,21 @@ class MediaItem(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A picture, or a frame of a video or stream.
+    """A picture, or a frame of a video or stream."""
 
-    Attributes:
-        item: picture, video or stream that has the frame
-        image: pixels as displayed, uint8 (h, w, 3) BGR
-        number: index among all frames of the video or stream
-        fps: frame rate of the video or stream; 0 for a picture
-        frames: number of frames of the video; 0 if unknown, and for a picture
-    """
+    item: MediaItem  # picture, video or stream that has the frame
+    image: np.ndarray  # pixels as displayed, uint8 (h, w, 3) BGR
+    number: int = 0  # index among all frames of the video or stream
+    fps: float = 0.0  # frame rate of the video or stream; 0 for a picture
+    frames: int = 0  # number of frames of the video; 0 if unknown, and for a picture
 
-    item: MediaItem
-    image: np.ndarray
-    number: int = 0
-    fps: float = 0.0
-    frames: int = 0
+    def read(self) -> np.ndarray:
+        """Return the pixels of a file's picture or frame again, skipping the frames before it. Raises `UserError`."""
+        media = Media([self.item], max(self.number, 1))
+        for frame in media:
+            if frame.number == self.number:
+                return frame.image
+        raise UserError("; ".join(media.problems) or f"{self.item.name} has no frame {self.number + 1} any more")
 
 
 def find_media(source: str) -> list[MediaItem]:
@@ -144,7 +143,7 @@ class Media:
         for item in self.items:
             try:
                 if item.kind == "picture":
-                    yield Frame(item, read_picture(item))
+                    yield Frame(item, read_whole_image(local_file(item)))
                 else:
                     yield from self._video(item)
             except UserError as error:
@@ -205,25 +204,6 @@ def _frame_count(video: Any) -> int:
     return max(int(video.get(cv2.CAP_PROP_FRAME_COUNT)), 0)
 
 
-def read_picture(item: MediaItem) -> np.ndarray:
-    """Return the pixels of a picture, uint8 (h, w, 3) BGR. Raises `UserError`."""
-    return read_whole_image(local_file(item))
-
-
-class Picture(NamedTuple):
-    """An image from Python.
-
-    Attributes:
-        name: name of the image in results and messages
-        pixels: uint8 (h, w, 3) BGR
-        read: returns the pixels again
-    """
-
-    name: str
-    pixels: np.ndarray
-    read: Callable[[], np.ndarray]
-
-
 def find_files(source: str) -> list[MediaItem]:
     """Return the pictures and videos of a path, folder, glob, address, or `.txt` list.
 
@@ -237,8 +217,8 @@ def find_files(source: str) -> list[MediaItem]:
     return items
 
 
-def read_pictures(items: Iterable[MediaItem]) -> Iterator[Picture]:
-    """Read pictures, and every frame of videos, named after the video and the number of the frame.
+def read_files(items: Iterable[MediaItem]) -> Iterator[Frame]:
+    """Read pictures, and every frame of videos.
 
     Raises `UserError` for an item that cannot be read; prints a warning for a video that ends early.
     """
@@ -246,22 +226,10 @@ def read_pictures(items: Iterable[MediaItem]) -> Iterator[Picture]:
         media, count = Media([item]), 0
         for frame in media:
             count += 1
-            if item.kind == "picture":
-                yield Picture(item.name, frame.image, partial(read_picture, item))
-            else:
-                name = f"{item.name} ({frame.number + 1})"
-                yield Picture(name, frame.image, partial(_read_frame, item, frame.number))
+            yield frame
         if media.problems and not count:
             raise UserError(media.problems[0])
         show(*(f"warning: {problem}" for problem in media.problems))
-
-
-def _read_frame(item: MediaItem, number: int) -> np.ndarray:
-    """Return the pixels of a video's frame, uint8 (h, w, 3) BGR, skipping the frames before it. Raises `UserError`."""
-    for frame in Media([item], max(number, 1)):
-        if frame.number == number:
-            return frame.image
-    raise UserError(f"{item.name} has no frame {number + 1} any more; pass the frame as an array")
 
 
 def as_pixels(image: Any, bgr: bool = False) -> np.ndarray:

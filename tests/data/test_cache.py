@@ -146,17 +146,6 @@ def test_memory_is_filled_by_reading(files: list[Path]) -> None:
     assert same([images.read(2), images.read(0)], [expected[2], expected[0]])
 
 
-def test_images_that_a_forked_process_reads_are_cached_for_all(files: list[Path]) -> None:
-    expected = pixels(opened(files, 32, True, ""))
-    images = opened(files, 32, True, "ram")
-    if not (child := os.fork()):
-        pixels(images)
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    spoil(*files)
-    assert same(pixels(images), expected)
-
-
 def test_images_that_do_not_fit_into_memory_are_read_from_their_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,12 +231,6 @@ def test_disk_keeps_sizes_and_kinds_of_shrinking_apart(files: list[Path]) -> Non
             assert same(pixels(opened(files, imgsz, smooth, "disk")), expected)
 
 
-def test_disk_keeps_reduced_photos_apart(photos: list[Path]) -> None:
-    for reduced in (True, False, True):
-        expected = pixels(Images(photos, sizes_of(photos), 32, reduced=reduced))
-        assert same(pixels(Images(photos, sizes_of(photos), 32, reduced=reduced, cache="disk")), expected)
-
-
 def test_disk_keeps_equal_names_in_different_folders_apart(tmp_path: Path) -> None:
     files = [write_image(tmp_path / folder / "a.png", noise(12, 12, seed=k)) for k, folder in enumerate("xy")]
     for file in files:
@@ -299,13 +282,6 @@ def test_a_write_that_is_interrupted_leaves_nothing(
     assert cached_files(cache_home) == []
 
 
-def test_disk_caches_files_whose_names_are_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [write_image(tmp_path / "a.png", noise(16, 12, seed=0)).rename(tmp_path / os.fsdecode(b"\xff.png"))]
-    expected = pixels(opened(files, 16, True, "disk"))
-    unreadable(monkeypatch, *files)
-    assert same(pixels(opened(files, 16, True, "disk")), expected)
-
-
 def test_a_tenth_of_the_disk_stays_free(files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = pixels(opened(files, 32, True, ""))
     usage = SimpleNamespace(free=1000, total=10_000)
@@ -326,13 +302,6 @@ def test_a_full_disk_leaves_nothing(files: list[Path], cache_home: Path, monkeyp
     monkeypatch.setattr(os, "fsync", failing)
     assert same(pixels(opened(files, 32, True, "disk")), expected)
     assert cached_files(cache_home) == []
-
-
-def test_images_on_disk_are_pickled_for_spawned_processes(files: list[Path]) -> None:
-    images = opened(files, 32, True, "disk")
-    expected = pixels(images)
-    there = pickle.loads(pickle.dumps(images))
-    assert (there.messages, same(pixels(there), expected)) == (images.messages, True)
 
 
 def fill(files: list[Path], turn: int, start: Any, found: Any) -> None:
