@@ -38,8 +38,7 @@ from data.sampler import (
     user_generator,
 )
 from utils.batch import Batch, ClassInfo, Instances, Split
-from utils.config.hyperparameters import Recipe
-from utils.config.values import select
+from utils.config.hyperparameters import Recipe, Transforms
 from utils.errors import UserError, plural
 from utils.files import csv_text
 
@@ -50,31 +49,11 @@ MAX_RESIZED_ASPECT = 4  # longer over shorter side of the part that is resized f
 RANDOM_CROP_ASPECTS = (3 / 4, 4 / 3)  # smallest and largest ratio of the sides
 
 
-@dataclass(frozen=True)
-class TransformSettings:
-    """Strengths and probabilities, named as in the hyperparameter file. By default, images are only cropped."""
-
-    crop_scale: float = 1.0  # smallest share of the image's area in a random crop
-    fliplr: float = 0.0  # probability, like the next one
-    flipud: float = 0.0
-    brightness: float = 0.0  # largest relative change, like the next two
-    contrast: float = 0.0
-    saturation: float = 0.0
-    hue: float = 0.0  # largest share of the colour circle
-    randaugment: int = 0  # number of operations
-    randaugment_magnitude: int = 9  # 0 to 30
-    erasing: float = 0.0  # probability, like the next two
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    mixup_alpha: float = 0.2  # both parameters of the beta distribution of the shares
-    cutmix_alpha: float = 1.0
-
-
 @dataclass
 class Augmenter:
     """The whole augmentation of a training image, by torchvision's transforms."""
 
-    settings: TransformSettings
+    settings: Transforms
     load: Callable[[int], tuple[Tensor, int]]  # returns an image, uint8 (3, h, w) RGB, and its class, by its index
     count: int  # number of images to choose a partner from
     classes: int
@@ -120,7 +99,7 @@ class Augmenter:
             return mixed[0].round().to(torch.uint8), shares[0]
 
 
-def _steps(settings: TransformSettings, side: int) -> list[torch.nn.Module]:
+def _steps(settings: Transforms, side: int) -> list[torch.nn.Module]:
     from torchvision.transforms import v2
 
     steps: list[torch.nn.Module] = [
@@ -174,7 +153,7 @@ class TrainingItems(_Items):
         images: Images,
         labels: np.ndarray,
         classes: int,
-        settings: TransformSettings,
+        settings: Transforms,
         seed: int,
         sampling: Sampling,
         user: UserAugmentations,
@@ -353,11 +332,11 @@ class ClassificationData(DataSet[ClassificationSplit]):
             stride=math.lcm(self.stride, math.gcd(self.imgsz, MULTI_SCALE_STEP_PIXELS)),
             mixed=1,
         )
-        settings = select(TransformSettings, hyp)
-        capacity = images_in_use(batch_size, self.options.workers) if settings.mixup or settings.cutmix else 0
+        assert isinstance(hyp, Transforms)  # the recipe of a task with this data set
+        capacity = images_in_use(batch_size, self.options.workers) if hyp.mixup or hyp.cutmix else 0
         images = Images(split.images, split.sizes, 0, cache=self.train_cache, capacity=capacity)
         user = self.user_augmentations()
-        items = TrainingItems(images, split.labels, len(self.names), settings, seed, self.options, user)
+        items = TrainingItems(images, split.labels, len(self.names), hyp, seed, self.options, user)
         return loader(items, batches, collate, self.options.workers)
 
     def evaluation_batches(self, split: ClassificationSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:

@@ -265,16 +265,14 @@ class DetectionData(DataSet[DetectionSplit]):
         names = self.class_names(self.spec, self.options.single_cls)
         counts = {name: split.counts(len(names)) for name, split in (("train", train), ("val", val))}
         rows = train.labels.rows
-        polygons = train.labels.polygons if self.row_rules(None).outlines else None
-        boxes = [
-            [names[int(rows[k, 0])], *(f"{value:.5g}" for value in rows[k, 1:].tolist())]
-            + ([" ".join(f"{value:.4g}" for value in polygons.outline(k).ravel().tolist())] if polygons else [])
-            for k in evenly_spaced(len(rows), LISTED_BOXES)
-        ]
-        return {
-            "labels.csv": labels_text(names, counts),
-            "boxes.csv": csv_text(["class", "x", "y", "width", "height"] + ["outline"] * bool(polygons), boxes),
-        }
+        listed = evenly_spaced(len(rows), LISTED_BOXES)
+        columns = ["class", "x", "y", "width", "height"]
+        boxes = [[names[int(rows[k, 0])], *(f"{value:.5g}" for value in rows[k, 1:].tolist())] for k in listed]
+        if self.row_rules(None).outlines and (polygons := train.labels.polygons):
+            columns.append("outline")
+            for box, k in zip(boxes, listed, strict=True):
+                box.append(" ".join(f"{value:.4g}" for value in polygons.outline(k).ravel().tolist()))
+        return {"labels.csv": labels_text(names, counts), "boxes.csv": csv_text(columns, boxes)}
 
     @staticmethod
     def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:

@@ -98,7 +98,9 @@ def find_media(source: str) -> list[MediaItem]:
 def _kind(path: str) -> str:
     """Return "picture" or "video" by the suffix of a path, else ''."""
     suffix = os.path.splitext(path)[1].lower()
-    return "picture" if suffix in IMAGE_SUFFIXES else "video" * (suffix in VIDEO_SUFFIXES)
+    if suffix in IMAGE_SUFFIXES:
+        return "picture"
+    return "video" if suffix in VIDEO_SUFFIXES else ""
 
 
 def _read_list(file: Path) -> list[MediaItem]:

@@ -153,6 +153,8 @@ def _fits(new: PlacedShape, placed: list[PlacedShape]) -> bool:
     if max(overlaps, default=0.0) > _MAX_BOX_IOU:
         return False
     touched = [old.mask for old, overlap in zip(placed, overlaps, strict=True) if overlap > 0]
+    if not touched:
+        return True
     shared = np.sum([old.mask for old in placed] + [new.mask], axis=0, dtype=np.uint8) > 1
     return all(np.count_nonzero(shared & m) <= _MAX_HIDDEN_SHARE * np.count_nonzero(m) for m in [*touched, new.mask])
 

@@ -26,7 +26,6 @@ from data.classification import (
     Augmenter,
     ClassificationData,
     ClassificationSplit,
-    TransformSettings,
     centre_crop,
     collate,
 )
@@ -368,10 +367,7 @@ def test_documents_list_the_classes_and_the_images_of_each_split(tmp_path: Path)
 def test_hyperparameters_reach_the_augmentation(folder: Path) -> None:
     data = data_of(folder)
     loader: Any = data.train_loader(data.split("train"), batch_size=4, hyp=EVERYTHING, seed=3)
-    assert loader.dataset.augmenter.settings == TransformSettings(
-        crop_scale=0.3, fliplr=0.5, flipud=0.5, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1, randaugment=2,
-        randaugment_magnitude=7, erasing=0.5, mixup=0.3, cutmix=0.3, mixup_alpha=0.4, cutmix_alpha=0.8,
-    )  # fmt: skip
+    assert loader.dataset.augmenter.settings == EVERYTHING
 
 
 def test_targets_are_shares_of_classes(folder: Path) -> None:
@@ -457,7 +453,7 @@ def test_evaluation_items_are_pillows_centre_crops(folder: Path) -> None:
 # Augmentation: each transform, mixing, the source of its randomness, and centre crops
 
 SIDE = 32
-ALL_TRANSFORMS = TransformSettings(
+ALL_TRANSFORMS = replace(NOTHING,
     crop_scale=0.3, fliplr=0.5, flipud=0.5, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1, randaugment=2,
     erasing=0.5, mixup=0.4, cutmix=0.4,
 )  # fmt: skip
@@ -472,14 +468,14 @@ def noisy(width: int = SIDE, height: int = SIDE, seed: int = 0) -> Tensor:
     return torch.from_numpy(noise(width, height, seed).transpose(2, 0, 1).copy())
 
 
-def augmenter(images: Sequence[Tensor], settings: TransformSettings) -> Augmenter:
+def augmenter(images: Sequence[Tensor], settings: ClassificationRecipe) -> Augmenter:
     """Return an augmenter of images that each have their own class."""
     return Augmenter(settings, lambda number: (images[number], number), len(images), len(images))
 
 
 def results(count: int, images: Sequence[Tensor], side: int = SIDE, **settings: float) -> list[tuple[Tensor, Tensor]]:
     """Return `count` results for the first image, each with its own generator."""
-    augment = augmenter(images, TransformSettings(**settings))
+    augment = augmenter(images, replace(NOTHING, **settings))
     return [augment(0, side, np.random.default_rng(seed)) for seed in range(count)]
 
 
@@ -639,7 +635,7 @@ def test_mixup_and_cutmix_each_use_their_own_alpha() -> None:
 
 def test_two_mixed_images_of_one_class_belong_to_it_wholly() -> None:
     images = [plain(0), plain(200)]
-    augment = Augmenter(TransformSettings(mixup=1.0, mixup_alpha=1.0), lambda k: (images[k], 1), 2, 3)
+    augment = Augmenter(replace(NOTHING, mixup=1.0, mixup_alpha=1.0), lambda k: (images[k], 1), 2, 3)
     mixed = [augment(0, SIDE, np.random.default_rng(seed)) for seed in range(20)]
     assert all(shares.tolist() == pytest.approx([0, 1, 0]) for _, shares in mixed)
     assert len({int(image[0, 0, 0]) for image, _ in mixed}) > 4
@@ -653,7 +649,7 @@ def test_partners_are_drawn_from_all_images(setting: str) -> None:
         loaded.append(number)
         return plain(0), number
 
-    augment = Augmenter(TransformSettings(**{setting: 1.0}), load, 5, 5)
+    augment = Augmenter(replace(NOTHING, **{setting: 1.0}), load, 5, 5)
     for seed in range(60):
         augment(3, SIDE, np.random.default_rng(seed))
     assert loaded[::2] == [3] * 60
@@ -679,7 +675,7 @@ def test_the_shares_of_mixup_and_cutmix() -> None:
 
 def test_without_mixing_no_partner_is_loaded() -> None:
     images = {0: plain(10)}
-    augment = Augmenter(TransformSettings(fliplr=0.5), lambda number: (images[number], 1), 100, 2)
+    augment = Augmenter(replace(NOTHING, fliplr=0.5), lambda number: (images[number], 1), 100, 2)
     for seed in range(10):
         assert augment(0, SIDE, np.random.default_rng(seed))[1].tolist() == [0, 1]
 
