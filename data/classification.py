@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -49,73 +49,23 @@ MAX_RESIZED_ASPECT = 4  # longer over shorter side of the part that is resized f
 RANDOM_CROP_ASPECTS = (3 / 4, 4 / 3)  # smallest and largest ratio of the sides
 
 
-@dataclass
-class Augmenter:
-    """The whole augmentation of a training image, by torchvision's transforms."""
-
-    settings: Transforms
-    load: Callable[[int], tuple[Tensor, int]]  # returns an image, uint8 (3, h, w) RGB, and its class, by its index
-    count: int  # number of images to choose a partner from
-    classes: int
-    transforms: dict[int, torch.nn.Module] = field(default_factory=dict)  # by side
-
-    def __call__(
-        self,
-        image: int,
-        side: int,
-        generator: np.random.Generator,
-        partners: Sequence[int] = (),
-        change: Callable[[int, Tensor], Tensor] = lambda image, pixels: pixels,
-    ) -> tuple[Tensor, Tensor]:
-        """Return image `image`, uint8 (3, side, side), and the share of each class, float32 (classes,).
-
-        Args:
-            partners: index of the image to mix it with; if empty, one is drawn from all images
-            change: the user's augmentations of an image, by its index, before two are mixed
-        """
-        from torchvision.transforms import v2
-
-        settings = self.settings
-        chance, drawn = generator.random(), int(generator.integers(self.count))
-        if side not in self.transforms:
-            self.transforms[side] = torch.nn.Sequential(*_steps(settings, side))
-
-        def transformed(index: int) -> tuple[Tensor, int]:
-            pixels, label = self.load(index)
-            return change(index, self.transforms[side](pixels)), label
-
-        with torch_seeded_by(generator):
-            pixels, label = transformed(image)
-            if chance < settings.mixup:
-                mix = v2.MixUp(alpha=settings.mixup_alpha, num_classes=self.classes)
-            elif chance < settings.mixup + settings.cutmix:
-                mix = v2.CutMix(alpha=settings.cutmix_alpha, num_classes=self.classes)
-            else:
-                return pixels, one_hot(torch.tensor(label), self.classes).float()
-            other, other_label = transformed(partners[0] if partners else drawn)
-            # A batch of two, whose first image is mixed with the second: partners from the training batch would depend
-            # on the number of processes.
-            mixed, shares = mix(torch.stack((pixels, other)).float(), torch.tensor([label, other_label]))
-            return mixed[0].round().to(torch.uint8), shares[0]
-
-
-def _steps(settings: Transforms, side: int) -> list[torch.nn.Module]:
+def _steps(hyp: Transforms, side: int) -> list[torch.nn.Module]:
     from torchvision.transforms import v2
 
     steps: list[torch.nn.Module] = [
-        v2.RandomResizedCrop(side, scale=(settings.crop_scale, 1.0), ratio=RANDOM_CROP_ASPECTS, antialias=True)
+        v2.RandomResizedCrop(side, scale=(hyp.crop_scale, 1.0), ratio=RANDOM_CROP_ASPECTS, antialias=True)
     ]
-    if settings.fliplr:
-        steps.append(v2.RandomHorizontalFlip(settings.fliplr))
-    if settings.flipud:
-        steps.append(v2.RandomVerticalFlip(settings.flipud))
-    if settings.randaugment:
-        steps.append(v2.RandAugment(settings.randaugment, settings.randaugment_magnitude))
-    jitter = (settings.brightness, settings.contrast, settings.saturation, settings.hue)
+    if hyp.fliplr:
+        steps.append(v2.RandomHorizontalFlip(hyp.fliplr))
+    if hyp.flipud:
+        steps.append(v2.RandomVerticalFlip(hyp.flipud))
+    if hyp.randaugment:
+        steps.append(v2.RandAugment(hyp.randaugment, hyp.randaugment_magnitude))
+    jitter = (hyp.brightness, hyp.contrast, hyp.saturation, hyp.hue)
     if any(jitter):
         steps.append(v2.ColorJitter(*jitter))
-    if settings.erasing:
-        steps.append(v2.RandomErasing(settings.erasing, value=list(ERASED_RGB)))
+    if hyp.erasing:
+        steps.append(v2.RandomErasing(hyp.erasing, value=list(ERASED_RGB)))
     return steps
 
 
@@ -146,37 +96,54 @@ class _Items(Items):
 
 
 class TrainingItems(_Items):
-    """Augmented items; the same sample index gives the same pixels in any process."""
+    """Items augmented by torchvision's transforms; the same sample index gives the same pixels in any process."""
 
     def __init__(
         self,
         images: Images,
         labels: np.ndarray,
         classes: int,
-        settings: Transforms,
+        hyp: Transforms,
         seed: int,
         sampling: Sampling,
         user: UserAugmentations,
     ) -> None:
         super().__init__(images, labels, classes)
-        self.seed, self.sampling, self.user = seed, sampling, user
-        self.augmenter = Augmenter(settings, self.load, len(labels), classes)
-        self.unmixed = replace(self.augmenter, settings=replace(settings, mixup=0.0, cutmix=0.0))
+        self.hyp, self.seed, self.sampling, self.user = hyp, seed, sampling, user
+        self.transforms: dict[int, torch.nn.Module] = {}  # by side
 
     def __getitem__(self, sample: SampleIndex) -> Item:
-        augmenter = self.augmenter if self.sampling.mixes(sample.epoch) else self.unmixed
-        user_rng = user_generator(self.seed, sample)
+        from torchvision.transforms import v2
 
-        def change(index: int, pixels: Tensor) -> Tensor:
-            if not self.user.calls:
-                return pixels
-            given = Sample(to_array(pixels), np.zeros((0, 4), np.float32), np.zeros(0, np.float32))
-            return to_tensor(self.user(given, user_rng, str(self.images.files[index])).image)
-
-        generator = item_generator(self.seed, sample)
-        pixels, target = augmenter(sample.image, sample.shape[0], generator, sample.partners, change)
+        hyp, side = self.hyp, sample.shape[0]
+        rng, user_rng = item_generator(self.seed, sample), user_generator(self.seed, sample)
+        chance, drawn = rng.random(), int(rng.integers(len(self.labels)))
+        if not self.sampling.mixes(sample.epoch):
+            chance = 1.0
+        if side not in self.transforms:
+            self.transforms[side] = torch.nn.Sequential(*_steps(hyp, side))
+        with torch_seeded_by(rng):
+            pixels, label = self._transformed(sample.image, side, user_rng)
+            target = one_hot(torch.tensor(label), self.classes).float()
+            if chance < hyp.mixup + hyp.cutmix:
+                mixed = v2.MixUp(alpha=hyp.mixup_alpha, num_classes=self.classes)
+                if chance >= hyp.mixup:
+                    mixed = v2.CutMix(alpha=hyp.cutmix_alpha, num_classes=self.classes)
+                other, partner = self._transformed(sample.partners[0] if sample.partners else drawn, side, user_rng)
+                # A batch of two, whose first image is mixed with the second: partners from the training batch would
+                # depend on the number of processes.
+                images, targets = mixed(torch.stack((pixels, other)).float(), torch.tensor([label, partner]))
+                pixels, target = images[0].round().to(torch.uint8), targets[0]
         self.images.release()
         return pixels, target, self.info(sample.image)
+
+    def _transformed(self, index: int, side: int, user_rng: np.random.Generator) -> tuple[Tensor, int]:
+        pixels, label = self.load(index)
+        pixels = self.transforms[side](pixels)
+        if self.user.calls:
+            given = Sample(to_array(pixels), np.zeros((0, 4), np.float32), np.zeros(0, np.float32))
+            pixels = to_tensor(self.user(given, user_rng, str(self.images.files[index])).image)
+        return pixels, label
 
 
 class EvaluationItems(_Items):

@@ -21,16 +21,19 @@ from PIL import Image
 from torch import Tensor
 
 from data.augment import torch_seeded_by
+from data.augmentations import UserAugmentations
 from data.classification import (
     ERASED_RGB,
-    Augmenter,
     ClassificationData,
     ClassificationSplit,
+    TrainingItems,
     centre_crop,
     collate,
+    to_array,
 )
 from data.data_yaml import read_spec
 from data.dataset import DataOptions
+from data.sampler import SampleIndex, Sampling
 from models.tasks.classification.task import ClassificationRecipe
 from tests.making import noise, write_image
 from utils.batch import Batch, ClassInfo
@@ -367,7 +370,7 @@ def test_documents_list_the_classes_and_the_images_of_each_split(tmp_path: Path)
 def test_hyperparameters_reach_the_augmentation(folder: Path) -> None:
     data = data_of(folder)
     loader: Any = data.train_loader(data.split("train"), batch_size=4, hyp=EVERYTHING, seed=3)
-    assert loader.dataset.augmenter.settings == EVERYTHING
+    assert loader.dataset.hyp is EVERYTHING
 
 
 def test_targets_are_shares_of_classes(folder: Path) -> None:
@@ -453,10 +456,10 @@ def test_evaluation_items_are_pillows_centre_crops(folder: Path) -> None:
 # Augmentation: each transform, mixing, the source of its randomness, and centre crops
 
 SIDE = 32
-ALL_TRANSFORMS = replace(NOTHING,
-    crop_scale=0.3, fliplr=0.5, flipud=0.5, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1, randaugment=2,
-    erasing=0.5, mixup=0.4, cutmix=0.4,
-)  # fmt: skip
+ALL_TRANSFORMS = {
+    **{"crop_scale": 0.3, "fliplr": 0.5, "flipud": 0.5, "brightness": 0.4, "contrast": 0.4, "saturation": 0.4},
+    **{"hue": 0.1, "randaugment": 2, "erasing": 0.5, "mixup": 0.4, "cutmix": 0.4},
+}
 
 
 def plain(*colour: int, side: int = SIDE) -> Tensor:
@@ -468,15 +471,36 @@ def noisy(width: int = SIDE, height: int = SIDE, seed: int = 0) -> Tensor:
     return torch.from_numpy(noise(width, height, seed).transpose(2, 0, 1).copy())
 
 
-def augmenter(images: Sequence[Tensor], settings: ClassificationRecipe) -> Augmenter:
-    """Return an augmenter of images that each have their own class."""
-    return Augmenter(settings, lambda number: (images[number], number), len(images), len(images))
+class Stored:
+    """Images in memory, RGB, in place of files; `loaded` are the numbers of those that were read."""
+
+    def __init__(self, images: Sequence[Tensor]) -> None:
+        self.images, self.files, self.loaded = images, [Path("a.png")] * len(images), []
+
+    def read(self, index: int) -> np.ndarray:
+        self.loaded.append(index)
+        return to_array(self.images[index])
+
+    def release(self) -> None:
+        return
+
+
+def items_of(images: Sequence[Tensor], labels: Sequence[int] = (), **hyp: float) -> TrainingItems:
+    """Return items of images that each have their own class, unless `labels` are given."""
+    stored: Any = Stored(images)
+    numbers = np.array(labels or range(len(images)))
+    classes = 3 if labels else len(images)
+    return TrainingItems(stored, numbers, classes, replace(NOTHING, **hyp), 0, Sampling(), UserAugmentations())
+
+
+def augmented(items: TrainingItems, image: int, side: int, position: int) -> tuple[Tensor, Tensor]:
+    return items[SampleIndex(0, position, image, (side, side))][:2]
 
 
 def results(count: int, images: Sequence[Tensor], side: int = SIDE, **settings: float) -> list[tuple[Tensor, Tensor]]:
     """Return `count` results for the first image, each with its own generator."""
-    augment = augmenter(images, replace(NOTHING, **settings))
-    return [augment(0, side, np.random.default_rng(seed)) for seed in range(count)]
+    items = items_of(images, **settings)
+    return [augmented(items, 0, side, position) for position in range(count)]
 
 
 def pixels(count: int, image: Tensor, side: int = SIDE, **settings: float) -> Tensor:
@@ -635,23 +659,18 @@ def test_mixup_and_cutmix_each_use_their_own_alpha() -> None:
 
 def test_two_mixed_images_of_one_class_belong_to_it_wholly() -> None:
     images = [plain(0), plain(200)]
-    augment = Augmenter(replace(NOTHING, mixup=1.0, mixup_alpha=1.0), lambda k: (images[k], 1), 2, 3)
-    mixed = [augment(0, SIDE, np.random.default_rng(seed)) for seed in range(20)]
+    items = items_of(images, [1, 1], mixup=1.0, mixup_alpha=1.0)
+    mixed = [augmented(items, 0, SIDE, position) for position in range(20)]
     assert all(shares.tolist() == pytest.approx([0, 1, 0]) for _, shares in mixed)
     assert len({int(image[0, 0, 0]) for image, _ in mixed}) > 4
 
 
 @pytest.mark.parametrize("setting", ["mixup", "cutmix"])
 def test_partners_are_drawn_from_all_images(setting: str) -> None:
-    loaded: list[int] = []
-
-    def load(number: int) -> tuple[Tensor, int]:
-        loaded.append(number)
-        return plain(0), number
-
-    augment = Augmenter(replace(NOTHING, **{setting: 1.0}), load, 5, 5)
-    for seed in range(60):
-        augment(3, SIDE, np.random.default_rng(seed))
+    items = items_of([plain(0)] * 5, **{setting: 1.0})
+    for position in range(60):
+        augmented(items, 3, SIDE, position)
+    loaded = items.images.loaded
     assert loaded[::2] == [3] * 60
     assert set(loaded[1::2]) == {0, 1, 2, 3, 4}
     assert max(map(loaded[1::2].count, range(5))) < 30
@@ -674,24 +693,24 @@ def test_the_shares_of_mixup_and_cutmix() -> None:
 
 
 def test_without_mixing_no_partner_is_loaded() -> None:
-    images = {0: plain(10)}
-    augment = Augmenter(replace(NOTHING, fliplr=0.5), lambda number: (images[number], 1), 100, 2)
-    for seed in range(10):
-        assert augment(0, SIDE, np.random.default_rng(seed))[1].tolist() == [0, 1]
+    items = items_of([plain(10)] * 9, fliplr=0.5)
+    for position in range(10):
+        assert augmented(items, 0, SIDE, position)[1][0] == 1
+    assert items.images.loaded == [0] * 10
 
 
 # Randomness
 
 
 def test_the_result_depends_only_on_the_generator_and_global_generators_continue() -> None:
-    augment = augmenter([noisy(50, 40, seed) for seed in range(6)], ALL_TRANSFORMS)
-    first = [augment(2, SIDE, np.random.default_rng(seed)) for seed in range(12)]
+    items = items_of([noisy(50, 40, seed) for seed in range(6)], **ALL_TRANSFORMS)
+    first = [augmented(items, 2, SIDE, position) for position in range(12)]
     torch.manual_seed(123)
     random.seed(123)
     np.random.seed(123)  # noqa: NPY002 - the global generator
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
     for seed in reversed(range(12)):  # the order must not matter
-        for one, other in zip(augment(2, SIDE, np.random.default_rng(seed)), first[seed], strict=True):
+        for one, other in zip(augmented(items, 2, SIDE, seed), first[seed], strict=True):
             assert torch.equal(one, other)
     assert len({image.numpy().tobytes() for image, _ in first}) == 12
     assert torch.equal(torch.get_rng_state(), before[0])
