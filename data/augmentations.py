@@ -95,7 +95,12 @@ class UserAugmentations(NamedTuple):
                 f"it must return an image uint8 {shape}, and equal numbers of boxes x1 y1 x2 y2, of classes below "
                 f"{self.classes}, and of polygons (take all of them if it adds, moves or drops objects)"
             )
-        return image, boxes, classes, [np.array(outline, np.float32).reshape(-1, 2) for outline in polygons]
+        return (
+            np.ascontiguousarray(image),
+            boxes,
+            classes,
+            [np.array(outline, np.float32).reshape(-1, 2) for outline in polygons],
+        )
 
 
 def _name(call: Any) -> str:

@@ -108,6 +108,8 @@ class TrainingItems(_Items):
         augmented = augmenter(sample.image, sample.shape, item_generator(self.seed, sample), sample.partners)
         if not self.user.calls:
             return augmented
+        if not self.masks:  # outlines of a detector have served `copy_paste`
+            augmented = augmented._replace(polygons=None)
         return self.user(augmented, user_generator(self.seed, sample), str(self.images.files[sample.image]))
 
     def item(self, sample: SampleIndex, pixels: Tensor) -> Item:

@@ -248,7 +248,7 @@ def as_pixels(image: Any, bgr: bool = False) -> np.ndarray:
         except Exception as error:  # Pillow reads the file only now, and raises many kinds if it is damaged
             raise unreadable(getattr(image, "filename", "") or "the PIL image", error) from None
     elif isinstance(image, Tensor):
-        array = image.detach().cpu().numpy()
+        array = (image.float() if image.is_floating_point() else image).detach().cpu().numpy()
         if image.is_floating_point() and ((array >= 0) & (array <= 1)).all():
             array = (array * 255).round().astype(np.uint8)
         image = array.transpose(1, 2, 0) if image.ndim == 3 else array

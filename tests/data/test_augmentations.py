@@ -104,6 +104,11 @@ AUGMENTATIONS = [red, last]
     assert np.array_equal(changed.polygons.outline(0), given.polygons.outline(1))
 
 
+def test_a_mirrored_view_of_the_image_is_as_good_as_an_array(tmp_path: Path) -> None:
+    file = python(tmp_path, "AUGMENTATIONS = [lambda image: image[:, ::-1], lambda image: image]")
+    assert np.array_equal(applied(file, sample()).image, sample().image[:, ::-1])
+
+
 def test_random_numbers_come_from_the_generator_alone(tmp_path: Path) -> None:
     """Those of global generators too, whose state stays."""
     file = python(tmp_path, f"{DRAWING}\nAUGMENTATIONS = [speckle, speckle]\n")
