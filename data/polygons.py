@@ -83,7 +83,13 @@ class Polygons:
 
     def extents(self) -> np.ndarray:
         """Return the box around each polygon, (m, 4) xyxy, zeros for one without points."""
-        return _extents(self.points, self.counts)
+        extents = np.zeros((len(self.counts), 4), self.points.dtype)
+        drawn = self.counts > 0
+        if drawn.any():
+            starts = self.offsets[:-1][drawn]
+            extents[drawn, :2] = np.minimum.reduceat(self.points, starts)
+            extents[drawn, 2:] = np.maximum.reduceat(self.points, starts)
+        return extents
 
     def clipped(self, bounds: np.ndarray) -> Polygons:
         """Move each point beyond its polygon's rectangle to the rectangle's edge.
@@ -116,29 +122,14 @@ class Polygons:
         whole, limits = self.subset(crossing), bounds[crossing].astype(self.points.dtype)
         points, owners = _cut(whole, limits)
         counts, is_real = np.bincount(owners, minlength=len(limits)), ~_is_connection(points, owners, whole, limits)
+        real_counts = np.bincount(owners[is_real], minlength=len(limits))
         extents[outside] = 0
-        extents[crossing] = _extents(points[is_real], np.bincount(owners[is_real], minlength=len(limits)))
+        extents[crossing] = Polygons(points[is_real], offsets_of(real_counts)).extents()
         all_counts = np.where(beyond, 0, self.counts)
         all_counts[crossing] = counts
         joined, is_cut = np.empty((all_counts.sum(), 2), self.points.dtype), np.repeat(crossing, all_counts)
         joined[is_cut], joined[~is_cut] = points, inside.points
         return Polygons(joined, offsets_of(all_counts)), extents
-
-
-def _extents(points: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the box around each polygon, (m, 4) xyxy, zeros for one without points.
-
-    Args:
-        points: (p, 2), x and y of all polygons in turn
-        counts: number of points of each polygon, (m,)
-    """
-    extents = np.zeros((len(counts), 4), points.dtype)
-    drawn = counts > 0
-    starts = offsets_of(counts)[:-1][drawn]
-    if len(starts):
-        extents[drawn, :2] = np.minimum.reduceat(points, starts)
-        extents[drawn, 2:] = np.maximum.reduceat(points, starts)
-    return extents
 
 
 def _cut(polygons: Polygons, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -168,13 +159,7 @@ def _cut(polygons: Polygons, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def _is_connection(points: np.ndarray, owners: np.ndarray, whole: Polygons, bounds: np.ndarray) -> np.ndarray:
     """Return which points of cut polygons are corners of their rectangle that the polygon does not cover, bool (p,).
 
-    All other points are on the outline.
-
-    Args:
-        points: points of the cut polygons, (p, 2)
-        owners: polygon of each point, (p,)
-        whole: polygons before the cut
-        bounds: (m, 4) xyxy, rectangle of each polygon
+    All other points are on the outline. `whole` are the polygons before the cut; the others are as `_cut` has them.
     """
     limits = bounds[owners]
     at_low, at_high = points == limits[:, :2], points == limits[:, 2:]

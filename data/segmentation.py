@@ -176,12 +176,7 @@ def evaluation_masks(polygons: Polygons, targets: np.ndarray, shape: tuple[int, 
 
 def _flat(masks: Sequence[np.ndarray]) -> np.ndarray:
     """Return the pixels of masks, bool or uint8, one after the other, uint8 (s,)."""
-    flat = np.empty(sum(mask.size for mask in masks), np.uint8)
-    start = 0
-    for mask in masks:
-        flat[start : start + mask.size] = mask.ravel()
-        start += mask.size
-    return flat
+    return np.concatenate([np.zeros(0, np.uint8), *(mask.ravel().view(np.uint8) for mask in masks)])
 
 
 class MaskedInfo(NamedTuple):
