@@ -117,7 +117,7 @@ class Job(NamedTuple):
         batch_bytes = images * 3 * data_options.largest(model.imgsz) ** 2
         workers, warnings = memory.loader_processes(options.workers, batch_bytes)
         data = self.source.open(model.imgsz, model.stride, replace(data_options, workers=workers))
-        run.print(*data.own_augmentations(settings.hyp, "augmentations" in settings.given).messages)
+        run.print(*data.user_augmentations("augmentations" in settings.given).messages)
         if PYTHON_SUFFIX in options.log_with:
             from utils.tracking.own_tracker import add_own_trackers
 
@@ -227,6 +227,6 @@ def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, S
     if job.start.weights_file:
         files["weights"] = [job.start.weights_file]
     if options.augmentations:
-        data.own_augmentations(job.settings.hyp, "augmentations" in settings.given)
+        data.user_augmentations("augmentations" in settings.given)
         files["augmentations"] = [Path(options.augmentations)]
     return {**vars(job.settings.hyp), "model": job.start.yaml, "class names": job.task.names}, files, messages

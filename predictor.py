@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from difflib import get_close_matches
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from data.batches import Item
 from data.dataset import DataSet, data_source, dataset_class
-from data.media import MediaItem, Picture, as_pixels, find_files, read_pictures
+from data.media import Frame, MediaItem, as_pixels, find_files, read_files
 from models.ensemble import Inference, for_inference, read_members
 from models.image_size import ImageSize, sides_of
 from models.tasks.contract import Model, Prediction, Task, Thresholds
@@ -37,6 +37,7 @@ ARGUMENTS = (
     *("weights", "imgsz", "conf_thres", "iou_thres", "max_det", "classes", "agnostic_nms", "augment", "retina_masks"),
     *("half", "device", "data", "layers", "task_file", "quiet"),
 )
+NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
 THRESHOLDS = ("conf_thres", "iou_thres", "max_det", "classes", "agnostic_nms", "retina_masks")
 
 
@@ -175,11 +176,11 @@ class Predictor:
             return Results(one for result in results for one in (result if isinstance(result, list) else [result]))
         if isinstance(images, str | Path):
             items = find_files(str(images))
-            pictures, single = read_pictures(items), items == [MediaItem("picture", str(images))]
+            single = items == [MediaItem("picture", str(images))]
+            predictions = Results(self._predict_frame(frame) for frame in read_files(items))
         else:
             pixels, name = as_pixels(images, self.bgr), str(getattr(images, "filename", "") or "image")
-            pictures, single = iter([Picture(name, pixels, lambda: pixels)]), True
-        predictions = Results(map(self._predict_picture, pictures))
+            single, predictions = True, Results([self._predict_image(name, pixels, lambda: pixels)])
         return predictions[0] if single and not self.as_list else predictions
 
     predict = __call__  # the name in ultralytics
@@ -209,10 +210,14 @@ class Predictor:
             raise UserError(f"size={imgsz}: the model was exported only for images of {height}x{width}; leave size out")
         return size
 
-    def _predict_picture(self, picture: Picture) -> Prediction:
-        item = self.item(picture.pixels, picture.name)
-        (prediction,) = self.predict_batch(self.data.collate([item]))
-        return replace(prediction, pixels=picture.read)
+    def _predict_frame(self, frame: Frame) -> Prediction:
+        name = frame.item.name if frame.item.kind == "picture" else f"{frame.item.name} ({frame.number + 1})"
+        return self._predict_image(name, frame.image, frame._replace(image=NO_PIXELS).read)
+
+    def _predict_image(self, name: str, pixels: np.ndarray, read: Callable[[], np.ndarray]) -> Prediction:
+        """Return the prediction for pixels, uint8 (h, w, 3) BGR, which `read` returns again."""
+        (prediction,) = self.predict_batch(self.data.collate([self.item(pixels, name)]))
+        return replace(prediction, pixels=read)
 
     def item(self, image: np.ndarray, name: str) -> Item:
         """Return an image, uint8 (h, w, 3) BGR, as an item of a batch."""

@@ -1,7 +1,7 @@
 """Augmentation for detectors: functions from `Sample` to `Sample`, and the `Augmenter` that data/detection.py calls.
 
-Random functions draw from the generator that is passed. Distributions and hyperparameter names are YOLOv5's. Boxes are
-xyxy in pixels of the sample's image.
+Random functions draw from the generator that is passed. Distributions and hyperparameters are YOLOv5's. Boxes are xyxy
+in pixels of the sample's image; a shape is (height, width).
 
 Outlines of objects travel with the boxes. A detector uses them for `copy_paste` only and warps the boxes themselves;
 for segmentation (`masks`) a box is the extent of the visible part of its outline.
@@ -10,15 +10,18 @@ for segmentation (`masks`) a box is the extent of the visible part of its outlin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
+import torch
 
 from data.polygons import Polygons
 from utils.batch import Placement
+from utils.config.hyperparameters import Augmentation
 
 PADDING_LEVEL = 114  # grey, 0 to 255, outside of every image
 MOSAIC_PARTNERS = 3  # the other images of a mosaic
@@ -47,32 +50,16 @@ class Sample(NamedTuple):
     polygons: Polygons | None = None
 
 
-@dataclass(frozen=True)
-class AugmentSettings:
-    """Strengths and probabilities, named as in the hyperparameter file. If all are zero, nothing changes."""
-
-    hsv_h: float = 0.0  # largest relative change of hue, saturation, value
-    hsv_s: float = 0.0
-    hsv_v: float = 0.0
-    degrees: float = 0.0  # largest rotation either way
-    translate: float = 0.0  # largest shift as a share of the side
-    scale: float = 0.0  # largest relative change of size
-    shear: float = 0.0  # degrees
-    perspective: float = 0.0  # 0 to 0.001
-    flipud: float = 0.0  # probability, like the next four
-    fliplr: float = 0.0
-    mosaic: float = 0.0
-    mixup: float = 0.0
-    copy_paste: float = 0.0  # probability per object
+@contextmanager
+def torch_seeded_by(generator: np.random.Generator) -> Iterator[None]:
+    """Seed torch's CPU generator from `generator` inside the block, and restore its state afterwards."""
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(int(generator.integers(2**63)))
+        yield
 
 
 def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool) -> tuple[Sample, Placement]:
-    """Fit the image into `shape` at one scale, centred on grey.
-
-    Args:
-        shape: height and width of the result
-        enlarge: whether a smaller image is scaled up
-    """
+    """Fit the image into `shape` at one scale, centred on grey; scale a smaller one up only if `enlarge` is true."""
     height, width = sample.image.shape[:2]
     ratio = min(shape[0] / height, shape[1] / width)
     if not enlarge:
@@ -125,7 +112,7 @@ def warp_mosaic(
         canvas: side of the canvas in pixels
         matrix: 3x3 matrix from pixels of the canvas to pixels of the result
         scale: scale factor of `matrix`
-        shape: height and width of the result
+        shape: shape of the result
         masks: whether boxes are the extents of the visible parts of the outlines
     """
     upright = not matrix[[0, 1, 2, 2], [1, 0, 0, 1]].any()
@@ -169,11 +156,7 @@ def warp_mosaic(
 def _window(
     part: Corners, matrix: np.ndarray, shape: tuple[int, int], upright: bool
 ) -> tuple[int, int, int, int] | None:
-    """Return the pixels of the result around a warped part of the canvas: left, top, right, bottom; None if outside.
-
-    Args:
-        upright: whether the matrix only scales and shifts
-    """
+    """Return the pixels of the result around a warped part of the canvas: left, top, right, bottom; None if outside."""
     if upright:
         (a, _, x), (_, d, y) = matrix[:2].tolist()
         around = [a * part[0] + x, d * part[1] + y, a * part[2] + x, d * part[3] + y]
@@ -255,19 +238,14 @@ def _warp_outlines(polygons: Polygons, tile: _MosaicTile, matrix: np.ndarray, ca
 
 
 def _warp_image(image: np.ndarray, matrix: np.ndarray, shape: tuple[int, int], **options: Any) -> np.ndarray:
-    """Warp an image into `shape` by OpenCV's affine function, or its slower one for a matrix with perspective.
-
-    Args:
-        shape: height and width of the result
-        options: keyword arguments of the OpenCV function
-    """
+    """Warp an image into `shape` by OpenCV's affine function, or its slower one for a matrix with perspective."""
     if matrix[2, :2].any():
         return cv2.warpPerspective(image, matrix, dsize=shape[::-1], **options)
     return cv2.warpAffine(image, matrix[:2], dsize=shape[::-1], **options)
 
 
 def random_matrix(
-    settings: AugmentSettings,
+    settings: Augmentation,
     source: tuple[int, int],
     target: tuple[int, int],
     rng: np.random.Generator,
@@ -279,8 +257,6 @@ def random_matrix(
     It centres, tilts (perspective), rotates and scales, shears, and shifts, in that order.
 
     Args:
-        source: height and width of the source
-        target: height and width of the target
         zoom: factor of the random scale
         unit: number of source pixels that count as one for perspective
     """
@@ -301,7 +277,7 @@ def random_matrix(
 
 def random_warp(
     sample: Sample,
-    settings: AugmentSettings,
+    settings: Augmentation,
     shape: tuple[int, int],
     rng: np.random.Generator,
     unit: float = 1.0,
@@ -310,7 +286,6 @@ def random_warp(
     """Warp the image by a random matrix into `shape`, and drop boxes that are hardly visible.
 
     Args:
-        shape: height and width of the result
         unit: number of pixels that count as one for perspective
         masks: whether boxes are the extents of the visible parts of the outlines
     """
@@ -365,10 +340,8 @@ def mixup(a: Sample, b: Sample, rng: np.random.Generator) -> Sample:
 def copy_paste(sample: Sample, chance: float, rng: np.random.Generator) -> Sample:
     """Paste mirrored copies of objects on the other side of the image, after Ghiasi et al. 2021, as in YOLOv5.
 
-    An object that would cover 0.3 or more of any box is skipped. Changes the image in place.
-
-    Args:
-        chance: probability of pasting each object that has a polygon
+    Each object with a polygon is pasted with probability `chance`, unless it would cover 0.3 or more of any box.
+    Changes the image in place.
     """
     polygons = sample.polygons
     if not chance or polygons is None or not len(polygons.points):
@@ -401,11 +374,7 @@ def covered_shares(boxes: np.ndarray, box: np.ndarray) -> np.ndarray:
 
 
 def _paste(image: np.ndarray, mirrored: np.ndarray, polygon: np.ndarray, box: np.ndarray) -> None:
-    """Copy the pixels of `mirrored` inside the mirrored `polygon` to `image`.
-
-    Args:
-        box: xyxy box around the mirrored polygon
-    """
+    """Copy the pixels of `mirrored` inside the mirrored `polygon`, with the box `box` around it, to `image`."""
     left, top = np.floor(box[:2]).astype(int).tolist()
     right, bottom = np.ceil(box[2:]).astype(int).tolist()
     corners = np.stack((image.shape[1] - polygon[:, 0] - left, polygon[:, 1] - top), 1) - 0.5  # to centres of pixels
@@ -414,7 +383,7 @@ def _paste(image: np.ndarray, mirrored: np.ndarray, polygon: np.ndarray, box: np
     cv2.copyTo(mirrored[top:bottom, left:right], mask, image[top:bottom, left:right])
 
 
-def random_hsv(sample: Sample, settings: AugmentSettings, rng: np.random.Generator) -> Sample:
+def random_hsv(sample: Sample, settings: Augmentation, rng: np.random.Generator) -> Sample:
     """Rotate the hue, and scale saturation and value by random factors, in less than half the time of cv2's HSV.
 
     A channel c of a pixel whose largest channel is v becomes value * v - value * saturation * (v - c), which is what
@@ -453,7 +422,7 @@ class Augmenter:
     The same generator gives the same picture at every scale of `shape`.
     """
 
-    settings: AugmentSettings
+    settings: Augmentation
     imgsz: int  # pixels
     count: int  # images in the data set; partners are drawn from all, so mosaics do not depend on the process
     load: Callable[[int], Sample]  # returns an image by its index, its longer side at `imgsz`

@@ -1,34 +1,37 @@
-"""Decoded images at training size: read from their files, or cached in memory or on disk (--cache).
+"""Decoded images at training size: from their files, from memory that a machine's processes share, or from disk.
 
-The data sets call `open_images`.
+The data sets make `Images`. An image is decoded once for all mosaics that it is part of (`ImageStore` as a ring), once
+per run (--cache ram), or once per machine (--cache disk).
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
-import mmap
 import os
 import shutil
-import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data.image_ring import RING_MEMORY_SHARE, ImageRing
-from data.images import read_image, read_reduced, resize_long_side, scaled_shape
+from data.images import read_image, read_reduced, resize_long_side, scaled_shape, unreadable
 from utils.distributed.shared_memory import shared_memory
-from utils.errors import UserError
-from utils.files import cache_folder, file_stamps, replacing
+from utils.files import cache_folder, replacing
 
-MIN_FREE_SHARE = 0.1  # share of the disk that the cache leaves free
-CACHE_RULE = f"as long as {MIN_FREE_SHARE:.0%} of its disk stays free"
-CACHE_MEMORY_SHARE = 0.8  # share of the memory that is free at the start; the rest is for training itself
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks, so there is no ring
+    fcntl = None  # type: ignore[assignment]
 
-writing_stopped = np.frombuffer(mmap.mmap(-1, 1), np.uint8)  # 1 once a disk is full; shared with forked processes
+RING_MEMORY_SHARE = 0.25  # largest share of the memory that is free at the start
+CACHE_MEMORY_SHARE = 0.8  # the same for --cache ram; the rest is for training itself
+DISK_FREE_SHARE = 0.1  # share of the disk that --cache disk leaves free
+LARGEST_STORED = 0.99  # quantile of the images' sizes that a ring's slots have; a few larger images are never stored
+PAGE_BYTES = 4096
+TABLE = 0  # the byte whose lock guards the tables; the lock of slot k is on byte 1 + k
 
 
 class Files(Sequence[Path]):
@@ -50,242 +53,227 @@ class Files(Sequence[Path]):
         return Path(os.fsdecode(self.text[self.ends[index] : self.ends[index + 1]]))
 
 
+class ImageStore:
+    """Decoded images in memory that all processes of a machine share; each process reads and stores them.
+
+    Without `capacity`, each of the first images that fit has a place of its own, and nothing is replaced. With it, the
+    store is a ring of the most recently decoded images. A process locks a slot of a ring while it uses the pixels, and
+    never waits for a lock: an image that cannot be stored at once is not stored. The system releases the locks of a
+    process that dies, and a slot that it was writing counts as empty.
+
+    Args:
+        shapes: (n, 2), height and width of all images
+        capacity: number of a ring's slots; fewer if memory is short
+    """
+
+    def __init__(self, shapes: np.ndarray, capacity: int | None = None) -> None:
+        self.shapes, self.is_ring = shapes, capacity is not None
+        self.sizes = shapes.prod(1, dtype=np.int64) * 3
+        self.slot_bytes = _whole_pages(int(np.quantile(self.sizes, LARGEST_STORED, method="higher")))
+        places = self.sizes if capacity is None else np.full(capacity, self.slot_bytes)
+        tables = _whole_pages(4 * (1 + len(shapes) + len(places)))
+        self.starts = tables + np.concatenate(([0], np.cumsum(places)))
+        share = RING_MEMORY_SHARE if self.is_ring else CACHE_MEMORY_SHARE
+        self.memory = shared_memory(lambda free: int(self.starts[self.starts <= free * share].max(initial=tables)))
+        self.capacity = int((self.starts[1:] <= len(self.memory.bytes)).sum())
+        self.reading: set[int] = set()  # slots of a ring that this process has locked
+
+    # The tables at the start of the memory, int32. An image and its slot must name each other.
+
+    @property
+    def next_slot(self) -> np.ndarray:
+        """The slot of a ring to be replaced next, (1,)."""
+        return self.memory.bytes[:4].view(np.int32)
+
+    @property
+    def slots(self) -> np.ndarray:
+        """The slot of each image plus one, 0 for none, (n,)."""
+        return self.memory.bytes[4 : 4 + 4 * len(self.shapes)].view(np.int32)
+
+    @property
+    def images(self) -> np.ndarray:
+        """The image in each slot plus one, 0 for none, (capacity,)."""
+        first = 4 + 4 * len(self.shapes)
+        return self.memory.bytes[first : first + 4 * self.capacity].view(np.int32)
+
+    def get(self, index: int) -> np.ndarray | None:
+        """Return an image, uint8 (h, w, 3), which does not change until `release`; None if it is not stored."""
+        slot = int(self.slots[index]) - 1
+        if slot < 0:
+            return None
+        if self.is_ring:
+            if not self._lock(1 + slot, fcntl.LOCK_SH):
+                return None
+            self.reading.add(slot)
+        return self._pixels(slot, index) if self.images[slot] == index + 1 else None
+
+    def put(self, index: int, image: np.ndarray) -> None:
+        """Store an image, unless there is no slot for it, or its shape is not the expected one."""
+        if image.shape[:2] != tuple(self.shapes[index].tolist()):  # the file has changed since its size was read
+            return
+        if self.is_ring:
+            slot = self._take_slot() if image.nbytes <= self.slot_bytes else None
+        else:
+            slot = index if index < self.capacity else None
+        if slot is None:
+            return
+        self._pixels(slot, index)[:] = image  # two processes may write the same image to its own place
+        self.images[slot], self.slots[index] = index + 1, slot + 1
+        if self.is_ring:
+            self._unlock(1 + slot)
+
+    def release(self) -> None:
+        """Let other images replace those that this process has read."""
+        if self.reading:
+            self._unlock(1, self.capacity)
+            self.reading.clear()
+
+    def _take_slot(self) -> int | None:
+        """Empty and lock the oldest unused slot for writing; None if there is none."""
+        if not self._lock(TABLE, fcntl.LOCK_EX):
+            return None
+        try:
+            for _ in range(self.capacity):
+                slot = int(self.next_slot[0]) % self.capacity
+                self.next_slot[0] = slot + 1
+                # This process's own locks do not exclude it.
+                if slot not in self.reading and self._lock(1 + slot, fcntl.LOCK_EX):
+                    replaced = int(self.images[slot]) - 1
+                    self.images[slot] = 0
+                    if replaced >= 0 and self.slots[replaced] == slot + 1:
+                        self.slots[replaced] = 0
+                    return slot
+            return None
+        finally:
+            self._unlock(TABLE)
+
+    def _pixels(self, slot: int, index: int) -> np.ndarray:
+        start = int(self.starts[slot])
+        return self.memory.bytes[start : start + int(self.sizes[index])].reshape(*self.shapes[index].tolist(), 3)
+
+    def _lock(self, byte: int, kind: int) -> bool:
+        """Lock a byte for this process; return False if another process has locked it."""
+        try:
+            fcntl.lockf(self.memory.file, kind | fcntl.LOCK_NB, 1, byte)
+        except OSError:
+            return False
+        return True
+
+    def _unlock(self, first: int, count: int = 1) -> None:
+        fcntl.lockf(self.memory.file, fcntl.LOCK_UN, count, first)
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
 class Images:
     """The images of a split, with the longer side at `imgsz` pixels, or as in the file if `imgsz` is 0.
 
     Args:
+        sizes: (n, 2), width and height of each file's image
         smooth: whether to average areas if an image shrinks
-        sizes: (n, 2), width and height of each file's image, to read large photos by `read_reduced`; None to read all
-            images in full
-    """
-
-    def __init__(self, files: Sequence[Path], imgsz: int, smooth: bool, sizes: np.ndarray | None = None) -> None:
-        self.files = files if isinstance(files, Files) else Files(files)
-        self.imgsz, self.smooth, self.reduced_from = imgsz, smooth, sizes
-
-    @property
-    def messages(self) -> list[str]:
-        """Lines about the cache for the console."""
-        return []
-
-    def read(self, index: int) -> np.ndarray:
-        """Return one image, uint8 (h, w, 3) BGR, which must not be changed; it is valid until `release`."""
-        if self.reduced_from is not None:
-            width, height = self.reduced_from[index].tolist()
-            return read_reduced(self.files[index], width, height, self.imgsz)
-        image = read_image(self.files[index])
-        return resize_long_side(image, self.imgsz, self.smooth) if self.imgsz else image
-
-    def is_cached(self, index: int) -> bool:
-        """Return whether `read` needs no decoding."""
-        return False
-
-    def release(self) -> None:
-        """Release the images that were read: their memory may be reused."""
-
-
-class ImagesInMemory(Images):
-    """A cache in memory of the first images that fit, one for all processes of a machine.
-
-    The process that reads an image first writes it into the shared memory; nothing is read in advance.
-
-    Args:
-        sizes: (n, 2), width and height of each file's image, which determine its position in the memory
         reduced: whether to read large photos by `read_reduced`
-        cache: value of --cache, for messages
+        cache: "ram" or "val" (in memory), "disk", or "" (read from the files each time)
+        capacity: number of recent images that stay in memory
+
+    Attributes:
+        messages: lines about the cache for the console
     """
 
     def __init__(
-        self, files: Sequence[Path], imgsz: int, smooth: bool, sizes: np.ndarray, reduced: bool, cache: str
+        self,
+        files: Sequence[Path],
+        sizes: np.ndarray,
+        imgsz: int,
+        smooth: bool = False,
+        reduced: bool = False,
+        cache: str = "",
+        capacity: int = 0,
     ) -> None:
-        super().__init__(files, imgsz, smooth, sizes if reduced else None)
-        self.cache = cache
-        self.shapes = cached_shapes(sizes, imgsz)
-        # A byte per image, 1 once it is cached, then the pixels of all images.
-        ends = len(files) + np.cumsum(self.shapes.prod(1, dtype=np.int64) * 3)
-        self.starts = np.concatenate(([len(files)], ends[:-1]))
-        self.memory = shared_memory(lambda free: int(ends[ends <= free * CACHE_MEMORY_SHARE].max(initial=len(files))))
-        self.fitting = int((ends <= len(self.memory.bytes)).sum())
-
-    @property
-    def messages(self) -> list[str]:
-        when = "validation" if self.cache == "val" else "epoch"
-        room = f"room for {self.fitting} of {len(self.files)} images, {len(self.memory.bytes) / 2**30:.2f} GiB"
-        return [
-            f"--cache {self.cache}: {room} for all processes of a machine (at most {CACHE_MEMORY_SHARE:.0%} of what is "
-            f"free), filled in the first {when}"
-        ]
-
-    def read(self, index: int) -> np.ndarray:
-        if index >= self.fitting:
-            return super().read(index)
-        height, width = self.shapes[index].tolist()
-        start, memory = int(self.starts[index]), self.memory.bytes
-        cached = memory[start : start + height * width * 3].reshape(height, width, 3)
-        if not memory[index]:
-            image = super().read(index)
-            if image.shape != cached.shape:  # the file has changed since its size was read
-                return image
-            cached[:] = image  # if two processes do this at the same time, they write the same
-            memory[index] = 1
-        return cached
-
-    def is_cached(self, index: int) -> bool:
-        return index < self.fitting
-
-
-class ImagesOnDisk(Images):
-    """A cache on disk: each image is written once, decoded, below the cache folder.
-
-    Images that are there already are used; of the others, the first ones are cached that fit while a tenth of the disk
-    stays free. Once less would be free, or a write fails, writing stops with one warning.
-
-    Args:
-        sizes: (n, 2), width and height of each file's image
-        reduced: whether to read large photos by `read_reduced`
-    """
-
-    def __init__(self, files: Sequence[Path], imgsz: int, smooth: bool, sizes: np.ndarray, reduced: bool) -> None:
-        super().__init__(files, imgsz, smooth, sizes if reduced else None)
-        self.folder = cache_folder() / "images"
-        self.written = np.array([os.path.exists(self._cache_file(file)) for file in self.files], bool)
-        self.sizes = cached_shapes(sizes, imgsz).prod(1, dtype=np.int64) * 3
-        available = 0
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            available = available_bytes(self.folder)
-        except OSError as error:
-            self._stop_writing(error)
-        self.cached = self.written | (np.cumsum(np.where(self.written, 0, self.sizes)) <= available)
-
-    @property
-    def messages(self) -> list[str]:
-        return [
-            f"--cache disk: room for {self.cached.sum()} of {len(self.files)} images, {self.written.sum()} cached "
-            f"before, {self.sizes[self.cached].sum() / 2**30:.2f} GiB in {self.folder} ({CACHE_RULE}), "
-            "filled in the first epoch"
-        ]
-
-    def read(self, index: int) -> np.ndarray:
-        if not self.cached[index]:
-            return super().read(index)
-        path = self._cache_file(self.files[index])
-        try:
-            return np.load(path, allow_pickle=False)
-        except (OSError, EOFError, ValueError):  # not written yet, or damaged
-            image = super().read(index)
-        if not writing_stopped[0]:
-            try:
-                self._write(Path(path), image)
-            except OSError as error:
-                self._stop_writing(error)
-        return image
-
-    def is_cached(self, index: int) -> bool:
-        return bool(self.cached[index])
-
-    def _write(self, path: Path, image: np.ndarray) -> None:
-        content = io.BytesIO()
-        np.save(content, image)  # np.save straight to a file on a full disk may lose the end without an error
-        with replacing(path) as file:
-            if available_bytes(path.parent) < image.nbytes:
-                raise OSError(errno.ENOSPC, f"it may grow {CACHE_RULE}")
-            file.write(content.getbuffer())
-
-    def _stop_writing(self, error: OSError) -> None:
-        if not writing_stopped[0]:
-            writing_stopped[0] = 1
-            warnings.warn(
-                f"--cache disk: nothing more is written to {self.folder} ({error.strerror or error}); images "
-                "that are not there are read from their files",
-                stacklevel=3,
+        self.files, self.sizes, self.imgsz, self.smooth, self.reduced = Files(files), sizes, imgsz, smooth, reduced
+        self.folder = f"{cache_folder() / 'images'}" if cache == "disk" else ""
+        self.stores: list[ImageStore] = []
+        self.messages: list[str] = []
+        shapes, count, wanted = self._shapes(), len(self.files), min(capacity, len(self.files))
+        if cache == "disk":
+            total = shapes.prod(1, dtype=np.int64).sum() * 3 / 2**30
+            self.messages.append(
+                f"--cache disk: {count} images, {total:.2f} GiB, in {self.folder}, filled in the first epoch while "
+                f"{DISK_FREE_SHARE:.0%} of the disk stay free"
             )
+        elif cache:
+            store = ImageStore(shapes)
+            room = f"room for {store.capacity} of {count} images, {len(store.memory.bytes) / 2**30:.2f} GiB"
+            self.messages.append(
+                f"--cache {cache}: {room} for all processes of a machine (at most {CACHE_MEMORY_SHARE:.0%} of what is "
+                f"free), filled in the first {'validation' if cache == 'val' else 'epoch'}"
+            )
+            self.stores.append(store)
+            wanted = wanted if store.capacity < count else 0
+        if wanted and fcntl:
+            ring = ImageStore(shapes, wanted)
+            if ring.capacity < wanted:
+                self.messages.append(
+                    f"memory for {ring.capacity} of {wanted} decoded images, shared by all processes of a machine (at "
+                    f"most {RING_MEMORY_SHARE:.0%} of what is free): some images are decoded more than once"
+                )
+            self.stores.append(ring)
 
-    def _cache_file(self, file: Path) -> str:
-        if not file.is_file():
-            raise UserError(f"{file} cannot be read; fix or remove it")
-        stamp = f"\0{file_stamps([str(file)])!r}\0{self.imgsz}\0{self.smooth}"
-        if self.reduced_from is not None:
-            stamp += "\0reduced"
-        digest = hashlib.sha256(os.fsencode(file) + stamp.encode()).hexdigest()
-        return f"{self.folder}/{digest[:2]}/{digest}.npy"
-
-
-class ImagesInRing(Images):
-    """Images of which the last `capacity` decoded ones stay in memory shared by all processes of a machine.
-
-    Args:
-        source: reader of the images that are not in the ring; it may have a cache
-        sizes: (n, 2), width and height of each file's image
-        capacity: number of images in the ring, at most
-    """
-
-    def __init__(self, source: Images, sizes: np.ndarray, capacity: int) -> None:
-        super().__init__(source.files, source.imgsz, source.smooth)
-        self.source = source
-        self.wanted = min(capacity, len(self.files))
-        self.ring = ImageRing(cached_shapes(sizes, self.imgsz), self.wanted)
-
-    @property
-    def messages(self) -> list[str]:
-        short = (
-            f"memory for {self.ring.capacity} of {self.wanted} decoded images, shared by all processes of a machine "
-            f"(at most {RING_MEMORY_SHARE:.0%} of what is free): some images are decoded more than once"
-        )
-        return [*self.source.messages, *([short] if self.ring.capacity < self.wanted else [])]
+    def _shapes(self) -> np.ndarray:
+        """Return height and width of the images as `read` returns them, int32 (n, 2)."""
+        sizes = self.sizes
+        if self.imgsz:
+            sizes = np.array([scaled_shape(width, height, self.imgsz) for width, height in sizes.tolist()])
+        return sizes[:, ::-1].astype(np.int32)
 
     def read(self, index: int) -> np.ndarray:
-        if self.source.is_cached(index):
-            return self.source.read(index)
-        image = self.ring.get(index)
-        if image is None:
-            image = self.source.read(index)
-            self.ring.put(index, image)
+        """Return one image, uint8 (h, w, 3) BGR, which must not be changed; it is valid until `release`."""
+        for store in self.stores:
+            if (image := store.get(index)) is not None:
+                return image
+        image = self._read_from_disk(index) if self.folder else self._decode(index)
+        for store in self.stores:
+            store.put(index, image)
         return image
 
     def release(self) -> None:
-        self.ring.release()
+        """Release the images that were read: their memory may be reused."""
+        for store in self.stores:
+            store.release()
 
+    def _decode(self, index: int) -> np.ndarray:
+        file = self.files[index]
+        if self.reduced:
+            width, height = self.sizes[index].tolist()
+            return read_reduced(file, width, height, self.imgsz)
+        image = read_image(file)
+        return resize_long_side(image, self.imgsz, self.smooth) if self.imgsz else image
 
-def available_bytes(folder: Path) -> int:
-    """Return the number of bytes that a cache may still write to a folder's disk."""
-    usage = shutil.disk_usage(folder)
-    return usage.free - int(usage.total * MIN_FREE_SHARE)
+    def _read_from_disk(self, index: int) -> np.ndarray:
+        """Return an image from the cache on disk, to which it is written if it is not there."""
+        path = self._cache_file(self.files[index])
+        try:
+            cached: np.ndarray = np.load(path, allow_pickle=False)
+            return cached
+        except (OSError, EOFError, ValueError):  # not written yet, or damaged
+            image = self._decode(index)
+        content = io.BytesIO()
+        np.save(content, image)  # np.save straight to a file on a full disk may lose the end without an error
+        with suppress(OSError):  # it is read from its file again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            disk = shutil.disk_usage(path.parent)
+            if disk.free - image.nbytes > DISK_FREE_SHARE * disk.total:
+                with replacing(path) as file:
+                    file.write(content.getbuffer())
+        return image
 
-
-def cached_shapes(sizes: np.ndarray, imgsz: int) -> np.ndarray:
-    """Return height and width of cached images, int32 (n, 2).
-
-    Args:
-        sizes: (n, 2), width and height of each file's image
-    """
-    if imgsz:
-        sizes = np.array([scaled_shape(width, height, imgsz) for width, height in sizes.tolist()])
-    return sizes[:, ::-1].astype(np.int32)
-
-
-def open_images(
-    files: Sequence[Path],
-    imgsz: int,
-    smooth: bool,
-    cache: str,
-    sizes: np.ndarray,
-    capacity: int = 0,
-    reduced: bool = False,
-) -> Images:
-    """Return the images of `files`.
-
-    Args:
-        cache: "ram" or "val" (in memory), "disk", or "" (read from the files each time)
-        sizes: (n, 2), width and height of each file's image
-        capacity: number of images outside of the cache that stay in memory
-        reduced: whether to read large photos by `read_reduced`
-    """
-    images = Images(files, imgsz, smooth, sizes if reduced else None)
-    if cache in ("ram", "val"):
-        images = ImagesInMemory(files, imgsz, smooth, sizes, reduced, cache)
-    elif cache == "disk":
-        images = ImagesOnDisk(files, imgsz, smooth, sizes, reduced)
-    if capacity and ImageRing.is_supported() and not all(map(images.is_cached, range(len(files)))):
-        return ImagesInRing(images, sizes, capacity)
-    return images
+    def _cache_file(self, file: Path) -> Path:
+        try:
+            status = os.stat(file)
+        except OSError as error:
+            raise unreadable(file, error) from None
+        # A program may set the modification time back after an edit, but not the change time.
+        stamp = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, self.imgsz, self.smooth, self.reduced)
+        digest = hashlib.sha256(os.fsencode(file) + repr(stamp).encode()).hexdigest()
+        return Path(self.folder, digest[:2], f"{digest}.npy")

@@ -1,4 +1,7 @@
-"""Classification data: a folder of images per class, as batches. Named by `TASKS`; see data/dataset.py."""
+"""Classification data: a folder of images per class, as batches. Named by `TASKS`; see data/dataset.py.
+
+torchvision is imported inside functions because it takes more than a second, which the training of a detector saves.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -17,31 +20,63 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torch.utils.data import DataLoader
 
-from data.augment import Sample
+from data.augment import Sample, torch_seeded_by
+from data.augmentations import UserAugmentations
 from data.batches import Item, Items, loader, stack_in_place
-from data.cache import Images, open_images
+from data.cache import Images
 from data.data_yaml import DataSpec, held_out, images_below
 from data.dataset import DataSet, labels_text, problem_warnings, split_identity
 from data.images import read_image
 from data.labels import load_labels
-from data.own_augmentations import NO_AUGMENTATIONS, OwnAugmentations
 from data.sampler import (
     SampleIndex,
     Sampling,
     evaluation_batches,
     images_in_use,
     item_generator,
-    own_generator,
     training_batches,
+    user_generator,
 )
-from data.transforms import Augmenter, Change, TransformSettings, centre_crop, unchanged
 from utils.batch import Batch, ClassInfo, Instances, Split
-from utils.config.hyperparameters import Recipe
-from utils.config.values import select
+from utils.config.hyperparameters import Recipe, Transforms
 from utils.errors import UserError, plural
 from utils.files import csv_text
 
 MULTI_SCALE_STEP_PIXELS = 32  # step between the sizes of batches, if --imgsz is a multiple: most models' stride
+CENTRE_CROP_SHARE = 0.875  # share of the shorter side in a validation crop: 224 of 256 pixels
+ERASED_RGB = (124, 116, 104)  # ImageNet's mean, 0 to 255: the colour of erased rectangles
+MAX_RESIZED_ASPECT = 4  # longer over shorter side of the part that is resized for a centre crop
+RANDOM_CROP_ASPECTS = (3 / 4, 4 / 3)  # smallest and largest ratio of the sides
+
+
+def _steps(hyp: Transforms, side: int) -> list[torch.nn.Module]:
+    from torchvision.transforms import v2
+
+    steps: list[torch.nn.Module] = [
+        v2.RandomResizedCrop(side, scale=(hyp.crop_scale, 1.0), ratio=RANDOM_CROP_ASPECTS, antialias=True)
+    ]
+    if hyp.fliplr:
+        steps.append(v2.RandomHorizontalFlip(hyp.fliplr))
+    if hyp.flipud:
+        steps.append(v2.RandomVerticalFlip(hyp.flipud))
+    if hyp.randaugment:
+        steps.append(v2.RandAugment(hyp.randaugment, hyp.randaugment_magnitude))
+    jitter = (hyp.brightness, hyp.contrast, hyp.saturation, hyp.hue)
+    if any(jitter):
+        steps.append(v2.ColorJitter(*jitter))
+    if hyp.erasing:
+        steps.append(v2.RandomErasing(hyp.erasing, value=list(ERASED_RGB)))
+    return steps
+
+
+def centre_crop(image: Tensor, side: int) -> Tensor:
+    """Return the centre of an image, uint8 (3, h, w), with 7/8 of its shorter side, as (3, side, side)."""
+    from torchvision.transforms.v2 import functional
+
+    longest = MAX_RESIZED_ASPECT * min(image.shape[-2:])  # cut the ends of a strip off before resizing
+    image = functional.center_crop(image, [min(length, longest) for length in image.shape[-2:]])
+    shrunk = functional.resize(image, [round(side / CENTRE_CROP_SHARE)], antialias=True)
+    return functional.center_crop(shrunk, [side, side])
 
 
 class _Items(Items):
@@ -61,40 +96,54 @@ class _Items(Items):
 
 
 class TrainingItems(_Items):
-    """Augmented items; the same sample index gives the same pixels in any process."""
+    """Items augmented by torchvision's transforms; the same sample index gives the same pixels in any process."""
 
     def __init__(
         self,
         images: Images,
         labels: np.ndarray,
         classes: int,
-        settings: TransformSettings,
+        hyp: Transforms,
         seed: int,
         sampling: Sampling,
-        own: OwnAugmentations = NO_AUGMENTATIONS,
+        user: UserAugmentations,
     ) -> None:
         super().__init__(images, labels, classes)
-        self.seed, self.sampling, self.own = seed, sampling, own
-        self.augmenter = Augmenter(settings, self.load, len(labels), classes)
-        self.unmixed = Augmenter(replace(settings, mixup=0.0, cutmix=0.0), self.load, len(labels), classes)
+        self.hyp, self.seed, self.sampling, self.user = hyp, seed, sampling, user
+        self.transforms: dict[int, torch.nn.Module] = {}  # by side
 
     def __getitem__(self, sample: SampleIndex) -> Item:
-        augmenter = self.augmenter if self.sampling.mixes(sample.epoch) else self.unmixed
-        generator = item_generator(self.seed, sample)
-        change = self.change(sample) if self.own else unchanged
-        pixels, target = augmenter(sample.image, sample.shape[0], generator, sample.partners, change)
+        from torchvision.transforms import v2
+
+        hyp, side = self.hyp, sample.shape[0]
+        rng, user_rng = item_generator(self.seed, sample), user_generator(self.seed, sample)
+        chance, drawn = rng.random(), int(rng.integers(len(self.labels)))
+        if not self.sampling.mixes(sample.epoch):
+            chance = 1.0
+        if side not in self.transforms:
+            self.transforms[side] = torch.nn.Sequential(*_steps(hyp, side))
+        with torch_seeded_by(rng):
+            pixels, label = self._transformed(sample.image, side, user_rng)
+            target = one_hot(torch.tensor(label), self.classes).float()
+            if chance < hyp.mixup + hyp.cutmix:
+                mixed = v2.MixUp(alpha=hyp.mixup_alpha, num_classes=self.classes)
+                if chance >= hyp.mixup:
+                    mixed = v2.CutMix(alpha=hyp.cutmix_alpha, num_classes=self.classes)
+                other, partner = self._transformed(sample.partners[0] if sample.partners else drawn, side, user_rng)
+                # A batch of two, whose first image is mixed with the second: partners from the training batch would
+                # depend on the number of processes.
+                images, targets = mixed(torch.stack((pixels, other)).float(), torch.tensor([label, partner]))
+                pixels, target = images[0].round().to(torch.uint8), targets[0]
         self.images.release()
         return pixels, target, self.info(sample.image)
 
-    def change(self, sample: SampleIndex) -> Change:
-        """Return the user's augmentations of an item."""
-        rng = own_generator(self.seed, sample)
-
-        def changed(place: str, index: int, pixels: Tensor) -> Tensor:
+    def _transformed(self, index: int, side: int, user_rng: np.random.Generator) -> tuple[Tensor, int]:
+        pixels, label = self.load(index)
+        pixels = self.transforms[side](pixels)
+        if self.user.calls:
             given = Sample(to_array(pixels), np.zeros((0, 4), np.float32), np.zeros(0, np.float32))
-            return to_tensor(self.own.apply(place, given, rng, str(self.images.files[index])).image)
-
-        return changed
+            pixels = to_tensor(self.user(given, user_rng, str(self.images.files[index])).image)
+        return pixels, label
 
 
 class EvaluationItems(_Items):
@@ -187,12 +236,8 @@ class ClassificationData(DataSet[ClassificationSplit]):
     @staticmethod
     def files(spec: DataSpec) -> dict[str, list[Path]]:
         """Return the images of training and validation."""
-        return {name: list(ClassificationData.groups(spec, name)) for name in ("train", "val")}
-
-    @staticmethod
-    def groups(spec: DataSpec, split: str) -> dict[Path, str]:
-        """Return the class name of each image."""
-        return {path: text for text, paths in classes_of_split(spec, split).items() for path in paths}
+        names = ("train", "val")
+        return {name: [path for paths in classes_of_split(spec, name).values() for path in paths] for name in names}
 
     def split(self, name: str, hyp: Recipe | None = None) -> ClassificationSplit:
         """Read and check a split. Raises `UserError` if no image can be used, or for a folder of an unknown class."""
@@ -254,11 +299,11 @@ class ClassificationData(DataSet[ClassificationSplit]):
             stride=math.lcm(self.stride, math.gcd(self.imgsz, MULTI_SCALE_STEP_PIXELS)),
             mixed=1,
         )
-        settings = select(TransformSettings, hyp)
-        capacity = images_in_use(batch_size, self.options.workers) if settings.mixup or settings.cutmix else 0
-        images = self._open(split, self.train_cache, capacity)
-        own = self.own_augmentations(hyp)
-        items = TrainingItems(images, split.labels, len(self.names), settings, seed, self.options, own)
+        assert isinstance(hyp, Transforms)  # the recipe of a task with this data set
+        capacity = images_in_use(batch_size, self.options.workers) if hyp.mixup or hyp.cutmix else 0
+        images = Images(split.images, split.sizes, 0, cache=self.train_cache, capacity=capacity)
+        user = self.user_augmentations()
+        items = TrainingItems(images, split.labels, len(self.names), hyp, seed, self.options, user)
         return loader(items, batches, collate, self.options.workers)
 
     def evaluation_batches(self, split: ClassificationSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:
@@ -267,11 +312,9 @@ class ClassificationData(DataSet[ClassificationSplit]):
 
     def evaluation_loader(self, split: ClassificationSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
         """Return a loader of centre crops."""
-        items = EvaluationItems(self._open(split, self.options.cache), split.labels, len(self.names))
+        images = Images(split.images, split.sizes, 0, cache=self.options.cache)
+        items = EvaluationItems(images, split.labels, len(self.names))
         return loader(items, batches, collate, self.options.workers)
-
-    def _open(self, split: ClassificationSplit, cache: str, capacity: int = 0) -> Images:
-        return open_images(split.images, 0, False, cache, split.sizes, capacity)
 
 
 Classes = dict[str, list[Path]]  # the images of each class, sorted, by its name

@@ -18,9 +18,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
+from data.augmentations import UserAugmentations, read_augmentations
 from data.batches import Item, Items
 from data.data_yaml import DataSpec, read_data
-from data.own_augmentations import Labelling, OwnAugmentations, read_augmentations
 from data.sampler import SampleIndex, Sampling
 from utils.batch import Batch, Split
 from utils.config.hyperparameters import Recipe
@@ -118,13 +118,10 @@ class DataSet(ABC, Generic[S]):
     def evaluation_loader(self, split: S, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
         """Return a loader over `batches`, a process's share of the evaluation. Nothing is random."""
 
-    def labelling(self, hyp: Recipe) -> Labelling:
-        """Return which labels a user's augmentations may take besides images; none by default."""
-        return Labelling()
-
-    def own_augmentations(self, hyp: Recipe, is_named: bool = True) -> OwnAugmentations:
+    def user_augmentations(self, is_named: bool = True) -> UserAugmentations:
         """Read the user's augmentations: see `read_augmentations`."""
-        return read_augmentations(self.options.augmentations, self.labelling(hyp), is_named)
+        classes = len(self.class_names(self.spec, self.options.single_cls))
+        return read_augmentations(self.options.augmentations, classes, is_named)
 
     def usable(self, name: str, sizes: np.ndarray, problems: Sequence[str]) -> np.ndarray:
         """Return a mask of the usable images of a split, bool (n,): those whose width and height in `sizes` are not 0.

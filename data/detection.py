@@ -15,24 +15,24 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from data.augment import (
-    MOSAIC_PARTNERS,
-    Augmenter,
-    AugmentSettings,
-    Sample,
-    letterbox,
-)
+from data.augment import MOSAIC_PARTNERS, Augmenter, Sample, letterbox
+from data.augmentations import UserAugmentations
 from data.batches import Item, Items, empty_pixels, loader, stack_in_place
-from data.cache import Images, open_images
+from data.cache import Images
 from data.data_yaml import DataSpec
 from data.dataset import DataOptions, DataSet, labels_text, problem_warnings, split_identity
 from data.images import read_image, resize_long_side, scaled_shape
 from data.labels import BOXES, POLYGONS, Labels, RowRules, check_classes, load_labels
-from data.own_augmentations import NO_AUGMENTATIONS, Labelling, OwnAugmentations
-from data.sampler import SampleIndex, evaluation_batches, images_in_use, item_generator, own_generator, training_batches
+from data.sampler import (
+    SampleIndex,
+    evaluation_batches,
+    images_in_use,
+    item_generator,
+    training_batches,
+    user_generator,
+)
 from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement
 from utils.config.hyperparameters import Augmentation, Recipe
-from utils.config.values import select
 from utils.errors import UserError, plural
 from utils.files import csv_text
 from utils.summary import evenly_spaced
@@ -86,13 +86,13 @@ class TrainingItems(_Items):
         self,
         images: Images,
         labels: Labels,
-        augment: AugmentSettings,
+        augment: Augmentation,
         seed: int,
         options: DataOptions,
-        own: OwnAugmentations = NO_AUGMENTATIONS,
+        user: UserAugmentations,
     ) -> None:
         super().__init__(images, labels)
-        self.seed, self.options, self.own = seed, options, own
+        self.seed, self.options, self.user = seed, options, user
         self.augmenter = Augmenter(augment, images.imgsz, len(images.files), self.load, self.size, self.masks)
         self.unmixed = replace(self.augmenter, settings=replace(augment, mosaic=0.0))
 
@@ -104,16 +104,12 @@ class TrainingItems(_Items):
     def augmented(self, sample: SampleIndex) -> Sample:
         """Return the augmented image; its pixels may belong to the cache until `images.release`."""
         augmenter = self.augmenter if self.options.mixes(sample.epoch) else self.unmixed
-        rng = item_generator(self.seed, sample)
-        if not self.own:
-            return augmenter(sample.image, sample.shape, rng, sample.partners)
-        own_rng = own_generator(self.seed, sample)
-
-        def changed(place: str, item: Sample, index: int) -> Sample:
-            return self.own.apply(place, item, own_rng, str(self.images.files[index]))
-
-        augmenter = replace(augmenter, load=lambda index: changed("image", self.load(index), index))
-        return changed("item", augmenter(sample.image, sample.shape, rng, sample.partners), sample.image)
+        augmented = augmenter(sample.image, sample.shape, item_generator(self.seed, sample), sample.partners)
+        if not self.user.calls:
+            return augmented
+        if not self.masks:  # outlines of a detector have served `copy_paste`
+            augmented = augmented._replace(polygons=None)
+        return self.user(augmented, user_generator(self.seed, sample), str(self.images.files[sample.image]))
 
     def item(self, sample: SampleIndex, pixels: Tensor) -> Item:
         targets = to_tensors(self.augmented(sample), pixels)
@@ -234,10 +230,6 @@ class DetectionData(DataSet[DetectionSplit]):
         """Return how the rows of label files are read: see `split`."""
         return POLYGONS if isinstance(hyp, Augmentation) and hyp.copy_paste > 0 else BOXES
 
-    def labelling(self, hyp: Recipe) -> Labelling:
-        """Return the number of classes, and whether outlines are read."""
-        return Labelling(len(self.class_names(self.spec, self.options.single_cls)), self.row_rules(hyp).outlines)
-
     def split(self, name: str, hyp: Recipe | None = None) -> DetectionSplit:
         """Read and check a split.
 
@@ -272,16 +264,14 @@ class DetectionData(DataSet[DetectionSplit]):
         names = self.class_names(self.spec, self.options.single_cls)
         counts = {name: split.counts(len(names)) for name, split in (("train", train), ("val", val))}
         rows = train.labels.rows
-        polygons = train.labels.polygons if self.row_rules(None).outlines else None
-        boxes = [
-            [names[int(rows[k, 0])], *(f"{value:.5g}" for value in rows[k, 1:].tolist())]
-            + ([" ".join(f"{value:.4g}" for value in polygons.outline(k).ravel().tolist())] if polygons else [])
-            for k in evenly_spaced(len(rows), LISTED_BOXES)
-        ]
-        return {
-            "labels.csv": labels_text(names, counts),
-            "boxes.csv": csv_text(["class", "x", "y", "width", "height"] + ["outline"] * bool(polygons), boxes),
-        }
+        listed = evenly_spaced(len(rows), LISTED_BOXES)
+        columns = ["class", "x", "y", "width", "height"]
+        boxes = [[names[int(rows[k, 0])], *(f"{value:.5g}" for value in rows[k, 1:].tolist())] for k in listed]
+        if self.row_rules(None).outlines and (polygons := train.labels.polygons):
+            columns.append("outline")
+            for box, k in zip(boxes, listed, strict=True):
+                box.append(" ".join(f"{value:.4g}" for value in polygons.outline(k).ravel().tolist()))
+        return {"labels.csv": labels_text(names, counts), "boxes.csv": csv_text(columns, boxes)}
 
     @staticmethod
     def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
@@ -302,9 +292,8 @@ class DetectionData(DataSet[DetectionSplit]):
 
     def train_loader(self, split: DetectionSplit, batch_size: int, hyp: Recipe, seed: int) -> DataLoader[Any]:
         """Return a loader of augmented items. With --rect there is no mosaic, because mosaics are square."""
-        augment, options = select(AugmentSettings, hyp), self.options
-        if options.rect:
-            augment = replace(augment, mosaic=0.0)
+        assert isinstance(hyp, Augmentation)  # the recipe of every task with boxes
+        options, augment = self.options, replace(hyp, mosaic=0.0) if self.options.rect else hyp
         mixed = MOSAIC_PARTNERS + (MOSAIC_PARTNERS + 1) * (augment.mixup > 0)
         batches = training_batches(
             options,
@@ -317,8 +306,15 @@ class DetectionData(DataSet[DetectionSplit]):
             mixed=mixed,
         )
         capacity = images_in_use(batch_size, options.workers) if augment.mosaic else 0
-        images = self._open(split, self.train_cache, False, capacity, reduced=True)
-        items = self.training_items(images, split.labels, augment, seed, options, self.own_augmentations(hyp))
+        images = Images(
+            split.images,
+            split.labels.sizes,
+            self.imgsz,
+            reduced=True,
+            cache=self.train_cache,
+            capacity=capacity,
+        )
+        items = self.training_items(images, split.labels, augment, seed, options, self.user_augmentations())
         return loader(items, batches, self.collate, self.options.workers)
 
     def evaluation_batches(self, split: DetectionSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:
@@ -327,10 +323,6 @@ class DetectionData(DataSet[DetectionSplit]):
 
     def evaluation_loader(self, split: DetectionSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
         """Return a loader of letterboxed items."""
-        items = self.evaluation_items(self._open(split, self.options.cache, smooth=True), split.labels)
+        images = Images(split.images, split.labels.sizes, self.imgsz, smooth=True, cache=self.options.cache)
+        items = self.evaluation_items(images, split.labels)
         return loader(items, batches, self.collate, self.options.workers)
-
-    def _open(
-        self, split: DetectionSplit, cache: str, smooth: bool, capacity: int = 0, reduced: bool = False
-    ) -> Images:
-        return open_images(split.images, self.imgsz, smooth, cache, split.labels.sizes, capacity, reduced)

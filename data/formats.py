@@ -22,7 +22,7 @@ from PIL import Image
 
 from data.images import IMAGE_SUFFIXES
 from data.labels import ImageRows, label_name
-from data.outlines import decode_rle, joined, mask_outline
+from data.polygons import decode_rle, joined, mask_outline
 from utils.coco import read_coco
 from utils.errors import UserError, nearest, plural, shortened
 from utils.files import file_name, file_stamps, read_lines, read_regular

@@ -1,6 +1,6 @@
 """Read image files as pixels, and the sizes of images from their headers.
 
-Called by data/cache.py, data/labels.py, data/media.py, the data sets and detect.py.
+Called by data/cache.py, data/labels.py, data/media.py, and the data sets.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ import io
 import os
 import re
 import warnings
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
@@ -27,10 +25,8 @@ from utils.files import read_regular
 cv2.setNumThreads(0)  # loader processes are parallel already; their threads would compete for the cores
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)  # Pillow reads what OpenCV cannot, or raises
 
-IMAGE_SUFFIXES = frozenset([".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".pfm", ".png", ".tif", ".tiff", ".webp"])
-MAX_MISSING_SHARE = 0.01  # largest share of missing pixels of a truncated JPEG that is read
+IMAGE_SUFFIXES = frozenset([".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".png", ".tif", ".tiff", ".webp"])
 JPEG_START, JPEG_END, PNG_END = b"\xff\xd8", b"\xff\xd9", b"IEND\xaeB`\x82"
-PFM_START = b"Pf", b"PF"  # grey, in colour; OpenCV would clip their floats
 # Flags that decode a JPEG at 1/1, 1/2, 1/4, 1/8 of its size, from the low frequencies of each block only.
 JPEG_FLAGS = {
     1: cv2.IMREAD_COLOR,
@@ -44,31 +40,31 @@ LARGE_PIXELS = 2_000_000  # inclusive upper bound of a photo that `read_reduced`
 def read_image(path: Path, jpeg_divisor: int = 1) -> np.ndarray:
     """Return the pixels as displayed (EXIF orientation applied), uint8 (height, width, 3), BGR.
 
-    16 bits, and floats in 0 to 1, are scaled to 8 bits. Raises a `UserError` that names the file if it cannot be read.
+    16 bits are scaled to 8. Raises a `UserError` that names the file if it cannot be read.
 
     Args:
         jpeg_divisor: 1, 2, 4 or 8, which divides both sides of a JPEG, rounded up
     """
     try:
-        return _decode(read_regular(path), jpeg_divisor)
+        data = read_regular(path)
+        flags = JPEG_FLAGS[jpeg_divisor if data.startswith(JPEG_START) else 1]
+        image = cv2.imdecode(np.frombuffer(data, np.uint8), flags) if data else None
+        return image if image is not None else _read_with_pillow(data)
     except Exception as error:  # Pillow raises many kinds for a damaged file
         raise unreadable(path, error) from None
 
 
-def _decode(data: bytes, jpeg_divisor: int = 1) -> np.ndarray:
-    is_jpeg = data.startswith(JPEG_START)
-    if is_jpeg and not data.endswith(JPEG_END):
-        return _read_unended(data + JPEG_END, jpeg_divisor)
-    flags = JPEG_FLAGS[jpeg_divisor if is_jpeg else 1]
-    image = cv2.imdecode(np.frombuffer(data, np.uint8), flags) if data and not data.startswith(PFM_START) else None
-    return image if image is not None else _read_with_pillow(data)
+def _read_with_pillow(data: bytes) -> np.ndarray:
+    """Read formats that OpenCV does not know."""
+    with Image.open(io.BytesIO(data)) as opened:
+        upright = ImageOps.exif_transpose(opened)
+        if opened.mode.startswith("I;16"):
+            upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+        return np.ascontiguousarray(np.asarray(upright.convert("RGB"))[..., ::-1])
 
 
 def read_whole_image(path: Path) -> np.ndarray:
-    """Return the pixels as `read_image` does, but raise the `UserError` for a truncated file too, as data sets do.
-
-    `read_image` returns the pixels that such a file has, with grey below them.
-    """
+    """Return the pixels as `read_image` does, but raise the `UserError` for a truncated file too, as data sets do."""
     try:
         image_size(path)
     except Image.DecompressionBombError:
@@ -86,45 +82,6 @@ def unreadable(name: object, error: Exception) -> UserError:
     elif isinstance(error, cv2.error):
         reason = "OpenCV cannot decode it"
     return UserError(f"{name} cannot be read as an image ({reason}); fix or remove it")
-
-
-def _read_unended(data: bytes, divisor: int) -> np.ndarray:
-    """Read a JPEG that did not end with an end marker. Missing pixels are grey.
-
-    Pillow gives the same pixels as OpenCV, for which libjpeg would print a warning each time.
-
-    Args:
-        data: bytes of the file, with an end marker appended
-        divisor: 1, 2, 4 or 8, which divides both sides of the image
-    """
-    with suppress(Exception), Image.open(io.BytesIO(data)) as opened:  # a damaged EXIF block, for one
-        if opened.mode in ("RGB", "L"):
-            opened.draft(None, (max(opened.width // divisor, 1), max(opened.height // divisor, 1)))
-            return _upright_pixels(opened)
-    image = cv2.imdecode(np.frombuffer(data, np.uint8), JPEG_FLAGS[divisor])
-    return image if image is not None else _read_with_pillow(data)
-
-
-def _read_with_pillow(data: bytes) -> np.ndarray:
-    """Read formats that OpenCV does not know."""
-    with Image.open(io.BytesIO(data)) as opened:
-        return _upright_pixels(opened)
-
-
-def _upright_pixels(opened: Image.Image) -> np.ndarray:
-    return np.ascontiguousarray(np.asarray(_with_8_bits(ImageOps.exif_transpose(opened)).convert("RGB"))[..., ::-1])
-
-
-def _with_8_bits(image: Image.Image) -> Image.Image:
-    """Scale 16 bits, and floats in 0 to 1, to 8 bits; raise ValueError for other floats and integers."""
-    if not image.mode.startswith(("F", "I")):
-        return image
-    values = np.asarray(image)
-    if image.mode == "F" and ((values >= 0) & (values <= 1)).all():  # NaN is not
-        values = (values * 65535 + 0.5).astype(np.uint16)
-    elif image.mode in ("F", "I"):
-        raise ValueError("its pixels are neither integers of 8 or 16 bits nor floats from 0 to 1")
-    return Image.fromarray((values >> 8).astype(np.uint8))
 
 
 def read_reduced(path: Path, width: int, height: int, size: int) -> np.ndarray:
@@ -151,28 +108,14 @@ def read_reduced(path: Path, width: int, height: int, size: int) -> np.ndarray:
 
 
 def image_size(path: Path) -> tuple[int, int]:
-    """Return width and height in pixels as displayed. Raises as `examine_image` does."""
-    return examine_image(path).size
-
-
-class Examined(NamedTuple):
-    """The result of `examine_image`.
-
-    Attributes:
-        size: width and height, pixels as displayed
-        missing: share of the image's pixels that are missing at its end
-    """
-
-    size: tuple[int, int]
-    missing: float = 0.0
-
-
-def examine_image(path: Path) -> Examined:
-    """Return the size of an image, with width and height swapped for EXIF orientations 5 to 8.
+    """Return width and height in pixels as displayed: swapped for EXIF orientations 5 to 8.
 
     Only headers and the end of a JPEG or PNG are read; other formats, and files with an unusual end, are decoded.
-    Raises one of Pillow's many errors if the file is not an image, or is truncated; a JPEG may lack 1 % of its pixels.
+    Raises OSError for a pipe or device, and one of Pillow's many errors if the file is not an image, is truncated, or
+    has neither 8 nor 16 bits.
     """
+    if path.exists() and not path.is_file():  # to read it may wait forever
+        raise OSError("it is not a regular file")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # damaged EXIF blocks warn; the orientation is then absent
         with Image.open(path) as opened:
@@ -183,15 +126,11 @@ def examine_image(path: Path) -> Examined:
             orientation = _orientation(opened)
             if isinstance(opened, TiffImageFile):  # newer versions of Pillow swap the size of these already
                 width, height = opened.tag_v2[IMAGEWIDTH], opened.tag_v2[IMAGELENGTH]
-            missing = 0.0
             if not is_complete:
-                missing = _missing_share(read_regular(path)) if opened.format == "JPEG" else 1.0
-                if missing > MAX_MISSING_SHARE:
-                    opened.load()
-                    missing = 0.0
-            if opened.mode in ("F", "I"):
-                _decode(read_regular(path))  # raises an error for pixels whose range is not known
-    return Examined((height, width) if orientation in (5, 6, 7, 8) else (width, height), missing)
+                opened.load()
+            if opened.mode == "F" or (opened.mode == "I" and opened.format != "PNG"):
+                raise ValueError("its pixels have neither 8 nor 16 bits")
+    return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
 
 
 def _orientation(opened: ImageFile) -> int:
@@ -201,47 +140,6 @@ def _orientation(opened: ImageFile) -> int:
         return opened.getexif().get(Base.Orientation, 1)
     except Exception:  # a damaged block: the image is shown as it is
         return 1
-
-
-def _missing_share(data: bytes) -> float:
-    """Return the share of its pixels that a JPEG without an end marker lacks.
-
-    Missing pixels are decoded from whatever bytes follow, so that two fillings give two images. Returns 1 for a
-    progressive JPEG, which may lack a whole pass undetected, and for an incomplete JPEG of more than three colours.
-    """
-    # A last FF would turn the next byte into a marker.
-    fillings = [data.rstrip(b"\xff") + 64 * filling + JPEG_END for filling in (b"\x12", b"\xed")]
-    with Image.open(io.BytesIO(data)) as opened:
-        if "progressive" in opened.info:
-            return 1.0
-    (pixels, _), (other, _) = (_decoded(filled, None) for filled in fillings)
-    if np.array_equal(pixels, other):
-        return 0.0
-    (luminance, layers), (other, _) = (_decoded(filled, "L") for filled in fillings)
-    if luminance.ndim > 2:
-        return 1.0
-    # A JPEG is a series of blocks, row by row: all are missing from the first that differs.
-    block_width, block_height = (8 * max(layer[k] if len(layers) > 1 else 1 for layer in layers) for k in (1, 2))
-    height, width = luminance.shape
-    columns = -(-width // block_width)
-    y, x = np.nonzero(luminance != other)
-    blocks = y // block_height * columns + x // block_width
-    last = -(-height // block_height) * columns - 1
-    row, column = divmod(int(blocks.min(initial=last)), columns)
-    top, below = row * block_height, min((row + 1) * block_height, height)
-    missing = (below - top) * (width - column * block_width) + (height - below) * width
-    return missing / (height * width)
-
-
-def _decoded(data: bytes, mode: str | None) -> tuple[np.ndarray, Any]:
-    """Return the pixels of a JPEG and its layers, whose items 1 and 2 are horizontal and vertical sampling factors.
-
-    Args:
-        mode: "L" to decode the luminance alone, which does not mix neighbours, if there is one; None for all colours
-    """
-    with Image.open(io.BytesIO(data)) as opened:
-        opened.draft(mode, opened.size)
-        return np.asarray(opened), getattr(opened, "layer", ())
 
 
 def resize_long_side(image: np.ndarray, size: int, smooth: bool) -> np.ndarray:

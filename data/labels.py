@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from data.images import examine_image
+from data.images import image_size
 from data.polygons import Polygons, offsets_of
 from utils.errors import UserError, plural, shortened
 from utils.files import cache_folder, file_stamps, one_at_a_time, read_regular, replacing, require_regular
@@ -373,20 +373,18 @@ def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows
     An image is left out too if its label file cannot be read, or has rows but no valid one.
     """
     try:
-        require_regular(image)
-        size, missing = examine_image(image)
+        size = image_size(image)
     except Exception as error:  # Pillow raises many kinds for a damaged file
         return Scan(problems=[f"{image}: not readable as an image ({_reason(error)}); left out"])
     if min(size) < MIN_IMAGE_SIDE_PIXELS:
         return Scan(problems=[f"{image}: {size[0]}x{size[1]} pixels, smaller than {MIN_IMAGE_SIDE_PIXELS}; left out"])
-    truncated = (f"{image}: truncated, {missing:.2%} of its pixels are missing and grey; used",) if missing else ()
     if rules is None:
-        return Scan(size, problems=truncated)
+        return Scan(size)
     file = label_name(os.fspath(image))
     try:
         labels = described or ImageRows(read_regular(file).decode("utf-8-sig"), None, file)
     except FileNotFoundError:
-        return Scan(size, problems=truncated)  # background
+        return Scan(size)  # background
     except (OSError, UnicodeDecodeError) as error:
         return Scan(problems=[f"{file}: cannot be read as text ({_reason(error)}); its image is left out"])
     if labels.size and abs(size[0] * labels.size[1] - size[1] * labels.size[0]) > max(*size, *labels.size):
@@ -394,7 +392,6 @@ def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows
         return Scan(problems=[f"{image}: {size[0]}x{size[1]} pixels, but its annotation is for {annotated}; left out"])
     row_rules = replace(rules, keypoints=0) if described else rules  # only label files have key points
     rows, problems = parse_rows(labels.text, labels.origin, row_rules, labels.ids)
-    problems = [*truncated, *problems]
     if problems and not rows:  # it may have objects, so it is not background
         origin = f"annotations of {image}" if described else file
         return Scan(problems=[*problems, f"{origin}: no row can be used; its image is left out"])

@@ -1,4 +1,4 @@
-"""Outlines of objects in flat arrays, processed all at once. Used by labels.py, augment.py and masks.py."""
+"""Outlines of objects: `Polygons` in flat arrays, processed all at once; outlines of masks, and COCO's run lengths."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import cv2
 import numpy as np
 
 CORNER_INSET = 1 / 256  # how far inside of a rectangle its corners are compared with a polygon, in units of the points
+MAX_PARTS = 1000  # parts of a mask, with its holes; the time to join them grows with the square
+
+Points = list[tuple[float, float]]
 
 
 def offsets_of(counts: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -79,7 +83,13 @@ class Polygons:
 
     def extents(self) -> np.ndarray:
         """Return the box around each polygon, (m, 4) xyxy, zeros for one without points."""
-        return _extents(self.points, self.counts)
+        extents = np.zeros((len(self.counts), 4), self.points.dtype)
+        drawn = self.counts > 0
+        if drawn.any():
+            starts = self.offsets[:-1][drawn]
+            extents[drawn, :2] = np.minimum.reduceat(self.points, starts)
+            extents[drawn, 2:] = np.maximum.reduceat(self.points, starts)
+        return extents
 
     def clipped(self, bounds: np.ndarray) -> Polygons:
         """Move each point beyond its polygon's rectangle to the rectangle's edge.
@@ -112,29 +122,14 @@ class Polygons:
         whole, limits = self.subset(crossing), bounds[crossing].astype(self.points.dtype)
         points, owners = _cut(whole, limits)
         counts, is_real = np.bincount(owners, minlength=len(limits)), ~_is_connection(points, owners, whole, limits)
+        real_counts = np.bincount(owners[is_real], minlength=len(limits))
         extents[outside] = 0
-        extents[crossing] = _extents(points[is_real], np.bincount(owners[is_real], minlength=len(limits)))
+        extents[crossing] = Polygons(points[is_real], offsets_of(real_counts)).extents()
         all_counts = np.where(beyond, 0, self.counts)
         all_counts[crossing] = counts
         joined, is_cut = np.empty((all_counts.sum(), 2), self.points.dtype), np.repeat(crossing, all_counts)
         joined[is_cut], joined[~is_cut] = points, inside.points
         return Polygons(joined, offsets_of(all_counts)), extents
-
-
-def _extents(points: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the box around each polygon, (m, 4) xyxy, zeros for one without points.
-
-    Args:
-        points: (p, 2), x and y of all polygons in turn
-        counts: number of points of each polygon, (m,)
-    """
-    extents = np.zeros((len(counts), 4), points.dtype)
-    drawn = counts > 0
-    starts = offsets_of(counts)[:-1][drawn]
-    if len(starts):
-        extents[drawn, :2] = np.minimum.reduceat(points, starts)
-        extents[drawn, 2:] = np.maximum.reduceat(points, starts)
-    return extents
 
 
 def _cut(polygons: Polygons, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -164,13 +159,7 @@ def _cut(polygons: Polygons, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def _is_connection(points: np.ndarray, owners: np.ndarray, whole: Polygons, bounds: np.ndarray) -> np.ndarray:
     """Return which points of cut polygons are corners of their rectangle that the polygon does not cover, bool (p,).
 
-    All other points are on the outline.
-
-    Args:
-        points: points of the cut polygons, (p, 2)
-        owners: polygon of each point, (p,)
-        whole: polygons before the cut
-        bounds: (m, 4) xyxy, rectangle of each polygon
+    All other points are on the outline. `whole` are the polygons before the cut; the others are as `_cut` has them.
     """
     limits = bounds[owners]
     at_low, at_high = points == limits[:, :2], points == limits[:, 2:]
@@ -188,3 +177,75 @@ def is_inside(point: np.ndarray, outline: np.ndarray) -> bool:
     passes = np.flatnonzero((y > 0) != (next_y > 0))
     x, y, next_x, next_y = x[passes], y[passes], next_x[passes], next_y[passes]
     return bool(np.count_nonzero(x - y * (next_x - x) / (next_y - y) > 0) % 2)
+
+
+def joined(parts: Sequence[Points]) -> Points:
+    """Join outlines into one, each to the next at their nearest points. The connections enclose no area.
+
+    A hole is a part like any other: an area that the outline goes around twice is outside.
+    """
+    outline = list(parts[0])
+    for part in parts[1:]:
+        squares = ((np.array(outline)[:, None] - np.array(part)) ** 2).sum(2)
+        here, there = divmod(int(squares.argmin()), len(part))
+        outline = [*outline[: here + 1], *part[there:], *part[: there + 1], *outline[here:]]
+    return outline
+
+
+def mask_outline(mask: np.ndarray, tolerance: float = 0.0) -> Points:
+    """Return the outline of a mask, uint8 (h, w) of 0 and 1, along the edges of its pixels; [] if it is empty.
+
+    Parts and holes are joined into one outline; [] if there are too many of them.
+
+    Args:
+        tolerance: largest deviation of the outline, pixels
+    """
+    # Of a mask twice as large, the pixels at an edge k are 2 k on its right and lower side, 2 k - 1 on the others.
+    large = cv2.resize(mask, None, fx=2, fy=2, interpolation=cv2.INTER_NEAREST)
+    contours, levels = cv2.findContours(large, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_NONE)
+    if not 0 < len(contours) <= MAX_PARTS:
+        return []
+    # A hole follows its part, so that both are joined: columns of a level are next, previous, first hole, parent.
+    parents = [parent if parent >= 0 else number for number, parent in enumerate(levels[0, :, 3].tolist())]
+    order = sorted(range(len(contours)), key=lambda number: (parents[number], levels[0, number, 3] >= 0))
+    parts = []
+    for number in order:
+        corners = _corners((contours[number][:, 0] + 1) // 2)
+        if tolerance:
+            corners = cv2.approxPolyDP(corners[:, None], tolerance, True)[:, 0]
+        if len(corners) > 2:
+            parts.append([(float(x), float(y)) for x, y in corners.tolist()])
+    return joined(parts) if parts else []
+
+
+def _corners(points: np.ndarray) -> np.ndarray:
+    """Return the points (k, 2) of an outline along pixel edges without the points inside of straight lines, int32."""
+    points = points[(points != np.roll(points, 1, 0)).any(1)]
+    before, after = points - np.roll(points, 1, 0), np.roll(points, -1, 0) - points
+    return points[before[:, 0] * after[:, 1] != before[:, 1] * after[:, 0]].astype(np.int32)
+
+
+def decode_rle(counts: str | bytes | Sequence[int], size: Sequence[int]) -> np.ndarray:
+    """Return the mask of COCO's run-length encoding, uint8 (h, w) of 0 and 1. Raises ValueError if it is damaged.
+
+    Args:
+        counts: lengths of runs of 0 and 1 in turn, column by column; as text, each length is written in groups of 5
+            bits, lowest first, as characters from '0', with 32 added if more follow, and from the fourth length on as
+            the difference from the last but one
+        size: height and width of the mask
+    """
+    lengths: list[int] = [] if isinstance(counts, (str, bytes)) else list(counts)
+    value = shift = 0
+    for character in counts.encode() if isinstance(counts, str) else counts if isinstance(counts, bytes) else b"":
+        bits = character - ord("0")
+        value |= (bits & 31) << shift
+        shift += 5
+        if not bits & 32:
+            value -= (bits & 16 and 1) << shift  # negative numbers have the highest bit of the last group
+            lengths.append(value + lengths[-2] if len(lengths) > 2 else value)
+            value = shift = 0
+    height, width = map(int, size)
+    if min(lengths, default=0) < 0 or sum(lengths) != height * width:
+        raise ValueError(f"runs of {sum(lengths)} pixels in a mask of {height} x {width}")
+    values = np.arange(len(lengths), dtype=np.uint8) % 2
+    return np.ascontiguousarray(np.repeat(values, lengths).reshape(width, height).T)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from utils.batch import Instances
 from utils.errors import UserError
 
 # The first part of a generator's seed: what its numbers are for.
-ORDER_STREAM, ITEM_STREAM, SIZE_STREAM, PARTNERS_STREAM, OWN_STREAM = 1, 2, 3, 4, 5
+ORDER_STREAM, ITEM_STREAM, SIZE_STREAM, PARTNERS_STREAM, USER_STREAM = 1, 2, 3, 4, 5
 PARTNERS_WINDOW = 1000  # positions around an item's own, from which its partners are drawn
 PREFETCHED_BATCHES = 2  # batches that each loader process prefetches: torch's default
 EVALUATION_PAD_STRIDES = 0.5  # strides added to both sides of a batch that is not square, as in YOLOv5
@@ -38,40 +38,9 @@ def item_generator(seed: int, sample: SampleIndex) -> np.random.Generator:
     return np.random.default_rng((ITEM_STREAM, seed, sample.epoch, sample.position))
 
 
-def own_generator(seed: int, sample: SampleIndex) -> np.random.Generator:
+def user_generator(seed: int, sample: SampleIndex) -> np.random.Generator:
     """Return the generator of a user's augmentations of an item, so that they change no other random choice of it."""
-    return np.random.default_rng((OWN_STREAM, seed, sample.epoch, sample.position))
-
-
-class Order:
-    """The order of an epoch's images: each once, shuffled.
-
-    Args:
-        count: number of samples per epoch
-    """
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def draw(self, rng: np.random.Generator) -> np.ndarray:
-        """Return the indices of the images in order, (count,)."""
-        return rng.permutation(self.count)
-
-
-class Weighted(Order):
-    """One sample per image, drawn with replacement in proportion to its weight.
-
-    Args:
-        weights: weight of each image, (n,)
-    """
-
-    def __init__(self, weights: np.ndarray) -> None:
-        super().__init__(len(weights))
-        total = weights.sum()
-        self.shares = weights / total if total else None
-
-    def draw(self, rng: np.random.Generator) -> np.ndarray:
-        return rng.choice(self.count, self.count, p=self.shares)
+    return np.random.default_rng((USER_STREAM, seed, sample.epoch, sample.position))
 
 
 def image_weights(instances: Instances, count: int) -> np.ndarray:
@@ -112,13 +81,12 @@ class Sampling:
         """Return whether items of this epoch may be mixed from several images."""
         return not self.close_mosaic or epoch < self.epochs - self.close_mosaic
 
-    def order(self, instances: Instances, count: int) -> Order:
-        """Return the order of `count` images."""
-        if self.image_weights:
-            return Weighted(image_weights(instances, count))
-        return Order(count)
+    def weights(self, instances: Instances, count: int) -> np.ndarray | None:
+        """Return the probability of each of `count` images, None if each is drawn once."""
+        weights = image_weights(instances, count)
+        return weights / weights.sum() if self.image_weights and weights.any() else None
 
-    def messages(self, order: Order, images: int, sizes: Sequence[int]) -> list[str]:
+    def messages(self, instances: Instances, images: int, sizes: Sequence[int]) -> list[str]:
         """Return a message for each flag that is on.
 
         Args:
@@ -126,10 +94,10 @@ class Sampling:
             sizes: possible sizes of a batch, pixels
         """
         messages = []
-        if isinstance(order, Weighted):
-            never = 0 if order.shares is None else int((order.shares == 0).sum())
+        if self.image_weights:
+            never = images - len(np.unique(instances.images))
             without = f"; {never:,} without labels are never drawn" if never else ""
-            messages.append(f"--image-weights: {order.count:,} samples per epoch of {images:,} images{without}")
+            messages.append(f"--image-weights: {images:,} samples per epoch of {images:,} images{without}")
         if self.multi_scale:
             messages.append(f"--multi-scale: each batch at one of {len(sizes)} sizes, {sizes[0]} to {sizes[-1]} pixels")
         if self.close_mosaic:
@@ -156,39 +124,42 @@ def batch_sizes(imgsz: int, stride: int) -> range:
     return range(min(least, imgsz), imgsz * 3 // 2 + 1, stride)
 
 
+@dataclass(eq=False)
 class GlobalBatches:
     """Batches of the whole run, for all processes together: lists of `batch_size` sample indices.
 
     The order depends on (seed, epoch). The last batch is filled from the start of the order, so that every batch is
     full.
 
-    Args:
-        order: order of the images of an epoch
+    Attributes:
+        count: number of images, and of samples per epoch
         shape: height and width of a batch, pixels
         partners: number of images that are mixed with each, drawn by (seed, epoch, position) from the `PARTNERS_WINDOW`
             positions around the image
         sizes: possible sizes of the longer side of `shape`, drawn per batch by (seed, epoch, batch); if empty, all
             batches have `shape`
+        weights: probability of each image, (count,), for samples drawn with replacement; None: each image once
+        fixed: an order, the same in every epoch, and the shape of each of its batches: see `by_aspect`
         messages: lines for the console
     """
 
-    drop_last = False  # Accelerate reads it
+    count: int
+    batch_size: int
+    seed: int
+    shape: tuple[int, int]
+    partners: int = 0
+    sizes: range = range(0)
+    weights: np.ndarray | None = None
+    fixed: tuple[np.ndarray, list[tuple[int, int]]] | None = None
+    messages: tuple[str, ...] = ()
+    epoch: int = 0
+    skipped: int = 0
+    drop_last: ClassVar[bool] = False  # Accelerate reads it
 
-    def __init__(
-        self,
-        order: Order,
-        batch_size: int,
-        seed: int,
-        shape: tuple[int, int],
-        partners: int = 0,
-        sizes: range = range(0),
-        messages: Sequence[str] = (),
-    ) -> None:
-        self._order, self.batch_size, self.seed, self.shape = order, batch_size, seed, shape
-        self.count, self.partners, self.sizes = order.count, partners, sizes
-        self.messages = tuple(messages)
-        self.epoch, self.skipped = 0, 0
-        self.sampler = self  # with several processes Accelerate calls `set_epoch` of a batch sampler's `sampler`
+    @property
+    def sampler(self) -> GlobalBatches:
+        """This object: with several processes Accelerate calls `set_epoch` of a batch sampler's `sampler`."""
+        return self
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""
@@ -206,7 +177,7 @@ class GlobalBatches:
         partners = self._partners(order)
         first, self.skipped = self.skipped, 0
         for batch in range(first, len(self)):
-            shape = self.unscaled_shape(batch)
+            shape = self.fixed[1][batch] if self.fixed else self.shape
             if self.sizes:
                 rng = np.random.default_rng((SIZE_STREAM, self.seed, epoch, batch))
                 shape = self._scaled(shape, self.sizes[int(rng.integers(len(self.sizes)))])
@@ -227,7 +198,12 @@ class GlobalBatches:
 
     def order(self) -> np.ndarray:
         """Return the indices of the images in this epoch's order, (count,)."""
-        return self._order.draw(np.random.default_rng((ORDER_STREAM, self.seed, self.epoch)))
+        if self.fixed:
+            return self.fixed[0]
+        rng = np.random.default_rng((ORDER_STREAM, self.seed, self.epoch))
+        return (
+            rng.permutation(self.count) if self.weights is None else rng.choice(self.count, self.count, p=self.weights)
+        )
 
     def _partners(self, order: np.ndarray) -> np.ndarray:
         """Return the indices of the partners at each place of the order, (count, partners)."""
@@ -237,38 +213,11 @@ class GlobalBatches:
         first = (places - window // 2).clip(0, self.count - window)
         return order[first + rng.integers(window, size=(self.count, self.partners), dtype=np.int32)]
 
-    def unscaled_shape(self, batch: int) -> tuple[int, int]:
-        """Return height and width of a batch without --multi-scale."""
-        return self.shape
-
     def _scaled(self, shape: tuple[int, int], size: int) -> tuple[int, int]:
         """Return `shape` with its longer side at `size`, in whole strides."""
         unit = max(shape) * self.sizes.step
         height, width = (-(-side * size // unit) * self.sizes.step for side in shape)
         return height, width
-
-
-class RectangularBatches(GlobalBatches):
-    """Global batches of images of similar aspect ratio, in the same order every epoch, with the least padding."""
-
-    def __init__(
-        self,
-        image_sizes: np.ndarray,
-        batch_size: int,
-        seed: int,
-        imgsz: int,
-        stride: int,
-        sizes: range = range(0),
-        messages: Sequence[str] = (),
-    ) -> None:
-        super().__init__(Order(len(image_sizes)), batch_size, seed, (imgsz, imgsz), sizes=sizes, messages=messages)
-        self._sorted, self._shapes = by_aspect(image_sizes, batch_size, imgsz, stride, pad=0.0)
-
-    def order(self) -> np.ndarray:
-        return self._sorted
-
-    def unscaled_shape(self, batch: int) -> tuple[int, int]:
-        return self._shapes[batch]
 
 
 def training_batches(
@@ -287,13 +236,18 @@ def training_batches(
         image_sizes: (n, 2), width and height of each file's image, pixels
         mixed: number of images that are mixed into an item, 0 if they are not taken from the epoch's order
     """
-    count = len(image_sizes)
-    order, sizes = sampling.order(instances, count), batch_sizes(imgsz, stride)
-    messages = sampling.messages(order, count, sizes)
-    sizes = sizes if sampling.multi_scale else range(0)
-    if sampling.rect:
-        return RectangularBatches(image_sizes, batch_size, seed, imgsz, stride, sizes, messages)
-    return GlobalBatches(order, batch_size, seed, (imgsz, imgsz), mixed, sizes, messages)
+    count, sizes = len(image_sizes), batch_sizes(imgsz, stride)
+    return GlobalBatches(
+        count,
+        batch_size,
+        seed,
+        (imgsz, imgsz),
+        0 if sampling.rect else mixed,
+        sizes if sampling.multi_scale else range(0),
+        sampling.weights(instances, count),
+        by_aspect(image_sizes, batch_size, imgsz, stride, pad=0.0) if sampling.rect else None,
+        tuple(sampling.messages(instances, count, sizes)),
+    )
 
 
 def evaluation_batches(

@@ -47,4 +47,4 @@ class Cutout:
         )
 
 
-AUGMENTATIONS = [fog, Cutout()]  # of the finished item; {"image": [fog], "item": [Cutout()]}: fog before the mosaic
+AUGMENTATIONS = [fog, Cutout()]

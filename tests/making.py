@@ -157,3 +157,8 @@ def launched(monkeypatch: pytest.MonkeyPatch, world_size: int, local_world_size:
     values = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": local_world_size, "LOCAL_RANK": 0}
     for name, value in values.items():
         monkeypatch.setenv(name, str(value))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of every file below a folder by relative path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -2,28 +2,29 @@
 
 Every image has its own generator, `numpy.random.default_rng([seed, split, index])`, so any image can be drawn alone. On
 one machine the same seed gives the same bytes; another OpenCV build may round a few pixels or encode a JPEG
-differently.
-
-    python -m data.shapes [--folder datasets/shapes] [--seed 0]
-
-Called by data/data_yaml.py for `draw:` of a data YAML; shapes_cls.py draws with these functions.
+differently. Called by data/data_yaml.py for `draw:` of a data YAML; shapes_cls.py and shapes_seg.py draw with these
+functions.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import cv2
 import numpy as np
+from tqdm import tqdm
 
-from data.builtin.dataset import DRAWN_SPLITS, BuiltinDataset, draw_builtin
+from utils.errors import UserError
 
 SHAPES_VERSION = 1  # increase with every change of a pixel or a label: folders of older versions are refused
 SIDE_PIXELS = 160  # height and width of every image
-SHAPES_MARKER_FILE = "shapes.json"  # in the data set's folder
+DRAWN_SPLITS = ("train", "val")  # a split's number is its index here
 
 SUBPIXELS = 4  # sub-pixels per pixel along one side while a shape is drawn
 _FRACTION_BITS = 4  # fractional bits of OpenCV's drawing coordinates, so a vertex lies on a grid of 1/64 pixel
@@ -35,7 +36,7 @@ _CLIPPED_SHARE = 0.12  # share of objects that may extend beyond the image
 _MIN_INSIDE_SHARE = 0.8  # least share of such an object's pixels inside the image
 _MAX_HIDDEN_SHARE = 0.3  # largest share of an object's pixels that others touch too, in any order of painting
 _MAX_BOX_IOU = 0.3  # largest IoU of two boxes in one image
-_MIN_CONTRAST_LEVELS = 80.0  # grey levels; see `contrast`
+_MIN_CONTRAST_LEVELS = 80.0  # grey levels; see `fill_colour`
 _POSITIONS_PER_SIZE = 30  # positions to try before an object is drawn smaller
 
 Rng = np.random.Generator
@@ -43,35 +44,27 @@ Corners = tuple[float, float, float, float]  # x1, y1, x2, y2 in pixels
 Contours = list[np.ndarray]  # each (k, 2) float64 x, y in any unit; a pixel inside an odd number of contours is filled
 
 
-def _circle(radius: float = 1.0) -> np.ndarray:
-    """Return a circle around the origin as a polygon (64, 2), fine enough for 100 pixels."""
-    angles = np.linspace(0, 2 * np.pi, 64, endpoint=False)
-    return radius * np.stack([np.cos(angles), np.sin(angles)], axis=1)
-
-
-def _mirror(corners: list[tuple[float, float]]) -> np.ndarray:
+def _mirror(*corners: tuple[float, float]) -> np.ndarray:
     """Return the outline (2k, 2) whose right half is `corners` from top to bottom, mirrored at the y axis."""
     right = np.array(corners)
     return np.concatenate([right, right[::-1] * (-1.0, 1.0)])
 
 
-def _bar(a: float) -> np.ndarray:
-    return _mirror([(a, -1), (a, 1)])
-
-
 def _cross(a: float) -> np.ndarray:
-    return _mirror([(a, -1), (a, -a), (1, -a), (1, a), (a, a), (a, 1)])
+    return _mirror((a, -1), (a, -a), (1, -a), (1, a), (a, a), (a, 1))
 
 
+_ANGLES = np.linspace(0, 2 * np.pi, 64, endpoint=False)
+_CIRCLE = np.stack([np.cos(_ANGLES), np.sin(_ANGLES)], axis=1)  # fine enough for 100 pixels
 _SQUARE = np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]])
 _TRIANGLE = np.array([[0, -1], [0.866, 0.5], [-0.866, 0.5]])
 _SHAPES: dict[str, Callable[[Rng], Contours]] = {
-    "disc": lambda rng: [_circle() * (1.0, rng.uniform(0.85, 1.0))],
-    "ring": lambda rng: [_circle(), _circle(rng.uniform(0.5, 0.65))],
+    "disc": lambda rng: [_CIRCLE * (1.0, rng.uniform(0.85, 1.0))],
+    "ring": lambda rng: [_CIRCLE, rng.uniform(0.5, 0.65) * _CIRCLE],
     "square": lambda rng: [_SQUARE * (1.0, rng.uniform(0.85, 1.0))],
     "triangle": lambda rng: [_TRIANGLE * (1.0, rng.uniform(0.9, 1.2))],
     "cross": lambda rng: [_cross(rng.uniform(0.24, 0.34))],
-    "bar": lambda rng: [_bar(rng.uniform(0.3, 0.42))],
+    "bar": lambda rng: [_mirror((a := rng.uniform(0.3, 0.42), -1), (a, 1))],
 }
 NAMES: tuple[str, ...] = tuple(_SHAPES)
 
@@ -97,19 +90,15 @@ class PlacedShape:
     box: Corners  # around the visible part, in steps of 1/4 pixel
 
 
-def _fit(contours: Contours, size: float, angle: float) -> Contours:
-    """Rotate contours by `angle` radians, scale their bounding box to the longer side `size`, and centre it."""
-    cos, sin = np.cos(angle), np.sin(angle)
-    rotated = [points @ np.array([[cos, sin], [-sin, cos]]) for points in contours]
-    every = np.concatenate(rotated)
-    low, high = every.min(axis=0), every.max(axis=0)
-    return [(points - (low + high) / 2) * (size / (high - low).max()) for points in rotated]
-
-
 def draw_stencil(rng: Rng, label: int, size: float) -> Stencil:
     """Draw shape number `label`, `size` pixels long, with a random angle, variant and offset within one pixel."""
     thick = rng.uniform(0.04, 0.07) * size if size >= _OUTLINED_PIXELS and rng.random() < 0.4 else 0.0
-    contours = _fit(_SHAPES[NAMES[label]](rng), size - thick, rng.uniform(0, 2 * np.pi))
+    contours, angle = _SHAPES[NAMES[label]](rng), rng.uniform(0, 2 * np.pi)
+    cos, sin = np.cos(angle), np.sin(angle)
+    contours = [points @ np.array([[cos, sin], [-sin, cos]]) for points in contours]
+    every = np.concatenate(contours)
+    low, high = every.min(axis=0), every.max(axis=0)
+    contours = [(points - (low + high) / 2) * ((size - thick) / (high - low).max()) for points in contours]
     pixels = int(np.ceil(size)) + 4
     # OpenCV's whole numbers are the centres of sub-pixels.
     centre = SUBPIXELS * (pixels / 2 + rng.uniform(-0.5, 0.5, 2)) - 0.5
@@ -119,20 +108,15 @@ def draw_stencil(rng: Rng, label: int, size: float) -> Stencil:
         cv2.polylines(line, points, True, 255, max(round(thick * SUBPIXELS), 1), cv2.LINE_8, _FRACTION_BITS)
     whole = line.copy()
     cv2.fillPoly(whole, points, 255, cv2.LINE_8, _FRACTION_BITS)
-    return _crop(label, whole, line)
-
-
-def _crop(label: int, whole: np.ndarray, line: np.ndarray) -> Stencil:
-    """Crop both drawings, (4 n, 4 n) uint8, to the pixels that the shape touches."""
     left, top, wide, high = cv2.boundingRect(whole)
     x1, y1 = left // SUBPIXELS, top // SUBPIXELS
     width, height = -(-(left + wide) // SUBPIXELS) - x1, -(-(top + high) // SUBPIXELS) - y1
     crop = np.s_[y1 * SUBPIXELS : (y1 + height) * SUBPIXELS, x1 * SUBPIXELS : (x1 + width) * SUBPIXELS]
-
-    def coverage(drawing: np.ndarray) -> np.ndarray:
-        return cv2.resize(drawing[crop].astype(np.float32) / 255, (width, height), interpolation=cv2.INTER_AREA)
-
-    return Stencil(label, whole[crop], coverage(whole), coverage(line))
+    fill, edge = (
+        cv2.resize(drawing[crop].astype(np.float32) / 255, (width, height), interpolation=cv2.INTER_AREA)
+        for drawing in (whole, line)
+    )
+    return Stencil(label, whole[crop], fill, edge)
 
 
 def visible_part(stencil: Stencil, left: int, top: int, side: int) -> tuple[int, int, int, int]:
@@ -158,12 +142,9 @@ def place_at(stencil: Stencil, left: int, top: int) -> PlacedShape | None:
 
 def iou(one: Corners, other: Corners) -> float:
     """Return the IoU of two boxes."""
-    width = min(one[2], other[2]) - max(one[0], other[0])
-    height = min(one[3], other[3]) - max(one[1], other[1])
-    if width <= 0 or height <= 0:
-        return 0.0
-    areas = [(x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in (one, other)]
-    return width * height / (sum(areas) - width * height)
+    width, height = (min(one[k + 2], other[k + 2]) - max(one[k], other[k]) for k in (0, 1))
+    shared = max(width, 0.0) * max(height, 0.0)
+    return shared / (sum((x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in (one, other)) - shared)
 
 
 def _fits(new: PlacedShape, placed: list[PlacedShape]) -> bool:
@@ -259,21 +240,16 @@ def background(rng: Rng, side: int = SIDE_PIXELS) -> np.ndarray:
     return np.clip(image, 0, 255)
 
 
-def contrast(colours: np.ndarray, pixels: np.ndarray) -> np.ndarray:
-    """Return the contrast (c, p) in grey levels of BGR colours (c, 3) against pixels (p, 3).
+def fill_colour(rng: Rng, around: np.ndarray) -> np.ndarray:
+    """Return a random colour (3,) that stands out against nearly all pixels of `around` (h, w, 3).
 
     A difference in colour alone counts a third: JPEG halves the resolution of colour, which blurs small shapes.
     """
+    pixels, colours = rng.choice(around.reshape(-1, 3), 64), rng.uniform(5, 250, (16, 3))
     difference = colours[:, None] - pixels[None]
     luma = np.abs(difference @ np.array([0.114, 0.587, 0.299]))
-    return luma + np.abs(difference - difference.mean(axis=2, keepdims=True)).max(axis=2) / 3
-
-
-def fill_colour(rng: Rng, around: np.ndarray) -> np.ndarray:
-    """Return a random colour (3,) that stands out against nearly all pixels of `around` (h, w, 3)."""
-    pixels = rng.choice(around.reshape(-1, 3), 64)
-    colours = rng.uniform(5, 250, (16, 3))
-    worst = np.partition(contrast(colours, pixels), 6, axis=1)[:, 6]  # a tenth of the pixels may be a neighbour's
+    contrast = luma + np.abs(difference - difference.mean(axis=2, keepdims=True)).max(axis=2) / 3
+    worst = np.partition(contrast, 6, axis=1)[:, 6]  # a tenth of the pixels may be a neighbour's
     enough = np.flatnonzero(worst >= _MIN_CONTRAST_LEVELS)
     return colours[enough[0] if len(enough) else worst.argmax()]
 
@@ -323,30 +299,74 @@ def draw_image(seed: int, split: int, index: int) -> tuple[np.ndarray, np.ndarra
     return photograph(rng, image), labels
 
 
+def write_labelled(folder: Path, split: int, index: int, jpeg: bytes, rows: Sequence[str]) -> None:
+    """Write an image and its label file, which is empty for an image without objects."""
+    for kind, suffix, content in (("images", "jpg", jpeg), ("labels", "txt", "".join(rows).encode())):
+        file = folder / kind / DRAWN_SPLITS[split] / f"{index:06d}.{suffix}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+
+
+def draw_builtin(
+    folder: Path,
+    title: str,
+    version: int,
+    names: Sequence[str],
+    seed: int,
+    counts: tuple[int, int],
+    write: Callable[[Path, int, int, int], None],
+) -> Path:
+    """Draw a data set into `folder` unless it exists, and return `folder`.
+
+    The images are drawn into a hidden folder beside it, which is then renamed: `folder` is complete or absent. If
+    several processes draw, the first to rename wins. A killed process leaves its hidden folder, which nothing reads.
+    Raises `UserError` if `folder` exists with other content than this drawing, or cannot be written. Existing files
+    are never changed or removed.
+
+    Args:
+        version: version of the drawing: folders of other versions are refused
+        counts: number of images of each split
+        write: draws one image into the data set's folder by seed, split and index
+    """
+    marker = {"drawing": version, "seed": seed, **dict(zip(DRAWN_SPLITS, counts, strict=True)), "names": list(names)}
+    if not os.path.lexists(folder):
+        # mkdtemp would make a folder that only its owner may read, and that mode would survive the rename.
+        part = folder.parent / f".{folder.name}-{os.getpid()}-{secrets.token_hex(4)}"
+        work = [(split, index) for split, count in enumerate(counts) for index in range(count)]
+        try:
+            part.mkdir(parents=True)
+            for split, index in tqdm(work, desc=f"drawing {title}", unit="image", disable=None):  # None: if a terminal
+                write(part, seed, split, index)
+            (part / f"{title}.json").write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
+            os.sync()  # else a power cut soon after the rename could leave the final name on empty files
+            os.rename(part, folder)
+        except OSError as error:
+            if not os.path.lexists(folder):  # not drawn by a faster process
+                raise UserError(
+                    f"cannot write the {title} data set to '{folder}' ({error.strerror}): free disk space, fix the "
+                    "permissions, or name another folder"
+                ) from error
+        finally:
+            shutil.rmtree(part, ignore_errors=True)  # absent after the rename
+    try:
+        content = json.loads((folder / f"{title}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        content = None
+    if content != marker:
+        raise UserError(
+            f"'{folder}' exists, but is not the {title} data set of seed {seed} (see its {title}.json): remove it to "
+            "draw it again, or name another folder"
+        )
+    return folder
+
+
 def _write_image(folder: Path, seed: int, split: int, index: int) -> None:
-    """Draw one image and write its JPEG and its label file, which is empty for an image without objects."""
     image, labels = draw_image(seed, split, index)
     rng = np.random.default_rng([seed, split, index, 1])  # not the generator of `draw_image`
-    name = f"{DRAWN_SPLITS[split]}/{index:06d}"
-    (folder / "images" / f"{name}.jpg").write_bytes(encode(rng, image))
     rows = [f"{int(row[0])} " + " ".join(f"{value:.6f}" for value in row[1:]) + "\n" for row in labels]
-    (folder / "labels" / f"{name}.txt").write_text("".join(rows), encoding="utf-8")
-
-
-_SHAPES_DATASET = BuiltinDataset(
-    "shapes", SHAPES_VERSION, SHAPES_MARKER_FILE, NAMES, ("images/{}",), ("labels/{}",), _write_image
-)
+    write_labelled(folder, split, index, encode(rng, image), rows)
 
 
 def draw_dataset(folder: Path, seed: int = 0, train: int = 640, val: int = 160) -> Path:
     """Draw the data set into `folder` unless it exists, and return `folder`; see `draw_builtin`."""
-    return draw_builtin(_SHAPES_DATASET, folder, seed, (train, val))
-
-
-def main() -> None:
-    """Draw the data set that the command line describes."""
-    parser = argparse.ArgumentParser(description='Draw the built-in data set "shapes".')
-    parser.add_argument("--folder", type=Path, default=Path("datasets/shapes"), help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s; data/shapes.yaml means 0")
-    arguments = parser.parse_args()
-    print(draw_dataset(arguments.folder, arguments.seed))
+    return draw_builtin(folder, "shapes", SHAPES_VERSION, NAMES, seed, (train, val), _write_image)

@@ -13,12 +13,19 @@ from pathlib import Path
 
 import numpy as np
 
-from data.builtin.dataset import DRAWN_SPLITS, BuiltinDataset, draw_builtin
-from data.builtin.shapes import NAMES, background, draw_stencil, encode, paint, photograph
+from data.builtin.shapes import (
+    DRAWN_SPLITS,
+    NAMES,
+    background,
+    draw_builtin,
+    draw_stencil,
+    encode,
+    paint,
+    photograph,
+)
 
 SHAPES_CLS_VERSION = 1  # increase with every change of a pixel, by this module or shapes.py
 CLS_SIDE_PIXELS = 64  # height and width of every image
-SHAPES_CLS_MARKER_FILE = "shapes-cls.json"  # in the data set's folder
 
 _SPLIT_STREAM = 2  # in seeds where shapes.py has the split, 0 or 1, so that no generator is shared
 _CLS_MIN_PIXELS, _CLS_MAX_PIXELS = 22.0, 56.0  # a shape's longer side, drawn log-uniformly
@@ -37,23 +44,12 @@ def draw_image(seed: int, split: int, index: int) -> np.ndarray:
 
 
 def _write_image(folder: Path, seed: int, split: int, index: int) -> None:
-    """Draw one image and write its JPEG."""
     rng = np.random.default_rng([seed, _SPLIT_STREAM, split, index, 1])  # not the generator of `draw_image`
     path = folder / DRAWN_SPLITS[split] / NAMES[index % len(NAMES)] / f"{index:06d}.jpg"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(encode(rng, draw_image(seed, split, index)))
-
-
-_SHAPES_CLS_DATASET = BuiltinDataset(
-    "shapes-cls",
-    SHAPES_CLS_VERSION,
-    SHAPES_CLS_MARKER_FILE,
-    NAMES,
-    images=tuple(f"{{}}/{name}" for name in NAMES),
-    labels=(),
-    write=_write_image,
-)
 
 
 def draw_dataset(folder: Path, seed: int = 0, train: int = 1200, val: int = 300) -> Path:
     """Draw the data set into `folder` unless it exists, and return `folder`; see `draw_builtin`."""
-    return draw_builtin(_SHAPES_CLS_DATASET, folder, seed, (train, val))
+    return draw_builtin(folder, "shapes-cls", SHAPES_CLS_VERSION, NAMES, seed, (train, val), _write_image)

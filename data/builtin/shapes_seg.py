@@ -10,11 +10,9 @@ Called by data/data_yaml.py for `draw:` of a data YAML.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from data.builtin.dataset import DRAWN_SPLITS, BuiltinDataset, draw_builtin
 from data.builtin.shapes import (
     NAMES,
     SIDE_PIXELS,
@@ -22,15 +20,16 @@ from data.builtin.shapes import (
     PlacedShape,
     arrange,
     background,
+    draw_builtin,
     encode,
     paint,
     photograph,
     visible_part,
+    write_labelled,
 )
-from data.outlines import Points, mask_outline
+from data.polygons import Points, mask_outline
 
 SHAPES_SEG_VERSION = 1  # increase with every change of a pixel or an outline, by this module or shapes.py
-SHAPES_SEG_MARKER_FILE = "shapes-seg.json"  # in the data set's folder
 
 _SEG_SPLIT_STREAM = 3  # in seeds where shapes.py has the split, 0 or 1, so that no generator is shared
 _FEWEST, _MOST = 5, 9  # number of shapes in an image
@@ -38,11 +37,7 @@ _SEG_MIN_PIXELS = 14.0  # least longer side of a shape: a quarter of it, at whic
 _OUTLINE_TOLERANCE = 1.5  # sub-pixels
 
 
-class OutlinedShape(NamedTuple):
-    """The class of an object, and the outline of its visible part, in pixels."""
-
-    label: int
-    outline: Points
+Outlined = tuple[int, Points]  # the class of an object, and the outline of its visible part, in pixels
 
 
 def _fine_part(shape: PlacedShape) -> tuple[int, int, int, int]:
@@ -51,7 +46,7 @@ def _fine_part(shape: PlacedShape) -> tuple[int, int, int, int]:
     return SUBPIXELS * x1, SUBPIXELS * y1, SUBPIXELS * x2, SUBPIXELS * y2
 
 
-def draw_image(seed: int, split: int, index: int) -> tuple[np.ndarray, list[OutlinedShape]]:
+def draw_image(seed: int, split: int, index: int) -> tuple[np.ndarray, list[Outlined]]:
     """Draw one image, (160, 160, 3) uint8 BGR, and return it with its objects."""
     rng = np.random.default_rng([seed, _SEG_SPLIT_STREAM, split, index])
     image = background(rng)
@@ -67,28 +62,20 @@ def draw_image(seed: int, split: int, index: int) -> tuple[np.ndarray, list[Outl
         x1, y1, x2, y2 = _fine_part(shape)
         outline = mask_outline((on_top[y1:y2, x1:x2] == number).view(np.uint8), _OUTLINE_TOLERANCE)
         points = [((x + x1) / SUBPIXELS, (y + y1) / SUBPIXELS) for x, y in outline]
-        objects.append(OutlinedShape(shape.stencil.label, points))
+        objects.append((shape.stencil.label, points))
     return photograph(rng, image), objects
 
 
 def _write_image(folder: Path, seed: int, split: int, index: int) -> None:
-    """Draw one image and write its JPEG and its label file, which is empty for an image without objects."""
     image, objects = draw_image(seed, split, index)
     rng = np.random.default_rng([seed, _SEG_SPLIT_STREAM, split, index, 1])  # not the generator of `draw_image`
-    name = f"{DRAWN_SPLITS[split]}/{index:06d}"
-    (folder / "images" / f"{name}.jpg").write_bytes(encode(rng, image))
     rows = [
         f"{label} {' '.join(f'{value / SIDE_PIXELS:.5f}' for point in outline for value in point)}\n"
         for label, outline in objects
     ]
-    (folder / "labels" / f"{name}.txt").write_text("".join(rows), encoding="utf-8")
-
-
-_SHAPES_SEG_DATASET = BuiltinDataset(
-    "shapes-seg", SHAPES_SEG_VERSION, SHAPES_SEG_MARKER_FILE, NAMES, ("images/{}",), ("labels/{}",), _write_image
-)
+    write_labelled(folder, split, index, encode(rng, image), rows)
 
 
 def draw_dataset(folder: Path, seed: int = 0, train: int = 640, val: int = 160) -> Path:
     """Draw the data set into `folder` unless it exists, and return `folder`; see `draw_builtin`."""
-    return draw_builtin(_SHAPES_SEG_DATASET, folder, seed, (train, val))
+    return draw_builtin(folder, "shapes-seg", SHAPES_SEG_VERSION, NAMES, seed, (train, val), _write_image)

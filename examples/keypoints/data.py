@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from data.batches import Item, Items, loader, stack_in_place
-from data.cache import Images, open_images
+from data.cache import Images
 from data.data_yaml import DataSpec
 from data.dataset import DataSet, labels_text, problem_warnings, split_identity
 from data.images import read_image, resize_long_side
@@ -131,7 +131,7 @@ class HeatmapData(DataSet[HeatmapSplit]):
             stride=self.stride,
             mixed=0,
         )
-        images = open_images(split.images, 0, False, self.train_cache, split.sizes)
+        images = Images(split.images, split.sizes, 0, cache=self.train_cache)
         items = KeypointItems(images, split, seed, getattr(hyp, "fliplr", 0.0))
         return loader(items, batches, self.collate, self.options.workers)
 
@@ -139,5 +139,5 @@ class HeatmapData(DataSet[HeatmapSplit]):
         return evaluation_batches(split.sizes, batch_size, self.imgsz, self.stride, square=True)
 
     def evaluation_loader(self, split: HeatmapSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
-        images = open_images(split.images, 0, False, self.options.cache, split.sizes)
+        images = Images(split.images, split.sizes, 0, cache=self.options.cache)
         return loader(KeypointItems(images, split), batches, self.collate, self.options.workers)

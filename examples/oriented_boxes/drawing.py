@@ -13,8 +13,15 @@ import cv2
 import numpy as np
 import torch
 
-from data.builtin.dataset import DRAWN_SPLITS, BuiltinDataset, draw_builtin
-from data.builtin.shapes import SIDE_PIXELS, background, encode, fill_colour, photograph
+from data.builtin.shapes import (
+    SIDE_PIXELS,
+    background,
+    draw_builtin,
+    encode,
+    fill_colour,
+    photograph,
+    write_labelled,
+)
 
 from .geometry import corners
 
@@ -71,18 +78,12 @@ def draw_image(seed: int, split: int, index: int) -> tuple[np.ndarray, np.ndarra
 
 
 def _write_image(folder: Path, seed: int, split: int, index: int) -> None:
-    """Draw one image and write its JPEG and its label file, which may be empty."""
     image, rows = draw_image(seed, split, index)
-    name = f"{DRAWN_SPLITS[split]}/{index:06d}"
     rng = np.random.default_rng([seed, _STREAM, split, index, 1])  # another generator than that of `draw_image`
-    (folder / "images" / f"{name}.jpg").write_bytes(encode(rng, image))
     lines = [f"{int(row[0])} {' '.join(f'{value / SIDE_PIXELS:.6f}' for value in row[1:])}\n" for row in rows]
-    (folder / "labels" / f"{name}.txt").write_text("".join(lines), encoding="utf-8")
-
-
-_DATASET = BuiltinDataset("rectangles", VERSION, "rectangles.json", NAMES, ("images/{}",), ("labels/{}",), _write_image)
+    write_labelled(folder, split, index, encode(rng, image), lines)
 
 
 def draw_dataset(folder: Path, seed: int = 0, train: int = 640, val: int = 160) -> Path:
     """Draw the data set into `folder` unless it exists, and return `folder`; see `draw_builtin`."""
-    return draw_builtin(_DATASET, folder, seed, (train, val))
+    return draw_builtin(folder, "rectangles", VERSION, NAMES, seed, (train, val), _write_image)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from unittest.mock import Mock
 
 import cv2
@@ -12,7 +13,6 @@ import pytest
 from data.augment import (
     PADDING_LEVEL,
     Augmenter,
-    AugmentSettings,
     Sample,
     copy_paste,
     covered_shares,
@@ -30,8 +30,13 @@ from data.augment import (
 from data.polygons import Polygons
 from tests.making import noise, plain
 from utils.batch import Placement
+from utils.config.hyperparameters import Augmentation
 
-NOTHING = AugmentSettings()
+NOTHING = Augmentation(hsv_h=0, hsv_s=0, hsv_v=0, translate=0, scale=0, fliplr=0, mosaic=0)
+
+
+def hyp_of(**values: Any) -> Augmentation:
+    return replace(NOTHING, **values)
 
 
 def sample(image: np.ndarray, *boxes: list[float], classes: list[float] | None = None) -> Sample:
@@ -193,7 +198,7 @@ def smooth(width: int, height: int, number: int) -> np.ndarray:
 
 @pytest.mark.parametrize("strengths", [{}, {"degrees": 20.0, "shear": 5.0}, {"perspective": 0.0005, "degrees": 5.0}])
 def test_a_warped_mosaic_equals_its_canvas_warped(strengths: dict[str, float]) -> None:
-    rng, settings = np.random.default_rng(1), AugmentSettings(translate=0.1, scale=0.5, **strengths)
+    rng, settings = np.random.default_rng(1), hyp_of(translate=0.1, scale=0.5, **strengths)
     sizes = [(128, 96), (80, 128), (128, 60), (128, 128)]
     boxes = [[10, 20, 60, 50], [0, 0, 30, 128], [50, 5, 128, 55], [30, 30, 90, 100]]
     samples = [sample(smooth(*sizes[k], k), boxes[k], classes=[k]) for k in range(4)]
@@ -305,7 +310,7 @@ def test_a_warped_box_is_visible_by_its_sides_area_and_aspect(
 def matrices(count: int, source: tuple[int, int] = (100, 200), **settings: float) -> np.ndarray:
     """Return random matrices to (100, 200), (count, 3, 3)."""
     rng = np.random.default_rng(0)
-    return np.array([random_matrix(AugmentSettings(**settings), source, (100, 200), rng)[0] for _ in range(count)])
+    return np.array([random_matrix(hyp_of(**settings), source, (100, 200), rng)[0] for _ in range(count)])
 
 
 def check_uniform(values: np.ndarray, low: float, high: float) -> None:
@@ -349,7 +354,7 @@ def test_scale_is_uniform_around_one() -> None:
 
 
 def test_the_returned_scale_is_that_of_the_matrix() -> None:
-    settings = AugmentSettings(scale=0.5, degrees=30, translate=0.2)
+    settings = hyp_of(scale=0.5, degrees=30, translate=0.2)
     for seed in range(20):
         warp, scale = random_matrix(settings, (100, 200), (50, 60), np.random.default_rng(seed))
         assert np.linalg.det(warp[:2, :2]) == pytest.approx(scale**2)
@@ -409,7 +414,7 @@ def test_the_area_of_a_warped_box_is_compared_after_scaling() -> None:
 
 @pytest.mark.parametrize("perspective", [0.0, 0.001])
 def test_the_pixels_of_an_object_are_inside_its_warped_box(perspective: float) -> None:
-    settings = AugmentSettings(degrees=20, translate=0.1, scale=0.3, shear=5, perspective=perspective)
+    settings = hyp_of(degrees=20, translate=0.1, scale=0.3, shear=5, perspective=perspective)
     image = plain(120, 120, 0)
     image[40:70, 50:90] = 255
     extents = set()
@@ -450,7 +455,7 @@ def test_the_weight_of_mixup_is_near_one_half() -> None:
 def coloured(image: np.ndarray, draws: tuple[float, float, float], **gains: float) -> np.ndarray:
     """Change hue, saturation and value. draws: from -1 to 1, of the three factors."""
     before = sample(image.copy(), [0, 0, 3, 3], classes=[4])
-    after = random_hsv(before, AugmentSettings(**gains), uniform(np.array(draws)))
+    after = random_hsv(before, hyp_of(**gains), uniform(np.array(draws)))
     assert np.array_equal(before.image, image)
     assert np.array_equal(after.boxes, before.boxes)
     assert np.array_equal(after.classes, before.classes)
@@ -468,7 +473,7 @@ BLUE, GREEN, RED = (255, 0, 0), (0, 255, 0), (0, 0, 255)  # BGR
 
 def test_the_value_factor_is_uniform_around_one() -> None:
     rng, before = np.random.default_rng(0), sample(plain(1, 1, 100))
-    values = [random_hsv(before, AugmentSettings(hsv_v=0.4), rng).image[0, 0, 0] for _ in range(2000)]
+    values = [random_hsv(before, hyp_of(hsv_v=0.4), rng).image[0, 0, 0] for _ in range(2000)]
     check_uniform(np.array(values, float), 60, 140)
 
 
@@ -546,7 +551,7 @@ class Images:
         return self.samples[index]
 
     def augmenter(self, **settings: float) -> Augmenter:
-        return Augmenter(AugmentSettings(**settings), 16, 5, self.load, SIZES.__getitem__)
+        return Augmenter(hyp_of(**settings), 16, 5, self.load, SIZES.__getitem__)
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (16, 24), (32, 16)])
@@ -574,7 +579,7 @@ def test_an_item_depends_only_on_its_generator_and_leaves_the_loaded_images_unch
 
 def test_a_mosaic_consists_of_its_image_and_three_of_all_in_any_order() -> None:
     samples = [sample(plain(16, 16, 50 * k)) for k in range(5)]
-    augmenter = Augmenter(AugmentSettings(mosaic=1.0), 16, 5, samples.__getitem__, lambda _: (16, 16))
+    augmenter = Augmenter(hyp_of(mosaic=1.0), 16, 5, samples.__getitem__, lambda _: (16, 16))
     rng, missing, corners = np.random.default_rng(0), 0, np.zeros((4, 5), int)  # counts of each image in each corner
     for _ in range(400):
         image = augmenter(2, (16, 16), rng).image[..., 0]
@@ -646,7 +651,7 @@ def test_an_item_is_the_same_picture_at_another_size(size: int, settings: dict[s
     for _ in range(4):
         soft = cv2.resize(rng.integers(0, 256, (5, 5, 3), np.uint8), (96, 96), interpolation=cv2.INTER_CUBIC)
         samples.append(sample(soft, [8, 8, 88, 80], [0, 40, 60, 96]))
-    augmenter = Augmenter(AugmentSettings(**settings), 96, 4, samples.__getitem__, lambda _: (96, 96))
+    augmenter = Augmenter(hyp_of(**settings), 96, 4, samples.__getitem__, lambda _: (96, 96))
     for seed in range(5):
         usual, other = (augmenter(0, (side, side), np.random.default_rng(seed)) for side in (96, size))
         assert other.classes.tolist() == usual.classes.tolist()
@@ -738,7 +743,7 @@ def test_polygons_of_a_mosaic_enclose_the_pixels_of_their_objects(settings: dict
         cv2.circle(image, centre, 15, (255, 255, 255), -1)
         points = np.array(centre, np.float32) + 0.5 + 15.5 * np.stack((np.cos(angles), np.sin(angles)), 1)
         samples.append(outlined(points.tolist())._replace(image=image))
-    augmenter = Augmenter(AugmentSettings(**settings, mosaic=1.0), 96, 4, samples.__getitem__, lambda _: (96, 96))
+    augmenter = Augmenter(hyp_of(**settings, mosaic=1.0), 96, 4, samples.__getitem__, lambda _: (96, 96))
     discs = 0
     for seed in range(20):
         item = augmenter(0, (96, 96), np.random.default_rng(seed))
@@ -779,7 +784,7 @@ def test_outlines_are_moved_with_the_image() -> None:
         assert outlines_of(flip(flipped, axis)) == outlines_of(before) == [SQUARE, TRIANGLE]
     both = mixup(before, outlined(TRIANGLE), np.random.default_rng(0))
     assert outlines_of(both) == [SQUARE, TRIANGLE, TRIANGLE]
-    assert outlines_of(random_hsv(before, AugmentSettings(hsv_h=0.1), np.random.default_rng(0))) == [SQUARE, TRIANGLE]
+    assert outlines_of(random_hsv(before, hyp_of(hsv_h=0.1), np.random.default_rng(0))) == [SQUARE, TRIANGLE]
 
 
 def test_a_detector_needs_no_outlines_after_a_warp() -> None:
@@ -843,7 +848,7 @@ def test_a_mosaic_without_objects_has_outlines() -> None:
 
 @pytest.mark.parametrize("settings", [{"scale": 0.5, "translate": 0.2}, {"degrees": 30.0, "perspective": 0.0005}])
 def test_masks_change_no_pixel_and_no_random_choice(settings: dict[str, float]) -> None:
-    strengths = AugmentSettings(**settings, mosaic=0.7, mixup=0.5, fliplr=0.5, flipud=0.5, hsv_v=0.3)
+    strengths = hyp_of(**settings, mosaic=0.7, mixup=0.5, fliplr=0.5, flipud=0.5, hsv_v=0.3)
     samples = [
         outlined(rectangle(20, 30, 50, 70), width=96, height=96)._replace(image=noise(96, 96, k)) for k in range(4)
     ]

@@ -1,4 +1,4 @@
-"""Decoded images: the same pixels from files, memory and disk, and nothing written beside the files."""
+"""Decoded images: the same pixels from files, memory and disk; what a ring has and replaces."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import multiprocessing
 import os
 import pickle
 import re
-import resource
 import shutil
 import signal
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from data import cache
-from data.cache import Images, open_images
+from data.cache import Images, ImageStore
 from data.images import image_size, read_reduced
 from tests.conftest import OnProcesses
 from tests.making import noise, spoil, write_image
@@ -51,7 +50,7 @@ def sizes_of(files: list[Path]) -> np.ndarray:
 
 
 def opened(files: list[Path], imgsz: int, smooth: bool, way: str) -> Images:
-    return open_images(files, imgsz, smooth, way, sizes_of(files))
+    return Images(files, sizes_of(files), imgsz, smooth, cache=way)
 
 
 def cached_files(cache_home: Path) -> list[Path]:
@@ -84,18 +83,6 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, *files: Path) -> None:
     monkeypatch.setattr(cache, "read_image", read_others)
 
 
-def free_disk(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
-    """Let the caches write `size` bytes."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(size), total=0))
-
-
-@pytest.fixture(autouse=True)
-def new_run() -> Iterator[None]:
-    """Let the next test write to the disk again."""
-    yield
-    cache.writing_stopped[0] = 0
-
-
 def test_the_longer_side_has_the_requested_size(files: list[Path]) -> None:
     images = pixels(opened(files, 32, True, ""))
     assert [image.shape for image in images] == [(20, 32, 3), (24, 32, 3), (24, 32, 3), (32, 17, 3)]  # 16.8
@@ -123,20 +110,11 @@ def test_cached_images_are_those_of_the_files(files: list[Path], way: str, smoot
         assert same(pixels(images), expected)
 
 
-def test_a_truncated_photo_is_the_same_from_every_cache(tmp_path: Path) -> None:
-    files = [write_image(tmp_path / f"{k}.jpg", noise(640, 480, k)) for k in range(2)]
-    files[0].write_bytes(files[0].read_bytes()[:-20])
-    plain = pixels(opened(files, 320, True, ""))
-    for way in ("ram", "disk"):
-        images = opened(files, 320, True, way)
-        assert all(same(pixels(images), plain) for _ in range(2))
-
-
 @pytest.mark.parametrize("way", ["", "ram", "disk"])
 def test_large_photos_are_reduced_on_request(photos: list[Path], way: str) -> None:
     sizes = sizes_of(photos)
     expected = [read_reduced(file, *size, 32) for file, size in zip(photos, sizes.tolist(), strict=True)]
-    images = open_images(photos, 32, False, way, sizes, reduced=True)
+    images = Images(photos, sizes, 32, reduced=True, cache=way)
     for _ in range(2):
         assert same(pixels(images), expected)
         images = pickle.loads(pickle.dumps(images))  # as for spawned processes
@@ -168,23 +146,12 @@ def test_memory_is_filled_by_reading(files: list[Path]) -> None:
     assert same([images.read(2), images.read(0)], [expected[2], expected[0]])
 
 
-def test_images_that_a_forked_process_reads_are_cached_for_all(files: list[Path]) -> None:
-    expected = pixels(opened(files, 32, True, ""))
-    images = opened(files, 32, True, "ram")
-    if not (child := os.fork()):
-        pixels(images)
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    spoil(*files)
-    assert same(pixels(images), expected)
-
-
 def test_images_that_do_not_fit_into_memory_are_read_from_their_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = [write_image(tmp_path / f"set/{k}.bmp", noise(12, 12, seed=k)) for k in range(20)]
     expected = pixels(opened(files, 12, True, ""))
-    free = round((10 * 12 * 12 * 3 + 20) / cache.CACHE_MEMORY_SHARE) + 1  # and a byte per image
+    free = round((10 * 12 * 12 * 3 + cache.PAGE_BYTES) / cache.CACHE_MEMORY_SHARE) + 1  # and a page for the tables
     monkeypatch.setattr(cache, "shared_memory", lambda size: SharedMemory.of_size(size(free)))
     images = opened(files, 12, True, "ram")
     assert "room for 10 of 20 images" in images.messages[0]
@@ -197,7 +164,7 @@ def test_images_that_do_not_fit_into_memory_are_read_from_their_files(
 
 
 def test_a_file_whose_size_has_changed_since_the_scan_is_read(files: list[Path]) -> None:
-    images = open_images(files, 32, True, "ram", np.array([(32, 32)] * 4))
+    images = Images(files, np.array([(32, 32)] * 4), 32, True, cache="ram")
     for _ in range(2):
         assert same(pixels(images), pixels(opened(files, 32, True, "")))
 
@@ -205,7 +172,7 @@ def test_a_file_whose_size_has_changed_since_the_scan_is_read(files: list[Path])
 def read_after_the_first(files: list[Path], sizes: np.ndarray) -> tuple[int, list[int]]:
     """Return the size of the memory, and a sum of each image: read by the first process only, and then spoilt."""
     start("cpu", "no", 60.0)
-    images, store = open_images(files, 32, True, "ram", sizes), run_store()
+    images, store = Images(files, sizes, 32, True, cache="ram"), run_store()
     assert store is not None
     if ranks().rank == 0:
         store.wait_for_value("opened")  # a process that has ended shares no memory
@@ -215,7 +182,7 @@ def read_after_the_first(files: list[Path], sizes: np.ndarray) -> tuple[int, lis
     else:
         store.write_once("opened", True)
         store.wait_for_value("filled")
-    return len(images.memory.bytes), [int(image.sum()) for image in pixels(images)]
+    return len(images.stores[0].memory.bytes), [int(image.sum()) for image in pixels(images)]
 
 
 def test_memory_is_one_for_all_processes(on_processes: OnProcesses, files: list[Path]) -> None:
@@ -264,12 +231,6 @@ def test_disk_keeps_sizes_and_kinds_of_shrinking_apart(files: list[Path]) -> Non
             assert same(pixels(opened(files, imgsz, smooth, "disk")), expected)
 
 
-def test_disk_keeps_reduced_photos_apart(photos: list[Path]) -> None:
-    for reduced in (True, False, True):
-        expected = pixels(open_images(photos, 32, False, "", sizes_of(photos), reduced=reduced))
-        assert same(pixels(open_images(photos, 32, False, "disk", sizes_of(photos), reduced=reduced)), expected)
-
-
 def test_disk_keeps_equal_names_in_different_folders_apart(tmp_path: Path) -> None:
     files = [write_image(tmp_path / folder / "a.png", noise(12, 12, seed=k)) for k, folder in enumerate("xy")]
     for file in files:
@@ -299,15 +260,13 @@ def test_a_damaged_file_on_disk_is_replaced(
     assert same(pixels(opened(files, 32, True, "disk")), expected)
 
 
-def test_an_unwritable_disk_is_a_warning(files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_cannot_be_written_is_not_used(
+    files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = pixels(opened(files, 32, True, ""))
     (cache_home / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home / "file"))  # no folder can be made below a file, even by root
-    with pytest.warns(UserWarning, match=r"--cache disk: nothing more is written to .*/images \(") as warned:
-        found = [pixels(images := opened(files, 32, True, "disk")) for _ in range(2)]
-    assert len(warned) == 1
-    assert "room for 0 of 4 images, 0 cached" in images.messages[0]
-    assert same(found[0], expected)
+    assert same(pixels(opened(files, 32, True, "disk")), expected)
 
 
 def test_a_write_that_is_interrupted_leaves_nothing(
@@ -323,122 +282,26 @@ def test_a_write_that_is_interrupted_leaves_nothing(
     assert cached_files(cache_home) == []
 
 
-def test_disk_caches_files_whose_names_are_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [write_image(tmp_path / "a.png", noise(16, 12, seed=0)).rename(tmp_path / os.fsdecode(b"\xff.png"))]
-    expected = pixels(opened(files, 16, True, "disk"))
-    unreadable(monkeypatch, *files)
-    assert same(pixels(opened(files, 16, True, "disk")), expected)
-
-
-# The room on the disk
-
-
-def room_for(files: list[Path], count: int) -> int:
-    """Return the bytes that some images at 32 pixels take on disk, and some more."""
-    shapes = cache.cached_shapes(sizes_of(files), 32).astype(int)
-    return int(shapes.prod(1)[:count].sum() * 3 + 100)
-
-
-def test_a_tenth_of_the_disk_stays_free(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = SimpleNamespace(free=1000 + room_for(files, 2), total=10_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    images = opened(files, 32, True, "disk")
-    assert "room for 2 of 4 images" in images.messages[0]
-    usage.free = 1000 + room_for(files, 2) // 2  # another program has written
-    with pytest.warns(UserWarning, match="10% of its disk stays free") as warned:
-        pixels(images)
-    assert len(warned) == 1
-
-
-def test_images_that_do_not_fit_on_the_disk_are_read_from_their_files(
-    files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tenth_of_the_disk_stays_free(files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = pixels(opened(files, 32, True, ""))
-    free_disk(monkeypatch, room_for(files, 2))
-    images = opened(files, 32, True, "disk")
-    (message,) = images.messages
-    assert "--cache disk: room for 2 of 4 images, 0 cached before, 0.00 GiB in" in message
-    assert str(cache_home / "lockstep/images") in message
-    assert same(pixels(images), expected)
-    assert len(cached_files(cache_home)) == 2
-    unreadable(monkeypatch, *files[:2])
-    assert same(pixels(images), expected)
-    unreadable(monkeypatch, files[2])
-    with pytest.raises(UserError):
-        images.read(2)
-
-
-def test_a_restart_finds_what_is_on_disk(files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free_disk(monkeypatch, room_for(files, 2))
-    images = opened(files, 32, True, "disk")
-    images.read(0)
-    images.read(1)
-    free_disk(monkeypatch, 0)
-    for order in (files, files[::-1]):  # what is there counts wherever it stands in the list
-        assert "room for 2 of 4 images, 2 cached before" in opened(order, 32, True, "disk").messages[0]
-    assert len(cached_files(cache_home)) == 2
-
-
-def test_a_changed_file_is_not_taken_for_cached(files: list[Path]) -> None:
-    pixels(opened(files, 32, True, "disk"))
-    write_image(files[1], noise(64, 48, seed=9))
-    os.utime(files[2], ns=(0, 0))
-    images = opened(files, 32, True, "disk")
-    assert "room for 4 of 4 images, 2 cached before" in images.messages[0]
-    assert same(pixels(images), pixels(opened(files, 32, True, "")))
+    usage = SimpleNamespace(free=1000, total=10_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert same(pixels(opened(files, 32, True, "disk")), expected)
+    assert cached_files(cache_home) == []
+    usage.free += 32 * 24 * 3 + 1  # the largest but one
+    assert same(pixels(opened(files[:3], 32, True, "disk")), expected[:3])
+    assert len(cached_files(cache_home)) == 3
 
 
 def failing(file: int) -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_is_one_warning_and_leaves_nothing(
-    files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_nothing(files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = pixels(opened(files, 32, True, ""))
-    images, others = opened(files, 32, True, "disk"), opened(files[:2], 24, True, "disk")
-    images.read(1)
-    with monkeypatch.context() as full:
-        full.setattr(os, "fsync", failing)
-        with pytest.warns(UserWarning, match=r"\(No space left on device\)") as warned:
-            found = [pixels(way) for way in (images, others)]
-    assert len(warned) == 1
-    assert same(found[0], expected)
-    assert len(cached_files(cache_home)) == 1
-    pixels(images)  # nothing more is tried in this run
-    assert len(cached_files(cache_home)) == 1
-
-
-def test_loader_processes_warn_of_a_full_disk_once(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    images = opened(files, 32, True, "disk")
     monkeypatch.setattr(os, "fsync", failing)
-    with warnings.catch_warnings(), multiprocessing.get_context("fork").Pool(1) as pool:
-        warnings.simplefilter("ignore")
-        pool.map(images.read, range(4))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pixels(images)
-
-
-def test_a_file_that_the_disk_cuts_short_is_removed(tmp_path: Path, cache_home: Path) -> None:
-    """The kernel takes the first bytes of an image and refuses the last few hundred, as a disk that becomes full."""
-    files = [write_image(tmp_path / "large.bmp", noise(600, 600, seed=0))]
-    images = opened(files, 0, False, "disk")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (600 * 600 * 3 - 1000, hard))
-    try:
-        with pytest.warns(UserWarning, match=r"nothing more is written .* \(File too large\)"):
-            assert same(pixels(images), pixels(opened(files, 0, False, "")))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert same(pixels(opened(files, 32, True, "disk")), expected)
     assert cached_files(cache_home) == []
-
-
-def test_images_on_disk_are_pickled_for_spawned_processes(files: list[Path]) -> None:
-    images = opened(files, 32, True, "disk")
-    expected = pixels(images)
-    there = pickle.loads(pickle.dumps(images))
-    assert (there.messages, same(pixels(there), expected)) == (images.messages, True)
 
 
 def fill(files: list[Path], turn: int, start: Any, found: Any) -> None:
@@ -448,13 +311,12 @@ def fill(files: list[Path], turn: int, start: Any, found: Any) -> None:
     for k in range(3):
         order = np.random.default_rng(10 * turn + k).permutation(len(files))
         sums = {index: int(images.read(index).sum()) for index in order.tolist()}
-    found.put((images.messages[0], [sums[index] for index in range(len(files))]))
+    found.put([sums[index] for index in range(len(files))])
 
 
 def test_processes_fill_the_disk_together(tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [write_image(tmp_path / f"set/{k:02}.png", noise(32, 20, seed=k)) for k in range(40)]
     expected = pixels(opened(files, 32, True, ""))
-    free_disk(monkeypatch, room_for(files, 30))
     fork = multiprocessing.get_context("fork")
     start, found = fork.Barrier(4), fork.Queue()
     processes = [fork.Process(target=fill, args=(files, turn, start, found)) for turn in range(4)]
@@ -463,12 +325,10 @@ def test_processes_fill_the_disk_together(tmp_path: Path, cache_home: Path, monk
     results = [found.get(timeout=60) for _ in processes]
     for process in processes:
         process.join(60)
-    assert len({message for message, _ in results}) == 1
-    assert "room for 30 of 40 images, 0 cached before" in results[0][0]
-    assert [sums for _, sums in results] == [[int(image.sum()) for image in expected]] * 4
-    assert len(cached_files(cache_home)) == 30  # each once, nothing beside them
+    assert results == [[int(image.sum()) for image in expected]] * 4
+    assert len(cached_files(cache_home)) == 40  # each once, nothing beside them
     unreadable(monkeypatch, *files)
-    assert same(pixels(opened(files[:30], 32, True, "disk")), expected[:30])
+    assert same(pixels(opened(files, 32, True, "disk")), expected)
 
 
 # Paths
@@ -483,16 +343,165 @@ def test_files_is_a_sequence_of_paths(tmp_path: Path) -> None:
         files[3]
 
 
-def test_the_ring_and_its_images_share_the_paths(files: list[Path]) -> None:
-    """Of a million images they are large, and slow to make."""
-    images = open_images(files, 32, False, "", sizes_of(files), capacity=2)
-    assert isinstance(images, cache.ImagesInRing)
-    assert images.files is images.source.files
-    assert list(images.files) == files
-
-
 def test_messages_name_the_flag(files: list[Path]) -> None:
     for way, when in (("ram", "epoch"), ("val", "validation")):
         (message,) = opened(files, 32, True, way).messages
         assert message.startswith(f"--cache {way}: room for 4 of 4 images")
         assert message.endswith(f"filled in the first {when}")
+
+
+# The ring
+
+SHAPES = np.array([(20, 30), (30, 20), (10, 30), (30, 30)] * 10)
+
+
+def filled_image(index: int) -> np.ndarray:
+    return np.full((*SHAPES[index].tolist(), 3), index + 1, np.uint8)
+
+
+def put(ring: ImageStore, *indices: int) -> None:
+    for index in indices:
+        ring.put(index, filled_image(index))
+
+
+def stored(ring: ImageStore) -> list[int]:
+    """Return the images in the ring, whose pixels must be whole."""
+    found = []
+    for index in range(len(SHAPES)):
+        if (pixels := ring.get(index)) is not None:
+            assert np.array_equal(pixels, filled_image(index))
+            found.append(index)
+        ring.release()
+    return found
+
+
+def in_another_process(work: Callable[[], Any]) -> None:
+    """Call `work` in a forked process, which must succeed, and which the system then ends."""
+    if not (child := os.fork()):
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+
+
+def test_a_new_image_replaces_the_oldest() -> None:
+    ring = ImageStore(SHAPES, capacity=3)
+    assert stored(ring) == []
+    put(ring, 7, 1, 4)
+    assert stored(ring) == [1, 4, 7]
+    put(ring, 9, 0)
+    assert stored(ring) == [0, 4, 9]
+
+
+def test_an_image_that_is_being_read_stays() -> None:
+    ring = ImageStore(SHAPES, capacity=2)
+    put(ring, 0, 1)
+    pixels = ring.get(0)
+    assert pixels is not None
+    put(ring, 2, 3)  # both into the other place
+    assert np.array_equal(pixels, filled_image(0))
+    ring.release()
+    assert stored(ring) == [0, 3]
+    first, second = ring.get(0), ring.get(3)
+    put(ring, 4)  # there is no place for it
+    assert first is not None
+    assert second is not None
+    ring.release()
+    assert stored(ring) == [0, 3]
+
+
+def test_an_image_that_another_process_reads_stays() -> None:
+    ring, both = ImageStore(SHAPES, capacity=2), multiprocessing.get_context("fork").Pipe()
+    put(ring, 0, 1)
+
+    def read_and_wait() -> None:
+        assert ring.get(0) is not None
+        both[1].send("reading")
+        both[1].recv()
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=read_and_wait)
+    process.start()
+    both[0].recv()
+    put(ring, 2, 3)
+    assert stored(ring) == [0, 3]
+    both[0].send("stop")
+    process.join(60)
+    put(ring, 4, 5)
+    assert stored(ring) == [4, 5]
+
+
+class DeadlyImage:
+    """An image that ends the process when its pixels are read."""
+
+    shape, nbytes = (*SHAPES[5].tolist(), 3), 100
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+def test_a_process_that_dies_leaves_no_lock() -> None:
+    """Neither while it reads, nor while it writes an image, which is then not there."""
+    ring = ImageStore(SHAPES, capacity=3)
+    in_another_process(lambda: put(ring, 0, 1, 2))
+    assert stored(ring) == [0, 1, 2]
+    in_another_process(lambda: [ring.get(0), ring.get(1), ring.get(2)])
+
+    in_another_process(lambda: ring.put(5, DeadlyImage()))  # type: ignore[arg-type]
+    assert stored(ring) == [1, 2]
+    put(ring, 5, 6, 7)
+    assert stored(ring) == [5, 6, 7]
+
+
+def write_and_read(ring: ImageStore, seed: int) -> None:
+    """Read random images as a data set does: what is not in the ring is made and stored."""
+    for index in np.random.default_rng(seed).integers(len(SHAPES), size=3000).tolist():
+        held = [ring.get(index), ring.get((index + 1) % len(SHAPES))]
+        for pixels, number in zip(held, (index, (index + 1) % len(SHAPES)), strict=True):
+            if pixels is None:
+                ring.put(number, filled_image(number))
+            else:
+                assert (pixels == number + 1).all()
+        for pixels, number in zip(held, (index, (index + 1) % len(SHAPES)), strict=True):
+            assert pixels is None or (pixels == number + 1).all()  # still
+        ring.release()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+def test_processes_never_see_half_an_image(method: str) -> None:
+    ring, context = ImageStore(SHAPES, capacity=12), multiprocessing.get_context(method)
+    processes: list[Any] = [context.Process(target=write_and_read, args=(ring, seed)) for seed in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert 6 <= len(stored(ring)) <= 12
+
+
+def test_what_does_not_fit_is_not_stored() -> None:
+    """A few large images, and a file that has another size than its shape says."""
+    shapes = np.array([(20, 20)] * 199 + [(200, 200)])
+    ring = ImageStore(shapes, capacity=8)
+    ring.put(199, np.zeros((200, 200, 3), np.uint8))
+    ring.put(0, np.zeros((20, 21, 3), np.uint8))
+    assert ring.get(199) is ring.get(0) is None
+    ring.put(0, np.ones((20, 20, 3), np.uint8))
+    assert ring.get(0) is not None
+
+
+@pytest.mark.parametrize(("free", "capacity"), [(10**9, 40), (100_000, 5), (0, 0)])
+def test_the_capacity_follows_from_the_free_memory(free: int, capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of it at most: a page or two for the tables and 4 KiB for an image."""
+    monkeypatch.setattr("utils.distributed.shared_memory.available_bytes", lambda: free)
+    monkeypatch.setattr("utils.distributed.shared_memory.in_use", WeakSet())
+    ring = ImageStore(SHAPES, capacity=40)
+    assert ring.capacity == capacity
+    assert len(ring.memory.bytes) <= max(free * cache.RING_MEMORY_SHARE, cache.PAGE_BYTES)
+    put(ring, *range(40))
+    assert len(stored(ring)) == capacity

@@ -214,7 +214,7 @@ def test_draw_makes_a_built_in_data_set_at_its_path(
 @pytest.mark.parametrize(
     "draw",
     [-1, 0.5, True, "shapes-cls", ["shapes-cls"], {}, {"shapes-cls": -1}, {"shapes-cls": True}, {"circles": 0},
-     {"shapes-cls": None}, {"shapes": 0, "shapes-cls": 0}, {5: 0}, {"data.builtin.dataset": 0}, {"data.builtin": 0},
+     {"shapes-cls": None}, {"shapes": 0, "shapes-cls": 0}, {5: 0}, {"data.builtin.nothing": 0}, {"data.builtin": 0},
      {"data": 0}, {"json": 0}, {"utils.files": 0}, {"os.path": 0}, {"data..shapes": 0}, {"../evil": 0}, {"own": 0}],
 )  # fmt: skip
 def test_draw_needs_a_known_name_and_a_seed(yaml_file: Path, drawn: Calls, draw: object) -> None:

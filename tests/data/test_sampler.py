@@ -12,8 +12,6 @@ import pytest
 from data import sampler
 from data.sampler import (
     GlobalBatches,
-    Order,
-    RectangularBatches,
     SampleIndex,
     Sampling,
     batch_shape,
@@ -47,8 +45,8 @@ def images(batches: list[list[SampleIndex]]) -> list[int]:
     ("count", "batch_size", "batches"), [(10, 4, 3), (12, 4, 3), (13, 4, 4), (3, 8, 1), (1, 1, 1), (7, 1, 7)]
 )
 def test_an_epoch_holds_every_image_once_and_fills_up_from_its_start(count: int, batch_size: int, batches: int) -> None:
-    epoch = epoch_of(GlobalBatches(Order(count), batch_size, 0, (32, 96)), 2)
-    assert len(epoch) == len(GlobalBatches(Order(count), batch_size, 0, SQUARE)) == batches
+    epoch = epoch_of(GlobalBatches(count, batch_size, 0, (32, 96)), 2)
+    assert len(epoch) == len(GlobalBatches(count, batch_size, 0, SQUARE)) == batches
     assert {len(batch) for batch in epoch} == {batch_size}
     order = images(epoch)
     assert sorted(order[:count]) == list(range(count))
@@ -60,37 +58,37 @@ def test_an_epoch_holds_every_image_once_and_fills_up_from_its_start(count: int,
 
 
 def test_each_image_is_equally_frequent_at_each_place() -> None:
-    orders = np.array([images(epoch_of(GlobalBatches(Order(10), 5, 0, SQUARE), epoch)) for epoch in range(400)])
+    orders = np.array([images(epoch_of(GlobalBatches(10, 5, 0, SQUARE), epoch)) for epoch in range(400)])
     # each image is first, second, ... about 40 times; 6 standard deviations of that count
     counts = np.array([np.bincount(column, minlength=10) for column in orders.T])
     assert np.abs(counts - 40).max() < 36
 
 
 def test_halves_of_a_global_batch_are_the_batches_of_half_the_size() -> None:
-    whole = epoch_of(GlobalBatches(Order(24), 8, 0, SQUARE, partners=3), 1)
+    whole = epoch_of(GlobalBatches(24, 8, 0, SQUARE, partners=3), 1)
     halves = [half for batch in whole for half in (batch[:4], batch[4:])]
-    assert halves == epoch_of(GlobalBatches(Order(24), 4, 0, SQUARE, partners=3), 1)
+    assert halves == epoch_of(GlobalBatches(24, 4, 0, SQUARE, partners=3), 1)
 
 
 def test_set_epoch_does_not_change_an_epoch_under_way() -> None:
-    batches = GlobalBatches(Order(12), 4, 0, SQUARE)
+    batches = GlobalBatches(12, 4, 0, SQUARE)
     under_way = iter(batches)
     first = next(under_way)
     batches.set_epoch(1)
     assert [first, *under_way] == epoch_of(batches, 0)
-    assert list(GlobalBatches(Order(12), 4, 0, SQUARE)) == epoch_of(batches, 0)  # epoch 0 by default
+    assert list(GlobalBatches(12, 4, 0, SQUARE)) == epoch_of(batches, 0)  # epoch 0 by default
 
 
 def test_accelerate_sets_the_epoch_of_the_attribute_sampler() -> None:
-    batches = GlobalBatches(Order(12), 4, 0, SQUARE)
+    batches = GlobalBatches(12, 4, 0, SQUARE)
     batches.sampler.set_epoch(5)
-    assert list(batches) == epoch_of(GlobalBatches(Order(12), 4, 0, SQUARE), 5)
+    assert list(batches) == epoch_of(GlobalBatches(12, 4, 0, SQUARE), 5)
     assert (batches.batch_size, batches.drop_last) == (4, False)
 
 
 @pytest.mark.parametrize("trained", [0, 1, 2, 3])
 def test_skipped_batches_are_left_out_once(trained: int) -> None:
-    batches = GlobalBatches(Order(10), 4, 7, SQUARE)
+    batches = GlobalBatches(10, 4, 7, SQUARE)
     whole = epoch_of(batches, 2)
     for rest in (trained, 0):
         batches.set_epoch(2)
@@ -99,7 +97,7 @@ def test_skipped_batches_are_left_out_once(trained: int) -> None:
     batches.skip(trained)
     assert epoch_of(batches, 2) == whole[trained:]
     assert epoch_of(batches, 2) == whole
-    assert epoch_of(batches, 3) == epoch_of(GlobalBatches(Order(10), 4, 7, SQUARE), 3)
+    assert epoch_of(batches, 3) == epoch_of(GlobalBatches(10, 4, 7, SQUARE), 3)
     assert len(batches) == 3  # of the whole epoch
 
 
@@ -155,24 +153,32 @@ SIZES = np.array([[64, 32], [32, 64], [30, 60], [60, 30], [45, 60], [64, 16], [4
 ORDER = [5, 3, 0, 7, 6, 4, 2, 1]
 
 
+# Images 0 to 4 of a split; the fourth is background.
+INSTANCES = Instances(np.array([0, 0, 1, 2, 2, 2, 4]), np.array([0, 1, 0, 0, 0, 1, 3]))
+
+
+def rectangular(batch_size: int, seed: int, imgsz: int, stride: int) -> GlobalBatches:
+    return training_batches(Sampling(rect=True), INSTANCES, SIZES, batch_size, seed, imgsz, stride, mixed=7)
+
+
 def test_rectangular_batches_have_images_of_like_aspect() -> None:
-    batches = epoch_of(RectangularBatches(SIZES, 4, 0, 128, 32), 0)
+    batches = epoch_of(rectangular(4, 0, 128, 32), 0)
     assert images(batches) == ORDER
     # 3/4 of 128 are 96; 4/5 of 128 are 102.4, rounded up to 128
     assert [{sample.shape for sample in batch} for batch in batches] == [{(96, 128)}, {(128, 128)}]
-    batches = epoch_of(RectangularBatches(SIZES, 2, 0, 128, 32), 0)
+    batches = epoch_of(rectangular(2, 0, 128, 32), 0)
     # heights 1/2 and 3/4; widths 4/5 (rounded up) and 1/2
     assert [batch[0].shape for batch in batches] == [(64, 128), (96, 128), (128, 128), (128, 64)]
     assert [sample.position for batch in batches for sample in batch] == list(range(8))
 
 
 def test_a_rectangular_batch_of_both_kinds_is_square() -> None:
-    batches = epoch_of(RectangularBatches(SIZES, 6, 0, 128, 32), 0)
+    batches = epoch_of(rectangular(6, 0, 128, 32), 0)
     assert [batch[0].shape for batch in batches] == [(128, 128), (128, 64)]
 
 
 def test_rectangular_batches_have_one_order_and_fill_up_too() -> None:
-    batches = RectangularBatches(SIZES, 3, 0, 128, 32)
+    batches = rectangular(3, 0, 128, 32)
     assert images(epoch_of(batches, 0)) == images(epoch_of(batches, 1)) == [*ORDER, 5]
     assert {sample.epoch for batch in epoch_of(batches, 1) for sample in batch} == {1}
     assert {len(batch) for batch in epoch_of(batches, 1)} == {3}
@@ -218,8 +224,8 @@ def test_the_partners_of_a_window_are_around_an_item(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sampler, "PARTNERS_WINDOW", 10)
     seen: list[set[int]] = [set() for _ in range(40)]
     for epoch in range(60):
-        order = images(epoch_of(GlobalBatches(Order(40), 1, 7, SQUARE), epoch))
-        samples = list(chain(*epoch_of(GlobalBatches(Order(40), 8, 7, SQUARE, partners=3), epoch)))
+        order = images(epoch_of(GlobalBatches(40, 1, 7, SQUARE), epoch))
+        samples = list(chain(*epoch_of(GlobalBatches(40, 8, 7, SQUARE, partners=3), epoch)))
         assert [sample.image for sample in samples] == order
         for place, sample in enumerate(samples):
             seen[place].update(order.index(partner) for partner in sample.partners)
@@ -227,9 +233,7 @@ def test_the_partners_of_a_window_are_around_an_item(monkeypatch: pytest.MonkeyP
 
 
 def test_in_a_small_data_set_all_images_are_partners() -> None:
-    samples = [
-        sample for e in range(9) for sample in chain(*epoch_of(GlobalBatches(Order(9), 3, 7, SQUARE, partners=3), e))
-    ]
+    samples = [sample for e in range(9) for sample in chain(*epoch_of(GlobalBatches(9, 3, 7, SQUARE, partners=3), e))]
     assert {partner for sample in samples for partner in sample.partners} == set(range(9))
 
 
@@ -240,8 +244,6 @@ def test_images_in_use_are_those_in_reach_and_in_loading() -> None:
 
 # Other orders
 
-# Images 0 to 4 of a split; the fourth is background.
-INSTANCES = Instances(np.array([0, 0, 1, 2, 2, 2, 4]), np.array([0, 1, 0, 0, 0, 1, 3]))
 WEIGHTS = [1 / 4 + 1 / 2, 1 / 4, 2 / 4 + 1 / 2, 0, 1]
 SAMPLINGS = (
     Sampling(),

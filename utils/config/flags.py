@@ -120,7 +120,7 @@ class TrainOptions:
         0, "final epochs without mosaic and mixup", "data", NOT_NEGATIVE, needs="mixing", curve=True, suggested=("hyp",)
     )
     augmentations: str = flag(
-        "", "your augmentations: a YAML, or a Python file, which is executed", "data", needs="augmentation", curve=True
+        "", "your augmentations: a Python file, which is executed", "data", needs="augmentation", curve=True
     )
     mask_ratio: int = flag(4, "pixels per mask pixel, along a side", "data", Range(1, 32), needs="masks", curve=True)
     no_overlap: bool = flag(False, "whole masks, also below smaller objects", "data", needs="masks", curve=True)
@@ -240,7 +240,7 @@ class DetectOptions:
         "python detect.py --weights best.pt --source 0 --view-img     # a camera",
     )
     weights: tuple[str, ...] = ENSEMBLE()
-    source: tuple[str, ...] = flag((), "files, folders, globs, lists, URLs, cameras, rtsp://..., or screen", "images")
+    source: tuple[str, ...] = flag((), "files, folders, globs, lists, URLs, cameras, or rtsp://...", "images")
     data: str = flag("", "data set YAML with the class names; '' takes those inside --weights", "model")
     imgsz: tuple[int, ...] = SIDES(group="images")
     conf_thres: float = CONF_THRES(0.25, group="predictions", aliases=CONF, needs="detections")

@@ -136,6 +136,26 @@ class Augmentation(Recipe):
 
 
 @dataclass(frozen=True)
+class Transforms(Recipe):
+    """The keys of a task whose images are cropped and changed by torchvision's transforms."""
+
+    crop_scale: float = number(0.08, Range(0, 1, exclusive_minimum=True))  # smallest area of a random crop, as a share
+    fliplr: float = number(0.5, SHARE)
+    flipud: float = number(0.0, SHARE)
+    brightness: float = number(0.4, NOT_NEGATIVE)
+    contrast: float = number(0.4, NOT_NEGATIVE)
+    saturation: float = number(0.4, NOT_NEGATIVE)
+    hue: float = number(0.0, Range(0, 0.5))
+    randaugment: int = number(0, Range(0, 16))  # number of operations
+    randaugment_magnitude: int = number(9, Range(0, 30))
+    erasing: float = number(0.0, SHARE)
+    mixup: float = number(0.0, SHARE)
+    cutmix: float = number(0.0, SHARE)
+    mixup_alpha: float = number(0.2, POSITIVE)
+    cutmix_alpha: float = number(1.0, POSITIVE)
+
+
+@dataclass(frozen=True)
 class ClassWeightKeys:
     """The key of a loss that weights objects by their class. An object of weight 2 counts like two equal objects."""
 

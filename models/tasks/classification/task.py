@@ -19,8 +19,8 @@ from models.tasks.contract import ExportModule, ExportSettings, Image, Model, Ta
 from models.tasks.shared.losses import weights_by_class
 from models.yolo import build_model
 from utils.batch import Batch, layout
-from utils.config.hyperparameters import ClassWeightKeys, Recipe, Recipes, number
-from utils.config.values import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
+from utils.config.hyperparameters import ClassWeightKeys, Recipes, Transforms, number
+from utils.config.values import BELOW_ONE, NOT_NEGATIVE
 from utils.errors import UserError
 from utils.plots.drawing import draw_captioned
 
@@ -29,27 +29,13 @@ IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
-class ClassificationRecipe(ClassWeightKeys, Recipe):
+class ClassificationRecipe(ClassWeightKeys, Transforms):
     """The keys of a classifier's hyperparameter YAML, with the defaults in data/hyps/classify.yaml."""
 
     momentum: float = number(0.9, BELOW_ONE)
     weight_decay: float = number(0.0001, NOT_NEGATIVE)
     nbs: int = number(0, NOT_NEGATIVE)  # nominal batch size; 0 makes every batch a step
     warmup_epochs: float = number(0.0, NOT_NEGATIVE)
-    crop_scale: float = number(0.08, Range(0, 1, exclusive_minimum=True))  # smallest area of a random crop, as a share
-    fliplr: float = number(0.5, SHARE)
-    flipud: float = number(0.0, SHARE)
-    brightness: float = number(0.4, NOT_NEGATIVE)
-    contrast: float = number(0.4, NOT_NEGATIVE)
-    saturation: float = number(0.4, NOT_NEGATIVE)
-    hue: float = number(0.0, Range(0, 0.5))
-    randaugment: int = number(0, Range(0, 16))  # number of operations
-    randaugment_magnitude: int = number(9, Range(0, 30))
-    erasing: float = number(0.0, SHARE)
-    mixup: float = number(0.0, SHARE)
-    cutmix: float = number(0.0, SHARE)
-    mixup_alpha: float = number(0.2, POSITIVE)
-    cutmix_alpha: float = number(1.0, POSITIVE)
 
 
 class ClassificationTask(Task):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import cv2
@@ -9,7 +11,8 @@ import numpy as np
 import pytest
 
 from data.builtin import shapes
-from tests.data.builtin.test_dataset import contents
+from tests.making import contents
+from utils.errors import UserError
 
 Drawing = list[tuple[np.ndarray, np.ndarray]]
 
@@ -104,7 +107,8 @@ def test_fill_colours_stand_out_and_vary() -> None:
     rng = np.random.default_rng(0)
     around = shapes.background(rng)[:40, :40]
     colours = np.stack([shapes.fill_colour(rng, around) for _ in range(20)])
-    assert (np.median(shapes.contrast(colours, around.reshape(-1, 3)), axis=1) > 50).all()
+    difference = colours[:, None] - around.reshape(-1, 3)[None]
+    assert (np.median(np.abs(difference).max(2), axis=1) > 50).all()
     assert colours.std(axis=0).min() > 25
 
 
@@ -112,7 +116,7 @@ def test_the_files_contain_the_drawn_images_and_labels(tmp_path: Path) -> None:
     files = contents(shapes.draw_dataset(tmp_path / "one", seed=7, train=2, val=2))
     names = [f"{split}/00000{index}" for split in ("train", "val") for index in range(2)]
     expected = {*(f"images/{name}.jpg" for name in names), *(f"labels/{name}.txt" for name in names)}
-    assert files.keys() == {*expected, shapes.SHAPES_MARKER_FILE}
+    assert files.keys() == {*expected, "shapes.json"}
     image, labels = shapes.draw_image(7, 1, 1)
     stored = cv2.imdecode(np.frombuffer(files["images/val/000001.jpg"], np.uint8), cv2.IMREAD_COLOR)
     assert np.abs(stored.astype(int) - image).mean() < 12  # JPEG at its worst on noise
@@ -128,12 +132,70 @@ def test_an_image_without_objects_has_an_empty_label_file(tmp_path: Path, drawin
     assert (folder / f"labels/train/{empty:06d}.txt").read_bytes() == b""
 
 
-def test_the_command_line_draws_and_prints_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+# Writing a data set: complete or absent, never overwritten
+
+
+def draw(folder: Path, seed: int = 0) -> Path:
+    return shapes.draw_dataset(folder, seed, train=3, val=1)
+
+
+def times(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
+
+
+def test_a_data_set_is_drawn_once(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "toy"
+    assert draw(folder) == folder
+    assert list((tmp_path / "deep").iterdir()) == [folder]
+    before = times(tmp_path)
+    draw(folder)
+    assert times(tmp_path) == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_drawing_leaves_no_files(
+    tmp_path: Path, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[tuple[Path, int]] = []
-    monkeypatch.setattr(shapes, "draw_dataset", lambda folder, seed: calls.append((folder, seed)) or folder)
-    monkeypatch.setattr("sys.argv", ["shapes", "--folder", str(tmp_path), "--seed", "4"])
-    shapes.main()
-    assert calls == [(tmp_path, 4)]
-    assert capsys.readouterr() == (f"{tmp_path}\n", "")
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shapes, "photograph", fail)
+        with pytest.raises(error):
+            draw(tmp_path / "toy")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / ".toy-1-00000000/train").mkdir(parents=True)  # of a killed process
+    assert len(contents(draw(tmp_path / "toy"))) == 2 * 4 + 1
+
+
+def test_the_slower_of_two_processes_uses_the_other_drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = os.rename
+    before: dict[Path, int] = {}
+
+    def late(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "rename", rename)
+        before.update(times(draw(target)))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    assert times(draw(tmp_path / "toy")) == before
+    assert list(tmp_path.iterdir()) == [tmp_path / "toy"]
+
+
+@pytest.mark.parametrize("content", [None, {"seed": 1}, {"drawing": 0}, {"train": 9}])
+def test_another_folder_or_drawing_is_refused(tmp_path: Path, content: dict[str, int] | None) -> None:
+    marker = draw(tmp_path / "toy") / "shapes.json"
+    if content is None:
+        marker.unlink()
+    else:
+        marker.write_text(json.dumps({**json.loads(marker.read_text()), **content}))
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match=rf"^'{tmp_path}/toy' exists, .* remove it"):
+        draw(tmp_path / "toy")
+    assert contents(tmp_path) == before
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write the shapes data set to .*file/toy' \(Not a directory\)"):
+        draw(tmp_path / "file" / "toy")

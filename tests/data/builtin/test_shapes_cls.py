@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from data.builtin import shapes, shapes_cls, shapes_seg
-from tests.data.builtin.test_dataset import contents
+from tests.making import contents
 
 
 def test_an_image_depends_only_on_seed_split_and_index() -> None:
@@ -67,7 +67,7 @@ def test_the_files_contain_the_drawn_images(tmp_path: Path) -> None:
     images = {
         f"{split}/{shapes.NAMES[i % 6]}/{i:06d}.jpg" for split, n in (("train", 14), ("val", 6)) for i in range(n)
     }
-    assert files.keys() == {*images, shapes_cls.SHAPES_CLS_MARKER_FILE}
+    assert files.keys() == {*images, "shapes-cls.json"}
     stored = cv2.imdecode(np.frombuffer(files["val/square/000002.jpg"], np.uint8), cv2.IMREAD_COLOR)
     assert stored.shape == (64, 64, 3)
     assert np.abs(stored.astype(int) - shapes_cls.draw_image(7, 1, 2)).mean() < 12  # JPEG at its worst on noise

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from data.builtin import shapes, shapes_seg
-from tests.data.builtin.test_dataset import contents
+from tests.making import contents
 
 SIDE = shapes.SIDE_PIXELS
 
@@ -73,7 +73,7 @@ def test_the_files_contain_the_drawn_images_and_outlines(tmp_path: Path) -> None
     files = contents(shapes_seg.draw_dataset(tmp_path / "one", seed=7, train=5, val=3))
     names = {f"{split}/{index:06d}" for split, count in (("train", 5), ("val", 3)) for index in range(count)}
     assert files.keys() == {
-        shapes_seg.SHAPES_SEG_MARKER_FILE,
+        "shapes-seg.json",
         *(f"images/{name}.jpg" for name in names),
         *(f"labels/{name}.txt" for name in names),
     }
