@@ -72,7 +72,7 @@ def within_fake(mode: Any, flags: Sequence[str], work: Callable[[Parts], T]) -> 
         return terms_of(criterion, outputs, batch, names, False)  # the first batch's values are read
 
     def untried(batch_size: int, *given: Any) -> memory.FittedBatch:
-        return memory.FittedBatch(batch_size, 1, "")  # there is no memory
+        return memory.FittedBatch(batch_size, 1)  # there is no memory
 
     with (
         replaced(train, "place_model", on_the_device),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.config.hyperparameters import Recipe
+from utils.console import log
 from utils.errors import plural
 
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
@@ -112,9 +113,12 @@ class Schedule:
         model: nn.Module,
         factors: Factors = NO_FACTORS,
     ) -> Schedule:
-        """Return the schedule of a run; the arguments are those of `build_optimizer`."""
+        """Return the schedule of a run; log what is lower or shorter than usual.
+
+        The arguments are those of `build_optimizer`.
+        """
         scale = hyp.weights_factor(known)
-        return cls(
+        schedule = cls(
             epochs=epochs,
             batches=batches,
             cosine=cosine,
@@ -128,6 +132,13 @@ class Schedule:
             warmup_rise=hyp.warmup_rise,
             groups=tuple(grouped_parameters(model, factors)),
         )
+        if schedule.warmup < (usual := replace(schedule, warmup_share=0.0).warmup):
+            share = f"{schedule.warmup_share:.0%} of the run's {epochs * batches:,}"
+            log(f"warm-up: {plural(schedule.warmup, 'batch')} instead of {usual}, limited to {share}")
+        if schedule.peak < schedule.lr0:
+            lower = f"learning rate {schedule.peak:.2g} instead of {schedule.lr0:.2g}"
+            log(f"{lower}, as the warm-up is too short for more")
+        return schedule
 
     @property
     def warmup(self) -> int:
@@ -165,18 +176,6 @@ class Schedule:
             if "momentum" in group:
                 group["momentum"] = rates.momentum
         return rates
-
-    def messages(self) -> list[str]:
-        """Return messages for a shorter warm-up than usual, and for the lower rate that it requires."""
-        usual = replace(self, warmup_share=0.0).warmup
-        messages = []
-        if self.warmup < usual:
-            share = f"{self.warmup_share:.0%} of the run's {self.epochs * self.batches:,}"
-            messages.append(f"warm-up: {plural(self.warmup, 'batch')} instead of {usual}, limited to {share}")
-        if self.peak < self.lr0:
-            lower = f"learning rate {self.peak:.2g} instead of {self.lr0:.2g}"
-            messages.append(f"{lower}, as the warm-up is too short for more")
-        return messages
 
 
 def _interpolate(start: float, end: float, share: float) -> float:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from utils.checkpoint.training_state import TrainingState, floating_buffers
+from utils.console import log
 from utils.distributed.logical import CLIP_NORM, DistributedModel
 from utils.errors import UserError
 from utils.training.cuda_graph import RecordedCall, can_record, record_networks
@@ -65,7 +66,7 @@ class OptimizerSteps:
         self.guard = NonFiniteGuard([state.loss_sums, *buffers])
         self.update_averages: Callable[[Tensor], object] = self._update_averages
         if record and can_record(model):
-            record_networks(model, run.print)
+            record_networks(model, log)
             self.update_averages = RecordedCall(self._update_averages)
         self.window: Window = []  # the batches since the last step
         self.ended: deque[EndedStep] = deque()

@@ -164,7 +164,6 @@ def test_warmup_has_at_least_100_batches_or_none(epochs: float, batches: int, wa
 def test_warmup_is_at_most_a_share_of_the_run(share: float, warmup: int) -> None:
     schedule = replace(LINEAR, warmup_share=share)
     assert schedule.warmup == warmup
-    assert [f"{warmup} batches instead of 150" in message for message in schedule.messages()] == [True] * (warmup < 150)
 
 
 @pytest.mark.parametrize(("rise", "peak"), [(0, 0.01), (0.0002, 0.01), (0.0001, 0.005)])
@@ -174,7 +173,6 @@ def test_a_short_warmup_lowers_the_rate(rise: float, peak: float) -> None:
     assert (schedule.warmup, schedule.peak) == (50, peak)
     assert schedule.at(25).lrs[1] == pytest.approx(peak / 2)
     assert schedule.at(50).lrs == pytest.approx([0.91 * peak] * 3)  # epoch 1: 0.9 x 0.9 + 0.1
-    assert any("learning rate 0.005 instead of 0.01" in text for text in schedule.messages()) == (peak < 0.01)
 
 
 def test_a_run_without_warmup_has_the_rate_of_its_first_batch() -> None:

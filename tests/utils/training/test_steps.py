@@ -128,7 +128,7 @@ def test_an_epoch_of_steps(tmp_path: Path) -> None:
     losses = train(steps, loader)
     progress = steps.progress
     assert (progress.step, progress.batch, progress.taken, progress.skipped) == (BATCHES, BATCHES, BATCHES, 0)
-    assert (steps.log.remaining.batches, steps.log.remaining.done) == (EPOCHS * BATCHES, BATCHES)
+    assert (steps.log.left, steps.log.done) == (EPOCHS * BATCHES, BATCHES)
     assert int(steps.ema.updates) == BATCHES
     assert not any(torch.equal(one, other) for one, other in zip(values(steps), before, strict=True))
     assert steps.state.loss_sums.flatten().tolist() == pytest.approx([sum(losses)])
@@ -218,7 +218,7 @@ def test_steps_continue_from_a_saved_state(tmp_path: Path) -> None:
     second, loader_again = prepared(run_in(tmp_path), saved)
     assert second.progress == first.progress
     assert equal(values(second), values(first))
-    assert second.log.remaining.batches == BATCHES
+    assert second.log.left == BATCHES
     assert train(second, loader_again) == train(first, loader)
     assert equal(values(second), values(first))
 
