@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -74,14 +74,14 @@ def run_main(main: Callable[[], object]) -> None:
     if world_size() > 1:
         threading.Thread(target=_watch_others, daemon=True).start()
     try:
-        message, code, waits = _call(main)
+        message, code, lost = _call(main)
     finally:
         end_workers()
     connected = distributed.is_initialized()
     if message:
         notify_failure(message)
         if world_size() > 1:
-            end_together(message, code, _name_the_lost if waits else None)
+            end_together(message, code, "ended without an error message, or cannot be reached" if lost else "")
         print(message, file=sys.stderr)
     elif connected and not code:
         distributed.destroy_process_group()
@@ -145,27 +145,25 @@ def known_cause(error: BaseException) -> str:
     )
 
 
-def _name_the_lost(present: Mapping[int, bool]) -> str:
-    missing = set(range(world_size())) - set(present)
-    return f"error: {names(missing)} ended without an error message, or cannot be reached" if missing else ""
-
-
-def end_together(message: str, code: int = 1, blame: Callable[[Mapping[int, bool]], str] | None = None) -> NoReturn:
+def end_together(message: str, code: int = 1, culprit: str = "", stalled: bool = False) -> NoReturn:
     """End all processes; the first that calls this prints the message; without the store, one of each machine does.
 
     Args:
-        blame: returns a better message, '' for none, from the answers of this process and of those that answer the
-            alarm: by rank, whether a process waits for others
+        culprit: what to say of the processes that do not answer the alarm, if there are such
+        stalled: whether to say it else of those that the others wait for
     """
     query_store(lambda store: store.write_once("alarm", True), None)
-    answers = {ranks().rank: is_waiting()}
-    query_store(lambda store: store.write("present", answers[ranks().rank]), None)
-    time.sleep(ROLL_CALL_SECONDS if blame else 0)
+    waits = is_waiting()
+    query_store(lambda store: store.write("present", waits), None)
+    time.sleep(ROLL_CALL_SECONDS if culprit else 0)
     calls = query_store(lambda store: store.count("failed"), 0)
     if calls == 1 or (not calls and not ranks().local_rank):
-        present: dict[int, bool] = query_store(lambda store: store.values("present"), {})
-        answers |= present
-        hard_exit((blame and blame(answers)) or message, code)
+        answers: dict[int, bool] = query_store(lambda store: store.values("present"), {})
+        answers[ranks().rank] = waits
+        busy = {rank for rank, waits in answers.items() if stalled and not waits}
+        late = set(range(world_size())) - set(answers) or busy
+        named = culprit and 0 < len(late) < world_size()
+        hard_exit(f"error: {names(late)} {culprit}" if named else message, code)
     time.sleep(EXPLAIN_SECONDS)  # if this process exits earlier, the first one may be ended before it has printed
     hard_exit("", code)
 
@@ -264,14 +262,8 @@ class Watchdog:
                 faulthandler.dump_traceback(file, all_threads=True)
         reason = f"for {self.timeout:g} s (--dist-timeout); the stack of each process is in {self.folder}"
         notify_failure(f"no progress {reason}")
-
-        def blame(waiting: Mapping[int, bool]) -> str:
-            late = set(range(world_size())) - set(waiting) or {rank for rank, waits in waiting.items() if not waits}
-            some = 0 < len(late) < world_size()
-            what = f"{names(late)} made no progress, or cannot be reached," if some else "no process made progress"
-            return f"error: {what} {reason}"
-
-        end_together("", blame=blame)
+        culprit = f"made no progress, or cannot be reached, {reason}"
+        end_together(f"error: no process made progress {reason}", culprit=culprit, stalled=True)
 
 
 def is_waiting() -> bool:

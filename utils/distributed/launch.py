@@ -145,11 +145,7 @@ def log_plan(accelerator: Accelerator, batch_size: int, batches: int, epochs: in
 
 
 def log_devices(accelerator: Accelerator, precision: Precision, devices: Sequence[str]) -> None:
-    """Log torch's version and a run's device, processes, precision and compiler, and each process if there are several.
-
-    Args:
-        devices: `device_name` of each process
-    """
+    """Log torch's version, and a run's device, processes, precision and compiler; `devices` if there are several."""
     processes = plural(len(devices), "process")
     if plugin := accelerator.state.deepspeed_plugin:
         processes += f" under DeepSpeed ZeRO-{plugin.deepspeed_config['zero_optimization']['stage']}"
