@@ -145,9 +145,11 @@ class Job(NamedTuple):
 
         device, images = run.accelerator.device, len(data.train.images)
         logical = options.logical_processes or run.accelerator.num_processes
-        fitted = memory.fitted_batch(options.batch_size, train_step, model, device, images, run.collectives, logical)
-        accumulation = hyp.accumulation(fitted.batch_size * fitted.parts) * fitted.parts
-        return Decisions(fitted.batch_size, accumulation, known, run.collectives.broadcast(wandb_run_id()))
+        size, parts = memory.fitted_batch(
+            options.batch_size, train_step, model, device, images, run.collectives, logical
+        )
+        accumulation = hyp.accumulation(size * parts) * parts
+        return Decisions(size, accumulation, known, run.collectives.broadcast(wandb_run_id()))
 
     def write_inputs(
         self,

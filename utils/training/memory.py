@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -106,13 +106,6 @@ def explain_out_of_memory(batch_size: int, imgsz: int) -> Iterator[None]:
         ) from None
 
 
-class FittedBatch(NamedTuple):
-    """A batch that fits the memory."""
-
-    batch_size: int  # images of all processes
-    parts: int  # such batches have the images of the requested one
-
-
 def fitted_batch(
     batch_size: int,
     train_step: Callable[[int], object],
@@ -121,8 +114,8 @@ def fitted_batch(
     images: int,
     collectives: Collectives,
     logical: int,
-) -> FittedBatch:
-    """Try the memory before the first step, and return the batch that fits; log if it is another one.
+) -> tuple[int, int]:
+    """Try the memory before the first step; return the batch that fits, and how many have the images of `batch_size`.
 
     -1 is replaced by the largest batch that the smallest GPU holds. Any other batch is tried once on every GPU, and
     halved until it fits all of them. Nothing is tried on a CPU. The model is moved to `device` and otherwise unchanged.
@@ -138,7 +131,7 @@ def fitted_batch(
     if device.type != "cuda":
         size = max(CPU_BATCH_SIZE // processes, 1) * processes if auto else batch_size
         log(f"--batch-size -1 is measured on GPUs only; taking {size}" if auto else "")
-        return FittedBatch(size, 1)
+        return size, 1
     model.to(device, memory_format=layout(device)).train()  # type: ignore[call-overload]
     before = copy.deepcopy(model.state_dict())
     copies = COPIES_OF_WEIGHTS * sum(value.numel() * value.element_size() for value in before.values())
@@ -168,7 +161,7 @@ def fitted_batch(
             log(f"warning: out of memory: batches of {size} images, and {parts} times as many of them per step")
     model.load_state_dict(before)
     torch.cuda.empty_cache()
-    return FittedBatch(size, parts)
+    return size, parts
 
 
 def halved(batch_size: int, logical: int, fits: Callable[[int], bool]) -> tuple[int, int]:

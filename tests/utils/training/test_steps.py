@@ -29,7 +29,6 @@ from utils.training.steps import (
     MAX_SKIPS,
     NonFiniteGuard,
     OptimizerSteps,
-    suspect_images,
 )
 
 BATCH, BATCHES = 4, 5  # of all processes; of an epoch
@@ -334,12 +333,3 @@ def test_the_limit_counts_steps_in_a_row(tensors: list[torch.Tensor]) -> None:
     guard = NonFiniteGuard(tensors)
     assert not any([guard.count(False), guard.count(True), *(guard.count(False) for _ in range(MAX_SKIPS - 1))])
     assert guard.count(False)
-
-
-def test_images_whose_loss_is_not_finite() -> None:
-    window = [
-        (torch.tensor([1.0, 2.0, 3.0]), ["sound.jpg"]),
-        (torch.tensor([NAN, 2.0, -INF]), ["a.jpg", "b.jpg"]),
-        (torch.tensor([1.0, INF, 3.0]), ["c.jpg"]),
-    ]
-    assert suspect_images(window, TERMS) == [("a.jpg", "box, cls"), ("b.jpg", "box, cls"), ("c.jpg", "obj")]
