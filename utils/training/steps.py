@@ -176,7 +176,7 @@ class OptimizerSteps:
         raise UserError(
             f"{MAX_SKIPS} optimizer steps in a row were skipped, because the gradients were not finite; the last is "
             f"step {ended.step}{suspects}; check the images and their labels, and try a lower lr0 than "
-            f"{self.schedule.lr0:g}, or --mixed-precision no; the last good state is in {run.path}"
+            f"{self.schedule.hyp.lr0:g}, or --mixed-precision no; the last good state is in {run.path}"
         )
 
 
