@@ -108,11 +108,11 @@ def _call(main: Callable[[], object]) -> tuple[str, int, bool]:
         if cause or isinstance(error, UserError):
             return f"error: {cause or error}", 1, bool(cause)
         reason = f"{ranks()} failed: {type(error).__name__}: {first_line(error, 1000)}"
-        if world_size() == 1:
-            notify_failure(reason)
+        notify_failure(reason)
+        if world_size() == 1 and not Background.abandoned:
             raise
         traceback.print_exc()
-        return f"error: {reason}", 1, False
+        return f"error: {reason}" if world_size() > 1 else "", 1, False
     return "", 0, False
 
 
