@@ -24,10 +24,11 @@ from utils.batch import Batch
 from utils.checkpoint.resume import resolve_settings
 from utils.checkpoint.training_state import Decisions
 from utils.config.flags import TrainOptions
-from utils.config.hyperparameters import is_shipped, unread_message
+from utils.config.hyperparameters import is_shipped, log_unread
 from utils.config.parser import given_flags
 from utils.config.settings import Settings
 from utils.config.values import PYTHON_SUFFIX, select
+from utils.console import log
 from utils.distributed.failure import barrier
 from utils.distributed.logical import check_logical_processes
 from utils.errors import UserError
@@ -90,7 +91,7 @@ class Job(NamedTuple):
         """Draw a training batch as the model sees it; return the picture by its file name."""
         return {f"train_batch{number}.jpg": self.task.draw_batch(batch)}
 
-    def load_model(self, run: Run) -> tuple[Model, float | None]:
+    def load_model(self) -> tuple[Model, float | None]:
         """Build the model with its initial weights, freeze layers, and print how. Raises `UserError`.
 
         Also returns the share of the task's classes that the weights know; None without weights that fit the model.
@@ -102,12 +103,12 @@ class Job(NamedTuple):
             task.build_model(start_from.yaml, largest, start_from.source)
         model = task.build_model(start_from.yaml, options.imgsz, start_from.source)
         weights = [start_from.weights_file] if start_from.weights_file else []
-        run.print(settings.choice, located({"weights": weights, "data": [source.spec.file]}))
-        run.print(*load_and_freeze(model, start_from, task, options))
+        log(settings.choice, located({"weights": weights, "data": [source.spec.file]}))
+        load_and_freeze(model, start_from, task, options)
         if options.fitness:
-            run.print(f"the best epoch is the one with the highest {options.fitness}")
+            log(f"the best epoch is the one with the highest {options.fitness}")
         if not is_shipped(options.hyp):
-            run.print(*unread_message(hyp, task.unread(start_from.yaml), model_words(start_from.yaml)))
+            log_unread(hyp, task.unread(start_from.yaml), model_words(start_from.yaml))
         return model, start_from.known_share(model, task)
 
     def open_data(self, run: Run, model: Model) -> Data:
@@ -115,22 +116,22 @@ class Job(NamedTuple):
         settings, options, data_options = self.settings, self.options, select(DataOptions, self.options)
         images = max(options.batch_size // run.accelerator.num_processes, VALIDATION_BATCH)  # in this process's batch
         batch_bytes = images * 3 * data_options.largest(model.imgsz) ** 2
-        workers, warnings = memory.loader_processes(options.workers, batch_bytes)
+        workers = memory.loader_processes(options.workers, batch_bytes)
         data = self.source.open(model.imgsz, model.stride, replace(data_options, workers=workers))
-        run.print(*data.user_augmentations("augmentations" in settings.given).messages)
+        log(*data.user_augmentations("augmentations" in settings.given).messages)
         if PYTHON_SUFFIX in options.log_with:
             from utils.tracking.own_tracker import add_own_trackers
 
             add_own_trackers(options.log_with, "log_with" in settings.given)
         with barrier(options.dist_timeout):
             splits = data.split("train", settings.hyp), data.split("val")
-        run.print(*warnings, *data.messages(*splits))
+        log(*data.messages(*splits))
         return Data(data, *splits)
 
     def decide(self, run: Run, model: Model, data: Data, known: float | None) -> Decisions:
         """Adapt a new run's anchors, and decide what depends on the memory and the weights; --resume keeps it."""
         options, hyp, uncached = self.options, self.settings.hyp, data.set.uncached()
-        run.print(*([] if options.noautoanchor else self.task.adapt(model, data.train)))
+        log(*([] if options.noautoanchor else self.task.adapt(model, data.train)))
 
         def train_step(size: int) -> None:
             """Run forward and backward of the model on the first images, and drop the gradients."""
@@ -144,10 +145,11 @@ class Job(NamedTuple):
 
         device, images = run.accelerator.device, len(data.train.images)
         logical = options.logical_processes or run.accelerator.num_processes
-        fitted = memory.fitted_batch(options.batch_size, train_step, model, device, images, run.collectives, logical)
-        run.print(fitted.message)
-        accumulation = hyp.accumulation(fitted.batch_size * fitted.parts) * fitted.parts
-        return Decisions(fitted.batch_size, accumulation, known, run.collectives.broadcast(wandb_run_id()))
+        size, parts = memory.fitted_batch(
+            options.batch_size, train_step, model, device, images, run.collectives, logical
+        )
+        accumulation = hyp.accumulation(size * parts) * parts
+        return Decisions(size, accumulation, known, run.collectives.broadcast(wandb_run_id()))
 
     def write_inputs(
         self,

@@ -23,8 +23,9 @@ from models.tasks.contract import Criterion, refuse, terms_of
 from utils.checkpoint.resume import read_saved_state
 from utils.checkpoint.training_state import Decisions, Identity, TrainingState
 from utils.config.settings import Settings
+from utils.console import log
 from utils.distributed.failure import barrier, run_main
-from utils.distributed.launch import plan, seed_everything, spawn_for_devices, start
+from utils.distributed.launch import log_plan, seed_everything, spawn, start
 from utils.distributed.logical import DistributedModel, LogicalProcesses, place_model, prepare
 from utils.distributed.stop import StopRequested
 from utils.python_api import call, write_result
@@ -33,7 +34,7 @@ from utils.tracking.run_log import RunLog
 from utils.training import memory
 from utils.training.cuda_graph import record_kernels
 from utils.training.ema import ModelEMA
-from utils.training.log import best_epoch_table, log_epoch
+from utils.training.log import log_best_epoch, log_epoch
 from utils.training.optimizer import Schedule, build_optimizer
 from utils.training.steps import OptimizerSteps
 from val import Evaluator, evaluator
@@ -53,14 +54,14 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
     run = Run(accelerator, precision)  # folder, console and trackers: what only the main process does
 
     # Read and check all input. Nothing is written yet, and what is printed waits for the run folder.
-    run.print(*run.device_lines())
     with barrier(options.dist_timeout):  # one machine may have more to download than another
         job = resolve(requested, run.collectives.broadcast)
     settings, task, options, hyp = job.settings, job.task, job.options, job.settings.hyp
     logical = LogicalProcesses.of(options.logical_processes, accelerator)
     logical.fix_kernels(accelerator.device)
-    run.print(logical.message(accelerator.device), *seed_everything(options.seed, not options.no_deterministic))
-    model, known = job.load_model(run)
+    log(logical.message(accelerator.device))
+    seed_everything(options.seed, not options.no_deterministic)
+    model, known = job.load_model()
     factors = job.rate_factors(model)  # of the learning rate
     data = job.open_data(run, model)
 
@@ -84,8 +85,9 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
     sampler: Any = loader.batch_sampler  # the batches of all processes: data.sampler.GlobalBatches
     criterion = task.criterion(model)
     evaluate = evaluator(run, task, model, criterion, data.set, data.val, data.validation_batch(batch_size))
-    run.print(*(data.set.cache_messages(loader) or data.set.cache_messages(evaluate.loader)), *sampler.messages)
-    run.print(*plan(accelerator, batch_size, len(loader), options.epochs), f"saving results to {run.path}")
+    log(*(data.set.cache_messages(loader) or data.set.cache_messages(evaluate.loader)), *sampler.messages)
+    log_plan(accelerator, batch_size, len(loader), options.epochs)
+    log(f"saving results to {run.path}")
 
     # Optimizer, schedule and average; then Accelerate wraps them: DDP, DeepSpeed, or copies for logical processes.
     with memory.explain_out_of_memory(batch_size, model.imgsz):
@@ -93,9 +95,9 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
         images = batch_size * decisions.accumulation  # of an optimizer step
         optimizer: Any = build_optimizer(model, options.optimizer, hyp, known, images, factors)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        hyp.log_weights_rules(known)
         schedule = Schedule.of(hyp, known, options.epochs, len(loader), options.cos_lr, model, factors)
         ema = ModelEMA(model, hyp.ema_share, options.epochs * math.ceil(len(loader) / decisions.accumulation))
-        run.print(*hyp.weights_messages(known), *schedule.messages(), *ema.messages())
         if saved:
             ema.load_state(saved)  # before `prepare`, in which ZeRO-3 partitions them
         distributed, optimizer, loader = prepare(
@@ -115,7 +117,7 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
         if saved:
             state.load(saved)
     record = not (options.no_cuda_graph or options.rect or options.multi_scale)  # images of one size
-    criterion = record_kernels(distributed, task, criterion, record, run.print)
+    criterion = record_kernels(distributed, task, criterion, record)
     steps = OptimizerSteps(run, distributed, state, schedule, evaluate.loss_names, options.profile, record)
     progress, half = steps.progress, accelerator.mixed_precision != "no"
     flags = {**settings.flags(), "imgsz": model.imgsz, "wandb_id": decisions.run_id}
@@ -210,11 +212,11 @@ def leave(
     run.files.finish_writing()
     if request.by_time_limit:
         steps.model.average_statistics(steps.ema.replicas)
-        run.print(*evaluate([steps.ema.model]).table())
+        log(*evaluate([steps.ema.model]).table())
         save_weights()
         run.files.finish_writing()
     reason = "the time limit" if request.by_time_limit else request.reason
-    run.print(f"stopped by {reason} {steps.progress}; everything is saved: continue with --resume {run.path}")
+    log(f"stopped by {reason} {steps.progress}; everything is saved: continue with --resume {run.path}")
     run.finish(TRACKER_SECONDS)
     run.collectives.broadcast(None)  # no process ends while another one still writes
 
@@ -225,12 +227,13 @@ def finish(run: Run, job: Job, data: Any, evaluate: Evaluator, run_log: RunLog, 
     assert best is not None
     if progress.epoch < job.options.epochs:
         epoch = progress.best_epoch + 1
-        run.print(f"stopped by --patience {job.options.patience}: no better fitness since epoch {epoch}")
+        log(f"stopped by --patience {job.options.patience}: no better fitness since epoch {epoch}")
     run.plot(lambda: evaluate.metrics.pictures(best, data.val, steps.model.model.imgsz))
     run.charts()
     run.files.finish_writing()
     run_log.log_results(progress)
-    run.print(*best_epoch_table(progress, best), f"results in {run.path}")
+    log_best_epoch(progress, best)
+    log(f"results in {run.path}")
     run.on_main(lambda: write_result(best, run.path))
     run.finish(TRACKER_SECONDS if run.stop_requested() else math.inf)  # a launcher waits for 30 s
 
@@ -243,7 +246,7 @@ def launch(requested: Settings) -> None:
         from utils.distributed.doctor import run_doctor  # only here, because training does not need it
 
         work = partial(run_doctor, requested.flags(), partial(doctor_inputs, requested))
-    if not spawn_for_devices(work, requested.options.device, requested.options.processes):
+    if not spawn(work, requested.options.processes, requested.options.device):
         work()
 
 

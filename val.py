@@ -28,8 +28,9 @@ from utils.batch import Batch, CocoImage, Split
 from utils.config.flags import ValOptions
 from utils.config.parser import given_flags, over_defaults
 from utils.config.values import PYTHON_SUFFIX, select
+from utils.console import log
 from utils.distributed.failure import barrier, run_main
-from utils.distributed.launch import loader_workers, spawn_for_devices, start
+from utils.distributed.launch import loader_workers, spawn, start
 from utils.errors import UserError
 from utils.files import located, unique_stems, write_rows
 from utils.python_api import call, write_result
@@ -194,12 +195,12 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     # Open the run folder.
     run.open_folder(options.project, options.name, options.exist_ok)
     files = located({"weights": members.files.values(), "data": [source.spec.file]})
-    run.print(*run.description, files, *source.spec.warnings, *split.report(split_name))
-    run.print(*size.rounded(stride).messages, *members.messages(half, options.half, options.augment))
-    run.print(*members.class_warnings(names), *members.overridden({**given, "half": half}))
+    log(files, *source.spec.warnings, *split.report(split_name))
+    log(*size.rounded(stride).messages, *members.messages(half, options.half, options.augment))
+    log(*members.class_warnings(names), *members.overridden({**given, "half": half}))
     run.files.write_problems(split.problems)
     run.files.write_settings({**vars(options), "imgsz": first.imgsz})
-    log = ValidationLog(run, vars(options), members.settings)
+    run_log = ValidationLog(run, vars(options), members.settings)
     if not options.noplots:
         run.enable_plots()
 
@@ -207,7 +208,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     thresholds, draws, square = select(Thresholds, options), not options.noplots, options.square
     batch, criterion = options.batch_size, task.criterion(first)
     evaluate = evaluator(run, task, first, criterion, data, split, batch, draws, thresholds, square)
-    run.print(*(members.suppression_warnings() or evaluate.metrics.threshold_warnings(thresholds)))
+    log(*(members.suppression_warnings() or evaluate.metrics.threshold_warnings(thresholds)))
     evaluate.inference = replace(evaluate.inference, augment=options.augment, half=half)
     coco_images: list[CocoImage] = []  # predictions of this process, with --save-json
     if options.save_json:
@@ -222,16 +223,16 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     # Write, draw and print.
     documents = evaluate.metrics.documents(summary)
     run.files.write_documents(documents)
-    log.log(job_values(summary), documents)
+    run_log.log(job_values(summary), documents)
     run.plot(lambda: evaluate.metrics.pictures(summary, split, first.imgsz))
     run.charts()
     run.files.finish_writing()
     brief = options.quiet or (len(names) > MANY_CLASSES and not options.verbose)
-    run.print(*summary.table(brief), f"{summary.rate:.1f} images/s; results in {run.path}", always=True)
+    log(*summary.table(brief), f"{summary.rate:.1f} images/s; results in {run.path}", always=True)
     batches = run.collectives.gather(without_warmup(evaluate.timer.batches))
     if times_speed or device.type == "cpu":
         rate_of = options.batch_size if times_speed else 0
-        run.print(*format_times(milliseconds_per_image(batches), rate_of), always=times_speed)
+        log(*format_times(milliseconds_per_image(batches), rate_of), always=times_speed)
     run.on_main(lambda: write_result(summary, run.path))
     run.finish()
     if options.save_json:
@@ -240,7 +241,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
         images = run.collectives.gather(coco_images)
         stem = next(iter(members.files.values())).stem
         report = partial(coco.report, predictions=images, names=names, images=split.images, stem=stem)
-        run.on_main(lambda: write_coco(run, options, source.spec, split, report))
+        run.on_main(lambda: write_coco(run, options.annotations, source.spec, split_name, split, report))
     return evaluate
 
 
@@ -260,7 +261,9 @@ def label_writer(options: ValOptions, folder: Path, images: Sequence[Path]) -> C
     return write
 
 
-def write_coco(run: Run, options: ValOptions, spec: DataSpec, split: Split, report: Callable[..., Any]) -> None:
+def write_coco(
+    run: Run, annotations: str, spec: DataSpec, split_name: str, split: Split, report: Callable[..., Any]
+) -> None:
     """Write the predictions of all processes in COCO's format, and COCO's metrics if there are annotations.
 
     Raises `UserError` for unsuitable annotations that --annotations names, after the results are written.
@@ -268,25 +271,24 @@ def write_coco(run: Run, options: ValOptions, spec: DataSpec, split: Split, repo
     Args:
         report: makes the report, given the file of the annotations
     """
-    split_name = "val" if options.task == "speed" else options.task
-    file, missing = Path(options.annotations) if options.annotations else spec.annotation_file(split_name), ""
+    file, missing = Path(annotations) if annotations else spec.annotation_file(split_name), ""
     if file is None:
         from utils.coco import find_annotations
 
         file, missing = find_annotations(spec.roots, split_name, split.images)
     made = report(file)
     run.files.write_documents(made.documents)
-    run.print(*made.lines, missing)
-    run.print(*made.tables, always=True)
-    if made.problem and options.annotations:
+    log(*made.lines, missing)
+    log(*made.tables, always=True)
+    if made.problem and annotations:
         raise UserError(made.problem)
-    run.print(f"warning: {made.problem}" if made.problem else "")
+    log(f"warning: {made.problem}" if made.problem else "")
 
 
 def start_validation(given: Mapping[str, Any]) -> None:
     """Validate with flags by name, on as many processes as they say."""
     options = over_defaults(ValOptions, given)
-    if not spawn_for_devices(partial(validate, given), options.device, options.processes):
+    if not spawn(partial(validate, given), options.processes, options.device):
         validate(given)
 
 

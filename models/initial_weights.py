@@ -25,6 +25,7 @@ from models.weights.releases import TORCHVISION_DEFAULT, find_weights, torchvisi
 from models.weights.transfer import known_share, transfer
 from utils.config.flags import TrainOptions
 from utils.config.hyperparameters import Recipe
+from utils.console import log
 from utils.errors import UserError, plural
 from utils.files import find_file, read_yaml
 
@@ -119,8 +120,8 @@ def starting_point(
     return StartingPoint(entry, yaml, source, bool(options.cfg), content, name, weights_file=file)
 
 
-def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: TrainOptions) -> list[str]:
-    """Load the tensors that fit `model` and freeze layers; return messages about the model, the tensors and the layers.
+def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: TrainOptions) -> None:
+    """Load the tensors that fit `model` and freeze layers; log the model, the tensors and the layers.
 
     Raises `UserError` if no tensor fits, or if a layer's number is out of range.
     """
@@ -128,20 +129,19 @@ def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: Tra
     layers = sum(not any(module.children()) for module in model.modules())
     work = gflops(model, model.imgsz)
     size = f", {work:.3g} GFLOPs at {model.imgsz} px" if work else ""
-    messages = [f"{start.source}: {layers} layers, {parameters:,} parameters{size}"]
-    messages += rounding([options.imgsz], [model.imgsz], model.stride)
-    messages += [start.message] * bool(start.message)
+    log(f"{start.source}: {layers} layers, {parameters:,} parameters{size}")
+    log(*rounding([options.imgsz], [model.imgsz], model.stride), start.message)
     if start.weights:
-        messages += [*_load(model, start, start.weights, task), f"licence of these weights: {start.origin}"]
+        _load(model, start, start.weights, task)
+        log(f"licence of these weights: {start.origin}")
     numbers = [word for word in options.freeze if isinstance(word, int)]
     if len(numbers) < len(options.freeze):
-        messages.append(freeze_parts(model, [str(word) for word in options.freeze]))
+        log(freeze_parts(model, [str(word) for word in options.freeze]))
     elif layers_frozen := freeze(model, numbers):
-        messages.append(f"layers {', '.join(map(str, layers_frozen))} are frozen")
-    return messages
+        log(f"layers {', '.join(map(str, layers_frozen))} are frozen")
 
 
-def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> list[str]:
+def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> None:
     name = start.weights_name
     loaded, total, misfits = transfer(model, weights.state, task.fresh_tensors(start.from_yaml))
     if not loaded:
@@ -150,9 +150,8 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> l
             "--weights '' to start from scratch"
         )
     head = task.keep_head(model, weights.state, weights.names)
-    messages = []
     if weights.task and TASKS.get(weights.task) is not start.entry:
-        messages.append(f"warning: {name} is a model for another task, '{weights.task}'")
+        log(f"warning: {name} is a model for another task, '{weights.task}'")
     warning = "" if loaded > total / 2 else "warning: these are weights of another model: only "
     if misfits and not head:
         tensor, of_file, of_model = misfits[0]
@@ -162,8 +161,8 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> l
         else:
             shapes = ("x".join(map(str, shape)) for shape in (of_file, of_model))
             head = f"not {len(misfits)} with other shapes, such as {tensor} ({', here '.join(shapes)})"
-    messages.append(f"{warning}{loaded} of {total} tensors taken from {name}{', ' * bool(head)}{head}")
-    return messages + weights.class_warnings(task.names, name)
+    log(f"{warning}{loaded} of {total} tensors taken from {name}{', ' * bool(head)}{head}")
+    log(*weights.class_warnings(task.names, name))
 
 
 def gflops(model: nn.Module, imgsz: int) -> float:

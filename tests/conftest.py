@@ -28,6 +28,7 @@ from data.builtin import shapes, shapes_cls, shapes_seg
 from tests.machines import left_behind, machines
 from tests.making import write_yaml
 from utils.background import Background
+from utils.console import log
 from utils.distributed.failure import Stopped, run_main
 from utils.distributed.launch import reset_accelerate, spawn
 from utils.distributed.ranks import ranks
@@ -101,8 +102,9 @@ def seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget threads that earlier tests have abandoned: `run_main` would end this process for them."""
+    """Forget threads that earlier tests have abandoned: `run_main` would end this process for them; print all lines."""
     monkeypatch.setattr(Background, "abandoned", False)
+    log.reset()
 
 
 @pytest.fixture(autouse=True)
@@ -201,10 +203,11 @@ def call_main(
         monkeypatch.setattr(sys, "argv", [script, *flags])
         monkeypatch.setattr(train, "evaluator", evaluator)
         monkeypatch.setattr(train, "train_one_epoch", load_all)
-        with pytest.raises(SystemExit) as caught:
+        code = 0
+        try:
             run_main({"train.py": train, "val.py": val}[script].main)
-        code = int(caught.value.code or 0)
-        del caught
+        except SystemExit as end:
+            code = int(end.code or 0)
         gc.collect()  # releases the lock of the run folder
         return code, "".join(capfd.readouterr())
 

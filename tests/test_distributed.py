@@ -122,7 +122,7 @@ def test_validation_by_accelerate(run_script: RunScript, drawn: Path, learned: P
     ):
         given = (*flags, *how, str(tmp_path), "--name", name)
         printed = run_script("val.py", *given, launcher=launcher, OMP_NUM_THREADS="1")
-        tables.append([line for line in printed.splitlines() if line.startswith(" ")])
+        tables.append([line for line in printed.splitlines() if line.startswith(" ") and "process" not in line])
         texts.append({file.name: file.read_text() for file in (tmp_path / name / "labels").iterdir()})
     assert len(tables[0]) > 2
     assert tables[0] == tables[1]
@@ -334,7 +334,7 @@ def test_all_start_from_the_main_processs_weights(on_processes: OnProcesses, fla
 @pytest.mark.long
 def test_a_process_that_never_comes(run_script: RunScript, flags: list[str]) -> None:
     port = free_port()
-    for rank, message in ((0, "only 1 of 2 processes connected to 127.0.0.1"), (1, "cannot be reached within 3 s")):
+    for rank, message in ((0, "1/2 clients joined"), (1, "cannot be reached within 3 s")):
         begun = time.monotonic()
         printed = run_script("train.py", *flags, "--dist-timeout", "3", fails=True, **by_hand(rank, port))
         refused(printed, message)
@@ -349,7 +349,8 @@ def test_a_port_in_use(run_script: RunScript, flags: list[str]) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         printed = run_script("train.py", *flags, "--dist-timeout", "5", fails=True, **by_hand(0, port))
-    refused(printed, f"127.0.0.1 port {port} is in use on this machine")
+    refused(printed, "address already in use")
+    assert port in printed
 
 
 # Two machines: network namespaces joined by a cable, each with its own address and its own run folder
@@ -372,30 +373,6 @@ def test_two_machines(hosts: tuple[str, str], single: Path, fine_tune: Callable[
     one_run(tmp_path / "0" / "exp")
 
 
-def test_two_machines_of_rank_0(hosts: tuple[str, str], run_script: RunScript, flags: list[str]) -> None:
-    """The wrong one ends at once with one sentence; the other one trains as soon as the second machine is corrected.
-
-    The main process's address is, as a Kubernetes service's, none of its machine's interfaces.
-    """
-    port, address = free_port(), "10.77.9.9"
-    ip("-n", hosts[0], "route", "add", "local", address, "dev", "lo")
-    ip("-n", hosts[1], "route", "add", address, "via", "10.77.0.1")
-
-    def machine(number: int, rank: int, fails: bool) -> str:
-        how = ("--epochs", "1", "--name", str(number), "--dist-timeout", "500")
-        launcher = ("ip", "netns", "exec", hosts[number], sys.executable)
-        variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable", **by_hand(rank, port, address)}
-        return run_script("train.py", *flags, *how, launcher=launcher, fails=fails, **variables)
-
-    with ThreadPoolExecutor() as pool:
-        main = pool.submit(machine, 0, 0, False)
-        begun = time.monotonic()
-        refused(machine(1, 0, True), f"RANK 0, but MASTER_ADDR {address}")
-        assert time.monotonic() - begun < 60  # measured: 12 s, most of it imports
-        assert "epoch" not in machine(1, 1, False)
-    assert "2 processes" in main.result()
-
-
 @pytest.mark.long
 def test_a_cut_cable(hosts: tuple[str, str], fine_tune: Callable[..., str], tmp_path: Path) -> None:
     """Both machines end with one sentence soon after the time-out."""
@@ -415,7 +392,7 @@ def test_a_cut_cable(hosts: tuple[str, str], fine_tune: Callable[..., str], tmp_
         cut = time.monotonic()
         for end in ends:
             printed, ended = end.result()
-            refused(printed, "made no progress, or could not be reached, for 8 s (--dist-timeout)")
+            refused(printed, "made no progress, or cannot be reached, for 8 s (--dist-timeout)")
             assert ended - cut < 60  # measured: 13 s
 
 

@@ -1,39 +1,77 @@
-"""Console output of a run: lines, colours, progress bars and remaining time. Called by utils/run.py and the scripts."""
+"""Console output: the log of a run, progress bars and tables. Imported everywhere."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, TextIO, TypeVar
+from contextlib import suppress
+from typing import TypeVar
 
 from tqdm import tqdm
 
-from utils.errors import printable
+from utils.errors import printable, shortened
 
 T = TypeVar("T")
 REFRESH_SECONDS = 1.0  # between two updates of the values beside a bar; each synchronises the device
 BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:5}| "
-BAR_COLUMNS = len(" 100%|12345| ")  # width of the bar without its title
 LEAST_COLUMNS = 80  # minimum width of tables and of the line of an epoch, and the width if the output is not a terminal
 MAX_NAMES = 10  # names in a line of names
 SHORTEST_NAME = 8  # characters that a name in a table keeps, however narrow the table
-YELLOW, PLAIN = "\x1b[33m", "\x1b[0m"  # ANSI codes
-_silent: list[bool] = []  # not empty after a call of `silence`
 
 
-def silence() -> None:
-    """Stop this process from printing help and errors of the command line; another process prints them."""
-    _silent.append(True)
+class Log:
+    """Prints lines on the main process. A run holds them until its folder is open: if it cannot start, only the error.
+
+    Attributes:
+        is_main: whether this process prints
+        quiet: whether it prints warnings, and lines with `always`, only
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Print all lines, as before a run."""
+        self.is_main, self.quiet = True, False
+        self._held: list[str] | None = None
+        self._listener: Callable[[str], object] = len
+
+    def hold(self, is_main: bool, quiet: bool) -> None:
+        """Start a run, and hold its lines."""
+        self.is_main, self.quiet, self._held, self._listener = is_main, quiet, [], len
+
+    def release(self, listener: Callable[[str], object]) -> None:
+        """Print the lines that were held; from now on `listener` gets each line too."""
+        held, self._held, self._listener = self._held or [], None, listener
+        self(*held)
+
+    def __call__(self, *lines: str, always: bool = False) -> None:
+        """Print lines. Empty ones are left out."""
+        if self._held is not None:
+            self._held += lines
+            return
+        for line in filter(None, lines if self.is_main else ()):
+            if always or not self.quiet or line.startswith("warning: "):
+                show(line)
+            self._listener(printable(line))
 
 
-def is_silent() -> bool:
-    """Return whether `silence` was called."""
-    return bool(_silent)
+log = Log()
+
+
+def show(*lines: str) -> None:
+    """Print lines above the progress bar; if nobody can read them, they are dropped.
+
+    Characters that stdout cannot encode, such as undecodable bytes of a file name, are escaped.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    with suppress(OSError, ValueError):  # its reader has ended, or its disk is full
+        for line in lines:
+            tqdm.write(printable(line).encode(encoding, "backslashreplace").decode(encoding), file=sys.stdout)
+        sys.stdout.flush()
 
 
 def columns() -> int:
@@ -41,65 +79,28 @@ def columns() -> int:
     return max(shutil.get_terminal_size((LEAST_COLUMNS, 24)).columns, LEAST_COLUMNS)
 
 
-def show(*lines: str) -> None:
-    """Print lines above the progress bar; warnings are yellow on a terminal, unless the user has set NO_COLOR.
-
-    On a terminal long lines are wrapped between words; in a file or pipe a message is one line. Characters that stdout
-    cannot encode, such as undecodable bytes of a file name, are escaped.
-    """
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    terminal = sys.stdout.isatty()
-    coloured = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    for line in lines:
-        text = printable(line).encode(encoding, "backslashreplace").decode(encoding)
-        text = wrapped(text) if terminal else text
-        tqdm.write(f"{YELLOW}{text}{PLAIN}" if coloured and line.startswith("warning: ") else text, file=sys.stdout)
-    sys.stdout.flush()
-
-
-def duration(seconds: float) -> str:
-    """Format a duration in hours, minutes and seconds, such as 1:02:03 or 2:03."""
-    return tqdm.format_interval(round(seconds)).removeprefix("0")
-
-
-def wrapped(line: str) -> str:
-    """Return a line wrapped between words to fit the terminal; continuations are indented. Paths stay whole."""
-    if len(line) <= columns() or "  " in line.strip():  # the row of a table, such as the profiler's
-        return line
-    indent = f"{line[: len(line) - len(line.lstrip())]}  "
-    return textwrap.fill(line, columns(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
 def joined(parts: Sequence[str]) -> list[str]:
     """Return parts separated by commas on as few lines as fit; lines after the first are indented."""
-    return wrapped(", ".join(part.replace(" ", "\xa0") for part in parts)).replace("\xa0", " ").splitlines()
+    text = ", ".join(part.replace(" ", "\xa0") for part in parts)
+    lines = textwrap.wrap(text, columns(), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\xa0", " ") for line in lines]
 
 
 def listed(names: Sequence[str], width: int) -> str:
-    """Return the first of some names, separated by commas, and how many more there are.
-
-    As many names as fit into `width` characters are listed, at most `MAX_NAMES`; a first name that is too long loses
-    its middle.
-    """
-    more = ""
+    """Return the first of some names, as many as fit, at most `MAX_NAMES`, and how many more there are."""
+    text = ""
     for count in range(min(len(names), MAX_NAMES), 0, -1):
-        more = f" and {len(names) - count} more" if count < len(names) else ""
-        if len(text := ", ".join(names[:count]) + more) <= width:
-            return text
-    return short_name(names[0], max(width - len(more), SHORTEST_NAME)) + more if names else ""
-
-
-def short_name(name: str, width: int) -> str:
-    """Return `name`, without its middle if it has more than `width` characters; `width` is at least 5."""
-    half = width // 2 - 1
-    return name if len(name) <= width else f"{name[: width - half - 2]}..{name[-half:]}"
+        text = ", ".join(names[:count]) + (f" and {len(names) - count} more" if count < len(names) else "")
+        if len(text) <= width:
+            break
+    return text
 
 
 def table(rows: Sequence[Sequence[str | float]], width: int | None = None) -> list[str]:
     """Return the lines of a table with right-aligned columns, at most `width` wide, by default `columns()`.
 
     The first column has the rows' names. Floats have four decimals, or three in a table that would be too wide; if that
-    is not enough, names are shortened in the middle.
+    is not enough, names are shortened.
     """
     for digits in (4, 3):
         cells = [[f"{cell:.{digits}f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
@@ -108,48 +109,26 @@ def table(rows: Sequence[Sequence[str | float]], width: int | None = None) -> li
         if longest <= room:
             break
     room = min(longest, max(room, SHORTEST_NAME))
-    return [" ".join([short_name(name, room).rjust(room), *map(str.rjust, row, widths)]) for name, *row in cells]
-
-
-class RemainingTime:
-    """Estimates the remaining time of a run from the mean time per batch, validations included.
-
-    The caller increments `done`.
-
-    Args:
-        batches: remaining batches of the run at the start
-    """
-
-    def __init__(self, batches: int) -> None:
-        self.batches, self.done, self._started = batches, 0, time.monotonic()
-
-    def seconds(self) -> float:
-        """Return the remaining seconds; 0 before the first batch is done."""
-        return (time.monotonic() - self._started) / self.done * (self.batches - self.done) if self.done else 0.0
+    return [" ".join([shortened(name, room).rjust(room), *map(str.rjust, row, widths)]) for name, *row in cells]
 
 
 class Bar:
-    """A progress bar over batches, with images per second and other values.
+    """A progress bar over batches, with images per second and other values; it is drawn on terminals only.
 
     Args:
         images: number of images in the whole pass
-        shown: whether to draw the bar, which is drawn on terminals only; times are measured in any case
+        shown: whether to draw the bar; times are measured in any case
         done: number of images that were done before the start
     """
 
     def __init__(self, title: str, images: int, shown: bool, done: int = 0) -> None:
         self.title, self.images, self.shown, self.done = title, images, shown, done
-        self.waited = 0.0  # seconds that this process waited for batches
-        self.seconds = 0.0  # duration of the whole pass, set at its end
-
-    @property
-    def rate(self) -> float:
-        """Images per second of the whole pass; 0 before its end."""
-        return (self.images - self.done) / max(self.seconds, 1e-9) if self.seconds else 0.0
+        self.passed = 0  # images of this pass
+        self.waited = self.seconds = 0.0  # time that this process waited for batches, and that it took
 
     def over(self, batches: Iterable[T], size: Callable[[T], int]) -> Iterator[T]:
         """Iterate over `batches`; `size` maps a batch to its number of images."""
-        self.started = self._last = asked = time.monotonic()
+        started = self._last = asked = time.monotonic()
         with tqdm(
             total=self.images,
             initial=self.done,
@@ -163,64 +142,27 @@ class Bar:
             for batch in batches:
                 self.waited += time.monotonic() - asked
                 yield batch
+                self.passed += size(batch)
                 self._bar.update(size(batch))
                 asked = time.monotonic()
-        self.seconds = time.monotonic() - self.started
+                self.seconds = asked - started
+        self.passed, self.seconds = self.images - self.done, time.monotonic() - started
+
+    @property
+    def rate(self) -> float:
+        """Images per second."""
+        return self.passed / self.seconds if self.seconds else 0.0
 
     @property
     def waiting(self) -> float:
-        """The fraction of the time so far in which this process waited for batches."""
-        return self.waited / max(time.monotonic() - self.started, 1e-9)
+        """The fraction of the time in which this process waited for batches."""
+        return self.waited / self.seconds if self.seconds else 0.0
 
     def due(self) -> bool:
         """Return whether it is time to show new values."""
         return not self._bar.disable and time.monotonic() - self._last > REFRESH_SECONDS
 
-    @property
-    def rate_so_far(self) -> float:
-        """Images per second since the start of the pass."""
-        return (self._bar.n - self.done) / max(time.monotonic() - self.started, 1e-9)
-
     def show(self, values: Sequence[str]) -> None:
-        """Show values beside the bar, in order; the last ones are left out if they do not fit the terminal."""
-        self._last, text = time.monotonic(), ""
-        width = (self._bar.format_dict["ncols"] or LEAST_COLUMNS) - len(self.title) - BAR_COLUMNS
-        for value in values:
-            longer = f"{text}, {value}" if text else value
-            text = longer if len(longer) <= width else text
-        self._bar.bar_format = BAR_FORMAT + text
-
-
-class _Survivor:
-    """A text stream that drops what cannot be written, because its reader has ended or the disk is full."""
-
-    def __init__(self, stream: TextIO | None) -> None:
-        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115  # None: closed before Python started
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        with suppress(OSError, ValueError):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError, ValueError):
-            self.stream.flush()
-
-
-@contextmanager
-def surviving_output() -> Iterator[None]:
-    """Return a context in which a closed or unwritable stdout or stderr does not end the process."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(_Survivor, before)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
-        for stream in filter(None, before):
-            try:
-                stream.flush()
-            except (OSError, ValueError):  # Python would end with exit code 120
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        """Show values beside the bar."""
+        self._last = time.monotonic()
+        self._bar.bar_format = BAR_FORMAT + ", ".join(values)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from typing import Any
 
 MAX_MESSAGE = 2000  # characters: a value that a message quotes may have a million
 # An address; as a Path it has one slash after the colon. A password may contain @ and :, and a query is secret too.
@@ -23,22 +22,13 @@ class UserError(Exception):
 
 
 def printable(message: str) -> str:
-    """Return a printable line of at most `MAX_MESSAGE` characters, `without_secrets`."""
-    half = MAX_MESSAGE // 2
-    message = without_secrets(message)
-    return message if len(message) <= MAX_MESSAGE else f"{message[:half]} ... {message[-half:]}"
+    """Return a line of at most `MAX_MESSAGE` characters, `without_secrets`."""
+    return shortened(without_secrets(message), MAX_MESSAGE)
 
 
 def without_secrets(text: str) -> str:
     """Return `text` without the user names, passwords and queries of the addresses in it."""
     return ADDRESS.sub(r"\1\2", text) if ":/" in text else text
-
-
-def public(value: Any) -> Any:
-    """Return a text, or a tuple of texts, `without_secrets`; other values as they are."""
-    if isinstance(value, tuple):
-        return tuple(map(public, value))
-    return without_secrets(value) if isinstance(value, str) else value
 
 
 def first_line(error: BaseException, length: int = 160) -> str:

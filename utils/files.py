@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import io
+import itertools
 import os
 import re
 import shutil
@@ -77,19 +78,17 @@ def one_at_a_time(lock: Path) -> Iterator[None]:
 def lock_folder(folder: Path) -> FileLock:
     """Lock a run folder until the lock is released, `release_locks` is called, or this process ends.
 
-    Does nothing on a disk without locks. Raises `UserError` if another process has locked the folder, or if no files
-    can be made in it.
+    Raises `UserError` if another process has locked the folder, or if no files can be made in it.
     """
     lock = FileLock(folder / LOCK_FILE, timeout=LOCK_TIMEOUT_SECONDS)
     try:
         tempfile.TemporaryFile(dir=folder).close()
-        with suppress(NotImplementedError):
+        with suppress(NotImplementedError):  # a disk without locks
             lock.acquire()
     except Timeout:
         raise UserError(f"another run is writing into {folder}; wait until it ends, or choose another --name") from None
     except OSError as error:
-        message = f"the run folder {folder} cannot be written: {error.strerror}; make it writable, or name another"
-        raise UserError(message) from None
+        raise UserError(f"the run folder {folder} cannot be written: {error.strerror}; choose another one") from None
     _locks.add(lock)
     return lock
 
@@ -107,12 +106,11 @@ def remove_if_empty(folder: Path) -> None:
 
 
 def find_file(name: str, what: str, folders: Sequence[str], kind: str = "a file") -> Path:
-    """Return the YAML file that a flag names: a path, absolute or relative to the working folder, or a shipped file.
+    """Return the YAML file that a flag names: a path, or the name of a shipped file, with or without .yaml.
 
-    An existing path is never replaced by a shipped file. Raises `UserError`, which lists the shipped files.
+    Raises `UserError`, which lists the shipped files.
 
     Args:
-        name: the flag's value; a shipped file's name or its path in the repository will do, with or without .yaml
         what: kind of file, for the error
         folders: folders of shipped files, relative to the repository
         kind: what `name` may be, for the error
@@ -138,10 +136,7 @@ def looked_for(*paths: Path) -> str:
 
 
 def located(files: Mapping[str, Iterable[Path]]) -> str:
-    """Return a line for the console with the paths of files by kind; kinds without files are left out.
-
-    Paths inside the working folder are relative to it.
-    """
+    """Return a line for the console with the paths of files by kind; paths in the working folder are relative to it."""
     here = f"{Path.cwd()}{os.sep}"
     lists = {kind: ", ".join(os.path.abspath(path).removeprefix(here) for path in files[kind]) for kind in files}
     return "; ".join(f"{kind}: {paths}" for kind, paths in lists.items() if paths)
@@ -181,7 +176,7 @@ def file_stamps(paths: Iterable[str]) -> bytes:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that occurs twice, and 1_0 and 1:30, which YAML 1.1 reads as the numbers 10 and 90."""
+    """Refuses a key that occurs twice."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -190,17 +185,6 @@ class _StrictLoader(yaml.SafeLoader):
             if (key.tag, str(key.value)) in keys:
                 raise MarkedYAMLError(problem=f"duplicate key {shown(key.value)}", problem_mark=key.start_mark)
             keys.add((key.tag, str(key.value)))
-        return node
-
-    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
-        node = super().compose_scalar_node(anchor)
-        problem = ""
-        if node.tag.endswith((":int", ":float")) and re.search("[_:]", node.value):
-            problem = f"{node.value} would be read as another number; use digits only, or quotes"
-        elif re.search("[\ud800-\udfff]", node.value):
-            problem = f"{shown(node.value)} has half a character, which no file name can have"
-        if problem:
-            raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return node
 
 
@@ -234,25 +218,19 @@ def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:
     """Make and return the folder `project/name`, or the first of name2, name3, ... that does not exist.
 
-    Raises `UserError`. Two runs that start together get different folders.
-
-    Args:
-        exist_ok: whether to use `project/name` even if it exists
+    With `exist_ok` it may exist. Raises `UserError`. Two runs that start together get different folders.
     """
     if name in ("", "..") or Path(name).name != name:
         raise UserError(f"--name {shown(name)} is not a valid run name; give one without a slash, such as --name exp")
-    folder, number = project / name, 1
     try:
         project.mkdir(parents=True, exist_ok=True)
-        while True:
+        for number in itertools.count(1):
             with suppress(FileExistsError):
-                folder.mkdir(exist_ok=exist_ok)
-                return folder
-            number += 1
-            folder = project / f"{name}{number}"
+                (folder := project / f"{name}{number if number > 1 else ''}").mkdir(exist_ok=exist_ok)
+                break
     except OSError as error:
-        message = f"the run folder {folder} cannot be made: {error.strerror}; choose another --project"
-        raise UserError(message) from None
+        raise UserError(f"{error.filename} cannot be made: {error.strerror}; choose another --project") from None
+    return folder
 
 
 def unique_stems(names: Iterable[str]) -> list[str]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from utils.config.flags import OPTIONS_OF_SCRIPT, REFUSED, flags_of
 from utils.config.hyperparameters import OVERRIDE_PREFIX
 from utils.config.parser import checked
-from utils.distributed.failure import Stopped
+from utils.console import log
 from utils.distributed.launch import reset_accelerate
 from utils.distributed.stop import STOP_SIGNALS
 from utils.errors import UserError, nearest
@@ -44,21 +44,22 @@ def call(
     handlers. Raises `UserError` if the command would end with an error, and KeyboardInterrupt if Ctrl-C has stopped it.
     """
     given = arguments(OPTIONS_OF_SCRIPT[script], flags, f"{script}.run", hyperparameters=hyperparameters)
-    may_set_handlers = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS if may_set_handlers}
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS if in_main_thread}
     with tempfile.TemporaryDirectory() as folder:
         file, returned = Path(folder) / "result.json", None
         os.environ[RESULT] = str(file)
         try:
             with explained():
                 returned = start(given)
-        except (Stopped, SystemExit) as end:  # this process or its children have printed the reason
+        except SystemExit as end:  # this process or its children have printed the reason
             if end.code == 128 + signal.SIGINT:
                 raise KeyboardInterrupt from None
             if end.code:
                 raise UserError(f"the run ended with exit code {end.code}; see the messages above") from None
         finally:
             del os.environ[RESULT]
+            log.reset()
             reset_accelerate()
             release_locks()
             for number, handler in handlers.items():

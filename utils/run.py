@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from accelerate import Accelerator
 
-from utils.console import Bar, show
+from utils.console import Bar, log
 from utils.distributed.collectives import Collectives
 from utils.distributed.failure import Watchdog, on_failure
-from utils.distributed.launch import Precision, describe, device_name
+from utils.distributed.launch import Precision, device_name, log_devices
 from utils.distributed.stop import GracefulStop, StopRequested
-from utils.errors import printable, public
+from utils.errors import without_secrets
 from utils.files import numbered_folder
 from utils.plots.plotter import FINISH_TIMEOUT_SECONDS, Plotter
 from utils.run_folder import RunFolder
@@ -28,61 +28,38 @@ from utils.tracking.tracker import Tracker
 class Run:
     """A training or validation run. Every process makes the same calls; only the main one prints, draws and writes.
 
+    Lines wait for the run folder, see `utils.console.Log`.
+
     Args:
         quiet: whether to print warnings and final results only
 
     Attributes:
         path: the run folder, after `open_folder`
         files: the writer of the run folder, after `open_folder`
+        devices: device of each process, in words
     """
 
     def __init__(self, accelerator: Accelerator, precision: Precision, quiet: bool = False) -> None:
-        self.accelerator, self.precision, self.quiet = accelerator, precision, quiet
+        self.accelerator, self.quiet, self.print = accelerator, quiet, log
         self.collectives = Collectives(accelerator)
         self.step = 0  # optimizer step at which pictures are logged
-        self._waiting: list[str] | None = []  # lines that wait for the run folder; None once it is open
         self._is_main = accelerator.is_main_process
-        self.path, self.files = Path(), RunFolder(Path(), self.collectives, False, self.print)  # until `open_folder`
+        self.path, self.files = Path(), RunFolder(Path(), self.collectives, False, log)  # until `open_folder`
         self._plotter: Plotter | None = None
         self._first_charts: tuple[str, ...] = ()  # not yet drawn
         self._watchdog = Watchdog(math.inf, self.path)
         self._stop = GracefulStop()
+        log.hold(self._is_main, quiet)
+        self.devices = self.collectives.gather([device_name(accelerator.device)])
+        log_devices(accelerator, precision, self.devices)
 
     def open_folder(self, project: str, name: str, exist_ok: bool) -> None:
         """Make the run folder. All processes must call this together, after all input has been checked."""
         name = numbered_folder(Path(project), name, exist_ok).name if self._is_main else ""
         # The name is broadcast, not the path: --project may differ between machines.
         self.path = Path(project) / self.collectives.broadcast(name)
-        self.files = RunFolder(self.path, self.collectives, self._is_main, self.print)
-        waiting, self._waiting = self._waiting or [], None
-        self.print(*waiting)
-
-    @property
-    def description(self) -> list[str]:
-        """Lines about torch, the device, the processes and the precision."""
-        return describe(self.accelerator, self.precision)
-
-    def device_lines(self) -> list[str]:
-        """Describe the run as `description`, and each process on a line if there are several."""
-        self.devices = self.collectives.gather([device_name(self.accelerator.device)])
-        table = [f"  process {rank}: {device}" for rank, device in enumerate(self.devices)]
-        return [*self.description, *(table if len(table) > 1 else [])]
-
-    def print(self, *lines: str, always: bool = False) -> None:
-        """Print lines on the main process; if the run is quiet, only warnings, and lines with `always`.
-
-        Lines wait for the run folder: a run that cannot start prints nothing but the error. Empty lines are left out.
-        """
-        if not self._is_main:
-            return
-        if self._waiting is not None:
-            self._waiting += lines
-            return
-        for line in filter(None, lines):
-            if always or not self.quiet or line.startswith("warning: "):
-                show(line)
-            for tracker in self.trackers:
-                tracker.log_line(printable(line))
+        self.files = RunFolder(self.path, self.collectives, self._is_main, log)
+        log.release(self._log_line)
 
     def bar(self, title: str, images: int, done: int = 0) -> Bar:
         """Return a progress bar, drawn by the main process only.
@@ -132,7 +109,7 @@ class Run:
     def enable_plots(self, *charts: str) -> None:
         """Enable `plot` and `charts`; draw these charts only after the first picture, so that no step is delayed."""
         if self._is_main:
-            self._plotter = Plotter(self.path, self.print, self._log_pictures)
+            self._plotter = Plotter(self.path, log, self._log_pictures)
             self._first_charts = charts
 
     def plot(self, draw: Callable[[], Mapping[str, np.ndarray]]) -> None:
@@ -147,6 +124,10 @@ class Run:
         """Draw these charts, by default all, from the text files in the run folder."""
         if self._plotter:
             self._plotter.draw_charts(*names)
+
+    def _log_line(self, line: str) -> None:
+        for tracker in self.trackers:
+            tracker.log_line(line)
 
     def _log_pictures(self, files: Mapping[str, Path]) -> None:
         for tracker in self.trackers:
@@ -174,7 +155,7 @@ class Run:
         self.step = step
         if self._is_main:
             self.accelerator.log_with = make()
-            self.accelerator.init_trackers("", {name: public(value) for name, value in config.items()})
+            self.accelerator.init_trackers("", {name: _public(value) for name, value in config.items()})
             on_failure(self._fail_trackers)
 
     def _fail_trackers(self, reason: str) -> None:
@@ -189,6 +170,12 @@ class Run:
     def finish(self, patience: float = math.inf) -> None:
         """Wait for pictures and trackers, for each at most `patience` seconds and at most its own time limit."""
         if self._plotter and not self._plotter.finish(min(patience, FINISH_TIMEOUT_SECONDS)):
-            self.print(f"warning: the pictures are not finished; draw them with python -m utils.plots {self.path}")
+            log(f"warning: the pictures are not finished; draw them with python -m utils.plots {self.path}")
         for tracker in self.trackers:
             tracker.finish(patience)
+
+
+def _public(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_public, value))
+    return without_secrets(value) if isinstance(value, str) else value

@@ -71,8 +71,8 @@ def within_fake(mode: Any, flags: Sequence[str], work: Callable[[Parts], T]) -> 
     def unread(criterion: Any, outputs: Any, batch: Any, names: Any, reads: bool) -> Any:
         return terms_of(criterion, outputs, batch, names, False)  # the first batch's values are read
 
-    def untried(batch_size: int, *given: Any) -> memory.FittedBatch:
-        return memory.FittedBatch(batch_size, 1, "")  # there is no memory
+    def untried(batch_size: int, *given: Any) -> tuple[int, int]:
+        return batch_size, 1  # there is no memory
 
     with (
         replaced(train, "place_model", on_the_device),

@@ -17,16 +17,11 @@ import pytest
 from utils import console
 from utils.console import (
     Bar,
-    RemainingTime,
     columns,
-    duration,
     joined,
     listed,
-    short_name,
     show,
-    surviving_output,
     table,
-    wrapped,
 )
 from utils.files import ROOT
 
@@ -34,26 +29,6 @@ from utils.files import ROOT
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-@pytest.mark.parametrize(
-    ("stream", "no_color", "term", "yellow"),
-    [
-        (Terminal, "", "xterm", True),
-        (Terminal, "1", "xterm", False),
-        (Terminal, "", "dumb", False),
-        (io.StringIO, "", "xterm", False),
-    ],
-)
-def test_warnings_are_yellow_on_terminals(
-    stream: type[io.StringIO], no_color: str, term: str, yellow: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = stream()
-    monkeypatch.setattr("sys.stdout", output)
-    monkeypatch.setenv("NO_COLOR", no_color)
-    monkeypatch.setenv("TERM", term)
-    show("warning: a", "b")
-    assert output.getvalue() == ("\x1b[33mwarning: a\x1b[0m\nb\n" if yellow else "warning: a\nb\n")
 
 
 @pytest.mark.parametrize(("encoding", "expected"), [("utf-8", b"\xc3\xbc\\udcff\n"), ("ascii", b"\\xfc\\udcff\n")])
@@ -64,22 +39,6 @@ def test_names_of_files_are_printed_in_any_encoding(
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, encoding))
     show("\u00fc\udcff")
     assert output.getvalue() == expected
-
-
-@pytest.mark.parametrize(("seconds", "expected"), [(0, "0:00"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03")])
-def test_durations(seconds: float, expected: str) -> None:
-    assert duration(seconds) == expected
-
-
-def test_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [10.0]
-    monkeypatch.setattr("utils.console.time.monotonic", lambda: now[0])
-    remaining = RemainingTime(8)
-    assert remaining.seconds() == 0
-    remaining.done, now[0] = 2, 16.0
-    assert remaining.seconds() == 18.0
-    remaining.done = 8
-    assert remaining.seconds() == 0
 
 
 def test_a_bar_measures_times_without_a_terminal(
@@ -98,8 +57,8 @@ def test_a_bar_measures_times_without_a_terminal(
     for size in bar.over(batches(), lambda size: size):
         assert not bar.due()
         now[0] += 3.0
-        assert bar.waiting == pytest.approx(0.25)
         assert size == 8
+    assert bar.waiting == pytest.approx(0.25)
     assert (bar.waited, bar.seconds, bar.rate) == (4.0, 16.0, 2.0)
     assert "".join(capsys.readouterr()) == ""
 
@@ -124,41 +83,25 @@ def test_a_bar_shows_values_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> No
 # Output that cannot be written
 
 SCRIPT = """
-import sys
-from utils.console import show, surviving_output
+import gc, sys
+gc.disable()  # as the scripts do
+from utils.console import show
+from utils.distributed.failure import run_main
 
-with surviving_output():
+def main():
     for number in range(2000):
         show(f"line {number}")
     print("done", file=sys.stderr)
+run_main(main)
 """
-FULL = "/dev/full"  # every write fails: no space left on device
 
 
-@pytest.mark.parametrize(
-    ("redirection", "printed"),
-    [
-        (f">{FULL}", "done"),
-        (">&-", "done"),
-        (f">{FULL} 2>&1", ""),
-        (">&- 2>&-", ""),
-        (f"2>{FULL} | tail -n 1", "line 1999"),
-        ("| head -n 1", "line 0\ndone"),
-    ],
-)
-def test_output_that_cannot_be_written_does_not_end_a_script(redirection: str, printed: str) -> None:
+@pytest.mark.parametrize("redirection", [">/dev/full", "| head -n 1 >/dev/null"])
+def test_output_that_cannot_be_written_does_not_end_a_script(redirection: str) -> None:
     """The exit code is that of the script."""
     command = ["bash", "-c", f'set -o pipefail; "$0" -c "$1" {redirection}', sys.executable, SCRIPT]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
-    assert (ended.returncode, (ended.stdout + ended.stderr).strip()) == (0, printed)
-
-
-def test_names_that_a_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
-    monkeypatch.setattr("sys.stdout", terminal)
-    with surviving_output():
-        show("M\xfcll \udcff")
-    assert terminal.buffer.getvalue() == b"M\\xfcll \\udcff\n"  # type: ignore[attr-defined]
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "done\n")
 
 
 BAR_VALUES = [
@@ -171,10 +114,8 @@ BAR_VALUES = [
     ("columns", "title", "values"),
     [
         (80, "epoch 299/300", BAR_VALUES[:2]),
-        (80, "epoch 1999/2000", [BAR_VALUES[0], *BAR_VALUES[2:4]]),  # what does not fit is left out
         (120, "epoch 299/300", BAR_VALUES[:4]),
         (200, "epoch 299/300", BAR_VALUES),
-        (30, "epoch 299/300", []),
     ],
 )
 def test_a_bar_fits_the_terminal(columns: int, title: str, values: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,15 +133,7 @@ def test_a_bar_fits_the_terminal(columns: int, title: str, values: list[str], mo
     drawings = [drawing.rstrip() for drawing in printed.split("\r")]
     assert max(map(len, drawings)) <= columns
     last = max(drawing for drawing in drawings if drawing.startswith(title))
-    assert last.partition("| ")[2] == ", ".join(values)
-
-
-@pytest.mark.parametrize("width", [5, 6, 22])
-def test_a_long_name_loses_its_middle(width: int) -> None:
-    assert short_name("x" * width, width) == "x" * width
-    short = short_name(f"begin{'-' * 30}end", width)
-    assert len(short) == width
-    assert (short[0], short[-1], ".." in short) == ("b", "d", True)
+    assert last.partition("| ")[2].startswith(", ".join(values))
 
 
 # Widths
@@ -212,36 +145,6 @@ def test_columns_without_a_terminal(given: str, expected: int, monkeypatch: pyte
     monkeypatch.setenv("COLUMNS", given)
     monkeypatch.setattr("sys.__stdout__", io.StringIO())
     assert columns() == expected
-
-
-LONG = "warning: a sentence that is longer than the eighty columns of this terminal, in /a/folder-of/pictures/1.jpg"
-
-
-@pytest.mark.parametrize(
-    ("stream", "width", "lines"),
-    [
-        (Terminal, "80", [LONG[:79], f"  {LONG[80:]}"]),
-        (Terminal, "120", [LONG]),
-        (io.StringIO, "80", [LONG]),
-    ],
-)
-def test_long_lines_are_broken_on_terminals(
-    stream: type[io.StringIO], width: str, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A path stays whole; a file or pipe gets every message as one line."""
-    output = stream()
-    monkeypatch.setattr("sys.stdout", output)
-    monkeypatch.setenv("COLUMNS", width)
-    monkeypatch.setenv("NO_COLOR", "1")
-    show(LONG)
-    assert output.getvalue().splitlines() == lines
-
-
-def test_a_row_of_a_table_is_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    row = f"  conv2d  {'12.5 ms  ' * 10}100"
-    assert wrapped(row) == row
-    assert wrapped(f"  {LONG}").splitlines()[1] == f"    {LONG.split(' ', 13)[-1]}"
 
 
 def test_parts_on_as_few_lines_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,8 +159,7 @@ def test_a_list_of_names() -> None:
     assert listed(list("abcdefghijkl"), 80) == "a, b, c, d, e, f, g, h, i, j and 2 more"
     assert listed(["traffic light", "stop sign", "dog"], 29) == "traffic light, stop sign, dog"
     assert listed(["traffic light", "stop sign", "dog"], 28) == "traffic light and 2 more"
-    assert listed(["x" * 40, "dog"], 30) == f"{'x' * 9}..{'x' * 8} and 1 more"
-    assert listed(["x" * 40], 20) == f"{'x' * 9}..{'x' * 9}"
+    assert listed(["x" * 40, "dog"], 30) == f"{'x' * 40} and 1 more"
 
 
 NUMBERS: list[str | float] = [12, *[1 / 3] * 8]  # 11 columns with their names; 60 characters beside these
@@ -269,8 +171,8 @@ NUMBERS: list[str | float] = [12, *[1 / 3] * 8]  # 11 columns with their names; 
         (100, "x" * 40, "x" * 40, "0.3333"),
         (80, "x" * 21, "x" * 21, "0.3333"),
         (80, "x" * 22, "x" * 22, "0.333"),  # three decimals before a name is cut
-        (80, f"{'x' * 40}y", f"{'x' * 14}..{'x' * 12}y", "0.333"),
-        (20, "x" * 40, "xxx..xxx", "0.333"),
+        (80, f"{'x' * 40}y", f"{'x' * 26}...", "0.333"),
+        (20, "x" * 40, "xxxxx...", "0.333"),
     ],
 )
 def test_a_table_fits(width: int, name: str, printed: str, number: str) -> None:

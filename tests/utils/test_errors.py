@@ -30,4 +30,3 @@ def test_a_message_is_short_whatever_it_quotes() -> None:
     text = str(UserError(f"data.yaml: `train` must be a path, not {'a' * 10**6}; fix it"))
     assert len(text) < MAX_MESSAGE + 10
     assert text.startswith("data.yaml: `train` must be a path, not aaa")
-    assert text.endswith("aaa; fix it")

@@ -121,7 +121,7 @@ def test_a_file_of_the_same_name_is_skipped(tmp_path: Path) -> None:
 
 def test_a_project_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
-    with pytest.raises(UserError, match=r"the run folder .*runs/exp cannot be made: .*; choose another --project"):
+    with pytest.raises(UserError, match=r"runs cannot be made: .*; choose another --project"):
         numbered_folder(tmp_path / "runs", "exp", False)
 
 
@@ -275,9 +275,6 @@ def test_read_yaml(tmp_path: Path) -> None:
         (b"text\n", "must be a YAML mapping"),
         (b"a: 1\nb: {c: 1,\n  c: 2}\n", "line 3: duplicate key 'c'"),
         (b"0: a\n1: b\n0: c\n", "line 3: duplicate key '0'"),
-        (b"a: [1,\n 1_0]\n", "line 2: 1_0 would be read as another number"),
-        (b"a: 1_0.5\n", "1_0.5 would be read as another number"),
-        (b"a: 1:30\n", "1:30 would be read as another number"),
         (b"a: 2026-99-99\n", "month must be in 1..12"),
         (b"a: !!int x\n", "fix the YAML"),
         (b"a: !!bool x\n", "fix the YAML"),

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 
 from tests.conftest import OnProcesses
 from utils.checkpoint.state_files import STATE_FORMAT
+from utils.console import log
 from utils.distributed.launch import Precision
 from utils.distributed.stop import TIME_LIMIT, StopRequested
 from utils.run import Run
@@ -65,10 +66,10 @@ def run_in(folder: Path, quiet: bool = False, exist_ok: bool = False) -> Run:
 def test_printed_lines(quiet: bool, printed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, recorder = run_in(tmp_path, quiet), Recorder()
     run.start_trackers(lambda: [recorder], {"epochs": 3}, 0)
-    run.print("a", "warning: b")
-    run.print("c")
-    run.print("d", always=True)
-    assert capsys.readouterr().out == printed
+    log("a", "warning: b")
+    log("c")
+    log("d", always=True)
+    assert capsys.readouterr().out.endswith(printed)
     assert recorder.lines == ["a", "warning: b", "c", "d"]  # trackers get all of them
     assert recorder.config == {"epochs": 3}
 
@@ -106,17 +107,20 @@ def test_points_and_pictures(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", ["40", "80", "120"])
-def test_devices(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices(
+    columns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The description fits 80 columns, on two lines, or is one line if there are more."""
     monkeypatch.setenv("COLUMNS", columns)
     run = Run(Accelerator(cpu=True), Precision("no", "the default on the CPU"))
     described = 1 if columns == "120" else 2
-    assert run.device_lines() == run.description
-    assert len(run.description) == described
-    *first, last = run.description
+    assert capsys.readouterr().out == ""  # until the folder is open
+    run.open_folder(str(tmp_path), "exp", exist_ok=False)
+    *first, last = capsys.readouterr().out.splitlines()
+    assert len(first) + 1 == described
     assert "".join([*first, last]).endswith("mixed precision no (the default on the CPU)")
     assert "cpu" in (first or [last])[0]
-    assert max(map(len, run.description)) <= max(int(columns), 80)
+    assert max(map(len, [*first, last])) <= max(int(columns), 80)
     (device,) = run.devices
     assert device.startswith(f"{os.uname().nodename} cpu (")
 
@@ -174,14 +178,14 @@ def stops_of_two(run: Run) -> list[Any]:
             outcomes.append(run.stop_together(reason))
         except StopRequested as stopped:
             outcomes.append((stopped.reason, stopped.code))
-    return [*outcomes, len(run.device_lines()), run.devices]
+    return [*outcomes, run.devices]
 
 
 def use_on_two(run: Run) -> list[Any]:
     recorder, work = Recorder(), []
     run.start_trackers(lambda: [recorder], {}, 0)
     run.on_main(lambda: work.append("done"))
-    run.print("once")
+    log("once")
     run.enable_plots()
     run.plot(lambda: {"a.png": np.zeros((2, 2, 3), np.uint8)})
     run.files.add_row({"epoch": 0})
@@ -195,12 +199,13 @@ def use_on_two(run: Run) -> list[Any]:
 def test_two_processes(tmp_path: Path, on_processes: OnProcesses, capfd: pytest.CaptureFixture[str]) -> None:
     main, other = on_processes(2, on_two, str(tmp_path))
     assert main["stops"] == other["stops"]
-    *outcomes, lines, devices = main["stops"]
+    *outcomes, devices = main["stops"]
     assert outcomes == [None, ("SIGTERM", 143), ("SIGUSR1", 138), ("SIGINT", 130)]  # the first process's reason
-    assert (lines, len(devices)) == (4, 2)  # a description on two lines, and a line for each process
+    assert len(devices) == 2
     assert main["run"][:3] == ["exp", ["done"], 1]
     assert other["run"][:3] == ["exp", [], 0]
     assert other["run"][3:] == main["run"][3:]
     assert main["run"][3:] == [True, ["epoch", "0"]]
-    assert capfd.readouterr().out.count("once") == 1
+    printed = capfd.readouterr().out
+    assert printed.count("once") == printed.count("process 1: ") == 1
     assert (tmp_path / "exp" / "a.png").is_file()

@@ -43,8 +43,7 @@ class BackgroundWriter:
                 self.warn(f"warning: {path} cannot be written now: {error.strerror or error}; training continues")
 
     def finish(self, advice: str) -> None:
-        """Wait for all jobs and repeat those that failed. Raises `UserError` with `advice` if one fails again."""
-        self.wait()
+        """Repeat the jobs that failed, after `wait`. Raises `UserError` with `advice` if one fails again."""
         for path, error in self._run(dict(self.failed)).items():
             raise UserError(f"{path} cannot be written: {error.strerror or error}; fix that, and {advice}")
 

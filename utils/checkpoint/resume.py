@@ -17,6 +17,7 @@ from utils.checkpoint.training_state import Identity
 from utils.config.flags import AUTO, BUILT_IN_JOB, NEWEST, TrainOptions
 from utils.config.parser import over_defaults
 from utils.config.settings import RecipeOf, Settings, check_settings, resumed_options
+from utils.console import log
 from utils.distributed.collectives import broadcast_from_main
 from utils.distributed.failure import Stopped
 from utils.distributed.launch import connect
@@ -61,10 +62,10 @@ def read_saved_state(run: Run, settings: Settings, identity: Identity) -> dict[s
     saved = run.files.read_state() if settings.saved else None
     if saved:
         identity.check(saved)
-        run.print(*settings.changes)
-        run.print(f"resuming {run.path} {Progress.from_state(saved['progress'])}")
+        settings.log_changes()
+        log(f"resuming {run.path} {Progress.from_state(saved['progress'])}")
     elif settings.is_fixed:
-        run.print(f"{run.path} ended before it saved anything: it starts anew, with its settings")
+        log(f"{run.path} ended before it saved anything: it starts anew, with its settings")
     run.files.restore_to_state(saved)
     return saved
 

@@ -96,7 +96,7 @@ class TrainingState:
         if progress == self._saved_progress:
             return
         self._saved_progress = progress
-        with gathered_parameters(self.copies[0].parameters()):
+        with gathered_parameters(self.copies[0].parameters() if keep_tensors else ()):
             files.save_state(self.state(keep_tensors), final=not keep_tensors)
 
     def state(self, keep_tensors: bool = True) -> dict[str, Any]:

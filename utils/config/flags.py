@@ -104,13 +104,7 @@ class TrainOptions:
     hyp: str = flag("auto", "hyperparameter YAML; auto chooses, low is YOLOv5's", "training", suggested=BY_DATA)
     epochs: int = flag(100, "passes over the training images", "training", Range(1), suggested=BY_FILES)
     batch_size: int = flag(
-        16,
-        "images per batch, in total; -1: what fits",
-        "training",
-        Range(-1),
-        aliases=BATCH,
-        curve=True,
-        suggested=BY_FILES,
+        16, "images per batch; -1: what fits", "training", Range(-1), aliases=BATCH, curve=True, suggested=BY_FILES
     )
     imgsz: int = flag(640, "pixels of the square's side", "data", IMGSZ, aliases=SIZES, suggested=BY_FILES)
     rect: bool = flag(False, "batches of similar shape; no shuffling or mosaic", "data", needs="padding", curve=True)
@@ -165,11 +159,7 @@ class TrainOptions:
     no_cuda_graph: bool = flag(False, "launch GPU kernels one by one: the same bytes, but slower", "training")
     mixed_precision: str = PRECISION(group="training")
     log_with: str = flag(
-        "",
-        "none, all, or trackers with commas; '' is wandb if installed",
-        "logging",
-        choices=LOG_WITH,
-        comma_separated=True,
+        "", "none, all or trackers; '' is wandb if installed", "logging", choices=LOG_WITH, comma_separated=True
     )
     no_wandb: bool = flag(False, "do not log to Weights & Biases", "logging")
     bbox_interval: int = flag(
@@ -337,16 +327,11 @@ REFUSED = {
     "visualize": "is not built in: a PyTorch forward hook on a layer returns its feature maps",
     "dnn": "is not built in: OpenCV's DNN module runs ONNX files without the scripts",
     # YOLOv5's export.py
-    "optimize": "is not built in: ExecuTorch exports a model by torch.export",
-    "int8": "is not built in: quantise the ONNX file, for example with onnxruntime.quantization or trtexec --int8",
-    **dict.fromkeys(("keras", "per_tensor"), "is not built in: onnx2tf converts best.onnx to TensorFlow"),
-    "workspace": "is not built in: pass it to trtexec, as --memPoolSize=workspace:4096 --onnx=best.onnx",
-    "mlmodel": "is not built in: coremltools converts best.torchscript to Core ML",
-    "cache": "is a flag of train.py; TensorRT's timing cache is trtexec --timingCacheFile=FILE --onnx=best.onnx",
     **dict.fromkeys(
-        [f"include {name}" for name in CONVERTED],
-        "is made by the format's own converter from best.onnx or best.torchscript: see docs/export.md#other-formats",
+        ("optimize", "int8", "keras", "per_tensor", "workspace", "mlmodel", *(f"include {name}" for name in CONVERTED)),
+        "is not built in: the format's own converter makes it of the .onnx file; see docs/export.md#other-formats",
     ),
+    "cache": "is a flag of train.py; TensorRT's timing cache is trtexec --timingCacheFile=FILE --onnx=best.onnx",
     **dict.fromkeys(("include exported", "include pt2"), "has left: torchscript and onnx are programs too"),
     "task study": "is not built in: call val.py once for each --imgsz, and compare their tables",
     # YOLOv5's classify/train.py
@@ -357,21 +342,21 @@ REFUSED = {
     "dropout": "is the second argument of the row Classify in the model YAML; give your own YAML with --cfg",
     # launchers, and earlier versions of this repository
     "local_rank": "is in the environment: start with torchrun, accelerate launch or --processes",
-    "show_processes": "is not needed: the first lines of a run name every process with its host and device",
     "image_padding": "has left: val.py --square pads each image alike at any batch size",
     "repeat_factor": "has left: --image-weights draws images of rare classes more often",
     **dict.fromkeys(("scale_lr", "lr0"), "is the hyperparameter lr0 here: give --hyp.lr0"),
     **dict.fromkeys(("class_weights", "lr_factor"), "is a key of the hyperparameter file; see docs/recipes.md"),
     **dict.fromkeys(
-        ("partners", "no_oom_retry", "comm_hook", "weights_precision", "max_skips", "log_interval", "max_images"),
-        "has left, and nothing replaces it: leave it out",
+        (
+            *("partners", "no_oom_retry", "comm_hook", "weights_precision", "max_skips", "log_interval", "max_images"),
+            *("show_processes", "wandb_registry", "wandb_alerts"),
+        ),
+        "has left, and nothing here replaces it: leave it out",
     ),
     "keep_state": "has left: a finished run keeps counters only; start a new run from its weights/last.pt",
     "verbose": "has left: classes.csv in the run folder has all classes of the best epoch",
     "quiet": "has left: redirect the output to a file",
     "push_to_hub": "has left: hf upload sends weights/best.pt to the Hugging Face Hub",
-    "wandb_registry": "has left: link the artifact in W&B's web page",
-    "wandb_alerts": "has left: W&B's own automations watch a run's state",
     **{
         f"wandb_{word.removeprefix('RUN_').lower()}": f"has left: set W&B's variable WANDB_{word}"
         for word in ("PROJECT", "ENTITY", "RUN_GROUP", "TAGS", "NAME", "NOTES", "JOB_TYPE", "RUN_ID")

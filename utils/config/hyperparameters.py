@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from utils.config.values import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, typed_values
+from utils.console import log
 from utils.errors import UserError, nearest, plural
 from utils.files import ROOT, find_file, read_yaml
 
@@ -80,16 +81,14 @@ class Recipe:
         """Return whether BatchNorm keeps the statistics of the weights that a run starts from."""
         return bool(self.keep_norms) and known is not None
 
-    def weights_messages(self, known: float | None) -> list[str]:
-        """Return a message for each rule that follows from the weights."""
-        messages = []
+    def log_weights_rules(self, known: float | None) -> None:
+        """Log each rule that follows from the weights."""
         if self.keep_norms:
             kept = "BatchNorm statistics are kept from the weights: few images estimate them worse"
-            messages.append("BatchNorm statistics are learnt: no weights to keep them of" if known is None else kept)
+            log("BatchNorm statistics are learnt: no weights to keep them of" if known is None else kept)
         if (factor := self.weights_factor(known)) != 1:
             rate = f"learning rate {self.lr0 * factor:.2g} instead of {self.lr0:.2g}"
-            messages.append(f"{rate}: the weights know {known:.0%} of the classes and outputs")
-        return messages
+            log(f"{rate}: the weights know {known:.0%} of the classes and outputs")
 
     @classmethod
     def left_out(cls) -> frozenset[str]:
@@ -260,10 +259,10 @@ def parse_overrides(kind: type[Recipe], overrides: Mapping[str, str]) -> dict[st
     return typed_values(kind, overrides, (OVERRIDE_PREFIX + "{}").format)
 
 
-def unread_message(hyp: Recipe, unread: Collection[str], model: str) -> list[str]:
-    """Return a line about keys that have no effect although the hyperparameter file changes their defaults."""
-    changed = [key for key in unread if getattr(hyp, key) != getattr(type(hyp)(), key)]
-    return [f"hyperparameters without effect on {model}: {', '.join(changed)}"] if changed else []
+def log_unread(hyp: Recipe, unread: Collection[str], model: str) -> None:
+    """Log the keys that have no effect although the hyperparameter file changes their defaults."""
+    if changed := [key for key in unread if getattr(hyp, key) != getattr(type(hyp)(), key)]:
+        log(f"hyperparameters without effect on {model}: {', '.join(changed)}")
 
 
 def from_mapping(kind: type[T], values: Mapping[str, Any], source: Path | str) -> T:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from utils.config.flags import GROUPS, REFUSED, TrainOptions, flags_of
 from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, find_hyperparameters
 from utils.config.values import typed_values
-from utils.console import is_silent
+from utils.console import log
 from utils.errors import UserError, nearest
 from utils.files import read_yaml, version
 
@@ -174,7 +174,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser that ends the process with one line and exit code 2 for a wrong flag, naming the nearest known one."""
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
-        if not is_silent():  # only one process of a machine prints
+        if log.is_main:  # only one process of a machine prints
             super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:

@@ -16,6 +16,7 @@ import yaml
 from utils.config.flags import AUTO, TrainOptions, flags_of
 from utils.config.hyperparameters import OVERRIDE_PREFIX, Recipe, from_mapping, parse_overrides, read_hyperparameters
 from utils.config.parser import as_flag, checked, defaults_of_hyp, refuse_flags
+from utils.console import log
 from utils.errors import UserError, nearest, plural, shortened
 
 # Maps a run's settings and the given flags to the class of its hyperparameters.
@@ -127,19 +128,17 @@ class Settings:
         parts = {"hyperparameters": vars(self.hyp), "model": model_yaml, **self.origin}
         return {**self.flags(), **sizes, "wandb_id": run_id, **parts}
 
-    @property
-    def changes(self) -> list[str]:
-        """A message for each flag that differs from the settings of the resumed run."""
-        messages, saved = [], self.saved or {}
+    def log_changes(self) -> None:
+        """Log each flag that differs from the settings of the resumed run."""
+        saved = self.saved or {}
         skipped = ("imgsz", "overrides", *CURVE_FLAGS, *RUN_FOLDER_FLAGS, *LAUNCHER_FLAGS, *SINGLE_START_FLAGS)
         for name, value in vars(self.options).items():
             now = _plain(value)
             if name not in skipped and saved.get(name, now) != now:
-                messages.append(f"{as_flag(name)} is {now!r} and was {saved[name]!r}")
+                log(f"{as_flag(name)} is {now!r} and was {saved[name]!r}")
                 if name == "epochs":
                     epochs = plural(self.options.epochs, "epoch")
-                    messages.append(f"from here on the learning rate follows the schedule for {epochs}")
-        return messages
+                    log(f"from here on the learning rate follows the schedule for {epochs}")
 
 
 # A resumed run

@@ -43,9 +43,9 @@ def prepare_environment(on_cpu: bool) -> None:
 
 
 def configure(plugin: Any, batch_size: int, accumulation: int, clip: float, precision: str) -> None:
-    """Set the engine's batch size per process, batches per optimizer step, gradient norm for clipping, and precision.
+    """Set the engine's batch size per process, batches per step, gradient norm for clipping, and autocast.
 
-    The engine's autocast leaves parameters, buffers and norms in fp32. A configuration file's own autocast is replaced.
+    The engine's autocast leaves parameters, buffers and norms in fp32.
     """
     plugin.deepspeed_config.update(
         {
@@ -59,13 +59,9 @@ def configure(plugin: Any, batch_size: int, accumulation: int, clip: float, prec
 
 
 def optimizer_state(optimizer: Any, parameters: Sequence[nn.Parameter]) -> dict[int, dict[str, Any]]:
-    """Return the unpartitioned optimizer state of each parameter, numbered as in torch's `Optimizer.state_dict`.
+    """Return the unpartitioned state of each parameter, in the order of the optimizer's groups, by its number.
 
-    All processes must call this together.
-
-    Args:
-        optimizer: optimizer that Accelerate has prepared
-        parameters: parameters of the optimizer's groups, in order
+    All processes must call this together; `optimizer` is Accelerate's.
     """
     if not is_requested():
         return optimizer.state_dict()["state"]
@@ -98,10 +94,8 @@ def load_optimizer_state(
 
     parts, common = _split(next(iter(saved.values())))
     zero = optimizer.optimizer
-    stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
-    for flat in (
-        zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups
-    ):  # of this process
+    at_stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
+    for flat in zero.fp32_partitioned_groups_flat if at_stage3 else zero.single_partition_of_fp32_groups:
         copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in common.items()}
         zero.optimizer.state[flat] = {**{name: torch.zeros_like(flat) for name in parts}, **copies}
     _link(optimizer)
@@ -134,10 +128,7 @@ def _split(state: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _link(optimizer: Any) -> None:
-    """Link each parameter to its part of the flat state.
-
-    ZeRO-1 and ZeRO-2 create these links in the first step only, and not for every parameter.
-    """
+    """Link each parameter to its part of the flat state: ZeRO-1 and 2 do so in the first step, not for all."""
     zero = optimizer.optimizer
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         return

@@ -9,14 +9,12 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import HashStore, TCPStore
 
 from utils.distributed import deepspeed, launch
 from utils.distributed.failure import hard_exit
@@ -24,7 +22,7 @@ from utils.distributed.ranks import RunStore, ranks, run_store, world_size
 from utils.errors import UserError, plural
 from utils.files import ROOT
 
-MARGIN_SECONDS = 30.0  # time that the other processes wait for the main one's answer after its time-out
+MARGIN_SECONDS = 30.0  # after its time-out, in which the main process must answer
 LEAVE_SECONDS = 5.0  # time that the main process, which may host the store, waits for the others to leave it
 MAX_VALUE_LENGTH = 40  # characters of a setting; a longer one is hashed
 # Flags that may differ between machines. The files that they name are compared by content.
@@ -33,15 +31,7 @@ MACHINE_FLAGS = (
     *("exist_ok", "nosave", "noplots", "doctor"),
 )
 CODE_FILES = ("train.py", "job.py", "val.py", "models/**/*.py", "models/**/*.yaml", "data/**/*.py", "utils/**/*.py")
-# What is compared, and what to do about a difference.
-REMEDIES = {
-    "code": "check out the same commit on all machines",
-    "data": "copy the same files to all machines",
-    "settings": "use the same value on all machines",
-    "versions": "install the same version on all machines",
-    "devices": "use --device cpu, or a GPU for every process",
-}
-# Of a process, as JSON: its `row` of the table, what is `compared` by group and name, `errors`, and `messages`.
+# Of a process, as JSON: its `row` of the table, what is `compared` by name, `errors`, and `messages`.
 Facts = dict[str, Any]
 # Settings of a job by name, its files by purpose, and lines about its data.
 Inputs = tuple[Mapping[str, Any], Mapping[str, Sequence[Path]], Sequence[str]]
@@ -57,36 +47,23 @@ def run_doctor(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> None:
         read: returns the inputs of the job; raises `UserError`
     """
     timeout = flags["dist_timeout"]
-    store = _open_store(timeout)
+    with launch.rendezvous_errors(timeout):
+        store = run_store() or RunStore(launch.open_store(timeout, waits=False))  # with --resume there is one
     store.write("doctor/facts", process_facts(flags, read))
     if ranks().rank == 0:
         _wait(lambda: len(store.values("doctor/facts")) == world_size(), timeout)
         facts = list(store.values("doctor/facts").values())
         lines = findings(facts, timeout)
-        errors = sum(line.startswith("error: ") for line in lines)
-        verdict = f"the job would fail: {plural(errors, 'error')} to fix first" if errors else "the job can start"
+        verdict = f"the job would fail: {plural(len(lines), 'error')} to fix first" if lines else "the job can start"
         print(*facts[0]["messages"], *table(facts), *lines, verdict, sep="\n", flush=True)
-        store.write_once("doctor/errors", errors)
+        store.write_once("doctor/errors", len(lines))
         _wait(lambda: store.count("doctor/left", 0) >= len(facts) - 1, LEAVE_SECONDS)
-    elif _wait(lambda: store.value("doctor/errors") is not None, timeout + MARGIN_SECONDS):
-        errors = store.value("doctor/errors")
-        store.count("doctor/left")
-    else:
+    elif not _wait(lambda: store.value("doctor/errors") is not None, timeout + MARGIN_SECONDS):
         raise UserError(f"the main process has not answered for {timeout:g} s: check its output, and the network")
+    errors = store.value("doctor/errors")
+    store.count("doctor/left")
     if errors:
         hard_exit("")
-
-
-def _open_store(timeout: float) -> RunStore:
-    """Connect to the store that the launcher or the main process hosts. Does not wait for other processes."""
-    if world_size() == 1:
-        return RunStore(HashStore())
-    hosted = launch.wait_for_main_process(timeout)
-    if connected := run_store():  # with --resume
-        return connected
-    with launch.rendezvous_errors(timeout):
-        limit = timedelta(seconds=timeout)
-        return RunStore(hosted or TCPStore(*launch.main_address(), timeout=limit, wait_for_workers=False))
 
 
 def _wait(ready: Callable[[], bool], seconds: float) -> bool:
@@ -99,7 +76,7 @@ def _wait(ready: Callable[[], bool], seconds: float) -> bool:
 
 def process_facts(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> Facts:
     """Return the facts about this process; the arguments are those of `run_doctor`."""
-    errors, kind = [], ""
+    kind, errors = "", []
     job: Inputs = ({}, {}, ())
     try:
         kind = launch.device_kind(flags["device"])
@@ -108,52 +85,43 @@ def process_facts(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> Facts
         errors.append(str(error))
     gpu = torch.device("cuda", ranks().local_rank)
     hardware = launch.describe_device(gpu) if kind == "cuda" else torch.backends.cpu.get_cpu_capability()
-    versions = {each.metadata["Name"]: each.version for each in metadata.distributions()} | {"torch": torch.__version__}
+    installed = {each.metadata["Name"]: each.version for each in metadata.distributions()} | {
+        "torch": torch.__version__
+    }
     packages = ("torch", "accelerate", "deepspeed")[: 3 if deepspeed.is_requested() else 2]
+    versions = {name: installed.get(name, "none") for name in packages}
     settings = {f"--{name}".replace("_", "-"): value for name, value in flags.items() if name not in MACHINE_FLAGS}
     texts = {name: str(value) for name, value in {**settings, **job[0]}.items()}
+    code, files = code_hash(ROOT), {f"the data ({name})": fingerprint(paths) for name, paths in job[1].items()}
     compared = {
-        "code": {"the code": code_hash(ROOT)},
-        "data": {f"the data ({name})": fingerprint(paths) for name, paths in job[1].items()},
-        "settings": {name: text if len(text) <= MAX_VALUE_LENGTH else _hash(text) for name, text in texts.items()},
-        "versions": {name: versions.get(name, "none") for name in packages},
-        "devices": {"the kind of device": kind} if kind else {},
+        **{"the code": code, **files, **versions, **({"the kind of device": kind} if kind else {})},
+        **{name: text if len(text) <= MAX_VALUE_LENGTH else _hash(text) for name, text in texts.items()},
     }
-    row = {
-        **{"host": socket.gethostname(), "rank": str(ranks().rank), "device": f"{kind or '-'} {hardware}"},
-        **{**compared["versions"], "code": code_hash(ROOT), "data": _hash(str(compared["data"]))},
-    }
+    names = {"host": socket.gethostname(), "rank": str(ranks().rank), "device": f"{kind or '-'} {hardware}"}
+    row = {**names, **versions, "code": code, "data": _hash(str(files))}
     return {"row": row, "compared": compared, "errors": errors, "messages": [*job[2]]}
 
 
 def findings(facts: Sequence[Facts], timeout: float) -> list[str]:
     """Return a line for each error of a process, each missing process, and each difference."""
-    found = [f"error: on {who}: {error}" for error, who in _holders((e, f) for f in facts for e in f["errors"])]
-    if missing := sorted(set(map(str, range(world_size()))) - {each["row"]["rank"] for each in facts}, key=int):
+    found = [f"error: on {_name(each)}: {error}" for each in facts for error in each["errors"]]
+    if missing := sorted({*map(str, range(world_size()))} - {each["row"]["rank"] for each in facts}, key=int):
         address, port = launch.main_address()
         found.append(
             f"error: no answer from rank {', '.join(missing)} within {timeout:g} s: start the same command there, "
             f"check its output, and open {address} port {port} to it"
         )
-    for group, remedy in REMEDIES.items():
-        having = [(each["compared"][group], each) for each in facts if each["compared"].get(group)]
-        for name in dict.fromkeys(name for values, _ in having for name in values):
-            holders = _holders((values.get(name, "none"), each) for values, each in having)
-            if len(holders) > 1:
-                listed = ", ".join(f"{who} has {value}" for value, who in holders)
-                found.append(f"error: {name} differs: {listed}; {remedy}")
+    whole = [each for each in facts if not each["errors"]]  # the others have read nothing
+    for name in dict.fromkeys(name for each in whole for name in each["compared"]):
+        values = {_name(each): each["compared"].get(name, "none") for each in whole}
+        if len({*values.values()}) > 1:
+            listed = ", ".join(f"{who} has {value}" for who, value in values.items())
+            found.append(f"error: {name} differs: {listed}; use the same on all machines")
     return found
 
 
-def _holders(pairs: Iterable[tuple[str, Facts]]) -> list[tuple[str, str]]:
-    """Return each value with the hosts and ranks that have it: `host a rank 0, 1, host b rank 2`."""
-    holders: dict[str, dict[str, list[str]]] = {}
-    for value, each in pairs:
-        holders.setdefault(value, {}).setdefault(each["row"]["host"], []).append(each["row"]["rank"])
-    return [
-        (value, ", ".join(f"host {host} rank {', '.join(ranks)}" for host, ranks in hosts.items()))
-        for value, hosts in holders.items()
-    ]
+def _name(facts: Facts) -> str:
+    return f"host {facts['row']['host']} rank {facts['row']['rank']}"
 
 
 def table(facts: Sequence[Facts]) -> list[str]:

@@ -25,24 +25,26 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from torch import distributed
 
 from utils.background import Background
-from utils.console import silence, surviving_output, wrapped
-from utils.distributed.ranks import check_launch, is_local_main, query_store, ranks, run_store, world_size
+from utils.console import log
+from utils.distributed.ranks import check_launch, query_store, ranks, run_store, store_is_hosted, world_size
 from utils.errors import UserError, first_line
 from utils.user_code import explained
 
 EXPLAIN_SECONDS = 5.0  # time that a failing process waits for another one to print the reason
 POLL_SECONDS = 1.0  # interval of the checks whether another process has failed, or the parent has ended
-ROLL_CALL_SECONDS = 2.5  # time for the other processes to write that they are present, or their heartbeats
+ROLL_CALL_SECONDS = 2.5  # time for the other processes to write that they are present
 # Code that waits for other processes: a collective, or backward, which ends in one.
 WAITING = ("torch/distributed/", "torch/autograd/", "deepspeed/comm/")
 PR_SET_PDEATHSIG = 1  # option of Linux's prctl
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of glibc's mallopt
+LOADER_DIED = (
+    r"DataLoader worker (\(pid.*(killed by signal|exited unexpectedly)|(?s:.*)unable to allocate shared memory)"
+)
 LOADER_MEMORY_BYTES = 2**28  # freed memory that a loader process keeps
 PARENT = os.getppid()
 
@@ -50,86 +52,68 @@ _barrier_numbers = itertools.count()  # the same on all processes
 _on_failure: list[Callable[[str], object]] = []  # at most one listener, see `on_failure`
 
 
-class Stopped(Exception):
+class Stopped(SystemExit):
     """The run ends early, on request, with the exit code `code`; everything is saved and printed."""
 
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
 
-
-@contextmanager
-def _quick_exit() -> Iterator[None]:
-    """Let a script, which has turned the garbage collector off for its imports, end without Python's slow clean-up."""
-    code, is_script = 1, not gc.isenabled()
-    if is_script:
-        gc.freeze()
-        gc.enable()
-    try:
-        yield
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        raise
-    finally:
-        if is_script:
-            atexit.register(_leave, code)
-
-
-def _leave(code: int) -> None:
-    """Exit at once, after all other `atexit` functions. Threads have ended."""
-    atexit.unregister(_leave)
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # closed, or absent
-            stream.flush()
-    os._exit(code)
-
-
-@_quick_exit()
-@surviving_output()
 def run_main(main: Callable[[], object]) -> None:
     """Call a script's `main`; turn a `UserError` into one line on stderr and exit code 1, Ctrl-C into exit code 130.
 
     Only one of all processes prints the line, also for a process that was lost.
     """
+    if is_script := not gc.isenabled():  # it has turned the garbage collector off for its imports
+        gc.freeze()
+        gc.enable()
     try:
         check_launch()
     except UserError as error:
         sys.exit(f"error: {error}")
-    if not is_local_main():
+    if ranks().local_rank:
         warnings.simplefilter("ignore")
-        silence()
-    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
-        threading.Thread(target=_follow_launcher, daemon=True).start()
+        log.is_main = False
+    if world_size() > 1:
+        threading.Thread(target=_watch_others, daemon=True).start()
+    try:
+        message, code, lost = _call(main)
+    finally:
+        end_workers()
+    connected = distributed.is_initialized()
+    if message:
+        notify_failure(message)
+        if world_size() > 1:
+            end_together(message, code, "ended without an error message, or cannot be reached" if lost else "")
+        print(message, file=sys.stderr)
+    elif connected and not code:
+        distributed.destroy_process_group()
+    if is_script and not (connected or Background.abandoned):
+        atexit._run_exitfuncs()
+    # Python's clean-up takes a second, and threads of DeepSpeed, or one that reads the store, may abort or block it.
+    if is_script or connected or world_size() > 1 or Background.abandoned:
+        hard_exit("", code)
+    if code:
+        sys.exit(code)
+
+
+def _call(main: Callable[[], object]) -> tuple[str, int, bool]:
+    """Call `main`; return the error, '' for none, the exit code, and whether another process may be the cause."""
     try:
         with explained():
             main()
-    except Stopped as stopped:
-        if world_size() > 1 or Background.abandoned:
-            hard_exit("", stopped.code)
-        sys.exit(stopped.code)
+    except SystemExit as end:  # the reason is printed
+        return "", int(end.code or 0), False
     except KeyboardInterrupt:
-        _end("interrupted", 130)
+        return "interrupted", 130, False
     except Exception as error:
-        if lost := lost_contact(error) or lost_contact(error.__cause__ or error):  # in a user's layer, perhaps
-            _end(f"error: {lost}", survivor=True)
-        if reason := str(error) if isinstance(error, UserError) else describe_loader_failure(error):
-            _end(f"error: {reason}")
-        if world_size() == 1:
-            notify_failure(f"{type(error).__name__}: {first_line(error, 1000)}")
-            if not Background.abandoned:
-                raise
+        cause = known_cause(error) or known_cause(error.__cause__ or error)  # in a user's layer, perhaps
+        if cause or isinstance(error, UserError):
+            return f"error: {cause or error}", 1, bool(cause)
+        reason = f"{ranks()} failed: {type(error).__name__}: {first_line(error, 1000)}"
+        notify_failure(reason)
+        if world_size() == 1 and not Background.abandoned:
+            raise
         traceback.print_exc()
-        if world_size() == 1:
-            hard_exit("")
-        _end(f"error: {ranks()} failed: {type(error).__name__}: {first_line(error, 1000)}")
-    finally:
-        end_workers()
-    if connected := distributed.is_initialized():
-        distributed.destroy_process_group()
-    if connected or Background.abandoned:
-        hard_exit("", 0)  # threads of DeepSpeed, or one that reads the store, may abort or block a regular exit
+        return f"error: {reason}" if world_size() > 1 else "", 1, False
+    return "", 0, False
 
 
 # Who failed, and who is lost
@@ -147,52 +131,39 @@ def notify_failure(reason: str) -> None:
             _on_failure.pop()(reason.removeprefix("error: "))
 
 
-def lost_contact(error: BaseException) -> str:
-    """Describe an error of torch's communication between processes; return '' for any other error."""
-    text = str(error)
-    known = isinstance(error, RuntimeError) and re.search(r"gloo|nccl", text, re.IGNORECASE)
-    if not known and not isinstance(error, distributed.DistError):
+def known_cause(error: BaseException) -> str:
+    """Describe an error of torch's communication between processes or of its loader processes; '' for any other."""
+    if not isinstance(error, RuntimeError):
         return ""
-    if waited := re.search(r"[Tt]imed out (?:waiting|after) (\d+) ?ms", text):
-        return (
-            f"another process has not answered for {int(waited[1]) / 1000:g} s (--dist-timeout): it hangs, or the "
-            "network between the machines is down"
-        )
-    return f"the connection to the other processes broke ({first_line(error, 1000)}); see their output for the reason"
+    if isinstance(error, distributed.DistError) or re.search(r"(?i)gloo|nccl", str(error)):
+        return f"the connection to the other processes broke ({first_line(error, 1000)}); see their output"
+    if not re.search(LOADER_DIED, str(error)):
+        return ""
+    return (
+        "a loader process was killed, possibly by the system because memory or /dev/shm ran out; if so, lower "
+        "--workers, or make /dev/shm larger (docker --shm-size)"
+    )
 
 
-def _end(message: str, code: int = 1, survivor: bool = False) -> NoReturn:
-    """Exit with all processes; one of them prints the message.
-
-    Args:
-        survivor: whether another process was lost; if it was not an error that is printed, its name is
-    """
-    notify_failure(message)
-    end_workers()
-    message = wrapped(message) if sys.stderr.isatty() else message
-    if world_size() == 1 and not Background.abandoned:
-        print(message, file=sys.stderr)
-        sys.exit(code)
-    end_together(lambda: _name_the_lost(message) if survivor else message, code, ROLL_CALL_SECONDS * survivor)
-
-
-def _name_the_lost(message: str) -> str:
-    present: dict[int, bool] = query_store(lambda store: store.values("present"), {})
-    missing = set(range(world_size())) - set(present) - {ranks().rank}
-    return f"error: {names(missing)} ended without an error message, or cannot be reached" if missing else message
-
-
-def end_together(explain: Callable[[], str], code: int = 1, roll_call: float = 0.0) -> NoReturn:
-    """End all processes; the first that calls this prints `explain()`; without the store, one of each machine.
+def end_together(message: str, code: int = 1, culprit: str = "", stalled: bool = False) -> NoReturn:
+    """End all processes; the first that calls this prints the message; without the store, one of each machine does.
 
     Args:
-        roll_call: seconds for the others to write what `explain` reads
+        culprit: what to say of the processes that do not answer the alarm, if there are such
+        stalled: whether to say it else of those that the others wait for
     """
     query_store(lambda store: store.write_once("alarm", True), None)
-    time.sleep(roll_call)
+    waits = is_waiting()
+    query_store(lambda store: store.write("present", waits), None)
+    time.sleep(ROLL_CALL_SECONDS if culprit else 0)
     calls = query_store(lambda store: store.count("failed"), 0)
-    if calls == 1 or (not calls and is_local_main()):
-        hard_exit(explain(), code)
+    if calls == 1 or (not calls and not ranks().local_rank):
+        answers: dict[int, bool] = query_store(lambda store: store.values("present"), {})
+        answers[ranks().rank] = waits
+        busy = {rank for rank, waits in answers.items() if stalled and not waits}
+        late = set(range(world_size())) - set(answers) or busy
+        named = culprit and 0 < len(late) < world_size()
+        hard_exit(f"error: {names(late)} {culprit}" if named else message, code)
     time.sleep(EXPLAIN_SECONDS)  # if this process exits earlier, the first one may be ended before it has printed
     hard_exit("", code)
 
@@ -204,7 +175,8 @@ def hard_exit(message: str, code: int = 1) -> NoReturn:
     end_workers()
     if multiprocessing.parent_process() is None:  # else the folder belongs to the parent
         shutil.rmtree(get_temp_dir(), ignore_errors=True)
-    sys.stdout.flush()
+    with suppress(OSError):  # its reader has ended, or its disk is full
+        sys.stdout.flush()
     # Not sys.exit: destroying the process group may wait for processes that have ended.
     os._exit(code)
 
@@ -215,32 +187,21 @@ def names(numbers: Iterable[int]) -> str:
     return " and ".join(known.get(rank, f"process {rank}") for rank in sorted(numbers))
 
 
-def start_failure_monitor() -> None:
-    """Write this process's name to the store, and start a thread that ends this process if another one fails."""
-    if world_size() > 1:
-        query_store(lambda store: store.write("names", str(ranks())), None)
-        threading.Thread(target=_await_alarm, daemon=True).start()
-
-
-def _await_alarm() -> None:
-    store = run_store()
-    with suppress(RuntimeError):
-        while store is not None and store.value("alarm") is None:
+def _watch_others() -> None:
+    """End this process if another one fails, or with its launcher: a killed one passes no signal on."""
+    parent = multiprocessing.parent_process()
+    launcher = (parent.pid if parent else PARENT) if store_is_hosted() else None
+    with suppress(RuntimeError, ValueError):  # the process group is just being destroyed
+        while not ((store := run_store()) and store.value("alarm")):
+            if launcher and os.getppid() != launcher:
+                reason = f"the launcher of {ranks()} has ended, so the run ends too; continue with --resume"
+                notify_failure(reason)
+                end_together(f"error: {reason}")
             time.sleep(POLL_SECONDS)
         notify_failure("another process of the run has failed; see the console for the reason")
-        query_store(lambda store: store.write("present", True), None)
+        query_store(lambda store: store.write("present", is_waiting()), None)
         time.sleep(ROLL_CALL_SECONDS + EXPLAIN_SECONDS)
         hard_exit("")
-
-
-def _follow_launcher() -> None:
-    """End this process with the one that started it: a killed launcher passes no signal on."""
-    parent = multiprocessing.parent_process()
-    while os.getppid() == (parent.pid if parent else PARENT):
-        time.sleep(POLL_SECONDS)
-    reason = f"the launcher of {ranks()} has ended, so the run ends too; continue with --resume"
-    notify_failure(reason)
-    end_together(lambda: f"error: {reason}")
 
 
 # Who hangs
@@ -256,20 +217,15 @@ def barrier(seconds: float) -> Iterator[None]:
     store = run_store()
     if store is None or world_size() == 1:
         return
-    name, end, pause = f"barrier/{next(_barrier_numbers)}", time.monotonic() + seconds, 0.005
+    name, end = f"barrier/{next(_barrier_numbers)}", time.monotonic() + seconds
     store.write(name, True)
-    while len(finished := store.values(name)) < world_size():
+    while missing := set(range(world_size())) - set(store.values(name)):
         if time.monotonic() > end:
             raise UserError(
-                f"{names(set(range(world_size())) - set(finished))} did not read the data within {seconds:g} s of the "
-                "others (--dist-timeout), or cannot be reached; if a download or the label scan takes longer there, "
-                "raise --dist-timeout"
+                f"{names(missing)} did not read the data within {seconds:g} s of the others, or cannot be reached; if "
+                "a download or the label scan takes longer there, raise --dist-timeout"
             )
-        time.sleep(pause)
-        pause = min(2 * pause, POLL_SECONDS)
-
-
-Heartbeat = tuple[int, bool]  # of a process without progress: its batches, and whether it waits for other processes
+        time.sleep(0.02)
 
 
 class Watchdog:
@@ -279,17 +235,16 @@ class Watchdog:
     """
 
     def __init__(self, timeout: float, folder: Path) -> None:
-        self.timeout, self.folder = timeout, folder / "stacks"
-        self.batches, self.last, self.on = 0, time.monotonic(), False
+        self.timeout, self.folder, self.on = timeout, folder / "stacks", False
 
     def beat(self) -> None:
         """Reset the timer: this process starts its next batch."""
-        self.batches, self.last = self.batches + 1, time.monotonic()
+        self.last = time.monotonic()
 
     def __enter__(self) -> Watchdog:
         self.beat()
-        self.on = world_size() > 1
-        if self.on:
+        if world_size() > 1:
+            self.on = True
             threading.Thread(target=self._watch, daemon=True).start()
         return self
 
@@ -297,52 +252,28 @@ class Watchdog:
         self.on = False
 
     def _watch(self) -> None:
-        while self.on:
+        while time.monotonic() - self.last <= self.timeout:
             time.sleep(min(self.timeout / 10, 1.0))
-            if self.on and time.monotonic() - self.last > self.timeout:
-                self._end()
-
-    def _end(self) -> NoReturn:
-        """Write the stacks and the heartbeat of this process, and exit with all processes."""
-        own = (self.batches, is_waiting(sys._current_frames()[threading.main_thread().ident or 0]))
-        query_store(lambda store: store.write("heartbeats", own), None)
+            if not self.on:
+                return
         with suppress(OSError):  # the process must end on a full disk too
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / f"process{ranks().rank}.txt").open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
-        notify_failure(f"no progress for {self.timeout:g} s (--dist-timeout); the stacks are in {self.folder}")
-        end_together(lambda: self._explain(own), roll_call=ROLL_CALL_SECONDS)
-
-    def _explain(self, own: Heartbeat) -> str:
-        written: dict[int, Heartbeat] = query_store(lambda store: store.values("heartbeats"), {})
-        heartbeats = written | {ranks().rank: own}
-        late = lagging_ranks(world_size(), heartbeats)
-        what = "made no progress" if late <= set(heartbeats) else "made no progress, or could not be reached,"
-        return (
-            f"error: {f'{names(late)} {what}' if late else 'no process made progress'} for {self.timeout:g} s "
-            f"(--dist-timeout) while the others waited; the stack of each process is in {self.folder}"
-        )
+        reason = f"for {self.timeout:g} s (--dist-timeout); the stack of each process is in {self.folder}"
+        notify_failure(f"no progress {reason}")
+        culprit = f"made no progress, or cannot be reached, {reason}"
+        end_together(f"error: no process made progress {reason}", culprit=culprit, stalled=True)
 
 
-def is_waiting(frame: FrameType | None) -> bool:
-    """Return whether a stack, given by its innermost frame, waits for other processes."""
+def is_waiting() -> bool:
+    """Return whether the main thread waits for other processes."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if any(part in frame.f_code.co_filename.replace("\\", "/") for part in WAITING):
             return True
         frame = frame.f_back
     return False
-
-
-def lagging_ranks(processes: int, heartbeats: dict[int, Heartbeat]) -> set[int]:
-    """Return the ranks that the others wait for: without a heartbeat, else not waiting, else behind."""
-    if absent := set(range(processes)) - set(heartbeats):
-        return absent
-    busy = {rank for rank, (_, waits) in heartbeats.items() if not waits}
-    if busy and len(busy) < processes:
-        return busy
-    behind = min(batches for batches, _ in heartbeats.values())
-    late = {rank for rank, (batches, _) in heartbeats.items() if batches == behind}
-    return late if len(late) < processes else set()
 
 
 # Loader processes
@@ -354,49 +285,31 @@ def init_worker(number: int) -> None:
     sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("wandb.")]
     keep_freed_memory(LOADER_MEMORY_BYTES)
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # on Linux it ends at once with its parent
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # on Linux; elsewhere torch's loop looks for it
     signal.set_wakeup_fd(-1)
     for name in ("SIGINT", "SIGUSR1", "SIGHUP"):
         if hasattr(signal, name):  # Windows has only the first signal
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if hasattr(signal, "sigtimedwait"):
+    if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_await_end, daemon=True).start()
 
 
 def _await_end() -> None:
-    parent = multiprocessing.parent_process()
-    while parent and os.getppid() == parent.pid:
-        received = signal.sigtimedwait({signal.SIGTERM}, POLL_SECONDS)
-        if received and received.si_pid == parent.pid:
-            break
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
     os._exit(0)
 
 
 def end_workers() -> None:
     """Kill the loader processes of this process, which is about to end."""
-    workers = multiprocessing.active_children()
-    handler = None
     with suppress(AttributeError, ValueError):  # Windows has no SIGCHLD, and only the main thread may set handlers
-        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would report killed ones as an error
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would report killed ones as an error
+    workers = multiprocessing.active_children()
     for worker in workers:
         worker.kill()
     for worker in workers:
         worker.join(1)
-    if handler is not None:
-        signal.signal(signal.SIGCHLD, handler)
-
-
-def describe_loader_failure(error: Exception) -> str:
-    """Describe the end of a loader process; return '' for any other error."""
-    text = str(error)
-    if not isinstance(error, RuntimeError) or "DataLoader worker" not in text:
-        return ""
-    if "unable to allocate shared memory(shm)" in text or "killed by signal: Bus error" in text:
-        return "a loader process ran out of shared memory: make /dev/shm larger (docker --shm-size), or lower --workers"
-    if re.search(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)", text):
-        return "a loader process was killed, possibly by the system because memory ran out; if so, lower --workers"
-    return ""
 
 
 def keep_freed_memory(most_bytes: int = -1) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-import re
 import signal
 import socket
 import sys
@@ -19,7 +18,6 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from multiprocessing.util import get_temp_dir
-from types import FrameType
 from typing import Any, NamedTuple
 
 import psutil
@@ -28,23 +26,22 @@ from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataPara
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DynamoBackend, set_seed
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
-from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
+from torch.distributed.rendezvous import register_rendezvous_handler
 
 from utils.config.flags import PRECISIONS
-from utils.console import joined
+from utils.console import joined, log
 from utils.distributed import deepspeed
 from utils.distributed.collectives import broadcast_from_main
-from utils.distributed.failure import keep_freed_memory, run_main, start_failure_monitor
+from utils.distributed.failure import keep_freed_memory, run_main
 from utils.distributed.ranks import (
     SPAWNED,
     TASKS,
     RunStore,
     launch_number,
-    local_world_size,
     ranks,
     restart_key,
+    run_store,
     store_is_hosted,
-    threads_per_process,
     world_size,
 )
 from utils.distributed.stop import stop_signals
@@ -59,8 +56,6 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 # Set by `accelerate launch`, from its file or command line. It is also 'no' if neither names a precision, so 'no' does
 # not count as a choice; --mixed-precision no trains in float32.
 LAUNCHER_PRECISION = "ACCELERATE_MIXED_PRECISION"
-# Variables by which `accelerate launch` selects features that are not supported.
-OTHER_LAUNCHES = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
 _chosen: list[str] = []  # --device of an earlier run in this process, and the value of the variable that it set
 
 
@@ -118,18 +113,17 @@ def choose_precision(requested: str, device: str, by_zero: bool) -> Precision:
     return chosen
 
 
-def seed_everything(seed: int, deterministic: bool = True) -> list[str]:
+def seed_everything(seed: int, deterministic: bool = True) -> None:
     """Seed the random numbers outside the data path (initial weights), and select deterministic kernels or say so."""
     set_seed(seed)
     if not deterministic:
         torch.use_deterministic_algorithms(False)  # an earlier run in this Python process may have set it
         effect = "equal runs differ by rounding" if torch.cuda.is_available() else "no effect without CUDA"
-        return [f"--no-deterministic: {effect}"]
-    if torch.cuda.is_available():
+        log(f"--no-deterministic: {effect}")
+    elif torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with a fixed workspace
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    return []
 
 
 def reset_accelerate() -> None:
@@ -138,27 +132,28 @@ def reset_accelerate() -> None:
     GradientState._reset_state()
 
 
-def plan(accelerator: Accelerator, batch_size: int, batches: int, epochs: int) -> list[str]:
-    """Describe the batch size and the optimizer steps of an epoch of `batches`."""
+def log_plan(accelerator: Accelerator, batch_size: int, batches: int, epochs: int) -> None:
+    """Log the batch size and the optimizer steps of an epoch of `batches`."""
     processes, accumulated = accelerator.num_processes, accelerator.gradient_accumulation_steps
     split = f"{processes} processes x {batch_size // processes}" if processes > 1 else "1 process"
-    return [
+    steps = plural(math.ceil(batches / accumulated), "optimizer step")
+    log(
         f"batch size {batch_size} ({split}), {plural(accumulated, 'batch')} per optimizer step "
         f"({plural(batch_size * accumulated, 'image')})",
-        f"{plural(batches, 'batch')}, {plural(math.ceil(batches / accumulated), 'optimizer step')} per epoch; "
-        f"{plural(epochs, 'epoch')}",
-    ]
+        f"{plural(batches, 'batch')}, {steps} per epoch; {plural(epochs, 'epoch')}",
+    )
 
 
-def describe(accelerator: Accelerator, precision: Precision) -> list[str]:
-    """Describe torch's version and a run's device, processes, precision and compiler, in lines that fit."""
-    processes = plural(accelerator.num_processes, "process")
+def log_devices(accelerator: Accelerator, precision: Precision, devices: Sequence[str]) -> None:
+    """Log torch's version, and a run's device, processes, precision and compiler; `devices` if there are several."""
+    processes = plural(len(devices), "process")
     if plugin := accelerator.state.deepspeed_plugin:
         processes += f" under DeepSpeed ZeRO-{plugin.deepspeed_config['zero_optimization']['stage']}"
     compiler = accelerator.state.dynamo_plugin.backend
     compiled = [] if compiler == DynamoBackend.NO else [f"compiled by {compiler.value.lower()}"]
     hardware = f"{accelerator.device} ({describe_device(accelerator.device)})"
-    return joined([f"torch {torch.__version__}", hardware, processes, str(precision), *compiled])
+    log(*joined([f"torch {torch.__version__}", hardware, processes, str(precision), *compiled]))
+    log(*(f"  process {rank}: {device}" for rank, device in enumerate(devices) if len(devices) > 1))
 
 
 # The process group
@@ -174,70 +169,55 @@ def connect(device: str, timeout: float) -> str:
     if PartialState._shared_state:
         return PartialState().device.type
     kind, by_zero = device_kind(device), deepspeed.is_requested()
-    hosted = None
     if world_size() > 1:
         os.environ.setdefault("LOCAL_RANK", "0")  # needed by Accelerate, and not set on some clusters
-        hosted = wait_for_main_process(timeout)
-    else:
-        for name in TASKS:
-            os.environ.pop(name, None)  # Accelerate would wait for the other tasks of mpirun
+    for name in TASKS if world_size() == 1 else ():
+        os.environ.pop(name, None)  # Accelerate would wait for the other tasks of mpirun
     if by_zero:
         deepspeed.prepare_environment(kind == "cpu")
     with rendezvous_errors(timeout):
-        state = PartialState(
+        PartialState(
             cpu=kind == "cpu" and not by_zero,  # with cpu=True Accelerate would silently not use DeepSpeed
             timeout=timedelta(seconds=timeout + COLLECTIVE_MARGIN_SECONDS),
             backend="gloo" if by_zero and kind == "cpu" else None,
             init_method=f"{RENDEZVOUS}://",
         )
-    del hosted  # torch has it now
-    start_failure_monitor()
-    if state.num_processes != world_size():
-        raise UserError(
-            f"the launcher started {world_size()} processes, but {state.num_processes} are connected; use "
-            "accelerate launch, torch.distributed.run, or --processes"
-        )
+    if store := run_store():
+        store.write("names", str(ranks()))
     return kind
 
 
 def main_address() -> tuple[str, int]:
     """Return the address and port of the main process."""
-    return os.environ.get("MASTER_ADDR", LOOPBACK), launch_number("MASTER_PORT", 29500, 2**16 - 1)
+    return os.environ.get("MASTER_ADDR", LOOPBACK), launch_number("MASTER_PORT", 29500)
 
 
-def wait_for_main_process(timeout: float) -> TCPStore | None:
-    """Wait until the main process can be reached, without torch's warning for each attempt.
+def open_store(timeout: float, waits: bool = True) -> Store:
+    """Return the store that connects the processes, hosted by the launcher or by the main process.
 
-    Returns the run's store if this process hosts it; torch shares it while it is referenced. The address need not be
-    one of this machine's: a Kubernetes service's is not. Raises `UserError`, also if it leads to another rank 0.
+    Without torch's warning for each attempt to reach the main process. Raises `UserError` if that fails.
+
+    Args:
+        waits: whether the main process waits for all others
     """
-    (address, port), hosted, reason = main_address(), None, "no answer"
+    (address, port), limit, end = main_address(), timedelta(seconds=timeout), time.monotonic() + timeout
+    if world_size() == 1:
+        return HashStore()
     if ranks().rank == 0 and not store_is_hosted():
-        with rendezvous_errors(timeout):
-            hosted = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True)
-    end = time.monotonic() + timeout
-    while (remaining := end - time.monotonic()) > 0:
+        return TCPStore(LOOPBACK, port, world_size(), is_master=True, timeout=limit, wait_for_workers=waits)
+    while True:
         try:
-            socket.create_connection((address, port), timeout=remaining).close()
-            break
+            socket.create_connection((address, port), timeout=max(end - time.monotonic(), 0.1)).close()
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-        time.sleep(0.2)
-    else:
-        raise UserError(
-            f"the main process at {address} port {port} cannot be reached within {timeout:g} s ({reason}): start it, "
-            "open the port, check the address, or raise --dist-timeout"
-        )
-    if hosted:
-        mark = os.urandom(16).hex()
-        with suppress(RuntimeError):  # another program may answer
-            TCPStore(address, port, timeout=timedelta(seconds=timeout), wait_for_workers=False).add(mark, 1)
-        if not hosted.check([mark]):
-            raise UserError(
-                f"this process has RANK 0, but MASTER_ADDR {address} port {port} leads to another one; give each its "
-                "own RANK, and all of them the address of the one with RANK 0"
-            )
-    return hosted
+            if time.monotonic() > end:
+                raise UserError(
+                    f"the main process at {address} port {port} cannot be reached within {timeout:g} s "
+                    f"({first_line(error).lower()}): start it, open the port, check the address, or raise "
+                    "--dist-timeout"
+                ) from None
+            time.sleep(0.2)
+        else:
+            return TCPStore(address, port, world_size(), timeout=limit, wait_for_workers=waits)
 
 
 @contextmanager
@@ -246,31 +226,18 @@ def rendezvous_errors(timeout: float) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:
-        if world_size() == 1:
-            raise
-        where = "{} port {}".format(*main_address())
-        if "EADDRINUSE" in str(error):
-            reason = f"{where} is in use on this machine; give all processes another one (--main_process_port)"
-        elif counts := re.search(r"(\d+)/(\d+) clients joined", str(error)):
-            reason = (
-                f"only {counts[1]} of {counts[2]} processes connected to {where} within {timeout:g} s: start the "
-                "others, open the port, or raise --dist-timeout"
-            )
-        else:
-            reason = (
-                f"the processes cannot reach each other within {timeout:g} s ({first_line(error, 1000)}); if a machine "
-                "has several networks, name the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
-            )
-        raise UserError(reason) from None
+        raise UserError(
+            f"the processes cannot connect at {':'.join(map(str, main_address()))} within {timeout:g} s "
+            f"({first_line(error, 300)}): start all of them, give them a port that is free and open "
+            "(--main_process_port), or raise --dist-timeout; if a machine has several networks, name the interface in "
+            "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+        ) from None
 
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
     """Connect to the store as torch does, but not find the addresses of before a restart in a launcher's store."""
-    if world_size() == 1:
-        yield HashStore(), 0, 1
-        return
-    for store, rank, processes in rendezvous("env://", timeout=timeout):
-        yield PrefixStore(restart_key("torch"), store), rank, processes
+    store = open_store(timeout.total_seconds() - COLLECTIVE_MARGIN_SECONDS)
+    yield PrefixStore(restart_key("torch"), store), ranks().rank, world_size()
 
 
 register_rendezvous_handler(RENDEZVOUS, _rendezvous)
@@ -282,44 +249,35 @@ def _prepare_for_gloo() -> None:
     By default gloo uses the interface of the host name: the loopback, or one that others on the network can reach.
     """
     if not os.environ.get("OMP_NUM_THREADS"):
-        threads = threads_per_process(local_world_size())
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return
+        os.environ["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // ranks().local_world_size, 1))
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((main_address()[0], 9))  # selects the route, sends nothing
-        local_address = probe.getsockname()[0]
+        address = probe.getsockname()[0]
         for interface, addresses in psutil.net_if_addrs().items():
-            if any(address.address == local_address for address in addresses):
-                os.environ["GLOO_SOCKET_IFNAME"] = interface
+            if any(each.address == address for each in addresses):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 # Devices
 
 
 def device_numbers(device: str) -> list[int]:
-    """Return torch's numbers of the CUDA devices that `--device` names; [] for '', cpu and mps."""
+    """Return torch's numbers of the CUDA devices that `--device` names; [] for '', cpu and mps. Raises `UserError`."""
     if device in ("", "cpu", "mps"):
         return []
     words = device.replace("cuda:", "").replace(" ", "").split(",")
-    numbers = [int(word) for word in words if word.isdecimal()]
-    if len(numbers) < len(words) or len(set(numbers)) < len(numbers):
+    if not all(map(str.isdecimal, words)) or len(set(words)) < len(words):
         raise UserError(f"--device {device}: give cpu, mps, or the numbers of CUDA devices such as 0 or 0,1")
-    return numbers
+    return list(map(int, words))
 
 
 def one_device(device: str) -> torch.device:
     """Return the device that `--device` names, for a single-process program; '' selects the best one."""
-    numbers = device_numbers(device)
+    numbers, kind = device_numbers(device), _kind(device)
     if len(numbers) > 1:
         raise UserError(f"--device {device}: one device is enough here; name one of them")
-    _check_devices_exist(device, numbers)
-    if numbers:
-        return torch.device("cuda", numbers[0])
-    if device:
-        return torch.device(device)
-    return torch.device("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
+    return torch.device(kind, *numbers)
 
 
 def device_kind(device: str) -> str:
@@ -330,22 +288,18 @@ def device_kind(device: str) -> str:
     """
     if not device and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":  # set by accelerate launch --cpu
         device = "cpu"
-    for variable, name in OTHER_LAUNCHES.items():
-        if os.environ.get(variable, "").lower() in ("true", "1"):
-            raise UserError(f"accelerate launch requests {name}, which is not supported; use another launch file")
-    kind = device if device in ("cpu", "mps") else "cuda" if device or torch.cuda.is_available() else "cpu"
-    if not device and kind == "cpu" and world_size() == 1 and torch.backends.mps.is_available():
-        kind = "mps"
+    numbers, here = device_numbers(device), ranks().local_world_size
+    if numbers and _chosen == [device, os.environ.get(VISIBLE_DEVICES)]:
+        return "cuda"
+    kind = _kind(device)
+    if kind == "mps" and not device and world_size() > 1:
+        kind = "cpu"
     if kind == "cpu" and world_size() > 1:
         _prepare_for_gloo()
-    numbers = device_numbers(device)
-    if kind == "cpu" or (numbers and _chosen == [device, os.environ.get(VISIBLE_DEVICES)]):
-        return kind
-    _check_devices_exist(device, numbers)
-    if kind == "cuda" and (available := len(numbers) or torch.cuda.device_count()) < local_world_size():
+    if kind == "cuda" and (available := len(numbers) or torch.cuda.device_count()) < here:
         raise UserError(
             f"{f'--device {device} names' if numbers else 'torch sees'} {plural(available, 'CUDA device')} for the "
-            f"{local_world_size()} processes of this machine; use one for each, or --device cpu"
+            f"{here} processes of this machine; use one for each, or --device cpu"
         )
     if numbers:
         visible = os.environ.get(VISIBLE_DEVICES) or ",".join(map(str, range(torch.cuda.device_count())))
@@ -354,18 +308,23 @@ def device_kind(device: str) -> str:
     return kind
 
 
-def _check_devices_exist(device: str, numbers: Sequence[int]) -> None:
+def _kind(device: str) -> str:
+    """Return the kind of devices that `--device` names, or of the best ones. Raises `UserError` if one is absent."""
     if device == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device mps: this machine has no Apple GPU that torch can use; try --device cpu")
-    if numbers and max(numbers) >= (available := torch.cuda.device_count()):
+    available = torch.cuda.device_count() if device not in ("cpu", "mps") else 0
+    if (numbers := device_numbers(device)) and max(numbers) >= available:
         count = f"torch sees {plural(available, 'CUDA device')} here" if available else "torch sees no CUDA device here"
         raise UserError(f"--device {device}: {count}; try --device {available - 1 if available else 'cpu'}")
+    if numbers or (not device and torch.cuda.is_available()):
+        return "cuda"
+    return device or ("mps" if torch.backends.mps.is_available() else "cpu")
 
 
 def loader_workers(requested: int) -> int:
     """Return the loader processes per training process: `requested`, at most one per core of the machine in total."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(0, min(requested, cores // local_world_size()))
+    return max(0, min(requested, cores // ranks().local_world_size))
 
 
 def describe_device(device: torch.device) -> str:
@@ -384,12 +343,7 @@ def device_name(device: torch.device) -> str:
 # A process per device
 
 
-def spawn_for_devices(main: Callable[[], object], device: str, processes: int) -> bool:
-    """Spawn a process for each device of --device, or as many as --processes, by `spawn`."""
-    return spawn(main, processes_to_start(device, processes))
-
-
-def processes_to_start(device: str, processes: int) -> int:
+def processes_to_start(processes: int, device: str) -> int:
     """Return the number of processes to start: one for each named device, or `processes`. Raises `UserError`."""
     named, launched = len(device_numbers(device)), world_size()
     if processes and (processes != (named or processes) or (processes > 1 and device == "mps")):
@@ -401,11 +355,15 @@ def processes_to_start(device: str, processes: int) -> int:
     return processes or max(named, 1)
 
 
-def spawn(main: Callable[[], object], processes: int) -> bool:
+def spawn(main: Callable[[], object], processes: int, device: str = "") -> bool:
     """Start processes on this machine, each of which calls `main`, wait for all, and exit with a failed one's code.
 
-    Returns False without starting any if `processes` is 1 or if a launcher has started this process.
+    Returns False without starting any if one is enough or if a launcher has started this process. Raises `UserError`.
+
+    Args:
+        processes, device: values of the flags; 0 stands for a process for each device that is named
     """
+    processes = processes_to_start(processes, device)
     if processes == 1 or world_size() > 1 or "LOCAL_RANK" in os.environ:
         return False
     # The parent hosts the store, on the loopback only: its port is taken from now on, and it outlives the processes.
@@ -422,16 +380,13 @@ def spawn(main: Callable[[], object], processes: int) -> bool:
         "LOCAL_WORLD_SIZE": str(processes),
     }
     at_import = {  # variables that are read when torch is imported, before `_enter`
-        "OMP_NUM_THREADS": str(threads_per_process(processes)),
+        "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // processes, 1)),
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # else each process prints a stack if another one ends
     }
     added = {name: value for name, value in at_import.items() if name not in os.environ}
     get_temp_dir()  # the folder of multiprocessing's sockets, made here for all processes
-    method = multiprocessing.get_start_method()
-    started = [
-        multiprocessing.get_context("spawn").Process(target=_enter, args=(rank, main, environment, method))
-        for rank in range(processes)
-    ]
+    context, method = multiprocessing.get_context("spawn"), multiprocessing.get_start_method()
+    started = [context.Process(target=_enter, args=(rank, main, environment, method)) for rank in range(processes)]
     os.environ.update(added)
     try:
         for process in started:
@@ -456,8 +411,9 @@ def _enter(rank: int, main: Callable[[], object], environment: dict[str, str], l
 def _wait(started: Sequence[SpawnProcess], store: RunStore) -> None:
     """Wait for all processes; if one fails, exit with its code, or raise a `UserError` that names it."""
     received: list[int] = []  # numbers of the received signals
+    killed, end = "", math.inf
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
+    def pass_on(number: int, _: object) -> None:
         again = bool(received) and number == signal.SIGINT
         received.append(number)
         for process in started:
@@ -465,7 +421,6 @@ def _wait(started: Sequence[SpawnProcess], store: RunStore) -> None:
                 process.kill() if again else os.kill(process.pid or 0, number)
 
     before = {number: signal.signal(number, pass_on) for number in stop_signals()}
-    killed, end = "", math.inf
     try:
         while alive := [process for process in started if process.is_alive()]:
             wait([process.sentinel for process in alive], timeout=1.0)
@@ -475,13 +430,14 @@ def _wait(started: Sequence[SpawnProcess], store: RunStore) -> None:
                     if code < 0 and not received and store.count("failed") == 1:  # nobody has printed the reason
                         killed = f"process {rank} on {socket.gethostname()} was killed by {signal.Signals(-code).name}"
             if time.monotonic() > end:
-                for process in alive:
-                    process.kill()
+                break
     finally:
         for process in started:
             process.kill()
         for number, handler in before.items():
             signal.signal(number, handler)
+    for process in started:
+        process.join()
     codes = [process.exitcode or 0 for process in started]
     if killed:
         raise UserError(f"{killed}, possibly by the system because memory ran out")

@@ -1,7 +1,7 @@
 """The processes of a run: which of them this one is, and the store through which they tell each other what happens.
 
-A launcher or `utils.distributed.launch.spawn` sets the ranks in the environment. `ranks` and `is_local_main` are for
-utils/distributed/ and utils/run.py only; other modules may use the rest.
+A launcher or `utils.distributed.launch.spawn` sets the ranks in the environment. `ranks` is for utils/distributed/ and
+utils/run.py only; other modules may use the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import distributed
 
-from utils.errors import UserError, shortened
+from utils.errors import UserError, shown
 
 T = TypeVar("T")
 SPAWNED = "LOCKSTEP_SPAWNED"  # environment variable of the processes that `spawn` starts
@@ -43,14 +43,21 @@ def ranks() -> Ranks:
     return Ranks(rank, max(processes, 1), local_rank, launch_number("LOCAL_WORLD_SIZE", 1))
 
 
-def launch_number(name: str, default: int = 0, maximum: int = 2**31 - 1) -> int:
+def world_size() -> int:
+    """Return the number of processes of the run."""
+    return ranks().world_size
+
+
+def launched() -> bool:
+    """Return whether a launcher, not `spawn`, has started this process as one of several."""
+    return world_size() > 1 and SPAWNED not in os.environ
+
+
+def launch_number(name: str, default: int = 0) -> int:
     """Return a number that a launcher sets in the environment. Raises `UserError` if the value is not a number."""
     text = os.environ.get(name) or str(default)
-    if not text.isdecimal() or int(text) > maximum:
-        raise UserError(
-            f"the environment variable {name} is '{shortened(text)}' instead of a number from 0 to {maximum}; correct "
-            "it, or unset it to start without a launcher"
-        )
+    if not text.isdecimal():
+        raise UserError(f"the environment variable {name} is {shown(text)} instead of a number; correct it or unset it")
     return int(text)
 
 
@@ -60,49 +67,19 @@ def check_launch() -> None:
     WORLD_SIZE=1 says that it should; each trial of a W&B sweep does.
     """
     rank, processes, *_ = ranks()
-    if rank >= processes:
-        raise UserError(f"the environment has RANK {rank} and WORLD_SIZE {processes}; correct them, or unset both")
-    if os.environ.get("RANK") or os.environ.get("WANDB_SWEEP_ID"):
+    if rank >= processes or (processes > 1 and not os.environ.get("RANK")):
+        rank_text = f"RANK {rank}" if os.environ.get("RANK") else "no RANK"
+        raise UserError(f"the environment has WORLD_SIZE {processes} and {rank_text}; correct them, or unset both")
+    if any(map(os.environ.get, ("WORLD_SIZE", "WANDB_SWEEP_ID"))):
         return
-    for name in ("WORLD_SIZE",) if os.environ.get("WORLD_SIZE") else TASKS:
-        if launch_number(name, 1) > 1:
-            raise UserError(
-                f"the environment has {name} {os.environ[name]} and no RANK; start accelerate launch, or on a cluster "
-                "accelerate_configs/start.sh on each machine, or set WORLD_SIZE=1 for a run of this process alone"
-            )
-
-
-def world_size() -> int:
-    """Return the number of processes of the run."""
-    return ranks().world_size
-
-
-def local_world_size() -> int:
-    """Return the number of processes of the run on this machine."""
-    return ranks().local_world_size
-
-
-def threads_per_process(processes: int) -> int:
-    """Return the threads per process for `processes` on this machine, at most one per core, as more are slower."""
-    return max((os.cpu_count() or 1) // processes, 1)
-
-
-def launched() -> bool:
-    """Return whether a launcher, not `spawn`, has started this process as one of several."""
-    return world_size() > 1 and SPAWNED not in os.environ
-
-
-def is_local_main() -> bool:
-    """Return whether this process prints for its machine if the processes cannot communicate."""
-    return ranks().local_rank == 0
+    if tasks := [f"{name} {os.environ[name]}" for name in TASKS if launch_number(name, 1) > 1]:
+        raise UserError(
+            f"the environment has {tasks[0]} and no RANK; start accelerate_configs/start.sh on each machine, or set "
+            "WORLD_SIZE=1 for a run of this process alone"
+        )
 
 
 # The store
-
-
-def restart_key(name: str) -> str:
-    """Return the key of a name in the store; a launcher that hosts it may use it again when it restarts processes."""
-    return f"lockstep/{launch_number('TORCHELASTIC_RESTART_COUNT') if store_is_hosted() else 0}/{name}"
 
 
 def store_is_hosted() -> bool:
@@ -110,12 +87,17 @@ def store_is_hosted() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def restart_key(name: str) -> str:
+    """Return the key of a name in the store; a launcher that hosts it may use it again when it restarts processes."""
+    return f"lockstep/{launch_number('TORCHELASTIC_RESTART_COUNT') if store_is_hosted() else 0}/{name}"
+
+
 class RunStore:
     """Values and counters of the processes of a run, in one of torch's stores.
 
     Every value is JSON: nothing that arrives is a path or code. The names are:
-        names, failed, alarm, present    names of all processes, number of failed ones, survivors (failure)
-        heartbeats, barrier/<number>     progress of each process; who has arrived (failure)
+        names, alarm, present, failed    names of all processes; how they end (failure)
+        barrier/<number>                 who has arrived (failure)
         stop                             step and reason of a stop (stop)
         memory/<host>/<number>           handles of shared memory (shared_memory)
         doctor/...                       facts about each process (doctor)
@@ -161,22 +143,16 @@ def run_store() -> RunStore | None:
     return RunStore(store)
 
 
-_unanswered: list[RunStore] = []  # the run's store, once it has failed to answer in time; it is not asked again
-
-
 def query_store(question: Callable[[RunStore], T], otherwise: T) -> T:
     """Return the result of `question` for the run's store, or `otherwise` if there is none or it does not answer."""
-    store, answer = run_store(), [otherwise]
-    if store is None or _unanswered:
-        return otherwise
+    answer = [otherwise]
 
     def ask() -> None:
         with suppress(RuntimeError):
-            answer.append(question(store))
+            if store := run_store():
+                answer.append(question(store))
 
     thread = threading.Thread(target=ask, daemon=True)  # if the network is down, the call takes many minutes
     thread.start()
     thread.join(ANSWER_SECONDS)
-    if thread.is_alive():
-        _unanswered.append(store)
     return answer[-1]

@@ -13,7 +13,7 @@ import time
 import psutil
 
 from utils.distributed.failure import Stopped, hard_exit
-from utils.distributed.ranks import is_local_main, ranks, run_store, world_size
+from utils.distributed.ranks import ranks, run_store, world_size
 
 TIME_LIMIT = "time"  # reason of a stop that no signal has requested
 # Windows has only the first two signals.
@@ -29,8 +29,8 @@ class StopRequested(Stopped):
     """
 
     def __init__(self, reason: str) -> None:
-        super().__init__(0 if reason == TIME_LIMIT else 128 + signal.Signals[reason])
         self.reason, self.by_time_limit = reason, reason == TIME_LIMIT
+        super().__init__(0 if self.by_time_limit else 128 + signal.Signals[reason])
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -72,20 +72,17 @@ class GracefulStop:
 
     def _listen(self) -> None:
         while received := self._receiver.recv(1):
-            number = received[0]
-            if number not in STOP_SIGNALS:
+            number, before = received[0], self.signal
+            if number not in self._handlers:
                 continue
-            again = self.signal and time.monotonic() - self.since > SECOND_INTERRUPT_SECONDS
-            name = signal.Signals(number).name
-            if self.finished or (again and number == signal.SIGINT):
+            name, again = signal.Signals(number).name, time.monotonic() - self.since > SECOND_INTERRUPT_SECONDS
+            if self.finished or (before and again and number == signal.SIGINT):
                 reason = f"stopped by {name}; the run itself is finished" if self.finished else "interrupted"
-                hard_exit(reason if is_local_main() else "", 128 + number)
+                hard_exit("" if ranks().local_rank else reason, 128 + number)
             self.signal, self.since = name, time.monotonic()
 
     def after(self, step: int, behind: int = 0) -> str:
         """Return the reason for all processes to stop at the end of this optimizer step, '' to continue.
-
-        The reason is the name of a signal, or `TIME_LIMIT`.
 
         The process that receives a signal writes a later step to the store. No process can have ended that step before,
         because gradients are reduced over all processes, so all processes read it in time.
@@ -94,19 +91,15 @@ class GracefulStop:
             behind: number of steps, up to this one, whose end this process has not waited for
         """
         reason = self.signal or (TIME_LIMIT if ranks().rank == 0 and time.time() > self.deadline else "")
-        store = run_store()
-        if store is None:
+        if (store := run_store()) is None:
             return reason
         if reason:
             store.write_once("stop", [step + 1 + behind, reason])
-        if (stop := store.value("stop")) is None:
-            return ""
-        last_step, reason = stop
+        last_step, reason = store.value("stop") or (step + 1, "")
         return reason if step >= last_step else ""
 
     def requested(self) -> str:
         """Return the signal that any process has received, '' if none. Only `after` checks the time limit."""
-        store = run_store()
-        if not self.signal and store is not None and (stop := store.value("stop")):
-            return "" if stop[1] == TIME_LIMIT else stop[1]
+        if not self.signal and (store := run_store()) and (stop := store.value("stop")):
+            return stop[1].removeprefix(TIME_LIMIT)
         return self.signal

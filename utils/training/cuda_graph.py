@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from utils.console import log
 from utils.distributed.logical import DistributedModel
 
 if TYPE_CHECKING:
@@ -46,19 +47,13 @@ def can_record(model: DistributedModel) -> bool:
     return model.accelerator.device.type == "cuda" and packages <= RECORDABLE_PACKAGES and not (waits or compiled)
 
 
-def record_kernels(
-    model: DistributedModel, task: Task, criterion: Criterion, enabled: bool, warn: Callable[[str], object]
-) -> Criterion:
-    """Let the networks and the loss of a training replay their kernels if possible and `enabled`; return the loss.
-
-    Args:
-        warn: is called with a sentence if a recording fails
-    """
+def record_kernels(model: DistributedModel, task: Task, criterion: Criterion, enabled: bool) -> Criterion:
+    """Let the networks and the loss of a training replay their kernels if possible and `enabled`; return the loss."""
     if model.accelerator.device.type != "cuda":
         return criterion
     if not (enabled and can_record(model)):
         return criterion.for_gpu(lambda function: function)
-    recorder = Recorder(warn, copies=not model.logical.exact)
+    recorder = Recorder(log, copies=not model.logical.exact)
     networks: Any = model.copies
     if hasattr(networks[0], "recorder"):  # only a `YoloModel` has rows
         together = RowsTogether(model, task, recorder) if len(networks) > 1 else None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from utils.console import log
 from utils.errors import plural
 
 if TYPE_CHECKING:
@@ -30,7 +31,10 @@ class ModelEMA:
     model: Model
 
     def __init__(self, model: Model, share: float = 0.0, updates: int = 0) -> None:
-        self.ramp, self.run_updates = ramp_of(share, updates), updates
+        self.ramp = ramp_of(share, updates)
+        if self.ramp < RAMP_UPDATES:
+            steps = plural(round(self.ramp), "step")
+            log(f"EMA: a ramp of {steps} instead of {RAMP_UPDATES}, because the run has only {updates:,}")
         self.model = copy.deepcopy(model).float().eval().requires_grad_(False)
         self.replicas: Sequence[nn.Module] = [self.model]
         self._layers: dict[nn.Module, list[nn.Module]] = {}  # of each model
@@ -51,13 +55,6 @@ class ModelEMA:
         differences = torch._foreach_sub(live, averages)
         torch._foreach_mul_(differences, share)
         torch._foreach_add_(averages, differences)
-
-    def messages(self) -> list[str]:
-        """Return a message for a shorter ramp than usual."""
-        if self.ramp >= RAMP_UPDATES:
-            return []
-        steps = plural(round(self.ramp), "step")
-        return [f"EMA: a ramp of {steps} instead of {RAMP_UPDATES}, because the run has only {self.run_updates:,}"]
 
     def state(self) -> dict[str, Any]:
         """Return the averaged tensors and the number of updates."""

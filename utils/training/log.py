@@ -17,8 +17,9 @@ import psutil
 import torch
 from accelerate.utils import ProfileKwargs
 from torch import Tensor
+from tqdm import tqdm
 
-from utils.console import Bar, RemainingTime, columns, duration
+from utils.console import Bar, columns, log
 from utils.errors import UserError, plural
 from utils.summary import Summary
 
@@ -88,7 +89,8 @@ class StepLog:
         steps = math.ceil(schedule.batches / run.accelerator.gradient_accumulation_steps)  # of an epoch
         self.interval = min(max(round(steps / POINTS_PER_EPOCH), 1), MAX_POINT_STEPS)
         self.enabled = run.is_tracked
-        self.remaining = RemainingTime((schedule.epochs - progress.epoch) * schedule.batches - progress.batch)
+        self.left = (schedule.epochs - progress.epoch) * schedule.batches - progress.batch  # batches at the start
+        self.done, self.started = 0, time.monotonic()
         self.sums = torch.zeros(shares, len(terms), device=self.device)
         self.norm: Any = None  # norm of the last step's gradient
         self.bar = Bar("", 0, False)
@@ -112,7 +114,7 @@ class StepLog:
         """Add the share of each local logical process in the loss terms of a batch, (shares, k)."""
         self.sums += losses
         self.batches += 1
-        self.remaining.done += 1
+        self.done += 1
 
     def is_due(self, step: int, last: bool) -> bool:
         """Return whether this optimizer step has a point; `last` says whether it is the last one of the epoch."""
@@ -174,12 +176,13 @@ class StepLog:
             return
         means = loss_sums.sum(0) * self.run.accelerator.num_processes / batches  # estimated from this process
         losses = dict(zip(self.terms, means.tolist(), strict=True))
-        values = [f"left {duration(self.remaining.seconds())}", _loss_text(losses, 3)]
+        left = (time.monotonic() - self.started) * (self.left / self.done - 1)  # seconds, validations included
+        values = [f"left {tqdm.format_interval(left)}", _loss_text(losses, 3)]
         if best:
             title, value = list(_headline(best).items())[-1]
             values.append(f"best {title} {value:.3f}")
         memory = peak_memory(self.device) or psutil.Process().memory_info().rss / BYTES_PER_GIB
-        speed = [f"{bar.rate_so_far:.0f} img/s", f"wait {bar.waiting:.0%}"]
+        speed = [f"{bar.rate:.0f} img/s", f"wait {bar.waiting:.0%}"]
         bar.show([*values, *speed, f"memory {memory:.1f} GiB"])
 
     def profile(self, step: int) -> None:
@@ -190,7 +193,7 @@ class StepLog:
             averages, self._profile = self._profile.key_averages(), None
             table = averages.table(f"self_{device}_time_total", row_limit=LARGEST_OPERATORS, max_name_column_width=44)
             title = f"profile of the optimizer steps {self.first_step} to {step}: {self.run.path / TRACE_FOLDER}"
-            self.run.print(title, *table.splitlines())
+            log(title, *table.splitlines())
         if step + 1 == self.first_step:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise Kineto prints when it starts and stops
             kinds: Any = ["cpu"] + ["cuda"] * (self.device.type == "cuda")
@@ -257,13 +260,13 @@ def _loss_text(losses: Mapping[str, float], digits: int) -> str:
     return " ".join(f"{name.removesuffix('_loss')} {value:.{digits}f}" for name, value in losses.items())
 
 
-def best_epoch_table(progress: Progress, best: Summary) -> list[str]:
-    """Return the table of the best epoch as lines of text, with a hint if the fitness is near 0."""
+def log_best_epoch(progress: Progress, best: Summary) -> None:
+    """Print the table of the best epoch, with a hint if the fitness is near 0."""
     share = progress.best / best.highest_fitness
     of = f" ({progress.best:.4f} of {best.highest_fitness:g})" if best.highest_fitness != 1 else ""
-    head = f"best epoch: {progress.best_epoch + 1} of {progress.epoch}, fitness {share:.4f}{of}"
-    hint = ["the fitness is near 0: docs/map-is-zero.md lists the causes"] * (0 <= share < LOW_FITNESS)
-    return [head, *best.table(), *hint]
+    log(f"best epoch: {progress.best_epoch + 1} of {progress.epoch}, fitness {share:.4f}{of}", *best.table())
+    if 0 <= share < LOW_FITNESS:
+        log("the fitness is near 0: docs/map-is-zero.md lists the causes")
 
 
 def log_epoch(
@@ -290,9 +293,9 @@ def log_epoch(
     run, progress, bar = steps.run, steps.progress, steps.log.bar
     row = results_row(progress.epoch, losses, summary, metric_names, steps.optimizer)
     run.files.add_row(row)
-    run.print(epoch_line(progress.epoch, options.epochs, losses, summary, bar.rate))
+    log(epoch_line(progress.epoch, options.epochs, losses, summary, bar.rate))
     if progress.skipped:
-        run.print(f"  {plural(progress.skipped, 'optimizer step')} skipped so far: gradients that are not finite")
+        log(f"  {plural(progress.skipped, 'optimizer step')} skipped so far: gradients that are not finite")
     if summary and improved:
         run.files.write_documents(metrics.documents(summary))
     timing = {

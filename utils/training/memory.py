@@ -6,15 +6,16 @@ import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 from torch import nn
 
 from utils.batch import layout
+from utils.console import log
 from utils.distributed.launch import loader_workers
-from utils.distributed.ranks import local_world_size, world_size
+from utils.distributed.ranks import launch_number, world_size
 from utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ def check_batch_size(batch_size: int, logical_processes: int) -> None:
         )
 
 
-def loader_processes(requested: int, batch_bytes: int) -> tuple[int, list[str]]:
-    """Return the number of loader processes that this machine has cores and shared memory for, and warnings.
+def loader_processes(requested: int, batch_bytes: int) -> int:
+    """Return the number of loader processes that this machine has cores and shared memory for; log if they are fewer.
 
     A process whose batches exceed the shared memory ends with a bus error. Raises `UserError` if a single batch exceeds
     the memory of the machine.
@@ -59,23 +60,24 @@ def loader_processes(requested: int, batch_bytes: int) -> tuple[int, list[str]]:
         requested: largest number of loader processes
     """
     workers, machine = loader_workers(requested), psutil.virtual_memory().total
-    if batch_bytes * local_world_size() > machine:
+    processes = launch_number("LOCAL_WORLD_SIZE", 1)
+    if batch_bytes * processes > machine:
         raise UserError(
-            f"the images of a batch take {batch_bytes * local_world_size() / 2**30:.0f} GiB, more than the "
+            f"the images of a batch take {batch_bytes * processes / 2**30:.0f} GiB, more than the "
             f"{machine / 2**30:.0f} GiB memory of this machine; give a smaller --batch-size or --imgsz"
         )
     try:
         disk = os.statvfs(SHARED_MEMORY)
     except (OSError, AttributeError):
-        return workers, []
+        return workers
     free = disk.f_bavail * disk.f_frsize
-    fitting = free // local_world_size() // (BATCHES_PER_WORKER * batch_bytes)
-    if fitting >= workers:
-        return workers, []
-    return fitting, [
-        f"warning: {SHARED_MEMORY} has {free / BYTES_PER_MIB:.0f} MiB free, enough for the batches of {fitting} loader "
-        f"processes of each training process instead of {workers}; make it larger (docker run --shm-size)"
-    ]
+    fitting = free // processes // (BATCHES_PER_WORKER * batch_bytes)
+    if fitting < workers:
+        log(
+            f"warning: {SHARED_MEMORY} has {free / BYTES_PER_MIB:.0f} MiB free, enough for the batches of {fitting} "
+            f"loader processes of each training process instead of {workers}; make it larger (docker run --shm-size)"
+        )
+    return min(fitting, workers)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -104,14 +106,6 @@ def explain_out_of_memory(batch_size: int, imgsz: int) -> Iterator[None]:
         ) from None
 
 
-class FittedBatch(NamedTuple):
-    """A batch that fits the memory."""
-
-    batch_size: int  # images of all processes
-    parts: int  # such batches have the images of the requested one
-    message: str  # about a measured or a halved batch, '' for none
-
-
 def fitted_batch(
     batch_size: int,
     train_step: Callable[[int], object],
@@ -120,8 +114,8 @@ def fitted_batch(
     images: int,
     collectives: Collectives,
     logical: int,
-) -> FittedBatch:
-    """Try the memory before the first step, and return the batch that fits.
+) -> tuple[int, int]:
+    """Try the memory before the first step; return the batch that fits, and how many have the images of `batch_size`.
 
     -1 is replaced by the largest batch that the smallest GPU holds. Any other batch is tried once on every GPU, and
     halved until it fits all of them. Nothing is tried on a CPU. The model is moved to `device` and otherwise unchanged.
@@ -136,7 +130,8 @@ def fitted_batch(
     processes, auto = world_size(), batch_size == -1
     if device.type != "cuda":
         size = max(CPU_BATCH_SIZE // processes, 1) * processes if auto else batch_size
-        return FittedBatch(size, 1, f"--batch-size -1 is measured on GPUs only; taking {size}" if auto else "")
+        log(f"--batch-size -1 is measured on GPUs only; taking {size}" if auto else "")
+        return size, 1
     model.to(device, memory_format=layout(device)).train()  # type: ignore[call-overload]
     before = copy.deepcopy(model.state_dict())
     copies = COPIES_OF_WEIGHTS * sum(value.numel() * value.element_size() for value in before.values())
@@ -159,14 +154,14 @@ def fitted_batch(
         with explain_out_of_memory(processes, 0):
             local_batch = largest_batch(peak, free, images)
         size, parts = min(collectives.gather([local_batch])) * processes, 1
-        message = f"--batch-size -1: taking {size}, by measurement"
+        log(f"--batch-size -1: taking {size}, by measurement")
     else:
         size, parts = halved(batch_size, logical, lambda size: all(collectives.gather([fits(size // processes)])))
-        message = f"warning: out of memory: batches of {size} images, and {parts} times as many of them per step"
-        message = message if parts > 1 else ""
+        if parts > 1:
+            log(f"warning: out of memory: batches of {size} images, and {parts} times as many of them per step")
     model.load_state_dict(before)
     torch.cuda.empty_cache()
-    return FittedBatch(size, parts, message)
+    return size, parts
 
 
 def halved(batch_size: int, logical: int, fits: Callable[[int], bool]) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.config.hyperparameters import Recipe
+from utils.console import log
 from utils.errors import plural
 
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
@@ -91,14 +92,7 @@ class Schedule:
     epochs: int
     batches: int  # batches per epoch
     cosine: bool
-    lr0: float
-    lrf: float
-    momentum: float
-    warmup_epochs: float
-    warmup_momentum: float
-    warmup_bias_lr: float
-    warmup_share: float = 0.0
-    warmup_rise: float = 0.0
+    hyp: Recipe  # with the rates of this run
     groups: tuple[GroupKey, ...] = PLAIN_GROUPS  # the optimizer's groups, in order
 
     @classmethod
@@ -112,50 +106,50 @@ class Schedule:
         model: nn.Module,
         factors: Factors = NO_FACTORS,
     ) -> Schedule:
-        """Return the schedule of a run; the arguments are those of `build_optimizer`."""
+        """Return the schedule of a run; log what is lower or shorter than usual.
+
+        The arguments are those of `build_optimizer`.
+        """
         scale = hyp.weights_factor(known)
-        return cls(
-            epochs=epochs,
-            batches=batches,
-            cosine=cosine,
-            lr0=hyp.lr0 * scale,
-            lrf=hyp.lrf,
-            momentum=hyp.momentum,
-            warmup_epochs=hyp.warmup_epochs,
-            warmup_momentum=hyp.warmup_momentum,
-            warmup_bias_lr=hyp.warmup_bias_lr * scale,
-            warmup_share=hyp.warmup_share,
-            warmup_rise=hyp.warmup_rise,
-            groups=tuple(grouped_parameters(model, factors)),
-        )
+        hyp = replace(hyp, lr0=hyp.lr0 * scale, warmup_bias_lr=hyp.warmup_bias_lr * scale)
+        schedule = cls(epochs, batches, cosine, hyp, tuple(grouped_parameters(model, factors)))
+        if schedule.warmup < (usual := replace(schedule, hyp=replace(hyp, warmup_share=0.0)).warmup):
+            share = f"{hyp.warmup_share:.0%} of the run's {epochs * batches:,}"
+            log(f"warm-up: {plural(schedule.warmup, 'batch')} instead of {usual}, limited to {share}")
+        if schedule.peak < hyp.lr0:
+            lower = f"learning rate {schedule.peak:.2g} instead of {hyp.lr0:.2g}"
+            log(f"{lower}, as the warm-up is too short for more")
+        return schedule
 
     @property
     def warmup(self) -> int:
         """Number of warm-up batches: 0, or at least `MIN_WARMUP_BATCHES`, but at most `warmup_share` of all batches."""
-        warmup = max(round(self.warmup_epochs * self.batches), MIN_WARMUP_BATCHES) if self.warmup_epochs else 0
-        return min(warmup, round(self.warmup_share * self.epochs * self.batches)) if self.warmup_share else warmup
+        warmup = max(round(self.hyp.warmup_epochs * self.batches), MIN_WARMUP_BATCHES) if self.hyp.warmup_epochs else 0
+        share = self.hyp.warmup_share
+        return min(warmup, round(share * self.epochs * self.batches)) if share else warmup
 
     @property
     def peak(self) -> float:
         """The rate after the warm-up: lr0, but no more than `warmup_rise` for each batch of the warm-up."""
-        return min(self.lr0, max(self.warmup, 1) * self.warmup_rise) if self.warmup_rise else self.lr0
+        lr0, rise = self.hyp.lr0, self.hyp.warmup_rise
+        return min(lr0, max(self.warmup, 1) * rise) if rise else lr0
 
     def epoch_rate(self, epoch: int) -> float:
         """Return the learning rate of an epoch without warm-up."""
         if self.cosine:
-            share = (1 - math.cos(epoch * math.pi / self.epochs)) / 2 * (self.lrf - 1) + 1
+            share = (1 - math.cos(epoch * math.pi / self.epochs)) / 2 * (self.hyp.lrf - 1) + 1
         else:
-            share = (1 - epoch / self.epochs) * (1 - self.lrf) + self.lrf
+            share = (1 - epoch / self.epochs) * (1 - self.hyp.lrf) + self.hyp.lrf
         return self.peak * share
 
     def at(self, batch: int) -> Rates:
         """Return the rates of a batch, counted from the start of the run."""
-        rate = self.epoch_rate(batch // self.batches)
+        hyp, rate = self.hyp, self.epoch_rate(batch // self.batches)
         if batch >= self.warmup:
-            return Rates((rate, rate, rate), self.momentum)
+            return Rates((rate, rate, rate), hyp.momentum)
         done = batch / self.warmup
-        bias = _interpolate(self.warmup_bias_lr, rate, done)
-        return Rates((bias, rate * done, rate * done), _interpolate(self.warmup_momentum, self.momentum, done))
+        bias = _interpolate(hyp.warmup_bias_lr, rate, done)
+        return Rates((bias, rate * done, rate * done), _interpolate(hyp.warmup_momentum, hyp.momentum, done))
 
     def apply(self, optimizer: torch.optim.Optimizer, batch: int) -> Rates:
         """Set the rates of a batch in the optimizer and return them. Adam's betas are not warmed up."""
@@ -165,18 +159,6 @@ class Schedule:
             if "momentum" in group:
                 group["momentum"] = rates.momentum
         return rates
-
-    def messages(self) -> list[str]:
-        """Return messages for a shorter warm-up than usual, and for the lower rate that it requires."""
-        usual = replace(self, warmup_share=0.0).warmup
-        messages = []
-        if self.warmup < usual:
-            share = f"{self.warmup_share:.0%} of the run's {self.epochs * self.batches:,}"
-            messages.append(f"warm-up: {plural(self.warmup, 'batch')} instead of {usual}, limited to {share}")
-        if self.peak < self.lr0:
-            lower = f"learning rate {self.peak:.2g} instead of {self.lr0:.2g}"
-            messages.append(f"{lower}, as the warm-up is too short for more")
-        return messages
 
 
 def _interpolate(start: float, end: float, share: float) -> float:

@@ -165,13 +165,16 @@ class OptimizerSteps:
         self.state.save(self.run.files, keep_tensors)
 
     def _fail(self, ended: EndedStep) -> NoReturn:
-        run = self.run
-        suspects = run.collectives.gather(suspect_images(ended.window, self.log.terms))
+        run, terms, images = self.run, dict[str, None](), list[str]()
+        for losses, paths in run.collectives.gather([(losses.tolist(), paths) for losses, paths in ended.window]):
+            if bad := [name for name, value in zip(self.log.terms, losses, strict=True) if not math.isfinite(value)]:
+                terms, images = terms | dict.fromkeys(bad), images + paths
+        suspects = f" (not finite: {', '.join(terms)} of {', '.join(images[:MAX_NAMED_IMAGES])})" if terms else ""
         run.files.wait_for_writing()
         raise UserError(
             f"{MAX_SKIPS} optimizer steps in a row were skipped, because the gradients were not finite; the last is "
-            f"step {ended.step}{_named(suspects)}; check the images and their labels, and try a lower lr0 than "
-            f"{self.schedule.lr0:g}, or --mixed-precision no; the last good state is in {run.path}"
+            f"step {ended.step}{suspects}; check the images and their labels, and try a lower lr0 than "
+            f"{self.schedule.hyp.lr0:g}, or --mixed-precision no; the last good state is in {run.path}"
         )
 
 
@@ -208,21 +211,3 @@ class NonFiniteGuard:
         """Count skipped steps in a row and return whether there are too many."""
         self.skipped_in_a_row = 0 if taken else self.skipped_in_a_row + 1
         return self.skipped_in_a_row >= MAX_SKIPS
-
-
-def suspect_images(window: Window, loss_names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the images of this process's batches whose loss is not finite, each with the loss terms concerned."""
-    images_and_terms = []
-    for losses, images in window:
-        terms = [name for name, value in zip(loss_names, losses.tolist(), strict=True) if not math.isfinite(value)]
-        images_and_terms += [(image, ", ".join(terms)) for image in images if terms]
-    return images_and_terms
-
-
-def _named(suspects: Sequence[tuple[str, str]]) -> str:
-    """Return the loss terms that are not finite, and the first of their images; '' if only the gradient is not."""
-    if not suspects:
-        return ""
-    terms = ", ".join(dict.fromkeys(terms for _, terms in suspects))
-    images = ", ".join(image for image, _ in suspects[:MAX_NAMED_IMAGES])
-    return f" (not finite: {terms} of {len(suspects)} images, such as {images})"

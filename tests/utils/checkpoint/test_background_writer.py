@@ -36,6 +36,7 @@ def test_files_are_written(writer: BackgroundWriter, warnings: list[str], tmp_pa
     files = [tmp_path / "weights" / name for name in ("last.pt", "best.pt")]
     writer.write(files, memoryview(b"first"))
     writer.write(files[:1], b"second")
+    writer.wait()
     writer.finish(ADVICE)
     assert [file.read_bytes() for file in files] == [b"second", b"first"]
     assert warnings == []
@@ -98,8 +99,10 @@ def test_a_full_disk_leaves_the_old_file(
             f"warning: {tmp_path}/last.pt cannot be written now: No space left on device; training continues"
         ]
         assert (tmp_path / "last.pt").read_bytes() == b"old"
+        writer.wait()
         with pytest.raises(UserError, match=r"last\.pt cannot be written: No space left on device; fix that"):
             writer.finish(ADVICE)
+    writer.wait()
     writer.finish(ADVICE)  # there is space again
     assert (tmp_path / "last.pt").read_bytes() == b"new"
     assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
@@ -107,6 +110,7 @@ def test_a_full_disk_leaves_the_old_file(
 
 def test_a_file_that_cannot_be_written_at_the_end_is_an_error(writer: BackgroundWriter, weights: Path) -> None:
     writer.write([weights / "last.pt"], b"1")
+    writer.wait()
     with pytest.raises(UserError) as caught:
         writer.finish(ADVICE)
     assert str(caught.value) == f"{weights}/last.pt cannot be written: File exists; fix that, and start again"
@@ -117,6 +121,7 @@ def test_a_later_success_ends_a_failure(writer: BackgroundWriter, warnings: list
     writer.wait()
     weights.unlink()
     writer.write([weights / "last.pt"], b"2")
+    writer.wait()
     writer.finish(ADVICE)
     assert (weights / "last.pt").read_bytes() == b"2"
     assert len(warnings) == 1
@@ -128,6 +133,7 @@ def test_a_repeated_job_overwrites_nothing_newer(writer: BackgroundWriter, weigh
     writer.wait()
     weights.unlink()
     writer.write([weights / "last.pt"], b"last")
+    writer.wait()
     writer.finish(ADVICE)
     assert (weights / "best.pt").read_bytes() == b"best"
     assert (weights / "last.pt").read_bytes() == b"last"
@@ -147,6 +153,7 @@ def test_an_error_without_a_system_message(writer: BackgroundWriter, warnings: l
         raise OSError("the archive is too large")
 
     writer.submit({Path("a"): fail})
+    writer.wait()
     with pytest.raises(UserError, match="a cannot be written: the archive is too large; fix"):
         writer.finish(ADVICE)
     assert warnings == ["warning: a cannot be written now: the archive is too large; training continues"]

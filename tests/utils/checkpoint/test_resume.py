@@ -237,6 +237,7 @@ def test_a_new_start_of_a_run_is_printed(tmp_path: Path, capsys: pytest.CaptureF
     path = begin(tmp_path / "exp")
     settings = resumed(*AUTO, str(tmp_path))
     run = opened(settings)
+    capsys.readouterr()
     assert read_saved_state(run, settings, IDENTITY) is None
     assert capsys.readouterr().out == f"{path} ended before it saved anything: it starts anew, with its settings\n"
 
@@ -352,6 +353,7 @@ def opened(settings: Settings) -> Run:
 def test_the_state_that_a_run_continues_from(stopped_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = resumed("--resume", str(stopped_run), "--epochs", "12")
     run = opened(settings)
+    capsys.readouterr()
     assert read_saved_state(run, settings, IDENTITY) == STATE
     assert capsys.readouterr().out.splitlines() == [
         "--epochs is 12 and was 10",

@@ -17,9 +17,9 @@ from utils.config.hyperparameters import (
     Recipe,
     from_mapping,
     is_shipped,
+    log_unread,
     number,
     read_hyperparameters,
-    unread_message,
 )
 from utils.config.values import POSITIVE
 from utils.errors import UserError
@@ -175,12 +175,14 @@ def test_an_unknown_key_of_a_file_is_refused_for_such_a_task(tmp_path: Path) -> 
         read_hyperparameters(str(path), SpotRecipe)
 
 
-def test_keys_of_a_file_without_effect_are_named_if_they_are_not_the_defaults() -> None:
+def test_keys_of_a_file_without_effect_are_named_if_they_are_not_the_defaults(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     hyp = Hyperparameters(box=0.1, obj=0.7, lr0=0.1)
-    assert unread_message(hyp, ("box", "cls", "obj"), "this model") == [
-        "hyperparameters without effect on this model: box, obj"
-    ]
-    assert unread_message(hyp, ("cls",), "this model") == []
+    log_unread(hyp, ("box", "cls", "obj"), "this model")
+    assert capsys.readouterr().out == "hyperparameters without effect on this model: box, obj\n"
+    log_unread(hyp, ("cls",), "this model")
+    assert capsys.readouterr().out == ""
 
 
 # Shipped recipes
@@ -271,17 +273,21 @@ KEPT = "BatchNorm statistics are kept from the weights: few images estimate them
         (None, 1, 0, ["BatchNorm statistics are learnt: no weights to keep them of"]),
     ],
 )
-def test_hyperparameters_for_weights(known: float | None, factor: float, norms: int, messages: list[str]) -> None:
+def test_hyperparameters_for_weights(
+    known: float | None, factor: float, norms: int, messages: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = Hyperparameters(keep_norms=1, known_lr=0.04)
     assert recipe.weights_factor(known) == pytest.approx(factor)
     assert recipe.keeps_norms(known) == norms
-    assert recipe.weights_messages(known) == messages
+    recipe.log_weights_rules(known)
+    assert capsys.readouterr().out.splitlines() == messages
 
 
 @pytest.mark.parametrize("known", [None, 0.0, 1.0])
-def test_yolov5s_recipes_do_not_depend_on_the_weights(known: float | None) -> None:
+def test_yolov5s_recipes_do_not_depend_on_the_weights(known: float | None, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = Hyperparameters()
-    assert (recipe.weights_factor(known), recipe.keeps_norms(known), recipe.weights_messages(known)) == (1.0, False, [])
+    recipe.log_weights_rules(known)
+    assert (recipe.weights_factor(known), recipe.keeps_norms(known), capsys.readouterr().out) == (1.0, False, "")
 
 
 @pytest.mark.parametrize(("share", "epochs", "unmixed"), [(1, 20, 0), (0.75, 20, 5), (0.75, 1, 0), (0, 3, 3)])

@@ -132,7 +132,7 @@ def test_the_version_is_that_of_the_project(kind: Any, capsys: pytest.CaptureFix
 def test_a_silent_process_prints_nothing(
     argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("utils.config.parser.is_silent", lambda: True)
+    monkeypatch.setattr("utils.config.parser.log.is_main", False)
     with pytest.raises(SystemExit) as caught:
         options_of(TrainOptions, argv)
     assert caught.value.code == (0 if argv in (["--help"], ["--version"]) else 2)

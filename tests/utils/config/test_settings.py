@@ -212,11 +212,13 @@ def test_flags_that_a_new_runs_model_does_not_use_are_refused() -> None:
 # Views of the settings
 
 
-def test_changes_since_the_run_was_started() -> None:
+def test_changes_since_the_run_was_started(capsys: pytest.CaptureFixture[str]) -> None:
     options = TrainOptions(workers=2)
-    assert Settings(options).changes == []
+    Settings(options).log_changes()
+    assert capsys.readouterr().out == ""
     saved = yaml.safe_load(yaml.safe_dump(vars(TrainOptions())))  # with lists instead of tuples
-    assert Settings(options, {}, saved).changes == ["--workers is 2 and was 8"]
+    Settings(options, {}, saved).log_changes()
+    assert capsys.readouterr().out == "--workers is 2 and was 8\n"
 
 
 def test_the_content_of_settings_yaml() -> None:

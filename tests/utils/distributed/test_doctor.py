@@ -23,22 +23,19 @@ from utils.distributed.doctor import (
 A: dict[str, Any] = {
     "row": {"host": "a", "rank": "0"},
     "compared": {
-        "code": {"the code": "91cc"},
-        "data": {"the data (train)": "28 files 3f2a91bc", "the data (val)": "8 files 00000000"},
-        "settings": {"--epochs": "3", "lr0": "0.01"},
-        "versions": {"torch": "2.9", "accelerate": "1.2"},
-        "devices": {"the kind of device": "cpu"},
+        **{"the code": "91cc", "the data (train)": "28 files 3f2a91bc", "the data (val)": "8 files 00000000"},
+        **{"--epochs": "3", "lr0": "0.01", "torch": "2.9", "accelerate": "1.2", "the kind of device": "cpu"},
     },
     "errors": [],
     "messages": [],
 }
 
 
-def b(group: str = "code", **changed: str) -> dict[str, Any]:
-    """Return the facts of another process, with other values in a group."""
+def b(**changed: str) -> dict[str, Any]:
+    """Return the facts of another process, with other values."""
     other = copy.deepcopy(A)
     other["row"] = {"host": "b", "rank": "1"}
-    other["compared"][group] |= changed
+    other["compared"] |= changed
     return other
 
 
@@ -52,18 +49,18 @@ def test_equal_processes_have_no_findings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "name", "value", "part"),
+    ("name", "value", "part"),
     [
-        ("code", "the code", "3f2a", "the code differs: host a rank 0 has 91cc, host b rank 1 has 3f2a"),
-        ("data", "the data (train)", "27 files 7", "host a rank 0 has 28 files 3f2a91bc, host b rank 1 has"),
-        ("settings", "--epochs", "4", "host b rank 1 has 4"),
-        ("settings", "lr0", "0.1", "lr0 differs"),
-        ("versions", "torch", "2.8", "torch differs"),
-        ("devices", "the kind of device", "cuda", "kind of device differs"),
+        ("the code", "3f2a", "the code differs: host a rank 0 has 91cc, host b rank 1 has 3f2a"),
+        ("the data (train)", "27 files 7", "host a rank 0 has 28 files 3f2a91bc, host b rank 1 has"),
+        ("--epochs", "4", "host b rank 1 has 4"),
+        ("lr0", "0.1", "lr0 differs"),
+        ("torch", "2.8", "torch differs"),
+        ("the kind of device", "cuda", "kind of device differs"),
     ],
 )
-def test_a_difference_is_named(group: str, name: str, value: str, part: str) -> None:
-    (finding,) = findings([A, b(group, **{name: value})], 1.0)
+def test_a_difference_is_named(name: str, value: str, part: str) -> None:
+    (finding,) = findings([A, b(**{name: value})], 1.0)
     assert finding.startswith("error: ")
     assert part in finding
 
@@ -71,7 +68,7 @@ def test_a_difference_is_named(group: str, name: str, value: str, part: str) -> 
 def test_a_process_with_an_error_has_no_data_to_compare() -> None:
     failed = b()
     failed["errors"] = ["x.yaml is not a file"]
-    failed["compared"]["data"] = {}
+    failed["compared"] = {}
     assert findings([A, failed], 1.0) == ["error: on host b rank 1: x.yaml is not a file"]
 
 

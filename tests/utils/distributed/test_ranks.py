@@ -17,10 +17,7 @@ from utils.distributed.ranks import (
     Ranks,
     RunStore,
     check_launch,
-    is_local_main,
-    launch_number,
     launched,
-    local_world_size,
     query_store,
     ranks,
     run_store,
@@ -32,42 +29,32 @@ from utils.errors import UserError
 def test_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     without_launcher(monkeypatch)
     assert ranks() == Ranks(0, 1, 0, 1)
-    assert (world_size(), local_world_size()) == (1, 1)
-    assert is_local_main()
+    assert world_size() == 1
     assert not launched()
     for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     assert ranks() == Ranks(5, 8, 1, 4)
-    assert (world_size(), local_world_size()) == (8, 4)
-    assert not is_local_main()
+    assert world_size() == 8
     assert launched()
     monkeypatch.setenv(SPAWNED, "1")
     assert not launched()
 
 
-@pytest.mark.parametrize("text", ["two", "-1", "1.5", "99999999999"])
+@pytest.mark.parametrize("text", ["two", "-1", "1.5"])
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
 def test_a_variable_that_is_no_number(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     without_launcher(monkeypatch)
     monkeypatch.setenv(name, text)
-    with pytest.raises(UserError, match=rf"^the environment variable {name} is '{text}' instead of a number from 0"):
+    with pytest.raises(UserError, match=rf"^the environment variable {name} is '{text}' instead of a number"):
         check_launch()
-
-
-def test_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MASTER_PORT", raising=False)
-    assert launch_number("MASTER_PORT", 29500, 65535) == 29500
-    monkeypatch.setenv("MASTER_PORT", "99999")
-    with pytest.raises(UserError, match="MASTER_PORT is '99999' instead of a number from 0 to 65535"):
-        launch_number("MASTER_PORT", 29500, 65535)
 
 
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE 2 and no RANK"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK 2 and WORLD_SIZE 2"),
-        ({"RANK": "1"}, "RANK 1 and WORLD_SIZE 1"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "WORLD_SIZE 2 and RANK 2"),
+        ({"RANK": "1"}, "WORLD_SIZE 1 and RANK 1"),
         ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS 2 and no RANK; .*accelerate_configs/start.sh"),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE 4 and no RANK; .*accelerate_configs/start.sh"),
         ({"PMI_SIZE": "2"}, "PMI_SIZE 2 and no RANK; .*accelerate_configs/start.sh"),
@@ -193,11 +180,10 @@ def ask() -> tuple[int, int, list[float], int]:
     return total, count, times, answer
 
 
-def test_a_store_without_an_answer_is_not_asked_again(on_processes: OnProcesses) -> None:
+def test_a_store_without_an_answer_is_not_waited_for(on_processes: OnProcesses) -> None:
     returned = on_processes(2, ask)
     assert [total for total, *_ in returned] == [3, 3]
     assert sorted(count for _, count, *_ in returned) == [3, 6]
-    for *_, (first, second), answer in returned:
-        assert 0.3 <= first < 3.0
-        assert second < 0.1
+    for *_, times, answer in returned:
+        assert all(0.3 <= each < 3.0 for each in times)
         assert answer == -1

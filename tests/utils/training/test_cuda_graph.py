@@ -136,7 +136,7 @@ def test_networks_of_logical_processes_are_replayed_together(
     copied = logical.replicate(network)
     monkeypatch.setattr(torch, "Generator", lambda device: torch.default_generator)
     models = [DistributedModel(accelerator, logical, each, each) for each in (copied, copy.deepcopy(copied))]
-    fast = cuda_graph.record_kernels(models[0], task, criterion_of(copied[0]), True, pytest.fail)
+    fast = cuda_graph.record_kernels(models[0], task, criterion_of(copied[0]), True)
     plain = criterion_of(models[1].model).for_gpu(lambda function: function)
     for number, boxes in enumerate((BOXES, BOXES[:1], BOXES, BOXES[1:], BOXES.repeat(6, 1), BOXES)):
         batches = [Batch(IMAGES + number, boxes, ()), Batch(IMAGES - number, boxes[:1], ())]

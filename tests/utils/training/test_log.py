@@ -28,8 +28,8 @@ from utils.errors import UserError
 from utils.summary import Summary
 from utils.training.log import (
     StepLog,
-    best_epoch_table,
     epoch_line,
+    log_best_epoch,
     peak_memory,
     profile_window,
     results_row,
@@ -118,17 +118,18 @@ HINT = "the fitness is near 0: docs/map-is-zero.md lists the causes"
 
 
 @pytest.mark.parametrize(("fitness", "rows"), [(0.4, ["a", "b"]), (0.004, ["a", "b", HINT])])
-def test_the_table_of_the_best_epoch(fitness: float, rows: list[str]) -> None:
+def test_the_table_of_the_best_epoch(fitness: float, rows: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(epoch=10, best=fitness, best_epoch=6)
     expected = [f"best epoch: 7 of 10, fitness {fitness:.4f}", "head", "all", *rows]
-    assert best_epoch_table(progress, SUMMARY) == expected
+    log_best_epoch(progress, SUMMARY)
+    assert capsys.readouterr().out.splitlines() == expected
 
 
-def test_the_fitness_is_printed_between_0_and_1() -> None:
+def test_the_fitness_is_printed_between_0_and_1(capsys: pytest.CaptureFixture[str]) -> None:
     """That of a segmenter is a sum over boxes and masks, of at most 2."""
     summary = replace(SUMMARY, highest_fitness=2.0)
-    head, *_ = best_epoch_table(Progress(epoch=10, best=1.0552, best_epoch=6), summary)
-    assert head == "best epoch: 7 of 10, fitness 0.5276 (1.0552 of 2)"
+    log_best_epoch(Progress(epoch=10, best=1.0552, best_epoch=6), summary)
+    assert capsys.readouterr().out.startswith("best epoch: 7 of 10, fitness 0.5276 (1.0552 of 2)\n")
     segmenter = SegmentationTask({0: "a"}, SegmentationTask.recipe()).metrics().summarise([])
     assert segmenter.highest_fitness == 2
 

@@ -87,12 +87,12 @@ def test_loader_processes_that_fit(
     expected: int,
     machine: Callable[[int, int], None],
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     machine(64, mib)
     launched(monkeypatch, 2 * here, here)
-    fitting, warnings = loader_processes(workers, 10 * BYTES_PER_MIB)
-    assert fitting == expected
-    assert len(warnings) == (expected < workers)
+    assert loader_processes(workers, 10 * BYTES_PER_MIB) == expected
+    assert ("/dev/shm" in capsys.readouterr().out) == (expected < workers)
 
 
 def test_loader_processes_share_cores_and_memory(
@@ -100,15 +100,9 @@ def test_loader_processes_share_cores_and_memory(
 ) -> None:
     launched(monkeypatch, 2, 2)
     machine(8, 240)
-    assert loader_processes(16, 10 * BYTES_PER_MIB) == (4, [])  # 8 cores for two training processes
+    assert loader_processes(16, 10 * BYTES_PER_MIB) == 4  # 8 cores for two training processes
     machine(8, 64)
-    assert loader_processes(16, 10 * BYTES_PER_MIB) == (
-        1,
-        [
-            "warning: /dev/shm has 64 MiB free, enough for the batches of 1 loader processes of each training process "
-            "instead of 4; make it larger (docker run --shm-size)"
-        ],
-    )
+    assert loader_processes(16, 10 * BYTES_PER_MIB) == 1
 
 
 def test_systems_without_shared_memory(machine: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,9 +111,9 @@ def test_systems_without_shared_memory(machine: Callable[[int, int], None], monk
 
     machine(8, 0)
     monkeypatch.setattr(os, "statvfs", missing)
-    assert loader_processes(8, 10 * BYTES_PER_MIB) == (8, [])
+    assert loader_processes(8, 10 * BYTES_PER_MIB) == 8
     monkeypatch.delattr(os, "statvfs")
-    assert loader_processes(8, 10 * BYTES_PER_MIB) == (8, [])
+    assert loader_processes(8, 10 * BYTES_PER_MIB) == 8
 
 
 # Running out of memory
@@ -251,14 +245,16 @@ class Group:
 
 
 @pytest.mark.parametrize(("processes", "expected"), [(1, 16), (2, 16), (3, 15), (32, 32)])
-def test_without_a_gpu_nothing_is_measured(processes: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_nothing_is_measured(
+    processes: int, expected: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     launched(monkeypatch, processes, processes)
     model = torch.nn.Linear(1, 1)
     fitted = fitted_batch(-1, pytest.fail, model, torch.device("cpu"), 64, Group(), 1)  # type: ignore[arg-type]
-    assert (fitted.batch_size, fitted.parts) == (expected, 1)
-    assert "--batch-size -1" in fitted.message
+    assert fitted == (expected, 1)
+    assert "--batch-size -1" in capsys.readouterr().out
     given = fitted_batch(24, pytest.fail, model, torch.device("cpu"), 64, Group(), 1)  # type: ignore[arg-type]
-    assert given == (24, 1, "")
+    assert given == (24, 1)
 
 
 @pytest.mark.gpu
@@ -273,9 +269,9 @@ def test_the_smallest_gpu_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.empty(free // 100 * images, dtype=torch.uint8, device=device)
         model.zero_grad()
 
-    size, _, _ = fitted_batch(-1, train_step, model, device, 1000, Group(60), 2)  # type: ignore[arg-type]
+    size, _ = fitted_batch(-1, train_step, model, device, 1000, Group(60), 2)  # type: ignore[arg-type]
     assert size == 120
-    alone, _, _ = fitted_batch(-1, train_step, model, device, 1000, Group(), 2)  # type: ignore[arg-type]
+    alone, _ = fitted_batch(-1, train_step, model, device, 1000, Group(), 2)  # type: ignore[arg-type]
     assert 75 <= alone // 2 <= 81  # of 100 that would fill it
     assert all(torch.equal(value.cpu(), before[name]) for name, value in model.state_dict().items())
 
@@ -300,7 +296,7 @@ def test_auto_batch_measures_a_gpu(others: tuple[int, ...], expected: int, monke
         model(torch.rand(2 * images, 4))
         queries.allocate(images * 7 * GIB // 100)
 
-    size, _, _ = fitted_batch(-1, train_step, model, device, 1000, Group(*others), 1)  # type: ignore[arg-type]
+    size, _ = fitted_batch(-1, train_step, model, device, 1000, Group(*others), 1)  # type: ignore[arg-type]
     assert size == expected
     assert model.placed == (device,)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -341,7 +337,10 @@ def test_a_batch_is_halved_until_it_fits(size: int, logical: int, most: int, exp
 
 @pytest.mark.parametrize(("others", "expected"), [((True,), (8, 2)), ((False,), (1, 16))])
 def test_every_gpu_tries_the_batch(
-    others: tuple[bool, ...], expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    others: tuple[bool, ...],
+    expected: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """An image takes 0.5 GiB of 6; statistics that the tries change are restored."""
     launched(monkeypatch, 1, 1)
@@ -353,6 +352,6 @@ def test_every_gpu_tries_the_batch(
         queries.allocate(images * GIB // 2)
 
     fitted = fitted_batch(16, train_step, model, device, 1000, Group(*others), 1)  # type: ignore[arg-type]
-    assert (fitted.batch_size, fitted.parts) == expected
-    assert "out of memory" in fitted.message
+    assert fitted == expected
+    assert "out of memory" in capsys.readouterr().out
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

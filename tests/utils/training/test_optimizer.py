@@ -105,17 +105,13 @@ def test_rates_by_factor(network: nn.Module) -> None:
 
 # Schedule
 
-LINEAR = Schedule(
-    epochs=10,
-    batches=50,
-    cosine=False,
-    lr0=0.01,
-    lrf=0.1,
-    momentum=0.937,
-    warmup_epochs=3,
-    warmup_momentum=0.8,
-    warmup_bias_lr=0.1,
-)
+SLOW = Recipe(lr0=0.01, lrf=0.1, momentum=0.937, warmup_epochs=3, warmup_momentum=0.8, warmup_bias_lr=0.1)
+LINEAR = Schedule(epochs=10, batches=50, cosine=False, hyp=SLOW)
+
+
+def linear(batches: int = 50, **keys: float) -> Schedule:
+    """Return the schedule with other hyperparameters."""
+    return replace(LINEAR, batches=batches, hyp=replace(SLOW, **keys))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +147,7 @@ def test_cosine(epoch: int, rate: float) -> None:
     ("epochs", "batches", "warmup"), [(3, 50, 150), (3, 10, 100), (0.1, 50, 100), (2.5, 61, 152), (0, 50, 0)]
 )
 def test_warmup_has_at_least_100_batches_or_none(epochs: float, batches: int, warmup: int) -> None:
-    schedule = replace(LINEAR, warmup_epochs=epochs, batches=batches, warmup_bias_lr=0.5)
+    schedule = linear(batches, warmup_epochs=epochs, warmup_bias_lr=0.5)
     assert schedule.warmup == warmup
     full = schedule.at(warmup)
     assert full.lrs[0] == full.lrs[1] == schedule.epoch_rate(warmup // batches)
@@ -162,23 +158,21 @@ def test_warmup_has_at_least_100_batches_or_none(epochs: float, batches: int, wa
 
 @pytest.mark.parametrize(("share", "warmup"), [(0, 150), (0.1, 50), (1, 150)])
 def test_warmup_is_at_most_a_share_of_the_run(share: float, warmup: int) -> None:
-    schedule = replace(LINEAR, warmup_share=share)
+    schedule = linear(warmup_share=share)
     assert schedule.warmup == warmup
-    assert [f"{warmup} batches instead of 150" in message for message in schedule.messages()] == [True] * (warmup < 150)
 
 
 @pytest.mark.parametrize(("rise", "peak"), [(0, 0.01), (0.0002, 0.01), (0.0001, 0.005)])
 def test_a_short_warmup_lowers_the_rate(rise: float, peak: float) -> None:
     """The rate rises by at most `warmup_rise` in a batch; a warm-up of 50 batches reaches 50 times that."""
-    schedule = replace(LINEAR, warmup_share=0.1, warmup_rise=rise)
+    schedule = linear(warmup_share=0.1, warmup_rise=rise)
     assert (schedule.warmup, schedule.peak) == (50, peak)
     assert schedule.at(25).lrs[1] == pytest.approx(peak / 2)
     assert schedule.at(50).lrs == pytest.approx([0.91 * peak] * 3)  # epoch 1: 0.9 x 0.9 + 0.1
-    assert any("learning rate 0.005 instead of 0.01" in text for text in schedule.messages()) == (peak < 0.01)
 
 
 def test_a_run_without_warmup_has_the_rate_of_its_first_batch() -> None:
-    schedule = replace(LINEAR, warmup_epochs=0, warmup_rise=0.0001)
+    schedule = linear(warmup_epochs=0, warmup_rise=0.0001)
     assert (schedule.warmup, schedule.peak) == (0, 0.0001)
 
 
@@ -188,7 +182,7 @@ def test_the_schedule_is_a_pure_function_of_the_batch() -> None:
     random.Random(0).shuffle(order)
     assert all(LINEAR.at(batch) == forwards[batch] for batch in order)
     with pytest.raises(FrozenInstanceError):
-        LINEAR.lr0 = 1  # type: ignore[misc]
+        LINEAR.epochs = 1  # type: ignore[misc]
 
 
 def test_rates_are_set_in_the_optimizer(network: nn.Module) -> None:

@@ -29,7 +29,6 @@ from utils.training.steps import (
     MAX_SKIPS,
     NonFiniteGuard,
     OptimizerSteps,
-    suspect_images,
 )
 
 BATCH, BATCHES = 4, 5  # of all processes; of an epoch
@@ -128,7 +127,7 @@ def test_an_epoch_of_steps(tmp_path: Path) -> None:
     losses = train(steps, loader)
     progress = steps.progress
     assert (progress.step, progress.batch, progress.taken, progress.skipped) == (BATCHES, BATCHES, BATCHES, 0)
-    assert (steps.log.remaining.batches, steps.log.remaining.done) == (EPOCHS * BATCHES, BATCHES)
+    assert (steps.log.left, steps.log.done) == (EPOCHS * BATCHES, BATCHES)
     assert int(steps.ema.updates) == BATCHES
     assert not any(torch.equal(one, other) for one, other in zip(values(steps), before, strict=True))
     assert steps.state.loss_sums.flatten().tolist() == pytest.approx([sum(losses)])
@@ -218,7 +217,7 @@ def test_steps_continue_from_a_saved_state(tmp_path: Path) -> None:
     second, loader_again = prepared(run_in(tmp_path), saved)
     assert second.progress == first.progress
     assert equal(values(second), values(first))
-    assert second.log.remaining.batches == BATCHES
+    assert second.log.left == BATCHES
     assert train(second, loader_again) == train(first, loader)
     assert equal(values(second), values(first))
 
@@ -334,12 +333,3 @@ def test_the_limit_counts_steps_in_a_row(tensors: list[torch.Tensor]) -> None:
     guard = NonFiniteGuard(tensors)
     assert not any([guard.count(False), guard.count(True), *(guard.count(False) for _ in range(MAX_SKIPS - 1))])
     assert guard.count(False)
-
-
-def test_images_whose_loss_is_not_finite() -> None:
-    window = [
-        (torch.tensor([1.0, 2.0, 3.0]), ["sound.jpg"]),
-        (torch.tensor([NAN, 2.0, -INF]), ["a.jpg", "b.jpg"]),
-        (torch.tensor([1.0, INF, 3.0]), ["c.jpg"]),
-    ]
-    assert suspect_images(window, TERMS) == [("a.jpg", "box, cls"), ("b.jpg", "box, cls"), ("c.jpg", "obj")]
