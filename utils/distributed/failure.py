@@ -96,6 +96,7 @@ def _run(main: Callable[[], object]) -> int:
     try:
         message, code, lost = _call(main)
     finally:
+        log.reset()  # it refers to the run, with its loaders
         end_workers()
     connected = distributed.is_initialized()
     if message:
@@ -306,7 +307,7 @@ def init_worker(number: int) -> None:
     for name in ("SIGINT", "SIGUSR1", "SIGHUP"):
         if hasattr(signal, name):  # Windows has only the first signal
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):
+    if hasattr(signal, "sigtimedwait"):  # and sigwaitinfo
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_await_end, daemon=True).start()
 
