@@ -245,7 +245,7 @@ def test_export_from_python(weights: Path, tmp_path: Path) -> None:
     assert read_exported(Path(files[1])).metadata.imgsz == (64, 64)
     for formats, message in {
         "engine": r"^the run ended with exit code 1; see the messages above$",
-        "tflite": r"^export\.run: include tflite is made by .*docs/export\.md",
+        "tflite": r"^export\.run: include tflite is .*docs/export\.md",
         "onxn": r"^export\.run: include must be one of 'torchscript', 'onnx', .* not 'onxn'$",
     }.items():
         with pytest.raises(UserError, match=message):

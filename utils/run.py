@@ -28,8 +28,6 @@ from utils.tracking.tracker import Tracker
 class Run:
     """A training or validation run. Every process makes the same calls; only the main one prints, draws and writes.
 
-    Lines wait for the run folder, see `utils.console.Log`.
-
     Args:
         quiet: whether to print warnings and final results only
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +49,7 @@ def resolve_settings(given: Mapping[str, Any], recipe_of: RecipeOf) -> Settings:
     if options.doctor and options.resume == AUTO:  # the flags are complete; the doctor names who cannot be reached
         return settings
     connect(options.device, options.dist_timeout)
-    return broadcast_from_main(partial(_settings_of_run, settings, recipe_of))
+    return broadcast_from_main(lambda: _settings_of_run(settings, recipe_of))
 
 
 def read_saved_state(run: Run, settings: Settings, identity: Identity) -> dict[str, Any] | None:

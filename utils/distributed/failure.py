@@ -64,10 +64,30 @@ def run_main(main: Callable[[], object]) -> None:
     if is_script := not gc.isenabled():  # it has turned the garbage collector off for its imports
         gc.freeze()
         gc.enable()
+    code = 1
+    try:
+        code = _run(main)
+    finally:
+        if is_script:
+            atexit.register(_leave, code)
+    if code:
+        sys.exit(code)
+
+
+def _leave(code: int) -> None:
+    """Exit after all other `atexit` functions, without Python's clean-up, which takes a second."""
+    atexit.unregister(_leave)
+    atexit._run_exitfuncs()
+    hard_exit("", code)
+
+
+def _run(main: Callable[[], object]) -> int:
+    """Call `main`, and print its error, if it has one; return the exit code, or end the process with all others."""
     try:
         check_launch()
     except UserError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     if ranks().local_rank:
         warnings.simplefilter("ignore")
         log.is_main = False
@@ -76,6 +96,7 @@ def run_main(main: Callable[[], object]) -> None:
     try:
         message, code, lost = _call(main)
     finally:
+        log.reset()  # it refers to the run, with its loaders
         end_workers()
     connected = distributed.is_initialized()
     if message:
@@ -85,13 +106,9 @@ def run_main(main: Callable[[], object]) -> None:
         print(message, file=sys.stderr)
     elif connected and not code:
         distributed.destroy_process_group()
-    if is_script and not (connected or Background.abandoned):
-        atexit._run_exitfuncs()
-    # Python's clean-up takes a second, and threads of DeepSpeed, or one that reads the store, may abort or block it.
-    if is_script or connected or world_size() > 1 or Background.abandoned:
-        hard_exit("", code)
-    if code:
-        sys.exit(code)
+    if connected or world_size() > 1 or Background.abandoned:
+        hard_exit("", code)  # threads of DeepSpeed, or one that reads the store, may abort or block a regular exit
+    return code
 
 
 def _call(main: Callable[[], object]) -> tuple[str, int, bool]:
@@ -290,7 +307,7 @@ def init_worker(number: int) -> None:
     for name in ("SIGINT", "SIGUSR1", "SIGHUP"):
         if hasattr(signal, name):  # Windows has only the first signal
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):
+    if hasattr(signal, "sigtimedwait"):  # and sigwaitinfo
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_await_end, daemon=True).start()
 

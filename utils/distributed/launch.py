@@ -274,10 +274,9 @@ def device_numbers(device: str) -> list[int]:
 
 def one_device(device: str) -> torch.device:
     """Return the device that `--device` names, for a single-process program; '' selects the best one."""
-    numbers, kind = device_numbers(device), _kind(device)
-    if len(numbers) > 1:
+    if len(numbers := device_numbers(device)) > 1:
         raise UserError(f"--device {device}: one device is enough here; name one of them")
-    return torch.device(kind, *numbers)
+    return torch.device(_kind(device), *numbers)
 
 
 def device_kind(device: str) -> str:

@@ -99,7 +99,8 @@ def test_a_wrong_launch_is_an_error_before_anything_runs(
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(SystemExit) as raised:
         run_main(lambda: pytest.fail("it ran"))
-    assert str(raised.value.code).startswith("error: the environment variable WORLD_SIZE is 'two'")  # exit code 1
+    assert raised.value.code == 1
+    assert capsys.readouterr().err.startswith("error: the environment variable WORLD_SIZE is 'two'")
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), RuntimeError("shape mismatch")])
