@@ -338,7 +338,6 @@ WARNINGS = {
     # data sets
     "list with missing images": Case(listed("images/train/9.jpg"), "9.jpg: not readable as an image"),
     "list with other lines": Case(listed("notes"), "train.txt, line 3: 'notes' does not end like an image's name"),
-    "listed again": Case(listed("images/train/0.jpg"), "`train:` lists 1 image again"),
     "overlap": Case(data(val="images/train"), "4 of the 4 validation images are training images too"),
     "duplicate names": Case(data(names=["cat", "cat", "cow"]), "2 classes are named 'cat'"),
     "no labels in val": Case(every_label("", "val"), "no image of `val:` has a label"),

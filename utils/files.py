@@ -205,7 +205,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def file_name(text: str) -> str:
     """Convert a file name read from UTF-8 text to the form that os functions expect under the current locale."""
-    return os.fsdecode(text.encode(errors="surrogateescape"))
+    with suppress(UnicodeEncodeError):
+        return os.fsdecode(text.encode(errors="surrogateescape"))
+    return text.encode(errors="replace").decode()  # half a character, which no file name has
 
 
 def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
