@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import math
 import multiprocessing
 import os
 import warnings
@@ -35,7 +34,6 @@ IMAGES_PER_PROCESS = 500  # with fewer, starting another process takes longer th
 MIN_IMAGE_SIDE_PIXELS = 10  # a smaller image is left out
 COORDINATE_TOLERANCE = 1e-3  # how far outside [0, 1] a coordinate may be by rounding
 OUTLINE_TOLERANCE = 0.01  # how far outside an outline's points may be; they are moved to the image's edge
-MIN_PIXEL_COORDINATE = 2.0  # coordinates from here on are taken for pixels instead of shares of a side
 MAX_CLASS = 2**20  # exclusive bound of a class, which float32 holds exactly
 MIN_OUTLINE_WIDTH = 1e-5  # share of a side: an outline that is narrower is a line
 
@@ -145,13 +143,9 @@ def _parse_row(words: Sequence[str], rules: RowRules) -> Row:
         raise ValueError(f"{len(words)} numbers instead of {rules.forms}")
     if not 0 <= label == label // 1 < MAX_CLASS:
         raise ValueError(f"class {shortened(words[0])} is not a whole number from 0")
-    if not all(map(math.isfinite, values)):
-        raise ValueError("a coordinate is not finite")
-    if max(values) >= MIN_PIXEL_COORDINATE:
-        raise ValueError("coordinates in pixels; divide x and width by the image's width, y and height by its height")
     tolerance = COORDINATE_TOLERANCE if is_box else rules.tolerance
-    if min(values) < -tolerance or max(values) > 1 + tolerance:
-        raise ValueError("coordinates outside 0 to 1 (they are shares of the image's width and height)")
+    if not all(-tolerance <= value <= 1 + tolerance for value in values):
+        raise ValueError("coordinates outside 0 to 1 (they are shares of the image's width and height, not pixels)")
     box = values if is_box else _polygon_box(values)
     points = rules.outline([] if is_box else values) if rules.outlines or not is_box else []
     if not is_box and points is not values:
