@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -165,16 +165,9 @@ def _polygon_box(points: Sequence[float]) -> Sequence[float]:
 
 def label_name(image: str) -> str:
     """Return the path of an image's label file: the last folder `images` becomes `labels`, and the suffix .txt."""
-    name = image.rfind(os.sep) + 1
-    suffix = image.rfind(".", name + 1)  # a leading dot starts no suffix
-    return f"{_label_folder(image[:name])}{image[name : suffix if suffix > 0 else None]}.txt"
-
-
-@lru_cache(4096)
-def _label_folder(folder: str) -> str:
-    """Return the label folder of an image folder. Both end with a separator, or are empty."""
-    before, images, after = f"{os.sep}{folder}".rpartition(f"{os.sep}images{os.sep}")
-    return f"{before}{os.sep}labels{os.sep}{after}"[len(os.sep) :] if images else folder
+    before, images, after = f"{os.sep}{image}".rpartition(f"{os.sep}images{os.sep}")
+    name = f"{before}{os.sep}labels{os.sep}{after}"[len(os.sep) :] if images else image
+    return f"{os.path.splitext(name)[0]}.txt"
 
 
 # All images of a split
