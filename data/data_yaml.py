@@ -10,7 +10,6 @@ import hashlib
 import importlib
 import math
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from data.formats import (
     find_annotated,
     is_coco,
     recognise,
-    subfolders,
 )
 from data.images import IMAGE_SUFFIXES
 from data.labels import RowRules, label_name
@@ -38,7 +36,7 @@ from utils.files import IS_INSTALLED, ROOT, file_name, find_file, read_regular, 
 SPLITS = ("train", "val", "test")
 MAX_CLASSES = 4096  # classes of a model, at most
 HELD_OUT_SHARE = 0.2  # share of the images, or of each class, to hold out of a folder without validation images
-DRAWN_SETS = ("shapes", "shapes_cls", "shapes_seg")  # modules of data/builtin that `draw:` may name
+DRAWN_SETS = ("data.builtin.shapes", "data.builtin.shapes_cls", "data.builtin.shapes_seg")  # what `draw:` may name
 YAML_NAMES = ("data.yaml", "data.yml")
 # Suffixes of images that are not read.
 OTHER_IMAGE_SUFFIXES = frozenset([".avif", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jxl"])
@@ -51,7 +49,6 @@ OTHER_KEYS = (
     *("roboflow", "license", "description", "version", "date", "author", "url", "yaml_file", "channels"),
     *("kpt_names", "flip_idx"),
 )
-REMOVED_KEYS = ("lists", "convert")  # of earlier versions
 
 
 class Listing(NamedTuple):
@@ -93,7 +90,6 @@ class DataSpec:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults for flags of train.py
     split: float = 0.0  # the share of the training images to hold out for validation, chosen by `split_seed`
     split_seed: int = 0
-    has_path: bool = False  # whether the YAML has `path:`
     download: Any = None  # as in the YAML; never executed
     kpt_shape: tuple[int, ...] = ()  # number of key points in a label row, and numbers for each; () for none
     walked: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # splits that have been listed
@@ -129,22 +125,22 @@ class DataSpec:
 
     def _whole_listing(self, split: str) -> Listing:
         """Return the image files that `split` names in the YAML."""
-        locations, names = self.locations(split), list(self.names.values())
         folders = [root / folder for root in self.roots for folder in self.image_folders.get(split, ())]
+        locations = self.locations(split)
         problems: list[str] = []
         listed: list[str] = []  # as text, because many Paths are slow
         annotated: list[AnnotatedImages] = []
         unread = self.unread[split] = []
         for location in locations:
-            if described := find_annotated(location, folders, names, split):
+            if described := find_annotated(location, folders, list(self.names.values()), split):
                 annotated.append(described[0])
                 listed += described[0].images
                 problems += described[1]
             else:
-                listed += _read_list(location, problems) if location.is_file() else _names_below(location, unread)
+                listed += _read_list(location) if location.is_file() else _names_below(location, unread)
         problems += self.unread_images(split)
         if not listed:
-            searched = "; ".join([", ".join(map(str, locations)), *self.unread_images(split)])
+            searched = "; ".join([", ".join(map(str, locations)), *problems])
             raise UserError(f"{self.file}: `{split}:` has no images in {searched}; put images there or fix the path")
         images = sorted(set(listed), key=lambda image: image.replace(os.sep, "\0"))  # as Paths, folder by folder
         return Listing(list(map(Path, images)), problems, tuple(annotated))
@@ -159,18 +155,13 @@ class DataSpec:
         files = self.unread.get(split)
         if not files:
             return []
-        suffixes = ", ".join(sorted({os.path.splitext(file)[1].lower() for file in files}))
+        suffixes = ", ".join(sorted({_suffix(file) for file in files}))
         count = f"`{split}:` has {plural(len(files), 'image')} in formats that are not read ({suffixes})"
         return [f"{self.file}: {count}, such as {min(files)}: convert them to .jpg or .png; left out"]
 
     def root(self) -> Path:
         """Return the folder that `path:` names. Raises `UserError` if it is absent and cannot be downloaded."""
-        reason = "" if any(map(has_content, self.roots)) else self._fetch()
-        folders = [Path(os.path.normpath(root)) for root in self.roots]
-        if not any(map(os.path.isdir, folders)):
-            tried = " or ".join(dict.fromkeys(map(str, folders)))
-            raise UserError(f"{self.file}: `path:` does not exist; looked for {tried}{reason}")
-        return next(filter(os.path.isdir, folders))
+        return self._locate(".", "path:")
 
     def locations(self, split: str) -> list[Path]:
         """Return the folders and files that a split names, downloaded if one is absent. Raises `UserError`."""
@@ -179,24 +170,19 @@ class DataSpec:
             raise UserError(
                 f"{self.file} has no `{split}:`; add a folder of images, a .txt list of them, or a COCO .json{share}"
             )
-        entries, reason = self.entries[split], ""
-        if not all(_find(entry, self.roots) for entry in entries):
-            reason = self._fetch()
-        locations = [location for entry in entries if (location := _find(entry, self.roots))]
-        if absent := next((entry for entry in entries if not _find(entry, self.roots)), ""):
-            tried = " or ".join(dict.fromkeys(map(str, _candidates(absent, self.roots))))
-            raise UserError(f"{self.file}: `{split}: {absent}` does not exist; looked for {tried}{reason}")
-        return locations
+        return [self._locate(entry, f"{split}: {entry}") for entry in self.entries[split]]
 
-    def _fetch(self) -> str:
-        """Download the data set if its folder is missing or empty; return the end of an error if a file is absent."""
+    def _locate(self, entry: str, title: str) -> Path:
+        """Return the first existing path that an entry may mean, after a download if the data set has no files."""
         sources = archive_sources(self.download)
-        if sources and self.has_path and not any(map(has_content, self.roots)):
-            entries = [entry for entries in self.entries.values() for entry in entries]
-            fetch_dataset(sources, Path(os.path.normpath(self.roots[0])), entries)
-            return "; it is not in the download"
+        if sources and not any(map(has_content, self.roots)):
+            fetch_dataset(sources, self.roots[0], [entry for entries in self.entries.values() for entry in entries])
+        paths = _candidates(entry, self.roots)
+        if path := next(filter(Path.exists, paths), None):
+            return path
         rule = "; `download:` is used only if it is an address, and the folder of `path:` is missing or empty"
-        return rule if self.download else ""
+        tried = " or ".join(dict.fromkeys(map(str, paths)))
+        raise UserError(f"{self.file}: `{title}` does not exist; looked for {tried}{rule if self.download else ''}")
 
 
 def held_out(images: Sequence[Path], share: float, seed: int) -> set[Path]:
@@ -227,10 +213,8 @@ def read_data(data: str) -> DataSpec:
             return read_spec(path / name)
     if layout := recognise(path):
         return _described(path, path, f"{path} has {layout[0]}", layout[1])
-    below = [folder for folder in subfolders(path) if (folder / YAML_NAMES[0]).is_file() or recognise(folder)]
-    inner = f" (did you mean {below[0]}?)" if len(below) == 1 else ""
     raise UserError(
-        f"{path} is not recognised as a data set{inner}: it has no {YAML_NAMES[0]}, no COCO annotations "
+        f"{path} is not recognised as a data set: it has no {YAML_NAMES[0]}, no COCO annotations "
         f"(train/{EXPORTED_ANNOTATIONS}, annotations/instances_train*.json), no VOC annotations ({VOC_LISTS}/train.txt "
         "or .xml files), no folder of images per class, also not in train; write a data YAML (docs/data.md)"
     )
@@ -257,93 +241,79 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
             raise UserError(f"{file}: `{key}` must be {expected}, not {shown(content.get(key))}")
 
     share, seed, shape = content.get("split", 0.0), content.get("split_seed", 0), content.get("kpt_shape")
+    path, folders = content.get("path"), content.get("images")
+    by_split = folders if isinstance(folders, dict) else dict.fromkeys(SPLITS, folders)
+    image_folders = {split: _paths(given) for split, given in by_split.items()}
     entries = {split: _paths(content.get(split)) for split in SPLITS}
-    folders = content.get("images")
-    folders = {
-        split: _paths(given)
-        for split, given in (folders if isinstance(folders, dict) else dict.fromkeys(SPLITS, folders)).items()
-    }
     for split in SPLITS:
         check(split, entries[split] is not None, "a path or a list of paths")
-    check("path", content.get("path") is None or _is_path(content["path"]), "a folder's name")
-    are_folders = {*folders} <= {*SPLITS} and None not in folders.values()
+    check("path", path is None or _is_path(path), "a folder's name")
+    are_folders = {*image_folders} <= {*SPLITS} and None not in image_folders.values()
     check("images", are_folders, f"a folder, or a folder for each of {', '.join(SPLITS)}")
     check("split", is_number(share) and 0 <= share < 1, "the share to hold out for validation, 0 to 1")
     check("split_seed", type(seed) is int and seed >= 0, "a whole number from 0")
     is_shape = isinstance(shape, list) and [*map(type, shape)] == [int, int] and shape[0] > 0 and shape[1] in (2, 3)
     check("kpt_shape", shape is None or is_shape, "[K, D], K key points of 2 or 3 numbers")
     named = {split: paths for split, paths in entries.items() if paths}
-    messages = [*messages, *_unknown_keys(file, content)]
+    messages = list(messages)
+    unknown = [str(key) for key in content if key not in DATA_KEYS and key not in OTHER_KEYS]
+    for key in unknown:
+        if hint := nearest(key, DATA_KEYS, 0.7):
+            raise UserError(f"{file}: unknown key '{shortened(key)}'{hint}")
+    if unknown:
+        messages.append(f"warning: {file}: {shortened(', '.join(map(repr, unknown)))}: unknown, and not used")
     if shape:
         messages.append(f"{file}: `kpt_shape: {shape}`: label rows are read as boxes, without their key points")
     if share and "val" in named:
         messages.append(f"warning: {file}: `split: {share:g}` is not used, because there is a `val:`")
     names, defaults = _names(file, content), suggested_defaults(content.get("defaults") or {}, file)
-    roots, notes = _roots(file, content, named.get("train", ()))
+    roots = _roots(file, path)
+    if path and is_remote(path):
+        messages.append(f"{without_secrets(path)}: copied to {roots[0]}; delete this folder to copy it again")
     if "draw" in content:
         check("draw", _draw(content["draw"], roots[0]), "a drawn set and its seed, such as {data.builtin.shapes: 0}")
     if not names:
-        locations = [_find(entry, roots) for paths in named.values() for entry in paths]
-        names, omitted = annotated_names([location for location in locations if location])
-        notes += omitted
-    counts = Counter(names.values())
-    notes += [f"warning: {file}: {n} classes are named '{shortened(name)}'" for name, n in counts.items() if n > 1]
+        listed = [entry for paths in named.values() for entry in paths]
+        names, omitted = annotated_names([path for entry in listed for path in _candidates(entry, roots)])
+        messages += omitted
     return DataSpec(
         file,
         names,
         roots,
         named,
-        image_folders={split: given for split, given in folders.items() if given},
-        warnings=(*messages, *notes),
+        image_folders={split: given for split, given in image_folders.items() if given},
+        warnings=tuple(messages),
         defaults=defaults,
         split=share,
         split_seed=seed,
-        has_path=content.get("path") is not None,
         download=content.get("download"),
         kpt_shape=tuple(shape or ()),
     )
 
 
-def _unknown_keys(file: Path, content: Mapping[str, Any]) -> list[str]:
-    """Return a warning about unknown keys. Raises `UserError` for one that has left, or resembles a known one."""
-    unknown = [str(key) for key in content if key not in DATA_KEYS and key not in OTHER_KEYS]
-    for key in unknown:
-        if key in REMOVED_KEYS:
-            raise UserError(f"{file}: `{key}:` is no longer read; name lists and annotations as docs/data.md says")
-        if hint := nearest(key, DATA_KEYS, 0.7):
-            raise UserError(f"{file}: unknown key '{shortened(key)}'{hint}")
-    quoted = shortened(", ".join(map(repr, unknown)))
-    return [f"warning: {file}: {quoted}: unknown, and not used"] if unknown else []
-
-
-def _roots(file: Path, content: Mapping[str, Any], train: Sequence[str]) -> tuple[tuple[Path, ...], list[str]]:
-    """Return the folders that `path:` of a data YAML may mean, by precedence, and messages."""
-    path, beside = content.get("path"), file.resolve().parent
-    if path is None:
-        return (beside, Path.cwd()), []
-    if is_remote(path):
-        folder = copied(path)
-        return (folder,), [f"{without_secrets(path)}: copied to {folder}; delete this folder to copy it again"]
-    if IS_INSTALLED and beside.is_relative_to(ROOT):  # a shipped file: as if the working folder were the repository
-        return (Path(os.path.normpath(Path.cwd() / beside.relative_to(ROOT) / file_name(path))),), []
-    roots = tuple(base / os.path.expanduser(file_name(path)) for base in (beside, Path.cwd()))
-    is_made = "draw" in content or archive_sources(content.get("download"))
-    are_beside = [not os.path.isabs(entry) and _find(entry, [beside]) is not None for entry in train]
-    if is_made or any(map(os.path.isdir, roots)) or not (train and all(are_beside)):
-        return roots, []
-    return (beside,), [f"{file}: `path: {path}` does not exist, so the YAML's own folder is used, {beside}"]
+def _roots(file: Path, path: str | None) -> tuple[Path, ...]:
+    """Return the folders that `path:` of a data YAML may mean, by precedence."""
+    beside = file.resolve().parent
+    if path and is_remote(path):
+        return (copied(path),)
+    bases = [beside, Path.cwd()]
+    if path and IS_INSTALLED and beside.is_relative_to(ROOT):  # a shipped file: as if the repository were here
+        bases = [Path.cwd() / beside.relative_to(ROOT)]
+    return tuple(Path(os.path.normpath(base / os.path.expanduser(file_name(path or "")))) for base in bases)
 
 
 def _draw(value: Any, folder: Path) -> bool:
-    """Draw a data set by the seed of `shapes`, or by one module and its seed, if it is absent; return if that is valid.
+    """Draw a data set by a module and its seed, if it is absent; return whether that is valid.
 
     A YAML may come from somebody else, so it can name only modules of data/builtin and of a task that the user runs.
     """
-    name, seed = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("shapes", value)
-    module = str(name).removeprefix("data.builtin.").replace("-", "_")
-    if type(seed) is not int or seed < 0 or not (module in DRAWN_SETS or user_code.is_users(module)):
+    if not isinstance(value, dict) or len(value) != 1:
         return False
-    loaded = importlib.import_module(f"data.builtin.{module}") if module in DRAWN_SETS else user_code.load(module)
+    ((module, seed),) = value.items()
+    is_known = module in DRAWN_SETS or user_code.is_users(str(module))
+    if not is_known or type(seed) is not int or seed < 0:
+        return False
+    loaded = importlib.import_module(module) if module in DRAWN_SETS else user_code.load(module)
     if is_drawing := hasattr(loaded, "draw_dataset"):
         loaded.draw_dataset(folder, seed=seed)
     return is_drawing
@@ -359,10 +329,6 @@ def _paths(value: Any) -> tuple[str, ...] | None:
     return tuple(map(file_name, values)) if all(map(_is_path, values)) else None
 
 
-def _find(entry: str, roots: Sequence[Path]) -> Path | None:
-    return next((path for path in _candidates(entry, roots) if path.exists()), None)
-
-
 def _candidates(entry: str, roots: Sequence[Path]) -> list[Path]:
     """Return the paths that an entry may mean, by precedence.
 
@@ -373,6 +339,7 @@ def _candidates(entry: str, roots: Sequence[Path]) -> list[Path]:
 
 
 def _names(file: Path, content: Mapping[str, Any]) -> dict[int, str]:
+    """Return the classes of `names:`, or numbers as names for `nc:` alone; {} without both. Raises `UserError`."""
     given, count = content.get("names"), content.get("nc")
     if given is None and count is None:
         return {}
@@ -381,8 +348,7 @@ def _names(file: Path, content: Mapping[str, Any]) -> dict[int, str]:
     is_valid = isinstance(names, dict) and 0 < len(names) <= MAX_CLASSES and {*names} == {*range(len(names))}
     if not is_valid or not all(isinstance(name, (str, int, float)) and str(name).strip() for name in names.values()):
         raise UserError(
-            f"{file}: `names` must list the classes, 1 to {MAX_CLASSES}, as lines `0: person`, `1: car`, ... or as "
-            f"[person, car, ...], not {shown(given)}"
+            f"{file}: `names` must list 1 to {MAX_CLASSES} classes, as [person, car, ...], not {shown(given)}"
         )
     if count not in (None, len(names)):
         raise UserError(f"{file}: `nc` is {shown(count)} but `names` has {plural(len(names), 'class')}; fix either")
@@ -420,7 +386,7 @@ def _refuse(error: OSError) -> NoReturn:
     raise UserError(f"the folder {error.filename} cannot be read: {error.strerror}; fix its permissions") from None
 
 
-def _read_list(file: Path, problems: list[str]) -> Iterator[str]:
+def _read_list(file: Path) -> Iterator[str]:
     """Yield the images that a text file lists, one per line, relative to its folder or to the working folder."""
     try:
         content = read_regular(file)
@@ -428,10 +394,7 @@ def _read_list(file: Path, problems: list[str]) -> Iterator[str]:
         content = b"\0"
     if b"\0" in content:  # as in an image, or in UTF-16
         raise UserError(f"{file} is neither a folder nor a readable text list of images")
-    lines = content.removeprefix(codecs.BOM_UTF8).splitlines()  # names may be any bytes
-    for number, line in enumerate((os.fsdecode(line.strip()) for line in lines), 1):
-        beside = os.path.normpath(os.path.join(file.parent, line))
-        if _suffix(beside) in IMAGE_SUFFIXES:
-            yield beside if os.path.exists(beside) else os.path.abspath(line)
-        elif line:
-            problems.append(f"{file}, line {number}: '{line[:80]}' does not end like an image's name; skipped")
+    for line in content.removeprefix(codecs.BOM_UTF8).splitlines():  # names may be any bytes
+        if name := os.fsdecode(line.strip()):
+            beside = os.path.normpath(os.path.join(file.parent, name))
+            yield beside if os.path.exists(beside) else os.path.abspath(name)

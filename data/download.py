@@ -10,7 +10,6 @@ import re
 import shutil
 import sys
 import tarfile
-import time
 import zipfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from tqdm import tqdm
 
-from utils.download import ATTEMPTS, RETRY_SECONDS, SERVER_TIMEOUT_SECONDS, download, gigabytes, is_address
+from utils.download import SERVER_TIMEOUT_SECONDS, download, gigabytes, is_address
 from utils.errors import UserError, first_line, plural, without_secrets
 from utils.files import PART_SUFFIX, cache_folder, one_at_a_time
 
@@ -218,16 +217,9 @@ def _copy(address: str, folder: Path) -> None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}{PART_SUFFIX}")
-        for attempt in range(ATTEMPTS):
-            try:
-                filesystem.get_file(name, str(part))
-                if size not in (None, part.stat().st_size):
-                    raise OSError(f"{part.stat().st_size} of {size} bytes received")
-                break
-            except Exception:
-                if attempt == ATTEMPTS - 1:
-                    raise
-                time.sleep(RETRY_SECONDS * 2**attempt)
+        filesystem.get_file(name, str(part))
+        if size not in (None, part.stat().st_size):
+            raise OSError(f"{part.stat().st_size} of {size} bytes of {path.name} received")
         os.replace(part, path)
 
     title = f"copying {plural(len(paths), 'file')}"

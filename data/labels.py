@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import math
 import multiprocessing
 import os
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,7 +34,6 @@ IMAGES_PER_PROCESS = 500  # with fewer, starting another process takes longer th
 MIN_IMAGE_SIDE_PIXELS = 10  # a smaller image is left out
 COORDINATE_TOLERANCE = 1e-3  # how far outside [0, 1] a coordinate may be by rounding
 OUTLINE_TOLERANCE = 0.01  # how far outside an outline's points may be; they are moved to the image's edge
-MIN_PIXEL_COORDINATE = 2.0  # coordinates from here on are taken for pixels instead of shares of a side
 MAX_CLASS = 2**20  # exclusive bound of a class, which float32 holds exactly
 MIN_OUTLINE_WIDTH = 1e-5  # share of a side: an outline that is narrower is a line
 
@@ -145,13 +143,9 @@ def _parse_row(words: Sequence[str], rules: RowRules) -> Row:
         raise ValueError(f"{len(words)} numbers instead of {rules.forms}")
     if not 0 <= label == label // 1 < MAX_CLASS:
         raise ValueError(f"class {shortened(words[0])} is not a whole number from 0")
-    if not all(map(math.isfinite, values)):
-        raise ValueError("a coordinate is not finite")
-    if max(values) >= MIN_PIXEL_COORDINATE:
-        raise ValueError("coordinates in pixels; divide x and width by the image's width, y and height by its height")
     tolerance = COORDINATE_TOLERANCE if is_box else rules.tolerance
-    if min(values) < -tolerance or max(values) > 1 + tolerance:
-        raise ValueError("coordinates outside 0 to 1 (they are shares of the image's width and height)")
+    if not all(-tolerance <= value <= 1 + tolerance for value in values):
+        raise ValueError("coordinates outside 0 to 1 (they are shares of the image's width and height, not pixels)")
     box = values if is_box else _polygon_box(values)
     points = rules.outline([] if is_box else values) if rules.outlines or not is_box else []
     if not is_box and points is not values:
@@ -171,16 +165,9 @@ def _polygon_box(points: Sequence[float]) -> Sequence[float]:
 
 def label_name(image: str) -> str:
     """Return the path of an image's label file: the last folder `images` becomes `labels`, and the suffix .txt."""
-    name = image.rfind(os.sep) + 1
-    suffix = image.rfind(".", name + 1)  # a leading dot starts no suffix
-    return f"{_label_folder(image[:name])}{image[name : suffix if suffix > 0 else None]}.txt"
-
-
-@lru_cache(4096)
-def _label_folder(folder: str) -> str:
-    """Return the label folder of an image folder. Both end with a separator, or are empty."""
-    before, images, after = f"{os.sep}{folder}".rpartition(f"{os.sep}images{os.sep}")
-    return f"{before}{os.sep}labels{os.sep}{after}"[len(os.sep) :] if images else folder
+    before, images, after = f"{os.sep}{image}".rpartition(f"{os.sep}images{os.sep}")
+    name = f"{before}{os.sep}labels{os.sep}{after}"[len(os.sep) :] if images else image
+    return f"{os.path.splitext(name)[0]}.txt"
 
 
 # All images of a split

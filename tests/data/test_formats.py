@@ -552,9 +552,6 @@ def test_other_folders_are_an_error(tmp_path: Path) -> None:
     for folder in ("yolo", "splits"):
         with pytest.raises(UserError, match="not recognised"):
             read_data(str(tmp_path / folder))
-    roboflow_voc(tmp_path / "outer/animals-1")
-    with pytest.raises(UserError, match=rf"did you mean {tmp_path}/outer/animals-1\?"):
-        read_data(str(tmp_path / "outer"))
 
 
 def test_classes_with_weights_of_a_detector(tmp_path: Path) -> None:

@@ -108,13 +108,10 @@ def test_a_repeated_box_is_left_out_and_named() -> None:
         *((f"{label} 0.5 0.5 0.25 0.25", f"class {label} is not a whole number from 0")
           for label in ("1.5", "-1", "-0.5", "nan", "inf", "1e300", "1048576")),
         (f"{'9' * 999} 0.5 0.5 0.25 0.25", f"class {'9' * 157}... is not a whole number from 0"),
-        *((line, "coordinates outside 0 to 1 (they are shares of the image's width and height)")
+        *((line, "coordinates outside 0 to 1 (they are shares of the image's width and height, not pixels)")
           for line in ("0 1.01 0.5 0.25 0.25", "0 0.5 -0.01 0.25 0.25", "0 0.5 0.5 0.25 -0.25",
-                       "0 0.1 0.1 0.9 0.1 0.9 1.5")),
-        *((line, "coordinates in pixels; divide x and width by the image's width, y and height by its height")
-          for line in ("0 0.5 0.5 320 240", "0 10 20 30 40", "0 1 1 639 1 639 479")),
-        *((line, "a coordinate is not finite")
-          for line in ("0 nan 0.5 0.25 0.25", "0 0.5 0.5 0.25 NaN", "0 0.5 inf 0.25 0.25", "0 1e999 0 1 1")),
+                       "0 0.1 0.1 0.9 0.1 0.9 1.5", "0 0.5 0.5 320 240", "0 1 1 639 1 639 479",
+                       "0 nan 0.5 0.25 0.25", "0 0.5 0.5 0.25 NaN", "0 0.5 inf 0.25 0.25", "0 1e999 0 1 1")),
         *((line, f"{len(line.split())} numbers instead of 5 (box) or an odd count from 7 (polygon)")
           for line in ("0", "0 0.5 0.5 0.25", "0 0.5 0.5 0.25 0.25 0.9", "0 .1 .1 .9 .1 .9 .9 .5")),
         *((line, "not all words are numbers")
@@ -624,9 +621,7 @@ def test_points_just_outside_of_the_image_are_moved_to_its_edge(rules: RowRules)
     rows, problems = parse_rows(text, FILE, rules)
     assert [row.points for row in rows] == [[0, 0.25, 1, 0.25, 0.5, 0.75], [-0.0005, 0.25, 0.5, 0.25, 0.5, 0.75]]
     assert rows[0].box == (0, 0.5, 0.5, 1, 0.5)
-    assert problems == [
-        f"{FILE}, line 3: coordinates outside 0 to 1 (they are shares of the image's width and height); row left out"
-    ]
+    assert [problem.partition(" (")[0] for problem in problems] == [f"{FILE}, line 3: coordinates outside 0 to 1"]
     _, problems = parse_rows("0 -0.005 0.2 -0.009 0.4 -0.008 0.3\n", FILE, rules)  # nothing of it is in the image
     noun = "outline" if rules == OUTLINES else "box"
     assert problems == [f"{FILE}, line 1: the {noun} has no area; row left out"]
