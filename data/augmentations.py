@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import os
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from utils.errors import UserError
 from utils.user_code import explained, imported, trust
 
 FLAG = "--augmentations"
-LIST = "AUGMENTATIONS"  # name in the file of a list of callables, or of an albumentations transform
+LIST = "AUGMENTATIONS"  # name in the file of a list of callables, or of an albumentations Compose
 PARTS = ("image", "boxes", "classes", "polygons")
 PIXEL_CENTRE = 0.5  # where albumentations' points begin: at the first pixel's centre; ours begin at its edge
 
@@ -55,52 +54,48 @@ class UserAugmentations(NamedTuple):
         """
         if not self.calls:
             return sample
-        boxes, outlined = sample.boxes.astype(np.float32), sample.polygons is not None
-        outlines = sample.polygons.outlines() if sample.polygons else np.zeros((len(boxes), 0, 2))
-        polygons = [outline.astype(np.float32) for outline in outlines]
-        values = (cv2.cvtColor(sample.image, cv2.COLOR_BGR2RGB), boxes, sample.classes.astype(np.int64), polygons)
+        outlines = sample.polygons.outlines() if sample.polygons else np.zeros((len(sample.boxes), 0, 2))
+        given = _parts(cv2.cvtColor(sample.image, cv2.COLOR_BGR2RGB), sample.boxes, sample.classes, outlines)
         state = random.getstate(), np.random.get_state()  # noqa: NPY002
         with torch_seeded_by(rng):
             random.seed(int(rng.integers(2**63)))
             np.random.seed(int(rng.integers(2**32)))  # noqa: NPY002
             for call in self.calls:
                 with explained(self.file, f", in the augmentation '{_name(call)}' of {image}"):
-                    values = self._changed(call, dict(zip(PARTS, values, strict=True)), rng, outlined)
+                    given = self._changed(call, given, rng, sample.polygons is not None)
         random.setstate(state[0])
         np.random.set_state(state[1])  # noqa: NPY002
-        pixels, boxes, classes, polygons = values
-        shapes = Polygons.of(polygons) if outlined else None
+        pixels, boxes, classes, polygons = given.values()
+        shapes = Polygons.of(polygons) if sample.polygons else None
         return Sample(cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR), boxes, classes.astype(np.float32), shapes)
 
-    def _changed(
-        self, call: Callable[..., Any], given: dict[str, Any], rng: np.random.Generator, outlined: bool
-    ) -> Any:
+    def _changed(self, call: Any, given: dict[str, Any], rng: Any, outlined: bool) -> dict[str, Any]:
         """Return the parts after a call. Raises ValueError if they are not a sample of this data set."""
-        given, shape = {**given, "rng": rng}, given["image"].shape
-        words = [word for word in inspect.signature(call).parameters if word in given]
-        returned, parts = call(**{word: given[word] for word in words}), [word for word in words if word != "rng"]
-        given |= zip(parts, (returned,) if len(parts) == 1 else returned, strict=True)
-        image, classes = given["image"], np.array(given["classes"], np.int64).reshape(-1)
-        boxes, polygons = np.array(given["boxes"], np.float32).reshape(-1, 4), given["polygons"]
+        words, shape = inspect.signature(call).parameters, given["image"].shape
+        named = [part for part in words if part in PARTS]
+        returned = call(**{word: value for word, value in {**given, "rng": rng}.items() if word in words})
+        parts = _parts(**given | dict(zip(named, (returned,) if len(named) == 1 else returned, strict=True)))
+        image, boxes, classes, polygons = parts.values()
         if not (
-            isinstance(image, np.ndarray)
-            and (image.dtype, image.shape) == (np.uint8, shape)
+            (image.dtype, image.shape) == (np.uint8, shape)
             and len(boxes) == len(classes) == len(polygons)
             and (boxes[:, 2:] >= boxes[:, :2]).all()
             and np.isfinite(boxes).all()
             and ((classes >= 0) & (classes < self.classes)).all()
-            and not (outlined and ("boxes" in parts) != ("polygons" in parts))
+            and not (outlined and ("boxes" in named) != ("polygons" in named))
         ):
             raise ValueError(
                 f"it must return an image uint8 {shape}, and equal numbers of boxes x1 y1 x2 y2, of classes below "
                 f"{self.classes}, and of polygons (take all of them if it adds, moves or drops objects)"
             )
-        return (
-            np.ascontiguousarray(image),
-            boxes,
-            classes,
-            [np.array(outline, np.float32).reshape(-1, 2) for outline in polygons],
-        )
+        return parts
+
+
+def _parts(image: Any, boxes: Any, classes: Any, polygons: Any) -> dict[str, Any]:
+    """Return what a callable gets, as arrays of its own, or a list of these for the polygons."""
+    outlines = [np.array(outline, np.float32).reshape(-1, 2) for outline in polygons]
+    flat = np.array(boxes, np.float32).reshape(-1, 4), np.array(classes, np.int64).reshape(-1)
+    return dict(zip(PARTS, (np.ascontiguousarray(image), *flat, outlines), strict=True))
 
 
 def _name(call: Any) -> str:
@@ -131,30 +126,28 @@ def read_augmentations(file: str, classes: int, is_named: bool = True) -> UserAu
 
 def _adapted(call: Any) -> Any:
     """Return an albumentations transform as a callable like the others; return anything else unchanged."""
-    package = sys.modules.get("albumentations")
-    if not package or not isinstance(call, (package.BasicTransform, package.BaseCompose)):
+    if not hasattr(call, "set_random_state"):
         return call
-    compose = package.Compose(
+    import albumentations
+
+    compose = albumentations.Compose(
         [call],
-        bbox_params=package.BboxParams("pascal_voc", label_fields=["numbers"], min_visibility=MIN_AREA_SHARE),
-        keypoint_params=package.KeypointParams("xy", remove_invisible=False),
+        bbox_params=albumentations.BboxParams("pascal_voc", ["numbers"], min_visibility=MIN_AREA_SHARE, clip=True),
+        keypoint_params=albumentations.KeypointParams("xy", remove_invisible=False),
     )
 
     def changed(image: Any, boxes: Any, classes: Any, polygons: Any, rng: np.random.Generator) -> tuple[Any, ...]:
         """Drop objects of which too little is left; the box of an outlined one is the extent of its outline."""
         compose.set_random_state(rng, random.Random(int(rng.integers(2**63))))  # else by the loader process
-        height, width = image.shape[:2]
-        points = np.concatenate([np.zeros((0, 2), np.float32), *polygons]) - PIXEL_CENTRE
-        inside = boxes.clip(0, (width, height, width, height))
-        after = compose(image=image, bboxes=inside, numbers=np.arange(len(boxes)), keypoints=points)
-        left = np.asarray(after["numbers"], np.int64).reshape(-1)
-        moved = np.asarray(after["keypoints"], np.float32).reshape(-1, 2) + PIXEL_CENTRE
-        outlines = np.split(moved, np.cumsum([len(outline) for outline in polygons])[:-1]) if polygons else []
-        cut, extents = Polygons.of([outlines[k] for k in left]).cut(np.array((0, 0, width, height), np.float32))
-        is_outlined = np.array([len(polygons[k]) > 0 for k in left], bool)[:, None]
-        boxes = np.where(is_outlined, extents, np.asarray(after["bboxes"], np.float32).reshape(-1, 4))
+        whole, (height, width) = Polygons.of(polygons), image.shape[:2]
+        points, numbers = whole.points - PIXEL_CENTRE, np.arange(len(boxes))
+        after = compose(image=image, bboxes=boxes, numbers=numbers, keypoints=points)
+        left = np.isin(numbers, after["numbers"])
+        moved = whole.at(np.array(after["keypoints"], np.float32).reshape(-1, 2) + PIXEL_CENTRE).subset(left)
+        cut, extents = moved.cut(np.array((0, 0, width, height), np.float32))
+        boxes = np.where(moved.counts[:, None] > 0, extents, np.reshape(after["bboxes"], (-1, 4)))
         visible = (boxes[:, 2:] > boxes[:, :2]).all(1)
-        return after["image"], boxes[visible], classes[left][visible], list(cut.subset(visible).outlines())
+        return after["image"], boxes[visible], classes[left][visible], cut.subset(visible).outlines()
 
     changed.__name__ = type(call).__name__
     return changed

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -52,21 +52,16 @@ RANDOM_CROP_ASPECTS = (3 / 4, 4 / 3)  # smallest and largest ratio of the sides
 def _steps(hyp: Transforms, side: int) -> list[torch.nn.Module]:
     from torchvision.transforms import v2
 
-    steps: list[torch.nn.Module] = [
-        v2.RandomResizedCrop(side, scale=(hyp.crop_scale, 1.0), ratio=RANDOM_CROP_ASPECTS, antialias=True)
-    ]
-    if hyp.fliplr:
-        steps.append(v2.RandomHorizontalFlip(hyp.fliplr))
-    if hyp.flipud:
-        steps.append(v2.RandomVerticalFlip(hyp.flipud))
-    if hyp.randaugment:
-        steps.append(v2.RandAugment(hyp.randaugment, hyp.randaugment_magnitude))
     jitter = (hyp.brightness, hyp.contrast, hyp.saturation, hyp.hue)
-    if any(jitter):
-        steps.append(v2.ColorJitter(*jitter))
-    if hyp.erasing:
-        steps.append(v2.RandomErasing(hyp.erasing, value=list(ERASED_RGB)))
-    return steps
+    steps = [
+        (True, v2.RandomResizedCrop(side, scale=(hyp.crop_scale, 1.0), ratio=RANDOM_CROP_ASPECTS, antialias=True)),
+        (hyp.fliplr, v2.RandomHorizontalFlip(hyp.fliplr)),
+        (hyp.flipud, v2.RandomVerticalFlip(hyp.flipud)),
+        (hyp.randaugment, v2.RandAugment(hyp.randaugment, hyp.randaugment_magnitude)),
+        (any(jitter), v2.ColorJitter(*jitter)),
+        (hyp.erasing, v2.RandomErasing(hyp.erasing, value=list(ERASED_RGB))),
+    ]
+    return [step for used, step in steps if used]
 
 
 def centre_crop(image: Tensor, side: int) -> Tensor:
@@ -79,13 +74,16 @@ def centre_crop(image: Tensor, side: int) -> Tensor:
     return functional.center_crop(shrunk, [side, side])
 
 
+@dataclass(eq=False)
 class _Items(Items):
     """Items of images and classes, by sample index."""
 
-    def __init__(self, images: Images, labels: np.ndarray, classes: int) -> None:
-        import torchvision.transforms.v2  # noqa: F401  # before the loader processes, which should import nothing
+    images: Images
+    labels: np.ndarray
+    classes: int
 
-        self.images, self.labels, self.classes = images, labels, classes
+    def __post_init__(self) -> None:
+        import torchvision.transforms.v2  # noqa: F401  # before the loader processes, which should import nothing
 
     def load(self, index: int) -> tuple[Tensor, int]:
         """Return an image at the size of its file, uint8 (3, h, w) RGB, and its class."""
@@ -95,22 +93,15 @@ class _Items(Items):
         return ClassInfo(index, str(self.images.files[index]), int(self.labels[index]))
 
 
+@dataclass(eq=False)
 class TrainingItems(_Items):
     """Items augmented by torchvision's transforms; the same sample index gives the same pixels in any process."""
 
-    def __init__(
-        self,
-        images: Images,
-        labels: np.ndarray,
-        classes: int,
-        hyp: Transforms,
-        seed: int,
-        sampling: Sampling,
-        user: UserAugmentations,
-    ) -> None:
-        super().__init__(images, labels, classes)
-        self.hyp, self.seed, self.sampling, self.user = hyp, seed, sampling, user
-        self.transforms: dict[int, torch.nn.Module] = {}  # by side
+    hyp: Transforms
+    seed: int
+    sampling: Sampling
+    user: UserAugmentations
+    transforms: dict[int, torch.nn.Module] = field(default_factory=dict)  # by side
 
     def __getitem__(self, sample: SampleIndex) -> Item:
         from torchvision.transforms import v2
@@ -118,14 +109,12 @@ class TrainingItems(_Items):
         hyp, side = self.hyp, sample.shape[0]
         rng, user_rng = item_generator(self.seed, sample), user_generator(self.seed, sample)
         chance, drawn = rng.random(), int(rng.integers(len(self.labels)))
-        if not self.sampling.mixes(sample.epoch):
-            chance = 1.0
         if side not in self.transforms:
             self.transforms[side] = torch.nn.Sequential(*_steps(hyp, side))
         with torch_seeded_by(rng):
             pixels, label = self._transformed(sample.image, side, user_rng)
             target = one_hot(torch.tensor(label), self.classes).float()
-            if chance < hyp.mixup + hyp.cutmix:
+            if chance < hyp.mixup + hyp.cutmix and self.sampling.mixes(sample.epoch):
                 mixed = v2.MixUp(alpha=hyp.mixup_alpha, num_classes=self.classes)
                 if chance >= hyp.mixup:
                     mixed = v2.CutMix(alpha=hyp.cutmix_alpha, num_classes=self.classes)
@@ -264,15 +253,13 @@ class ClassificationData(DataSet[ClassificationSplit]):
 
     def documents(self, train: ClassificationSplit, val: ClassificationSplit) -> dict[str, str]:
         """Return class_indices.json, split.csv (the images of both splits) and labels.csv (counts by class)."""
+        splits = {"train": train, "val": val}
         table = [
             (name, self.names[int(k)], path)
-            for name, split in (("train", train), ("val", val))
+            for name, split in splits.items()
             for k, path in zip(split.labels, split.images, strict=True)
         ]
-        counts = {
-            name: (np.bincount(split.labels, minlength=len(self.names)),) * 2
-            for name, split in (("train", train), ("val", val))
-        }
+        counts = {name: (np.bincount(each.labels, minlength=len(self.names)),) * 2 for name, each in splits.items()}
         indices = {str(number): text for number, text in self.names.items()}
         return {
             "class_indices.json": json.dumps(indices, indent=2, ensure_ascii=False) + "\n",
@@ -342,12 +329,8 @@ def classes_of_split(spec: DataSpec, name: str) -> Classes:
 
 def _by_class(spec: DataSpec, name: str) -> Classes:
     """Return the images below the class folders of `name:`, or with `split:` of `path:` itself; searched only once."""
-    if name not in spec.walked:
-        spec.walked[name] = _walk_classes(spec, name)
-    return spec.walked[name]
-
-
-def _walk_classes(spec: DataSpec, name: str) -> Classes:
+    if name in spec.walked:
+        return spec.walked[name]
     split_path = spec.split and name == "train" and "train" not in spec.entries
     parents = [spec.root()] if split_path else spec.locations(name)
     # Folders of other splits may be below `path:`, and are not classes.
@@ -366,6 +349,7 @@ def _walk_classes(spec: DataSpec, name: str) -> Classes:
             f"{spec.file}: `{name}:` has no folders of images in {searched}; put the images of each class into a "
             "folder named after it there"
         )
+    spec.walked[name] = classes
     return classes
 
 

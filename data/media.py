@@ -30,7 +30,6 @@ T = TypeVar("T")
 VIDEO_SUFFIXES = frozenset(
     [".asf", ".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".ts", ".webm", ".wmv"]
 )
-STREAM_SCHEMES = ("rtsp", "rtmp", "rtp", "tcp", "udp")  # schemes of live streams
 WEB_SCHEMES = ("http", "https")
 ADDRESS_DIGITS = 16  # hex digits of an address's hash, which tell files of one name apart in the cache
 DEFAULT_FPS = 30.0  # frame rate of a video or stream that has none
@@ -67,65 +66,50 @@ def find_media(source: str) -> list[MediaItem]:
     A file that cannot be read is an item too, so that reading it reports the problem.
 
     Args:
-        source: a file, a folder, a glob, an address, a camera's number, or a `.txt` list of any of these
+        source: a file, a folder, a glob, an address, a camera's number, or a `.txt` list of files and addresses
     """
     text = source.strip()
-    try:
-        address = urlparse(text)
-    except ValueError as error:
-        raise UserError(f"the source {text} is not a valid address ({error}); correct it") from None
-    if (text.isdecimal() and len(text) < 5) or address.scheme in STREAM_SCHEMES:
-        return [MediaItem("live", text)]
-    if address.scheme in WEB_SCHEMES:
-        return [MediaItem(_kind(address.path) or "live", text)]
+    if "://" in text or (text.isdecimal() and len(text) < 5):
+        return [_item(text)]
     if text.endswith(".txt"):
         return _read_list(Path(text))
-    if os.path.isdir(text):
-        paths = [entry.path for entry in os.scandir(text) if not os.path.isdir(entry.path)]
-    else:
-        paths = [text] if os.path.exists(text) else glob.glob(text, recursive=True)
-    if not paths and not os.path.isdir(text):
-        raise UserError(f"the source '{text}' does not exist; name a file, a folder, a glob, an address or a camera")
-    items = [MediaItem(kind, path) for path in sorted(paths) if (kind := _kind(path))]
+    pattern = os.path.join(glob.escape(text), "*") if os.path.isdir(text) else text
+    paths = [text] if os.path.isfile(text) else glob.glob(pattern, recursive=True)
+    items = [_item(path) for path in sorted(paths) if _kind(path) and not os.path.isdir(path)]
     if not items:
         known = " ".join(sorted(IMAGE_SUFFIXES | VIDEO_SUFFIXES))
         raise UserError(
-            f"the source {text} has no picture or video, which end with {known}; '{text}/**/*' includes folders below"
+            f"the source '{text}' does not exist or has no picture or video; name a file, a folder, a glob such as "
+            f"'folder/**/*', an address or a camera (suffixes: {known})"
         )
     return items
+
+
+def _item(name: str) -> MediaItem:
+    """Return the item with a name; a file with an unknown suffix counts as a picture, and reading it reports this."""
+    scheme, is_address, _ = name.rpartition("://")
+    if name.isdecimal() or (is_address and scheme not in WEB_SCHEMES):
+        return MediaItem("live", name)
+    if is_address:
+        return MediaItem(_kind(name.partition("?")[0]) or "live", name)
+    return MediaItem(_kind(name) or "picture", name)
 
 
 def _kind(path: str) -> str:
     """Return "picture" or "video" by the suffix of a path, else ''."""
     suffix = os.path.splitext(path)[1].lower()
-    if suffix in IMAGE_SUFFIXES:
-        return "picture"
-    return "video" if suffix in VIDEO_SUFFIXES else ""
+    return "picture" if suffix in IMAGE_SUFFIXES else "video" if suffix in VIDEO_SUFFIXES else ""
 
 
 def _read_list(file: Path) -> list[MediaItem]:
-    """Return the items on the lines of a text file, relative to the working folder or to the file's folder.
-
-    A line that names no item becomes a picture, so that reading it reports the problem.
-    """
+    """Return the items on the lines of a text file, relative to the working folder or to the file's folder."""
     try:
         lines = [line.strip() for line in read_lines(file) if line.strip()]
     except OSError as error:
-        raise UserError(
-            f"the source {file} cannot be read as a list ({error.strerror}); write a path per line"
-        ) from None
-    items: list[MediaItem] = []
-    for line in lines:
-        beside = file.parent / line
-        try:
-            if line.endswith(".txt"):
-                raise UserError(f"{file} lists a list")
-            items += find_media(str(beside) if beside.exists() and not os.path.exists(line) else line)
-        except UserError:
-            items.append(MediaItem("picture", line))
-    if not items:
+        raise UserError(f"the source {file} cannot be read as a list ({error.strerror})") from None
+    if not lines:
         raise UserError(f"the source {file} is an empty list; write a path or an address per line")
-    return items
+    return [_item(line if os.path.exists(line) or "://" in line else str(file.parent / line)) for line in lines]
 
 
 @dataclass
@@ -156,9 +140,8 @@ class Media:
         return 0 if self.is_live else sum(map(self._length, self.items))
 
     def _length(self, item: MediaItem) -> int:
-        if item.kind == "picture" or not os.path.isfile(item.name):  # an address, or what `_video` reports
-            return 1
-        return -(-_frame_count(_open(item)) // self.stride)
+        is_video = item.kind == "video" and os.path.isfile(item.name)  # else an address, or what `_video` reports
+        return -(-_frame_count(_open(item)) // self.stride) if is_video else 1
 
     def _video(self, item: MediaItem) -> Iterator[Frame]:
         video, number = _open(item), 0
@@ -172,11 +155,11 @@ class Media:
                 yield Frame(item, image, number, fps, frames)
             number += 1
         video.release()
-        if number == 0:
-            self.problems.append(f"{item.name} cannot be read as a video, stream or camera; fix or remove it")
-        elif item.kind == "live" or number < frames:
+        if number == 0 or item.kind == "live" or number < frames:
             of_all = f" of {frames}" if frames > 0 else ""
-            self.problems.append(f"{item.name} ended after {number}{of_all} frames; it is truncated or interrupted")
+            self.problems.append(
+                f"{item.name} cannot be read after {number}{of_all} frames; it is damaged or interrupted"
+            )
 
 
 def local_file(item: MediaItem) -> Path:
@@ -197,9 +180,8 @@ def local_file(item: MediaItem) -> Path:
 def _open(item: MediaItem) -> Any:
     """Open a video, stream or camera with OpenCV, without ffmpeg's own messages."""
     os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # AV_LOG_QUIET
-    if item.kind == "live":
-        return cv2.VideoCapture(int(item.name) if item.name.isdecimal() else item.name)
-    return cv2.VideoCapture(str(local_file(item)))
+    name = item.name if item.kind == "live" else str(local_file(item))
+    return cv2.VideoCapture(int(name) if name.isdecimal() else name)
 
 
 def _frame_count(video: Any) -> int:
@@ -211,8 +193,7 @@ def find_files(source: str) -> list[MediaItem]:
 
     A file that is not a video counts as a picture, whatever its suffix. Raises `UserError`, also for streams.
     """
-    is_picture = os.path.isfile(source) and _kind(source) != "video" and not source.endswith(".txt")
-    items = [MediaItem("picture", source)] if is_picture else find_media(source)
+    items = [_item(source)] if os.path.isfile(source) and not source.endswith(".txt") else find_media(source)
     for item in items:
         if item.kind == "live":
             raise UserError(f"{item.name} is a camera or stream; run detect.py on it, or pass frames as arrays")
@@ -225,11 +206,10 @@ def read_files(items: Iterable[MediaItem]) -> Iterator[Frame]:
     Raises `UserError` for an item that cannot be read; prints a warning for a video that ends early.
     """
     for item in items:
-        media, count = Media([item]), 0
+        media, frame = Media([item]), None
         for frame in media:
-            count += 1
             yield frame
-        if media.problems and not count:
+        if media.problems and not frame:
             raise UserError(media.problems[0])
         show(*(f"warning: {problem}" for problem in media.problems))
 

@@ -248,12 +248,11 @@ class SegmentationSplit(DetectionSplit):
 
     def report(self, title: str) -> list[str]:
         """Return lines for the console: counts, how many labels are boxes, and the first few problems."""
-        summary, *problems = super().report(title)
+        lines = super().report(title)
         if self.boxes:
             count = f"{self.boxes} of {len(self.labels.rows)} labels"
-            boxes = f"warning: {title}: {count} are boxes without an outline; their masks are rectangles"
-            return [summary, boxes, *problems]
-        return [summary, *problems]
+            lines.insert(1, f"warning: {title}: {count} are boxes without an outline; their masks are rectangles")
+        return lines
 
 
 @dataclass

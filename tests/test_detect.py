@@ -465,7 +465,7 @@ def test_a_folder_with_videos(
     assert [len(each) for each in (predictor(tmp_path / "b.gif"), predictor([photo, tmp_path / "c.mp4"]))] == [3, 5]
     assert capsys.readouterr().out == ""
     (tmp_path / "d.mp4").write_bytes(b"no video")
-    with pytest.raises(UserError, match=r"d\.mp4 cannot be read as a video"):
+    with pytest.raises(UserError, match=r"d\.mp4 cannot be read"):
         predictor(tmp_path)
     (tmp_path / "c.mp4").unlink()
     with pytest.raises(UserError, match=r"c\.mp4"):
@@ -473,7 +473,7 @@ def test_a_folder_with_videos(
     content = (tmp_path / "b.gif").read_bytes()
     (tmp_path / "b.gif").write_bytes(content[: len(content) * 2 // 3])
     assert 0 < len(predictor(tmp_path / "b.gif")) < 3
-    assert f"warning: {tmp_path / 'b.gif'} ended after " in capsys.readouterr().out
+    assert f"warning: {tmp_path / 'b.gif'} cannot be read after " in capsys.readouterr().out
 
 
 def test_the_default_size_is_that_of_the_training(
@@ -676,7 +676,7 @@ def test_a_folder_with_everything(
     for file in (*broken, folder / "gone.jpg"):
         assert printed.count(f"warning: {file} cannot be read as an image (") == 1
     assert f"warning: {folder}/pipe.jpg is not a regular file; give the name of a picture or video" in printed
-    assert f"warning: {folder}/bad.mp4 cannot be read as a video" in printed
+    assert f"warning: {folder}/bad.mp4 cannot be read" in printed
     assert "warning: 10 of the 12 sources could not be read completely; see above" in printed
     for raw in ("Corrupt JPEG data", "moov atom", "[mov", "BytesIO"):
         assert raw not in printed

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from utils.errors import UserError
 
-SHAPES_VERSION = 1  # increase with every change of a pixel or a label: folders of older versions are refused
+DRAWING_VERSION = 1  # increase with every change of a pixel or a label: folders of older versions are refused
 SIDE_PIXELS = 160  # height and width of every image
 DRAWN_SPLITS = ("train", "val")  # a split's number is its index here
 
@@ -44,14 +44,10 @@ Corners = tuple[float, float, float, float]  # x1, y1, x2, y2 in pixels
 Contours = list[np.ndarray]  # each (k, 2) float64 x, y in any unit; a pixel inside an odd number of contours is filled
 
 
-def _mirror(*corners: tuple[float, float]) -> np.ndarray:
-    """Return the outline (2k, 2) whose right half is `corners` from top to bottom, mirrored at the y axis."""
-    right = np.array(corners)
+def _bars(a: float, *corners: tuple[float, float]) -> np.ndarray:
+    """Return the outline of an upright bar of half-width `a`; with `corners` on its right side, of a cross."""
+    right = np.array([(a, -1), *corners, (a, 1)])
     return np.concatenate([right, right[::-1] * (-1.0, 1.0)])
-
-
-def _cross(a: float) -> np.ndarray:
-    return _mirror((a, -1), (a, -a), (1, -a), (1, a), (a, a), (a, 1))
 
 
 _ANGLES = np.linspace(0, 2 * np.pi, 64, endpoint=False)
@@ -63,8 +59,8 @@ _SHAPES: dict[str, Callable[[Rng], Contours]] = {
     "ring": lambda rng: [_CIRCLE, rng.uniform(0.5, 0.65) * _CIRCLE],
     "square": lambda rng: [_SQUARE * (1.0, rng.uniform(0.85, 1.0))],
     "triangle": lambda rng: [_TRIANGLE * (1.0, rng.uniform(0.9, 1.2))],
-    "cross": lambda rng: [_cross(rng.uniform(0.24, 0.34))],
-    "bar": lambda rng: [_mirror((a := rng.uniform(0.3, 0.42), -1), (a, 1))],
+    "cross": lambda rng: [_bars(a := rng.uniform(0.24, 0.34), (a, -a), (1, -a), (1, a), (a, a))],
+    "bar": lambda rng: [_bars(rng.uniform(0.3, 0.42))],
 }
 NAMES: tuple[str, ...] = tuple(_SHAPES)
 
@@ -279,9 +275,7 @@ def photograph(rng: Rng, image: np.ndarray) -> np.ndarray:
 
 def encode(rng: Rng, image: np.ndarray) -> bytes:
     """Encode an image as a JPEG of a random quality, 70 to 95."""
-    done, jpeg = cv2.imencode(".jpg", image, [cv2.IMWRITE_JPEG_QUALITY, int(rng.integers(70, 96))])
-    if not done:
-        raise RuntimeError("OpenCV could not encode a JPEG")
+    _, jpeg = cv2.imencode(".jpg", image, [cv2.IMWRITE_JPEG_QUALITY, int(rng.integers(70, 96))])
     return jpeg.tobytes()
 
 
@@ -310,7 +304,6 @@ def write_labelled(folder: Path, split: int, index: int, jpeg: bytes, rows: Sequ
 def draw_builtin(
     folder: Path,
     title: str,
-    version: int,
     names: Sequence[str],
     seed: int,
     counts: tuple[int, int],
@@ -318,17 +311,15 @@ def draw_builtin(
 ) -> Path:
     """Draw a data set into `folder` unless it exists, and return `folder`.
 
-    The images are drawn into a hidden folder beside it, which is then renamed: `folder` is complete or absent. If
-    several processes draw, the first to rename wins. A killed process leaves its hidden folder, which nothing reads.
-    Raises `UserError` if `folder` exists with other content than this drawing, or cannot be written. Existing files
-    are never changed or removed.
+    The images are drawn into a hidden folder beside it, which is then renamed: `folder` is complete or absent, and the
+    first of several processes wins. Raises `UserError` if `folder` has other content, or cannot be written.
 
     Args:
-        version: version of the drawing: folders of other versions are refused
         counts: number of images of each split
         write: draws one image into the data set's folder by seed, split and index
     """
-    marker = {"drawing": version, "seed": seed, **dict(zip(DRAWN_SPLITS, counts, strict=True)), "names": list(names)}
+    numbers = dict(zip(DRAWN_SPLITS, counts, strict=True))
+    marker = json.dumps({"drawing": DRAWING_VERSION, "seed": seed, **numbers, "names": list(names)}, indent=2) + "\n"
     if not os.path.lexists(folder):
         # mkdtemp would make a folder that only its owner may read, and that mode would survive the rename.
         part = folder.parent / f".{folder.name}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -337,22 +328,16 @@ def draw_builtin(
             part.mkdir(parents=True)
             for split, index in tqdm(work, desc=f"drawing {title}", unit="image", disable=None):  # None: if a terminal
                 write(part, seed, split, index)
-            (part / f"{title}.json").write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
+            (part / f"{title}.json").write_text(marker, encoding="utf-8")
             os.sync()  # else a power cut soon after the rename could leave the final name on empty files
             os.rename(part, folder)
         except OSError as error:
             if not os.path.lexists(folder):  # not drawn by a faster process
-                raise UserError(
-                    f"cannot write the {title} data set to '{folder}' ({error.strerror}): free disk space, fix the "
-                    "permissions, or name another folder"
-                ) from error
+                raise UserError(f"cannot write the {title} data set to '{folder}' ({error.strerror})") from error
         finally:
             shutil.rmtree(part, ignore_errors=True)  # absent after the rename
-    try:
-        content = json.loads((folder / f"{title}.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        content = None
-    if content != marker:
+    file = folder / f"{title}.json"
+    if not file.is_file() or file.read_text(encoding="utf-8", errors="replace") != marker:
         raise UserError(
             f"'{folder}' exists, but is not the {title} data set of seed {seed} (see its {title}.json): remove it to "
             "draw it again, or name another folder"
@@ -369,4 +354,4 @@ def _write_image(folder: Path, seed: int, split: int, index: int) -> None:
 
 def draw_dataset(folder: Path, seed: int = 0, train: int = 640, val: int = 160) -> Path:
     """Draw the data set into `folder` unless it exists, and return `folder`; see `draw_builtin`."""
-    return draw_builtin(folder, "shapes", SHAPES_VERSION, NAMES, seed, (train, val), _write_image)
+    return draw_builtin(folder, "shapes", NAMES, seed, (train, val), _write_image)

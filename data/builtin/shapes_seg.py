@@ -13,23 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data.builtin.shapes import (
-    NAMES,
-    SIDE_PIXELS,
-    SUBPIXELS,
-    PlacedShape,
-    arrange,
-    background,
-    draw_builtin,
-    encode,
-    paint,
-    photograph,
-    visible_part,
-    write_labelled,
-)
+from data.builtin import shapes
+from data.builtin.shapes import NAMES, SIDE_PIXELS, SUBPIXELS
 from data.polygons import Points, mask_outline
-
-SHAPES_SEG_VERSION = 1  # increase with every change of a pixel or an outline, by this module or shapes.py
 
 _SEG_SPLIT_STREAM = 3  # in seeds where shapes.py has the split, 0 or 1, so that no generator is shared
 _FEWEST, _MOST = 5, 9  # number of shapes in an image
@@ -40,30 +26,26 @@ _OUTLINE_TOLERANCE = 1.5  # sub-pixels
 Outlined = tuple[int, Points]  # the class of an object, and the outline of its visible part, in pixels
 
 
-def _fine_part(shape: PlacedShape) -> tuple[int, int, int, int]:
-    """Return the part of the image around a shape in sub-pixels: x1, y1, x2, y2."""
-    x1, y1, x2, y2 = visible_part(shape.stencil, shape.left, shape.top, SIDE_PIXELS)
-    return SUBPIXELS * x1, SUBPIXELS * y1, SUBPIXELS * x2, SUBPIXELS * y2
-
-
 def draw_image(seed: int, split: int, index: int) -> tuple[np.ndarray, list[Outlined]]:
     """Draw one image, (160, 160, 3) uint8 BGR, and return it with its objects."""
     rng = np.random.default_rng([seed, _SEG_SPLIT_STREAM, split, index])
-    image = background(rng)
-    shapes = arrange(rng, _FEWEST, _MOST, _SEG_MIN_PIXELS)
+    image = shapes.background(rng)
+    placed = shapes.arrange(rng, _FEWEST, _MOST, _SEG_MIN_PIXELS)
     on_top = np.zeros((SIDE_PIXELS * SUBPIXELS, SIDE_PIXELS * SUBPIXELS), np.uint8)  # sub-pixels: the number of a shape
-    for number, shape in enumerate(shapes, 1):
-        paint(rng, image, shape.stencil, shape.left, shape.top)
+    corners = []
+    for number, shape in enumerate(placed, 1):
+        shapes.paint(rng, image, shape.stencil, shape.left, shape.top)
         left, top = SUBPIXELS * shape.left, SUBPIXELS * shape.top
-        x1, y1, x2, y2 = _fine_part(shape)
+        part = shapes.visible_part(shape.stencil, shape.left, shape.top, SIDE_PIXELS)
+        x1, y1, x2, y2 = (SUBPIXELS * side for side in part)
         on_top[y1:y2, x1:x2][shape.stencil.fine[y1 - top : y2 - top, x1 - left : x2 - left] > 0] = number
+        corners.append((x1, y1, x2, y2))
     objects = []
-    for number, shape in enumerate(shapes, 1):
-        x1, y1, x2, y2 = _fine_part(shape)
+    for number, (shape, (x1, y1, x2, y2)) in enumerate(zip(placed, corners, strict=True), 1):
         outline = mask_outline((on_top[y1:y2, x1:x2] == number).view(np.uint8), _OUTLINE_TOLERANCE)
         points = [((x + x1) / SUBPIXELS, (y + y1) / SUBPIXELS) for x, y in outline]
         objects.append((shape.stencil.label, points))
-    return photograph(rng, image), objects
+    return shapes.photograph(rng, image), objects
 
 
 def _write_image(folder: Path, seed: int, split: int, index: int) -> None:
@@ -73,9 +55,9 @@ def _write_image(folder: Path, seed: int, split: int, index: int) -> None:
         f"{label} {' '.join(f'{value / SIDE_PIXELS:.5f}' for point in outline for value in point)}\n"
         for label, outline in objects
     ]
-    write_labelled(folder, split, index, encode(rng, image), rows)
+    shapes.write_labelled(folder, split, index, shapes.encode(rng, image), rows)
 
 
 def draw_dataset(folder: Path, seed: int = 0, train: int = 640, val: int = 160) -> Path:
     """Draw the data set into `folder` unless it exists, and return `folder`; see `draw_builtin`."""
-    return draw_builtin(folder, "shapes-seg", SHAPES_SEG_VERSION, NAMES, seed, (train, val), _write_image)
+    return shapes.draw_builtin(folder, "shapes-seg", NAMES, seed, (train, val), _write_image)

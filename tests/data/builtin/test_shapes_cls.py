@@ -30,7 +30,7 @@ def test_every_image_has_one_whole_shape_of_its_class(monkeypatch: pytest.Monkey
         painted.append((stencil.label, max(width, height), left + width, top + height))
 
     images = [shapes_cls.draw_image(0, 0, index).astype(int) for index in range(6)]
-    monkeypatch.setattr(shapes_cls, "paint", paint)
+    monkeypatch.setattr(shapes, "paint", paint)
     backgrounds = [shapes_cls.draw_image(0, 0, index).astype(int) for index in range(120)]
     for image, background in zip(images, backgrounds[:6], strict=True):
         changed = np.abs(image - background).max(axis=2) > 60

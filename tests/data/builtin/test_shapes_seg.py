@@ -42,7 +42,7 @@ def test_outlines_go_around_the_visible_pixels(monkeypatch: pytest.MonkeyPatch) 
         height, width = stencil.fill.shape
         painted[-1][top + 200 : top + 200 + height, left + 200 : left + 200 + width] = stencil.fill
 
-    monkeypatch.setattr(shapes_seg, "paint", paint)
+    monkeypatch.setattr(shapes, "paint", paint)
     covered = holes = clipped = 0
     for index in range(16):
         painted.clear()
@@ -91,4 +91,4 @@ def test_the_shapes_of_the_detector_are_what_they_were() -> None:
     """`arrange` serves both sets: the arrangement of the first is that of its version, in hundredths of a pixel."""
     boxes = np.concatenate([shapes.draw_image(0, 0, index)[1] for index in range(20)])
     digest = hashlib.sha256((boxes * SIDE * 100).round().astype(np.int32).tobytes()).hexdigest()
-    assert (shapes.SHAPES_VERSION, digest[:16]) == (1, "6c826f42cb32d6e2")
+    assert (shapes.DRAWING_VERSION, digest[:16]) == (1, "6c826f42cb32d6e2")
