@@ -32,7 +32,6 @@ from utils.python_api import call, write_result
 from utils.run import Run
 from utils.tracking.run_log import RunLog
 from utils.training import memory
-from utils.training.cuda_graph import record_kernels
 from utils.training.ema import ModelEMA
 from utils.training.log import log_best_epoch, log_epoch
 from utils.training.optimizer import Schedule, build_optimizer
@@ -117,8 +116,8 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
         if saved:
             state.load(saved)
     record = not (options.no_cuda_graph or options.rect or options.multi_scale)  # images of one size
-    criterion = record_kernels(distributed, task, criterion, record)
     steps = OptimizerSteps(run, distributed, state, schedule, evaluate.loss_names, options.profile, record)
+    criterion = steps.recorded(task, criterion)
     progress, half = steps.progress, accelerator.mixed_precision != "no"
     flags = {**settings.flags(), "imgsz": model.imgsz, "wandb_id": decisions.run_id}
     weights = {"yaml": model.yaml, "names": task.names, "settings": flags, "half": half, **settings.origin}

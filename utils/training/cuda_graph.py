@@ -48,10 +48,10 @@ def can_record(model: DistributedModel) -> bool:
 
 
 def record_kernels(model: DistributedModel, task: Task, criterion: Criterion, enabled: bool) -> Criterion:
-    """Let the networks and the loss of a training replay their kernels if possible and `enabled`; return the loss."""
+    """Let the networks and the loss of a training replay their kernels, if `enabled`; return the loss to train with."""
     if model.accelerator.device.type != "cuda":
         return criterion
-    if not (enabled and can_record(model)):
+    if not enabled:
         return criterion.for_gpu(lambda function: function)
     recorder = Recorder(log, copies=not model.logical.exact)
     networks: Any = model.copies

@@ -16,11 +16,12 @@ from torch import Tensor
 from utils.checkpoint.training_state import TrainingState, floating_buffers
 from utils.distributed.logical import CLIP_NORM, DistributedModel
 from utils.errors import UserError
-from utils.training.cuda_graph import RecordedCall, can_record
+from utils.training.cuda_graph import RecordedCall, can_record, record_kernels
 from utils.training.log import DeviceValue, Point, StepLog
 from utils.training.optimizer import Schedule, step_if
 
 if TYPE_CHECKING:
+    from models.tasks.contract import Criterion, Task
     from utils.batch import Batch
     from utils.run import Run
 
@@ -64,11 +65,16 @@ class OptimizerSteps:
         buffers = [buffer for copy in model.copies for buffer in floating_buffers(copy).values()]
         self.guard = NonFiniteGuard([state.loss_sums, *buffers])
         self.update_averages: Callable[[Tensor], object] = self._update_averages
-        if record and can_record(model):
+        self.record = record and can_record(model)
+        if self.record:
             self.update_averages = RecordedCall(self._update_averages)
         self.window: Window = []  # the batches since the last step
         self.ended: deque[EndedStep] = deque()
         self.points: deque[Point] = deque()  # points of the step curves that are not yet logged
+
+    def recorded(self, task: Task, criterion: Criterion) -> Criterion:
+        """Let the networks and the loss replay their kernels, if possible; return the loss to train with."""
+        return record_kernels(self.model, task, criterion, self.record)
 
     @property
     def behind(self) -> int:

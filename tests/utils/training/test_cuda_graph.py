@@ -127,7 +127,6 @@ def test_networks_of_logical_processes_are_replayed_together(
         monkeypatch.setattr(torch.cuda, name, lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(cuda_graph, "can_record", lambda model: True)
     logical = LogicalProcesses(count=2, local=2, first=0, exact=True)
     network: Any = build_model("yolov5n.yaml", nc=3, imgsz=64).to(memory_format=torch.channels_last)
     accelerator: Any = SimpleNamespace(device=torch.device("cuda"), num_processes=1, scaler=None)
