@@ -214,7 +214,10 @@ def test_boxes_are_counted_and_an_image_may_have_both(tmp_path: Path) -> None:
     ("row", "problem"),
     [
         ("1 0.5 0.5", "3 numbers instead of 5 (box) or an odd count from 7 (polygon)"),
-        ("1 0.1 0.1 0.5 0.5 1.2 0.9", "coordinates outside 0 to 1 (they are shares of the image's width and height, not pixels)"),
+        (
+            "1 0.1 0.1 0.5 0.5 1.2 0.9",
+            "coordinates outside 0 to 1 (they are shares of the image's width and height, not pixels)",
+        ),
         ("1 0.1 0.1 0.1 0.5 0.1 0.9", "the outline has no area"),
         ("1 0.1 0.1 0.5 0.5 0.9 0.9", "the outline has no area"),
         ("1 0.9 0.1 0.7 0.3 0.1 0.9 0.9 0.1", "the outline has no area"),
