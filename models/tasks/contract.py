@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from utils.summary import Example, Summary
 
 Image = np.ndarray  # uint8 (h, w, 3), BGR
+Function = Callable[..., Any]
 
 
 class Model(nn.Module):
@@ -97,7 +98,7 @@ class Criterion(ABC):
     def __call__(self, outputs: Any, batch: Batch) -> LossTerms:
         """Return the loss terms of the model's outputs for `batch`, computed with or without hints."""
 
-    def for_gpu(self, recorded: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Criterion:
+    def for_gpu(self, recorded: Callable[[Function], Function]) -> Criterion:
         """Return the criterion to train with on a GPU; by default this one.
 
         Args:

@@ -166,8 +166,8 @@ def end_together(message: str, code: int = 1, culprit: str = "", stalled: bool =
     """End all processes; the first that calls this prints the message; without the store, one of each machine does.
 
     Args:
-        culprit: what to say of the processes that do not answer the alarm, if there are such
-        stalled: whether to say it else of those that the others wait for
+        culprit: what is wrong with processes that do not answer the alarm; they are named instead of the message
+        stalled: whether to name the processes that the others wait for, if all answer
     """
     query_store(lambda store: store.write_once("alarm", True), None)
     waits = is_waiting()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from utils.console import log
 from utils.files import IS_INSTALLED, ROOT
 from utils.summary import Example, Summary, evenly_spaced
 from utils.tracking.requested import DEFAULT_PROJECT, make_trackers
@@ -81,12 +82,12 @@ class RunLog:
             options.log_with,
             self.run_id,
             run.path,
-            run.print,
+            log,
             "train",
             no_wandb=options.no_wandb,
             uploads=uploads,
         )
-        run.print(*warnings)
+        log(*warnings)
         return trackers
 
     def log_epoch(
@@ -219,10 +220,10 @@ class ValidationLog:
             if flags["log_with"] == "none":
                 return []
             project = str(training.get("project") or DEFAULT_PROJECT)
-            trackers, warnings = make_trackers(project, flags["log_with"], wandb_run_id(), run.path, run.print, "val",
+            trackers, warnings = make_trackers(project, flags["log_with"], wandb_run_id(), run.path, log, "val",
                 inputs=[f"run_{training['wandb_id']}_model:best"] if training.get("wandb_id") else [],
             )  # fmt: skip
-            run.print(*warnings)
+            log(*warnings)
             return trackers
 
         run.start_trackers(make, config, 0)

@@ -22,7 +22,7 @@ from utils.console import log
 from utils.distributed.logical import DistributedModel
 
 if TYPE_CHECKING:
-    from models.tasks.contract import Criterion, Task
+    from models.tasks.contract import Criterion, Function, Task
 
 WARM_UP_CALLS = 3  # calls before a recording: libraries then have their handles and workspaces
 # Largest share of a device's memory that training may use with a recording. What a graph uses is lent to nothing else,
@@ -31,7 +31,6 @@ MEMORY_SHARE = 0.4
 MAX_RECORDINGS = 12  # of a function; with further shapes it is called
 RECORDABLE_PACKAGES = {"models", "torch", "torchvision", "utils"}  # whose layers are known to work
 CAPTURE_MODE = "thread_local"  # other threads, such as the one that pins batches, may use CUDA during a recording
-Function = Callable[..., Any]
 
 
 def can_record(model: DistributedModel) -> bool:
@@ -187,8 +186,7 @@ class Recorded:
         memory = self.recorder.memory
         inputs = [each.detach() if each.data_ptr() in memory else torch.empty_like(each) for each in leaves]
         inputs = [kept.requires_grad_(each.requires_grad) for kept, each in zip(inputs, leaves, strict=True)]
-        recording = Recording(self.part, self.parameters, inputs, structure, self.pools[turn])
-        recording.copies = self.recorder.copies
+        recording = Recording(self.part, self.parameters, inputs, structure, self.pools[turn], self.recorder.copies)
         memory.update(each.data_ptr() for each in recording.outputs)
         return recording
 
@@ -216,9 +214,8 @@ class Recording:
         inputs: tensors that a replay reads, which are filled before it
         structure: the nested lists, tuples and dicts that `inputs` are the leaves of
         pool: memory that the recording may use
+        copies: see `Recorder`
     """
-
-    copies = True  # see `Recorder`
 
     def __init__(
         self,
@@ -227,7 +224,9 @@ class Recording:
         inputs: Sequence[Tensor],
         structure: Any,
         pool: Any,
+        copies: bool,
     ) -> None:
+        self.copies = copies
         self.inputs, aliases = inputs, {name: each.detach().requires_grad_() for name, each in parameters.items()}
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         dtype = torch.get_autocast_dtype("cuda")

@@ -23,8 +23,8 @@ from models.heads.anchors.target_assignment import (
     read_level,
 )
 from models.heads.boxes import complete_iou
-from models.tasks.contract import Criterion, LossTerms
-from models.tasks.shared.losses import Function, PaddedCriterion, at_least_float32, device_constant
+from models.tasks.contract import Criterion, Function, LossTerms
+from models.tasks.shared.losses import PaddedCriterion, at_least_float32, device_constant
 from utils.batch import Batch
 from utils.config.hyperparameters import AnchorKeys
 from utils.config.values import select

@@ -15,8 +15,8 @@ from torch.nn import functional
 from models.heads.boxes import complete_iou
 from models.heads.dfl.assignment import MAX_DISTANCE, Assignment, assign
 from models.heads.dfl.views import BINS, SIDES, by_cell, cell_geometry, decode_xywh, distances
-from models.tasks.contract import Criterion, LossTerms
-from models.tasks.shared.losses import Function, PaddedCriterion, at_least_float32, device_constant
+from models.tasks.contract import Criterion, Function, LossTerms
+from models.tasks.shared.losses import PaddedCriterion, at_least_float32, device_constant
 from utils.batch import Batch
 from utils.config.hyperparameters import AlignmentKeys
 

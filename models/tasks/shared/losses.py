@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.tasks.contract import Criterion, LossTerms
+from models.tasks.contract import Criterion, Function, LossTerms
 from utils.batch import Batch
 from utils.errors import UserError, nearest
 
-Function = Callable[..., Any]
 MIN_TARGETS = 16
 OUTSIDE = (0.0, 0.0, -1.0, -1.0, 0.0, 0.0)  # image, class, xywh of a target that matches nothing
 

@@ -193,10 +193,6 @@ class Run:
 
     def __init__(self, folder: Path, devices: list[str]) -> None:
         self.path, self.devices, self.step, self.trackers = folder, devices, 0, []
-        self.printed: list[str] = []
-
-    def print(self, *lines: str) -> None:
-        self.printed += lines
 
     def start_trackers(self, make: Any, config: dict[str, Any], step: int) -> None:
         self.trackers, self.config, self.step = make(), config, step
@@ -221,13 +217,13 @@ def test_the_start_of_a_run(
     }
 
 
-def test_no_tracker_and_a_warning(installed: set[str], tmp_path: Path) -> None:
+def test_no_tracker_and_a_warning(installed: set[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     installed.clear()
     run = Run(tmp_path, ["cpu"])
     RunLog(run, TrainOptions(log_with="wandb"), "abc", shown, []).start({}, {}, None)
     assert run.trackers == []
     assert run.step == 0
-    assert [line.split(",")[0] for line in run.printed] == ["warning: wandb is not installed"]
+    assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == ["warning: wandb is not installed"]
 
 
 def test_the_id_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
