@@ -7,7 +7,7 @@ FULL := $(VENV)/.installed
 REQUIREMENTS := requirements.txt requirements-dev.txt requirements-deepspeed.txt requirements-export.txt \
 	requirements-tune.txt
 
-.PHONY: setup train test test-long test-gpu test-gpu2 test-floors test-trackers test-clusters \
+.PHONY: setup train test test-long test-gpu test-gpu2 test-floors test-trackers \
 	lint image constraints soak gpu gpu2 gpu-data readme bench bench-processes bench-versus bench-gpus
 
 # Everything: for DeepSpeed, exports, tests and linters too.
@@ -100,15 +100,6 @@ test-trackers: setup
 	$(call on_top,$(TRACKERS))
 	for name in comet_ml clearml dvclive swanlab trackio aim; do $(TRACKERS)/bin/python -m pip install --quiet $$name; done
 	$(TRACKERS)/bin/python -m pytest tests/utils/tracking/test_accelerate_tracker.py
-
-# The files for clusters: the schemas of Kubernetes, Kubeflow and SkyPilot, two simulated machines, and the image. Root, iproute2.
-CLUSTERS := .venv-clusters
-
-test-clusters: setup image
-	$(call on_top,$(CLUSTERS))
-	$(CLUSTERS)/bin/python -m pip install --quiet kubernetes-validate kubeflow-trainer-api skypilot
-	$(CLUSTERS)/bin/python -m pytest tests/clusters
-	$(RUN) -m pytest tests/test_clusters.py
 
 image:
 	@if docker info >/dev/null 2>&1; then docker build -t lockstep . && docker run --rm lockstep python train.py --help >/dev/null; \

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import yaml
@@ -21,7 +21,6 @@ from tests.conftest import NOT_HERE, RECIPE, ROOT, CallMain, RunScript, data_yam
 from tests.curves import identical, refused, same_curve, untouched
 from tests.faults.fault_points import planted
 from tests.machines import ACCELERATE, CONFIGS, on_machine
-from tests.slurm.cluster import Cluster
 from utils.checkpoint.state_files import StateFiles
 from utils.files import lock_folder
 
@@ -293,92 +292,6 @@ def test_the_time_limit(train: Train, undisturbed: Path, tmp_path: Path) -> None
     assert (tmp_path / "exp" / "weights" / "last.pt").is_file()
     train(tmp_path, "--resume", "auto")
     identical(tmp_path / "exp", undisturbed)
-
-
-# SLURM, by the stand-in in tests/slurm: sbatch, srun and scontrol on this machine
-
-
-class Submit(Protocol):
-    """Submits accelerate_configs/slurm.sbatch for training, one process per node; returns the job's number."""
-
-    def __call__(self, cluster: Cluster, *options: str, nodes: int = 1, more: Sequence[str] = ()) -> int: ...
-
-
-@pytest.fixture
-def submit(flags: tuple[str, ...], tmp_path: Path) -> Submit:
-    def run(cluster: Cluster, *options: str, nodes: int = 1, more: Sequence[str] = ()) -> int:
-        where = ("--output", str(tmp_path / "%x-%j.log"), "--nodes", str(nodes))
-        job = (*where, "--gpus-per-node=1", "--cpus-per-task=2", *options, str(CONFIGS / "slurm.sbatch"))
-        environment = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-        return cluster.submit(*job, *flags, "--project", str(tmp_path), *more, **environment)
-
-    return run
-
-
-def begun(cluster: Cluster, number: int, folder: Path) -> None:
-    """Wait until a job has trained an epoch."""
-    cluster.wait(number, "RUNNING")
-    while not (folder / "results.csv").exists():
-        assert cluster.jobs[number].state == "RUNNING", cluster.jobs[number].log.read_text()
-        time.sleep(0.05)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("nodes", "reaches"),
-    [
-        pytest.param(1, "task", id="one-node"),
-        pytest.param(2, "task", id="two-nodes", marks=pytest.mark.long),
-        pytest.param(2, "tree", id="all-processes", marks=pytest.mark.long),
-    ],
-)
-def test_a_slurm_job_is_out_of_time(
-    nodes: int, reaches: str, request: pytest.FixtureRequest, submit: Submit, tmp_path: Path
-) -> None:
-    """SIGUSR1 comes 300 s before the time limit; `scontrol requeue` continues the job under its number and name."""
-    with Cluster(tmp_path / "slurm", reaches=reaches) as cluster:
-        number = submit(cluster, "--time=24:00:00", nodes=nodes)
-        begun(cluster, number, tmp_path / f"job{number}")
-        cluster.let_time_pass(number, left=299)
-        job = cluster.wait(number)
-        assert (job.state, job.restarts) == ("FAILED", 0)
-        assert "stopped by SIGUSR1 in epoch " in job.log.read_text()
-        cluster.command("scontrol", "requeue", str(number))
-        assert cluster.wait(number).state == "COMPLETED", job.log.read_text()
-        assert job.restarts == 1
-        assert job.log.read_text().count("stopped by SIGUSR1") == job.log.read_text().count("resuming ") == 1
-        assert {step.cpus_per_task for step in cluster.steps[number]} == {2}
-    identical(tmp_path / f"job{number}", request.getfixturevalue(UNDISTURBED[nodes]))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_a_slurm_job_is_preempted(nodes: int, request: pytest.FixtureRequest, submit: Submit, tmp_path: Path) -> None:
-    """Tasks and batch shell get SIGTERM at once; SLURM queues the job again by itself."""
-    with Cluster(tmp_path / "slurm") as cluster:
-        number = submit(cluster, nodes=nodes)
-        begun(cluster, number, tmp_path / f"job{number}")
-        cluster.preempt(number)
-        job = cluster.wait(number)
-        assert (job.state, job.restarts, job.codes) == ("COMPLETED", 1, [-signal.SIGTERM, 0]), job.log.read_text()
-        assert job.log.read_text().count("stopped by SIGTERM") == job.log.read_text().count("resuming ") == 1
-    identical(tmp_path / f"job{number}", request.getfixturevalue(UNDISTURBED[nodes]))
-
-
-@pytest.mark.long
-def test_slurm_jobs_in_sequence(submit: Submit, undisturbed: Path, tmp_path: Path) -> None:
-    """The second job, with the first one's --name, begins when the first is out of time; a third finds no work."""
-    with Cluster(tmp_path / "slurm") as cluster:
-        jobs = [submit(cluster, more=("--name", "mine"))]
-        for _ in range(2):
-            jobs.append(submit(cluster, f"--dependency=afterany:{jobs[-1]}", more=("--name", "mine")))
-        begun(cluster, jobs[0], tmp_path / "mine")
-        cluster.let_time_pass(jobs[0], left=299)
-        ended = [cluster.wait(number) for number in jobs]
-        assert [job.state for job in ended] == ["FAILED", "COMPLETED", "COMPLETED"]
-        assert "resuming " in ended[1].log.read_text()
-        assert "is finished: nothing to resume" in ended[2].log.read_text()
-    identical(tmp_path / "mine", undisturbed)
 
 
 # What is resumed

@@ -23,7 +23,7 @@ def report(folder: Path, *flags: str, hide: bool = True) -> tuple[str, list[dict
     """Rehearse parts; return the page and the rows. hide: packages that a fresh machine may lack."""
     hiding = folder / "hiding"
     hiding.mkdir(exist_ok=True)
-    code = f"import sys; sys.path.append({str(ROOT)!r})\nfrom tests.rehearsal.absent import hide\nhide()\n"
+    code = f"import sys; sys.path.append({str(ROOT)!r})\nfrom tests.absent import hide\nhide()\n"
     (hiding / "sitecustomize.py").write_text(code)
     command = [sys.executable, "-m", "benchmarks.gpu_report", "--device", "cpu", "--quick", "--carried", str(folder)]
     environment = {**os.environ, **({"PYTHONPATH": str(hiding)} if hide else {})}

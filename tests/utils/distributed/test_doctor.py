@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.cuda_queries import GIB, CudaQueries
 from tests.making import launched
-from tests.rehearsal.cuda_queries import GIB, CudaQueries
 from utils.config.flags import TrainOptions
 from utils.distributed.doctor import (
     MACHINE_FLAGS,

@@ -20,8 +20,8 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from torch import distributed
 
 from tests.conftest import OnProcesses, without_greetings
+from tests.cuda_queries import GIB, CudaQueries
 from tests.making import launched, without_launcher
-from tests.rehearsal.cuda_queries import GIB, CudaQueries
 from utils.distributed import launch
 from utils.distributed.failure import run_main
 from utils.distributed.launch import (

@@ -19,7 +19,7 @@ from models.tasks.contract import Task
 from models.tasks.detection.records import image_records
 from models.tasks.detection.task import DetectionTask
 from models.tasks.segmentation.task import SegmentationTask
-from tests.rehearsal.cuda_queries import GIB, CudaQueries
+from tests.cuda_queries import GIB, CudaQueries
 from tests.utils.test_run import run_in
 from tests.utils.training.test_steps import prepared, train
 from utils.checkpoint.progress import Progress

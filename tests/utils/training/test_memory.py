@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.cuda_queries import GIB, CudaQueries
 from tests.making import launched
-from tests.rehearsal.cuda_queries import GIB, CudaQueries
 from utils.errors import UserError
 from utils.training.memory import (
     BYTES_PER_MIB,
