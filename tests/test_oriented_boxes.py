@@ -5,11 +5,9 @@ from __future__ import annotations
 import csv
 import importlib
 import math
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +19,9 @@ from torch import Tensor
 
 from data.data_yaml import read_spec
 from data.dataset import DataOptions, DataSource
-from data.labels import parse_rows
 from models.layer_registry import LAYERS
 from models.tasks import TASKS
-from models.tasks.contract import ExportSettings, Thresholds
+from models.tasks.contract import Thresholds
 from tests.conftest import ROOT, RunScript, not_here
 from tests.curves import rows
 from tests.making import write_image, write_yaml
@@ -100,39 +97,6 @@ def test_overlaps_by_hand(parts: SimpleNamespace, one: Tensor, other: Tensor, io
         assert parts.geometry.rotated_iou(*pair[::-1]).tolist() == pytest.approx([iou], abs=1e-12)
 
 
-def test_overlaps_by_integration(parts: SimpleNamespace) -> None:
-    """The length that two outlines share on a vertical line is linear between its kinks: trapezoids are exact."""
-    a, b = drawn_boxes(PAIRS, 0), drawn_boxes(PAIRS, 1)
-    corners = [parts.geometry.corners(each).numpy() for each in (a, b)]
-    shared = np.array([swept_area(one, other) for one, other in zip(*corners, strict=True)])
-    areas = (a[:, 2:4].prod(1) + b[:, 2:4].prod(1)).numpy()
-    assert (shared > 0).mean() > 0.3
-    np.testing.assert_allclose(parts.geometry.rotated_iou(a, b).numpy(), shared / (areas - shared), atol=1e-9)
-
-
-def swept_area(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the area that two convex outlines share, (4, 2) each."""
-    kinks = {*one[:, 0], *other[:, 0]}
-    for start, end in zip(one, np.roll(one, -1, 0), strict=True):
-        for first, last in zip(other, np.roll(other, -1, 0), strict=True):
-            along = np.stack((end - start, first - last), 1)
-            if abs(np.linalg.det(along)) > 1e-12:
-                kinks.add(float(start[0] + np.linalg.solve(along, first - start)[0] * (end - start)[0]))
-
-    def chord(outline: np.ndarray, x: float) -> tuple[float, float]:
-        after = np.roll(outline, -1, 0)
-        crossed = (np.minimum(outline[:, 0], after[:, 0]) < x) & (x < np.maximum(outline[:, 0], after[:, 0]))
-        (x1, y1), (x2, y2) = outline[crossed].T, after[crossed].T
-        heights = y1 + (x - x1) / (x2 - x1) * (y2 - y1)
-        return (heights.min(), heights.max()) if len(heights) else (0.0, 0.0)
-
-    area, edges = 0.0, sorted(kinks)
-    for left, right in pairwise(edges):
-        (low, high), (other_low, other_high) = (chord(outline, (left + right) / 2) for outline in (one, other))
-        area += max(0.0, min(high, other_high) - max(low, other_low)) * (right - left)
-    return area
-
-
 def test_overlaps_of_shapely(parts: SimpleNamespace) -> None:
     try:
         from shapely.geometry import Polygon
@@ -178,39 +142,6 @@ def test_no_edge_of_the_angle(parts: SimpleNamespace) -> None:
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
     for gradient in gradients:
         torch.testing.assert_close(gradient, gradients[0], rtol=1e-3, atol=1e-3)
-
-
-def test_prob_iou(parts: SimpleNamespace) -> None:
-    """It is 1 minus the Hellinger distance of two Gaussians: here the integral of the root of their product."""
-    geometry = parts.geometry
-    a = torch.cat((box(1, 0, 6, 2, 30), box(0, 0, 3, 3, 0), box(0, 1, 8, 1.5, -70)))
-    b = torch.cat((box(0, 1, 5, 3, -20), box(2, 0, 3, 3, 33), box(0, 1, 8, 1.5, 20)))
-    axis = torch.arange(-15, 15, 0.05, dtype=torch.float64)
-    points = torch.stack(torch.meshgrid(axis, axis, indexing="ij"), -1).view(-1, 2)
-    expected = []
-    for pair in zip(a, b, strict=True):
-        logs = []
-        for x, y, width, height, angle in torch.stack(pair).tolist():
-            turn = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]).double()
-            spread = turn @ torch.diag(torch.tensor([width, height]).double() ** 2 / 12) @ turn.T
-            normal = torch.distributions.MultivariateNormal(torch.tensor([x, y]).double(), spread)
-            logs.append(normal.log_prob(points))
-        shared = (sum(logs) / 2).exp().sum().item() * 0.05**2
-        expected.append(1 - math.sqrt(1 - shared))
-    actual = geometry.prob_iou(geometry.spun(a), geometry.spun(b))
-    assert actual.tolist() == pytest.approx(expected, abs=1e-5)
-    equal = geometry.spun(a).requires_grad_()
-    overlap = geometry.prob_iou(equal, geometry.spun(a))
-    assert overlap.min() > 0.999
-    assert torch.autograd.grad(overlap.sum(), equal)[0].isfinite().all()
-    assert geometry.prob_iou(geometry.spun(a), geometry.spun(b + box(1e4, 0, 0, 0, 0))).max() < 1e-3
-
-
-def test_turn(parts: SimpleNamespace) -> None:
-    """A square, whose Gaussian has no direction, is turned by 45 degrees at most."""
-    square = parts.geometry.spun(box(0, 0, 4, 4, 0))
-    turns = [parts.geometry.turn(square, parts.geometry.spun(box(0, 0, 4, 4, d))).item() for d in (0, 45, 90, 22.5)]
-    assert turns == pytest.approx([0, 1, 0, 0.5], abs=1e-12)
 
 
 # Suppression
@@ -313,40 +244,6 @@ def test_the_loss_of_two_processes_is_that_of_one(parts: SimpleNamespace) -> Non
     assert all(parameter.grad is not None for parameter in model.head.parameters())
 
 
-def test_the_loss_waits_for_no_value(parts: SimpleNamespace) -> None:
-    """On the device "meta", whose tensors have shapes alone, an item or a shape that depends on values is an error."""
-    task, model = oriented_model(parts)
-    model, batch = model.to("meta"), drawn_batch(parts, 4).to("meta")
-    terms = task.criterion(model)(model(task.inputs(batch)), batch)
-    loss = task.criterion(model).objective(terms.local_means(), 4)
-    loss.backward()
-    assert (loss.device.type, terms.sums.shape) == ("meta", (3, 1))
-
-
-def test_a_perfect_output_has_no_box_loss(parts: SimpleNamespace) -> None:
-    task, model = oriented_model(parts)
-    batch = drawn_batch(parts, 4)
-    outputs = [level.clone() for level in model.eval()(task.inputs(batch))]
-    sizes = [tuple(level.shape[2:]) for level in outputs]
-    cell, used = parts.loss.assign(batch.targets, 4, sizes, model.head.stride)
-    raw, places = model.head.cells(outputs)
-    flat = raw.flatten(0, 1).detach()
-    for k, target in enumerate(parts.geometry.spun(batch.targets[:, 2:])):
-        for index in cell[k][used[k]].tolist():
-            x, y, stride = places[index % len(places)].tolist()
-            flat[index, :2] = (target[:2] - torch.tensor([x, y])) / stride
-            flat[index, 2:4] = (target[2:4] / stride / parts.head.TYPICAL_STRIDES).log()
-            flat[index, 4:6] = target[4:] * 3  # of any length
-    maps, start = [], 0
-    for height, width in sizes:
-        part = flat.view(4, -1, 9)[:, start : start + height * width]
-        maps.append(part.transpose(1, 2).reshape(4, 9, height, width))
-        start += height * width
-    box_loss, _, angle_loss = task.criterion(model)(maps, batch).sums[:, 0].tolist()
-    assert box_loss == pytest.approx(0, abs=0.1)
-    assert angle_loss == pytest.approx(0, abs=1e-3)
-
-
 # Predictions and metrics
 
 
@@ -402,34 +299,6 @@ def test_metrics(parts: SimpleNamespace) -> None:
     assert metrics.documents(summary)["val_boxes.csv"].splitlines()[0].endswith(",outline")
 
 
-def test_metrics_of_an_empty_image(parts: SimpleNamespace) -> None:
-    nothing = torch.zeros(0, 5, dtype=torch.float64)
-    prediction, batch = labelled(parts, nothing, [], nothing)
-    metrics = parts.metrics.OrientedMetrics(NAMES, frozenset([0]))
-    summary = metrics.summarise(metrics.update([prediction], batch))
-    assert summary.metrics["mAP_0.5"] == 0
-    assert metrics.examples(summary)[0].labels == []
-
-
-def test_the_prediction(parts: SimpleNamespace) -> None:
-    boxes = torch.cat((box(30, 25, 40, 6, 45), box(75, 25, 30, 12, -20)))
-    prediction, _ = labelled(parts, boxes, [0, 2], boxes)
-    assert prediction.describe() == "1 plate, 1 ladder"
-    assert prediction.array.shape == (2, 7)
-    assert list(prediction.columns())[:3] == ["x1", "y1", "x2"]
-    words = [line.split() for line in prediction.label_rows(with_confidence=True)]
-    assert [len(each) for each in words] == [10, 10]
-    points = np.array(words[0][1:9], float).reshape(4, 2) * (100, 50)
-    np.testing.assert_allclose(points, prediction.corners[0], atol=1e-3)
-    image = np.zeros((50, 100, 3), np.uint8)
-    image[20:30, 60:90] = 200
-    (name, bar), (_, part) = prediction.crops(image)
-    assert (name, bar.shape, part.shape) == ("plate", (6, 40, 3), (12, 30, 3))
-    assert part.mean() > 100 > bar.mean()
-    drawn = prediction.draw(image, importlib.import_module("utils.plots.drawing").Style())
-    assert (drawn != image).any()
-
-
 # Data
 
 
@@ -458,43 +327,6 @@ def test_labels(parts: SimpleNamespace, tmp_path: Path) -> None:
     before = split.identity()
     (tmp_path / "labels" / "val" / "a.txt").write_text("\n".join([lines[1], lines[0]]))
     assert data.split("val").identity() != before
-
-
-def test_rows_of_label_files(parts: SimpleNamespace) -> None:
-    """Boxes of one upright hull are two objects; corners may be outside of the image, of which half may be seen."""
-    crossed = ["0 0.2 0.3 0.3 0.2 0.6 0.5 0.5 0.6", "0 0.6 0.3 0.5 0.2 0.2 0.5 0.3 0.6"]
-    beyond = "1 -0.3 0.1 0.3 0.1 0.3 0.4 -0.3 0.4"
-    bad = ["0 0.5 0.5 0.2 0.2", "0 0.1 0.1 0.2 0.1 0.2 0.2", "0 0.1 0.1 0.2 0.2 0.3 0.3 0.4 0.4", crossed[0]]
-    found, problems = parse_rows("\n".join([*crossed, beyond, *bad]), "a.txt", parts.data.FOUR_CORNERS)
-    assert [row.points for row in found] == [[float(word) for word in line.split()[1:]] for line in (*crossed, beyond)]
-    assert [problem.partition(": ")[2] for problem in problems] == [
-        "5 numbers instead of 9 (class and four corners); row left out",
-        "7 numbers instead of 9 (class and four corners); row left out",
-        "the box has no area; row left out",
-        "the same box again; row left out",
-    ]
-
-
-def test_the_drawn_set(parts: SimpleNamespace, tmp_path: Path) -> None:
-    """An image is the same whatever is drawn before it; its rectangles are inside of it and do not overlap."""
-    image, labels = parts.drawing.draw_image(0, 1, 3)
-    again, _ = parts.drawing.draw_image(0, 1, 3)
-    assert image.shape == (160, 160, 3)
-    assert (image == again).all()
-    assert not (image == parts.drawing.draw_image(1, 1, 3)[0]).all()
-    boxes = torch.from_numpy(parts.geometry.smallest_boxes(labels[:, 1:].reshape(-1, 4, 2)))
-    first, second = torch.triu_indices(len(boxes), len(boxes), 1)
-    assert len(boxes) > 1
-    assert parts.geometry.rotated_iou(boxes[first], boxes[second]).max() < 0.01
-    assert 0 <= labels[:, 1:].min() <= labels[:, 1:].max() <= 160
-    folder = parts.drawing.draw_dataset(tmp_path / "set", train=2, val=1)
-    assert sorted(file.name for file in folder.rglob("*.txt")) == ["000000.txt", "000000.txt", "000001.txt"]
-
-
-def test_no_suppression_in_exported_files(parts: SimpleNamespace) -> None:
-    task, model = oriented_model(parts)
-    with pytest.raises(UserError, match="--nms compares upright boxes"):
-        task.export_module(model, ExportSettings(nms=True))
 
 
 # Whole runs
@@ -547,24 +379,17 @@ def test_training(trained: Path) -> None:
 
 
 @pytest.mark.long
-def test_two_processes(train: Callable[..., str], trained: Path, tmp_path: Path) -> None:
-    train(tmp_path, "--sync-bn", "--processes", "2")
+def test_two_processes_and_one_more_epoch(
+    train: Callable[..., str], run_script: RunScript, trained: Path, tmp_path: Path
+) -> None:
+    """Two processes have the losses of one; the package is not named again when a run is resumed."""
+    train(tmp_path, "--sync-bn", "--processes", "2", "--time-limit", "0.0001")
+    assert "resuming " in run_script("train.py", "--resume", str(tmp_path / "exp"), OMP_NUM_THREADS="1")
     for two, one in zip(rows(tmp_path / "exp"), rows(trained), strict=True):
         assert list(two) == list(one)
         for name, value in one.items():
             if name.endswith("loss"):
                 assert two[name] == pytest.approx(value, rel=1e-4), name
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_resuming(processes: str, run_script: RunScript, trained: Path, tmp_path: Path) -> None:
-    """For one more epoch; the package is not named again."""
-    shutil.copytree(trained, tmp_path / "exp")
-    how = ("--epochs", "3", "--device", "cpu", "--workers", "0", "--processes", processes)
-    assert "resuming " in run_script("train.py", "--resume", str(tmp_path / "exp"), *how, OMP_NUM_THREADS="1")
-    assert rows(tmp_path / "exp")[:2] == rows(trained)
-    assert len(rows(tmp_path / "exp")) == 3
 
 
 def classes(project: Path, name: str) -> list[list[str]]:
@@ -573,37 +398,29 @@ def classes(project: Path, name: str) -> list[list[str]]:
 
 
 @pytest.mark.long
-def test_validation(run_script: RunScript, drawn_rectangles: Path, found: Path, tmp_path: Path) -> None:
+def test_validation_and_detection(run_script: RunScript, drawn_rectangles: Path, found: Path, tmp_path: Path) -> None:
     """On one process and on two, of the weights and of their .onnx."""
     weights = Path(shutil.copy(found, tmp_path / "found.pt"))
-    run_script("export.py", "--weights", str(weights), "--task", str(PACKAGE), "--include", "onnx", "--imgsz", "64")
+    task = ("--task", str(PACKAGE))
+    run_script("export.py", "--weights", str(weights), *task, "--include", "onnx", "--imgsz", "64")
     how = ("--data", str(drawn_rectangles), "--square", "--workers", "0", "--device", "cpu", "--project", str(tmp_path))
-    two = ("--batch-size", "2", "--processes", "2")
     for name, file, more in (
-        ("one", weights, ("--batch-size", "4", "--save-txt", "--save-conf")),
-        ("two", weights, two),
+        ("one", weights, ("--batch-size", "4")),
+        ("two", weights, ("--batch-size", "2", "--processes", "2")),
         ("onnx", weights.with_suffix(".onnx"), ("--batch-size", "1")),
     ):
-        task = ("--task-file", str(PACKAGE))
-        run_script("val.py", "--weights", str(file), *task, *how, *more, "--name", name, OMP_NUM_THREADS="1")
+        given = ("--weights", str(file), "--task-file", str(PACKAGE), *how, *more, "--name", name)
+        run_script("val.py", *given, OMP_NUM_THREADS="1")
     one = classes(tmp_path, "one")
     assert [row[0] for row in one[1:]] == list(NAMES.values())
     assert sum(float(row[5]) for row in one[1:]) > 0  # boxes of all directions are everywhere
     assert classes(tmp_path, "two") == one
     for row, expected in zip(classes(tmp_path, "onnx")[1:], one[1:], strict=True):
         assert [float(value) for value in row[1:]] == pytest.approx([float(value) for value in expected[1:]], abs=0.05)
-    labels = list((tmp_path / "one" / "labels").iterdir())
-    assert len(labels) == VAL
-    assert {len(line.split()) for file in labels for line in file.read_text().splitlines()} == {10}
-
-
-@pytest.mark.long
-def test_detection(run_script: RunScript, drawn_rectangles: Path, found: Path, tmp_path: Path) -> None:
     source = drawn_rectangles.with_suffix("") / "images" / "val"
-    what = ("--weights", str(found), "--task", str(PACKAGE), "--source", str(source), "--max-det", "3")
-    keep = ("--save-txt", "--save-csv", "--save-crop", "--device", "cpu", "--project", str(tmp_path))
-    printed = run_script("detect.py", *what, *keep)
-    assert len(re.findall(r"\.jpg: .*(plate|frame|ladder)", printed)) == VAL
-    assert len(list((tmp_path / "exp").glob("*.jpg"))) == len(list((tmp_path / "exp/labels").iterdir())) == VAL
+    keep = ("--save-txt", "--save-crop", "--device", "cpu", "--project", str(tmp_path), "--max-det", "3")
+    run_script("detect.py", "--weights", str(found), *task, "--source", str(source), *keep)
+    labels = list((tmp_path / "exp" / "labels").iterdir())
+    assert len(list((tmp_path / "exp").glob("*.jpg"))) == len(labels) == VAL
+    assert {len(line.split()) for file in labels for line in file.read_text().splitlines()} == {9}
     assert {folder.name for folder in (tmp_path / "exp/crops").iterdir()} <= set(NAMES.values())
-    assert len((tmp_path / "exp" / "predictions.csv").read_text().splitlines()) == 1 + 3 * VAL
