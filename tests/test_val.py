@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -204,17 +203,6 @@ def test_images_of_one_name_have_label_files_of_their_own(two_models: tuple[str,
     assert files[0].read_bytes() == files[1].read_bytes() != b""
 
 
-@pytest.mark.long
-def test_a_high_confidence_threshold_is_a_warning(
-    two_models: tuple[str, str], small_data: Path, tmp_path: Path, run_script: RunScript
-) -> None:
-    how = ("--imgsz", "64", "--workers", "0", "--device", "cpu", "--project", str(tmp_path), "--quiet")
-    for flags, warned in ((("--conf-thres", "0.25"), True), (("--conf-thres", "0.01"), False)):
-        printed = run_script("val.py", "--weights", two_models[0], "--data", str(small_data), *how, *flags)
-        assert ("warning: --conf-thres 0.25 cuts the precision-recall curves" in printed) == warned
-        assert printed.count("warning: ") == warned
-
-
 @pytest.mark.parametrize("kind", ["classifier", "detector"])
 def test_a_model_is_validated_at_the_size_of_its_training(
     kind: str, drawn_classes: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -254,24 +242,6 @@ def test_the_times_are_those_of_warm_models(
     assert sum(batch.images for batch in times) == 8 - 4
 
 
-@pytest.mark.long
-def test_speed(two_models: tuple[str, str], small_data: Path, tmp_path: Path, run_script: RunScript) -> None:
-    printed = run_script(
-        "val.py", "--weights", two_models[0], "--data", str(small_data), "--imgsz", "64", "--task", "speed",
-        "--iou-thres", "0.5", "--workers", "0", "--device", "cpu", "--half", "--project", str(tmp_path),
-    )  # fmt: skip
-    assert re.search(
-        r"per image: [\d.]+ ms preparing, [\d.]+ ms inference, [\d.]+ ms post-processing,\n"
-        r"  without loading and the warm-up: [\d.]+ images/s in batches of 32\n",
-        printed,
-    )
-    assert "warning: --half is for CUDA; using full precision" in printed
-    settings = read_yaml(tmp_path / "exp" / "settings.yaml")
-    assert {name: settings[name] for name in ("conf_thres", "iou_thres", "square")} == {
-        "conf_thres": 0.25, "iou_thres": 0.5, "square": True,
-    }  # fmt: skip
-
-
 @pytest.mark.gpu
 def test_half_on_cuda(shared: Path, coco128: Path, tmp_path: Path, run_script: RunScript) -> None:
     """Half precision has the mAP of full precision."""
@@ -284,25 +254,6 @@ def test_half_on_cuda(shared: Path, coco128: Path, tmp_path: Path, run_script: R
         means.append(next(float(line.split()[6]) for line in printed.splitlines() if line.split()[:1] == ["all"]))
     assert "weights and images in half precision" in printed
     assert means[1] == pytest.approx(means[0], abs=0.01)
-
-
-def test_messages_about_precision() -> None:
-    members = Members({"best.pt": Path("best.pt")}, {}, TASKS["detect"])
-    assert members.messages(half=False, half_asked=False, augment=False) == []
-    assert members.messages(True, True, False) == ["weights and images in half precision"]
-    (warning,) = members.messages(False, True, False)
-    assert warning.startswith("warning: ")
-
-
-@pytest.mark.parametrize(("task", "said"), [("detect", True), ("classify", False)])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_file_of_one_size_is_compared_with_square_images(task: str, said: bool, dynamic: bool) -> None:
-    """A classifier's images are square anyway."""
-    metadata: Any = SimpleNamespace(dynamic=dynamic, imgsz=(64, 64))
-    weights: Any = SimpleNamespace(metadata=metadata, task_yaml={})
-    lines = Members({"best.onnx": Path("best.onnx")}, {"best.onnx": weights}, TASKS[task]).messages(False, False, False)
-    said = said and not dynamic
-    assert lines == ["images are square: the metrics are comparable with a .pt file's under --square"] * said
 
 
 # Refused flags
