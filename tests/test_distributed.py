@@ -10,20 +10,21 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from accelerate.state import GradientState
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.profiler import ProfilerActivity, profile
 
-from models.heads.anchors.loss import DetectionCriterion
 from models.tasks.detection.metrics import DetectionMetrics
 from models.tasks.detection.task import DetectionTask
-from tests.conftest import ROOT, VAL, OnProcesses, RunScript, free_port
+from tests.conftest import VAL, OnProcesses, RunScript, free_port
 from tests.curves import LOSSES, SCORES, floats, refused, rows, same_curve
 from tests.machines import ACCELERATE, CONFIGS, TORCHRUN, by_hand, ip, on_machine
 from tests.wandb_files import one_run
@@ -144,101 +145,21 @@ def flags(drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[
     return [*what, *how, "--project", str(tmp_path)]
 
 
-def epoch_in_float64(flags: Sequence[str]) -> dict[str, Tensor]:
+def epoch_in_float64(flags: Sequence[str], folder: str) -> dict[str, Tensor]:
+    """Return the model after one step, which comes after five batches, an epoch, for fewer than `nbs` images."""
+    hyp = Path(folder) / f"one{ranks().rank}.yaml"
+    hyp.write_text(yaml.safe_dump({**SHARP, "nbs": 64}))
     build_model = DetectionTask.build_model
-    DetectionTask.build_model = lambda self, *described: build_model(self, *described).double()
-    DetectionTask.inputs = lambda self, batch: batch.images.double() / 255
 
     def work(parts: Parts) -> dict[str, Tensor]:
         parts.train_one_epoch()
         assert parts.steps.ema.updates == 1
         return dict(parts.model.model.state_dict())
 
-    return within(flags, work)
-
-
-def test_one_step_in_float64(on_processes: OnProcesses, flags: list[str], tmp_path: Path) -> None:
-    """Nothing may depend on the number of processes: a rate, a decay, a gain, the clipping. Measured: 6e-13.
-
-    The step comes after five batches, an epoch, for fewer than `nbs` images.
-    """
-    hyp = tmp_path / "one.yaml"
-    hyp.write_text(yaml.safe_dump({**SHARP, "nbs": 64}))
-    flags = [*flags, "--hyp", str(hyp)]
-    (single,) = on_processes(1, epoch_in_float64, flags)
-    for state in on_processes(2, epoch_in_float64, flags):
-        assert list(state) == list(single)
-        for name, value in single.items():
-            if value.is_floating_point():
-                assert value.dtype == torch.float64 or "anchors" in name
-                assert (state[name] - value).norm() <= 1e-10 * value.norm(), name
-
-
-# Operations that read a value, or that make as many values as they find: on a GPU the loop would wait for them.
-WAITING = {"aten::item", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2", "aten::bincount"}
-
-
-def first_six_batches(parts: Parts, watch: AbstractContextManager[Any]) -> Generator[Any, None, int]:
-    """Yield six batches, the last four while `watch` is on; return the number of optimizer steps."""
-    parts.steps.log.enabled = True  # as with a tracker: its points are read later too
-    batches = list(parts.loader)
-    yield from batches[:2]  # constants go to the device once
-    with watch:
-        yield from batches[:4]
-    return parts.steps.progress.step
-
-
-def waits(flags: Sequence[str]) -> tuple[int, int]:
-    """Return the number of such operations in the loop, and of optimizer steps, if steps are counted one step later."""
-    OptimizerSteps.behind = 1
-    profiled = profile(activities=[ProfilerActivity.CPU])
-    steps = within(flags, lambda parts: parts.take_steps(first_six_batches(parts, profiled)))
-    return sum(event.name in WAITING for event in profiled.events()), steps
-
-
-def test_the_loop_waits_for_nothing_but_the_verdict_on_the_last_step(
-    on_processes: OnProcesses, flags: list[str]
-) -> None:
-    """Two of the steps are profiled; the first of them is counted inside the profile, the second later."""
-    assert on_processes(1, waits, [*flags, "--noplots"]) == [(2, 3)]
-
-
-@contextmanager
-def waiting_forbidden() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-def test_the_loop_does_not_synchronise_a_gpu(flags: list[str]) -> None:
-    flags = [*flags, "--device", "0", "--noplots"]
-    assert within(flags, lambda parts: parts.take_steps(first_six_batches(parts, waiting_forbidden()))) == 3
-
-
-def settings(flags: Sequence[str]) -> dict[str, Any]:
-    def work(parts: Parts) -> dict[str, Any]:
-        optimizer, schedule, criterion = parts.steps.optimizer, parts.steps.schedule, parts.criterion
-        assert isinstance(criterion, DetectionCriterion)
-        groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
-        rates = [tuple(schedule.at(batch)) for batch in range(20)]
-        return {
-            "groups": groups,
-            "schedule": dataclasses.asdict(schedule),
-            "rates": rates,
-            "loss": vars(criterion.settings),
-        }
-
-    return within(flags, work)
-
-
-@pytest.mark.long
-def test_settings_do_not_depend_on_the_number_of_processes(on_processes: OnProcesses, flags: list[str]) -> None:
-    flags = [*flags, "--hyp", str(ROOT / "data" / "hyps" / "low.yaml")]  # the last one counts; with a warm-up
-    (single,) = on_processes(1, settings, flags)
-    assert on_processes(2, settings, flags) == [single] * 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DetectionTask, "build_model", lambda self, *described: build_model(self, *described).double())
+        patch.setattr(DetectionTask, "inputs", lambda self, batch: batch.images.double() / 255)
+        return within([*flags, "--hyp", str(hyp)], work)
 
 
 def reduced(flags: Sequence[str]) -> tuple[int, int, int, int]:
@@ -258,10 +179,101 @@ def reduced(flags: Sequence[str]) -> tuple[int, int, int, int]:
     return within(flags, work)
 
 
-def test_gradients_travel_once_per_optimizer_step(on_processes: OnProcesses, flags: list[str]) -> None:
-    for sent, parameters, steps, batches in on_processes(2, reduced, flags):
+def decided_and_started(flags: Sequence[str]) -> tuple[tuple[float, dict[str, float]], list[Tensor]]:
+    """Start from a model of another seed on each process, and validate with a fitness that is better on every process
+    but the first; return fitness, metrics, and the weights and EMA."""
+    build, summarise = DetectionTask.build_model, DetectionMetrics.summarise
+
+    def another_seed(self: DetectionTask, *described: Any) -> Any:
+        torch.manual_seed(ranks().rank)
+        return build(self, *described)
+
+    def another_fitness(self: DetectionMetrics, records: Any) -> Any:
+        return dataclasses.replace(summarise(self, records), fitness=float(ranks().rank))
+
+    def work(parts: Parts) -> tuple[tuple[float, dict[str, float]], list[Tensor]]:
+        models = parts.model.model, parts.steps.ema.model
+        started = [value.clone() for model in models for value in model.state_dict().values()]
+        summary = parts.evaluate([parts.steps.ema.model])
+        return (summary.fitness, summary.metrics), started
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DetectionTask, "build_model", another_seed)
+        patch.setattr(DetectionMetrics, "summarise", another_fitness)
+        return within(flags, work)
+
+
+# Operations that read a value, or that make as many values as they find: on a GPU the loop would wait for them.
+WAITING = {"aten::item", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2", "aten::bincount"}
+
+
+def first_six_batches(parts: Parts, watch: AbstractContextManager[Any]) -> Generator[Any, None, int]:
+    """Yield six batches, the last four while `watch` is on; return the number of optimizer steps."""
+    parts.steps.log.enabled = True  # as with a tracker: its points are read later too
+    batches = list(parts.loader)
+    yield from batches[:2]  # constants go to the device once
+    with watch:
+        yield from batches[:4]
+    return parts.steps.progress.step
+
+
+def waits(flags: Sequence[str]) -> tuple[int, int]:
+    """Return the number of such operations in the loop, and of optimizer steps, if steps are counted one step later."""
+    profiled = profile(activities=[ProfilerActivity.CPU])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OptimizerSteps, "behind", 1)
+        steps = within([*flags, "--noplots"], lambda parts: parts.take_steps(first_six_batches(parts, profiled)))
+    return sum(event.name in WAITING for event in profiled.events()), steps
+
+
+def all_of_them(flags: Sequence[str], folder: str) -> list[Any]:
+    """Start several runs, one after another, in this process."""
+    works = [partial(epoch_in_float64, folder=folder), reduced, decided_and_started]
+    results = []
+    for work in works if ranks().world_size > 1 else (works[0], waits):
+        results.append(work(flags))
+        GradientState._reset_state()
+    return results
+
+
+def test_inside_a_run(on_processes: OnProcesses, flags: list[str], tmp_path: Path) -> None:
+    """One start of two processes, and one of one, for several questions: to import takes longest.
+
+    Nothing may depend on the number of processes: a rate, a decay, a gain, the clipping. Measured in float64: 6e-13.
+    Gradients travel once per optimizer step. All start from the main process's weights, and decide by its fitness to
+    the bit. The loop waits for nothing but the verdict on the last step: two of the steps are profiled; the first of
+    them is counted inside the profile, the second later.
+    """
+    ((single, waited),) = on_processes(1, all_of_them, flags, str(tmp_path))
+    results = on_processes(2, all_of_them, flags, str(tmp_path))
+    for state, (sent, parameters, steps, batches), _ in results:
+        assert list(state) == list(single)
+        for name, value in single.items():
+            if value.is_floating_point():
+                assert value.dtype == torch.float64 or "anchors" in name
+                assert (state[name] - value).norm() <= 1e-10 * value.norm(), name
         assert (steps, batches) == (3, 5)
         assert sent == steps * parameters
+    (decided, started), (other_decided, other_started) = (result[2] for result in results)
+    assert decided == other_decided
+    assert decided[0] == 0.0
+    assert all(torch.equal(own, other) for own, other in zip(started, other_started, strict=True))
+    assert waited == (2, 3)
+
+
+@contextmanager
+def waiting_forbidden() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_the_loop_does_not_synchronise_a_gpu(flags: list[str]) -> None:
+    flags = [*flags, "--device", "0", "--noplots"]
+    assert within(flags, lambda parts: parts.take_steps(first_six_batches(parts, waiting_forbidden()))) == 3
 
 
 def validated(flags: Sequence[str]) -> tuple[list[int], int, dict[str, float], dict[str, float]]:
@@ -289,43 +301,6 @@ def test_every_image_is_validated_once(on_processes: OnProcesses, flags: list[st
     assert sorted(image for images, *_ in results for image in images) == list(range(VAL))
     assert sorted(part for _, part, *_ in results) == [7, 8, 8, 8]
     assert all(result[2:] == (metrics, losses) for result in results)
-
-
-def decided(flags: Sequence[str]) -> tuple[float, dict[str, float]]:
-    """Validate with a fitness that is better on every process but the first."""
-    summarise = DetectionMetrics.summarise
-
-    def differently(self: DetectionMetrics, records: Any) -> Any:
-        return dataclasses.replace(summarise(self, records), fitness=float(ranks().rank))
-
-    DetectionMetrics.summarise = differently
-    summary = within(flags, lambda parts: parts.evaluate([parts.steps.ema.model]))
-    return summary.fitness, summary.metrics
-
-
-def test_all_decide_by_the_same_numbers(on_processes: OnProcesses, flags: list[str]) -> None:
-    """The best epoch and early stopping depend on the fitness, so all processes have the main process's to the bit."""
-    first, second = on_processes(2, decided, flags)
-    assert first == second
-    assert first[0] == 0.0
-
-
-def started_alike(flags: Sequence[str]) -> list[Tensor]:
-    """Return the weights and EMA of a process that built its model from another seed."""
-    build = DetectionTask.build_model
-
-    def differently(self: DetectionTask, *described: Any) -> Any:
-        torch.manual_seed(ranks().rank)
-        return build(self, *described)
-
-    DetectionTask.build_model = differently
-    models = within(flags, lambda parts: (parts.model.model, parts.steps.ema.model))
-    return [value for model in models for value in model.state_dict().values()]
-
-
-def test_all_start_from_the_main_processs_weights(on_processes: OnProcesses, flags: list[str]) -> None:
-    first, second = on_processes(2, started_alike, flags)
-    assert all(torch.equal(own, other) for own, other in zip(first, second, strict=True))
 
 
 # One sentence if it cannot work
