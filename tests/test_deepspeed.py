@@ -38,7 +38,7 @@ def test_the_curve_of_one_process(
     drawn: Path,
     tmp_path: Path,
 ) -> None:
-    """Required: 1e-3; measured: 2e-7. val.py gets the same scores from the weight file. There is one W&B run."""
+    """Required: 1e-3; measured: 2e-7. There is one W&B run. val.py gets the same scores from stage 3's weight file."""
     printed = fine_tune(tmp_path, "--sync-bn", launcher=by(name), DS_ACCELERATOR="cpu", WANDB_MODE="offline")
     assert f"2 processes under DeepSpeed ZeRO-{stage}, mixed precision no" in " ".join(printed.split())
     assert "WARNING" not in printed
@@ -46,6 +46,8 @@ def test_the_curve_of_one_process(
     one_run(tmp_path / "exp")
     weights = tmp_path / "exp" / "weights" / "last.pt"
     assert read_weights(weights).state.keys() == read_weights(single / "weights" / "last.pt").state.keys()
+    if stage < 3:  # whose parameters are partitioned
+        return
     how = ("--imgsz", "96", "--batch-size", "16", "--workers", "0", "--device", "cpu", "--project", str(tmp_path))
     printed = run_script("val.py", "--data", str(drawn), "--weights", str(weights), *how, OMP_NUM_THREADS="1")
     overall = next(line.split() for line in printed.splitlines() if line.split()[:1] == ["all"])

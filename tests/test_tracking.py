@@ -453,7 +453,11 @@ def uneven_data(small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("data", "cfg"),
-    [("uneven_data", "yolov5n.yaml"), ("drawn_outlines", "yolov5n-seg.yaml"), ("drawn_classes", "yolov5n-cls.yaml")],
+    [
+        ("uneven_data", "yolov5n.yaml"),
+        pytest.param("drawn_outlines", "yolov5n-seg.yaml", marks=pytest.mark.long),
+        pytest.param("drawn_classes", "yolov5n-cls.yaml", marks=pytest.mark.long),
+    ],
 )
 def test_loader_processes(
     data: str, cfg: str, request: pytest.FixtureRequest, run_script: RunScript, tmp_path: Path
