@@ -28,8 +28,8 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, unset_fak
 import train
 from models.ensemble import for_inference
 from models.tasks.contract import Task, terms_of
-from models.tasks.segmentation.loss import SegmentationCriterion
-from models.tasks.shared.losses import device_constant
+from models.tasks.losses import device_constant
+from models.tasks.segment import SegmentationCriterion
 from tests.rehearsal.cuda_queries import CudaQueries
 from tests.whole_runs import Parts, within
 from utils.distributed.launch import reset_accelerate
