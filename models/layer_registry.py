@@ -22,8 +22,8 @@ from typing import Any
 from torch import nn
 
 from models import layers
-from models.heads.anchors.head import Detect, Segment
-from models.heads.dfl.head import DetectDFL
+from models.heads.anchors import Detect, Segment
+from models.heads.dfl import DetectDFL
 from utils.errors import UserError, nearest
 from utils.files import looked_for
 from utils.user_code import running, trust

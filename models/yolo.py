@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from models.heads.contract import DetectionHead
-from models.heads.dfl.head import DetectDFL
+from models.heads.dfl import DetectDFL
 from models.image_size import whole_strides
 from models.layer_registry import MAX_COUNT, LayerPlacement, Scaling, is_count, layer_maker
 from models.layers import Conv, Head, RepConv, skip_norms

@@ -17,10 +17,10 @@ from data.builtin import shapes
 from detect import Predictor
 from models.export.runtime import read_model
 from models.heads.contract import head_of
-from models.heads.dfl.head import DetectDFL
+from models.heads.dfl import DetectDFL
 from models.tasks.contract import Thresholds
-from models.tasks.detection.prediction import DetectionPrediction
-from models.tasks.detection.suppression import detect
+from models.tasks.detect import detect
+from models.tasks.predictions import DetectionPrediction
 from models.weights.reader import read_weights
 from models.yolo import YoloModel, build_model
 from tests.conftest import CallMain, RunScript

@@ -17,7 +17,7 @@ import pytest
 from data.data_yaml import DATA_KEYS
 from data.dataset import dataset_class
 from models.tasks import TASKS
-from models.tasks.classification.torchvision_models import CLASSIFIER_KEYS
+from models.tasks.torchvision_models import CLASSIFIER_KEYS
 from models.weights.content import MODEL_KEYS
 from utils.files import ROOT, read_yaml
 
@@ -71,14 +71,14 @@ def task_names(source: str) -> list[str]:
     """Return the words of a source that name a task; the script detect.py is not the task `detect`."""
     entries = TASKS.values()
     classes = {place.partition(":")[2] for entry in entries for place in (entry.task, entry.data)}
-    packages = {entry.task.rpartition(".")[0] for entry in entries}
-    words = {*map(re.escape, classes | packages), "detector", "classif", *(f'"{name}"' for name in TASKS)}
+    modules = {entry.task.partition(":")[0] for entry in entries}
+    words = {*map(re.escape, classes | modules), "detector", "classif", *(f'"{name}"' for name in TASKS)}
     return re.findall("|".join(words), source, re.IGNORECASE)
 
 
 def test_scripts_and_utils_name_no_task() -> None:
     """Flags and hyperparameters that only one task knows stand with the others, in utils/config/."""
-    assert task_names('from models.tasks.detection.task import DetectionTask\nif name == "detect": ...')
+    assert task_names('from models.tasks.detect import DetectionTask\nif name == "detect": ...')
     files = [path for path in PROJECT if path in SCRIPTS or relative(path).startswith("utils/")]
     wrong = {relative(path): task_names(path.read_text()) for path in files}
     assert {name: found for name, found in wrong.items() if found and not name.startswith("utils/config/")} == {}

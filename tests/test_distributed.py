@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.profiler import ProfilerActivity, profile
 
-from models.tasks.detection.metrics import DetectionMetrics
-from models.tasks.detection.task import DetectionTask
+from models.tasks.detect import DetectionTask
+from models.tasks.metrics import DetectionMetrics
 from tests.conftest import VAL, OnProcesses, RunScript, free_port
 from tests.curves import LOSSES, SCORES, floats, refused, rows, same_curve
 from tests.machines import ACCELERATE, CONFIGS, TORCHRUN, by_hand, ip, on_machine

@@ -25,7 +25,7 @@ from models.ensemble import export_base
 from models.export.formats import ExportJob, write
 from models.export.runtime import read_exported, read_model
 from models.image_size import ImageSize
-from models.tasks.detection.export_module import DecodedDetector
+from models.tasks.detect import DecodedDetector
 from models.weights.content import Weights
 from models.weights.licence import Origin
 from models.weights.reader import read_weights

@@ -19,10 +19,10 @@ from PIL import Image
 from data.data_yaml import read_spec
 from data.dataset import dataset_class
 from data.labels import COORDINATE_TOLERANCE, scan_image
-from models.heads.anchors.head import Detect
+from models.heads.anchors import Detect
 from models.layers import Classify
 from models.tasks import TASKS
-from models.tasks.classification.torchvision_models import build_classifier
+from models.tasks.torchvision_models import build_classifier
 from models.yolo import build_model
 from utils.config.flags import TrainOptions, flags_of
 from utils.config.hyperparameters import read_hyperparameters

@@ -20,8 +20,8 @@ from PIL import Image
 import detect
 from data.builtin import shapes
 from data.images import read_image
-from models.tasks.segmentation.prediction import SegmentationPrediction
-from models.tasks.segmentation.task import SegmentationTask
+from models.tasks.masks import SegmentationPrediction
+from models.tasks.segment import SegmentationTask
 from tests import wandb_files
 from tests.conftest import ROOT, RunScript
 from tests.curves import SEGMENTED, identical, rows, same_curve

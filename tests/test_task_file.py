@@ -36,7 +36,7 @@ TASKS = {"tinted": TaskEntry(f"{__name__}.task:TintedTask", f"{__name__}.data:Ti
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.tasks.detection.task import DetectionTask
+from models.tasks.detect import DetectionTask
 from utils.config.hyperparameters import Hyperparameters, Recipes, number
 from utils.config.values import SHARE
 

@@ -21,9 +21,9 @@ from data.builtin.shapes import NAMES
 from data.dataset import data_source
 from models.ensemble import Members
 from models.tasks import TASKS
-from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
+from models.tasks.classify import ClassificationRecipe, ClassificationTask
 from models.tasks.contract import Task
-from models.tasks.detection.task import DetectionTask
+from models.tasks.detect import DetectionTask
 from models.weights.content import Weights
 from tests.conftest import RunScript
 from tests.making import noise, tiny_detector, write_image, write_yaml

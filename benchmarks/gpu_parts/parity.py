@@ -14,7 +14,7 @@ from benchmarks.gpu_parts.measuring import Machine, machine, rounded, row
 from data.data_yaml import read_spec
 from data.dataset import DataOptions
 from data.detection import DetectionData
-from models.tasks.detection.task import DetectionTask
+from models.tasks.detect import DetectionTask
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import YoloModel

@@ -20,8 +20,7 @@ from benchmarks.gpu_parts.measuring import Machine, machine, rounded, row, secon
 from benchmarks.gpu_parts.steps import median_seconds, settings, take_steps
 from benchmarks.versus import THEIR_STEP, THEIRS, ULTRALYTICS, ULTRALYTICS_STEP
 from models.tasks.contract import Thresholds
-from models.tasks.detection.suppression import detect
-from models.tasks.detection.views import DecodedView
+from models.tasks.detect import DecodedView, detect
 
 MODELS = ("yolov5n", "yolov5s", "yolov5x")
 CANDIDATES = 25_200  # boxes of an image at 640 px

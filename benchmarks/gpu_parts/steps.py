@@ -38,7 +38,7 @@ from utils.distributed.launch import reset_accelerate
 T = TypeVar("T")
 MODELS = ("yolov5n", "yolov5s", "yolov5m", "yolov5l", "yolov5x", "yolov9t", "yolov9s")
 BATCH, IMGSZ = 64, 640
-LAYOUTS = ("models.tasks.detection.task.layout", "utils.distributed.logical.layout")  # where the loop asks for it
+LAYOUTS = ("models.tasks.detect.layout", "utils.distributed.logical.layout")  # where the loop asks for it
 COMPILERS = {"": {}, "compiled": {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}}  # settings of Accelerate
 
 

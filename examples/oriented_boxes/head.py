@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from models.layer_registry import LAYERS, detecting
 from models.layers import Conv, Head
 from models.tasks.contract import Model
-from models.tasks.shared.losses import at_least_float32
+from models.tasks.losses import at_least_float32
 
 from .geometry import canonical, unspun
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from models.tasks.contract import Criterion, LossTerms
-from models.tasks.shared.losses import device_constant
+from models.tasks.losses import device_constant
 from utils.batch import Batch
 
 from .geometry import prob_iou, spun, turn, turned

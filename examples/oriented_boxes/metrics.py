@@ -10,8 +10,15 @@ import torch
 from torch import Tensor
 
 from models.tasks.contract import Prediction
-from models.tasks.detection.metrics import DetectionMetrics
-from models.tasks.shared.records import ImageRecord, ShownImage, matched_by, paired_by, shown_image, unmatched
+from models.tasks.metrics import (
+    DetectionMetrics,
+    ImageRecord,
+    ShownImage,
+    matched_by,
+    paired_by,
+    shown_image,
+    unmatched,
+)
 from utils.batch import Batch
 
 from .geometry import rotated_iou, smallest_boxes

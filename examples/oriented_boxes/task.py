@@ -12,8 +12,8 @@ from torch import Tensor
 
 from models.fuse import fuse
 from models.tasks.contract import Criterion, ExportModule, ExportSettings, Image, Model, Task, Thresholds
-from models.tasks.shared.losses import UnavailableCriterion
-from models.tasks.shared.scores import CLASS_METRICS, DETECTION_METRICS
+from models.tasks.losses import UnavailableCriterion
+from models.tasks.metrics import CLASS_METRICS, DETECTION_METRICS
 from models.yolo import build_model
 from utils.batch import Batch, layout
 from utils.config.hyperparameters import Augmentation, Recipes, number

@@ -7,15 +7,87 @@ segmentation.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from models.layers import Head
 from models.tasks.contract import Criterion, Model
 from utils.batch import BoxSplit
+
+EPSILON = 1e-7  # keeps divisors above 0
+
+
+def xywh_to_xyxy(boxes: Tensor) -> Tensor:
+    """Convert boxes from centre and size to corners, (..., 4) each."""
+    centre, half = boxes[..., :2], boxes[..., 2:4] / 2
+    return torch.cat((centre - half, centre + half), -1)
+
+
+def xyxy_to_xywh(boxes: Tensor) -> Tensor:
+    """Convert boxes from corners to centre and size, (..., 4) each."""
+    low, high = boxes[..., :2], boxes[..., 2:4]
+    return torch.cat(((low + high) / 2, high - low), -1)
+
+
+def complete_iou(a: Tensor, b: Tensor) -> Tensor:
+    """Return the CIoU (n,) of paired boxes, xywh, (n, 4) each; at most 1. No gradient passes through its weight alpha.
+
+    Zheng et al., "Distance-IoU Loss" (AAAI 2020), equations 7 to 11.
+    """
+    (ax, ay, aw, ah), (bx, by, bw, bh) = a.unbind(-1), b.unbind(-1)
+    hull_w, hull_h = _span(ax, aw, bx, bw), _span(ay, ah, by, bh)
+    intersection = (aw + bw - hull_w).clamp(min=0) * (ah + bh - hull_h).clamp(min=0)
+    iou = intersection / (aw * ah + bw * bh - intersection + EPSILON)
+    distance = ((ax - bx) ** 2 + (ay - by) ** 2) / (hull_w**2 + hull_h**2 + EPSILON)
+    shape = 4 / math.pi**2 * (torch.atan(bw / bh.clamp(min=EPSILON)) - torch.atan(aw / ah.clamp(min=EPSILON))) ** 2
+    with torch.no_grad():
+        alpha = shape / (shape - iou + 1 + EPSILON)
+    return iou - distance - alpha * shape
+
+
+def _span(a: Tensor, a_size: Tensor, b: Tensor, b_size: Tensor) -> Tensor:
+    """Return the length of the smallest interval that contains two intervals.
+
+    Args:
+        a: centres of the first intervals
+        a_size: lengths of the first intervals
+        b: centres of the second intervals
+        b_size: lengths of the second intervals
+    """
+    return torch.maximum(a + a_size / 2, b + b_size / 2) - torch.minimum(a - a_size / 2, b - b_size / 2)
+
+
+VECTOR_NUMBERS = 64  # at least as many as any CPU's vector register holds
+SPAN_NUMBERS = 2**14  # a multiple of VECTOR_NUMBERS below torch's threshold for several threads
+
+
+def least_logit(probability: float) -> float:
+    """Return a nearly exact lower bound of the logits whose sigmoid in fp32 exceeds `probability`.
+
+    It may be applied to objectness, which no confidence exceeds, and to class scores that are confidences.
+    """
+    least = min(probability, 1.0) * (1 - 1e-5)
+    return math.log(least / (1 - least)) if least > 0 else -math.inf
+
+
+def row_sigmoids(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sigmoids of parts (k, outputs), concatenated, in fp32.
+
+    A CPU computes slightly different sigmoids for the last numbers of a thread's share, which do not fill a vector
+    register. To make a sigmoid independent of its position, one thread computes each span, with spare rows at the end.
+    """
+    size = parts[0].shape[1]
+    spare = parts[0].new_zeros(math.ceil(VECTOR_NUMBERS / size), size)
+    rows = torch.cat((*parts, spare)).float()
+    for span in torch.split(rows.view(-1), SPAN_NUMBERS if rows.device.type == "cpu" else rows.numel()):
+        span.sigmoid_()
+    return rows[: -len(spare)]
+
 
 V = TypeVar("V", bound="HeadView")
 

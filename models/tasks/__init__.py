@@ -37,19 +37,19 @@ class TaskEntry:
 
 TASKS: dict[str, TaskEntry] = {
     "detect": TaskEntry(
-        task="models.tasks.detection.task:DetectionTask",
+        task="models.tasks.detect:DetectionTask",
         data="data.detection:DetectionData",
         head="Detect",
         yolov5_class="DetectionModel",
     ),
     "classify": TaskEntry(
-        task="models.tasks.classification.task:ClassificationTask",
+        task="models.tasks.classify:ClassificationTask",
         data="data.classification:ClassificationData",
         head="Classify",
         yolov5_class="ClassificationModel",
     ),
     "segment": TaskEntry(
-        task="models.tasks.segmentation.task:SegmentationTask",
+        task="models.tasks.segment:SegmentationTask",
         data="data.segmentation:SegmentationData",
         head="Segment",
         yolov5_class="SegmentationModel",

@@ -105,7 +105,7 @@ def torchvision_weights(yaml: Mapping[str, Any], source: str) -> Path:
     Args:
         source: name of the model YAML in errors
     """
-    from models.tasks.classification import torchvision_models
+    from models.tasks import torchvision_models
 
     if "architecture" not in yaml:
         raise UserError(f"--weights {TORCHVISION_DEFAULT} needs a --cfg that names an `architecture` of torchvision")

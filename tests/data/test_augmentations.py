@@ -19,7 +19,7 @@ from data.augment import Sample
 from data.augmentations import UserAugmentations, read_augmentations
 from data.dataset import DataOptions, data_source
 from data.polygons import Polygons
-from models.tasks.classification.task import ClassificationRecipe
+from models.tasks.classify import ClassificationRecipe
 from tests.conftest import not_here
 from tests.making import noise, write_image, write_yaml
 from utils.batch import Batch

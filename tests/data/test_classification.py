@@ -34,7 +34,7 @@ from data.classification import (
 from data.data_yaml import read_spec
 from data.dataset import DataOptions
 from data.sampler import SampleIndex, Sampling
-from models.tasks.classification.task import ClassificationRecipe
+from models.tasks.classify import ClassificationRecipe
 from tests.making import noise, write_image
 from utils.batch import Batch, ClassInfo
 from utils.errors import UserError

@@ -15,7 +15,7 @@ import torch
 
 from data import sampler
 from data.dataset import DataOptions, DataSet, data_source
-from models.tasks.classification.task import ClassificationRecipe
+from models.tasks.classify import ClassificationRecipe
 from tests.making import noise, write_image, write_yaml
 from utils.batch import Batch, Split
 from utils.config.hyperparameters import Hyperparameters, Recipe

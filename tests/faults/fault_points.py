@@ -17,12 +17,12 @@ from typing import Any
 # name: module and function; the fault comes before the function runs
 POINTS = {
     "sample": ("data.augment", "Augmenter.__call__"),  # in a loader process: a training image is made
-    "loss": ("models.heads.anchors.loss", "DetectionCriterion.__call__"),  # of a batch of this process
+    "loss": ("models.heads.anchors", "DetectionCriterion.__call__"),  # of a batch of this process
     "optimizer step": ("utils.distributed.stop", "GracefulStop.after"),  # it is done, and not yet saved
-    "validation batch": ("models.tasks.detection.metrics", "DetectionMetrics.update"),
-    "validation batch of a segmenter": ("models.tasks.segmentation.metrics", "SegmentationMetrics.update"),
-    "validation batch of a classifier": ("models.tasks.classification.metrics", "ClassificationMetrics.update"),
-    "validation summary": ("models.tasks.detection.metrics", "DetectionMetrics.summarise"),
+    "validation batch": ("models.tasks.metrics", "DetectionMetrics.update"),
+    "validation batch of a segmenter": ("models.tasks.segment_metrics", "SegmentationMetrics.update"),
+    "validation batch of a classifier": ("models.tasks.classify", "ClassificationMetrics.update"),
+    "validation summary": ("models.tasks.metrics", "DetectionMetrics.summarise"),
     "file replacement": ("utils.checkpoint.background_writer", "replacing"),  # such as results.csv's
     "row for W&B": ("utils.tracking.wandb", "WandbTracker._log"),  # in the thread that logs
     "flush to disk": ("os", "fsync"),

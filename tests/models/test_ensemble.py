@@ -16,7 +16,7 @@ from models.heads.contract import head_of
 from models.layers import RepConv
 from models.tasks import TASKS
 from models.tasks.contract import Model
-from models.tasks.detection.task import DetectionTask
+from models.tasks.detect import DetectionTask
 from models.weights.content import ExportMetadata, Weights
 from tests.making import tiny_anchor_free, tiny_detector
 from utils.config.hyperparameters import Hyperparameters

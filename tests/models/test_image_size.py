@@ -8,9 +8,9 @@ import pytest
 
 from models.ensemble import choose_size, fixed_size
 from models.image_size import ImageSize, rounding, sides_of, whole_strides
-from models.tasks.classification.task import ClassificationTask
+from models.tasks.classify import ClassificationTask
 from models.tasks.contract import Task
-from models.tasks.detection.task import DetectionTask
+from models.tasks.detect import DetectionTask
 from models.weights.content import ExportMetadata, Weights
 from utils.errors import UserError
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch import nn
 
-from models.heads.anchors.head import Detect
+from models.heads.anchors import Detect
 from models.layer_registry import LAYERS, LayerPlacement, Scaling, add_layers
 from models.yolo import build_model
 from tests.making import tiny_detector
@@ -63,7 +63,7 @@ import torch
 from torch import nn
 
 import beside
-from models.heads.anchors.head import Detect
+from models.heads.anchors import Detect
 from models.layers import Conv
 
 

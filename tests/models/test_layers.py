@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.heads.anchors.head import Detect, Segment
-from models.heads.anchors.target_assignment import read_level
+from models.heads.anchors import Detect, Segment, read_level
 from models.layers import (
     C3,
     C3SPP,

@@ -13,13 +13,13 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from models.heads.anchors.head import Detect
+from models.heads.anchors import Detect
 from models.initial_weights import gflops
 from models.layer_registry import LAYERS, LayerMaker
 from models.layers import Classify, Conv, Head
 from models.tasks import TASKS, task_of
-from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
-from models.tasks.detection.task import DetectionTask
+from models.tasks.classify import ClassificationRecipe, ClassificationTask
+from models.tasks.detect import DetectionTask
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import YoloModel, build_model

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from models.export.formats import ExportJob, write
 from models.export.runtime import Exported, read_exported, read_model
-from models.tasks.detection.export_module import DecodedDetector, GraphSuppression, SuppressedDetector
+from models.tasks.detect import DecodedDetector, GraphSuppression, SuppressedDetector
 from models.weights.content import ExportMetadata
 from models.weights.reader import read_weights
 from models.yolo import build_model

@@ -12,10 +12,10 @@ import pytest
 
 from models.ensemble import Members
 from models.tasks import TASKS, TaskEntry
-from models.tasks.classification.task import ClassificationTask
+from models.tasks.classify import ClassificationTask
 from models.tasks.contract import Image, Prediction
-from models.tasks.detection.prediction import DetectionPrediction
-from models.tasks.segmentation.prediction import SegmentationPrediction
+from models.tasks.masks import SegmentationPrediction
+from models.tasks.predictions import DetectionPrediction
 from utils.config.flags import ValOptions
 from utils.errors import UserError
 from utils.plots.drawing import Style

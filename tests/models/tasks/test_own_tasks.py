@@ -18,7 +18,7 @@ from utils.user_code import is_users
 CLASSES = """
 from data.detection import DetectionData
 from models.tasks import TaskEntry
-from models.tasks.detection.task import DetectionTask
+from models.tasks.detect import DetectionTask
 
 
 class Mine(DetectionTask):

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from models.tasks.classification import torchvision_models
-from models.tasks.classification.torchvision_models import architectures, default_weights
+from models.tasks import torchvision_models
+from models.tasks.torchvision_models import architectures, default_weights
 from models.weights import releases
 from models.weights.releases import (
     CHECKSUM_IN_NAME,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from models.tasks.classification.task import ClassificationRecipe
+from models.tasks.classify import ClassificationRecipe
 from tests.making import options_of
 from utils.config.flags import BUILT_IN_JOB, REFUSED, TrainOptions, ValOptions, flags_of
 from utils.config.hyperparameters import Hyperparameters

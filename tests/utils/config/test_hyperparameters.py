@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from models.tasks.classification.task import ClassificationRecipe
+from models.tasks.classify import ClassificationRecipe
 from tests.making import write_yaml
 from utils.config.hyperparameters import (
     Augmentation,

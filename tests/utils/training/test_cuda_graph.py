@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 import train
-from models.heads.anchors.loss import DetectionCriterion, LossSettings
+from models.heads.anchors import DetectionCriterion, LossSettings
 from models.layers import Conv
 from models.tasks.contract import Criterion, LossTerms
 from models.yolo import build_model

@@ -13,12 +13,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from models.tasks.classification.metrics import ImageRecord
-from models.tasks.classification.task import ClassificationTask
+from models.tasks.classify import ClassificationTask, ImageRecord
 from models.tasks.contract import Task
-from models.tasks.detection.records import image_records
-from models.tasks.detection.task import DetectionTask
-from models.tasks.segmentation.task import SegmentationTask
+from models.tasks.detect import DetectionTask
+from models.tasks.metrics import image_records
+from models.tasks.segment import SegmentationTask
 from tests.cuda_queries import GIB, CudaQueries
 from tests.utils.test_run import run_in
 from tests.utils.training.test_steps import prepared, train

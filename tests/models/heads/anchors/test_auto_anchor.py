@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from models.heads.anchors import auto_anchor
-from models.heads.anchors.auto_anchor import MIN_BOX_SIDE_PIXELS, SUFFICIENT_RECALL, adapt_anchors, find_anchors, fit
+from models.heads import auto_anchor
+from models.heads.auto_anchor import MIN_BOX_SIDE_PIXELS, SUFFICIENT_RECALL, adapt_anchors, find_anchors, fit
 from models.yolo import YoloModel, build_model
 from tests.making import tiny_detector
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.heads.anchors.head import Detect
-from models.heads.anchors.head_transfer import keep_head
+from models.heads.anchors import Detect, keep_head
 from models.yolo import YoloModel, build_model
 
 OLD = {0: "person", 1: "car", 2: "Dog", 3: "bowl"}

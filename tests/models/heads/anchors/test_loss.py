@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.heads.anchors.head import Detect
-from models.heads.anchors.loss import DetectionCriterion, LossSettings
+from models.heads.anchors import Detect, DetectionCriterion, LossSettings
 from models.tasks.contract import LossTerms
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from models.heads.anchors.target_assignment import match, near_cells, read_level
+from models.heads.anchors import match, near_cells, read_level
 
 
 class TargetMatches(NamedTuple):

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from models.heads.anchors.views import RawView, decode
-from models.heads.boxes import xywh_to_xyxy
+from models.heads.anchors import RawView, decode
+from models.heads.contract import xywh_to_xyxy
 
 THREE = math.log(3)  # the logit of 3/4; of 1/4 with a minus
 

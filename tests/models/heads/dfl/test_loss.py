@@ -11,13 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.heads.boxes import xywh_to_xyxy
-from models.heads.dfl import assignment
-from models.heads.dfl.assignment import assign
-from models.heads.dfl.head import DetectDFL, DFLLevel
-from models.heads.dfl.loss import DFLCriterion
-from models.heads.dfl.views import cell_geometry
-from models.tasks.detection.task import DetectionTask
+from models.heads import dfl as assignment
+from models.heads.contract import xywh_to_xyxy
+from models.heads.dfl import DetectDFL, DFLCriterion, DFLLevel, assign, cell_geometry
+from models.tasks.detect import DetectionTask
 from models.yolo import YoloModel, build_model
 from tests.making import CLASS_NAMES, grey_batch, tiny_anchor_free
 from tests.models.heads.dfl.plain import Cell, cells_of, head_sums

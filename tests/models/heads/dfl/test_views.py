@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.heads.dfl.head import DetectDFL, DFLLevel
-from models.heads.dfl.views import DFLView, decode, distances
+from models.heads.dfl import DetectDFL, DFLLevel, DFLView, decode, distances
 from models.tasks.contract import Thresholds
-from models.tasks.detection.suppression import detect
+from models.tasks.detect import detect
 
 
 def level(rows: int, columns: int, classes: int = 2) -> DFLLevel:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from models.tasks.classification.loss import ClassificationCriterion
+from models.tasks.classify import ClassificationCriterion
 from tests.models.tasks.classification.toy_batches import Identity, make, of_classes
 from utils.batch import GlobalCounts
 

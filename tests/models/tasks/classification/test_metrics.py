@@ -9,9 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.tasks.classification.metrics import ClassificationMetrics, ImageRecord, precision_and_recall
-from models.tasks.classification.prediction import ClassificationPrediction
-from models.tasks.classification.task import ClassificationTask
+from models.tasks.classify import (
+    ClassificationMetrics,
+    ClassificationPrediction,
+    ClassificationTask,
+    ImageRecord,
+    precision_and_recall,
+)
 from tests.making import grey_batch
 from tests.models.tasks.classification.toy_batches import SEVEN, make
 from utils.batch import Batch, ClassInfo

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.tasks.classification.prediction import (
+from models.tasks.classify import (
     ClassificationPostprocess,
     ClassificationPrediction,
     ClassificationView,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from models.tasks import TASKS, task_of
-from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
+from models.tasks.classify import ClassificationRecipe, ClassificationTask
 from models.tasks.contract import ExportSettings
 from models.yolo import YoloModel
 from tests.making import CLASS_NAMES, grey_batch

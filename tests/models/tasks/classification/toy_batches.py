@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
+from models.tasks.classify import ClassificationRecipe, ClassificationTask
 from models.tasks.contract import Model
 from tests.making import CLASS_NAMES, grey_batch
 from utils.batch import Batch, ClassInfo

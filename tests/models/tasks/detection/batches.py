@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.tasks.detection.prediction import DetectionPrediction
-from models.tasks.detection.records import image_records
-from models.tasks.shared.records import ImageRecord
+from models.tasks.metrics import ImageRecord, image_records
+from models.tasks.predictions import DetectionPrediction
 from tests.making import CLASS_NAMES, image_info
 from utils.batch import ImageInfo
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from models.heads.boxes import complete_iou, xywh_to_xyxy, xyxy_to_xywh
+from models.heads.contract import complete_iou, xywh_to_xyxy, xyxy_to_xywh
 
 
 def test_conversions() -> None:

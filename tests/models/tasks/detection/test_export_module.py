@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 from torchvision.ops import box_iou
 
-from models.heads.anchors.views import RawView
+from models.heads.anchors import RawView
 from models.tasks.contract import Thresholds
-from models.tasks.detection.export_module import DecodedDetector, GraphSuppression, SuppressedDetector
-from models.tasks.detection.suppression import detect
+from models.tasks.detect import DecodedDetector, GraphSuppression, SuppressedDetector, detect
 from models.yolo import YoloModel, build_model
 from tests.making import tiny_detector
 

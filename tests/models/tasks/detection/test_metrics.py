@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from models.tasks.contract import Thresholds
-from models.tasks.detection.metrics import DetectionMetrics
-from models.tasks.shared.records import ImageRecord, shown_image, unmatched
-from models.tasks.shared.scores import CURVE_POINTS, DETECTION_METRICS
+from models.tasks.metrics import CURVE_POINTS, DETECTION_METRICS, DetectionMetrics, ImageRecord, shown_image, unmatched
 from tests.making import CLASS_NAMES, grey_batch, image_info
 from tests.models.tasks.detection.batches import (
     DISC,

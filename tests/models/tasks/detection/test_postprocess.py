@@ -6,17 +6,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.heads.anchors.views import RawView, decode
+from models.heads.anchors import RawView, decode
 from models.tasks import contract
 from models.tasks.contract import Thresholds
-from models.tasks.detection.postprocess import (
+from models.tasks.detect import (
     AUGMENTATIONS,
     PADDING_GREY,
-    Augmentation,
+    DecodedView,
     DetectionPostprocess,
+    ScaledCopy,
+    SuppressedView,
     boxes_in_files,
 )
-from models.tasks.detection.views import DecodedView, SuppressedView
 from models.yolo import YoloModel, build_model
 from tests.making import CLASS_NAMES, grey_batch, image_info, tiny_detector
 from utils.batch import Placement
@@ -175,7 +176,7 @@ def test_an_exported_file_returns_detections(postprocess: DetectionPostprocess) 
 
 def test_scaled_images_are_padded_to_whole_strides() -> None:
     images = torch.rand(2, 3, 48, 64)
-    scaled, scale = Augmentation(0.5, False).apply(images, 32)
+    scaled, scale = ScaledCopy(0.5, False).apply(images, 32)
     assert scaled.shape == (2, 3, 32, 32)
     assert scale == (0.5, 0.5)
     assert (scaled[..., 24:, :] == PADDING_GREY).all()
@@ -184,7 +185,7 @@ def test_scaled_images_are_padded_to_whole_strides() -> None:
 
 def test_mirrored_images() -> None:
     images = torch.rand(1, 3, 8, 8)
-    mirrored, scale = Augmentation(1.0, True).apply(images, 8)
+    mirrored, scale = ScaledCopy(1.0, True).apply(images, 8)
     assert torch.equal(mirrored, images.flip(3))
     assert scale == (1, 1)
 

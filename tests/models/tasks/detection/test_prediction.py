@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.tasks.detection.metrics import DetectionMetrics
+from models.tasks.metrics import DetectionMetrics
 from tests.making import CLASS_NAMES, grey_batch, image_info
 from tests.models.tasks.detection.batches import labels, predictions
 from utils.plots.drawing import Style

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.tasks.detection.records import image_records
+from models.tasks.metrics import image_records
 from tests.making import image_info
 from tests.models.tasks.detection.batches import labels, random_images
 

@@ -16,20 +16,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.heads.anchors.views import RawView, cell_geometry, decode, decode_xywh
-from models.heads.boxes import xywh_to_xyxy
-from models.heads.contract import Candidates
-from models.heads.logits import least_logit, row_sigmoids
+from models.heads.anchors import RawView, cell_geometry, decode, decode_xywh
+from models.heads.contract import Candidates, least_logit, row_sigmoids, xywh_to_xyxy
+from models.tasks import detect as suppression
 from models.tasks.contract import Thresholds
-from models.tasks.detection import suppression
-from models.tasks.detection.suppression import (
+from models.tasks.detect import (
+    DecodedView,
+    SuppressedView,
     detect,
     detect_with_more,
     filter_detections,
     suppress,
     suppress_together,
 )
-from models.tasks.detection.views import DecodedView, SuppressedView
 from utils.files import ROOT
 
 THREE = math.log(3)  # the logit of 3/4; of 1/4 with a minus
@@ -380,7 +379,7 @@ def test_images_that_are_suppressed_together(most: int, monkeypatch: pytest.Monk
 def test_the_kernel_on_the_cpu() -> None:
     """By Triton's interpreter, in a process of its own: Triton reads the variable when it is imported."""
     pytest.importorskip("triton")
-    code = f"from {__name__} import check_together; from models.tasks.detection.batch_nms import batch_nms as nms"
+    code = f"from {__name__} import check_together; from models.tasks.batch_nms import batch_nms as nms"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", f"{code}; check_together(nms)"], cwd=ROOT, env=environment, check=True)
 
@@ -391,7 +390,7 @@ def test_groups_of_images_have_the_detections_of_each(monkeypatch: pytest.Monkey
     views = [RawView(*random_maps(seed, 3, few=True)) for seed in (0, 1)]
     views.append(DecodedView(torch.rand(3, 20, 8, generator=generator) * 4))
     expected = detect_with_more(views, Thresholds())
-    for module in ("models.heads.anchors.views", "models.tasks.detection.views"):
+    for module in ("models.heads.anchors", "models.tasks.detect"):
         monkeypatch.setattr(f"{module}.image_groups", lambda outputs: iter([outputs]))
     for one, other in zip(detect_with_more(views, Thresholds()), expected, strict=True):
         assert all(map(torch.equal, one, other))

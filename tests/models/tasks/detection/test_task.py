@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from models.heads.anchors.loss import DetectionCriterion, LossSettings
+from models.heads.anchors import DetectionCriterion, LossSettings
 from models.tasks import TASKS, contract
 from models.tasks.contract import ExportSettings, Thresholds
-from models.tasks.detection.export_module import DecodedDetector, SuppressedDetector
-from models.tasks.detection.task import DetectionTask
-from models.tasks.segmentation.task import SegmentationTask
-from models.tasks.shared.losses import UnavailableCriterion
+from models.tasks.detect import DecodedDetector, DetectionTask, SuppressedDetector
+from models.tasks.losses import UnavailableCriterion
+from models.tasks.segment import SegmentationTask
 from tests.making import CLASS_NAMES, grey_batch, image_info, tiny_detector
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError

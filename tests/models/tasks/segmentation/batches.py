@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from models.tasks.segmentation.task import SegmentationTask
+from models.tasks.segment import SegmentationTask
 from models.yolo import YoloModel
 from tests.making import CLASS_NAMES
 from utils.batch import ImageInfo, SegmentationBatch, box_windows

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from models.export.formats import ExportJob, write
 from models.export.runtime import read_exported
-from models.tasks.detection.export_module import GraphSuppression
-from models.tasks.segmentation.export_module import DecodedSegmenter, SuppressedSegmenter
+from models.tasks.detect import GraphSuppression
+from models.tasks.segment import DecodedSegmenter, SuppressedSegmenter
 from models.weights.content import ExportMetadata
 from tests.making import CLASS_NAMES
 from tests.models.tasks.segmentation.batches import tiny_model, tiny_segmenter

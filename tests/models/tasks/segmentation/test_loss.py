@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.heads.anchors.head import Segment
-from models.heads.anchors.loss import LossSettings
-from models.heads.anchors.target_assignment import match, near_cells
+from models.heads.anchors import LossSettings, Segment, match, near_cells
+from models.tasks import segment as mask_loss
 from models.tasks.contract import LossTerms
-from models.tasks.segmentation import mask_loss
-from models.tasks.segmentation.loss import SegmentationCriterion
+from models.tasks.segment import SegmentationCriterion
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import build_model

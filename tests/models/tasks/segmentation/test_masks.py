@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.tasks.segmentation.masks import DetectedMasks, JoinedMasks, MaskPart, OutlineMasks
-from models.tasks.segmentation.views import MaskMaps, Rows
+from models.tasks.masks import DetectedMasks, JoinedMasks, MaskMaps, MaskPart, OutlineMasks, Rows
 from utils.batch import Placement
 
 

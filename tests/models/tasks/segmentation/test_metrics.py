@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from models.tasks import segment_metrics as records
 from models.tasks.contract import Thresholds
-from models.tasks.segmentation import records
-from models.tasks.segmentation.masks import DetectedMasks
-from models.tasks.segmentation.metrics import SEGMENTATION_METRICS, SegmentationMetrics
-from models.tasks.segmentation.prediction import SegmentationPrediction
-from models.tasks.segmentation.records import MaskOverlaps
-from models.tasks.segmentation.views import GivenMaps
+from models.tasks.masks import DetectedMasks, GivenMaps, SegmentationPrediction
+from models.tasks.segment_metrics import SEGMENTATION_METRICS, MaskOverlaps, SegmentationMetrics
 from tests.making import CLASS_NAMES, image_info
 from tests.models.tasks.segmentation.batches import MAP, SIDE, mask_batch
 from utils.batch import SegmentationBatch

@@ -10,15 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.heads.anchors.views import RawView, decode
+from models.heads.anchors import RawView, decode
 from models.tasks.contract import Thresholds
-from models.tasks.detection.export_module import GraphSuppression
-from models.tasks.detection.suppression import detect
-from models.tasks.segmentation.export_module import DecodedSegmenter, SuppressedSegmenter
-from models.tasks.segmentation.masks import DetectedMasks
-from models.tasks.segmentation.postprocess import SegmentationPostprocess
-from models.tasks.segmentation.prediction import SegmentationPrediction
-from models.tasks.segmentation.views import PrototypeView, SegmentationView, cut_by_boxes
+from models.tasks.detect import GraphSuppression, detect
+from models.tasks.masks import DetectedMasks, PrototypeView, SegmentationPrediction, SegmentationView, cut_by_boxes
+from models.tasks.segment import DecodedSegmenter, SegmentationPostprocess, SuppressedSegmenter
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import YoloModel, build_model

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.tasks.segmentation.masks import OutlineMasks
-from models.tasks.segmentation.prediction import SegmentationPrediction
+from models.tasks.masks import OutlineMasks, SegmentationPrediction
 from tests.making import CLASS_NAMES
 from utils.coco import CocoIds, results
 from utils.plots.drawing import COLOURS, Style

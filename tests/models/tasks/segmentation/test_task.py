@@ -12,10 +12,8 @@ import torch
 
 from models.tasks import TASKS, contract, task_of
 from models.tasks.contract import ExportSettings, Thresholds
-from models.tasks.segmentation.export_module import DecodedSegmenter, SuppressedSegmenter
-from models.tasks.segmentation.loss import SegmentationCriterion
-from models.tasks.segmentation.task import SegmentationTask
-from models.tasks.shared.losses import UnavailableCriterion
+from models.tasks.losses import UnavailableCriterion
+from models.tasks.segment import DecodedSegmenter, SegmentationCriterion, SegmentationTask, SuppressedSegmenter
 from models.weights.reader import read_weights
 from models.weights.transfer import transfer
 from models.yolo import build_model

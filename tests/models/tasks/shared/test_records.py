@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from models.tasks.shared.records import CONFIDENT_THRESHOLD, matched_by, paired_by, shown_image, unmatched
-from models.tasks.shared.scores import confusion_matrix, join, score_classes
+from models.tasks.metrics import (
+    CONFIDENT_THRESHOLD,
+    confusion_matrix,
+    join,
+    matched_by,
+    paired_by,
+    score_classes,
+    shown_image,
+    unmatched,
+)
 
 RADIUS = 10.0
 

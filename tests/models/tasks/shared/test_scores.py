@@ -9,15 +9,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from models.tasks.shared import scores as module
-from models.tasks.shared.metric_matching import IOU_THRESHOLDS
-from models.tasks.shared.records import CONFIDENT_THRESHOLD, ImageRecord
-from models.tasks.shared.scores import (
+from models.tasks import metrics as module
+from models.tasks.matching import IOU_THRESHOLDS
+from models.tasks.metrics import (
     AP_RECALLS,
+    CONFIDENT_THRESHOLD,
     CURVE_POINTS,
     DETECTION_METRICS,
     SIZE_EDGES_PIXELS,
     ClassScores,
+    ImageRecord,
     SizeScores,
     confusion_matrix,
     join,

@@ -1,24 +1,137 @@
-"""Masks in pixels of the files: detections' masks, scaled from the network's maps, and filled outlines.
-
-Called by `SegmentationPrediction` and the metrics. A mask is computed for the part of the file that its box covers.
-"""
+"""The instances in one image: `SegmentationPrediction`, made by `SegmentationPostprocess`."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import cv2
 import numpy as np
+import torch
 from torch import Tensor
 
-from models.tasks.segmentation.views import MaskMaps
-from utils.batch import MASK_STRIDE, Placement
+from models.heads.contract import BoxView
+from models.tasks.contract import Image
+from models.tasks.detect import SuppressedView
+from models.tasks.predictions import DetectionPrediction
+from utils.batch import MASK_STRIDE, CocoImage, Placement
 from utils.errors import UserError
+from utils.plots.drawing import Style, tint
+
+Rows: TypeAlias = slice | Sequence[int]  # rows of an image's detections
+
+
+class PrototypeView(NamedTuple):
+    """Boxes with mask coefficients, and the prototypes that the coefficients weight."""
+
+    boxes: BoxView  # `more` is the number of coefficients
+    prototypes: Tensor  # (b, masks, h, w)
+
+    @property
+    def outputs(self) -> tuple[list[Tensor], Tensor] | None:
+        """The input of the criterion; None for an exported file, which returns no raw maps."""
+        return None if self.boxes.outputs is None else (self.boxes.outputs, self.prototypes)
+
+
+class SuppressedMaskView(NamedTuple):
+    """The detections of an exported file with suppression in its graph, and their masks."""
+
+    boxes: SuppressedView
+    masks: Tensor  # (b, m, h, w): 0 or 1, cropped to the boxes
+    outputs: None = None
+
+
+SegmentationView: TypeAlias = PrototypeView | SuppressedMaskView
+
+
+class MaskMaps(ABC):
+    """The masks of an image's detections at the size of the prototypes, on the model's device."""
+
+    @property
+    @abstractmethod
+    def size(self) -> tuple[int, int]:
+        """Height and width."""
+
+    @abstractmethod
+    def probabilities(self, rows: Rows) -> Tensor:
+        """Return the probabilities of some detections, float32 (r, h, w), inside and outside of their boxes."""
+
+    @abstractmethod
+    def inside(self, rows: Rows) -> Tensor:
+        """Return the masks of some detections, bool (r, h, w): the probability of a pixel exceeds 1/2."""
+
+
+@dataclass(frozen=True, eq=False)
+class PrototypeMaps(MaskMaps):
+    """The sigmoids of prototypes weighted by coefficients. Every detection has its own view's prototypes."""
+
+    coefficients: Tensor  # (k, masks)
+    view: Tensor  # int64 (k,): number of each detection's view
+    prototypes: Sequence[Tensor]  # prototypes (masks, h, w) of each view
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width."""
+        return self.prototypes[0].shape[1], self.prototypes[0].shape[2]
+
+    def probabilities(self, rows: Rows) -> Tensor:
+        """Return the sigmoids."""
+        return self._logits(rows).sigmoid_()
+
+    def inside(self, rows: Rows) -> Tensor:
+        """Return the masks: the logit of a pixel is above 0."""
+        return self._logits(rows) > 0
+
+    def _logits(self, rows: Rows) -> Tensor:
+        coefficients = self.coefficients[rows]
+        logits = _weighted(coefficients, self.prototypes[0])
+        for number, prototypes in enumerate(self.prototypes[1:], 1):
+            of_view = (self.view[rows] == number)[:, None, None]
+            logits = torch.where(of_view, _weighted(coefficients, prototypes), logits)
+        return logits
+
+
+def _weighted(coefficients: Tensor, prototypes: Tensor) -> Tensor:
+    """Return the sums (k, h, w) of prototypes (masks, h, w) with weights (k, masks or more); extra ones are unused."""
+    flat = prototypes.detach().float().flatten(1)
+    return (coefficients[:, : len(flat)].float() @ flat).view(-1, *prototypes.shape[1:])
+
+
+@dataclass(frozen=True, eq=False)
+class GivenMaps(MaskMaps):
+    """Masks of 0 and 1 that an exported file computed."""
+
+    masks: Tensor  # (k, h, w)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width."""
+        return self.masks.shape[1], self.masks.shape[2]
+
+    def probabilities(self, rows: Rows) -> Tensor:
+        """Return the masks as numbers."""
+        return self.masks[rows].float()
+
+    def inside(self, rows: Rows) -> Tensor:
+        """Return the masks."""
+        return self.masks[rows] > 0.5
+
+
+def cut_by_boxes(masks: Tensor, boxes: Tensor) -> Tensor:
+    """Crop masks, bool (r, h, w), to their boxes (r, 4), xyxy in pixels of the masks.
+
+    A pixel at column c is inside if x1 <= c < x2, as in YOLOv5.
+    """
+    x1, y1, x2, y2 = boxes[:, :4].unsqueeze(-1).unbind(1)
+    columns, rows = (torch.arange(side, device=masks.device) for side in (masks.shape[2], masks.shape[1]))
+    in_columns = torch.logical_and(columns >= x1, columns < x2)
+    in_rows = torch.logical_and(rows >= y1, rows < y2)
+    return masks.logical_and(in_rows[:, :, None]).logical_and(in_columns[:, None])
+
 
 MAPS_AT_ONCE = 64  # masks of the network's size that are in memory at a time
 MIN_POLYGON_POINTS = 3
@@ -231,3 +344,89 @@ class JoinedMasks(MaskSource):
         for _, group in groupby((self.members[row] for row in rows), lambda member: id(member[0])):
             members = list(group)
             yield members[0][0], [row for _, row in members]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SegmentationPrediction(DetectionPrediction):
+    """The instances in one image, in falling confidence. Masks are computed anew on each access."""
+
+    source: MaskSource
+    label_outlines: Sequence[np.ndarray]  # (p, 2) per label: x, y as shares of width and height; () if unknown
+
+    VALUES = (*DetectionPrediction.VALUES, "masks", "outlines")
+
+    @property
+    def masks(self) -> np.ndarray:
+        """The masks, bool (k, height, width), in pixels of the file."""
+        width, height = self.size
+        masks = np.zeros((len(self.rows), height, width), bool)
+        for mask, part in zip(masks, self.parts(), strict=True):
+            _window(mask, part)[:] = part.pixels
+        return masks
+
+    @property
+    def outlines(self) -> list[np.ndarray]:
+        """The largest contour of each mask, float32 (p, 2): the centres of its pixels as shares of width and height.
+
+        An empty mask has no points; a label has its own outline.
+        """
+        return list(self.source.outlines(range(len(self.rows))))
+
+    def parts(self) -> list[MaskPart]:
+        """Return the masks as the parts of the file that contain them."""
+        return list(self.source.parts(range(len(self.rows))))
+
+    def draw(self, image: Image, style: Style) -> Image:
+        """Return a copy of `image` with masks, in the colours of their classes, and boxes drawn on it.
+
+        The most confident instances are on top.
+        """
+        drawn: Image = image.copy()
+        parts = self.parts()
+        for label, part in zip(self.classes[::-1].tolist(), parts[::-1], strict=True):
+            tint(_window(drawn, part), part.pixels, label)
+        return super().draw(drawn, style)
+
+    def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
+        """Return lines of a label file: class, outline as normalised x y x y ..., and the confidence if requested.
+
+        The outline of a mask with too few pixels for a polygon is its box.
+
+        Args:
+            with_confidence: whether each line ends with the confidence
+            corners: whether lines have boxes, xyxy in pixels of the file, instead of outlines
+        """
+        if corners:
+            return super().label_rows(with_confidence, corners)
+        lines = []
+        for (*xyxy, confidence, label), outline in zip(self.rows.tolist(), self.outlines, strict=True):
+            points = outline if len(outline) >= MIN_POLYGON_POINTS else _rectangle(xyxy) / self.size
+            numbers = [*points.ravel().tolist(), *([confidence] if with_confidence else [])]
+            lines.append(f"{int(label)} {' '.join(f'{number:.6g}' for number in numbers)}")
+        return lines
+
+    def with_labels(self) -> SegmentationPrediction:
+        """Return the labels, with a confidence of 1, then the detections whose boxes overlap no label's box of the same
+        class by more than `iou_thres`."""
+        labels = self.label_boxes()
+        shapes = self.label_outlines or [_rectangle(xyxy) / self.size for *xyxy, _, _ in labels.tolist()]
+        outlined, unlabelled = OutlineMasks(shapes, self.size), self.unlabelled().tolist()
+        members = [(outlined, row) for row in range(len(labels))] + [(self.source, row) for row in unlabelled]
+        return replace(self, rows=torch.cat((labels, self.rows[unlabelled])), source=JoinedMasks(members, self.size))
+
+    def coco_rows(self) -> CocoImage:
+        """Return the detections in COCO's results format, with masks as run lengths."""
+        masks = [part.run_lengths(self.size) for part in self.parts()]
+        return super().coco_rows()._replace(masks=masks)
+
+
+def _window(image: np.ndarray, part: MaskPart) -> np.ndarray:
+    """Return a view of the pixels of `image`, (h, w) or (h, w, 3), that a part covers."""
+    rows, columns = part.pixels.shape
+    return image[part.top : part.top + rows, part.left : part.left + columns]
+
+
+def _rectangle(xyxy: Sequence[float]) -> np.ndarray:
+    """Return the corners of a box, (4, 2)."""
+    left, top, right, bottom = xyxy
+    return np.array(((left, top), (right, top), (right, bottom), (left, bottom)))

@@ -1,4 +1,4 @@
-"""Non-maximum suppression of several images in one call, on a GPU. Imported by suppression.py if Triton works.
+"""Non-maximum suppression of several images in one call, on a GPU. Imported by detect.py if Triton works.
 
 torchvision's `nms` takes one image, and calls for each cost the host more time than a small network's inference.
 """

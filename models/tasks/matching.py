@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.heads.boxes import EPSILON
+from models.heads.contract import EPSILON
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)  # COCO's thresholds
 CONFUSION_IOU = 0.45  # IoU above which the confusion matrix pairs a detection with a label of any class

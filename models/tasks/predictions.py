@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.heads.boxes import xywh_to_xyxy, xyxy_to_xywh
+from models.heads.contract import xywh_to_xyxy, xyxy_to_xywh
 from models.tasks.contract import Image, Prediction
-from models.tasks.shared.metric_matching import box_overlaps, match_by_overlap
+from models.tasks.matching import box_overlaps, match_by_overlap
 from utils.batch import CocoImage
 from utils.errors import plural
 from utils.plots.drawing import Style, draw_boxes

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from models.heads.anchors.head import Detect
+    from models.heads.anchors import Detect
 
 SUFFICIENT_RECALL = 0.98  # best possible recall above which anchors are kept
 MUTATION_ROUNDS = 1000

@@ -1,0 +1,488 @@
+"""`DetectDFL`, the anchor-free head of YOLOv9's detectors. Registered in models/layer_registry.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from models.heads.contract import (
+    EPSILON,
+    Candidates,
+    DetectionHead,
+    complete_iou,
+    image_groups,
+    least_logit,
+    row_sigmoids,
+)
+from models.layers import Conv
+from models.tasks.contract import Criterion, Function, LossTerms
+from models.tasks.losses import PaddedCriterion, at_least_float32, device_constant
+from models.weights.transfer import same_names
+from utils.batch import Batch
+from utils.config.hyperparameters import AlignmentKeys, keys_of
+from utils.errors import plural
+
+SIDES = 4  # left, top, right, bottom
+BINS = 16  # bins of a distance's distribution: 0 to 15 strides
+
+
+class DFLView(NamedTuple):
+    """The raw outputs of a network for images that may be scaled and mirrored."""
+
+    outputs: list[DFLLevel]
+    strides: Tensor  # (levels,) pixels per cell
+    scale: tuple[float, float] = (1.0, 1.0)  # width and height of the model's images, each as a share of the batch's
+    mirrored_width: int = 0  # width of the batch in pixels if the images are mirrored, else 0
+    skipped_level: int | None = None  # number of a level whose boxes are left out
+    more: int = 0
+
+    def augmented(self, scale: tuple[float, float], mirrored_width: int) -> DFLView:
+        """Return the view of scaled or mirrored images."""
+        return self._replace(scale=scale, mirrored_width=mirrored_width)
+
+    def without_level(self, level: int) -> DFLView:
+        """Return the view without the boxes of a level."""
+        return self._replace(skipped_level=level)
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logits of all cells, (b, n, 4 x 16) and (b, n, classes), and their geometry (n, 4)."""
+        numbers = [number for number in range(len(self.outputs)) if number != self.skipped_level]
+        sides = torch.cat([by_cell(self.outputs[number].sides) for number in numbers], 1)
+        scores = torch.cat([by_cell(self.outputs[number].scores) for number in numbers], 1)
+        cells = [cell_geometry(self.outputs[number].sides, self.strides[number], self.scale) for number in numbers]
+        return sides, scores, torch.cat(cells)
+
+    def candidates(self, conf_thres: float) -> Iterator[Candidates]:
+        """Iterate over the boxes of groups of images whose best class score exceeds the threshold; others stay raw."""
+        *outputs, cells = self.rows()
+        for sides, scores in image_groups(outputs):
+            image, box = (scores.amax(2).float() > least_logit(conf_thres)).nonzero(as_tuple=True)
+            xywh = decode_xywh(sides[image, box].float(), cells[box], self.mirrored_width)
+            rows = torch.cat((xywh, torch.ones_like(xywh[:, :1]), row_sigmoids([scores[image, box]])), 1)
+            yield Candidates(len(scores), image, rows, rows[:, :0])
+
+
+def decode(view: DFLView) -> Tensor:
+    """Return all boxes of a view, (b, n, 4 + classes): xywh in pixels of the batch, class scores."""
+    sides, scores, cells = view.rows()
+    return torch.cat((decode_xywh(sides.float(), cells, view.mirrored_width), scores.float().sigmoid()), 2)
+
+
+def by_cell(raw: Tensor) -> Tensor:
+    """Return a map (b, c, h, w) as rows of its cells, (b, h x w, c)."""
+    return raw.flatten(2).transpose(1, 2)
+
+
+def cell_geometry(raw: Tensor, stride: Tensor, scale: tuple[float, float] = (1.0, 1.0)) -> Tensor:
+    """Return the centre (x, y) of each cell of a map, and pixels per column and row: (h x w, 4), in pixels."""
+    height, width = raw.shape[2:]
+    pixels = torch.stack([stride / share for share in scale]).float()
+    columns = torch.arange(width, device=raw.device, dtype=torch.float32) + 0.5
+    rows = torch.arange(height, device=raw.device, dtype=torch.float32) + 0.5
+    parts = ((columns * pixels[0])[:, None], (rows * pixels[1])[:, None, None], pixels)
+    return torch.cat([part.expand(height, width, part.shape[-1]) for part in parts], -1).view(-1, 4)
+
+
+def distances(sides: Tensor) -> Tensor:
+    """Return the expected distances (..., 4) in strides, from logits (..., 4 x 16)."""
+    logits = sides.view(*sides.shape[:-1], SIDES, BINS)
+    bins = torch.arange(BINS, device=sides.device, dtype=sides.dtype)
+    return (logits.softmax(-1) * bins).sum(-1)
+
+
+def decode_xywh(sides: Tensor, cells: Tensor, mirrored_width: int = 0) -> Tensor:
+    """Return boxes (..., n, 4), xywh in pixels.
+
+    Args:
+        sides: logits (..., n, 4 x 16) of the distances
+        cells: geometry (n, 4) of the cells, see `cell_geometry`
+        mirrored_width: width of the batch in pixels if the images are mirrored, else 0
+    """
+    low, high = distances(sides).split(2, -1)
+    centre = cells[:, :2] + (high - low) / 2 * cells[:, 2:]
+    size = (low + high) * cells[:, 2:]
+    if mirrored_width:
+        x, y = centre.split(1, -1)
+        centre = torch.cat((mirrored_width - x, y), -1)
+    return torch.cat((centre, size), -1)
+
+
+CELLS_PER_TARGET = 10
+MAX_DISTANCE = BINS - 1.01  # largest distance from a cell's centre to a side of its box, in strides: below the last bin
+ALIGNMENT_EPSILON = 1e-9
+MAX_PAIRS = 2**21  # pairs of target and cell that are compared at a time, to limit memory
+LOW_BITS = 32  # bits of a key that hold a rank; a float32's bits are above them
+
+
+class Assignment(NamedTuple):
+    """The cells that m targets are assigned to, k each."""
+
+    cell: Tensor  # int64 (m, k): image x n + cell; 0 if the slot is not used
+    weight: Tensor  # (m, k): the class target of the cell, above 0; 0 if the slot is not used
+
+
+class Pairs(NamedTuple):
+    """The best cells of m targets, before cells that several targets have chosen are given to one of them."""
+
+    cell: Tensor  # int64 (m, k): number of the cell in its image
+    alignment: Tensor  # (m, k); 0 if the slot is not used
+    overlap: Tensor  # (m, k): CIoU, at least 0
+
+
+@torch.no_grad()
+def assign(boxes: Tensor, scores: Tensor, cells: Tensor, targets: Tensor, corners: Tensor) -> Assignment:
+    """Assign targets to cells, and return the class targets.
+
+    A target is assigned to its 10 best aligned cells, alignment = CIoU^6 x score^0.5, among the cells whose centres are
+    inside of it and whose distances to its sides the bins can represent; without such cells, to the best of all cells.
+    A cell with several targets keeps the one with the largest CIoU. A cell's class target is its alignment x the
+    target's largest CIoU / the target's largest alignment.
+
+    Args:
+        boxes: predicted boxes (b, n, 4), xywh in pixels
+        scores: class logits (b, n, classes)
+        cells: geometry (n, 4) of the cells, see `cell_geometry`
+        targets: image, class and normalised xywh of the targets, (m, 6)
+        corners: xyxy (m, 4) of the targets, in pixels
+    """
+    count = cells.shape[0]
+    at_a_time = max(MAX_PAIRS // count, 1)
+    low, size = boxes[..., :2] - boxes[..., 2:] / 2, boxes[..., 2:]
+    predicted = (*low.unbind(2), *(low + size).unbind(2), size.prod(2), _shape(*size.unbind(2)))
+    parts = [
+        _best_cells(predicted, scores, cells, *chunk)
+        for chunk in zip(targets.split(at_a_time), corners.split(at_a_time), strict=True)
+    ]
+    pairs = Pairs(*(torch.cat(each) for each in zip(*parts, strict=True)))
+    used, image = pairs.alignment > 0, targets[:, :1].long()
+    cell = image * count + pairs.cell
+    # The first target has the highest rank, so that it wins among equal overlaps.
+    rank = torch.arange(len(targets) - 1, -1, -1, device=cell.device)[:, None]
+    key = _keys(pairs.overlap, rank)
+    everywhere = len(boxes) * count  # an extra element for slots that are not used
+    place = torch.where(used, cell, everywhere).flatten()
+    winner = key.new_full((everywhere + 1,), -1).scatter_reduce_(0, place, key.flatten(), "amax")
+    used = used & (winner[place].view_as(key) == key)
+    alignment, overlap = torch.where(used, pairs.alignment, 0), torch.where(used, pairs.overlap, 0)
+    most = alignment.amax(1, keepdim=True) + ALIGNMENT_EPSILON
+    return Assignment(torch.where(used, cell, 0), alignment / most * overlap.amax(1, keepdim=True))
+
+
+def _best_cells(predicted: tuple[Tensor, ...], scores: Tensor, cells: Tensor, targets: Tensor, box: Tensor) -> Pairs:
+    """Return the best aligned cells of each of m targets, regardless of the other targets.
+
+    Args:
+        predicted: left, top, right, bottom, area and `_shape` of the predictions, (b, n) each
+        box: corners (m, 4) of the targets, xyxy in pixels
+    """
+    image, label = targets[:, 0].long(), targets[:, 1].long()
+    x, y, pixels, _ = cells.unbind(1)
+    left, top, right, bottom = box[:, :, None].unbind(1)
+    near, far = torch.minimum(x - left, right - x), torch.maximum(x - left, right - x)
+    near, far = torch.minimum(near, y - top).minimum(bottom - y), torch.maximum(far, y - top).maximum(bottom - y)
+    inside = (near >= 0) & (far / pixels <= MAX_DISTANCE)
+    overlap = _overlaps((left, top, right, bottom), [values[image] for values in predicted])
+    square = overlap * overlap
+    alignment = square * square * square * scores[image, :, label].sigmoid().sqrt()
+    count = len(cells)
+    keys = _keys(alignment, torch.arange(count - 1, -1, -1, device=cells.device))
+    best = torch.where(inside, keys, 0).topk(min(CELLS_PER_TARGET, count), 1).values
+    first = torch.where(_number(best[:, :1]) > 0, best[:, :1], keys.amax(1, keepdim=True))
+    best = torch.cat((first, best[:, 1:]), 1)
+    cell = count - 1 - (best & (2**LOW_BITS - 1))
+    cell = cell.clamp(0, count - 1)
+    return Pairs(cell, _number(best), overlap.gather(1, cell))
+
+
+def _keys(numbers: Tensor, rank: Tensor) -> Tensor:
+    """Return int64 keys that are ordered like `numbers`, float32 of at least 0, and among equal numbers by rank."""
+    return (numbers.float().view(torch.int32).long() << LOW_BITS) + rank
+
+
+def _number(keys: Tensor) -> Tensor:
+    """Return the float32 numbers in keys."""
+    return (keys >> LOW_BITS).int().view(torch.float32)
+
+
+def _shape(width: Tensor, height: Tensor) -> Tensor:
+    """Return the angle of a box's diagonal, by which CIoU compares shapes."""
+    return torch.atan(width / (height + EPSILON))
+
+
+def _overlaps(target: tuple[Tensor, ...], predicted: list[Tensor]) -> Tensor:
+    """Return the CIoU of targets and predictions, at least 0: (m, n). See `complete_iou`.
+
+    Args:
+        target: left, top, right and bottom of the targets, (m, 1) each
+        predicted: left, top, right, bottom, area and `_shape` of the predictions, (m, n) each
+    """
+    (ax1, ay1, ax2, ay2), (bx1, by1, bx2, by2, area, angle) = target, predicted
+    width, height = ax2 - ax1, ay2 - ay1
+    shared = (torch.minimum(ax2, bx2) - torch.maximum(ax1, bx1)).clamp_(min=0)
+    shared *= (torch.minimum(ay2, by2) - torch.maximum(ay1, by1)).clamp_(min=0)
+    iou = shared / (width * height + area - shared + EPSILON)
+    hull = (torch.maximum(ax2, bx2) - torch.minimum(ax1, bx1)).square_()
+    hull += (torch.maximum(ay2, by2) - torch.minimum(ay1, by1)).square_()
+    distance = (bx1 + bx2 - (ax1 + ax2)).square_() + (by1 + by2 - (ay1 + ay2)).square_()
+    shape = (_shape(width, height) - angle).square_() * (4 / math.pi**2)
+    return (iou - distance / 4 / (hull + EPSILON) - shape * shape / (shape - iou + 1 + EPSILON)).clamp_(0, 1)
+
+
+LOSS_NAMES = ("box_loss", "cls_loss", "dfl_loss")  # names of the terms, in the order of `LossTerms`
+
+
+class Cells(NamedTuple):
+    """The outputs of a head for all n cells of its levels, at least float32."""
+
+    sides: Tensor  # (b, n, 4 x 16): logits of distances
+    scores: Tensor  # (b, n, classes): logits
+    geometry: Tensor  # (n, 4), see `cell_geometry`
+
+
+class DFLCriterion(Criterion):
+    """Box (CIoU), class and distribution focal terms over the cells that targets are assigned to.
+
+    Every term of a head is divided by the sum of its class targets over the global batch, at least 1; the auxiliary
+    head's terms are weighted by `settings.tal_aux`.
+
+    Args:
+        settings: gains of the terms, and the weight of the auxiliary head
+        head: the model's head, whose strides are read at each call because the model is moved to its device later
+        class_weights: weight of an object, by class number: a cell that is assigned to an object of weight 2 counts
+            twice in every term; empty if all objects count the same
+    """
+
+    def __init__(self, settings: AlignmentKeys, head: DetectDFL, class_weights: Sequence[float] = ()) -> None:
+        self.settings, self._head, self.class_weights = settings, head, tuple(class_weights)
+
+    def __call__(self, outputs: Sequence[DFLLevel] | tuple[Sequence[DFLLevel], ...], batch: Batch) -> LossTerms:
+        """Return the loss terms, whose parts are the heads.
+
+        Args:
+            outputs: levels of the head; in training with an auxiliary branch a pair, the main head's levels and the
+                auxiliary head's
+        """
+        heads = outputs if isinstance(outputs, tuple) else (outputs,)
+        parts = [self.head_sums(levels, batch) for levels in heads]
+        sums, counts = (torch.stack(each, 1) for each in zip(*parts, strict=True))
+        gains = (self.settings.tal_box, self.settings.tal_cls, self.settings.tal_dfl)
+        shares = (1.0, self.settings.tal_aux)[: len(heads)]
+        weights = device_constant(tuple(tuple(gain * share for share in shares) for gain in gains), sums.device)
+        return LossTerms(sums, counts, weights.to(sums))
+
+    def head_sums(self, levels: Sequence[DFLLevel], batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the box, class and distribution sums, (3,), and their counts, (3,): the sum of the class targets."""
+        cells = self._cells(levels)
+        height, width = batch.images.shape[2:]
+        corners = _corners(batch.targets, width, height)
+        with torch.no_grad():
+            boxes = decode_xywh(cells.sides, cells.geometry)
+            assigned = assign(boxes, cells.scores, cells.geometry, batch.targets, corners)
+        label = batch.targets[:, 1:2].long().expand_as(assigned.cell).flatten()
+        used = assigned.weight.flatten() > 0
+        if self.class_weights:
+            repeats = device_constant(self.class_weights, label.device).to(assigned.weight)[label]
+            assigned = Assignment(assigned.cell, assigned.weight * repeats.view_as(assigned.weight))
+        box, dfl = _box_sums(cells, corners, assigned)
+        weights = assigned.weight.flatten()
+        classes = cells.scores.shape[2]
+        positive = cells.scores.reshape(-1).index_select(0, assigned.cell.flatten() * classes + label)
+        # Cross-entropy with soft targets t is softplus(x) - t x, and t is 0 except at the assigned cells.
+        cls = functional.softplus(cells.scores).sum() - (positive * weights).sum()
+        if self.class_weights:  # softplus(x) of an assigned cell counts as often as the cell
+            rows = functional.softplus(cells.scores.reshape(-1, classes).index_select(0, assigned.cell.flatten()))
+            cls = cls + torch.where(used, (repeats - 1) * rows.sum(1), 0).sum()
+        return torch.stack((box, cls, dfl)), weights.sum().expand(3)
+
+    def for_gpu(self, recorded: Callable[[Function], Function]) -> Criterion:
+        """Return the criterion with padded targets; a subclass may read what a recording does not repeat."""
+        return PaddedCriterion(self, recorded) if type(self) is DFLCriterion else self
+
+    def objective(self, means: Tensor, images: int) -> Tensor:
+        """Return the sum of the terms, times the images of a step."""
+        return means.sum() * images
+
+    def weight(self, batch: Batch) -> float:
+        """Return 1: all batches of a validation count equally."""
+        return 1.0
+
+    def _cells(self, levels: Sequence[DFLLevel]) -> Cells:
+        strides = self._head.stride.to(levels[0].sides.device)
+        sides = torch.cat([by_cell(level.sides) for level in levels], 1)
+        scores = torch.cat([by_cell(level.scores) for level in levels], 1)
+        geometry = [cell_geometry(level.sides, stride) for level, stride in zip(levels, strides, strict=True)]
+        return Cells(at_least_float32(sides), at_least_float32(scores), torch.cat(geometry))
+
+
+def _corners(targets: Tensor, width: int, height: int) -> Tensor:
+    """Return the corners (m, 4) in pixels of targets (m, 6)."""
+    x, y, w, h = targets[:, 2:].unbind(1)
+    half_w, half_h = w / 2, h / 2
+    return torch.stack(((x - half_w) * width, (y - half_h) * height, (x + half_w) * width, (y + half_h) * height), 1)
+
+
+def _box_sums(cells: Cells, corners: Tensor, assigned: Assignment) -> tuple[Tensor, Tensor]:
+    """Return the sums of the box and distribution terms over the assigned pairs of target and cell."""
+    weights = assigned.weight.flatten()
+    cell = assigned.cell.flatten()
+    sides = cells.sides.reshape(-1, cells.sides.shape[2]).index_select(0, cell)
+    x, y, pixels, _ = cells.geometry[cell % len(cells.geometry)].unbind(1)
+    centre, pixels = torch.stack((x, y), 1), pixels[:, None]
+    target = corners.repeat_interleave(assigned.cell.shape[1], 0)
+    low, high = (centre - target[:, :2]) / pixels, (target[:, 2:] - centre) / pixels  # in strides
+    iou = complete_iou(_relative_box(*distances(sides).split(2, 1)), _relative_box(low, high))
+    distance = torch.cat((low, high), 1).clamp(0, MAX_DISTANCE)
+    is_assigned = weights > 0
+    box = (torch.where(is_assigned, 1 - iou, 0) * weights).sum()
+    dfl = (torch.where(is_assigned, _focal(sides, distance), 0) * weights).sum()
+    return box, dfl
+
+
+def _relative_box(low: Tensor, high: Tensor) -> Tensor:
+    """Return xywh boxes (n, 4) relative to a point, from distances (n, 2) to left and top, and to right and bottom."""
+    return torch.cat(((high - low) / 2, high + low), 1)
+
+
+def _focal(sides: Tensor, distance: Tensor) -> Tensor:
+    """Return the distribution focal loss (n,), arXiv 2006.04388, equation 6, as a mean over the four sides.
+
+    Args:
+        sides: logits (n, 4 x 16) of the distances
+        distance: target distances (n, 4) in strides; each is shared by the two bins around it
+    """
+    logits = sides.view(len(sides), SIDES, BINS).log_softmax(2)
+    below = distance.floor()
+    at_below, at_above = (logits.gather(2, (below + step).long()[..., None])[..., 0] for step in (0, 1))
+    return -(at_below * (below + 1 - distance) + at_above * (distance - below)).mean(1)
+
+
+MAX_SCORE_CHANNELS = 128  # largest number of hidden channels that the number of classes may give a class branch
+BIN_STEP = 0.5  # how much the initial logits of the distances decrease from bin to bin
+EXPECTED_OBJECTS = 5  # objects per level that an untrained head's class scores predict in an image of 640 px
+
+
+class DFLLevel(NamedTuple):
+    """The raw outputs of one level."""
+
+    sides: Tensor  # (b, 4 x 16, h, w): logits of the distances from a cell's centre to left, top, right and bottom
+    scores: Tensor  # (b, classes, h, w): logits
+
+
+class DFLBranches(nn.Module):
+    """The convolutions of one level: (b, c1, h, w) to a `DFLLevel`.
+
+    Args:
+        box: number of hidden channels of the box branch
+        score: number of hidden channels of the class branch
+    """
+
+    def __init__(self, c1: int, box: int, score: int, nc: int) -> None:
+        super().__init__()
+        self.anchor_conv = nn.Sequential(
+            Conv(c1, box, 3), Conv(box, box, 3, groups=SIDES), nn.Conv2d(box, SIDES * BINS, 1, groups=SIDES)
+        )
+        self.class_conv = nn.Sequential(Conv(c1, score, 3), Conv(score, score, 3), nn.Conv2d(score, nc, 1))
+
+    def forward(self, x: Tensor) -> DFLLevel:
+        return DFLLevel(self.anchor_conv(x), self.class_conv(x))
+
+
+class DetectDFL(DetectionHead):
+    """An anchor-free head: for each cell, distributions of the distances to the box's sides, and class scores.
+
+    It is trained with the generalized focal loss (arXiv 2006.04388) and task-aligned assignment (arXiv 2108.07755), as
+    in YOLOv9 (arXiv 2402.13616).
+
+    Args:
+        nc: number of classes
+        channels: number of channels of each input map
+        score_channels: number of hidden channels of the class branches; if None, the larger of the first map's channels
+            and min(2 nc, 128)
+    """
+
+    description = "detection head"
+    example = "[[15, 18, 21], 1, DetectDFL, [nc]]"
+    loss_names = LOSS_NAMES
+    hyperparameters = keys_of(AlignmentKeys)
+    takes_anchors = False
+
+    def __init__(self, nc: int, channels: Sequence[int], score_channels: int | None = None) -> None:
+        super().__init__()
+        self.nc = nc
+        box = max(math.ceil(channels[0] // 4 / SIDES) * SIDES, SIDES * BINS)
+        score = score_channels or max(channels[0], min(2 * nc, MAX_SCORE_CHANNELS))
+        self.register_buffer("stride", torch.ones(len(channels)), persistent=False)
+        self.heads = nn.ModuleList(DFLBranches(c1, box, score, nc) for c1 in channels)
+
+    def forward(self, maps: Sequence[Tensor]) -> list[DFLLevel]:
+        """Map (b, channels, h, w) of each level to its `DFLLevel`."""
+        return [branches(x) for branches, x in zip(self.heads, maps, strict=True)]
+
+    @torch.no_grad()
+    def placed(self, strides: Sequence[float]) -> None:
+        """Set the levels' strides in pixels, and the biases of the last convolutions.
+
+        Class scores predict 5 objects per level, and boxes are 3 strides wide and high. Equal biases would make them 15
+        strides wide: they overlap little with small objects, whose weight in the loss, the overlap, would be near 0.
+        """
+        self.stride.copy_(torch.tensor(strides))
+        for branches, stride in zip(self.heads, self.stride, strict=True):
+            branches.get_parameter("anchor_conv.2.bias").copy_(-BIN_STEP * torch.arange(BINS).repeat(SIDES))
+            bias = branches.get_parameter("class_conv.2.bias")
+            bias.copy_(torch.log(EXPECTED_OBJECTS / self.nc / (640 / stride) ** 2).expand_as(bias))
+
+    def criterion(
+        self, hyp: AlignmentKeys, label_smoothing: float, imgsz: int, class_weights: Sequence[float] = ()
+    ) -> Criterion:
+        """Return YOLOv9's loss; its class targets are soft already, so `label_smoothing` changes nothing."""
+        return DFLCriterion(hyp, self, class_weights)
+
+    def view(self, outputs: list[DFLLevel], more: int = 0) -> DFLView:
+        """Return the plain view of raw outputs; `more` is ignored, as no task adds outputs to this head."""
+        return DFLView(outputs, self.stride.to(outputs[0].sides.device))
+
+    def decode(self, outputs: list[DFLLevel], more: int = 0) -> Tensor:
+        """Return all boxes, (b, n, 4 + classes): xywh in pixels, class scores; by level, row, column."""
+        return decode(DFLView(outputs, self.stride.float()))
+
+    @staticmethod
+    def scored(decoded: Tensor) -> Tensor:
+        """Return boxes (b, n, 4 + classes) with an objectness of 1, (b, n, 5 + classes)."""
+        return torch.cat((decoded[..., :4], torch.ones_like(decoded[..., :1]), decoded[..., 4:]), -1)
+
+    @torch.no_grad()
+    def keep(self, prefix: str, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]) -> str:
+        """Copy the class rows of a file's head into this one, and return in words which were copied, or why none were.
+
+        `transfer` has already loaded the box branches and, if they are as wide, the first layers of the class branches.
+        Each row of the last layer is copied from the class of the same name, whatever its number; other classes are
+        left unchanged.
+
+        Args:
+            prefix: prefix of the head's tensors in `state`
+            state: the file's tensors, by name
+            names: the file's class names, by number
+            new: the model's class names, by number
+        """
+        same, taken = same_names(names, new), 0
+        for number, branches in enumerate(self.heads):
+            targets = [branches.get_parameter(f"class_conv.2.{part}") for part in ("weight", "bias")]
+            sources = [state.get(f"{prefix}.heads.{number}.class_conv.2.{part}") for part in ("weight", "bias")]
+            pairs = [
+                (target, source)
+                for target, source in zip(targets, sources, strict=True)
+                if source is not None and source.shape[1:] == target.shape[1:] and len(source) >= len(names)
+            ]
+            if len(pairs) == len(targets):
+                taken += 1
+                for target, source in pairs:
+                    for row, of_file in same.items():
+                        target[row] = source[of_file]
+        if not taken:
+            return "from its head the boxes, not the classes: the layers before them differ"
+        return f"from its head the boxes and {len(same) or 'none'} of {plural(len(new), 'class')}"

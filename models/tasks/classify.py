@@ -1,0 +1,361 @@
+"""Image classification: the factory of the model, loss, predictions and metrics. Named by `TASKS`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.layers import Classify
+from models.tasks.contract import (
+    Criterion,
+    ExportModule,
+    ExportSettings,
+    Image,
+    LossTerms,
+    Metrics,
+    Model,
+    Postprocess,
+    Prediction,
+    Task,
+    Thresholds,
+    View,
+)
+from models.tasks.losses import at_least_float32, device_constant, weights_by_class
+from models.tasks.torchvision_models import build_classifier
+from models.yolo import build_model
+from utils.batch import Batch, ClassInfo, Split, layout
+from utils.config.hyperparameters import ClassWeightKeys, Recipes, Transforms, number
+from utils.config.values import BELOW_ONE, NOT_NEGATIVE
+from utils.errors import UserError
+from utils.files import csv_text
+from utils.plots.drawing import draw_captioned, draw_text_lines
+from utils.summary import Row, Summary, confusion_text, dense_counts, sparse_counts
+
+if TYPE_CHECKING:
+    from utils.plots.drawing import Style
+
+TOP_CLASSES = 5  # classes per image that are named, drawn, written and counted by top-5 accuracy
+
+
+def most_probable(probabilities: Tensor, count: int = TOP_CLASSES) -> tuple[int, ...]:
+    """Return the most probable classes in falling probability; equally probable classes are ordered by number."""
+    return tuple(probabilities.sort(descending=True, stable=True).indices[:count].tolist())
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ClassificationPrediction(Prediction):
+    """The probabilities of the classes in one image."""
+
+    probabilities: Tensor  # float32 (classes,), on the CPU
+
+    VALUES = (*Prediction.VALUES, "probs", "top5")
+
+    @property
+    def array(self) -> np.ndarray:
+        """Return the probability of each class, float32 (classes,)."""
+        return self.probabilities.numpy().astype(np.float32)
+
+    @property
+    def probs(self) -> np.ndarray:
+        """The probability of each class, float32 (classes,)."""
+        return self.array
+
+    @property
+    def top5(self) -> list[tuple[str, float]]:
+        """The five most probable classes, by name, and their probabilities."""
+        return self.items
+
+    @property
+    def scores(self) -> np.ndarray:
+        """The five highest probabilities, float32 (k,); fewer if there are fewer classes."""
+        return np.asarray(self.array[self.classes])
+
+    @property
+    def classes(self) -> np.ndarray:
+        """The five most probable classes, int64 (k,)."""
+        return np.array(most_probable(self.probabilities), np.int64)
+
+    def describe(self) -> str:
+        """Format the five most probable classes: `cat 0.90, dog 0.10`."""
+        return ", ".join(f"{name} {probability:.2f}" for name, probability in self.items)
+
+    def draw(self, image: Image, style: Style) -> Image:
+        """Return a copy of `image` with the five most probable classes in its corner."""
+        texts = [style.text(name, probability) for name, probability in self.items]
+        return draw_text_lines(image, list(filter(None, texts)), style.thickness)
+
+    def crops(self, image: Image) -> list[tuple[str, Image]]:
+        """Return the whole image, with the name of its most probable class."""
+        return [(self.items[0][0], image)]
+
+    def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
+        """Return the names of the five most probable classes, each after its probability if `with_confidence`."""
+        return [f"{probability:.6g} " * with_confidence + name for name, probability in self.items]
+
+
+class ClassificationView(NamedTuple):
+    """The outputs of a model for the images of a batch."""
+
+    outputs: Tensor  # logits (b, classes)
+
+
+class ClassificationPostprocess(Postprocess):
+    """Average the probabilities of all views of one or several models."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self.names = names
+
+    def views(self, model: Model, inputs: Tensor, augment: bool) -> list[ClassificationView]:
+        """Run `model` on `inputs` and, if `augment`, on their mirror images."""
+        versions = (inputs, inputs.flip(3)) if augment else (inputs,)
+        return [ClassificationView(model(images)) for images in versions]
+
+    def __call__(self, views: Sequence[View], batch: Batch) -> list[ClassificationPrediction]:
+        """Return the probabilities of each image."""
+        probabilities = torch.stack([view.outputs.float().softmax(1) for view in views]).mean(0).cpu()
+        return [
+            ClassificationPrediction(info.image, info.path, self.names, image)
+            for info, image in zip(batch.infos, probabilities, strict=True)
+        ]
+
+
+class ClassificationCriterion(Criterion):
+    """Cross-entropy of logits (b, classes) against targets (b, classes): shares of the classes, which add up to 1.
+
+    Args:
+        classes: number of classes
+        label_smoothing: value of --label-smoothing
+        class_weights: weight of an image, by class number: an image of weight 2 counts as two equal images, and each
+            share of a mixture has its class's weight; empty if all images count the same
+    """
+
+    def __init__(self, classes: int, label_smoothing: float = 0.0, class_weights: Sequence[float] = ()) -> None:
+        self.classes, self.label_smoothing, self.class_weights = classes, label_smoothing, tuple(class_weights)
+
+    def __call__(self, outputs: Tensor, batch: Batch) -> LossTerms:
+        """Return the loss of logits (b, classes), in fp32 or fp64, as one term: a weighted sum over the images."""
+        logits = at_least_float32(outputs)
+        smoothed = batch.targets * (1 - self.label_smoothing) + self.label_smoothing / self.classes
+        if self.class_weights:
+            weighted = batch.targets * device_constant(self.class_weights, logits.device).to(batch.targets)
+            images = weighted.sum(1, keepdim=True)
+            smoothed = weighted * (1 - self.label_smoothing) + images * (self.label_smoothing / self.classes)
+            total = -(smoothed * logits.log_softmax(1)).sum()
+            least = min(1.0, *self.class_weights)
+            return LossTerms(total.view(1, 1), images.sum().to(total).view(1, 1), total.new_ones(1, 1), least)
+        total = -(smoothed * logits.log_softmax(1)).sum()
+        return LossTerms(total.view(1, 1), total.new_full((1, 1), len(logits)), total.new_ones(1, 1))
+
+    def objective(self, means: Tensor, images: int) -> Tensor:
+        """Return the mean over the images of a step."""
+        return means.sum()
+
+    def weight(self, batch: Batch) -> float:
+        """Return the number of images: the validation loss is the mean over all images."""
+        return len(batch.infos)
+
+
+CLASSIFICATION_METRICS = ("accuracy_top1", "accuracy_top5")
+CLASS_METRICS = ("precision", "recall")
+DRAWN_MISTAKES = 16
+MIN_PICTURE_SIDE_PIXELS = 160  # smallest side that a caption fits below
+
+
+class ImageRecord(NamedTuple):
+    """The contribution of one image to the metrics."""
+
+    image: int  # index in the split
+    label: int
+    best: tuple[int, ...]  # the most probable classes, at most 5, most probable first
+    confidence: float  # probability of the most probable class
+
+
+class ClassificationMetrics(Metrics):
+    """Top-1 and top-5 accuracy, and precision and recall of each class; top-1 accuracy is the fitness."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self.names = names
+
+    def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[ImageRecord]:
+        """Return a record for each image."""
+        infos: Sequence[ClassInfo] = batch.infos
+        records = []
+        for prediction, info in zip(cast(Sequence[ClassificationPrediction], predictions), infos, strict=True):
+            best = most_probable(prediction.probabilities)
+            records.append(ImageRecord(info.image, info.label, best, float(prediction.probabilities[best[0]])))
+        return records
+
+    def summarise(self, records: Sequence[ImageRecord]) -> Summary:
+        """Return the metrics of a split; fitness is the share of images whose most probable class is correct."""
+        confusion = np.zeros((len(self.names), len(self.names)), np.int64)
+        for record in records:
+            confusion[record.label, record.best[0]] += 1
+        top1 = float(np.trace(confusion)) / len(records)
+        top5 = sum(record.label in record.best for record in records) / len(records)
+        mistakes = [record for record in records if record.label != record.best[0]]
+        mistakes = sorted(mistakes, key=lambda record: (-record.confidence, record.image))[:DRAWN_MISTAKES]
+        drawn = [[record.image, record.label, record.best[0], record.confidence] for record in mistakes]
+        evidence = {"confusion": sparse_counts(confusion), "mistakes": drawn}
+        precision, recall = precision_and_recall(confusion)
+        labelled = {k: name for k, name in self.names.items() if confusion[k].any()}
+        by_class = {
+            metric: {name: float(values[k]) for k, name in labelled.items()}
+            for metric, values in zip(CLASS_METRICS, (precision, recall), strict=True)
+        }
+        top = {"top-1": top1, "top-5": top5} if len(self.names) > TOP_CLASSES else {"top-1": top1}
+        overall, details = self._table(confusion.sum(1), precision, recall, top)
+        metrics = dict(zip(CLASSIFICATION_METRICS, (top1, top5), strict=True))
+        headline = dict(reversed(top.items()))
+        return Summary(metrics, top1, overall, details, evidence, by_class=by_class, headline=headline)
+
+    def documents(self, summary: Summary) -> dict[str, str]:
+        """Return classes.csv, with images, precision and recall of each class, and confusion_matrix.csv."""
+        confusion = dense_counts(summary.evidence["confusion"], len(self.names))
+        precision, recall = precision_and_recall(confusion)
+        names = list(self.names.values())
+        by_class = [
+            (name, int(confusion[k].sum()), f"{precision[k]:.9g}", f"{recall[k]:.9g}") for k, name in enumerate(names)
+        ]
+        return {
+            "classes.csv": csv_text(("class", "images", "precision", "recall"), by_class),
+            "confusion_matrix.csv": confusion_text(confusion, names),
+        }
+
+    def pictures(self, summary: Summary, split: Split, side: int) -> dict[str, Image]:
+        """Return mistakes.jpg, the most confident mistakes, if there are any."""
+        mistakes = summary.evidence["mistakes"]
+        if not mistakes:
+            return {}
+        images = [split.shown(image, max(side, MIN_PICTURE_SIDE_PIXELS)) for image, *_ in mistakes]
+        captions = [
+            f"{self.names[predicted]} {confidence:.2f}\nis {self.names[label]}"
+            for _, label, predicted, confidence in mistakes
+        ]
+        return {"mistakes.jpg": draw_captioned(images, captions)}
+
+    def _table(
+        self, images: np.ndarray, precision: np.ndarray, recall: np.ndarray, top: Mapping[str, float]
+    ) -> tuple[list[Row | str], list[Row | str]]:
+        """Return the table's titles with the row of all classes, and a row per class.
+
+        Args:
+            images: number of images of each class, (c,)
+            precision: precision of each class, (c,)
+            recall: recall of each class, (c,)
+            top: accuracies, by title
+        """
+        titles = ("Class", "Images", "P", "R", *top)
+        overall: Row = ("all", int(images.sum()), float(precision.mean()), float(recall.mean()), *top.values())
+        columns = (self.names.values(), images.tolist(), precision.tolist(), recall.tolist())
+        return [titles, overall], [(*row, *"-" * len(top)) for row in zip(*columns, strict=True)]
+
+
+def precision_and_recall(confusion: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return precision and recall by class, (c,) each, from counts (c, c) by true and predicted class; 0 for 0 / 0."""
+    right = np.diag(confusion).astype(np.float64)
+    predicted, true = confusion.sum(0), confusion.sum(1)
+    return right / np.maximum(predicted, 1), right / np.maximum(true, 1)
+
+
+# Mean and standard deviation of ImageNet's channels, RGB from 0 to 1.
+IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class ClassificationRecipe(ClassWeightKeys, Transforms):
+    """The keys of a classifier's hyperparameter YAML, with the defaults in data/hyps/classify.yaml."""
+
+    momentum: float = number(0.9, BELOW_ONE)
+    weight_decay: float = number(0.0001, NOT_NEGATIVE)
+    nbs: int = number(0, NOT_NEGATIVE)  # nominal batch size; 0 makes every batch a step
+    warmup_epochs: float = number(0.0, NOT_NEGATIVE)
+
+
+class ClassificationTask(Task):
+    """Classification by torchvision's models (`architecture:` in the model YAML) or layers with a `Classify` head."""
+
+    recipe = ClassificationRecipe
+    recipes = Recipes(trained="finetune-cls", few="classify")
+    prediction = ClassificationPrediction
+    # YOLOv5's default weights are a detector's.
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "weights": "",
+        "imgsz": 224,
+        "epochs": 30,
+        "batch_size": 32,
+    }
+    features = frozenset({"label smoothing", "mixing", "augmentation", "copies"})
+    loss_names = ("loss",)
+    metric_names = CLASSIFICATION_METRICS
+    prefers_trained = True
+    official_weights = r"yolov5[nsmlx]-cls\.pt"
+
+    def __init__(self, names: Mapping[int, str], hyp: ClassificationRecipe, label_smoothing: float = 0.0) -> None:
+        super().__init__(names, hyp, label_smoothing)
+        self.label_smoothing = label_smoothing
+        self.class_weights = weights_by_class(names, hyp.class_weights)
+        if hyp.mixup + hyp.cutmix > 1:
+            raise UserError(
+                f"mixup {hyp.mixup:g} and cutmix {hyp.cutmix:g} are probabilities, and an image gets at most one "
+                "of the two; give numbers that add up to 1 or less"
+            )
+        if len(names) < 2:
+            raise UserError(
+                f"a classifier needs at least two classes; the data set has {', '.join(names.values()) or 'none'}"
+            )
+
+    def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> Model:
+        """Build torchvision's model, or a model of layers, for images of any size, unless layers need whole strides."""
+        classes = len(self.names)
+        if "architecture" in yaml or "backbone" not in yaml:
+            model = build_classifier(yaml, classes, imgsz, source)
+        else:
+            model = build_model(dict(yaml), nc=classes, source=source, head=Classify, imgsz=imgsz)
+        model.names = self.names
+        return model
+
+    def criterion(self, model: Model) -> ClassificationCriterion:
+        """Return the cross-entropy, with label smoothing and class weights."""
+        return ClassificationCriterion(len(self.names), self.label_smoothing, self.class_weights)
+
+    def postprocess(self, model: Model, thresholds: Thresholds) -> ClassificationPostprocess:
+        """Return the averaging of probabilities over views; no threshold applies."""
+        return ClassificationPostprocess(self.names)
+
+    def metrics(self, shown: frozenset[int] = frozenset()) -> ClassificationMetrics:
+        """Return the metrics; only mistakes are drawn, whichever images are `shown`."""
+        return ClassificationMetrics(self.names)
+
+    def inputs(self, batch: Batch) -> Tensor:
+        """Return the images normalised by ImageNet's statistics, float (b, 3, h, w)."""
+        mean, deviation = _statistics(batch.images.device)
+        images = batch.images.float(memory_format=layout(batch.images.device))  # type: ignore[call-arg]
+        return images.div_(255).sub_(mean).div_(deviation)
+
+    def export_module(self, model: Model, settings: ExportSettings) -> ExportModule:
+        """Return the model with BatchNorm folded, which maps images from `inputs` to logits (b, classes)."""
+        from models.fuse import fuse  # only here, because training does not need it
+
+        return ExportModule(fuse(model), None)
+
+    def draw_batch(self, batch: Batch) -> Image:
+        """Draw the images above their class names, with shares if an image is a mixture of two."""
+        images = [image.transpose(1, 2, 0)[..., ::-1] for image in batch.images.cpu().numpy()]
+        captions = []
+        for target in batch.targets.cpu():
+            shares = {self.names[k]: float(target[k]) for k in most_probable(target, 2) if target[k]}
+            captions.append("\n".join(name + f" {share:.2f}" * (share < 1) for name, share in shares.items()))
+        return draw_captioned(images, captions)
+
+
+@cache
+def _statistics(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return ImageNet's mean and deviation, (3, 1, 1) each, copied to a device once."""
+    mean, deviation = torch.tensor((IMAGENET_MEAN, IMAGENET_DEVIATION), device=device).view(2, 3, 1, 1)
+    return mean, deviation

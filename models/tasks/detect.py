@@ -1,0 +1,570 @@
+"""`DetectionTask`: the factory of a detector's model, criterion, postprocess and metrics. Named in models/tasks."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from models.heads.anchors import LOSS_NAMES, Detect
+from models.heads.contract import BoxView, Candidates, DetectionHead, HeadView, head_of, image_groups, xywh_to_xyxy
+from models.heads.dfl import DetectDFL
+from models.layers import Head
+from models.tasks.contract import (
+    Criterion,
+    ExportModule,
+    ExportSettings,
+    Image,
+    Model,
+    Postprocess,
+    Prediction,
+    Task,
+    Thresholds,
+    View,
+)
+from models.tasks.losses import UnavailableCriterion, weights_by_class
+from models.tasks.metrics import DETECTION_METRICS, DetectionMetrics
+from models.tasks.predictions import DetectionPrediction
+from models.weights.transfer import head_prefix, head_tensors
+from models.yolo import YoloModel, build_model, head_class
+from utils.batch import Batch, BoxSplit, ImageInfo, layout
+from utils.config.hyperparameters import Augmentation, Hyperparameters, Recipes, keys_of
+from utils.plots.drawing import draw_targets
+
+
+class DecodedView(NamedTuple):
+    """The boxes of an exported file."""
+
+    boxes: Tensor  # (b, n, 5 + classes + more): xywh in pixels of the batch, objectness, class scores, other outputs
+    outputs: None = None  # exported files return no raw maps for a loss
+    more: int = 0
+
+    def candidates(self, conf_thres: float) -> Iterator[Candidates]:
+        """Iterate over the boxes of groups of images whose objectness exceeds the threshold."""
+        end = self.boxes.shape[2] - self.more
+        for (group,) in image_groups([self.boxes]):
+            image, box = (group[..., 4] > conf_thres).nonzero(as_tuple=True)
+            rows = group[image, box].float()
+            yield Candidates(len(group), image, rows[:, :end], rows[:, end:])
+
+
+class SuppressedView(NamedTuple):
+    """The detections of an exported file with suppression in its graph."""
+
+    detections: Tensor  # (b, m, 6): xyxy in pixels of the batch, confidence, class; padded with zeros
+    counts: Tensor  # (b,) number of rows that are detections
+    outputs: None = None
+
+
+DetectionView: TypeAlias = BoxView | SuppressedView
+
+
+MAX_CANDIDATES = 30_000  # most confident candidates of an image that are compared
+FIRST_CANDIDATES_PER_DETECTION = 3  # first round's candidates, per detection that an image may have
+CANDIDATE_GROWTH = 3  # factor of the number of candidates in each further round
+MAX_TOGETHER = 1024  # largest `max_det` for `batch_nms`, which holds the remaining boxes in registers
+# Pixels that separate the boxes of two classes, so that these never overlap; more than any image's side.
+CLASS_OFFSET_PIXELS = 7680
+
+
+class Detected(NamedTuple):
+    """The detections of an image, with the other outputs of their boxes."""
+
+    boxes: Tensor  # (k, 6), see `detect`
+    more: Tensor  # float32 (k, more): outputs after the class scores
+    view: Tensor  # int64 (k,): number of the view that each detection comes from
+
+
+@torch.no_grad()
+def detect(views: Sequence[BoxView], thresholds: Thresholds) -> list[Tensor]:
+    """Return the detections of each image as float32 (k, 6): xyxy in pixels of the batch, confidence, class.
+
+    They are in falling confidence. A box counts for every class whose objectness x score exceeds `conf_thres`. Among
+    boxes of the same class that overlap by more than `iou_thres`, in any views, the most confident one remains. There
+    is no time limit. The detections of an image do not depend on the other images.
+    """
+    return [image.boxes for image in detect_with_more(views, thresholds)]
+
+
+@torch.no_grad()
+def detect_with_more(views: Sequence[BoxView], thresholds: Thresholds) -> list[Detected]:
+    """Return the detections of each image, with the outputs after the class scores.
+
+    If views have different numbers of such outputs, shorter rows are padded with zeros.
+    """
+    width = max(view.more for view in views)
+    detected: list[Detected] = []
+    for parts in zip(*(view.candidates(thresholds.conf_thres) for view in views), strict=True):
+        scores, image = _joined([part.scores for part in parts]), _joined([part.image for part in parts])
+        more = _joined([functional.pad(part.more, (0, width - part.more.shape[1])) for part in parts])
+        view = _joined([part.image.new_full((len(part.image),), number) for number, part in enumerate(parts)])
+        boxes, row, counts = _suppress_images(Candidates(parts[0].images, image, scores, more), thresholds)
+        detected += map(Detected, *(torch.split(column, counts) for column in (boxes, more[row], view[row])))
+    return detected
+
+
+def filter_detections(view: SuppressedView, thresholds: Thresholds) -> list[Tensor]:
+    """Return each image's detections (k, 6) in a suppressed view that the thresholds allow."""
+    return [image[rows] for image, rows in zip(view.detections, allowed_rows(view, thresholds), strict=True)]
+
+
+def allowed_rows(view: SuppressedView, thresholds: Thresholds) -> list[Tensor]:
+    """Return the rows of each image's detections that the thresholds allow, int64 (k,)."""
+    detections = [image[: int(count)] for image, count in zip(view.detections, view.counts.tolist(), strict=True)]
+    allowed = [(image[:, 4] > thresholds.conf_thres) & _of_classes(image[:, 5], thresholds) for image in detections]
+    return [mask.nonzero()[: thresholds.max_det, 0] for mask in allowed]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors; a single one is not copied."""
+    return torch.cat([*parts]) if len(parts) > 1 else parts[0]
+
+
+def _suppress_images(given: Candidates, thresholds: Thresholds) -> tuple[Tensor, Tensor, list[int]]:
+    """Return the detections (k, 6) of images, their rows in `given`, int64 (k,), and the number in each image."""
+    if given.scores.is_cuda and thresholds.max_det <= MAX_TOGETHER and (nms := _batch_nms(thresholds.max_det)):
+        return suppress_together(given, thresholds, nms)
+    if given.images == 1:
+        boxes, row = suppress(given.scores, thresholds)
+        return boxes, row, [len(row)]
+    rows = [(given.image == number).nonzero()[:, 0] for number in range(given.images)]
+    images = [suppress(given.scores[of_image], thresholds) for of_image in rows]
+    row = torch.cat([of_image[row] for of_image, (_, row) in zip(rows, images, strict=True)])
+    return torch.cat([boxes for boxes, _ in images]), row, [len(boxes) for boxes, _ in images]
+
+
+@cache
+def _batch_nms(max_det: int) -> Callable[..., Tensor] | None:
+    """Return `batch_nms` if Triton can compile it here, which also takes a C compiler."""
+    with contextlib.suppress(Exception):
+        from models.tasks.batch_nms import batch_nms
+
+        boxes, starts = torch.zeros(1, 4, device="cuda"), torch.tensor((0, 1), device="cuda")
+        batch_nms(boxes, starts, 0.5, MAX_CANDIDATES, max_det)
+        return batch_nms
+    return None
+
+
+def suppress_together(
+    given: Candidates, thresholds: Thresholds, nms: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Return what `suppress` returns for each image, one after the other, and the number in each; nms: `batch_nms`."""
+    scores, image = _allowed_scores(given.scores, thresholds), given.image
+    offset = 0 if thresholds.agnostic_nms else CLASS_OFFSET_PIXELS
+    confidence = scores[:, 5:] * scores[:, 4:5]
+    row, label = (confidence > thresholds.conf_thres).nonzero(as_tuple=True)
+    confidence, order = confidence[row, label].sort(descending=True, stable=True)
+    image, by_image = image[row[order]].sort(stable=True)
+    order = order[by_image]  # by image, then in falling confidence
+    row = row[order]
+    boxes = torch.cat((xywh_to_xyxy(scores[row, :4]), confidence[by_image, None], label[order, None].float()), 1)
+    starts = torch.searchsorted(image, torch.arange(given.images + 1, device=image.device))
+    planes = boxes[:, :4] + boxes[:, 5:] * offset
+    remaining = nms(planes, starts, thresholds.iou_thres, MAX_CANDIDATES, thresholds.max_det)
+    is_box = remaining >= 0
+    remaining = remaining[is_box]
+    return boxes[remaining], row[remaining], is_box.sum(1).tolist()
+
+
+def suppress(scores: Tensor, thresholds: Thresholds) -> tuple[Tensor, Tensor]:
+    """Return the detections (k, 6) of one image, and their rows in `scores`, int64 (k,).
+
+    Only more confident boxes suppress a box, so a few hundred of the most confident usually suffice. If too few of them
+    remain, less confident boxes are compared with the remaining ones: a suppressed box suppresses nothing.
+
+    Args:
+        scores: boxes (n, 5 + classes) that may exceed the threshold, see `Candidates`
+        thresholds: limits on the detections
+    """
+    from torchvision.ops import nms  # imported here because it takes over a second: errors in flags are reported before
+
+    scores = _allowed_scores(scores, thresholds)
+    offset = 0 if thresholds.agnostic_nms else CLASS_OFFSET_PIXELS
+    best = scores[:, 5:].amax(1) * scores[:, 4]
+    detections, rows, compared = scores.new_zeros(0, 6), torch.zeros(0, dtype=torch.long, device=scores.device), 0
+    count = min(FIRST_CANDIDATES_PER_DETECTION * thresholds.max_det, MAX_CANDIDATES)
+    while True:
+        row, label, confidence = _most_confident(scores, best, thresholds.conf_thres, count)
+        new_rows = row[compared:]
+        boxes = xywh_to_xyxy(scores[new_rows, :4])
+        new = torch.cat((boxes, confidence[compared:, None], label[compared:, None]), 1)
+        detections, rows = torch.cat((detections, new)), torch.cat((rows, new_rows))
+        planes = detections[:, :4] + detections[:, 5:] * offset
+        remaining = nms(planes, detections[:, 4], thresholds.iou_thres)
+        detections, rows = detections[remaining], rows[remaining]
+        if len(detections) >= thresholds.max_det or len(row) < count or count == MAX_CANDIDATES:
+            return detections[: thresholds.max_det], rows[: thresholds.max_det]
+        compared, count = count, min(count * CANDIDATE_GROWTH, MAX_CANDIDATES)
+
+
+def _allowed_scores(scores: Tensor, thresholds: Thresholds) -> Tensor:
+    """Return scores (n, 5 + classes) with 0 for classes that `classes` or `one_class` exclude."""
+    if not thresholds.classes and not thresholds.one_class:
+        return scores
+    counts = torch.ones_like(scores, dtype=torch.bool)
+    if thresholds.one_class:
+        counts[:, 5:] = functional.one_hot(scores[:, 5:].argmax(1), scores.shape[1] - 5).bool()
+    if thresholds.classes:
+        counts[:, 5:] &= _of_classes(torch.arange(scores.shape[1] - 5, device=scores.device), thresholds)
+    return scores.where(counts, 0)
+
+
+def _of_classes(labels: Tensor, thresholds: Thresholds) -> Tensor:
+    """Return which labels are among `classes`, bool of the same shape."""
+    if not thresholds.classes:
+        return torch.ones_like(labels, dtype=torch.bool)
+    return torch.isin(labels, torch.tensor(thresholds.classes, device=labels.device))
+
+
+def _most_confident(scores: Tensor, best: Tensor, conf_thres: float, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first `count` candidates in falling confidence: row of `scores`, class, confidence, (count,) each.
+
+    Args:
+        scores: boxes (n, 5 + classes)
+        best: highest confidence (n,) of each box
+    """
+    least = best.new_zeros(())
+    if count < len(best):  # `count` rows have a candidate that reaches `least`
+        least = best.nan_to_num(0).topk(count, sorted=False).values.amin()
+    (rows,) = (~((best <= conf_thres) | (best < least))).nonzero(as_tuple=True)  # true for rows with a NaN too
+    confidence = scores[rows, 5:] * scores[rows, 4:5]
+    row, label = ((confidence > conf_thres) & (confidence >= least)).nonzero(as_tuple=True)
+    confidence, order = confidence[row, label].sort(descending=True, stable=True)
+    order = order[:count]
+    return rows[row[order]], label[order].float(), confidence[:count]
+
+
+PADDING_GREY = 0.447  # value, in 0 to 1, around a scaled image: near the mean of ImageNet's channels
+
+
+class ScaledCopy(NamedTuple):
+    """A scaled and possibly mirrored copy of a batch of images, for --augment."""
+
+    scale: float
+    mirrored: bool
+
+    def apply(self, images: Tensor, stride: int) -> tuple[Tensor, tuple[float, float]]:
+        """Return the augmented images and the exact scale of width and height, after rounding to whole pixels.
+
+        The images, (b, c, h, w) in 0 to 1, are padded on the right and below to whole strides.
+        """
+        if self.mirrored:
+            images = images.flip(3)
+        if self.scale == 1:
+            return images, (1.0, 1.0)
+        sides = images.shape[2:]
+        height, width = (int(side * self.scale) for side in sides)
+        below, right = (math.ceil(side / stride) * stride - side for side in (height, width))
+        small = functional.interpolate(images, size=(height, width), mode="bilinear", align_corners=False)
+        padded = functional.pad(small, (0, right, 0, below), value=PADDING_GREY)
+        return padded, (width / sides[1], height / sides[0])
+
+
+AUGMENTATIONS = (ScaledCopy(1.0, False), ScaledCopy(0.83, True), ScaledCopy(0.67, False))  # as in YOLOv5
+
+
+class DetectionPostprocess(Postprocess):
+    """Run one or several models on views of images and detect the objects in them.
+
+    Args:
+        names: class names, by number
+    """
+
+    def __init__(self, names: Mapping[int, str], thresholds: Thresholds) -> None:
+        """Raise `UserError` if `thresholds` name an unknown class."""
+        thresholds.refuse_unknown_classes(names)
+        self.names, self.thresholds = dict(names), thresholds
+
+    def views(self, model: Model, inputs: Tensor, augment: bool) -> list[DetectionView]:
+        """Run `model` on `inputs` or, if `augment`, on each of `AUGMENTATIONS`, the first of which is the identity.
+
+        With `augment` the first view skips the coarsest level's boxes, and the last view the finest level's: the other
+        views are better for objects of these sizes.
+        """
+        if not augment:
+            return [_view(model, model(inputs))]
+        views: list[HeadView] = []
+        for augmentation in AUGMENTATIONS:
+            images, scale = augmentation.apply(inputs, model.stride)
+            mirrored_width = inputs.shape[3] if augmentation.mirrored else 0
+            views.append(head_of(model).view(model(images)).augmented(scale, mirrored_width))
+        strides = views[0].strides.tolist()
+        if len(strides) > 1:
+            coarsest, finest = (strides.index(choose(strides)) for choose in (max, min))
+            views[0], views[-1] = views[0].without_level(coarsest), views[-1].without_level(finest)
+        return [*views]
+
+    def __call__(self, views: Sequence[View], batch: Batch) -> list[DetectionPrediction]:
+        """Return the detections of each image. The boxes of all views, of one or several models, suppress each other; a
+        `SuppressedView` is always the only view."""
+        detection_views = cast("Sequence[DetectionView]", views)
+        infos: Sequence[ImageInfo] = batch.infos
+        if isinstance(detection_views[0], SuppressedView):
+            detections = filter_detections(detection_views[0], self.thresholds)
+        else:
+            detections = detect(
+                [view for view in detection_views if not isinstance(view, SuppressedView)], self.thresholds
+            )
+        iou_thres = self.thresholds.iou_thres
+        return [
+            DetectionPrediction(info.image, info.path, self.names, info.size, boxes, info.rows, iou_thres)
+            for boxes, info in zip(boxes_in_files(detections, infos), infos, strict=True)
+        ]
+
+
+def _view(model: Model, outputs: Any) -> DetectionView:
+    """Return the view of a network's raw outputs, or of an exported file's boxes or detections."""
+    if model.head is not None:
+        return head_of(model).view(outputs)
+    return DecodedView(_scored(model, outputs)) if isinstance(outputs, Tensor) else SuppressedView(*outputs)
+
+
+def _scored(model: Model, decoded: Tensor) -> Tensor:
+    """Return an exported file's boxes with objectness added if they lack it, (b, n, 5 + classes)."""
+    head = head_class(model.yaml)
+    return head.scored(decoded) if head and issubclass(head, DetectionHead) else decoded
+
+
+def boxes_in_files(detections: Sequence[Tensor], infos: Sequence[ImageInfo]) -> list[Tensor]:
+    """Convert each image's detections (k, 6) from pixels of the batch to the file's, clipped, in fp64 on the CPU."""
+    if not detections:
+        return []
+    counts = [len(image) for image in detections]
+    image = torch.repeat_interleave(torch.tensor(counts))
+    offset, scale, size = (
+        torch.tensor([pair * 2 for pair in pairs], dtype=torch.float64)[image]
+        for pairs in zip(*((info.placement.offset, info.placement.scale, info.size) for info in infos), strict=True)
+    )
+    rows = torch.cat(list(detections)).cpu()
+    corners = ((rows[:, :4] - offset.float()) / scale).clamp(min=torch.zeros(4), max=size)
+    return list(torch.split(torch.cat((corners, rows[:, 4:]), 1), counts))
+
+
+CANDIDATES_PER_DETECTION = 10  # pairs of box and class that enter suppression, per detection of an image
+
+
+class GraphSuppression(NamedTuple):
+    """The settings of the suppression inside an exported file, named as in its metadata."""
+
+    conf_thres: float = 0.25
+    iou_thres: float = 0.45
+    most: int = 100  # detections per image
+    most_per_class: int = 100
+    agnostic: bool = False  # whether boxes of different classes suppress each other
+
+
+def graph_suppression(settings: ExportSettings) -> GraphSuppression:
+    """Return the suppression settings that export.py's flags ask for."""
+    return GraphSuppression(
+        settings.conf_thres,
+        settings.iou_thres,
+        settings.topk_all,
+        min(settings.topk_per_class, settings.topk_all),
+        settings.agnostic_nms,
+    )
+
+
+class DecodedDetector(nn.Module):
+    """A detector with its decoding, in fp32."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+        self.head = head_of(model)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images (b, 3, h, w), in 0 to 1, to boxes (b, n, outputs), see `DetectionHead.decode`."""
+        return self.head.decode(self.model(images))
+
+
+class SuppressedDetector(nn.Module):
+    """A `DecodedDetector` with non-maximum suppression. No shape depends on the number of detections."""
+
+    def __init__(self, decoding: DecodedDetector, settings: GraphSuppression) -> None:
+        import torchvision.ops  # noqa: F401  # imported here because torch.jit.trace fails if it traces the first import
+
+        super().__init__()
+        self.decoding, self.settings = decoding, settings
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Map images (b, 3, h, w), in 0 to 1, to detections (b, most, 6) and the number of each image's, int32 (b,).
+
+        Detections are xyxy in pixels, confidence and class, in falling confidence, padded with rows of zeros.
+        """
+        return self.select(self.decoding.head.scored(self.decoding(images)))[:2]
+
+    def select(self, decoded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return detections and their numbers like `forward`, and the index of each detection's box, int64 (b, most).
+
+        The index of a padding row is any number below n.
+
+        Args:
+            decoded: boxes (b, n, 5 + classes) with objectness and class scores
+        """
+        boxes, label, confidence, box = self._candidates(decoded)
+        confidence = confidence * self._not_suppressed(boxes, label, confidence)
+        if self.settings.most_per_class < self.settings.most:
+            confidence = confidence * self._within_class(label, confidence)
+        best, order = confidence.topk(self.settings.most)
+        rows = torch.cat((boxes, label[..., None]), 2)
+        rows = rows.gather(1, order[..., None].expand(-1, -1, 5))
+        valid = (best > 0).float()[..., None]
+        detections = torch.cat((rows[..., :4], best[..., None], rows[..., 4:]), 2) * valid
+        return detections, valid.sum((1, 2)).int(), box.gather(1, order).clamp(max=decoded.shape[1] - 1)
+
+    def _candidates(self, decoded: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the k most confident pairs of box and class: xyxy (b, k, 4); class, confidence and box index (b, k).
+
+        The pairs are in falling confidence; a confidence that does not exceed the threshold is set to 0.
+        """
+        count, classes = CANDIDATES_PER_DETECTION * self.settings.most, decoded.shape[2] - 5
+        # A small image has fewer boxes, hence the padding.
+        decoded = torch.cat((decoded, decoded.new_zeros(1, 1, 1).expand(decoded.shape[0], count, classes + 5)), 1)
+        # k boxes are enough: each of the k most confident pairs belongs to a box whose best pair is as confident.
+        _, box = (decoded[..., 5:].amax(2) * decoded[..., 4]).topk(count)
+        rows = decoded.gather(1, box[..., None].expand(-1, -1, classes + 5))
+        confidence, pair = (rows[..., 5:] * rows[..., 4:5]).flatten(1).topk(count)
+        row = torch.div(pair, classes, rounding_mode="floor")
+        boxes = xywh_to_xyxy(rows[..., :4]).gather(1, row[..., None].expand(-1, -1, 4))
+        confidence = confidence * (confidence > self.settings.conf_thres)
+        return boxes, (pair - row * classes).float(), confidence, box.gather(1, row)
+
+    def _not_suppressed(self, boxes: Tensor, label: Tensor, confidence: Tensor) -> Tensor:
+        """Return which candidates are not suppressed by a more confident one, (b, k), 0 or 1.
+
+        Offsets separate images vertically and classes horizontally, so that one call of `nms` serves all.
+        """
+        from torchvision.ops import nms
+
+        count, k = label.shape
+        image = torch.arange(count, device=label.device, dtype=boxes.dtype)[:, None].expand(-1, k)
+        plane = torch.zeros_like(label) if self.settings.agnostic else label
+        offset = torch.stack((plane, image), 2) * CLASS_OFFSET_PIXELS
+        remaining = nms((boxes + offset.repeat(1, 1, 2)).flatten(0, 1), confidence.flatten(), self.settings.iou_thres)
+        return torch.zeros_like(confidence).flatten().index_fill(0, remaining, 1.0).view_as(confidence)
+
+    def _within_class(self, label: Tensor, confidence: Tensor) -> Tensor:
+        """Return which candidates are among the `most_per_class` most confident of their class, (b, k), 0 or 1."""
+        classes = torch.arange(self.decoding.head.nc, device=label.device)
+        of_class = (label[..., None] == classes).float() * (confidence > 0)[..., None]
+        rank = of_class.cumsum(1)
+        return (of_class * (rank <= self.settings.most_per_class)).amax(2)
+
+
+class DetectionTask(Task):
+    """Object detection, as in YOLOv5."""
+
+    loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
+    metric_names: ClassVar[tuple[str, ...]] = DETECTION_METRICS
+    recipe = Hyperparameters
+    recipes = Recipes(trained="finetune", few="scratch-small", many="low", yolov5="low")
+    prediction: ClassVar[type[Prediction] | None] = DetectionPrediction
+    official_weights = r"yolov5[nsmlx]6?\.pt|v9-[tsmc]\.pt"
+    features = frozenset(
+        {"mixing", "augmentation", "padding", "detections", "suppression", "boxes", "copies", "examples"}
+    )
+    heads: ClassVar[tuple[type[Head], ...]] = (Detect, DetectDFL)  # heads that its models may have; the usual one first
+    # Modules of exported files, without and with suppression.
+    export_modules: ClassVar[tuple[type[DecodedDetector], type[SuppressedDetector]]] = (
+        DecodedDetector,
+        SuppressedDetector,
+    )
+
+    def __init__(self, names: Mapping[int, str], hyp: Hyperparameters, label_smoothing: float = 0.0) -> None:
+        super().__init__(names, hyp, label_smoothing)
+        self.hyp, self.label_smoothing = hyp, label_smoothing
+        self.class_weights = weights_by_class(names, hyp.class_weights)
+        self.anchors = round(hyp.anchors)  # number of anchors per level to search for; 0 keeps the YAML's anchors
+
+    @classmethod
+    def features_of(cls, yaml: Mapping[str, Any]) -> frozenset[str]:
+        """Return `features` and the features of the head of a YAML's model."""
+        head = head_class(yaml)
+        return cls.features | (head.features if head and issubclass(head, DetectionHead) else frozenset())
+
+    def unread(self, yaml: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the detector's keys that neither augmentation nor the head of a YAML's model reads.
+
+        Keys that a derived task adds are not among them.
+        """
+        head = head_class(yaml)
+        if head is None or not issubclass(head, DetectionHead):
+            return ()  # building the model reports it
+        read = keys_of(Augmentation) | {"keep_head"} | head.hyperparameters
+        return tuple(key for key in Hyperparameters.__dataclass_fields__ if key not in read)
+
+    def model_yaml(self, yaml: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a model's YAML with the recipe's `anchors`, if set, and without `auxiliary` if `tal_aux` is 0."""
+        changed = {**yaml, "anchors": self.anchors} if self.anchors else dict(yaml)
+        if not self.hyp.tal_aux:
+            changed.pop("auxiliary", None)
+        return changed
+
+    def fresh_tensors(self, from_yaml: bool) -> tuple[str, ...]:
+        """Return `anchors` if the YAML or the hyperparameters replace the weight file's anchors."""
+        return ("anchors",) if from_yaml or self.anchors else ()
+
+    def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> YoloModel:
+        """Build the model of a YAML for this task's classes and images of about `imgsz` pixels, at least 2 strides."""
+        model = build_model(dict(yaml), nc=len(self.names), source=source, head=self.heads, imgsz=imgsz)
+        model.names = dict(self.names)
+        return model
+
+    def loss_names_of(self, model: Model) -> tuple[str, ...]:
+        """Return the names of the terms of the loss of `model`'s head."""
+        head = type(model.head) if model.head else head_class(model.yaml)
+        return head.loss_names if head and issubclass(head, DetectionHead) else self.loss_names
+
+    def criterion(self, model: Model) -> Criterion:
+        """Return the loss of `model`, as its head defines it; for an exported file every term is NaN."""
+        if model.head is None:
+            return UnavailableCriterion(len(self.loss_names_of(model)))
+        return head_of(model).criterion(self.hyp, self.label_smoothing, model.imgsz, self.class_weights)
+
+    def postprocess(self, model: Model, thresholds: Thresholds) -> DetectionPostprocess:
+        """Return the conversion of outputs to detections. Raises `UserError` for an unknown class in `thresholds`."""
+        return DetectionPostprocess(self.names, thresholds)
+
+    def metrics(self, shown: frozenset[int] = frozenset()) -> DetectionMetrics:
+        """Return precision, recall and mean average precision; `shown` are the indices of the images to draw."""
+        return DetectionMetrics(self.names, shown)
+
+    def inputs(self, batch: Batch) -> Tensor:
+        """Return the images as float32 (b, 3, h, w) in 0 to 1."""
+        return batch.images.float(memory_format=layout(batch.images.device)).div_(255)  # type: ignore[call-arg]
+
+    def export_module(self, model: Model, settings: ExportSettings) -> ExportModule:
+        """Return the module that maps images (b, 3, h, w), in 0 to 1, to boxes, or with `nms` to detections.
+
+        The classes in `export_modules` give the shapes.
+        """
+        decoded, suppressed = self.export_modules
+        from models.fuse import fuse  # only here, because training does not need it
+
+        decoding = decoded(fuse(model)).eval()
+        if not settings.nms:
+            return ExportModule(decoding, None)
+        suppression = graph_suppression(settings)
+        return ExportModule(suppressed(decoding, suppression).eval(), suppression._asdict())
+
+    def draw_batch(self, batch: Batch) -> Image:
+        """Draw a grid of the batch's images with their targets."""
+        return draw_targets(batch.images.cpu().numpy(), batch.targets.cpu().numpy(), self.names)
+
+    def keep_head(self, model: Model, state: Mapping[str, Tensor], names: Mapping[int, str]) -> str:
+        """Copy boxes, objectness and classes of equal names from a weight file, if the key `keep_head` is set."""
+        parts = head_tensors(model)
+        fits = all(name not in state or state[name].shape == part.shape for name, part in parts.items())
+        if not self.hyp.keep_head or (fits and dict(names) == self.names):
+            return ""
+        return head_of(model).keep(head_prefix(model), state, names, self.names)
+
+    def adapt(self, model: Model, split: BoxSplit) -> list[str]:
+        """Adapt the head to the training boxes, by AutoAnchor if it has anchors; return messages."""
+        return head_of(model).adapt(model, split, self.hyp)
