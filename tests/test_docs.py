@@ -208,7 +208,7 @@ def models_with(subject: str) -> str:
     subject: the needed feature, '' for a flag that applies to every model. Heads are named if only some have it.
     """
     if not subject:
-        return "all"
+        return ""
     heads: dict[str, dict[object, bool]] = {task: {} for task in TASKS}
     for yaml in map(read_yaml, (ROOT / "models").glob("*.yaml")):
         task = task_of(yaml, "a shipped model")
@@ -226,11 +226,12 @@ def test_the_page_of_flags_agrees_with_the_parser(script: str) -> None:
     section = text_of(ROOT / "docs" / "flags.md").partition(f"\n## {script}\n")[2].partition("\n## ")[0]
     (table,) = tables(section)
     group, listed = "", {}
-    for first, default, concerned, _ in table[1:]:
+    for first, default, meaning in table[1:]:
         if first.startswith("**"):
             group = first.strip("*")
         else:
-            listed[tuple(names(first))] = (group, default, concerned)
+            concerned = re.match(r"\*([^*]+):\* ", meaning)
+            listed[tuple(names(first))] = (group, default, concerned[1] if concerned else "")
     parsed = {
         tuple(f"--{name.replace('_', '-')}" for name in (option.name, *option.metadata["aliases"])): (
             option.metadata["group"],

@@ -1,6 +1,6 @@
 """The licence of weights, and the files that they were made from: both are passed on to every file made from them.
 
-Called by models/weights/reader.py, models/initial_weights.py and train.py. docs/licences.md lists known files.
+Called by models/weights/reader.py, models/initial_weights.py and train.py. docs/models.md#licences lists known files.
 """
 
 from __future__ import annotations
