@@ -18,7 +18,7 @@ from data.data_yaml import DATA_KEYS
 from data.dataset import dataset_class
 from models.tasks import TASKS
 from models.tasks.classification.torchvision_models import CLASSIFIER_KEYS
-from models.weights.content import MODEL_KEYS
+from models.weights import MODEL_KEYS
 from utils.files import ROOT, read_yaml
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
@@ -104,7 +104,7 @@ def test_a_start_does_not_import_what_it_may_not_need() -> None:
     assert {"deepspeed", "transformers", "onnx", "openvino", "pytest", "tensorboard"} <= absent
     trackers = ["wandb", "mlflow"]
     of_one_command = ["matplotlib", "faster_coco_eval", "fsspec"]
-    of_torch = ["torch._dynamo", "torch._inductor", "torch.onnx", "sympy", "torchvision", "models.norm_silu_kernels"]
+    of_torch = ["torch._dynamo", "torch._inductor", "torch.onnx", "sympy", "torchvision", "models.norm_silu"]
     unneeded = [*trackers, *of_one_command, *of_torch, "pandas", "scipy", *sorted(absent)]
     script = f"import sys, train, val, detect, export; print([name for name in {unneeded} if name in sys.modules])"
     printed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -22,15 +22,10 @@ from data.builtin.shapes import NAMES as SHAPES
 from detect import Predictor
 from export import main, prepare
 from models.ensemble import export_base, read_members
-from models.export.formats import ExportJob, write
-from models.export.runtime import read_exported, read_model
-from models.image_size import ImageSize
+from models.export import ExportJob, read_exported, read_model, write
+from models.loading import ImageSize, transfer
 from models.tasks.detection.export_module import DecodedDetector
-from models.weights import releases
-from models.weights.content import Weights
-from models.weights.licence import Origin
-from models.weights.reader import read_weights
-from models.weights.transfer import transfer
+from models.weights import Origin, Weights, read_weights
 from models.yolo import build_model
 from tests.conftest import RunScript, not_here
 from tests.making import noise, options_of, tiny_detector, write_image, write_yaml
@@ -106,7 +101,7 @@ def test_weights_of_the_hub_are_exported_into_the_working_folder(
     """Nothing is written into the Hub's cache."""
     (tmp_path / "cache").mkdir()
     cached = Path(shutil.copy(weights, tmp_path / "cache" / "best.pt"))
-    monkeypatch.setattr(releases, "fetch_from_hub", {"me/mine": cached}.__getitem__)
+    monkeypatch.setattr("models.weights.fetch_from_hub", {"me/mine": cached}.__getitem__)
     monkeypatch.setattr("sys.argv", ["export.py", "--weights", "hf:me/mine", "--include", "safetensors"])
     monkeypatch.chdir(tmp_path)
     main()

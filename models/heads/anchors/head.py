@@ -1,4 +1,4 @@
-"""`Detect` and `Segment`, the heads of YOLOv5's detectors and segmenters. Registered in models/layer_registry.py."""
+"""`Detect` and `Segment`, the heads of YOLOv5's detectors and segmenters. Registered in models/yolo.py."""
 
 from __future__ import annotations
 

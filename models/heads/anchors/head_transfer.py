@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
-from models.weights.transfer import same_names
+from models.weights import same_names
 from utils.errors import plural
 
 if TYPE_CHECKING:

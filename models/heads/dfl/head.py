@@ -1,4 +1,4 @@
-"""`DetectDFL`, the anchor-free head of YOLOv9's detectors. Registered in models/layer_registry.py."""
+"""`DetectDFL`, the anchor-free head of YOLOv9's detectors. Registered in models/yolo.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from models.heads.dfl.loss import LOSS_NAMES, DFLCriterion
 from models.heads.dfl.views import BINS, SIDES, DFLView, decode
 from models.layers import Conv
 from models.tasks.contract import Criterion
-from models.weights.transfer import same_names
+from models.weights import same_names
 from utils.config.hyperparameters import AlignmentKeys, keys_of
 from utils.errors import plural
 

@@ -12,6 +12,7 @@ from models.heads.anchors.loss import LOSS_NAMES
 from models.heads.contract import DetectionHead, head_of
 from models.heads.dfl.head import DetectDFL
 from models.layers import Head
+from models.loading import head_prefix, head_tensors
 from models.tasks.contract import (
     Criterion,
     ExportModule,
@@ -28,7 +29,6 @@ from models.tasks.detection.postprocess import DetectionPostprocess
 from models.tasks.detection.prediction import DetectionPrediction
 from models.tasks.shared.losses import UnavailableCriterion, weights_by_class
 from models.tasks.shared.scores import DETECTION_METRICS
-from models.weights.transfer import head_prefix, head_tensors
 from models.yolo import YoloModel, build_model, head_class
 from utils.batch import Batch, BoxSplit, layout
 from utils.config.hyperparameters import Augmentation, Hyperparameters, Recipes, keys_of
@@ -123,7 +123,7 @@ class DetectionTask(Task):
         The classes in `export_modules` give the shapes.
         """
         decoded, suppressed = self.export_modules
-        from models.fuse import fuse  # only here, because training does not need it
+        from models.ensemble import fuse  # only here, because training does not need it
 
         decoding = decoded(fuse(model)).eval()
         if not settings.nms:

@@ -13,14 +13,7 @@ import torch
 
 from models.tasks.classification import torchvision_models
 from models.tasks.classification.torchvision_models import architectures, default_weights
-from models.weights import releases
-from models.weights.releases import (
-    CHECKSUM_IN_NAME,
-    RELEASE_ADDRESS,
-    RELEASE_SHA256,
-    YOLOV9_ADDRESS,
-    find_weights,
-)
+from models.weights import CHECKSUM_IN_NAME, RELEASE_ADDRESS, RELEASE_SHA256, YOLOV9_ADDRESS, find_weights
 from tests.web import Server, sending, serving
 from utils.errors import UserError
 
@@ -107,7 +100,7 @@ def test_each_release_has_its_address_and_licence(
         return path
 
     monkeypatch.delenv("LOCKSTEP_RELEASES")
-    monkeypatch.setattr(releases, "download", download)
+    monkeypatch.setattr("models.weights.download", download)
     find_weights(name)
     ((url, of_file),) = asked
     assert url == f"{address}{name}"
@@ -210,7 +203,7 @@ def test_default_weights_of_an_unknown_architecture() -> None:
 
 
 def test_weights_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(releases, "fetch_from_hub", lambda name: Path("cache", name))
+    monkeypatch.setattr("models.weights.fetch_from_hub", lambda name: Path("cache", name))
     assert find_weights("hf:me/mine/best.pt") == Path("cache/me/mine/best.pt")
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from models.heads.anchors.views import RawView, decode
+from models.loading import transfer
 from models.tasks.contract import Thresholds
 from models.tasks.detection.export_module import GraphSuppression
 from models.tasks.detection.suppression import detect
@@ -19,8 +20,7 @@ from models.tasks.segmentation.masks import DetectedMasks
 from models.tasks.segmentation.postprocess import SegmentationPostprocess
 from models.tasks.segmentation.prediction import SegmentationPrediction
 from models.tasks.segmentation.views import PrototypeView, SegmentationView, cut_by_boxes
-from models.weights.reader import read_weights
-from models.weights.transfer import transfer
+from models.weights import read_weights
 from models.yolo import YoloModel, build_model
 from tests.making import CLASS_NAMES, image_info
 from tests.models.tasks.segmentation.batches import SIDE, mask_batch, tiny_model
