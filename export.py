@@ -13,14 +13,12 @@ import torch
 
 from data.dataset import data_source
 from models.ensemble import choose_size, common_task, export_base, halve, load_model, weight_files
-from models.export.formats import INPUT_NAME, ExportJob, write
-from models.image_size import ImageSize
-from models.layer_registry import add_layers
+from models.export import INPUT_NAME, ExportJob, ExportMetadata, write
+from models.loading import ImageSize
 from models.tasks import TASKS, add_tasks, model_words
 from models.tasks.contract import ExportSettings
-from models.weights.content import ExportMetadata, Weights
-from models.weights.licence import Origin
-from models.weights.reader import read_weights
+from models.weights import Origin, Weights, read_weights
+from models.yolo import add_layers
 from utils.config.flags import ExportOptions
 from utils.config.parser import given_flags, over_defaults, refuse_flags
 from utils.config.values import select

@@ -15,11 +15,10 @@ import numpy as np
 
 from data.batches import first_batch
 from data.dataset import DataOptions, DataSet, DataSource, data_source
-from models.initial_weights import StartingPoint, load_and_freeze, recipe_of, starting_point
-from models.parts import rate_factors
+from models.loading import StartingPoint, load_and_freeze, rate_factors, recipe_of, starting_point
 from models.tasks import hyperparameters, model_words
 from models.tasks.contract import Model, Task, terms_of
-from models.weights.licence import Origin
+from models.weights import Origin
 from utils.batch import Batch
 from utils.checkpoint.resume import resolve_settings
 from utils.checkpoint.training_state import Decisions

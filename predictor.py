@@ -18,7 +18,7 @@ from data.batches import Item
 from data.dataset import DataSet, data_source, dataset_class
 from data.media import Frame, MediaItem, as_pixels, find_files, read_files
 from models.ensemble import Inference, for_inference, read_members
-from models.image_size import ImageSize, sides_of
+from models.loading import ImageSize, sides_of
 from models.tasks.contract import Model, Prediction, Task, Thresholds
 from models.tasks.result import Results
 from utils.batch import Batch

@@ -1,4 +1,4 @@
-"""The layers that model YAMLs name. models/layer_registry.py lists them and the detection heads in models/heads/.
+"""The layers that model YAMLs name. models/yolo.py lists them and the detection heads in models/heads/.
 
 Attributes are named as in YOLOv5's state dicts, so that its weights load by name. Every docstring says how a layer maps
 the shape of its input.
@@ -7,15 +7,16 @@ the shape of its input.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-
-from models.norm_silu import norm_and_activate
 
 # A kernel, stride or padding: one number, or (height, width).
 Size = int | Sequence[int]
@@ -38,6 +39,36 @@ def _pair(size: Size) -> tuple[int, int]:
 def batch_norm(channels: int) -> nn.BatchNorm2d:
     """Return BatchNorm with the eps and momentum that the official weights were trained with."""
     return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.03)
+
+
+def norm_and_activate(x: Tensor, norm: nn.Module, activation: nn.Module) -> Tensor:
+    """Return activation(norm(x)); in training on a GPU by the fused kernels, if they do the same."""
+    # Not one of FakeTensorMode, and not while a graph is traced.
+    if (
+        type(x) is Tensor
+        and x.is_cuda
+        and norm.training
+        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+    ):
+        fused = _fused_kernels(x.device)
+        if fused and fused.can_fuse(x, norm, activation):
+            return fused.FusedNormSiLU.apply(x, norm.weight, norm.bias, norm)
+    return activation(norm(x))
+
+
+@cache
+def _fused_kernels(device: torch.device) -> ModuleType | None:
+    """Return models/norm_silu.py if Triton works on the device: it needs a C compiler and Python's headers."""
+    try:
+        from models import norm_silu  # only on a GPU: most other machines have no Triton
+
+        x = torch.ones(1, norm_silu.LEAST_CHANNELS, 2, 1, device=device).contiguous(memory_format=torch.channels_last)
+        norm = nn.BatchNorm2d(norm_silu.LEAST_CHANNELS, device=device)
+        norm_silu.FusedNormSiLU.apply(x, norm.weight, norm.bias, norm)
+    except Exception as error:  # Triton's, of its compilers, or because there is no Triton
+        warnings.warn(f"BatchNorm and SiLU are not fused, which is slower; Triton does not work: {error}", stacklevel=1)
+        return None
+    return norm_silu
 
 
 class Conv(nn.Module):
@@ -446,7 +477,7 @@ class SPPF(nn.Module):
 class RepConv(nn.Module):
     """The SiLU of the sum of a convolution and a 1x1 convolution (RepVGG, arXiv 2101.03697).
 
-    (b, c1, h, w) to (b, c2, h / stride, w / stride), for an odd kernel. models/fuse.py merges both into one.
+    (b, c1, h, w) to (b, c2, h / stride, w / stride), for an odd kernel. models/ensemble.py merges both into one.
     """
 
     conv2: Conv | None

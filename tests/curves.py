@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.weights.reader import read_weights
+from models.weights import read_weights
 from utils.checkpoint.state_files import StateFiles
 
 LOSSES = [f"{split}/{term}_loss" for split in ("train", "val") for term in ("box", "obj", "cls")]

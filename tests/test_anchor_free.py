@@ -15,13 +15,13 @@ from torch import nn
 import export
 from data.builtin import shapes
 from detect import Predictor
-from models.export.runtime import read_model
+from models.export import read_model
 from models.heads.contract import head_of
 from models.heads.dfl import DetectDFL
 from models.tasks.contract import Thresholds
 from models.tasks.detect import detect
 from models.tasks.predictions import DetectionPrediction
-from models.weights.reader import read_weights
+from models.weights import read_weights
 from models.yolo import YoloModel, build_model
 from tests.conftest import CallMain, RunScript
 from tests.curves import ANCHOR_FREE, identical, refused, rows, same_curve

@@ -18,7 +18,7 @@ from data.data_yaml import DATA_KEYS
 from data.dataset import dataset_class
 from models.tasks import TASKS
 from models.tasks.torchvision_models import CLASSIFIER_KEYS
-from models.weights.content import MODEL_KEYS
+from models.weights import MODEL_KEYS
 from utils.files import ROOT, read_yaml
 
 SCRIPTS = sorted(ROOT.glob("*.py"))

@@ -24,7 +24,7 @@ from data.builtin.shapes import NAMES
 from job import resolve, settings_of
 from models.tasks.classify import ClassificationTask
 from models.tasks.torchvision_models import default_weights
-from models.weights.reader import read_weights
+from models.weights import read_weights
 from tests.conftest import ROOT, VAL, CallMain, OnProcesses, RunScript
 from tests.curves import CLASSIFIED, floats, identical, refused, rows, same_curve
 from tests.faults.fault_points import planted

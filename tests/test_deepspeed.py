@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from models.weights.reader import read_weights
+from models.weights import read_weights
 from tests.conftest import RunScript
 from tests.curves import SCORES, refused, rows, same_curve
 from tests.machines import ACCELERATE, CONFIGS

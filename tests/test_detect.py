@@ -28,12 +28,12 @@ from data.builtin.shapes import NAMES
 from data.images import read_image
 from data.media import Frame, MediaItem, as_pixels
 from detect import FileNames, Predictor, groups
+from models.loading import transfer
 from models.tasks.classify import ClassificationPrediction, ClassificationRecipe, ClassificationTask
 from models.tasks.masks import SegmentationPrediction
 from models.tasks.predictions import DetectionPrediction
 from models.tasks.result import Results
-from models.weights.reader import read_weights
-from models.weights.transfer import transfer
+from models.weights import read_weights
 from models.yolo import build_model
 from predictor import class_numbers
 from tests.conftest import RunScript

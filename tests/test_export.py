@@ -22,14 +22,10 @@ from data.builtin.shapes import NAMES as SHAPES
 from detect import Predictor
 from export import main, prepare
 from models.ensemble import export_base
-from models.export.formats import ExportJob, write
-from models.export.runtime import read_exported, read_model
-from models.image_size import ImageSize
+from models.export import ExportJob, read_exported, read_model, write
+from models.loading import ImageSize, transfer
 from models.tasks.detect import DecodedDetector
-from models.weights.content import Weights
-from models.weights.licence import Origin
-from models.weights.reader import read_weights
-from models.weights.transfer import transfer
+from models.weights import Origin, Weights, read_weights
 from models.yolo import build_model
 from tests.conftest import RunScript, not_here
 from tests.making import noise, tiny_detector, write_image, write_yaml

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.weights.reader import read_weights
+from models.weights import read_weights
 from tests.conftest import CallMain, RunScript
 from tests.curves import refused, rows, same_curve
 from tests.faults.fault_points import planted

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from data.data_yaml import read_spec
 from data.dataset import DataOptions, DataSource
-from models.layer_registry import LAYERS
 from models.tasks import TASKS
 from models.tasks.contract import Thresholds
+from models.yolo import LAYERS
 from tests.conftest import ROOT, RunScript, not_here
 from tests.curves import rows
 from tests.making import write_image, write_yaml

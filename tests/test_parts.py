@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.weights.reader import read_weights
+from models.weights import read_weights
 from tests.conftest import CallMain, RunScript
 from tests.curves import identical, refused, rows, same_curve
 from tests.faults.fault_points import planted

@@ -19,7 +19,7 @@ import detect
 import export
 import val
 from models.tasks import TASKS
-from models.weights.reader import read_weights
+from models.weights import read_weights
 from tests.conftest import RunScript
 from tests.curves import rows
 from tests.faults.fault_points import planted

@@ -12,8 +12,8 @@ import yaml
 
 import export
 import val
-from models.export.runtime import read_model
-from models.weights.reader import read_weights
+from models.export import read_model
+from models.weights import read_weights
 from predictor import Predictor
 from tests.conftest import CallMain, RunScript
 from tests.curves import refused

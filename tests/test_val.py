@@ -24,7 +24,7 @@ from models.tasks import TASKS
 from models.tasks.classify import ClassificationRecipe, ClassificationTask
 from models.tasks.contract import Task
 from models.tasks.detect import DetectionTask
-from models.weights.content import Weights
+from models.weights import Weights
 from tests.conftest import RunScript
 from tests.making import noise, tiny_detector, write_image, write_yaml
 from utils import coco

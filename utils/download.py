@@ -1,6 +1,6 @@
 """Download files once per machine, checked and never partly written: from addresses, and weights of the Hub.
 
-Called by data/download.py, data/media.py and models/weights/releases.py.
+Called by data/download.py, data/media.py and models/weights.py.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from benchmarks.gpu_parts.measuring import machine, rounded, row, script, seconds_each, training_flags
-from models.export.runtime import read_exported
+from models.export import read_exported
 
 FORMATS = {"torchscript": ".torchscript", "onnx": ".onnx"}
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu_parts.measuring import Machine, free_memory, machine, peak_gib, rounded, row, seconds_each
 from benchmarks.gpu_parts.steps import measure_peaks, median_seconds, take_steps
-from models import norm_silu
+from models import layers, norm_silu
 from models.yolo import build_model
 from utils.distributed.launch import reset_accelerate
 
@@ -34,7 +34,7 @@ def fused(wanted: bool) -> Iterator[None]:
 def maps(here: Machine, model: str, imgsz: int) -> Counter[tuple[int, ...]]:
     """Return the shapes (c, h, w) that a network normalises before a SiLU, and how often."""
     shapes: Counter[tuple[int, ...]] = Counter()
-    plain = norm_silu.norm_and_activate
+    plain = layers.norm_and_activate
 
     def recorded(x: Tensor, norm: nn.Module, activation: nn.Module) -> Tensor:
         if isinstance(activation, nn.SiLU):
@@ -79,7 +79,7 @@ def map_seconds(here: Machine, shape: tuple[int, ...]) -> float:
 
     def call() -> None:
         for x, gradient in zip(inputs, upstream, strict=True):
-            y = norm_silu.norm_and_activate(x.requires_grad_(), norm, activation)
+            y = layers.norm_and_activate(x.requires_grad_(), norm, activation)
             torch.autograd.grad(y, [x, norm.weight, norm.bias], gradient)
 
     return replayed_seconds(call, device) / turns

@@ -14,9 +14,9 @@ from benchmarks.gpu_parts.measuring import Machine, machine, rounded, row
 from data.data_yaml import read_spec
 from data.dataset import DataOptions
 from data.detection import DetectionData
+from models.loading import transfer
 from models.tasks.detect import DetectionTask
-from models.weights.reader import read_weights
-from models.weights.transfer import transfer
+from models.weights import read_weights
 from models.yolo import YoloModel
 from utils.batch import layout
 from utils.config.hyperparameters import Hyperparameters

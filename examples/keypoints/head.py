@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from models.layer_registry import LAYERS, narrowing
 from models.layers import Head
+from models.yolo import LAYERS, narrowing
 
 
 class Heatmap(Head):

@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 from torch import Tensor
 
-from models.fuse import fuse
+from models.ensemble import fuse
 from models.tasks.contract import ExportModule, ExportSettings, Image, Model, Task, Thresholds
 from models.yolo import build_model
 from utils.batch import Batch

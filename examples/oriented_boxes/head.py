@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from models.layer_registry import LAYERS, detecting
 from models.layers import Conv, Head
 from models.tasks.contract import Model
 from models.tasks.losses import at_least_float32
+from models.yolo import LAYERS, detecting
 
 from .geometry import canonical, unspun
 

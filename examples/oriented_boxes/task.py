@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
-from models.fuse import fuse
+from models.ensemble import fuse
 from models.tasks.contract import Criterion, ExportModule, ExportSettings, Image, Model, Task, Thresholds
 from models.tasks.losses import UnavailableCriterion
 from models.tasks.metrics import CLASS_METRICS, DETECTION_METRICS

@@ -15,7 +15,7 @@ from models.heads.contract import Candidates, DetectionHead, complete_iou, image
 from models.layers import Proto
 from models.tasks.contract import Criterion, Function, LossTerms, Model
 from models.tasks.losses import PaddedCriterion, at_least_float32, device_constant
-from models.weights.transfer import same_names
+from models.weights import same_names
 from utils.batch import Batch, BoxSplit
 from utils.config.hyperparameters import AnchorKeys, keys_of
 from utils.config.values import select

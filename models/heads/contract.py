@@ -1,6 +1,6 @@
 """`DetectionHead`, the interface between the detection task and the last layer of a model, and the types it uses.
 
-A kind of head is a package beside this module and a line in models/layer_registry.py. The package has the layer, its
+A kind of head is a package beside this module and a line in models/yolo.py. The package has the layer, its
 criterion, its decoding, and the transfer from weights for other classes. Called by models/tasks/detection and
 segmentation.
 """

@@ -22,7 +22,7 @@ from models.heads.contract import (
 from models.layers import Conv
 from models.tasks.contract import Criterion, Function, LossTerms
 from models.tasks.losses import PaddedCriterion, at_least_float32, device_constant
-from models.weights.transfer import same_names
+from models.weights import same_names
 from utils.batch import Batch
 from utils.config.hyperparameters import AlignmentKeys, keys_of
 from utils.errors import plural

@@ -340,7 +340,7 @@ class ClassificationTask(Task):
 
     def export_module(self, model: Model, settings: ExportSettings) -> ExportModule:
         """Return the model with BatchNorm folded, which maps images from `inputs` to logits (b, classes)."""
-        from models.fuse import fuse  # only here, because training does not need it
+        from models.ensemble import fuse
 
         return ExportModule(fuse(model), None)
 

@@ -16,6 +16,7 @@ from models.heads.anchors import LOSS_NAMES, Detect
 from models.heads.contract import BoxView, Candidates, DetectionHead, HeadView, head_of, image_groups, xywh_to_xyxy
 from models.heads.dfl import DetectDFL
 from models.layers import Head
+from models.loading import head_prefix, head_tensors
 from models.tasks.contract import (
     Criterion,
     ExportModule,
@@ -31,7 +32,6 @@ from models.tasks.contract import (
 from models.tasks.losses import UnavailableCriterion, weights_by_class
 from models.tasks.metrics import DETECTION_METRICS, DetectionMetrics
 from models.tasks.predictions import DetectionPrediction
-from models.weights.transfer import head_prefix, head_tensors
 from models.yolo import YoloModel, build_model, head_class
 from utils.batch import Batch, BoxSplit, ImageInfo, layout
 from utils.config.hyperparameters import Augmentation, Hyperparameters, Recipes, keys_of
@@ -545,7 +545,7 @@ class DetectionTask(Task):
         The classes in `export_modules` give the shapes.
         """
         decoded, suppressed = self.export_modules
-        from models.fuse import fuse  # only here, because training does not need it
+        from models.ensemble import fuse
 
         decoding = decoded(fuse(model)).eval()
         if not settings.nms:

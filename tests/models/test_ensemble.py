@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from models.ensemble import Members, check_programs, common_task, for_inference, halve, load_model, weight_files
-from models.export.runtime import Exported
+from models.export import Exported, ExportMetadata
 from models.heads.contract import head_of
 from models.layers import RepConv
 from models.tasks import TASKS
 from models.tasks.contract import Model
 from models.tasks.detect import DetectionTask
-from models.weights.content import ExportMetadata, Weights
+from models.weights import Weights
 from tests.making import tiny_anchor_free, tiny_detector
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.initial_weights import gflops
+from models.loading import gflops
 from models.yolo import build_model
 
 

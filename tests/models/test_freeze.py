@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torchvision.models import resnet18, vit_b_32
 
-from models.initial_weights import freeze, freeze_parts
-from models.parts import parameters_of, rate_factors
+from models.loading import freeze, freeze_parts, parameters_of, rate_factors
 from models.yolo import YoloModel, build_model
 from tests.making import tiny_anchor_free, tiny_detector
 from utils.errors import UserError

@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from models.fuse import fuse
+from models.ensemble import fuse
 from models.layers import RepConv
-from models.weights.reader import read_weights
-from models.weights.transfer import transfer
+from models.loading import transfer
+from models.weights import read_weights
 from models.yolo import YoloModel, build_model
 from tests.making import tiny_anchor_free, tiny_detector
 

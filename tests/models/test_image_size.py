@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from models.ensemble import choose_size, fixed_size
-from models.image_size import ImageSize, rounding, sides_of, whole_strides
+from models.export import ExportMetadata
+from models.loading import ImageSize, rounding, sides_of
 from models.tasks.classify import ClassificationTask
 from models.tasks.contract import Task
 from models.tasks.detect import DetectionTask
-from models.weights.content import ExportMetadata, Weights
+from models.weights import Weights
+from models.yolo import whole_strides
 from utils.errors import UserError
 
 

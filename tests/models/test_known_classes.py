@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from models.weights.content import Weights
-from models.weights.transfer import known_share, same_names
+from models.loading import known_share
+from models.weights import Weights, same_names
 from models.yolo import build_model
 
 NAMES = {0: "person", 1: "Traffic light ", 2: "dog", 3: "dog"}

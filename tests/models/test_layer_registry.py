@@ -14,8 +14,7 @@ import yaml
 from torch import nn
 
 from models.heads.anchors import Detect
-from models.layer_registry import LAYERS, LayerPlacement, Scaling, add_layers
-from models.yolo import build_model
+from models.yolo import LAYERS, LayerPlacement, Scaling, add_layers, build_model
 from tests.making import tiny_detector
 from utils.errors import UserError
 from utils.files import ROOT

@@ -14,15 +14,13 @@ import yaml
 from torch import Tensor, nn
 
 from models.heads.anchors import Detect
-from models.initial_weights import gflops
-from models.layer_registry import LAYERS, LayerMaker
 from models.layers import Classify, Conv, Head
+from models.loading import gflops, transfer
 from models.tasks import TASKS, task_of
 from models.tasks.classify import ClassificationRecipe, ClassificationTask
 from models.tasks.detect import DetectionTask
-from models.weights.reader import read_weights
-from models.weights.transfer import transfer
-from models.yolo import YoloModel, build_model
+from models.weights import read_weights
+from models.yolo import LAYERS, LayerMaker, YoloModel, build_model
 from tests.making import tiny_anchor_free, tiny_detector, write_yaml
 from utils.batch import Batch
 from utils.config.hyperparameters import Hyperparameters

@@ -11,7 +11,7 @@ import yaml
 from accelerate import Accelerator
 from torch import nn
 
-from models.weights.reader import read_weights
+from models.weights import read_weights
 from utils.checkpoint.state_files import STATE_FORMAT
 from utils.distributed.collectives import Collectives
 from utils.errors import UserError

@@ -1,6 +1,6 @@
 """Weight files: tensors and plain values; loading one runs no code.
 
-Called by utils/run_folder.py and models/export/formats.py; models/weights/reader.py reads them.
+Called by utils/run_folder.py and models/export.py; models/weights.py reads them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def weights_content(
         names: class names, by class number
         settings: the run's settings, for information
         half: whether to store floating-point tensors as float16, except tensors with values beyond its range
-        origin: `licence` and `origin`, see models/weights/licence.py
+        origin: `licence` and `origin`, see models/weights.py
     """
     return {
         "format": FORMAT,

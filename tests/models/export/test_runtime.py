@@ -14,11 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.export.formats import ExportJob, write
-from models.export.runtime import Exported, read_exported, read_model
+from models.export import Exported, ExportJob, ExportMetadata, read_exported, read_model, write
 from models.tasks.detect import DecodedDetector, GraphSuppression, SuppressedDetector
-from models.weights.content import ExportMetadata
-from models.weights.reader import read_weights
+from models.weights import read_weights
 from models.yolo import build_model
 from tests.making import tiny_detector
 from utils.config.values import OPSETS

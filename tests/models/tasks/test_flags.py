@@ -13,7 +13,7 @@ from models.ensemble import Members
 from models.tasks import TASKS, model_words
 from models.tasks.contract import Task
 from models.tasks.detect import DetectionTask
-from models.weights.content import Weights
+from models.weights import Weights
 from tests.making import CLASS_NAMES, tiny_anchor_free, tiny_detector
 from tests.models.tasks.segmentation.batches import tiny_segmenter
 from utils.config.flags import OPTIONS_OF_SCRIPT, DetectOptions, TrainOptions, flags_of

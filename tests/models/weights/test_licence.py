@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.weights.licence import Origin, torchvision_checksums
-from models.weights.reader import read_weights
+from models.weights import Origin, read_weights, torchvision_checksums
 from models.yolo import build_model
 from tests.making import tiny_detector
 from tests.models.weights.test_yolov5_pickle import Pickled, save_as_yolov5

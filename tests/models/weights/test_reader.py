@@ -17,8 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from models.weights.content import Weights
-from models.weights.reader import read_weights
+from models.weights import Weights, read_weights
 from tests.models.weights.files import save_bytes, save_legacy, save_zip
 from utils.checkpoint.weight_files import FORMAT, as_safetensors
 from utils.errors import UserError

@@ -11,16 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from models import weights as releases
 from models.tasks import torchvision_models
 from models.tasks.torchvision_models import architectures, default_weights
-from models.weights import releases
-from models.weights.releases import (
-    CHECKSUM_IN_NAME,
-    RELEASE_ADDRESS,
-    RELEASE_SHA256,
-    YOLOV9_ADDRESS,
-    find_weights,
-)
+from models.weights import CHECKSUM_IN_NAME, RELEASE_ADDRESS, RELEASE_SHA256, YOLOV9_ADDRESS, find_weights
 from tests.web import Server, sending, serving
 from utils.errors import UserError
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from models.weights.content import Weights
-from models.weights.transfer import known_share, transfer
+from models.loading import known_share, transfer
+from models.weights import Weights
 from models.yolo import build_model
 
 

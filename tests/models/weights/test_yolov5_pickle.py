@@ -22,12 +22,10 @@ import pytest
 import torch
 
 from models.layers import Conv
-from models.weights import yolov5_pickle
-from models.weights.content import Weights
-from models.weights.reader import read_weights
-from models.weights.transfer import transfer
-from models.weights.yolov5_pickle import rebuild_tensor
+from models.loading import transfer
+from models.weights import Weights, read_weights
 from models.yolo import YoloModel, build_model
+from models.yolov5_pickle import rebuild_tensor
 from tests.models.weights.files import Call, save_bytes, save_legacy, save_old_pickle, save_pickle, save_zip, text
 from utils.errors import UserError
 
@@ -162,7 +160,7 @@ def test_networks_in_files_of_old_torch_are_refused(file: Path) -> None:
 
 
 def test_a_pickle_that_is_too_large(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(yolov5_pickle, "MAX_PICKLE_BYTES", 2**16)
+    monkeypatch.setattr("models.yolov5_pickle.MAX_PICKLE_BYTES", 2**16)
     save_bytes(b"\x80\x02" + b"]" * 2**16, file)
     with pytest.raises(UserError, match=r"weights.pt was refused: it describes its tensors in more than"):
         read_weights(file)

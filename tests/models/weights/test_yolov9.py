@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.weights.reader import read_weights
-from models.weights.transfer import transfer
+from models.loading import transfer
+from models.weights import read_weights
 from models.yolo import build_model
 from tests.models.weights.files import Call
 from utils.errors import UserError

@@ -1,4 +1,4 @@
-"""Weight files: written, and read by models/weights/reader.py."""
+"""Weight files: written, and read by models/weights.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.weights.reader import read_weights
-from models.weights.transfer import transfer
+from models.loading import transfer
+from models.weights import read_weights
 from models.yolo import YoloModel, build_model
 from tests.making import tiny_detector
 from utils.checkpoint.weight_files import serialised, weights_content

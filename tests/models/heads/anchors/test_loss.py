@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from models.heads.anchors import Detect, DetectionCriterion, LossSettings
+from models.loading import transfer
 from models.tasks.contract import LossTerms
-from models.weights.reader import read_weights
-from models.weights.transfer import transfer
+from models.weights import read_weights
 from models.yolo import build_model
 from tests.making import grey_batch, tiny_detector
 from tests.models.reference import agrees_with_yolov5

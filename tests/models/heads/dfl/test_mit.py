@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.mit_yolov9 import MITModel
 from models.heads.contract import xywh_to_xyxy
 from models.tasks.detect import DetectionTask
-from models.weights.reader import read_weights
+from models.weights import read_weights
 from tests.conftest import not_here
 from tests.making import grey_batch
 from tests.models.heads.dfl.test_loss import random_targets

@@ -12,8 +12,8 @@ from torch import nn
 from torchvision import models as zoo
 from torchvision.ops import StochasticDepth
 
+from models.loading import transfer
 from models.tasks.torchvision_models import architecture, architectures, build_classifier
-from models.weights.transfer import transfer
 from utils.distributed.logical import synchronise_dropout
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml

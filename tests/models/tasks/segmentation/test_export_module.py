@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.export.formats import ExportJob, write
-from models.export.runtime import read_exported
+from models.export import ExportJob, ExportMetadata, read_exported, write
 from models.tasks.detect import GraphSuppression
 from models.tasks.segment import DecodedSegmenter, SuppressedSegmenter
-from models.weights.content import ExportMetadata
 from tests.making import CLASS_NAMES
 from tests.models.tasks.segmentation.batches import tiny_model, tiny_segmenter
 

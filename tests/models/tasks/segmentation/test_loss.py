@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.heads.anchors import LossSettings, Segment, match, near_cells
+from models.loading import transfer
 from models.tasks import segment as mask_loss
 from models.tasks.contract import LossTerms
 from models.tasks.segment import SegmentationCriterion
-from models.weights.reader import read_weights
-from models.weights.transfer import transfer
+from models.weights import read_weights
 from models.yolo import build_model
 from tests.models.reference import agrees_with_yolov5
 from tests.models.tasks.segmentation.batches import MAP, SIDE, mask_batch, tiny_segmenter

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from models.heads.anchors import RawView, decode
+from models.loading import transfer
 from models.tasks.contract import Thresholds
 from models.tasks.detect import GraphSuppression, detect
 from models.tasks.masks import DetectedMasks, PrototypeView, SegmentationPrediction, SegmentationView, cut_by_boxes
 from models.tasks.segment import DecodedSegmenter, SegmentationPostprocess, SuppressedSegmenter
-from models.weights.reader import read_weights
-from models.weights.transfer import transfer
+from models.weights import read_weights
 from models.yolo import YoloModel, build_model
 from tests.making import CLASS_NAMES, image_info
 from tests.models.tasks.segmentation.batches import SIDE, mask_batch, tiny_model

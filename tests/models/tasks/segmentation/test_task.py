@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from models.loading import transfer
 from models.tasks import TASKS, contract, task_of
 from models.tasks.contract import ExportSettings, Thresholds
 from models.tasks.losses import UnavailableCriterion
 from models.tasks.segment import DecodedSegmenter, SegmentationCriterion, SegmentationTask, SuppressedSegmenter
-from models.weights.reader import read_weights
-from models.weights.transfer import transfer
+from models.weights import read_weights
 from models.yolo import build_model
 from tests.making import CLASS_NAMES
 from tests.models.tasks.segmentation.batches import MAP, SIDE, mask_batch, tiny_segmenter, tiny_task

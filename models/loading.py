@@ -1,33 +1,232 @@
-"""Read the model YAML and the weights that training starts from. Called by train.py."""
+"""Load"""
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.image_size import rounding
-from models.layer_registry import add_layers
 from models.layers import skip_norms
-from models.parts import layers_of, parameters_of
 from models.tasks import TASKS, TaskEntry, add_tasks, task_of
 from models.tasks.contract import Model, Task
-from models.weights.content import Weights
-from models.weights.licence import YOURS, Origin
-from models.weights.reader import read_weights
-from models.weights.releases import TORCHVISION_DEFAULT, find_weights, torchvision_weights
-from models.weights.transfer import known_share, transfer
+from models.weights import (
+    TORCHVISION_DEFAULT,
+    YOURS,
+    Origin,
+    Weights,
+    find_weights,
+    read_weights,
+    same_names,
+    torchvision_weights,
+)
+from models.yolo import add_layers, whole_strides
 from utils.config.flags import TrainOptions
 from utils.config.hyperparameters import Recipe
+from utils.config.values import IMGSZ
 from utils.console import log
-from utils.errors import UserError, plural
+from utils.errors import UserError, nearest, plural, shown
 from utils.files import find_file, read_yaml
+
+
+def rounding(requested: Sequence[int], taken: Sequence[int], stride: int) -> list[str]:
+    """Return a message if --imgsz was rounded.
+
+    Args:
+        requested: one side, or height and width, in pixels, as given
+        taken: one side, or height and width, in pixels, after rounding
+    """
+    if (requested[0], requested[-1]) == (taken[0], taken[-1]):
+        return []
+    return [f"--imgsz {in_words(requested)} is rounded up to {in_words(taken)}, whole strides of {stride} pixels"]
+
+
+def sides_of(imgsz: int | Sequence[int]) -> tuple[int, ...]:
+    """Return the sides that --imgsz gives: one side, height and width, or none for 0 or empty, the default.
+
+    Raises `UserError` for any other value.
+    """
+    sides = (imgsz,) if isinstance(imgsz, int) else tuple(imgsz)
+    if sides == (0,):
+        return ()
+    if len(sides) > 2 or not all(side in IMGSZ for side in sides):
+        raise UserError(f"--imgsz {' '.join(map(str, sides))}: give one number of pixels, or height and width")
+    return sides
+
+
+def in_words(sides: Sequence[int]) -> str:
+    """Format one side, or height and width, as --imgsz takes them."""
+    return " ".join(map(str, sides if len(set(sides)) > 1 else sides[:1]))
+
+
+@dataclass(frozen=True)
+class ImageSize:
+    """The size that images are fitted into.
+
+    Attributes:
+        sides: height and width in pixels
+        is_fixed: whether an exported file requires exactly this size
+        messages: lines for the console that say how the size was chosen
+    """
+
+    sides: tuple[int, int]
+    is_fixed: bool = False
+    messages: tuple[str, ...] = ()
+
+    def rounded(self, stride: int) -> ImageSize:
+        """Return the size in whole strides, with a message if it differs. A fixed size is not rounded."""
+        if self.is_fixed:
+            return self
+        sides = whole_strides(self.sides[0], stride), whole_strides(self.sides[1], stride)
+        return replace(self, sides=sides, messages=(*self.messages, *rounding(self.sides, sides, stride)))
+
+    def square(self) -> int:
+        """Return the side of the square for both sides. Raises `UserError` if they are fixed and differ."""
+        height, width = self.sides
+        if self.is_fixed and height != width:
+            raise UserError(
+                f"--weights takes only images of {height}x{width}, and val.py makes square ones; "
+                "export it with --dynamic, or with one number for --imgsz"
+            )
+        return max(self.sides)
+
+
+class Layers(NamedTuple):
+    """The numbered layers of a model: the children of `model.model`, or of a model without that attribute."""
+
+    parent: nn.Module
+    names: list[str]  # prefixes of the parameters' names, such as `model.0`
+    modules: list[nn.Module]
+    main: int  # number of layers up to and with the head; an auxiliary branch follows it
+
+
+def layers_of(model: nn.Module) -> Layers:
+    """Return the numbered layers of a model."""
+    children = dict(model.named_children())
+    parent, prefix = (children["model"], "model.") if "model" in children else (model, "")
+    names, modules = [prefix + name for name, _ in parent.named_children()], list(parent.children())
+    head = getattr(model, "head", None)
+    main = next((number for number, layer in enumerate(modules, 1) if layer is head), len(modules))
+    return Layers(parent, names, modules, main)
+
+
+def parameters_of(model: nn.Module, word: str, flag: str) -> set[str]:
+    """Return the names of the parameters that a word of a flag selects. Raises `UserError` if it selects none.
+
+    Args:
+        word: `backbone` (the rows of that list in the model YAML; without one the module of that name, or all but the
+            last layer), `head` (the rest), the number of a layer, or a pattern such as `model.2`, `*.bn` or `*.bias`,
+            which selects the parameters whose names it matches and all parameters of the modules whose names it matches
+        flag: name of the flag in errors
+    """
+    parameters = {name for name, _ in model.named_parameters()}
+    layers = layers_of(model)
+    if word in ("backbone", "head"):
+        backbone = _backbone(model, parameters, layers)
+        chosen = backbone if word == "backbone" else parameters - backbone
+    else:
+        pattern = layers.names[int(word)] if word.isdecimal() and int(word) < len(layers.names) else word
+        modules = tuple(f"{name}." for name, _ in model.named_modules() if name and fnmatchcase(name, pattern))
+        chosen = {name for name in parameters if fnmatchcase(name, pattern) or name.startswith(modules)}
+    if not chosen:
+        known = sorted({name.rpartition(".")[0] for name in parameters} | parameters)
+        some = [name for name, _ in model.named_parameters()][:1]
+        raise UserError(
+            f"{flag} {shown(word)} matches no layer or parameter of the model{nearest(word, known)}; give "
+            f"backbone, head, the number of a layer, or a name or pattern such as {', '.join([*some, '*.bias'])}"
+        )
+    return chosen
+
+
+def _backbone(model: nn.Module, parameters: set[str], layers: Layers) -> set[str]:
+    rows = getattr(model, "yaml", {}).get("backbone")
+    named = sorted((name for name, _ in model.named_modules() if name.split(".")[-1] == "backbone"), key=len)
+    if isinstance(rows, list):
+        prefixes = layers.names[: len(rows)]
+    elif named:
+        prefixes = named[:1]
+    else:
+        head = f"{layers.names[layers.main - 1]}."
+        return {name for name in parameters if not name.startswith(head)}
+    return {name for name in parameters if name.startswith(tuple(f"{prefix}." for prefix in prefixes))}
+
+
+def rate_factors(model: nn.Module, parts: Mapping[str, float]) -> dict[str, float]:
+    """Return the learning-rate factors of parameters by name, from the factors of parts.
+
+    A parameter in several parts has the last part's factor; a parameter in none is not in the result. Raises
+    `UserError` if a part matches no parameter.
+    """
+    return {name: factor for word, factor in parts.items() for name in parameters_of(model, word, "lr_factor:")}
+
+
+# Patterns in tensor names of torchvision's older DenseNet and ViT files, and their replacements.
+TORCHVISION_RENAMES = (
+    (re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)"), r"\1\2"),
+    (re.compile(r"\.mlp\.linear_1\."), ".mlp.0."),
+    (re.compile(r"\.mlp\.linear_2\."), ".mlp.3."),
+)
+
+
+class Transfer(NamedTuple):
+    """The result of `transfer`."""
+
+    loaded: int  # number of loaded tensors
+    total: int  # number of tensors in the model
+    misfits: list[tuple[str, tuple[int, ...], tuple[int, ...]]]  # name, shape in the file, shape in the model
+
+
+def transfer(model: nn.Module, state: Mapping[str, Tensor], exclude: tuple[str, ...] = ()) -> Transfer:
+    """Load the tensors whose names and shapes fit the model, except for names that contain a part in `exclude`."""
+    model_state = model.state_dict()
+    state = {name if name in model_state else _current_name(name): tensor for name, tensor in state.items()}
+    shared = [name for name in state if name in model_state and not any(part in name for part in exclude)]
+    fitting = type(model_state)((name, state[name]) for name in shared if model_state[name].shape == state[name].shape)
+    fitting._metadata = model_state._metadata  # type: ignore[attr-defined]  # the versions of layers, which some layers check
+    misfits = [
+        (name, tuple(state[name].shape), tuple(model_state[name].shape)) for name in shared if name not in fitting
+    ]
+    model.load_state_dict(fitting, strict=False)
+    return Transfer(len(fitting), len(model_state), misfits)
+
+
+def _current_name(name: str) -> str:
+    """Return the current name of a tensor in an older torchvision file."""
+    for old, new in TORCHVISION_RENAMES:
+        name = old.sub(new, name)
+    return name
+
+
+def known_share(model: Model, weights: Weights, names: Mapping[int, str]) -> float | None:
+    """Return the share of the classes that a weight file knows by name; None if the file is of another model.
+
+    A file is of another model if it has at most half of the tensors of `model`. The share is halved if the file lacks
+    part of the model's head, as a detector's file lacks the masks.
+    """
+    state = model.state_dict()
+    fitting = sum(name in weights.state and weights.state[name].shape == tensor.shape for name, tensor in state.items())
+    if fitting <= len(state) / 2:
+        return None
+    share = len(same_names(weights.names, names)) / len(names)
+    return share if all(name in weights.state for name in head_tensors(model)) else share / 2
+
+
+def head_tensors(model: Model) -> dict[str, Tensor]:
+    """Return the tensors of a model's head by their names in the model; {} if it has none, as in torchvision."""
+    head = getattr(model, "head", None)
+    return head.state_dict(prefix=f"{head_prefix(model)}.") if isinstance(head, nn.Module) else {}
+
+
+def head_prefix(model: Model) -> str:
+    """Return the name of the head among a model's modules; the model must have one."""
+    return next(name for name, module in model.named_modules() if module is model.head)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Read YOLOv5's weight files, which are pickled networks, without running them. Called by models/weights/reader.py.
+"""Read YOLOv5's weight files, which are pickled networks, without running them. Called by models/weights.py.
 
 A pickle can call any function. Here inert stubs (`Stub`) replace its classes, and the tensors and the YAML are read
 from the stubs; names that are not in the lists below are refused.
@@ -18,7 +18,6 @@ from typing import Any, ClassVar, TypeGuard
 import torch
 from torch import Tensor
 
-from models.weights.content import MODEL_KEYS
 from utils.config.values import is_number
 from utils.files import ROOT, read_yaml
 
@@ -222,6 +221,8 @@ def model_yaml(network: Stub, state: Mapping[str, Tensor], classes: int) -> dict
         state: the network's state dict
         classes: number of classes, for a classifier
     """
+    from models.weights import MODEL_KEYS
+
     yaml = network.state.get("yaml")
     if isinstance(yaml, dict):
         known = plain_values({key: yaml[key] for key in MODEL_KEYS if key in yaml})  # other programs add keys
