@@ -12,8 +12,7 @@ or `detect.run(weights="best.pt", source="photos")`, which writes the files of t
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from utils.errors import UserError, plural, without_secrets
 from utils.files import csv_text, lock_folder, numbered_folder, remove_if_empty, replacing, unique_stems, write_rows
 from utils.plots.drawing import Style, write_picture
 from utils.python_api import call
-from utils.stage_times import (
+from utils.summary import (
     INFERENCE,
     POSTPROCESSING,
     PREPARING,
@@ -53,8 +52,8 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
     synchronise = torch.accelerator.synchronize if predictor.device.type != "cpu" else lambda: None
     timer, file_names = StageTimer(synchronise), FileNames(media.items)
     frames_done = warnings_shown = 0
-    with run_folder(options) as folder, ExitStack() as opened:
-        outputs = [opened.enter_context(output) for output in requested_outputs(options, folder, file_names)]
+    with run_folder(options) as folder, ExitStack() as closing:
+        outputs = requested_outputs(options, folder, file_names, closing)
         for group in batches(media, predictor, options.batch_size):
             batch = predictor.data.collate([item for _, item in group])
             if not timer.batches:
@@ -68,12 +67,11 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
                     show(f"{frame_name(frame)}: {prediction.describe()}, {1000 * seconds / len(group):.1f} ms")
             frames_done += len(group)
             warnings_shown = show_warnings(media.problems, warnings_shown)
-        times = milliseconds_per_image(timer.batches)
     if not frames_done:
         raise UserError("; ".join(media.problems))
     show_warnings(media.problems, warnings_shown)
     results = f"; results in {folder}" if folder.is_dir() else ""
-    show(*format_times(times), f"{plural(frames_done, 'image')}{results}")
+    show(*format_times(milliseconds_per_image(timer.batches)), f"{plural(frames_done, 'image')}{results}")
     if media.problems:
         bad, count = len(media.problems), len(media.items)
         show(f"warning: {bad} of the {count} sources could not be read completely; see above")
@@ -113,15 +111,14 @@ def run(**flags: Any) -> dict[str, Any]:
 def batches(media: Media, predictor: Predictor, batch_size: int) -> Iterator[list[tuple[Frame, Item]]]:
     """Iterate over the frames of all media with their items, in batches, with a progress bar."""
     frames = ((frame, predictor.item(frame.image, without_secrets(frame.item.name))) for frame in media)
-    live = any(item.kind == "live" for item in media.items)
-    bar = Bar("detecting", media.count(), shown=True)
-    return bar.over(groups(frames if live else prefetched(frames), batch_size), len)
+    kinds = {item.kind for item in media.items}
+    bar = Bar("detecting", len(media.items) if kinds == {"picture"} else 0, shown=True)
+    return bar.over(groups(frames if "live" in kinds else prefetched(frames), batch_size), len)
 
 
 def show_warnings(problems: Sequence[str], shown: int) -> int:
     """Print all problems except the first `shown` ones; return the number of all problems."""
-    for problem in problems[shown:]:
-        show(f"warning: {problem}")
+    show(*(f"warning: {problem}" for problem in problems[shown:]))
     return len(problems)
 
 
@@ -130,7 +127,7 @@ def frame_name(frame: Frame) -> str:
     name = without_secrets(frame.item.name)
     if frame.item.kind == "picture":
         return name
-    return f"{name} ({frame.number + 1}{f'/{frame.frames}' if frame.frames else ''})"
+    return f"{name} ({frame.number + 1})"
 
 
 def groups(frames: Iterable[tuple[Frame, Item]], most: int) -> Iterator[list[tuple[Frame, Item]]]:
@@ -163,68 +160,50 @@ class FileNames:
         return stem if frame.item.kind == "picture" else f"{stem}_{frame.number}"
 
 
-class Output(ABC):
-    """A writer for every frame: a context manager over all frames, called with each."""
-
-    def __enter__(self) -> Output:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close open files."""
-        return
-
-    @abstractmethod
-    def __call__(self, frame: Frame, prediction: Prediction) -> None:
-        """Write one frame."""
+Output = Callable[[Frame, Prediction], None]  # writes one frame
 
 
-def requested_outputs(options: DetectOptions, folder: Path, file_names: FileNames) -> list[Output]:
-    """Return the outputs that the flags request."""
+def requested_outputs(options: DetectOptions, folder: Path, names: FileNames, closing: ExitStack) -> list[Output]:
+    """Return the outputs that the flags request; `closing` closes their files."""
     outputs: list[Output] = []
     if not options.nosave or options.view_img:
-        outputs.append(DrawnFrames(folder, file_names, options))
+        outputs.append(DrawnFrames(folder, names, options))
+        closing.callback(outputs[0].close)  # type: ignore[attr-defined]
     if options.save_txt:
-        outputs.append(LabelFiles(folder / "labels", file_names, options))
+        outputs.append(label_writer(folder / "labels", names, options))
     if options.save_csv:
-        outputs.append(PredictionTable(folder / "predictions.csv"))
+        outputs.append(table_writer(folder / "predictions.csv", closing))
     if options.save_crop:
-        outputs.append(Crops(folder / "crops", file_names))
+        outputs.append(crop_writer(folder / "crops", names))
     return outputs
 
 
-class DrawnFrames(Output):
+class DrawnFrames:
     """Images and videos with the predictions drawn on them, in files and, if asked for, a window."""
 
-    def __init__(self, folder: Path, file_names: FileNames, options: DetectOptions) -> None:
-        self.folder, self.file_names = folder, file_names
+    def __init__(self, folder: Path, names: FileNames, options: DetectOptions) -> None:
+        self.folder, self.names = folder, names
         self.style = Style(options.line_thickness, not options.hide_labels, not options.hide_conf)
         self.writes_files, self.window, self.stride = not options.nosave, options.view_img, options.vid_stride
-        self.videos: dict[MediaItem, cv2.VideoWriter] = {}
+        self.item: MediaItem | None = None  # the video that is being written
+        self.video: Any = None
 
     def __call__(self, frame: Frame, prediction: Prediction) -> None:
         picture = prediction.draw(frame.image, self.style)
         if self.window:
             self._show(frame, picture)
-        if not self.writes_files:
-            return
-        if frame.item.kind == "picture":
+        if self.writes_files and frame.item.kind == "picture":
             suffix = Path(frame.item.name.split("?")[0]).suffix.lower()
             suffix = suffix if suffix in (".png", ".bmp") else ".jpg"
-            write_picture(self.folder / f"{self.file_names.of(frame)}{suffix}", picture)
-        else:
-            self._video(frame, picture).write(picture)
-
-    def _video(self, frame: Frame, picture: np.ndarray) -> cv2.VideoWriter:
-        """Return the writer of the frame's video. A new video closes the one before; streams stay open side by side."""
-        if frame.item not in self.videos:
-            if frame.item.kind == "video":
-                self._close()
-            path = self.folder / f"{self.file_names.stems[frame.item]}.mp4"
-            size = picture.shape[1], picture.shape[0]
-            self.videos[frame.item] = cv2.VideoWriter(
-                str(path), cv2.VideoWriter.fourcc(*"mp4v"), frame.fps / self.stride, size
-            )
-        return self.videos[frame.item]
+            write_picture(self.folder / f"{self.names.of(frame)}{suffix}", picture)
+        elif self.writes_files:
+            if frame.item != self.item:
+                self.close()
+                path, size = self.folder / f"{self.names.stems[frame.item]}.mp4", picture.shape[1::-1]
+                rate = frame.fps / self.stride
+                self.video = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), rate, size)
+                self.item = frame.item
+            self.video.write(picture)
 
     def _show(self, frame: Frame, picture: np.ndarray) -> None:
         try:
@@ -234,60 +213,52 @@ class DrawnFrames(Output):
             show("warning: --view-img needs a display, and opencv-python in place of opencv-python-headless; not shown")
             self.window = False
 
-    def _close(self) -> None:
-        for video in self.videos.values():
-            video.release()
-        self.videos.clear()
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
+    def close(self) -> None:
+        """Close the last video."""
+        if self.video is not None:
+            self.video.release()
 
 
-class LabelFiles(Output):
-    """A label file for every image with predictions."""
+def label_writer(folder: Path, names: FileNames, options: DetectOptions) -> Output:
+    """Return a function that writes a label file for an image with predictions."""
+    folder.mkdir(parents=True, exist_ok=True)
 
-    def __init__(self, folder: Path, file_names: FileNames, options: DetectOptions) -> None:
-        self.folder, self.file_names = folder, file_names
-        self.with_confidence, self.corners = options.save_conf, options.save_format == 1
-        folder.mkdir(parents=True, exist_ok=True)
+    def write(frame: Frame, prediction: Prediction) -> None:
+        if rows := prediction.label_rows(options.save_conf, options.save_format == 1):
+            write_rows(folder / f"{names.of(frame)}.txt", rows)
 
-    def __call__(self, frame: Frame, prediction: Prediction) -> None:
-        if rows := prediction.label_rows(self.with_confidence, self.corners):
-            write_rows(self.folder / f"{self.file_names.of(frame)}.txt", rows)
+    return write
 
 
-class PredictionTable(Output):
-    """predictions.csv: a row for every prediction; there is no file if there was no frame."""
+def table_writer(path: Path, closing: ExitStack) -> Output:
+    """Return a function that collects a row for each prediction; `closing` writes the file, if there were frames."""
+    rows: dict[tuple[MediaItem, int], list[tuple[str, str, str]]] = {}
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rows: list[tuple[str, str, str]] = []
-        self.frames = 0
-
-    def __call__(self, frame: Frame, prediction: Prediction) -> None:
-        self.frames += 1
+    def collect(frame: Frame, prediction: Prediction) -> None:
         name = frame_name(frame) if frame.item.kind != "picture" else Path(frame_name(frame)).name
-        self.rows += [(name, label, f"{confidence:.4f}") for label, confidence in prediction.items]
+        rows[frame.item, frame.number] = [(name, label, f"{score:.4f}") for label, score in prediction.items]
 
-    def __exit__(self, *_: object) -> None:
-        if not self.frames:
-            return
-        with replacing(self.path) as file:
-            file.write(csv_text(("Image Name", "Prediction", "Confidence"), self.rows).encode(errors="surrogateescape"))
+    def write() -> None:
+        if rows:
+            text = csv_text(("Image Name", "Prediction", "Confidence"), [row for of in rows.values() for row in of])
+            with replacing(path) as file:
+                file.write(text.encode(errors="surrogateescape"))
+
+    closing.callback(write)
+    return collect
 
 
-class Crops(Output):
-    """The part of the image that each prediction covers, in a folder for each class."""
+def crop_writer(folder: Path, names: FileNames) -> Output:
+    """Return a function that writes the part of the image that each prediction covers, in a folder for each class."""
 
-    def __init__(self, folder: Path, file_names: FileNames) -> None:
-        self.folder, self.file_names = folder, file_names
-
-    def __call__(self, frame: Frame, prediction: Prediction) -> None:
+    def write(frame: Frame, prediction: Prediction) -> None:
         for number, (label, crop) in enumerate(prediction.crops(frame.image), 1):
             safe = label.replace("/", "_").replace("\0", "_")
             safe = "_" if safe in ("", ".", "..") else safe
             suffix = "" if number == 1 else f"-{number}"
-            write_picture(self.folder / safe / f"{self.file_names.of(frame)}{suffix}.jpg", crop)
+            write_picture(folder / safe / f"{names.of(frame)}{suffix}.jpg", crop)
+
+    return write
 
 
 if __name__ == "__main__":

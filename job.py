@@ -119,9 +119,9 @@ class Job(NamedTuple):
         data = self.source.open(model.imgsz, model.stride, replace(data_options, workers=workers))
         log(*data.user_augmentations("augmentations" in settings.given).messages)
         if PYTHON_SUFFIX in options.log_with:
-            from utils.tracking.own_tracker import add_own_trackers
+            from utils.tracking.trackers import add_user_trackers
 
-            add_own_trackers(options.log_with, "log_with" in settings.given)
+            add_user_trackers(options.log_with, "log_with" in settings.given)
         with barrier(options.dist_timeout):
             splits = data.split("train", settings.hyp), data.split("val")
         log(*data.messages(*splits))
@@ -174,7 +174,7 @@ class Job(NamedTuple):
         run_log.start(content, identity, saved)
         run_log.upload_dataset(self.source.spec.file, self.source.files, identity)
         if not options.noplots:
-            run.enable_plots("labels.jpg")
+            run.enable_plots("labels.csv")
         return run_log
 
 

@@ -30,7 +30,7 @@ from utils.errors import UserError, nearest, plural
 from utils.files import located
 from utils.python_api import aliases
 from utils.python_api import arguments as checked_arguments
-from utils.stage_times import POSTPROCESSING, StageTimer
+from utils.summary import POSTPROCESSING, StageTimer
 
 # The flags of detect.py that are arguments of `Predictor`, and the ones that can be changed later.
 ARGUMENTS = (

@@ -35,9 +35,18 @@ from utils.errors import UserError
 from utils.files import located, unique_stems, write_rows
 from utils.python_api import call, write_result
 from utils.run import Run
-from utils.stage_times import POSTPROCESSING, StageTimer, format_times, milliseconds_per_image, without_warmup
-from utils.summary import DRAWN_IMAGES, Summary, evenly_spaced, job_values
-from utils.tracking.run_log import ValidationLog
+from utils.summary import (
+    DRAWN_IMAGES,
+    POSTPROCESSING,
+    StageTimer,
+    Summary,
+    evenly_spaced,
+    format_times,
+    job_values,
+    milliseconds_per_image,
+    without_warmup,
+)
+from utils.tracking import run_log
 
 MANY_CLASSES = 50  # with more, a row per class is printed only with --verbose
 SPEED_DEFAULTS = {"conf_thres": 0.25, "iou_thres": 0.45, "square": True}  # defaults of flags with --task speed
@@ -188,9 +197,9 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     with barrier(options.dist_timeout):
         split = data.split(split_name)
     if PYTHON_SUFFIX in options.log_with:
-        from utils.tracking.own_tracker import add_own_trackers
+        from utils.tracking.trackers import add_user_trackers
 
-        add_own_trackers(options.log_with)
+        add_user_trackers(options.log_with)
 
     # Open the run folder.
     run.open_folder(options.project, options.name, options.exist_ok)
@@ -200,7 +209,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     log(*members.class_warnings(names), *members.overridden({**given, "half": half}))
     run.files.write_problems(split.problems)
     run.files.write_settings({**vars(options), "imgsz": first.imgsz})
-    run_log = ValidationLog(run, vars(options), members.settings)
+    run_log.start_validation(run, vars(options), members.settings)
     if not options.noplots:
         run.enable_plots()
 
@@ -223,7 +232,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     # Write, draw and print.
     documents = evaluate.metrics.documents(summary)
     run.files.write_documents(documents)
-    run_log.log(job_values(summary), documents)
+    run_log.log_validation(run, job_values(summary), documents)
     run.plot(lambda: evaluate.metrics.pictures(summary, split, first.imgsz))
     run.charts()
     run.files.finish_writing()

@@ -29,7 +29,7 @@ from models.yolo import add_layers, whole_strides
 from utils.batch import Batch, layout
 from utils.config.parser import refuse_flags
 from utils.errors import UserError, plural
-from utils.stage_times import INFERENCE, PREPARING, StageTimer
+from utils.summary import INFERENCE, PREPARING, StageTimer
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

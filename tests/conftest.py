@@ -27,8 +27,7 @@ from torch.multiprocessing.spawn import start_processes
 from data.builtin import shapes, shapes_cls, shapes_seg
 from tests.machines import left_behind, machines
 from tests.making import write_yaml
-from utils.background import Background
-from utils.console import log
+from utils.console import Background, log
 from utils.distributed.failure import Stopped, run_main
 from utils.distributed.launch import reset_accelerate, spawn
 from utils.distributed.ranks import ranks

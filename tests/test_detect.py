@@ -44,7 +44,7 @@ from utils.distributed.failure import run_main
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 from utils.plots.drawing import Style
-from utils.stage_times import StageTimer
+from utils.summary import StageTimer
 
 SIDE, CONFIDENCE, OVERLAP = 160, 0.1, 0.45
 
@@ -688,7 +688,7 @@ def test_a_folder_with_everything(
     names = [predictor.names[int(row[5])] for row in expected]
     assert f"{names.count(names[0])} {names[0]}" in line
     assert line.endswith(" ms")
-    assert f"{folder / 'clip.avi'} (5/5): " in printed
+    assert f"{folder / 'clip.avi'} (5): " in printed
     out = tmp_path / "exp"
     assert cv2.imread(str(out / "photo.png")).shape == image.shape
     clip = cv2.VideoCapture(str(out / "clip.mp4"))

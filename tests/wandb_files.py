@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from utils.tracking.wandb_file import records
+HEADER_BYTES = 7  # header of a .wandb file: ":W&B", a magic number, a version
+LOG_BLOCK_BYTES = 2**15
+RECORD_HEADER = struct.Struct("<IHB")  # checksum, length, kind
+FULL, FIRST, LAST = 1, 2, 4  # kinds of a record's parts
 
 
 @dataclass
@@ -76,6 +81,30 @@ def read(file: Path) -> Logged:
         elif kind == "exit":
             logged.code = record.exit.exit_code
     return logged
+
+
+def records(file: Path) -> Iterator[Any]:
+    """Yield the records of a .wandb file, in LevelDB's log format, as protobuf messages, up to a damaged end.
+
+    https://github.com/google/leveldb/blob/main/doc/log_format.md
+    """
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
+    content = file.read_bytes()
+    position, parts = HEADER_BYTES, b""
+    while position + RECORD_HEADER.size <= len(content):
+        if (rest := LOG_BLOCK_BYTES - position % LOG_BLOCK_BYTES) < RECORD_HEADER.size:
+            position += rest  # padding
+            continue
+        _, length, kind = RECORD_HEADER.unpack_from(content, position)
+        start, position = position + RECORD_HEADER.size, position + RECORD_HEADER.size + length
+        if position > len(content):  # the process that wrote the file was killed
+            return
+        parts = (b"" if kind in (FULL, FIRST) else parts) + content[start:position]
+        if kind in (FULL, LAST):
+            record = Record()
+            record.ParseFromString(parts)
+            yield record
 
 
 def _update(values: dict[str, Any], items: Any) -> None:

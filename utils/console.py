@@ -5,14 +5,16 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import ClassVar, TypeVar
 
 from tqdm import tqdm
 
-from utils.errors import printable, shortened
+from utils.errors import first_line, printable, shortened
 
 T = TypeVar("T")
 REFRESH_SECONDS = 1.0  # between two updates of the values beside a bar; each synchronises the device
@@ -166,3 +168,50 @@ class Bar:
         """Show values beside the bar."""
         self._last = time.monotonic()
         self._bar.bar_format = BAR_FORMAT + ", ".join(values)
+
+
+class Background:
+    """Runs jobs one after another in a thread. The first failure is a warning.
+
+    Args:
+        failure: beginning of the warning
+        warn: called with the warning
+
+    Attributes:
+        abandoned: whether any thread has not ended in time; the process must then exit without waiting for it
+    """
+
+    abandoned: ClassVar[bool] = False
+
+    def __init__(self, failure: str, warn: Callable[[str], object]) -> None:
+        self.failure, self.warn, self.failed = failure, warn, False
+        self.jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self.thread: threading.Thread | None = None
+
+    def do(self, job: Callable[[], object]) -> None:
+        """Run `job` after the jobs before it."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._work, daemon=True)
+            self.thread.start()
+        self.jobs.put(job)
+
+    def finish(self, patience: float) -> bool:
+        """Wait for all jobs, at most `patience` seconds; return whether all have ended."""
+        if self.thread is None:
+            return True
+        self.jobs.put(None)
+        self.thread.join(patience)
+        done = not self.thread.is_alive()
+        Background.abandoned |= not done
+        self.thread = None
+        return done
+
+    def _work(self) -> None:
+        while job := self.jobs.get():
+            try:
+                job()
+            except BaseException as error:  # a package may try to exit
+                if not self.failed:
+                    self.failed = True
+                    reason = f"{type(error).__name__}: {first_line(error, 1000)}"
+                    self.warn(f"warning: {self.failure} ({reason}); training continues")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from utils.distributed.launch import Precision, device_name, log_devices
 from utils.distributed.stop import GracefulStop, StopRequested
 from utils.errors import without_secrets
 from utils.files import numbered_folder
-from utils.plots.plotter import FINISH_TIMEOUT_SECONDS, Plotter
+from utils.plots.pictures import Plotter
 from utils.run_folder import RunFolder
-from utils.tracking.tracker import Tracker
+from utils.tracking.trackers import Tracker
+from utils.tracking.wandb import pictures
 
 
 class Run:
@@ -57,7 +59,7 @@ class Run:
         # The name is broadcast, not the path: --project may differ between machines.
         self.path = Path(project) / self.collectives.broadcast(name)
         self.files = RunFolder(self.path, self.collectives, self._is_main, log)
-        log.release(self._log_line)
+        log.release(lambda line: self.with_wandb(lambda run: run.write_logs(f"{line}\n")))
 
     def bar(self, title: str, images: int, done: int = 0) -> Bar:
         """Return a progress bar, drawn by the main process only.
@@ -104,32 +106,24 @@ class Run:
 
     # Pictures: drawn in the background; their errors are warnings
 
-    def enable_plots(self, *charts: str) -> None:
-        """Enable `plot` and `charts`; draw these charts only after the first picture, so that no step is delayed."""
+    def enable_plots(self, *documents: str) -> None:
+        """Enable `plot` and `charts`; draw these text files after the first picture, so that no step is delayed."""
         if self._is_main:
-            self._plotter = Plotter(self.path, log, self._log_pictures)
-            self._first_charts = charts
+            self._plotter = Plotter(self.path, lambda files: self.log_media(partial(pictures, files)))
+            self._first_charts = documents
 
     def plot(self, draw: Callable[[], Mapping[str, np.ndarray]]) -> None:
         """Write the pictures that `draw` returns, uint8 (h, w, 3) BGR by file name, into the run folder."""
         if self._plotter:
             self._plotter.draw(draw)
             if self._first_charts:
-                self._plotter.draw_charts(*self._first_charts)
+                self._plotter.draw_documents(*self._first_charts)
                 self._first_charts = ()
 
-    def charts(self, *names: str) -> None:
-        """Draw these charts, by default all, from the text files in the run folder."""
+    def charts(self, *documents: str) -> None:
+        """Draw the pictures of these text files in the run folder, by default of all."""
         if self._plotter:
-            self._plotter.draw_charts(*names)
-
-    def _log_line(self, line: str) -> None:
-        for tracker in self.trackers:
-            tracker.log_line(line)
-
-    def _log_pictures(self, files: Mapping[str, Path]) -> None:
-        for tracker in self.trackers:
-            tracker.log_pictures({f"pictures/{Path(name).stem}": path for name, path in files.items()}, self.step)
+            self._plotter.draw_documents(*documents)
 
     # Trackers
 
@@ -158,16 +152,26 @@ class Run:
 
     def _fail_trackers(self, reason: str) -> None:
         for tracker in self.trackers:
-            tracker.fail(reason)
+            tracker.fail()
 
     def log_point(self, values: Mapping[str, Any], step: int) -> None:
         """Log values by key at an optimizer step, skipping None. The key "step" or "epoch" is their x axis."""
         self.step = step
         self.accelerator.log({key: value for key, value in values.items() if value is not None}, step=step)
 
+    def log_media(self, make: Callable[[], Mapping[str, Any]]) -> None:
+        """Log what `make` returns, called in a thread: W&B's pictures, tables and charts by key."""
+        for tracker in self.trackers:
+            tracker.log_media(make, self.step)
+
+    def with_wandb(self, job: Callable[[Any], object]) -> None:
+        """Call `job` with W&B's run, if there is one, in its thread."""
+        for tracker in self.trackers:
+            tracker.with_wandb(job)
+
     def finish(self, patience: float = math.inf) -> None:
         """Wait for pictures and trackers, for each at most `patience` seconds and at most its own time limit."""
-        if self._plotter and not self._plotter.finish(min(patience, FINISH_TIMEOUT_SECONDS)):
+        if self._plotter and not self._plotter.finish(patience):
             log(f"warning: the pictures are not finished; draw them with python -m utils.plots {self.path}")
         for tracker in self.trackers:
             tracker.finish(patience)

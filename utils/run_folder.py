@@ -17,7 +17,7 @@ from utils.distributed.collectives import Collectives
 from utils.errors import without_secrets
 from utils.files import PART_SUFFIX, lock_folder
 
-APPENDED = ("results.csv", "weights/epoch*.pt", "events.out.tfevents*", ".tensorboard.json")  # a new run adds to these
+APPENDED = ("results.csv", "weights/epoch*.pt", "tensorboard/events*", ".wandb.json")  # a new run adds to these
 P = ParamSpec("P")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ from utils.errors import UserError, shown
 from utils.files import csv_text
 
 Row = Sequence[str | float]
+PREPARING, INFERENCE, POSTPROCESSING = "preparing", "inference", "post-processing"  # stages of an evaluation
 DRAWN_IMAGES = 48  # validation images that are drawn with their predictions
 
 
@@ -136,3 +139,60 @@ def confusion_text(matrix: np.ndarray, names: Sequence[str]) -> str:
     """Return the content of confusion_matrix.csv: counts by true class (rows) and predicted class (columns)."""
     rows = ((name, *row) for name, row in zip(names, matrix.tolist(), strict=True))
     return csv_text(("true \\ predicted", *names), rows)
+
+
+# Times of an evaluation
+
+
+class BatchTimes(NamedTuple):
+    """Number of images in a batch, and seconds by stage."""
+
+    images: int
+    seconds: dict[str, float]
+
+
+class StageTimer:
+    """Measures the stages of this process's batches.
+
+    Args:
+        synchronise: waits for the device, which works asynchronously; called before the clock is read
+    """
+
+    def __init__(self, synchronise: Callable[[], object] = lambda: None) -> None:
+        self.synchronise = synchronise
+        self.batches: list[BatchTimes] = []
+        self._last = 0.0
+
+    def start_batch(self, images: int) -> None:
+        """Start a batch of `images` images."""
+        self.batches.append(BatchTimes(images, defaultdict(float)))
+        self.synchronise()
+        self._last = time.perf_counter()
+
+    def end_stage(self, stage: str) -> None:
+        """Add the time since the last call, of this method or of `start_batch`, to `stage`."""
+        self.synchronise()
+        now = time.perf_counter()
+        self.batches[-1].seconds[stage] += now - self._last
+        self._last = now
+
+
+def without_warmup(batches: Sequence[BatchTimes]) -> list[BatchTimes]:
+    """Return all batches but the first, which may allocate memory and choose kernels, unless it is the only one."""
+    return list(batches[1:] or batches)
+
+
+def milliseconds_per_image(batches: Sequence[BatchTimes]) -> dict[str, float]:
+    """Return the mean milliseconds per image of each printed stage."""
+    images = max(sum(batch.images for batch in batches), 1)
+    return {
+        stage: 1000 * sum(batch.seconds.get(stage, 0.0) for batch in batches) / images
+        for stage in (PREPARING, INFERENCE, POSTPROCESSING)
+    }
+
+
+def format_times(times: Mapping[str, float], batch_size: int = 0) -> list[str]:
+    """Format per-image stage times in milliseconds for the console, in two lines; with a batch size the rate too."""
+    each = ", ".join(f"{milliseconds:.2f} ms {stage}" for stage, milliseconds in times.items())
+    rate = f": {1000 / max(sum(times.values()), 1e-9):.1f} images/s in batches of {batch_size}" if batch_size else ""
+    return [f"per image: {each},", f"  without loading and the warm-up{rate}"]

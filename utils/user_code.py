@@ -1,6 +1,4 @@
-"""Run a user's Python code: the files of --layers and --augmentations, and the files and packages of --task-file.
-
-Called by models/ and data/.
+"""Run a user's Python code: the files of --layers, --augmentations and --log-with, and what --task-file names.
 
 Code named by a run folder or a weight file, not by the command line, is run only if this user has run it before.
 """
@@ -22,8 +20,7 @@ from typing import Any
 from utils.errors import UserError, first_line
 from utils.files import cache_folder
 
-_modules: dict[str, Path] = {}  # paths of the files and packages of `imported`, by the names of their modules
-_paths: set[Path] = set()  # all files and packages that have run in this process
+_paths: dict[str, Path] = {}  # the files and packages that have run in this process, by their stems
 
 
 def class_named(place: str) -> Any:
@@ -33,14 +30,13 @@ def class_named(place: str) -> Any:
 
 
 def is_users(module: str) -> bool:
-    """Return whether a module belongs to a user's task: its file, or a module in its package."""
-    name = module.partition(".")[0]
-    return name in _modules and name in sys.modules
+    """Return whether a module is a file of the user's, or in a package of the user's."""
+    return module.partition(".")[0] in _paths
 
 
 def load(module: str) -> ModuleType:
-    """Import a module of a user's task. Raises `UserError` if that fails."""
-    with running(_modules[module.partition(".")[0]]):
+    """Import a module of the user's. Raises `UserError` if that fails."""
+    with running(_paths[module.partition(".")[0]]):
         return importlib.import_module(module)
 
 
@@ -54,7 +50,10 @@ def trust(path: Path, flag: str, is_named: bool, named_by: str) -> None:
         is_named: whether the user has given `flag`
         named_by: file that names the path otherwise, such as a weight file, perhaps somebody else's
     """
-    mark = cache_folder() / flag.split()[0].strip("-") / _digest(path)
+    digest = hashlib.sha256(os.fsencode(path))
+    for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+        digest.update(os.fsencode(file) + hashlib.sha256(file.read_bytes()).digest())
+    mark = cache_folder() / "trusted" / digest.hexdigest()
     if not is_named and not mark.is_file():
         raise UserError(
             f"{named_by} names {path}, a Python file or package that would be run and that you have not run before; "
@@ -65,21 +64,40 @@ def trust(path: Path, flag: str, is_named: bool, named_by: str) -> None:
         mark.touch()
 
 
-def _digest(path: Path) -> str:
-    """Return a hash of the path and the content of a file, or of the names and contents of a package's files."""
-    digest = hashlib.sha256(os.fsencode(path) + b"\0")
-    for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-        digest.update(os.fsencode(file.relative_to(path)) + b"\0" + hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()
+@contextmanager
+def imported(path: Path, flag: str) -> Iterator[ModuleType]:
+    """Import a Python file or package under its own name, and run a block with it; if that fails, forget the module.
+
+    Its folder stays the last in `sys.path`, so that loader processes can import it too. Raises `UserError` if another
+    module has the name, or for an error in the file or package.
+
+    Args:
+        path: resolved path of the file or package
+        flag: the flag that names it
+    """
+    name, file = path.stem, path / "__init__.py" if path.is_dir() else path
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    importlib.invalidate_caches()
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != file:
+        raise UserError(f"{flag} {path}: '{name}' is not a valid module name, or another module has it; rename it")
+    try:
+        with running(path):
+            yield importlib.import_module(name)
+    except BaseException:
+        for loaded in [each for each in sys.modules if each.partition(".")[0] == name]:
+            del sys.modules[loaded]
+        raise
 
 
 @contextmanager
 def running(path: Path) -> Iterator[None]:
-    """Run a block that imports a user's file or package. Writes no bytecode.
+    """Run a block that imports a user's file or package, without writing bytecode into its folder.
 
     Raises `UserError` with file and line for any error in it.
     """
-    _paths.add(path)
+    _paths[path.stem] = path
     dont_write, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         with explained(path):
@@ -98,54 +116,15 @@ def explained(place: object = "", context: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except BaseException as error:
-        where, reason = raised_at(error) or place, f"{type(error).__name__}: {first_line(error)}{context}; fix it there"
-        if isinstance(error, SyntaxError):
-            where = where and f"{error.filename or where}, line {error.lineno or 1}"
-            reason = f"{error.msg}; fix the Python there"
-        if not where or isinstance(error, UserError | KeyboardInterrupt):
-            raise
-        raise UserError(f"{where}: {reason}") from error
-
-
-def raised_at(error: BaseException) -> str:
-    """Return the innermost line of a user's code that an error passed, else its cause, `file, line 3`; '' if none."""
-    frames = [row for each in (error.__cause__, error) if each for row in traceback.extract_tb(each.__traceback__)]
-    own = [frame for frame in frames if _paths & {(file := Path(frame.filename)), *file.parents}]
-    return f"{own[-1].filename}, line {own[-1].lineno}" if own else ""
-
-
-@contextmanager
-def imported(path: Path, flag: str) -> Iterator[ModuleType]:
-    """Import a Python file or package under its own name, and run a block with it; if that fails, forget the module.
-
-    Its folder stays the last in `sys.path`, so that loader processes can import it too. Raises `UserError` if another
-    module has the name, or for an error in the file or package.
-
-    Args:
-        path: resolved path of the file or package
-        flag: the flag that names the file or package
-    """
-    name, folder = path.stem, str(path.parent)
-    file = path / "__init__.py" if path.is_dir() else path
-    before, is_first = list(sys.path), name not in sys.modules
-    if folder not in sys.path:
-        sys.path.append(folder)
-    importlib.invalidate_caches()
-    try:
-        with running(path):
-            spec = importlib.util.find_spec(name) if name.isidentifier() else None
-            if spec is None or spec.origin is None or Path(spec.origin).resolve() != file:
-                raise UserError(
-                    f"{flag} {path}: '{name}' is not a valid module name, or another module has it; rename it"
-                )
-            module = importlib.import_module(name)
-            _modules[name] = path
-            yield module
-    except BaseException:
-        sys.path[:] = before
-        if is_first:
-            _modules.pop(name, None)
-            for loaded in [other for other in sys.modules if other.partition(".")[0] == name]:
-                del sys.modules[loaded]
+    except (UserError, KeyboardInterrupt):
         raise
+    except BaseException as error:
+        frames = [row for each in (error.__cause__, error) if each for row in traceback.extract_tb(each.__traceback__)]
+        users = [row for row in frames if {*_paths.values()} & {(file := Path(row.filename)), *file.parents}]
+        where = f"{users[-1].filename}, line {users[-1].lineno}" if users else place
+        if not where:
+            raise
+        reason = f"{type(error).__name__}: {first_line(error)}{context}"
+        if isinstance(error, SyntaxError):
+            where, reason = f"{error.filename or where}, line {error.lineno or 1}", str(error.msg)
+        raise UserError(f"{where}: {reason}; fix it there") from error

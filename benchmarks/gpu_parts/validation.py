@@ -8,7 +8,7 @@ from __future__ import annotations
 import val
 from benchmarks.gpu_parts.measuring import free_memory, machine, peak_gib, rounded, row, script, training_flags
 from utils.distributed.launch import reset_accelerate
-from utils.stage_times import without_warmup
+from utils.summary import without_warmup
 
 TITLE = "Milliseconds per image of yolov5n"
 

@@ -10,12 +10,14 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 
 import pytest
 
 from utils import console
 from utils.console import (
+    Background,
     Bar,
     columns,
     joined,
@@ -184,3 +186,32 @@ def test_a_table_fits(width: int, name: str, printed: str, number: str) -> None:
 
 def test_a_table_without_rows() -> None:
     assert table([]) == []
+
+
+# Jobs in the background
+
+
+def test_failures_are_one_warning_and_later_jobs_run() -> None:
+    """In order, also after `finish`."""
+    warnings: list[str] = []
+    done: list[int] = []
+    work = Background("it has failed", warnings.append)
+    assert work.finish(0)
+    work.do(lambda: 1 / 0)
+    work.do(lambda: (_ for _ in ()).throw(GeneratorExit))
+    for number in range(20):
+        work.do(lambda number=number: done.append(number))
+    assert work.finish(5)
+    work.do(lambda: done.append(20))
+    assert work.finish(5)
+    assert done == list(range(21))
+    assert len(warnings) == 1
+
+
+def test_finish_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Background, "abandoned", False)
+    stuck = threading.Event()
+    work = Background("it has failed", print)
+    work.do(stuck.wait)
+    assert not work.finish(0.05)
+    stuck.set()

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,25 +21,19 @@ from utils.console import log
 from utils.distributed.launch import Precision
 from utils.distributed.stop import TIME_LIMIT, StopRequested
 from utils.run import Run
-from utils.tracking.tracker import Tracker
+from utils.tracking.trackers import Tracker
 
 
 class Recorder(Tracker):
     """A tracker that records its calls."""
 
-    name = "recorder"
-
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("recorder", "", {})
         self.lines: list[str] = []
         self.points: list[tuple[Any, Any]] = []
-        self.files: list[tuple[list[str], int]] = []
+        self.media: list[tuple[Any, int]] = []
         self.config: dict[str, Any] = {}
-        self.timeout = 0.0
-
-    @property
-    def tracker(self) -> Recorder:
-        return self
+        self.patience = 0.0
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         self.config = dict(values)
@@ -46,14 +41,14 @@ class Recorder(Tracker):
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         self.points.append((values, step))
 
-    def log_line(self, text: str) -> None:
-        self.lines.append(text)
+    def log_media(self, make: Any, step: int) -> None:
+        self.media.append((make, step))
 
-    def log_pictures(self, files: Mapping[str, Path], step: int) -> None:
-        self.files.append((list(files), step))
+    def with_wandb(self, job: Any) -> None:
+        job(SimpleNamespace(write_logs=lambda text: self.lines.append(text.rstrip())))
 
-    def finish(self, timeout: float = 0.0) -> None:
-        self.timeout = timeout
+    def finish(self, patience: float = 0.0) -> None:
+        self.patience = patience
 
 
 def run_in(folder: Path, quiet: bool = False, exist_ok: bool = False) -> Run:
@@ -99,8 +94,9 @@ def test_points_and_pictures(tmp_path: Path) -> None:
     run.plot(lambda: {"a.jpg": np.zeros((2, 2, 3), np.uint8)})
     run.finish(60.0)
     assert (run.path / "a.jpg").is_file()
-    assert recorder.files == [(["pictures/a"], 12)]
-    assert recorder.timeout == 60.0
+    ((make, step),) = recorder.media
+    assert (make.args, step) == (({"a.jpg": run.path / "a.jpg"},), 12)
+    assert recorder.patience == 60.0
     run.log_point({"step": 13, "step/loss": 0.5, "step/norm": None}, 13)
     assert recorder.points == [({"step": 13, "step/loss": 0.5}, 13)]
     assert run.step == 13

@@ -8,8 +8,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from utils import summary as module
 from utils.errors import UserError
-from utils.summary import Fitness, Summary, confusion_text, dense_counts, evenly_spaced, sparse_counts
+from utils.summary import (
+    INFERENCE,
+    POSTPROCESSING,
+    PREPARING,
+    BatchTimes,
+    Fitness,
+    StageTimer,
+    Summary,
+    confusion_text,
+    dense_counts,
+    evenly_spaced,
+    format_times,
+    milliseconds_per_image,
+    sparse_counts,
+    without_warmup,
+)
 
 
 def test_the_table_has_rows_and_lines() -> None:
@@ -91,3 +107,34 @@ def test_sparse_counts_have_no_zeros() -> None:
 def test_confusion_text() -> None:
     text = confusion_text(np.array([[2, 0], [10, 1]]), ["a", 'b, "c"'])
     assert text == 'true \\ predicted,a,"b, ""c"""\na,2,0\n"b, ""c""",10,1\n'
+
+
+# Times of the stages
+
+
+def test_a_stage_starts_at_the_last_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings, waits = iter([10.0, 11.0, 13.0, 20.0, 100.0, 101.0]), []
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(readings))
+    timer = StageTimer(lambda: waits.append(1))
+    timer.start_batch(2)
+    for stage in (PREPARING, INFERENCE, "losses"):
+        timer.end_stage(stage)
+    timer.start_batch(4)
+    timer.end_stage(PREPARING)
+    assert len(waits) == 6  # one per reading of the clock
+    first, second = timer.batches
+    assert (first.images, first.seconds) == (2, {PREPARING: 1.0, INFERENCE: 2.0, "losses": 7.0})
+    assert (second.images, second.seconds[PREPARING]) == (4, 1.0)
+    assert without_warmup(timer.batches) == [second]
+    assert without_warmup([first]) == [first]
+
+
+def test_milliseconds_per_image_over_all_batches() -> None:
+    batches = [
+        BatchTimes(3, {PREPARING: 0.003, INFERENCE: 0.03, "losses": 9.0}),
+        BatchTimes(1, {INFERENCE: 0.01, POSTPROCESSING: 0.002}),
+    ]
+    times = milliseconds_per_image(batches)
+    assert times == pytest.approx({PREPARING: 0.75, INFERENCE: 10.0, POSTPROCESSING: 0.5})
+    assert max(map(len, format_times({**times, INFERENCE: 4264.0}))) <= 80
+    assert {*milliseconds_per_image([]).values()} == {0.0}

@@ -29,8 +29,7 @@ from typing import NoReturn
 
 from torch import distributed
 
-from utils.background import Background
-from utils.console import log
+from utils.console import Background, log
 from utils.distributed.ranks import check_launch, query_store, ranks, run_store, store_is_hosted, world_size
 from utils.errors import UserError, first_line
 from utils.user_code import explained

@@ -1,6 +1,6 @@
 """Charts as matplotlib figures: results by epoch, confusion matrix, curves of classes, labels.
 
-Called by `run_pictures`. matplotlib is imported when the first chart is drawn; pyplot and torch are never imported.
+Called by pictures.py. matplotlib is imported when the first chart is drawn; pyplot and torch are never imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Columns = Mapping[str, np.ndarray]  # numbers by column name, all of one length
 PIXELS_PER_INCH = 100
 WHOLE_FIGURE = {"left": 0.0, "right": 1.0, "bottom": 0.0, "top": 1.0}  # for axes; labels extend beyond it, see `render`
 CHARACTER_INCHES = 0.075  # mean width of a character in the small fonts
@@ -39,22 +38,13 @@ MATPLOTLIB_SETTINGS: Any = {
     "legend.fontsize": 8,
 }
 MAX_NAME_CHARACTERS = 40  # the middle of a longer name is cut out
-UNSMOOTHED_ALPHA = 0.35  # opacity of exact values under a smoothed line
 GREY = "0.6"
-CATEGORICAL_COLOURS = 10  # number of colours in matplotlib's tab10
-
-MAX_SUBPLOT_COLUMNS = 5  # subplots side by side
 SUBPLOT_INCHES = (3.2, 2.5)  # width and height, with title and ticks
-SMOOTHING_SPAN_PART = 40  # the smoothing's width is the span of the epochs divided by this
 MAX_SMOOTHING_POINTS = 4.0  # largest width of the smoothing, in points
-MIN_RELATIVE_SPAN = 0.03  # least span of an axis as a share of the largest value: a smaller one would show noise
-
 MAX_CONFUSION_NAMES = 121  # 120 classes and background: a larger matrix is drawn without names
 MAX_CELL_TEXTS = 1000  # numbers that are written, the largest ones: each takes 1 ms
-
 MAX_NAMED_CURVES = 20  # classes; if there are more, only the best and the worst have colours and names
 EXTREME_CLASSES = 5  # number of best classes, and of worst classes
-
 MAX_BAR_NAMES = 160  # classes whose names are written below their bars
 MAX_OUTLINES = 1000  # boxes drawn around one centre
 DENSITY_BINS = 50  # bins along each side
@@ -100,7 +90,7 @@ def colours(count: int) -> list[Any]:
     """Return `count` colours, as distinct as possible."""
     from matplotlib import colormaps
 
-    if count <= CATEGORICAL_COLOURS:
+    if count <= 10:
         return [colormaps["tab10"](index) for index in range(count)]
     if count <= 20:
         return [colormaps["tab20"](index) for index in (*range(0, 20, 2), *range(1, 20, 2))][:count]
@@ -110,96 +100,56 @@ def colours(count: int) -> list[Any]:
 # Results by epoch
 
 
-def results_figure(results: Columns) -> Figure:
-    """Plot every column of results.csv but `epoch` over the epochs, in a subplot each: exact and smoothed values."""
+def results_figure(results: Mapping[str, np.ndarray]) -> Figure:
+    """Plot every column of results.csv but `epoch` over the epochs, in a subplot each: exact and smoothed values.
+
+    Validation losses are below the training losses, metrics beside them in two rows, learning rates below all.
+    """
     from matplotlib.figure import Figure
 
-    positions = subplot_positions([name for name in results if name != "epoch"])
-    rows, columns = (1 + max((position[axis] for position in positions.values()), default=0) for axis in (0, 1))
-    figure = Figure((columns * SUBPLOT_INCHES[0], rows * SUBPLOT_INCHES[1]))
-    grid = figure.add_gridspec(rows, columns, wspace=0.3, hspace=0.4, **WHOLE_FIGURE)
-    for name, (row, column) in positions.items():
-        axes = figure.add_subplot(grid[row, column])
-        _draw_subplot(axes, name, results)
-        if (row + 1, column) not in positions.values():
-            axes.set_xlabel("epoch")
+    groups = {group: [name for name in results if name.startswith(group)] for group in ("train/", "val/", "metrics/")}
+    train, val, metrics = groups.values()
+    others = [name for name in results if not name.startswith((*groups, "epoch"))]
+    half = math.ceil(len(metrics) / 2)
+    rows = [row for row in ([*train, *metrics[:half]], [*val, *metrics[half:]], others) if row]
+    columns = max(map(len, rows), default=1)
+    figure = Figure((columns * SUBPLOT_INCHES[0], len(rows) * SUBPLOT_INCHES[1]))
+    grid = figure.add_gridspec(max(len(rows), 1), columns, wspace=0.3, hspace=0.45, **WHOLE_FIGURE)
+    for number, row in enumerate(rows):
+        for column, name in enumerate(row):
+            axes = figure.add_subplot(grid[number, column])
+            finite = np.isfinite(results[name])
+            _draw_subplot(axes, name, results["epoch"][finite], results[name][finite])
+            if number + 1 == len(rows) or column >= len(rows[number + 1]):
+                axes.set_xlabel("epoch")
     return figure
 
 
-def subplot_positions(names: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Return row and column of the subplot of each of `names`.
-
-    Validation losses are below the training losses, metrics to the right of the losses in two rows, other columns to
-    the right of the metrics or, if that is too wide, below.
-    """
-    groups = {prefix: [name for name in names if name.startswith(prefix)] for prefix in ("train/", "val/", "metrics/")}
-    train, val, metrics = groups.values()
-    if not train or not val:
-        return _fill(names, math.ceil(math.sqrt(len(names))))
-    others = [name for name in names if not name.startswith(tuple(groups))]
-    losses_width = max(len(train), len(val))
-    width = losses_width + math.ceil(len(metrics) / 2)
-    positions = _fill(train, losses_width) | _fill(val, losses_width, row=1)
-    positions |= _fill(metrics, width - losses_width, column=losses_width)
-    if width + math.ceil(len(others) / 2) > MAX_SUBPLOT_COLUMNS:
-        return positions | _fill(others, width, row=2)
-    return positions | _fill(others, math.ceil(len(others) / 2), column=width)
-
-
-def _fill(names: Sequence[str], columns: int, row: int = 0, column: int = 0) -> dict[str, tuple[int, int]]:
-    return {name: (row + index // columns, column + index % columns) for index, name in enumerate(names)}
-
-
-def smooth(epochs: np.ndarray, values: np.ndarray, width: float) -> np.ndarray:
-    """Return the means of `values` (n,) around each epoch, weighted by a Gaussian of deviation `width`, in epochs."""
+def smooth(epochs: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return the means of `values` (n,) around each epoch, weighted by a Gaussian of one to four points' width."""
+    span = max(np.ptp(epochs), 1.0)
+    step = span / max(len(epochs) - 1, 1)
+    width = np.clip(span / 40, min(step, span / 10), MAX_SMOOTHING_POINTS * step)
     weights = np.exp(-0.5 * ((epochs[:, None] - epochs) / width) ** 2)
     return weights @ values / weights.sum(1)
 
 
-def smoothing_width(epochs: np.ndarray) -> float:
-    """Return the width for `smooth`, in epochs: one to four points, less with ten points or fewer, or one epoch."""
-    if len(epochs) < 2 or not (span := np.ptp(epochs)):
-        return 1.0
-    step = span / (len(epochs) - 1)
-    return float(np.clip(span / SMOOTHING_SPAN_PART, min(step, span / 10), MAX_SMOOTHING_POINTS * step))
-
-
-def best(columns: Columns, name: str) -> tuple[float, float]:
-    """Return the highest value of a column and the first epoch with it; nan for both if there is no value."""
-    epochs, values = _finite(columns, name)
-    if not len(values):
-        return math.nan, math.nan
-    first = int(np.argmax(values))
-    return float(values[first]), float(epochs[first])
-
-
-def _finite(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return epochs and values from the rows in which both are finite."""
-    finite = np.isfinite(columns[name]) & np.isfinite(columns["epoch"])
-    return columns["epoch"][finite], columns[name][finite]
-
-
-def _draw_subplot(axes: Axes, name: str, results: Columns) -> None:
-    """Plot the column `name`."""
-    (epochs, values), colour = _finite(results, name), colours(1)[0]
-    exact = name.startswith("x/")  # learning rates are free of noise
-    marker = "" if exact and len(epochs) > 60 else "."
-    alpha, size = UNSMOOTHED_ALPHA if len(epochs) > 1 and not exact else 1, 6 if len(epochs) < 60 else 3
-    axes.plot(epochs, values, color=colour, alpha=alpha, linewidth=1.2 if exact else 0.8, marker=marker, ms=size)
-    if not exact:
-        axes.plot(epochs, smooth(epochs, values, smoothing_width(epochs)), color=colour, linewidth=1.6)
+def _draw_subplot(axes: Axes, name: str, epochs: np.ndarray, values: np.ndarray) -> None:
+    """Plot the finite values of a column."""
+    is_exact = name.startswith("x/") or len(epochs) < 2  # learning rates are free of noise
+    marker = "" if is_exact and len(epochs) > 60 else "."
+    look: Any = {"linewidth": 1.2, "alpha": 1} if is_exact else {"linewidth": 0.8, "alpha": 0.35}
+    axes.plot(epochs, values, color="C0", marker=marker, ms=6 if len(epochs) < 60 else 3, **look)
+    if not is_exact:
+        axes.plot(epochs, smooth(epochs, values), color="C0", linewidth=1.6)
     has_best = name.startswith("metrics/")
     axes.set_title(axis_text(name), fontweight="bold", pad=15 if has_best else 5)
     if has_best:
-        value, epoch = best(results, name)
-        text = "no value" if math.isnan(value) else f"best {value:.4g} in epoch {epoch:g}"
+        best = int(np.argmax(values)) if len(values) else 0  # the first of equals
+        text = f"best {values[best]:.4g} in epoch {epochs[best]:g}" if len(values) else "no value"
         axes.text(0.5, 1.02, text, transform=axes.transAxes, ha="center", va="bottom", color="0.35", fontsize=8)
     axes.locator_params("x", nbins=6, integer=True, min_n_ticks=1)
     axes.locator_params("y", nbins=6)
-    min_span = MIN_RELATIVE_SPAN * np.abs(values).max(initial=0)
-    if len(values) and np.ptp(values) < min_span:
-        middle = (values.min() + values.max()) / 2
-        axes.set_ylim(middle - min_span / 2, middle + min_span / 2)
 
 
 # Confusion matrix
@@ -254,15 +204,17 @@ def cell_texts(counts: np.ndarray, by_share: bool, short: bool = False) -> list[
     """
     from matplotlib.ticker import EngFormatter
 
-    shown = shares_of(counts) if by_share else counts
-    cells = np.argwhere(shown >= 0.005)
-    largest = cells[np.argsort(-shown[tuple(cells.T)], kind="stable")[:MAX_CELL_TEXTS]].tolist()
-    if not by_share:
-        shorten = EngFormatter(places=0, sep="")  # 12k for 12345
-        numbers = [(row, column, int(counts[row, column])) for row, column in largest]
-        return [(*cell, shorten(count) if short and count >= 10_000 else str(count)) for *cell, count in numbers]
-    texts = [(row, column, f"{shown[row, column]:.2f}".removeprefix("0")) for row, column in largest]
-    return [(row, column, "1" if text == "1.00" else text) for row, column, text in texts]
+    shorten = EngFormatter(places=0, sep="")  # 12k for 12345
+
+    def text(value: float) -> str:
+        if by_share:
+            return "1" if value >= 0.995 else f"{value:.2f}".removeprefix("0")
+        return shorten(value) if short and value >= 10_000 else f"{value:.0f}"
+
+    values = shares_of(counts) if by_share else counts
+    cells = np.argwhere(values >= 0.005)
+    largest = cells[np.argsort(-values[tuple(cells.T)], kind="stable")[:MAX_CELL_TEXTS]].tolist()
+    return [(row, column, text(values[row, column])) for row, column in largest]
 
 
 def shares_of(counts: np.ndarray) -> np.ndarray:
@@ -333,25 +285,22 @@ def _curves_figure(curves: Curves, scores: np.ndarray, mean: np.ndarray, label: 
     from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
 
-    figure = Figure((10, 6), layout="constrained")
+    figure, count = Figure((10, 6), layout="constrained"), len(curves.names)
     axes = figure.add_subplot(xlim=(0, 1), ylim=(0, 1.02))
-    single = len(curves.names) == 1
-    label = f"{axis_text(curves.names[0]) if single else 'all classes'}: {label}"
+    label = f"{axis_text(curves.names[0]) if count == 1 else 'all classes'}: {label}"
     entries: list[Artist] = [*axes.plot(curves.x, mean, color="black", linewidth=3, zorder=3, label=label)]
-    order = np.argsort(-np.where(np.isfinite(scores), scores, 0), kind="stable")
-    groups: list[tuple[str, Any, list[Any]]]
-    if len(curves.names) <= MAX_NAMED_CURVES:
-        groups = [(heading, range(len(curves.names)), colours(len(curves.names)))] * (not single)
-    else:
-        middle = order[EXTREME_CLASSES:-EXTREME_CLASSES]
+    groups: list[tuple[str, Any, list[Any]]] = [(heading, range(count), colours(count))] if count > 1 else []
+    if count > MAX_NAMED_CURVES:
+        best, middle, worst = np.split(
+            np.argsort(-np.where(np.isfinite(scores), scores, 0), kind="stable"), [EXTREME_CLASSES, -EXTREME_CLASSES]
+        )
         lines = [np.column_stack((curves.x, values)) for values in curves.values[middle]]
         label = f"the other {len(middle)} classes"
         entries.append(axes.add_collection(LineCollection(lines, linewidths=0.5, colors=GREY, alpha=0.5, label=label)))
         shades = np.linspace(0.9, 0.4, EXTREME_CLASSES)
-        blues, reds = ([colormaps[name](shade) for shade in shades] for name in ("GnBu", "OrRd"))
         groups = [
-            (f"best {heading}", order[:EXTREME_CLASSES], blues),
-            (f"worst {heading}", order[-EXTREME_CLASSES:][::-1], reds),
+            (f"best {heading}", best, [*colormaps["GnBu"](shades)]),
+            (f"worst {heading}", worst[::-1], [*colormaps["OrRd"](shades)]),
         ]
     for title, members, member_colours in groups:
         entries += axes.plot([], [], " ", label=title)
@@ -387,9 +336,8 @@ def labels_figure(
     from matplotlib.figure import Figure
 
     count = len(labels.names)
-    named = count <= MAX_BAR_NAMES
-    names = [axis_text(name) for name in labels.names] if named else []
-    width = float(np.clip(0.14 * count, 12, 0.14 * MAX_BAR_NAMES)) if named else 12.0
+    names = [axis_text(name) for name in labels.names] if count <= MAX_BAR_NAMES else []
+    width = max(12.0, 0.14 * len(names))
     name_inches = CHARACTER_INCHES * max(map(len, names), default=0)
     horizontal = (name_inches + 0.1) * len(names) < width - 1  # names fit side by side
     rows = (2.7, 3.3) if len(boxes) else (2.7,)  # inches
@@ -398,7 +346,7 @@ def labels_figure(
     grid = figure.add_gridspec(len(rows), 3, height_ratios=rows, hspace=gap / np.mean(rows), **WHOLE_FIGURE)
     axes = figure.add_subplot(grid[0, :])
     _draw_bars(axes, labels)
-    if named:
+    if names:
         axes.set_xticks(range(count), names, rotation=0 if horizontal else 90, fontsize=8 if count < 100 else 7)
         axes.tick_params(axis="x", length=0)
     else:
@@ -415,14 +363,10 @@ def labels_figure(
 def _draw_bars(axes: Axes, labels: Labels) -> None:
     """Draw a bar for each class and split, side by side."""
     count, splits = len(labels.names), len(labels.splits)
-    bar_width = 0.8 / splits
+    width = 0.8 / splits
     for number, (split, counts) in enumerate(zip(labels.splits, labels.counts, strict=True)):
-        appearance: Any = {"label": f"{axis_text(split)}: {counts.sum():.0f}", "color": f"C{number}"}
-        if count > MAX_BAR_NAMES:
-            axes.stairs(counts, np.arange(count + 1) - 0.5, fill=True, **appearance)
-            continue
-        left = np.arange(count) + (number - (splits - 1) / 2) * bar_width
-        bars = axes.bar(left, counts, bar_width, **appearance)
+        left = np.arange(count) + (number - (splits - 1) / 2) * width
+        bars = axes.bar(left, counts, width, label=f"{axis_text(split)}: {counts.sum():.0f}", color=f"C{number}")
         if count * splits <= 24:
             axes.bar_label(bars, fmt="%.0f", fontsize=8)
     if any(counts.max() > LOG_SCALE_RATIO * counts[counts > 0].min(initial=np.inf) for counts in labels.counts):

@@ -28,28 +28,11 @@ SCALE_PIXELS = 1000  # mean side of images whose text has a scale of 1
 MASK_OPACITY = 0.4
 DARK_TEXT_LUMA = 140  # text on a brighter background is black, else white
 COMPACT_PNG = (cv2.IMWRITE_PNG_COMPRESSION, 6, cv2.IMWRITE_PNG_STRATEGY, cv2.IMWRITE_PNG_STRATEGY_DEFAULT)
-COLOURS = (
-    (54, 67, 244),
-    (243, 150, 33),
-    (80, 175, 76),
-    (0, 152, 255),
-    (176, 39, 156),
-    (212, 188, 0),
-    (99, 30, 233),
-    (72, 85, 121),
-    (59, 235, 255),
-    (181, 81, 63),
-    (136, 150, 0),
-    (57, 220, 205),
-    (200, 170, 255),
-    (0, 0, 150),
-    (139, 125, 96),
-    (255, 220, 140),
-    (0, 100, 60),
-    (180, 220, 250),
-    (110, 20, 60),
-    (200, 200, 200),
-)  # BGR
+COLOUR_BYTES = bytes.fromhex(
+    "3643f4 f39621 50af4c 0098ff b0279c d4bc00 631ee9 485579 3bebff b5513f "
+    "889600 39dccd c8aaff 000096 8b7d60 ffdc8c 00643c b4dcfa 6e143c c8c8c8"
+)
+COLOURS = np.frombuffer(COLOUR_BYTES, np.uint8).reshape(-1, 3).tolist()  # BGR
 
 
 class Style(NamedTuple):
@@ -203,7 +186,7 @@ def tint(image: np.ndarray, mask: np.ndarray, label: int) -> None:
     image[mask] = image[mask] * (1 - MASK_OPACITY) + np.array(COLOURS[label % len(COLOURS)]) * MASK_OPACITY
 
 
-def _draw_label(image: np.ndarray, left: int, top: int, text: str, colour: tuple[int, int, int], scale: float) -> None:
+def _draw_label(image: np.ndarray, left: int, top: int, text: str, colour: Sequence[int], scale: float) -> None:
     """Draw `text` on a background of `colour` above the point, or below it at the top edge, within the image."""
     margin = max(2, round(5 * scale))
     text = fit_text(text, image.shape[1] - 2 * margin, scale)
@@ -238,9 +221,7 @@ def fit_text(text: str, width: int, scale: float) -> str:
     return shortened
 
 
-def write_text(
-    image: np.ndarray, text: str, position: tuple[int, int], colour: tuple[int, int, int], scale: float
-) -> None:
+def write_text(image: np.ndarray, text: str, position: tuple[int, int], colour: Sequence[int], scale: float) -> None:
     """Draw one line of text.
 
     Args:

@@ -1,6 +1,6 @@
-"""The log of a run in its trackers: settings, epochs, examples, artifacts.
+"""The log of a run in its trackers: settings, epochs, examples, artifacts. Called by train.py and val.py.
 
-Called by train.py and val.py.
+Every process makes the same calls; only the main one has trackers.
 """
 
 from __future__ import annotations
@@ -19,26 +19,55 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from utils.console import log
 from utils.files import IS_INSTALLED, ROOT
 from utils.summary import Example, Summary, evenly_spaced
-from utils.tracking.requested import DEFAULT_PROJECT, make_trackers
-from utils.tracking.tracker import ImageReader, Tracker
+from utils.tracking.trackers import WANDB, Tracker, accelerate_tracker, requested_trackers
+from utils.tracking.wandb import ImageReader, WandbTracker, charts, example_images, log_artifact
 
 if TYPE_CHECKING:
     from utils.checkpoint.progress import Progress
     from utils.config.flags import TrainOptions
     from utils.run import Run
 
-EXAMPLES_KEY = "examples/validation"
 LOGGED_IMAGES = 16  # validation images in the trackers, the same ones every time
 EXAMPLES_PER_RUN = 10  # how often examples are logged if no interval is given
 TABLES = ("classes.csv",)  # logged whenever an epoch is the best so far
 CHARTS = ("PR_curve.csv", "curves.csv", "mask_PR_curve.csv", "mask_curves.csv", "confusion_matrix.csv")  # logged last
+DEFAULT_PROJECT = "train"  # the last folder of the default --project; the trackers' project is then "lockstep"
+
+
+def start_trackers(
+    run: Run,
+    config: Mapping[str, Any],
+    step: int,
+    job: str,
+    run_id: str,
+    project: str,
+    names: Sequence[str],
+    uploads: bool = False,
+) -> dict[str, Any]:
+    """Start trackers by name, and return what they get: `config`, the git commit and the command.
+
+    Args:
+        step: number of optimizer steps before the start
+        job: W&B's type of the run
+        project: value of --project, whose last folder is the project
+        uploads: whether files are uploaded
+    """
+    folder, path = Path(project).name, run.path
+    project = "lockstep" if folder == DEFAULT_PROJECT else folder
+
+    def make() -> list[Tracker]:
+        wandb = [WandbTracker(path, project, run_id, job, uploads) for name in names if name == WANDB]
+        return [*wandb, *(accelerate_tracker(name, project, path) for name in names if name != WANDB)]
+
+    config = {**config, "git_commit": git_commit(), "command": shlex.join(sys.argv)}
+    run.start_trackers(make, config, step)
+    return config
 
 
 class RunLog:
-    """The log of a run in its trackers. Every process makes the same calls; only the main one has trackers.
+    """The log of a training.
 
     Args:
         run_id: the run's id in trackers
@@ -63,32 +92,12 @@ class RunLog:
             dataset: values that identify the files of the data set
             saved: state of a resumed run
         """
-        config = {
-            **settings,
-            "git_commit": git_commit(),
-            "command": shlex.join(sys.argv),
-            "world_size": len(self.run.devices),
-            "devices": list(self.run.devices),
-            "dataset": dict(dataset),
-        }
-        self.metadata = {"dataset": dict(dataset), "command": config["command"], "git_commit": config["git_commit"]}
-        self.run.start_trackers(self._make_trackers, config, saved["progress"]["step"] if saved else 0)
-
-    def _make_trackers(self) -> list[Tracker]:
-        options, run = self.options, self.run
-        uploads = options.upload_model or options.upload_dataset
-        trackers, warnings = make_trackers(
-            options.project,
-            options.log_with,
-            self.run_id,
-            run.path,
-            log,
-            "train",
-            no_wandb=options.no_wandb,
-            uploads=uploads,
-        )
-        log(*warnings)
-        return trackers
+        run, options = self.run, self.options
+        config = {**settings, "world_size": len(run.devices), "devices": [*run.devices], "dataset": dict(dataset)}
+        step, uploads = saved["progress"]["step"] if saved else 0, options.upload_model or options.upload_dataset
+        names = requested_trackers(options.log_with, options.no_wandb)
+        config = start_trackers(run, config, step, "train", self.run_id, options.project, names, uploads)
+        self.metadata = {name: config[name] for name in ("dataset", "command", "git_commit")}
 
     def log_epoch(
         self, row: Mapping[str, Any], timings: Mapping[str, float], summary: Summary | None, progress: Progress
@@ -107,16 +116,14 @@ class RunLog:
         if summary:
             self.metrics[row["epoch"]] = dict(summary.metrics)
             if progress.best_epoch == row["epoch"]:
-                self._log_documents(TABLES, progress)
+                self._log_documents(TABLES)
 
-    def _log_documents(self, names: Sequence[str], progress: Progress) -> None:
+    def _log_documents(self, names: Sequence[str]) -> None:
         """Log text files of the run folder about the best epoch, if they exist."""
-        if not (trackers := self.run.trackers):
-            return
-        files = {name: self.run.path / name for name in names}
-        documents = {name: file.read_text(errors="replace") for name, file in files.items() if file.is_file()}
-        for tracker in trackers:
-            tracker.log_documents(documents, progress.step, progress.best_epoch)
+        if self.run.trackers:
+            files = [file for name in names if (file := self.run.path / name).is_file()]
+            documents = {file.name: file.read_text(errors="replace") for file in files}
+            self.run.log_media(partial(charts, documents))
 
     def log_examples(self, examples: Callable[[], Sequence[Example]], epoch: int) -> None:
         """Log validation images with their boxes if they are due in this epoch, the same images each time.
@@ -125,14 +132,10 @@ class RunLog:
             examples: returns the validation images; called only on the main process, and only if they are due
         """
         due = self.examples_interval and (epoch % self.examples_interval == 0 or epoch + 1 == self.options.epochs)
-        trackers = self.run.trackers
-        if not due or not trackers:
-            return
-        candidates = examples()
-        chosen = [candidates[k] for k in evenly_spaced(len(candidates), LOGGED_IMAGES)]
-        if chosen:
-            for tracker in trackers:
-                tracker.log_examples(EXAMPLES_KEY, chosen, self.shown, self.class_names, self.run.step, epoch)
+        if due and self.run.trackers and (candidates := examples()):
+            chosen = [candidates[k] for k in evenly_spaced(len(candidates), LOGGED_IMAGES)]
+            images = partial(example_images, chosen, self.shown, self.class_names)
+            self.run.log_media(lambda: {"examples/validation": images()})
 
     # Artifacts
 
@@ -147,34 +150,32 @@ class RunLog:
         if progress.finished or not options.nosave:
             names += ["last.pt", "best.pt"] if improved else ["last.pt"]
         numbered = [f"epoch{epoch}.pt"] if options.save_period > 0 and epoch % options.save_period == 0 else []
-        aliases = ["latest", f"epoch-{epoch}", *(["best"] if improved else [])]
-        self.run.files.save_weights([*names, *numbered], model, partial(self.upload, numbered, *aliases), **content)
+        aliases = ["latest", *(["best"] if improved else [])]
+        then = partial(self._upload, numbered[0], epoch, aliases) if numbered else bool
+        self.run.files.save_weights([*names, *numbered], model, then, **content)
 
-    def upload(self, names: Sequence[str], *aliases: str) -> None:
-        """Upload files of the run's weights/ if --upload-model is given."""
-        files = [self.run.path / "weights" / name for name in names]
-        if not self.options.upload_model or not files:
-            return
-        epoch = next((int(alias.removeprefix("epoch-")) for alias in aliases if alias.startswith("epoch-")), -1)
-        metadata = {**self.metadata, "epoch": epoch, "metrics": self.metrics.get(epoch, {})}
-        for tracker in self.run.trackers:
-            name = f"run_{self.run_id}_model"
-            tracker.log_artifact(name, "model", aliases, files=files, metadata=metadata)
+    def _upload(self, name: str, epoch: int, aliases: Sequence[str]) -> None:
+        """Upload a file of the run's weights/, made in an epoch, if --upload-model is given."""
+        if self.options.upload_model:
+            file, aliases = self.run.path / "weights" / name, [*aliases, f"epoch-{epoch}"]
+            metadata = {**self.metadata, "epoch": epoch, "metrics": self.metrics.get(epoch, {})}
+            artifact = f"run_{self.run_id}_model"
+            self.run.with_wandb(lambda run: log_artifact(run, artifact, "model", aliases, [file], metadata))
 
     def log_results(self, progress: Progress) -> None:
         """Log the curves of the best epoch, and upload last.pt and best.pt.
 
         The two files are one version with both aliases if the last epoch was the best.
         """
-        self._log_documents(CHARTS, progress)
-        last = progress.epoch - 1
+        self._log_documents(CHARTS)
+        best, last = progress.best_epoch, progress.epoch - 1
         if progress.summary:
-            self.metrics[progress.best_epoch] = dict(progress.summary.metrics)
-        if progress.best_epoch == last:
-            self.upload(["best.pt"], "latest", "best", f"epoch-{last}")
+            self.metrics[best] = dict(progress.summary.metrics)
+        if best == last:
+            self._upload("best.pt", last, ["latest", "best"])
         else:
-            self.upload(["best.pt"], "best", f"epoch-{progress.best_epoch}")
-            self.upload(["last.pt"], "latest", f"epoch-{last}")
+            self._upload("best.pt", best, ["best"])
+            self._upload("last.pt", last, ["latest"])
 
     def upload_dataset(
         self, source: Path, files: Callable[[], Mapping[str, Sequence[Path]]], identity: Mapping[str, Any]
@@ -188,51 +189,32 @@ class RunLog:
         """
         if not self.options.upload_dataset or not self.run.trackers:
             return
-        references = []
+        references: list[tuple[Path, str]] = []
         for kind, paths in files().items():
-            existing = [str(path.absolute()) for path in paths if path.is_file()]
-            root = os.path.commonpath([os.path.dirname(path) for path in existing]) if existing else ""
-            references += [(path, f"{kind}/{os.path.relpath(path, root)}") for path in existing]
+            existing = [path.absolute() for path in paths if path.is_file()]
+            root = os.path.commonpath([path.parent for path in existing]) if existing else ""
+            references += [(path, f"{kind}/{path.relative_to(root)}") for path in existing]
         name, yaml = re.sub(r"[^\w.-]", "-", source.stem), [source] if source.is_file() else []
-        for tracker in self.run.trackers:
-            tracker.log_artifact(
-                name, "dataset", ["latest"], files=yaml, references=references, metadata=identity, is_input=True
-            )
+        self.run.with_wandb(
+            lambda run: log_artifact(run, name, "dataset", ["latest"], yaml, identity, references, is_input=True)
+        )
 
 
-class ValidationLog:
-    """The log of a run of val.py in its trackers, joined to the training run of the weights.
+def start_validation(run: Run, flags: Mapping[str, Any], training: Mapping[str, Any]) -> None:
+    """Start the trackers of a validation that its flags name.
 
-    Every process makes the same calls; only the main one has trackers.
+    Args:
+        training: settings of the training run that made the weights
     """
+    config, project = {**flags, "training_run": training.get("wandb_id", "")}, training.get("project")
+    names = requested_trackers(flags["log_with"])
+    start_trackers(run, config, 0, "val", wandb_run_id(), str(project or DEFAULT_PROJECT), names)
 
-    def __init__(self, run: Run, flags: Mapping[str, Any], training: Mapping[str, Any]) -> None:
-        """Start the trackers that the flags name.
 
-        Args:
-            training: settings of the training run that made the weights
-        """
-        self.run = run
-        config = {**flags, "git_commit": git_commit(), "command": shlex.join(sys.argv)}
-        config["training_run"] = training.get("wandb_id", "")
-
-        def make() -> list[Tracker]:
-            if flags["log_with"] == "none":
-                return []
-            project = str(training.get("project") or DEFAULT_PROJECT)
-            trackers, warnings = make_trackers(project, flags["log_with"], wandb_run_id(), run.path, log, "val",
-                inputs=[f"run_{training['wandb_id']}_model:best"] if training.get("wandb_id") else [],
-            )  # fmt: skip
-            log(*warnings)
-            return trackers
-
-        run.start_trackers(make, config, 0)
-
-    def log(self, values: Mapping[str, Any], documents: Mapping[str, str]) -> None:
-        """Log the values of the validation by key, and its text files by name."""
-        self.run.log_point({**values, "epoch": 0}, 0)
-        for tracker in self.run.trackers:
-            tracker.log_documents(documents, 0, 0)
+def log_validation(run: Run, values: Mapping[str, Any], documents: Mapping[str, str]) -> None:
+    """Log the values of a validation by key, and its text files by name."""
+    run.log_point({**values, "epoch": 0}, 0)
+    run.log_media(partial(charts, {name: documents[name] for name in (*TABLES, *CHARTS) if name in documents}))
 
 
 def wandb_run_id() -> str:

@@ -1,260 +1,163 @@
-"""The tracker for Weights & Biases: Accelerate's, with pictures, examples, artifacts and resumed runs.
+"""The tracker for Weights & Biases: Accelerate's, with pictures, tables, artifacts and resumed runs.
 
-Made by utils/tracking/requested.py. The package is imported when a run starts.
+Made by run_log.py. The package is imported when a run starts.
 """
 
 from __future__ import annotations
 
+import csv
 import inspect
-import logging
+import json
 import math
 import os
 import shutil
-import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from accelerate.tracking import WandBTracker
+from PIL import Image, ImageDraw
 
+from utils.console import log
 from utils.errors import UserError, first_line
-from utils.files import ROOT
-from utils.summary import Example
-from utils.tracking.accelerate_tracker import AccelerateTracker
-from utils.tracking.tracker import AXES, EPOCH, FINISH_SECONDS, WANDB, Axis, ImageReader, Print, axis_of
-from utils.tracking.wandb_file import last_logged
-from utils.tracking.wandb_media import EXAMPLE_PIXELS, charts, image_with_boxes
+from utils.files import replacing
+from utils.summary import Box, Example, evenly_spaced
+from utils.tracking.trackers import EPOCH, FINISH_SECONDS, STEP, WANDB, Tracker
 
 UPLOAD_SECONDS = 900.0  # time to send the rest at the end of a run that uploads artifacts
 CONNECT_SECONDS = 30.0  # time to reach the server, unless the variable WANDB_INIT_TIMEOUT gives another number
-FLUSH_SECONDS = 1.0  # interval of the writes of W&B's file, so the most that a killed run loses
+FLUSH_SECONDS = 0.01  # interval of the writes of W&B's file, so the most that a killed run loses
+POSITION_FILE = ".wandb.json"  # in the run folder: the last step and epoch in W&B's files
+BEST = {"metrics/": "max", "val/": "min"}  # which value of a key the table of runs shows, else the last
+MAX_ROWS = 10_000  # W&B draws no more rows of a table
+EXAMPLE_PIXELS = 640  # longer side of an example image
+LINE_PIXELS = 3  # line width of an outline
+ImageReader = Callable[[int, int], np.ndarray]  # returns an image by its index and longest side, uint8 (h, w, 3) BGR
 
 
-class WandbTracker(AccelerateTracker):
-    """A W&B run. `accelerator.get_tracker("wandb", unwrap=True)` returns the `wandb.Run` itself.
+class WandbTracker(Tracker):
+    """A W&B run: online if there is a key and a server, else in the run folder. It names itself by W&B's variables.
+
+    A resumed run logs nothing twice. W&B writes the row of a step once a later step is logged, so the position counts
+    all rows but those of the last step.
 
     Args:
-        folder: the run folder
-        run: arguments of `wandb.init` (project, entity, group, tags, name, id, dir, ...)
-        print_line: prints a line on the console
-        timeout: seconds to send the rest at the end of the run
-        inputs: names of artifacts that the run uses, if they exist
+        project, job: project and type of the run, unless W&B's variables name others
+        run_id: id of the run
+        uploads: whether files are uploaded, which takes longer at the end
     """
 
-    title = "W&B"
-
-    def __init__(
-        self,
-        folder: Path,
-        run: Mapping[str, Any],
-        print_line: Print,
-        timeout: float = FINISH_SECONDS,
-        inputs: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, folder: Path, project: str, run_id: str, job: str, uploads: bool = False) -> None:
         os.environ["WANDB_SILENT"] = "true"
-        super().__init__(WANDB, folder, run, print_line, timeout)
-        self.inputs, self.code = inputs, 0
+        name = folder.name if job == "train" or job in folder.name else f"{job}-{folder.name}"
+        arguments = {
+            "dir": os.environ.get("WANDB_DIR") or str(folder.absolute()),
+            "name": os.environ.get("WANDB_NAME") or name,
+            "job_type": os.environ.get("WANDB_JOB_TYPE") or job,
+            "id": run_id,
+            "resume": "allow",
+        }
+        seconds = UPLOAD_SECONDS if uploads else FINISH_SECONDS
+        super().__init__(WANDB, os.environ.get("WANDB_PROJECT") or project, arguments, seconds)
+        self.folder, self.exit_code = folder, 0
+        self._last: dict[str, float] = {}  # last position on each axis
+        self._repeats = False  # whether the run repeats what an earlier process has logged
+        self._defined: set[str] = set()
 
-    def log_pictures(self, files: Mapping[str, Path], step: int) -> None:
-        self._do(lambda: self._write({key: self.wandb.Image(str(file)) for key, file in files.items()}, step))
+    def log_media(self, make: Callable[[], Mapping[str, Any]], step: int) -> None:
+        self.do(lambda: None if self._repeats else self._write(make(), step))
 
-    def log_examples(
-        self,
-        key: str,
-        examples: Sequence[Example],
-        shown: ImageReader,
-        names: Sequence[str],
-        step: int,
-        epoch: int,
-    ) -> None:
-        def log() -> None:
-            if self._lacks(key, epoch):
-                images = [shown(example.image, EXAMPLE_PIXELS) for example in examples]
-                shape = np.max([image.shape[:2] for image in images], axis=0).tolist()  # W&B warns of several sizes
-                each = zip(examples, images, strict=True)
-                self._write({key: [image_with_boxes(self.wandb, *pair, names, shape) for pair in each]}, step)
+    def with_wandb(self, job: Callable[[Any], object]) -> None:
+        self.do(lambda: job(self.inner.run))
 
-        self._do(log)
+    def fail(self) -> None:
+        self.exit_code = 1
+        super().fail()
 
-    def log_documents(self, documents: Mapping[str, str], step: int, epoch: int) -> None:
-        def log() -> None:
-            made = charts(self.wandb, documents)
-            if new := {key: value for key, value in made.items() if self._lacks(key, epoch)}:
-                self._write(new, step)
-
-        self._do(log)
-
-    def log_artifact(
-        self,
-        name: str,
-        kind: str,
-        aliases: Sequence[str],
-        files: Sequence[Path] = (),
-        references: Sequence[tuple[str, str]] = (),
-        metadata: Mapping[str, Any] | None = None,
-        is_input: bool = False,
-    ) -> None:
-        def log() -> None:
-            artifact = self.wandb.Artifact(name, type=kind, metadata=dict(metadata or {}))
-            for file in files:
-                artifact.add_file(str(file.absolute()))
-            for path, title in references:
-                address = Path(path).absolute().as_uri()
-                artifact.add_reference(address, name=title, checksum=False, max_objects=10_000_000)
-            if is_input:
-                # `use_artifact` refuses to work offline, and online it waits for the upload.
-                self.inner.run._log_artifact(
-                    artifact, aliases=list(aliases), is_user_created=True, use_after_commit=True
-                )
-            else:
-                self.inner.run.log_artifact(artifact, aliases=list(aliases))
-
-        self._do(log)
-
-    def log_line(self, text: str) -> None:
-        self._do(lambda: self.inner.run.write_logs(f"{text}\n"))
-
-    def fail(self, reason: str) -> None:
-        def note() -> None:
-            self.code = 1
-
-        self._do(note)
-        super().fail(reason)
+    def rest(self) -> str:
+        return (
+            f"upload it with: wandb sync --include-online {self.arguments['dir']}/wandb/*run-*-{self.arguments['id']}"
+        )
 
     # In the thread
 
-    def _start(self, config: Mapping[str, Any]) -> None:
-        """Start the run, or continue the run with this id: online if possible, else on this machine."""
+    def _start(self, config: Mapping[str, Any]) -> Any:
         import wandb
 
-        self.wandb = wandb
-        mode = os.environ.get("WANDB_MODE") or wandb.setup().settings.mode
+        settings: dict[str, Any] = {"console": "off", "finish_timeout": self.finish_seconds}  # `log` is written instead
+        if "x_transaction_log_flush_interval" in wandb.Settings.model_fields:  # wandb 0.28.2 lacks it
+            settings["x_transaction_log_flush_interval"] = FLUSH_SECONDS
+        settings["init_timeout"] = connect_timeout()
+        arguments = {**self.arguments, "config": dict(config), "settings": wandb.Settings(**settings)}
+
+        def started(mode: str) -> Any:
+            tracker = WandBTracker(self.project, mode=mode, **arguments)
+            tracker.start()
+            return tracker
+
+        mode, tracker = wandb.setup().settings.mode, None
         if mode == "disabled":
-            return
-        arguments = {"dir": str(self.folder), **self.run, "config": dict(config), "resume": "allow"}
-        arguments["settings"] = self._settings()
-        offline_reason = "offline" if mode in ("offline", "dryrun") else ""
-        if not offline_reason and not has_key():
-            offline_reason = "not logged in (wandb login), so the run is stored on this machine"
-        tracker = None if offline_reason else self._started_online(arguments)
-        self.is_offline = tracker is None
-        if tracker is None:
-            tracker = started(arguments, "offline")
-            reason = offline_reason or "the run is stored on this machine"
-            self.print_line(f"W&B: {reason}; upload it with: wandb sync {Path(tracker.run.dir).parent}")
-        else:
-            self.print_line(f"W&B: {tracker.run.url}")
-        self._defined: set[str] = set()  # keys with dots
-        for axis in AXES:
-            define(tracker.run, axis)
-        kinds = "*run-*" if self.is_offline else "offline-run-*"  # the server knows the epochs of online runs
-        own = Path(tracker.run.dir).parent
-        parts = [part for part in self._wandb_folder.glob(f"{kinds}-{self.run['id']}") if part != own]
-        self._last = last_logged(file for part in parts for file in part.glob("*.wandb"))
-        if not self.is_offline and tracker.run.resumed:
-            for key in dict(tracker.run.summary):
-                self._last[key] = max(self._last.get(key, -math.inf), tracker.run.summary.get(EPOCH, 0))
-            self._last["step"] = max(self._last.get("step", 0), tracker.run.summary.get("step", 0))
-        self.inner = tracker
-        if parts or not self.is_offline:  # otherwise it is unknown what the server has received
-            self._log_lost_epochs()
-        for name in self.inputs:
-            if not self.is_offline:
-                with suppress(Exception):  # the training run may not have uploaded it
-                    tracker.run.use_artifact(name)
-
-    @property
-    def _wandb_folder(self) -> Path:
-        return Path(self.run.get("dir") or self.folder) / "wandb"
-
-    def _settings(self) -> Any:
-        """Return wandb's settings, without settings that an older version lacks."""
-        known = getattr(self.wandb.Settings, "model_fields", {})
-        newer: dict[str, Any] = {"finish_timeout": self.timeout, "x_transaction_log_flush_interval": FLUSH_SECONDS}
-        newer["console"] = "off"  # `log_line` writes what this program prints
-
-        def stop() -> None:
-            self.print_line("W&B: the run is stopped from its page")
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        newer["stop_fn"] = stop  # called by the button "stop" on the run's page
-        if (ROOT / ".git").exists():  # this repository's, whatever the current folder is
-            newer["git_root"] = str(ROOT)
-        chosen = {name: value for name, value in newer.items() if name in known}
-        return self.wandb.Settings(init_timeout=connect_timeout(), **chosen)
-
-    def _started_online(self, arguments: Mapping[str, Any]) -> Any:
-        """Return the tracker of a run on the server, None after a warning if that fails."""
-        before = set(self._wandb_folder.glob("run-*"))
-        try:
-            return started(arguments, "online")
-        except Exception as error:
-            self.print_line(f"warning: W&B: {first_line(error, 1000)}; training continues")
-            self.wandb.teardown(1)
-            for folder in set(self._wandb_folder.glob("run-*")) - before:
-                shutil.rmtree(folder, ignore_errors=True)
             return None
+        reason = "the run is stored on this machine"
+        if mode in ("offline", "dryrun"):
+            reason = "offline"
+        elif not has_key():
+            reason = f"not logged in (wandb login), so {reason}"
+        else:
+            parts = Path(self.arguments["dir"]) / "wandb"
+            before = set(parts.glob("run-*"))
+            try:
+                tracker = started("online")
+            except Exception as error:
+                log(f"warning: W&B: {first_line(error, 1000)}; training continues")
+                wandb.teardown(1)
+                for part in set(parts.glob("run-*")) - before:
+                    shutil.rmtree(part, ignore_errors=True)
+        if tracker:
+            log(f"W&B: {tracker.run.url}")
+            if tracker.run.resumed:  # what an earlier process could not send is not here
+                self._last = {axis: tracker.run.summary.get(axis, 0) for axis in (STEP, EPOCH)}
+        else:
+            tracker = started("offline")
+            log(f"W&B: {reason}; upload it with: wandb sync {Path(tracker.run.dir).parent}")
+            with suppress(OSError, ValueError):
+                self._last = dict(json.loads((self.folder / POSITION_FILE).read_text()))
+        self._repeats = bool(self._last)
+        return tracker
 
-    def _log_lost_epochs(self) -> None:
-        """Log the epochs that results.csv had and W&B lacks, because an earlier process was killed."""
-        for values in self._earlier:
-            if values[EPOCH] > self._last.get(EPOCH, 0):
-                self._define_dotted(values)
-                self.inner.run.log(values)
-                self._last[EPOCH] = values[EPOCH]
-
-    def _lacks(self, key: str, epoch: int) -> bool:
-        """Return whether no earlier process has logged a picture, table or chart of an epoch, counted from 0."""
-        logged = (self._last.get(name, -math.inf) for name in (key, f"{key}_table"))  # W&B's name of a chart's values
-        return epoch + 1 > max(logged)
-
-    def _log(self, values: dict[str, Any], step: int) -> None:
-        axis = axis_of(values)
-        if values[axis] > self._last.get(axis, -math.inf):
-            self._define_dotted(values)
-            self._write(values, step)
+    def _log(self, values: Mapping[str, Any], step: int) -> None:
+        axis = EPOCH if EPOCH in values else STEP
+        self._repeats = values[axis] <= self._last.get(axis, -math.inf)
+        if self._repeats:
+            return
+        for key in {*values} - self._defined - {axis}:  # by pattern W&B would not find the keys with dots
+            self._defined.add(key)
+            summary, hidden = BEST.get(key[: key.find("/") + 1]), key.startswith("class/")
+            name = key.replace(".", r"\.")  # else a nested value
+            self.inner.run.define_metric(name, step_metric=axis, summary=summary, hidden=hidden or None)
+        self._write(values, step)
+        self._last[axis] = values[axis]
 
     def _write(self, values: Mapping[str, Any], step: int) -> None:
         run = self.inner.run
-        run.log(dict(values), step=max(step, run.step))  # wandb drops values of steps before its last
+        is_later = step > run.step
+        run.log(dict(values), step=max(step, run.step))  # W&B drops values of steps before its last
+        if is_later:
+            self._store_position()
 
-    def _define_dotted(self, keys: Iterable[str]) -> None:
-        """Define keys with dots singly, because in patterns W&B takes a dot for a nested value and ignores the key."""
-        for key in keys:
-            if "." in key and key not in self._defined:
-                self._defined.add(key)
-                for axis in AXES:
-                    if axis.pattern.endswith("*") and key.startswith(axis.pattern[:-1]):
-                        define(self.inner.run, axis._replace(pattern=key.replace(".", r"\.")))
+    def _store_position(self) -> None:
+        with replacing(self.folder / POSITION_FILE) as file:
+            file.write(json.dumps(self._last).encode())
 
-    def _close(self) -> None:
-        self.inner.run.finish(exit_code=self.code)
+    def _close(self, patience: float) -> bool:
+        def close() -> None:
+            self.inner.run.finish(exit_code=self.exit_code)
+            self._store_position()
 
-    def _where_the_rest_is(self) -> str:
-        return f"upload it with: wandb sync --include-online {self._wandb_folder}/*run-*-{self.run['id']}"
-
-
-def started(arguments: Mapping[str, Any], mode: str) -> Any:
-    """Return Accelerate's tracker of a started run.
-
-    Args:
-        arguments: arguments of `wandb.init`
-        mode: online or offline
-    """
-    rest = {name: value for name, value in arguments.items() if name != "project"}
-    tracker = WandBTracker(arguments["project"], mode=mode, **rest)
-    tracker.start()
-    for handler in logging.getLogger("wandb").handlers:  # they write into the run folder, whose disk may be full
-        handler.handleError = lambda record: None  # type: ignore[method-assign]  # else a traceback for every line
-    return tracker
-
-
-def define(run: Any, axis: Axis) -> None:
-    """Define how W&B shows a key, or keys by a pattern."""
-    how = {"step_metric": axis.axis or None, "summary": axis.summary or None, "hidden": axis.is_hidden or None}
-    run.define_metric(axis.pattern, **how)
+        self.do(close)
+        return self._background.finish(patience)
 
 
 def connect_timeout() -> float:
@@ -264,31 +167,206 @@ def connect_timeout() -> float:
 
 def has_key() -> bool:
     """Return whether wandb finds a key for its server in any of its places, without asking the user or connecting."""
-    os.environ["WANDB_SILENT"] = "true"  # otherwise wandb asks the server for the name of the user
     import wandb
     from wandb.errors import AuthenticationError, UsageError
 
-    newer: dict[str, Any] = {"prompt": False}
-    known = inspect.signature(wandb.login).parameters
+    newer: dict[str, Any] = {"prompt": False} if "prompt" in inspect.signature(wandb.login).parameters else {}
     try:
-        return bool(wandb.login(verify=False, **{name: value for name, value in newer.items() if name in known}))
+        return bool(wandb.login(verify=False, **newer))
     except (AuthenticationError, UsageError):  # the key has a wrong form, or there is neither a key nor a terminal
         return False
 
 
+# Artifacts
+
+
+def log_artifact(
+    run: Any,
+    name: str,
+    kind: str,
+    aliases: Sequence[str],
+    files: Sequence[Path],
+    metadata: Mapping[str, Any],
+    references: Sequence[tuple[Path, str]] = (),
+    is_input: bool = False,
+) -> None:
+    """Log a version of an artifact.
+
+    Args:
+        files: files to upload
+        references: pairs of a path and a name in the artifact; only the path is stored, not the file
+        is_input: whether the run reads the artifact instead of making it
+    """
+    import wandb
+
+    artifact = wandb.Artifact(name, type=kind, metadata=dict(metadata))
+    for file in files:
+        artifact.add_file(str(file.absolute()))
+    for path, title in references:
+        artifact.add_reference(path.absolute().as_uri(), name=title, checksum=False, max_objects=10_000_000)
+    if is_input:  # `use_artifact` refuses to work offline, and online it waits for the upload
+        run._log_artifact(artifact, aliases=list(aliases), is_user_created=True, use_after_commit=True)
+    else:
+        run.log_artifact(artifact, aliases=list(aliases))
+
+
 def download_artifact(name: str, folder: Path) -> list[Path]:
     """Download an artifact, entity/project/name:alias, and return its files. Raises `UserError`."""
+    os.environ["WANDB_SILENT"] = "true"
     try:
         import wandb
-    except ImportError:
-        raise UserError("wandb is not installed: pip install wandb") from None
-    try:
+
         if not has_key():
             raise UserError("there is no API key for W&B: wandb login")
         artifact = wandb.Api(timeout=math.ceil(connect_timeout())).artifact(name)
         artifact.download(root=str(folder))
         return [folder / file.name for file in artifact.files()]
-    except UserError:
-        raise
+    except ImportError:
+        raise UserError("wandb is not installed: pip install wandb") from None
     except Exception as error:
         raise UserError(first_line(error, 1000)) from None
+
+
+# Media
+
+
+def pictures(files: Mapping[str, Path]) -> dict[str, Any]:
+    """Return picture files as W&B's images, by key."""
+    import wandb
+
+    return {f"pictures/{Path(name).stem}": wandb.Image(str(path)) for name, path in files.items()}
+
+
+def example_images(examples: Sequence[Example], shown: ImageReader, names: Sequence[str]) -> list[Any]:
+    """Return W&B's images of one size, whose boxes and masks of labels and predictions can be switched on and off.
+
+    W&B's boxes are upright: the lines of other outlines become a mask, and the boxes around them carry the captions.
+
+    Args:
+        names: class names in the order of their numbers
+    """
+    import wandb
+
+    photos = [shown(example.image, EXAMPLE_PIXELS) for example in examples]
+    height, width = np.max([photo.shape[:2] for photo in photos], axis=0)  # W&B warns of several sizes
+    images = []
+    for example, photo in zip(examples, photos, strict=True):
+        sides, padding = np.array(photo.shape[1::-1]), [(0, height - photo.shape[0]), (0, width - photo.shape[1])]
+        canvas = np.pad(photo[..., ::-1], [*padding, (0, 0)])
+        boxes, masks = {}, {}
+        for kind, those, outlines in (
+            ("ground_truth", example.labels, example.label_outlines),
+            ("predictions", example.predictions, example.prediction_outlines),
+        ):
+            data = [_box_data(box, names, sides / (width, height)) for box in those]
+            boxes[kind] = {"box_data": data, "class_labels": dict(enumerate(names))}
+            lines = [box.outline for box in those]
+            if outlines or any(lines):
+                mask = np.pad(_mask_data(those, outlines or lines, sides, bool(outlines)), padding)
+                masks[kind] = {"mask_data": mask, "class_labels": dict(enumerate(names, 1))}
+        images.append(wandb.Image(canvas, boxes=boxes, masks=masks or None, caption=example.name, file_type="jpg"))
+    return images
+
+
+def _box_data(box: Box, names: Sequence[str], scale: np.ndarray) -> dict[str, Any]:
+    """Return a box in W&B's form; `scale` maps its fractions to those of the padded image."""
+    position = dict(
+        zip(("minX", "minY", "maxX", "maxY"), np.multiply(box.xyxy, np.tile(scale, 2)).tolist(), strict=True)
+    )
+    name = names[box.label]
+    if box.confidence is None:
+        return {"position": position, "class_id": box.label, "box_caption": name}
+    scores = {"scores": {"confidence": box.confidence}, "box_caption": f"{name} {box.confidence:.2f}"}
+    return {"position": position, "class_id": box.label, **scores}
+
+
+def _mask_data(
+    boxes: Sequence[Box], outlines: Sequence[Sequence[float]], sides: np.ndarray, filled: bool
+) -> np.ndarray:
+    """Return the class of each pixel plus one, 0 for none, int (h, w).
+
+    Args:
+        outlines: an outline for each box, x, y, x, y, ... as fractions of `sides`; the first is in front
+        sides: width and height in pixels
+        filled: whether to draw the insides of the outlines instead of their lines
+    """
+    image = Image.new("I", sides.tolist())
+    pen = ImageDraw.Draw(image)
+    for box, outline in reversed([*zip(boxes, outlines, strict=True)]):
+        points = [tuple(point) for point in (np.reshape(outline, (-1, 2)) * sides).tolist()]
+        if filled and len(points) > 1:  # Pillow cannot draw a polygon of one point
+            pen.polygon(points, fill=box.label + 1)
+        elif len(points) > 1:
+            pen.line([*points, points[0]], fill=box.label + 1, width=LINE_PIXELS, joint="curve")
+    return np.asarray(image)
+
+
+def charts(documents: Mapping[str, str]) -> dict[str, Any]:
+    """Return W&B's tables and charts of a run folder's CSV files, by key.
+
+    Args:
+        documents: contents of classes.csv, confusion_matrix.csv, and PR_curve.csv and curves.csv, these also with
+            `mask_`, by name
+    """
+    import wandb
+
+    made: dict[str, Any] = {}
+    for name, text in documents.items():
+        head: Any
+        head, *rows = csv.reader(text.splitlines())
+        prefix = "mask_" if name.startswith("mask_") else ""
+        of = " of masks" if prefix else ""
+        if name == "classes.csv":
+            made["tables/classes"] = wandb.Table(columns=head, data=[[*map(_value, row)] for row in rows])
+        elif name == "confusion_matrix.csv":
+            cells = [(row[0], *cell) for row in rows for cell in zip(head[1:], map(int, row[1:]), strict=True)]
+            if len(cells) > MAX_ROWS:
+                cells = sorted(cells, key=lambda cell: -cell[2])[:MAX_ROWS]
+            titles: list[Any] = ["Actual", "Predicted", "nPredictions"]
+            table = wandb.Table(columns=titles, data=[list(cell) for cell in cells])
+            fields = dict(zip(titles, titles, strict=True))
+            preset = "wandb/confusion_matrix/v1"  # of wandb.plot.confusion_matrix
+            made["charts/confusion_matrix"] = wandb.plot_table(preset, table, fields, {"title": "Confusion matrix"})
+        elif name.endswith("PR_curve.csv"):
+            points = [(row[0], float(row[1]), float(row[2])) for row in rows]
+            made[f"charts/{prefix}PR_curve"] = line_chart(points, f"Precision over recall{of}", "recall", "precision")
+        elif name.endswith("curves.csv"):
+            made[f"charts/{prefix}F1_curve"] = line_chart(
+                [*f1_points(rows)], f"F1 over confidence{of}", "confidence", "F1"
+            )
+    return made
+
+
+def f1_points(rows: Sequence[Sequence[str]]) -> Iterator[tuple[str, float, float]]:
+    """Iterate over the class, confidence and F1 of each row of curves.csv."""
+    for name, confidence, precision, recall in rows:
+        p, r = float(precision), float(recall)
+        yield name, float(confidence), 2 * p * r / (p + r) if p + r else 0.0
+
+
+def line_chart(rows: Sequence[tuple[str, float, float]], title: str, x: str, y: str) -> Any:
+    """Return a chart with a line for each class, of at most `MAX_ROWS` points.
+
+    Args:
+        rows: class, x and y of each point
+    """
+    import wandb
+
+    points: dict[str, list[list[Any]]] = {}
+    for name, *point in rows:
+        points.setdefault(name, []).append([name, *(float(f"{value:.4g}") for value in point)])
+    most = max(MAX_ROWS // max(len(points), 1), 1)
+    data = [line[k] for line in points.values() for k in evenly_spaced(len(line), most)]
+    table, words = (
+        wandb.Table(columns=["class", x, y], data=data),
+        {"title": title, "x-axis-title": x, "y-axis-title": y},
+    )
+    return wandb.plot_table("wandb/area-under-curve/v0", table, {"x": x, "y": y, "class": "class"}, words)
+
+
+def _value(cell: str) -> Any:
+    """Return a cell as a number, None if it is empty, or as text."""
+    try:
+        return int(cell) if cell.isdigit() else float(cell)
+    except ValueError:
+        return cell or None

@@ -8,19 +8,15 @@ from typing import Any
 from tests.making import plain
 from tests.making import write_image as write_pixels
 from utils.files import csv_text
-from utils.plots.documents import Table
-from utils.plots.run_pictures import PICTURES
 
 VAL_BOXES_HEAD = "image,kind,class,confidence,x1,y1,x2,y2"
 CLASS_NAMES = ["disc", "$x_$", "a long name of a class that goes on and on"]
-# The pictures of a folder with 16 validation images or fewer: of a segmenter, and of a detector.
-SEGMENTER_PICTURES = [name for name in PICTURES if not name.startswith(("val_batch1", "val_batch2"))]
-DRAWN_PICTURES = [name for name in SEGMENTER_PICTURES if not name.startswith("mask_")]
-
-
-def write_table(path: Path, head: str, *rows: str) -> Table:
-    path.write_text("\n".join([head, *rows]) + "\n", encoding="utf-8", errors="surrogateescape")
-    return Table(path)
+# The pictures of a detector's folder with 16 validation images or fewer, in the order in which they are drawn.
+DRAWN_PICTURES = [
+    *("results.png", "confusion_matrix.png", "confusion_matrix_counts.png"),
+    *("P_curve.png", "R_curve.png", "F1_curve.png", "PR_curve.png"),
+    *("labels.jpg", "val_batch0_labels.jpg", "val_batch0_pred.jpg"),
+]
 
 
 def write_image(path: Path, width: int, height: int, value: int = 90) -> str:

@@ -15,7 +15,6 @@ from utils.plots.charts import (
     Curves,
     Labels,
     axis_text,
-    best,
     cell_texts,
     chart_style,
     colours,
@@ -29,8 +28,6 @@ from utils.plots.charts import (
     results_figure,
     shares_of,
     smooth,
-    smoothing_width,
-    subplot_positions,
 )
 from utils.plots.drawing import printable
 
@@ -76,14 +73,6 @@ def points(line: Any) -> list[tuple[float, float]]:
 # Results
 
 
-def test_smoothing_by_hand() -> None:
-    near = math.exp(-0.5)  # the weight of the next epoch, with a width of 1
-    assert smooth(np.array([3.0, 4.0]), np.array([0.0, 1.0]), 1.0) == pytest.approx([near / (1 + near), 1 / (1 + near)])
-    far = math.exp(-2)
-    expected = [(1 + 4 * far) / (1 + near + far), (near + 4 * near) / (1 + 2 * near), (far + 4) / (1 + near + far)]
-    assert smooth(np.arange(3.0), np.array([1.0, 0.0, 4.0]), 1.0) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize(
     ("epochs", "width"),
     [
@@ -91,22 +80,24 @@ def test_smoothing_by_hand() -> None:
         (range(1000), 4),  # at most four points
         (range(11), 1),  # at least one
         (range(5), 0.4),  # less for a short run
-        (range(2), 0.1),
         (range(4, 304, 10), 10),  # a point in ten epochs
-        (range(1), 1),
-        (range(0), 1),
+        (range(1), 0.1),
     ],
 )
-def test_width_of_the_smoothing(epochs: range, width: float) -> None:
-    assert smoothing_width(np.array(epochs, float)) == pytest.approx(width)
+def test_smoothing(epochs: range, width: float) -> None:
+    """Weights are a Gaussian's of a width that depends on the epochs."""
+    given, values = np.array(epochs, float), np.random.default_rng(0).random(len(epochs))
+    weights = np.exp(-0.5 * ((given - given[0]) / width) ** 2)
+    assert smooth(given, values)[0] == pytest.approx(weights @ values / weights.sum())
 
 
-def test_validation_losses_are_below_training_losses() -> None:
-    positions = subplot_positions(DETECTOR)
-    for column, term in enumerate(TERMS):
-        assert (positions[f"train/{term}"], positions[f"val/{term}"]) == ((0, column), (1, column))
-    assert [positions[name] for name in DETECTOR[3:7]] == [(0, 3), (0, 4), (1, 3), (1, 4)]
-    assert [positions[name] for name in DETECTOR[-3:]] == [(2, 0), (2, 1), (2, 2)]
+def test_validation_losses_are_below_training_losses(styled: None) -> None:
+    figure = results_figure(run(DETECTOR, 2))
+    place = {axes.get_title(): axes.get_subplotspec() for axes in figure.axes}
+    positions = [(place[name].rowspan.start, place[name].colspan.start) for name in DETECTOR]
+    assert positions[:3] == [(0, 0), (0, 1), (0, 2)]  # training losses
+    assert positions[3:7] == [(0, 3), (0, 4), (1, 3), (1, 4)]  # metrics
+    assert positions[7:] == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]  # validation losses, rates
 
 
 @pytest.mark.parametrize("names", [DETECTOR, CLASSIFIER])
@@ -118,7 +109,7 @@ def test_every_column_has_a_subplot(names: list[str], epochs: int, styled: None)
     for name in names:
         values, *smoothed = subplot(figure, name).get_lines()
         assert points(values) == list(zip(range(epochs), given[name].tolist(), strict=True))
-        assert len(smoothed) == (0 if name.startswith("x/") else 1)  # learning rates are not smoothed
+        assert len(smoothed) == (epochs > 1 and not name.startswith("x/"))  # learning rates are not smoothed
     assert not figure.legends
 
 
@@ -128,7 +119,7 @@ def test_values_that_are_not_finite_are_omitted(styled: None) -> None:
         "train/loss": np.array([1, INF, NAN, 3]),
         "val/loss": np.full(4, NAN),
         "metrics/accuracy_top1": np.full(4, NAN),
-        "metrics/accuracy_top5": np.array([NAN, 0.5, -INF, 0.25]),
+        "metrics/accuracy_top5": np.array([NAN, 0.5, -INF, 0.5]),
     }
     figure = results_figure(given)
     assert points(subplot(figure, "train/loss").get_lines()[0]) == [(0, 1), (3, 3)]
@@ -136,12 +127,6 @@ def test_values_that_are_not_finite_are_omitted(styled: None) -> None:
     assert [text.get_text() for text in subplot(figure, "metrics/accuracy_top1").texts] == ["no value"]
     assert [text.get_text() for text in subplot(figure, "metrics/accuracy_top5").texts] == ["best 0.5 in epoch 1"]
     figure.savefig(io.BytesIO())
-
-
-def test_best_is_the_first_of_equals() -> None:
-    columns = {"epoch": np.arange(10.0, 14), "a": np.array([1, 4, NAN, 4]), "b": np.full(4, NAN)}
-    assert best(columns, "a") == (4, 11)
-    assert all(map(math.isnan, best(columns, "b")))
 
 
 # Confusion matrix

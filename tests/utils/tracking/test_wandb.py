@@ -1,15 +1,11 @@
-"""The tracker of W&B: artifacts, the key, and lost epochs; tests/test_tracking.py has whole runs."""
+"""The tracker of W&B: resumed runs, artifacts, the key, pictures, charts; tests/test_tracking.py has whole runs."""
 
 from __future__ import annotations
 
 import json
-import logging
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,191 +13,171 @@ import pytest
 
 from tests.wandb_files import read, runs
 from tests.wandb_server import serve
-from utils.files import ROOT
+from utils.files import csv_text
 from utils.summary import Box, Example
-from utils.tracking import accelerate_tracker
-from utils.tracking.wandb import CONNECT_SECONDS, WandbTracker, connect_timeout
+from utils.tracking import trackers
+from utils.tracking.wandb import MAX_ROWS, WandbTracker, charts, example_images, has_key, log_artifact
 
 wandb = pytest.importorskip("wandb")
-RUN = {"project": "p", "id": "abc", "notes": "why"}
+CONFUSION = "true,cat,background\ncat,1,0\nbackground,0,0\n"
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make wandb read its settings anew."""
     wandb.teardown()
     yield
     wandb.teardown()
 
 
-def test_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerate_tracker, "FAIL_SECONDS", 60.0)  # on a busy machine W&B may take more than 3 s
+def test_nothing_is_logged_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run repeats steps and an epoch, its pictures and tables too."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    tracker = WandbTracker(tmp_path, RUN, print)
-    tracker.store_init_configuration({"data": "\udcc3\udcbc\udcff"})  # wandb refuses such text
-    tracker.log({"step": 1, "metrics/a.b": 0.5}, step=1)
-    assert isinstance(tracker.tracker, wandb.Run)
-    tracker.fail("20 steps were not finite")
-    wandb.teardown()  # its service may write the end of the file a moment later
-    (file,) = runs(tmp_path)
-    run = read(file)
-    assert (run.code, run.notes) == (1, "why")
-    assert run.rows[0]["metrics/a.b"] == 0.5
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has /dev/full")
-def test_a_full_disk_prints_no_traceback_of_wandbs_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The lines of its debug.log are lost without a word."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    tracker = WandbTracker(tmp_path, RUN, print)
-    tracker.store_init_configuration({})
-    assert isinstance(tracker.tracker, wandb.Run)  # waits for the start
-    logger = logging.getLogger("wandb")
-    files = [handler for handler in logger.handlers if isinstance(handler, logging.FileHandler)]
-    full = Path("/dev/full").open("w")  # noqa: SIM115  # closing it would raise an error for what it did not take
-    before = [file.setStream(full) for file in files]
-    logger.info("a line of wandb's")
-    assert before
-    assert "Traceback" not in capfd.readouterr().err
-    for file, stream in zip(files, before, strict=True):
-        with suppress(OSError):  # of the line that the full disk did not take
-            file.setStream(stream)
-        file.stream = stream
-    tracker.finish()
-
-
-def test_epochs_that_a_killed_process_lost_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """results.csv has them; what W&B has is not logged again."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-
-    def logged(first: int, last: int) -> None:
-        tracker = WandbTracker(tmp_path, RUN, print)
-        tracker.store_init_configuration({})
+    for first, last in ((1, 3), (2, 4)):
+        tracker = WandbTracker(tmp_path, "p", "abc", "train")
+        tracker.store_init_configuration({"epochs": 3})
         for epoch in range(first, last):
-            tracker.log({"epoch": epoch + 1, "val/box_loss": epoch / 10}, step=10 * epoch)
-        tracker.finish()
-        wandb.teardown()
-
-    logged(0, 2)
-    (tmp_path / "results.csv").write_text("epoch,val/box_loss,extra\n" + "".join(f"{k},{k / 10},\n" for k in range(4)))
-    time.sleep(1.1)  # W&B names folders by the second
-    logged(3, 6)
-    rows = [row for file in runs(tmp_path) for row in read(file).rows]
-    assert [(row["epoch"], row["val/box_loss"]) for row in rows] == [(k + 1, k / 10) for k in range(6)]
-
-
-def test_pictures_and_tables_are_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the epochs that a resumed run repeats."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    confusion = "true,cat,background\ncat,1,0\nbackground,0,0\n"
-    documents = {"classes.csv": "class,AP\ncat,0.5\n", "confusion_matrix.csv": confusion}
-    for first, last in ((0, 2), (1, 3)):
-        tracker = WandbTracker(tmp_path, RUN, print)
-        tracker.store_init_configuration({})
-        for epoch in range(first, last):
-            tracker.log({"epoch": epoch + 1, "val/box_loss": 0.1}, step=10 * epoch)
-            tracker.log_documents(documents, 10 * epoch, epoch)
-            example = Example("a.jpg", 0, (8, 8), [Box(0, None, (0, 0, 1, 1))], [])
-            shown = lambda image, side: np.zeros((side, side, 3), np.uint8)  # noqa: E731
-            tracker.log_examples("examples/validation", [example], shown, ["cat"], 10 * epoch, epoch)
+            tracker.log({"step": 10 * epoch, "step/a.b": 0.5}, step=10 * epoch)
+            tracker.log({"epoch": epoch, "val/box_loss": epoch / 10}, step=10 * epoch)
+            tracker.log_media(partial(charts, {"confusion_matrix.csv": CONFUSION}), 10 * epoch)
+        assert isinstance(tracker.tracker, wandb.Run)
         tracker.finish()
         wandb.teardown()
         time.sleep(1.1)  # W&B names folders by the second
     rows = [row for file in runs(tmp_path) for row in read(file).rows]
-    for key in ("tables/classes/path", "examples/validation/captions", "charts/confusion_matrix_table/path"):
-        assert sum(key in row for row in rows) == 3, key
+    assert [(row["step"], row["epoch"], row["val/box_loss"]) for row in rows] == [
+        (10 * epoch, epoch, epoch / 10) for epoch in (1, 2, 3)
+    ]
+    assert all("charts/confusion_matrix_table/path" in row for row in rows)
 
 
-def test_a_process_that_was_killed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """W&B has a folder of it with an empty file, so it has none of the epochs."""
+def test_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "FAIL_SECONDS", 60.0)  # on a busy machine W&B may take more than 3 s
     monkeypatch.setenv("WANDB_MODE", "offline")
-    part = tmp_path / "wandb" / "offline-run-20260101_000000-abc"
-    part.mkdir(parents=True)
-    (part / "run-abc.wandb").write_bytes(b":W&B\xfe\xe1\0")
-    (tmp_path / "results.csv").write_text("epoch,val/box_loss\n0,0.5\n")
-    tracker = WandbTracker(tmp_path, RUN, print)
+    tracker = WandbTracker(tmp_path, "p", "abc", "train")
     tracker.store_init_configuration({})
-    tracker.finish()
-    wandb.teardown()
-    (own,) = (file for file in runs(tmp_path) if file.parent != part)
-    assert [(row["epoch"], row["val/box_loss"]) for row in read(own).rows] == [(1, 0.5)]
+    tracker.fail()
+    wandb.teardown()  # its service may write the end of the file a moment later
+    (file,) = runs(tmp_path)
+    assert read(file).code == 1
 
 
-def test_lineage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lineage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The data set is an input of the run, the weights are its output."""
-    pytest.importorskip("wandb")
-    printed: list[str] = []
     for name in ("a.jpg", "best.pt"):
         (tmp_path / name).write_text(name)
     with serve() as server:
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         monkeypatch.setenv("WANDB_BASE_URL", server.address)
-        run = {"project": "p", "id": "abc", "job_type": "train"}
-        tracker = WandbTracker(tmp_path, run, printed.append, inputs=["run_xyz_model:best"])
+        tracker = WandbTracker(tmp_path, "p", "abc", "train")
         tracker.store_init_configuration({})
-        references = [(str(tmp_path / "a.jpg"), "train/a.jpg")]
-        tracker.log_artifact("cats", "dataset", ["latest"], references=references, is_input=True)
-        files, content = [tmp_path / "best.pt"], {"metrics": {"mAP_0.5": 0.5}}
-        tracker.log_artifact("run_abc_model", "model", ["best"], files=files, metadata=content)
+        data, weights = [(tmp_path / "a.jpg", "train/a.jpg")], [tmp_path / "best.pt"]
+        tracker.with_wandb(lambda run: log_artifact(run, "cats", "dataset", ["latest"], [], {}, data, is_input=True))
+        tracker.with_wandb(lambda run: log_artifact(run, "run_abc_model", "model", ["best"], weights, {"epoch": 1}))
         tracker.finish()
-    assert printed == [f"W&B: {server.address}/me/p/runs/abc"]
+    assert f"{server.address}/me/p/runs/abc" in capsys.readouterr().out
     types = [artifact["artifactTypeName"] for artifact in server.artifacts]
     assert sorted(types) == ["dataset", "model"]
     assert server.inputs == [f"a{types.index('dataset') + 1}"]
     model = server.artifacts[types.index("model")]
     assert {alias["alias"] for alias in model["aliases"]} >= {"best"}
-    assert json.loads(model["metadata"]) == content
+    assert json.loads(model["metadata"]) == {"epoch": 1}
     assert server.files["artifacts/best.pt"] == b"best.pt"
 
 
-# The key and the server
-
-
-HAS_KEY = """
-import json, os, sys
-from utils.tracking.wandb import has_key
-from wandb.sdk.lib import wbauth
-for netrc in json.loads(sys.argv[1]):
-    open(os.environ["NETRC"], "w").write(netrc)
-    os.chmod(os.environ["NETRC"], 0o600)
-    print(has_key(), flush=True)
-    getattr(wbauth, "unauthenticate_session", lambda: None)()
-"""
-
-
-def keys_found(folder: Path, *netrc: str, **variables: str) -> list[str]:
-    """Return whether wandb finds a key, for each content of ~/.netrc; nobody answers at the server."""
-    pytest.importorskip("wandb")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    ended = subprocess.run(
-        [sys.executable, "-c", HAS_KEY, json.dumps(netrc)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=60,
-        env={**kept, "HOME": str(folder), "NETRC": str(folder / "netrc"), "WANDB_BASE_URL": SERVER, **variables},
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout.split()
-
-
-SERVER = "http://127.0.0.1:9"
-
-
-def test_the_key_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("host", "found"), [("", False), ("elsewhere.org", False), ("127.0.0.1:9", True)])
+def test_the_key_is_found(host: str, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is wandb that looks for it, without asking anybody."""
-    key = "password " + "0123456789" * 4
-    damaged, elsewhere = "machine", f"machine elsewhere.org login user {key}"
-    known = f"machine 127.0.0.1:9 login user {key}"
-    began = time.monotonic()
-    assert keys_found(tmp_path, "", damaged, elsewhere, known) == ["False", "False", "False", "True"]
-    assert keys_found(tmp_path, "", WANDB_API_KEY=key.split()[1]) == ["True"]
-    assert time.monotonic() - began < 30
+    (tmp_path / "netrc").write_text(f"machine {host} login user password {'0123456789' * 4}\n" if host else "")
+    (tmp_path / "netrc").chmod(0o600)
+    for name, value in {"NETRC": str(tmp_path / "netrc"), "WANDB_BASE_URL": "http://127.0.0.1:9"}.items():
+        monkeypatch.setenv(name, value)
+    assert has_key() == found
 
 
-def test_the_time_to_reach_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert connect_timeout() == CONNECT_SECONDS
-    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "7")
-    assert connect_timeout() == 7
+# Tables and charts
+
+
+def test_the_table_of_the_classes() -> None:
+    text = 'class,images,instances,AP\n"a, b",3,4,0.25\nc,0,0,\n'
+    (made,) = charts({"classes.csv": text}).items()
+    assert (made[0], made[1].columns) == ("tables/classes", ["class", "images", "instances", "AP"])
+    assert made[1].data == [["a, b", 3, 4, 0.25], ["c", 0, 0, None]]
+
+
+def test_curves() -> None:
+    documents = {
+        "PR_curve.csv": csv_text(("class", "recall", "precision"), [("cat", 0.0, 1.0), ("cat", 1.0, 0.5)]),
+        "curves.csv": csv_text(("class", "confidence", "precision", "recall"), [("cat", 0.5, 0.0, 0.0)]),
+        "mask_curves.csv": csv_text(("class", "confidence", "precision", "recall"), [("cat", 0.5, 1.0, 0.5)]),
+    }
+    made = charts(documents)
+    assert list(made) == ["charts/PR_curve", "charts/F1_curve", "charts/mask_F1_curve"]
+    curve = made["charts/PR_curve"]
+    assert curve.table.data == [["cat", 0.0, 1.0], ["cat", 1.0, 0.5]]
+    assert curve.spec.fields == {"x": "recall", "y": "precision", "class": "class"}
+    assert made["charts/mask_F1_curve"].table.data == [["cat", 0.5, pytest.approx(2 / 3, rel=1e-3)]]
+    assert made["charts/F1_curve"].table.data == [["cat", 0.5, 0.0]]
+
+
+def test_large_tables_are_thinned() -> None:
+    """W&B cuts longer ones off, so that the last classes would be missing."""
+    names = [f"class {k}" for k in range(101)]
+    points = [(name, x / 1000, 0.123456) for name in names for x in range(1001)]
+    counts = [(name, *(int(j == k) for j in range(101))) for k, name in enumerate(names)]
+    made = charts(
+        {
+            "PR_curve.csv": csv_text(("class", "recall", "precision"), points),
+            "confusion_matrix.csv": csv_text(("", *names), counts),
+        }
+    )
+    curve, confusion = (made[f"charts/{name}"].table.data for name in ("PR_curve", "confusion_matrix"))
+    assert MAX_ROWS * 0.9 < len(curve) <= MAX_ROWS
+    assert {name for name, *_ in curve} == {*names}
+    assert {y for *_, y in curve} == {0.1235}
+    assert len(confusion) == MAX_ROWS
+    assert sum(count for *_, count in confusion) == 101
+
+
+# Examples: of two images, whose sizes differ
+
+SQUARE, TILTED = (0.2, 0.2, 0.8, 0.2, 0.8, 0.8, 0.2, 0.8), (0.5, 0.1, 0.9, 0.5, 0.5, 0.9, 0.1, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("box", "outlines", "value", "inside", "edge"),
+    [
+        (Box(1, None, (0.1, 0.1, 0.9, 0.9), TILTED), [], 2, 0, 2),
+        (Box(0, None, (0.2, 0.2, 0.8, 0.8)), [SQUARE], 1, 1, 0),
+    ],
+)
+def test_masks_and_lines(box: Box, outlines: list[tuple[float, ...]], value: int, inside: int, edge: int) -> None:
+    """Masks are filled, outlines of boxes are lines, in the class's number plus one."""
+    example = Example("a.png", 0, (100, 100), [box], [], outlines)
+    (image,) = example_images([example], lambda *_: np.zeros((100, 100, 3), np.uint8), ["disc", "ring"])
+    mask = np.asarray(image._masks["ground_truth"]._val["mask_data"])
+    assert {*np.unique(mask).tolist()} == {0, value}
+    assert (mask[50, 50], mask[50, 10]) == (inside, edge)
+
+
+def test_images_are_padded_to_one_size() -> None:
+    """Boxes and masks stay where they were; pixels are BGR as everywhere, and W&B takes RGB."""
+    sizes = [(20, 10), (25, 40)]
+    outline = (0, 0, 1, 0, 1, 1, 0, 1)
+    predicted = [Box(0, 0.5, (0, 0, 0.5, 1))]
+    examples = [
+        Example(f"{k}.png", k, size, [Box(1, None, (0, 0, 1, 1))], predicted, [outline], [outline])
+        for k, size in enumerate(sizes)
+    ]
+    blue = lambda image, _: np.full((*sizes[image][::-1], 3), (255, 0, 0), np.uint8)  # noqa: E731
+    image, _ = example_images(examples, blue, ["disc", "ring"])
+    pixels = np.asarray(image.image).astype(int)
+    mask = np.asarray(image._masks["ground_truth"]._val["mask_data"]) == 2
+    assert mask.shape == pixels.shape[:2] == (40, 25)
+    assert mask[:10, :20].all()
+    assert mask.sum() == 200
+    assert (pixels[..., 2] > 128).sum() == pytest.approx(200, abs=4)  # a JPEG
+    assert pixels[5, 5, :2].max() < 50
+    (truth,), (guess,) = (image._boxes[title]._val for title in ("ground_truth", "predictions"))
+    assert truth["position"] == {"minX": 0, "minY": 0, "maxX": 0.8, "maxY": 0.25}
+    assert (truth["box_caption"], guess["box_caption"], guess["scores"]) == ("ring", "disc 0.50", {"confidence": 0.5})

@@ -1,0 +1,259 @@
+"""The pictures of a run folder, and their drawing beside a training."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.utils.plots.run_folder import (
+    DRAWN_PICTURES,
+    VAL_BOXES_HEAD,
+    make_run_folder,
+    make_segmenter_folder,
+    write_image,
+)
+from utils.files import ROOT, csv_text
+from utils.plots import pictures
+from utils.plots.drawing import CAPTION_LINE_PIXELS, COLOURS, GAP_PIXELS
+from utils.plots.pictures import DRAWINGS, Plotter, main
+from utils.summary import confusion_text
+
+RESULTS = "epoch,train/loss,val/loss\n0,1.5,1.25\n1,1,0.75\n"
+GRID_SHAPE = (150 + CAPTION_LINE_PIXELS + GAP_PIXELS, 320 + GAP_PIXELS)  # of an image of 320 x 150
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cv2, "setNumThreads", lambda count: None)
+
+
+@pytest.fixture
+def blank(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """Draw no charts, and return what they would be drawn from."""
+    drawn: list[tuple[object, ...]] = []
+    monkeypatch.setattr(pictures, "render", lambda *what: drawn.append(what) or np.zeros((4, 4, 3), np.uint8))
+    return drawn
+
+
+def draw(*arguments: str | Path) -> int:
+    """Run the command and return its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    return 1 if isinstance(ended.value.code, str) else int(ended.value.code or 0)
+
+
+def test_all_pictures_of_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    exp = make_run_folder(tmp_path / "exp", 80)
+    assert draw(exp) == 0
+    assert capfd.readouterr() == ("\n".join(DRAWN_PICTURES) + "\n", "")
+    assert {file.name for file in exp.iterdir() if file.suffix != ".csv"} == set(DRAWN_PICTURES)
+    for name in DRAWN_PICTURES:
+        picture = cv2.imread(str(exp / name))
+        assert picture.std() > 1, name
+        assert not name.startswith("val_batch") or picture.shape[:2] == GRID_SHAPE
+
+
+def test_pictures_of_a_segmenter(tmp_path: Path, capfd: pytest.CaptureFixture[str], blank: object) -> None:
+    """Also curves of masks; the label picture has the mask of its label."""
+    exp = make_segmenter_folder(tmp_path / "exp")
+    assert draw(exp) == 0
+    assert {*capfd.readouterr().out.split()} == {
+        *DRAWN_PICTURES,
+        *(f"mask_{name}_curve.png" for name in ("P", "R", "F1", "PR")),
+    }
+    masked = cv2.imread(str(exp / "val_batch0_labels.jpg")).astype(int)
+    (exp / "val_masks.csv").unlink()
+    assert draw(exp, "--only", "val_boxes.csv") == 0
+    change = abs(cv2.imread(str(exp / "val_batch0_labels.jpg")) - masked).max(2)
+    assert change[20:40, 50:55].min() > 20  # in the triangle
+    assert change[60:, :30].max() < 20  # in the box, but not in the triangle
+
+
+@pytest.mark.parametrize(
+    ("names", "shares"), [(["dog", "background"], [False, False]), (["cat", "dog"], [True, False])]
+)
+def test_the_confusion_matrix_of_one_class_has_counts(
+    names: list[str], shares: list[bool], tmp_path: Path, blank: list[tuple[object, ...]]
+) -> None:
+    """A classifier's of two classes has shares."""
+    (tmp_path / "confusion_matrix.csv").write_text(confusion_text(np.array([[8, 2], [3, 0]]), names))
+    assert draw(tmp_path) == 0
+    assert [share for *_, share in blank] == shares
+
+
+def test_curves_are_read(tmp_path: Path, blank: list[tuple[object, ...]]) -> None:
+    """Two classes of one name are separated by the recall, which starts again; a class without an AP50 has its mean."""
+    rows = ["a,0,1", "a,1,0", "b,0,.5", "b,1,nan", "b,0,.5", "b,1,.25"]
+    (tmp_path / "PR_curve.csv").write_text("\n".join(["class,recall,precision", *rows]))
+    (tmp_path / "classes.csv").write_text("class,AP50\na,0.75\nb,\n")
+    assert draw(tmp_path) == 0
+    ((_, curves, ap50),) = blank
+    assert (curves.names, curves.x.tolist()) == (["a", "b", "b"], [0, 1])  # type: ignore[attr-defined]
+    assert ap50 == pytest.approx([0.75, 0.25, 0.375])
+
+
+@pytest.mark.parametrize("name", [name for name in DRAWINGS if not name.startswith("mask_")])
+def test_a_file_without_rows_draws_nothing(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], blank: object
+) -> None:
+    """As before the first epoch is over; a malformed file is a warning, and the others are drawn."""
+    exp = make_run_folder(tmp_path / "exp")
+    text = (exp / name).read_text()
+    (exp / name).write_text(text.splitlines()[0].split(",")[0] + "\n" if "confusion" in name else text.splitlines()[0])
+    assert draw(exp) == 0
+    drawn, warnings = capfd.readouterr()
+    assert not warnings
+    assert 5 < len(drawn.split()) < len(DRAWN_PICTURES)
+    (exp / name).write_text("epoch,a\n1\n")
+    assert draw(exp) == 1
+    again, warnings = capfd.readouterr()
+    assert again == drawn
+    assert (warnings.count("\n"), name in warnings) == (1, True)
+
+
+def test_errors(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert draw(tmp_path / "nowhere") == draw(tmp_path) == draw(tmp_path, "--only", "labels.csv") == 1
+
+
+def test_the_command_imports_neither_torch_nor_pyplot(tmp_path: Path) -> None:
+    """matplotlib is imported with the first chart; the back end of a notebook in the environment is ignored."""
+    exp = make_run_folder(tmp_path / "exp")
+    code = (
+        "import sys; sys.path[0] = sys.argv.pop(1); from utils.plots.pictures import main\n"
+        "print('torch' in sys.modules, 'matplotlib' in sys.modules)\n"
+        "try: main()\n"
+        "finally: print('torch' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(ROOT), str(exp), "--only", "results.csv"]
+    environment = {**os.environ, "MPLBACKEND": "no such back end", "DISPLAY": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "False False\nresults.png\nFalse False\n"
+
+
+# Validation images
+
+
+def validation_pictures(folder: Path, *rows: tuple[object, ...], head: str = VAL_BOXES_HEAD) -> list[np.ndarray]:
+    """Draw a val_boxes.csv with these rows, and return the grids: labels and predictions of each batch."""
+    text = csv_text(head.split(","), rows)  # type: ignore[arg-type]
+    (folder / "val_boxes.csv").write_bytes(text.encode(errors="surrogateescape"))
+    assert draw(folder, "--only", "val_boxes.csv") == 0
+    return [cv2.imread(str(path)) for path in sorted(folder.glob("val_batch*.jpg"))]
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [((960, 480), (480, 240)), ((480, 300), (480, 300)), ((320, 100), (320, 100)), ((40, 80), (160, 320))],
+)
+def test_photos_are_resized(size: tuple[int, int], shown: tuple[int, int], tmp_path: Path) -> None:
+    """To at most 480 and at least 320 pixels, with their boxes."""
+    path = write_image(tmp_path / "a.png", *size, 0)
+    labels, predictions = validation_pictures(tmp_path, (path, "label", "x", "", size[0] / 2, size[1] / 2, *size))
+    assert (
+        labels.shape[:2]
+        == predictions.shape[:2]
+        == (
+            shown[1] + CAPTION_LINE_PIXELS + GAP_PIXELS,
+            max(shown[0], 320) + GAP_PIXELS,
+        )
+    )
+    left = (max(shown[0], 320) - shown[0]) // 2
+    assert labels[shown[1] * 3 // 4, left + shown[0] // 2].max() > 150  # the left side of the box
+    assert predictions[shown[1] * 3 // 4, left + shown[0] // 2].max() < 50
+
+
+def test_photos_are_rotated_by_their_exif_orientation(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    Image.new("RGB", (400, 200)).save(tmp_path / "a.jpg", exif=exif)
+    labels, _ = validation_pictures(tmp_path, (tmp_path / "a.jpg", "image", *[""] * 6))
+    assert labels.shape[0] == 400 + CAPTION_LINE_PIXELS + GAP_PIXELS
+
+
+def test_the_most_confident_is_on_top_in_the_colour_of_its_class(tmp_path: Path) -> None:
+    """The colour depends on the number among all classes, as in training; an outline replaces its box."""
+    (tmp_path / "classes.csv").write_text("class\ndisc\nring\nbar\n")
+    path, tilted = write_image(tmp_path / "a.png", 320, 320, 0), "100 50 150 100 100 150 50 100"
+    _, predictions = validation_pictures(
+        tmp_path,
+        (path, "prediction", "bar", 0.9, 50, 50, 150, 150, tilted),
+        (path, "prediction", "ring", 0.5, 50, 200, 150, 300, ""),
+        (path, "prediction", "disc", 0.25, 50, 200, 150, 300, ""),
+        head=f"{VAL_BOXES_HEAD},outline",
+    )
+
+    def is_near(row: int, column: int, k: int) -> bool:
+        return bool(abs(predictions[row, column].astype(int) - COLOURS[k]).max() < 60)
+
+    assert is_near(250, 150, 1)  # the right side of the two boxes
+    assert is_near(125, 125, 2)  # the lower right edge of the outline
+    assert predictions[143:149, 52:60].max() < 60  # the lower left corner of the box around it
+
+
+def test_unreadable_photos(tmp_path: Path) -> None:
+    """They are grey, without boxes, and named; file names may be any bytes."""
+    (tmp_path / "no image.jpg").write_text("text")
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff, $")
+    os.mkdir(folder)
+    os.replace(write_image(tmp_path / "a.png", 320, 160), f"{folder}/\udcfe.png")
+    paths = [f"{folder}/\udcfe.png", *(str(tmp_path / name) for name in ("missing.jpg", "no image.jpg", "."))]
+    labels, _ = validation_pictures(tmp_path, *((path, "label", "x", "", 200, 1, 250, 50) for path in paths))
+    assert labels.shape == (2 * (160 + CAPTION_LINE_PIXELS + GAP_PIXELS), 2 * (320 + GAP_PIXELS), 3)
+    assert abs(labels[60:150, 20:300].astype(int) - 90).max() < 25
+    assert abs(labels[20:150, 344:600].astype(int) - 160).max() < 25
+    assert (labels[160 : 160 + CAPTION_LINE_PIXELS, 324:640] < 100).any()
+
+
+def test_grids_of_sixteen_and_no_more_than_three(tmp_path: Path) -> None:
+    grids = validation_pictures(tmp_path, *((tmp_path / f"{number}.jpg", "image", *[""] * 6) for number in range(60)))
+    assert len(grids) == 6
+    assert len({picture.shape for picture in grids}) == 1
+
+
+# Beside a training
+
+
+def test_pictures_are_drawn_in_the_background(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn: dict[str, Path] = {}
+    plots, grey = Plotter(tmp_path, drawn.update), np.full((20, 30, 3), 200, np.uint8)
+    (tmp_path / "results.csv").write_text(RESULTS)
+    (tmp_path / "old.png").write_bytes(b"")
+    time.sleep(0.01)
+    plots.draw(lambda: {"a.png": grey})
+    plots.draw_documents()
+    assert plots.finish(60)
+    assert (cv2.imread(str(tmp_path / "a.png")) == 200).all()
+    assert {*drawn} == {"a.png", "results.png"}
+    assert capsys.readouterr().out == ""
+
+
+def test_failures_are_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "results.csv").write_text("epoch,train/loss\n0,\x00,,,\n")
+    plots = Plotter(tmp_path, len)
+    plots.draw(lambda: {"a.png": np.zeros((0, 0, 3), np.uint8)})
+    plots.draw_documents()
+    assert plots.finish(60)
+    assert capsys.readouterr().out.count("warning: ") == 1
+
+
+def test_drawing_does_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow() -> Mapping[str, np.ndarray]:
+        time.sleep(5)
+        return {}
+
+    plots = Plotter(tmp_path, len)
+    before = time.monotonic()
+    plots.draw(slow)
+    assert not plots.finish(0.1)
+    assert time.monotonic() - before < 4
+    monkeypatch.setattr("utils.console.Background.abandoned", False)

@@ -1,0 +1,138 @@
+"""Accelerate's trackers and the user's, called in a thread."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+from utils.errors import UserError
+from utils.tracking.trackers import Tracker, accelerate_tracker, add_user_trackers, requested_trackers
+
+TRACKER = """
+from accelerate.tracking import GeneralTracker
+
+class Mine(GeneralTracker):
+    name = "mine"
+    requires_logging_directory = True
+    tracker = None
+
+    def __init__(self, run_name, logging_dir):
+        super().__init__()
+        self.lines = [run_name, logging_dir]
+
+    def store_init_configuration(self, values):
+        self.lines.append(values)
+
+    def log(self, values, step=None, **_):
+        self.lines.append((step, values))
+"""
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing of the files stays; no file has been run before."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "own_mine", None)  # undone afterwards
+    monkeypatch.setitem(sys.modules, "own_mine", None)
+    del sys.modules["own_mine"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "own_mine.py"
+    path.write_text(TRACKER)
+    return path
+
+
+def test_a_tracker_of_the_users(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is named like its file, and gets the project, the run folder, flat settings, and points without their axis."""
+    add_user_trackers(f"wandb,{file}")
+    assert requested_trackers(f"{file},{file}") == ["own_mine"]
+    tracker = accelerate_tracker("own_mine", "cats", tmp_path)
+    tracker.store_init_configuration({"hyperparameters": {"lr0": 0.1}, "sizes": [1]})
+    tracker.log({"step": 1, "step/loss": 2.0, "metrics/mAP_0.5(B)": 0.5}, step=1)
+    tracker.finish()
+    values = {"step/loss": 2.0, "metrics/mAP_0.5_B_": 0.5}
+    assert tracker.inner.lines == ["cats", str(tmp_path), {"hyperparameters.lr0": 0.1, "sizes": "[1]"}, (1, values)]
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("failing", ["super().__init__()", "self.lines.append(values)", "self.lines.append((step"])
+def test_a_tracker_that_fails_is_one_warning(
+    failing: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(TRACKER.replace(failing, f"raise OSError('no disk'); {failing}"))
+    add_user_trackers(str(file))
+    tracker = accelerate_tracker("own_mine", "cats", tmp_path)
+    tracker.store_init_configuration({})
+    for step in (1, 2):
+        tracker.log({"step": step, "step/loss": 2.0}, step=step)
+    tracker.finish()
+    printed = capsys.readouterr().out
+    assert printed.count("warning") == printed.count("no disk") == 1
+
+
+def test_training_does_not_wait(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a tracker that hangs; at the end it has its time limit."""
+    ends = threading.Event()
+    slow = SimpleNamespace(start=ends.wait, store_init_configuration=len, log=dict, finish=str)
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "slow", lambda project: slow)
+    tracker = Tracker("slow", "cats", {}, finish_seconds=0.1)
+    tracker.store_init_configuration({})
+    tracker.log({"step": 1}, step=1)
+    tracker.finish()
+    assert "warning: slow" in capsys.readouterr().out
+    ends.set()
+    monkeypatch.setattr("utils.console.Background.abandoned", False)
+
+
+@pytest.mark.parametrize(
+    "text", ["x = 1\n", TRACKER + "\nclass Other(Mine):\n    pass\n", "import accelerate\n1 / 0\n", ""]
+)
+def test_files_without_a_tracker(file: Path, text: str) -> None:
+    file.write_text(text)
+    if not text:
+        file.unlink()
+    with pytest.raises(UserError, match="own_mine"):
+        add_user_trackers(str(file))
+
+
+def test_a_file_that_only_a_run_folder_names(file: Path) -> None:
+    """It is run for a user who has run it before, with the same content."""
+    with pytest.raises(UserError, match="own_mine"):
+        add_user_trackers(str(file), is_named=False)
+    add_user_trackers(str(file))
+    add_user_trackers(str(file), is_named=False)
+    file.write_text(TRACKER + "# changed\n")
+    with pytest.raises(UserError, match="own_mine"):
+        add_user_trackers(str(file), is_named=False)
+
+
+@pytest.mark.parametrize(
+    ("log_with", "no_wandb", "mode", "names", "warnings"),
+    [
+        ("", False, "", ["wandb"], 0),
+        ("", True, "", [], 0),
+        ("wandb,tensorboard", False, "disabled", ["tensorboard"], 0),
+        ("none", False, "", [], 0),
+        ("all", False, "", ["wandb", "tensorboard"], 0),
+        ("mlflow,wandb,wandb", False, "offline", ["wandb"], 1),
+    ],
+)
+def test_the_trackers_that_are_asked_for(
+    log_with: str, no_wandb: bool, mode: str, names: list[str], warnings: int,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    spec = SimpleNamespace(origin="somewhere")
+    installed = ("wandb", "tensorboard")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name in installed else None)
+    monkeypatch.setenv("WANDB_MODE", mode)
+    assert requested_trackers(log_with, no_wandb) == names
+    assert capsys.readouterr().out.count("warning: ") == warnings

@@ -1,0 +1,298 @@
+"""The pictures of a run folder, drawn from its text files: `python -m utils.plots runs/train/exp`.
+
+Training starts this command as a process of its own (`Plotter`). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+from utils.console import Background, log
+from utils.errors import first_line
+from utils.files import ROOT
+from utils.plots.charts import (
+    Curves,
+    Labels,
+    confidence_figure,
+    confusion_figure,
+    f1,
+    labels_figure,
+    mean_curve,
+    recall_figure,
+    render,
+    results_figure,
+)
+from utils.plots.drawing import (
+    MAX_GRID_IMAGES,
+    captioned,
+    draw_boxes,
+    draw_outlines,
+    grid,
+    printable,
+    resize,
+    write_picture,
+)
+from utils.summary import DRAWN_IMAGES
+
+JPEG_QUALITY = 85
+TIMEOUT_SECONDS = 300.0  # time limit of the process that draws, and of all pictures at the end of a run
+MIN_TILE_PIXELS, MAX_TILE_PIXELS = 320, 480  # limits of an image's longer side in its grid
+UNREADABLE_GREY = 160
+Pictures = Iterator[tuple[str, np.ndarray]]  # file names, and pictures, uint8 (h, w, 3) BGR
+
+
+class Plotter:
+    """Draws pictures into `folder` in the background. A failure is a warning and never stops the run.
+
+    Args:
+        on_drawn: called with the paths of new pictures, by file name
+    """
+
+    def __init__(self, folder: Path, on_drawn: Callable[[Mapping[str, Path]], object]) -> None:
+        self.folder, self.on_drawn = folder, on_drawn
+        self._background = Background("a picture cannot be drawn", log)
+        # OpenCV sets up its image formats under a lock on first use. That must not happen in the thread: loader
+        # processes forked in the meantime would inherit the locked lock.
+        cv2.imencode(".jpg", np.zeros((1, 1, 3), np.uint8))
+
+    def draw(self, pictures: Callable[[], Mapping[str, np.ndarray]]) -> None:
+        """Write the pictures that `pictures` returns by file name, uint8 (h, w, 3) BGR."""
+
+        def write() -> None:
+            for name, picture in pictures().items():
+                write_picture(self.folder / name, picture)
+                self.on_drawn({name: self.folder / name})
+
+        self._background.do(write)
+
+    def draw_documents(self, *names: str) -> None:
+        """Draw the pictures of these text files of the folder, by default of all, in a process."""
+        self._background.do(lambda: self._draw_documents(names))
+
+    def _draw_documents(self, names: Sequence[str]) -> None:
+        started = time.time()
+        # Unlike `python -m`, this does not search the current folder for the module.
+        code = f"import sys; sys.path[0] = {str(ROOT)!r}; from utils.plots.pictures import main; main()"
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(self.folder), *(["--only", *names] if names else [])],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            errors="replace",
+            timeout=TIMEOUT_SECONDS,
+            start_new_session=True,  # Ctrl-C is for the training
+        )
+        pictures = [path for path in sorted(self.folder.iterdir()) if path.suffix in (".png", ".jpg")]
+        self.on_drawn({path.name: path for path in pictures if path.stat().st_mtime >= started})
+        if done.returncode:
+            raise RuntimeError((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1])
+
+    def finish(self, patience: float) -> bool:
+        """Wait at most `patience` seconds for all drawings; return whether they are done."""
+        return self._background.finish(min(patience, TIMEOUT_SECONDS))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draw the pictures of a run folder, and exit: with 1 after a warning or an error."""
+    parser = argparse.ArgumentParser("python -m utils.plots", description="Draw the pictures of a run folder.")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="run folder")
+    parser.add_argument("--only", nargs="+", choices=list(DRAWINGS), help="text files to draw from")
+    options = parser.parse_args(argv)
+    os.environ.pop("MPLBACKEND", None)  # notebooks set it to a back end that matplotlib may not find here
+    cv2.setNumThreads(1)  # the other cores are the training's
+    files = [file for name in options.only or DRAWINGS if (file := options.folder / name).is_file()]
+    if not files:
+        sys.exit(f"error: {printable(str(options.folder))} has nothing to draw from, such as results.csv")
+    sys.exit(max(map(draw_document, files)))
+
+
+def draw_document(file: Path) -> int:
+    """Draw the pictures of a text file beside it, and print their names; return 1 after a warning, else 0."""
+    try:
+        for name, picture in DRAWINGS[file.name](file):
+            write_picture(file.with_name(name), picture, JPEG_QUALITY, compact_png=True)
+            print(name)
+    except Exception as error:  # the other pictures can be drawn
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        print(f"warning: {printable(str(file))} cannot be drawn ({printable(reason)})", file=sys.stderr)
+        return 1
+    return 0
+
+
+# A function for each text file; a file without rows has no pictures
+
+
+def _draw_results(file: Path) -> Pictures:
+    table = read_columns(file)
+    if table["epoch"]:
+        results = {name: numbers(cells) for name, cells in table.items()}
+        yield "results.png", render(results_figure, {**results, "epoch": results["epoch"] + 1})
+
+
+def _draw_confusion(file: Path) -> Pictures:
+    (_, *names), *rows = read_rows(file)
+    counts = np.array([[int(cell) for cell in row[1:]] for row in rows], np.int64).reshape(len(names), len(names))
+    if names:
+        by_share = names[1:] != ["background"]  # the share of a single class is just its recall
+        yield "confusion_matrix.png", render(confusion_figure, counts, names, by_share)
+        yield "confusion_matrix_counts.png", render(confusion_figure, counts, names, False)
+
+
+def _draw_confidence(file: Path) -> Pictures:
+    table, prefix = read_columns(file), file.name.removesuffix("curves.csv")
+    if table["class"]:
+        precision, recall = (curves_of(table, "confidence", name) for name in ("precision", "recall"))
+        f1_curves = precision._replace(values=f1(precision.values, recall.values))
+        operating_point = int(np.argmax(mean_curve(f1_curves.values)))
+        for letter, metric, curves in (("P", "precision", precision), ("R", "recall", recall), ("F1", "F1", f1_curves)):
+            yield f"{prefix}{letter}_curve.png", render(confidence_figure, metric, curves, operating_point)
+
+
+def _draw_precision_recall(file: Path) -> Pictures:
+    """Draw precision over recall, with the AP50 of classes.csv; a class without one has its mean precision."""
+    table, prefix = read_columns(file), file.name.removesuffix("PR_curve.csv")
+    if table["class"]:
+        curves = curves_of(table, "recall", "precision")
+        classes = read_columns(file.with_name("classes.csv"))
+        exact = dict(zip(classes["class"], numbers(classes.get(f"{prefix}AP50", [])), strict=False))
+        means = np.where(np.isfinite(curves.values), curves.values, 0).mean(1)
+        ap50 = np.array([exact.get(name, np.nan) for name in curves.names])
+        yield f"{prefix}PR_curve.png", render(recall_figure, curves, np.where(np.isfinite(ap50), ap50, means))
+
+
+def _draw_labels(file: Path) -> Pictures:
+    table = read_columns(file)
+    splits, names = (list(dict.fromkeys(table[column])) for column in ("split", "class"))
+    counts = np.zeros((len(splits), len(names)))
+    for split, name, count in zip(table["split"], table["class"], numbers(table["instances"]), strict=True):
+        counts[splits.index(split), names.index(name)] += count
+    if names:
+        boxes = read_columns(file.with_name("boxes.csv"))
+        numbers_of = {name: k for k, name in enumerate(names)}
+        classes = np.array([numbers_of[name] for name in boxes["class"]], int)
+        xywh = np.stack([numbers(boxes.get(side, [])) for side in ("x", "y", "width", "height")], 1)
+        outlines = [points(text) for text in boxes.get("outline", [])]
+        yield "labels.jpg", render(labels_figure, Labels(names, splits, counts), classes, xywh, outlines)
+
+
+def _draw_validation(file: Path) -> Pictures:
+    """Draw grids of validation images with their labels, and with their predictions."""
+    masks = defaultdict(list)
+    for row in _row_dicts(file.with_name("val_masks.csv")):
+        masks[row["image"], row["kind"]].append(row["outline"])
+    rows: dict[str, list[dict[str, str]]] = defaultdict(list)
+    for row in _row_dicts(file):
+        of_image = masks[row["image"], row["kind"]]
+        rows[row["image"]].append({**row, "mask": of_image.pop(0) if of_image else ""})
+    # All classes in order, so that colours match the pictures of training batches.
+    names = [
+        *read_columns(file.with_name("classes.csv"))["class"],
+        *(row["class"] for each in rows.values() for row in each),
+    ]
+    classes = {name: k for k, name in enumerate(dict.fromkeys(names))}
+    paths = list(rows)[:DRAWN_IMAGES]
+    for batch in range(0, len(paths), MAX_GRID_IMAGES):
+        images = {path: _read_resized(path) for path in paths[batch : batch + MAX_GRID_IMAGES]}
+        width = max([MIN_TILE_PIXELS, *(image.shape[1] for image, _ in images.values() if image is not None)])
+        for kind, suffix in (("label", "labels"), ("prediction", "pred")):
+            tiles = []
+            for path, (image, scale) in images.items():
+                name = os.path.basename(path)
+                if image is None:
+                    name, tile = f"{name} (cannot be read)", np.full((width // 2, width, 3), UNREADABLE_GREY, np.uint8)
+                else:
+                    tile = _with_boxes(image, scale, [row for row in rows[path] if row["kind"] == kind], classes)
+                tiles.append(captioned(tile, [name], width))
+            yield f"val_batch{batch // MAX_GRID_IMAGES}_{suffix}.jpg", grid(tiles)
+
+
+def _read_resized(path: str) -> tuple[np.ndarray | None, float]:
+    """Return an image file resized for its grid, or None if it is unreadable, and the scale of its sides."""
+    try:
+        image = cv2.imdecode(np.fromfile(path, np.uint8), cv2.IMREAD_COLOR)
+    except (OSError, ValueError, cv2.error):  # ValueError: the name is not possible for a file
+        image = None
+    if image is None:
+        return None, 1.0
+    longer_side = max(image.shape[:2])
+    scale = min(MAX_TILE_PIXELS, max(longer_side, MIN_TILE_PIXELS)) / longer_side
+    return (image if scale == 1 else resize(image, scale)), scale
+
+
+def _with_boxes(
+    image: np.ndarray, scale: float, rows: Sequence[Mapping[str, str]], numbers_of: Mapping[str, int]
+) -> np.ndarray:
+    """Return a copy of an image with its rows of val_boxes.csv, the most confident on top, and their masks."""
+    rows = sorted(rows, key=lambda row: float(row["confidence"] or 0))
+    boxes = scale * np.array([[float(row[side]) for side in ("x1", "y1", "x2", "y2")] for row in rows]).reshape(-1, 4)
+    classes = [numbers_of[row["class"]] for row in rows]
+    texts = [f"{row['class']} {float(row['confidence']):.2f}" if row["confidence"] else row["class"] for row in rows]
+    image = image.copy()
+    draw_outlines(image, [points(row["mask"]) * scale for row in rows], classes)
+    draw_boxes(image, boxes, classes, texts, outlines=[points(row.get("outline", "")) * scale for row in rows])
+    return image
+
+
+DRAWINGS: dict[str, Callable[[Path], Pictures]] = {
+    "results.csv": _draw_results,
+    "confusion_matrix.csv": _draw_confusion,
+    "curves.csv": _draw_confidence,
+    "mask_curves.csv": _draw_confidence,
+    "PR_curve.csv": _draw_precision_recall,
+    "mask_PR_curve.csv": _draw_precision_recall,
+    "labels.csv": _draw_labels,
+    "val_boxes.csv": _draw_validation,
+}
+
+
+# Text files
+
+
+def read_rows(file: Path) -> list[list[str]]:
+    """Return the rows of a CSV file, the first of which is its header."""
+    with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as opened:
+        return [[cell.strip() for cell in row] if not number else row for number, row in enumerate(csv.reader(opened))]
+
+
+def read_columns(file: Path) -> dict[str, list[str]]:
+    """Return the columns of a CSV file by name; only an empty `class` if it does not exist."""
+    if not file.is_file():
+        return {"class": []}
+    head, *rows = read_rows(file)
+    return {name: [row[number] for row in rows] for number, name in enumerate(head)}
+
+
+def _row_dicts(file: Path) -> list[dict[str, str]]:
+    head, *rows = read_rows(file) if file.is_file() else [[]]
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def numbers(cells: Sequence[str]) -> np.ndarray:
+    """Return cells as numbers, nan for an empty one."""
+    return np.array([float(cell.strip() or "nan") for cell in cells])
+
+
+def points(text: str) -> np.ndarray:
+    """Return the points (p, 2) in the cell of an outline, `x y x y ...`; no points if the cell is empty."""
+    return np.array(text.split(), float).reshape(-1, 2)
+
+
+def curves_of(table: Mapping[str, Sequence[str]], over: str, column: str) -> Curves:
+    """Return the curves of all classes over a column, which has the same rising values in each class."""
+    classes, x = np.array(table["class"]), numbers(table[over])
+    # `over` also starts again between two classes of the same name.
+    starts = np.flatnonzero(np.append(True, (classes[1:] != classes[:-1]) | (x[1:] < x[:-1])))
+    x = x.reshape(len(starts), -1)[0]
+    return Curves(classes[starts].tolist(), x, numbers(table[column]).reshape(len(starts), len(x)))

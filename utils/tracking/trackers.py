@@ -1,0 +1,183 @@
+"""Accelerate's trackers, and trackers of the user's, each in a thread. Made by run_log.py on the main process.
+
+wandb.py has the richer tracker for Weights & Biases.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+
+from utils.config.flags import TRACKERS
+from utils.config.values import PYTHON_SUFFIX
+from utils.console import Background, log
+from utils.errors import UserError
+from utils.user_code import imported, trust
+
+WANDB, TENSORBOARD = "wandb", "tensorboard"
+STEP, EPOCH = "step", "epoch"  # the two axes: optimizer steps since the start of the run, and its epochs
+START_SECONDS = 120.0  # how long `tracker` waits for the run to start
+FAIL_SECONDS = 3.0  # time to close the run before this process ends with an error
+FINISH_SECONDS = 60.0  # time to send the rest at the end of a run
+MODULES = {TENSORBOARD: "torch.utils.tensorboard"}  # imported for a tracker, if not the package of its name
+NAME_ARGUMENTS = {"mlflow": "run_name", "clearml": "task_name", "trackio": "name"}  # for the name of the run
+
+
+class Tracker(GeneralTracker):
+    """A tracker of Accelerate: training never waits for it and never fails by it; the first failure is a warning.
+
+    Args:
+        name: the tracker's name in `LOGGER_TYPE_TO_CLASS`
+        project: first argument of its class
+        arguments: its other arguments
+        finish_seconds: time to send the rest at the end of the run
+    """
+
+    main_process_only = True
+    requires_logging_directory = False
+
+    def __init__(
+        self, name: str, project: str, arguments: Mapping[str, Any], finish_seconds: float = FINISH_SECONDS
+    ) -> None:
+        self.name = name  # the base class requires it
+        super().__init__()
+        self.project, self.arguments, self.finish_seconds = project, arguments, finish_seconds
+        self.inner: Any = None  # Accelerate's tracker, once it has started
+        self._started = threading.Event()  # set once the run has started or failed to start
+        self._background = Background(f"{name} has failed", log)
+
+    @property
+    def tracker(self) -> Any:
+        """The package's own run, such as a `wandb.Run`, once it has started; None if it has not."""
+        self._started.wait(START_SECONDS)
+        return self.inner and self.inner.tracker
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Start the run with its settings."""
+        with suppress(Exception, SystemExit):  # import it here: loader processes must not be forked during an import
+            importlib.import_module(MODULES.get(self.name, self.name))
+
+        def start() -> None:
+            try:
+                self.inner = self._start(values)
+            finally:
+                self._started.set()
+
+        self._background.do(start)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
+        """Log numbers by key at an optimizer step; the key "step" or "epoch" is the x axis of the others."""
+        self.do(lambda: self._log(values, step or 0))
+
+    def log_media(self, make: Callable[[], Mapping[str, Any]], step: int) -> None:
+        """Log what `make` returns: W&B's pictures, tables and charts by key. Other trackers do nothing."""
+
+    def with_wandb(self, job: Callable[[Any], object]) -> None:
+        """Call `job` with W&B's run in the thread. Other trackers do nothing."""
+
+    def do(self, job: Callable[[], object]) -> None:
+        """Do `job` in the thread after the earlier jobs, if the run has started by then."""
+        self._background.do(lambda: self.inner and job())
+
+    def fail(self) -> None:
+        """Close the run of a process that ends with an error."""
+        self._close(FAIL_SECONDS)
+
+    def finish(self, patience: float = FINISH_SECONDS) -> None:
+        """Send the rest and close the run, within `patience` seconds and its own time limit."""
+        patience = min(patience, self.finish_seconds)
+        if not self._close(patience):
+            log(f"warning: {self.name} has not ended after {patience:.0f} s; {self.rest()}")
+
+    def rest(self) -> str:
+        """Return what becomes of values that have not been sent, in words."""
+        return "what it has not sent is lost"
+
+    def _close(self, patience: float) -> bool:
+        self.do(lambda: self.inner.finish())
+        return self._background.finish(patience)
+
+    # In the thread
+
+    def _start(self, config: Mapping[str, Any]) -> Any:
+        """Start the run and return Accelerate's tracker."""
+        tracker: Any = LOGGER_TYPE_TO_CLASS[self.name](self.project, **self.arguments)
+        tracker.start()
+        tracker.store_init_configuration(flat(config))
+        return tracker
+
+    def _log(self, values: Mapping[str, Any], step: int) -> None:
+        # MLflow refuses other characters, and a key "epoch" beside keys that begin with "epoch/".
+        named = {re.sub(r"[^\w\-. :/]", "_", key): value for key, value in values.items() if key not in (STEP, EPOCH)}
+        self.inner.log(named, step=step)
+
+
+def accelerate_tracker(name: str, project: str, folder: Path) -> Tracker:
+    """Return a tracker of Accelerate by its name, for the run in `folder`."""
+    if name == TENSORBOARD:
+        project = name  # the name of its folder in the run folder
+    arguments = {"logging_dir": str(folder)} if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory else {}
+    if name in NAME_ARGUMENTS:
+        arguments[NAME_ARGUMENTS[name]] = folder.name
+    return Tracker(name, project, arguments)
+
+
+def requested_trackers(log_with: str, no_wandb: bool = False) -> list[str]:
+    """Return the installed trackers that --log-with names, a user's by the name of its file; warn of the others.
+
+    '' is W&B if it is installed, `all` every tracker that is.
+    """
+    given = [Path(word).stem if word.endswith(PYTHON_SUFFIX) else word for word in log_with.split(",")]
+    names = {"": [WANDB], "none": [], "all": list(TRACKERS)}.get(log_with, list(dict.fromkeys(given)))
+    if no_wandb or os.environ.get("WANDB_MODE") == "disabled":
+        names = [name for name in names if name != WANDB]
+    missing = [] if log_with in ("", "all") else [name for name in names if not _is_installed(name)]
+    log(*(f"warning: {name} is not installed, so nothing is logged there: pip install {name}" for name in missing))
+    return [name for name in names if _is_installed(name)]
+
+
+def _is_installed(name: str) -> bool:
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None  # no origin: a folder of that name in the current one
+
+
+def add_user_trackers(log_with: str, is_named: bool = True) -> None:
+    """Make the Python files that --log-with names trackers of Accelerate, named like their files.
+
+    Raises `UserError` for a file that does not load, or does not define one class that extends `GeneralTracker`.
+
+    Args:
+        is_named: whether the user names them now; otherwise the run's settings.yaml does
+    """
+    for file in [word for word in log_with.split(",") if word.endswith(PYTHON_SUFFIX)]:
+        path, flag = Path(file).resolve(), f"--log-with {file}"
+        if not path.is_file():
+            raise UserError(f"{flag} is not a file; give the path of a Python file with a tracker")
+        trust(path, flag, is_named, "the run's settings.yaml")
+        with imported(path, "--log-with") as module:
+            defined = [each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == path.stem]
+            trackers = [each for each in defined if issubclass(each, GeneralTracker)]
+            if len(trackers) != 1:
+                raise UserError(f"{path} must define one class that extends accelerate.tracking.GeneralTracker")
+            LOGGER_TYPE_TO_CLASS[path.stem] = trackers[0]
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings as one mapping with keys such as `hyperparameters.lr0`; lists become text."""
+    flattened: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flattened |= flat(value, f"{prefix}{key}.")
+        else:
+            flattened[f"{prefix}{key}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return flattened
