@@ -113,9 +113,9 @@ def run(**flags: Any) -> dict[str, Any]:
 def batches(media: Media, predictor: Predictor, batch_size: int) -> Iterator[list[tuple[Frame, Item]]]:
     """Iterate over the frames of all media with their items, in batches, with a progress bar."""
     frames = ((frame, predictor.item(frame.image, without_secrets(frame.item.name))) for frame in media)
-    live = any(item.kind == "live" for item in media.items)
-    bar = Bar("detecting", media.count(), shown=True)
-    return bar.over(groups(frames if live else prefetched(frames), batch_size), len)
+    kinds = {item.kind for item in media.items}
+    bar = Bar("detecting", len(media.items) if kinds == {"picture"} else 0, shown=True)
+    return bar.over(groups(frames if "live" in kinds else prefetched(frames), batch_size), len)
 
 
 def show_warnings(problems: Sequence[str], shown: int) -> int:
@@ -130,7 +130,7 @@ def frame_name(frame: Frame) -> str:
     name = without_secrets(frame.item.name)
     if frame.item.kind == "picture":
         return name
-    return f"{name} ({frame.number + 1}{f'/{frame.frames}' if frame.frames else ''})"
+    return f"{name} ({frame.number + 1})"
 
 
 def groups(frames: Iterable[tuple[Frame, Item]], most: int) -> Iterator[list[tuple[Frame, Item]]]:
