@@ -57,7 +57,7 @@ def _checked(parts: dict[str, Any], before: Sample, classes: int) -> dict[str, A
     if not (is_image and are_boxes and len(numbers) == len(boxes) and ((numbers >= 0) & (numbers < classes)).all()):
         needs = f"an image uint8 {shape}, and equal numbers of boxes x1 y1 x2 y2 and of classes below {classes}"
         raise ValueError(f"it must return {needs} (take boxes and classes if it adds, moves or drops objects)")
-    if before.polygons is not None and (len(boxes) != len(before.boxes) or np.abs(boxes - before.boxes).max() > 1):
+    if before.polygons is not None and (boxes.shape != before.boxes.shape or (abs(boxes - before.boxes) > 1).any()):
         raise ValueError("objects with outlines must stay where they are: change the image alone")
     return {"image": image, "boxes": boxes, "classes": numbers}
 

@@ -118,8 +118,7 @@ def copied(address: str) -> Path:
                 _copy(address.rstrip("/"), folder)
                 done.touch()
             except Exception as error:  # each store has its own kinds
-                reason = f"{type(error).__name__}: {first_line(error)}"
-                raise UserError(f"{address} cannot be copied ({reason}); check address, login and disk") from None
+                raise UserError(f"{address} cannot be copied ({first_line(error)}); check address and login") from None
     return folder
 
 
@@ -144,6 +143,7 @@ def _copy(address: str, folder: Path) -> None:
             raise ValueError(f"the file '{path}' leads out of the folder")
         if not (is_web and "?" in name):  # a link that sorts the list
             files[name] = folder / path, info.get("size")
+            files[name][0].parent.mkdir(parents=True, exist_ok=True)
     if not files:
         raise FileNotFoundError("it has no files")
     missing = [name for name, (path, size) in files.items() if not path.is_file() or path.stat().st_size != size]
