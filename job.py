@@ -117,7 +117,8 @@ class Job(NamedTuple):
         batch_bytes = images * 3 * data_options.largest(model.imgsz) ** 2
         workers = memory.loader_processes(options.workers, batch_bytes)
         data = self.source.open(model.imgsz, model.stride, replace(data_options, workers=workers))
-        log(*data.user_augmentations("augmentations" in settings.given).messages)
+        user = data.user_augmentations("augmentations" in settings.given)
+        log(f"augmentations of {user.file}: {', '.join(name for name, _ in user.calls)}" if user.calls else "")
         if PYTHON_SUFFIX in options.log_with:
             from utils.tracking.trackers import add_user_trackers
 

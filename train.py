@@ -84,7 +84,6 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
     sampler: Any = loader.batch_sampler  # the batches of all processes: data.sampler.GlobalBatches
     criterion = task.criterion(model)
     evaluate = evaluator(run, task, model, criterion, data.set, data.val, data.validation_batch(batch_size))
-    log(*(data.set.cache_messages(loader) or data.set.cache_messages(evaluate.loader)), *sampler.messages)
     log_plan(accelerator, batch_size, len(loader), options.epochs)
     log(f"saving results to {run.path}")
 

@@ -13,11 +13,11 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from data.images import read_image, read_reduced, resize_long_side, scaled_shape, unreadable
+from utils.console import log
 from utils.distributed.shared_memory import shared_memory
 from utils.files import cache_folder, replacing
 
@@ -32,25 +32,6 @@ DISK_FREE_SHARE = 0.1  # share of the disk that --cache disk leaves free
 LARGEST_STORED = 0.99  # quantile of the images' sizes that a ring's slots have; a few larger images are never stored
 PAGE_BYTES = 4096
 TABLE = 0  # the byte whose lock guards the tables; the lock of slot k is on byte 1 + k
-
-
-class Files(Sequence[Path]):
-    """Paths in one block of memory, which loader processes share; a list of Path objects would be copied into each."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        names = [os.fsencode(path) for path in paths]
-        self.text = b"".join(names)
-        self.ends = np.cumsum([0, *map(len, names)])
-
-    def __len__(self) -> int:
-        return len(self.ends) - 1
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[k] for k in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return Path(os.fsdecode(self.text[self.ends[index] : self.ends[index + 1]]))
 
 
 class ImageStore:
@@ -176,9 +157,6 @@ class Images:
         reduced: whether to read large photos by `read_reduced`
         cache: "ram" or "val" (in memory), "disk", or "" (read from the files each time)
         capacity: number of recent images that stay in memory
-
-    Attributes:
-        messages: lines about the cache for the console
     """
 
     def __init__(
@@ -191,34 +169,23 @@ class Images:
         cache: str = "",
         capacity: int = 0,
     ) -> None:
-        self.files, self.sizes, self.imgsz, self.smooth, self.reduced = Files(files), sizes, imgsz, smooth, reduced
+        # Names in one block of memory, which loader processes share; Path objects would be copied into each.
+        self.names = np.array(list(map(os.fsencode, files)))
+        self.sizes, self.imgsz, self.smooth, self.reduced = sizes, imgsz, smooth, reduced
         self.folder = f"{cache_folder() / 'images'}" if cache == "disk" else ""
         self.stores: list[ImageStore] = []
-        self.messages: list[str] = []
-        shapes, count, wanted = self._shapes(), len(self.files), min(capacity, len(self.files))
+        shapes, count, wanted = self._shapes(), len(files), min(capacity, len(files))
         if cache == "disk":
             total = shapes.prod(1, dtype=np.int64).sum() * 3 / 2**30
-            self.messages.append(
-                f"--cache disk: {count} images, {total:.2f} GiB, in {self.folder}, filled in the first epoch while "
-                f"{DISK_FREE_SHARE:.0%} of the disk stay free"
-            )
+            log(f"--cache disk: {count} images, {total:.2f} GiB, in {self.folder}, while {DISK_FREE_SHARE:.0%} is free")
         elif cache:
             store = ImageStore(shapes)
             room = f"room for {store.capacity} of {count} images, {len(store.memory.bytes) / 2**30:.2f} GiB"
-            self.messages.append(
-                f"--cache {cache}: {room} for all processes of a machine (at most {CACHE_MEMORY_SHARE:.0%} of what is "
-                f"free), filled in the first {'validation' if cache == 'val' else 'epoch'}"
-            )
+            log(f"--cache {cache}: {room}, at most {CACHE_MEMORY_SHARE:.0%} of the memory that is free")
             self.stores.append(store)
             wanted = wanted if store.capacity < count else 0
         if wanted and fcntl:
-            ring = ImageStore(shapes, wanted)
-            if ring.capacity < wanted:
-                self.messages.append(
-                    f"memory for {ring.capacity} of {wanted} decoded images, shared by all processes of a machine (at "
-                    f"most {RING_MEMORY_SHARE:.0%} of what is free): some images are decoded more than once"
-                )
-            self.stores.append(ring)
+            self.stores.append(ImageStore(shapes, wanted))
 
     def _shapes(self) -> np.ndarray:
         """Return height and width of the images as `read` returns them, int32 (n, 2)."""
@@ -226,6 +193,10 @@ class Images:
         if self.imgsz:
             sizes = np.array([scaled_shape(width, height, self.imgsz) for width, height in sizes.tolist()])
         return sizes[:, ::-1].astype(np.int32)
+
+    def name(self, index: int) -> str:
+        """Return the path of an image's file."""
+        return os.fsdecode(self.names[index])
 
     def read(self, index: int) -> np.ndarray:
         """Return one image, uint8 (h, w, 3) BGR, which must not be changed; it is valid until `release`."""
@@ -243,7 +214,7 @@ class Images:
             store.release()
 
     def _decode(self, index: int) -> np.ndarray:
-        file = self.files[index]
+        file = Path(self.name(index))
         if self.reduced:
             width, height = self.sizes[index].tolist()
             return read_reduced(file, width, height, self.imgsz)
@@ -252,7 +223,7 @@ class Images:
 
     def _read_from_disk(self, index: int) -> np.ndarray:
         """Return an image from the cache on disk, to which it is written if it is not there."""
-        path = self._cache_file(self.files[index])
+        path = self._cache_file(Path(self.name(index)))
         try:
             cached: np.ndarray = np.load(path, allow_pickle=False)
             return cached

@@ -24,9 +24,10 @@ from data.augment import Sample, torch_seeded_by
 from data.augmentations import UserAugmentations
 from data.batches import Item, Items, loader, stack_in_place
 from data.cache import Images
-from data.data_yaml import DataSpec, held_out, images_below
+from data.data_yaml import DataSpec, held_out
 from data.dataset import DataSet, labels_text, problem_warnings, split_identity
-from data.images import read_image
+from data.formats import subfolders
+from data.images import images_below, read_image
 from data.labels import load_labels
 from data.sampler import (
     SampleIndex,
@@ -90,7 +91,7 @@ class _Items(Items):
         return to_tensor(self.images.read(index)), int(self.labels[index])
 
     def info(self, index: int) -> ClassInfo:
-        return ClassInfo(index, str(self.images.files[index]), int(self.labels[index]))
+        return ClassInfo(index, self.images.name(index), int(self.labels[index]))
 
 
 @dataclass(eq=False)
@@ -131,7 +132,7 @@ class TrainingItems(_Items):
         pixels = self.transforms[side](pixels)
         if self.user.calls:
             given = Sample(to_array(pixels), np.zeros((0, 4), np.float32), np.zeros(0, np.float32))
-            pixels = to_tensor(self.user(given, user_rng, str(self.images.files[index])).image)
+            pixels = to_tensor(self.user(given, user_rng, self.images.name(index)).image)
         return pixels, label
 
 
@@ -240,7 +241,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
         images = [path for paths in classes.values() for path in paths]
         labels = np.array([numbers[text] for text, paths in classes.items() for _ in paths], np.int64)
         scanned = load_labels(images, f"{name} images", self.options.workers, rules=None)
-        problems = (*self.spec.unread_images(name), *scanned.problems)
+        problems = scanned.problems
         if name == "train":
             counts = np.bincount(labels[scanned.sizes[:, 0] > 0], minlength=len(self.names))
             problems += tuple(
@@ -322,9 +323,7 @@ def classes_of_split(spec: DataSpec, name: str) -> Classes:
             f"{spec.file}: no class has two images, so `split: {spec.split:g}` leaves none to hold out; add images"
         )
     held = {text: held_out(paths, spec.split, spec.split_seed) for text, paths in classes.items()}
-    if name == "val":
-        return {text: sorted(paths) for text, paths in held.items()}
-    return {text: sorted(set(paths) - held[text]) for text, paths in classes.items()}
+    return {text: [path for path in classes[text] if (path in held[text]) == (name == "val")] for text in classes}
 
 
 def _by_class(spec: DataSpec, name: str) -> Classes:
@@ -332,32 +331,20 @@ def _by_class(spec: DataSpec, name: str) -> Classes:
     if name in spec.walked:
         return spec.walked[name]
     split_path = spec.split and name == "train" and "train" not in spec.entries
-    parents = [spec.root()] if split_path else spec.locations(name)
+    parents = [spec.locate(".", "path:")] if split_path else spec.locations(name)
     # Folders of other splits may be below `path:`, and are not classes.
     excluded = [folder for other in spec.entries if split_path for folder in spec.locations(other)]
     images: dict[str, set[Path]] = {}
-    spec.unread[name] = []
-    for parent in parents:
-        for folder in _folders(parent):
-            if not any(other.is_relative_to(folder) for other in excluded):
-                text = os.fsencode(folder.name).decode(errors="surrogateescape")  # as in the YAML, in any locale
-                images.setdefault(text, set()).update(images_below(folder, spec.unread[name]))
+    for folder in (folder for parent in parents for folder in subfolders(parent)):
+        if not any(other.is_relative_to(folder) for other in excluded):
+            text = os.fsencode(folder.name).decode(errors="surrogateescape")  # as in the YAML, in any locale
+            images.setdefault(text, set()).update(map(Path, images_below(folder)))
     classes = {text: sorted(images[text]) for text in sorted(images) if images[text]}
     if not classes:
-        searched = "; ".join([", ".join(map(str, parents)), *spec.unread_images(name)])
+        searched = ", ".join(map(str, parents))
         raise UserError(
             f"{spec.file}: `{name}:` has no folders of images in {searched}; put the images of each class into a "
             "folder named after it there"
         )
     spec.walked[name] = classes
     return classes
-
-
-def _folders(parent: Path) -> list[Path]:
-    """Return the subfolders that are not hidden, sorted by name. Raises `UserError` if the folder cannot be read."""
-    try:
-        return sorted(folder for folder in parent.iterdir() if folder.is_dir() and not folder.name.startswith("."))
-    except NotADirectoryError:
-        return []
-    except OSError as error:
-        raise UserError(f"the folder {parent} cannot be read: {error.strerror}; fix its permissions") from None

@@ -5,15 +5,14 @@ Called by data/dataset.py and the data sets.
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import importlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from data.download import archive_sources, copied, fetch_dataset, has_content, is_remote
 from data.formats import (
@@ -25,21 +24,19 @@ from data.formats import (
     is_coco,
     recognise,
 )
-from data.images import IMAGE_SUFFIXES
+from data.images import images_below, listed_images
 from data.labels import RowRules, label_name
 from utils import user_code
 from utils.config.parser import suggested_defaults
 from utils.config.values import is_number
 from utils.errors import UserError, nearest, plural, shortened, shown, without_secrets
-from utils.files import IS_INSTALLED, ROOT, file_name, find_file, read_regular, read_yaml
+from utils.files import IS_INSTALLED, ROOT, file_name, find_file, read_yaml
 
 SPLITS = ("train", "val", "test")
 MAX_CLASSES = 4096  # classes of a model, at most
 HELD_OUT_SHARE = 0.2  # share of the images, or of each class, to hold out of a folder without validation images
 DRAWN_SETS = ("data.builtin.shapes", "data.builtin.shapes_cls", "data.builtin.shapes_seg")  # what `draw:` may name
 YAML_NAMES = ("data.yaml", "data.yml")
-# Suffixes of images that are not read.
-OTHER_IMAGE_SUFFIXES = frozenset([".avif", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jxl"])
 DATA_KEYS = (
     *("path", *SPLITS, "images", "split", "split_seed", "names", "nc", "kpt_shape"),
     *("draw", "download", "defaults"),
@@ -70,12 +67,6 @@ class Listing(NamedTuple):
         names = [str(image) for image in self.images if str(image) not in described]
         return [*(file for each in self.annotated for file in each.files), *map(Path, map(label_name, names))]
 
-    def expected_labels(self) -> str:
-        """Describe where labels are expected, for an error message."""
-        if self.annotated:
-            return f"{self.annotated[0].file} has no box of a class under `names`"
-        return f"the label file of {self.images[0]} is expected at {label_name(str(self.images[0]))}"
-
 
 @dataclass(frozen=True)
 class DataSpec:
@@ -93,7 +84,6 @@ class DataSpec:
     download: Any = None  # as in the YAML; never executed
     kpt_shape: tuple[int, ...] = ()  # number of key points in a label row, and numbers for each; () for none
     walked: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # splits that have been listed
-    unread: dict[str, list[str]] = field(default_factory=dict, compare=False, repr=False)  # see `unread_images`
 
     @property
     def holds_out(self) -> bool:
@@ -130,15 +120,13 @@ class DataSpec:
         problems: list[str] = []
         listed: list[str] = []  # as text, because many Paths are slow
         annotated: list[AnnotatedImages] = []
-        unread = self.unread[split] = []
         for location in locations:
             if described := find_annotated(location, folders, list(self.names.values()), split):
                 annotated.append(described[0])
                 listed += described[0].images
                 problems += described[1]
             else:
-                listed += _read_list(location) if location.is_file() else _names_below(location, unread)
-        problems += self.unread_images(split)
+                listed += listed_images(location) if location.is_file() else images_below(location)
         if not listed:
             searched = "; ".join([", ".join(map(str, locations)), *problems])
             raise UserError(f"{self.file}: `{split}:` has no images in {searched}; put images there or fix the path")
@@ -150,19 +138,6 @@ class DataSpec:
         locations = self.locations("train" if split == "val" and self.holds_out else split)
         return locations[0] if len(locations) == 1 and is_coco(locations[0]) else None
 
-    def unread_images(self, split: str) -> list[str]:
-        """Return a message about images in formats that are not read, if the search for a split found any."""
-        files = self.unread.get(split)
-        if not files:
-            return []
-        suffixes = ", ".join(sorted({_suffix(file) for file in files}))
-        count = f"`{split}:` has {plural(len(files), 'image')} in formats that are not read ({suffixes})"
-        return [f"{self.file}: {count}, such as {min(files)}: convert them to .jpg or .png; left out"]
-
-    def root(self) -> Path:
-        """Return the folder that `path:` names. Raises `UserError` if it is absent and cannot be downloaded."""
-        return self._locate(".", "path:")
-
     def locations(self, split: str) -> list[Path]:
         """Return the folders and files that a split names, downloaded if one is absent. Raises `UserError`."""
         if split not in self.entries:
@@ -170,10 +145,10 @@ class DataSpec:
             raise UserError(
                 f"{self.file} has no `{split}:`; add a folder of images, a .txt list of them, or a COCO .json{share}"
             )
-        return [self._locate(entry, f"{split}: {entry}") for entry in self.entries[split]]
+        return [self.locate(entry, f"{split}: {entry}") for entry in self.entries[split]]
 
-    def _locate(self, entry: str, title: str) -> Path:
-        """Return the first existing path that an entry may mean, after a download if the data set has no files."""
+    def locate(self, entry: str, title: str) -> Path:
+        """Return the path of an entry, after a download if the data set has no files. Raises `UserError`."""
         sources = archive_sources(self.download)
         if sources and not any(map(has_content, self.roots)):
             fetch_dataset(sources, self.roots[0], [entry for entries in self.entries.values() for entry in entries])
@@ -205,14 +180,14 @@ def read_data(data: str) -> DataSpec:
     """Read the YAML, the folder or the COCO annotation file that --data names. Raises `UserError`."""
     path = Path(data)
     if is_coco(path):
-        return _described(path, path.parent, f"{path} is a data set of one file", {"train": path.name})
+        return _described(path, path.parent, "is a data set of one file", {"train": path.name})
     if not os.path.isdir(data):  # Path.is_dir raises an error for a name that is too long
         return read_spec(find_file(data, "data set", ["data"], kind="a file or a folder"))
     for name in YAML_NAMES:
         if (path / name).is_file():
             return read_spec(path / name)
     if layout := recognise(path):
-        return _described(path, path, f"{path} has {layout[0]}", layout[1])
+        return _described(path, path, f"has {layout[0]}", layout[1])
     raise UserError(
         f"{path} is not recognised as a data set: it has no {YAML_NAMES[0]}, no COCO annotations "
         f"(train/{EXPORTED_ANNOTATIONS}, annotations/instances_train*.json), no VOC annotations ({VOC_LISTS}/train.txt "
@@ -225,7 +200,7 @@ def _described(file: Path, folder: Path, title: str, content: dict[str, Any]) ->
     if "val" not in content:
         content["split"] = HELD_OUT_SHARE
     entries = ", ".join(f"{key}: {value}" for key, value in content.items())
-    return checked_spec(file, {**content, "path": os.path.abspath(folder)}, [f"{title} ({entries})"])
+    return checked_spec(file, {**content, "path": os.path.abspath(folder)}, [f"{file} {title} ({entries})"])
 
 
 def read_spec(file: Path) -> DataSpec:
@@ -240,48 +215,47 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
         if not is_valid:
             raise UserError(f"{file}: `{key}` must be {expected}, not {shown(content.get(key))}")
 
-    share, seed, shape = content.get("split", 0.0), content.get("split_seed", 0), content.get("kpt_shape")
-    path, folders = content.get("path"), content.get("images")
-    by_split = folders if isinstance(folders, dict) else dict.fromkeys(SPLITS, folders)
-    image_folders = {split: _paths(given) for split, given in by_split.items()}
-    entries = {split: _paths(content.get(split)) for split in SPLITS}
-    for split in SPLITS:
-        check(split, entries[split] is not None, "a path or a list of paths")
-    check("path", path is None or _is_path(path), "a folder's name")
-    are_folders = {*image_folders} <= {*SPLITS} and None not in image_folders.values()
-    check("images", are_folders, f"a folder, or a folder for each of {', '.join(SPLITS)}")
-    check("split", is_number(share) and 0 <= share < 1, "the share to hold out for validation, 0 to 1")
-    check("split_seed", type(seed) is int and seed >= 0, "a whole number from 0")
-    is_shape = isinstance(shape, list) and [*map(type, shape)] == [int, int] and shape[0] > 0 and shape[1] in (2, 3)
-    check("kpt_shape", shape is None or is_shape, "[K, D], K key points of 2 or 3 numbers")
-    named = {split: paths for split, paths in entries.items() if paths}
-    messages = list(messages)
     unknown = [str(key) for key in content if key not in DATA_KEYS and key not in OTHER_KEYS]
     for key in unknown:
         if hint := nearest(key, DATA_KEYS, 0.7):
             raise UserError(f"{file}: unknown key '{shortened(key)}'{hint}")
+    path, folders, shape = content.get("path"), content.get("images"), content.get("kpt_shape")
+    share, seed = content.get("split", 0.0), content.get("split_seed", 0)
+    entries = {split: _paths(content.get(split)) for split in SPLITS}
+    for split in SPLITS:
+        check(split, entries[split] is not None, "a path or a list of paths")
+    by_split = folders if isinstance(folders, dict) else dict.fromkeys(SPLITS, folders)
+    image_folders = {split: _paths(value) for split, value in by_split.items()}
+    are_folders = {*image_folders} <= {*SPLITS} and None not in image_folders.values()
+    check("images", are_folders, f"a folder, or a folder for each of {', '.join(SPLITS)}")
+    check("path", path is None or _is_path(path), "a folder's name")
+    check("split", is_number(share) and 0 <= share < 1, "the share to hold out for validation, 0 to 1")
+    check("split_seed", type(seed) is int and seed >= 0, "a whole number from 0")
+    is_shape = isinstance(shape, list) and [*map(type, shape)] == [int, int] and shape[0] > 0 and shape[1] in (2, 3)
+    check("kpt_shape", shape is None or is_shape, "[K, D], K key points of 2 or 3 numbers")
+    names, defaults = _names(file, content), suggested_defaults(content.get("defaults") or {}, file)
+    roots, named = _roots(file, path), {split: paths for split, paths in entries.items() if paths}
+    if "draw" in content:
+        check("draw", _draw(content["draw"], roots[0]), "a drawn set and its seed, such as {data.builtin.shapes: 0}")
+
+    messages = list(messages)
     if unknown:
         messages.append(f"warning: {file}: {shortened(', '.join(map(repr, unknown)))}: unknown, and not used")
     if shape:
         messages.append(f"{file}: `kpt_shape: {shape}`: label rows are read as boxes, without their key points")
     if share and "val" in named:
         messages.append(f"warning: {file}: `split: {share:g}` is not used, because there is a `val:`")
-    names, defaults = _names(file, content), suggested_defaults(content.get("defaults") or {}, file)
-    roots = _roots(file, path)
     if path and is_remote(path):
         messages.append(f"{without_secrets(path)}: copied to {roots[0]}; delete this folder to copy it again")
-    if "draw" in content:
-        check("draw", _draw(content["draw"], roots[0]), "a drawn set and its seed, such as {data.builtin.shapes: 0}")
     if not names:
         listed = [entry for paths in named.values() for entry in paths]
-        names, omitted = annotated_names([path for entry in listed for path in _candidates(entry, roots)])
-        messages += omitted
+        names = annotated_names([path for entry in listed for path in _candidates(entry, roots)])
     return DataSpec(
         file,
         names,
         roots,
         named,
-        image_folders={split: given for split, given in image_folders.items() if given},
+        image_folders={split: paths for split, paths in image_folders.items() if paths},
         warnings=tuple(messages),
         defaults=defaults,
         split=share,
@@ -307,16 +281,15 @@ def _draw(value: Any, folder: Path) -> bool:
 
     A YAML may come from somebody else, so it can name only modules of data/builtin and of a task that the user runs.
     """
-    if not isinstance(value, dict) or len(value) != 1:
+    module, seed = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("", -1)
+    is_users = user_code.is_users(str(module))
+    if type(seed) is not int or seed < 0 or not (is_users or module in DRAWN_SETS):
         return False
-    ((module, seed),) = value.items()
-    is_known = module in DRAWN_SETS or user_code.is_users(str(module))
-    if not is_known or type(seed) is not int or seed < 0:
-        return False
-    loaded = importlib.import_module(module) if module in DRAWN_SETS else user_code.load(module)
-    if is_drawing := hasattr(loaded, "draw_dataset"):
+    loaded = user_code.load(module) if is_users else importlib.import_module(module)
+    if hasattr(loaded, "draw_dataset"):
         loaded.draw_dataset(folder, seed=seed)
-    return is_drawing
+        return True
+    return False
 
 
 def _is_path(value: Any) -> bool:
@@ -334,8 +307,8 @@ def _candidates(entry: str, roots: Sequence[Path]) -> list[Path]:
 
     Roboflow writes `../train/images` into a data.yaml that is beside `train`; as in YOLOv5, the `../` may be dropped.
     """
-    entries = [os.path.expanduser(entry), *([entry.removeprefix("../")] if entry.startswith("../") else [])]
-    return [Path(os.path.normpath(root / name)) for root in roots for name in entries]
+    names = dict.fromkeys((os.path.expanduser(entry), entry.removeprefix("../")))
+    return [Path(os.path.normpath(root / name)) for root in roots for name in names]
 
 
 def _names(file: Path, content: Mapping[str, Any]) -> dict[int, str]:
@@ -353,48 +326,3 @@ def _names(file: Path, content: Mapping[str, Any]) -> dict[int, str]:
     if count not in (None, len(names)):
         raise UserError(f"{file}: `nc` is {shown(count)} but `names` has {plural(len(names), 'class')}; fix either")
     return {number: str(names[number]) for number in range(len(names))}
-
-
-# Image files
-
-
-def images_below(folder: Path, unread: list[str]) -> Iterator[Path]:
-    """Yield every image below a folder; `unread` gets those in formats that are not read."""
-    return map(Path, _names_below(folder, unread))
-
-
-def _names_below(folder: Path, unread: list[str]) -> Iterator[str]:
-    """Yield the images as text. Links are followed; a folder with several paths is read once."""
-    visited = set()
-    for path, folders, files in os.walk(folder, followlinks=True, onerror=_refuse):
-        real = os.path.realpath(path)
-        if real in visited:
-            folders.clear()
-            continue
-        visited.add(real)
-        folders.sort()
-        start = os.path.join(path, "")
-        yield from (start + name for name in sorted(files) if _suffix(name) in IMAGE_SUFFIXES)
-        unread += [start + name for name in files if _suffix(name) in OTHER_IMAGE_SUFFIXES]
-
-
-def _suffix(path: str) -> str:
-    return os.path.splitext(path)[1].lower()
-
-
-def _refuse(error: OSError) -> NoReturn:
-    raise UserError(f"the folder {error.filename} cannot be read: {error.strerror}; fix its permissions") from None
-
-
-def _read_list(file: Path) -> Iterator[str]:
-    """Yield the images that a text file lists, one per line, relative to its folder or to the working folder."""
-    try:
-        content = read_regular(file)
-    except OSError:
-        content = b"\0"
-    if b"\0" in content:  # as in an image, or in UTF-16
-        raise UserError(f"{file} is neither a folder nor a readable text list of images")
-    for line in content.removeprefix(codecs.BOM_UTF8).splitlines():  # names may be any bytes
-        if name := os.fsdecode(line.strip()):
-            beside = os.path.normpath(os.path.join(file.parent, name))
-            yield beside if os.path.exists(beside) else os.path.abspath(name)

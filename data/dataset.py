@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from data.augmentations import UserAugmentations, read_augmentations
-from data.batches import Item, Items
+from data.batches import Item
 from data.data_yaml import DataSpec, read_data
 from data.sampler import SampleIndex, Sampling
 from utils.batch import Batch, Split
@@ -146,19 +146,14 @@ class DataSet(ABC, Generic[S]):
         return replace(self, options=replace(self.options, cache=""))
 
     def messages(self, train: S, val: S) -> list[str]:
-        """Return lines for the console about both splits of a run and the classes."""
-        reports = [*train.report("train"), *val.report("val")]
+        """Return lines for the console about both splits of a run, the classes, and how images are sampled."""
         names = self.class_names(self.spec, self.options.single_cls)
         counts = [np.bincount(split.instances().classes, minlength=len(names)) for split in (train, val)]
-        about_classes = class_messages(names, *counts)
-        return [*self.spec.warnings, *reports, *about_classes, *overlap(train.images, val.images)]
-
-    @staticmethod
-    def cache_messages(loader: DataLoader[Any]) -> list[str]:
-        """Return lines for the console about the cache of a loader's images, if it has one."""
-        items: Dataset[Any] = loader.dataset
-        assert isinstance(items, Items)  # made by `loader`
-        return items.images.messages
+        return [
+            *(*self.spec.warnings, *train.report("train"), *val.report("val"), *class_messages(names, *counts)),
+            *overlap(train.images, val.images),
+            *self.options.messages(train.instances(), len(train.images), self.imgsz),
+        ]
 
 
 D = TypeVar("D", bound=DataSet[Any])
@@ -228,15 +223,13 @@ def labels_text(names: Mapping[int, str], counts: Mapping[str, tuple[np.ndarray,
 
 def class_messages(names: Mapping[int, str], train: np.ndarray, val: np.ndarray) -> list[str]:
     """Return lines about the classes and the rare ones, by the number of labels of each class, (classes,) each."""
-    count = f"{plural(len(names), 'class')}: "
-    lines = [count + listed(list(names.values()), columns() - len(count))]
     rare = [k for k in np.argsort(train, kind="stable").tolist() if train[k] < FEW_LABELS]
-    for title, texts in (
-        (f"  fewer than {FEW_LABELS} training labels: ", [f"{names[k]} ({train[k]})" for k in rare]),
-        ("  no validation labels: ", [name for k, name in names.items() if not val[k]]),
-    ):
-        lines += [title + listed(texts, columns() - len(title))] if texts else []
-    return lines
+    texts = {
+        f"{plural(len(names), 'class')}: ": list(names.values()),
+        f"  fewer than {FEW_LABELS} training labels: ": [f"{names[k]} ({train[k]})" for k in rare],
+        "  no validation labels: ": [name for k, name in names.items() if not val[k]],
+    }
+    return [title + listed(classes, columns() - len(title)) for title, classes in texts.items() if classes]
 
 
 def split_identity(images: Sequence[Path], labels: bytes) -> dict[str, str]:

@@ -22,7 +22,7 @@ from data.cache import Images
 from data.data_yaml import DataSpec
 from data.dataset import DataOptions, DataSet, labels_text, problem_warnings, split_identity
 from data.images import read_image, resize_long_side, scaled_shape
-from data.labels import BOXES, POLYGONS, Labels, RowRules, check_classes, load_labels
+from data.labels import BOXES, POLYGONS, Labels, RowRules, check_classes, label_name, load_labels
 from data.sampler import (
     SampleIndex,
     evaluation_batches,
@@ -74,7 +74,7 @@ class _Items(Items):
 
     def info(self, index: int, placement: Placement) -> ImageInfo:
         width, height = (int(side) for side in self.labels.sizes[index])
-        return ImageInfo(index, str(self.images.files[index]), (width, height), placement, self.labels.of(index))
+        return ImageInfo(index, self.images.name(index), (width, height), placement, self.labels.of(index))
 
 
 class TrainingItems(_Items):
@@ -93,7 +93,7 @@ class TrainingItems(_Items):
     ) -> None:
         super().__init__(images, labels)
         self.seed, self.options, self.user = seed, options, user
-        self.augmenter = Augmenter(augment, images.imgsz, len(images.files), self.load, self.size, self.masks)
+        self.augmenter = Augmenter(augment, images.imgsz, len(images.names), self.load, self.size, self.masks)
         self.unmixed = replace(self.augmenter, settings=replace(augment, mosaic=0.0))
 
     def size(self, index: int) -> tuple[int, int]:
@@ -109,7 +109,7 @@ class TrainingItems(_Items):
             return augmented
         if not self.masks:  # outlines of a detector have served `copy_paste`
             augmented = augmented._replace(polygons=None)
-        return self.user(augmented, user_generator(self.seed, sample), str(self.images.files[sample.image]))
+        return self.user(augmented, user_generator(self.seed, sample), self.images.name(sample.image))
 
     def item(self, sample: SampleIndex, pixels: Tensor) -> Item:
         targets = to_tensors(self.augmented(sample), pixels)
@@ -246,7 +246,10 @@ class DetectionData(DataSet[DetectionSplit]):
         readable = self.usable(name, labels.sizes, problems)
         images, labels = list(compress(listing.images, readable)), labels.subset(readable)
         if not len(labels.rows):
-            problem = f"{self.spec.file}: no image of `{name}:` has a label; {listing.expected_labels()}"
+            expected = f"the label file of {images[0]} is expected at {label_name(str(images[0]))}"
+            if listing.annotated:
+                expected = f"{listing.annotated[0].file} has no box of a class under `names`"
+            problem = f"{self.spec.file}: no image of `{name}:` has a label; {expected}"
             if name == "train":
                 raise UserError(f"{problem}{f'; the first problem: {problems[0]}' if problems else ''}")
             problems = (problem, *problems)

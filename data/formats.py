@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data.images import IMAGE_SUFFIXES
+from data.images import is_image
 from data.labels import ImageRows, label_name
-from data.polygons import decode_rle, joined, mask_outline
+from data.polygons import joined, mask_outline
 from utils.coco import read_coco
 from utils.errors import UserError, nearest, plural, shortened
 from utils.files import file_name, file_stamps, read_lines, read_regular
@@ -51,20 +51,14 @@ def box_row(label: int, box: Sequence[float], size: tuple[int, int], problems: P
         size: width and height of the image in pixels
         which: the annotation, for `problems`
     """
-    if not (len(box) == 4 and all(map(math.isfinite, box))):
-        problems["boxes that are not four finite numbers"].append(which)
-        return ""
-    x, y, width, height = box
-    if width <= 0 or height <= 0:
-        problems["boxes without an area"].append(which)
-        return ""
+    x, y, width, height = box if len(box) == 4 and all(map(math.isfinite, box)) else (0, 0, 0, 0)
     if x < 0 or y < 0 or x + width > size[0] or y + height > size[1]:
         right, bottom = min(x + width, size[0]), min(y + height, size[1])
         x, y = max(x, 0.0), max(y, 0.0)
         width, height = right - x, bottom - y
-        if width <= 0 or height <= 0:
-            problems["boxes outside of their image"].append(which)
-            return ""
+    if width <= 0 or height <= 0:
+        problems["boxes without an area inside of their image"].append(which)
+        return ""
     shares = ((x + width / 2) / size[0], (y + height / 2) / size[1], width / size[0], height / size[1])
     return f"{label} {' '.join(f'{share:.6g}' for share in shares)}\n"
 
@@ -121,8 +115,8 @@ def find_annotated(
     return _visdrone_images(location, names) if is_visdrone(location) else None
 
 
-def annotated_names(locations: Sequence[Path]) -> tuple[dict[int, str], list[str]]:
-    """Return the classes of a data set whose YAML has no `names:`, from the annotations of its splits, and messages.
+def annotated_names(locations: Sequence[Path]) -> dict[int, str]:
+    """Return the classes of a data set whose YAML has no `names:`, from the annotations of its splits.
 
     They are a COCO file's categories by rising id, without supercategories that have no objects, as in Roboflow's
     exports, or the classes of VOC's files alphabetically. Raises `UserError`.
@@ -130,17 +124,11 @@ def annotated_names(locations: Sequence[Path]) -> tuple[dict[int, str], list[str
     if location := next(filter(is_coco, locations), None):
         content = _contents(location, file_stamps([str(location)]))
         used = {item.category_id for item in content.annotations}
-        parents = {str(category.supercategory) for category in content.categories}
         categories = sorted(content.categories, key=lambda category: category.id)
-        groups = [each.name for each in categories if each.name in parents and each.id not in used]
-        messages = [
-            f"{location}: the category '{name}' has no objects and is the supercategory of others, so it is not a "
-            "class; name the classes in `names:` of a data YAML if it should be one"
-            for name in groups
-        ]
-        return dict(enumerate(each.name for each in categories if each.name not in groups)), messages
+        parents = {str(category.supercategory) for category in categories}
+        return dict(enumerate(each.name for each in categories if each.id in used or each.name not in parents))
     files = [file for location in locations if is_voc(location) for file in _voc_files(location).values()]
-    return dict(enumerate(sorted({item[0] for file in files for item in read_voc(Path(file))[1]}))), []
+    return dict(enumerate(sorted({item[0] for file in files for item in read_voc(Path(file))[1]})))
 
 
 # COCO
@@ -233,18 +221,18 @@ def _coco_row(item: Any, label: int | None, size: tuple[int, int], outlines: boo
     if not outlines or not row:
         return row
     outline = np.zeros((0, 2))
-    with suppress(LookupError, TypeError, ValueError, ArithmeticError):
+    with suppress(LookupError, TypeError, ValueError, ArithmeticError, RuntimeError):
         outline = _outline(item.segmentation, size)
     if not len(outline):
         problems["outlines that are absent or damaged, so that the box is used"].append(which)
-        x, y, width, height = box
-        outline = np.array([(x, y), (x + width, y), (x + width, y + height), (x, y + height)])
+        return row
     shares = (outline / size).clip(0.0, 1.0).ravel().tolist()
     return f"{label}{' %.6g' * len(shares)}\n" % tuple(shares)
 
 
 def _outline(raw: Any, image: tuple[int, int]) -> np.ndarray:
     """Return one outline for a segmentation, a list of polygons or a run-length mask as JSON, (p, 2), maybe empty."""
+    from faster_coco_eval import mask
     from msgspec.json import decode  # faster than json.loads
 
     segmentation = decode(raw) if bytes(raw) else None
@@ -252,7 +240,10 @@ def _outline(raw: Any, image: tuple[int, int]) -> np.ndarray:
         # A mask takes a byte per pixel, whatever the length of its JSON.
         if tuple(segmentation["size"]) != image[::-1] or image[0] * image[1] > MAX_MASK_PIXELS:
             return np.zeros((0, 2))
-        return np.array(mask_outline(decode_rle(segmentation["counts"], segmentation["size"])))
+        is_text = isinstance(segmentation["counts"], str)
+        return np.array(
+            mask_outline(mask.decode(segmentation if is_text else mask.frPyObjects(segmentation, *image[::-1])))
+        )
     parts = [np.array(part, float).reshape(-1, 2) for part in segmentation or () if len(part) > 4]
     if len(parts) < 2:
         return parts[0] if parts else np.zeros((0, 2))
@@ -320,7 +311,6 @@ def _has(folder: Path, suffix: str) -> bool:
 
 
 def _has_labels(folder: Path) -> bool:
-    """Return whether the images of a folder have YOLO's label files."""
     return _has(Path(label_name(str(folder / "image.jpg"))).parent, ".txt")
 
 
@@ -336,7 +326,7 @@ def _voc_images(location: Path, folders: Sequence[Path], names: Sequence[str]) -
     searched = [folder for folder in (*folders, *_voc_folders(annotated)) if folder.is_dir()]
     try:
         stems = [line.split()[0] for line in read_lines(location) if line.strip()] if is_list else list(annotations)
-        beside = [{p.stem: str(p) for p in folder.iterdir() if _is_image(p.name)} for folder in searched]
+        beside = [{p.stem: str(p) for p in folder.iterdir() if is_image(p.name)} for folder in searched]
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
     images = {stem: path for each in reversed(beside) for stem, path in each.items()}  # the first folder counts
@@ -346,15 +336,10 @@ def _voc_images(location: Path, folders: Sequence[Path], names: Sequence[str]) -
             f"{location}: none of its {plural(len(stems), 'annotation')} has an image of the same name in "
             f"{', '.join(map(str, searched))}; put the images there, or give their folder as `images:` of a data YAML"
         )
-    for folder, found in zip(searched, beside, strict=True):
-        alone = annotated.name == folder.name or annotated.name.lower() in ANNOTATION_FOLDERS  # not another split's
-        if not is_list and alone and found.keys() & annotations.keys():
-            stems += found.keys() - annotations.keys()  # they may have objects, so they are not background
-            break
-    problems = []
-    for what, files in (("an image", images), ("an annotation", annotations)):
-        if missing := sorted(stem for stem in stems if stem not in files):
-            problems.append(f"{location}: {len(missing)} without {what}, such as {missing[0]}; left out")
+    missing, problems = [stem for stem in stems if stem not in images or stem not in annotations], []
+    if missing:
+        pair = "an image and an annotation of one name"
+        problems.append(f"{location}: {len(missing)} without {pair}, such as {missing[0]}; left out")
     sources = [*([location] if is_list else []), *map(Path, described.values())]
     return AnnotatedImages(location, sources, tuple(names), described, _read_voc), problems
 
@@ -404,7 +389,7 @@ def is_visdrone(location: Path) -> bool:
 
 
 def _visdrone_images(location: Path, names: Sequence[str]) -> tuple[AnnotatedImages, list[str]]:
-    images = sorted(path for path in location.iterdir() if _is_image(path.name))
+    images = sorted(path for path in location.iterdir() if is_image(path.name))
     files = {str(path): str(location.parent / "annotations" / f"{path.stem}.txt") for path in images}
     described = {path: file for path, file in files.items() if os.path.isfile(file)}
     absent = len(files) - len(described)
@@ -423,20 +408,21 @@ def recognise(folder: Path) -> tuple[str, dict[str, Any]] | None:
 
 
 def subfolders(folder: Path) -> list[Path]:
-    """Return the subfolders that are not hidden, sorted by name; [] if the folder does not exist."""
-    entries = folder.iterdir() if folder.is_dir() else ()
-    return sorted(entry for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    """Return the subfolders that are not hidden, sorted by name; [] for anything but a folder. Raises `UserError`."""
+    try:
+        entries = sorted(folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        raise UserError(f"the folder {folder} cannot be read: {error.strerror}; fix its permissions") from None
+    return [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
 
 
 def _splits(folder: Path, fits: Callable[[Path], bool], *forms: str) -> dict[str, Any] | None:
-    """Return the path of each split in the first of `forms` that has one for training that fits; else None."""
+    """Return the path of each split in the first of `forms` of which the one for training fits; else None."""
     for form in forms:
         paths = {split: [form.format(name) for name in names] for split, names in SPLIT_FOLDERS.items()}
-        found = {
-            split: next((path for path in of_split if fits(folder / path)), "") for split, of_split in paths.items()
-        }
-        if found["train"]:
-            return {split: path for split, path in found.items() if path}
+        content = {split: path for split in paths for path in paths[split][::-1] if fits(folder / path)}
+        if "train" in content:
+            return content
     return None
 
 
@@ -473,12 +459,8 @@ def _has_classes(folder: Path, least: int = 1) -> bool:
     names = {path.name for path in folders}
     if names & {"images", "labels", "JPEGImages"} or names <= splits:
         return False
-    classes = (path for path in folders if any(_is_image(name) for _, _, files in os.walk(path) for name in files))
+    classes = (path for path in folders if any(is_image(name) for _, _, files in os.walk(path) for name in files))
     return len(list(islice(classes, least))) == least
-
-
-def _is_image(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
 XML_FORMS = ("{}", "annotations/{}", "Annotations/{}", "{}/annotations", "{}/Annotations")

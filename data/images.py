@@ -1,15 +1,18 @@
-"""Read image files as pixels, and the sizes of images from their headers.
+"""Find image files, read them as pixels, and read the sizes of images from their headers.
 
-Called by data/cache.py, data/labels.py, data/media.py, and the data sets.
+Called by data/data_yaml.py, data/cache.py, data/labels.py, data/media.py, and the data sets.
 """
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import cv2
 import numpy as np
@@ -35,6 +38,42 @@ JPEG_FLAGS = {
     8: cv2.IMREAD_REDUCED_COLOR_8,
 }
 LARGE_PIXELS = 2_000_000  # inclusive upper bound of a photo that `read_reduced` reads like any image
+
+
+def is_image(name: str) -> bool:
+    """Return whether a file's suffix is one of an image."""
+    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
+
+
+def images_below(folder: Path) -> Iterator[str]:
+    """Yield every image below a folder. Links are followed; a folder with several paths is read once."""
+    visited = set()
+    for path, folders, files in os.walk(folder, followlinks=True, onerror=_refuse):
+        real = os.path.realpath(path)
+        if real in visited:
+            folders.clear()
+            continue
+        visited.add(real)
+        folders.sort()
+        yield from (os.path.join(path, name) for name in sorted(files) if is_image(name))
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise UserError(f"the folder {error.filename} cannot be read: {error.strerror}; fix its permissions") from None
+
+
+def listed_images(file: Path) -> Iterator[str]:
+    """Yield the images that a text file lists, one per line, relative to its folder or to the working folder."""
+    try:
+        content = read_regular(file)
+    except OSError:
+        content = b"\0"
+    if b"\0" in content:  # as in an image, or in UTF-16
+        raise UserError(f"{file} is neither a folder nor a readable text list of images")
+    for line in content.removeprefix(codecs.BOM_UTF8).splitlines():  # names may be any bytes
+        if name := os.fsdecode(line.strip()):
+            beside = os.path.normpath(os.path.join(file.parent, name))
+            yield beside if os.path.exists(beside) else os.path.abspath(name)
 
 
 def read_image(path: Path, jpeg_divisor: int = 1) -> np.ndarray:

@@ -9,11 +9,10 @@ import hashlib
 import inspect
 import multiprocessing
 import os
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +21,7 @@ from tqdm import tqdm
 
 from data.images import image_size
 from data.polygons import Polygons, offsets_of
+from utils.console import log
 from utils.errors import UserError, plural, shortened
 from utils.files import cache_folder, file_stamps, one_at_a_time, read_regular, replacing, require_regular
 
@@ -62,9 +62,9 @@ class RowRules:
     keypoints: int = 0
 
     def outline(self, values: list[float]) -> list[float]:
-        """Return the coordinates x1 y1 x2 y2 ... of a row, moved to the image's edge unless they are nearly inside.
+        """Return the coordinates x1 y1 x2 y2 ... of a row, [] for a box, moved to the edge unless nearly inside.
 
-        A box has none. Raises ValueError with the reason if the row is invalid.
+        Raises ValueError with the reason if the row is invalid.
         """
         if all(-COORDINATE_TOLERANCE <= value <= 1 + COORDINATE_TOLERANCE for value in values):
             return values
@@ -311,9 +311,7 @@ def _write_cache(path: Path, labels: Labels) -> None:
         with replacing(path) as file:
             np.savez(file, problems=np.array(labels.problems, np.str_), **arrays)  # type: ignore[arg-type]
     except OSError as error:
-        warnings.warn(
-            f"the label cache {path} cannot be written ({error.strerror}); the next start scans again", stacklevel=2
-        )
+        log(f"warning: {path} cannot be written ({error.strerror}): the next start checks the labels again")
 
 
 def _scan(
@@ -326,12 +324,11 @@ def _scan(
         rows, omitted = each.rows(outlined)
         described = {**rows, **described}  # if two files describe an image, the first counts
         problems += omitted
-    items = [(image, described.get(os.fspath(image))) for image in images]
-    scan, processes = partial(_scan_item, rules), min(workers, len(images) // IMAGES_PER_PROCESS)
+    items = [(image, rules, described.get(os.fspath(image))) for image in images]
+    processes = min(workers, len(images) // IMAGES_PER_PROCESS)
     with multiprocessing.Pool(processes) if processes > 1 else nullcontext() as pool:
-        scanned = pool.imap(scan, items, IMAGES_PER_CHUNK) if pool else map(scan, items)
-        bar = tqdm(scanned, f"checking {title}", len(images), unit="image", disable=None, leave=False)
-        scans = list(bar)
+        scanned = pool.imap(_scan_item, items, IMAGES_PER_CHUNK) if pool else map(_scan_item, items)
+        scans = list(tqdm(scanned, f"checking {title}", len(images), unit="image", disable=None, leave=False))
     return Labels(
         np.concatenate([scan.rows for scan in scans]),
         offsets_of([len(scan.rows) for scan in scans]),
@@ -341,10 +338,6 @@ def _scan(
     )
 
 
-def _scan_item(rules: RowRules | None, item: tuple[Path, ImageRows | None]) -> Scan:
-    return scan_image(item[0], rules, item[1])
-
-
 class Scan(NamedTuple):
     """The result for one image and its label file: see `Labels`. An outline of each row, (points, 2), if requested."""
 
@@ -352,6 +345,10 @@ class Scan(NamedTuple):
     rows: np.ndarray = np.zeros((0, 5), np.float32)
     problems: Sequence[str] = ()
     outlines: Sequence[np.ndarray] = ()
+
+
+def _scan_item(item: tuple[Path, RowRules | None, ImageRows | None]) -> Scan:
+    return scan_image(*item)
 
 
 def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows | None = None) -> Scan:

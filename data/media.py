@@ -31,7 +31,6 @@ VIDEO_SUFFIXES = frozenset(
     [".asf", ".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".ts", ".webm", ".wmv"]
 )
 WEB_SCHEMES = ("http", "https")
-ADDRESS_DIGITS = 16  # hex digits of an address's hash, which tell files of one name apart in the cache
 DEFAULT_FPS = 30.0  # frame rate of a video or stream that has none
 
 
@@ -49,7 +48,6 @@ class Frame(NamedTuple):
     image: np.ndarray  # pixels as displayed, uint8 (h, w, 3) BGR
     number: int = 0  # index among all frames of the video or stream
     fps: float = 0.0  # frame rate of the video or stream; 0 for a picture
-    frames: int = 0  # number of frames of the video; 0 if unknown, and for a picture
 
     def read(self) -> np.ndarray:
         """Return the pixels of a file's picture or frame again, skipping the frames before it. Raises `UserError`."""
@@ -82,6 +80,18 @@ def find_media(source: str) -> list[MediaItem]:
             f"the source '{text}' does not exist or has no picture or video; name a file, a folder, a glob such as "
             f"'folder/**/*', an address or a camera (suffixes: {known})"
         )
+    return items
+
+
+def find_files(source: str) -> list[MediaItem]:
+    """Return the items of a source that is no camera or stream. Raises `UserError`.
+
+    A file that is not a video counts as a picture, whatever its suffix.
+    """
+    items = [_item(source)] if os.path.isfile(source) and not source.endswith(".txt") else find_media(source)
+    for item in items:
+        if item.kind == "live":
+            raise UserError(f"{item.name} is a camera or stream; run detect.py on it, or pass frames as arrays")
     return items
 
 
@@ -121,8 +131,7 @@ class Media:
     problems: list[str] = field(default_factory=list)  # messages about items that could not be read so far
 
     def __post_init__(self) -> None:
-        self.is_live = any(item.kind == "live" for item in self.items)
-        if self.is_live and len(self.items) > 1:
+        if len(self.items) > 1 and any(item.kind == "live" for item in self.items):
             raise UserError("a camera or stream must be the only source; start detect.py once for each")
 
     def __iter__(self) -> Iterator[Frame]:
@@ -135,31 +144,21 @@ class Media:
             except UserError as error:
                 self.problems.append(str(error))
 
-    def count(self) -> int:
-        """Return the approximate number of frames, 0 if unknown."""
-        return 0 if self.is_live else sum(map(self._length, self.items))
-
-    def _length(self, item: MediaItem) -> int:
-        is_video = item.kind == "video" and os.path.isfile(item.name)  # else an address, or what `_video` reports
-        return -(-_frame_count(_open(item)) // self.stride) if is_video else 1
-
     def _video(self, item: MediaItem) -> Iterator[Frame]:
-        video, number = _open(item), 0
-        fps, frames = float(video.get(cv2.CAP_PROP_FPS)), _frame_count(video)
-        fps = fps if 0 < fps < 1000 else DEFAULT_FPS
+        os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # AV_LOG_QUIET
+        name = item.name if item.kind == "live" else str(local_file(item))
+        video, number = cv2.VideoCapture(int(name) if name.isdecimal() else name), 0
+        fps, expected = float(video.get(cv2.CAP_PROP_FPS)), int(video.get(cv2.CAP_PROP_FRAME_COUNT))
         while video.grab():
             if number % self.stride == 0:
                 fine, image = video.retrieve()
                 if not fine:
                     break
-                yield Frame(item, image, number, fps, frames)
+                yield Frame(item, image, number, fps if 0 < fps < 1000 else DEFAULT_FPS)
             number += 1
         video.release()
-        if number == 0 or item.kind == "live" or number < frames:
-            of_all = f" of {frames}" if frames > 0 else ""
-            self.problems.append(
-                f"{item.name} cannot be read after {number}{of_all} frames; it is damaged or interrupted"
-            )
+        if number == 0 or item.kind == "live" or number < expected:
+            self.problems.append(f"{item.name} cannot be read after {number} frames; it is damaged or interrupted")
 
 
 def local_file(item: MediaItem) -> Path:
@@ -167,37 +166,15 @@ def local_file(item: MediaItem) -> Path:
 
     Raises `UserError` if this fails, or for a pipe or device, on which reading may wait forever.
     """
-    if urlparse(item.name).scheme not in WEB_SCHEMES:
+    address = urlparse(item.name)
+    if address.scheme not in WEB_SCHEMES:
         if os.path.exists(item.name) and not os.path.isfile(item.name):
             raise UserError(f"{item.name} is not a regular file; give the name of a picture or video")
         return Path(item.name)
     from utils.download import download  # rarely needed
 
-    address = hashlib.sha256(os.fsencode(item.name)).hexdigest()[:ADDRESS_DIGITS]
-    return download(item.name, cache_folder() / "media" / address / Path(urlparse(item.name).path).name)
-
-
-def _open(item: MediaItem) -> Any:
-    """Open a video, stream or camera with OpenCV, without ffmpeg's own messages."""
-    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # AV_LOG_QUIET
-    name = item.name if item.kind == "live" else str(local_file(item))
-    return cv2.VideoCapture(int(name) if name.isdecimal() else name)
-
-
-def _frame_count(video: Any) -> int:
-    return max(int(video.get(cv2.CAP_PROP_FRAME_COUNT)), 0)
-
-
-def find_files(source: str) -> list[MediaItem]:
-    """Return the pictures and videos of a path, folder, glob, address, or `.txt` list.
-
-    A file that is not a video counts as a picture, whatever its suffix. Raises `UserError`, also for streams.
-    """
-    items = [_item(source)] if os.path.isfile(source) and not source.endswith(".txt") else find_media(source)
-    for item in items:
-        if item.kind == "live":
-            raise UserError(f"{item.name} is a camera or stream; run detect.py on it, or pass frames as arrays")
-    return items
+    folder = hashlib.sha256(os.fsencode(item.name)).hexdigest()[:16]  # files of one name are kept apart
+    return download(item.name, cache_folder() / "media" / folder / Path(address.path).name)
 
 
 def read_files(items: Iterable[MediaItem]) -> Iterator[Frame]:

@@ -1,4 +1,4 @@
-"""Outlines of objects: `Polygons` in flat arrays, processed all at once; outlines of masks, and COCO's run lengths."""
+"""Outlines of objects: `Polygons` in flat arrays, processed all at once; and the outlines of masks."""
 
 from __future__ import annotations
 
@@ -223,29 +223,3 @@ def _corners(points: np.ndarray) -> np.ndarray:
     points = points[(points != np.roll(points, 1, 0)).any(1)]
     before, after = points - np.roll(points, 1, 0), np.roll(points, -1, 0) - points
     return points[before[:, 0] * after[:, 1] != before[:, 1] * after[:, 0]].astype(np.int32)
-
-
-def decode_rle(counts: str | bytes | Sequence[int], size: Sequence[int]) -> np.ndarray:
-    """Return the mask of COCO's run-length encoding, uint8 (h, w) of 0 and 1. Raises ValueError if it is damaged.
-
-    Args:
-        counts: lengths of runs of 0 and 1 in turn, column by column; as text, each length is written in groups of 5
-            bits, lowest first, as characters from '0', with 32 added if more follow, and from the fourth length on as
-            the difference from the last but one
-        size: height and width of the mask
-    """
-    lengths: list[int] = [] if isinstance(counts, (str, bytes)) else list(counts)
-    value = shift = 0
-    for character in counts.encode() if isinstance(counts, str) else counts if isinstance(counts, bytes) else b"":
-        bits = character - ord("0")
-        value |= (bits & 31) << shift
-        shift += 5
-        if not bits & 32:
-            value -= (bits & 16 and 1) << shift  # negative numbers have the highest bit of the last group
-            lengths.append(value + lengths[-2] if len(lengths) > 2 else value)
-            value = shift = 0
-    height, width = map(int, size)
-    if min(lengths, default=0) < 0 or sum(lengths) != height * width:
-        raise ValueError(f"runs of {sum(lengths)} pixels in a mask of {height} x {width}")
-    values = np.arange(len(lengths), dtype=np.uint8) % 2
-    return np.ascontiguousarray(np.repeat(values, lengths).reshape(width, height).T)

@@ -6,7 +6,7 @@ Called by the data sets; train.py iterates over `GlobalBatches` through their lo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar, NamedTuple
@@ -43,15 +43,6 @@ def user_generator(seed: int, sample: SampleIndex) -> np.random.Generator:
     return np.random.default_rng((USER_STREAM, seed, sample.epoch, sample.position))
 
 
-def image_weights(instances: Instances, count: int) -> np.ndarray:
-    """Return the weight of each image, (count,): the sum over its instances of 1 / (instances of their class).
-
-    Unlike YOLOv5's, weights do not depend on the results so far: the samples must be the same after a crash.
-    """
-    weights = 1 / np.maximum(np.bincount(instances.classes), 1)
-    return np.bincount(instances.images, weights=weights[instances.classes], minlength=count)
-
-
 @dataclass(frozen=True)
 class Sampling:
     """Which images an epoch has, and at which size: train.py's flags of these names. By default each image comes once.
@@ -82,28 +73,30 @@ class Sampling:
         return not self.close_mosaic or epoch < self.epochs - self.close_mosaic
 
     def weights(self, instances: Instances, count: int) -> np.ndarray | None:
-        """Return the probability of each of `count` images, None if each is drawn once."""
-        weights = image_weights(instances, count)
-        return weights / weights.sum() if self.image_weights and weights.any() else None
+        """Return the probability of each of `count` images, None if each is drawn once.
 
-    def messages(self, instances: Instances, images: int, sizes: Sequence[int]) -> list[str]:
-        """Return a message for each flag that is on.
-
-        Args:
-            images: number of images in the split
-            sizes: possible sizes of a batch, pixels
+        An image's weight is the sum over its instances of 1 / (instances of their class). Unlike YOLOv5's, weights do
+        not depend on the results so far: the samples must be the same after a crash.
         """
-        messages = []
+        if not self.image_weights or not len(instances.images):
+            return None
+        of_class = 1 / np.maximum(np.bincount(instances.classes), 1)
+        weights = np.bincount(instances.images, weights=of_class[instances.classes], minlength=count)
+        return weights / weights.sum()
+
+    def messages(self, instances: Instances, count: int, imgsz: int) -> list[str]:
+        """Return a line for the console for each flag that is on, for a split of `count` images."""
+        lines = []
         if self.image_weights:
-            never = images - len(np.unique(instances.images))
-            without = f"; {never:,} without labels are never drawn" if never else ""
-            messages.append(f"--image-weights: {images:,} samples per epoch of {images:,} images{without}")
+            never = count - len(np.unique(instances.images))
+            lines.append(f"--image-weights: {count:,} samples per epoch; {never:,} images have no labels")
         if self.multi_scale:
-            messages.append(f"--multi-scale: each batch at one of {len(sizes)} sizes, {sizes[0]} to {sizes[-1]} pixels")
+            sizes = f"{imgsz // 2} to {self.largest(imgsz)} pixels"
+            lines.append(f"--multi-scale: each batch at one of the sizes from {sizes}")
         if self.close_mosaic:
             first = max(self.epochs - self.close_mosaic, 0) + 1
-            messages.append(f"--close-mosaic {self.close_mosaic}: no mixed images from epoch {first} on")
-        return messages
+            lines.append(f"--close-mosaic {self.close_mosaic}: no mixed images from epoch {first} on")
+        return lines
 
 
 def images_in_use(batch_size: int, workers: int) -> int:
@@ -140,7 +133,6 @@ class GlobalBatches:
             batches have `shape`
         weights: probability of each image, (count,), for samples drawn with replacement; None: each image once
         fixed: an order, the same in every epoch, and the shape of each of its batches: see `by_aspect`
-        messages: lines for the console
     """
 
     count: int
@@ -151,7 +143,6 @@ class GlobalBatches:
     sizes: range = range(0)
     weights: np.ndarray | None = None
     fixed: tuple[np.ndarray, list[tuple[int, int]]] | None = None
-    messages: tuple[str, ...] = ()
     epoch: int = 0
     skipped: int = 0
     drop_last: ClassVar[bool] = False  # Accelerate reads it
@@ -236,17 +227,16 @@ def training_batches(
         image_sizes: (n, 2), width and height of each file's image, pixels
         mixed: number of images that are mixed into an item, 0 if they are not taken from the epoch's order
     """
-    count, sizes = len(image_sizes), batch_sizes(imgsz, stride)
+    count = len(image_sizes)
     return GlobalBatches(
         count,
         batch_size,
         seed,
         (imgsz, imgsz),
         0 if sampling.rect else mixed,
-        sizes if sampling.multi_scale else range(0),
+        batch_sizes(imgsz, stride) if sampling.multi_scale else range(0),
         sampling.weights(instances, count),
         by_aspect(image_sizes, batch_size, imgsz, stride, pad=0.0) if sampling.rect else None,
-        tuple(sampling.messages(instances, count, sizes)),
     )
 
 

@@ -231,13 +231,7 @@ def collate(items: Sequence[Item]) -> SegmentationBatch:
 
 @dataclass(frozen=True)
 class SegmentationSplit(DetectionSplit):
-    """The images of one split that can be read, and their labels, all with outlines.
-
-    Attributes:
-        boxes: number of labels that are boxes; their outlines are rectangles
-    """
-
-    boxes: int = 0
+    """The images of one split that can be read, and their labels, all with outlines."""
 
     def identity(self) -> dict[str, str]:
         """Return hashes of the files' names, and of the boxes and outlines of each image."""
@@ -245,14 +239,6 @@ class SegmentationSplit(DetectionSplit):
         assert polygons is not None  # `SegmentationData.row_rules`
         arrays = (labels.rows, labels.counts, polygons.points, polygons.offsets)
         return split_identity(self.images, b"".join(array.tobytes() for array in arrays))
-
-    def report(self, title: str) -> list[str]:
-        """Return lines for the console: counts, how many labels are boxes, and the first few problems."""
-        lines = super().report(title)
-        if self.boxes:
-            count = f"{self.boxes} of {len(self.labels.rows)} labels"
-            lines.insert(1, f"warning: {title}: {count} are boxes without an outline; their masks are rectangles")
-        return lines
 
 
 @dataclass
@@ -272,8 +258,11 @@ class SegmentationData(DetectionData):
         """Read and check a split: see `DetectionData`."""
         split = super().split(name, hyp)
         assert split.labels.polygons is not None  # `row_rules`
-        boxes = int((split.labels.polygons.counts == 0).sum())
-        return SegmentationSplit(split.images, outlined(split.labels), split.problems, boxes)
+        problems, boxes = split.problems, int((split.labels.polygons.counts == 0).sum())
+        if boxes:
+            count = f"{name}: {boxes} of {len(split.labels.rows)} labels"
+            problems = (f"{count} are boxes without an outline; their masks are rectangles", *problems)
+        return SegmentationSplit(split.images, outlined(split.labels), problems)
 
     @staticmethod
     def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:

@@ -1,8 +1,8 @@
 """Augmentations of your own: `python train.py --data my.yaml --augmentations examples/own_augmentations.py`.
 
-A function names what it takes, of image, boxes, classes and polygons, and returns the same in the same order; rng is
-the generator of the item. image: uint8 (h, w, 3) RGB, of a size that stays. boxes: float32 (k, 4), x1 y1 x2 y2 in
-pixels. classes: int64 (k,). polygons: k outlines, float32 (points, 2), without points if there is none.
+A function names what it takes, of image, boxes and classes, and returns the same in the same order; rng is the
+generator of the item. image: uint8 (h, w, 3) RGB, of a size that stays. boxes: float32 (k, 4), x1 y1 x2 y2 in pixels.
+classes: int64 (k,). Objects with outlines (segmentation) must stay where they are.
 """
 
 from __future__ import annotations
@@ -25,13 +25,8 @@ class Cutout:
         self.share, self.hidden = share, hidden
 
     def __call__(
-        self,
-        image: np.ndarray,
-        boxes: np.ndarray,
-        classes: np.ndarray,
-        polygons: list[np.ndarray],
-        rng: np.random.Generator,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
+        self, image: np.ndarray, boxes: np.ndarray, classes: np.ndarray, rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         side = round(self.share * min(image.shape[:2]))
         left, top = rng.integers(0, image.shape[1] - side + 1), rng.integers(0, image.shape[0] - side + 1)
         image[top : top + side, left : left + side] = 114
@@ -39,12 +34,7 @@ class Cutout:
         overlap = np.minimum(boxes[:, 2:], square[2:]) - np.maximum(boxes[:, :2], square[:2])
         area = (boxes[:, 2:] - boxes[:, :2]).prod(1)
         seen = overlap.clip(0).prod(1) <= self.hidden * area
-        return (
-            image,
-            boxes[seen],
-            classes[seen],
-            [outline for outline, is_seen in zip(polygons, seen, strict=True) if is_seen],
-        )
+        return image, boxes[seen], classes[seen]
 
 
 AUGMENTATIONS = [fog, Cutout()]

@@ -330,9 +330,6 @@ WARNINGS = {
     "zero bytes": Case(image("bad.jpg", lambda: b""), "bad.jpg: not readable as an image"),
     "bomb": Case(image("bad.png", bomb), "bad.png: not readable as an image (Image size (3600000000 pixels) exceeds"),
     "dangling link": Case(link, "gone.jpg: not readable as an image"),
-    "a format that is not read": Case(
-        image("x.heic", lambda: b"x"), "`train:` has 1 image in formats that are not read (.heic), such as"
-    ),
     # labels
     "pixels": Case(label("0 32 24 10 10"), "0.txt, line 1: coordinates outside 0 to 1"),
     # data sets

@@ -1,9 +1,8 @@
 """The built-in data set "shapes": objects whose class is their shape, drawn from a seed in a few seconds.
 
-Every image has its own generator, `numpy.random.default_rng([seed, split, index])`, so any image can be drawn alone. On
-one machine the same seed gives the same bytes; another OpenCV build may round a few pixels or encode a JPEG
-differently. Called by data/data_yaml.py for `draw:` of a data YAML; shapes_cls.py and shapes_seg.py draw with these
-functions.
+Every image has its own generator, by seed, split and index, so any image can be drawn alone. On one machine the same
+seed gives the same bytes; another build of OpenCV may round a few pixels or encode a JPEG differently. Called by
+data/data_yaml.py for `draw:` of a data YAML; shapes_cls.py and shapes_seg.py draw with these functions.
 """
 
 from __future__ import annotations
@@ -25,19 +24,18 @@ from utils.errors import UserError
 DRAWING_VERSION = 1  # increase with every change of a pixel or a label: folders of older versions are refused
 SIDE_PIXELS = 160  # height and width of every image
 DRAWN_SPLITS = ("train", "val")  # a split's number is its index here
-
 SUBPIXELS = 4  # sub-pixels per pixel along one side while a shape is drawn
-_FRACTION_BITS = 4  # fractional bits of OpenCV's drawing coordinates, so a vertex lies on a grid of 1/64 pixel
-MIN_PIXELS, _MAX_PIXELS = 8.3, 99.5  # a box's longer side; filling adds up to a sub-pixel: boxes stay within 8 to 100
-_SIZE_EXPONENT = 0.6  # 1 draws sizes log-uniformly; less favours large ones, as crowding shrinks some of these
-_OUTLINED_PIXELS = 24.0  # the outline of a smaller shape would hide it
-_EMPTY_SHARE = 0.02  # share of images without an object
-_CLIPPED_SHARE = 0.12  # share of objects that may extend beyond the image
-_MIN_INSIDE_SHARE = 0.8  # least share of such an object's pixels inside the image
-_MAX_HIDDEN_SHARE = 0.3  # largest share of an object's pixels that others touch too, in any order of painting
-_MAX_BOX_IOU = 0.3  # largest IoU of two boxes in one image
-_MIN_CONTRAST_LEVELS = 80.0  # grey levels; see `fill_colour`
-_POSITIONS_PER_SIZE = 30  # positions to try before an object is drawn smaller
+FRACTION_BITS = 4  # fractional bits of OpenCV's drawing coordinates, so a vertex lies on a grid of 1/64 pixel
+MIN_PIXELS, MAX_PIXELS = 8.3, 99.5  # a box's longer side; filling adds up to a sub-pixel: boxes stay within 8 to 100
+SIZE_EXPONENT = 0.6  # 1 draws sizes log-uniformly; less favours large ones, as crowding shrinks some of these
+OUTLINED_PIXELS = 24.0  # the outline of a smaller shape would hide it
+EMPTY_SHARE = 0.02  # share of images without an object
+CLIPPED_SHARE = 0.12  # share of objects that may extend beyond the image
+MIN_INSIDE_SHARE = 0.8  # least share of such an object's pixels inside the image
+MAX_HIDDEN_SHARE = 0.3  # largest share of an object's pixels that others touch too, in any order of painting
+MAX_BOX_IOU = 0.3  # largest IoU of two boxes in one image
+MIN_CONTRAST_LEVELS = 80.0  # grey levels; see `fill_colour`
+POSITIONS_PER_SIZE = 30  # positions to try before an object is drawn smaller
 
 Rng = np.random.Generator
 Corners = tuple[float, float, float, float]  # x1, y1, x2, y2 in pixels
@@ -74,6 +72,11 @@ class Stencil:
     fill: np.ndarray  # (h, w) float32, the share of each pixel that the whole shape covers
     line: np.ndarray  # (h, w) float32, the share that its outline covers
 
+    def window(self, left: int, top: int, side: int) -> tuple[int, int, int, int]:
+        """Return the part of a square image that the stencil covers at (`left`, `top`): x1, y1, x2, y2 in pixels."""
+        height, width = self.fill.shape
+        return max(left, 0), max(top, 0), min(left + width, side), min(top + height, side)
+
 
 @dataclass
 class PlacedShape:
@@ -88,46 +91,39 @@ class PlacedShape:
 
 def draw_stencil(rng: Rng, label: int, size: float) -> Stencil:
     """Draw shape number `label`, `size` pixels long, with a random angle, variant and offset within one pixel."""
-    thick = rng.uniform(0.04, 0.07) * size if size >= _OUTLINED_PIXELS and rng.random() < 0.4 else 0.0
+    thick = rng.uniform(0.04, 0.07) * size if size >= OUTLINED_PIXELS and rng.random() < 0.4 else 0.0
     contours, angle = _SHAPES[NAMES[label]](rng), rng.uniform(0, 2 * np.pi)
     cos, sin = np.cos(angle), np.sin(angle)
     contours = [points @ np.array([[cos, sin], [-sin, cos]]) for points in contours]
-    every = np.concatenate(contours)
-    low, high = every.min(axis=0), every.max(axis=0)
+    low, high = np.concatenate(contours).min(axis=0), np.concatenate(contours).max(axis=0)
     contours = [(points - (low + high) / 2) * ((size - thick) / (high - low).max()) for points in contours]
     pixels = int(np.ceil(size)) + 4
-    # OpenCV's whole numbers are the centres of sub-pixels.
-    centre = SUBPIXELS * (pixels / 2 + rng.uniform(-0.5, 0.5, 2)) - 0.5
-    points = [np.round((c * SUBPIXELS + centre) * (1 << _FRACTION_BITS)).astype(np.int32) for c in contours]
+    centre = SUBPIXELS * (pixels / 2 + rng.uniform(-0.5, 0.5, 2)) - 0.5  # OpenCV counts from a sub-pixel's centre
+    points = [np.round((c * SUBPIXELS + centre) * (1 << FRACTION_BITS)).astype(np.int32) for c in contours]
     line = np.zeros((pixels * SUBPIXELS, pixels * SUBPIXELS), np.uint8)
     if thick:
-        cv2.polylines(line, points, True, 255, max(round(thick * SUBPIXELS), 1), cv2.LINE_8, _FRACTION_BITS)
+        cv2.polylines(line, points, True, 255, max(round(thick * SUBPIXELS), 1), cv2.LINE_8, FRACTION_BITS)
     whole = line.copy()
-    cv2.fillPoly(whole, points, 255, cv2.LINE_8, _FRACTION_BITS)
+    cv2.fillPoly(whole, points, 255, cv2.LINE_8, FRACTION_BITS)
     left, top, wide, high = cv2.boundingRect(whole)
     x1, y1 = left // SUBPIXELS, top // SUBPIXELS
     width, height = -(-(left + wide) // SUBPIXELS) - x1, -(-(top + high) // SUBPIXELS) - y1
     crop = np.s_[y1 * SUBPIXELS : (y1 + height) * SUBPIXELS, x1 * SUBPIXELS : (x1 + width) * SUBPIXELS]
-    fill, edge = (
-        cv2.resize(drawing[crop].astype(np.float32) / 255, (width, height), interpolation=cv2.INTER_AREA)
-        for drawing in (whole, line)
-    )
-    return Stencil(label, whole[crop], fill, edge)
-
-
-def visible_part(stencil: Stencil, left: int, top: int, side: int) -> tuple[int, int, int, int]:
-    """Return the part of a square image that a stencil at (`left`, `top`) covers: x1, y1, x2, y2 in pixels."""
-    height, width = stencil.fill.shape
-    return max(left, 0), max(top, 0), min(left + width, side), min(top + height, side)
+    shrunk = [
+        cv2.resize(d[crop] / np.float32(255), (width, height), interpolation=cv2.INTER_AREA) for d in (whole, line)
+    ]
+    return Stencil(label, whole[crop], *shrunk)
 
 
 def place_at(stencil: Stencil, left: int, top: int) -> PlacedShape | None:
     """Place a stencil at (`left`, `top`); return None if too little of it is inside the image."""
-    x1, y1, x2, y2 = visible_part(stencil, left, top, SIDE_PIXELS)
-    fine = stencil.fine[
-        (y1 - top) * SUBPIXELS : (y2 - top) * SUBPIXELS, (x1 - left) * SUBPIXELS : (x2 - left) * SUBPIXELS
-    ]
-    if np.count_nonzero(fine) < _MIN_INSIDE_SHARE * np.count_nonzero(stencil.fine):
+    x1, y1, x2, y2 = stencil.window(left, top, SIDE_PIXELS)
+    rows, columns = (
+        slice((y1 - top) * SUBPIXELS, (y2 - top) * SUBPIXELS),
+        slice((x1 - left) * SUBPIXELS, (x2 - left) * SUBPIXELS),
+    )
+    fine = stencil.fine[rows, columns]
+    if np.count_nonzero(fine) < MIN_INSIDE_SHARE * np.count_nonzero(stencil.fine):
         return None
     x, y, wide, high = cv2.boundingRect(fine)
     box = (x1 + x / SUBPIXELS, y1 + y / SUBPIXELS, x1 + (x + wide) / SUBPIXELS, y1 + (y + high) / SUBPIXELS)
@@ -146,25 +142,23 @@ def iou(one: Corners, other: Corners) -> float:
 def _fits(new: PlacedShape, placed: list[PlacedShape]) -> bool:
     """Return whether enough of `new` and of every placed shape stays visible, in any order of painting."""
     overlaps = [iou(new.box, old.box) for old in placed]
-    if max(overlaps, default=0.0) > _MAX_BOX_IOU:
+    if max(overlaps, default=0.0) > MAX_BOX_IOU:
         return False
     touched = [old.mask for old, overlap in zip(placed, overlaps, strict=True) if overlap > 0]
-    if not touched:
-        return True
     shared = np.sum([old.mask for old in placed] + [new.mask], axis=0, dtype=np.uint8) > 1
-    return all(np.count_nonzero(shared & m) <= _MAX_HIDDEN_SHARE * np.count_nonzero(m) for m in [*touched, new.mask])
+    return all(np.count_nonzero(shared & m) <= MAX_HIDDEN_SHARE * np.count_nonzero(m) for m in [*touched, new.mask])
 
 
 def _find_room(rng: Rng, label: int, size: float, placed: list[PlacedShape], min_pixels: float) -> PlacedShape | None:
     """Place a shape, smaller if there is no room for it; return None if even the smallest size has no room."""
     while size >= min_pixels:
         stencil = draw_stencil(rng, label, size)
-        height, width = stencil.fill.shape
-        clipped = size >= _OUTLINED_PIXELS and rng.random() < _CLIPPED_SHARE
-        over = 0.25 if clipped else 0.0  # share of the box's side
-        for _ in range(_POSITIONS_PER_SIZE):
-            left = int(rng.integers(round(-over * width), round(SIDE_PIXELS - (1 - over) * width) + 1))
-            top = int(rng.integers(round(-over * height), round(SIDE_PIXELS - (1 - over) * height) + 1))
+        over = 0.25 if size >= OUTLINED_PIXELS and rng.random() < CLIPPED_SHARE else 0.0  # share of the box's side
+        ranges = [
+            (round(-over * side), round(SIDE_PIXELS - (1 - over) * side) + 1) for side in stencil.fill.shape[::-1]
+        ]
+        for _ in range(POSITIONS_PER_SIZE):
+            left, top = (int(rng.integers(*each)) for each in ranges)
             new = place_at(stencil, left, top)
             if new is not None and _fits(new, placed):
                 return new
@@ -175,19 +169,15 @@ def _find_room(rng: Rng, label: int, size: float, placed: list[PlacedShape], min
 def arrange(rng: Rng, fewest: int = 6, most: int = 12, min_pixels: float = MIN_PIXELS) -> list[PlacedShape]:
     """Choose and place `fewest` to `most` shapes of an image, and return them in the order of painting.
 
-    There may be fewer shapes if there is no room, and a few images have none.
-
-    Args:
-        min_pixels: least length of a shape's longer side
+    There may be fewer shapes if there is no room, and a few images have none. `min_pixels` is the least longer side.
     """
-    if rng.random() < _EMPTY_SHARE:
+    if rng.random() < EMPTY_SHARE:
         return []
     count = int(rng.integers(fewest, most + 1))
-    share = rng.random(count) ** _SIZE_EXPONENT
+    share = rng.random(count) ** SIZE_EXPONENT
     placed: list[PlacedShape] = []
-    for size in min_pixels * (_MAX_PIXELS / min_pixels) ** np.sort(share)[::-1]:  # large ones first: they need room
-        new = _find_room(rng, int(rng.integers(len(NAMES))), float(size), placed, min_pixels)
-        if new is not None:
+    for size in min_pixels * (MAX_PIXELS / min_pixels) ** np.sort(share)[::-1]:  # large ones first: they need room
+        if new := _find_room(rng, int(rng.integers(len(NAMES))), float(size), placed, min_pixels):
             placed.append(new)
     return [placed[i] for i in rng.permutation(len(placed))]
 
@@ -208,8 +198,7 @@ def _wave(rng: Rng, angle: float, period: float, side: int) -> np.ndarray:
 
 def _pattern(rng: Rng, side: int) -> np.ndarray:
     """Return a background's pattern (side, side) float32 in -1..1: gradient, noise, blotches, stripes or checks."""
-    pattern = rng.integers(5)
-    angle = rng.uniform(0, np.pi)
+    pattern, angle = rng.integers(5), rng.uniform(0, np.pi)
     if pattern == 0:
         return _wave(rng, angle, rng.uniform(2, 4) * side, side)
     if pattern == 1:
@@ -220,16 +209,13 @@ def _pattern(rng: Rng, side: int) -> np.ndarray:
         return np.clip(hard * _noise(rng, rng.uniform(15, 50), side), -1, 1)
     period = np.exp(rng.uniform(np.log(5), np.log(50)))
     wave = _wave(rng, angle, period, side)
-    if pattern == 4:
-        wave = wave * _wave(rng, angle + np.pi / 2, period, side)
-    return np.clip(hard * wave, -1, 1)
+    return np.clip(hard * (wave * _wave(rng, angle + np.pi / 2, period, side) if pattern == 4 else wave), -1, 1)
 
 
 def background(rng: Rng, side: int = SIDE_PIXELS) -> np.ndarray:
     """Return an image (side, side, 3) float32 without objects, in grey levels."""
     base = (rng.uniform(45, 210) + rng.uniform(-40, 40, 3)).astype(np.float32)
-    # grey levels between the pattern's mean and either extreme
-    swing = (rng.uniform(-30, 30) + rng.uniform(-12, 12, 3)).astype(np.float32)
+    swing = (rng.uniform(-30, 30) + rng.uniform(-12, 12, 3)).astype(np.float32)  # of the pattern, around its mean
     grain = rng.uniform(2, 10) * _noise(rng, rng.uniform(1.5, 8), side)
     light = rng.uniform(0, 20) * _wave(rng, rng.uniform(0, 2 * np.pi), rng.uniform(2, 5) * side, side)
     image = base + _pattern(rng, side)[..., None] * swing + (grain + light)[..., None]
@@ -246,15 +232,14 @@ def fill_colour(rng: Rng, around: np.ndarray) -> np.ndarray:
     luma = np.abs(difference @ np.array([0.114, 0.587, 0.299]))
     contrast = luma + np.abs(difference - difference.mean(axis=2, keepdims=True)).max(axis=2) / 3
     worst = np.partition(contrast, 6, axis=1)[:, 6]  # a tenth of the pixels may be a neighbour's
-    enough = np.flatnonzero(worst >= _MIN_CONTRAST_LEVELS)
+    enough = np.flatnonzero(worst >= MIN_CONTRAST_LEVELS)
     return colours[enough[0] if len(enough) else worst.argmax()]
 
 
 def paint(rng: Rng, image: np.ndarray, stencil: Stencil, left: int, top: int) -> None:
     """Paint one shape at (`left`, `top`) onto the square `image` (side, side, 3) float32, in place."""
-    x1, y1, x2, y2 = visible_part(stencil, left, top, len(image))
-    inside = np.s_[y1 - top : y2 - top, x1 - left : x2 - left]
-    window = image[y1:y2, x1:x2]
+    x1, y1, x2, y2 = stencil.window(left, top, len(image))
+    inside, window = np.s_[y1 - top : y2 - top, x1 - left : x2 - left], image[y1:y2, x1:x2]
     colour = fill_colour(rng, image[max(y1 - 2, 0) : y2 + 2, max(x1 - 2, 0) : x2 + 2])
     across, down = rng.uniform(-12, 12, 2)  # grey levels of shading between the shape's centre and its sides
     height, width = stencil.fill.shape
@@ -282,15 +267,13 @@ def encode(rng: Rng, image: np.ndarray) -> bytes:
 def draw_image(seed: int, split: int, index: int) -> tuple[np.ndarray, np.ndarray]:
     """Draw one image, (160, 160, 3) uint8 BGR, and its labels, (n, 5) float32 rows of class, xc, yc, w, h in 0..1."""
     rng = np.random.default_rng([seed, split, index])
-    image = background(rng)
-    shapes = arrange(rng)
-    labels = np.zeros((len(shapes), 5), np.float32)
-    for row, shape in zip(labels, shapes, strict=True):
+    image, rows = background(rng), []
+    for shape in arrange(rng):
         paint(rng, image, shape.stencil, shape.left, shape.top)
         x1, y1, x2, y2 = shape.box
-        centre_and_size = ((x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1)
-        row[:] = (shape.stencil.label, *(value / SIDE_PIXELS for value in centre_and_size))
-    return photograph(rng, image), labels
+        box = np.array(((x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1)) / SIDE_PIXELS
+        rows.append((shape.stencil.label, *box))
+    return photograph(rng, image), np.array(rows, np.float32).reshape(-1, 5)
 
 
 def write_labelled(folder: Path, split: int, index: int, jpeg: bytes, rows: Sequence[str]) -> None:
@@ -320,28 +303,23 @@ def draw_builtin(
     """
     numbers = dict(zip(DRAWN_SPLITS, counts, strict=True))
     marker = json.dumps({"drawing": DRAWING_VERSION, "seed": seed, **numbers, "names": list(names)}, indent=2) + "\n"
+    # mkdtemp would make a folder that only its owner may read, and that mode would survive the rename.
+    file, part = folder / f"{title}.json", folder.parent / f".{folder.name}-{os.getpid()}-{secrets.token_hex(4)}"
     if not os.path.lexists(folder):
-        # mkdtemp would make a folder that only its owner may read, and that mode would survive the rename.
-        part = folder.parent / f".{folder.name}-{os.getpid()}-{secrets.token_hex(4)}"
         work = [(split, index) for split, count in enumerate(counts) for index in range(count)]
         try:
             part.mkdir(parents=True)
             for split, index in tqdm(work, desc=f"drawing {title}", unit="image", disable=None):  # None: if a terminal
                 write(part, seed, split, index)
-            (part / f"{title}.json").write_text(marker, encoding="utf-8")
-            os.sync()  # else a power cut soon after the rename could leave the final name on empty files
+            (part / file.name).write_text(marker, encoding="utf-8")
             os.rename(part, folder)
         except OSError as error:
             if not os.path.lexists(folder):  # not drawn by a faster process
                 raise UserError(f"cannot write the {title} data set to '{folder}' ({error.strerror})") from error
         finally:
             shutil.rmtree(part, ignore_errors=True)  # absent after the rename
-    file = folder / f"{title}.json"
     if not file.is_file() or file.read_text(encoding="utf-8", errors="replace") != marker:
-        raise UserError(
-            f"'{folder}' exists, but is not the {title} data set of seed {seed} (see its {title}.json): remove it to "
-            "draw it again, or name another folder"
-        )
+        raise UserError(f"'{folder}' exists, but not as {title} of seed {seed}: remove it, or name another folder")
     return folder
 
 

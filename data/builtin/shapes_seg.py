@@ -36,7 +36,7 @@ def draw_image(seed: int, split: int, index: int) -> tuple[np.ndarray, list[Outl
     for number, shape in enumerate(placed, 1):
         shapes.paint(rng, image, shape.stencil, shape.left, shape.top)
         left, top = SUBPIXELS * shape.left, SUBPIXELS * shape.top
-        part = shapes.visible_part(shape.stencil, shape.left, shape.top, SIDE_PIXELS)
+        part = shape.stencil.window(shape.left, shape.top, SIDE_PIXELS)
         x1, y1, x2, y2 = (SUBPIXELS * side for side in part)
         on_top[y1:y2, x1:x2][shape.stencil.fine[y1 - top : y2 - top, x1 - left : x2 - left] > 0] = number
         corners.append((x1, y1, x2, y2))

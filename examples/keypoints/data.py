@@ -64,7 +64,7 @@ class KeypointItems(Items):
     def __getitem__(self, sample: SampleIndex) -> Item:
         image, rows = self.images.read(sample.image), self.split.labels[sample.image].copy()
         width, height = self.split.sizes[sample.image].tolist()
-        info = ImageInfo(sample.image, str(self.images.files[sample.image]), (width, height), rows.copy())
+        info = ImageInfo(sample.image, self.images.name(sample.image), (width, height), rows.copy())
         if item_generator(self.seed, sample).random() < self.fliplr:
             image, rows[:, 1] = image[:, ::-1], 1 - rows[:, 1]
         return to_pixels(image, sample.shape), torch.from_numpy(rows), info

@@ -92,26 +92,6 @@ def test_letterbox_centres_on_grey(
     assert placement == Placement((1, 1), (left, top))
 
 
-@pytest.mark.parametrize(
-    ("side", "enlarge", "scale", "offset"),
-    [(16, False, 0.5, (0, 2)), (4, True, 2, (0, 2)), (4, False, 1, (2, 3)), (16, True, 0.5, (0, 2))],
-)
-def test_letterbox_scales_both_axes_alike_and_enlarges_on_request(
-    side: int, enlarge: bool, scale: float, offset: tuple[int, int]
-) -> None:
-    image = plain(side, side // 2, 0)
-    image[:, side // 2 :] = 200
-    box = np.array([side / 4, 0, side, side / 4])
-    fitted, placement = letterbox(sample(image, box.tolist()), (8, 8), enlarge)
-    assert placement == Placement((scale, scale), offset)
-    assert np.array_equal(fitted.boxes, [box * scale + offset * 2])
-    inside = fitted.image[offset[1] : 8 - offset[1], offset[0] : 8 - offset[0]]
-    quarter = inside.shape[1] // 4
-    assert (inside[:, :quarter] == 0).all()
-    assert (inside[:, -quarter:] == 200).all()
-    assert (fitted.image == PADDING_LEVEL).all(2).sum() == 64 - inside[..., 0].size
-
-
 @pytest.mark.parametrize("shape", [(32, 32), (33, 47)])
 @pytest.mark.parametrize("enlarge", [False, True])
 def test_letterbox_has_the_requested_shape_for_any_image(shape: tuple[int, int], enlarge: bool) -> None:
@@ -126,11 +106,6 @@ def test_letterbox_has_the_requested_shape_for_any_image(shape: tuple[int, int],
             assert abs(len(columns) - scale[0] * width) <= 0.5
             assert abs(shape[0] - 1 - rows[-1] - rows[0]) <= 1  # centred
             assert abs(shape[1] - 1 - columns[-1] - columns[0]) <= 1
-
-
-def test_letterbox_keeps_at_least_one_row_of_pixels() -> None:
-    fitted, _ = letterbox(sample(plain(640, 8, 0)), (64, 32), enlarge=True)  # 0.4 pixels high at its scale
-    assert (fitted.image == 0).all(-1).sum() == 32
 
 
 # Mosaic
@@ -165,20 +140,6 @@ def test_four_images_of_a_mosaic_meet_at_its_centre() -> None:
     assert np.array_equal(joined.image, canvas)
     assert joined.boxes.tolist() == [[1, 2, 5, 6], [0, 1, 7, 9], [7, 5, 11, 9], [1, 9, 7, 16], [8, 10, 11, 14]]
     assert joined.classes.tolist() == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("centre", [4, 12])
-def test_a_mosaic_clips_images_at_every_edge_of_its_canvas(centre: int) -> None:
-    images = [noise(8, 8, seed) for seed in range(4)]
-    joined = mosaic([sample(image) for image in images], 8, uniform(np.array([centre, centre])))
-    unclipped = plain(32, 32, PADDING_LEVEL)  # the canvas and 8 pixels around it
-    middle = centre + 8
-    unclipped[middle - 8 : middle, middle - 8 : middle] = images[0]
-    unclipped[middle - 8 : middle, middle : middle + 8] = images[1]
-    unclipped[middle : middle + 8, middle - 8 : middle] = images[2]
-    unclipped[middle : middle + 8, middle : middle + 8] = images[3]
-    assert np.array_equal(joined.image, unclipped[8:-8, 8:-8])
-    assert (joined.boxes.shape, joined.classes.shape) == ((0, 4), (0,))
 
 
 def test_the_centre_of_a_mosaic_is_uniform_in_the_middle_half() -> None:
@@ -327,14 +288,6 @@ def check_centre_stays(warps: np.ndarray) -> None:
     assert centres[:, :2] / centres[:, 2:] == pytest.approx(np.tile([100, 50], (len(warps), 1)))
 
 
-def test_without_strengths_the_matrix_only_moves_the_centre_to_the_centre() -> None:
-    warp, scale = random_matrix(NOTHING, (60, 80), (60, 80), np.random.default_rng(0))
-    assert np.array_equal(warp, np.eye(3))
-    assert scale == 1
-    warp, _ = random_matrix(NOTHING, (60, 80), (30, 50), np.random.default_rng(0))
-    assert np.array_equal(warp, matrix([1, 0, -15], [0, 1, -15], [0, 0, 1]))  # (40, 30) -> (25, 15)
-
-
 def test_translation_is_a_share_of_the_target() -> None:
     warps = matrices(1000, source=(200, 400), translate=0.1)
     # the centre, (200, 100), comes to (100, 50) plus or minus a tenth of 200 and of 100 pixels
@@ -353,41 +306,11 @@ def test_scale_is_uniform_around_one() -> None:
     check_centre_stays(warps)
 
 
-def test_the_returned_scale_is_that_of_the_matrix() -> None:
-    settings = hyp_of(scale=0.5, degrees=30, translate=0.2)
-    for seed in range(20):
-        warp, scale = random_matrix(settings, (100, 200), (50, 60), np.random.default_rng(seed))
-        assert np.linalg.det(warp[:2, :2]) == pytest.approx(scale**2)
-
-
 def test_rotation_is_uniform_in_both_directions_and_keeps_the_size() -> None:
     warps = matrices(1000, degrees=30.0)
     check_uniform(np.degrees(np.arctan2(warps[:, 1, 0], warps[:, 0, 0])), -30, 30)
     assert warps[:, :2, :2] @ warps[:, :2, :2].transpose(0, 2, 1) == pytest.approx(np.tile(np.eye(2), (1000, 1, 1)))
     check_centre_stays(warps)
-
-
-def test_shear_is_an_angle_along_each_axis() -> None:
-    warps = matrices(1000, shear=10.0)
-    for row, column in ((0, 1), (1, 0)):
-        check_uniform(np.degrees(np.arctan(warps[:, row, column])), -10, 10)
-    assert np.all(warps[:, [0, 1], [0, 1]] == 1)
-    check_centre_stays(warps)
-
-
-def test_perspective_is_drawn_for_each_axis() -> None:
-    warps = matrices(1000, perspective=0.001)
-    for column in (0, 1):
-        check_uniform(warps[:, 2, column], -0.001, 0.001)
-    check_centre_stays(warps)
-
-
-def test_without_strengths_a_warp_cuts_the_middle_out() -> None:
-    before = sample(noise(16, 16), [2, 6, 8, 10])
-    assert same(random_warp(before, NOTHING, (16, 16), np.random.default_rng(0)), before)
-    warped = random_warp(before, NOTHING, (8, 8), np.random.default_rng(0))
-    assert np.array_equal(warped.image, before.image[4:12, 4:12])
-    assert warped.boxes.tolist() == [[0, 2, 4, 6]]
 
 
 def fixed_warp(before: Sample, scale: float, shift: tuple[float, float]) -> Sample:
@@ -441,14 +364,6 @@ def test_mixup_is_a_weighted_mean_with_the_boxes_of_both() -> None:
     assert (a.image == 200).all()  # unchanged
 
 
-def test_the_weight_of_mixup_is_near_one_half() -> None:
-    rng = np.random.default_rng(0)
-    a, b = sample(plain(1, 1, 250)), sample(plain(1, 1, 0))
-    weights = np.array([mixup(a, b, rng).image[0, 0, 0] / 250 for _ in range(2000)])
-    assert weights.mean() == pytest.approx(0.5, abs=0.01)
-    assert weights.std() == pytest.approx((1 / (4 * 65)) ** 0.5, rel=0.1)  # of Beta(32, 32)
-
-
 # Colours
 
 
@@ -463,39 +378,7 @@ def coloured(image: np.ndarray, draws: tuple[float, float, float], **gains: floa
     return after.image
 
 
-def test_without_gains_colours_stay() -> None:
-    image = noise(30, 30)
-    assert np.abs(coloured(image, (1, -1, 1)).astype(int) - image).max() <= 1
-
-
 BLUE, GREEN, RED = (255, 0, 0), (0, 255, 0), (0, 0, 255)  # BGR
-
-
-def test_the_value_factor_is_uniform_around_one() -> None:
-    rng, before = np.random.default_rng(0), sample(plain(1, 1, 100))
-    values = [random_hsv(before, hyp_of(hsv_v=0.4), rng).image[0, 0, 0] for _ in range(2000)]
-    check_uniform(np.array(values, float), 60, 140)
-
-
-@pytest.mark.parametrize(
-    ("gains", "draw", "before", "after"),
-    [
-        pytest.param({"hsv_v": 0.5}, 1.0, (100,) * 3, (150,) * 3, id="brighter"),
-        pytest.param({"hsv_v": 0.5}, -1.0, (100, 80, 20), (50, 40, 10), id="darker"),
-        pytest.param({"hsv_v": 0.5}, 1.0, (200,) * 3, (255,) * 3, id="value is clipped"),
-        pytest.param({"hsv_h": 2 / 3}, 1.0, RED, GREEN, id="0 degrees become 120"),
-        pytest.param({"hsv_h": 2 / 3}, -1.0, RED, BLUE, id="0 degrees wrap around to 240"),
-        pytest.param({"hsv_h": 2 / 3, "hsv_s": 1.0}, 1.0, (70,) * 3, (70,) * 3, id="greys have no hue or saturation"),
-        pytest.param({"hsv_s": 1.0}, -1.0, RED, (255, 255, 255), id="without saturation"),
-        pytest.param({"hsv_s": 0.5}, -1.0, RED, (128, 128, 255), id="less saturation"),
-        pytest.param({"hsv_s": 0.5}, 1.0, (100, 60, 20), (100, 40, 0), id="saturation is clipped"),
-    ],
-)
-def test_a_linear_gain_turns_the_hue_and_scales_saturation_or_value(
-    gains: dict[str, float], draw: float, before: tuple[int, ...], after: tuple[int, ...]
-) -> None:
-    changed = coloured(np.full((4, 4, 3), before, np.uint8), (draw, draw, draw), **gains)
-    assert (changed == after).all()
 
 
 @pytest.mark.parametrize("draws", [(0, 1, 1), (0, -1, 1), (0, 1, -1), (0, -0.3, -0.8)])
@@ -554,29 +437,6 @@ class Images:
         return Augmenter(hyp_of(**settings), 16, 5, self.load, SIZES.__getitem__)
 
 
-@pytest.mark.parametrize("shape", [(16, 16), (16, 24), (32, 16)])
-def test_without_strengths_an_item_is_letterboxed(shape: tuple[int, int]) -> None:
-    images = Images()
-    for index in range(5):
-        item = images.augmenter(mixup=1.0)(index, shape, np.random.default_rng(index))  # mixup needs a mosaic
-        assert same(item, letterbox(images.samples[index], shape, enlarge=True)[0])
-        assert len(item.boxes) == 1
-    assert images.loaded == [0, 1, 2, 3, 4]
-
-
-def test_an_item_depends_only_on_its_generator_and_leaves_the_loaded_images_unchanged() -> None:
-    images = Images()
-    settings = {"hsv_h": 0.1, "hsv_s": 0.5, "hsv_v": 0.4, "degrees": 10.0, "scale": 0.5, "translate": 0.1}
-    augmenter = images.augmenter(**settings, mosaic=0.7, mixup=0.5, flipud=0.5, fliplr=0.5, perspective=0.0005)
-    first = [augmenter(k % 5, (16, 16), np.random.default_rng(k)) for k in range(20)]
-    np.random.seed(1)  # noqa: NPY002 - the global generator must not matter
-    again = [augmenter(k % 5, (16, 16), np.random.default_rng(k)) for k in reversed(range(20))]
-    assert all(same(a, b) for a, b in zip(first, again[::-1], strict=True))
-    others = [augmenter(k % 5, (16, 16), np.random.default_rng(k + 100)) for k in range(20)]
-    assert not any(np.array_equal(a.image, b.image) for a, b in zip(first, others, strict=True))
-    assert all(same(a, b) for a, b in zip(images.samples, Images().samples, strict=True))
-
-
 def test_a_mosaic_consists_of_its_image_and_three_of_all_in_any_order() -> None:
     samples = [sample(plain(16, 16, 50 * k)) for k in range(5)]
     augmenter = Augmenter(hyp_of(mosaic=1.0), 16, 5, samples.__getitem__, lambda _: (16, 16))
@@ -614,50 +474,6 @@ def test_the_shares_of_mosaics_and_of_mixed_mosaics(settings: dict[str, float], 
         augmenter(0, (16, 16), rng)
         counts.append(len(images.loaded))
     assert sum(count > fewer for count in counts) / 500 == pytest.approx(0.3, abs=0.06)
-
-
-@pytest.mark.parametrize(("name", "axis"), [("fliplr", 0), ("flipud", 1)])
-def test_the_share_of_flipped_items(name: str, axis: int) -> None:
-    images = Images()
-    augmenter, rng = images.augmenter(**{name: 0.25}), np.random.default_rng(0)
-    plain_or_flipped = [images.samples[1].image, flip(images.samples[1], axis).image]
-    items = [augmenter(1, (16, 16), rng).image for _ in range(500)]
-    plain_items, flipped = (sum(np.array_equal(item, image) for item in items) for image in plain_or_flipped)
-    assert plain_items + flipped == 500
-    assert flipped / 500 == pytest.approx(0.25, abs=0.06)
-
-
-@pytest.mark.parametrize("name", ["hsv_h", "hsv_s", "hsv_v"])
-def test_one_colour_strength_is_enough(name: str) -> None:
-    images = Images()
-    item = images.augmenter(**{name: 0.5})(1, (16, 16), np.random.default_rng(0))
-    assert np.abs(item.image.astype(int) - images.samples[1].image).max() > 20
-
-
-@pytest.mark.parametrize("size", [48, 144])
-@pytest.mark.parametrize(
-    ("settings", "tolerance"),
-    [
-        pytest.param({"scale": 0.5, "translate": 0.2, "mosaic": 1.0}, 1.5, id="upright"),
-        pytest.param({"degrees": 20.0, "shear": 5.0, "perspective": 0.001, "mosaic": 1.0}, 0.01, id="tilted"),
-        pytest.param({"degrees": 20.0, "scale": 0.5, "perspective": 0.001, "fliplr": 0.5}, 0.01, id="one image"),
-        pytest.param({"mosaic": 1.0, "mixup": 1.0, "flipud": 0.5}, 1.5, id="mixed"),
-    ],
-)
-def test_an_item_is_the_same_picture_at_another_size(size: int, settings: dict[str, float], tolerance: float) -> None:
-    """Boxes are in proportion, upright ones up to the pixel of an image's edge."""
-    rng = np.random.default_rng(0)
-    samples = []
-    for _ in range(4):
-        soft = cv2.resize(rng.integers(0, 256, (5, 5, 3), np.uint8), (96, 96), interpolation=cv2.INTER_CUBIC)
-        samples.append(sample(soft, [8, 8, 88, 80], [0, 40, 60, 96]))
-    augmenter = Augmenter(hyp_of(**settings), 96, 4, samples.__getitem__, lambda _: (96, 96))
-    for seed in range(5):
-        usual, other = (augmenter(0, (side, side), np.random.default_rng(seed)) for side in (96, size))
-        assert other.classes.tolist() == usual.classes.tolist()
-        assert other.boxes == pytest.approx(usual.boxes * size / 96, abs=tolerance * max(size / 96, 1))
-        shrunk = [cv2.resize(one.image, (24, 24), interpolation=cv2.INTER_AREA).astype(int) for one in (usual, other)]
-        assert np.abs(shrunk[0] - shrunk[1]).mean() < 8
 
 
 # Copy-paste
@@ -706,23 +522,6 @@ def test_an_object_is_not_pasted_over_another(right: float, pasted: bool) -> Non
     before = before._replace(polygons=Polygons.of((before.polygons.outline(0), np.zeros((0, 2), np.float32))))
     assert covered_shares(before.boxes, np.array([32, 4, 38, 10]))[1] == pytest.approx((right - 32) / 10, abs=1e-6)
     assert len(copy_paste(before, 1.0, np.random.default_rng(0)).boxes) == 2 + pasted
-
-
-def test_an_object_is_not_pasted_over_a_pasted_one_or_itself() -> None:
-    assert len(copy_paste(outlined(SQUARE, SQUARE), 1.0, np.random.default_rng(0)).boxes) == 3
-    before = outlined(rectangle(15, 4, 25, 10))  # in the middle
-    image = before.image.copy()
-    after = copy_paste(before, 1.0, np.random.default_rng(0))
-    assert np.array_equal(after.image, image)
-    assert len(after.boxes) == 1
-
-
-def test_objects_without_a_polygon_are_not_pasted() -> None:
-    rng = np.random.default_rng(0)
-    assert same(copy_paste(outlined([]), 1.0, rng), outlined([]))
-    assert same(copy_paste(sample(noise(40, 20), [1, 1, 4, 4]), 1.0, rng), sample(noise(40, 20), [1, 1, 4, 4]))
-    assert rng.random() == np.random.default_rng(0).random()  # nothing was drawn
-    assert copy_paste(outlined([], SQUARE), 1.0, rng).classes.tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.3])
@@ -787,10 +586,6 @@ def test_outlines_are_moved_with_the_image() -> None:
     assert outlines_of(random_hsv(before, hyp_of(hsv_h=0.1), np.random.default_rng(0))) == [SQUARE, TRIANGLE]
 
 
-def test_a_detector_needs_no_outlines_after_a_warp() -> None:
-    assert random_warp(outlined(SQUARE), NOTHING, (20, 40), np.random.default_rng(0)).polygons is None
-
-
 def shifted(x: float, y: float) -> Mock:
     """Return a generator for `random_matrix` that shifts an image of 40 x 20 pixels by x and y."""
     return uniform(np.zeros(2), 0.0, 1.0, np.zeros(2), 0.5 + np.array([x / 40, y / 20]))
@@ -831,19 +626,6 @@ def test_outlines_are_cut_at_the_edge_of_the_canvas() -> None:
         assert after.boxes == pytest.approx(np.array([[4, 13, 18, 16]]), abs=0.1)
         assert after.polygons.extents() == pytest.approx(after.boxes, abs=1e-6)
         assert after.classes.tolist() == [1]
-
-
-def test_a_mosaic_without_objects_has_outlines() -> None:
-    load = Mock(side_effect=[outlined()] * 4)
-    positions = mosaic_positions([(40, 20)] * 4, 40, uniform(np.array([40.0, 40.0])))
-    after = warp_mosaic(positions, load, 80, np.eye(3), 1.0, (80, 80), masks=True)
-    assert after.polygons.counts.tolist() == []
-    outside = np.array([[1, 0, 500], [0, 1, 0], [0, 0, 1.0]])
-    load.side_effect = [outlined()] * 4
-    nothing = warp_mosaic(positions, load, 80, outside, 1.0, (80, 80), masks=True)
-    assert nothing.polygons.counts.tolist() == []
-    for sample in (after, nothing):
-        assert (sample.boxes.shape, sample.classes.shape) == ((0, 4), (0,))
 
 
 @pytest.mark.parametrize("settings", [{"scale": 0.5, "translate": 0.2}, {"degrees": 30.0, "perspective": 0.0005}])

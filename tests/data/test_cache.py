@@ -92,15 +92,6 @@ def test_the_longer_side_has_the_requested_size(files: list[Path]) -> None:
     assert np.abs(images[1] - quarters).max() <= 0.5
 
 
-@pytest.mark.parametrize("way", ["", "ram", "disk"])
-def test_without_a_size_images_stay_as_they_are(files: list[Path], way: str) -> None:
-    expected = [np.asarray(Image.open(file))[..., ::-1] for file in files]
-    images = opened(files, 0, False, way)
-    for _ in range(2):
-        assert same(pixels(images), expected)
-    assert pixels(opened(files, 32, False, way))[1].shape == (24, 32, 3)  # the next time with a size
-
-
 @pytest.mark.parametrize("smooth", [False, True])
 @pytest.mark.parametrize("way", ["ram", "disk"])
 def test_cached_images_are_those_of_the_files(files: list[Path], way: str, smooth: bool) -> None:
@@ -121,29 +112,7 @@ def test_large_photos_are_reduced_on_request(photos: list[Path], way: str) -> No
     assert not same(pixels(opened(photos, 32, False, way)), expected)
 
 
-@pytest.mark.parametrize("way", ["", "ram", "disk"])
-def test_the_data_folder_stays_as_it_is(files: list[Path], tmp_path: Path, way: str) -> None:
-    before = {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]}
-    pixels(opened(files, 32, True, way))
-    assert {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]} == before
-
-
-@pytest.mark.parametrize("way", ["", "ram", "disk"])
-def test_a_missing_image_is_named(files: list[Path], way: str) -> None:
-    files[2].unlink()
-    with pytest.raises(UserError, match=r"2\.png"):
-        pixels(opened(files, 32, True, way))
-
-
 # Memory
-
-
-def test_memory_is_filled_by_reading(files: list[Path]) -> None:
-    expected = pixels(opened(files, 32, True, ""))
-    images = opened(files, 32, True, "ram")
-    assert same(pixels(images), expected)
-    spoil(*files)
-    assert same([images.read(2), images.read(0)], [expected[2], expected[0]])
 
 
 def test_images_that_do_not_fit_into_memory_are_read_from_their_files(
@@ -161,12 +130,6 @@ def test_images_that_do_not_fit_into_memory_are_read_from_their_files(
     spoil(files[10])
     with pytest.raises(UserError):
         images.read(10)
-
-
-def test_a_file_whose_size_has_changed_since_the_scan_is_read(files: list[Path]) -> None:
-    images = Images(files, np.array([(32, 32)] * 4), 32, True, cache="ram")
-    for _ in range(2):
-        assert same(pixels(images), pixels(opened(files, 32, True, "")))
 
 
 def read_after_the_first(files: list[Path], sizes: np.ndarray) -> tuple[int, list[int]]:
@@ -224,22 +187,6 @@ def test_disk_notices_an_edit_that_keeps_size_and_time(files: list[Path]) -> Non
         images.read(0)
 
 
-def test_disk_keeps_sizes_and_kinds_of_shrinking_apart(files: list[Path]) -> None:
-    for imgsz, smooth in ((24, True), (24, False), (40, True)):
-        expected = pixels(opened(files, imgsz, smooth, ""))
-        for _ in range(2):
-            assert same(pixels(opened(files, imgsz, smooth, "disk")), expected)
-
-
-def test_disk_keeps_equal_names_in_different_folders_apart(tmp_path: Path) -> None:
-    files = [write_image(tmp_path / folder / "a.png", noise(12, 12, seed=k)) for k, folder in enumerate("xy")]
-    for file in files:
-        os.utime(file, ns=(0, 0))
-    for _ in range(2):
-        found = pixels(opened(files, 12, True, "disk"))
-        assert same(found, pixels(opened(files, 12, True, "")))
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -258,28 +205,6 @@ def test_a_damaged_file_on_disk_is_replaced(
     assert same(pixels(opened(files, 32, True, "disk")), expected)
     unreadable(monkeypatch, *files)
     assert same(pixels(opened(files, 32, True, "disk")), expected)
-
-
-def test_a_disk_that_cannot_be_written_is_not_used(
-    files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = pixels(opened(files, 32, True, ""))
-    (cache_home / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home / "file"))  # no folder can be made below a file, even by root
-    assert same(pixels(opened(files, 32, True, "disk")), expected)
-
-
-def test_a_write_that_is_interrupted_leaves_nothing(
-    files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(file: int) -> NoReturn:
-        assert cached_files(cache_home)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        opened(files, 32, True, "disk").read(0)
-    assert cached_files(cache_home) == []
 
 
 def test_a_tenth_of_the_disk_stays_free(files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,50 +229,7 @@ def test_a_full_disk_leaves_nothing(files: list[Path], cache_home: Path, monkeyp
     assert cached_files(cache_home) == []
 
 
-def fill(files: list[Path], turn: int, start: Any, found: Any) -> None:
-    """As a training process or one of its loaders: each in another order, several times."""
-    images = opened(files, 32, True, "disk")
-    start.wait(60)
-    for k in range(3):
-        order = np.random.default_rng(10 * turn + k).permutation(len(files))
-        sums = {index: int(images.read(index).sum()) for index in order.tolist()}
-    found.put([sums[index] for index in range(len(files))])
-
-
-def test_processes_fill_the_disk_together(tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [write_image(tmp_path / f"set/{k:02}.png", noise(32, 20, seed=k)) for k in range(40)]
-    expected = pixels(opened(files, 32, True, ""))
-    fork = multiprocessing.get_context("fork")
-    start, found = fork.Barrier(4), fork.Queue()
-    processes = [fork.Process(target=fill, args=(files, turn, start, found)) for turn in range(4)]
-    for process in processes:
-        process.start()
-    results = [found.get(timeout=60) for _ in processes]
-    for process in processes:
-        process.join(60)
-    assert results == [[int(image.sum()) for image in expected]] * 4
-    assert len(cached_files(cache_home)) == 40  # each once, nothing beside them
-    unreadable(monkeypatch, *files)
-    assert same(pixels(opened(files, 32, True, "disk")), expected)
-
-
 # Paths
-
-
-def test_files_is_a_sequence_of_paths(tmp_path: Path) -> None:
-    paths = [tmp_path / "a.jpg", Path("b c/\N{GREEK SMALL LETTER ALPHA}.png"), Path(os.fsdecode(b"\xff.jpg"))]
-    files = cache.Files(paths)
-    assert list(files) == paths
-    assert (len(files), files[2], files[1:]) == (3, paths[2], paths[1:])
-    with pytest.raises(IndexError):
-        files[3]
-
-
-def test_messages_name_the_flag(files: list[Path]) -> None:
-    for way, when in (("ram", "epoch"), ("val", "validation")):
-        (message,) = opened(files, 32, True, way).messages
-        assert message.startswith(f"--cache {way}: room for 4 of 4 images")
-        assert message.endswith(f"filled in the first {when}")
 
 
 # The ring

@@ -180,13 +180,6 @@ def test_an_item_depends_on_its_sample_index_only(drawing: tuple[Kind, Path]) ->
     check_same([large.collate_fn([items[sample] for sample in samples])], epoch_of(large, 0))
 
 
-def test_epoch_position_and_seed_each_change_the_pixels(drawing: tuple[Kind, Path]) -> None:
-    items, others = train_loader(drawing).dataset, train_loader(drawing, seed=4).dataset
-    sample = next(iter(train_loader(drawing).batch_sampler))[0]
-    pixels = [items[sample], items[sample._replace(epoch=1)], items[sample._replace(position=1)], others[sample]]
-    assert len({item[0].numpy().tobytes() for item in pixels}) == 4
-
-
 def test_the_order_is_a_function_of_seed_and_epoch(drawing: tuple[Kind, Path]) -> None:
     loader = train_loader(drawing)
     orders = [images_of(epoch_of(loader, epoch)) for epoch in (0, 1)]
@@ -196,16 +189,6 @@ def test_the_order_is_a_function_of_seed_and_epoch(drawing: tuple[Kind, Path]) -
     assert orders[0] != orders[1]
     assert images_of(epoch_of(train_loader(drawing), 1)) == orders[1]
     assert images_of(epoch_of(train_loader(drawing, seed=4), 0)) != orders[0]
-
-
-def test_training_batches_have_the_documented_form(drawing: tuple[Kind, Path]) -> None:
-    for batch in epoch_of(train_loader(drawing), 0):
-        assert (batch.images.dtype, batch.images.shape) == (torch.uint8, (BATCH_SIZE, 3, 64, 64))
-        assert batch.targets.dtype == torch.float32
-        assert all(Path(info.path).is_file() for info in batch.infos)
-    moved = batch.to("meta")
-    assert (moved.images.device.type, moved.targets.device.type, moved.infos) == ("meta", "meta", batch.infos)
-    assert batch.to("cpu:0") is batch  # as Accelerate calls it on the CPU
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -237,20 +220,6 @@ def test_an_evaluation_validates_each_image_once(drawing: tuple[Kind, Path]) -> 
     check_same(list(evaluation(drawing, workers=3)), batches)
 
 
-def test_a_share_of_the_evaluation_is_part_of_the_whole(drawing: tuple[Kind, Path]) -> None:
-    data = opened(drawing)
-    split = data.split("val")
-    batches = data.evaluation_batches(split, batch_size=2, square=False)
-    whole, share = (list(data.evaluation_loader(split, part)) for part in (batches, batches[1::2]))
-    check_same(share, whole[1::2])
-
-
-def test_there_are_no_more_loader_processes_than_batches(drawing: tuple[Kind, Path]) -> None:
-    """One without a batch would print an error when the loader is collected: a queue would be closed twice."""
-    one, four = evaluation(drawing, TRAIN, square=True, workers=3), evaluation(drawing, workers=3)
-    assert (one.num_workers, four.num_workers, train_loader(drawing, workers=8).num_workers) == (1, 3, 4)
-
-
 def test_evaluated_pixels_do_not_depend_on_the_batch_size(drawing: tuple[Kind, Path]) -> None:
     small, large = (list(evaluation(drawing, batch_size, square=True)) for batch_size in (1, TRAIN))
     assert images_of(small) == images_of(large)
@@ -275,24 +244,6 @@ def test_cached_images_make_the_same_batches(drawing: tuple[Kind, Path], cache: 
         loader = train_loader(drawing, cache=cache, workers=workers)
         expected_epoch = epoch_of(train_loader(drawing), 0)
         check_same([*epoch_of(loader, 0), *evaluation(drawing, cache=cache)], [*expected_epoch, *evaluation(drawing)])
-
-
-def test_the_cache_of_the_validation_is_not_for_training(drawing: tuple[Kind, Path]) -> None:
-    assert not train_loader(drawing, cache="val").dataset.images.messages
-    loader = evaluation(drawing, cache="val")
-    assert "--cache val" in loader.dataset.images.messages[0]
-    check_same(list(loader), list(evaluation(drawing)))
-
-
-def test_loaders_have_messages_about_cache_and_sampling(drawing: tuple[Kind, Path]) -> None:
-    data = opened(drawing, cache="ram", close_mosaic=3, epochs=5)
-    loader = train_loader(drawing, cache="ram", close_mosaic=3, epochs=5)
-    assert loader.batch_sampler.messages == ("--close-mosaic 3: no mixed images from epoch 3 on",)
-    for each in (loader, evaluation(drawing, cache="ram")):
-        (message,) = data.cache_messages(each)
-        assert message.startswith(f"--cache ram: room for {TRAIN} of {TRAIN} images")
-    assert data.uncached().options == replace(data.options, cache="")
-    assert data.cache_messages(train_loader(drawing)) == []
 
 
 # Splits

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from data.builtin import shapes, shapes_cls, shapes_seg
-from data.data_yaml import DATA_KEYS, images_below, read_spec
+from data.data_yaml import images_below, read_spec
 from data.dataset import overlap
 from data.labels import label_name
 from tests.making import label_file, write_yaml
 from utils.errors import UserError
-from utils.files import ROOT, read_yaml
 
 
 def write_spec(file: Path, **content: Any) -> Path:
@@ -110,28 +109,6 @@ def test_a_wrong_key_or_value_is_refused(yaml_file: Path, content: dict[str, Any
     assert str(caught.value).startswith(f"{yaml_file}: {message}")
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["license", "description", "roboflow", "kpt_names", "flip_idx", "channels", "version", "date", "author", "url"],
-)
-def test_keys_of_other_programs_are_ignored(yaml_file: Path, key: str) -> None:
-    spec = read_spec(write_spec(yaml_file, train="images/train", **{key: "text"}))
-    assert (len(spec.images("train")), spec.warnings) == (2, ())
-
-
-def test_unknown_keys_are_named_in_one_line(yaml_file: Path) -> None:
-    spec = read_spec(write_spec(yaml_file, task="classify", bbox_format="xyxy"))
-    assert spec.warnings == (f"warning: {yaml_file}: 'task', 'bbox_format': unknown, and not used",)
-
-
-@pytest.mark.parametrize(("share", "seed"), [(0.2, 0), (0, 3), (0.999, 2**70)])
-def test_split_and_defaults_are_read(yaml_file: Path, share: float, seed: int) -> None:
-    defaults = {"imgsz": 64, "epochs": 3, "hyp": "a.yaml"}
-    spec = read_spec(write_spec(yaml_file, split=share, split_seed=seed, defaults=defaults))
-    assert (spec.split, spec.split_seed, spec.defaults) == (share, seed, defaults)
-    assert read_spec(write_spec(yaml_file, defaults={})).defaults == {}
-
-
 def test_a_share_of_the_training_images_is_held_out(yaml_file: Path) -> None:
     images = touch(yaml_file.parent / "images/train", *(f"{k}.jpg" for k in range(8)))
     spec = read_spec(write_spec(yaml_file, train="images/train", split=0.2))
@@ -143,21 +120,6 @@ def test_a_share_of_the_training_images_is_held_out(yaml_file: Path) -> None:
     yaml_file.parent.rename(moved)
     again = read_spec(write_spec(moved / "data.yaml", train="images/train", split=0.2))
     assert [path.name for path in again.images("val")] == [path.name for path in val]
-
-
-def test_nothing_is_held_out_beside_val(yaml_file: Path) -> None:
-    touch(yaml_file.parent / "images/val", "c.jpg")
-    spec = read_spec(write_spec(yaml_file, train="images/train", val="images/val", split=0.2))
-    assert [path.name for path in spec.images("train")] == ["a.jpg", "b.png"]
-    assert [path.name for path in spec.images("val")] == ["c.jpg"]
-    assert spec.warnings == (f"warning: {yaml_file}: `split: 0.2` is not used, because there is a `val:`",)
-
-
-def test_one_image_cannot_be_split(yaml_file: Path) -> None:
-    (yaml_file.parent / "images/train/a.jpg").unlink()
-    spec = read_spec(write_spec(yaml_file, train="images/train", split=0.2))
-    with pytest.raises(UserError, match="`train:` has one image"):
-        spec.images("train")
 
 
 # Built-in data sets
@@ -211,23 +173,6 @@ def test_draw_needs_a_known_name_and_a_seed(yaml_file: Path, drawn: Calls, draw:
 
 
 # The shipped data sets
-
-
-@pytest.mark.parametrize("name", ["coco", "coco128"])
-def test_the_shipped_coco_yamls_end_with_its_names(name: str) -> None:
-    content = read_yaml(ROOT / "data" / f"{name}.yaml")
-    assert list(content)[-1] == "names"
-    assert list(content["names"]) == list(range(80))
-    assert [content["names"][k] for k in (0, 1, 11, 79)] == ["person", "bicycle", "stop sign", "toothbrush"]
-    assert set(content) <= set(DATA_KEYS)
-
-
-def test_the_shipped_shapes_and_flowers() -> None:
-    content = read_yaml(ROOT / "data/shapes.yaml")
-    assert (content["path"], content["train"], content["val"]) == ("../datasets/shapes", "images/train", "images/val")
-    assert content["names"] == dict(enumerate(shapes.NAMES))
-    spec = read_spec(ROOT / "data/flowers.yaml")
-    assert (spec.names, spec.entries, spec.split, spec.split_seed) == ({}, {}, 0.2, 0)
 
 
 # Relative paths
@@ -313,21 +258,6 @@ def test_a_missing_folder_is_named_with_its_key_and_all_candidates(
     assert str(caught.value) == f"{file}: `path:` does not exist; looked for {tmp_path}/store/x"
 
 
-def test_the_root_is_the_first_existing_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "work/store").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "work")
-    spec = read_spec(write_spec(tmp_path / "set/data.yaml", path="./store"))
-    assert spec.root() == tmp_path / "work/store"
-    (tmp_path / "set/store").mkdir()
-    assert spec.root() == tmp_path / "set/store"
-
-
-def test_the_locations_of_a_split_are_its_folders_and_lists_in_order(yaml_file: Path) -> None:
-    (yaml_file.parent / "a.txt").touch()
-    spec = read_spec(write_spec(yaml_file, train=["images/train", "a.txt", "images"]))
-    assert spec.locations("train") == [yaml_file.parent / name for name in ("images/train", "a.txt", "images")]
-
-
 # The images of a split
 
 
@@ -336,20 +266,6 @@ def test_a_folder_is_searched_at_every_depth_for_image_suffixes_in_either_case(t
     expected += touch(tmp_path / "images/deep/deeper", "a.jpg", "two.dots.jpg")
     touch(tmp_path / "images", "notes.txt", "data.json", "film.mp4", "jpg", "c.jpg.bak")
     assert read_spec(write_spec(tmp_path / "data.yaml", train="images")).images("train") == sorted(expected)
-
-
-def test_images_in_formats_that_are_not_read_are_counted(tmp_path: Path) -> None:
-    touch(tmp_path / "images", "a.jpg", "b.HEIC", "c.gif", "notes.txt")
-    touch(tmp_path / "images/deep", "d.heic")
-    spec = read_spec(write_spec(tmp_path / "data.yaml", train="images", val="images/deep"))
-    images, problems, _ = spec.listing("train")
-    assert images == [tmp_path / "images/a.jpg"]
-    assert problems == [
-        f"{tmp_path}/data.yaml: `train:` has 3 images in formats that are not read (.gif, .heic), such as "
-        f"{tmp_path}/images/b.HEIC: convert them to .jpg or .png; left out"
-    ]
-    with pytest.raises(UserError, match=r"has no images in .*/deep; .*has 1 image in formats .* \(\.heic\).*convert"):
-        spec.listing("val")
 
 
 def test_names_may_be_any_bytes(tmp_path: Path) -> None:
@@ -375,14 +291,6 @@ def test_a_list_file_names_images_relative_to_itself_or_to_the_working_folder(
     images, problems, _ = spec.listing("train")
     assert images == sorted([*beside, *working, *absolute, tmp_path / "work/notes.md"])  # the scan leaves it out
     assert problems == []
-
-
-def test_a_split_may_have_folders_and_list_files_and_gives_each_image_once(tmp_path: Path) -> None:
-    first = touch(tmp_path / "one", "b.jpg", "a.jpg")
-    second = touch(tmp_path / "two", "c.jpg")
-    (tmp_path / "some.txt").write_text("./two/c.jpg\n./one/a.jpg\n./one/../one/b.jpg\n")
-    spec = read_spec(write_spec(tmp_path / "data.yaml", val=["one", "some.txt", "one"]))
-    assert spec.images("val") == sorted(first + second)
 
 
 def test_a_split_without_images_is_an_error(yaml_file: Path) -> None:
@@ -426,22 +334,6 @@ def test_images_of_both_splits_are_counted_through_links(tmp_path: Path) -> None
 
 
 # Label files
-
-
-@pytest.mark.parametrize(
-    ("image", "labels"),
-    [
-        ("/set/images/train/a.jpg", "/set/labels/train/a.txt"),
-        ("/images/set/images/a.jpg", "/images/set/labels/a.txt"),
-        ("/set/images/images/a.jpg", "/set/images/labels/a.txt"),
-        ("/set/images/a.b.JPEG", "/set/labels/a.b.txt"),
-        ("/set/my images/images2/Images/a.png", "/set/my images/images2/Images/a.txt"),
-        ("/set/photos/images.jpg", "/set/photos/images.txt"),
-        ("images/a.jpg", "labels/a.txt"),
-    ],
-)
-def test_the_last_folder_named_images_becomes_labels(image: str, labels: str) -> None:
-    assert label_file(Path(image)) == Path(labels)
 
 
 def test_the_label_file_follows_from_the_parts_of_the_path() -> None:

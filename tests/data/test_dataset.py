@@ -13,24 +13,12 @@ from data.dataset import (
     DataOptions,
     class_messages,
     data_source,
-    dataset_class,
     problem_warnings,
     split_identity,
 )
-from models.tasks import TASKS
-from tests.data.test_contract import KINDS
 from tests.making import label_file, plain, write_image, write_yaml
 from utils.config.flags import TrainOptions
-from utils.console import LEAST_COLUMNS
 from utils.errors import UserError
-
-
-def test_every_task_has_a_data_set_that_the_contract_is_tested_for() -> None:
-    for entry in TASKS.values():
-        kind = dataset_class(entry.data)
-        assert kind.__name__ == entry.data.partition(":")[2]
-        assert not kind.__abstractmethods__
-    assert {entry.data for entry in TASKS.values()} == {kind.name for kind in KINDS.values()}
 
 
 def test_options_are_flags() -> None:
@@ -46,13 +34,6 @@ def test_a_folder_with_a_folder_per_split_needs_no_yaml(tmp_path: Path, name: st
     assert source.files() == {"train": images[:2], "val": images[2:]}
     if name == "test":
         assert source.spec.entries["test"] == ("test",)
-
-
-def test_a_folder_with_a_yaml_is_that_yaml(tmp_path: Path) -> None:
-    image = write_image(tmp_path / "train/images/a.png")
-    write_yaml(tmp_path / "data.yaml", {"train": "../train/images", "names": ["cat"]})
-    source = data_source(str(tmp_path), "data.detection:DetectionData")
-    assert (source.names(), source.spec.images("train")) == ({0: "cat"}, [image])
 
 
 def test_the_identity_of_a_split_takes_any_name(tmp_path: Path) -> None:
@@ -73,27 +54,8 @@ def test_the_classes_are_named_the_rare_ones_by_their_labels() -> None:
     assert class_messages({0: "item"}, np.array([10]), np.array([1])) == ["1 class: item"]
 
 
-def test_lines_about_many_classes_fit() -> None:
-    names = {number: f"a name of a class {number}" for number in range(1203)}
-    lines = class_messages(names, np.zeros(1203, np.int64), np.zeros(1203, np.int64))
-    assert [line.rpartition(" and ")[2] for line in lines] == ["1201 more", "1202 more", "1201 more"]
-    assert max(map(len, lines)) <= LEAST_COLUMNS
-
-
-def test_a_yaml_that_does_not_exist_is_named() -> None:
-    with pytest.raises(UserError, match=r"data set 'nothing\.yaml' is not a file or a folder; give"):
-        data_source("nothing.yaml", "data.detection:DetectionData")
-
-
 def problems(count: int) -> list[str]:
     return [f"{number}.png: torn; left out" for number in range(count)]
-
-
-@pytest.mark.parametrize("count", [0, 1, 5])
-def test_up_to_five_problems_are_all_shown(count: int) -> None:
-    assert problem_warnings(problems(count), "train") == [
-        f"warning: {number}.png: torn; left out" for number in range(count)
-    ]
 
 
 def test_the_first_five_of_many_problems_are_shown_and_the_others_counted() -> None:

@@ -22,11 +22,11 @@ from torch.utils.data import get_worker_info
 from data import sampler
 from data.augment import Sample
 from data.batches import empty_pixels
-from data.data_yaml import DataSpec, read_spec
+from data.data_yaml import read_spec
 from data.dataset import DataOptions
 from data.detection import DetectionData, DetectionSplit, collate, to_tensors
 from data.segmentation import SegmentationData
-from tests.making import label_file, noise, plain, write_image, write_label, write_yaml
+from tests.making import label_file, plain, write_image, write_yaml
 from utils.batch import Batch, ImageInfo, Placement
 from utils.config.hyperparameters import Hyperparameters
 from utils.distributed import shared_memory
@@ -156,42 +156,6 @@ def test_without_augmentation_targets_are_the_labels_in_the_letterbox(tmp_path: 
     assert batch.infos[0].placement == Placement((0, 0), (0, 0))
 
 
-def test_targets_follow_the_pixels_through_everything(tmp_path: Path) -> None:
-    """Each target of white squares on black is around bright pixels, whatever the augmentation."""
-    pixels = np.zeros((64, 64, 3), np.uint8)
-    pixels[20:44, 20:44] = 255
-    for number in range(3):
-        write_image(tmp_path / f"images/{number}.png", pixels, "0 0.5 0.5 0.375 0.375")
-    data = data_of(tmp_path)
-    hyp = replace(EVERYTHING, hsv_h=0.0, hsv_s=0.0, hsv_v=0.0, mixup=0.0, scale=0.1)
-    (batch,) = epoch_of(data, hyp, batch_size=16)
-    assert len(batch.targets) > 15
-    for number, _, x, y, width, height in batch.targets.tolist():
-        sides = (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
-        left, top, right, bottom = (round(64 * side) for side in sides)
-        inside = batch.images[int(number), 0, top:bottom, left:right]
-        assert (inside > 128).float().mean() > 0.5  # a box around a turned square has dark corners
-
-
-def test_rectangular_training_batches_have_their_own_shapes_and_no_mosaic(tmp_path: Path) -> None:
-    for number, (width, height) in enumerate(((64, 32), (32, 64), (32, 64), (64, 32))):
-        write_image(tmp_path / f"images/{number}.png", plain(width, height, 40 * number), "1 .5 .5 1 1")
-    data = data_of(tmp_path, rect=True)
-    for epoch in (0, 1):
-        batches = epoch_of(data, replace(NOTHING, mosaic=1.0), batch_size=2, epoch=epoch)
-        assert [batch.images.shape for batch in batches] == [(2, 3, 32, 64), (2, 3, 64, 32)]
-        for batch in batches:
-            assert batch.targets[:, 1:].tolist() == [[1, 0.5, 0.5, 1, 1]] * 2
-            for image, info in zip(batch.images, batch.infos, strict=True):
-                assert (image == 40 * info.image).all()
-
-
-def test_hyperparameters_reach_the_augmentation(folder: Path) -> None:
-    data = data_of(folder)
-    loader: Any = data.train_loader(data.split("train"), batch_size=4, hyp=EVERYTHING, seed=3)
-    assert loader.dataset.augmenter.settings == EVERYTHING
-
-
 def test_an_epoch_is_what_it_was_when_first_released(folder: Path) -> None:
     """Numbers of an earlier version: no change of the code may change a curve."""
     batches = epoch_of(data_of(folder), EVERYTHING, epoch=1)
@@ -215,21 +179,6 @@ def test_multi_scale_batches_have_the_usual_targets(folder: Path) -> None:
                 equal += 1
     assert sizes == {(64, 64), (96, 96), (128, 128)}
     assert equal > 8
-
-
-def test_images_are_sampled_by_their_rarest_class(tmp_path: Path) -> None:
-    """Class 1 is in one of eight images; the ninth has no label."""
-    for number in range(9):
-        write_image(tmp_path / f"images/{number}.png", None, *[f"{int(number == 0)} .5 .5 .5 .5"] * (number < 8))
-    data = data_of(tmp_path, image_weights=True)
-    batches: Any = data.train_loader(data.split("train"), batch_size=1, hyp=NOTHING, seed=0).batch_sampler
-    samples = []
-    for epoch in range(60):
-        batches.set_epoch(epoch)
-        samples += [sample.image for batch in batches for sample in batch]
-    counts = np.bincount(samples, minlength=9) / 60
-    assert counts[8] == 0
-    assert counts[0] == pytest.approx(4.5, abs=1.2)
 
 
 def outline(folder: Path) -> None:
@@ -279,13 +228,6 @@ def test_rows_with_key_points_are_boxes(tmp_path: Path, kind: type[DetectionData
     assert f"kpt_shape: {shape}" in message
 
 
-def test_a_red_image_is_red_in_its_first_channel(tmp_path: Path) -> None:
-    write_image(tmp_path / "images/a.png", np.full((64, 64, 3), (255, 0, 0), np.uint8), "0 .5 .5 1 1")
-    data = data_of(tmp_path)
-    for batch in (*epoch_of(data, NOTHING, batch_size=1), evaluation_batch(data)):
-        assert batch.images[0, :, 30, 30].tolist() == [255, 0, 0]
-
-
 def test_a_pixel_of_the_file_is_found_in_the_batch_and_back(tmp_path: Path) -> None:
     pixels = np.zeros((64, 128, 3), np.uint8)
     pixels[20:24, 40:48] = 255
@@ -328,14 +270,6 @@ def test_a_placement_has_one_gain(tmp_path: Path) -> None:
     assert batch.targets[0].tolist() == pytest.approx([0, 0, 0.5, 0.5, 1, 22 / 64])
 
 
-def test_a_small_image_is_enlarged_to_the_size(tmp_path: Path) -> None:
-    write_image(tmp_path / "images/a.png", plain(32, 16, 0), "0 0.25 0.5 0.5 1")
-    batch = evaluation_batch(data_of(tmp_path))
-    assert batch.infos[0].placement == Placement((2, 2), (0, 16))
-    assert (batch.images[0, 0, :, 5] == 0).nonzero().ravel().tolist() == list(range(16, 48))
-    assert batch.targets.tolist() == [[0, 0, 0.25, 0.5, 0.5, 0.5]]
-
-
 def test_a_sideways_image_has_its_labels_where_its_upright_pixels_are(tmp_path: Path) -> None:
     pixels = np.zeros((64, 128, 3), np.uint8)
     pixels[:8, :16] = 255  # turned clockwise, this corner comes to the top right
@@ -361,23 +295,6 @@ def test_shrinking_is_smooth_for_evaluation_and_quick_for_training(tmp_path: Pat
     assert (evaluation_batch(data).images == 10).all()
     assert (data.split("val").shown(0, 64) == 10).all()
     assert (batch.images == 40).all()
-
-
-def test_an_image_is_shown_as_displayed_and_no_larger_than_asked(tmp_path: Path) -> None:
-    pixels = np.zeros((64, 128, 3), np.uint8)
-    pixels[:16, :32] = (200, 100, 50)  # turned clockwise, this corner comes to the top right
-    write_image(tmp_path / "images/a.png", pixels, exif=turned_clockwise())
-    write_image(tmp_path / "images/b.png", plain(33, 10), "0 0.5 0.5 1 1")
-    split = data_of(tmp_path).split("val")
-    shown = split.shown(0, 64)
-    assert (shown.dtype, shown.shape) == (np.uint8, (64, 32, 3))
-    assert (shown[:16, 24:] == (50, 100, 200)).all()  # blue comes first
-    assert (shown[16:] == 0).all()
-    assert (shown[:, :24] == 0).all()
-    for side in (128, 500):
-        assert split.shown(0, side).shape == (128, 64, 3)
-    assert split.shown(1, 16).shape == (5, 16, 3)  # 4.8 rows are rounded up
-    assert split.shown(1, 640).shape == (10, 33, 3)
 
 
 # Documents
@@ -415,22 +332,6 @@ def test_documents(tmp_path: Path) -> None:
     }
 
 
-def test_documents_of_a_single_cls(tmp_path: Path) -> None:
-    data = replace(labelled(tmp_path), options=DataOptions(single_cls=True))
-    documents = data.documents(data.split("train"), data.split("val"))
-    assert documents["labels.csv"].splitlines()[1:] == ["train,item,2,4", "val,item,1,1"]
-    assert [row.split(",")[0] for row in documents["boxes.csv"].splitlines()[1:]] == ["item"] * 4
-
-
-def test_boxes_csv_has_a_sample_of_many_boxes(tmp_path: Path) -> None:
-    write_image(tmp_path / "images/a.png", None, *[f"0 {k / 10_000} 0.5 0.1 0.1" for k in range(10_000)])
-    split = data_of(tmp_path).split("train")
-    documents = data_of(tmp_path).documents(split, split)
-    listed = [row.split(",")[1] for row in documents["boxes.csv"].splitlines()[1:]]
-    assert (len(listed), listed[:3], listed[-1]) == (5000, ["0", "0.0002", "0.0004"], "0.9998")
-    assert documents["labels.csv"].splitlines()[1] == "train,class 0,1,10000"
-
-
 # Tensors
 
 
@@ -443,17 +344,6 @@ def test_targets_are_cut_at_the_edges_of_the_image() -> None:
     assert targets.dtype == torch.float32
     # 0 to 15 of 20, 2 to 10 of 10; 4 to 8 of 20, 5 to 10 of 10
     assert targets.numpy() == pytest.approx(np.array([[3, 0.375, 0.6, 0.75, 0.8], [1, 0.3, 0.75, 0.2, 0.5]]))
-
-
-def test_pixels_are_turned_from_rows_of_bgr_to_planes_of_rgb() -> None:
-    image = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
-    pixels, targets = to_tensors(
-        Sample(image, np.zeros((0, 4), np.float32), np.zeros(0, np.float32)), empty_pixels(3, 2, 4)
-    )
-    assert pixels[0].tolist() == [[2, 5, 8, 11], [14, 17, 20, 23]]
-    assert pixels[2].tolist() == [[0, 3, 6, 9], [12, 15, 18, 21]]
-    assert pixels.is_contiguous()
-    assert targets.shape == (0, 5)
 
 
 def info(number: int) -> ImageInfo:
@@ -472,21 +362,7 @@ def test_collate_numbers_the_targets_by_their_place_in_the_batch() -> None:
     assert [entry.image for entry in batch.infos] == [5, 3, 4]
 
 
-def test_a_batch_of_backgrounds_has_no_targets() -> None:
-    image = torch.zeros((3, 4, 8), dtype=torch.uint8)
-    assert collate([(image, torch.zeros((0, 5)), info(0))] * 2).targets.shape == (0, 6)
-
-
 # Splits
-
-
-def test_a_report_counts_images_boxes_and_problems(folder: Path) -> None:
-    # images 0 to 11 have 1, 2, 3, 1, ... boxes, the fourth none
-    assert data_of(folder).split("val").report("val") == ["val: 12 images (1 without boxes), 23 boxes"]
-    file = write_label(folder / "images/01.png", "bad", "0 .5 .5 .5 .5")
-    lines = data_of(folder).split("val").report("val")
-    assert lines[0] == "val: 12 images (1 without boxes), 22 boxes"
-    assert [line.partition(": not")[0] for line in lines[1:]] == [f"warning: {file}, line 1"]
 
 
 def test_an_unknown_class_is_an_error_that_names_the_label_file(tmp_path: Path) -> None:
@@ -519,27 +395,3 @@ def test_other_labels_are_another_split(folder: Path) -> None:
     assert changed(replace(split, labels=moved)) == {"labels"}  # the same rows, of other images
     label_file(folder / "images/00.png").rename(label_file(folder / "images/03.png"))
     assert changed(data_of(folder).split("train")) == {"labels"}
-
-
-def test_class_names_are_those_of_the_data_or_item() -> None:
-    spec = DataSpec(Path("data.yaml"), {0: "cat", 1: "dog"}, (), {})
-    assert DetectionData.class_names(spec, single_cls=False) == {0: "cat", 1: "dog"}
-    assert DetectionData.class_names(spec, single_cls=True) == {0: "item"}
-
-
-@pytest.mark.parametrize("single_cls", [False, True])
-def test_a_data_set_without_names_is_refused(single_cls: bool) -> None:
-    with pytest.raises(UserError, match=r"^data\.yaml: `names` must list"):
-        DetectionData.class_names(DataSpec(Path("data.yaml"), {}, (), {}), single_cls)
-
-
-def test_label_files_are_among_the_files_that_training_reads(folder: Path) -> None:
-    files = DetectionData.files(data_of(folder).spec)
-    rows = [folder / f"labels/{number:02}.txt" for number in range(12)]  # the fourth does not exist
-    assert (files["labels of train"], files["labels of val"]) == (rows, rows)
-
-
-def test_an_image_without_a_data_set_has_no_labels() -> None:
-    pixels, targets, info = DetectionData.item(noise(50, 80), "camera 0", (64, 64), 32)
-    assert (len(targets), info.rows.shape, info.size) == (0, (0, 5), (50, 80))
-    assert pixels.shape[1:] == (64, 64)

@@ -20,7 +20,7 @@ from data.detection import DetectionData, DetectionSplit
 from data.formats import box_row
 from data.labels import BOXES, OUTLINES, POLYGONS, RowRules, label_name, load_labels
 from data.segmentation import SegmentationData
-from tests.layouts import class_folders, coco_file, kaggle, roboflow_voc
+from tests.layouts import kaggle, roboflow_voc
 from tests.making import label_file, noise, plain, write_image, write_yaml
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
@@ -124,13 +124,6 @@ def test_names_select_classes_by_name(tmp_path: Path) -> None:
         split_of(tmp_path, names=["rook"])
 
 
-def test_crowds_are_left_out_and_are_no_problem(tmp_path: Path) -> None:
-    crowd = objects((0, 1, [0, 0, 20, 20]), iscrowd=1)
-    export(tmp_path / "train", annotations=[*objects((0, 1, [4, 4, 8, 8])), *crowd])
-    split = split_of(tmp_path)
-    assert (len(split.labels.rows), split.problems) == (1, ())
-
-
 @pytest.mark.parametrize("images", ["pictures", {"train": "pictures"}, None])
 def test_images_are_searched_for_in_the_stated_folder_and_in_that_of_coco(tmp_path: Path, images: Any) -> None:
     file = export(tmp_path / "annotations")
@@ -167,17 +160,6 @@ def test_a_damaged_file_is_an_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text if text in ("{", "[]") else content)
     with pytest.raises(UserError, match=r"a\.json"):
         data_source(str(tmp_path / "a.json"), "data.detection:DetectionData")
-
-
-@pytest.mark.parametrize("kind", [DetectionData, SegmentationData])
-def test_a_share_of_its_images_is_held_out(tmp_path: Path, kind: type[DetectionData]) -> None:
-    items = objects(*((image, 1, [4, 4, 8, 8]) for image in range(3)), segmentation=[SQUARE])
-    file = export(tmp_path / "train", annotations=items)
-    spec = read_spec(write_yaml(tmp_path / "my.yaml", {"train": "train/_annotations.coco.json", "split": 0.4}))
-    train, val = (kind(spec, 32, 32, DataOptions()).split(name) for name in ("train", "val"))
-    assert sorted(path.name for path in [*train.images, *val.images]) == ["0.png", "1.png", "2.png"]
-    assert (train.labels.counts.tolist(), val.labels.counts.tolist()) == ([1, 1], [1])
-    assert spec.annotation_file("val") == file
 
 
 def test_a_file_is_read_again_only_if_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,15 +275,6 @@ def test_an_id_of_two_names_is_an_error(tmp_path: Path, content: dict[str, Any],
         split_of(tmp_path, names=["pawn"])
     message = str(caught.value).removeprefix(f"{file}: ")
     assert [name for name in named if name not in message] == []
-
-
-def test_entries_that_are_repeated_count_once(tmp_path: Path) -> None:
-    export(tmp_path / "train")
-    once = split_of(tmp_path)
-    export(tmp_path / "train", images=images_of(*((k, f"{k}.png") for k in range(3))) * 2, categories=CATEGORIES * 2)
-    twice = split_of(tmp_path)
-    assert twice.labels.rows.tolist() == once.labels.rows.tolist()
-    assert (twice.labels.counts.tolist(), twice.problems) == ([1, 2, 0], ())
 
 
 def test_an_image_of_another_shape_than_its_annotation_says_is_left_out(tmp_path: Path) -> None:
@@ -505,20 +478,6 @@ def test_the_shipped_yamls_have_splits_and_names(name: str) -> None:
 # Folders
 
 
-def test_a_data_yaml_in_the_folder_is_taken(tmp_path: Path) -> None:
-    file = write_yaml(tmp_path / "data.yaml", {"train": "images", "names": ["a"]})
-    export(tmp_path / "train")
-    assert read_data(str(tmp_path)).file == file
-
-
-def test_an_export_with_annotations_in_each_split(tmp_path: Path) -> None:
-    for split in ("train", "valid"):
-        export(tmp_path / split)
-    spec = read_data(str(tmp_path))
-    assert spec.entries == {"train": ("train/_annotations.coco.json",), "val": ("valid/_annotations.coco.json",)}
-    assert (len(spec.images("train")), spec.names) == (3, {0: "pawn", 1: "queen"})
-
-
 @pytest.mark.parametrize("images", ["train2017", "images/train2017", "images/train", "train", "images", ""])
 def test_cocos_own_layout(tmp_path: Path, images: str) -> None:
     for split in ("train", "val"):
@@ -552,21 +511,3 @@ def test_other_folders_are_an_error(tmp_path: Path) -> None:
     for folder in ("yolo", "splits"):
         with pytest.raises(UserError, match="not recognised"):
             read_data(str(tmp_path / folder))
-
-
-def test_classes_with_weights_of_a_detector(tmp_path: Path) -> None:
-    source = data_source(str(class_folders(tmp_path)), "data.detection:DetectionData")
-    with pytest.raises(UserError, match="--weights"):
-        source.names()
-    file = write_yaml(tmp_path / "my.yaml", {"path": ".", "split": 0.2})
-    with pytest.raises(UserError, match="`names`"):
-        data_source(str(file), "data.detection:DetectionData").names()
-
-
-def test_a_coco_file_alone(tmp_path: Path) -> None:
-    file = coco_file(tmp_path)
-    spec = data_source(str(file), "data.detection:DetectionData").spec
-    assert (spec.file, spec.entries, spec.split) == (file, {"train": ("export.json",)}, 0.2)
-    (tmp_path / "images").rename(tmp_path / "photos")
-    content = {"train": "export.json", "split": 0.2, "images": "photos"}
-    assert len(read_spec(write_yaml(tmp_path / "my.yaml", content)).images("train")) == 16

@@ -10,14 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import ExifTags, Image
+from PIL import Image
 
 from data import labels
 from data.dataset import DataOptions, data_source
@@ -95,13 +95,6 @@ def test_boxes_and_polygons_are_read_as_boxes(text: str, rows: list[list[float]]
     assert rows_of(text) == rows
 
 
-def test_a_repeated_box_is_left_out_and_named() -> None:
-    text = "1 0.5 0.5 0.25 0.25\n1 0.5 0.5 0.25 0.5\n2 0.5 0.5 0.25 0.25\n1 0.50 0.5 0.25 .25\n"
-    rows, problems = parse_rows(text, FILE)
-    assert [row.box for row in rows] == [(1, 0.5, 0.5, 0.25, 0.25), (1, 0.5, 0.5, 0.25, 0.5), (2, 0.5, 0.5, 0.25, 0.25)]
-    assert problems == [f"{FILE}, line 4: the same box again; row left out"]
-
-
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
@@ -129,27 +122,7 @@ def test_a_bad_row_is_left_out_and_named(line: str, problem: str) -> None:
     assert problems == [f"{FILE}, line 2: {problem}; row left out"]
 
 
-def test_a_problem_has_the_number_of_its_line() -> None:
-    _, problems = parse_rows("\nx\n\n0 0.5 0.5 0.5 0.5\n1.5 0.5 0.5 0.5 0.5\r\n0 2 2 2 2", FILE)
-    assert [re.findall(r"line (\d+)", problem) for problem in problems] == [["2"], ["5"], ["6"]]
-
-
 # One image
-
-
-def test_an_image_is_scanned_with_its_size_and_rows(images: list[Path]) -> None:
-    size, rows, problems, _ = scan_image(images[1])
-    assert (size, rows.dtype, problems) == ((16, 32), np.float32, [])
-    assert rows.tolist() == [[0, 0.25, 0.25, 0.5, 0.5], [2, 0.75, 0.75, 0.25, 0.5]]
-    size, rows, problems, _ = scan_image(images[2])
-    assert (size, rows.shape, problems) == ((40, 40), (0, 5), ())
-
-
-def test_a_byte_order_mark_and_windows_line_ends_are_read(images: list[Path]) -> None:
-    label_file(images[0]).write_bytes(b"\xef\xbb\xbf1 0.5 0.5 0.25 0.25\r\n2 0.5 0.5 0.5 0.5\r\n")
-    _, rows, problems, _ = scan_image(images[0])
-    assert rows.tolist() == [[1, 0.5, 0.5, 0.25, 0.25], [2, 0.5, 0.5, 0.5, 0.5]]
-    assert problems == []
 
 
 @pytest.mark.parametrize("content", ["1 0.5 0.5 0.5 0.5".encode("utf-16"), b"\xff\xfe\x00\x01", None])
@@ -163,15 +136,6 @@ def test_a_label_file_that_is_no_text_leaves_its_image_out(images: list[Path], c
     assert (size, len(rows)) == ((0, 0), 0)
     assert problem.startswith(f"{file}: cannot be read as text (")
     assert problem.endswith("); its image is left out")
-
-
-def test_a_label_file_without_any_good_row_leaves_its_image_out(images: list[Path]) -> None:
-    file = write_label(images[0], "", "bad", "0 0.5 0.5 0 0")
-    size, rows, problems, _ = scan_image(images[0])
-    assert (size, len(rows), len(problems)) == ((0, 0), 0, 3)
-    assert problems[-1] == f"{file}: no row can be used; its image is left out"
-    write_label(images[0], "", "  ")
-    assert scan_image(images[0])[::2] == ((20, 10), [])  # empty: background
 
 
 def make_socket(path: Path) -> None:
@@ -240,32 +204,6 @@ def test_the_labels_of_a_list_are_joined_in_its_order(images: list[Path]) -> Non
     assert loaded.of(2).shape == (0, 5)
 
 
-def test_problems_of_all_images_are_in_order(images: list[Path]) -> None:
-    file = write_label(images[0], "bad", "1 0.5 0.5 0.5 0.5", "bad")
-    images[1].write_bytes(b"")
-    loaded = load_labels(images, "labels", 0)
-    starts = [problem.split(":")[0] for problem in loaded.problems]
-    assert starts == [f"{file}, line 1", f"{file}, line 3", str(images[1])]
-    assert loaded.sizes.tolist() == [[20, 10], [0, 0], [40, 40]]
-    assert loaded.counts.tolist() == [1, 0, 0]
-
-
-def test_the_scan_of_images_does_not_read_labels(images: list[Path], cache_home: Path) -> None:
-    write_label(images[0], "bad", "1 0.5 0.5 0.5 0.5")
-    images[1].write_bytes(b"")
-    loaded = load_labels(images, "images", 0, None)
-    assert [problem.partition(":")[0] for problem in loaded.problems] == [str(images[1])]
-    assert loaded.sizes.tolist() == [[20, 10], [0, 0], [40, 40]]
-    assert (loaded.counts.tolist(), loaded.rows.shape) == ([0, 0, 0], (0, 5))
-    assert len(load_labels(images, "labels", 0).problems) == 2  # another cache
-    write_label(images[0], "0 0.5 0.5 1 1")  # changes nothing
-    cached = len(list(cache_home.rglob("*.npz")))
-    assert same(load_labels(images, "images", 0, None), loaded)
-    assert len(list(cache_home.rglob("*.npz"))) == cached
-    write_image(images[2], plain(50, 60))
-    assert load_labels(images, "images", 0, None).sizes.tolist() == [[20, 10], [0, 0], [50, 60]]
-
-
 @pytest.mark.parametrize("rules", [BOXES, POLYGONS, OUTLINES])
 def test_two_processes_return_the_same_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_home: Path, rules: RowRules
@@ -296,11 +234,6 @@ def test_two_processes_return_the_same_as_one(
             assert np.diff(polygons.offsets).tolist() == [3] * len(serial.rows)
 
 
-def test_a_short_scan_starts_no_process(images: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multiprocessing, "Pool", lambda count: pytest.fail(f"{count} processes"))
-    assert load_labels(images * 50, "labels", 8).sizes.shape == (150, 2)
-
-
 # The cache
 
 
@@ -318,26 +251,6 @@ def test_one_of_many_processes_scans(images: list[Path], tmp_path: Path, monkeyp
         loaded = pool.starmap(load_labels, [(images, "labels", 0)] * 3, chunksize=1)
     assert all(same(one, loaded[0]) for one in loaded)
     assert (tmp_path / "scans").read_text() == "abc"
-
-
-def test_a_second_load_does_not_scan(images: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    write_label(images[0], "1 0.5 0.5 0.5 0.25", "bad")
-    first = load_labels(images, "labels", 0)
-    assert len(first.problems) == 1
-    mark_scans(monkeypatch)
-    assert same(load_labels(images, "labels", 0), first)
-
-
-def test_the_cache_is_one_file_below_the_cache_folder(
-    images: list[Path], cache_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    load_labels(images, "labels", 0)
-    (file,) = [path for path in cache_home.rglob("*") if path.is_file()]
-    assert (file.parent, file.suffix) == (cache_home / "lockstep/labels", ".npz")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    load_labels(images, "labels", 0)
-    assert len(list((tmp_path / "home/.cache/lockstep/labels").glob("*.npz"))) == 1
 
 
 def later(file: Path) -> None:
@@ -380,12 +293,6 @@ def test_names_that_are_no_text_and_names_that_no_file_can_have_are_scanned(tmp_
         assert len(loaded.problems) == 1
 
 
-def test_a_problem_may_name_a_file_whose_name_is_no_text(tmp_path: Path) -> None:
-    file = write_image(tmp_path / "images" / os.fsdecode(b"\xff.png"), plain(4, 4))
-    for _ in ("scanned", "cached"):
-        assert load_labels([file], "labels", 0).problems == (f"{file}: 4x4 pixels, smaller than 10; left out",)
-
-
 READ_IN_ASCII = """
 import sys
 from pathlib import Path
@@ -419,14 +326,6 @@ def test_a_locale_without_unicode_changes_no_identity_and_no_cache(tmp_path: Pat
     split = data_source(str(file), "data.detection:DetectionData").open(64, 32, DataOptions()).split("train")
     assert repr(split.identity()) == identity
     assert list(cache_home.rglob("*.npz")) == [cached]
-
-
-def test_another_list_of_images_has_a_cache_of_its_own(images: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    load_labels(images, "labels", 0)
-    assert load_labels(images[::-1], "labels", 0).rows[:, 0].tolist() == [0, 2, 1]
-    assert load_labels(images[:1], "labels", 0).rows[:, 0].tolist() == [1]
-    mark_scans(monkeypatch)
-    assert load_labels(images, "labels", 0).rows[:, 0].tolist() == [1, 0, 2]
 
 
 def cut(file: Path) -> None:
@@ -481,36 +380,6 @@ def test_an_unwritable_cache_folder_is_a_warning(
     assert loaded.rows[:, 0].tolist() == [1, 0, 2]
 
 
-@pytest.fixture
-def read_only_set(images: list[Path], tmp_path: Path) -> Iterator[list[Path]]:
-    """Images of all kinds in folders that cannot be written to."""
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6
-    small = write_image(tmp_path / "set/images/small.png", plain(4, 4))
-    turned = write_image(tmp_path / "set/images/turned.jpg", plain(40, 24), "bad", "0 0.5 0.5 0.5 0.5", exif=exif)
-    unended = write_image(tmp_path / "set/images/unended.jpg")
-    unended.write_bytes(unended.read_bytes()[:-2])  # YOLOv5 would rewrite this file
-    folders = [tmp_path / "set", tmp_path / "set/images", tmp_path / "set/labels"]
-    for folder in folders:
-        folder.chmod(0o555)
-    yield [*images, small, turned, unended]
-    for folder in folders:
-        folder.chmod(0o755)
-
-
-def test_the_data_folder_is_not_changed(read_only_set: list[Path], tmp_path: Path) -> None:
-    def snapshot() -> dict[Path, tuple[int, bytes]]:
-        return {
-            path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
-            for path in (tmp_path / "set").rglob("*")
-        }
-
-    before = snapshot()
-    for _ in range(2):
-        assert load_labels(read_only_set, "labels", 0).sizes[3:].tolist() == [[0, 0], [24, 40], [0, 0]]
-    assert snapshot() == before
-
-
 # What is made of labels
 
 
@@ -532,20 +401,6 @@ def test_a_subset_has_the_rows_of_its_images() -> None:
     assert both.of(1)[:, 0].tolist() == [3]
     none = three_boxes().subset(np.zeros(3, bool))
     assert (none.rows.shape, none.offsets.tolist(), none.sizes.shape) == ((0, 5), [0], (0, 2))
-
-
-def test_single_class_changes_the_classes_alone() -> None:
-    loaded = three_boxes()
-    single = loaded.as_single_class()
-    assert single.rows[:, 0].tolist() == [0, 0, 0]
-    assert np.array_equal(single.rows[:, 1:], loaded.rows[:, 1:])
-    assert loaded.rows[:, 0].tolist() == [2, 4, 3]
-
-
-def test_side_lengths_are_those_at_the_training_size() -> None:
-    # at 100 pixels the images are 100x50 and 50x100
-    lengths = three_boxes().subset(np.array([True, False, True])).side_lengths(100)
-    assert lengths.tolist() == [[50, 25], [25, 50], [25, 25]]
 
 
 def test_an_unknown_class_is_named_with_its_file_and_line(tmp_path: Path) -> None:

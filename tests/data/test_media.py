@@ -10,7 +10,6 @@ from pathlib import Path
 import cv2
 import pytest
 
-from data import media
 from data.media import Frame, Media, MediaItem, find_media, prefetched
 from tests.making import plain, write_image
 from tests.web import sending, serving
@@ -52,10 +51,6 @@ def test_a_folder_a_file_and_a_glob(folder: Path) -> None:
     assert names(str(folder / "b.png")) == ["b.png"]
     assert names(str(folder / "*.png")) == ["b.png"]
     assert names(str(folder / "**" / "*.png")) == ["b.png", "c.png"]
-
-
-def test_a_file_whose_name_looks_like_a_glob(tmp_path: Path) -> None:
-    assert names(str(write_image(tmp_path / "a[1].png"))) == ["a[1].png"]
 
 
 def test_a_list_names_items_relative_to_the_working_folder_or_to_itself(
@@ -169,17 +164,6 @@ def test_addresses_are_downloaded_once(folder: Path) -> None:
     assert len(list(Media(items))) == 1 + FRAMES  # from the cache: the server is gone
 
 
-def test_addresses_with_one_file_name_are_different_files(folder: Path) -> None:
-    with serving() as server:
-        contents = [(folder / name).read_bytes() for name in ("b.png", "v.avi")]
-        paths = ("one/x.png", "two/x.png")
-        items = [
-            MediaItem("picture", server.give(path, sending(each))) for path, each in zip(paths, contents, strict=True)
-        ]
-        assert [media.local_file(item).read_bytes() for item in items] == contents
-        assert [media.local_file(item).name for item in items] == ["x.png"] * 2
-
-
 def test_a_stream_has_frames_until_it_ends(folder: Path) -> None:
     with serving() as server:
         stream = Media([MediaItem("live", server.give("one", sending((folder / "v.avi").read_bytes())))], stride=2)
@@ -192,20 +176,11 @@ def test_a_stream_has_frames_until_it_ends(folder: Path) -> None:
         assert "/none cannot be read" in missing.problems[0]
 
 
-def test_a_stream_is_the_only_source() -> None:
-    with pytest.raises(UserError, match="must be the only source"):
-        Media([*find_media("0"), *find_media("rtsp://camera/1")])
-
-
 # Prefetching
 
 
 def pictures(count: int) -> Iterator[Frame]:
     return (Frame(MediaItem("picture", str(k)), plain(1, 1)) for k in range(count))
-
-
-def test_prefetching_gives_the_same_frames() -> None:
-    assert [frame.item.name for frame in prefetched(pictures(20), 3)] == [str(k) for k in range(20)]
 
 
 def test_prefetching_raises_errors_and_can_be_stopped() -> None:
@@ -220,11 +195,3 @@ def test_prefetching_raises_errors_and_can_be_stopped() -> None:
     next(frames)
     frames.close()  # type: ignore[attr-defined]
     assert threading.active_count() == before
-
-
-def test_links_and_lists_that_lead_to_themselves(folder: Path) -> None:
-    (folder / "loop").symlink_to(folder / "loop")
-    (folder / "inside").symlink_to(folder)
-    assert names(str(folder)) == ["a.JPG", "b.png", "v.avi"]
-    (folder / "one.txt").write_text("a.JPG\none.txt\n")
-    assert names(str(folder / "one.txt")) == ["a.JPG", "one.txt"]  # which is reported as no picture

@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 import pytest
 
-from data.polygons import Polygons, decode_rle, is_inside, joined, mask_outline
+from data.polygons import Polygons, is_inside, joined, mask_outline
 
 SQUARE = np.array(((2, 2), (6, 2), (6, 6), (2, 6)), np.float32)
 NONE = np.zeros((0, 2), np.float32)
@@ -33,14 +33,6 @@ def test_polygons_are_parts_of_flat_arrays() -> None:
     assert polygons.extents().tolist() == [[2, 2, 6, 6], [0, 0, 0, 0], [-3, -3, 6, 6]]
     assert points_of(polygons.at(polygons.points + 1))[0] == (SQUARE + 1).tolist()
     assert Polygons.of(()).extents().shape == (0, 4)
-
-
-def test_points_are_clipped_one_by_one() -> None:
-    polygons = Polygons.of((SQUARE, BENT, SQUARE))
-    assert polygons.clipped(np.array((0, 0, 5, 5))).points[[2, 4]].tolist() == [[5, 5], [1, 4]]
-    each = polygons.clipped(np.array(((0, 0, 9, 9), (0, 0, 9, 9), (3, 3, 4, 4))))
-    assert points_of(each)[0] == SQUARE.tolist()
-    assert points_of(each)[2] == [[3, 3], [4, 3], [4, 4], [3, 4]]
 
 
 @pytest.mark.parametrize(
@@ -108,12 +100,6 @@ def inside(points: list[tuple[float, float]], shape: tuple[int, int]) -> np.ndar
     return np.array([[is_inside(np.array(centre), outline) for centre in row] for row in centres], np.uint8)
 
 
-def test_joined_outlines_enclose_the_area_of_their_parts() -> None:
-    parts = [[(0, 0), (4, 0), (4, 4), (0, 4)], [(10, 1), (12, 1), (12, 3)], [(5, 9), (7, 9), (7, 11), (5, 11)]]
-    assert area(joined(parts)) == pytest.approx(sum(map(area, parts)))
-    assert joined(parts[:1]) == parts[0]
-
-
 def test_parts_are_joined_at_the_first_of_their_nearest_points() -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
@@ -136,46 +122,6 @@ def test_the_outline_of_a_mask_goes_around_its_pixels_and_no_others() -> None:
             y, x = np.nonzero(mask)
             assert np.min(points, 0).tolist() == [x.min(), y.min()]
             assert np.max(points, 0).tolist() == [x.max() + 1, y.max() + 1]
-
-
-def test_straight_edges_have_no_points_between_corners() -> None:
-    mask = np.zeros((20, 30), np.uint8)
-    mask[4:10, 3:20] = 1
-    assert sorted(mask_outline(mask)) == [(3, 4), (3, 10), (20, 4), (20, 10)]
-    mask[6:8, 10:12] = 0
-    assert len(mask_outline(mask)) == 4 + 4 + 2  # the connection has both ends twice
-    assert len(mask_outline(np.eye(20, dtype=np.uint8), tolerance=1.0)) < len(mask_outline(np.eye(20, dtype=np.uint8)))
-
-
-def test_a_simpler_outline_has_fewer_points_and_nearly_the_same_area() -> None:
-    mask = np.zeros((100, 100), np.uint8)
-    cv2.circle(mask, (50, 50), 40, 1, -1)
-    cv2.circle(mask, (50, 50), 20, 0, -1)
-    exact, simple = mask_outline(mask), mask_outline(mask, tolerance=1.5)
-    assert len(simple) < 0.3 * len(exact)
-    assert (inside(simple, mask.shape) != mask).mean() < 0.03
-
-
-@pytest.mark.parametrize("text", [False, True])
-def test_run_lengths_are_columns_of_pixels(text: bool) -> None:
-    # 3 x 4 pixels: two columns and one pixel, a hole of two pixels, the rest
-    lengths = [0, 7, 2, 3]
-    counts = "072L" if text else lengths  # the last one is 3 - 7
-    assert decode_rle(counts, [3, 4]).tolist() == [[1, 1, 1, 1], [1, 1, 0, 1], [1, 1, 0, 1]]
-
-
-def test_run_lengths_as_text_are_differences_of_5_bits() -> None:
-    # 5, 100 = 3 * 32 + 4, 5, 90 = 100 - 10, 200 = 5 + 195
-    text = "5" + chr(48 + 32 + 4) + "3" + "5" + chr(48 + 22) + chr(48 + 32 + 3) + chr(48 + 6)
-    mask = decode_rle(text, (20, 20))
-    assert mask.T.ravel().tolist() == [0] * 5 + [1] * 100 + [0] * 5 + [1] * 90 + [0] * 200
-    assert np.array_equal(decode_rle(text.encode(), (20, 20)), mask)
-
-
-@pytest.mark.parametrize("counts", [[3, 4], [], [20, -4], "07"])
-def test_run_lengths_must_fill_the_image(counts: object) -> None:
-    with pytest.raises(ValueError, match=r"runs of .* pixels in a mask of 4 x 4"):
-        decode_rle(counts, [4, 4])
 
 
 def test_a_mask_in_thousands_of_parts_has_no_outline() -> None:

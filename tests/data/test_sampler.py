@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +16,6 @@ from data.sampler import (
     batch_shape,
     batch_sizes,
     evaluation_batches,
-    image_weights,
-    images_in_use,
     item_generator,
     training_batches,
 )
@@ -57,33 +54,10 @@ def test_an_epoch_holds_every_image_once_and_fills_up_from_its_start(count: int,
     assert pickle.loads(pickle.dumps(epoch)) == epoch
 
 
-def test_each_image_is_equally_frequent_at_each_place() -> None:
-    orders = np.array([images(epoch_of(GlobalBatches(10, 5, 0, SQUARE), epoch)) for epoch in range(400)])
-    # each image is first, second, ... about 40 times; 6 standard deviations of that count
-    counts = np.array([np.bincount(column, minlength=10) for column in orders.T])
-    assert np.abs(counts - 40).max() < 36
-
-
 def test_halves_of_a_global_batch_are_the_batches_of_half_the_size() -> None:
     whole = epoch_of(GlobalBatches(24, 8, 0, SQUARE, partners=3), 1)
     halves = [half for batch in whole for half in (batch[:4], batch[4:])]
     assert halves == epoch_of(GlobalBatches(24, 4, 0, SQUARE, partners=3), 1)
-
-
-def test_set_epoch_does_not_change_an_epoch_under_way() -> None:
-    batches = GlobalBatches(12, 4, 0, SQUARE)
-    under_way = iter(batches)
-    first = next(under_way)
-    batches.set_epoch(1)
-    assert [first, *under_way] == epoch_of(batches, 0)
-    assert list(GlobalBatches(12, 4, 0, SQUARE)) == epoch_of(batches, 0)  # epoch 0 by default
-
-
-def test_accelerate_sets_the_epoch_of_the_attribute_sampler() -> None:
-    batches = GlobalBatches(12, 4, 0, SQUARE)
-    batches.sampler.set_epoch(5)
-    assert list(batches) == epoch_of(GlobalBatches(12, 4, 0, SQUARE), 5)
-    assert (batches.batch_size, batches.drop_last) == (4, False)
 
 
 @pytest.mark.parametrize("trained", [0, 1, 2, 3])
@@ -172,18 +146,6 @@ def test_rectangular_batches_have_images_of_like_aspect() -> None:
     assert [sample.position for batch in batches for sample in batch] == list(range(8))
 
 
-def test_a_rectangular_batch_of_both_kinds_is_square() -> None:
-    batches = epoch_of(rectangular(6, 0, 128, 32), 0)
-    assert [batch[0].shape for batch in batches] == [(128, 128), (128, 64)]
-
-
-def test_rectangular_batches_have_one_order_and_fill_up_too() -> None:
-    batches = rectangular(3, 0, 128, 32)
-    assert images(epoch_of(batches, 0)) == images(epoch_of(batches, 1)) == [*ORDER, 5]
-    assert {sample.epoch for batch in epoch_of(batches, 1) for sample in batch} == {1}
-    assert {len(batch) for batch in epoch_of(batches, 1)} == {3}
-
-
 @pytest.mark.parametrize("square", [False, True])
 def test_an_evaluation_holds_a_prime_count_of_images_once_each(square: bool) -> None:
     rng = np.random.default_rng(0)
@@ -195,23 +157,11 @@ def test_an_evaluation_holds_a_prime_count_of_images_once_each(square: bool) -> 
     assert {sample.epoch for batch in batches for sample in batch} == {0}
 
 
-def test_square_evaluation_goes_through_the_images_as_they_stand() -> None:
-    batches = evaluation_batches(SIZES, 3, 64, 32, square=True)
-    assert images(batches) == list(range(8))
-    assert {sample.shape for batch in batches for sample in batch} == {(64, 64)}
-
-
 def test_rectangular_evaluation_adds_half_a_stride() -> None:
     batches = evaluation_batches(SIZES, 4, 128, 32, square=False)
     assert images(batches) == ORDER
     # 96 / 32 + 0.5 and 128 / 32 + 0.5 are rounded up to 4 and 5; 102.4 / 32 + 0.5 = 3.7 to 4
     assert [batch[0].shape for batch in batches] == [(128, 160), (160, 128)]
-
-
-def test_the_last_rectangular_batch_has_the_shape_of_its_own_images() -> None:
-    batches = evaluation_batches(SIZES, 3, 128, 32, square=False)
-    assert images(batches[2:]) == [2, 1]
-    assert batches[2][0].shape == (160, 96)
 
 
 def test_equal_aspects_are_ordered_by_falling_index() -> None:
@@ -230,16 +180,6 @@ def test_the_partners_of_a_window_are_around_an_item(monkeypatch: pytest.MonkeyP
         for place, sample in enumerate(samples):
             seen[place].update(order.index(partner) for partner in sample.partners)
     assert seen == [set(range(first, first + 10)) for first in np.clip(np.arange(40) - 5, 0, 30).tolist()]
-
-
-def test_in_a_small_data_set_all_images_are_partners() -> None:
-    samples = [sample for e in range(9) for sample in chain(*epoch_of(GlobalBatches(9, 3, 7, SQUARE, partners=3), e))]
-    assert {partner for sample in samples for partner in sample.partners} == set(range(9))
-
-
-def test_images_in_use_are_those_in_reach_and_in_loading() -> None:
-    """Sixteen items each in the training process, in the four batches of two loader processes, and in the next one."""
-    assert images_in_use(16, workers=2) == 1000 + 16 * 6
 
 
 # Other orders
@@ -273,34 +213,6 @@ def test_samples_are_a_function_of_seed_and_epoch(sampling: Sampling) -> None:
     assert len({repr(samples) for samples in epochs}) > 4
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_resumed_epoch_has_the_samples_that_are_left(sampling: Sampling) -> None:
-    batches = batches_of(sampling, 2)
-    whole = epoch_of(batches, 2)
-    batches.skip(1)
-    assert epoch_of(batches, 2) == whole[1:]
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS[:2])
-def test_an_order_and_its_partners_do_not_depend_on_the_batch_size(sampling: Sampling) -> None:
-    small, large = (list(chain(*epoch_of(batches_of(sampling, size), 1))) for size in (2, 6))
-    assert small == large[: len(small)] or large == small[: len(large)]
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_batch_has_one_shape_and_plain_numbers(sampling: Sampling) -> None:
-    for epoch in range(4):
-        for batch in epoch_of(batches_of(sampling), epoch):
-            assert len(batch) == 4
-            assert len({sample.shape for sample in batch}) == 1
-            numbers = [(sample.position, sample.image, *sample.shape, *sample.partners) for sample in batch]
-            assert {type(value) for value in chain(*numbers)} == {int}
-
-
-def test_an_image_has_the_weight_of_its_instances() -> None:
-    assert image_weights(INSTANCES, 5) == pytest.approx(WEIGHTS)
-
-
 def test_images_are_sampled_in_proportion_to_their_weights() -> None:
     """And so are partners, within six standard deviations."""
     batches = batches_of(Sampling(image_weights=True), 5)
@@ -314,20 +226,6 @@ def test_images_are_sampled_in_proportion_to_their_weights() -> None:
     assert {len(sample.partners) for sample in samples} == {7}
 
 
-def test_partners_are_images_of_the_order() -> None:
-    batches = batches_of(Sampling(image_weights=True), 5)
-    for epoch in range(20):
-        samples = list(chain(*epoch_of(batches, epoch)))
-        assert {number for sample in samples for number in sample.partners} <= {sample.image for sample in samples}
-
-
-def test_without_instances_all_images_are_equal() -> None:
-    nothing = Instances(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    batches = batches_of(Sampling(image_weights=True), 5, instances=nothing)
-    counts = np.bincount([number for epoch in range(200) for number in images(epoch_of(batches, epoch))], minlength=5)
-    assert counts == pytest.approx(np.full(5, 200), abs=80)
-
-
 def test_only_one_flag_may_set_the_order() -> None:
     with pytest.raises(UserError, match="--rect and --image-weights"):
         Sampling(rect=True, image_weights=True)
@@ -339,20 +237,6 @@ def test_only_one_flag_may_set_the_order() -> None:
 def test_the_last_epochs_are_not_mixed(close: int, mixed: list[bool]) -> None:
     sampling = Sampling(close_mosaic=close, epochs=5)
     assert [sampling.mixes(epoch) for epoch in range(5)] == mixed
-
-
-def test_flags_that_are_on_have_messages() -> None:
-    def messages(**flags: Any) -> tuple[str, ...]:
-        return batches_of(Sampling(epochs=20, **flags)).messages
-
-    assert messages() == ()
-    assert messages(image_weights=True) == (
-        "--image-weights: 5 samples per epoch of 5 images; 1 without labels are never drawn",
-    )
-    assert messages(multi_scale=True, close_mosaic=3) == (
-        "--multi-scale: each batch at one of 5 sizes, 64 to 192 pixels",
-        "--close-mosaic 3: no mixed images from epoch 18 on",
-    )
 
 
 # Sizes of batches
@@ -371,23 +255,6 @@ def test_flags_that_are_on_have_messages() -> None:
 )
 def test_sizes_are_whole_strides_from_half_to_one_and_a_half(imgsz: int, stride: int, sizes: range) -> None:
     assert batch_sizes(imgsz, stride) == sizes
-
-
-def test_all_sizes_are_equally_frequent() -> None:
-    batches = batches_of(Sampling(multi_scale=True), 1)
-    shapes = [batch[0].shape for epoch in range(200) for batch in epoch_of(batches, epoch)]
-    assert all(height == width for height, width in shapes)
-    counts = np.bincount([height // 32 for height, _ in shapes])
-    assert counts.tolist()[:2] == [0, 0]
-    assert counts[2:] == pytest.approx(np.full(5, 200), abs=80)
-
-
-def test_the_size_depends_on_the_number_of_the_batch_only() -> None:
-    batches = batches_of(Sampling(multi_scale=True), 2)
-    shapes = [[batch[0].shape for batch in epoch_of(batches, epoch)] for epoch in range(30)]
-    assert len({shape for epoch in shapes for shape in epoch}) == 5
-    other = batches_of(Sampling(multi_scale=True, image_weights=True), 2, instances=INSTANCES)
-    assert [[batch[0].shape for batch in epoch_of(other, epoch)] for epoch in range(30)] == shapes
 
 
 def test_rectangular_batches_keep_their_shape_at_another_size() -> None:

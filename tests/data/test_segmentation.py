@@ -19,11 +19,10 @@ from data.data_yaml import read_spec
 from data.dataset import DataOptions
 from data.detection import DetectionData
 from data.polygons import Polygons
-from data.segmentation import NO_MASKS, SegmentationData, TargetMasks, evaluation_masks, training_masks
-from tests.making import label_file, noise, plain, write_image, write_label, write_yaml
+from data.segmentation import SegmentationData, TargetMasks, evaluation_masks, training_masks
+from tests.making import noise, plain, write_image, write_label, write_yaml
 from utils.batch import SegmentationBatch, box_windows
 from utils.config.hyperparameters import Hyperparameters
-from utils.errors import UserError
 
 NOTHING = Hyperparameters(
     hsv_h=0.0, hsv_s=0.0, hsv_v=0.0, translate=0.0, scale=0.0, fliplr=0.0, mosaic=0.0
@@ -97,16 +96,6 @@ def test_masks_and_boxes_follow_the_pixels(diamonds: Path, hyp: Hyperparameters)
     assert masked > 5
 
 
-def test_most_bright_pixels_are_in_a_mask(diamonds: Path) -> None:
-    hyp = replace(UPRIGHT, copy_paste=0.0)
-    for batch in epoch_of(data_of(diamonds, imgsz=128), hyp):
-        bright = batch.images[:, 0, 2::4, 2::4].numpy() > 250
-        covered = np.zeros_like(bright)
-        for mask, target in zip(masks_of(batch), batch.host_targets, strict=True):
-            covered[int(target[0])] |= mask
-        assert (covered & bright).sum() > 0.93 * bright.sum()
-
-
 def test_without_augmentation_masks_are_the_labels(tmp_path: Path) -> None:
     """A triangle and a box, which is on top, for it has less pixels; in a letterbox of 64 x 64."""
     rows = ("2 0.25 0.25 0.25 0.5", "1 0 0 1 0 0 1")
@@ -126,17 +115,6 @@ def test_without_augmentation_masks_are_the_labels(tmp_path: Path) -> None:
     (batch,) = epoch_of(data_of(tmp_path, no_overlap=True), NOTHING, batch_size=1)
     assert batch.targets[:, 1].tolist() == [2, 1]
     assert (masks_of(batch)[0] & masks_of(batch)[1]).sum() > 10
-
-
-def test_finer_masks_have_finer_edges(diamonds: Path) -> None:
-    masks = {
-        ratio: masks_of(epoch_of(data_of(diamonds, mask_ratio=ratio), NOTHING)[0])[0] for ratio in (1, 2, 3, 4, 16)
-    }
-    assert {mask.shape for mask in masks.values()} == {(16, 16)}
-    areas = {ratio: int(mask.sum()) for ratio, mask in masks.items()}
-    assert all(area == pytest.approx(48 * 48 / 2 / 16, abs=20) for area in areas.values())
-    assert all((masks[16][:, ::4] == masks[16][:, k::4]).all() for k in range(4))
-    assert len(set(areas.values())) > 2
 
 
 def test_an_item_without_targets_has_no_masks(tmp_path: Path) -> None:
@@ -177,22 +155,6 @@ def test_an_evaluated_mask_has_all_its_pixels_and_its_outline(diamonds: Path) ->
     assert [info[:4] for info in same.infos] == [info[:4] for info in batch.infos]
 
 
-def test_evaluation_does_not_depend_on_the_flags_of_training_masks(diamonds: Path) -> None:
-    batch, other = (
-        evaluation_batch(data_of(diamonds, **flags)) for flags in ({}, {"mask_ratio": 8, "no_overlap": True})
-    )
-    assert torch.equal(batch.mask_pixels, other.mask_pixels)
-    assert np.array_equal(batch.windows, other.windows)
-
-
-def test_a_picture_to_detect_in_has_no_masks(diamonds: Path) -> None:
-    data = data_of(diamonds)
-    batch = data.collate([data.item(noise(50, 80), "camera 0", (64, 64), 32)] * 2)
-    assert batch.images.shape == (2, 3, 64, 64)
-    assert (batch.mask_pixels.shape, batch.windows.shape, batch.host_targets.shape) == ((0,), (0, 4), (0, 6))
-    assert (batch.infos[0].path, batch.infos[0].outlines) == ("camera 0", ())
-
-
 # Labels
 
 
@@ -210,28 +172,6 @@ def test_boxes_are_counted_and_an_image_may_have_both(tmp_path: Path) -> None:
     assert len(data.split("train").report("train")) == 1
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ("1 0.5 0.5", "3 numbers instead of 5 (box) or an odd count from 7 (polygon)"),
-        (
-            "1 0.1 0.1 0.5 0.5 1.2 0.9",
-            "coordinates outside 0 to 1 (they are shares of the image's width and height, not pixels)",
-        ),
-        ("1 0.1 0.1 0.1 0.5 0.1 0.9", "the outline has no area"),
-        ("1 0.1 0.1 0.5 0.5 0.9 0.9", "the outline has no area"),
-        ("1 0.9 0.1 0.7 0.3 0.1 0.9 0.9 0.1", "the outline has no area"),
-    ],
-)
-def test_a_bad_outline_is_left_out_and_named(tmp_path: Path, row: str, problem: str) -> None:
-    image = write_image(tmp_path / "images/a.png", plain(64, 64), row, "0 0 0 1 0 0 1")
-    split = data_of(tmp_path).split("train")
-    assert split.problems == (f"{label_file(image)}, line 1: {problem}; row left out",)
-    assert split.labels.rows[:, 0].tolist() == [0]
-    with pytest.raises(UserError, match=r"line 1: .* \(--strict; 1 such problem in train\)"):
-        data_of(tmp_path, strict=True).split("train")
-
-
 def test_an_outline_that_crosses_itself_is_filled_where_it_goes_around_once(tmp_path: Path) -> None:
     """A bow tie, and a square in a square in one outline: its inner part is a hole."""
     write_image(
@@ -243,14 +183,6 @@ def test_an_outline_that_crosses_itself_is_filled_where_it_goes_around_once(tmp_
     assert not bow[[1, 14], 8].any()
     assert hollow[1:3].all()
     assert not hollow[5:11, 6:11].any()
-
-
-def test_a_changed_outline_is_another_split(diamonds: Path) -> None:
-    data = data_of(diamonds)
-    before = data.split("train").identity()
-    write_label(data.split("train").images[0], "1 0.5 0.125 0.875 0.5 0.5 0.875 0.125 0.51")
-    after = data.split("train").identity()
-    assert {key for key in before if before[key] != after[key]} == {"labels"}
 
 
 def test_the_outlines_of_training_labels_are_listed_with_their_boxes(diamonds: Path) -> None:
@@ -384,25 +316,3 @@ def test_smaller_objects_are_on_top_and_equal_ones_in_order() -> None:
     assert [whole.sum() for whole in split_masks(masks)] == [16 * 16 - 16, 0, 16]
     _, masks = training_masks(polygons, targets_of(polygons.extents()), SHAPE, 4, overlap=False)
     assert [whole.sum() for whole in split_masks(masks)] == [16, 256, 16]
-
-
-def test_a_hole_is_not_part_of_the_mask() -> None:
-    """An outline with a bridge to its hole, from 16 to 48 in 0 to 64."""
-    outer, hole = [[0, 0], [64, 0], [64, 64], [0, 64], [0, 0]], [[16, 16], [16, 48], [48, 48], [48, 16], [16, 16]]
-    polygons = Polygons.of((np.array([*outer, *hole], np.float32),))
-    targets = targets_of(polygons.extents())
-    for masks in (training_masks(polygons, targets, SHAPE, 4, True)[1], evaluation_masks(polygons, targets, SHAPE)):
-        (whole,) = split_masks(masks)
-        assert whole[6:11, 6:11].sum() == 0
-        assert whole[:4, :16].all()
-        assert whole[12:16, :16].all()
-
-
-def test_an_image_without_objects_has_no_masks() -> None:
-    targets = np.zeros((0, 5), np.float32)
-    for overlap in (False, True):
-        order, masks = training_masks(Polygons.of(()), targets, SHAPE, 4, overlap)
-        assert order.tolist() == []
-        for got in (masks, evaluation_masks(Polygons.of(()), targets, SHAPE)):
-            for array, expected in zip(got, NO_MASKS, strict=True):
-                assert (array.shape, array.dtype) == (expected.shape, expected.dtype)

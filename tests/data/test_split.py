@@ -11,7 +11,7 @@ import pytest
 
 from data.dataset import DataOptions, data_source
 from data.detection import DetectionSplit
-from data.split import assigned, main, split
+from data.split import main, split
 from tests.layouts import COUNTS, class_folders, coco_file, drawn, roboflow_yolo
 from tests.making import write_image, write_yaml
 from utils.errors import UserError
@@ -97,18 +97,6 @@ def test_the_shares_of_classes_are_equal(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(choices) == 4
 
 
-def test_the_choice_depends_on_the_seed_and_not_on_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = photos(tmp_path / "set", *[(0,), (1,), ()] * 8)
-    for name, seed in (("one", 0), ("same", 0), ("other", 1)):
-        split_in(tmp_path / name, monkeypatch, file, 0.25, seed)
-    moved = shutil.copytree(tmp_path / "set", tmp_path / "elsewhere/deeper")
-    split_in(tmp_path / "moved", monkeypatch, moved / "my.yaml", 0.25)
-    files = [tmp_path / name / "my-split/data.yaml" for name in ("one", "same", "other", "moved")]
-    one, same, other, from_moved = map(held, files)
-    assert one == same == from_moved
-    assert one != other
-
-
 def test_each_image_validates_in_one_of_the_folds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """40 images with class a, of which 10 have b too and 5 have c; 20 without labels."""
     file = photos(tmp_path / "set", *[(0, 1)] * 10, *[(0, 2)] * 5, *[(0,)] * 25, *[()] * 20)
@@ -121,17 +109,6 @@ def test_each_image_validates_in_one_of_the_folds(tmp_path: Path, monkeypatch: p
         assert (val.labels.counts == 0).sum() == 4
     other = split_in(tmp_path / "other", monkeypatch, file, folds=5, seed=1) / "my-folds"
     assert held(other / "fold1/data.yaml") != held(out / "fold1/data.yaml")
-
-
-def test_five_parts_of_equal_shares() -> None:
-    rng = np.random.default_rng(0)
-    counts = (rng.random((200, 6)) < (0.5, 0.3, 0.2, 0.1, 0.05, 0.0)).astype(int)
-    counts[:, 5] = counts.sum(1) == 0
-    parts = assigned(counts, [0.2] * 5)
-    for column in range(6):
-        of_class = np.bincount(parts, counts[:, column], minlength=5)
-        assert of_class.max() - of_class.min() <= 2
-    assert np.bincount(parts, minlength=5).min() >= 37
 
 
 def test_what_cannot_be_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,26 +22,6 @@ def drawing() -> Drawing:
     return [shapes.draw_image(0, 0, index) for index in range(100)]
 
 
-def test_an_image_depends_only_on_seed_split_and_index() -> None:
-    image, labels = shapes.draw_image(3, 0, 5)
-    shapes.draw_image(3, 0, 4)
-    again, labels_again = shapes.draw_image(3, 0, 5)
-    assert np.array_equal(image, again)
-    assert np.array_equal(labels, labels_again)
-    for other in ((4, 0, 5), (3, 1, 5), (3, 0, 6)):
-        assert not np.array_equal(image, shapes.draw_image(*other)[0])
-
-
-def test_images_and_labels_have_the_documented_form(drawing: Drawing) -> None:
-    for image, labels in drawing:
-        assert (image.shape, image.dtype) == ((160, 160, 3), np.uint8)
-        assert (labels.shape, labels.dtype) == ((len(labels), 5), np.float32)
-        assert np.isin(labels[:, 0], range(len(shapes.NAMES))).all()
-        low, high = labels[:, 1:3] - labels[:, 3:] / 2, labels[:, 1:3] + labels[:, 3:] / 2
-        assert (low >= -1e-6).all()
-        assert (high <= 1 + 1e-6).all()
-
-
 def test_sizes_classes_and_counts_vary(drawing: Drawing) -> None:
     labels = np.concatenate([rows for _, rows in drawing])
     sizes = labels[:, 3:].max(axis=1) * shapes.SIDE_PIXELS
@@ -65,18 +45,6 @@ def test_a_box_is_the_extent_of_the_painted_pixels(label: int, size: float) -> N
     check_extent(rng, placed)
 
 
-@pytest.mark.parametrize("label", range(len(shapes.NAMES)))
-def test_a_box_is_clipped_to_the_image(label: int) -> None:
-    rng = np.random.default_rng(label)
-    stencil = shapes.draw_stencil(rng, label, 60.0)
-    placed = shapes.place_at(stencil, -3, shapes.SIDE_PIXELS - stencil.fill.shape[0] + 3)
-    assert placed is not None
-    assert placed.box[0] == 0
-    assert placed.box[3] == shapes.SIDE_PIXELS
-    check_extent(rng, placed)
-    assert shapes.place_at(stencil, -30, 50) is None  # too little of it would be visible
-
-
 def check_extent(rng: np.random.Generator, placed: shapes.PlacedShape) -> None:
     """Paint a shape on grey, and check that its box and the extent of the changed pixels agree within one pixel.
 
@@ -92,26 +60,6 @@ def check_extent(rng: np.random.Generator, placed: shapes.PlacedShape) -> None:
     assert rows.max() < y2 <= rows.max() + 1
 
 
-def test_every_shape_is_mostly_visible() -> None:
-    for index in range(15):
-        placed = shapes.arrange(np.random.default_rng([1, 0, index]))
-        counts = np.sum([new.mask for new in placed], axis=0)
-        for number, new in enumerate(placed):
-            assert (counts[new.mask] > 1).mean() <= 0.35
-            assert all(shapes.iou(new.box, old.box) <= 0.35 for old in placed[:number])
-    assert shapes.iou((0, 0, 4, 4), (2, 0, 6, 4)) == pytest.approx(1 / 3)
-    assert shapes.iou((0, 0, 4, 4), (4, 0, 6, 4)) == 0
-
-
-def test_fill_colours_stand_out_and_vary() -> None:
-    rng = np.random.default_rng(0)
-    around = shapes.background(rng)[:40, :40]
-    colours = np.stack([shapes.fill_colour(rng, around) for _ in range(20)])
-    difference = colours[:, None] - around.reshape(-1, 3)[None]
-    assert (np.median(np.abs(difference).max(2), axis=1) > 50).all()
-    assert colours.std(axis=0).min() > 25
-
-
 def test_the_files_contain_the_drawn_images_and_labels(tmp_path: Path) -> None:
     files = contents(shapes.draw_dataset(tmp_path / "one", seed=7, train=2, val=2))
     names = [f"{split}/00000{index}" for split in ("train", "val") for index in range(2)]
@@ -124,12 +72,6 @@ def test_the_files_contain_the_drawn_images_and_labels(tmp_path: Path) -> None:
     assert np.allclose(np.array(rows, float).reshape(-1, 5), labels, atol=1e-6)
     assert all(len(value) == 8 for row in rows for value in row[1:])
     assert files == contents(shapes.draw_dataset(tmp_path / "two", seed=7, train=2, val=2))
-
-
-def test_an_image_without_objects_has_an_empty_label_file(tmp_path: Path, drawing: Drawing) -> None:
-    empty = next(index for index, (_, labels) in enumerate(drawing) if not len(labels))
-    folder = shapes.draw_dataset(tmp_path / "shapes", train=empty + 1, val=0)
-    assert (folder / f"labels/train/{empty:06d}.txt").read_bytes() == b""
 
 
 # Writing a data set: complete or absent, never overwritten

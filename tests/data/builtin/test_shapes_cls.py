@@ -12,15 +12,6 @@ from data.builtin import shapes, shapes_cls, shapes_seg
 from tests.making import contents
 
 
-def test_an_image_depends_only_on_seed_split_and_index() -> None:
-    image = shapes_cls.draw_image(3, 0, 5)
-    assert (image.shape, image.dtype) == ((64, 64, 3), np.uint8)
-    shapes_cls.draw_image(3, 0, 4)
-    assert np.array_equal(image, shapes_cls.draw_image(3, 0, 5))
-    for other in ((4, 0, 5), (3, 1, 5), (3, 0, 11)):
-        assert not np.array_equal(image, shapes_cls.draw_image(*other))
-
-
 def test_every_image_has_one_whole_shape_of_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
     painted: list[tuple[int, int, int, int]] = []  # class, longer side, right and bottom edge
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
 
 from data.builtin import shapes, shapes_seg
-from tests.making import contents
 
 SIDE = shapes.SIDE_PIXELS
 
@@ -20,17 +18,6 @@ def filled(outline: list[tuple[float, float]], scale: int = 8) -> np.ndarray:
     mask = np.zeros((SIDE * scale, SIDE * scale), np.uint8)
     cv2.fillPoly(mask, [(np.array(outline) * scale).round().astype(np.int32)], 255)
     return cv2.resize(mask, (SIDE, SIDE), interpolation=cv2.INTER_AREA).astype(np.float32) / 255
-
-
-def test_an_image_depends_only_on_seed_split_and_index() -> None:
-    image, objects = shapes_seg.draw_image(3, 0, 5)
-    assert (image.shape, image.dtype) == ((SIDE, SIDE, 3), np.uint8)
-    shapes_seg.draw_image(3, 0, 4)
-    same, same_objects = shapes_seg.draw_image(3, 0, 5)
-    assert np.array_equal(image, same)
-    assert objects == same_objects
-    for other in ((4, 0, 5), (3, 1, 5), (3, 0, 6)):
-        assert not np.array_equal(image, shapes_seg.draw_image(*other)[0])
 
 
 def test_outlines_go_around_the_visible_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,24 +54,6 @@ def test_outlines_go_around_the_visible_pixels(monkeypatch: pytest.MonkeyPatch) 
     assert covered > 10
     assert holes > 2
     assert clipped > 0
-
-
-def test_the_files_contain_the_drawn_images_and_outlines(tmp_path: Path) -> None:
-    files = contents(shapes_seg.draw_dataset(tmp_path / "one", seed=7, train=5, val=3))
-    names = {f"{split}/{index:06d}" for split, count in (("train", 5), ("val", 3)) for index in range(count)}
-    assert files.keys() == {
-        "shapes-seg.json",
-        *(f"images/{name}.jpg" for name in names),
-        *(f"labels/{name}.txt" for name in names),
-    }
-    image, objects = shapes_seg.draw_image(7, 1, 2)
-    stored = cv2.imdecode(np.frombuffer(files["images/val/000002.jpg"], np.uint8), cv2.IMREAD_COLOR)
-    assert np.abs(stored.astype(int) - image).mean() < 12  # JPEG at its worst on noise
-    rows = [list(map(float, row.split())) for row in files["labels/val/000002.txt"].decode().splitlines()]
-    assert [row[0] for row in rows] == [label for label, _ in objects]
-    for row, (_, outline) in zip(rows, objects, strict=True):
-        assert np.array(row[1:]).reshape(-1, 2) * SIDE == pytest.approx(np.array(outline), abs=1e-3)
-    assert files == contents(shapes_seg.draw_dataset(tmp_path / "two", seed=7, train=5, val=3))
 
 
 def test_the_shapes_of_the_detector_are_what_they_were() -> None:
