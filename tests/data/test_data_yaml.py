@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from data.builtin import shapes, shapes_cls, shapes_seg
-from data.data_yaml import images_below, read_spec
+from data.data_yaml import read_spec
 from data.dataset import overlap
+from data.images import images_below
 from data.labels import label_name
 from tests.making import label_file, write_yaml
 from utils.errors import UserError
