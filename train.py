@@ -58,7 +58,6 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
     settings, task, options, hyp = job.settings, job.task, job.options, job.settings.hyp
     logical = LogicalProcesses.of(options.logical_processes, accelerator)
     logical.fix_kernels(accelerator.device)
-    log(logical.message(accelerator.device))
     seed_everything(options.seed, not options.no_deterministic)
     model, known = job.load_model()
     factors = job.rate_factors(model)  # of the learning rate

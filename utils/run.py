@@ -14,9 +14,9 @@ import numpy as np
 from accelerate import Accelerator
 
 from utils.console import Bar, log
-from utils.distributed.collectives import Collectives
 from utils.distributed.failure import Watchdog, on_failure
-from utils.distributed.launch import Precision, device_name, log_devices
+from utils.distributed.launch import Precision, log_devices
+from utils.distributed.ranks import Collectives
 from utils.distributed.stop import GracefulStop, StopRequested
 from utils.errors import without_secrets
 from utils.files import numbered_folder
@@ -48,8 +48,7 @@ class Run:
         self._watchdog = Watchdog(math.inf, self.path)
         self._stop = GracefulStop()
         log.hold(self._is_main, quiet)
-        self.devices = self.collectives.gather([device_name(accelerator.device)])
-        log_devices(accelerator, precision, self.devices)
+        self.devices = log_devices(accelerator, precision)
 
     def open_folder(self, project: str, name: str, exist_ok: bool) -> None:
         """Make the run folder. All processes must call this together, after all input has been checked."""

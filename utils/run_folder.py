@@ -13,7 +13,7 @@ from torch import nn
 from utils.checkpoint.background_writer import BackgroundWriter
 from utils.checkpoint.state_files import StateFiles
 from utils.checkpoint.weight_files import serialised, weights_content
-from utils.distributed.collectives import Collectives
+from utils.distributed.ranks import Collectives
 from utils.errors import without_secrets
 from utils.files import PART_SUFFIX, lock_folder
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from models.weights.reader import read_weights
 from utils.checkpoint.state_files import STATE_FORMAT
-from utils.distributed.collectives import Collectives
+from utils.distributed.ranks import Collectives
 from utils.errors import UserError
 from utils.run_folder import RunFolder
 

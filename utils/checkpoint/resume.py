@@ -17,11 +17,9 @@ from utils.config.flags import AUTO, BUILT_IN_JOB, NEWEST, TrainOptions
 from utils.config.parser import over_defaults
 from utils.config.settings import RecipeOf, Settings, check_settings, resumed_options
 from utils.console import log
-from utils.distributed.collectives import broadcast_from_main
-from utils.distributed.failure import Stopped
 from utils.distributed.launch import connect
-from utils.distributed.ranks import launched
-from utils.errors import UserError, plural
+from utils.distributed.ranks import broadcast_from_main, launched
+from utils.errors import Stopped, UserError, plural
 from utils.files import read_yaml
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from utils.checkpoint.progress import Progress
 from utils.checkpoint.state_files import STATE_FORMAT
-from utils.distributed.collectives import Collectives
 from utils.distributed.deepspeed import gathered_parameters, load_optimizer_state, optimizer_state
-from utils.distributed.ranks import world_size
+from utils.distributed.ranks import Collectives, world_size
 from utils.errors import UserError
 
 if TYPE_CHECKING:

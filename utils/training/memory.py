@@ -19,7 +19,7 @@ from utils.distributed.ranks import launch_number, world_size
 from utils.errors import UserError
 
 if TYPE_CHECKING:
-    from utils.distributed.collectives import Collectives
+    from utils.distributed.ranks import Collectives
 
 SHARED_MEMORY = "/dev/shm"
 BATCHES_PER_WORKER = 3  # batches that a loader process holds: two prefetched, one that is being trained on

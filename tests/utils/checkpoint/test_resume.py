@@ -21,10 +21,9 @@ from utils.config.flags import BUILT_IN_JOB, TrainOptions
 from utils.config.hyperparameters import Hyperparameters, Recipe
 from utils.config.parser import given_flags, over_defaults
 from utils.config.settings import Settings
-from utils.distributed.failure import Stopped
 from utils.distributed.launch import Precision
 from utils.distributed.ranks import SPAWNED, ranks
-from utils.errors import UserError
+from utils.errors import Stopped, UserError
 from utils.files import ROOT, read_yaml
 from utils.run import Run
 from utils.summary import Summary

@@ -8,10 +8,9 @@ from typing import Any, NoReturn
 import pytest
 
 from tests.conftest import OnProcesses
-from utils.distributed.collectives import Collectives, broadcast_from_main
 from utils.distributed.failure import Stopped
 from utils.distributed.launch import start
-from utils.distributed.ranks import ranks
+from utils.distributed.ranks import Collectives, broadcast_from_main, ranks
 from utils.errors import UserError
 
 ALIKE = {"broadcast": {"rank": 0}, "part of five": ()}
