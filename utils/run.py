@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from accelerate import Accelerator
 
+from utils.checkpoint.run_folder import RunFolder
 from utils.console import Bar, log
 from utils.distributed.failure import Watchdog, on_failure
 from utils.distributed.launch import Precision, log_devices
@@ -21,7 +22,6 @@ from utils.distributed.stop import GracefulStop, StopRequested
 from utils.errors import without_secrets
 from utils.files import numbered_folder
 from utils.plots.plotter import FINISH_TIMEOUT_SECONDS, Plotter
-from utils.run_folder import RunFolder
 from utils.tracking.tracker import Tracker
 
 
@@ -42,7 +42,7 @@ class Run:
         self.collectives = Collectives(accelerator)
         self.step = 0  # optimizer step at which pictures are logged
         self._is_main = accelerator.is_main_process
-        self.path, self.files = Path(), RunFolder(Path(), self.collectives, False, log)  # until `open_folder`
+        self.path, self.files = Path(), RunFolder(Path(), False)  # until `open_folder`
         self._plotter: Plotter | None = None
         self._first_charts: tuple[str, ...] = ()  # not yet drawn
         self._watchdog = Watchdog(math.inf, self.path)
@@ -55,7 +55,7 @@ class Run:
         name = numbered_folder(Path(project), name, exist_ok).name if self._is_main else ""
         # The name is broadcast, not the path: --project may differ between machines.
         self.path = Path(project) / self.collectives.broadcast(name)
-        self.files = RunFolder(self.path, self.collectives, self._is_main, log)
+        self.files = RunFolder(self.path, self._is_main)
         log.release(self._log_line)
 
     def bar(self, title: str, images: int, done: int = 0) -> Bar:

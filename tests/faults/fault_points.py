@@ -23,7 +23,7 @@ POINTS = {
     "validation batch of a segmenter": ("models.tasks.segmentation.metrics", "SegmentationMetrics.update"),
     "validation batch of a classifier": ("models.tasks.classification.metrics", "ClassificationMetrics.update"),
     "validation summary": ("models.tasks.detection.metrics", "DetectionMetrics.summarise"),
-    "file replacement": ("utils.checkpoint.background_writer", "replacing"),  # such as results.csv's
+    "file replacement": ("utils.checkpoint.run_folder", "replacing"),  # such as results.csv's
     "row for W&B": ("utils.tracking.wandb", "WandbTracker._log"),  # in the thread that logs
     "flush to disk": ("os", "fsync"),
 }

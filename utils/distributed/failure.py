@@ -64,7 +64,7 @@ def run_main(main: Callable[[], object]) -> None:
     try:
         code = _run(main)
     finally:
-        if is_script:
+        if is_script:  # once threads have ended
             atexit.register(_leave, code)
     if code:
         sys.exit(code)
@@ -100,7 +100,7 @@ def _run(main: Callable[[], object]) -> int:
         message, lost = f"error: {cause or error}", bool(cause)
         if not cause and not isinstance(error, UserError):
             reason = f"{ranks()} failed: {type(error).__name__}: {first_line(error, 1000)}"
-            notify_failure(reason)
+            notify_failure(reason)  # before a traceback, which may be the end
             if processes == 1 and not Background.abandoned:
                 raise
             traceback.print_exc()
@@ -109,10 +109,10 @@ def _run(main: Callable[[], object]) -> int:
         log.reset()  # it refers to the run, with its loaders
         end_workers()
     connected = distributed.is_initialized()
+    if message and processes > 1:
+        end_together(message, code, "ended without an error message, or cannot be reached" if lost else "")
     if message:
         notify_failure(message)
-        if processes > 1:
-            end_together(message, code, "ended without an error message, or cannot be reached" if lost else "")
         print(message, file=sys.stderr)
     elif connected and not code:
         distributed.destroy_process_group()
@@ -158,6 +158,7 @@ def end_together(message: str, code: int = 1, culprit: str = "", stalled: bool =
         stalled: whether to name the processes that the others wait for, if all answer
     """
     waits = is_waiting()
+    notify_failure(message)
     query_store(lambda store: store.write_once("alarm", True), None)
     query_store(lambda store: store.write("present", waits), None)
     time.sleep(ROLL_CALL_SECONDS if culprit else 0)
@@ -197,9 +198,7 @@ def _watch_others() -> None:
     with suppress(RuntimeError, ValueError):  # the process group is just being destroyed
         while not ((store := run_store()) and store.value("alarm")):
             if launcher and os.getppid() != launcher:
-                reason = f"the launcher of {ranks()} has ended, so the run ends too; continue with --resume"
-                notify_failure(reason)
-                end_together(f"error: {reason}")
+                end_together(f"error: the launcher of {ranks()} has ended, so the run ends too; continue with --resume")
             time.sleep(POLL_SECONDS)
         notify_failure("another process of the run has failed; see the console for the reason")
         query_store(lambda store: store.write("present", is_waiting()), None)
@@ -263,7 +262,6 @@ class Watchdog:
             with (self.folder / f"process{ranks().rank}.txt").open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         reason = f"for {self.timeout:g} s (--dist-timeout); the stack of each process is in {self.folder}"
-        notify_failure(f"no progress {reason}")
         culprit = f"made no progress, or cannot be reached, {reason}"
         end_together(f"error: no process made progress {reason}", culprit=culprit, stalled=True)
 

@@ -26,7 +26,7 @@ from utils.tracking.requested import DEFAULT_PROJECT, make_trackers
 from utils.tracking.tracker import ImageReader, Tracker
 
 if TYPE_CHECKING:
-    from utils.checkpoint.progress import Progress
+    from utils.checkpoint.training_state import Progress
     from utils.config.flags import TrainOptions
     from utils.run import Run
 

@@ -64,15 +64,3 @@ def test_the_model_can_be_built_from_the_file(written: tuple[Path, YoloModel]) -
     model.eval(), again.eval()
     for one, other in zip(model(images), again(images), strict=True):
         assert torch.equal(one, other)
-
-
-def test_torch_loads_it_without_running_code(written: tuple[Path, YoloModel]) -> None:
-    content = torch.load(written[0], weights_only=True)
-    assert content["format"].startswith("lockstep-")
-    assert not any(value.requires_grad for value in content["state"].values())
-
-
-def test_the_task_is_that_of_the_yaml(tmp_path: Path) -> None:
-    content = weights_content(build_model(tiny_detector()), {**tiny_detector(), "task": "segment"}, NAMES, {})
-    (tmp_path / "a.pt").write_bytes(serialised(content))
-    assert read_weights(tmp_path / "a.pt").task == "segment"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT
-from utils.checkpoint.progress import Progress
+from utils.checkpoint.training_state import Progress
 from utils.config.flags import TrainOptions
 from utils.summary import Box, Example, Summary
 from utils.tracking.run_log import LOGGED_IMAGES, RunLog, git_commit, wandb_run_id
