@@ -19,7 +19,6 @@ from utils.training.memory import (
     explain_out_of_memory,
     fitted_batch,
     halved,
-    largest_batch,
     loader_processes,
 )
 
@@ -134,46 +133,14 @@ def test_other_errors_pass(error: Exception) -> None:
 # AutoBatch
 
 
-class Device:
-    """A device with `memory`, of which the model needs `fixed` and each image `each`; records the measured batches."""
-
-    def __init__(self, memory: float, fixed: int = 100, each: int = 10) -> None:
-        self.memory, self.fixed, self.each = memory, fixed, each
-        self.tried: list[int] = []
-
-    def peak(self, size: int) -> int:
-        self.tried.append(size)
-        if (used := self.fixed + self.each * size) > self.memory:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return used
-
-
-def test_the_largest_batch_leaves_a_fifth_of_the_memory() -> None:
-    device = Device(1000)
-    assert largest_batch(device.peak, 1000, 10_000) == 70  # 100 + 70 x 10 are 800
-    assert device.tried == [1, 2, 4, 8, 16, 32]
-
-
-def test_the_limits_of_the_largest_batch() -> None:
-    """All images; a batch that has failed, because not all free memory can be allocated; one image."""
-    device = Device(1e9)
-    assert largest_batch(device.peak, 10**9, 28) == 28
-    assert max(device.tried) == 28
-    assert largest_batch(Device(200).peak, 1000, 10_000) == 8  # 100 + 8 x 10; 16 failed
-    assert largest_batch(Device(1000, 850).peak, 1000, 64) == 1
-    assert largest_batch(Device(1000, 450, 0).peak, 1000, 64) == 64
-    with pytest.raises(torch.OutOfMemoryError):
-        largest_batch(Device(1000, 1200).peak, 1000, 64)
-
-
 class Group:
-    """Collectives with other processes whose devices fit these batches."""
+    """Collectives with other processes, whose devices do or do not hold a batch."""
 
-    def __init__(self, *local_batches: int) -> None:
-        self.local_batches = local_batches
+    def __init__(self, *fits: bool) -> None:
+        self.fits = fits
 
-    def gather(self, items: list[int]) -> list[int]:
-        return [*items, *self.local_batches]
+    def gather(self, items: list[bool]) -> list[bool]:
+        return [*items, *self.fits]
 
 
 @pytest.mark.parametrize(("processes", "expected"), [(1, 16), (3, 15), (32, 32)])
@@ -197,9 +164,13 @@ class PlacedLayer(torch.nn.BatchNorm1d):
         return self
 
 
-@pytest.mark.parametrize(("others", "expected"), [((), 65), ((50,), 50)])
-def test_auto_batch_measures_a_gpu(others: tuple[int, ...], expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 7 GiB, 6 free and 1 the model's, 0.8 may be used; an image takes 0.07 GiB: (5.6 - 1) / 0.07 images fit."""
+@pytest.mark.parametrize(
+    ("images", "others", "expected"), [(1000, (True,), 64), (50, (True,), 32), (1000, (False,), 1)]
+)
+def test_auto_batch_measures_every_gpu(
+    images: int, others: tuple[bool, ...], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 7 GiB, 6 free and 1 the model's, 0.8 may be used; an image takes 0.07 GiB: 65 images fit."""
     launched(monkeypatch, 1, 1)
     queries = CudaQueries(free=6 * GIB, allocated=GIB).install(monkeypatch)
     device, model = torch.device("cuda", 0), PlacedLayer(4)
@@ -209,8 +180,8 @@ def test_auto_batch_measures_a_gpu(others: tuple[int, ...], expected: int, monke
         model(torch.rand(2 * images, 4))
         queries.allocate(images * 7 * GIB // 100)
 
-    size, _ = fitted_batch(-1, train_step, model, device, 1000, Group(*others), 1)  # type: ignore[arg-type]
-    assert size == expected
+    fitted = fitted_batch(-1, train_step, model, device, images, Group(*others), 1)  # type: ignore[arg-type]
+    assert fitted == (expected, 1)
     assert model.placed == (device,)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
