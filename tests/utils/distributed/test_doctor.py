@@ -10,14 +10,11 @@ from typing import Any
 import pytest
 
 from tests.making import launched
-from tests.rehearsal.cuda_queries import GIB, CudaQueries
 from utils.config.flags import TrainOptions
 from utils.distributed.doctor import (
     MACHINE_FLAGS,
-    code_hash,
     findings,
     fingerprint,
-    run_doctor,
 )
 
 A: dict[str, Any] = {
@@ -71,15 +68,6 @@ def test_machine_flags_exist() -> None:
     assert set(MACHINE_FLAGS) <= {option.name for option in dataclasses.fields(TrainOptions)}
 
 
-def test_the_hash_of_the_code_depends_on_names_and_content(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("a")
-    hashes = {code_hash(tmp_path)}
-    (tmp_path / "train.py").write_text("b")
-    hashes.add(code_hash(tmp_path))
-    (tmp_path / "train.py").rename(tmp_path / "val.py")
-    assert len({*hashes, code_hash(tmp_path)}) == 3
-
-
 def test_a_fingerprint_depends_on_relative_names_and_sizes(tmp_path: Path) -> None:
     prints = {}
     for root, names in {"one": "ab", "other": "ab", "less": "a", "named": "ac"}.items():
@@ -93,11 +81,3 @@ def test_a_fingerprint_depends_on_relative_names_and_sizes(tmp_path: Path) -> No
     assert len({prints[root] for root in ("one", "less", "named")}) == 3
     files[0].write_text("1234")
     assert fingerprint(files) != prints["named"]
-
-
-def test_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    launched(monkeypatch, 1, 1)
-    CudaQueries(name="NVIDIA H200", total=139 * GIB, free=20 * GIB).install(monkeypatch)
-    run_doctor({"device": "0", "dist_timeout": 10.0}, lambda: ({}, {}))
-    printed = capsys.readouterr().out
-    assert "cuda NVIDIA H200, 139 GiB" in printed

@@ -20,7 +20,6 @@ from torch import distributed
 
 from tests.conftest import OnProcesses, without_greetings
 from tests.making import launched, without_launcher
-from tests.rehearsal.cuda_queries import GIB, CudaQueries
 from utils.distributed import launch
 from utils.distributed.failure import run_main
 from utils.distributed.launch import (
@@ -28,7 +27,6 @@ from utils.distributed.launch import (
     RENDEZVOUS,
     choose_precision,
     connect,
-    describe_device,
     device_kind,
     device_numbers,
     loader_workers,
@@ -228,12 +226,6 @@ def test_processes_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch)
     assert (loader_workers(8), loader_workers(3), loader_workers(0)) == (8, 3, 0)
     launched(monkeypatch, 8, 4)
     assert loader_workers(8) == 2
-
-
-def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    CudaQueries(devices=2, name="NVIDIA H200", total=139 * GIB).install(monkeypatch)
-    assert describe_device(torch.device("cuda", 1)) == "NVIDIA H200, 139 GiB"
-    assert one_device("1") == torch.device("cuda", 1)
 
 
 # The rendezvous

@@ -79,16 +79,6 @@ def handled() -> Iterator[list[int]]:
         signal.signal(number, handler)
 
 
-def test_handlers_are_restored(handled: list[int]) -> None:
-    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
-    with GracefulStop():
-        assert [signal.getsignal(number) for number in STOP_SIGNALS] != handlers
-    assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
-    assert signal.set_wakeup_fd(-1) == -1
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert handled == [signal.SIGUSR1]
-
-
 def test_signals_are_still_received_after_an_error(handled: list[int]) -> None:
     def leave() -> None:
         with GracefulStop() as stop:

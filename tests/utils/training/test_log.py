@@ -20,7 +20,6 @@ from models.tasks.contract import Task
 from models.tasks.detection.records import image_records
 from models.tasks.detection.task import DetectionTask
 from models.tasks.segmentation.task import SegmentationTask
-from tests.rehearsal.cuda_queries import GIB, CudaQueries
 from tests.utils.test_run import run_in
 from tests.utils.training.test_steps import prepared, train
 from utils.checkpoint.training_state import Progress
@@ -31,7 +30,6 @@ from utils.training.log import (
     StepLog,
     epoch_line,
     log_best_epoch,
-    peak_memory,
     profile_window,
     results_row,
 )
@@ -166,11 +164,6 @@ def test_speed_waiting_and_values_that_are_not_finite(monkeypatch: pytest.Monkey
     log.norm = math.inf
     log.add(torch.zeros(2))
     assert log.values(log.point(2, 1.0, sgd()))["step/gradient_norm"] == math.inf
-
-
-def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    CudaQueries().install(monkeypatch).allocate(3 * GIB)
-    assert [peak_memory(torch.device(name)) for name in ("cuda:0", "cpu")] == [3.0, 0.0]
 
 
 # The profile
