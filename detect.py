@@ -28,8 +28,8 @@ from predictor import Predictor
 from utils.config.flags import DetectOptions
 from utils.config.parser import given_flags, over_defaults
 from utils.console import Bar, show
-from utils.distributed.failure import Stopped, run_main
-from utils.errors import UserError, plural, without_secrets
+from utils.distributed.failure import run_main
+from utils.errors import Stopped, UserError, plural, without_secrets
 from utils.files import csv_text, lock_folder, numbered_folder, remove_if_empty, replacing, unique_stems, write_rows
 from utils.plots.drawing import Style, write_picture
 from utils.python_api import call

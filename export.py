@@ -23,9 +23,9 @@ from utils.config.flags import ExportOptions
 from utils.config.parser import given_flags, over_defaults, refuse_flags
 from utils.config.values import select
 from utils.console import show
-from utils.distributed.failure import Stopped, run_main
+from utils.distributed.failure import run_main
 from utils.distributed.launch import device_kind
-from utils.errors import UserError, plural
+from utils.errors import Stopped, UserError, plural
 from utils.files import located
 from utils.python_api import call
 

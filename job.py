@@ -21,7 +21,7 @@ from models.tasks.contract import Model, Task, terms_of
 from models.weights import Origin
 from utils.batch import Batch
 from utils.checkpoint.resume import resolve_settings
-from utils.checkpoint.training_state import Decisions
+from utils.checkpoint.training_state import Decisions, Identity
 from utils.config.flags import TrainOptions
 from utils.config.hyperparameters import is_shipped, log_unread
 from utils.config.parser import given_flags
@@ -30,6 +30,7 @@ from utils.config.values import PYTHON_SUFFIX, select
 from utils.console import log
 from utils.distributed.failure import barrier
 from utils.distributed.logical import check_logical_processes
+from utils.distributed.ranks import world_size
 from utils.errors import UserError
 from utils.files import located
 from utils.run import Run
@@ -62,10 +63,6 @@ class Data(NamedTuple):
     set: DataSet[Any]
     train: Any
     val: Any
-
-    def validation_batch(self, batch_size: int) -> int:
-        """Return the number of images per process and validation batch for a batch size of the training."""
-        return min(2 * batch_size, VALIDATION_BATCH)
 
 
 class Job(NamedTuple):
@@ -110,10 +107,10 @@ class Job(NamedTuple):
             log_unread(hyp, task.unread(start_from.yaml), model_words(start_from.yaml))
         return model, start_from.known_share(model, task)
 
-    def open_data(self, run: Run, model: Model) -> Data:
+    def open_data(self, model: Model) -> Data:
         """Read and check the data set. Raises `UserError`."""
         settings, options, data_options = self.settings, self.options, select(DataOptions, self.options)
-        images = max(options.batch_size // run.accelerator.num_processes, VALIDATION_BATCH)  # in this process's batch
+        images = max(options.batch_size // world_size(), VALIDATION_BATCH)  # in this process's batch
         batch_bytes = images * 3 * data_options.largest(model.imgsz) ** 2
         workers = memory.loader_processes(options.workers, batch_bytes)
         data = self.source.open(model.imgsz, model.stride, replace(data_options, workers=workers))
@@ -152,28 +149,22 @@ class Job(NamedTuple):
         return Decisions(size, accumulation, known, run.collectives.broadcast(wandb_run_id()))
 
     def write_inputs(
-        self,
-        run: Run,
-        data: Data,
-        splits: Mapping[str, Any],
-        content: Mapping[str, Any],
-        saved: Mapping[str, Any] | None,
+        self, run: Run, data: Data, identity: Identity, content: Mapping[str, Any], saved: Mapping[str, Any] | None
     ) -> RunLog:
         """Write settings, problems and data documents into the run folder, and start the trackers; return their log.
 
         Args:
-            splits: `Split.identity` of each split
             content: content of settings.yaml
             saved: state of a resumed run
         """
-        identity = {"yaml": str(self.source.spec.file), **splits}
+        source = {"yaml": str(self.source.spec.file), **identity.splits}
         run.files.write_problems([*data.train.problems, *data.val.problems])
         run.files.write_settings(content)
         run.files.write_documents(data.set.documents(data.train, data.val))
         options, names = self.options, list(self.task.names.values())
         run_log = RunLog(run, options, content["wandb_id"], data.val.shown, names)
-        run_log.start(content, identity, saved)
-        run_log.upload_dataset(self.source.spec.file, self.source.files, identity)
+        run_log.start(content, source, saved)
+        run_log.upload_dataset(self.source.spec.file, self.source.files, source)
         if not options.noplots:
             run.enable_plots("labels.csv")
         return run_log
@@ -215,20 +206,13 @@ def resolve(requested: Settings, agreed: Callable[[bool], bool] = bool) -> Job:
     return Job(settings, source, replace(start_from, yaml=yaml), task, fitness)
 
 
-def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, Sequence[Path]], Sequence[str]]:
-    """Return the settings of a job, its files by purpose, and the messages that a start prints about the data.
-
-    Raises `UserError` if the job could not start.
-    """
+def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, Sequence[Path]]]:
+    """Return the settings of a job and its files by purpose. Raises `UserError` if the job could not start."""
     job = resolve(settings)
-    options = job.options
-    model = job.task.build_model(job.start.yaml, options.imgsz, job.start.source)
-    data = job.source.open(model.imgsz, model.stride, select(DataOptions, options))
-    messages = data.messages(data.split("train", job.settings.hyp), data.split("val"))
+    job.open_data(job.load_model()[0])
     files: dict[str, Sequence[Path]] = {**job.source.files()}
     if job.start.weights_file:
         files["weights"] = [job.start.weights_file]
-    if options.augmentations:
-        data.user_augmentations("augmentations" in settings.given)
-        files["augmentations"] = [Path(options.augmentations)]
-    return {**vars(job.settings.hyp), "model": job.start.yaml, "class names": job.task.names}, files, messages
+    if job.options.augmentations:
+        files["augmentations"] = [Path(job.options.augmentations)]
+    return {**vars(job.settings.hyp), "model": job.start.yaml, "class names": job.task.names}, files

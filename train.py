@@ -58,16 +58,14 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
     settings, task, options, hyp = job.settings, job.task, job.options, job.settings.hyp
     logical = LogicalProcesses.of(options.logical_processes, accelerator)
     logical.fix_kernels(accelerator.device)
-    log(logical.message(accelerator.device))
     seed_everything(options.seed, not options.no_deterministic)
     model, known = job.load_model()
     factors = job.rate_factors(model)  # of the learning rate
-    data = job.open_data(run, model)
+    data = job.open_data(model)
 
     # Open the run folder: a new one, or the folder of the run that is resumed.
     run.open_folder(options.project, options.name, options.exist_ok)
-    splits = {"train": data.train.identity(), "val": data.val.identity()}
-    identity = Identity(task.names, model.imgsz, splits)
+    identity = Identity(task.names, model.imgsz, {"train": data.train.identity(), "val": data.val.identity()})
     saved = read_saved_state(run, settings, identity)
     if saved:
         model.load_state_dict(saved["model"])  # before `task.criterion`, which may read what `adapt` has changed
@@ -77,13 +75,13 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
     batch_size, known = decisions.batch_size, decisions.known
     accelerator.gradient_accumulation_steps = decisions.accumulation
     content = settings.content(model.yaml, model.imgsz, batch_size, decisions.run_id)
-    run_log = job.write_inputs(run, data, splits, content, saved)
+    run_log = job.write_inputs(run, data, identity, content, saved)
 
     # Loaders, loss and evaluation.
     loader = data.set.train_loader(data.train, batch_size, hyp, options.seed)
     sampler: Any = loader.batch_sampler  # the batches of all processes: data.sampler.GlobalBatches
     criterion = task.criterion(model)
-    evaluate = evaluator(run, task, model, criterion, data.set, data.val, data.validation_batch(batch_size))
+    evaluate = evaluator(run, task, model, criterion, data.set, data.val, min(2 * batch_size, VALIDATION_BATCH))
     log_plan(accelerator, batch_size, len(loader), options.epochs)
     log(f"saving results to {run.path}")
 

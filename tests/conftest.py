@@ -28,10 +28,11 @@ from data.builtin import shapes, shapes_cls, shapes_seg
 from tests.machines import left_behind, machines
 from tests.making import write_yaml
 from utils.console import Background, log
-from utils.distributed.failure import Stopped, run_main
+from utils.distributed.failure import run_main
 from utils.distributed.launch import reset_accelerate, spawn
 from utils.distributed.ranks import ranks
 from utils.distributed.stop import STOP_SIGNALS
+from utils.errors import Stopped
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"

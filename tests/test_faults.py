@@ -122,9 +122,9 @@ def test_auto_batch_on_the_cpu(train: Train, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_auto_batch_on_a_gpu(train: Train, tmp_path: Path) -> None:
-    """Training uses the measured batch size: at 64 pixels all images fit."""
+    """Training uses the measured batch size: at 64 pixels 28 images fit."""
     printed = train(tmp_path, "--batch-size", "-1", "--epochs", "1", "--device", "0")
-    assert "--batch-size -1: taking 28, by measurement" in printed
+    assert "--batch-size -1: taking 16, by measurement" in printed
     printed = train(tmp_path, "--batch-size", "-1", "--epochs", "1", "--device", "0", "--imgsz", "1280")
     assert ", by measurement" in printed
     assert len(rows(tmp_path / "exp2")) == 1

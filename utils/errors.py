@@ -1,4 +1,4 @@
-"""`UserError`, which is printed as one sentence, and the text of messages. Imported everywhere."""
+"""`UserError`, which is printed as one sentence, `Stopped`, and the text of messages. Imported everywhere."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ class UserError(Exception):
 
     def __init__(self, message: str = "") -> None:
         super().__init__(printable(OF_LOADER.sub("", message).rstrip() if OF_LOADER.match(message) else message))
+
+
+class Stopped(SystemExit):
+    """The run ends early, on request, with the exit code `code`; everything is saved and printed."""
 
 
 def printable(message: str) -> str:

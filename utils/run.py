@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 from accelerate import Accelerator
 
+from utils.checkpoint.run_folder import RunFolder
 from utils.console import Bar, log
-from utils.distributed.collectives import Collectives
 from utils.distributed.failure import Watchdog, on_failure
-from utils.distributed.launch import Precision, device_name, log_devices
+from utils.distributed.launch import Precision, log_devices
+from utils.distributed.ranks import Collectives
 from utils.distributed.stop import GracefulStop, StopRequested
 from utils.errors import without_secrets
 from utils.files import numbered_folder
 from utils.plots.pictures import Plotter
-from utils.run_folder import RunFolder
 from utils.tracking.trackers import Tracker
 from utils.tracking.wandb import pictures
 
@@ -44,21 +44,20 @@ class Run:
         self.collectives = Collectives(accelerator)
         self.step = 0  # optimizer step at which pictures are logged
         self._is_main = accelerator.is_main_process
-        self.path, self.files = Path(), RunFolder(Path(), self.collectives, False, log)  # until `open_folder`
+        self.path, self.files = Path(), RunFolder(Path(), False)  # until `open_folder`
         self._plotter: Plotter | None = None
         self._first_charts: tuple[str, ...] = ()  # not yet drawn
         self._watchdog = Watchdog(math.inf, self.path)
         self._stop = GracefulStop()
         log.hold(self._is_main, quiet)
-        self.devices = self.collectives.gather([device_name(accelerator.device)])
-        log_devices(accelerator, precision, self.devices)
+        self.devices = log_devices(accelerator, precision)
 
     def open_folder(self, project: str, name: str, exist_ok: bool) -> None:
         """Make the run folder. All processes must call this together, after all input has been checked."""
         name = numbered_folder(Path(project), name, exist_ok).name if self._is_main else ""
         # The name is broadcast, not the path: --project may differ between machines.
         self.path = Path(project) / self.collectives.broadcast(name)
-        self.files = RunFolder(self.path, self.collectives, self._is_main, log)
+        self.files = RunFolder(self.path, self._is_main)
         log.release(lambda line: self.with_wandb(lambda run: run.write_logs(f"{line}\n")))
 
     def bar(self, title: str, images: int, done: int = 0) -> Bar:

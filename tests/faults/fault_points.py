@@ -23,7 +23,7 @@ POINTS = {
     "validation batch of a segmenter": ("models.tasks.segment_metrics", "SegmentationMetrics.update"),
     "validation batch of a classifier": ("models.tasks.classify", "ClassificationMetrics.update"),
     "validation summary": ("models.tasks.metrics", "DetectionMetrics.summarise"),
-    "file replacement": ("utils.checkpoint.background_writer", "replacing"),  # such as results.csv's
+    "file replacement": ("utils.checkpoint.run_folder", "replacing"),  # such as results.csv's
     "row for W&B": ("utils.tracking.wandb", "WandbTracker._log"),  # in the thread that logs
     "flush to disk": ("os", "fsync"),
 }

@@ -14,8 +14,7 @@ import pytest
 import job
 from utils.config.flags import TrainOptions, ValOptions
 from utils.config.parser import given_flags
-from utils.distributed.failure import Stopped
-from utils.errors import UserError
+from utils.errors import Stopped, UserError
 from utils.files import lock_folder
 from utils.python_api import RESULT, arguments, call, write_result
 from utils.summary import Summary

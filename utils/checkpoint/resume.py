@@ -10,18 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from utils.checkpoint.progress import Progress
 from utils.checkpoint.state_files import StateFiles
-from utils.checkpoint.training_state import Identity
+from utils.checkpoint.training_state import Identity, Progress
 from utils.config.flags import AUTO, BUILT_IN_JOB, NEWEST, TrainOptions
 from utils.config.parser import over_defaults
 from utils.config.settings import RecipeOf, Settings, check_settings, resumed_options
 from utils.console import log
-from utils.distributed.collectives import broadcast_from_main
-from utils.distributed.failure import Stopped
 from utils.distributed.launch import connect
-from utils.distributed.ranks import launched
-from utils.errors import UserError, plural
+from utils.distributed.ranks import broadcast_from_main, launched
+from utils.errors import Stopped, UserError, plural
 from utils.files import read_yaml
 
 if TYPE_CHECKING:
@@ -58,7 +55,7 @@ def read_saved_state(run: Run, settings: Settings, identity: Identity) -> dict[s
     Raises `UserError` if classes, image size, images or labels differ from the saved state's, before anything in the
     folder changes.
     """
-    saved = run.files.read_state() if settings.saved else None
+    saved = run.collectives.broadcast(run.files.read_state()) if settings.saved else None
     if saved:
         identity.check(saved)
         settings.log_changes()
@@ -79,7 +76,7 @@ def _settings_of_run(settings: Settings, recipe_of: RecipeOf) -> Settings:
     if not {"epochs", "batch_size", "hyperparameters", "model"} <= saved.keys():
         raise UserError(f"{run} is not the folder of a training run, so it cannot be resumed; name one that is")
     states = StateFiles(run / STATES)
-    state = states.read(lambda warning: None)  # `read_saved_state` reads it again, and warns
+    state = states.read(warns=False)  # `read_saved_state` reads it again
     check_settings(saved, state.get("settings", {}) if state else {}, run / SETTINGS)
     options = resumed_options(settings.given, run, saved, recipe_of, launched())
     if state is None:

@@ -1,6 +1,6 @@
 """The files in checkpoint/ of a run folder, which --resume reads: replaced as a whole, and verified by a checksum.
 
-Called by utils/run_folder.py and resume.py; training_state.py makes their content.
+Called by run_folder.py and resume.py; training_state.py makes their content.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import hashlib
 import io
 import re
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
+from utils.console import log
 from utils.errors import UserError, first_line
 from utils.files import read_regular, replacing
 
@@ -53,8 +53,8 @@ class StateFiles:
                 old.unlink()
         self.last = path
 
-    def read(self, warn: Callable[[str], object]) -> dict[str, Any] | None:
-        """Return the newest intact state, None if there are no files; warn about each damaged file.
+    def read(self, warns: bool = True) -> dict[str, Any] | None:
+        """Return the newest intact state, None if there are no files; log a warning about each damaged file if `warns`.
 
         Raises `UserError` if all files are damaged, or if one cannot be read.
         """
@@ -67,7 +67,8 @@ class StateFiles:
             if file.stem.partition("-")[2] == _checksum(content):
                 self.last = file
                 return _load(file, content)
-            warn(f"warning: {file} is damaged (its checksum does not match); trying the one before")
+            if warns:
+                log(f"warning: {file} is damaged (its checksum does not match); trying the one before")
         if files:
             raise UserError(
                 f"all states in {self.folder} are damaged ({', '.join(file.name for file in files)}), so the run "

@@ -1,6 +1,6 @@
 """Weight files: tensors and plain values; loading one runs no code.
 
-Called by utils/run_folder.py and models/export.py; models/weights.py reads them.
+Called by run_folder.py and models/export.py; models/weights.py reads them.
 """
 
 from __future__ import annotations

@@ -50,18 +50,17 @@ def average_statistics(
         total: takes a tensor for each of `models` and returns the sum over all logical processes
         processes: number of logical processes
     """
-    statistics = [_running_statistics(model) for model in models]
+    layers = [[layer for layer in model.modules() if isinstance(layer, _BatchNorm)] for model in models]
+    statistics = [
+        [buffer for layer in of_model for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
+        for of_model in layers
+    ]
     if processes == 1 or not statistics[0]:
         return
     means = total([torch.cat([buffer.double() for buffer in buffers]) for buffers in statistics]) / processes
     for buffers in statistics:
         for buffer, mean in zip(buffers, means.split([len(buffer) for buffer in buffers]), strict=True):
             buffer.copy_(mean)
-
-
-def _running_statistics(model: nn.Module) -> list[Tensor]:
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    return [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
 
 
 class ExactBatchNorm(_BatchNorm):
@@ -91,12 +90,11 @@ class ExactBatchNorm(_BatchNorm):
         if not self.training:
             return super().forward(input)
         count = input.numel() / input.shape[1]
-        means, variances = _kernel_moments(input.detach())
-        mean, variance = _merged(means, variances)
+        mean, variance = _local_moments(input.detach())
         if self.total:
-            moments = _global_moments(self.total(_sums(count, mean, variance)), means.dtype)
+            moments = _global_moments(self.total(_sums(count, mean, variance)), mean.dtype)
         elif count > 1:
-            moments = _Moments.of(count, mean, variance, means.dtype)
+            moments = _Moments.of(count, mean, variance, mean.dtype)
         else:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
         self._update_running_statistics(moments)
@@ -123,16 +121,13 @@ def _widened(values: Tensor) -> Tensor:
     return values.permute(0, 2, 3, 1).flatten(2).unsqueeze(2).permute(0, 3, 1, 2)
 
 
-def _kernel_moments(input: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance, (w, channels), of w equal parts of each channel, at least float32-exact."""
+def _local_moments(input: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance, (channels,), of this process's batch, at least float32-exact."""
     wide = _widened(input.to(torch.promote_types(input.dtype, torch.float32)))
     # BatchNorm's own kernel, without running statistics, is four times as fast as torch.var_mean on the CPU.
-    means, variances = torch.batch_norm_update_stats(wide, None, None, 0.0)
-    return means.view(-1, input.shape[1]), variances.view(-1, input.shape[1])
-
-
-def _merged(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance, (channels,), of a share's whole batch from the result of `_kernel_moments`."""
+    means, variances = (
+        of_parts.view(-1, input.shape[1]) for of_parts in torch.batch_norm_update_stats(wide, None, None, 0.0)
+    )
     if len(means) == 1:
         return means[0], variances[0]
     between, mean = torch.var_mean(means, 0, correction=0)

@@ -31,20 +31,18 @@ MACHINE_FLAGS = (
     *("exist_ok", "nosave", "noplots", "doctor"),
 )
 CODE_FILES = ("train.py", "job.py", "val.py", "models/**/*.py", "models/**/*.yaml", "data/**/*.py", "utils/**/*.py")
-# Of a process, as JSON: its `row` of the table, what is `compared` by name, `errors`, and `messages`.
-Facts = dict[str, Any]
-# Settings of a job by name, its files by purpose, and lines about its data.
-Inputs = tuple[Mapping[str, Any], Mapping[str, Sequence[Path]], Sequence[str]]
+Facts = dict[str, Any]  # of a process, as JSON: its `row` of the table, what is `compared` by name, and `errors`
+Inputs = tuple[Mapping[str, Any], Mapping[str, Sequence[Path]]]  # settings of a job by name, its files by purpose
 
 
 def run_doctor(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> None:
-    """Check all processes of this launch; the main one prints lines about the data, a table and errors.
+    """Check all processes of this launch; the main one prints a table and errors.
 
     If the job would fail, all processes end here with exit code 1.
 
     Args:
         flags: flags of the command line by name, including `device` and `dist_timeout`
-        read: returns the inputs of the job; raises `UserError`
+        read: reads the inputs of the job, and logs lines about them; raises `UserError`
     """
     timeout = flags["dist_timeout"]
     with launch.rendezvous_errors(timeout):
@@ -55,7 +53,7 @@ def run_doctor(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> None:
         facts = list(store.values("doctor/facts").values())
         lines = findings(facts, timeout)
         verdict = f"the job would fail: {plural(len(lines), 'error')} to fix first" if lines else "the job can start"
-        print(*facts[0]["messages"], *table(facts), *lines, verdict, sep="\n", flush=True)
+        print(*table(facts), *lines, verdict, sep="\n", flush=True)
         store.write_once("doctor/errors", len(lines))
         _wait(lambda: store.count("doctor/left", 0) >= len(facts) - 1, LEAVE_SECONDS)
     elif not _wait(lambda: store.value("doctor/errors") is not None, timeout + MARGIN_SECONDS):
@@ -77,7 +75,7 @@ def _wait(ready: Callable[[], bool], seconds: float) -> bool:
 def process_facts(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> Facts:
     """Return the facts about this process; the arguments are those of `run_doctor`."""
     kind, errors = "", []
-    job: Inputs = ({}, {}, ())
+    job: Inputs = ({}, {})
     try:
         kind = launch.device_kind(flags["device"])
         job = read()
@@ -99,7 +97,7 @@ def process_facts(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> Facts
     }
     names = {"host": socket.gethostname(), "rank": str(ranks().rank), "device": f"{kind or '-'} {hardware}"}
     row = {**names, **versions, "code": code, "data": _hash(str(files))}
-    return {"row": row, "compared": compared, "errors": errors, "messages": [*job[2]]}
+    return {"row": row, "compared": compared, "errors": errors}
 
 
 def findings(facts: Sequence[Facts], timeout: float) -> list[str]:

@@ -51,10 +51,6 @@ _barrier_numbers = itertools.count()  # the same on all processes
 _on_failure: list[Callable[[str], object]] = []  # at most one listener, see `on_failure`
 
 
-class Stopped(SystemExit):
-    """The run ends early, on request, with the exit code `code`; everything is saved and printed."""
-
-
 def run_main(main: Callable[[], object]) -> None:
     """Call a script's `main`; turn a `UserError` into one line on stderr and exit code 1, Ctrl-C into exit code 130.
 
@@ -67,7 +63,7 @@ def run_main(main: Callable[[], object]) -> None:
     try:
         code = _run(main)
     finally:
-        if is_script:
+        if is_script:  # once threads have ended
             atexit.register(_leave, code)
     if code:
         sys.exit(code)
@@ -82,57 +78,46 @@ def _leave(code: int) -> None:
 
 def _run(main: Callable[[], object]) -> int:
     """Call `main`, and print its error, if it has one; return the exit code, or end the process with all others."""
+    message, code, lost, processes = "", 1, False, 1
     try:
         check_launch()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    if ranks().local_rank:
-        warnings.simplefilter("ignore")
-        log.is_main = False
-    if world_size() > 1:
-        threading.Thread(target=_watch_others, daemon=True).start()
-    try:
-        message, code, lost = _call(main)
+        processes = world_size()
+        if ranks().local_rank:
+            warnings.simplefilter("ignore")
+            log.is_main = False
+        if processes > 1:
+            threading.Thread(target=_watch_others, daemon=True).start()
+        with explained():
+            main()
+        code = 0
+    except SystemExit as end:  # the reason is printed
+        code = int(end.code or 0)
+    except KeyboardInterrupt:
+        message, code = "interrupted", 130
+    except Exception as error:
+        cause = known_cause(error) or known_cause(error.__cause__ or error)  # in a user's layer, perhaps
+        message, lost = f"error: {cause or error}", bool(cause)
+        if not cause and not isinstance(error, UserError):
+            reason = f"{ranks()} failed: {type(error).__name__}: {first_line(error, 1000)}"
+            notify_failure(reason)  # before a traceback, which may be the end
+            if processes == 1 and not Background.abandoned:
+                raise
+            traceback.print_exc()
+            message = f"error: {reason}" if processes > 1 else ""
     finally:
         log.reset()  # it refers to the run, with its loaders
         end_workers()
     connected = distributed.is_initialized()
+    if message and processes > 1:
+        end_together(message, code, "ended without an error message, or cannot be reached" if lost else "")
     if message:
         notify_failure(message)
-        if world_size() > 1:
-            end_together(message, code, "ended without an error message, or cannot be reached" if lost else "")
         print(message, file=sys.stderr)
     elif connected and not code:
         distributed.destroy_process_group()
-    if connected or world_size() > 1 or Background.abandoned:
+    if connected or processes > 1 or Background.abandoned:
         hard_exit("", code)  # threads of DeepSpeed, or one that reads the store, may abort or block a regular exit
     return code
-
-
-def _call(main: Callable[[], object]) -> tuple[str, int, bool]:
-    """Call `main`; return the error, '' for none, the exit code, and whether another process may be the cause."""
-    try:
-        with explained():
-            main()
-    except SystemExit as end:  # the reason is printed
-        return "", int(end.code or 0), False
-    except KeyboardInterrupt:
-        return "interrupted", 130, False
-    except Exception as error:
-        cause = known_cause(error) or known_cause(error.__cause__ or error)  # in a user's layer, perhaps
-        if cause or isinstance(error, UserError):
-            return f"error: {cause or error}", 1, bool(cause)
-        reason = f"{ranks()} failed: {type(error).__name__}: {first_line(error, 1000)}"
-        notify_failure(reason)
-        if world_size() == 1 and not Background.abandoned:
-            raise
-        traceback.print_exc()
-        return f"error: {reason}" if world_size() > 1 else "", 1, False
-    return "", 0, False
-
-
-# Who failed, and who is lost
 
 
 def on_failure(listener: Callable[[str], object]) -> None:
@@ -161,6 +146,9 @@ def known_cause(error: BaseException) -> str:
     )
 
 
+# Who failed, and who is lost
+
+
 def end_together(message: str, code: int = 1, culprit: str = "", stalled: bool = False) -> NoReturn:
     """End all processes; the first that calls this prints the message; without the store, one of each machine does.
 
@@ -168,16 +156,16 @@ def end_together(message: str, code: int = 1, culprit: str = "", stalled: bool =
         culprit: what is wrong with processes that do not answer the alarm; they are named instead of the message
         stalled: whether to name the processes that the others wait for, if all answer
     """
-    query_store(lambda store: store.write_once("alarm", True), None)
     waits = is_waiting()
+    notify_failure(message)
+    query_store(lambda store: store.write_once("alarm", True), None)
     query_store(lambda store: store.write("present", waits), None)
     time.sleep(ROLL_CALL_SECONDS if culprit else 0)
     calls = query_store(lambda store: store.count("failed"), 0)
     if calls == 1 or (not calls and not ranks().local_rank):
-        answers: dict[int, bool] = query_store(lambda store: store.values("present"), {})
-        answers[ranks().rank] = waits
-        busy = {rank for rank, waits in answers.items() if stalled and not waits}
-        late = set(range(world_size())) - set(answers) or busy
+        answers: dict[int, bool] = {**query_store(lambda store: store.values("present"), {}), ranks().rank: waits}
+        late = set(range(world_size())) - set(answers)
+        late = late or {rank for rank, waits in answers.items() if stalled and not waits}
         named = culprit and 0 < len(late) < world_size()
         hard_exit(f"error: {names(late)} {culprit}" if named else message, code)
     time.sleep(EXPLAIN_SECONDS)  # if this process exits earlier, the first one may be ended before it has printed
@@ -193,8 +181,7 @@ def hard_exit(message: str, code: int = 1) -> NoReturn:
         shutil.rmtree(get_temp_dir(), ignore_errors=True)
     with suppress(OSError):  # its reader has ended, or its disk is full
         sys.stdout.flush()
-    # Not sys.exit: destroying the process group may wait for processes that have ended.
-    os._exit(code)
+    os._exit(code)  # not sys.exit: destroying the process group may wait for processes that have ended
 
 
 def names(numbers: Iterable[int]) -> str:
@@ -210,9 +197,7 @@ def _watch_others() -> None:
     with suppress(RuntimeError, ValueError):  # the process group is just being destroyed
         while not ((store := run_store()) and store.value("alarm")):
             if launcher and os.getppid() != launcher:
-                reason = f"the launcher of {ranks()} has ended, so the run ends too; continue with --resume"
-                notify_failure(reason)
-                end_together(f"error: {reason}")
+                end_together(f"error: the launcher of {ranks()} has ended, so the run ends too; continue with --resume")
             time.sleep(POLL_SECONDS)
         notify_failure("another process of the run has failed; see the console for the reason")
         query_store(lambda store: store.write("present", is_waiting()), None)
@@ -230,10 +215,9 @@ def barrier(seconds: float) -> Iterator[None]:
     Raises a `UserError` that names the processes that have not finished it `seconds` after this one.
     """
     yield
-    store = run_store()
-    if store is None or world_size() == 1:
+    store, name, end = run_store(), f"barrier/{next(_barrier_numbers)}", time.monotonic() + seconds
+    if store is None:
         return
-    name, end = f"barrier/{next(_barrier_numbers)}", time.monotonic() + seconds
     store.write(name, True)
     while missing := set(range(world_size())) - set(store.values(name)):
         if time.monotonic() > end:
@@ -259,8 +243,8 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self.beat()
-        if world_size() > 1:
-            self.on = True
+        self.on = world_size() > 1
+        if self.on:
             threading.Thread(target=self._watch, daemon=True).start()
         return self
 
@@ -277,19 +261,15 @@ class Watchdog:
             with (self.folder / f"process{ranks().rank}.txt").open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         reason = f"for {self.timeout:g} s (--dist-timeout); the stack of each process is in {self.folder}"
-        notify_failure(f"no progress {reason}")
         culprit = f"made no progress, or cannot be reached, {reason}"
         end_together(f"error: no process made progress {reason}", culprit=culprit, stalled=True)
 
 
 def is_waiting() -> bool:
     """Return whether the main thread waits for other processes."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        if any(part in frame.f_code.co_filename.replace("\\", "/") for part in WAITING):
-            return True
-        frame = frame.f_back
-    return False
+    stack = traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+    files = [frame.f_code.co_filename.replace("\\", "/") for frame, _ in stack]
+    return any(part in file for part in WAITING for file in files)
 
 
 # Loader processes

@@ -24,19 +24,19 @@ import psutil
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs, PartialState
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DynamoBackend, set_seed
+from accelerate.utils import DynamoBackend, gather_object, set_seed
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from utils.config.flags import PRECISIONS
 from utils.console import joined, log
 from utils.distributed import deepspeed
-from utils.distributed.collectives import broadcast_from_main
 from utils.distributed.failure import keep_freed_memory, run_main
 from utils.distributed.ranks import (
     SPAWNED,
     TASKS,
     RunStore,
+    broadcast_from_main,
     launch_number,
     ranks,
     restart_key,
@@ -73,10 +73,7 @@ class Precision(NamedTuple):
 
 
 def start(device: str, mixed_precision: str, timeout: float) -> tuple[Accelerator, Precision]:
-    """Connect all processes as `connect` does, and make an Accelerator for global batches.
-
-    Raises `UserError` for anything that is not supported.
-    """
+    """Connect all processes as `connect` does, and make an Accelerator for global batches. Raises `UserError`."""
     kind, by_zero = connect(device, timeout), deepspeed.is_requested()
     precision = broadcast_from_main(lambda: choose_precision(mixed_precision, kind, by_zero))
     if kind == "cpu":
@@ -93,7 +90,8 @@ def start(device: str, mixed_precision: str, timeout: float) -> tuple[Accelerato
 def choose_precision(requested: str, device: str, by_zero: bool) -> Precision:
     """Return the precision that a flag requests, else the launcher's, else the one in which the device is fast.
 
-    Raises `UserError` for a precision that is not supported. DeepSpeed's autocast has no loss scaling: no fp16.
+    Raises `UserError` for one that is not supported: DeepSpeed's autocast has no loss scaling, so no fp16, and
+    Accelerate would silently compute fp16 on a CPU in float32.
     """
     named = os.environ.get(LAUNCHER_PRECISION, "").lower()
     if requested:
@@ -107,7 +105,7 @@ def choose_precision(requested: str, device: str, by_zero: bool) -> Precision:
     else:
         chosen = Precision("no" if by_zero else "fp16", "the default on this GPU, which has no fast bf16")
     supported = [name for name in PRECISIONS if name != "fp16" or not (by_zero or device == "cpu")]
-    if chosen.name not in supported:  # Accelerate would silently compute fp16 on a CPU in float32
+    if chosen.name not in supported:
         where = "with DeepSpeed" if by_zero else "on the CPU" if device == "cpu" else "here"
         raise UserError(f"{chosen} is not supported {where}; use one of {', '.join(supported)}")
     return chosen
@@ -118,8 +116,7 @@ def seed_everything(seed: int, deterministic: bool = True) -> None:
     set_seed(seed)
     if not deterministic:
         torch.use_deterministic_algorithms(False)  # an earlier run in this Python process may have set it
-        effect = "equal runs differ by rounding" if torch.cuda.is_available() else "no effect without CUDA"
-        log(f"--no-deterministic: {effect}")
+        log("--no-deterministic: on a GPU, equal runs differ by rounding")
     elif torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with a fixed workspace
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -136,24 +133,27 @@ def log_plan(accelerator: Accelerator, batch_size: int, batches: int, epochs: in
     """Log the batch size and the optimizer steps of an epoch of `batches`."""
     processes, accumulated = accelerator.num_processes, accelerator.gradient_accumulation_steps
     split = f"{processes} processes x {batch_size // processes}" if processes > 1 else "1 process"
-    steps = plural(math.ceil(batches / accumulated), "optimizer step")
-    log(
-        f"batch size {batch_size} ({split}), {plural(accumulated, 'batch')} per optimizer step "
-        f"({plural(batch_size * accumulated, 'image')})",
-        f"{plural(batches, 'batch')}, {steps} per epoch; {plural(epochs, 'epoch')}",
-    )
+    per_step, steps = plural(accumulated, "batch"), plural(math.ceil(batches / accumulated), "optimizer step")
+    images = plural(batch_size * accumulated, "image")
+    log(f"batch size {batch_size} ({split}), {per_step} per optimizer step ({images})")
+    log(f"{plural(batches, 'batch')}, {steps} per epoch; {plural(epochs, 'epoch')}")
 
 
-def log_devices(accelerator: Accelerator, precision: Precision, devices: Sequence[str]) -> None:
-    """Log torch's version, and a run's device, processes, precision and compiler; `devices` if there are several."""
+def log_devices(accelerator: Accelerator, precision: Precision) -> list[str]:
+    """Log torch's version, device, precision and compiler of a run; return the host and device of each process.
+
+    All processes must call it together. The devices are logged too if there are several.
+    """
+    device, hardware = accelerator.device, describe_device(accelerator.device)
+    devices = gather_object([f"{socket.gethostname()} {device} ({hardware})"])
     processes = plural(len(devices), "process")
     if plugin := accelerator.state.deepspeed_plugin:
         processes += f" under DeepSpeed ZeRO-{plugin.deepspeed_config['zero_optimization']['stage']}"
     compiler = accelerator.state.dynamo_plugin.backend
     compiled = [] if compiler == DynamoBackend.NO else [f"compiled by {compiler.value.lower()}"]
-    hardware = f"{accelerator.device} ({describe_device(accelerator.device)})"
-    log(*joined([f"torch {torch.__version__}", hardware, processes, str(precision), *compiled]))
-    log(*(f"  process {rank}: {device}" for rank, device in enumerate(devices) if len(devices) > 1))
+    log(*joined([f"torch {torch.__version__}", f"{device} ({hardware})", processes, str(precision), *compiled]))
+    log(*(f"  process {rank}: {each}" for rank, each in enumerate(devices) if len(devices) > 1))
+    return devices
 
 
 # The process group
@@ -195,7 +195,7 @@ def main_address() -> tuple[str, int]:
 def open_store(timeout: float, waits: bool = True) -> Store:
     """Return the store that connects the processes, hosted by the launcher or by the main process.
 
-    Without torch's warning for each attempt to reach the main process. Raises `UserError` if that fails.
+    Raises `UserError` if the main process cannot be reached; torch would print a warning for each attempt.
 
     Args:
         waits: whether the main process waits for all others
@@ -208,6 +208,7 @@ def open_store(timeout: float, waits: bool = True) -> Store:
     while True:
         try:
             socket.create_connection((address, port), timeout=max(end - time.monotonic(), 0.1)).close()
+            return TCPStore(address, port, world_size(), timeout=limit, wait_for_workers=waits)
         except OSError as error:
             if time.monotonic() > end:
                 raise UserError(
@@ -216,8 +217,6 @@ def open_store(timeout: float, waits: bool = True) -> Store:
                     "--dist-timeout"
                 ) from None
             time.sleep(0.2)
-        else:
-            return TCPStore(address, port, world_size(), timeout=limit, wait_for_workers=waits)
 
 
 @contextmanager
@@ -243,40 +242,7 @@ def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store,
 register_rendezvous_handler(RENDEZVOUS, _rendezvous)
 
 
-def _prepare_for_gloo() -> None:
-    """Set the number of threads, and gloo's network interface to the one with a route to the main process.
-
-    By default gloo uses the interface of the host name: the loopback, or one that others on the network can reach.
-    """
-    if not os.environ.get("OMP_NUM_THREADS"):
-        os.environ["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // ranks().local_world_size, 1))
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((main_address()[0], 9))  # selects the route, sends nothing
-        address = probe.getsockname()[0]
-        for interface, addresses in psutil.net_if_addrs().items():
-            if any(each.address == address for each in addresses):
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
-
 # Devices
-
-
-def device_numbers(device: str) -> list[int]:
-    """Return torch's numbers of the CUDA devices that `--device` names; [] for '', cpu and mps. Raises `UserError`."""
-    if device in ("", "cpu", "mps"):
-        return []
-    words = device.replace("cuda:", "").replace(" ", "").split(",")
-    if not all(map(str.isdecimal, words)) or len(set(words)) < len(words):
-        raise UserError(f"--device {device}: give cpu, mps, or the numbers of CUDA devices such as 0 or 0,1")
-    return list(map(int, words))
-
-
-def one_device(device: str) -> torch.device:
-    """Return the device that `--device` names, for a single-process program; '' selects the best one."""
-    if len(numbers := device_numbers(device)) > 1:
-        raise UserError(f"--device {device}: one device is enough here; name one of them")
-    return torch.device(_kind(device), *numbers)
 
 
 def device_kind(device: str) -> str:
@@ -313,11 +279,46 @@ def _kind(device: str) -> str:
         raise UserError("--device mps: this machine has no Apple GPU that torch can use; try --device cpu")
     available = torch.cuda.device_count() if device not in ("cpu", "mps") else 0
     if (numbers := device_numbers(device)) and max(numbers) >= available:
-        count = f"torch sees {plural(available, 'CUDA device')} here" if available else "torch sees no CUDA device here"
-        raise UserError(f"--device {device}: {count}; try --device {available - 1 if available else 'cpu'}")
+        count = plural(available, "CUDA device") if available else "no CUDA device"
+        raise UserError(
+            f"--device {device}: torch sees {count} here; try --device {available - 1 if available else 'cpu'}"
+        )
     if numbers or (not device and torch.cuda.is_available()):
         return "cuda"
     return device or ("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def device_numbers(device: str) -> list[int]:
+    """Return torch's numbers of the CUDA devices that `--device` names; [] for '', cpu and mps. Raises `UserError`."""
+    if device in ("", "cpu", "mps"):
+        return []
+    words = device.replace("cuda:", "").replace(" ", "").split(",")
+    if not all(map(str.isdecimal, words)) or len(set(words)) < len(words):
+        raise UserError(f"--device {device}: give cpu, mps, or the numbers of CUDA devices such as 0 or 0,1")
+    return list(map(int, words))
+
+
+def one_device(device: str) -> torch.device:
+    """Return the device that `--device` names, for a single-process program; '' selects the best one."""
+    if len(numbers := device_numbers(device)) > 1:
+        raise UserError(f"--device {device}: one device is enough here; name one of them")
+    return torch.device(_kind(device), *numbers)
+
+
+def _prepare_for_gloo() -> None:
+    """Set the number of threads, and gloo's network interface to the one with a route to the main process.
+
+    By default gloo uses the interface of the host name: the loopback, or one that others on the network can reach.
+    """
+    if not os.environ.get("OMP_NUM_THREADS"):
+        os.environ["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // ranks().local_world_size, 1))
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((main_address()[0], 9))  # selects the route, sends nothing
+        address = probe.getsockname()[0]
+        for interface, addresses in psutil.net_if_addrs().items():
+            if any(each.address == address for each in addresses):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def loader_workers(requested: int) -> int:
@@ -332,11 +333,6 @@ def describe_device(device: torch.device) -> str:
         return plural(torch.get_num_threads(), "thread")
     memory = torch.cuda.get_device_properties(device).total_memory / 2**30
     return f"{torch.cuda.get_device_name(device)}, {memory:.0f} GiB"
-
-
-def device_name(device: torch.device) -> str:
-    """Return this process's host and device, with its description."""
-    return f"{socket.gethostname()} {device} ({describe_device(device)})"
 
 
 # A process per device
@@ -382,16 +378,16 @@ def spawn(main: Callable[[], object], processes: int, device: str = "") -> bool:
         "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // processes, 1)),
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # else each process prints a stack if another one ends
     }
-    added = {name: value for name, value in at_import.items() if name not in os.environ}
     get_temp_dir()  # the folder of multiprocessing's sockets, made here for all processes
     context, method = multiprocessing.get_context("spawn"), multiprocessing.get_start_method()
     started = [context.Process(target=_enter, args=(rank, main, environment, method)) for rank in range(processes)]
-    os.environ.update(added)
+    before = dict(os.environ)
+    os.environ.update({**at_import, **before})
     try:
         for process in started:
             process.start()
     finally:
-        for name in added:
+        for name in at_import.keys() - before.keys():
             del os.environ[name]
     _wait(started, RunStore(store))
     return True
@@ -421,15 +417,13 @@ def _wait(started: Sequence[SpawnProcess], store: RunStore) -> None:
 
     before = {number: signal.signal(number, pass_on) for number in stop_signals()}
     try:
-        while alive := [process for process in started if process.is_alive()]:
+        while time.monotonic() <= end and (alive := [process for process in started if process.is_alive()]):
             wait([process.sentinel for process in alive], timeout=1.0)
             for rank, code in enumerate(process.exitcode for process in started):
                 if code and end == math.inf:
                     end = time.monotonic() + SHUTDOWN_SECONDS
                     if code < 0 and not received and store.count("failed") == 1:  # nobody has printed the reason
                         killed = f"process {rank} on {socket.gethostname()} was killed by {signal.Signals(-code).name}"
-            if time.monotonic() > end:
-                break
     finally:
         for process in started:
             process.kill()

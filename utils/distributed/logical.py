@@ -9,9 +9,10 @@ binary tree adds the sums of all logical processes, so all results are the same 
 from __future__ import annotations
 
 import copy
+import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,9 +22,11 @@ from accelerate.utils import broadcast
 from torch import Tensor, distributed, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from utils.batch import GlobalCounts, layout
+from utils.console import log
 from utils.distributed.batchnorm import all_reduced, average_statistics, exact_batchnorm
 from utils.distributed.deepspeed import configure, gathered_parameters, is_requested
 from utils.distributed.ranks import ranks, world_size
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from utils.batch import Batch
 
 M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
 
 CLIP_NORM = 10.0  # largest L2 norm of the gradients of an optimizer step, as in YOLOv5
 BUCKET = 1 << 22  # numbers that processes add at once
@@ -56,20 +60,20 @@ class LogicalProcesses:
         return cls(requested or processes, local, local * accelerator.process_index, bool(requested))
 
     def fix_kernels(self, device: torch.device) -> None:
-        """Prevent kernels that are chosen by timing, or that add in an order that depends on the number of threads."""
+        """Prevent kernels that are chosen by timing, or that add in an order that depends on the number of threads.
+
+        Logs what --logical-processes promises.
+        """
         if not self.exact:
             return
         torch.backends.cudnn.benchmark = False
-        if self.count > 1 and device.type == "cpu":
+        if self.count < 2:
+            return
+        if device.type == "cpu":
             torch.set_num_threads(1)
-
-    def message(self, device: torch.device) -> str:
-        """Return a line for the console about what --logical-processes promises, '' without it."""
-        if not self.exact or self.count < 2:
-            return ""
-        counts = [str(1 << power) for power in range(self.count.bit_length())]
         kind = "CPU, one thread each," if device.type == "cpu" else "GPU"
-        return (
+        counts = [str(1 << power) for power in range(self.count.bit_length())]
+        log(
             f"logical processes: {self.count}, {self.local} on each process; the same bytes on "
             f"{', '.join(counts[:-1])} or {counts[-1]} processes with this type of {kind} and these versions of torch "
             "and its libraries"
@@ -88,27 +92,23 @@ class LogicalProcesses:
         return copies
 
 
-def check_logical_processes(count: int, batch_size: int, sync_bn: bool, processes: int = 0) -> None:
-    """Raise `UserError` for flags that --logical-processes excludes, and for numbers that do not fit each other.
-
-    Args:
-        count: value of --logical-processes; 0 if it is not given
-        processes: number of processes of the run; 0 takes the number that were launched
-    """
-    processes, flag = processes or world_size(), f"--logical-processes {count}"
+def check_logical_processes(count: int, batch_size: int, sync_bn: bool) -> None:
+    """Raise `UserError` for flags that --logical-processes `count` excludes, and for numbers that do not fit."""
+    processes, below, reason = world_size(), 1 << max(count.bit_length() - 1, 0), ""
     if not count:
         return
     if count & (count - 1):
-        below = 1 << (count.bit_length() - 1)
-        raise UserError(f"{flag}: it must be a power of two; give {below} or {2 * below}")
-    if count % processes:
-        raise UserError(f"{flag} cannot be shared evenly by {processes} processes; start a power of two up to {count}")
-    if sync_bn and processes < count:
-        raise UserError(f"{flag} with --sync-bn needs as many processes; start {count}, or leave out --sync-bn")
-    if is_requested():
-        raise UserError(f"{flag} cannot be used with DeepSpeed, which adds gradients in an order of its own")
-    if batch_size == -1:
-        raise UserError(f"{flag}: --batch-size -1 depends on the memory of this machine; give a number")
+        reason = f"it must be a power of two; give {below} or {2 * below}"
+    elif count % processes:
+        reason = f"{processes} processes cannot share them evenly; start a power of two up to {count}"
+    elif sync_bn and processes < count:
+        reason = f"--sync-bn needs as many processes; start {count}, or leave out --sync-bn"
+    elif is_requested():
+        reason = "DeepSpeed adds gradients in an order of its own; use another launch file"
+    elif batch_size == -1:
+        reason = "--batch-size -1 depends on the memory of this machine; give a number"
+    if reason:
+        raise UserError(f"--logical-processes {count}: {reason}")
 
 
 class DistributedModel:
@@ -200,38 +200,30 @@ class DistributedModel:
         if not self.logical.exact:
             accelerator.backward(objectives[0] * accelerator.num_processes)  # DDP takes the mean over processes
             return
-        sums, accumulated, self._accumulated = PartialSums(), self._accumulated, []
         objectives = [each / accelerator.gradient_accumulation_steps for each in objectives]  # as Accelerate does
         if accelerator.scaler:
             objectives = [accelerator.scaler.scale(each) for each in objectives]
-        for number, found in self._local_gradients(objectives):
-            gradients = torch._foreach_add(found, accumulated[number]) if accumulated else found
-            if accelerator.sync_gradients:
-                sums.add(gradients)
-            else:  # copies: the next batch may overwrite recorded gradients
-                self._accumulated.insert(0, torch._foreach_mul(gradients, 1.0))
-        if accelerator.sync_gradients:
-            self._set_gradients(sums.take())
-
-    def _local_gradients(self, objectives: Sequence[Tensor]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Yield the number and the gradients of each local logical process, from the last to the first."""
-        numbers = reversed(range(len(objectives)))
-        if self.together:
-            trained = [parameter for of_copy in self._trained for parameter in of_copy]
-            found, count = torch.autograd.grad(objectives, trained, materialize_grads=True), len(self._trained[0])
-            yield from ((number, found[number * count : (number + 1) * count]) for number in numbers)
+        gradients = self._local_gradients(objectives)
+        if self._accumulated:
+            gradients = [torch._foreach_add(*pair) for pair in zip(gradients, self._accumulated, strict=True)]
+        if not accelerator.sync_gradients:  # copies: the next batch may overwrite recorded gradients
+            self._accumulated = [torch._foreach_mul(each, 1.0) for each in gradients]
             return
-        for number in numbers:
-            yield number, torch.autograd.grad(objectives[number], self._trained[number], materialize_grads=True)
-
-    def _set_gradients(self, sums: Sequence[Tensor]) -> None:
-        """Set the parameters' gradients to the sums over all processes. All processes must call it together."""
-        torch._foreach_copy_(self._gradients, list(sums))
-        if self.accelerator.num_processes > 1:
-            for bucket in self._flat.split(BUCKET):
-                tree_sum_in_place(bucket)
+        self._accumulated = []
+        torch._foreach_copy_(self._gradients, tree_sum(gradients, torch._foreach_add))
+        for bucket in self._flat.split(BUCKET) if accelerator.num_processes > 1 else ():
+            tree_sum_in_place(bucket)
         for parameter, gradient in zip(self._trained[0], self._gradients, strict=True):
             parameter.grad = gradient
+
+    def _local_gradients(self, objectives: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """Return the gradients of each local logical process. Two of them may be the same tensor."""
+        if not self.together:
+            pairs = zip(objectives, self._trained, strict=True)
+            return [torch.autograd.grad(each, trained, materialize_grads=True) for each, trained in pairs]
+        trained, count = [parameter for of_copy in self._trained for parameter in of_copy], len(self._trained[0])
+        gradients = torch.autograd.grad(objectives, trained, materialize_grads=True)
+        return [gradients[first : first + count] for first in range(0, len(gradients), count)]
 
     def average_statistics(self, averages: Sequence[nn.Module]) -> None:
         """Average BatchNorm's statistics over logical processes; with --sync-bn they are equal already.
@@ -262,10 +254,10 @@ def flat_like(parameters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 # power of two adds in the same order.
 
 
-def tree_sum(addends: Sequence[Tensor]) -> Tensor:
-    """Return the sum of tensors of one shape; their number is a power of two."""
+def tree_sum(addends: Sequence[T], add: Callable[[T, T], T] = operator.add) -> T:
+    """Return the sum of tensors of one shape, or of lists of tensors; their number is a power of two."""
     while len(addends) > 1:
-        addends = [left + right for left, right in zip(addends[::2], addends[1::2], strict=True)]
+        addends = [add(left, right) for left, right in zip(addends[::2], addends[1::2], strict=True)]
     return addends[0]
 
 
@@ -290,30 +282,6 @@ def tree_sum_in_place(flat: Tensor) -> None:
     distributed.all_to_all_single(received, padded)
     distributed.all_gather_into_tensor(padded, tree_sum(received.chunk(processes)).contiguous())
     flat.copy_(padded[: len(flat)])
-
-
-class PartialSums:
-    """Adds the gradients of a process's logical processes by the tree as they arrive, from the last to the first.
-
-    At most one sum of each size is stored.
-    """
-
-    def __init__(self) -> None:
-        self._sums: list[tuple[int, list[Tensor]]] = []  # falling numbers of addends, and their sums
-
-    def add(self, gradients: Sequence[Tensor]) -> None:
-        """Add the gradients of the next logical process, without changing them: two of them may be the same tensor."""
-        count, sums = 1, list(gradients)
-        while self._sums and self._sums[-1][0] == count:
-            sums = list(torch._foreach_add(sums, self._sums.pop()[1]))
-            count *= 2
-        self._sums.append((count, sums))
-
-    def take(self) -> list[Tensor]:
-        """Return the sums of all gradients, whose number is a power of two, and forget them."""
-        ((_, sums),) = self._sums
-        self._sums.clear()
-        return sums
 
 
 # Dropout that does not depend on the number of processes: each process draws the mask of the global batch.
@@ -458,7 +426,7 @@ def start_momentum(optimizer: Any) -> None:
 def order_buckets(model: DistributedDataParallel, image_size: int) -> None:
     """Run a forward and a backward pass on one black image of `image_size` pixels, so that DDP orders its buckets.
 
-    All processes must call it together, before their first step. It has no other effect.
+    All processes must call it together, before their first step. Nothing else changes but the modules' mode.
 
     DDP starts with buckets in the order of the parameters. In the first backward pass it records the order in which the
     gradients arrive, and before the second forward pass it makes its final buckets from that order. All-reduce adds the
@@ -469,36 +437,12 @@ def order_buckets(model: DistributedDataParallel, image_size: int) -> None:
     BatchNorm runs as in evaluation, because a batch of one image has no statistics. The other layers run as in
     training, because a layer may use its parameters only there.
     """
-    device = next(model.parameters()).device
-    # A GPU's generator need not be restored: it is seeded for each batch.
-    with _unchanged(model), torch.random.fork_rng([]), torch.enable_grad():
-        model.train()
-        for module in model.modules():
-            if isinstance(module, _BatchNorm):
-                module.eval()
-        outputs = list(_tensors(model(torch.zeros(1, 3, image_size, image_size, device=device))))
+    model.train()
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.eval()
+    image = torch.zeros(1, 3, image_size, image_size, device=next(model.parameters()).device)
+    with torch.random.fork_rng([]):  # a GPU's generator is seeded for each batch
+        outputs = [each for each in tree_leaves(model(image)) if isinstance(each, Tensor) and each.requires_grad]
         torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
-        model.zero_grad()
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore the modes and buffers of all modules afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        for buffer, value in buffers:
-            buffer.copy_(value)
-
-
-def _tensors(outputs: Any) -> Iterator[Tensor]:
-    """Yield the differentiable tensors in nested lists, tuples and mappings."""
-    if isinstance(outputs, Tensor) and outputs.requires_grad:
-        yield outputs
-    elif isinstance(outputs, (list, tuple, Mapping)):
-        for output in outputs.values() if isinstance(outputs, Mapping) else outputs:
-            yield from _tensors(output)
+    model.zero_grad()

@@ -1,4 +1,4 @@
-"""The processes of a run: which of them this one is, and the store through which they tell each other what happens.
+"""The processes of a run: which of them this one is, their store, and collective operations on Python values.
 
 A launcher or `utils.distributed.launch.spawn` sets the ranks in the environment. `ranks` is for utils/distributed/ and
 utils/run.py only; other modules may use the rest.
@@ -10,13 +10,15 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
+from accelerate import Accelerator, PartialState
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import distributed
 
-from utils.errors import UserError, shown
+from utils.errors import Stopped, UserError, shown
 
 T = TypeVar("T")
 SPAWNED = "LOCKSTEP_SPAWNED"  # environment variable of the processes that `spawn` starts
@@ -68,11 +70,12 @@ def check_launch() -> None:
     """
     rank, processes, *_ = ranks()
     if rank >= processes or (processes > 1 and not os.environ.get("RANK")):
-        rank_text = f"RANK {rank}" if os.environ.get("RANK") else "no RANK"
-        raise UserError(f"the environment has WORLD_SIZE {processes} and {rank_text}; correct them, or unset both")
-    if any(map(os.environ.get, ("WORLD_SIZE", "WANDB_SWEEP_ID"))):
-        return
-    if tasks := [f"{name} {os.environ[name]}" for name in TASKS if launch_number(name, 1) > 1]:
+        raise UserError(
+            f"the environment has WORLD_SIZE {processes} and RANK {os.environ.get('RANK', 'unset')}; correct them, or "
+            "unset both"
+        )
+    tasks = [f"{name} {os.environ[name]}" for name in TASKS if launch_number(name, 1) > 1]
+    if tasks and not any(map(os.environ.get, ("WORLD_SIZE", "WANDB_SWEEP_ID"))):
         raise UserError(
             f"the environment has {tasks[0]} and no RANK; start accelerate_configs/start.sh on each machine, or set "
             "WORLD_SIZE=1 for a run of this process alone"
@@ -156,3 +159,51 @@ def query_store(question: Callable[[RunStore], T], otherwise: T) -> T:
     thread.start()
     thread.join(ANSWER_SECONDS)
     return answer[-1]
+
+
+# Collective operations: all processes must call them in the same order, after `utils.distributed.launch.connect`
+
+
+def broadcast_from_main(decide: Callable[[], T]) -> T:
+    """Return the main process's result of `decide` on every process.
+
+    Other machines may see a new file later, so only one process may decide by files. A `UserError` or `Stopped` of the
+    main process is raised on every process.
+    """
+    if world_size() == 1:
+        return decide()
+    answer: list[Any] = [None, None]
+    if ranks().rank == 0:
+        try:
+            answer[0] = decide()
+        except (UserError, Stopped) as error:
+            answer[1] = error
+    value, failure = broadcast_object_list(answer)
+    if failure is not None:
+        PartialState().wait_for_everyone()  # the main process is about to end
+        raise failure
+    return value
+
+
+class Collectives:
+    """Collective operations on Python values; with one process they return their argument."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
+
+    def broadcast(self, value: T) -> T:
+        """Return the main process's value on every process."""
+        return broadcast_object_list([value])[0]
+
+    def gather(self, items: list[T]) -> list[T]:
+        """Return the items of all processes, in the order of the ranks, on every process."""
+        return gather_object(items)
+
+    def shard(self, items: Sequence[T]) -> list[T]:
+        """Return every `world_size`-th item, from this process's rank on."""
+        return list(items[self._rank :: self._world_size])
+
+    def local_part(self, items: Sequence[T], count: int) -> Sequence[T]:
+        """Return this process's `count` items of all processes' `items`, by rank; () if their number does not fit."""
+        start = self._rank * count
+        return items[start : start + count] if len(items) == self._world_size * count else ()

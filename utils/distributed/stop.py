@@ -12,8 +12,9 @@ import time
 
 import psutil
 
-from utils.distributed.failure import Stopped, hard_exit
+from utils.distributed.failure import hard_exit
 from utils.distributed.ranks import ranks, run_store, world_size
+from utils.errors import Stopped
 
 TIME_LIMIT = "time"  # reason of a stop that no signal has requested
 # Windows has only the first two signals.
@@ -22,11 +23,7 @@ SECOND_INTERRUPT_SECONDS = 0.5  # least time between two Ctrl-C, because a singl
 
 
 class StopRequested(Stopped):
-    """All processes stop early, at the same step.
-
-    Args:
-        reason: name of a signal, or `TIME_LIMIT`
-    """
+    """All processes stop early, at the same step, for a `reason`: the name of a signal, or `TIME_LIMIT`."""
 
     def __init__(self, reason: str) -> None:
         self.reason, self.by_time_limit = reason, reason == TIME_LIMIT
@@ -39,13 +36,10 @@ def stop_signals() -> list[signal.Signals]:
 
 
 class GracefulStop:
-    """Receives signals within the `with`, and checks the time limit.
+    """Receives signals in the `with`, and checks the time limit: `hours` from the start of this process, 0 for none.
 
     The first signal requests a stop at the end of a step; a second Ctrl-C, or any signal once the run is `finished`,
     ends the process at once.
-
-    Args:
-        hours: time limit in hours from the start of this process; 0 sets none
     """
 
     def __init__(self, hours: float = 0.0) -> None:

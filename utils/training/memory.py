@@ -19,7 +19,7 @@ from utils.distributed.ranks import launch_number, world_size
 from utils.errors import UserError
 
 if TYPE_CHECKING:
-    from utils.distributed.collectives import Collectives
+    from utils.distributed.ranks import Collectives
 
 SHARED_MEMORY = "/dev/shm"
 BATCHES_PER_WORKER = 3  # batches that a loader process holds: two prefetched, one that is being trained on
@@ -117,8 +117,8 @@ def fitted_batch(
 ) -> tuple[int, int]:
     """Try the memory before the first step; return the batch that fits, and how many have the images of `batch_size`.
 
-    -1 is replaced by the largest batch that the smallest GPU holds. Any other batch is tried once on every GPU, and
-    halved until it fits all of them. Nothing is tried on a CPU. The model is moved to `device` and otherwise unchanged.
+    -1 is replaced by the largest power of two per process that every GPU holds. Any other batch is tried once, and
+    halved until it fits every GPU. Nothing is tried on a CPU. The model is moved to `device` and otherwise unchanged.
 
     Args:
         batch_size: requested batch size of all processes
@@ -137,26 +137,25 @@ def fitted_batch(
     copies = COPIES_OF_WEIGHTS * sum(value.numel() * value.element_size() for value in before.values())
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
 
-    def peak(local_batch: int) -> int:
+    def fits(size: int) -> bool:
+        """Return whether every GPU has the memory for a batch of all processes."""
         torch.cuda.reset_peak_memory_stats(device)
-        train_step(local_batch)
-        return torch.cuda.max_memory_allocated(device) + copies
-
-    def fits(local_batch: int) -> bool:
         try:
-            return peak(local_batch) <= free
+            train_step(size // processes)
+            peak = torch.cuda.max_memory_allocated(device) + copies
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            return False
+            peak = 2 * free
+        return all(collectives.gather([peak <= free * (AUTO_BATCH_SHARE if auto else 1)]))
 
+    size, parts = processes, 1
     if auto:
-        with explain_out_of_memory(processes, 0):
-            local_batch = largest_batch(peak, free, images)
-        size, parts = min(collectives.gather([local_batch])) * processes, 1
+        while 2 * size <= images and fits(2 * size):
+            size *= 2
         log(f"--batch-size -1: taking {size}, by measurement")
     else:
-        size, parts = halved(batch_size, logical, lambda size: all(collectives.gather([fits(size // processes)])))
+        size, parts = halved(batch_size, logical, fits)
         if parts > 1:
             log(f"warning: out of memory: batches of {size} images, and {parts} times as many of them per step")
     model.load_state_dict(before)
@@ -173,27 +172,3 @@ def halved(batch_size: int, logical: int, fits: Callable[[int], bool]) -> tuple[
     while batch_size // factor % (2 * logical) == 0 and not fits(batch_size // factor):
         factor *= 2
     return batch_size // factor, factor
-
-
-def largest_batch(peak: Callable[[int], int], free: int, most: int) -> int:
-    """Return the largest batch, at most `most`, whose peak memory is `AUTO_BATCH_SHARE` of the `free` memory in bytes.
-
-    Memory is a constant (the weights) plus a share per image: sizes are doubled until half of the limit is used, and
-    the line through the last two sizes is extrapolated.
-
-    Args:
-        peak: measures the peak memory of a batch size in bytes; raises torch's error if the size is too large
-    """
-    limit, peaks = AUTO_BATCH_SHARE * free, [(1, peak(1))]
-    while (len(peaks) < 2 or peaks[-1][1] < limit / 2) and peaks[-1][0] < most:
-        size = min(2 * peaks[-1][0], most)
-        try:
-            peaks.append((size, peak(size)))
-        except torch.OutOfMemoryError:
-            most = peaks[-1][0]  # even if the line allows more
-            break
-    if len(peaks) < 2:
-        return 1
-    (small, low), (large, high) = peaks[-2:]
-    slope = max((high - low) / (large - small), 1.0)
-    return max(min(int(large + (limit - high) / slope), most), 1)

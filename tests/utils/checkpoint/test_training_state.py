@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,12 +14,12 @@ from accelerate import Accelerator
 from torch import nn
 
 from tests.conftest import OnProcesses
-from utils.checkpoint.training_state import Decisions, Identity, TrainingState, floating_buffers
+from utils.checkpoint.run_folder import RunFolder
+from utils.checkpoint.training_state import Decisions, Identity, Progress, TrainingState
 from utils.checkpoint.weight_files import serialised
 from utils.config.hyperparameters import Recipe
 from utils.distributed.logical import DistributedModel, LogicalProcesses
 from utils.errors import UserError
-from utils.run_folder import RunFolder
 from utils.summary import Summary
 from utils.training.ema import ModelEMA
 from utils.training.optimizer import build_optimizer
@@ -119,6 +121,7 @@ def test_a_resumed_run_is_identical_bit_by_bit(optimizer: str) -> None:
 
 def test_a_run_without_a_scaler_loads_any_state() -> None:
     state = saved(made(1))
+    assert Decisions(**state["decisions"]) == DECISIONS
     without = made(2)
     without.scaler = None
     without.load(state)
@@ -126,40 +129,20 @@ def test_a_run_without_a_scaler_loads_any_state() -> None:
     assert made(3, {**state, "scaler": None}).scaler.scale == 8.0
 
 
-def test_the_state_has_what_a_new_run_decides() -> None:
-    assert Decisions(**saved(made(1))["decisions"]) == DECISIONS
-
-
-def test_a_finished_run_keeps_counters_only() -> None:
+def test_a_run_is_saved_if_it_has_changed_and_finally_its_counters_only() -> None:
     run, folder = made(1), Folder()
     run.save(folder)
-    assert not folder.final
-    run.progress.finished = True
-    run.save(folder, keep_tensors=False)
-    assert folder.final
-    assert set(folder.last()) == {"format", *vars(IDENTITY), "decisions", "progress"}
-
-
-def test_an_unchanged_run_is_not_saved_again() -> None:
-    run, folder = made(1), Folder()
-    run.save(folder)
-    run.save(folder)
-    assert len(folder.states) == 1
     run.progress.summary = Summary({}, 0.5, [], [])  # the summary never changes alone
     run.save(folder)
     assert len(folder.states) == 1
     run.progress.step += 1
     run.save(folder)
-    assert len(folder.states) == 2
     assert folder.last()["progress"]["step"] == 1
-
-
-def test_floating_buffers() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    buffers = floating_buffers(model)
-    assert list(buffers) == ["1.running_mean", "1.running_var"]  # without the count of batches, an integer
-    buffers["1.running_mean"].fill_(2.0)
-    assert model.get_buffer("1.running_mean").tolist() == [2.0] * 4
+    assert not folder.final
+    run.progress.finished = True
+    run.save(folder, keep_tensors=False)
+    assert folder.final
+    assert set(folder.last()) == {"format", *vars(IDENTITY), "decisions", "progress"}
 
 
 # Several processes
@@ -204,13 +187,10 @@ def test_the_mean_of_equal_statistics_is_exact() -> None:
 # Classes and images
 
 
-def test_equal_images() -> None:
-    IDENTITY.check({**vars(IDENTITY), "rows": []})
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        ({}, ""),
         ({"names": {0: "disc", 1: "bar", 2: "ring"}}, r"the classes \(3 then, 3 now"),
         ({"names": {**IDENTITY.names, 3: "dot"}}, r"the classes \(3 then, 4 now"),
         ({"imgsz": 128}, "--imgsz"),
@@ -220,5 +200,49 @@ def test_equal_images() -> None:
     ],
 )
 def test_changed_classes_sizes_images_and_labels_are_refused(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) if message else nullcontext():
         Identity(**{**vars(IDENTITY), **changed}).check(vars(IDENTITY))
+
+
+# Progress
+
+
+@pytest.mark.parametrize(
+    ("fitness", "improved", "best", "patience", "stalled"),
+    [
+        # a fitness of 0 is better than none; the first of equals is the best
+        ([0.0, 0.2, 0.2, 0.1, 0.3], [1, 1, 0, 0, 1], 4, 2, [0, 0, 0, 1, 0]),
+        ([0.1, 0.5, 0.4, 0.5, 0.3], [1, 1, 0, 0, 0], 1, 3, [0, 0, 0, 0, 1]),
+        ([0.5, 0.4, 0.6, 0.5], [1, 0, 1, 0], 2, 1, [0, 1, 0, 1]),
+        ([math.nan, 0.1, math.nan], [0, 1, 0], 1, 0, [0, 0, 0]),
+        ([-math.inf, -math.inf, -5.0], [1, 0, 1], 2, 0, [0, 0, 0]),
+    ],
+)
+def test_the_best_epoch_and_patience(
+    fitness: list[float], improved: list[int], best: int, patience: int, stalled: list[int]
+) -> None:
+    progress, ways = Progress(), []
+    assert not progress.stalled(1)
+    for epoch, value in enumerate(fitness):
+        progress.epoch = epoch
+        ways.append((progress.record(Summary({}, value, [], [])), progress.stalled(patience)))
+    assert ways == list(zip(map(bool, improved), map(bool, stalled), strict=True))
+    assert (progress.best, progress.best_epoch, progress.validated) == (fitness[best], best, len(fitness) - 1)
+    progress.epoch += 1
+    assert not progress.record(None)  # not validated
+    assert progress.validated == len(fitness) - 1
+
+
+def test_the_next_epoch_has_no_batches() -> None:
+    progress = Progress(epoch=3, batch=7, step=40, best=0.5, best_epoch=2, validated=3, skipped=1, taken=6)
+    assert "after batch 7" in str(progress)
+    progress.next_epoch()
+    assert progress == Progress(epoch=4, step=40, best=0.5, best_epoch=2, validated=3, skipped=1)
+
+
+def test_the_progress_is_stored_as_plain_values() -> None:
+    """They can be read with `weights_only=True`, -inf included, the best of a run without a validation."""
+    summary = Summary({"mAP_0.5": 0.25}, 0.25, ["class images", "all 8"], ["disc 8"], {"val/box_loss": 0.1}, 9.5)
+    for progress in (Progress(), Progress(epoch=10, finished=True, best=0.25, summary=summary)):
+        state = torch.load(io.BytesIO(serialised(progress.state())), weights_only=True)
+        assert Progress.from_state(state) == progress

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.loading import transfer
 from models.weights import read_weights
 from models.yolo import YoloModel, build_model
 from tests.making import tiny_detector
@@ -50,29 +49,3 @@ def test_half_precision(tmp_path: Path) -> None:
     assert {value.dtype for value in stored.values()} == {torch.float16, torch.int64}
     for key, value in read_weights(tmp_path / "a.pt").state.items():
         torch.testing.assert_close(value, model.state_dict()[key], atol=1e-7, rtol=1e-3)
-
-
-def test_the_model_can_be_built_from_the_file(written: tuple[Path, YoloModel]) -> None:
-    path, model = written
-    weights = read_weights(path)
-    assert weights.model is not None
-    again = build_model(weights.model)
-    loaded, total, misfits = transfer(again, weights.state)
-    assert loaded == total
-    assert misfits == []
-    images = torch.rand(1, 3, 32, 32)
-    model.eval(), again.eval()
-    for one, other in zip(model(images), again(images), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_torch_loads_it_without_running_code(written: tuple[Path, YoloModel]) -> None:
-    content = torch.load(written[0], weights_only=True)
-    assert content["format"].startswith("lockstep-")
-    assert not any(value.requires_grad for value in content["state"].values())
-
-
-def test_the_task_is_that_of_the_yaml(tmp_path: Path) -> None:
-    content = weights_content(build_model(tiny_detector()), {**tiny_detector(), "task": "segment"}, NAMES, {})
-    (tmp_path / "a.pt").write_bytes(serialised(content))
-    assert read_weights(tmp_path / "a.pt").task == "segment"

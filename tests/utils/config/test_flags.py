@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import fields
 from typing import Any
 
@@ -75,16 +74,6 @@ def test_defaults_equal_those_of_yolov5(kind: type, expected: dict[str, Any]) ->
     options = options_of(kind, [])
     assert {name: getattr(options, name) for name in expected} == expected
     assert options == kind()
-
-
-def test_all_fields_except_overrides_are_flags() -> None:
-    assert [field.name for field in fields(TrainOptions) if field not in flags_of(TrainOptions)] == ["overrides"]
-    assert flags_of(ValOptions) == list(fields(ValOptions))
-
-
-def test_options_are_immutable() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        TrainOptions().epochs = 3  # type: ignore[misc]
 
 
 def test_defaults_are_in_their_ranges() -> None:

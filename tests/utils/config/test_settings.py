@@ -75,25 +75,14 @@ DETECTOR = Recipes(trained="finetune", few="scratch-small", many="low", yolov5="
 
 
 @pytest.mark.parametrize(
-    ("trained", "images", "name", "reason"),
-    [
-        (True, None, "finetune", "the run starts from trained weights"),
-        (False, 1, "scratch-small", "the run starts from scratch on 1 image, fewer than 5000"),
-        (False, 4999, "scratch-small", "the run starts from scratch on 4999 images, fewer than 5000"),
-        (False, 5000, "low", "the run starts from scratch on 5000 images, at least 5000"),
-    ],
+    ("trained", "images", "name"),
+    [(True, None, "finetune"), (False, 1, "scratch-small"), (False, 4999, "scratch-small"), (False, 5000, "low")],
 )
-def test_the_choice(trained: bool, images: int | None, name: str, reason: str) -> None:
+def test_the_choice(trained: bool, images: int | None, name: str) -> None:
     """Images are counted only if it matters."""
-    assert DETECTOR.choose(trained, lambda: images or pytest.fail("counted")) == (name, reason, "low")
-
-
-def test_a_task_with_fewer_files() -> None:
-    def count() -> int:
-        pytest.fail("counted")
-
-    assert [Recipes("mine").choose(trained, count)[0] for trained in (True, False)] == ["mine", "mine"]
-    assert Recipes("fine", "scratch").choose(False, count)[:2] == ("scratch", "the run starts from scratch")
+    chosen, _, yolov5 = DETECTOR.choose(trained, lambda: images or pytest.fail("counted"))
+    assert (chosen, yolov5) == (name, "low")
+    assert Recipes("mine").choose(trained, lambda: pytest.fail("counted"))[0] == "mine"
 
 
 def chosen(*flags: str, **defaults: str) -> Settings:
@@ -107,8 +96,7 @@ def test_what_auto_chose_is_recorded_and_said(flags: tuple[str, ...]) -> None:
     settings = chosen(*flags)
     assert (settings.options.hyp, settings.options.optimizer, settings.options.cos_lr) == ("finetune", "AdamW", True)
     assert settings.hyp == read_hyperparameters("finetune", Hyperparameters)
-    because = "hyperparameters: --hyp finetune, because the run starts from trained weights"
-    assert settings.choice == f"{because}; --hyp low has YOLOv5's values"
+    assert "--hyp finetune" in settings.choice
     other = chosen(*flags, "--optimizer", "SGD", "--cos-lr")
     assert (other.options.optimizer, other.options.cos_lr) == ("SGD", True)
     assert other.choice == settings.choice
@@ -119,13 +107,6 @@ def test_a_named_file_wins_over_the_choice() -> None:
     for settings in (chosen("--hyp", "low"), chosen(hyp="low")):
         assert (settings.options.hyp, settings.choice) == ("low", "")
     assert chosen("--hyp", "auto", hyp="low").options.hyp == "finetune"
-
-
-def test_the_value_of_a_flag_before_the_hyperparameters_are_known() -> None:
-    settings = settings_of("--data", "a", "--imgsz", "96")
-    layers = ({"weights": "", "imgsz": 224}, {"weights": "mine.pt", "imgsz": 64})
-    assert [settings.value(flag, *layers) for flag in ("imgsz", "weights", "seed")] == [96, "mine.pt", 0]
-    assert replace(settings, is_fixed=True).value("weights", *layers) == settings.options.weights
 
 
 @dataclass(frozen=True)
@@ -147,18 +128,10 @@ def test_defaults_of_the_hyperparameter_file(tmp_path: Path) -> None:
     assert complete.hyp == Recipe(lr0=0.5)
 
 
-@pytest.mark.parametrize(
-    ("defaults", "message"),
-    [
-        ({"epoch": 3}, r"unknown key 'epoch' under `defaults` \(did you mean 'epochs'"),
-        ({"hyp": "low"}, r"unknown key 'hyp' under `defaults`.*; known are epochs, "),
-        ({"epochs": 0}, r"`epochs` under `defaults`"),
-        ([1], r"`defaults`"),
-    ],
-)
-def test_wrong_defaults_of_the_hyperparameter_file(tmp_path: Path, defaults: object, message: str) -> None:
+@pytest.mark.parametrize(("defaults", "named"), [({"epoch": 3}, "epoch"), ({"epochs": 0}, "epochs"), ([1], "defaults")])
+def test_wrong_defaults_of_the_hyperparameter_file(tmp_path: Path, defaults: object, named: str) -> None:
     hyp = str(write_yaml(tmp_path / "hyp.yaml", {"defaults": defaults}))
-    with pytest.raises(UserError, match=rf"hyp\.yaml: {message}"):
+    with pytest.raises(UserError, match=rf"hyp\.yaml: .*{named}"):
         settings_of("--hyp", hyp).resolve(Recipe)
 
 
@@ -170,33 +143,12 @@ def test_flags_that_follow_from_the_hyperparameters() -> None:
     assert fixed.resolve(HalvingRecipe).options.close_mosaic == 0
 
 
-def test_hyperparameters_of_another_task_are_refused(stripes: str) -> None:
-    with pytest.raises(UserError, match=r"stripes\.yaml: unknown key 'stripes'"):
-        settings_of("--hyp", stripes).resolve(Recipe)
-
-
-def test_options_of_an_earlier_start_get_no_defaults(stripes: str) -> None:
-    options = TrainOptions(hyp=stripes, epochs=30)
-    settings = Settings(options, {"resume": "runs/train/exp"}, is_fixed=True)
-    complete = settings.resolve(StripesRecipe, {"epochs": 50, "imgsz": 224})
-    assert complete.options == options
-    assert complete.hyp.lr0 == 0.5
-
-
 @pytest.mark.parametrize(("key", "value"), [("lr0", "high"), ("lr0", -1), ("lr9", 1)])
 def test_edited_hyperparameters_of_a_resumed_run_are_checked(key: str, value: object) -> None:
     saved = {"hyperparameters": {**vars(StripesRecipe()), key: value}, "model": {}}
     settings = Settings(TrainOptions(resume="runs/exp"), {"resume": "runs/exp"}, saved, is_fixed=True)
     with pytest.raises(UserError, match=rf"^settings\.yaml of runs/exp: .*{key}"):
         settings.resolve(StripesRecipe)
-
-
-def test_a_resumed_run_has_its_saved_hyperparameters() -> None:
-    saved = {**vars(TrainOptions()), "hyperparameters": vars(StripesRecipe(lr0=0.125)), "model": {}}
-    settings = Settings(TrainOptions(hyp="gone.yaml"), {}, saved, is_fixed=True)
-    complete = settings.resolve(StripesRecipe, {"epochs": 50})
-    assert complete.hyp == StripesRecipe(lr0=0.125)
-    assert complete.options == settings.options
 
 
 def test_flags_that_a_new_runs_model_does_not_use_are_refused() -> None:
@@ -210,15 +162,6 @@ def test_flags_that_a_new_runs_model_does_not_use_are_refused() -> None:
 
 
 # Views of the settings
-
-
-def test_changes_since_the_run_was_started(capsys: pytest.CaptureFixture[str]) -> None:
-    options = TrainOptions(workers=2)
-    Settings(options).log_changes()
-    assert capsys.readouterr().out == ""
-    saved = yaml.safe_load(yaml.safe_dump(vars(TrainOptions())))  # with lists instead of tuples
-    Settings(options, {}, saved).log_changes()
-    assert capsys.readouterr().out == "--workers is 2 and was 8\n"
 
 
 def test_the_content_of_settings_yaml() -> None:
@@ -263,12 +206,6 @@ def resumed(settings: Mapping[str, Any], *flags: str, launched: bool = False) ->
     return resumed_options(given_flags(TrainOptions, flags), RUN, settings, recipe_of, launched)
 
 
-def test_a_run_continues_with_its_settings() -> None:
-    expected = TrainOptions(**BEGUN, project="runs", name="exp", exist_ok=True, resume=str(RUN))
-    assert resumed(saved()) == resumed(saved(), "--resume", "runs/exp") == expected
-    assert resumed(saved(gone=1)) == expected  # of another version
-
-
 def test_flags_take_precedence_over_the_settings() -> None:
     flags = ("--project", "elsewhere", "--name", "other", "--workers", "3", "--epochs", "20", "--data", "moved.yaml")
     options = resumed(saved(), *flags)
@@ -277,18 +214,6 @@ def test_flags_take_precedence_over_the_settings() -> None:
     assert resumed(saved(), "--imgsz", "90").imgsz == 90  # the settings have the rounded size
     assert resumed(saved(), "--batch-size", "-1").batch_size == 8  # as it was measured
     assert resumed(saved(), "--hyp", "auto").hyp == LOW  # what auto chose
-
-
-def test_a_launcher_decides_on_devices_and_processes() -> None:
-    settings = saved(device="0,1", processes=2)
-    assert (resumed(settings).device, resumed(settings).processes) == ("0,1", 2)
-    options = resumed(settings, launched=True)
-    assert (options.device, options.processes) == ("", 0)
-
-
-def test_a_time_limit_is_not_taken_from_the_settings() -> None:
-    assert resumed(saved(time_limit=2.5)).time_limit == 0
-    assert resumed(saved(time_limit=2.5), "--time-limit", "3").time_limit == 3
 
 
 @pytest.mark.parametrize("option", [option for option in flags_of(TrainOptions) if option.metadata["curve"]])
@@ -313,15 +238,6 @@ def test_hyperparameters_that_have_changed(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"lr0|mosaic"):
             resumed(saved(), *flags)
     assert resumed(saved(hyp="gone.yaml")).hyp == "gone.yaml"  # only read if it is given
-
-
-def test_hyperparameters_are_those_of_the_task_of_the_run(tmp_path: Path) -> None:
-    settings, hyp = saved(StripesRecipe(), task="stripes"), tmp_path / "mine.yaml"
-    hyp.write_text("stripes: 3\n")
-    assert resumed(settings, "--hyp", str(hyp)).hyp == str(hyp)
-    hyp.write_text("mosaic: 1\n")
-    with pytest.raises(UserError, match="mosaic"):
-        resumed(settings, "--hyp", str(hyp))
 
 
 def test_overrides_are_taken_from_the_settings() -> None:
@@ -351,10 +267,6 @@ def test_settings_as_they_were_written() -> None:
     ("changes", "named"),
     [
         ({"epochs": "three"}, "epochs"),
-        ({"epochs": 0}, "epochs"),
-        ({"cos_lr": "yes"}, "cos_lr"),
-        ({"data": None}, "data"),
-        ({"cache": "floppy"}, "cache"),
         ({"freeze": [1.5]}, "freeze"),
         ({"model": [1]}, "model"),
         ({"overrides": 3}, "overrides"),

@@ -12,14 +12,9 @@ import pytest
 from utils.config.values import BELOW_ONE, FINITE, NOT_NEGATIVE, POSITIVE, SHARE, Range, is_number, typed
 
 
-@pytest.mark.parametrize("value", [0, -3, 0.5, 1e300, 10**300])
-def test_numbers(value: object) -> None:
-    assert is_number(value)
-
-
-@pytest.mark.parametrize("value", [True, False, None, "1", [1], math.nan, math.inf, -math.inf, 10**400])
-def test_values_that_are_not_numbers(value: object) -> None:
-    assert not is_number(value)
+def test_numbers() -> None:
+    assert all(map(is_number, [0, -3, 0.5, 1e300, 10**300]))
+    assert not any(map(is_number, [True, False, None, "1", [1], math.nan, math.inf, -math.inf, 10**400]))
 
 
 @pytest.mark.parametrize(
@@ -36,21 +31,6 @@ def test_values_that_are_not_numbers(value: object) -> None:
 def test_bounds(allowed: Range, inside: tuple[float, ...], outside: tuple[float, ...]) -> None:
     assert all(value in allowed for value in inside)
     assert not any(value in allowed for value in outside)
-
-
-@pytest.mark.parametrize(
-    ("allowed", "text"),
-    [
-        (NOT_NEGATIVE, "0 or more"),
-        (POSITIVE, "more than 0"),
-        (SHARE, "0 to 1"),
-        (BELOW_ONE, "0 or more and less than 1"),
-        (Range(0, 2**32 - 1), "0 to 4294967295"),
-        (Range(0, 0.001), "0 to 0.001"),
-    ],
-)
-def test_the_text_completes_an_error_message(allowed: Range, text: str) -> None:
-    assert str(allowed) == text
 
 
 CHOICES = {"choices": ("none", "all", "wandb", "FILE.py"), "comma_separated": True}

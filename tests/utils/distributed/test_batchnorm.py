@@ -70,19 +70,6 @@ def compare(parts: list[list[Tensor]], whole: list[Tensor], tolerance: float) ->
             assert gap <= tolerance, f"tensor {number} differs by {gap:.2g}"
 
 
-def far_from_zero(offset: float) -> tuple[float, float]:
-    """Return the errors of float32 for a mean far larger than the deviation: on two processes, and on one."""
-    values, slope = (whole.split(PARTS[2])[ranks().rank] for whole in batch(2, offset, torch.float32))
-    ours = two_steps(exact_batchnorm(nn.Sequential(layer(torch.float32)), all_reduced), values, slope)[0]
-    precisely = two_steps(
-        exact_batchnorm(nn.Sequential(layer(torch.float64)), all_reduced), values.double(), slope.double()
-    )[0]
-    whole = batch(2, offset, torch.float32)
-    single = two_steps(layer(torch.float32), *whole)[0]
-    precise = two_steps(layer(torch.float64), *(tensor.double() for tensor in whole))[0]
-    return float((ours - precisely).abs().max()), float((single - precise).abs().max())
-
-
 def names_and_evaluation() -> tuple[list[str], bool, bool]:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.BatchNorm2d(4))).eval()
     weight, picture = model[1][0].weight, torch.randn(2, 3, 5, 5)
@@ -110,7 +97,6 @@ def results(processes: int) -> dict[str, Any]:
     distributed.init_process_group("gloo")
     return {
         "cases": [local_results(processes, *case[:3]) for case in CASES[processes]],
-        "errors": far_from_zero(1000.0) if processes == 2 else (),
         "evaluation": names_and_evaluation(),
         "averaged": averaged(),
     }
@@ -125,10 +111,7 @@ def test_several_processes_equal_one_layer_on_the_whole_batch(processes: int, on
     names = list(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.BatchNorm2d(4))).state_dict())
     for result in by_rank:
         assert result["evaluation"] == (names, True, True)
-        if processes == 2:
-            ours, single = result["errors"]
-            assert ours <= 2 * single
-        else:  # the mean of 0, 1, 2 times (1, -2), and of 1, 2, 3; equal values keep their bits
+        if processes == 3:  # the mean of 0, 1, 2 times (1, -2), and of 1, 2, 3; equal values keep their bits
             mean, same, zero, var = result["averaged"]
             assert mean.tolist() == [1.0, -2.0]
             assert torch.equal(same, torch.full((2,), 1 / 3))

@@ -15,9 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.conftest import without_greetings
 from utils.distributed import failure
-from utils.distributed import ranks as ranks_module
 from utils.distributed.failure import (
-    Stopped,
     Watchdog,
     barrier,
     end_workers,
@@ -42,16 +41,25 @@ from utils.distributed.failure import (
     run_main,
 )
 from utils.distributed.launch import connect, spawn
-from utils.distributed.ranks import Ranks, RunStore, ranks
+from utils.distributed.ranks import RunStore, ranks
 from utils.distributed.stop import STOP_SIGNALS, GracefulStop
-from utils.errors import UserError
+from utils.errors import Stopped, UserError
 from utils.files import ROOT
 
 # Who failed
 
 
-def test_the_reason_is_passed_on_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """To trackers, which may alert somebody; their errors change nothing."""
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (None, 0, ""),
+        (UserError("a.yaml, line 3: fix it"), 1, "error: a.yaml, line 3: fix it\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (Stopped(143), 143, ""),  # everything is printed
+    ],
+)
+def test_exit_codes(error: BaseException | None, code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The reason is passed on to trackers, which may alert somebody, once; their errors change nothing."""
     reasons: list[str] = []
 
     def listen(reason: str) -> None:
@@ -59,38 +67,16 @@ def test_the_reason_is_passed_on_once(capsys: pytest.CaptureFixture[str]) -> Non
         raise ValueError("an error of the listener")
 
     def main() -> None:
-        raise UserError("20 steps were not finite")
+        on_failure(lambda reason: reasons.append("of an earlier run"))
+        on_failure(listen)
+        if error:
+            raise error
 
-    on_failure(lambda reason: reasons.append("of an earlier run"))
-    on_failure(listen)
-    for _ in range(2):
-        with pytest.raises(SystemExit):
-            run_main(main)
-    assert reasons == ["20 steps were not finite"]
-    assert capsys.readouterr().err == 2 * "error: 20 steps were not finite\n"
-
-
-def test_a_script_that_succeeds_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    run_main(lambda: None)
-    assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
-        (UserError("a.yaml, line 3: fix it"), 1, "error: a.yaml, line 3: fix it\n"),
-        (KeyboardInterrupt(), 130, "interrupted\n"),
-        (Stopped(143), 143, ""),  # everything is printed
-    ],
-)
-def test_exit_codes(error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    def main() -> None:
-        raise error
-
-    with pytest.raises(SystemExit) as raised:
+    with pytest.raises(SystemExit) if code else nullcontext(SimpleNamespace(value=SystemExit(0))) as raised:
         run_main(main)
     assert raised.value.code == code
     assert capsys.readouterr() == ("", message)
+    assert reasons == ([message.strip().removeprefix("error: ")] if message else [])
 
 
 def test_a_wrong_launch_is_an_error_before_anything_runs(
@@ -100,26 +86,19 @@ def test_a_wrong_launch_is_an_error_before_anything_runs(
     with pytest.raises(SystemExit) as raised:
         run_main(lambda: pytest.fail("it ran"))
     assert raised.value.code == 1
-    assert capsys.readouterr().err.startswith("error: the environment variable WORLD_SIZE is 'two'")
+    assert "WORLD_SIZE is 'two'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError(), RuntimeError("shape mismatch")])
-def test_an_unexpected_error_keeps_its_traceback(error: Exception) -> None:
-    def main() -> None:
-        raise error
-
-    with pytest.raises(type(error)):
-        run_main(main)
+def test_an_unexpected_error_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_main(lambda: 1 / 0)
 
 
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
-        ("SystemExit(0)", "error: {}, line 2: SystemExit: 0; fix it there"),
-        (
-            "RuntimeError('gloo/pair.cc: Connection closed by peer [10.0.0.2]:5540')",
-            "error: the connection to the other processes broke",
-        ),
+        ("SystemExit(0)", "error: {}, line 2: SystemExit: 0"),
+        ("RuntimeError('gloo/pair.cc: Connection closed by peer [10.0.0.2]:5540')", "error: the connection to"),
     ],
 )
 def test_an_error_in_a_users_code_is_one_sentence(error: str, sentence: str, tmp_path: Path) -> None:
@@ -144,104 +123,20 @@ run_main(module.go)
 # The barrier
 
 
-@pytest.fixture
-def three(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], object]], list]:
-    """Three threads that act as processes: `work` gets the rank; its results or errors, by rank."""
-    shared, local = distributed.HashStore(), threading.local()
-    monkeypatch.setattr(ranks_module, "ranks", lambda: Ranks(local.rank, 3, local.rank, 3))
-    monkeypatch.setattr(failure, "run_store", lambda: RunStore(shared))
-    monkeypatch.setattr(failure, "world_size", lambda: 3)
-    monkeypatch.setattr(failure, "_barrier_numbers", itertools.repeat(0))
-
-    def run(work: Callable[[int], object]) -> list:
-        def process(rank: int) -> object:
-            local.rank = rank
-            try:
-                return work(rank)
-            except (UserError, KeyError) as error:
-                return error
-
-        with ThreadPoolExecutor(3) as threads:
-            return list(threads.map(process, range(3)))
-
-    return run
-
-
-def test_all_wait_for_the_slowest_process(three: Callable) -> None:
-    def work(rank: int) -> tuple[float, float]:
-        with barrier(60):
-            time.sleep(0.3 * (rank == 1))
-            done = time.monotonic()
-        return done, time.monotonic()
-
-    times = three(work)
-    assert min(after for _, after in times) >= max(done for done, _ in times)
-
-
-def test_a_process_that_does_not_finish_in_time_is_named(three: Callable) -> None:
-    def work(rank: int) -> None:
-        with barrier(0.2):
-            if rank == 1:
-                raise KeyError
-
-    first, failed, last = three(work)
-    assert isinstance(failed, KeyError)
-    for error in (first, last):
-        assert str(error).startswith("process 1 did not read the data within 0.2 s")
-
-
-def test_one_process_does_not_wait() -> None:
-    with barrier(0):
-        pass
-
-
-# Who hangs
-
-
-def end(monkeypatch: pytest.MonkeyPatch, folder: Path, *late: int, answers: bool = True) -> str:
-    """Return the message if process 0 and the ranks `late` are late. answers: whether the store can be reached."""
+def test_all_wait_for_the_slowest_process_and_name_one_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = distributed.HashStore()
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    for rank in (1, 2):
-        monkeypatch.setenv("RANK", str(rank))
-        RunStore(shared).write("present", rank not in late)
-    monkeypatch.delenv("RANK")
-    monkeypatch.setattr(failure, "ROLL_CALL_SECONDS", 0)
-    monkeypatch.setattr(ranks_module, "run_store", lambda: RunStore(shared) if answers else None)
-
-    messages: list[str] = []
-    ended = threading.Event()
-
-    def leave(message: str, code: int = 1) -> None:
-        messages.append(message)
-        ended.set()
-        threading.Event().wait()  # as a process that has ended
-
-    monkeypatch.setattr(failure, "hard_exit", leave)
-    with Watchdog(0.1, folder):
-        assert ended.wait(30)
-    if answers:
-        assert RunStore(shared).values("present")[0] is False
-        assert RunStore(shared).value("alarm")
-    return messages[-1]
-
-
-def test_the_message_names_late_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    message = end(monkeypatch, tmp_path)
-    assert message.startswith("error: process 0 made no progress")
-    assert "0.1 s (--dist-timeout)" in message
-    assert str(tmp_path / "stacks") in message
-    assert "test_the_message" in (tmp_path / "stacks" / "process0.txt").read_text()
-    assert end(monkeypatch, tmp_path, 2).startswith("error: process 0 and process 2 made no progress")
-    assert end(monkeypatch, tmp_path, 1, 2).startswith("error: no process made progress")
-    assert end(monkeypatch, tmp_path, answers=False).startswith(
-        "error: process 1 and process 2 made no progress, or can"
-    )
-
-
-def test_a_folder_that_is_not_writable_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "run").touch()
-    assert end(monkeypatch, tmp_path / "run").startswith("error: process 0 made no progress")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    store = RunStore(shared)
+    monkeypatch.setattr(failure, "run_store", lambda: store)
+    monkeypatch.setattr(failure, "_barrier_numbers", itertools.repeat(0))
+    with pytest.raises(UserError, match="process 1 "), barrier(0.2):
+        pass
+    monkeypatch.setenv("RANK", "1")
+    other, begun = RunStore(shared), time.monotonic()
+    threading.Timer(0.5, other.write, ("barrier/0", True)).start()
+    with barrier(60):
+        pass
+    assert time.monotonic() - begun > 0.4
 
 
 # Three processes
@@ -281,10 +176,6 @@ def test_a_process_that_hangs_is_named(
 
 # Errors of others
 
-BUS = (
-    "DataLoader worker (pid 71) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
-    "shared memory. Please try to raise your shared memory limit."
-)
 SHM = (
     "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\nRuntimeError: "
     "unable to allocate shared memory(shm) for file </torch_71_1_0>: No space left on device (28)"
@@ -294,43 +185,18 @@ SHM = (
 @pytest.mark.parametrize(
     ("error", "part"),
     [
-        (RuntimeError("[/x/gloo/pair.cc:561] Connection closed by peer [10.0.0.2]:5540. GLHF!"), "peer [10.0.0.2]"),
         (distributed.DistNetworkError("something else\nmore"), "(something else)"),
-        (RuntimeError(BUS), "/dev/shm"),
+        (RuntimeError("DataLoader worker (pid 71) is killed by signal: Bus error. It is possible"), "/dev/shm"),
         (RuntimeError(SHM), "/dev/shm"),
-        (RuntimeError("DataLoader worker (pid 71) is killed by signal: Killed. "), "--workers"),
         (RuntimeError("DataLoader worker (pid(s) 71, 72) exited unexpectedly"), "--workers"),
         (RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nshape mismatch"), ""),
-        (RuntimeError("DataLoader timed out after 5 seconds"), ""),
-        (RuntimeError("shape mismatch"), ""),
-        (ValueError(BUS), ""),
+        (ValueError(SHM), ""),
     ],
 )
 def test_known_causes(error: Exception, part: str) -> None:
     cause = known_cause(error)
     assert part in cause
     assert bool(cause) == bool(part)
-
-
-def count_new_pages(result: Connection) -> None:
-    """Send the pages that the system gives to a loader process for a hundred items of four images."""
-    init_worker(0)
-    before = 0
-    for number in range(110):
-        if number == 10:
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        images = [np.ones((480, 640, 3), np.uint8) for _ in range(4)]
-        del images
-    result.send(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-
-
-def test_a_loader_process_reuses_the_memory_of_images() -> None:
-    """Their 90,000 pages would be new ones, each filled with zeros."""
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(target=count_new_pages, args=(sender,))
-    process.start()
-    assert receiver.recv() < 9000
-    process.join(60)
 
 
 class Deadly(Dataset[int]):
@@ -439,50 +305,40 @@ def test_end_workers(start: Callable[..., tuple[Any, int]]) -> None:
     assert gone(worker)
 
 
-STARTS_SLOWLY = """
-import os, sys, time
-from torch.utils.data import DataLoader
-from utils.distributed.failure import Stopped, run_main
-from utils.distributed.failure import init_worker
-def main():
-    os.register_at_fork(after_in_child=lambda: time.sleep(60))
-    loader = DataLoader(range(4), num_workers=1, worker_init_fn=init_worker)
-    main.batches = iter(loader)
-    raise Stopped(0)
-run_main(main)
-"""
-
-
-def test_a_loader_process_that_has_just_started_ends_without_an_error() -> None:
-    """It is killed by the signal, because it has no handler yet."""
-    ended = subprocess.run([sys.executable, "-c", STARTS_SLOWLY], cwd=ROOT, capture_output=True, text=True, timeout=50)
-    assert (ended.returncode, ended.stderr) == (0, "")
-
-
 # Memory
-
 
 BYTES = 2**26  # of a block, larger than glibc reuses by itself
 
 
 def count_pages_of_blocks(result: Connection) -> None:
-    """Send the pages that the system gives to a process for each of two blocks, of which one is freed first."""
+    """Send the pages that the system gives to a process for each of two blocks, of which one is freed first.
+
+    Then the pages for the images of a hundred items of a loader process.
+    """
     keep_freed_memory()
     pages = []
     for _ in range(2):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         b"1" * BYTES
         pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    result.send(pages)
+    init_worker(0)
+    for number in range(110):
+        if number == 10:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        images = [np.ones((480, 640, 3), np.uint8) for _ in range(4)]
+        del images
+    result.send([*pages, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before])
 
 
-def test_a_large_block_is_reused() -> None:
+def test_freed_memory_is_reused() -> None:
+    """The images would need 90,000 new pages, each filled with zeros."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(target=count_pages_of_blocks, args=(sender,))
     process.start()
-    first, second = receiver.recv()
+    first, second, images = receiver.recv()
     process.join(60)
     assert second < first / 4
+    assert images < 9000
 
 
 def test_a_package_is_imported_while_wandb_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

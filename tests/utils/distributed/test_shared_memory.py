@@ -19,21 +19,6 @@ from utils.distributed.ranks import RunStore
 from utils.distributed.shared_memory import SharedMemory, available_bytes, shared_memory
 
 
-def test_memory_is_reserved_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "in_use", WeakSet())
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    free_bytes: list[int] = []
-
-    def size(free: int) -> int:
-        free_bytes.append(free)
-        return 600
-
-    first = shared_memory(size)
-    second = shared_memory(size)
-    assert free_bytes == [1000, 400]
-    assert len(first.bytes) == len(second.bytes) == 600
-
-
 def test_memory_of_an_earlier_run_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if it is part of a reference cycle; its file is closed."""
     monkeypatch.setattr(module, "in_use", WeakSet())
@@ -89,19 +74,6 @@ def test_a_handle_from_the_store_is_never_a_file(tmp_path: Path, monkeypatch: py
             assert len(memory.bytes) == 60
     assert precious.read_bytes() == bytes(range(99))
     assert os.fstat(theirs).st_size == 0
-
-
-def test_processes_of_a_machine_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = RunStore(distributed.HashStore())
-    monkeypatch.setattr(module, "run_store", lambda: store)
-    launched(monkeypatch, 2, 2)
-    memories = []
-    for rank in ("0", "1"):
-        monkeypatch.setattr(module, "_calls", iter([0]))
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        memories.append(shared_memory(lambda free: 5))
-    memories[0].bytes[3] = 9
-    assert memories[1].bytes.tolist() == [0, 0, 0, 9, 0]
 
 
 @pytest.mark.parametrize(

@@ -183,15 +183,6 @@ def test_a_derived_loss_is_not_padded() -> None:
     assert mine.for_gpu(lambda function: function) is mine
 
 
-def test_without_gradients_nothing_is_recorded(device: SimpleNamespace) -> None:
-    model: Any = build_model("yolov5n.yaml", imgsz=64)
-    recorded(model)
-    with torch.no_grad():
-        for _ in range(5):
-            model(IMAGES)
-    assert replays(model) == {}
-
-
 def test_a_batch_that_fills_the_memory_is_not_recorded(device: SimpleNamespace) -> None:
     device.used = 41
     model: Any = build_model("yolov5n.yaml", imgsz=64)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -63,15 +62,6 @@ def test_a_skipped_step_changes_nothing() -> None:
     torch.testing.assert_close(ema.model.get_parameter("0.weight"), torch.full((2, 2), expected))
 
 
-def test_the_final_decay() -> None:
-    model = network(0)
-    ema = ModelEMA(model)
-    ema.updates.fill_(99_999)
-    fill(model, 1)
-    ema.update(model)
-    assert ema.model[0].weight[0, 0].item() == pytest.approx(1e-4, rel=1e-3)  # type: ignore[index]
-
-
 def test_integers_are_not_averaged() -> None:
     """BatchNorm's count of batches has no effect if it has a momentum, as here."""
     model = network(1)
@@ -109,12 +99,6 @@ def test_the_model_is_unchanged() -> None:
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_the_copy_is_for_evaluation() -> None:
-    ema = ModelEMA(network(1).train())
-    assert not any(module.training for module in ema.model.modules())
-    assert not any(p.requires_grad for p in ema.model.parameters())
-
-
 # Short runs
 
 
@@ -135,15 +119,3 @@ def test_the_average_spans_a_share_of_a_short_run(share: float, updates: int) ->
 @pytest.mark.parametrize(("share", "updates"), [(0, 100), (0.1, 1_000_000), (0.1, 20_000)])
 def test_long_runs_and_other_recipes_have_the_usual_ramp(share: float, updates: int) -> None:
     assert ramp_of(share, updates) == 2000
-
-
-def test_the_ramp_is_no_longer_than_the_shortest_run() -> None:
-    assert ramp_of(0.1, 1) == 1
-
-
-def test_a_shorter_ramp_has_a_message(capsys: pytest.CaptureFixture[str]) -> None:
-    model: Any = nn.Linear(2, 2)
-    ModelEMA(model, 0.0, 500)
-    assert capsys.readouterr().out == ""
-    ModelEMA(model, 0.1, 500)
-    assert "128 steps" in capsys.readouterr().out

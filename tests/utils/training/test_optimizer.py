@@ -50,15 +50,6 @@ def test_groups(network: nn.Module) -> None:
 HYP = Recipe(lr0=0.01, momentum=0.9, weight_decay=0.1)
 
 
-def test_other_parameters_decay() -> None:
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gamma = nn.Parameter(torch.ones(3))
-
-    assert [len(parameters) for parameters in grouped_parameters(Scale()).values()] == [0, 1, 0]
-
-
 def test_optimizers(network: nn.Module) -> None:
     sgd = build_optimizer(network, "SGD", HYP, None, 64)
     assert isinstance(sgd, torch.optim.SGD)
@@ -169,11 +160,6 @@ def test_a_short_warmup_lowers_the_rate(rise: float, peak: float) -> None:
     assert (schedule.warmup, schedule.peak) == (50, peak)
     assert schedule.at(25).lrs[1] == pytest.approx(peak / 2)
     assert schedule.at(50).lrs == pytest.approx([0.91 * peak] * 3)  # epoch 1: 0.9 x 0.9 + 0.1
-
-
-def test_a_run_without_warmup_has_the_rate_of_its_first_batch() -> None:
-    schedule = linear(warmup_epochs=0, warmup_rise=0.0001)
-    assert (schedule.warmup, schedule.peak) == (0, 0.0001)
 
 
 def test_the_schedule_is_a_pure_function_of_the_batch() -> None:

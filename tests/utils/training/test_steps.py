@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,18 +121,6 @@ def equal(first: list[Tensor], second: list[Tensor]) -> bool:
 # Taken, clipped and skipped steps
 
 
-def test_an_epoch_of_steps(tmp_path: Path) -> None:
-    steps, loader = prepared(run_in(tmp_path))
-    before = values(steps)
-    losses = train(steps, loader)
-    progress = steps.progress
-    assert (progress.step, progress.batch, progress.taken, progress.skipped) == (BATCHES, BATCHES, BATCHES, 0)
-    assert (steps.log.left, steps.log.done) == (EPOCHS * BATCHES, BATCHES)
-    assert int(steps.ema.updates) == BATCHES
-    assert not any(torch.equal(one, other) for one, other in zip(values(steps), before, strict=True))
-    assert steps.state.loss_sums.flatten().tolist() == pytest.approx([sum(losses)])
-
-
 @pytest.mark.parametrize(("scale", "is_clipped"), [(1.0, False), (1e6, True)])
 def test_gradients_are_clipped(scale: float, is_clipped: bool, tmp_path: Path) -> None:
     steps, loader = prepared(run_in(tmp_path))
@@ -146,12 +134,12 @@ def test_gradients_are_clipped(scale: float, is_clipped: bool, tmp_path: Path) -
     assert float(length) == pytest.approx(HYP.lr0 * nesterov * min(norm, CLIP_NORM), rel=1e-4)
 
 
-def test_skipped_steps_are_counted_and_not_averaged(tmp_path: Path) -> None:
+def test_taken_and_skipped_steps(tmp_path: Path) -> None:
     steps, loader = prepared(run_in(tmp_path))
     losses = train(steps, loader, not_finite=[3, 4])[:3]
     progress = steps.progress
     assert (progress.step, progress.batch, progress.taken, progress.skipped) == (BATCHES, BATCHES, 3, 2)
-    assert int(steps.ema.updates) == 3
+    assert (steps.log.left, steps.log.done, int(steps.ema.updates)) == (EPOCHS * BATCHES, BATCHES, 3)
     assert steps.state.loss_sums.flatten().tolist() == pytest.approx([sum(losses)])
 
 
@@ -199,12 +187,6 @@ def test_points_of_the_step_curves(tmp_path: Path) -> None:
     assert [point["step/epoch"] for point, _ in recorder.points] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert [point["step/loss"] for point, _ in recorder.points] == pytest.approx(losses)
     assert all(point["step/gradient_norm"] > 0 for point, _ in recorder.points)
-
-
-def test_without_a_tracker_there_are_no_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_in(tmp_path)
-    monkeypatch.setattr(run, "log_point", pytest.fail)
-    train(*prepared(run))
 
 
 def test_steps_continue_from_a_saved_state(tmp_path: Path) -> None:
@@ -270,66 +252,23 @@ def test_three_processes_continue_bit_by_bit(tmp_path: Path, on_processes: OnPro
 # Steps that are not finite
 
 
-TERMS = ("box", "obj", "cls")
-INF, NAN = float("inf"), float("nan")
-
-
-@pytest.fixture
-def tensors() -> list[torch.Tensor]:
-    """Return loss sums and running statistics."""
-    return [torch.zeros(3), torch.ones(2, 2)]
-
-
-def add(tensors: Sequence[torch.Tensor], value: float) -> None:
-    for tensor in tensors:
-        tensor += value
-
-
 TAKEN, SKIPPED = torch.tensor(True), torch.tensor(False)
 
 
-def test_a_skipped_step_is_undone(tensors: list[torch.Tensor]) -> None:
-    guard = NonFiniteGuard(tensors)
-    add(tensors, 1)
-    guard.keep_if(TAKEN)
-    add(tensors, 2)
-    add(tensors, NAN)
-    guard.keep_if(SKIPPED)
-    assert [tensor.unique().tolist() for tensor in tensors] == [[1.0], [2.0]]
-    add(tensors, 3)
-    guard.keep_if(TAKEN)
-    assert [tensor.unique().tolist() for tensor in tensors] == [[4.0], [5.0]]
-    add(tensors, INF)
-    guard.keep_if(SKIPPED)
-    assert [tensor.unique().tolist() for tensor in tensors] == [[4.0], [5.0]]
-
-
-def test_a_new_snapshot(tensors: list[torch.Tensor]) -> None:
-    """At the end of an epoch the sums are set to zero, and the statistics are averaged."""
-    guard = NonFiniteGuard(tensors)
-    add(tensors, 1)
-    guard.keep_if(TAKEN)
+def test_a_skipped_step_is_undone() -> None:
+    """In loss sums, statistics and a parameter, and after the sums were set to zero at the end of an epoch."""
+    weight = nn.Parameter(torch.ones(2))
+    tensors = [torch.zeros(3), torch.tensor([1 / 3], dtype=torch.float64), weight.detach()]
+    guard, expected = NonFiniteGuard([*tensors[:2], weight]), [0.0, 1 / 3, 1.0]
+    for value, taken in ((1, True), (torch.nan, False), (3, True), (torch.inf, False)):
+        for tensor in tensors:
+            tensor += value
+        guard.keep_if(TAKEN if taken else SKIPPED)
+        expected = [each + value * taken if taken else each for each in expected]
+        assert [tensor.unique().tolist() for tensor in tensors] == [[each] for each in expected]
     tensors[0].zero_()
     guard.snapshot()
-    add(tensors, NAN)
+    tensors[0] += torch.nan
     guard.keep_if(SKIPPED)
-    assert [tensor.unique().tolist() for tensor in tensors] == [[0.0], [2.0]]
-
-
-def test_parameters_and_two_types_are_restored_in_place() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    precise = torch.tensor([1 / 3], dtype=torch.float64)
-    guard = NonFiniteGuard([weight, precise])
-    with torch.no_grad():
-        weight += NAN
-        precise += 1
-    guard.keep_if(SKIPPED)
-    assert weight.tolist() == [1.0, 1.0]
-    assert precise.item() == 1 / 3
+    assert tensors[0].tolist() == [0.0] * 3
     assert weight.requires_grad
-
-
-def test_the_limit_counts_steps_in_a_row(tensors: list[torch.Tensor]) -> None:
-    guard = NonFiniteGuard(tensors)
-    assert not any([guard.count(False), guard.count(True), *(guard.count(False) for _ in range(MAX_SKIPS - 1))])
-    assert guard.count(False)
