@@ -18,7 +18,7 @@ from typing import Any
 if __name__ == "__main__":
     gc.disable()  # the imports make 400,000 objects and hardly any garbage; `run_main` turns it on again
 
-from job import Job, hyperparameter_names, resolve, settings_from, settings_of
+from job import VALIDATION_BATCH, Job, hyperparameter_names, resolve, settings_from, settings_of
 from models.tasks.contract import Criterion, refuse, terms_of
 from utils.checkpoint.resume import read_saved_state
 from utils.checkpoint.training_state import Decisions, Identity, TrainingState
