@@ -10,7 +10,6 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
@@ -110,76 +109,57 @@ def commands(page: Path) -> list[str]:
     ]
 
 
-def flag_errors(kind: type[Any], flags: list[str]) -> list[str]:
-    """Return what the parser of an options class says about flags."""
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(errors):
-            options_of(kind, flags)
-    except SystemExit:
-        return [errors.getvalue().strip()]
-    return []
-
-
-def script_errors(words: list[str]) -> list[str]:
-    """Return what is wrong with a script of ours and its flags."""
-    script, *flags = words
+def check_script(script: str, *flags: str) -> None:
+    """Raise SystemExit if a script of ours does not take the flags, AssertionError if it does not exist."""
+    assert (ROOT / script).is_file(), f"{script} does not exist"
     if script in SCRIPTS:
-        return flag_errors(SCRIPTS[script], flags)
-    return [] if (ROOT / script).is_file() else [f"{script} does not exist"]
+        options_of(SCRIPTS[script], list(flags))
 
 
-def module_errors(module: str, flags: list[str]) -> list[str]:
-    """Return what is wrong with `python -m` of a module of ours: no file, or flags that the file does not name."""
+def check_module(module: str, *flags: str) -> None:
+    """Raise AssertionError if there is no module of ours, or if its file names one of the flags nowhere."""
     stem = ROOT.joinpath(*module.split("."))
     file = next((file for file in (stem.with_suffix(".py"), stem / "__main__.py") if file.is_file()), None)
-    if file is None:
-        return [f"{module} does not exist"]
-    known = text_of(file)
-    if "given_flags(TrainOptions" in known:  # it passes them on
-        known += "".join(f'"--{field.name.replace("_", "-")}"' for field in flags_of(TrainOptions))
-    return [f"{module} has no {flag}" for flag in flags if flag.startswith("--") and f'"{flag}"' not in known]
+    assert file, f"{module} does not exist"
+    unknown = [flag for flag in flags if flag.startswith("--") and f'"{flag}"' not in text_of(file)]
+    assert not unknown, f"{module} has no {unknown}"
 
 
-def launcher_errors(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
-    """Return what is wrong with a launcher's command: its own flags, and the script that it starts."""
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(errors):
-            given = parser.parse_args(words)
-    except SystemExit:
-        return [errors.getvalue().strip().splitlines()[-1]]
-    return script_errors([given.training_script, *given.training_script_args])
+def check_launcher(parser: argparse.ArgumentParser, *words: str) -> None:
+    given = parser.parse_args(words)
+    check_script(given.training_script, *given.training_script_args)
 
 
-def path_errors(words: list[str]) -> list[str]:
-    """Return the files of the repository that do not exist, by the folders that they are said to be in."""
-    folders = ("data/", "models/", "accelerate_configs/")
-    paths = [word for word in words if word.startswith(folders) and "." in word]
-    return [f"{path} does not exist" for path in paths if not (ROOT / path).is_file()]
+def check(program: str, *rest: str) -> None:
+    """Raise SystemExit or AssertionError for programs, modules or flags of a command that do not exist."""
+    if program == "sbatch":
+        check_script("train.py", *rest[1 + next(n for n, word in enumerate(rest) if word.endswith(".sbatch")) :])
+    elif program.endswith("start.sh"):
+        check_launcher(launch_command_parser(), *rest)
+    elif program == "accelerate":
+        check_launcher(launch_command_parser(), *rest[1:])
+    elif program == "python" and rest[0] != "-m":
+        check_script(*rest)
+    elif program == "python" and rest[1].startswith("torch.distributed."):
+        check_launcher(get_args_parser(), *rest[2:])
+    elif program == "python" and rest[1].partition(".")[0] in ("utils", "data", "models", "benchmarks"):
+        check_module(*rest[1:])
+    elif program == "python":  # another program starts the script
+        check_script(*rest[next(n for n, word in enumerate(rest) if word in SCRIPTS) :])
 
 
 def command_errors(command: str) -> list[str]:
-    """Return what is wrong with a command: programs, modules, files or flags that do not exist."""
+    """Return what is wrong with a command; the files of the repository that it names exist."""
     words = ["0" if word == "R" else word for word in shlex.split(command) if word != "..."]  # R: the machine's rank
-    errors, rest = path_errors(words), words[1:]
-    if words[0] == "sbatch":
-        script = next(number for number, word in enumerate(rest) if word.endswith(".sbatch"))
-        return errors + script_errors(["train.py", *rest[script + 1 :]])
-    if words[0] in ("kubectl", "sky"):
-        return errors
-    if words[0] == "accelerate_configs/start.sh":
-        return errors + launcher_errors(launch_command_parser(), rest)
-    if words[0] == "accelerate":
-        return errors + launcher_errors(launch_command_parser(), rest[1:])
-    if rest[0] != "-m":
-        return errors + script_errors(rest)
-    if rest[1].startswith("torch.distributed."):
-        return errors + launcher_errors(get_args_parser(), rest[2:])
-    if rest[1].partition(".")[0] in ("utils", "data", "models", "benchmarks"):
-        return errors + module_errors(rest[1], rest[2:])
-    script = next(number for number, word in enumerate(rest) if word in SCRIPTS)  # another program starts it
-    return errors + script_errors(rest[script:])
+    paths = [word for word in words if word.startswith(("data/", "models/", "accelerate_configs/")) and "." in word]
+    errors = [f"{path} does not exist" for path in paths if not (ROOT / path).is_file()]
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            check(*words)
+    except (SystemExit, AssertionError) as error:
+        errors.append((printed.getvalue().strip() or str(error)).splitlines()[-1])
+    return errors
 
 
 @pytest.mark.parametrize("page", [*PAGES, *CONTRIBUTORS_PAGES], ids=lambda page: page.name)
