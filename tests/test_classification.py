@@ -22,8 +22,7 @@ from torchvision.models import resnet18
 
 from data.builtin.shapes import NAMES
 from job import resolve, settings_of
-from models.tasks.classify import ClassificationTask
-from models.tasks.torchvision_models import default_weights
+from models.tasks.classify import ClassificationTask, default_weights
 from models.weights.reader import read_weights
 from tests.conftest import ROOT, VAL, CallMain, OnProcesses, RunScript
 from tests.curves import CLASSIFIED, floats, identical, refused, rows, same_curve

@@ -28,7 +28,7 @@ from tests.curves import SEGMENTED, identical, rows, same_curve
 from tests.faults.fault_points import planted
 from tests.machines import ACCELERATE, CONFIGS, on_machine
 from tests.making import noise, write_image
-from tests.models.tasks.segmentation.batches import tiny_segmenter
+from tests.models.tasks.mask_batches import tiny_segmenter
 from utils.checkpoint.weight_files import serialised, weights_content
 from utils.config.hyperparameters import Hyperparameters
 

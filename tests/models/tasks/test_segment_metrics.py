@@ -12,10 +12,10 @@ import torch
 
 from models.tasks import segment_metrics as records
 from models.tasks.contract import Thresholds
-from models.tasks.masks import DetectedMasks, GivenMaps, SegmentationPrediction
-from models.tasks.segment_metrics import SEGMENTATION_METRICS, MaskOverlaps, SegmentationMetrics
+from models.tasks.masks import DetectedMasks, SegmentationPrediction, known_masks
+from models.tasks.segment_metrics import SEGMENTATION_METRICS, SegmentationMetrics, mask_overlaps
 from tests.making import CLASS_NAMES, image_info
-from tests.models.tasks.segmentation.batches import MAP, SIDE, mask_batch
+from tests.models.tasks.mask_batches import MAP, SIDE, mask_batch
 from utils.batch import SegmentationBatch
 from utils.console import LEAST_COLUMNS
 from utils.summary import Summary
@@ -62,8 +62,8 @@ def made(*cases: Case, start: int = 0, side: int = MAP) -> tuple[list[Segmentati
         info = image_info(
             start + number, (4 * side, 4 * side), rows=rows, outlines=shapes, path=f"/data/{start + number}.jpg"
         )
-        given, corners = GivenMaps(torch.from_numpy(maps).float()), boxes[:, :4].numpy()
-        source = DetectedMasks(given, boxes, corners, info.size, info.placement, retina=True)
+        logits, corners = known_masks(torch.from_numpy(maps)), boxes[:, :4].numpy()
+        source = DetectedMasks(logits, (side, side), boxes, corners, info.size, info.placement, retina=True)
         predictions.append(
             SegmentationPrediction(info.image, info.path, CLASS_NAMES, info.size, boxes, rows, 0.6, source, shapes)
         )
@@ -154,7 +154,7 @@ def test_overlaps_are_those_of_whole_masks(most: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(records, "MAX_MASK_VALUES", most)
     cases = [random_case(0), Case([], [Instance(0, WHOLE)]), random_case(1), Case([Instance(1, WHOLE)], [])]
     predictions, batch = made(*cases)
-    overlaps = MaskOverlaps(predictions, batch)
+    overlaps = mask_overlaps(predictions, batch)
     detection, label, expected = [], [], []
     d0 = l0 = 0
     for case in cases:
