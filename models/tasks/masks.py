@@ -53,7 +53,7 @@ def _weighted(weights: Tensor, prototypes: Tensor) -> Tensor:
 
 
 def known_masks(masks: Tensor) -> Logits:
-    """Return the same function for masks (k, h, w) of 0 and 1, which an exported file has computed."""
+    """Return the function that looks up an image's maps in masks (k, h, w) of 0 and 1, which an exported file made."""
     return lambda rows: (masks[rows].float() * 2 - 1) * CERTAIN_LOGIT
 
 

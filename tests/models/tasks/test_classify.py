@@ -26,9 +26,7 @@ from models.tasks.classify import (
     ClassificationTask,
     ClassificationView,
     ImageRecord,
-    architecture,
     build_classifier,
-    precision_and_recall,
 )
 from models.tasks.contract import ExportSettings, Model, Thresholds
 from models.weights.transfer import transfer
@@ -261,7 +259,6 @@ def test_yaml_that_describes_no_classifier(yaml: dict[str, Any], named: str) -> 
 def test_a_transformer_of_another_image_size() -> None:
     model = on_meta("vit_b_32", imgsz=96, args={"image_size": 96})
     assert model.encoder.pos_embedding.shape == (1, 3 * 3 + 1, 768)
-    assert architecture({"architecture": "resnet34"}, "mine.yaml") == "resnet34"
 
 
 @pytest.mark.long
@@ -473,11 +470,6 @@ def test_the_most_confident_mistakes() -> None:
     mistakes = make().metrics().summarise(records).evidence["mistakes"]
     assert mistakes[0] == [20, 2, 0, 0.75]
     assert mistakes[1:] == [[number, 0, 1, 0.5] for number in range(15)]  # of equal confidence the first; 16 in all
-
-
-def test_precision_and_recall() -> None:
-    precision, recall = precision_and_recall(np.array([[3, 1, 0], [1, 0, 0], [0, 0, 0]]))
-    assert (precision.tolist(), recall.tolist()) == ([0.75, 0, 0], [0.75, 0, 0])
 
 
 def test_documents() -> None:
