@@ -298,12 +298,14 @@ def test_python(keypoints: Path, run_script: RunScript, tmp_path: Path) -> None:
     """Hyperparameters of the task are arguments. A fitness of NaN is the worst, and the run has its best weights."""
     package = copied(tmp_path, "metrics.py", NAN_FITNESS)
     code = f"""
+from pathlib import Path
+
 import train
 from hubconf import custom
 
 result = train.run(task={str(package)!r}, cfg={str(package / "model.yaml")!r}, data={str(keypoints)!r}, fliplr=0.25,
                    epochs=2, device="cpu", workers=0, noplots=True, project={str(tmp_path)!r})
-predictor = custom(result["folder"] / "weights" / "best.pt", task_file={str(package)!r}, device="cpu")
+predictor = custom(Path(result["folder"], "weights", "best.pt"), task_file={str(package)!r}, device="cpu")
 print(type(predictor.task).__name__, sorted(result)[:2])
 """
     (tmp_path / "code.py").write_text(code)
