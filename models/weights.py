@@ -476,11 +476,11 @@ def torchvision_weights(yaml: Mapping[str, Any], source: str) -> Path:
     Args:
         source: name of the model YAML in errors
     """
-    from models.tasks import torchvision_models
+    from models.tasks import classify
 
     if "architecture" not in yaml:
         raise UserError(f"--weights {TORCHVISION_DEFAULT} needs a --cfg that names an `architecture` of torchvision")
-    address = torchvision_models.default_weights(torchvision_models.architecture(yaml, source))
+    address = classify.default_weights(classify.architecture(yaml, source))
     file = Path(address).name
     digits = CHECKSUM_IN_NAME.search(file)
     cached = Path(torch.hub.get_dir()) / "checkpoints" / file

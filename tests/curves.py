@@ -1,9 +1,10 @@
-"""Read and compare run folders."""
+"""Read and compare run folders; kill and resume runs."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from models.weights import read_weights
+from tests.faults.fault_points import planted
 from utils.checkpoint.state_files import StateFiles
 
 LOSSES = [f"{split}/{term}_loss" for split in ("train", "val") for term in ("box", "obj", "cls")]
@@ -86,6 +88,22 @@ def identical(folder: Path, other: Path) -> None:
         assert all(torch.equal(one[key], two[key]) for key in one), name
     one, two = (state(run) for run in (folder, other))
     assert {**one["progress"], "summary": None} == {**two["progress"], "summary": None}
+
+
+def same_bytes_when_killed(train: Callable[..., str], resume: Callable[..., str], project: Path, *points: str) -> None:
+    """Check that a run that is killed on one process, and continues on two, equals one on two processes.
+
+    train: of train.py with flags besides its own. resume: runs a script. points: of further kills, see fault_points.
+    """
+    logical, two = ("--logical-processes", "2"), ("--processes", "2")
+    train(project, *logical, *two, "--name", "straight")
+    fault, code = planted("SIGKILL", "optimizer step", 3), -signal.SIGKILL
+    train(project, *logical, "--name", "killed", "--save-steps", "1", **fault, code=code)
+    flags = ("train.py", "--resume", str(project / "killed"))
+    for point in points:
+        resume(*flags, **planted("SIGKILL", point), OMP_NUM_THREADS="1", code=code)
+    assert "resuming " in resume(*flags, *two, OMP_NUM_THREADS="1")
+    identical(project / "killed", project / "straight")
 
 
 def state(folder: Path) -> dict[str, Any]:

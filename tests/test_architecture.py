@@ -17,7 +17,7 @@ import pytest
 from data.data_yaml import DATA_KEYS
 from data.dataset import dataset_class
 from models.tasks import TASKS
-from models.tasks.torchvision_models import CLASSIFIER_KEYS
+from models.tasks.classify import CLASSIFIER_KEYS
 from models.weights import MODEL_KEYS
 from utils.files import ROOT, read_yaml
 

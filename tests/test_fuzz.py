@@ -22,7 +22,7 @@ from data.labels import COORDINATE_TOLERANCE, scan_image
 from models.heads.anchors import Detect
 from models.layers import Classify
 from models.tasks import TASKS
-from models.tasks.torchvision_models import build_classifier
+from models.tasks.classify import build_classifier
 from models.yolo import build_model
 from utils.config.flags import TrainOptions, flags_of
 from utils.config.hyperparameters import read_hyperparameters

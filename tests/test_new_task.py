@@ -1,6 +1,7 @@
-"""A new task is new files: examples/keypoints, which `--task` names.
+"""A new task is new files: a copy of examples/keypoints outside of the checkout, which `--task` names.
 
-The scripts train, validate, resume, detect and export it.
+The scripts train, validate, resume, detect and export it, on one process and on two. What weights or a run folder name
+is run again for the user who has run it, and refused for another.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import copy
 import csv
 import shutil
-from collections.abc import Callable, Generator
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -20,109 +23,28 @@ import torch
 import yaml
 from PIL import Image
 
-from tests.conftest import ROOT, OnProcesses, RunScript
-from tests.curves import refused, rows
-from tests.whole_runs import Parts, within
-from utils.errors import UserError
-
-TASK = ROOT / "examples" / "keypoints"
-COLOURS = {"red": (255, 40, 40), "blue": (40, 40, 255)}
-TRAIN_IMAGES, VAL_IMAGES = 37, 13  # primes, so that no batch size divides them
-PRECISION = 1e-3  # relative, of the losses of several processes against those of one
-CELL = 0.05  # change of a metric if one keypoint of 26 moves to the next cell
-
-# The parts of a task without the scripts: training steps, predictions, metrics and an exported module.
-PARTS = """
-import sys
-from pathlib import Path
-import numpy as np, torch
+import detect
+import export
+import val
 from data.dataset import DataOptions, data_source
 from models.tasks import TASKS, add_tasks, model_words, task_of
-from models.tasks.contract import ExportSettings, Thresholds
+from models.tasks.contract import ExportSettings, Task, Thresholds
+from models.weights import read_weights
+from tests.conftest import ROOT, CallMain, OnProcesses, RunScript
+from tests.curves import refused, rows, same_bytes_when_killed
+from tests.whole_runs import Parts, within
 from utils.config.flags import DetectOptions, TrainOptions
 from utils.config.parser import refuse_flags
 from utils.errors import UserError
 from utils.files import read_yaml
 from utils.plots.drawing import Style
 
-add_tasks(sys.argv[1])
-from keypoints.loss import heat
-from keypoints.prediction import HeatmapView
-
-yaml = read_yaml(Path(sys.argv[1]) / "model.yaml")
-name = task_of(yaml, "model.yaml")
-assert name == task_of({"head": yaml["head"]}, "model.yaml") == "keypoints"
-source = data_source(sys.argv[2], TASKS[name].data)
-kind = TASKS[name].load()
-refuse_flags(DetectOptions, {"conf_thres": 0.5}, kind.features_of(yaml), model_words(yaml))
-try:
-    refuse_flags(TrainOptions, {"noautoanchor": True}, kind.features_of(yaml), model_words(yaml))
-except UserError as error:
-    assert "--noautoanchor needs anchors, which keypoints with the head Heatmap does not have" in str(error), error
-else:
-    raise AssertionError("--noautoanchor is accepted")
-task = kind(source.names(), kind.recipe())
-torch.manual_seed(0)
-model = task.build_model(task.model_yaml(yaml), 61)
-assert (model.imgsz, model.stride, model.names) == (64, 4, {0: "red", 1: "blue"}), model.imgsz
-assert model.yaml["task"] == "keypoints"
-data = source.open(model.imgsz, model.stride, DataOptions(cache="ram", image_weights=True))
-train, val = data.split("train", kind.recipe()), data.split("val")
-assert data.messages(train, val)[2:] == ["2 classes: red, blue"], data.messages(train, val)
-assert data.documents(train, val)["labels.csv"].count("\\n") == 5
-assert task.adapt(model, train) == []
-criterion, optimizer = task.criterion(model), torch.optim.Adam(model.parameters(), 0.01)
-loader = data.train_loader(train, 8, kind.recipe(), 0)
-losses = []
-for epoch in range(6):
-    loader.batch_sampler.set_epoch(epoch)
-    for batch in loader:
-        outputs = model(task.inputs(batch), *criterion.hints(batch))
-        terms = criterion(outputs, batch)
-        loss = criterion.objective(terms.local_means(), len(batch.infos))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-assert losses[-1] < losses[0], losses
-assert task.draw_batch(batch).ndim == 3
-
-model.eval()
-batches = data.evaluation_batches(val, 4, False)
-val_loader = data.evaluation_loader(val, batches)
-assert len(data.cache_messages(loader)) == len(loader.batch_sampler.messages) == 1
-postprocess, metrics = task.postprocess(model, Thresholds()), task.metrics(frozenset([0, 2]))
-records, predictions, ideal = [], [], []
-with torch.inference_mode():
-    for batch in val_loader:
-        inputs = task.inputs(batch)
-        views = [*postprocess.views(model, inputs, True), *postprocess.views(model, inputs, False)]
-        predictions += postprocess(views, batch)
-        records += metrics.update(predictions[-len(batch.infos):], batch)
-    maps = HeatmapView(heat(batch.targets, views[0].outputs.shape))
-    ideal += metrics.update(postprocess([maps], batch), batch)
-summary = metrics.summarise(records)
-assert metrics.summarise(records[::-1]) == summary
-assert tuple(summary.metrics) == task.metric_names and 0 <= summary.fitness <= 1, summary
-assert metrics.summarise(ideal).fitness == 1  # the highest cells of the target maps are the keypoints
-assert list(metrics.documents(summary)) == ["points.csv"]
-assert list(metrics.pictures(summary, val, model.imgsz)) == ["keypoints.jpg"]
-for prediction in predictions:
-    image = np.zeros((*prediction.size[::-1], 3), np.uint8)
-    assert prediction.array.shape == (2, 4) and len(prediction.items) == 2 and prediction.describe() == "1 blue, 1 red"
-    assert prediction.draw(image, Style()).any() and not image.any()
-    assert all(part.size for _, part in prediction.crops(image))
-    assert len(prediction.label_rows(True)) == 2
-
-module, suppression = task.export_module(model, ExportSettings())
-assert suppression is None
-with torch.inference_mode():
-    torch.testing.assert_close(module(task.inputs(batch)), model(task.inputs(batch)), rtol=1e-3, atol=1e-3)
-print("all parts work")
-"""
+TASK = ROOT / "examples" / "keypoints"
+COLOURS = {"red": (255, 40, 40), "blue": (40, 40, 255)}
+TRAIN_IMAGES, VAL_IMAGES = 37, 13  # primes, so that no batch size divides them
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def keypoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Draw dark images with a red and a blue disc each; return the data YAML."""
     folder = tmp_path_factory.mktemp("keypoints")
@@ -148,63 +70,252 @@ def keypoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture(scope="session")
-def run(run_script: RunScript) -> Callable[..., str]:
-    """Return a function that runs a script with one thread and with pictures; it must succeed."""
-    return lambda script, *flags: run_script(script, *flags, plots=True, OMP_NUM_THREADS="1")
+def copied(folder: Path, file: str = "", more: str = "") -> Path:
+    """Return a copy of the task, with `more` at the end of a file."""
+    package = shutil.copytree(TASK, folder / "keypoints", ignore=shutil.ignore_patterns("__pycache__"))
+    if file:
+        with (package / file).open("a") as module:
+            module.write(more)
+    return package
 
 
-def train_flags(data: Path, project: Path, *more: str) -> list[str]:
-    how = ["--epochs", "3", "--batch-size", "8", "--workers", "1", "--device", "cpu", "--project", str(project), *more]
-    return ["train.py", "--task", str(TASK), "--cfg", str(TASK / "model.yaml"), "--data", str(data), *how]
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copied(tmp_path_factory.mktemp("outside"))
 
 
-@pytest.fixture(scope="session")
-def trained(run: Callable[..., str], keypoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def train_flags(package: Path, data: Path, project: Path, *more: str) -> list[str]:
+    what = ["train.py", "--task", str(package), "--cfg", str(package / "model.yaml"), "--data", str(data)]
+    how = ["--epochs", "2", "--batch-size", "8", "--workers", "0", "--device", "cpu", "--project", str(project)]
+    return [*what, *how, *more]
+
+
+@pytest.fixture(scope="module")
+def trained(run_script: RunScript, package: Path, keypoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train with one process; return the run folder, with pictures."""
     project = tmp_path_factory.mktemp("trained")
-    run(*train_flags(keypoints, project))
+    run_script(*train_flags(package, keypoints, project, "--workers", "1"), plots=True, OMP_NUM_THREADS="1")
     return project / "exp"
 
 
-def test_the_parts_of_the_task(run_script: RunScript, keypoints: Path, tmp_path: Path) -> None:
-    (tmp_path / "parts.py").write_text(PARTS)
-    printed = run_script(str(tmp_path / "parts.py"), str(TASK), str(keypoints), PYTHONPATH=str(ROOT))
-    assert "all parts work" in printed
+@contextmanager
+def another_process() -> Iterator[None]:
+    """Run a block without a trace of the task in this process, before and after it."""
+    tasks, path = dict(TASKS), list(sys.path)
+    assert "keypoints" not in {*tasks, *sys.modules}
+    try:
+        yield
+    finally:
+        TASKS.clear()
+        TASKS.update(tasks)
+        sys.path[:] = path
+        for name in [name for name in sys.modules if name.partition(".")[0] == "keypoints"]:
+            del sys.modules[name]
 
 
-def test_target_maps(run_script: RunScript, tmp_path: Path) -> None:
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be a user who has run nothing yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def task(user: None, package: Path, keypoints: Path) -> Iterator[Task]:
+    with another_process():
+        add_tasks(str(package))
+        kind = TASKS["keypoints"].load()
+        yield kind(data_source(str(keypoints), TASKS["keypoints"].data).names(), kind.recipe())
+
+
+# The parts of the task, without the scripts
+
+
+def test_flags_of_the_task(task: Task, package: Path) -> None:
+    content = read_yaml(package / "model.yaml")
+    assert task_of(content, "model.yaml") == task_of({"head": content["head"]}, "model.yaml") == "keypoints"
+    refuse_flags(DetectOptions, {"conf_thres": 0.5}, task.features_of(content), model_words(content))
+    with pytest.raises(UserError, match="--noautoanchor"):
+        refuse_flags(TrainOptions, {"noautoanchor": True}, task.features_of(content), model_words(content))
+
+
+def test_training_steps_and_predictions(task: Task, package: Path, keypoints: Path) -> None:
+    from keypoints.loss import heat
+    from keypoints.prediction import HeatmapView
+
+    model = task.build_model(task.model_yaml(read_yaml(package / "model.yaml")), 61)
+    assert (model.imgsz, model.stride, model.names) == (64, 4, {0: "red", 1: "blue"})
+    source = data_source(str(keypoints), TASKS["keypoints"].data)
+    data: Any = source.open(model.imgsz, model.stride, DataOptions(cache="ram", image_weights=True))
+    hyp = task.recipe()
+    train, val_split = data.split("train", hyp), data.split("val")
+    assert data.documents(train, val_split)["labels.csv"].count("\n") == 5
+    assert task.adapt(model, train) == []
+    criterion, loader = task.criterion(model), data.train_loader(train, 8, hyp, 0)
+    for batch in loader:
+        terms = criterion(model(task.inputs(batch), *criterion.hints(batch)), batch)
+        criterion.objective(terms.local_means(), len(batch.infos)).backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+    assert task.draw_batch(batch).ndim == 3
+
+    model.eval()
+    postprocess, metrics = task.postprocess(model, Thresholds()), task.metrics(frozenset([0, 2]))
+    records, predictions, ideal = [], [], []
+    with torch.inference_mode():
+        for batch in data.evaluation_loader(val_split, data.evaluation_batches(val_split, 4, False)):
+            inputs = task.inputs(batch)
+            views = [*postprocess.views(model, inputs, True), *postprocess.views(model, inputs, False)]
+            predictions += postprocess(views, batch)
+            records += metrics.update(predictions[-len(batch.infos) :], batch)
+            maps = HeatmapView(heat(batch.targets, views[0].outputs.shape))
+            ideal += metrics.update(postprocess([maps], batch), batch)
+        module, _ = task.export_module(model, ExportSettings())
+        torch.testing.assert_close(module(inputs), model(inputs), rtol=1e-3, atol=1e-3)
+    summary = metrics.summarise(records)
+    assert metrics.summarise(records[::-1]) == summary
+    assert tuple(summary.metrics) == task.metric_names
+    assert metrics.summarise(ideal).fitness == 1  # the highest cells of the target maps are the keypoints
+    assert list(metrics.documents(summary)) == ["points.csv"]
+    assert list(metrics.pictures(summary, val_split, model.imgsz)) == ["keypoints.jpg"]
+    for prediction in predictions:
+        image = np.zeros((*prediction.size[::-1], 3), np.uint8)
+        assert (prediction.array.shape, prediction.describe()) == ((2, 4), "1 blue, 1 red")
+        assert prediction.draw(image, Style()).any()
+        assert not image.any()
+        assert all(part.size for _, part in prediction.crops(image))
+        assert len(prediction.label_rows(True)) == len(prediction.items) == 2
+
+
+def test_target_maps(task: Task) -> None:
     """Each keypoint has its peak in its cell, and of two near each other the higher one counts in every cell."""
-    (tmp_path / "maps.py").write_text(
-        f"""
-import math, torch
-from models.tasks import add_tasks
-add_tasks({str(TASK)!r})
-from keypoints.loss import heat
+    from keypoints.loss import heat
 
-rows = torch.tensor([[0, 1, 0.125, 0.375], [0, 1, 0.625, 0.375], [1, 0, 0.25, 0.5]])  # image, class, x, y
-maps = heat(rows, torch.Size((2, 2, 4, 4)))
-cell = lambda steps: math.exp(-steps / 2)
-expected = [cell(0), cell(1), cell(0), cell(1)]
-torch.testing.assert_close(maps[0, 1, 1], torch.tensor(expected))
-torch.testing.assert_close(maps[0, 1, 3], torch.tensor(expected) * cell(4))
-torch.testing.assert_close(maps[1, 0, 1:3, 0:2], torch.full((2, 2), cell(0.5)))
-assert not maps[0, 0].any() and not maps[1, 1].any()
-assert heat(rows[:0], torch.Size((2, 2, 4, 4))).eq(0).all()
-assert heat(rows.to("meta"), torch.Size((2, 2, 4, 4))).shape == (2, 2, 4, 4)  # which has no values to ask for
-print("as by hand")
+    rows = torch.tensor([[0, 1, 0.125, 0.375], [0, 1, 0.625, 0.375], [1, 0, 0.25, 0.5]])  # image, class, x, y
+    shape = torch.Size((2, 2, 4, 4))
+    maps, by_distance = heat(rows, shape), torch.exp(-torch.tensor([0.0, 1, 0, 1]) / 2)
+    torch.testing.assert_close(maps[0, 1, 1], by_distance)
+    torch.testing.assert_close(maps[0, 1, 3], by_distance * np.exp(-2))
+    torch.testing.assert_close(maps[1, 0, 1:3, 0:2], torch.full((2, 2), np.exp(-0.25)).float())
+    assert not maps[0, 0].any()
+    assert not maps[1, 1].any()
+    assert heat(rows[:0], shape).eq(0).all()
+    assert heat(rows.to("meta"), shape).shape == shape  # which has no values to ask for
+
+
+# Whole runs
+
+
+def test_training(trained: Path, package: Path) -> None:
+    names = ["epoch", "train/heat_loss", "metrics/distance", "metrics/PCK", "val/heat_loss"]
+    assert [list(row)[:5] for row in rows(trained)] == [names] * 2
+    files = {path.name for path in trained.iterdir()}
+    assert {"points.csv", "labels.csv", "keypoints.jpg", "train_batch0.jpg", "results.png"} <= files
+    settings = yaml.safe_load((trained / "settings.yaml").read_text())
+    assert (settings["task_file"], settings["imgsz"], settings["hyperparameters"]["fliplr"]) == (str(package), 64, 0.5)
+    weights = read_weights(trained / "weights" / "last.pt")
+    assert (weights.task, weights.settings["task_file"]) == ("keypoints", str(package))
+    assert not list(package.rglob("__pycache__"))
+
+
+def test_the_same_bytes_on_one_and_two_processes(
+    run_script: RunScript, package: Path, keypoints: Path, tmp_path: Path
+) -> None:
+    def train(project: Path, *flags: str, **more: Any) -> str:
+        return run_script(*train_flags(package, keypoints, project, *flags), OMP_NUM_THREADS="1", **more)
+
+    def resume(*flags: str, **more: Any) -> str:  # the hyperparameters are compared with the package's
+        return run_script(*flags, "--hyp", str(package / "hyp.yaml"), **more)
+
+    same_bytes_when_killed(train, resume, tmp_path)
+
+
+def points_of(folder: Path) -> list[list[str]]:
+    with open(folder / "points.csv", encoding="utf-8", newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_validation_on_two_processes(run_script: RunScript, keypoints: Path, trained: Path, tmp_path: Path) -> None:
+    """Of the best weights, which name their task."""
+    what = ("--weights", str(trained / "weights" / "best.pt"), "--data", str(keypoints), "--project", str(tmp_path))
+    how = ("--processes", "2", "--batch-size", "4", "--device", "cpu", "--workers", "0")
+    printed = run_script("val.py", *what, *how, "--save-txt", "--save-conf", OMP_NUM_THREADS="1")
+    assert "PCK" in printed
+    assert points_of(tmp_path / "exp") == points_of(trained)
+    assert len(list((tmp_path / "exp" / "labels").iterdir())) == VAL_IMAGES
+
+
+def test_the_other_scripts(user: None, trained: Path, package: Path, keypoints: Path, tmp_path: Path) -> None:
+    """The weights name the task, and so does the file that is exported."""
+    best, last = (Path(shutil.copy(trained / "weights" / name, tmp_path)) for name in ("best.pt", "last.pt"))
+    how: dict[str, Any] = {"project": tmp_path, "device": "cpu"}
+    with another_process():
+        (exported,) = export.run(weights=best, task_file=package)
+    validated = {}
+    for name, weights, more in (("one", best, {}), ("two", [best, last], {"augment": True}), ("file", exported, {})):
+        with another_process():
+            val.run(weights=weights, data=keypoints, name=name, batch_size=1, workers=0, noplots=True, **how, **more)
+        validated[name] = points_of(tmp_path / name)
+        assert [row[:2] for row in validated[name]] == [row[:2] for row in points_of(trained)]
+    assert validated["one"] == points_of(trained)
+    for one, row in zip(validated["file"][1:], points_of(trained)[1:], strict=True):
+        assert float(one[2]) == pytest.approx(float(row[2]), abs=0.1)  # a cell may be on the edge of two
+    with another_process():
+        source = keypoints.parent / "images" / "val"
+        keep: dict[str, Any] = {"save_txt": True, "save_csv": True, "save_crop": True}
+        detect.run(weights=best, source=source, name="found", conf_thres=0.001, **keep, **how)
+    found = tmp_path / "found"
+    assert len([file for file in found.iterdir() if file.suffix in (".jpg", ".png")]) == VAL_IMAGES
+    assert len(list((found / "labels").iterdir())) == VAL_IMAGES
+    assert {path.name for path in (found / "crops").iterdir()} == set(COLOURS)
+
+
+def test_another_user(
+    user: None, trained: Path, package: Path, keypoints: Path, call_main: CallMain, tmp_path: Path
+) -> None:
+    """A file's code is not run before they have named it; a training from these weights must name it always."""
+    weights, source = trained / "weights" / "best.pt", keypoints.parent / "images" / "val" / "00.png"
+    how: dict[str, Any] = {"weights": weights, "project": tmp_path, "device": "cpu"}
+    for script, more in ((detect, {"source": source}), (val, {"data": keypoints})):
+        with another_process(), pytest.raises(UserError, match=f"--task-file {package}"):
+            script.run(**how, **more)
+    for flags in (("--resume", str(trained), "--hyp", "low"), ("--weights", str(weights), "--data", str(keypoints))):
+        with another_process():
+            code, printed = call_main("train.py", *flags, "--device", "cpu", "--project", str(tmp_path))
+        assert (code, "--task-file" in printed) == (1, True)
+    for more in ({"task_file": package}, {}):
+        with another_process():
+            detect.run(**how, **more, source=source)
+
+
+NAN_FITNESS = """
+from dataclasses import replace
+
+HeatmapMetrics.right = HeatmapMetrics.summarise
+HeatmapMetrics.summarise = lambda self, records: replace(self.right(records), fitness=float("nan"))
 """
-    )
-    assert "as by hand" in run_script(str(tmp_path / "maps.py"), PYTHONPATH=str(ROOT))
 
 
-def test_training(trained: Path) -> None:
-    table = rows(trained)
-    assert list(table[0])[:5] == ["epoch", "train/heat_loss", "metrics/distance", "metrics/PCK", "val/heat_loss"]
-    assert len(table) == 3
-    assert table[-1]["train/heat_loss"] < table[0]["train/heat_loss"]
-    names = {path.name for path in trained.iterdir()}
-    assert {"points.csv", "labels.csv", "keypoints.jpg", "train_batch0.jpg", "results.png"} <= names
+def test_python(keypoints: Path, run_script: RunScript, tmp_path: Path) -> None:
+    """Hyperparameters of the task are arguments. A fitness of NaN is the worst, and the run has its best weights."""
+    package = copied(tmp_path, "metrics.py", NAN_FITNESS)
+    code = f"""
+from pathlib import Path
+
+import train
+from hubconf import custom
+
+result = train.run(task={str(package)!r}, cfg={str(package / "model.yaml")!r}, data={str(keypoints)!r}, fliplr=0.25,
+                   epochs=2, device="cpu", workers=0, noplots=True, project={str(tmp_path)!r})
+predictor = custom(Path(result["folder"], "weights", "best.pt"), task_file={str(package)!r}, device="cpu")
+print(type(predictor.task).__name__, sorted(result)[:2])
+"""
+    (tmp_path / "code.py").write_text(code)
+    printed = run_script(str(tmp_path / "code.py"), PYTHONPATH=str(ROOT))
+    assert "HeatmapTask ['fitness', 'folder']" in printed
+    assert "best epoch: 1 of 2" in printed
+    assert yaml.safe_load((tmp_path / "exp" / "settings.yaml").read_text())["hyperparameters"]["fliplr"] == 0.25
+
+
+# What a task does wrong
 
 
 def wrong(real: Any, method: str, change: Callable[[Any], Any]) -> Any:
@@ -216,6 +327,27 @@ def wrong(real: Any, method: str, change: Callable[[Any], Any]) -> Any:
     other = copy.copy(real)
     other.__class__ = type("Wrong", (type(real),), {method: changed})
     return other
+
+
+PREDICTIONS = {
+    "fewer predictions": lambda made: made[1:],
+    "an image twice": lambda made: [replace(each, image=0) for each in made],
+}
+METRICS = {
+    "update": lambda made: made[1:],
+    "summarise": lambda made: replace(made, metrics={"PCK": 0.5}),
+}
+ITEMS = {
+    "an image twice in a batch": lambda made: (*made[:2], made[2]._replace(image=0)),
+    "an image of another split": lambda made: (*made[:2], made[2]._replace(image=made[2].image + 1)),
+}
+CRITERIA = {
+    "negative counts": ("__call__", lambda terms: replace(terms, counts=-terms.counts)),
+    "sums without parts": ("__call__", lambda terms: replace(terms, sums=terms.sums[0])),
+    "two terms": ("__call__", lambda terms: type(terms)(*(terms.sums.expand(2, 1) for _ in range(3)))),
+    "no terms": ("__call__", lambda terms: terms.sums.sum()),
+    "two objectives": ("objective", lambda scalar: scalar.expand(2)),
+}
 
 
 def refusals(flags: list[str]) -> dict[str, str]:
@@ -235,41 +367,23 @@ def refusals(flags: list[str]) -> dict[str, str]:
 def make_faults(parts: Parts, note: Callable[[str, Callable[[], object]], None]) -> None:
     evaluate, models = parts.evaluate, [parts.steps.ema.model]
     note("nothing", lambda: evaluate(models))
-    for fault, change in {
-        "fewer predictions": lambda made: made[1:],
-        "an image twice in predictions": lambda made: [replace(each, image=0) for each in made],
-    }.items():
+    for fault, change in PREDICTIONS.items():
         inference = replace(evaluate.inference, postprocess=wrong(evaluate.inference.postprocess, "__call__", change))
         note(fault, lambda inference=inference: replace(evaluate, inference=inference)(models))
-    for fault, method, change in (
-        ("fewer records", "update", lambda made: made[1:]),
-        ("a metric is missing", "summarise", lambda made: replace(made, metrics={"PCK": 0.5})),
-    ):
+    for method, change in METRICS.items():
         metrics = wrong(evaluate.metrics, method, change)
-        note(fault, lambda metrics=metrics: replace(evaluate, metrics=metrics)(models))
-    dataset = evaluate.loader.dataset
-    for fault, change in {
-        "an image twice in a batch": lambda made: (*made[:2], made[2]._replace(image=0)),
-        "an image of another split": lambda made: (*made[:2], made[2]._replace(image=made[2].image + 1)),
-    }.items():
-        loader = torch.utils.data.DataLoader(
-            wrong(dataset, "__getitem__", change),
-            batch_sampler=evaluate.loader.batch_sampler,
-            collate_fn=evaluate.loader.collate_fn,
-        )
+        note(method, lambda metrics=metrics: replace(evaluate, metrics=metrics)(models))
+    real = evaluate.loader
+    for fault, change in ITEMS.items():
+        items = wrong(real.dataset, "__getitem__", change)
+        loader = torch.utils.data.DataLoader(items, batch_sampler=real.batch_sampler, collate_fn=real.collate_fn)
         note(fault, lambda loader=loader: replace(evaluate, loader=loader)(models))
     (shares,) = islice(parts.loader, 1)
 
     def one_batch() -> Generator[Any, None, None]:
         yield shares
 
-    for fault, method, change in (
-        ("negative counts", "__call__", lambda terms: replace(terms, counts=-terms.counts)),
-        ("sums without parts", "__call__", lambda terms: replace(terms, sums=terms.sums[0])),
-        ("two terms", "__call__", lambda terms: type(terms)(*(terms.sums.expand(2, 1) for _ in range(3)))),
-        ("no terms", "__call__", lambda terms: terms.sums.sum()),
-        ("two objectives", "objective", lambda scalar: scalar.expand(2)),
-    ):
+    for fault, (method, change) in CRITERIA.items():
         criterion = wrong(parts.criterion, method, change)
         note(fault, lambda criterion=criterion: parts._replace(criterion=criterion).take_steps(one_batch()))
         note(f"{fault} in validation", lambda criterion=criterion: replace(evaluate, criterion=criterion)(models))
@@ -278,25 +392,18 @@ def make_faults(parts: Parts, note: Callable[[str, Callable[[], object]], None])
     note("fewer batches", parts.train_one_epoch)
 
 
-def test_what_a_task_returns_is_checked(on_processes: OnProcesses, keypoints: Path, tmp_path: Path) -> None:
+def test_what_a_task_returns_is_checked(
+    on_processes: OnProcesses, package: Path, keypoints: Path, tmp_path: Path
+) -> None:
     """Each fault is one sentence that names the class."""
-    flags = train_flags(keypoints, tmp_path, "--noplots", "--workers", "0")[1:]
-    (errors,) = on_processes(1, refusals, flags)
+    (errors,) = on_processes(1, refusals, train_flags(package, keypoints, tmp_path, "--noplots")[1:])
     assert errors.pop("fewer batches").startswith("keypoints.data.KeypointItems gave 2 of 5 batches")
-    assert {fault: error.partition(" ")[0].rpartition(".")[2] for fault, error in errors.items()} == dict.fromkeys(
-        [
-            *("fewer predictions", "an image twice in predictions", "fewer records", "a metric is missing"),
-            *("an image twice in a batch", "an image of another split"),
-            *("negative counts", "sums without parts", "two terms", "no terms", "two objectives"),
-            *("negative counts in validation", "sums without parts in validation", "two terms in validation"),
-            *("no terms in validation", "two objectives in validation"),
-        ],
-        "Wrong",
-    )
+    faults = [*PREDICTIONS, *METRICS, *ITEMS, *CRITERIA, *(f"{fault} in validation" for fault in CRITERIA)]
+    named = {fault: error.partition(" ")[0].rpartition(".")[2] for fault, error in errors.items()}
+    assert named == dict.fromkeys(faults, "Wrong")
 
 
-CHANGED = {  # what is appended to a module of the task
-    "data.py": """
+STOP = """
 KeypointItems.right = KeypointItems.__getitem__
 
 def stop(self, sample):
@@ -305,123 +412,23 @@ def stop(self, sample):
     return self.right(sample)
 
 KeypointItems.__getitem__ = stop
-""",
-    "loss.py": """
+"""
+LEAVE = """
 def leave(self, outputs, batch):
     raise SystemExit(0)
 
 HeatmapCriterion.__call__ = leave
-""",
-    "metrics.py": """
-from dataclasses import replace
-
-HeatmapMetrics.right = HeatmapMetrics.summarise
-HeatmapMetrics.summarise = lambda self, records: replace(self.right(records), fitness=float("nan"))
-""",
-}
+"""
 
 
-def changed_task(file: str, folder: Path) -> Path:
-    """Return a copy of the task with a change in a module."""
-    shutil.copytree(TASK, folder / "changed", ignore=shutil.ignore_patterns("__pycache__"))
-    with (folder / "changed" / file).open("a") as module:
-        module.write(CHANGED[file])
-    return folder / "changed"
-
-
-@pytest.mark.parametrize(("file", "flags"), [("data.py", ("--workers", "1")), ("loss.py", ("--processes", "2"))])
+@pytest.mark.parametrize(
+    ("file", "more", "flags"), [("data.py", STOP, ("--workers", "1")), ("loss.py", LEAVE, ("--processes", "2"))]
+)
 def test_what_a_task_raises_ends_the_run(
-    file: str, flags: tuple[str, ...], run_script: RunScript, keypoints: Path, tmp_path: Path
+    file: str, more: str, flags: tuple[str, ...], run_script: RunScript, keypoints: Path, tmp_path: Path
 ) -> None:
     """With its file and exit code 1, on every process, also what ends a loop or a process without an error."""
-    task = changed_task(file, tmp_path)
-    how = ("--task", str(task), "--noplots", *flags)
-    printed = run_script(*train_flags(keypoints, tmp_path, *how), fails=True, OMP_NUM_THREADS="1")
-    refused(printed, f"error: {task / file}, line ")
+    package = copied(tmp_path, file, more)
+    printed = run_script(*train_flags(package, keypoints, tmp_path, *flags), fails=True, OMP_NUM_THREADS="1")
+    refused(printed, f"error: {package / file}, line ")
     assert "Traceback" not in printed
-
-
-def test_a_fitness_that_is_nan(run_script: RunScript, keypoints: Path, tmp_path: Path) -> None:
-    """It is the worst, and the run ends as any other, with its best weights and their table."""
-    how = ("--task", str(changed_task("metrics.py", tmp_path)), "--noplots", "--workers", "0")
-    printed = run_script(*train_flags(keypoints, tmp_path, *how), OMP_NUM_THREADS="1")
-    assert "best epoch: 1 of 3" in printed
-    assert len(rows(tmp_path / "exp")) == 3
-    assert (tmp_path / "exp" / "weights" / "best.pt").is_file()
-
-
-@pytest.mark.long
-def test_two_processes_train_alike(run: Callable[..., str], keypoints: Path, trained: Path, tmp_path: Path) -> None:
-    run(*train_flags(keypoints, tmp_path, "--noplots", "--workers", "0", "--processes", "2", "--sync-bn"))
-    for two, one in zip(rows(tmp_path / "exp"), rows(trained), strict=True):
-        assert list(two) == list(one)
-        for name, value in one.items():
-            scale = CELL if name.startswith("metrics/") else PRECISION * abs(value)
-            assert two[name] == pytest.approx(value, abs=scale), name
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("processes", [(), ("--processes", "2")], ids=["one", "two"])
-def test_resuming(
-    processes: tuple[str, ...], run: Callable[..., str], keypoints: Path, trained: Path, tmp_path: Path
-) -> None:
-    """For one more epoch."""
-    shutil.copytree(trained, tmp_path / "exp")
-    how = ("--epochs", "4", "--device", "cpu", "--workers", "0", "--noplots")
-    run("train.py", "--resume", str(tmp_path / "exp"), *how, *processes)
-    table = rows(tmp_path / "exp")
-    assert len(table) == 4
-    assert table[:3] == rows(trained)
-
-
-def points_of(project: Path, name: str = "exp") -> list[list[str]]:
-    with open(project / name / "points.csv", encoding="utf-8", newline="") as file:
-        return list(csv.reader(file))
-
-
-@pytest.mark.long
-def test_validation_on_one_and_two_processes(
-    run: Callable[..., str], keypoints: Path, trained: Path, tmp_path: Path
-) -> None:
-    best, last = (str(trained / "weights" / name) for name in ("best.pt", "last.pt"))
-    data = ("--data", str(keypoints), "--project", str(tmp_path))
-    how = (*data, "--batch-size", "4", "--device", "cpu", "--workers", "0", "--noplots")
-    assert "PCK" in run("val.py", "--weights", best, *how, "--save-txt", "--save-conf")
-    run("val.py", "--weights", best, *how, "--processes", "2", "--name", "two")
-    assert points_of(tmp_path) == points_of(tmp_path, "two") == points_of(trained.parent)
-    assert len(list((tmp_path / "exp/labels").iterdir())) == VAL_IMAGES
-    run("val.py", "--weights", best, last, *how, "--augment", "--name", "ensemble")
-    assert [row[:2] for row in points_of(tmp_path, "ensemble")] == [row[:2] for row in points_of(tmp_path)]
-
-
-@pytest.mark.long
-def test_detection(run: Callable[..., str], keypoints: Path, trained: Path, tmp_path: Path) -> None:
-    source = keypoints.parent / "images/val"
-    how = ("--device", "cpu", "--project", str(tmp_path), "--conf-thres", "0.001")
-    keep = ("--save-txt", "--save-csv", "--save-crop")
-    printed = run("detect.py", "--weights", str(trained / "weights/best.pt"), "--source", str(source), *how, *keep)
-    assert printed.count("1 blue, 1 red") == VAL_IMAGES
-    assert len(list((tmp_path / "exp").glob("*.jpg")) + list((tmp_path / "exp").glob("*.png"))) == VAL_IMAGES
-    assert len(list((tmp_path / "exp/labels").iterdir())) == VAL_IMAGES
-    assert {path.name for path in (tmp_path / "exp/crops").iterdir()} == set(COLOURS)
-
-
-@pytest.fixture(scope="session")
-def exported(run: Callable[..., str], trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export the model; return the folder of the files."""
-    folder = tmp_path_factory.mktemp("exported")
-    weights = shutil.copy2(trained / "weights/best.pt", folder / "best.pt")
-    formats = ("--include", "torchscript")
-    assert "keypoints, 2 classes" in run("export.py", "--weights", str(weights), *formats)
-    return folder
-
-
-@pytest.mark.long
-def test_export(run: Callable[..., str], keypoints: Path, trained: Path, exported: Path, tmp_path: Path) -> None:
-    what = ("--weights", str(exported / "best.torchscript"), "--data", str(keypoints), "--project", str(tmp_path))
-    how = ("--batch-size", "1", "--device", "cpu", "--workers", "0", "--noplots")
-    run("val.py", *what, *how)
-    for row, expected in zip(points_of(tmp_path), points_of(trained.parent), strict=True):
-        assert row[:2] == expected[:2]
-        if row[0] != "class":
-            assert float(row[2]) == pytest.approx(float(expected[2]), abs=0.1)  # a cell may be on the edge of two

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,18 +23,17 @@ from models.tasks.masks import SegmentationPrediction
 from models.tasks.segment import SegmentationTask
 from tests import wandb_files
 from tests.conftest import ROOT, RunScript
-from tests.curves import SEGMENTED, identical, rows, same_curve
-from tests.faults.fault_points import planted
+from tests.curves import SEGMENTED, rows, same_bytes_when_killed, same_curve
 from tests.machines import ACCELERATE, CONFIGS, on_machine
 from tests.making import noise, write_image
-from tests.models.tasks.segmentation.batches import tiny_segmenter
+from tests.models.tasks.mask_batches import tiny_segmenter
 from utils.checkpoint.weight_files import serialised, weights_content
 from utils.config.hyperparameters import Hyperparameters
 
 Train = Callable[..., str]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def train(run_script: RunScript, drawn_outlines: Path, learned: Path, recipe: Path) -> Train:
     """Train yolov5n-seg for two epochs from a detector's weights, on one thread per process; return the output."""
     what = ("--data", str(drawn_outlines), "--cfg", "yolov5n-seg.yaml", "--weights", str(learned), "--hyp", str(recipe))
@@ -48,7 +46,7 @@ def train(run_script: RunScript, drawn_outlines: Path, learned: Path, recipe: Pa
     return run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def alone(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of one process, with pictures and W&B's files."""
     project = tmp_path_factory.mktemp("alone")
@@ -58,11 +56,22 @@ def alone(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return project / "exp"
 
 
-# One curve
-
-
-def test_the_columns(alone: Path) -> None:
+def test_the_run_folder(alone: Path) -> None:
+    """Curves of boxes and of masks, and pictures of labels and predictions; masks in W&B with the classes' names."""
     assert list(rows(alone)[0]) == ["epoch", *SEGMENTED, "x/lr0", "x/lr1", "x/lr2"]
+    files = {file.name for file in alone.iterdir()}
+    assert {"mask_curves.csv", "mask_PR_curve.csv", "val_masks.csv", "PR_curve.png", "mask_PR_curve.png"} <= files
+    assert {"mask_F1_curve.png", "val_batch0_pred.jpg", "train_batch0.jpg"} <= files
+    head = (alone / "classes.csv").read_text().splitlines()[0].split(",")
+    assert head[-4:] == ["mask_precision", "mask_recall", "mask_AP50", "mask_AP50-95"]
+    assert (alone / "val_masks.csv").read_text().splitlines()[1].split(",")[2] in shapes.NAMES
+    pytest.importorskip("wandb")
+    (file,) = wandb_files.runs(alone)
+    drawn = [row for row in wandb_files.read(file).rows if "examples/validation/all_masks" in row]
+    (truth, *_) = [masks["ground_truth"]["path"] for masks in drawn[-1]["examples/validation/all_masks"]]
+    classes = {*np.unique(np.asarray(Image.open(file.parent / "files" / truth))).tolist()}
+    assert len(classes) > 1
+    assert classes <= {*range(len(shapes.NAMES) + 1)}
 
 
 def test_two_processes(train: Train, alone: Path, tmp_path: Path) -> None:
@@ -88,40 +97,11 @@ def test_under_zero(train: Train, alone: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("processes", [1, 2])
-def test_killed_and_resumed(processes: int, train: Train, run_script: RunScript, alone: Path, tmp_path: Path) -> None:
-    """It is killed in an epoch, then in a validation."""
-    here = ("--processes", "2") if processes > 1 else ()
-    straight = alone
-    if processes > 1:
-        train(tmp_path, *here, "--name", "straight")
-        straight = tmp_path / "straight"
-    code, rank = (-signal.SIGKILL, 0) if processes == 1 else (1, 1)
-    fault = planted("SIGKILL", "optimizer step", 3, rank)
-    train(tmp_path, *here, "--save-steps", "1", "--name", "killed", **fault, code=code)
-    resume = ("--resume", str(tmp_path / "killed"))
-    fault = planted("SIGKILL", "validation batch of a segmenter", rank=0)
-    run_script("train.py", *resume, **fault, OMP_NUM_THREADS="1", code=code)
-    assert "resuming " in run_script("train.py", *resume, OMP_NUM_THREADS="1")
-    identical(tmp_path / "killed", straight)
+def test_killed_and_resumed(train: Train, run_script: RunScript, tmp_path: Path) -> None:
+    same_bytes_when_killed(train, run_script, tmp_path, "validation batch of a segmenter")
 
 
 # The other scripts
-
-
-@pytest.fixture(scope="session")
-def segmenter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a segmenter that finds objects everywhere, on any machine: random weights with large biases."""
-    torch.manual_seed(0)
-    names = dict(enumerate(shapes.NAMES))
-    model = SegmentationTask(names, Hyperparameters()).build_model({**tiny_segmenter(), "nc": len(names)}, 96)
-    with torch.no_grad():
-        for convolve in model.head.m:
-            convolve.weight.normal_()
-            convolve.bias.view(model.head.na, -1)[:, 4:] = 0.5
-    file = tmp_path_factory.mktemp("segmenter") / "segmenter.pt"
-    file.write_bytes(serialised(weights_content(model, {**model.yaml, "task": "segment"}, names, {})))
-    return file
 
 
 def overall(printed: str) -> list[str]:
@@ -130,76 +110,45 @@ def overall(printed: str) -> list[str]:
 
 
 @pytest.mark.long
-def test_val_on_any_number_of_processes(
-    alone: Path, run_script: RunScript, drawn_outlines: Path, tmp_path: Path
-) -> None:
-    """Its table is that of the training's last epoch, and has 80 columns at most."""
-    weights = str(alone / "weights" / "last.pt")
-    how = ("--data", str(drawn_outlines), "--weights", weights, "--imgsz", "96", "--workers", "0", "--device", "cpu")
-    tables = []
-    for name, more in (("one", ("--batch-size", "16")), ("two", ("--processes", "2", "--batch-size", "5"))):
-        printed = run_script("val.py", *how, *more, "--project", str(tmp_path), "--name", name, OMP_NUM_THREADS="1")
-        tables.append([line for line in printed.splitlines() if line.startswith(" ")])
-    assert tables[0] == tables[1]
-    assert max(map(len, tables[0])) <= 80
-    last = rows(alone)[-1]
-    names = [name for name in SEGMENTED if name.startswith("metrics/")]
-    assert overall("\n".join(tables[0]))[3:] == [f"{last[name]:.4f}" for name in names]
+def test_val_on_two_processes(alone: Path, run_script: RunScript, drawn_outlines: Path, tmp_path: Path) -> None:
+    """Its table is that of the training's last epoch on one process."""
+    what = ("--data", str(drawn_outlines), "--weights", str(alone / "weights" / "last.pt"), "--imgsz", "96")
+    how = ("--processes", "2", "--batch-size", "5", "--workers", "0", "--device", "cpu", "--project", str(tmp_path))
+    printed, last = run_script("val.py", *what, *how, OMP_NUM_THREADS="1"), rows(alone)[-1]
+    assert overall(printed)[3:] == [f"{last[name]:.4f}" for name in SEGMENTED if name.startswith("metrics/")]
 
 
-def test_the_run_folder(alone: Path) -> None:
-    """Curves of boxes and of masks, and pictures of labels and predictions."""
-    files = {file.name for file in alone.iterdir()}
-    assert {"mask_curves.csv", "mask_PR_curve.csv", "val_masks.csv", "classes.csv"} <= files
-    assert {
-        "PR_curve.png",
-        "mask_PR_curve.png",
-        "mask_F1_curve.png",
-        "val_batch0_pred.jpg",
-        "train_batch0.jpg",
-    } <= files
-    head = (alone / "classes.csv").read_text().splitlines()[0].split(",")
-    assert head[-4:] == ["mask_precision", "mask_recall", "mask_AP50", "mask_AP50-95"]
-
-
-def test_masks_in_wandb(alone: Path) -> None:
-    """Pixels of a label's mask have its class; masks have the names of the classes."""
-    pytest.importorskip("wandb")
-    (file,) = wandb_files.runs(alone)
-    shown = [row for row in wandb_files.read(file).rows if "examples/validation/all_masks" in row]
-    (truth, *_) = [masks["ground_truth"]["path"] for masks in shown[-1]["examples/validation/all_masks"]]
-    classes = np.unique(np.asarray(Image.open(file.parent / "files" / truth)))
-    with (alone / "val_masks.csv").open() as rows_of_masks:
-        first, *_ = rows_of_masks.read().splitlines()[1:]
-    assert first.split(",")[2] in shapes.NAMES
-    assert len(classes) > 1
-    assert {0, *classes} <= {*range(len(shapes.NAMES) + 1)}
-
-
-def test_detect_writes_outlines(segmenter: Path, tmp_path: Path) -> None:
-    """They are the largest contours of the masks of the Python results."""
+def test_detect_writes_outlines(tmp_path: Path) -> None:
+    """They are the largest contours of the masks of the Python results; the weights find objects everywhere."""
+    names, weights = dict(enumerate(shapes.NAMES)), tmp_path / "segmenter.pt"
+    model = SegmentationTask(names, Hyperparameters()).build_model({**tiny_segmenter(), "nc": len(names)}, 96)
+    with torch.no_grad():
+        for convolve in model.head.m:
+            convolve.weight.normal_()
+            convolve.bias.view(model.head.na, -1)[:, 4:] = 0.5
+    weights.write_bytes(serialised(weights_content(model, {**model.yaml, "task": "segment"}, names, {})))
     image = write_image(tmp_path / "photo.png", noise(130, 90))
     how = {"imgsz": 96, "conf_thres": 0.3, "max_det": 20, "device": "cpu"}
-    prediction = detect.Predictor(segmenter, **how, quiet=True)(image)
-    detect.run(weights=segmenter, source=image, save_txt=True, save_crop=True, project=tmp_path, **how)
+    prediction = detect.Predictor(weights, **how, quiet=True)(image)
+    detect.run(weights=weights, source=image, save_txt=True, save_crop=True, project=tmp_path, **how)
     folder = tmp_path / "exp"
     lines = [line.split() for line in (folder / "labels" / f"{image.stem}.txt").read_text().splitlines()]
     assert isinstance(prediction, SegmentationPrediction)
-    assert len(lines) == len(prediction.masks) == len(prediction.scores) > 1
-    assert prediction.masks.shape[1:] == read_image(image).shape[:2]
+    masks = prediction.masks
+    assert len(lines) == len(masks) == len(prediction.scores) > 1
+    assert masks.shape[1:] == read_image(image).shape[:2]
     assert [int(words[0]) for words in lines] == prediction.classes.tolist()
-    height, width = prediction.masks.shape[1:]
     outlined = 0
-    for words, mask in zip(lines, prediction.masks, strict=True):
+    for words, mask in zip(lines, masks, strict=True):
         contours, _ = cv2.findContours(mask.astype(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)
-        points = (np.array(words[1:], float).reshape(-1, 2) * (width, height) - 0.5).round(2)
+        points = (np.array(words[1:], float).reshape(-1, 2) * mask.shape[::-1] - 0.5).round(2)
         if largest := max((cv2.contourArea(contour) for contour in contours), default=0):
             outlined += 1
             assert cv2.contourArea(points.astype(np.float32)) == pytest.approx(largest)
             assert mask[points[:, 1].astype(int), points[:, 0].astype(int)].all()
     assert outlined
     drawn = cv2.imread(str(folder / image.name))
-    assert abs(drawn.astype(int) - read_image(image))[prediction.masks.any(0)].mean() > 10
+    assert abs(drawn.astype(int) - read_image(image))[masks.any(0)].mean() > 10
     assert len(list((folder / "crops").rglob("*.jpg"))) == len(lines)
 
 
@@ -213,28 +162,16 @@ def test_the_built_in_job_learns(run_script: RunScript, tmp_path: Path) -> None:
     assert last["metrics/mAP_0.5(M)"] > 0.75
 
 
-# YOLOv5's own checkpoint
-
-
-@pytest.fixture(scope="session")
-def outlined_photos(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """coco128 with outlines."""
-    folder = tmp_path_factory.mktemp("coco128")
+@pytest.mark.long
+def test_scores_of_yolov5(shared: Path, run_script: RunScript, tmp_path: Path) -> None:
+    """Of its own weights on coco128. Square batches: YOLOv5 has 0.6212, 0.3863 of boxes and 0.3964, 0.1825 of masks."""
     names = yaml.safe_load((ROOT / "data" / "coco128.yaml").read_text())["names"]
     annotations = "annotations/instances_train2017.json"
     spec = {"path": str(shared / "data/coco128"), "train": annotations, "val": annotations, "names": names}
-    spec["images"] = "images/train"
-    (folder / "data.yaml").write_text(yaml.safe_dump(spec))
-    return folder / "data.yaml"
-
-
-@pytest.mark.long
-def test_scores_of_yolov5(shared: Path, outlined_photos: Path, run_script: RunScript, tmp_path: Path) -> None:
-    """Square batches: YOLOv5 has 0.6212, 0.3863 of boxes and 0.3964, 0.1825 of masks."""
-    weights = shared / "weights" / "yolov5n-seg-coco128.pt"
+    (tmp_path / "data.yaml").write_text(yaml.safe_dump({**spec, "images": "images/train"}))
+    what = ("--data", str(tmp_path / "data.yaml"), "--weights", str(shared / "weights" / "yolov5n-seg-coco128.pt"))
     how = ("--imgsz", "320", "--square", "--workers", "1", "--device", "cpu", "--project", str(tmp_path))
-    printed = run_script("val.py", "--data", str(outlined_photos), "--weights", str(weights), *how, COLUMNS="120")
-    *_, box50, box, mask_p, mask_r, mask50, mask = map(float, overall(printed)[1:])
+    *_, box50, box, mask_p, mask_r, mask50, mask = map(float, overall(run_script("val.py", *what, *how))[1:])
     assert (box50, box) == pytest.approx((0.6212, 0.3863), abs=0.003)
     assert (mask50, mask) == pytest.approx((0.3964, 0.1825), abs=0.0003)
     assert min(mask_p, mask_r) > 0.3

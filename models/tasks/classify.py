@@ -1,15 +1,21 @@
-"""Image classification: the factory of the model, loss, predictions and metrics. Named by `TASKS`."""
+"""`ClassificationTask`: torchvision's classifiers or layers of a YAML, their loss, predictions and metrics. In `TASKS`.
+
+torchvision is imported inside functions: the import takes more than a second, and reading a file's YAML needs none.
+"""
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from itertools import chain
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from models.layers import Classify
 from models.tasks.contract import (
@@ -27,20 +33,81 @@ from models.tasks.contract import (
     View,
 )
 from models.tasks.losses import at_least_float32, device_constant, weights_by_class
-from models.tasks.torchvision_models import build_classifier
 from models.yolo import build_model
 from utils.batch import Batch, ClassInfo, Split, layout
 from utils.config.hyperparameters import ClassWeightKeys, Recipes, Transforms, number
 from utils.config.values import BELOW_ONE, NOT_NEGATIVE
-from utils.errors import UserError
+from utils.errors import UserError, first_line, nearest
 from utils.files import csv_text
-from utils.plots.drawing import draw_captioned, draw_text_lines
+from utils.plots.drawing import Style, draw_captioned, draw_text_lines
 from utils.summary import Row, Summary, confusion_text, dense_counts, sparse_counts
 
-if TYPE_CHECKING:
-    from utils.plots.drawing import Style
-
 TOP_CLASSES = 5  # classes per image that are named, drawn, written and counted by top-5 accuracy
+CLASSIFICATION_METRICS = ("accuracy_top1", "accuracy_top5")
+CLASS_METRICS = ("precision", "recall")
+DRAWN_MISTAKES = 16
+MIN_PICTURE_SIDE_PIXELS = 160  # smallest side that a caption fits below
+IMAGENET_STATISTICS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and deviation of RGB from 0 to 1
+CLASSIFIER_KEYS = ("task", "architecture", "nc", "args")
+# These architectures have auxiliary heads for training, which would need a loss, so they are left out. Their pretrained
+# weights expect another normalisation of the images, which `transform_input` does.
+AUXILIARY_ARGUMENTS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
+
+
+def architecture(yaml: Mapping[str, Any], source: str) -> str:
+    """Return the `architecture` of a YAML. Raises `UserError` if torchvision does not have such a classifier.
+
+    Args:
+        source: name of the YAML in errors
+    """
+    from torchvision import models as torchvision_models
+
+    name, known = yaml.get("architecture"), torchvision_models.list_models(module=torchvision_models)
+    if not isinstance(name, str) or name not in known:
+        hint = nearest(str(name), known) or ", such as resnet34"
+        raise UserError(f"{source}: `architecture` is {name!r}; give a classification model of torchvision{hint}")
+    return name
+
+
+def default_weights(name: str) -> str:
+    """Return the URL of the weights that torchvision recommends for an architecture."""
+    from torchvision.models import get_model_weights
+
+    url: str = get_model_weights(name).DEFAULT.url
+    return url
+
+
+def build_classifier(yaml: Mapping[str, Any], nc: int, imgsz: int, source: str = "the model YAML") -> Model:
+    """Build the network that a YAML names, for `nc` classes and images of `imgsz` pixels.
+
+    It maps (b, 3, h, w) to logits (b, nc). State-dict keys are torchvision's. The YAML's `args` are arguments of
+    torchvision's function, such as `dropout: 0.3`. Raises `UserError` if the network cannot be built or does not accept
+    such images.
+
+    Args:
+        source: name of the YAML in errors
+    """
+    from torchvision.models import get_model
+
+    name, args = architecture(yaml, source), yaml.get("args") or {}
+    try:
+        if name in AUXILIARY_ARGUMENTS:
+            args = {"transform_input": True, **args}
+        model: nn.Module = get_model(name, weights=None, num_classes=nc, **AUXILIARY_ARGUMENTS.get(name, {}), **args)
+        state = {key: tensor.to("meta") for key, tensor in chain(model.named_parameters(), model.named_buffers())}
+        with torch.no_grad():
+            functional_call(model, state, torch.zeros(2, 3, imgsz, imgsz, device="meta"))
+    except Exception as error:  # a user's arguments can fail anywhere
+        problem = f"with `args` {args} and --imgsz {imgsz} does not work ({first_line(error)}); most are made for 224"
+        raise UserError(f"{source}: {name} {problem}") from error
+    arguments = [*inspect.signature(type(model).__init__).parameters]  # some builders ignore unknown ones
+    for given, known in ((yaml, CLASSIFIER_KEYS), (args, arguments)):
+        if unknown := [str(key) for key in given if key not in known]:
+            raise UserError(f"{source}: unknown key '{unknown[0]}'{nearest(unknown[0], known)}; correct or remove it")
+    built = cast(Model, model)  # torchvision's class; the attributes make it a `Model`
+    built.yaml = {**copy.deepcopy(dict(yaml)), "task": "classify", "nc": nc}
+    built.names, built.stride, built.imgsz = {number: str(number) for number in range(nc)}, 1, imgsz
+    return built
 
 
 def most_probable(probabilities: Tensor, count: int = TOP_CLASSES) -> tuple[int, ...]:
@@ -137,20 +204,18 @@ class ClassificationCriterion(Criterion):
 
     def __init__(self, classes: int, label_smoothing: float = 0.0, class_weights: Sequence[float] = ()) -> None:
         self.classes, self.label_smoothing, self.class_weights = classes, label_smoothing, tuple(class_weights)
+        self.least = min((1.0, *class_weights))
 
     def __call__(self, outputs: Tensor, batch: Batch) -> LossTerms:
         """Return the loss of logits (b, classes), in fp32 or fp64, as one term: a weighted sum over the images."""
-        logits = at_least_float32(outputs)
-        smoothed = batch.targets * (1 - self.label_smoothing) + self.label_smoothing / self.classes
+        logits, targets = at_least_float32(outputs), batch.targets
+        images = targets.new_ones(len(targets), 1)  # number of images that each counts as
         if self.class_weights:
-            weighted = batch.targets * device_constant(self.class_weights, logits.device).to(batch.targets)
-            images = weighted.sum(1, keepdim=True)
-            smoothed = weighted * (1 - self.label_smoothing) + images * (self.label_smoothing / self.classes)
-            total = -(smoothed * logits.log_softmax(1)).sum()
-            least = min(1.0, *self.class_weights)
-            return LossTerms(total.view(1, 1), images.sum().to(total).view(1, 1), total.new_ones(1, 1), least)
-        total = -(smoothed * logits.log_softmax(1)).sum()
-        return LossTerms(total.view(1, 1), total.new_full((1, 1), len(logits)), total.new_ones(1, 1))
+            targets = targets * device_constant(self.class_weights, targets.device).to(targets)
+            images = targets.sum(1, keepdim=True)
+        smoothed = targets * (1 - self.label_smoothing) + images * (self.label_smoothing / self.classes)
+        total = -(smoothed * logits.log_softmax(1)).sum().view(1, 1)
+        return LossTerms(total, images.sum().to(total).view(1, 1), torch.ones_like(total), self.least)
 
     def objective(self, means: Tensor, images: int) -> Tensor:
         """Return the mean over the images of a step."""
@@ -159,12 +224,6 @@ class ClassificationCriterion(Criterion):
     def weight(self, batch: Batch) -> float:
         """Return the number of images: the validation loss is the mean over all images."""
         return len(batch.infos)
-
-
-CLASSIFICATION_METRICS = ("accuracy_top1", "accuracy_top5")
-CLASS_METRICS = ("precision", "recall")
-DRAWN_MISTAKES = 16
-MIN_PICTURE_SIDE_PIXELS = 160  # smallest side that a caption fits below
 
 
 class ImageRecord(NamedTuple):
@@ -194,34 +253,36 @@ class ClassificationMetrics(Metrics):
     def summarise(self, records: Sequence[ImageRecord]) -> Summary:
         """Return the metrics of a split; fitness is the share of images whose most probable class is correct."""
         confusion = np.zeros((len(self.names), len(self.names)), np.int64)
-        for record in records:
-            confusion[record.label, record.best[0]] += 1
+        np.add.at(confusion, ([record.label for record in records], [record.best[0] for record in records]), 1)
         top1 = float(np.trace(confusion)) / len(records)
         top5 = sum(record.label in record.best for record in records) / len(records)
         mistakes = [record for record in records if record.label != record.best[0]]
         mistakes = sorted(mistakes, key=lambda record: (-record.confidence, record.image))[:DRAWN_MISTAKES]
         drawn = [[record.image, record.label, record.best[0], record.confidence] for record in mistakes]
-        evidence = {"confusion": sparse_counts(confusion), "mistakes": drawn}
-        precision, recall = precision_and_recall(confusion)
-        labelled = {k: name for k, name in self.names.items() if confusion[k].any()}
+        images, scores = confusion.sum(1), precision_and_recall(confusion)
         by_class = {
-            metric: {name: float(values[k]) for k, name in labelled.items()}
-            for metric, values in zip(CLASS_METRICS, (precision, recall), strict=True)
+            metric: {name: float(values[k]) for k, name in self.names.items() if confusion[k].any()}
+            for metric, values in zip(CLASS_METRICS, scores, strict=True)
         }
         top = {"top-1": top1, "top-5": top5} if len(self.names) > TOP_CLASSES else {"top-1": top1}
-        overall, details = self._table(confusion.sum(1), precision, recall, top)
-        metrics = dict(zip(CLASSIFICATION_METRICS, (top1, top5), strict=True))
-        headline = dict(reversed(top.items()))
-        return Summary(metrics, top1, overall, details, evidence, by_class=by_class, headline=headline)
+        overall: Row = ("all", len(records), *(float(values.mean()) for values in scores), *top.values())
+        columns = (self.names.values(), images.tolist(), *(values.tolist() for values in scores))
+        return Summary(
+            dict(zip(CLASSIFICATION_METRICS, (top1, top5), strict=True)),
+            top1,
+            [("Class", "Images", "P", "R", *top), overall],
+            [(*row, *"-" * len(top)) for row in zip(*columns, strict=True)],
+            {"confusion": sparse_counts(confusion), "mistakes": drawn},
+            by_class=by_class,
+            headline=dict(reversed(top.items())),
+        )
 
     def documents(self, summary: Summary) -> dict[str, str]:
         """Return classes.csv, with images, precision and recall of each class, and confusion_matrix.csv."""
         confusion = dense_counts(summary.evidence["confusion"], len(self.names))
-        precision, recall = precision_and_recall(confusion)
         names = list(self.names.values())
-        by_class = [
-            (name, int(confusion[k].sum()), f"{precision[k]:.9g}", f"{recall[k]:.9g}") for k, name in enumerate(names)
-        ]
+        columns = (names, confusion.sum(1).tolist(), *precision_and_recall(confusion))
+        by_class = [(name, images, f"{p:.9g}", f"{r:.9g}") for name, images, p, r in zip(*columns, strict=True)]
         return {
             "classes.csv": csv_text(("class", "images", "precision", "recall"), by_class),
             "confusion_matrix.csv": confusion_text(confusion, names),
@@ -239,32 +300,11 @@ class ClassificationMetrics(Metrics):
         ]
         return {"mistakes.jpg": draw_captioned(images, captions)}
 
-    def _table(
-        self, images: np.ndarray, precision: np.ndarray, recall: np.ndarray, top: Mapping[str, float]
-    ) -> tuple[list[Row | str], list[Row | str]]:
-        """Return the table's titles with the row of all classes, and a row per class.
-
-        Args:
-            images: number of images of each class, (c,)
-            precision: precision of each class, (c,)
-            recall: recall of each class, (c,)
-            top: accuracies, by title
-        """
-        titles = ("Class", "Images", "P", "R", *top)
-        overall: Row = ("all", int(images.sum()), float(precision.mean()), float(recall.mean()), *top.values())
-        columns = (self.names.values(), images.tolist(), precision.tolist(), recall.tolist())
-        return [titles, overall], [(*row, *"-" * len(top)) for row in zip(*columns, strict=True)]
-
 
 def precision_and_recall(confusion: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return precision and recall by class, (c,) each, from counts (c, c) by true and predicted class; 0 for 0 / 0."""
     right = np.diag(confusion).astype(np.float64)
-    predicted, true = confusion.sum(0), confusion.sum(1)
-    return right / np.maximum(predicted, 1), right / np.maximum(true, 1)
-
-
-# Mean and standard deviation of ImageNet's channels, RGB from 0 to 1.
-IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    return right / np.maximum(confusion.sum(0), 1), right / np.maximum(confusion.sum(1), 1)
 
 
 @dataclass(frozen=True)
@@ -284,12 +324,7 @@ class ClassificationTask(Task):
     recipes = Recipes(trained="finetune-cls", few="classify")
     prediction = ClassificationPrediction
     # YOLOv5's default weights are a detector's.
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "weights": "",
-        "imgsz": 224,
-        "epochs": 30,
-        "batch_size": 32,
-    }
+    defaults: ClassVar[Mapping[str, Any]] = {"weights": "", "imgsz": 224, "epochs": 30, "batch_size": 32}
     features = frozenset({"label smoothing", "mixing", "augmentation", "copies"})
     loss_names = ("loss",)
     metric_names = CLASSIFICATION_METRICS
@@ -312,11 +347,10 @@ class ClassificationTask(Task):
 
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> Model:
         """Build torchvision's model, or a model of layers, for images of any size, unless layers need whole strides."""
-        classes = len(self.names)
         if "architecture" in yaml or "backbone" not in yaml:
-            model = build_classifier(yaml, classes, imgsz, source)
+            model = build_classifier(yaml, len(self.names), imgsz, source)
         else:
-            model = build_model(dict(yaml), nc=classes, source=source, head=Classify, imgsz=imgsz)
+            model = build_model(dict(yaml), nc=len(self.names), source=source, head=Classify, imgsz=imgsz)
         model.names = self.names
         return model
 
@@ -334,7 +368,7 @@ class ClassificationTask(Task):
 
     def inputs(self, batch: Batch) -> Tensor:
         """Return the images normalised by ImageNet's statistics, float (b, 3, h, w)."""
-        mean, deviation = _statistics(batch.images.device)
+        mean, deviation = device_constant(IMAGENET_STATISTICS, batch.images.device).view(2, 3, 1, 1)
         images = batch.images.float(memory_format=layout(batch.images.device))  # type: ignore[call-arg]
         return images.div_(255).sub_(mean).div_(deviation)
 
@@ -352,10 +386,3 @@ class ClassificationTask(Task):
             shares = {self.names[k]: float(target[k]) for k in most_probable(target, 2) if target[k]}
             captions.append("\n".join(name + f" {share:.2f}" * (share < 1) for name, share in shares.items()))
         return draw_captioned(images, captions)
-
-
-@cache
-def _statistics(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return ImageNet's mean and deviation, (3, 1, 1) each, copied to a device once."""
-    mean, deviation = torch.tensor((IMAGENET_MEAN, IMAGENET_DEVIATION), device=device).view(2, 3, 1, 1)
-    return mean, deviation

@@ -1,4 +1,7 @@
-"""`SegmentationTask`: the factory of a segmenter's model, criterion, postprocess and metrics. Named in models/tasks."""
+"""`SegmentationTask`: the factory of a segmenter's model, criterion, postprocess and metrics. Named in models/tasks.
+
+The mask loss is YOLOv5's. It groups targets of similar size, so that a batch takes few kernels and little memory.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ from models.heads.anchors import (
     match,
     near_cells,
 )
-from models.heads.contract import EPSILON, head_of
-from models.heads.dfl import DetectDFL
-from models.tasks.contract import Criterion, Image, LossTerms, Model, Postprocess, Thresholds, View
+from models.heads.contract import EPSILON, BoxView, head_of
+from models.tasks.contract import Criterion, Image, LossTerms, Model, Thresholds, View
 from models.tasks.detect import (
     DecodedDetector,
     DecodedView,
+    DetectionPostprocess,
     DetectionTask,
     SuppressedDetector,
     SuppressedView,
@@ -37,17 +40,15 @@ from models.tasks.detect import (
 from models.tasks.losses import UnavailableCriterion, at_least_float32, device_constant
 from models.tasks.masks import (
     DetectedMasks,
-    GivenMaps,
-    MaskMaps,
-    PrototypeMaps,
-    PrototypeView,
+    Logits,
     SegmentationPrediction,
-    SegmentationView,
-    SuppressedMaskView,
     cut_by_boxes,
+    known_masks,
+    target_masks,
+    weighted_prototypes,
 )
 from models.tasks.segment_metrics import SEGMENTATION_METRICS, SegmentationMetrics
-from models.yolo import YoloModel, head_class
+from models.yolo import YoloModel
 from utils.batch import MASK_STRIDE, Batch, ImageInfo, SegmentationBatch, box_windows
 from utils.errors import UserError
 from utils.plots.drawing import MAX_GRID_IMAGES, draw_targets, tint
@@ -57,7 +58,7 @@ MAX_GROUP_VALUES = 2**20  # numbers in the largest tensor of a group; a group ta
 MATCH_EDGES = (3, 6, 9, 12, 18, 27)
 SPARE_VALUES = 2**14  # numbers of padding that cost less than another group
 SPARE_SHARE = 0.15  # share of a group's values that may be padding
-WINDOW_COLUMNS = 5
+LOSS_NAMES = ("box_loss", "seg_loss", "obj_loss", "cls_loss")  # names of the terms, in the order of `LossTerms`
 
 
 class MaskMatches(NamedTuple):
@@ -81,79 +82,63 @@ class Group(NamedTuple):
 class MaskPlan(NamedTuple):
     """The work of `mask_sums` for t targets with matches and pixels; tensors are on the device."""
 
-    # int32 (t, 5): index on the maps (b, h, w) of a window's first pixel, the window's width and number of pixels, the
-    # index of the truth's first pixel, and the width of the truth's own window
-    windows: Tensor
+    windows: Tensor  # int32 (t, 5), see `window_table`
     rows: Tensor  # int32 (n,): row of the coefficients for each match
     weights: Tensor  # (n, levels): weight of each match on its level; 0 on other levels, and for padding
     map_width: int
     groups: list[Group]
 
 
+def window_table(batch: SegmentationBatch, size: tuple[int, int]) -> np.ndarray:
+    """Return the pixels in each target's box and their truth, int64 (m, 5), for maps of `size` (h, w).
+
+    The columns are: index on the maps (b, h, w) of the first pixel, width and number of pixels, index in `mask_pixels`
+    of the first pixel's truth, and width of the truth's own window, which may be larger than the box.
+    """
+    (height, width), truth = size, batch.windows.astype(np.int64)
+    boxes = box_windows(batch.host_targets[:, 2:], *size)
+    left, top = np.maximum(boxes[:, :2], truth[:, :2]).T
+    right, bottom = np.minimum(boxes[:, 2:], truth[:, 2:]).T
+    pixels = (right - left).clip(min=0) * (bottom - top).clip(min=0)
+    truth_width, truth_height = (truth[:, 2:] - truth[:, :2]).T
+    truth_start = (truth_width * truth_height).cumsum() - truth_width * truth_height
+    first = (batch.host_targets[:, 0].astype(np.int64) * height + top) * width + left
+    first_truth = truth_start + (top - truth[:, 1]) * truth_width + left - truth[:, 0]
+    return np.stack((first, right - left, pixels, first_truth, truth_width), 1)
+
+
 def plan_masks(
-    matches: MaskMatches,
-    image: np.ndarray,
-    boxes: np.ndarray,
-    windows: np.ndarray,
-    size: tuple[int, int],
-    levels: int,
-    masks: int,
-    device: torch.device,
+    matches: MaskMatches, table: np.ndarray, levels: int, masks: int, map_width: int, device: torch.device
 ) -> MaskPlan:
     """Return the plan for a batch of m targets.
 
     Args:
         matches: pairs of a target and an output
-        image: number (m,) of each target's image
-        boxes: window (m, 4) to compute for each target
-        windows: window (m, 4) that the truth covers for each target
-        size: height and width of the maps
+        table: result of `window_table`
         levels: number of levels
         masks: number of coefficients
     """
-    height, width = size
-    cut = np.concatenate((np.maximum(boxes[:, :2], windows[:, :2]), np.minimum(boxes[:, 2:], windows[:, 2:])), 1)
-    left, top, right, bottom = cut.T
-    pixels = (right - left).clip(min=0) * (bottom - top).clip(min=0)
-    truth_width = (windows[:, 2] - windows[:, 0]).astype(np.int64)
-    truth_pixels = truth_width * (windows[:, 3] - windows[:, 1])
-    truth = truth_pixels.cumsum() - truth_pixels + (top - windows[:, 1]) * truth_width + left - windows[:, 0]
-    table = np.stack(((image * height + top) * width + left, right - left, pixels, truth, truth_width), 1)
-
-    order = np.argsort(matches.target, kind="stable")
-    counts = np.bincount(matches.target, minlength=len(image))
-    starts = counts.cumsum() - counts
-    groups, rows, weights, chosen, targets_before, matches_before = [], [], [], [], 0, 0
-    for group in _similar(counts, pixels, masks):
-        each = counts[group].max()
-        position = np.arange(each)
-        padded = position >= counts[group][:, None]
-        match = order[np.where(padded, 0, starts[group][:, None] + position)]
-        weight = np.zeros((*match.shape, levels), np.float32)
-        np.put_along_axis(weight, matches.level[match][..., None], matches.weight[match][..., None], 2)
-        weight[padded] = 0
-        rows.append(matches.row[match].ravel())
-        weights.append(weight.reshape(-1, levels))
-        chosen.append(group)
-        targets_after, matches_after = targets_before + len(group), matches_before + match.size
-        groups.append(
-            Group(
-                slice(targets_before, targets_after),
-                slice(matches_before, matches_after),
-                int(each),
-                int(pixels[group].max()),
-            )
-        )
-        targets_before, matches_before = targets_after, matches_after
-    if not groups:
-        empty = torch.zeros(0, levels, device=device)
-        return MaskPlan(empty.int(), empty.int(), empty, width, [])
+    counts, pixels = np.bincount(matches.target, minlength=len(table)), table[:, 2]
+    grouped = [*_similar(counts, pixels, masks)]
+    targets = np.concatenate([np.zeros(0, np.int64), *grouped])
+    sizes = [(len(group), int(counts[group].max()), int(pixels[group].max())) for group in grouped]
+    # The matches of each target, padded with its first one.
+    each = np.repeat([most for _, most, _ in sizes], [count for count, _, _ in sizes]).astype(np.int64)
+    position = np.arange(each.sum()) - np.repeat(each.cumsum() - each, each)
+    target = np.repeat(targets, each)
+    padded = position >= counts[target]
+    order, starts = np.argsort(matches.target, kind="stable"), counts.cumsum() - counts
+    match = order[starts[target] + np.where(padded, 0, position)]
+    weights = np.zeros((len(match), levels), np.float32)
+    weights[np.arange(len(match)), matches.level[match]] = np.where(padded, 0, matches.weight[match])
+    groups, end, matches_end = [], 0, 0
+    for count, most, most_pixels in sizes:
+        chosen, chosen_matches = slice(end, end + count), slice(matches_end, matches_end + count * most)
+        groups.append(Group(chosen, chosen_matches, most, most_pixels))
+        end, matches_end = chosen.stop, chosen_matches.stop
+    windows, rows = table[targets].astype(np.int32), matches.row[match].astype(np.int32)
     return MaskPlan(
-        _on_device(table[np.concatenate(chosen)].astype(np.int32), device),
-        _on_device(np.concatenate(rows).astype(np.int32), device),
-        _on_device(np.concatenate(weights), device),
-        width,
-        groups,
+        _on_device(windows, device), _on_device(rows, device), _on_device(weights, device), map_width, groups
     )
 
 
@@ -246,7 +231,7 @@ def _group_logits(
     The result is: coefficients (n, matches, masks), prototypes (n, p, masks), logits (n, matches, p), truth (n, p), 1
     for pixels and 0 for padding (n, p), and the index of each pixel on the maps (n * p,).
     """
-    first, width, count, start, truth_width = plan.windows[group.targets].view(-1, WINDOW_COLUMNS, 1).unbind(1)
+    first, width, count, start, truth_width = plan.windows[group.targets, :, None].unbind(1)
     position = torch.arange(group.pixels_each, dtype=torch.int32, device=pixels.device)
     valid = position < count
     position = torch.where(valid, position, 0)  # padding repeats the first pixel
@@ -259,9 +244,6 @@ def _group_logits(
     valid = valid.to(pixels.dtype)
     target = truth.index_select(0, (start + row * truth_width + column).flatten()).view_as(valid) * valid
     return chosen, near, chosen.bmm(near.transpose(1, 2)), target, valid, index
-
-
-LOSS_NAMES = ("box_loss", "seg_loss", "obj_loss", "cls_loss")  # names of the terms, in the order of `LossTerms`
 
 
 class SegmentationCriterion(DetectionCriterion):
@@ -288,30 +270,19 @@ class SegmentationCriterion(DetectionCriterion):
         Args:
             outputs: maps as for `DetectionCriterion`, with 5 + classes + masks outputs, and prototypes (b, masks, h, w)
         """
-        given = cast("SegmentationBatch", batch)
-        maps, prototypes = outputs
-        matched = self.match_outputs(maps, given.targets)
-        terms = self.terms(matched, given.targets)
-        size = (prototypes.shape[2], prototypes.shape[3])
-        plan = plan_masks(
-            self._mask_matches(map_sizes(maps), given.host_targets, size),
-            given.host_targets[:, 0].astype(np.int64),
-            box_windows(given.host_targets[:, 2:], *size).astype(np.int64),
-            given.windows,
-            size,
-            len(maps),
-            self.masks,
-            prototypes.device,
-        )
+        with_masks, (maps, prototypes) = cast("SegmentationBatch", batch), outputs
+        matched = self.match_outputs(maps, batch.targets)
+        terms = self.terms(matched, batch.targets)
+        size, levels, device = (prototypes.shape[2], prototypes.shape[3]), len(maps), prototypes.device
+        matches = self._mask_matches(map_sizes(maps), with_masks.host_targets, size)
+        plan = plan_masks(matches, window_table(with_masks, size), levels, self.masks, size[1], device)
         coefficients = matched.rows.flatten(0, 2)[:, 5 + self.classes :]
-        sums = mask_sums(coefficients, at_least_float32(prototypes), given.mask_pixels, plan)
-        counts = device_constant((float(len(prototypes)),) * len(maps), prototypes.device)
-        weights = device_constant((self.settings.box,) * len(maps), prototypes.device)
+        sums = mask_sums(coefficients, at_least_float32(prototypes), with_masks.mask_pixels, plan)
+        counts = device_constant((float(len(prototypes)),) * levels, device)
+        weights = device_constant((self.settings.box,) * levels, device)
         sums, counts, weights = (
-            torch.cat((of_boxes[:1], of_masks[None].to(of_boxes), of_boxes[1:]))
-            for of_boxes, of_masks in zip(
-                (terms.sums, terms.counts, terms.weights), (sums, counts, weights), strict=True
-            )
+            torch.cat((boxes[:1], masks[None].to(boxes), boxes[1:]))
+            for boxes, masks in ((terms.sums, sums), (terms.counts, counts), (terms.weights, weights))
         )
         return LossTerms(sums, counts, weights, terms.least)
 
@@ -330,79 +301,68 @@ class SegmentationCriterion(DetectionCriterion):
         target = cell % max(len(targets), 1)
         image = targets[target, 0].astype(np.int64) * len(sizes) + level
         area = targets[target, 4] * targets[target, 5] * np.float32(size[0] * size[1])
-        if self.class_weights:  # the mean over an image's matches is weighted
-            share = np.array(self.class_weights)[targets[target, 1].astype(np.int64)]
-            weight = share / (area.clip(min=EPSILON) * np.bincount(image, share)[image]) if len(target) else area
-        else:
-            weight = 1 / (area.clip(min=EPSILON) * np.bincount(image)[image]) if len(target) else area
+        share = np.array(self.class_weights or (1.0,) * self.classes)[targets[target, 1].astype(np.int64)]
+        weight = share / (area.clip(min=EPSILON) * np.bincount(image, share)[image])  # a mean over an image's matches
         return MaskMatches(target, (level * near + cell) * anchors + anchor, level, weight.astype(np.float32))
 
 
-class SegmentationPostprocess(Postprocess):
-    """Run one or several models and detect the instances in the images.
+class SegmentationView(NamedTuple):
+    """The outputs of a model for a batch."""
 
-    Args:
-        names: class names, by number
-    """
+    boxes: BoxView | SuppressedView  # of an exported file with suppression in its graph; else `more` coefficients each
+    maps: Tensor  # (b, m, h, w): each detection's mask in that case, 0 or 1, cropped to its box; else the prototypes
 
-    def __init__(self, names: Mapping[int, str], thresholds: Thresholds) -> None:
-        """Raise `UserError` if `thresholds` name an unknown class."""
-        thresholds.refuse_unknown_classes(names)
-        self.names, self.thresholds = dict(names), thresholds
+    @property
+    def outputs(self) -> tuple[list[Tensor], Tensor] | None:
+        """The input of the criterion; None for an exported file, which returns no raw maps."""
+        return None if self.boxes.outputs is None else (self.boxes.outputs, self.maps)
 
-    def views(self, model: Model, inputs: Tensor, augment: bool) -> list[SegmentationView]:
+
+class SegmentationPostprocess(DetectionPostprocess):
+    """Run one or several models and detect the instances in the images."""
+
+    def views(  # type: ignore[override]
+        self, model: Model, inputs: Tensor, augment: bool
+    ) -> list[SegmentationView]:
         """Run `model` on `inputs`. Raises `UserError` if `augment`."""
         if augment:
             raise UserError("--augment is for detectors: masks of scaled and mirrored images are not joined")
-        outputs = model(inputs)
-        if isinstance(outputs[0], list):
-            maps, prototypes = outputs
-            return [PrototypeView(head_of(model).view(maps, more=prototypes.shape[1]), prototypes)]
-        if len(outputs) == 2:  # an exported file's boxes
-            boxes, prototypes = outputs
-            return [PrototypeView(DecodedView(boxes, more=prototypes.shape[1]), prototypes)]
-        detections, counts, masks = outputs
-        return [SuppressedMaskView(SuppressedView(detections, counts), masks)]
+        *boxes, maps = model(inputs)
+        if isinstance(boxes[0], list):
+            return [SegmentationView(head_of(model).view(boxes[0], more=maps.shape[1]), maps)]
+        if len(boxes) == 1:  # an exported file's boxes
+            return [SegmentationView(DecodedView(boxes[0], more=maps.shape[1]), maps)]
+        return [SegmentationView(SuppressedView(*boxes), maps)]
 
-    def __call__(self, views: Sequence[View], batch: Batch) -> list[SegmentationPrediction]:
+    def __call__(  # type: ignore[override]
+        self, views: Sequence[View], batch: Batch
+    ) -> list[SegmentationPrediction]:
         """Return the instances in each image. The boxes of all models suppress each other; each keeps its own model's
-        prototypes. A `SuppressedMaskView` is always the only view."""
-        boxes, maps = self._detect(cast("Sequence[SegmentationView]", views))
-        infos: Sequence[ImageInfo] = batch.infos
+        prototypes. A view with a `SuppressedView` is always the only one."""
+        segmentation_views, infos = cast("Sequence[SegmentationView]", views), cast("Sequence[ImageInfo]", batch.infos)
+        boxes, logits = self._detect(segmentation_views)
+        height, width = segmentation_views[0].maps.shape[2:]
+        iou_thres, retina = self.thresholds.iou_thres, self.thresholds.retina_masks
         predictions = []
-        for info, network_boxes, file_boxes, of_image in zip(
-            infos, boxes, boxes_in_files(boxes, infos), maps, strict=True
-        ):
-            corners = file_boxes[:, :4].numpy()
-            retina = self.thresholds.retina_masks
-            masks = DetectedMasks(of_image, network_boxes, corners, info.size, info.placement, retina)
-            prediction = SegmentationPrediction(
-                image=info.image,
-                path=info.path,
-                size=info.size,
-                rows=file_boxes,
-                labels=info.rows,
-                names=self.names,
-                iou_thres=self.thresholds.iou_thres,
-                source=masks,
-                label_outlines=info.outlines,
-            )
-            predictions.append(prediction)
+        for info, of_network, of_file, maps in zip(infos, boxes, boxes_in_files(boxes, infos), logits, strict=True):
+            corners = of_file[:, :4].numpy()
+            masks = DetectedMasks(maps, (height, width), of_network, corners, info.size, info.placement, retina)
+            fields = (info.image, info.path, self.names, info.size, of_file, info.rows, iou_thres, masks, info.outlines)
+            predictions.append(SegmentationPrediction(*fields))
         return predictions
 
-    def _detect(self, views: Sequence[SegmentationView]) -> tuple[list[Tensor], list[MaskMaps]]:
+    def _detect(self, views: Sequence[SegmentationView]) -> tuple[list[Tensor], list[Logits]]:
         """Return the detections of each image, (k, 6) in pixels of the batch, and their masks."""
-        if isinstance(first := views[0], SuppressedMaskView):
-            rows = allowed_rows(first.boxes, self.thresholds)
-            detections = [image[of_image] for image, of_image in zip(first.boxes.detections, rows, strict=True)]
-            return detections, [GivenMaps(image[of_image]) for image, of_image in zip(first.masks, rows, strict=True)]
-        prototype_views = [view for view in views if isinstance(view, PrototypeView)]
-        detected = detect_with_more([view.boxes for view in prototype_views], self.thresholds)
-        prototypes = zip(*(view.prototypes for view in prototype_views), strict=True)
-        maps: list[MaskMaps] = [
-            PrototypeMaps(one.more, one.view, of_image) for one, of_image in zip(detected, prototypes, strict=True)
+        boxes, maps = zip(*views, strict=True)
+        if isinstance(suppressed := boxes[0], SuppressedView):
+            rows = allowed_rows(suppressed, self.thresholds)
+            detections = [image[of_image] for image, of_image in zip(suppressed.detections, rows, strict=True)]
+            return detections, [known_masks(image[of_image]) for image, of_image in zip(maps[0], rows, strict=True)]
+        detected, prototypes = detect_with_more(boxes, self.thresholds), zip(*maps, strict=True)
+        return [one.boxes for one in detected], [
+            weighted_prototypes(one.more, one.view, of_image)
+            for one, of_image in zip(detected, prototypes, strict=True)
         ]
-        return [one.boxes for one in detected], maps
 
 
 class DecodedSegmenter(DecodedDetector):
@@ -415,8 +375,7 @@ class DecodedSegmenter(DecodedDetector):
         (b, masks, h / 4, w / 4).
         """
         maps, prototypes = self.model(images)
-        masks = prototypes.shape[1]
-        return self.head.decode(maps, masks), prototypes.float()
+        return self.head.decode(maps, prototypes.shape[1]), prototypes.float()
 
 
 class SuppressedSegmenter(SuppressedDetector):
@@ -452,10 +411,6 @@ class SegmentationTask(DetectionTask):
 
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> YoloModel:
         """Build the model of a YAML. Raises `UserError` unless the prototypes are a quarter of the images."""
-        if head_class(yaml) is DetectDFL:
-            raise UserError(
-                f"{source}: a DetectDFL head has no masks; take a model with Segment, such as yolov5n-seg.yaml"
-            )
         model = super().build_model(yaml, imgsz, source)
         stride = int(head_of(model).stride[0]) // 2  # `Proto` doubles height and width
         if stride != MASK_STRIDE:
@@ -476,9 +431,7 @@ class SegmentationTask(DetectionTask):
         settings = loss_settings(self.hyp, self.label_smoothing)
         return SegmentationCriterion(settings.scaled(head.nl, head.nc, model.imgsz), head, self.class_weights)
 
-    def postprocess(  # type: ignore[override]
-        self, model: Model, thresholds: Thresholds
-    ) -> SegmentationPostprocess:
+    def postprocess(self, model: Model, thresholds: Thresholds) -> SegmentationPostprocess:
         """Return the conversion of outputs to instances. Raises `UserError` for an unknown class in `thresholds`."""
         return SegmentationPostprocess(self.names, thresholds)
 
@@ -488,17 +441,12 @@ class SegmentationTask(DetectionTask):
 
     def draw_batch(self, batch: Batch) -> Image:
         """Draw a grid of the batch's images with their boxes and masks."""
-        given = cast("SegmentationBatch", batch)
-        images, pixels = given.images[:MAX_GRID_IMAGES].cpu().numpy()[:, ::-1].copy(), given.mask_pixels.cpu().numpy()
-        sides = given.windows[:, 2:] - given.windows[:, :2]
-        ends = sides.prod(1).cumsum().tolist()
-        square = np.ones((MASK_STRIDE, MASK_STRIDE), bool)
-        targets = given.host_targets[:, :2].astype(int).tolist()
-        for (image, label), window, (width, height), end in zip(
-            targets, (given.windows * MASK_STRIDE).tolist(), sides.tolist(), ends, strict=True
-        ):
-            if image < len(images):
-                left, top, right, bottom = window
-                mask = np.kron(pixels[end - width * height : end].reshape(height, width) > 0, square)
-                tint(images[image].transpose(1, 2, 0)[top:bottom, left:right], mask, label)
-        return draw_targets(images[:, ::-1], given.targets.cpu().numpy(), self.names)
+        images = batch.images[:MAX_GRID_IMAGES].cpu().numpy()[:, ::-1].copy()
+        numbers, labels = cast("SegmentationBatch", batch).host_targets[:, :2].astype(int).T
+        (drawn,) = np.nonzero(numbers < len(images))
+        size = (images.shape[2] // MASK_STRIDE, images.shape[3] // MASK_STRIDE)
+        masks = target_masks(cast("SegmentationBatch", batch), drawn, size).cpu().numpy() > 0
+        for mask, target in zip(masks, drawn, strict=True):
+            whole = mask.repeat(MASK_STRIDE, 0).repeat(MASK_STRIDE, 1)
+            tint(images[numbers[target]].transpose(1, 2, 0), whole, labels[target])
+        return draw_targets(images[:, ::-1], batch.targets.cpu().numpy(), self.names)

@@ -5,9 +5,10 @@ Made by `SegmentationTask.metrics`; called by val.py and train.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -15,14 +16,14 @@ from torch import Tensor
 
 from models.heads.contract import EPSILON
 from models.tasks.contract import Prediction
-from models.tasks.masks import DetectedMasks, SegmentationPrediction, cut_by_boxes
+from models.tasks.masks import DetectedMasks, SegmentationPrediction, target_masks
+from models.tasks.matching import Overlaps
 from models.tasks.metrics import (
     CLASS_COLUMNS,
     DETECTION_METRICS,
     FITNESS_WEIGHTS,
     DetectionMetrics,
     ImageRecord,
-    ShownImage,
     ap_by_class,
     class_rows,
     curve_rows,
@@ -43,13 +44,11 @@ MAX_MASK_VALUES = 2**22  # pixels of the masks that are compared at a time, abou
 # Overlaps are fractions of small numbers of pixels and often equal a threshold. With this factor they then reach it, as
 # in YOLOv5's fp32 arithmetic, where `EPSILON` has no effect.
 TIE = 1 + 1e-7
+KINDS = ("B", "M")  # YOLOv5's suffixes for boxes and masks
+SEGMENTATION_METRICS = tuple(f"{name}({kind})" for kind in KINDS for name in DETECTION_METRICS)
+TITLES = ("Class", "Images", "Labels", "box P", "R", "mAP50", "50-95", "mask P", "R", "mAP50", "50-95")
 
-
-class ShownOutlines(NamedTuple):
-    """The outlines of the rows of a `ShownImage`, int (p, 2) each: x and y in pixels of the file."""
-
-    labels: list[np.ndarray]
-    predictions: list[np.ndarray]
+Outlines: TypeAlias = list[list[int]]  # x y x y ... in pixels of the file, for each object
 
 
 class SegmentationRecord(NamedTuple):
@@ -57,7 +56,7 @@ class SegmentationRecord(NamedTuple):
 
     boxes: ImageRecord
     masks: ImageRecord
-    outlines: ShownOutlines | None = None  # None if the image is not drawn
+    outlines: dict[str, Outlines] | None = None  # of `labels` and `predictions`; None if the image is not drawn
 
 
 def segmentation_records(
@@ -65,104 +64,67 @@ def segmentation_records(
 ) -> list[SegmentationRecord]:
     """Return a record for each image of a batch; `shown` are the indices of the images to draw."""
     of_boxes = image_records([one.rows for one in predictions], batch.infos, shown)
-    overlaps = MaskOverlaps(predictions, batch)
-    of_masks = matched_by(overlaps, [record._replace(shown=None) for record in of_boxes])
-    return [
-        SegmentationRecord(boxes, masks, _outlines(prediction, boxes.shown) if boxes.shown else None)
-        for boxes, masks, prediction in zip(of_boxes, of_masks, predictions, strict=True)
-    ]
+    of_masks = matched_by(mask_overlaps(predictions, batch), [record._replace(shown=None) for record in of_boxes])
+    records = []
+    for boxes, masks, prediction in zip(of_boxes, of_masks, predictions, strict=True):
+        outlines = None
+        if boxes.shown:
+            confident = prediction.outlines_of(range(len(boxes.shown.predictions)))  # those that are drawn
+            sets = {"labels": prediction.label_outlines, "predictions": confident}
+            outlines = {name: [_pixels(points, prediction.size) for points in these] for name, these in sets.items()}
+        records.append(SegmentationRecord(boxes, masks, outlines))
+    return records
 
 
-def _outlines(prediction: SegmentationPrediction, shown: ShownImage) -> ShownOutlines:
-    """Return the outlines of the labels and of the detections to draw, which are the most confident ones."""
-    confident = range(len(shown.predictions))
-    outlined = [
-        [(points * np.array(prediction.size, np.float32)).astype(np.int32) for points in outlines]
-        for outlines in (prediction.label_outlines, prediction.source.outlines(confident))
-    ]
-    return ShownOutlines(*outlined)
+def _pixels(points: np.ndarray, size: tuple[int, int]) -> list[int]:
+    """Convert an outline (p, 2) from shares of width and height to x y x y ... in pixels."""
+    pixels: list[int] = (points * np.array(size, np.float32)).astype(np.int32).ravel().tolist()
+    return pixels
 
 
-class MaskOverlaps:
-    """Computes the intersection over union of the masks of a batch's detections and labels, at the maps' size.
+def mask_overlaps(predictions: Sequence[SegmentationPrediction], batch: SegmentationBatch) -> Overlaps:
+    """Return a function that computes the IoU of the masks of detections and labels, numbered over the batch.
 
-    Detections' masks are cropped to their boxes. A mask is computed only if its box meets the window of a label's mask
-    of the same class.
+    The masks are compared at the maps' size, a detection's within its box. Only those are computed whose box meets the
+    window of a label that they are paired with.
     """
+    sources = [one.source for one in predictions]
+    starts = list(accumulate((len(one.boxes) for one in sources), initial=0))
 
-    def __init__(self, predictions: Sequence[SegmentationPrediction], batch: SegmentationBatch) -> None:
-        self._masks = [one.source for one in predictions if isinstance(one.source, DetectedMasks)]
-        self._truth, self._windows = batch.mask_pixels, batch.windows.astype(np.int64)
-        sides = np.maximum(self._windows[:, 2:] - self._windows[:, :2], 0)
-        self._truth_ends = (sides[:, 0] * sides[:, 1]).cumsum()
-        self._starts = list(accumulate((len(one.boxes) for one in self._masks), initial=0))
-        assert sum(len(info.rows) for info in batch.infos) == len(self._windows)  # a target for every row
-
-    def __call__(self, detection: np.ndarray, label: np.ndarray) -> np.ndarray:
-        """Return the overlaps of pairs, float64 (p,), given the detections' and labels' numbers in the batch."""
-        overlaps = np.zeros(len(detection))
+    def overlaps(detection: np.ndarray, label: np.ndarray) -> np.ndarray:
+        result = np.zeros(len(detection))
         if not len(detection):
-            return overlaps
-        boxes = torch.cat([one.map_boxes for one in self._masks]).cpu().numpy()[detection]
-        windows = self._windows[label]
+            return result
+        boxes = torch.cat([one.map_boxes for one in sources]).cpu().numpy()[detection]
+        windows = batch.windows[label].astype(np.int64)
         meets = (np.minimum(boxes[:, 2:], windows[:, 2:]) > np.maximum(boxes[:, :2], windows[:, :2])).all(1)
         (near,) = np.nonzero(meets)
-        image = np.searchsorted(self._starts, detection[near], side="right") - 1
-        pairs, values = [], []
+        image = np.searchsorted(starts, detection[near], side="right") - 1
+        positions, counts, end = [], [], 0  # of the pairs in `counts`
         for number in np.unique(image).tolist():
-            of_image = near[image == number]
-            labels, column = np.unique(label[of_image], return_inverse=True)
-            rows, row = np.unique(detection[of_image], return_inverse=True)
-            pairs.append((of_image, row * len(labels) + column))
-            values.append(self._of_image(number, rows - self._starts[number], labels).flatten(1))
-        if not values:
-            return overlaps
-        starts = accumulate((value.shape[1] for value in values), initial=0)
-        # One copy for all images, as every copy waits for the device.
-        intersection, union = torch.cat(values, 1).cpu().numpy().astype(np.float64)
-        every = np.minimum(intersection / (union + EPSILON) * TIE, 1)
-        for start, (of_image, position) in zip(starts, pairs, strict=False):
-            overlaps[of_image] = every[start + position]
-        return overlaps
+            rows, row = np.unique(detection[near[image == number]], return_inverse=True)
+            labels, column = np.unique(label[near[image == number]], return_inverse=True)
+            positions.append(end + row * len(labels) + column)
+            counts.append(_count_pixels(sources[number], rows - starts[number], batch, labels))
+            end += counts[-1].shape[1]
+        if counts:
+            # One copy for all images, as every copy waits for the device.
+            intersection, union = torch.cat(counts, 1).cpu().numpy().astype(np.float64)[:, np.concatenate(positions)]
+            result[near[np.argsort(image, kind="stable")]] = np.minimum(intersection / (union + EPSILON) * TIE, 1)
+        return result
 
-    def _of_image(self, image: int, rows: np.ndarray, labels: np.ndarray) -> Tensor:
-        """Return the pixels of intersections and unions on an image, (2, rows, labels).
-
-        Args:
-            image: number of the image in the batch
-            rows: numbers of the detections in the image
-            labels: numbers of the labels in the batch
-        """
-        detected = self._masks[image]
-        truth = self._true_masks(labels, detected.maps.size)
-        areas = truth.sum(1)
-        parts = []
-        for chunk in _chunks(rows.tolist(), max(1, MAX_MASK_VALUES // truth.shape[1])):
-            inside = cut_by_boxes(detected.maps.inside(chunk), detected.map_boxes[chunk]).flatten(1).float()
-            intersection = inside @ truth.T
-            parts.append(torch.stack((intersection, inside.sum(1)[:, None] + areas - intersection)))
-        return torch.cat(parts, 1)
-
-    def _true_masks(self, labels: np.ndarray, size: tuple[int, int]) -> Tensor:
-        """Return the masks of labels as floats of 0 and 1, (labels, h * w)."""
-        height, width = size
-        truth = torch.zeros(len(labels), height, width, device=self._truth.device)
-        for mask, label in zip(truth, labels.tolist(), strict=True):
-            left, top, right, bottom = self._windows[label].tolist()
-            end = int(self._truth_ends[label])
-            pixels = self._truth[end - (bottom - top) * (right - left) : end]
-            mask[top:bottom, left:right] = pixels.view(bottom - top, right - left)
-        return truth.flatten(1)
+    return overlaps
 
 
-def _chunks(rows: list[int], most: int) -> Iterator[list[int]]:
-    """Iterate over parts of a list with at most `most` items each."""
-    return (rows[start : start + most] for start in range(0, len(rows), most))
-
-
-KINDS = ("B", "M")  # YOLOv5's suffixes for boxes and masks
-SEGMENTATION_METRICS = tuple(f"{name}({kind})" for kind in KINDS for name in DETECTION_METRICS)
-TITLES = ("Class", "Images", "Labels", "box P", "R", "mAP50", "50-95", "mask P", "R", "mAP50", "50-95")
+def _count_pixels(source: DetectedMasks, rows: np.ndarray, batch: SegmentationBatch, labels: np.ndarray) -> Tensor:
+    """Return the pixels of intersections and unions of detections and labels of an image, (2, rows * labels)."""
+    truth = target_masks(batch, labels, source.map_size).flatten(1)
+    areas, counts = truth.sum(1), []
+    for chunk in np.array_split(rows, math.ceil(len(rows) * truth.shape[1] / MAX_MASK_VALUES)):
+        masks = source.on_map(chunk).flatten(1).float()
+        intersection = masks @ truth.T
+        counts.append(torch.stack((intersection, masks.sum(1)[:, None] + areas - intersection)))
+    return torch.cat(counts, 1).flatten(1)
 
 
 class SegmentationMetrics(DetectionMetrics):
@@ -184,15 +146,9 @@ class SegmentationMetrics(DetectionMetrics):
         fitness = sum(weight * metrics[f"{name}({kind})"] for kind in KINDS for name, weight in FITNESS_WEIGHTS.items())
         sizes = [score_sizes(one) for one in joined]
         overall, details = score_tables(TITLES, self.names, len(ordered), scores, sizes)
-        outlines = [
-            {kind: [points.ravel().tolist() for points in shapes] for kind, shapes in record.outlines._asdict().items()}
-            for record in ordered
-            if record.outlines
-        ]
-        evidence = {
-            **detection_evidence(of_boxes, boxes, len(self.names)),
-            "masks": {**score_evidence(masks), "outlines": outlines},
-        }
+        outlines = [record.outlines for record in ordered if record.outlines]
+        evidence = detection_evidence(of_boxes, boxes, len(self.names))
+        evidence["masks"] = {**score_evidence(masks), "outlines": outlines}
         by_class = {
             f"{name}({kind})": values
             for kind, one in zip(KINDS, scores, strict=True)
@@ -220,13 +176,13 @@ class SegmentationMetrics(DetectionMetrics):
         ]
         by_confidence = curve_rows(names, classes, curves["precision"], curves["recall"])
         by_recall = curve_rows(names, classes, curves["envelope"])
-        outlines_head = ("image", "kind", "class", "confidence", "outline")
+        outlines = _outline_rows(names, evidence["shown"], masks["outlines"])
         return {
             **documents,
             "classes.csv": csv_text((*CLASS_COLUMNS, *(f"mask_{name}" for name in CLASS_COLUMNS[3:])), by_class),
             "mask_curves.csv": csv_text(("class", "confidence", "precision", "recall"), by_confidence),
             "mask_PR_curve.csv": csv_text(("class", "recall", "precision"), by_recall),
-            "val_masks.csv": csv_text(outlines_head, _outline_rows(names, evidence["shown"], masks["outlines"])),
+            "val_masks.csv": csv_text(("image", "kind", "class", "confidence", "outline"), outlines),
         }
 
     def examples(self, summary: Summary) -> list[Example]:
@@ -241,20 +197,20 @@ class SegmentationMetrics(DetectionMetrics):
         ]
 
 
-def _shares(outlines: Sequence[Sequence[int]], size: tuple[int, int]) -> list[tuple[float, ...]]:
-    """Convert outlines x y x y ... from pixels of the file to their centres as shares of its width and height."""
+def _shares(outlines: Outlines, size: tuple[int, int]) -> list[tuple[float, ...]]:
+    """Convert outlines from pixels of the file to their centres as shares of its width and height."""
     return [tuple((value + 0.5) / size[number % 2] for number, value in enumerate(outline)) for outline in outlines]
 
 
 def _outline_rows(
-    names: Sequence[str], shown: Sequence[Mapping[str, Any]], outlines: Sequence[Mapping[str, Sequence[Sequence[int]]]]
+    names: Sequence[str], shown: Sequence[Mapping[str, Any]], outlines: Sequence[Mapping[str, Outlines]]
 ) -> Iterator[list[str]]:
-    """Iterate over the rows of val_masks.csv, one for each label and prediction with an outline.
+    """Iterate over the rows of val_masks.csv, one for each label and prediction of the images to draw.
 
     Args:
         names: class names, in the order of their numbers
         shown: images to draw, see `detection_evidence`
-        outlines: for each of these images the outlines of its labels and predictions, x y x y ... in pixels of the file
+        outlines: outlines of the labels and predictions of each of these images
     """
     for image, of_image in zip(shown, outlines, strict=True):
         for (label, *_), outline in zip(image["labels"], of_image["labels"], strict=True):

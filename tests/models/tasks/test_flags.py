@@ -15,7 +15,7 @@ from models.tasks.contract import Task
 from models.tasks.detect import DetectionTask
 from models.weights import Weights
 from tests.making import CLASS_NAMES, tiny_anchor_free, tiny_detector
-from tests.models.tasks.segmentation.batches import tiny_segmenter
+from tests.models.tasks.mask_batches import tiny_segmenter
 from utils.config.flags import OPTIONS_OF_SCRIPT, DetectOptions, TrainOptions, flags_of
 from utils.config.hyperparameters import Augmentation, Hyperparameters, Recipe, keys_of
 from utils.config.parser import refuse_flags

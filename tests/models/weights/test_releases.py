@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torchvision import models as zoo
 
 from models import weights as releases
-from models.tasks import torchvision_models
-from models.tasks.torchvision_models import architectures, default_weights
+from models.tasks import classify
+from models.tasks.classify import default_weights
 from models.weights import CHECKSUM_IN_NAME, RELEASE_ADDRESS, RELEASE_SHA256, YOLOV9_ADDRESS, find_weights
 from tests.web import Server, sending, serving
 from utils.errors import UserError
@@ -161,7 +162,7 @@ def test_only_a_training_can_start_from_scratch() -> None:
 
 
 def test_torchvisions_files_have_checksums() -> None:
-    for name in architectures():
+    for name in zoo.list_models(module=zoo):
         address = default_weights(name)
         assert address.startswith("https://download.pytorch.org/models/")
         assert CHECKSUM_IN_NAME.search(address), address
@@ -177,7 +178,7 @@ def test_torchvisions_default_weights(server: Server, folder: Path, monkeypatch:
         asked.append(name)
         return f"{server.address}/small-{digits if name == 'resnet34' else '0123abcd'}.pth"
 
-    monkeypatch.setattr(torchvision_models, "default_weights", address)
+    monkeypatch.setattr(classify, "default_weights", address)
     (folder / "work" / "DEFAULT").touch()  # no file is meant
     for file in (digits, "0123abcd"):
         server.give(f"small-{file}.pth", sending(content))

@@ -1,4 +1,4 @@
-"""Models, batches and predictions for the tests of this package."""
+"""Segmenters and their batches, for tests."""
 
 from __future__ import annotations
 

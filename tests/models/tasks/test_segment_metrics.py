@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from models.tasks import segment_metrics as records
-from models.tasks.contract import Thresholds
-from models.tasks.masks import DetectedMasks, GivenMaps, SegmentationPrediction
-from models.tasks.segment_metrics import SEGMENTATION_METRICS, MaskOverlaps, SegmentationMetrics
+from models.tasks.masks import DetectedMasks, SegmentationPrediction, known_masks
+from models.tasks.segment_metrics import SEGMENTATION_METRICS, SegmentationMetrics, mask_overlaps
 from tests.making import CLASS_NAMES, image_info
-from tests.models.tasks.segmentation.batches import MAP, SIDE, mask_batch
+from tests.models.tasks.mask_batches import MAP, SIDE, mask_batch
 from utils.batch import SegmentationBatch
 from utils.console import LEAST_COLUMNS
 from utils.summary import Summary
@@ -62,8 +61,8 @@ def made(*cases: Case, start: int = 0, side: int = MAP) -> tuple[list[Segmentati
         info = image_info(
             start + number, (4 * side, 4 * side), rows=rows, outlines=shapes, path=f"/data/{start + number}.jpg"
         )
-        given, corners = GivenMaps(torch.from_numpy(maps).float()), boxes[:, :4].numpy()
-        source = DetectedMasks(given, boxes, corners, info.size, info.placement, retina=True)
+        logits, corners = known_masks(torch.from_numpy(maps)), boxes[:, :4].numpy()
+        source = DetectedMasks(logits, (side, side), boxes, corners, info.size, info.placement, retina=True)
         predictions.append(
             SegmentationPrediction(info.image, info.path, CLASS_NAMES, info.size, boxes, rows, 0.6, source, shapes)
         )
@@ -154,7 +153,7 @@ def test_overlaps_are_those_of_whole_masks(most: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(records, "MAX_MASK_VALUES", most)
     cases = [random_case(0), Case([], [Instance(0, WHOLE)]), random_case(1), Case([Instance(1, WHOLE)], [])]
     predictions, batch = made(*cases)
-    overlaps = MaskOverlaps(predictions, batch)
+    overlaps = mask_overlaps(predictions, batch)
     detection, label, expected = [], [], []
     d0 = l0 = 0
     for case in cases:
@@ -189,38 +188,28 @@ def test_the_summary_does_not_depend_on_the_processes_that_made_the_records() ->
     assert 0 < summary.metrics["mAP_0.5:0.95(B)"] < 1
 
 
-def test_table() -> None:
+def test_tables_and_documents() -> None:
     """Box scores, then mask scores."""
-    summary = summary_of(Case([Instance(0, WHOLE), Instance(1, (12, 12, 15, 15))], [Instance(0, WHOLE, HALF)]))
-    head, overall, *details = [line.split() for line in summary.table()]
+    exact = Case([Instance(0, WHOLE), Instance(1, (12, 12, 15, 15))], [Instance(0, WHOLE, HALF)])
+    lines = summary_of(exact).table()
+    head, overall, *details = [line.split() for line in lines]
     scores = ["P", "R", "mAP50", "50-95"]
     assert head == ["Class", "Images", "Labels", "box", *scores, "mask", *scores]
-    assert overall[:3] == ["all", "1", "2"]
-    assert overall[3:] == ["0.500", "0.500", "0.497", "0.497", "0.500", "0.500", "0.497", "0.050"]
-    assert details[0][:7] == ["disc", "1", "1", "1.000", "1.000", "0.995", "0.995"]
-    assert details[0][7:] == ["1.000", "1.000", "0.995", "0.100"]
-    assert details[2][:3] == ["by", "size,", "the"]
+    assert overall == ["all", "1", "2", "0.500", "0.500", "0.497", "0.497", "0.500", "0.500", "0.497", "0.050"]
+    assert details[0] == ["disc", "1", "1", "1.000", "1.000", "0.995", "0.995", "1.000", "1.000", "0.995", "0.100"]
     assert details[3] == ["0-16", "px", "1", "1", "-", "-", "0.000", "0.000", "-", "-", "0.000", "0.000"]
-    assert max(len(line) for line in summary.table()) <= LEAST_COLUMNS
+    assert max(map(len, lines)) <= LEAST_COLUMNS
 
-
-def test_documents() -> None:
-    summary = summary_of(
-        Case([Instance(0, WHOLE, HALF)], [Instance(0, WHOLE, (2, 2, 7, 10)), Instance(2, WHOLE, None, 0.2)]),
-        Case([], []),
-    )
+    detections = [Instance(0, WHOLE, (2, 2, 7, 10)), Instance(2, WHOLE, None, 0.2)]
+    summary = summary_of(Case([Instance(0, WHOLE, HALF)], detections), Case([], []))
     documents = METRICS.documents(summary)
     of_boxes = ["classes.csv", "confusion_matrix.csv", "curves.csv", "PR_curve.csv", "val_boxes.csv"]
     assert list(documents) == [*of_boxes, "mask_curves.csv", "mask_PR_curve.csv", "val_masks.csv"]
-    head, disc, light, *_ = documents["classes.csv"].splitlines()
-    assert head.split(",")[3:] == [
-        *("precision", "recall", "AP50", "AP50-95", "mask_precision", "mask_recall", "mask_AP50", "mask_AP50-95")
-    ]
-    assert disc.split(",")[:3] == ["disc", "1", "1"]
-    assert [float(x) for x in disc.split(",")[5:]] == pytest.approx([0.995, 0.995, 1, 1, 0.995, 0.6965])
-    assert light == "traffic light,0,0" + "," * 8
+    head, disc, light, *_ = (line.split(",") for line in documents["classes.csv"].splitlines())
+    assert head[-4:] == ["mask_precision", "mask_recall", "mask_AP50", "mask_AP50-95"]
+    assert [float(x) for x in disc[5:]] == pytest.approx([0.995, 0.995, 1, 1, 0.995, 0.6965])
+    assert light == ["traffic light", "0", "0", *[""] * 8]
     assert documents["mask_PR_curve.csv"].splitlines()[0] == "class,recall,precision"
-    assert documents["val_boxes.csv"].count("\n") == 4
     rows = documents["val_masks.csv"].splitlines()
     assert rows[:2] == ["image,kind,class,confidence,outline", "/data/0.jpg,label,disc,,8 8 24 8 24 40 8 40"]
     (prediction,) = rows[2:]
@@ -228,18 +217,11 @@ def test_documents() -> None:
     assert cells == ["/data/0.jpg", "prediction", "disc", "0.9"]
     x, y = np.array(points.split(), int).reshape(-1, 2).T
     assert (x.min(), x.max(), y.min(), y.max()) == (8, 27, 8, 39)
-    assert METRICS.documents(Summary({}, 0.0, [], [])) == {}
 
-
-def test_examples() -> None:
-    (example,) = METRICS.examples(summary_of(Case([Instance(0, WHOLE, HALF)], [Instance(0, WHOLE)])))
+    example, _ = METRICS.examples(summary)
     assert list(example.label_outlines) == [tuple((x + 0.5) / SIDE for x in (8, 8, 24, 8, 24, 40, 8, 40))]
     (outline,) = example.prediction_outlines
     assert len(outline) >= 8
     assert len(example.labels) == len(example.predictions) == 1
-    assert METRICS.examples(Summary({}, 0.0, [], [])) == []
-
-
-def test_warnings_are_the_detectors() -> None:
-    assert METRICS.threshold_warnings(Thresholds(conf_thres=0.25))
-    assert METRICS.threshold_warnings(Thresholds()) == []
+    empty = Summary({}, 0.0, [], [])
+    assert (METRICS.documents(empty), METRICS.examples(empty)) == ({}, [])

@@ -1,0 +1,449 @@
+"""The segmenter's task: its model, its loss and its predictions against YOLOv5's numbers and plain implementations."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from models.export import ExportJob, ExportMetadata, read_exported, write
+from models.heads.anchors import LossSettings, Segment, decode, match, near_cells
+from models.loading import transfer
+from models.tasks import TASKS, segment, task_of
+from models.tasks.contract import Model, Thresholds
+from models.tasks.detect import GraphSuppression, detect
+from models.tasks.masks import SegmentationPrediction, target_masks
+from models.tasks.segment import (
+    DecodedSegmenter,
+    SegmentationCriterion,
+    SegmentationPostprocess,
+    SegmentationTask,
+    SegmentationView,
+    SuppressedSegmenter,
+)
+from models.weights import read_weights
+from models.yolo import YoloModel, build_model
+from tests.making import CLASS_NAMES, image_info
+from tests.models.reference import agrees_with_yolov5
+from tests.models.tasks.mask_batches import MAP, SIDE, mask_batch, tiny_model, tiny_segmenter, tiny_task
+from utils.batch import SegmentationBatch
+from utils.config.hyperparameters import Hyperparameters
+from utils.errors import UserError
+from utils.files import ROOT, read_yaml
+from utils.plots.drawing import COLOURS
+
+CLASSES, MASKS = 3, 4
+SIZES = ((8, 8), (4, 4))  # of the levels' maps
+BOX_GAIN = 0.3
+
+
+@pytest.fixture(scope="module")
+def reference(shared: Path) -> dict[str, Any]:
+    """What YOLOv5 computed."""
+    content: dict[str, Any] = torch.load(shared / "reference" / "yolov5n_seg.pt", weights_only=True)
+    return content
+
+
+@pytest.fixture
+def official(shared: Path) -> YoloModel:
+    """YOLOv5's own segmenter."""
+    weights = read_weights(shared / "weights" / "yolov5n-seg-coco128.pt")
+    assert (weights.task, weights.source) == ("segment", "yolov5")
+    model = build_model("yolov5n-seg.yaml")
+    assert transfer(model, weights.state)[:2] == (367, 367)
+    return model
+
+
+# The loss
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])  # of BatchNorm
+def test_loss_and_gradients_are_those_of_yolov5(mode: str, official: YoloModel, reference: dict[str, Any]) -> None:
+    model = official.train(mode == "train")
+    gains = {name: reference["hyp"][name] for name in vars(LossSettings()) if name in reference["hyp"]}
+    criterion = SegmentationCriterion(LossSettings(**gains), model.head)
+    targets, index_maps = reference["targets"].numpy(), reference["masks_overlap"].numpy()
+    image = targets[:, 0].astype(int)
+    number = [list(image[:k]).count(one) + 1 for k, one in enumerate(image)]  # in its image's map
+    batch = mask_batch(targets, [index_maps[one] == k for one, k in zip(image, number, strict=True)])
+    images = reference["im_uint8"].float() / 255
+    terms = criterion(model(images), batch)
+    agrees_with_yolov5(model, criterion, terms, len(images), reference[mode], "items_box_seg_obj_cls")
+
+
+def criterion_of(class_weights: tuple[float, ...] = ()) -> SegmentationCriterion:
+    head = build_model(tiny_segmenter()).head
+    assert isinstance(head, Segment)
+    return SegmentationCriterion(LossSettings(box=BOX_GAIN), head, class_weights)
+
+
+def random_outputs(images: int = 3, dtype: torch.dtype = torch.float32, wide: int = 1) -> tuple[list[Tensor], Tensor]:
+    """Return raw maps of both levels, and prototypes, of images that are `wide` times as wide as high."""
+    shapes = [(images, 2, height, width * wide, 5 + CLASSES + MASKS) for height, width in SIZES]
+    maps = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    return maps, torch.randn(images, MASKS, MAP, MAP * wide).to(dtype).requires_grad_()
+
+
+def random_batch(images: int = 3, count: int = 25, wide: int = 1) -> SegmentationBatch:
+    """Return targets of all sizes, some of them partly outside of their image or without a pixel."""
+    image, label = np.arange(count) % images, np.arange(count) % CLASSES
+    rng = np.random.default_rng(0)
+    rows = np.column_stack((image, label, rng.random((count, 2)), rng.random((count, 2)) ** 2 * 0.9 + 0.01))
+    return mask_batch(rows.tolist(), list(rng.random((count, MAP, MAP * wide)) < 0.5), images=images)
+
+
+def plain_sums(
+    criterion: SegmentationCriterion, outputs: tuple[list[Tensor], Tensor], batch: SegmentationBatch
+) -> Tensor:
+    """Return the sums of the mask term, match by match, over whole maps."""
+    maps, prototypes = outputs
+    rows, columns = (torch.arange(side) for side in prototypes.shape[2:])
+    cells = near_cells([(raw.shape[2], raw.shape[3]) for raw in maps], batch.targets)
+    matched = match(cells, build_model(tiny_segmenter()).head.anchors, criterion.settings.anchor_t)
+    masks = target_masks(batch, np.arange(len(batch.targets)), (len(rows), len(columns)))
+    sums = []
+    for level, raw in enumerate(maps):
+        values: dict[int, list[Tensor]] = {}
+        for cell, anchor in matched[level].nonzero().tolist():
+            target = cell % len(batch.targets)
+            image, row, column = cells.indices[level][:, cell].tolist()
+            _, _, x, y, w, h = batch.targets[target].tolist()
+            logits = (raw[image, anchor, row, column, 5 + CLASSES :, None, None] * prototypes[image]).sum(0)
+            loss = functional.binary_cross_entropy_with_logits(logits, masks[target], reduction="none")
+            in_x = (columns >= (x - w / 2) * len(columns)) & (columns < (x + w / 2) * len(columns))
+            in_y = (rows >= (y - h / 2) * len(rows)) & (rows < (y + h / 2) * len(rows))
+            values.setdefault(image, []).append((loss * in_y[:, None] * in_x).mean() / (w * h))
+        sums.append(sum((torch.stack(each).mean() for each in values.values()), torch.zeros(())))
+    return torch.stack(sums)
+
+
+@pytest.mark.parametrize(("most", "wide", "whole"), [(2**20, 1, False), (2**9, 1, True), (2**20, 2, False)])
+def test_sums_and_gradients_are_those_of_a_plain_implementation(
+    most: int, wide: int, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few and many numbers in a group's largest tensor, for wide images, and for windows larger than the boxes, as
+    in an evaluation, where truth outside of the box does not count."""
+    monkeypatch.setattr(segment, "MAX_GROUP_VALUES", most)
+    criterion, outputs, batch = criterion_of(), random_outputs(wide=wide), random_batch(wide=wide)
+    assert (batch.windows[:, 2:] <= batch.windows[:, :2]).any()  # a window without pixels
+    expected = plain_sums(criterion, outputs, batch)
+    if whole:
+        every = np.tile(np.array([0, 0, MAP, MAP]), (len(batch.targets), 1))
+        batch = mask_batch(batch.host_targets.tolist(), random_masks(batch), images=3, windows=every)
+    terms = criterion(outputs, batch)
+    assert terms.counts[1].tolist() == [3, 3]
+    assert terms.weights[1].tolist() == pytest.approx([BOX_GAIN] * 2)
+    torch.testing.assert_close(terms.sums[1], expected)
+    scale = torch.tensor([1.0, 0.4])  # levels may have different weights
+    leaves = [*outputs[0], outputs[1]]
+    computed = torch.autograd.grad((terms.sums[1] * scale).sum(), leaves)
+    wanted = torch.autograd.grad((expected * scale).sum(), leaves)
+    for one, other in zip(computed, wanted, strict=True):
+        assert other.any()
+        torch.testing.assert_close(one, other)
+
+
+def random_masks(batch: SegmentationBatch) -> list[np.ndarray]:
+    """Return the masks of a batch's targets, with true pixels wherever a target has no window."""
+    masks = target_masks(batch, np.arange(len(batch.targets)), (MAP, MAP)).numpy() > 0
+    for mask, (left, top, right, bottom) in zip(masks, batch.windows, strict=True):
+        window = mask[top:bottom, left:right].copy()
+        mask[:] = True
+        mask[top:bottom, left:right] = window
+    return list(masks)
+
+
+@pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16])
+def test_arithmetic_is_in_fp32(precision: torch.dtype) -> None:
+    low, batch = random_outputs(dtype=precision), random_batch()
+    terms = criterion_of()(low, batch)
+    expected = criterion_of()(([raw.float() for raw in low[0]], low[1].float()), batch)
+    assert terms.sums.dtype == torch.float32
+    assert torch.equal(terms.sums, expected.sums)
+    terms.local_means().sum().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in (*low[0], low[1]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "learns"),
+    [
+        ([], False),
+        ([[1, 0, 0.5, 0.5, 0.4, 0.4]], True),  # in the second image
+        ([[0, 0, 0.515, 0.515, 0.02, 0.02], [1, 1, 0.5, 0.515, 0.3, 0.02]], False),  # no pixel of a map
+    ],
+)
+def test_images_without_masks(rows: list[list[float]], learns: bool) -> None:
+    batch = mask_batch(rows, [np.ones((MAP, MAP), bool)] * len(rows), images=2)
+    maps, prototypes = outputs = random_outputs(2)
+    means = criterion_of()(outputs, batch).local_means()
+    means.sum().backward()
+    assert means.isfinite().all()
+    assert all(raw.grad is not None and raw.grad.isfinite().all() for raw in maps)
+    assert prototypes.grad is not None
+    assert prototypes.grad.flatten(1).any(1).tolist() == [False, learns]
+    assert (means[1] > 0) == learns
+
+
+def test_class_weights_are_duplicated_objects() -> None:
+    """The mean over the masks of an image too."""
+    batch, outputs = random_batch(), random_outputs()
+    repeats = np.array([1, 3, 2])[batch.host_targets[:, 1].astype(int)]
+    masks = target_masks(batch, np.arange(len(batch.targets)), (MAP, MAP)).numpy() > 0
+    rows = batch.host_targets.repeat(repeats, 0).tolist()
+    duplicated = mask_batch(rows, list(masks.repeat(repeats, 0)), images=3)
+    results = []
+    for criterion, given in ((criterion_of((1.0, 3.0, 2.0)), batch), (criterion_of(), duplicated)):
+        means = criterion(outputs, given).local_means()
+        results.append([means, *torch.autograd.grad(criterion.objective(means, 3), [*outputs[0], outputs[1]])])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_training_step_reaches_every_parameter() -> None:
+    """Hints change no term."""
+    task = tiny_task()
+    model = task.build_model(tiny_segmenter(), SIDE).train()
+    criterion = task.criterion(model)
+    assert isinstance(criterion, SegmentationCriterion)
+    assert criterion.settings.box == pytest.approx(0.05 * 1.5)  # scaled to 2 levels
+    batch = random_batch()
+    inputs = task.inputs(replace(batch, images=torch.randint(0, 256, batch.images.shape, dtype=torch.uint8)))
+    terms = criterion(model(inputs, *criterion.hints(batch)), batch)
+    torch.testing.assert_close(terms.sums, criterion(model(inputs), batch).sums)
+    losses = terms.local_means()
+    assert len(losses) == len(task.loss_names)
+    assert (losses > 0).all()
+    criterion.objective(losses, 3).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert [name for name, one in gradients.items() if one is None or not one.isfinite().all() or not one.any()] == []
+
+
+# Predictions
+
+THRESHOLDS = Thresholds(0.3, 0.45, 20)
+LIMITS = GraphSuppression(0.3, 0.45, 20, 20)
+
+
+def images_of(count: int, height: int = SIDE, width: int = SIDE) -> Tensor:
+    return torch.rand(count, 3, height, width, generator=torch.Generator().manual_seed(1))
+
+
+def batch_of(count: int, side: int = SIDE) -> SegmentationBatch:
+    return mask_batch([], [], [image_info(k, (side, side)) for k in range(count)])
+
+
+def run(images: Tensor, *models: Any, thresholds: Thresholds = THRESHOLDS) -> list[SegmentationPrediction]:
+    """Return the predictions of one or several models for square images."""
+    postprocess = SegmentationPostprocess(CLASS_NAMES, thresholds)
+    views = [view for model in models for view in postprocess.views(model, images, augment=False)]
+    return postprocess(views, batch_of(len(images)))
+
+
+def on_map(prediction: SegmentationPrediction) -> Tensor:
+    """Return the masks at the prototypes' size, bool (k, h, w)."""
+    return prediction.source.on_map(range(len(prediction.rows)))
+
+
+def test_predictions_and_masks_are_those_of_yolov5(official: YoloModel, reference: dict[str, Any]) -> None:
+    names = dict(enumerate(map(str, range(80))))
+    postprocess = SegmentationPostprocess(names, Thresholds(0.25, 0.45, one_class=True))
+    with torch.no_grad():
+        (view,) = postprocess.views(official.eval(), reference["im_uint8"].float() / 255, augment=False)
+    torch.testing.assert_close(decode(view.boxes)[:1], reference["predictions"], rtol=0, atol=1e-3)  # type: ignore[arg-type]
+    torch.testing.assert_close(view.maps[:1], reference["prototypes"], rtol=0, atol=1e-3)
+    for number, prediction in enumerate(postprocess([view], batch_of(4, 320))):
+        detections, small, in_file = (
+            reference[name][number] for name in ("detections", "masks_at_prototype_size", "masks_at_image_size")
+        )
+        torch.testing.assert_close(prediction.source.boxes, detections[:, :6], rtol=0, atol=1e-3)
+        assert (on_map(prediction) == small).float().mean() > 0.999
+        assert (torch.from_numpy(prediction.masks) == in_file).float().mean() > 0.999
+
+
+def test_masks_by_their_definition() -> None:
+    """The sigmoid of the prototypes, weighted by the coefficients of the anchor with the box, exceeds 1/2 in the box.
+    Boxes are a detector's."""
+    model, images = tiny_model(), images_of(2)
+    (view,) = SegmentationPostprocess(CLASS_NAMES, THRESHOLDS).views(model, images, augment=False)
+    plain = view.boxes._replace(outputs=[raw[..., :8] for raw in view.boxes.outputs], more=0)  # type: ignore[union-attr, call-arg]
+    for image, prediction, detections in zip(images, run(images, model), detect([plain], THRESHOLDS), strict=True):
+        boxes = prediction.source.boxes
+        assert torch.equal(boxes, detections)
+        decoded, prototypes = DecodedSegmenter(model)(image[None])
+        centres = (boxes[:, :2] + boxes[:, 2:4]) / 2
+        xywh = torch.cat((centres, boxes[:, 2:4] - boxes[:, :2]), 1)
+        anchor = torch.cdist(xywh, decoded[0, :, :4]).argmin(1)
+        probabilities = torch.einsum("km,mhw->khw", decoded[0, anchor, 8:], prototypes[0]).sigmoid()
+        rows, columns = torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij")
+        left, top, right, bottom = (boxes[:, k, None, None] / 4 for k in range(4))
+        inside = (columns >= left) & (columns < right) & (rows >= top) & (rows < bottom)
+        masks = on_map(prediction)
+        assert torch.equal(masks, (probabilities > 0.5) & inside)
+        assert (len(masks), bool(masks.flatten(1).any(1).sum() > 10)) == (20, True)
+
+
+@pytest.mark.parametrize("fewer", [False, True])
+def test_every_detection_of_an_ensemble_has_the_prototypes_of_its_model(fewer: bool) -> None:
+    """The models may have different numbers of prototypes."""
+    images, thresholds = images_of(2), Thresholds(0.3, 1.0, 2000)
+    postprocess = SegmentationPostprocess(CLASS_NAMES, thresholds)
+    (first,), (second,) = (postprocess.views(tiny_model(seed), images, augment=False) for seed in (0, 1))
+    assert not torch.equal(first.maps, second.maps)
+    if fewer:
+        boxes: Any = first.boxes
+        boxes = boxes._replace(outputs=[raw[..., :-1] for raw in boxes.outputs], more=MASKS - 1)
+        first = SegmentationView(boxes, first.maps[:, :-1])
+    alone = [postprocess([view], batch_of(2)) for view in (first, second)]
+    for number, prediction in enumerate(postprocess([first, second], batch_of(2))):
+        both = torch.cat([one[number].rows for one in alone])
+        order = both[:, 4].argsort(descending=True, stable=True)
+        assert torch.equal(prediction.rows, both[order])
+        assert torch.equal(on_map(prediction), torch.cat([on_map(one[number]) for one in alone])[order])
+
+
+@pytest.mark.parametrize("suppressed", [False, True])
+def test_an_exported_file_has_the_instances_of_its_model(suppressed: bool) -> None:
+    model, images = tiny_model(), images_of(3)
+    decoding = DecodedSegmenter(model)
+    exported = SuppressedSegmenter(decoding, LIMITS) if suppressed else decoding
+    (view,) = SegmentationPostprocess(CLASS_NAMES, THRESHOLDS).views(exported, images, False)  # type: ignore[arg-type]
+    assert view.outputs is None
+    every = run(images, model)
+    for prediction, expected in zip(run(images, exported), every, strict=True):
+        torch.testing.assert_close(prediction.rows, expected.rows, rtol=1e-4, atol=1e-3)
+        assert (on_map(prediction) == on_map(expected)).float().mean() > 0.999
+        assert (prediction.masks == expected.masks).mean() > (0.95 if suppressed else 0.999)
+    # Thresholds apply to the file's detections.
+    common = int(np.bincount(every[0].classes).argmax())
+    few, *_ = run(images, exported, thresholds=Thresholds(0.3, classes=(common,), max_det=2))
+    (rows,) = np.nonzero(every[0].classes == common)
+    assert len(rows) > 2
+    torch.testing.assert_close(few.rows, every[0].rows[rows[:2]], rtol=1e-4, atol=1e-3)
+    assert (on_map(few) == on_map(every[0])[rows[:2]]).all()
+
+
+def test_padding_of_detections_has_empty_masks() -> None:
+    limits = LIMITS._replace(most=200, iou_thres=0.05)
+    detections, counts, masks = SuppressedSegmenter(DecodedSegmenter(tiny_model()), limits)(images_of(2))
+    assert masks.shape == (2, 200, 16, 16)
+    for rows, count, of_image in zip(detections, counts.tolist(), masks, strict=True):
+        assert 0 < count < 200
+        assert not rows[count:].any()
+        assert not of_image[count:].any()
+        assert of_image[:count].any()
+    assert set(masks.unique().tolist()) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("suppressed", [False, True])
+def test_files_of_all_formats(suppressed: bool, tmp_path: Path) -> None:
+    """Without suppression for images of any size."""
+    decoding = DecodedSegmenter(tiny_model()).eval()
+    module = SuppressedSegmenter(decoding, LIMITS).eval() if suppressed else decoding
+    metadata = ExportMetadata(
+        **{"task": "segment", "names": CLASS_NAMES, "stride": 16, "model": tiny_segmenter(), "settings": {"imgsz": 64}},
+        **{"imgsz": (64, 64), "batch": 1, "half": False, "device": "cpu", "dynamic": not suppressed},
+        suppression=LIMITS._asdict() if suppressed else None,
+    )
+    job = ExportJob(module, metadata)
+    graph = onnx.load_from_string(job.onnx).graph
+    names = [output.name for output in graph.output]
+    assert names == (["output0", "count", "masks"] if suppressed else ["output0", "output1"])
+    dims = [dim.dim_param for dim in graph.output[1].type.tensor_type.shape.dim]
+    assert dims == ([""] if suppressed else ["batch", "", "mask_height", "mask_width"])
+    sizes = [(1, 64, 64)] if suppressed else [(1, 64, 64), (3, 32, 96)]
+    for name in ("torchscript", "onnx", "openvino"):
+        exported = read_exported(write(job, name, tmp_path / "best"))
+        for size in sizes:
+            outputs, expected = exported(images_of(*size)), module(images_of(*size))
+            for number, (one, other) in enumerate(zip(outputs, expected, strict=True)):
+                if number == 2:  # masks: a logit near 0 may have either sign
+                    assert (one != other).float().mean() < 1e-3
+                else:
+                    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3, check_dtype=False)
+
+
+# The task
+
+
+def test_the_registered_task() -> None:
+    assert TASKS["segment"].load() is SegmentationTask
+    assert SegmentationTask.loss_names == ("box_loss", "seg_loss", "obj_loss", "cls_loss")
+    assert len(SegmentationTask.metric_names) == 8
+    names = ("yolov5n-seg.pt", "yolov5x-seg.pt", "yolov5n6-seg.pt", "yolov5n.pt")
+    official = [bool(re.fullmatch(SegmentationTask.official_weights, name)) for name in names]
+    assert official == [True, True, False, False]
+    terms = tiny_task().criterion(Model())(None, mask_batch([], []))  # of an exported file
+    assert terms.local_means().isnan().tolist() == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("size", "numbers"),  # parameters with 80 classes and with 1, and keys of the state dict
+    [
+        ("n", (1_991_549, 1_884_662, 367)),
+        ("s", (7_621_277, 7_408_214, 367)),
+        ("m", (21_990_397, 21_671_158, 499)),
+        ("l", (47_924_957, 47_499_542, 631)),
+        ("x", (88_819_517, 88_287_926, 763)),
+    ],
+)
+def test_parameters_of_shipped_models(size: str, numbers: tuple[int, int, int]) -> None:
+    content = read_yaml(ROOT / "models" / f"yolov5{size}-seg.yaml")
+    assert task_of(content, "its YAML") == "segment"
+    with torch.device("meta"):
+        models = [build_model(content, nc=classes) for classes in (80, 1)]
+    counts = [sum(parameter.numel() for parameter in model.parameters()) for model in models]
+    assert (*counts, len(models[0].state_dict())) == numbers
+
+
+def test_a_detectors_weights_fill_all_but_the_head(shared: Path) -> None:
+    content = read_yaml(ROOT / "models" / "yolov5n-seg.yaml")
+    model = SegmentationTask(dict.fromkeys(range(80), "a"), Hyperparameters()).build_model(content, 64)
+    loaded, total, misfits = transfer(model, read_weights(shared / "weights" / "yolov5n.pt").state)
+    assert (loaded, total) == (343, 367)
+    assert {name.rpartition(".")[0] for name, *_ in misfits} == {f"model.24.m.{level}" for level in range(3)}
+
+
+def test_the_model_has_the_tasks_classes_and_size() -> None:
+    model = tiny_task().build_model({**tiny_segmenter(), "nc": 80}, 50)
+    assert (model.names, model.yaml["nc"], model.head.nc, model.imgsz, model.stride) == (CLASS_NAMES, 3, 3, 64, 16)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        [[1, 3], 1, "Segment", ["nc", "anchors", 4, 8]],  # prototypes are not a quarter of the image
+        [[2, 3], 1, "Detect", ["nc", "anchors"]],
+        [[2, 3], 1, "DetectDFL", ["nc"]],
+    ],
+)
+def test_models_that_are_no_segmenters(row: list[Any]) -> None:
+    with pytest.raises(UserError, match=r"mine\.yaml"):
+        tiny_task().build_model({**tiny_segmenter(), "head": [row]}, 64, "mine.yaml")
+
+
+def test_refused_flags() -> None:
+    postprocess = SegmentationPostprocess(CLASS_NAMES, THRESHOLDS)
+    with pytest.raises(UserError, match="--augment"):
+        postprocess.views(tiny_model(), images_of(1), augment=True)
+    with pytest.raises(UserError, match="--classes 3"):
+        tiny_task().postprocess(Model(), Thresholds(classes=(3,)))
+
+
+def test_draw_batch() -> None:
+    """The mask covers the upper left quarter of the box. A grid has 16 images: targets of others are not drawn."""
+    mask = np.zeros((MAP, MAP), bool)
+    mask[4:8, 4:8] = True
+    picture = tiny_task().draw_batch(mask_batch([[0, 1, 0.5, 0.5, 0.5, 0.5]], [mask]))
+    assert (picture.dtype, picture.shape) == (np.uint8, (SIDE, SIDE, 3))
+    assert picture[30, 30].tolist() == [int(51 * 0.6 + value * 0.4) for value in COLOURS[1]]
+    assert (picture[40, 40] == 51).all()
+    assert (picture[40, 16] != 51).any()  # the box's left edge
+    assert (tiny_task().draw_batch(mask_batch([[16, 1, 0.5, 0.5, 0.5, 0.5]], [mask], images=17)) == 51).all()
