@@ -17,7 +17,7 @@ from models.export.formats import INPUT_NAME, ExportJob, write
 from models.image_size import ImageSize
 from models.layer_registry import add_layers
 from models.tasks import TASKS, add_tasks, model_words
-from models.tasks.contract import ExportSettings
+from models.tasks.contract import Thresholds
 from models.weights.content import ExportMetadata, Weights
 from models.weights.licence import Origin
 from models.weights.reader import read_weights
@@ -108,7 +108,8 @@ def prepare(
     kind = TASKS[task_name].load()
     task = kind(names, kind.recipe())
     model = load_model(task, content, max(size.sides), name, options.data or "its list of names")
-    module, suppression = task.export_module(model, select(ExportSettings, options))
+    suppression = suppression_of(options) if options.nms else None
+    module = task.export_module(model, suppression)
     half = options.half and device.type == "cuda"
     (halve(module) if half else module).to(device).requires_grad_(False)
     metadata = ExportMetadata(
@@ -121,11 +122,28 @@ def prepare(
         dynamic=options.dynamic,
         half=half,
         device=device.type,
-        suppression=suppression,
+        suppression=suppression_metadata(suppression) if suppression else None,
         settings=dict(content.settings),
         **content.origin.content(),
     )
     return ExportJob(module, metadata, options.opset, options.verbose, content.state)
+
+
+def suppression_of(options: ExportOptions) -> Thresholds:
+    """Return the limits of the suppression in an exported file."""
+    most = options.topk_all
+    return select(Thresholds, options, max_det=most, max_det_per_class=min(options.topk_per_class, most))
+
+
+def suppression_metadata(limits: Thresholds) -> dict[str, Any]:
+    """Return the limits of the suppression in an exported file as the file has them."""
+    return {
+        "conf_thres": limits.conf_thres,
+        "iou_thres": limits.iou_thres,
+        "most": limits.max_det,
+        "most_per_class": limits.max_det_per_class,
+        "agnostic": limits.agnostic_nms,
+    }
 
 
 def messages(options: ExportOptions, job: ExportJob) -> list[str]:

@@ -353,8 +353,6 @@ class SegmentationPrediction(DetectionPrediction):
     source: MaskSource
     label_outlines: Sequence[np.ndarray]  # (p, 2) per label: x, y as shares of width and height; () if unknown
 
-    VALUES = (*DetectionPrediction.VALUES, "masks", "outlines")
-
     @property
     def masks(self) -> np.ndarray:
         """The masks, bool (k, height, width), in pixels of the file."""

@@ -21,12 +21,11 @@ from models.heads.anchors import (
     match,
     near_cells,
 )
-from models.heads.contract import EPSILON, head_of
+from models.heads.contract import EPSILON, DecodedView, head_of
 from models.heads.dfl import DetectDFL
 from models.tasks.contract import Criterion, Image, LossTerms, Model, Postprocess, Thresholds, View
 from models.tasks.detect import (
     DecodedDetector,
-    DecodedView,
     DetectionTask,
     SuppressedDetector,
     SuppressedView,
@@ -290,8 +289,7 @@ class SegmentationCriterion(DetectionCriterion):
         """
         given = cast("SegmentationBatch", batch)
         maps, prototypes = outputs
-        matched = self.match_outputs(maps, given.targets)
-        terms = self.terms(matched, given.targets)
+        terms, rows = self.box_terms(maps, given.targets)
         size = (prototypes.shape[2], prototypes.shape[3])
         plan = plan_masks(
             self._mask_matches(map_sizes(maps), given.host_targets, size),
@@ -303,7 +301,7 @@ class SegmentationCriterion(DetectionCriterion):
             self.masks,
             prototypes.device,
         )
-        coefficients = matched.rows.flatten(0, 2)[:, 5 + self.classes :]
+        coefficients = rows.flatten(0, 2)[:, 5 + self.classes :]
         sums = mask_sums(coefficients, at_least_float32(prototypes), given.mask_pixels, plan)
         counts = device_constant((float(len(prototypes)),) * len(maps), prototypes.device)
         weights = device_constant((self.settings.box,) * len(maps), prototypes.device)
