@@ -24,7 +24,7 @@ from data.dataset import DataOptions, DataSource
 from data.labels import parse_rows
 from models.layer_registry import LAYERS
 from models.tasks import TASKS
-from models.tasks.contract import ExportSettings, Thresholds
+from models.tasks.contract import Thresholds
 from tests.conftest import ROOT, RunScript, not_here
 from tests.curves import rows
 from tests.making import write_image, write_yaml
@@ -494,7 +494,7 @@ def test_the_drawn_set(parts: SimpleNamespace, tmp_path: Path) -> None:
 def test_no_suppression_in_exported_files(parts: SimpleNamespace) -> None:
     task, model = oriented_model(parts)
     with pytest.raises(UserError, match="--nms compares upright boxes"):
-        task.export_module(model, ExportSettings(nms=True))
+        task.export_module(model, Thresholds())
 
 
 # Whole runs

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from models.export.formats import ExportJob, write
 from models.export.runtime import read_exported
-from models.tasks.detect import GraphSuppression
+from models.tasks.contract import Thresholds
 from models.tasks.segment import DecodedSegmenter, SuppressedSegmenter
 from models.weights.content import ExportMetadata
 from tests.making import CLASS_NAMES
 from tests.models.tasks.segmentation.batches import tiny_model, tiny_segmenter
 
 FORMATS = ("torchscript", "onnx", "openvino")
-LIMITS = GraphSuppression(0.3, 0.45, 20, 20)
+LIMITS = Thresholds(0.3, 0.45, 20)
 METADATA = {
     **{"task": "segment", "names": CLASS_NAMES, "stride": 16, "model": tiny_segmenter(), "settings": {"imgsz": 64}},
     **{"imgsz": (64, 64), "batch": 1, "half": False, "device": "cpu"},

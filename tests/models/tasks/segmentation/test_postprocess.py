@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.heads.anchors import RawView, decode
+from models.heads.contract import HeadView
 from models.tasks.contract import Thresholds
-from models.tasks.detect import GraphSuppression, detect
+from models.tasks.detect import detect
 from models.tasks.masks import DetectedMasks, PrototypeView, SegmentationPrediction, SegmentationView, cut_by_boxes
 from models.tasks.segment import DecodedSegmenter, SegmentationPostprocess, SuppressedSegmenter
 from models.weights.reader import read_weights
@@ -31,11 +31,11 @@ def source_of(prediction: SegmentationPrediction) -> DetectedMasks:
     return prediction.source
 
 
-def view_of(model: YoloModel, images: Tensor) -> tuple[RawView, Tensor]:
+def view_of(model: YoloModel, images: Tensor) -> tuple[HeadView, Tensor]:
     """Return the raw maps and the prototypes of a model's view."""
     (view,) = SegmentationPostprocess(CLASS_NAMES, THRESHOLDS).views(model, images, augment=False)
     assert isinstance(view, PrototypeView)
-    assert isinstance(view.boxes, RawView)
+    assert isinstance(view.boxes, HeadView)
     return view.boxes, view.prototypes
 
 
@@ -58,8 +58,8 @@ def test_predictions_and_masks_are_those_of_yolov5(shared: Path) -> None:
         views = postprocess.views(model, batch.images.float() / 255, augment=False)
     (view,) = views
     assert isinstance(view, PrototypeView)
-    assert isinstance(view.boxes, RawView)
-    boxes = decode(view.boxes)[:1]
+    assert isinstance(view.boxes, HeadView)
+    boxes = view.boxes.head.decode(view.boxes.outputs, view.boxes.more)[:1]
     torch.testing.assert_close(boxes, reference["predictions"], rtol=0, atol=1e-3)
     torch.testing.assert_close(view.prototypes[:1], reference["prototypes"], rtol=0, atol=1e-3)
     for number, prediction in enumerate(postprocess(views, batch)):
@@ -154,7 +154,7 @@ def exported(
 ) -> tuple[list[SegmentationView], SegmentationPostprocess]:
     """Return the views of an exported file's outputs."""
     decoding = DecodedSegmenter(model)
-    limits = GraphSuppression(THRESHOLDS.conf_thres, THRESHOLDS.iou_thres, THRESHOLDS.max_det, THRESHOLDS.max_det)
+    limits = THRESHOLDS
     module = SuppressedSegmenter(decoding, limits) if suppressed else decoding
     postprocess = SegmentationPostprocess(CLASS_NAMES, THRESHOLDS)
     return postprocess.views(module, images, augment=False), postprocess  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from models.tasks import TASKS, contract, task_of
-from models.tasks.contract import ExportSettings, Thresholds
+from models.tasks.contract import Thresholds
 from models.tasks.losses import UnavailableCriterion
 from models.tasks.segment import DecodedSegmenter, SegmentationCriterion, SegmentationTask, SuppressedSegmenter
 from models.weights.reader import read_weights
@@ -129,13 +129,10 @@ def test_postprocess_and_metrics() -> None:
 def test_export_module() -> None:
     task = tiny_task()
     model = task.build_model(tiny_segmenter(), SIDE)
-    decoded, nothing = task.export_module(model, ExportSettings())
-    suppressed, suppression = task.export_module(model, ExportSettings(nms=True, topk_all=7))
+    decoded = task.export_module(model, None)
+    suppressed = task.export_module(model, Thresholds(max_det=7))
     assert isinstance(decoded, DecodedSegmenter)
     assert isinstance(suppressed, SuppressedSegmenter)
-    assert nothing is None
-    assert suppression is not None
-    assert (suppression["most"], suppression["most_per_class"]) == (7, 7)
     assert not decoded.training
     assert not suppressed.training
 
