@@ -16,7 +16,7 @@ from models.ensemble import choose_size, common_task, export_base, halve, load_m
 from models.export import INPUT_NAME, ExportJob, ExportMetadata, write
 from models.loading import ImageSize
 from models.tasks import TASKS, add_tasks, model_words
-from models.tasks.contract import ExportSettings
+from models.tasks.contract import Thresholds
 from models.weights import Origin, Weights, read_weights
 from models.yolo import add_layers
 from utils.config.flags import ExportOptions
@@ -106,7 +106,8 @@ def prepare(
     kind = TASKS[task_name].load()
     task = kind(names, kind.recipe())
     model = load_model(task, content, max(size.sides), name, options.data or "its list of names")
-    module, suppression = task.export_module(model, select(ExportSettings, options))
+    suppression = suppression_of(options) if options.nms else None
+    module = task.export_module(model, suppression)
     half = options.half and device.type == "cuda"
     (halve(module) if half else module).to(device).requires_grad_(False)
     metadata = ExportMetadata(
@@ -119,11 +120,28 @@ def prepare(
         dynamic=options.dynamic,
         half=half,
         device=device.type,
-        suppression=suppression,
+        suppression=suppression_metadata(suppression) if suppression else None,
         settings=dict(content.settings),
         **content.origin.content(),
     )
     return ExportJob(module, metadata, options.opset, options.verbose, content.state)
+
+
+def suppression_of(options: ExportOptions) -> Thresholds:
+    """Return the limits of the suppression in an exported file."""
+    most = options.topk_all
+    return select(Thresholds, options, max_det=most, max_det_per_class=min(options.topk_per_class, most))
+
+
+def suppression_metadata(limits: Thresholds) -> dict[str, Any]:
+    """Return the limits of the suppression in an exported file as the file has them."""
+    return {
+        "conf_thres": limits.conf_thres,
+        "iou_thres": limits.iou_thres,
+        "most": limits.max_det,
+        "most_per_class": limits.max_det_per_class,
+        "agnostic": limits.agnostic_nms,
+    }
 
 
 def messages(options: ExportOptions, job: ExportJob) -> list[str]:

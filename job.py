@@ -128,7 +128,8 @@ class Job(NamedTuple):
     def decide(self, run: Run, model: Model, data: Data, known: float | None) -> Decisions:
         """Adapt a new run's anchors, and decide what depends on the memory and the weights; --resume keeps it."""
         options, hyp, uncached = self.options, self.settings.hyp, data.set.uncached()
-        log(*([] if options.noautoanchor else self.task.adapt(model, data.train)))
+        if not options.noautoanchor:
+            self.task.adapt(model, data.train)
 
         def train_step(size: int) -> None:
             """Run forward and backward of the model on the first images, and drop the gradients."""

@@ -29,9 +29,7 @@ from data.images import read_image
 from data.media import Frame, MediaItem, as_pixels
 from detect import FileNames, Predictor, groups
 from models.loading import transfer
-from models.tasks.classify import ClassificationPrediction, ClassificationRecipe, ClassificationTask
-from models.tasks.masks import SegmentationPrediction
-from models.tasks.predictions import DetectionPrediction
+from models.tasks.classify import ClassificationRecipe, ClassificationTask
 from models.tasks.result import Results
 from models.weights import read_weights
 from models.yolo import build_model
@@ -307,42 +305,6 @@ def test_results_are_shown(predictor: Predictor, photo: Path, monkeypatch: pytes
         cv2.imdecode(np.frombuffer(png, np.uint8), cv2.IMREAD_COLOR), results[0].plot(bgr=True)
     )
     assert replace(results[0], pixels=None)._repr_png_() is None
-
-
-def test_an_unknown_attribute_says_what_there_is(predictor: Predictor, photo: Path, classifier: str) -> None:
-    result, probable = predictor(photo), Predictor(classifier, device="cpu")(photo)
-    of_all = "path, names, scores, classes, array"
-    of_boxes, methods = "boxes, xyxy, xywh, xyxyn, xywhn", "plot(), show(), save(), to_df(), to_json()"
-    for owner, name, message in (
-        (
-            result,
-            "pandas",
-            f"DetectionPrediction has no attribute pandas (here: to_df()); it has {of_all}, {of_boxes}, ",
-        ),
-        (result, "boxs", f"DetectionPrediction has no attribute boxs (did you mean 'boxes'?); it has {of_all}, "),
-        (
-            probable,
-            "boxes",
-            f"ClassificationPrediction has no attribute boxes; it has {of_all}, probs, top5, {methods}",
-        ),
-        (
-            predictor([photo]),
-            "render",
-            f"Results has no attribute render (here: plot()); it has {of_all}, {of_boxes}, ",
-        ),
-    ):
-        assert not hasattr(owner, name)
-        with pytest.raises(AttributeError, match=f"^{re.escape(message)}"):
-            getattr(owner, name)
-
-
-def test_the_table_of_the_page_names_what_there_is() -> None:
-    page = (ROOT / "docs" / "detect.md").read_text(encoding="utf-8")
-    table = page.split("| of a `Prediction` |")[1].split("\n\n")[0]
-    cells = [row.split("|")[1] for row in table.splitlines()[2:]]
-    named = {re.sub(r"\(.*", "()", name) for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
-    kinds = (DetectionPrediction, SegmentationPrediction, ClassificationPrediction)
-    assert named == {name for kind in kinds for name in (*kind.VALUES, *kind.METHODS)} | {"len()"}
 
 
 def test_some_classes_only(detector: Path, photo: Path, predictor: Predictor) -> None:

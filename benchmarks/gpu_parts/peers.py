@@ -19,8 +19,9 @@ import torch
 from benchmarks.gpu_parts.measuring import Machine, machine, rounded, row, seconds_each
 from benchmarks.gpu_parts.steps import median_seconds, settings, take_steps
 from benchmarks.versus import THEIR_STEP, THEIRS, ULTRALYTICS, ULTRALYTICS_STEP
+from models.heads.contract import DecodedView
 from models.tasks.contract import Thresholds
-from models.tasks.detect import DecodedView, detect
+from models.tasks.detect import detect
 
 MODELS = ("yolov5n", "yolov5s", "yolov5x")
 CANDIDATES = 25_200  # boxes of an image at 640 px

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import cv2
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.ensemble import fuse
-from models.tasks.contract import ExportModule, ExportSettings, Image, Model, Task, Thresholds
+from models.tasks.contract import Image, Model, Task, Thresholds
 from models.yolo import build_model
 from utils.batch import Batch
 from utils.config.hyperparameters import Recipe, Recipes, number
@@ -62,8 +62,8 @@ class HeatmapTask(Task):
     def inputs(self, batch: Batch) -> Tensor:
         return batch.images.float().div_(255)
 
-    def export_module(self, model: Model, settings: ExportSettings) -> ExportModule:
-        return ExportModule(fuse(model), None)
+    def export_module(self, model: Model, suppression: Thresholds | None) -> nn.Module:
+        return fuse(model)
 
     def draw_batch(self, batch: Batch) -> Image:
         images = [np.ascontiguousarray(one.transpose(1, 2, 0)[..., ::-1]) for one in batch.images.cpu().numpy()]

@@ -35,8 +35,6 @@ class OrientedPrediction(Prediction):
     rows: Tensor  # float64 (k, 7): box in pixels of the file, see geometry.py; confidence, class
     label_outlines: Sequence[np.ndarray]  # of the labels, (4, 2) each, as shares of width and height
 
-    VALUES = (*Prediction.VALUES, "corners")
-
     @property
     def array(self) -> np.ndarray:
         """Return the detections, float32 (k, 7): box in pixels of the file, confidence, class."""

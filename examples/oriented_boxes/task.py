@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from torch import Tensor
+from torch import nn
 
 from models.ensemble import fuse
-from models.tasks.contract import Criterion, ExportModule, ExportSettings, Image, Model, Task, Thresholds
+from models.tasks.contract import Criterion, Image, Model, Thresholds
+from models.tasks.detect import BoxTask
 from models.tasks.losses import UnavailableCriterion
-from models.tasks.metrics import CLASS_METRICS, DETECTION_METRICS
 from models.yolo import build_model
-from utils.batch import Batch, layout
+from utils.batch import Batch
 from utils.config.hyperparameters import Augmentation, Recipes, number
 from utils.config.values import NOT_NEGATIVE
 from utils.errors import UserError
@@ -37,12 +37,10 @@ class OrientedRecipe(Augmentation):
     angle: float = number(0.1, NOT_NEGATIVE)
 
 
-class OrientedTask(Task):
+class OrientedTask(BoxTask):
     """Objects with oriented boxes, any number in an image."""
 
     loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
-    metric_names: ClassVar[tuple[str, ...]] = DETECTION_METRICS
-    class_metric_names: ClassVar[tuple[str, ...]] = CLASS_METRICS
     recipe = OrientedRecipe
     prediction = OrientedPrediction
     recipes = Recipes(str(Path(__file__).with_name("hyp.yaml")))
@@ -73,15 +71,11 @@ class OrientedTask(Task):
         """Return precision, recall and mean average precision. shown: indices of the images to draw."""
         return OrientedMetrics(self.names, shown)
 
-    def inputs(self, batch: Batch) -> Tensor:
-        """Return the images as float32 (b, 3, h, w) in 0 to 1."""
-        return batch.images.float(memory_format=layout(batch.images.device)).div_(255)  # type: ignore[call-arg]
-
-    def export_module(self, model: Model, settings: ExportSettings) -> ExportModule:
-        """Return the module that maps images (b, 3, h, w), in 0 to 1, to all boxes. Raises `UserError` with `nms`."""
-        if settings.nms:
+    def export_module(self, model: Model, suppression: Thresholds | None) -> nn.Module:
+        """Return the module that maps images (b, 3, h, w), in 0 to 1, to all boxes. Raises `UserError` with --nms."""
+        if suppression:
             raise UserError("--nms compares upright boxes in exported files, and these are oriented; leave it out")
-        return ExportModule(DecodedOriented(fuse(model)).eval(), None)
+        return DecodedOriented(fuse(model)).eval()
 
     def draw_batch(self, batch: Batch) -> Image:
         """Draw a grid of the batch's images with their targets."""

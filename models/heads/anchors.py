@@ -1,30 +1,52 @@
-"""`Detect` and `Segment`, the heads of YOLOv5's detectors and segmenters. Registered in models/layer_registry.py."""
+"""`Detect` and `Segment`, the heads of YOLOv5's detectors and segmenters: layer, assignment, loss and decoding.
+
+Registered in models/layer_registry.py.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.heads.contract import Candidates, DetectionHead, complete_iou, image_groups, least_logit, row_sigmoids
+from models.heads.auto_anchor import adapt_anchors
+from models.heads.contract import (
+    Candidates,
+    DetectionHead,
+    HeadView,
+    complete_iou,
+    image_groups,
+    least_logit,
+    row_sigmoids,
+)
 from models.layers import Proto
-from models.tasks.contract import Criterion, Function, LossTerms, Model
-from models.tasks.losses import PaddedCriterion, at_least_float32, device_constant
+from models.tasks.contract import Criterion, LossTerms, Model
+from models.tasks.losses import BoxCriterion, at_least_float32, device_constant
 from models.weights import same_names
 from utils.batch import Batch, BoxSplit
 from utils.config.hyperparameters import AnchorKeys, keys_of
 from utils.config.values import select
 from utils.errors import plural
 
+LOSS_NAMES = ("box_loss", "obj_loss", "cls_loss")  # names of the terms, in the order of `LossTerms`
 # Offsets (x, y) of the cells that a target may be assigned to: its centre's cell, then left, above, right and below.
 NEIGHBOURS = ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (-1.0, 0.0), (0.0, -1.0))
 NEIGHBOUR_DISTANCE_CELLS = 0.5  # largest distance from a target's centre to a neighbouring cell
+# Weight of each level's objectness, finest level first, as in YOLOv5: for 3 levels, and for any other number.
+LEVEL_WEIGHTS = {3: (4.0, 1.0, 0.4)}
+LEVEL_WEIGHTS_DEEP = (4.0, 1.0, 0.25, 0.06, 0.02)
+FOCAL_ALPHA = 0.25
+BOX_ROWS = 5  # number of an anchor's first outputs: box and objectness
+ANCHOR_TOLERANCE = 0.01  # relative difference of equal anchors: official files hold half precision
 MapSizes = tuple[tuple[int, int], ...]  # height and width of the map of each level
+
+
+# Assignment of targets to cells and anchors
 
 
 class Cells(NamedTuple):
@@ -86,126 +108,166 @@ def map_sizes(outputs: Sequence[Tensor | Level]) -> MapSizes:
     return tuple((one.shape[2], one.shape[3]) for one in maps)
 
 
-BOX_ROWS = 5  # number of an anchor's first rows, for box and objectness
-ANCHOR_TOLERANCE = 0.01  # relative difference of equal anchors: official files hold half precision
+# The loss
 
 
-@torch.no_grad()
-def keep_head(
-    head: Detect, prefix: str, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]
-) -> str:
-    """Copy rows of a file's head into the model's, and return in words which were copied, or why none were.
+@dataclass(frozen=True)
+class LossSettings:
+    """Gains and shape of the loss, named as in the hyperparameter file."""
 
-    Box and objectness are copied from the same anchor, a class from the class of the same name, whatever its number;
-    other classes are left unchanged. A segmenter's mask rows are copied if the file has them.
+    box: float = 0.05
+    obj: float = 1.0
+    cls: float = 0.5
+    obj_pw: float = 1.0
+    cls_pw: float = 1.0
+    anchor_t: float = 4.0
+    fl_gamma: float = 0.0
+    label_smoothing: float = 0.0
 
-    Args:
-        prefix: prefix of the head's tensors in `state`
-        state: the file's tensors, by name
-        names: the file's class names, by number
-        new: the model's class names, by number
-    """
-    anchors = state.get(f"{prefix}.anchors")
-    if anchors is None or anchors.shape != head.anchors.shape or not _close(anchors, head.anchors):
-        return "not its head: it has other anchors"
-    same = same_names(names, new)
-    taken = 0
-    for number, convolve in enumerate(head.m):
-        sources = {part: state.get(f"{prefix}.m.{number}.{part}") for part, _ in convolve.named_parameters()}
-        fitting = {
-            part: _rows_by_anchor(source, head.na)
-            for part, source in sources.items()
-            if _fits(source, convolve.get_parameter(part), head.na, BOX_ROWS + len(names))
-        }
-        if len(fitting) < len(sources):
-            continue
-        taken += 1
-        for part, source in fitting.items():
-            _copy_rows(_rows_by_anchor(convolve.get_parameter(part), head.na), source, head.nc, len(names), same)
-    if not taken:
-        return "not its head: its layers differ"
-    return f"from its head the boxes and {len(same) or 'none'} of {plural(len(new), 'class')}"
+    def scaled(self, levels: int, classes: int, imgsz: int) -> LossSettings:
+        """Return the settings scaled to a model; a hyperparameter file's are for 3 levels, 80 classes and 640 px."""
+        share = 3 / levels
+        obj, cls = self.obj * share * (imgsz / 640) ** 2, self.cls * share * classes / 80
+        return replace(self, box=self.box * share, obj=obj, cls=cls)
 
 
-def _close(first: Tensor, second: Tensor) -> bool:
-    return torch.allclose(first.to(second), second, rtol=ANCHOR_TOLERANCE)
+def loss_settings(hyp: AnchorKeys, label_smoothing: float) -> LossSettings:
+    """Return the settings in a hyperparameter file, not scaled to a model."""
+    return select(LossSettings, hyp, label_smoothing=label_smoothing)
 
 
-def _fits(source: Tensor | None, tensor: Tensor, anchors: int, least: int) -> TypeGuard[Tensor]:
-    """Return whether `source` has at least `least` rows for each of `anchors` anchors, as wide as `tensor`'s rows."""
-    if source is None or source.dim() != tensor.dim() or source.shape[1:] != tensor.shape[1:]:
-        return False
-    return source.shape[0] % anchors == 0 and source.shape[0] // anchors >= least
+class DetectionCriterion(BoxCriterion):
+    """Box (CIoU), objectness and class terms over the cells that targets are matched to.
 
-
-def _rows_by_anchor(tensor: Tensor, anchors: int) -> Tensor:
-    """Return (anchors * rows, ...) as (anchors, rows, ...)."""
-    return tensor.reshape(anchors, -1, *tensor.shape[1:])
-
-
-def _copy_rows(target: Tensor, source: Tensor, new: int, old: int, same: Mapping[int, int]) -> None:
-    """Copy rows of a file's weight or bias, (anchors, rows, ...), into the model's.
+    Formulas, gains and level weights are YOLOv5's.
 
     Args:
-        new: number of the model's classes
-        old: number of the file's classes
-        same: number of a class in the file, by its number in the model
+        settings: gains and shape of the loss, scaled to the model
+        head: the model's head, whose anchors are read at each call because the model is moved to its device later
+        class_weights: weight of an object in the box and class terms, by class number: an object of weight 2 counts as
+            two equal objects; empty if all objects count the same
     """
-    target[:, :BOX_ROWS] = source[:, :BOX_ROWS]
-    for number, of_file in same.items():
-        target[:, BOX_ROWS + number] = source[:, BOX_ROWS + of_file]
-    masks = target[:, BOX_ROWS + new :]
-    if old and masks.shape == source[:, BOX_ROWS + old :].shape:
-        masks.copy_(source[:, BOX_ROWS + old :])
+
+    def __init__(self, settings: LossSettings, head: Detect, class_weights: Sequence[float] = ()) -> None:
+        self.settings, self.classes, self._head = settings, head.nc, head
+        self.class_weights = tuple(class_weights)
+        self._strides = head.stride.tolist()
+
+    def hints(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the cells near the targets, int64 (levels, 3, k): box and class are computed only there."""
+        height, width = batch.images.shape[2:]
+        sizes = tuple((round(height / stride), round(width / stride)) for stride in self._strides)
+        return (near_cells(sizes, batch.targets).indices,)
+
+    def __call__(self, outputs: Sequence[Tensor | Level], batch: Batch) -> LossTerms:
+        """Return the loss terms, whose parts are the levels.
+
+        Args:
+            outputs: for each level a raw map (b, anchors, h, w, 5 + classes), or the `Level` at the cells of `hints`
+        """
+        return self.box_terms(outputs, batch.targets)[0]
+
+    def box_terms(self, outputs: Sequence[Tensor | Level], targets: Tensor) -> tuple[LossTerms, Tensor]:
+        """Return box, objectness and class terms, and all logits near the targets, (levels, k, anchors, outputs)."""
+        settings, anchors = self.settings, self._head.anchors.to(targets.device)
+        cells = near_cells(map_sizes(outputs), targets)
+        matched = match(cells, anchors, settings.anchor_t)
+        levels = [
+            output if isinstance(output, Level) else read_level(output, index)
+            for output, index in zip(outputs, cells.indices, strict=True)
+        ]
+        rows = at_least_float32(torch.stack([level.rows for level in levels]))
+        centre = rows[..., :2].sigmoid() * 2 - 0.5
+        size = (rows[..., 2:4].sigmoid() * 2) ** 2 * anchors[:, None]
+        iou = complete_iou(torch.cat((centre, size), 3), cells.box[:, :, None])
+        weights = self._match_weights(targets, rows)
+        box = _match_sums(1 - iou, matched, weights)
+        overlaps = iou.detach().clamp(min=0).to(rows.dtype)
+        obj = []
+        for level, *matches in zip(levels, cells.indices, matched, overlaps, strict=True):
+            logits = at_least_float32(level.objectness)
+            obj.append(self._cross_entropy(logits, _overlap_map(logits.shape, *matches), settings.obj_pw).sum())
+        cls = self._class_sums(rows[..., 5 : 5 + self.classes], targets[:, 1].long(), matched, weights)
+        sums = torch.stack((box, torch.stack(obj), cls))
+        match_counts = _match_sums(matched, matched, weights).to(sums)
+        cell_counts = device_constant(tuple(level.objectness.numel() for level in levels), sums.device).to(sums)
+        counts = torch.stack((match_counts, cell_counts, match_counts * self.classes))
+        level_weights = LEVEL_WEIGHTS.get(len(levels), LEVEL_WEIGHTS_DEEP[: len(levels)])
+        equal = (1.0,) * len(levels)
+        gains = ((settings.box, equal), (settings.obj, level_weights), (settings.cls, equal))
+        shares = device_constant(tuple(tuple(gain * share for share in shares) for gain, shares in gains), sums.device)
+        return LossTerms(sums, counts, shares.to(sums), min((1.0, *self.class_weights))), rows
+
+    def _match_weights(self, targets: Tensor, like: Tensor) -> Tensor | None:
+        """Return the weight of each cell's target, (k, 1) with the dtype of `like`; None if all are 1."""
+        if not self.class_weights:
+            return None
+        weights = device_constant(self.class_weights, like.device).to(like)[targets[:, 1].long()]
+        return weights.repeat(len(NEIGHBOURS))[:, None]
+
+    def _class_sums(self, logits: Tensor, labels: Tensor, matched: Tensor, weights: Tensor | None) -> Tensor:
+        """Return the class sums (levels,) over the matched ones of logits (levels, k, anchors, classes).
+
+        Args:
+            labels: class numbers (n,) of the targets
+            weights: result of `_match_weights`
+        """
+        if self.classes == 1:
+            return logits.new_zeros(len(logits))  # a single class is always the right one
+        smoothing = self.settings.label_smoothing / 2
+        target = logits.new_full((len(labels), self.classes), smoothing).scatter_(1, labels[:, None], 1 - smoothing)
+        target = target.repeat(len(NEIGHBOURS), 1)[:, None].expand_as(logits)
+        return _match_sums(self._cross_entropy(logits, target, self.settings.cls_pw).sum(3), matched, weights)
+
+    def _cross_entropy(self, logits: Tensor, target: Tensor, positive_weight: float) -> Tensor:
+        """Return the binary cross-entropy of each logit, or the focal loss if fl_gamma is set (Lin et al. 2017)."""
+        gamma = self.settings.fl_gamma
+        weight = None if positive_weight == 1 else logits.new_full((), positive_weight)
+        loss = functional.binary_cross_entropy_with_logits(logits, target, pos_weight=weight, reduction="none")
+        if not gamma:
+            return loss
+        probability = logits.sigmoid()
+        error = target * (1 - probability) + (1 - target) * probability
+        return loss * (target * FOCAL_ALPHA + (1 - target) * (1 - FOCAL_ALPHA)) * error**gamma
 
 
-class RawView(NamedTuple):
-    """The raw maps of a network for images that may be scaled and mirrored."""
-
-    outputs: list[Tensor]  # a map (b, anchors, h, w, 5 + classes + more) per level
-    anchors: Tensor  # (levels, anchors, 2) in cells
-    strides: Tensor  # (levels,) pixels per cell
-    scale: tuple[float, float] = (1.0, 1.0)  # width and height of the model's images, each as a share of the batch's
-    mirrored_width: int = 0  # width of the batch in pixels if the images are mirrored, else 0
-    skipped_level: int | None = None  # number of a level whose boxes are left out
-    more: int = 0  # number of an anchor's outputs after its class scores, which are not decoded
-
-    def levels(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Iterate over the raw map and the cell geometry of each level that is not skipped."""
-        for number, level in enumerate(zip(self.outputs, self.anchors, self.strides, strict=True)):
-            if number != self.skipped_level:
-                yield level[0], cell_geometry(*level, self.scale, self.mirrored_width)
-
-    def augmented(self, scale: tuple[float, float], mirrored_width: int) -> RawView:
-        """Return the view of scaled or mirrored images."""
-        return self._replace(scale=scale, mirrored_width=mirrored_width)
-
-    def without_level(self, level: int) -> RawView:
-        """Return the view without the boxes of a level."""
-        return self._replace(skipped_level=level)
-
-    def candidates(self, conf_thres: float) -> Iterator[Candidates]:
-        """Iterate over the boxes of groups of images whose objectness exceeds the threshold; only these are decoded."""
-        outputs, geometries = zip(*self.levels(), strict=True)
-        for levels in image_groups([raw.flatten(1, 3) for raw in outputs]):  # (b, n, 5 + classes + more)
-            places = [(level[..., 4].float() > least_logit(conf_thres)).nonzero(as_tuple=True) for level in levels]
-            rows = [level[place] for level, place in zip(levels, places, strict=True)]
-            scores = row_sigmoids([row[:, : row.shape[1] - self.more] for row in rows])
-            cells = [cells[box] for cells, (_, box) in zip(geometries, places, strict=True)]
-            boxes = torch.cat((decode_xywh(scores, torch.cat(cells)), scores[:, 4:]), 1)
-            more = torch.cat([row[:, row.shape[1] - self.more :].float() for row in rows])
-            yield Candidates(len(levels[0]), torch.cat([image for image, _ in places]), boxes, more)
+def _match_sums(values: Tensor, matched: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the sums (levels,) of the `matched` ones of values (levels, k, anchors), with weights (k, 1) or None."""
+    values = torch.where(matched, values, 0)
+    return (values if weights is None else values * weights).sum((1, 2))
 
 
-def decode(view: RawView) -> Tensor:
-    """Return all boxes of a view, (b, n, 5 + classes + more), as in `DecodedView`: by level, anchor, row, column."""
-    parts = []
-    for raw, cells in view.levels():
-        outputs = raw.flatten(1, 3).float()
-        scores = outputs[..., : -view.more].sigmoid() if view.more else outputs.sigmoid()
-        others = (outputs[..., -view.more :],) if view.more else ()
-        parts.append(torch.cat((decode_xywh(scores, cells), scores[..., 4:], *others), 2))
-    return torch.cat(parts, 1)
+def _overlap_map(shape: torch.Size, index: Tensor, matched: Tensor, overlaps: Tensor) -> Tensor:
+    """Return the objectness target, `shape` (b, anchors, h, w): the overlap of each matched cell, 0 elsewhere.
+
+    If several targets share a cell, the last one counts. YOLOv5 leaves the order undefined; here it is (neighbour,
+    anchor, target) on every device and, because an image's targets are ordered like its labels, on any number of
+    processes.
+
+    Args:
+        index: image, row and column of the cells, (3, k)
+        matched: mask (k, anchors) of the matched pairs of cell and anchor
+        overlaps: overlaps (k, anchors) of predictions and targets
+    """
+    _, anchors, rows, columns = shape
+    image, row, column = (part.view(len(NEIGHBOURS), 1, -1) for part in index)
+    anchor = torch.arange(anchors, device=index.device)[:, None]
+    unmatched = shape.numel()  # an extra element for unmatched cells
+    flat = ((image * anchors + anchor) * rows + row) * columns + column  # (neighbours, anchors, n)
+    flat = torch.where(_by_anchor(matched), flat, unmatched).flatten()
+    order = torch.arange(len(flat), device=flat.device)
+    last = order.new_zeros(unmatched + 1).scatter_reduce_(0, flat, order, "amax")[flat]
+    target = overlaps.new_zeros(unmatched + 1)
+    target.scatter_(0, flat, _by_anchor(overlaps).flatten()[last])  # all values for one element are equal
+    return target[:unmatched].view(shape)
+
+
+def _by_anchor(values: Tensor) -> Tensor:
+    """Rearrange (k, anchors) as (neighbours, anchors, n)."""
+    return values.view(len(NEIGHBOURS), -1, values.shape[1]).transpose(1, 2)
+
+
+# Decoding
 
 
 def cell_geometry(
@@ -240,206 +302,7 @@ def decode_xywh(scores: Tensor, cells: Tensor) -> Tensor:
     return torch.cat((centre, (scores[..., 2:4] * 2) ** 2 * cells[:, 4:]), -1)
 
 
-LOSS_NAMES = ("box_loss", "obj_loss", "cls_loss")  # names of the terms, in the order of `LossTerms`
-# Weight of each level's objectness, finest level first, as in YOLOv5: for 3 levels, and for any other number.
-LEVEL_WEIGHTS = {3: (4.0, 1.0, 0.4)}
-LEVEL_WEIGHTS_DEEP = (4.0, 1.0, 0.25, 0.06, 0.02)
-FOCAL_ALPHA = 0.25
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    """Gains and shape of the loss, named as in the hyperparameter file."""
-
-    box: float = 0.05
-    obj: float = 1.0
-    cls: float = 0.5
-    obj_pw: float = 1.0
-    cls_pw: float = 1.0
-    anchor_t: float = 4.0
-    fl_gamma: float = 0.0
-    label_smoothing: float = 0.0
-
-    def scaled(self, levels: int, classes: int, imgsz: int) -> LossSettings:
-        """Return the settings scaled to a model; a hyperparameter file's are for 3 levels, 80 classes and 640 px."""
-        share = 3 / levels
-        obj, cls = self.obj * share * (imgsz / 640) ** 2, self.cls * share * classes / 80
-        return replace(self, box=self.box * share, obj=obj, cls=cls)
-
-
-def loss_settings(hyp: AnchorKeys, label_smoothing: float) -> LossSettings:
-    """Return the settings in a hyperparameter file, not scaled to a model."""
-    return select(LossSettings, hyp, label_smoothing=label_smoothing)
-
-
-class MatchedOutputs(NamedTuple):
-    """A head's outputs, and which of them are matched to targets; there are k cells near the targets, see `Cells`."""
-
-    levels: list[Level]
-    cells: Cells
-    anchors: Tensor  # (levels, anchors, 2), in cells
-    matched: Tensor  # bool (levels, k, anchors)
-    rows: Tensor  # at least float32 (levels, k, anchors, outputs): the logits of all levels' `rows`
-
-
-class DetectionCriterion(Criterion):
-    """Box (CIoU), objectness and class terms over the cells that targets are matched to.
-
-    Formulas, gains and level weights are YOLOv5's.
-
-    Args:
-        settings: gains and shape of the loss, scaled to the model
-        head: the model's head, whose anchors are read at each call because the model is moved to its device later
-        class_weights: weight of an object in the box and class terms, by class number: an object of weight 2 counts as
-            two equal objects; empty if all objects count the same
-    """
-
-    def __init__(self, settings: LossSettings, head: Detect, class_weights: Sequence[float] = ()) -> None:
-        self.settings, self.classes, self._head = settings, head.nc, head
-        self.class_weights = tuple(class_weights)
-        self.least_count = min(1.0, *self.class_weights) if class_weights else 1.0
-        self._strides = head.stride.tolist()
-
-    def hints(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the cells near the targets, int64 (levels, 3, k): box and class are computed only there."""
-        height, width = batch.images.shape[2:]
-        sizes = tuple((round(height / stride), round(width / stride)) for stride in self._strides)
-        return (near_cells(sizes, batch.targets).indices,)
-
-    def __call__(self, outputs: Sequence[Tensor | Level], batch: Batch) -> LossTerms:
-        """Return the loss terms, whose parts are the levels.
-
-        Args:
-            outputs: for each level a raw map (b, anchors, h, w, 5 + classes), or the `Level` at the cells of `hints`
-        """
-        return self.terms(self.match_outputs(outputs, batch.targets), batch.targets)
-
-    def match_outputs(self, outputs: Sequence[Tensor | Level], targets: Tensor) -> MatchedOutputs:
-        """Match the outputs of `__call__` to targets."""
-        anchors = self._head.anchors.to(targets.device)
-        cells = near_cells(map_sizes(outputs), targets)
-        matched = match(cells, anchors, self.settings.anchor_t)
-        levels = [
-            output if isinstance(output, Level) else read_level(output, index)
-            for output, index in zip(outputs, cells.indices, strict=True)
-        ]
-        rows = at_least_float32(torch.stack([level.rows for level in levels]))
-        return MatchedOutputs(levels, cells, anchors, matched, rows)
-
-    def terms(self, outputs: MatchedOutputs, targets: Tensor) -> LossTerms:
-        """Return the terms box, objectness and class."""
-        settings, (levels, cells, anchors, matched, rows) = self.settings, outputs
-        centre = rows[..., :2].sigmoid() * 2 - 0.5
-        size = (rows[..., 2:4].sigmoid() * 2) ** 2 * anchors[:, None]
-        iou = complete_iou(torch.cat((centre, size), 3), cells.box[:, :, None])
-        match_weights = self._match_weights(targets, rows)
-        box = _match_sums(1 - iou, matched, match_weights)
-        overlaps = iou.detach().clamp(min=0).to(rows.dtype)
-        obj = [
-            self._objectness(at_least_float32(level.objectness), *matches)
-            for level, *matches in zip(levels, cells.indices, matched, overlaps, strict=True)
-        ]
-        cls = self._class_sums(rows[..., 5 : 5 + self.classes], targets[:, 1].long(), matched, match_weights)
-        sums = torch.stack((box, torch.stack(obj), cls))
-        match_counts = _match_sums(matched, matched, match_weights).to(sums)
-        cell_counts = device_constant(tuple(level.objectness.numel() for level in levels), sums.device).to(sums)
-        counts = torch.stack((match_counts, cell_counts, match_counts * self.classes))
-        level_weights = LEVEL_WEIGHTS.get(len(levels), LEVEL_WEIGHTS_DEEP[: len(levels)])
-        equal = (1.0,) * len(levels)
-        gains = ((settings.box, equal), (settings.obj, level_weights), (settings.cls, equal))
-        weights = device_constant(tuple(tuple(gain * share for share in shares) for gain, shares in gains), sums.device)
-        return LossTerms(sums, counts, weights.to(sums), self.least_count)
-
-    def for_gpu(self, recorded: Callable[[Function], Function]) -> Criterion:
-        """Return the criterion with padded targets; a subclass may read what a recording does not repeat."""
-        return PaddedCriterion(self, recorded) if type(self) is DetectionCriterion else self
-
-    def objective(self, means: Tensor, images: int) -> Tensor:
-        """Return YOLOv5's objective: the sum of the terms, times the images of a step."""
-        return means.sum() * images
-
-    def weight(self, batch: Batch) -> float:
-        """Return 1: YOLOv5 weights all batches of a validation equally."""
-        return 1.0
-
-    def _objectness(self, logits: Tensor, index: Tensor, matched: Tensor, overlaps: Tensor) -> Tensor:
-        """Return the objectness sum of logits (b, anchors, h, w); a cell's target is its overlap, or 0 if unmatched."""
-        target = _overlap_map(logits.shape, index, matched, overlaps)
-        return self._cross_entropy(logits, target, self.settings.obj_pw).sum()
-
-    def _match_weights(self, targets: Tensor, like: Tensor) -> Tensor | None:
-        """Return the weight of each cell's target, (k, 1) with the dtype of `like`; None if all are 1."""
-        if not self.class_weights:
-            return None
-        weights = device_constant(self.class_weights, like.device).to(like)[targets[:, 1].long()]
-        return weights.repeat(len(NEIGHBOURS))[:, None]
-
-    def _class_sums(self, logits: Tensor, labels: Tensor, matched: Tensor, weights: Tensor | None) -> Tensor:
-        """Return the class sums (levels,) over the matched logits.
-
-        Args:
-            logits: class logits (levels, k, anchors, classes)
-            labels: class numbers (n,) of the targets
-            matched: mask (levels, k, anchors) of the matched logits
-            weights: result of `_match_weights`
-        """
-        if self.classes == 1:
-            return logits.new_zeros(len(logits))  # a single class is always the right one
-        smoothing = self.settings.label_smoothing / 2
-        target = logits.new_full((len(labels), self.classes), smoothing).scatter_(1, labels[:, None], 1 - smoothing)
-        target = target.repeat(len(NEIGHBOURS), 1)[:, None].expand_as(logits)
-        return _match_sums(self._cross_entropy(logits, target, self.settings.cls_pw).sum(3), matched, weights)
-
-    def _cross_entropy(self, logits: Tensor, target: Tensor, positive_weight: float) -> Tensor:
-        """Return the binary cross-entropy of each logit, or the focal loss if fl_gamma is set (Lin et al. 2017)."""
-        gamma = self.settings.fl_gamma
-        weight = None if positive_weight == 1 else logits.new_full((), positive_weight)
-        loss = functional.binary_cross_entropy_with_logits(logits, target, pos_weight=weight, reduction="none")
-        if not gamma:
-            return loss
-        probability = logits.sigmoid()
-        error = target * (1 - probability) + (1 - target) * probability
-        return loss * (target * FOCAL_ALPHA + (1 - target) * (1 - FOCAL_ALPHA)) * error**gamma
-
-
-def _match_sums(values: Tensor, matched: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the sums (levels,) of the `matched` values (levels, k, anchors).
-
-    Args:
-        weights: weights (k, 1) of the values; None if all are 1
-    """
-    values = torch.where(matched, values, 0)
-    return (values if weights is None else values * weights).sum((1, 2))
-
-
-def _overlap_map(shape: torch.Size, index: Tensor, matched: Tensor, overlaps: Tensor) -> Tensor:
-    """Return the objectness target, `shape` (b, anchors, h, w): the overlap of each matched cell.
-
-    If several targets share a cell, the last one counts. YOLOv5 leaves the order undefined; here it is (neighbour,
-    anchor, target) on every device and, because an image's targets are ordered like its labels, on any number of
-    processes.
-
-    Args:
-        index: image, row and column of the cells, (3, k)
-        matched: mask (k, anchors) of the matched pairs of cell and anchor
-        overlaps: overlaps (k, anchors) of predictions and targets
-    """
-    _, anchors, rows, columns = shape
-    image, row, column = (part.view(len(NEIGHBOURS), 1, -1) for part in index)
-    anchor = torch.arange(anchors, device=index.device)[:, None]
-    unmatched = shape.numel()  # an extra element for unmatched cells
-    flat = ((image * anchors + anchor) * rows + row) * columns + column  # (neighbours, anchors, n)
-    flat = torch.where(_by_anchor(matched), flat, unmatched).flatten()
-    order = torch.arange(len(flat), device=flat.device)
-    last = order.new_zeros(unmatched + 1).scatter_reduce_(0, flat, order, "amax")[flat]
-    target = overlaps.new_zeros(unmatched + 1)
-    target.scatter_(0, flat, _by_anchor(overlaps).flatten()[last])  # all values for one element are equal
-    return target[:unmatched].view(shape)
-
-
-def _by_anchor(values: Tensor) -> Tensor:
-    """Rearrange (k, anchors) as (neighbours, anchors, n)."""
-    return values.view(len(NEIGHBOURS), -1, values.shape[1]).transpose(1, 2)
+# The layers
 
 
 class DetectConv(nn.Conv2d):
@@ -514,13 +377,16 @@ class Detect(DetectionHead):
         super().__init__()
         if isinstance(anchors, int):
             anchors = [list(range(1, 2 * anchors + 1))] * len(channels)
-        _check_anchors(anchors, len(channels))
-        self.nc = nc
-        self.nl = len(channels)
-        self.na = len(anchors[0]) // 2
-        self.no = nc + 5 + more
-        self._pixels = [[float(side) for side in level] for level in anchors]
-        self.register_buffer("anchors", torch.tensor(self._pixels).view(self.nl, self.na, 2))
+        if len(anchors) != len(channels):
+            raise ValueError(
+                f"Detect has {len(channels)} input maps, but `anchors` has {len(anchors)} rows: give one row per map"
+            )
+        lengths = {len(level) for level in anchors}
+        if len(lengths) != 1 or 0 in lengths or lengths.pop() % 2:
+            raise ValueError("every row of `anchors` needs the same number of width, height pairs")
+        self.nc, self.nl, self.na, self.no = nc, len(channels), len(anchors[0]) // 2, nc + 5 + more
+        self._sides = [[float(side) for side in level] for level in anchors]  # width, height, width ... in pixels
+        self.register_buffer("anchors", torch.tensor(self._sides).view(self.nl, self.na, 2))
         # Not saved: the layers determine it, and YOLOv5's files do not have it.
         self.register_buffer("stride", torch.ones(self.nl), persistent=False)
         self.m = nn.ModuleList(DetectConv(c, self.na, self.no) for c in channels)
@@ -536,15 +402,23 @@ class Detect(DetectionHead):
             return [convolve(x) for convolve, x in zip(self.m, maps, strict=True)]
         return [convolve(x, index) for convolve, x, index in zip(self.m, maps, cells, strict=True)]
 
+    @torch.no_grad()
     def placed(self, strides: Sequence[float]) -> None:
-        """Set the strides in pixels, the anchors in stride units (small ones at small strides), and the biases."""
-        pixels = self._pixels
-        growth = _mean_area(pixels[-1]) - _mean_area(pixels[0])
-        if growth * (strides[-1] - strides[0]) < 0:
-            pixels = pixels[::-1]
+        """Set the strides in pixels, the anchors in stride units (small ones at small strides), and the biases.
+
+        The biases make initial scores mean 8 objects per image of 640 px, and 0.6 / nc per class: prior probabilities
+        as in RetinaNet (arXiv 1708.02002, section 3.3), with YOLOv5's numbers.
+        """
+        areas = [sum(w * h for w, h in zip(level[::2], level[1::2], strict=True)) for level in self._sides]
+        if (areas[-1] - areas[0]) * (strides[-1] - strides[0]) < 0:
+            self._sides.reverse()
         self.stride.copy_(torch.tensor(strides))
-        self.anchors.copy_(torch.tensor(pixels).view(self.nl, self.na, 2) / torch.tensor(strides).view(-1, 1, 1))
-        self._initialise_biases()
+        pixels = torch.tensor(self._sides).view(self.nl, self.na, 2)
+        self.anchors.copy_(pixels / torch.tensor(strides).view(-1, 1, 1))
+        for convolve, stride in zip(self.m, self.stride, strict=True):
+            bias = convolve.get_parameter("bias").view(self.na, self.no)
+            bias[:, 4] += torch.log(8 / (640 / stride) ** 2)
+            bias[:, 5 : 5 + self.nc] += math.log(0.6 / (self.nc - 0.99999))
 
     def criterion(
         self, hyp: AnchorKeys, label_smoothing: float, imgsz: int, class_weights: Sequence[float] = ()
@@ -553,35 +427,74 @@ class Detect(DetectionHead):
         settings = loss_settings(hyp, label_smoothing).scaled(self.nl, self.nc, imgsz)
         return DetectionCriterion(settings, self, class_weights)
 
-    def view(self, outputs: list[Tensor], more: int = 0) -> RawView:
-        """Return the plain view of raw maps."""
-        device = outputs[0].device
-        return RawView(outputs, self.anchors.to(device), self.stride.to(device), more=more)
+    def candidates(self, view: HeadView, conf_thres: float) -> Iterator[Candidates]:
+        """Iterate over the boxes of groups of images whose objectness exceeds the threshold; only these are decoded."""
+        outputs, geometries = zip(*self._levels(view), strict=True)
+        for levels in image_groups([raw.flatten(1, 3) for raw in outputs]):  # (b, n, 5 + classes + more)
+            places = [(level[..., 4].float() > least_logit(conf_thres)).nonzero(as_tuple=True) for level in levels]
+            rows = [level[place] for level, place in zip(levels, places, strict=True)]
+            scores = row_sigmoids([row[:, : row.shape[1] - view.more] for row in rows])
+            cells = [cells[box] for cells, (_, box) in zip(geometries, places, strict=True)]
+            boxes = torch.cat((decode_xywh(scores, torch.cat(cells)), scores[:, 4:]), 1)
+            more = torch.cat([row[:, row.shape[1] - view.more :].float() for row in rows])
+            yield Candidates(len(levels[0]), torch.cat([image for image, _ in places]), boxes, more)
 
     def decode(self, outputs: list[Tensor], more: int = 0) -> Tensor:
         """Return all boxes, (b, n, 5 + classes + more): by level, anchor, row, column."""
-        return decode(RawView(outputs, self.anchors.float(), self.stride.float(), more=more))
+        parts = []
+        for raw, cells in self._levels(HeadView(self, outputs)):
+            rows = raw.flatten(1, 3).float()
+            scores = rows[..., :-more].sigmoid() if more else rows.sigmoid()
+            others = (rows[..., -more:],) if more else ()
+            parts.append(torch.cat((decode_xywh(scores, cells), scores[..., 4:], *others), 2))
+        return torch.cat(parts, 1)
 
-    def keep(self, prefix: str, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]) -> str:
-        """Copy boxes, objectness and classes of equal names if the anchors are the same; return in words which."""
-        return keep_head(self, prefix, state, names, new)
-
-    def adapt(self, model: Model, split: BoxSplit, hyp: AnchorKeys) -> list[str]:
-        """Run AutoAnchor; return a message."""
-        from models.heads.auto_anchor import adapt_anchors  # only here: a resumed run does not need it
-
-        return [adapt_anchors(self, model.yaml, split.side_lengths(model.imgsz), hyp.anchor_t, hyp.anchor_recall)]
+    def _levels(self, view: HeadView) -> list[tuple[Tensor, Tensor]]:
+        """Return the raw map and the cell geometry of each level that a view does not skip."""
+        return [
+            (level[0], cell_geometry(*level, view.scale, view.mirrored_width))
+            for number, level in enumerate(zip(view.outputs, self.anchors.float(), self.stride.float(), strict=True))
+            if number != view.skipped_level
+        ]
 
     @torch.no_grad()
-    def _initialise_biases(self) -> None:
-        """Add to the biases so that initial scores mean 8 objects per image of 640 px, and 0.6 / nc per class.
+    def keep(self, prefix: str, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]) -> str:
+        """Copy the outputs that fit from a file's head; return in words which were copied, or why none were.
 
-        Prior probabilities as in RetinaNet (arXiv 1708.02002, section 3.3), with YOLOv5's numbers.
+        Box and objectness are copied from the same anchor, a class from the class of the same name, whatever its
+        number; other classes are left unchanged. A segmenter's mask outputs are copied if the file has them.
         """
-        for convolve, stride in zip(self.m, self.stride, strict=True):
-            bias = convolve.get_parameter("bias").view(self.na, self.no)
-            bias[:, 4] += torch.log(8 / (640 / stride) ** 2)
-            bias[:, 5 : 5 + self.nc] += math.log(0.6 / (self.nc - 0.99999))
+        anchors = state.get(f"{prefix}.anchors", torch.zeros(0)).to(self.anchors)
+        if anchors.shape != self.anchors.shape or not torch.allclose(anchors, self.anchors, rtol=ANCHOR_TOLERANCE):
+            return "not its head: it has other anchors"
+        same, copied = same_names(names, new), 0
+        for level, convolve in enumerate(self.m):
+            parts = {f"{prefix}.m.{level}.{part}": target for part, target in convolve.named_parameters()}
+            pairs = [(target, state.get(name, torch.zeros(0))) for name, target in parts.items()]
+            if not all(self._fits(source, target, BOX_ROWS + len(names)) for target, source in pairs):
+                continue
+            copied += 1
+            for pair in pairs:
+                target, source = (tensor.reshape(self.na, -1, *tensor.shape[1:]) for tensor in pair)
+                target[:, :BOX_ROWS] = source[:, :BOX_ROWS]
+                for number, of_file in same.items():
+                    target[:, BOX_ROWS + number] = source[:, BOX_ROWS + of_file]
+                masks, file_masks = target[:, BOX_ROWS + self.nc :], source[:, BOX_ROWS + len(names) :]
+                if names and masks.shape == file_masks.shape:
+                    masks.copy_(file_masks)
+        if not copied:
+            return "not its head: its layers differ"
+        return f"from its head the boxes and {len(same) or 'none'} of {plural(len(new), 'class')}"
+
+    def _fits(self, source: Tensor, target: Tensor, outputs: int) -> bool:
+        """Return whether a file's weight or bias has at least `outputs` rows per anchor, each as wide as the head's."""
+        if source.dim() != target.dim() or source.shape[1:] != target.shape[1:] or len(source) % self.na:
+            return False
+        return len(source) // self.na >= outputs
+
+    def adapt(self, model: Model, split: BoxSplit, hyp: AnchorKeys) -> None:
+        """Run AutoAnchor."""
+        adapt_anchors(self, model.yaml, split.side_lengths(model.imgsz), hyp.anchor_t, hyp.anchor_recall)
 
 
 class Segment(Detect):
@@ -595,12 +508,7 @@ class Segment(Detect):
     example = "[[17, 20, 23], 1, Segment, [nc, anchors, 32, 256]]"
 
     def __init__(
-        self,
-        nc: int,
-        anchors: Sequence[Sequence[float]] | int,
-        masks: int,
-        prototypes: int,
-        channels: Sequence[int],
+        self, nc: int, anchors: Sequence[Sequence[float]] | int, masks: int, prototypes: int, channels: Sequence[int]
     ) -> None:
         super().__init__(nc, anchors, channels, masks)
         self.proto = Proto(channels[0], prototypes, masks)
@@ -610,17 +518,3 @@ class Segment(Detect):
     ) -> tuple[list[Tensor] | list[Level], Tensor]:
         """Return the output of `Detect`, with 5 + nc + masks logits, and prototypes (b, masks, 2 h, 2 w)."""
         return super().forward(maps, cells), self.proto(maps[0])
-
-
-def _mean_area(level: Sequence[float]) -> float:
-    """Return the mean of w * h over a flat list [w, h, w, h, ...]."""
-    return sum(w * h for w, h in zip(level[::2], level[1::2], strict=True)) / (len(level) // 2)
-
-
-def _check_anchors(anchors: Sequence[Sequence[float]], levels: int) -> None:
-    """Raise ValueError unless there is one list of pairs per level, all of the same length."""
-    if len(anchors) != levels:
-        raise ValueError(f"Detect has {levels} input maps, but `anchors` has {len(anchors)} rows: give one row per map")
-    lengths = {len(level) for level in anchors}
-    if len(lengths) != 1 or 0 in lengths or lengths.pop() % 2:
-        raise ValueError("every row of `anchors` needs the same number of width, height pairs")

@@ -1,6 +1,7 @@
 """AutoAnchor: check whether a model's anchors fit the boxes of the training images, and search for better ones.
 
-Called by `Detect.adapt`.
+Called by `Detect.adapt`. Sides (n, 2) are widths and heights of boxes, anchors (k, 2) too, in pixels at the model's
+image size.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+
+from utils.console import log
 
 if TYPE_CHECKING:
     from models.heads.anchors import Detect
@@ -32,51 +35,42 @@ class Fit(NamedTuple):
 
 def adapt_anchors(
     head: Detect, yaml: dict[str, Any], sides: np.ndarray, threshold: float, sufficient: float = SUFFICIENT_RECALL
-) -> str:
-    """Replace the anchors of a head and of its model's YAML if they fit too few boxes; return a message.
+) -> None:
+    """Replace the anchors of a head and of its model's YAML if they fit too few boxes; log what was done.
 
     Args:
-        sides: widths and heights (n, 2) of the training boxes, in pixels at the model's image size
         threshold: largest factor between the sides of a box and of an anchor that fits it
         sufficient: share of boxes that fit an anchor above which the anchors are kept
     """
     if not len(sides):
-        return "AutoAnchor: the training images have no boxes; the anchors are unchanged"
+        log("AutoAnchor: the training images have no boxes; the anchors are unchanged")
+        return
     strides = head.stride[:, None, None].to(head.anchors)
     current = (head.anchors * strides).reshape(-1, 2).numpy()
     before = fit(sides, current, threshold)
-    message = (
-        f"AutoAnchor: {before.recall:.1%} of the boxes match an anchor, {before.anchors_per_box:.2f} anchors per box"
-    )
-    if before.recall > sufficient:
-        kept = f"; kept, as `anchor_recall` is {sufficient:g}" if before.recall <= SUFFICIENT_RECALL else ""
-        return message + kept
-    better = find_anchors(sides, len(current), threshold)
-    after = fit(sides, better, threshold)
-    if after.recall <= before.recall:
-        return f"{message}; no better anchors found"
-    anchors = torch.from_numpy(better).to(head.anchors).view_as(head.anchors)
-    if strides[0] > strides[-1]:  # small anchors belong to small strides
-        anchors = anchors.flip(0)
-    head.anchors.copy_(anchors / strides)
-    yaml["anchors"] = anchors.reshape(head.nl, -1).tolist()
-    return f"{message}; new anchors: {after.recall:.1%}, {after.anchors_per_box:.2f} per box"
+    outcome = f"; kept, as `anchor_recall` is {sufficient:g}" if before.recall <= SUFFICIENT_RECALL else ""
+    if before.recall <= sufficient:
+        better = find_anchors(sides, len(current), threshold)
+        after, outcome = fit(sides, better, threshold), "; no better anchors found"
+        if after.recall > before.recall:
+            anchors = torch.from_numpy(better).to(head.anchors).view_as(head.anchors)
+            if strides[0] > strides[-1]:  # small anchors belong to small strides
+                anchors = anchors.flip(0)
+            head.anchors.copy_(anchors / strides)
+            yaml["anchors"] = anchors.reshape(head.nl, -1).tolist()
+            outcome = f"; new anchors: {after.recall:.1%}, {after.anchors_per_box:.2f} per box"
+    per_box = f"{before.anchors_per_box:.2f} anchors per box"
+    log(f"AutoAnchor: {before.recall:.1%} of the boxes match an anchor, {per_box}{outcome}")
 
 
 def fit(sides: np.ndarray, anchors: np.ndarray, threshold: float) -> Fit:
-    """Return how `anchors` (k, 2) fit boxes of `sides` (n, 2), both in pixels.
-
-    An anchor fits a box if the ratios of widths and of heights are within a factor `threshold` both ways.
-    """
+    """Return how anchors fit boxes: the ratios of widths and of heights are within a factor `threshold` both ways."""
     fits = _similarity(sides, anchors) > 1 / threshold
     return Fit(float(fits.any(0).mean()), float(fits.sum(0).mean()))
 
 
 def find_anchors(sides: np.ndarray, count: int, threshold: float) -> np.ndarray:
-    """Return anchors (count, 2) in pixels for boxes of `sides` (n, 2), smallest first: k-means, then mutation.
-
-    The same boxes give the same anchors.
-    """
+    """Return `count` anchors, smallest first: k-means, then mutation. The same boxes give the same anchors."""
     rng = np.random.default_rng(0)
     large = (sides >= MIN_BOX_SIDE_PIXELS).any(1)
     sides = sides[large] if large.any() else sides
@@ -114,7 +108,5 @@ def _k_means(sides: np.ndarray, count: int, rng: np.random.Generator) -> np.ndar
     for _ in range(K_MEANS_ROUNDS):
         nearest = ((points[:, None] - centres[None]) ** 2).sum(2).argmin(1)
         clusters = [points[nearest == k] for k in range(count)]
-        centres = np.stack(
-            [cluster.mean(0) if len(cluster) else old for cluster, old in zip(clusters, centres, strict=True)]
-        )
+        centres = np.stack([own.mean(0) if len(own) else old for own, old in zip(clusters, centres, strict=True)])
     return np.asarray((centres * spread).clip(min=MIN_BOX_SIDE_PIXELS))

@@ -1,8 +1,7 @@
-"""`DetectionHead`, the interface between the detection task and the last layer of a model, and the types it uses.
+"""`DetectionHead`, the last layer of a detector, and what all heads share: box arithmetic and views of their outputs.
 
-A kind of head is a package beside this module and a line in models/yolo.py. The package has the layer, its
-criterion, its decoding, and the transfer from weights for other classes. Called by models/tasks/detection and
-segmentation.
+A kind of head is a module beside this one (layer, loss, assignment, decoding) and a line in models/yolo.py.
+Called by models/tasks/detect.py and segment.py.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +19,9 @@ from models.tasks.contract import Criterion, Model
 from utils.batch import BoxSplit
 
 EPSILON = 1e-7  # keeps divisors above 0
+VECTOR_NUMBERS = 64  # at least as many as any CPU's vector register holds
+SPAN_NUMBERS = 2**14  # a multiple of VECTOR_NUMBERS below torch's threshold for several threads
+IMAGES_AT_ONCE = 64  # on a GPU; bounds the memory
 
 
 def xywh_to_xyxy(boxes: Tensor) -> Tensor:
@@ -40,7 +42,8 @@ def complete_iou(a: Tensor, b: Tensor) -> Tensor:
     Zheng et al., "Distance-IoU Loss" (AAAI 2020), equations 7 to 11.
     """
     (ax, ay, aw, ah), (bx, by, bw, bh) = a.unbind(-1), b.unbind(-1)
-    hull_w, hull_h = _span(ax, aw, bx, bw), _span(ay, ah, by, bh)
+    hull_w = torch.maximum(ax + aw / 2, bx + bw / 2) - torch.minimum(ax - aw / 2, bx - bw / 2)
+    hull_h = torch.maximum(ay + ah / 2, by + bh / 2) - torch.minimum(ay - ah / 2, by - bh / 2)
     intersection = (aw + bw - hull_w).clamp(min=0) * (ah + bh - hull_h).clamp(min=0)
     iou = intersection / (aw * ah + bw * bh - intersection + EPSILON)
     distance = ((ax - bx) ** 2 + (ay - by) ** 2) / (hull_w**2 + hull_h**2 + EPSILON)
@@ -48,22 +51,6 @@ def complete_iou(a: Tensor, b: Tensor) -> Tensor:
     with torch.no_grad():
         alpha = shape / (shape - iou + 1 + EPSILON)
     return iou - distance - alpha * shape
-
-
-def _span(a: Tensor, a_size: Tensor, b: Tensor, b_size: Tensor) -> Tensor:
-    """Return the length of the smallest interval that contains two intervals.
-
-    Args:
-        a: centres of the first intervals
-        a_size: lengths of the first intervals
-        b: centres of the second intervals
-        b_size: lengths of the second intervals
-    """
-    return torch.maximum(a + a_size / 2, b + b_size / 2) - torch.minimum(a - a_size / 2, b - b_size / 2)
-
-
-VECTOR_NUMBERS = 64  # at least as many as any CPU's vector register holds
-SPAN_NUMBERS = 2**14  # a multiple of VECTOR_NUMBERS below torch's threshold for several threads
 
 
 def least_logit(probability: float) -> float:
@@ -89,10 +76,11 @@ def row_sigmoids(parts: Sequence[Tensor]) -> Tensor:
     return rows[: -len(spare)]
 
 
-V = TypeVar("V", bound="HeadView")
-
-
-IMAGES_AT_ONCE = 64  # on a GPU; bounds the memory
+def image_groups(outputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Iterate over parts of tensors (b, ...): many images for a GPU, as calls cost time; one for a CPU's cache."""
+    count = 1 if outputs[0].device.type == "cpu" else IMAGES_AT_ONCE
+    for first in range(0, len(outputs[0]), count):
+        yield [tensor[first : first + count] for tensor in outputs]
 
 
 class Candidates(NamedTuple):
@@ -104,51 +92,38 @@ class Candidates(NamedTuple):
     more: Tensor  # float32 (k, more): the boxes' other outputs, such as mask coefficients
 
 
-def image_groups(outputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Iterate over parts of tensors (b, ...): many images for a GPU, as calls cost time; one for a CPU's cache."""
-    count = 1 if outputs[0].device.type == "cpu" else IMAGES_AT_ONCE
-    for first in range(0, len(outputs[0]), count):
-        yield [tensor[first : first + count] for tensor in outputs]
+class HeadView(NamedTuple):
+    """The raw outputs of a head for a batch of images, or for scaled or mirrored copies of them (--augment)."""
 
-
-class BoxView(Protocol):
-    """The boxes that a model returns for a batch, before their suppression."""
-
-    @property
-    def outputs(self) -> Any:
-        """The input of the criterion; None for an exported file."""
-        ...
-
-    @property
-    def more(self) -> int:
-        """The number of a box's outputs after its class scores."""
-        ...
+    head: DetectionHead
+    outputs: Any  # the input of the criterion
+    more: int = 0  # number of a box's outputs after its class scores
+    scale: tuple[float, float] = (1.0, 1.0)  # width and height of the model's images, each as a share of the batch's
+    mirrored_width: int = 0  # width of the batch in pixels if the images are mirrored, else 0
+    skipped_level: int | None = None  # number of a level whose boxes are left out
 
     def candidates(self, conf_thres: float) -> Iterator[Candidates]:
-        """Iterate over the `image_groups` of boxes whose confidence, objectness x score, may exceed `conf_thres`."""
-        ...
+        """Iterate over the boxes of groups of images whose confidence may exceed `conf_thres`."""
+        return self.head.candidates(self, conf_thres)
 
 
-class HeadView(BoxView, Protocol):
-    """The raw outputs of a head for images that may be scaled and mirrored."""
+class DecodedView(NamedTuple):
+    """The boxes of an exported file."""
 
-    @property
-    def strides(self) -> Tensor:
-        """(levels,) pixels per cell."""
-        ...
+    boxes: Tensor  # (b, n, 5 + classes + more): xywh in pixels of the batch, objectness, class scores, other outputs
+    outputs: None = None  # exported files return no raw maps for a loss
+    more: int = 0
 
-    def augmented(self: V, scale: tuple[float, float], mirrored_width: int) -> V:
-        """Return the view of scaled or mirrored images.
+    def candidates(self, conf_thres: float) -> Iterator[Candidates]:
+        """Iterate over the boxes of groups of images whose objectness exceeds the threshold."""
+        end = self.boxes.shape[2] - self.more
+        for (group,) in image_groups([self.boxes]):
+            image, box = (group[..., 4] > conf_thres).nonzero(as_tuple=True)
+            rows = group[image, box].float()
+            yield Candidates(len(group), image, rows[:, :end], rows[:, end:])
 
-        Args:
-            scale: width and height of the model's images, each as a share of the batch's
-            mirrored_width: width of the batch in pixels if the images are mirrored, else 0
-        """
-        ...
 
-    def without_level(self: V, level: int) -> V:
-        """Return the view without the boxes of a level."""
-        ...
+BoxView: TypeAlias = HeadView | DecodedView
 
 
 class DetectionHead(Head):
@@ -180,23 +155,20 @@ class DetectionHead(Head):
             class_weights: weight of an object, by class number; empty if all objects count the same
         """
 
-    @abstractmethod
     def view(self, outputs: Any, more: int = 0) -> HeadView:
-        """Return the plain view of raw outputs in evaluation.
+        """Return the plain view of raw outputs; `more`: number of a box's outputs after its class scores."""
+        return HeadView(self, outputs, more)
 
-        Args:
-            more: number of a box's outputs after its class scores
-        """
+    @abstractmethod
+    def candidates(self, view: HeadView, conf_thres: float) -> Iterator[Candidates]:
+        """Iterate over the `image_groups` of boxes whose confidence, objectness x score, may exceed `conf_thres`."""
 
     @abstractmethod
     def decode(self, outputs: Any, more: int = 0) -> Tensor:
         """Return all boxes of raw outputs, float32 (b, n, outputs of a box), as exported files do.
 
-        A box is xywh in pixels, objectness if the head has it, class scores, other outputs. Boxes are ordered by level,
-        then row and column.
-
-        Args:
-            more: number of a box's outputs after its class scores
+        A box is xywh in pixels, objectness if the head has it, class scores, `more` other outputs. Boxes are ordered by
+        level, then row and column.
         """
 
     @staticmethod
@@ -215,9 +187,8 @@ class DetectionHead(Head):
             new: the model's class names, by number
         """
 
-    def adapt(self, model: Model, split: BoxSplit, hyp: Any) -> list[str]:
-        """Adapt the head, and the model's YAML, to the training boxes before the first step; return messages."""
-        return []
+    def adapt(self, model: Model, split: BoxSplit, hyp: Any) -> None:
+        """Adapt the head, and the model's YAML, to the training boxes before the first step; log how."""
 
 
 def head_of(model: Model) -> DetectionHead:

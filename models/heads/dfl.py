@@ -1,9 +1,12 @@
-"""`DetectDFL`, the anchor-free head of YOLOv9's detectors. Registered in models/layer_registry.py."""
+"""`DetectDFL`, the anchor-free head of YOLOv9's detectors: layer, assignment, loss and decoding.
+
+Registered in models/layer_registry.py.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,68 +17,76 @@ from models.heads.contract import (
     EPSILON,
     Candidates,
     DetectionHead,
+    HeadView,
     complete_iou,
     image_groups,
     least_logit,
     row_sigmoids,
 )
 from models.layers import Conv
-from models.tasks.contract import Criterion, Function, LossTerms
-from models.tasks.losses import PaddedCriterion, at_least_float32, device_constant
+from models.tasks.contract import Criterion, LossTerms
+from models.tasks.losses import BoxCriterion, at_least_float32, device_constant
 from models.weights import same_names
 from utils.batch import Batch
 from utils.config.hyperparameters import AlignmentKeys, keys_of
 from utils.errors import plural
 
+LOSS_NAMES = ("box_loss", "cls_loss", "dfl_loss")  # names of the terms, in the order of `LossTerms`
 SIDES = 4  # left, top, right, bottom
 BINS = 16  # bins of a distance's distribution: 0 to 15 strides
+MAX_DISTANCE = BINS - 1.01  # largest distance from a cell's centre to a side of its box, in strides: below the last bin
+CELLS_PER_TARGET = 10
+ALIGNMENT_EPSILON = 1e-9
+MAX_PAIRS = 2**21  # pairs of target and cell that are compared at a time, to limit memory
+LOW_BITS = 32  # bits of a key that hold a rank; a float32's bits are above them
+MAX_SCORE_CHANNELS = 128  # largest number of hidden channels that the number of classes may give a class branch
+BIN_STEP = 0.5  # how much the initial logits of the distances decrease from bin to bin
+EXPECTED_OBJECTS = 5  # objects per level that an untrained head's class scores predict in an image of 640 px
 
 
-class DFLView(NamedTuple):
-    """The raw outputs of a network for images that may be scaled and mirrored."""
+class DFLLevel(NamedTuple):
+    """The raw outputs of one level."""
 
-    outputs: list[DFLLevel]
-    strides: Tensor  # (levels,) pixels per cell
-    scale: tuple[float, float] = (1.0, 1.0)  # width and height of the model's images, each as a share of the batch's
-    mirrored_width: int = 0  # width of the batch in pixels if the images are mirrored, else 0
-    skipped_level: int | None = None  # number of a level whose boxes are left out
-    more: int = 0
-
-    def augmented(self, scale: tuple[float, float], mirrored_width: int) -> DFLView:
-        """Return the view of scaled or mirrored images."""
-        return self._replace(scale=scale, mirrored_width=mirrored_width)
-
-    def without_level(self, level: int) -> DFLView:
-        """Return the view without the boxes of a level."""
-        return self._replace(skipped_level=level)
-
-    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the logits of all cells, (b, n, 4 x 16) and (b, n, classes), and their geometry (n, 4)."""
-        numbers = [number for number in range(len(self.outputs)) if number != self.skipped_level]
-        sides = torch.cat([by_cell(self.outputs[number].sides) for number in numbers], 1)
-        scores = torch.cat([by_cell(self.outputs[number].scores) for number in numbers], 1)
-        cells = [cell_geometry(self.outputs[number].sides, self.strides[number], self.scale) for number in numbers]
-        return sides, scores, torch.cat(cells)
-
-    def candidates(self, conf_thres: float) -> Iterator[Candidates]:
-        """Iterate over the boxes of groups of images whose best class score exceeds the threshold; others stay raw."""
-        *outputs, cells = self.rows()
-        for sides, scores in image_groups(outputs):
-            image, box = (scores.amax(2).float() > least_logit(conf_thres)).nonzero(as_tuple=True)
-            xywh = decode_xywh(sides[image, box].float(), cells[box], self.mirrored_width)
-            rows = torch.cat((xywh, torch.ones_like(xywh[:, :1]), row_sigmoids([scores[image, box]])), 1)
-            yield Candidates(len(scores), image, rows, rows[:, :0])
+    sides: Tensor  # (b, 4 x 16, h, w): logits of the distances from a cell's centre to left, top, right and bottom
+    scores: Tensor  # (b, classes, h, w): logits
 
 
-def decode(view: DFLView) -> Tensor:
-    """Return all boxes of a view, (b, n, 4 + classes): xywh in pixels of the batch, class scores."""
-    sides, scores, cells = view.rows()
-    return torch.cat((decode_xywh(sides.float(), cells, view.mirrored_width), scores.float().sigmoid()), 2)
+class Cells(NamedTuple):
+    """The outputs of a head for all n cells of its levels."""
+
+    sides: Tensor  # (b, n, 4 x 16): logits of distances
+    scores: Tensor  # (b, n, classes): logits
+    geometry: Tensor  # (n, 4), see `cell_geometry`
 
 
-def by_cell(raw: Tensor) -> Tensor:
-    """Return a map (b, c, h, w) as rows of its cells, (b, h x w, c)."""
-    return raw.flatten(2).transpose(1, 2)
+class Assignment(NamedTuple):
+    """The cells that m targets are assigned to, k each."""
+
+    cell: Tensor  # int64 (m, k): image x n + cell; 0 if the slot is not used
+    weight: Tensor  # (m, k): the class target of the cell, above 0; 0 if the slot is not used
+
+
+# Decoding
+
+
+def join_cells(
+    levels: Sequence[DFLLevel], strides: Tensor, scale: tuple[float, float] = (1.0, 1.0), skipped: int | None = None
+) -> Cells:
+    """Return the outputs of all cells, level by level, row by row.
+
+    Args:
+        strides: (levels,) pixels per cell
+        scale: width and height of the model's images, each as a share of the batch's
+        skipped: number of a level to leave out
+    """
+    rows = [
+        (level.sides.flatten(2).transpose(1, 2), level.scores.flatten(2).transpose(1, 2), cells)
+        for number, level in enumerate(levels)
+        for cells in [cell_geometry(level.sides, strides[number], scale)]
+        if number != skipped
+    ]
+    sides, scores, geometry = zip(*rows, strict=True)
+    return Cells(torch.cat(sides, 1), torch.cat(scores, 1), torch.cat(geometry))
 
 
 def cell_geometry(raw: Tensor, stride: Tensor, scale: tuple[float, float] = (1.0, 1.0)) -> Tensor:
@@ -112,26 +123,7 @@ def decode_xywh(sides: Tensor, cells: Tensor, mirrored_width: int = 0) -> Tensor
     return torch.cat((centre, size), -1)
 
 
-CELLS_PER_TARGET = 10
-MAX_DISTANCE = BINS - 1.01  # largest distance from a cell's centre to a side of its box, in strides: below the last bin
-ALIGNMENT_EPSILON = 1e-9
-MAX_PAIRS = 2**21  # pairs of target and cell that are compared at a time, to limit memory
-LOW_BITS = 32  # bits of a key that hold a rank; a float32's bits are above them
-
-
-class Assignment(NamedTuple):
-    """The cells that m targets are assigned to, k each."""
-
-    cell: Tensor  # int64 (m, k): image x n + cell; 0 if the slot is not used
-    weight: Tensor  # (m, k): the class target of the cell, above 0; 0 if the slot is not used
-
-
-class Pairs(NamedTuple):
-    """The best cells of m targets, before cells that several targets have chosen are given to one of them."""
-
-    cell: Tensor  # int64 (m, k): number of the cell in its image
-    alignment: Tensor  # (m, k); 0 if the slot is not used
-    overlap: Tensor  # (m, k): CIoU, at least 0
+# Assignment of targets to cells
 
 
 @torch.no_grad()
@@ -153,31 +145,34 @@ def assign(boxes: Tensor, scores: Tensor, cells: Tensor, targets: Tensor, corner
     count = cells.shape[0]
     at_a_time = max(MAX_PAIRS // count, 1)
     low, size = boxes[..., :2] - boxes[..., 2:] / 2, boxes[..., 2:]
-    predicted = (*low.unbind(2), *(low + size).unbind(2), size.prod(2), _shape(*size.unbind(2)))
+    predicted = (*low.unbind(2), *(low + size).unbind(2), size.prod(2), _diagonal_angle(*size.unbind(2)))
     parts = [
         _best_cells(predicted, scores, cells, *chunk)
         for chunk in zip(targets.split(at_a_time), corners.split(at_a_time), strict=True)
     ]
-    pairs = Pairs(*(torch.cat(each) for each in zip(*parts, strict=True)))
-    used, image = pairs.alignment > 0, targets[:, :1].long()
-    cell = image * count + pairs.cell
+    best_cell, alignment, overlap = (torch.cat(each) for each in zip(*parts, strict=True))
+    used, cell = alignment > 0, targets[:, :1].long() * count + best_cell
     # The first target has the highest rank, so that it wins among equal overlaps.
     rank = torch.arange(len(targets) - 1, -1, -1, device=cell.device)[:, None]
-    key = _keys(pairs.overlap, rank)
+    key = _keys(overlap, rank)
     everywhere = len(boxes) * count  # an extra element for slots that are not used
     place = torch.where(used, cell, everywhere).flatten()
     winner = key.new_full((everywhere + 1,), -1).scatter_reduce_(0, place, key.flatten(), "amax")
     used = used & (winner[place].view_as(key) == key)
-    alignment, overlap = torch.where(used, pairs.alignment, 0), torch.where(used, pairs.overlap, 0)
+    alignment, overlap = torch.where(used, alignment, 0), torch.where(used, overlap, 0)
     most = alignment.amax(1, keepdim=True) + ALIGNMENT_EPSILON
     return Assignment(torch.where(used, cell, 0), alignment / most * overlap.amax(1, keepdim=True))
 
 
-def _best_cells(predicted: tuple[Tensor, ...], scores: Tensor, cells: Tensor, targets: Tensor, box: Tensor) -> Pairs:
-    """Return the best aligned cells of each of m targets, regardless of the other targets.
+def _best_cells(
+    predicted: tuple[Tensor, ...], scores: Tensor, cells: Tensor, targets: Tensor, box: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the best aligned cells of each of m targets, regardless of the other targets, (m, k) each.
+
+    The number of the cell in its image, int64; the alignment, 0 if the slot is not used; and the CIoU, at least 0.
 
     Args:
-        predicted: left, top, right, bottom, area and `_shape` of the predictions, (b, n) each
+        predicted: left, top, right, bottom, area and `_diagonal_angle` of the predictions, (b, n) each
         box: corners (m, 4) of the targets, xyxy in pixels
     """
     image, label = targets[:, 0].long(), targets[:, 1].long()
@@ -194,9 +189,8 @@ def _best_cells(predicted: tuple[Tensor, ...], scores: Tensor, cells: Tensor, ta
     best = torch.where(inside, keys, 0).topk(min(CELLS_PER_TARGET, count), 1).values
     first = torch.where(_number(best[:, :1]) > 0, best[:, :1], keys.amax(1, keepdim=True))
     best = torch.cat((first, best[:, 1:]), 1)
-    cell = count - 1 - (best & (2**LOW_BITS - 1))
-    cell = cell.clamp(0, count - 1)
-    return Pairs(cell, _number(best), overlap.gather(1, cell))
+    cell = (count - 1 - (best & (2**LOW_BITS - 1))).clamp(0, count - 1)
+    return cell, _number(best), overlap.gather(1, cell)
 
 
 def _keys(numbers: Tensor, rank: Tensor) -> Tensor:
@@ -209,7 +203,7 @@ def _number(keys: Tensor) -> Tensor:
     return (keys >> LOW_BITS).int().view(torch.float32)
 
 
-def _shape(width: Tensor, height: Tensor) -> Tensor:
+def _diagonal_angle(width: Tensor, height: Tensor) -> Tensor:
     """Return the angle of a box's diagonal, by which CIoU compares shapes."""
     return torch.atan(width / (height + EPSILON))
 
@@ -219,7 +213,7 @@ def _overlaps(target: tuple[Tensor, ...], predicted: list[Tensor]) -> Tensor:
 
     Args:
         target: left, top, right and bottom of the targets, (m, 1) each
-        predicted: left, top, right, bottom, area and `_shape` of the predictions, (m, n) each
+        predicted: left, top, right, bottom, area and `_diagonal_angle` of the predictions, (m, n) each
     """
     (ax1, ay1, ax2, ay2), (bx1, by1, bx2, by2, area, angle) = target, predicted
     width, height = ax2 - ax1, ay2 - ay1
@@ -229,22 +223,14 @@ def _overlaps(target: tuple[Tensor, ...], predicted: list[Tensor]) -> Tensor:
     hull = (torch.maximum(ax2, bx2) - torch.minimum(ax1, bx1)).square_()
     hull += (torch.maximum(ay2, by2) - torch.minimum(ay1, by1)).square_()
     distance = (bx1 + bx2 - (ax1 + ax2)).square_() + (by1 + by2 - (ay1 + ay2)).square_()
-    shape = (_shape(width, height) - angle).square_() * (4 / math.pi**2)
+    shape = (_diagonal_angle(width, height) - angle).square_() * (4 / math.pi**2)
     return (iou - distance / 4 / (hull + EPSILON) - shape * shape / (shape - iou + 1 + EPSILON)).clamp_(0, 1)
 
 
-LOSS_NAMES = ("box_loss", "cls_loss", "dfl_loss")  # names of the terms, in the order of `LossTerms`
+# The loss
 
 
-class Cells(NamedTuple):
-    """The outputs of a head for all n cells of its levels, at least float32."""
-
-    sides: Tensor  # (b, n, 4 x 16): logits of distances
-    scores: Tensor  # (b, n, classes): logits
-    geometry: Tensor  # (n, 4), see `cell_geometry`
-
-
-class DFLCriterion(Criterion):
+class DFLCriterion(BoxCriterion):
     """Box (CIoU), class and distribution focal terms over the cells that targets are assigned to.
 
     Every term of a head is divided by the sum of its class targets over the global batch, at least 1; the auxiliary
@@ -277,9 +263,12 @@ class DFLCriterion(Criterion):
 
     def head_sums(self, levels: Sequence[DFLLevel], batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the box, class and distribution sums, (3,), and their counts, (3,): the sum of the class targets."""
-        cells = self._cells(levels)
+        sides, scores, geometry = join_cells(levels, self._head.stride.to(levels[0].sides.device))
+        cells = Cells(at_least_float32(sides), at_least_float32(scores), geometry)
         height, width = batch.images.shape[2:]
-        corners = _corners(batch.targets, width, height)
+        x, y, w, h = batch.targets[:, 2:].unbind(1)
+        low, high = ((x - w / 2) * width, (y - h / 2) * height), ((x + w / 2) * width, (y + h / 2) * height)
+        corners = torch.stack((*low, *high), 1)
         with torch.no_grad():
             boxes = decode_xywh(cells.sides, cells.geometry)
             assigned = assign(boxes, cells.scores, cells.geometry, batch.targets, corners)
@@ -287,7 +276,7 @@ class DFLCriterion(Criterion):
         used = assigned.weight.flatten() > 0
         if self.class_weights:
             repeats = device_constant(self.class_weights, label.device).to(assigned.weight)[label]
-            assigned = Assignment(assigned.cell, assigned.weight * repeats.view_as(assigned.weight))
+            assigned = assigned._replace(weight=assigned.weight * repeats.view_as(assigned.weight))
         box, dfl = _box_sums(cells, corners, assigned)
         weights = assigned.weight.flatten()
         classes = cells.scores.shape[2]
@@ -299,53 +288,25 @@ class DFLCriterion(Criterion):
             cls = cls + torch.where(used, (repeats - 1) * rows.sum(1), 0).sum()
         return torch.stack((box, cls, dfl)), weights.sum().expand(3)
 
-    def for_gpu(self, recorded: Callable[[Function], Function]) -> Criterion:
-        """Return the criterion with padded targets; a subclass may read what a recording does not repeat."""
-        return PaddedCriterion(self, recorded) if type(self) is DFLCriterion else self
-
-    def objective(self, means: Tensor, images: int) -> Tensor:
-        """Return the sum of the terms, times the images of a step."""
-        return means.sum() * images
-
-    def weight(self, batch: Batch) -> float:
-        """Return 1: all batches of a validation count equally."""
-        return 1.0
-
-    def _cells(self, levels: Sequence[DFLLevel]) -> Cells:
-        strides = self._head.stride.to(levels[0].sides.device)
-        sides = torch.cat([by_cell(level.sides) for level in levels], 1)
-        scores = torch.cat([by_cell(level.scores) for level in levels], 1)
-        geometry = [cell_geometry(level.sides, stride) for level, stride in zip(levels, strides, strict=True)]
-        return Cells(at_least_float32(sides), at_least_float32(scores), torch.cat(geometry))
-
-
-def _corners(targets: Tensor, width: int, height: int) -> Tensor:
-    """Return the corners (m, 4) in pixels of targets (m, 6)."""
-    x, y, w, h = targets[:, 2:].unbind(1)
-    half_w, half_h = w / 2, h / 2
-    return torch.stack(((x - half_w) * width, (y - half_h) * height, (x + half_w) * width, (y + half_h) * height), 1)
-
 
 def _box_sums(cells: Cells, corners: Tensor, assigned: Assignment) -> tuple[Tensor, Tensor]:
     """Return the sums of the box and distribution terms over the assigned pairs of target and cell."""
-    weights = assigned.weight.flatten()
-    cell = assigned.cell.flatten()
+    weights, cell = assigned.weight.flatten(), assigned.cell.flatten()
     sides = cells.sides.reshape(-1, cells.sides.shape[2]).index_select(0, cell)
     x, y, pixels, _ = cells.geometry[cell % len(cells.geometry)].unbind(1)
     centre, pixels = torch.stack((x, y), 1), pixels[:, None]
     target = corners.repeat_interleave(assigned.cell.shape[1], 0)
     low, high = (centre - target[:, :2]) / pixels, (target[:, 2:] - centre) / pixels  # in strides
-    iou = complete_iou(_relative_box(*distances(sides).split(2, 1)), _relative_box(low, high))
+    predicted_low, predicted_high = distances(sides).split(2, 1)
+    iou = complete_iou(  # xywh relative to the cell's centre
+        torch.cat(((predicted_high - predicted_low) / 2, predicted_high + predicted_low), 1),
+        torch.cat(((high - low) / 2, high + low), 1),
+    )
     distance = torch.cat((low, high), 1).clamp(0, MAX_DISTANCE)
     is_assigned = weights > 0
     box = (torch.where(is_assigned, 1 - iou, 0) * weights).sum()
     dfl = (torch.where(is_assigned, _focal(sides, distance), 0) * weights).sum()
     return box, dfl
-
-
-def _relative_box(low: Tensor, high: Tensor) -> Tensor:
-    """Return xywh boxes (n, 4) relative to a point, from distances (n, 2) to left and top, and to right and bottom."""
-    return torch.cat(((high - low) / 2, high + low), 1)
 
 
 def _focal(sides: Tensor, distance: Tensor) -> Tensor:
@@ -361,25 +322,11 @@ def _focal(sides: Tensor, distance: Tensor) -> Tensor:
     return -(at_below * (below + 1 - distance) + at_above * (distance - below)).mean(1)
 
 
-MAX_SCORE_CHANNELS = 128  # largest number of hidden channels that the number of classes may give a class branch
-BIN_STEP = 0.5  # how much the initial logits of the distances decrease from bin to bin
-EXPECTED_OBJECTS = 5  # objects per level that an untrained head's class scores predict in an image of 640 px
-
-
-class DFLLevel(NamedTuple):
-    """The raw outputs of one level."""
-
-    sides: Tensor  # (b, 4 x 16, h, w): logits of the distances from a cell's centre to left, top, right and bottom
-    scores: Tensor  # (b, classes, h, w): logits
+# The layers
 
 
 class DFLBranches(nn.Module):
-    """The convolutions of one level: (b, c1, h, w) to a `DFLLevel`.
-
-    Args:
-        box: number of hidden channels of the box branch
-        score: number of hidden channels of the class branch
-    """
+    """The convolutions of one level: (b, c1, h, w) to a `DFLLevel`, with `box` and `score` hidden channels."""
 
     def __init__(self, c1: int, box: int, score: int, nc: int) -> None:
         super().__init__()
@@ -442,13 +389,22 @@ class DetectDFL(DetectionHead):
         """Return YOLOv9's loss; its class targets are soft already, so `label_smoothing` changes nothing."""
         return DFLCriterion(hyp, self, class_weights)
 
-    def view(self, outputs: list[DFLLevel], more: int = 0) -> DFLView:
-        """Return the plain view of raw outputs; `more` is ignored, as no task adds outputs to this head."""
-        return DFLView(outputs, self.stride.to(outputs[0].sides.device))
+    def candidates(self, view: HeadView, conf_thres: float) -> Iterator[Candidates]:
+        """Iterate over the boxes of groups of images whose best class score exceeds the threshold; others stay raw.
+
+        Boxes have no outputs after the class scores: no task adds any to this head.
+        """
+        *outputs, cells = join_cells(view.outputs, self.stride.float(), view.scale, view.skipped_level)
+        for sides, scores in image_groups(outputs):
+            image, box = (scores.amax(2).float() > least_logit(conf_thres)).nonzero(as_tuple=True)
+            xywh = decode_xywh(sides[image, box].float(), cells[box], view.mirrored_width)
+            rows = torch.cat((xywh, torch.ones_like(xywh[:, :1]), row_sigmoids([scores[image, box]])), 1)
+            yield Candidates(len(scores), image, rows, rows[:, :0])
 
     def decode(self, outputs: list[DFLLevel], more: int = 0) -> Tensor:
         """Return all boxes, (b, n, 4 + classes): xywh in pixels, class scores; by level, row, column."""
-        return decode(DFLView(outputs, self.stride.float()))
+        sides, scores, cells = join_cells(outputs, self.stride.float())
+        return torch.cat((decode_xywh(sides.float(), cells), scores.float().sigmoid()), 2)
 
     @staticmethod
     def scored(decoded: Tensor) -> Tensor:
@@ -462,27 +418,18 @@ class DetectDFL(DetectionHead):
         `transfer` has already loaded the box branches and, if they are as wide, the first layers of the class branches.
         Each row of the last layer is copied from the class of the same name, whatever its number; other classes are
         left unchanged.
-
-        Args:
-            prefix: prefix of the head's tensors in `state`
-            state: the file's tensors, by name
-            names: the file's class names, by number
-            new: the model's class names, by number
         """
-        same, taken = same_names(names, new), 0
-        for number, branches in enumerate(self.heads):
-            targets = [branches.get_parameter(f"class_conv.2.{part}") for part in ("weight", "bias")]
-            sources = [state.get(f"{prefix}.heads.{number}.class_conv.2.{part}") for part in ("weight", "bias")]
-            pairs = [
-                (target, source)
-                for target, source in zip(targets, sources, strict=True)
-                if source is not None and source.shape[1:] == target.shape[1:] and len(source) >= len(names)
-            ]
-            if len(pairs) == len(targets):
-                taken += 1
+        same, copied = same_names(names, new), 0
+        for level, branches in enumerate(self.heads):
+            parts = [f"class_conv.2.{part}" for part in ("weight", "bias")]
+            targets = [branches.get_parameter(part) for part in parts]
+            sources = [state.get(f"{prefix}.heads.{level}.{part}", torch.zeros(0)) for part in parts]
+            pairs = list(zip(targets, sources, strict=True))
+            if all(source.shape[1:] == target.shape[1:] and len(source) >= len(names) for target, source in pairs):
+                copied += 1
                 for target, source in pairs:
                     for row, of_file in same.items():
                         target[row] = source[of_file]
-        if not taken:
+        if not copied:
             return "from its head the boxes, not the classes: the layers before them differ"
         return f"from its head the boxes and {len(same) or 'none'} of {plural(len(new), 'class')}"

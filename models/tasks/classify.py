@@ -20,8 +20,6 @@ from torch.func import functional_call
 from models.layers import Classify
 from models.tasks.contract import (
     Criterion,
-    ExportModule,
-    ExportSettings,
     Image,
     LossTerms,
     Metrics,
@@ -120,8 +118,6 @@ class ClassificationPrediction(Prediction):
     """The probabilities of the classes in one image."""
 
     probabilities: Tensor  # float32 (classes,), on the CPU
-
-    VALUES = (*Prediction.VALUES, "probs", "top5")
 
     @property
     def array(self) -> np.ndarray:
@@ -372,11 +368,11 @@ class ClassificationTask(Task):
         images = batch.images.float(memory_format=layout(batch.images.device))  # type: ignore[call-arg]
         return images.div_(255).sub_(mean).div_(deviation)
 
-    def export_module(self, model: Model, settings: ExportSettings) -> ExportModule:
+    def export_module(self, model: Model, suppression: Thresholds | None) -> nn.Module:
         """Return the model with BatchNorm folded, which maps images from `inputs` to logits (b, classes)."""
         from models.ensemble import fuse
 
-        return ExportModule(fuse(model), None)
+        return fuse(model)
 
     def draw_batch(self, batch: Batch) -> Image:
         """Draw the images above their class names, with shares if an image is a mixture of two."""

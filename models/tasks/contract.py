@@ -1,8 +1,8 @@
 """The abstract classes that a task implements, and the types that it exchanges with the scripts.
 
-train.py, val.py, detect.py and export.py call these methods and do not contain a task's name. A task is a package next
-to this module, a data set in data/, and one entry in `TASKS` (models/tasks/__init__.py). It may import utils, but not
-data/.
+train.py, val.py, detect.py and export.py call these methods and do not contain a task's name. A task is a module beside
+this one (or a file of the user's), a data set in data/, and one entry in `TASKS` (models/tasks/__init__.py). It may
+import utils, but not data/.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 from torch import Tensor, nn
@@ -193,6 +193,7 @@ class Thresholds:
     agnostic_nms: bool = False  # whether predictions of different classes suppress each other too
     one_class: bool = False  # whether a box counts for its most probable class only
     retina_masks: bool = False  # whether masks are scaled to the file before the threshold, not after it
+    max_det_per_class: int = 300  # predictions per image and class, in an exported file
 
     def refuse_unknown_classes(self, names: Mapping[int, str]) -> None:
         """Raise `UserError` if `classes` has a number that is not in `names`, the classes of the model."""
@@ -209,11 +210,7 @@ class Postprocess(ABC):
 
     @abstractmethod
     def __call__(self, views: Sequence[View], batch: Batch) -> Sequence[Prediction]:
-        """Return a prediction for each image.
-
-        Args:
-            views: views of all models of an ensemble, model by model
-        """
+        """Return a prediction for each image, from the views of all models of an ensemble, model by model."""
 
 
 class Metrics(ABC):
@@ -240,32 +237,8 @@ class Metrics(ABC):
         return []
 
     def pictures(self, summary: Summary, split: Split, side: int) -> dict[str, Image]:
-        """Return pictures for the run folder, by name; none by default.
-
-        Args:
-            side: longer side of an image in pixels
-        """
+        """Return pictures for the run folder, by name, whose longer side is `side` pixels; none by default."""
         return {}
-
-
-@dataclass(frozen=True)
-class ExportSettings:
-    """export.py's flags for suppression inside an exported file."""
-
-    nms: bool = False
-    agnostic_nms: bool = False
-    topk_per_class: int = 100
-    topk_all: int = 100
-    iou_thres: float = 0.45
-    conf_thres: float = 0.25
-
-
-class ExportModule(NamedTuple):
-    """The module to export and the settings of its suppression."""
-
-    module: nn.Module  # takes images (b, 3, h, w), as `Task.inputs` makes them
-    # conf_thres, iou_thres, most (detections per image), most_per_class, agnostic; None without suppression
-    suppression: dict[str, Any] | None
 
 
 class Task(ABC):
@@ -298,20 +271,8 @@ class Task(ABC):
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> Model:
         """Build the model of a YAML for this task's classes and images of about `imgsz` pixels.
 
-        Raises `UserError` if the YAML does not describe a model of this task.
-
-        Args:
-            source: name of the YAML in errors
+        Raises `UserError`, which names `source`, if the YAML does not describe a model of this task.
         """
-
-    @classmethod
-    def features_of(cls, yaml: Mapping[str, Any]) -> frozenset[str]:
-        """Return the `features` of the model of a YAML, which may depend on the model."""
-        return cls.features
-
-    def loss_names_of(self, model: Model) -> tuple[str, ...]:
-        """Return the names of the terms of `model`'s loss: `loss_names`, unless they depend on the model."""
-        return self.loss_names
 
     @abstractmethod
     def criterion(self, model: Model) -> Criterion:
@@ -326,23 +287,31 @@ class Task(ABC):
 
     @abstractmethod
     def metrics(self, shown: frozenset[int] = frozenset()) -> Metrics:
-        """Return the metrics.
-
-        Args:
-            shown: indices of the images to draw, whose predictions are stored
-        """
+        """Return the metrics; `shown` are the indices of the images to draw, whose predictions are stored."""
 
     @abstractmethod
     def inputs(self, batch: Batch) -> Tensor:
         """Return the model's input, float (b, 3, h, w)."""
 
     @abstractmethod
-    def export_module(self, model: Model, settings: ExportSettings) -> ExportModule:
-        """Return the module to export, with BatchNorm folded into convolutions."""
+    def export_module(self, model: Model, suppression: Thresholds | None) -> nn.Module:
+        """Return the module to export, with BatchNorm folded into convolutions, for images as `inputs` makes them.
+
+        Raises `UserError` if it cannot have a suppression of predictions, whose limits are `suppression`, in it.
+        """
 
     @abstractmethod
     def draw_batch(self, batch: Batch) -> Image:
         """Draw a training batch as the model gets it, with its targets."""
+
+    @classmethod
+    def features_of(cls, yaml: Mapping[str, Any]) -> frozenset[str]:
+        """Return the `features` of the model of a YAML, which may depend on the model."""
+        return cls.features
+
+    def loss_names_of(self, model: Model) -> tuple[str, ...]:
+        """Return the names of the terms of `model`'s loss: `loss_names`, unless they depend on the model."""
+        return self.loss_names
 
     def model_yaml(self, yaml: Mapping[str, Any]) -> dict[str, Any]:
         """Return a model's YAML with the changes that hyperparameters make. Not called for a resumed run."""
@@ -361,9 +330,7 @@ class Task(ABC):
         return ()
 
     def keep_head(self, model: Model, state: Mapping[str, Tensor], names: Mapping[int, str]) -> str:
-        """Load the usable parts of a weight file's last layer for other classes; return in words which.
-
-        Returns '' if the task does not try to.
+        """Load the usable parts of a weight file's last layer for other classes; return in words which, '' if none.
 
         Args:
             state: the file's tensors, by name
@@ -371,6 +338,5 @@ class Task(ABC):
         """
         return ""
 
-    def adapt(self, model: Model, split: Any) -> list[str]:
-        """Adapt `model` to the training split before the first step, for example by AutoAnchor; return messages."""
-        return []
+    def adapt(self, model: Model, split: Any) -> None:  # noqa: B027  # most tasks adapt nothing
+        """Adapt `model` to the training split before the first step, for example by AutoAnchor, and log how."""

@@ -1,11 +1,15 @@
-"""`DetectionTask`: the factory of a detector's model, criterion, postprocess and metrics. Named in models/tasks."""
+"""`DetectionTask`: a detector's model, loss, suppression, exported module and metrics. Named by `TASKS`.
+
+`BoxTask` is its half that knows no network, for tasks of other networks that predict upright boxes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
@@ -13,14 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.heads.anchors import LOSS_NAMES, Detect
-from models.heads.contract import BoxView, Candidates, DetectionHead, HeadView, head_of, image_groups, xywh_to_xyxy
+from models.heads.contract import BoxView, Candidates, DecodedView, DetectionHead, head_of, xywh_to_xyxy
 from models.heads.dfl import DetectDFL
 from models.layers import Head
 from models.loading import head_prefix, head_tensors
 from models.tasks.contract import (
     Criterion,
-    ExportModule,
-    ExportSettings,
     Image,
     Model,
     Postprocess,
@@ -37,21 +39,15 @@ from utils.batch import Batch, BoxSplit, ImageInfo, layout
 from utils.config.hyperparameters import Augmentation, Hyperparameters, Recipes, keys_of
 from utils.plots.drawing import draw_targets
 
-
-class DecodedView(NamedTuple):
-    """The boxes of an exported file."""
-
-    boxes: Tensor  # (b, n, 5 + classes + more): xywh in pixels of the batch, objectness, class scores, other outputs
-    outputs: None = None  # exported files return no raw maps for a loss
-    more: int = 0
-
-    def candidates(self, conf_thres: float) -> Iterator[Candidates]:
-        """Iterate over the boxes of groups of images whose objectness exceeds the threshold."""
-        end = self.boxes.shape[2] - self.more
-        for (group,) in image_groups([self.boxes]):
-            image, box = (group[..., 4] > conf_thres).nonzero(as_tuple=True)
-            rows = group[image, box].float()
-            yield Candidates(len(group), image, rows[:, :end], rows[:, end:])
+MAX_CANDIDATES = 30_000  # most confident candidates of an image that are compared
+FIRST_CANDIDATES_PER_DETECTION = 3  # first round's candidates, per detection that an image may have
+CANDIDATE_GROWTH = 3  # factor of the number of candidates in each further round
+MAX_TOGETHER = 1024  # largest `max_det` for `batch_nms`, which holds the remaining boxes in registers
+# Pixels that separate the boxes of two classes, so that these never overlap; more than any image's side.
+CLASS_OFFSET_PIXELS = 7680
+EXPORTED_CANDIDATES_PER_DETECTION = 10  # pairs of box and class that an exported file compares
+PADDING_GREY = 0.447  # value, in 0 to 1, around a scaled image: near the mean of ImageNet's channels
+AUGMENTATIONS = ((1.0, False), (0.83, True), (0.67, False))  # scales of --augment's copies; mirrored; as in YOLOv5
 
 
 class SuppressedView(NamedTuple):
@@ -65,12 +61,7 @@ class SuppressedView(NamedTuple):
 DetectionView: TypeAlias = BoxView | SuppressedView
 
 
-MAX_CANDIDATES = 30_000  # most confident candidates of an image that are compared
-FIRST_CANDIDATES_PER_DETECTION = 3  # first round's candidates, per detection that an image may have
-CANDIDATE_GROWTH = 3  # factor of the number of candidates in each further round
-MAX_TOGETHER = 1024  # largest `max_det` for `batch_nms`, which holds the remaining boxes in registers
-# Pixels that separate the boxes of two classes, so that these never overlap; more than any image's side.
-CLASS_OFFSET_PIXELS = 7680
+# Suppression
 
 
 class Detected(NamedTuple):
@@ -104,14 +95,9 @@ def detect_with_more(views: Sequence[BoxView], thresholds: Thresholds) -> list[D
         scores, image = _joined([part.scores for part in parts]), _joined([part.image for part in parts])
         more = _joined([functional.pad(part.more, (0, width - part.more.shape[1])) for part in parts])
         view = _joined([part.image.new_full((len(part.image),), number) for number, part in enumerate(parts)])
-        boxes, row, counts = _suppress_images(Candidates(parts[0].images, image, scores, more), thresholds)
+        boxes, row, counts = suppress(Candidates(parts[0].images, image, scores, more), thresholds)
         detected += map(Detected, *(torch.split(column, counts) for column in (boxes, more[row], view[row])))
     return detected
-
-
-def filter_detections(view: SuppressedView, thresholds: Thresholds) -> list[Tensor]:
-    """Return each image's detections (k, 6) in a suppressed view that the thresholds allow."""
-    return [image[rows] for image, rows in zip(view.detections, allowed_rows(view, thresholds), strict=True)]
 
 
 def allowed_rows(view: SuppressedView, thresholds: Thresholds) -> list[Tensor]:
@@ -126,17 +112,24 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([*parts]) if len(parts) > 1 else parts[0]
 
 
-def _suppress_images(given: Candidates, thresholds: Thresholds) -> tuple[Tensor, Tensor, list[int]]:
+def suppress(given: Candidates, thresholds: Thresholds) -> tuple[Tensor, Tensor, list[int]]:
     """Return the detections (k, 6) of images, their rows in `given`, int64 (k,), and the number in each image."""
-    if given.scores.is_cuda and thresholds.max_det <= MAX_TOGETHER and (nms := _batch_nms(thresholds.max_det)):
-        return suppress_together(given, thresholds, nms)
-    if given.images == 1:
-        boxes, row = suppress(given.scores, thresholds)
-        return boxes, row, [len(row)]
-    rows = [(given.image == number).nonzero()[:, 0] for number in range(given.images)]
-    images = [suppress(given.scores[of_image], thresholds) for of_image in rows]
-    row = torch.cat([of_image[row] for of_image, (_, row) in zip(rows, images, strict=True)])
-    return torch.cat([boxes for boxes, _ in images]), row, [len(boxes) for boxes, _ in images]
+    nms = _batch_nms(thresholds.max_det) if given.scores.is_cuda and thresholds.max_det <= MAX_TOGETHER else None
+    scores, image = _allowed_scores(given.scores, thresholds), given.image
+    offset = 0 if thresholds.agnostic_nms else CLASS_OFFSET_PIXELS
+    confidence = scores[:, 5:] * scores[:, 4:5]
+    row, label = (confidence > thresholds.conf_thres).nonzero(as_tuple=True)
+    confidence, order = confidence[row, label].sort(descending=True, stable=True)
+    image, by_image = image[row[order]].sort(stable=True)
+    order = order[by_image]  # by image, then in falling confidence
+    row = row[order]
+    boxes = torch.cat((xywh_to_xyxy(scores[row, :4]), confidence[by_image, None], label[order, None].float()), 1)
+    starts = torch.searchsorted(image, torch.arange(given.images + 1, device=image.device))
+    planes = boxes[:, :4] + boxes[:, 5:] * offset
+    remaining = (nms or nms_by_image)(planes, starts, thresholds.iou_thres, MAX_CANDIDATES, thresholds.max_det)
+    is_box = remaining >= 0
+    remaining = remaining[is_box]
+    return boxes[remaining], row[remaining], is_box.sum(1).tolist()
 
 
 @cache
@@ -151,56 +144,25 @@ def _batch_nms(max_det: int) -> Callable[..., Tensor] | None:
     return None
 
 
-def suppress_together(
-    given: Candidates, thresholds: Thresholds, nms: Callable[..., Tensor]
-) -> tuple[Tensor, Tensor, list[int]]:
-    """Return what `suppress` returns for each image, one after the other, and the number in each; nms: `batch_nms`."""
-    scores, image = _allowed_scores(given.scores, thresholds), given.image
-    offset = 0 if thresholds.agnostic_nms else CLASS_OFFSET_PIXELS
-    confidence = scores[:, 5:] * scores[:, 4:5]
-    row, label = (confidence > thresholds.conf_thres).nonzero(as_tuple=True)
-    confidence, order = confidence[row, label].sort(descending=True, stable=True)
-    image, by_image = image[row[order]].sort(stable=True)
-    order = order[by_image]  # by image, then in falling confidence
-    row = row[order]
-    boxes = torch.cat((xywh_to_xyxy(scores[row, :4]), confidence[by_image, None], label[order, None].float()), 1)
-    starts = torch.searchsorted(image, torch.arange(given.images + 1, device=image.device))
-    planes = boxes[:, :4] + boxes[:, 5:] * offset
-    remaining = nms(planes, starts, thresholds.iou_thres, MAX_CANDIDATES, thresholds.max_det)
-    is_box = remaining >= 0
-    remaining = remaining[is_box]
-    return boxes[remaining], row[remaining], is_box.sum(1).tolist()
-
-
-def suppress(scores: Tensor, thresholds: Thresholds) -> tuple[Tensor, Tensor]:
-    """Return the detections (k, 6) of one image, and their rows in `scores`, int64 (k,).
+def nms_by_image(boxes: Tensor, starts: Tensor, iou_thres: float, most: int, max_det: int) -> Tensor:
+    """Return what `batch_nms` returns.
 
     Only more confident boxes suppress a box, so a few hundred of the most confident usually suffice. If too few of them
     remain, less confident boxes are compared with the remaining ones: a suppressed box suppresses nothing.
-
-    Args:
-        scores: boxes (n, 5 + classes) that may exceed the threshold, see `Candidates`
-        thresholds: limits on the detections
     """
     from torchvision.ops import nms  # imported here because it takes over a second: errors in flags are reported before
 
-    scores = _allowed_scores(scores, thresholds)
-    offset = 0 if thresholds.agnostic_nms else CLASS_OFFSET_PIXELS
-    best = scores[:, 5:].amax(1) * scores[:, 4]
-    detections, rows, compared = scores.new_zeros(0, 6), torch.zeros(0, dtype=torch.long, device=scores.device), 0
-    count = min(FIRST_CANDIDATES_PER_DETECTION * thresholds.max_det, MAX_CANDIDATES)
-    while True:
-        row, label, confidence = _most_confident(scores, best, thresholds.conf_thres, count)
-        new_rows = row[compared:]
-        boxes = xywh_to_xyxy(scores[new_rows, :4])
-        new = torch.cat((boxes, confidence[compared:, None], label[compared:, None]), 1)
-        detections, rows = torch.cat((detections, new)), torch.cat((rows, new_rows))
-        planes = detections[:, :4] + detections[:, 5:] * offset
-        remaining = nms(planes, detections[:, 4], thresholds.iou_thres)
-        detections, rows = detections[remaining], rows[remaining]
-        if len(detections) >= thresholds.max_det or len(row) < count or count == MAX_CANDIDATES:
-            return detections[: thresholds.max_det], rows[: thresholds.max_det]
-        compared, count = count, min(count * CANDIDATE_GROWTH, MAX_CANDIDATES)
+    found = torch.full((len(starts) - 1, max_det), -1, device=boxes.device)
+    for of_image, (start, end) in zip(found, pairwise(starts.tolist()), strict=True):
+        remaining, compared, count = starts[:0], start, FIRST_CANDIDATES_PER_DETECTION * max_det
+        while len(remaining) < max_det and compared < min(end, start + most):
+            stop = min(end, start + min(count, most))
+            remaining = torch.cat((remaining, torch.arange(compared, stop, device=boxes.device)))
+            falling = -torch.arange(len(remaining), device=boxes.device, dtype=torch.float32)
+            remaining = remaining[nms(boxes[remaining], falling, iou_thres)]
+            compared, count = stop, count * CANDIDATE_GROWTH
+        of_image[: len(remaining)] = remaining[:max_det]
+    return found
 
 
 def _allowed_scores(scores: Tensor, thresholds: Thresholds) -> Tensor:
@@ -222,113 +184,13 @@ def _of_classes(labels: Tensor, thresholds: Thresholds) -> Tensor:
     return torch.isin(labels, torch.tensor(thresholds.classes, device=labels.device))
 
 
-def _most_confident(scores: Tensor, best: Tensor, conf_thres: float, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first `count` candidates in falling confidence: row of `scores`, class, confidence, (count,) each.
-
-    Args:
-        scores: boxes (n, 5 + classes)
-        best: highest confidence (n,) of each box
-    """
-    least = best.new_zeros(())
-    if count < len(best):  # `count` rows have a candidate that reaches `least`
-        least = best.nan_to_num(0).topk(count, sorted=False).values.amin()
-    (rows,) = (~((best <= conf_thres) | (best < least))).nonzero(as_tuple=True)  # true for rows with a NaN too
-    confidence = scores[rows, 5:] * scores[rows, 4:5]
-    row, label = ((confidence > conf_thres) & (confidence >= least)).nonzero(as_tuple=True)
-    confidence, order = confidence[row, label].sort(descending=True, stable=True)
-    order = order[:count]
-    return rows[row[order]], label[order].float(), confidence[:count]
+# From outputs to predictions
 
 
-PADDING_GREY = 0.447  # value, in 0 to 1, around a scaled image: near the mean of ImageNet's channels
-
-
-class ScaledCopy(NamedTuple):
-    """A scaled and possibly mirrored copy of a batch of images, for --augment."""
-
-    scale: float
-    mirrored: bool
-
-    def apply(self, images: Tensor, stride: int) -> tuple[Tensor, tuple[float, float]]:
-        """Return the augmented images and the exact scale of width and height, after rounding to whole pixels.
-
-        The images, (b, c, h, w) in 0 to 1, are padded on the right and below to whole strides.
-        """
-        if self.mirrored:
-            images = images.flip(3)
-        if self.scale == 1:
-            return images, (1.0, 1.0)
-        sides = images.shape[2:]
-        height, width = (int(side * self.scale) for side in sides)
-        below, right = (math.ceil(side / stride) * stride - side for side in (height, width))
-        small = functional.interpolate(images, size=(height, width), mode="bilinear", align_corners=False)
-        padded = functional.pad(small, (0, right, 0, below), value=PADDING_GREY)
-        return padded, (width / sides[1], height / sides[0])
-
-
-AUGMENTATIONS = (ScaledCopy(1.0, False), ScaledCopy(0.83, True), ScaledCopy(0.67, False))  # as in YOLOv5
-
-
-class DetectionPostprocess(Postprocess):
-    """Run one or several models on views of images and detect the objects in them.
-
-    Args:
-        names: class names, by number
-    """
-
-    def __init__(self, names: Mapping[int, str], thresholds: Thresholds) -> None:
-        """Raise `UserError` if `thresholds` name an unknown class."""
-        thresholds.refuse_unknown_classes(names)
-        self.names, self.thresholds = dict(names), thresholds
-
-    def views(self, model: Model, inputs: Tensor, augment: bool) -> list[DetectionView]:
-        """Run `model` on `inputs` or, if `augment`, on each of `AUGMENTATIONS`, the first of which is the identity.
-
-        With `augment` the first view skips the coarsest level's boxes, and the last view the finest level's: the other
-        views are better for objects of these sizes.
-        """
-        if not augment:
-            return [_view(model, model(inputs))]
-        views: list[HeadView] = []
-        for augmentation in AUGMENTATIONS:
-            images, scale = augmentation.apply(inputs, model.stride)
-            mirrored_width = inputs.shape[3] if augmentation.mirrored else 0
-            views.append(head_of(model).view(model(images)).augmented(scale, mirrored_width))
-        strides = views[0].strides.tolist()
-        if len(strides) > 1:
-            coarsest, finest = (strides.index(choose(strides)) for choose in (max, min))
-            views[0], views[-1] = views[0].without_level(coarsest), views[-1].without_level(finest)
-        return [*views]
-
-    def __call__(self, views: Sequence[View], batch: Batch) -> list[DetectionPrediction]:
-        """Return the detections of each image. The boxes of all views, of one or several models, suppress each other; a
-        `SuppressedView` is always the only view."""
-        detection_views = cast("Sequence[DetectionView]", views)
-        infos: Sequence[ImageInfo] = batch.infos
-        if isinstance(detection_views[0], SuppressedView):
-            detections = filter_detections(detection_views[0], self.thresholds)
-        else:
-            detections = detect(
-                [view for view in detection_views if not isinstance(view, SuppressedView)], self.thresholds
-            )
-        iou_thres = self.thresholds.iou_thres
-        return [
-            DetectionPrediction(info.image, info.path, self.names, info.size, boxes, info.rows, iou_thres)
-            for boxes, info in zip(boxes_in_files(detections, infos), infos, strict=True)
-        ]
-
-
-def _view(model: Model, outputs: Any) -> DetectionView:
-    """Return the view of a network's raw outputs, or of an exported file's boxes or detections."""
-    if model.head is not None:
-        return head_of(model).view(outputs)
-    return DecodedView(_scored(model, outputs)) if isinstance(outputs, Tensor) else SuppressedView(*outputs)
-
-
-def _scored(model: Model, decoded: Tensor) -> Tensor:
-    """Return an exported file's boxes with objectness added if they lack it, (b, n, 5 + classes)."""
-    head = head_class(model.yaml)
-    return head.scored(decoded) if head and issubclass(head, DetectionHead) else decoded
+def _detection_head(yaml: Mapping[str, Any]) -> type[DetectionHead] | None:
+    """Return the class of a model YAML's head; None if it is not a detection head, which building the model reports."""
+    head = head_class(yaml)
+    return head if head and issubclass(head, DetectionHead) else None
 
 
 def boxes_in_files(detections: Sequence[Tensor], infos: Sequence[ImageInfo]) -> list[Tensor]:
@@ -346,28 +208,87 @@ def boxes_in_files(detections: Sequence[Tensor], infos: Sequence[ImageInfo]) -> 
     return list(torch.split(torch.cat((corners, rows[:, 4:]), 1), counts))
 
 
-CANDIDATES_PER_DETECTION = 10  # pairs of box and class that enter suppression, per detection of an image
+def box_predictions(
+    detections: Sequence[Tensor], batch: Batch, names: Mapping[int, str], thresholds: Thresholds
+) -> list[DetectionPrediction]:
+    """Return the prediction for each image of a batch.
+
+    Args:
+        detections: of each image, in falling confidence, (k, 6): xyxy in pixels of the batch, confidence, class
+    """
+    infos: Sequence[ImageInfo] = batch.infos
+    return [
+        DetectionPrediction(info.image, info.path, names, info.size, boxes, info.rows, thresholds.iou_thres)
+        for boxes, info in zip(boxes_in_files(detections, infos), infos, strict=True)
+    ]
 
 
-class GraphSuppression(NamedTuple):
-    """The settings of the suppression inside an exported file, named as in its metadata."""
+def scaled_copy(images: Tensor, scale: float, mirrored: bool, stride: int) -> tuple[Tensor, tuple[float, float]]:
+    """Return a copy of images (b, c, h, w) in 0 to 1 for --augment, padded on the right and below to whole strides.
 
-    conf_thres: float = 0.25
-    iou_thres: float = 0.45
-    most: int = 100  # detections per image
-    most_per_class: int = 100
-    agnostic: bool = False  # whether boxes of different classes suppress each other
+    Also returns the exact scale of width and height, after rounding to whole pixels.
+    """
+    if mirrored:
+        images = images.flip(3)
+    if scale == 1:
+        return images, (1.0, 1.0)
+    sides = images.shape[2:]
+    height, width = (int(side * scale) for side in sides)
+    below, right = (math.ceil(side / stride) * stride - side for side in (height, width))
+    small = functional.interpolate(images, size=(height, width), mode="bilinear", align_corners=False)
+    padded = functional.pad(small, (0, right, 0, below), value=PADDING_GREY)
+    return padded, (width / sides[1], height / sides[0])
 
 
-def graph_suppression(settings: ExportSettings) -> GraphSuppression:
-    """Return the suppression settings that export.py's flags ask for."""
-    return GraphSuppression(
-        settings.conf_thres,
-        settings.iou_thres,
-        settings.topk_all,
-        min(settings.topk_per_class, settings.topk_all),
-        settings.agnostic_nms,
-    )
+class DetectionPostprocess(Postprocess):
+    """Run one or several models on views of images and detect the objects in them."""
+
+    def __init__(self, names: Mapping[int, str], thresholds: Thresholds) -> None:
+        """Raise `UserError` if `thresholds` name a class that is not in `names`."""
+        thresholds.refuse_unknown_classes(names)
+        self.names, self.thresholds = dict(names), thresholds
+
+    def views(self, model: Model, inputs: Tensor, augment: bool) -> list[DetectionView]:
+        """Run `model` on `inputs` or, if `augment`, on each of `AUGMENTATIONS`, the first of which is the identity.
+
+        With `augment` the first view skips the coarsest level's boxes, and the last view the finest level's: the other
+        views are better for objects of these sizes.
+        """
+        if not augment:
+            return [self._plain_view(model, model(inputs))]
+        views = []
+        for scale, mirrored in AUGMENTATIONS:
+            images, exact_scale = scaled_copy(inputs, scale, mirrored, model.stride)
+            view = head_of(model).view(model(images))
+            views.append(view._replace(scale=exact_scale, mirrored_width=inputs.shape[3] if mirrored else 0))
+        strides = head_of(model).stride.tolist()
+        if len(strides) > 1:
+            views[0] = views[0]._replace(skipped_level=strides.index(max(strides)))
+            views[-1] = views[-1]._replace(skipped_level=strides.index(min(strides)))
+        return [*views]
+
+    @staticmethod
+    def _plain_view(model: Model, outputs: Any) -> DetectionView:
+        """Return the view of a network's raw outputs, or of an exported file's boxes or detections."""
+        if model.head is not None:
+            return head_of(model).view(outputs)
+        if not isinstance(outputs, Tensor):
+            return SuppressedView(*outputs)
+        head = _detection_head(model.yaml)
+        return DecodedView(head.scored(outputs) if head else outputs)
+
+    def __call__(self, views: Sequence[View], batch: Batch) -> list[DetectionPrediction]:
+        """Return the detections of each image. The boxes of all views, of one or several models, suppress each other; a
+        `SuppressedView` is always the only view."""
+        if isinstance(view := views[0], SuppressedView):
+            rows = allowed_rows(view, self.thresholds)
+            detections = [image[of_image] for image, of_image in zip(view.detections, rows, strict=True)]
+        else:
+            detections = detect(cast("Sequence[BoxView]", views), self.thresholds)
+        return box_predictions(detections, batch, self.names, self.thresholds)
+
+
+# Modules of exported files
 
 
 class DecodedDetector(nn.Module):
@@ -384,23 +305,26 @@ class DecodedDetector(nn.Module):
 
 
 class SuppressedDetector(nn.Module):
-    """A `DecodedDetector` with non-maximum suppression. No shape depends on the number of detections."""
+    """A `DecodedDetector` with non-maximum suppression. No shape depends on the number of detections.
 
-    def __init__(self, decoding: DecodedDetector, settings: GraphSuppression) -> None:
+    Detections are `max_det` for each image, at most `max_det_per_class` of a class, padded with rows of zeros.
+    """
+
+    def __init__(self, decoding: DecodedDetector, thresholds: Thresholds) -> None:
         import torchvision.ops  # noqa: F401  # imported here because torch.jit.trace fails if it traces the first import
 
         super().__init__()
-        self.decoding, self.settings = decoding, settings
+        self.decoding, self.thresholds = decoding, thresholds
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Map images (b, 3, h, w), in 0 to 1, to detections (b, most, 6) and the number of each image's, int32 (b,).
+        """Map images (b, 3, h, w), in 0 to 1, to detections (b, max_det, 6) and the number of each image's, int32 (b,).
 
-        Detections are xyxy in pixels, confidence and class, in falling confidence, padded with rows of zeros.
+        Detections are xyxy in pixels, confidence and class, in falling confidence.
         """
         return self.select(self.decoding.head.scored(self.decoding(images)))[:2]
 
     def select(self, decoded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return detections and their numbers like `forward`, and the index of each detection's box, int64 (b, most).
+        """Return detections and numbers like `forward`, and the index of each detection's box, int64 (b, max_det).
 
         The index of a padding row is any number below n.
 
@@ -409,9 +333,9 @@ class SuppressedDetector(nn.Module):
         """
         boxes, label, confidence, box = self._candidates(decoded)
         confidence = confidence * self._not_suppressed(boxes, label, confidence)
-        if self.settings.most_per_class < self.settings.most:
+        if self.thresholds.max_det_per_class < self.thresholds.max_det:
             confidence = confidence * self._within_class(label, confidence)
-        best, order = confidence.topk(self.settings.most)
+        best, order = confidence.topk(self.thresholds.max_det)
         rows = torch.cat((boxes, label[..., None]), 2)
         rows = rows.gather(1, order[..., None].expand(-1, -1, 5))
         valid = (best > 0).float()[..., None]
@@ -423,7 +347,7 @@ class SuppressedDetector(nn.Module):
 
         The pairs are in falling confidence; a confidence that does not exceed the threshold is set to 0.
         """
-        count, classes = CANDIDATES_PER_DETECTION * self.settings.most, decoded.shape[2] - 5
+        count, classes = EXPORTED_CANDIDATES_PER_DETECTION * self.thresholds.max_det, decoded.shape[2] - 5
         # A small image has fewer boxes, hence the padding.
         decoded = torch.cat((decoded, decoded.new_zeros(1, 1, 1).expand(decoded.shape[0], count, classes + 5)), 1)
         # k boxes are enough: each of the k most confident pairs belongs to a box whose best pair is as confident.
@@ -432,7 +356,7 @@ class SuppressedDetector(nn.Module):
         confidence, pair = (rows[..., 5:] * rows[..., 4:5]).flatten(1).topk(count)
         row = torch.div(pair, classes, rounding_mode="floor")
         boxes = xywh_to_xyxy(rows[..., :4]).gather(1, row[..., None].expand(-1, -1, 4))
-        confidence = confidence * (confidence > self.settings.conf_thres)
+        confidence = confidence * (confidence > self.thresholds.conf_thres)
         return boxes, (pair - row * classes).float(), confidence, box.gather(1, row)
 
     def _not_suppressed(self, boxes: Tensor, label: Tensor, confidence: Tensor) -> Tensor:
@@ -444,31 +368,54 @@ class SuppressedDetector(nn.Module):
 
         count, k = label.shape
         image = torch.arange(count, device=label.device, dtype=boxes.dtype)[:, None].expand(-1, k)
-        plane = torch.zeros_like(label) if self.settings.agnostic else label
+        plane = torch.zeros_like(label) if self.thresholds.agnostic_nms else label
         offset = torch.stack((plane, image), 2) * CLASS_OFFSET_PIXELS
-        remaining = nms((boxes + offset.repeat(1, 1, 2)).flatten(0, 1), confidence.flatten(), self.settings.iou_thres)
+        remaining = nms((boxes + offset.repeat(1, 1, 2)).flatten(0, 1), confidence.flatten(), self.thresholds.iou_thres)
         return torch.zeros_like(confidence).flatten().index_fill(0, remaining, 1.0).view_as(confidence)
 
     def _within_class(self, label: Tensor, confidence: Tensor) -> Tensor:
-        """Return which candidates are among the `most_per_class` most confident of their class, (b, k), 0 or 1."""
+        """Return which candidates are among the most confident of their class, (b, k), 0 or 1."""
         classes = torch.arange(self.decoding.head.nc, device=label.device)
         of_class = (label[..., None] == classes).float() * (confidence > 0)[..., None]
         rank = of_class.cumsum(1)
-        return (of_class * (rank <= self.settings.most_per_class)).amax(2)
+        return (of_class * (rank <= self.thresholds.max_det_per_class)).amax(2)
 
 
-class DetectionTask(Task):
-    """Object detection, as in YOLOv5."""
+# Tasks
+
+
+class BoxTask(Task):
+    """Upright boxes from any network: metrics, predictions, inputs, pictures and COCO rows.
+
+    The task of a network that is not built from rows of a model YAML derives from this class, and defines `recipe`,
+    `recipes`, `loss_names`, `build_model`, `criterion`, `postprocess` (see `box_predictions`) and `export_module`.
+    """
+
+    metric_names: ClassVar[tuple[str, ...]] = DETECTION_METRICS
+    prediction: ClassVar[type[Prediction] | None] = DetectionPrediction
+    features = frozenset({"mixing", "augmentation", "padding", "detections", "boxes", "copies", "examples"})
+
+    def metrics(self, shown: frozenset[int] = frozenset()) -> DetectionMetrics:
+        """Return precision, recall and mean average precision; `shown` are the indices of the images to draw."""
+        return DetectionMetrics(self.names, shown)
+
+    def inputs(self, batch: Batch) -> Tensor:
+        """Return the images as float32 (b, 3, h, w) in 0 to 1."""
+        return batch.images.float(memory_format=layout(batch.images.device)).div_(255)  # type: ignore[call-arg]
+
+    def draw_batch(self, batch: Batch) -> Image:
+        """Draw a grid of the batch's images with their targets."""
+        return draw_targets(batch.images.cpu().numpy(), batch.targets.cpu().numpy(), self.names)
+
+
+class DetectionTask(BoxTask):
+    """Object detection by the models of YOLOv5 and YOLOv9: rows of a model YAML, the last of them a `DetectionHead`."""
 
     loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
-    metric_names: ClassVar[tuple[str, ...]] = DETECTION_METRICS
     recipe = Hyperparameters
     recipes = Recipes(trained="finetune", few="scratch-small", many="low", yolov5="low")
-    prediction: ClassVar[type[Prediction] | None] = DetectionPrediction
     official_weights = r"yolov5[nsmlx]6?\.pt|v9-[tsmc]\.pt"
-    features = frozenset(
-        {"mixing", "augmentation", "padding", "detections", "suppression", "boxes", "copies", "examples"}
-    )
+    features = BoxTask.features | {"suppression"}
     heads: ClassVar[tuple[type[Head], ...]] = (Detect, DetectDFL)  # heads that its models may have; the usual one first
     # Modules of exported files, without and with suppression.
     export_modules: ClassVar[tuple[type[DecodedDetector], type[SuppressedDetector]]] = (
@@ -485,17 +432,16 @@ class DetectionTask(Task):
     @classmethod
     def features_of(cls, yaml: Mapping[str, Any]) -> frozenset[str]:
         """Return `features` and the features of the head of a YAML's model."""
-        head = head_class(yaml)
-        return cls.features | (head.features if head and issubclass(head, DetectionHead) else frozenset())
+        head = _detection_head(yaml)
+        return cls.features | (head.features if head else frozenset())
 
     def unread(self, yaml: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the detector's keys that neither augmentation nor the head of a YAML's model reads.
 
         Keys that a derived task adds are not among them.
         """
-        head = head_class(yaml)
-        if head is None or not issubclass(head, DetectionHead):
-            return ()  # building the model reports it
+        if not (head := _detection_head(yaml)):
+            return ()
         read = keys_of(Augmentation) | {"keep_head"} | head.hyperparameters
         return tuple(key for key in Hyperparameters.__dataclass_fields__ if key not in read)
 
@@ -518,8 +464,8 @@ class DetectionTask(Task):
 
     def loss_names_of(self, model: Model) -> tuple[str, ...]:
         """Return the names of the terms of the loss of `model`'s head."""
-        head = type(model.head) if model.head else head_class(model.yaml)
-        return head.loss_names if head and issubclass(head, DetectionHead) else self.loss_names
+        head = _detection_head(model.yaml)
+        return head.loss_names if head else self.loss_names
 
     def criterion(self, model: Model) -> Criterion:
         """Return the loss of `model`, as its head defines it; for an exported file every term is NaN."""
@@ -531,31 +477,16 @@ class DetectionTask(Task):
         """Return the conversion of outputs to detections. Raises `UserError` for an unknown class in `thresholds`."""
         return DetectionPostprocess(self.names, thresholds)
 
-    def metrics(self, shown: frozenset[int] = frozenset()) -> DetectionMetrics:
-        """Return precision, recall and mean average precision; `shown` are the indices of the images to draw."""
-        return DetectionMetrics(self.names, shown)
-
-    def inputs(self, batch: Batch) -> Tensor:
-        """Return the images as float32 (b, 3, h, w) in 0 to 1."""
-        return batch.images.float(memory_format=layout(batch.images.device)).div_(255)  # type: ignore[call-arg]
-
-    def export_module(self, model: Model, settings: ExportSettings) -> ExportModule:
-        """Return the module that maps images (b, 3, h, w), in 0 to 1, to boxes, or with `nms` to detections.
+    def export_module(self, model: Model, suppression: Thresholds | None) -> nn.Module:
+        """Return the module that maps images (b, 3, h, w), in 0 to 1, to boxes, or to detections after suppression.
 
         The classes in `export_modules` give the shapes.
         """
+        from models.ensemble import fuse  # only here, because training does not need it
+
         decoded, suppressed = self.export_modules
-        from models.ensemble import fuse
-
         decoding = decoded(fuse(model)).eval()
-        if not settings.nms:
-            return ExportModule(decoding, None)
-        suppression = graph_suppression(settings)
-        return ExportModule(suppressed(decoding, suppression).eval(), suppression._asdict())
-
-    def draw_batch(self, batch: Batch) -> Image:
-        """Draw a grid of the batch's images with their targets."""
-        return draw_targets(batch.images.cpu().numpy(), batch.targets.cpu().numpy(), self.names)
+        return suppressed(decoding, suppression).eval() if suppression else decoding
 
     def keep_head(self, model: Model, state: Mapping[str, Tensor], names: Mapping[int, str]) -> str:
         """Copy boxes, objectness and classes of equal names from a weight file, if the key `keep_head` is set."""
@@ -565,6 +496,6 @@ class DetectionTask(Task):
             return ""
         return head_of(model).keep(head_prefix(model), state, names, self.names)
 
-    def adapt(self, model: Model, split: BoxSplit) -> list[str]:
-        """Adapt the head to the training boxes, by AutoAnchor if it has anchors; return messages."""
-        return head_of(model).adapt(model, split, self.hyp)
+    def adapt(self, model: Model, split: BoxSplit) -> None:
+        """Adapt the head to the training boxes, by AutoAnchor if it has anchors."""
+        head_of(model).adapt(model, split, self.hyp)

@@ -1,4 +1,4 @@
-"""Helpers for the losses of several tasks: constants on a device, class weights, and the loss of an exported file."""
+"""What the losses of several tasks share: constants on a device, class weights, and a detector's loss on a GPU."""
 
 from __future__ import annotations
 
@@ -47,6 +47,22 @@ def weights_by_class(names: Mapping[int, str], weights: Mapping[str, float]) -> 
     return by_number if set(by_number) - {1.0} else ()
 
 
+class BoxCriterion(Criterion):
+    """The loss of a detector, with YOLOv5's objective. Targets outside of the images must not change it."""
+
+    def for_gpu(self, recorded: Callable[[Function], Function]) -> Criterion:
+        """Return the loss with padded targets; a subclass's subclass, which may read what is not recorded, as it is."""
+        return PaddedCriterion(self, recorded) if BoxCriterion in type(self).__bases__ else self
+
+    def objective(self, means: Tensor, images: int) -> Tensor:
+        """Return the sum of the terms, times the images of a step."""
+        return means.sum() * images
+
+    def weight(self, batch: Batch) -> float:
+        """Return 1: YOLOv5 weights all batches of a validation equally."""
+        return 1.0
+
+
 def padded(targets: Tensor) -> Tensor:
     """Return targets (m, 6) and, after them, boxes of no size outside of image 0, so that there are a power of two.
 
@@ -58,39 +74,31 @@ def padded(targets: Tensor) -> Tensor:
     return torch.cat((targets, box.expand(length - len(targets), -1)))
 
 
-class PaddedCriterion(Criterion):
-    """A detector's criterion on a GPU: batches have one of a few numbers of targets, so that kernels can be recorded.
+class PaddedCriterion(BoxCriterion):
+    """A detector's loss on a GPU: batches have one of a few numbers of targets, so that kernels can be recorded.
 
     They have so whether or not kernels are recorded, because a sum over more targets is rounded differently.
 
     Args:
-        criterion: criterion that a target outside of the images does not change
         recorded: takes a function of tensors, and returns one that replays its kernels
     """
 
-    def __init__(self, criterion: Criterion, recorded: Callable[[Function], Function]) -> None:
+    def __init__(self, criterion: BoxCriterion, recorded: Callable[[Function], Function]) -> None:
         self.criterion, self.recorded = criterion, recorded
+        self.objective, self.weight = criterion.objective, criterion.weight  # type: ignore[method-assign]
         self.functions: dict[torch.Size, tuple[Function, Function]] = {}  # hints and loss, by the shape of the images
         self.least = 1.0  # of the last loss
 
     def hints(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the criterion's hints for the padded targets."""
+        """Return the hints for the padded targets."""
         if type(self.criterion).hints is Criterion.hints:
             return ()
         return self._functions(batch)[0](padded(batch.targets))  # type: ignore[no-any-return]
 
     def __call__(self, outputs: Any, batch: Batch) -> LossTerms:
-        """Return the criterion's loss terms for the padded targets."""
+        """Return the loss terms for the padded targets."""
         sums, counts, weights = self._functions(batch)[1](outputs, padded(batch.targets))
         return LossTerms(sums, counts, weights, self.least)
-
-    def objective(self, means: Tensor, images: int) -> Tensor:
-        """Return the criterion's objective."""
-        return self.criterion.objective(means, images)
-
-    def weight(self, batch: Batch) -> float:
-        """Return the criterion's weight."""
-        return self.criterion.weight(batch)
 
     def _functions(self, batch: Batch) -> tuple[Function, Function]:
         shape = batch.images.shape
@@ -109,25 +117,13 @@ class PaddedCriterion(Criterion):
         return self.functions[shape]
 
 
-class UnavailableCriterion(Criterion):
-    """The criterion of an exported file, which does not return raw outputs: every term is NaN.
+class UnavailableCriterion(BoxCriterion):
+    """The loss of an exported file, which does not return raw outputs: every one of `count` terms is NaN."""
 
-    Args:
-        terms: number of loss terms
-    """
-
-    def __init__(self, terms: int) -> None:
-        self.count = terms
+    def __init__(self, count: int) -> None:
+        self.count = count
 
     def __call__(self, outputs: None, batch: Batch) -> LossTerms:
         """Return terms of NaN."""
         ones = torch.ones(self.count, 1)
         return LossTerms(ones * torch.nan, ones, ones)
-
-    def objective(self, means: Tensor, images: int) -> Tensor:
-        """Return NaN."""
-        return means.sum()
-
-    def weight(self, batch: Batch) -> float:
-        """Return 1."""
-        return 1.0

@@ -196,8 +196,6 @@ class SegmentationPrediction(DetectionPrediction):
     label_outlines: Sequence[np.ndarray]  # (p, 2) per label: x, y as shares of width and height; () if unknown
     known_outlines: Sequence[np.ndarray] | None = None  # see `with_labels`
 
-    VALUES = (*DetectionPrediction.VALUES, "masks", "outlines")
-
     @property
     def masks(self) -> np.ndarray:
         """The masks, bool (k, height, width), in pixels of the file."""

@@ -28,17 +28,12 @@ class DetectionPrediction(Prediction):
     labels: np.ndarray  # float32 (m, 5): class, normalised xywh
     iou_thres: float  # overlap with a label above which `with_labels` drops a detection
 
-    VALUES = (*Prediction.VALUES, "boxes", "xyxy", "xywh", "xyxyn", "xywhn")
-
     @property
     def array(self) -> np.ndarray:
-        """Return the detections as float32 (k, 6): xyxy in pixels of the file, confidence, class."""
+        """The detections, float32 (k, 6): xyxy in pixels of the file, confidence, class."""
         return np.array(self.rows.numpy(), np.float32)
 
-    @property
-    def xyxy(self) -> np.ndarray:
-        """`array`, under YOLOv5's name."""
-        return self.array
+    xyxy = array  # YOLOv5's name
 
     @property
     def xywh(self) -> np.ndarray:
@@ -80,9 +75,8 @@ class DetectionPrediction(Prediction):
 
     def describe(self) -> str:
         """Format the number of detections of each class: `2 persons, 1 dog`, or `nothing`."""
-        counts = Counter(int(label) for label in self.rows[:, 5].tolist())
-        words = [plural(count, self.names[label]) for label, count in sorted(counts.items())]
-        return ", ".join(words) or "nothing"
+        counts = sorted(Counter(self.classes.tolist()).items())
+        return ", ".join(plural(count, self.names[label]) for label, count in counts) or "nothing"
 
     def draw(self, image: Image, style: Style) -> Image:
         """Return a copy of `image` with the boxes drawn on it, the most confident on top."""
@@ -105,9 +99,7 @@ class DetectionPrediction(Prediction):
     def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
         """Return lines of a label file: class, box and, if `with_confidence`, the confidence.
 
-        Args:
-            with_confidence: whether each line ends with the confidence
-            corners: whether boxes are xyxy in pixels of the file instead of normalised xywh
+        Boxes are normalised xywh or, if `corners`, xyxy in pixels of the file.
         """
         boxes = self.rows[:, :4] if corners else xyxy_to_xywh(self.rows[:, :4]) / torch.tensor(self.size * 2)
         rows = torch.cat((boxes, self.rows[:, 4:5]) if with_confidence else (boxes,), 1)

@@ -10,28 +10,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import cv2
 import numpy as np
 
-from utils.errors import UserError, nearest
+from utils.errors import UserError
 from utils.files import numbered_folder, unique_stems
 from utils.plots.drawing import Style, write_picture
 
 SAVE_PROJECT = Path("runs/detect")  # folder that `save` writes into by default
-# Names in YOLOv5's and ultralytics' results, and what to use instead.
-INSTEAD = {
-    "pandas": "to_df()",
-    "render": "plot()",
-    "print": "print(...)",
-    "tolist": "a list",
-    "pred": "array",
-    "conf": "scores",
-    "cls": "classes",
-    "n": "len(...)",
-    "crop": "detect.py --save-crop",
-}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -49,9 +37,6 @@ class Result(ABC):
     path: str
     names: Mapping[int, str]
     pixels: Callable[[], np.ndarray] | None = field(default=None, kw_only=True)
-
-    VALUES: ClassVar[tuple[str, ...]] = ("path", "names", "scores", "classes", "array")  # documented attributes
-    METHODS: ClassVar[tuple[str, ...]] = ("plot()", "show()", "save()", "to_df()", "to_json()")
 
     @property
     @abstractmethod
@@ -112,12 +97,9 @@ class Result(ABC):
         return picture if bgr else np.ascontiguousarray(picture[..., ::-1])
 
     def show(self, **style: Any) -> None:
-        """Show the picture of `plot` in the notebook, or in the system's picture viewer.
+        """Show the picture of `plot`, whose arguments `style` are, in the notebook or the system's picture viewer.
 
         Raises `UserError` if there is neither.
-
-        Args:
-            style: arguments of `plot`
         """
         from PIL import Image, ImageShow  # imported here because it imports IPython if that is installed
 
@@ -128,12 +110,11 @@ class Result(ABC):
             raise UserError("show(): this machine has no program that shows pictures; write a file with save(path)")
 
     def save(self, path: str | Path = "", **style: Any) -> Path:
-        """Write the picture of `plot` to a file and return its path.
+        """Write the picture of `plot`, whose arguments `style` are, to a file and return its path.
 
         Args:
             path: file, whose suffix, such as .jpg, names the format, or folder; by default the next free folder
                 runs/detect/exp, exp2 ...
-            style: arguments of `plot`
         """
         file = Path(path) if path else numbered_folder(SAVE_PROJECT, "exp", exist_ok=False)
         if file.is_dir() or not file.suffix:
@@ -144,13 +125,9 @@ class Result(ABC):
     def _repr_png_(self) -> bytes | None:
         """Return the picture of `plot` as PNG, for notebooks; None if the image cannot be read."""
         try:
-            picture = self.plot(bgr=True)
+            return cv2.imencode(".png", self.plot(bgr=True))[1].tobytes()
         except UserError:
             return None
-        return cv2.imencode(".png", picture)[1].tobytes()
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(no_attribute(self, name, (*self.VALUES, *self.METHODS)))
 
     def __str__(self) -> str:
         return f"{self.path}: {self.describe()}"
@@ -168,11 +145,7 @@ class Results(list[Any]):
             result.show(**style)
 
     def save(self, folder: str | Path = "", **style: Any) -> Path:
-        """Write each image into a folder, by default the next free runs/detect/exp, exp2 ...; return the folder.
-
-        Args:
-            style: arguments of `Result.plot`
-        """
+        """Write each image into a folder, by default the next free runs/detect/exp, exp2 ...; return the folder."""
         folder = Path(folder) if folder else numbered_folder(SAVE_PROJECT, "exp", exist_ok=False)
         for result, stem in zip(self, unique_stems(result.path for result in self), strict=True):
             result.save(folder / f"{stem}.jpg", **style)
@@ -184,8 +157,7 @@ class Results(list[Any]):
         Raises `UserError` if pandas is not installed.
         """
         names = ["image", *(self[0].columns() if self else ())]
-        rows = [(result.path, *row.values()) for result in self for row in result]
-        return data_frame(rows, columns=names)
+        return data_frame([(result.path, *row.values()) for result in self for row in result], columns=names)
 
     def pandas(self) -> SimpleNamespace:
         """Return the tables of the images as in YOLOv5: `pandas().xyxy[0]` is `to_df` of the first."""
@@ -199,11 +171,10 @@ class Results(list[Any]):
         """Return JSON: a list with the `image` and `objects` of each image."""
         return json.dumps([{"image": result.path, "objects": list(result)} for result in self])
 
-    def __getattr__(self, name: str) -> Any:
-        values = self[0].VALUES if self else ()
-        if name in values:
-            return [getattr(result, name) for result in self]
-        raise AttributeError(no_attribute(self, name, (*values, *Result.METHODS[1:], "pandas()", "print()")))
+    def __getattr__(self, name: str) -> list[Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return [getattr(result, name) for result in self]
 
     def __str__(self) -> str:
         return "\n".join(map(str, self))
@@ -216,15 +187,3 @@ def data_frame(data: Any, **options: Any) -> Any:
     except ImportError:
         raise UserError("to_df() needs pandas, which is not installed; pip install pandas") from None
     return pandas.DataFrame(data, **options)
-
-
-def no_attribute(owner: object, name: str, known: tuple[str, ...]) -> str:
-    """Return the message for an attribute that does not exist.
-
-    Args:
-        known: names of the attributes that exist; methods end with `()`
-    """
-    hint = (
-        f" (here: {INSTEAD[name]})" if name in INSTEAD else nearest(name, [each.removesuffix("()") for each in known])
-    )
-    return f"{type(owner).__name__} has no attribute {name}{hint}; it has {', '.join(known)}"

@@ -24,11 +24,10 @@ from models.heads.anchors import (
     match,
     near_cells,
 )
-from models.heads.contract import EPSILON, BoxView, head_of
+from models.heads.contract import EPSILON, BoxView, DecodedView, head_of
 from models.tasks.contract import Criterion, Image, LossTerms, Model, Thresholds, View
 from models.tasks.detect import (
     DecodedDetector,
-    DecodedView,
     DetectionPostprocess,
     DetectionTask,
     SuppressedDetector,
@@ -271,12 +270,11 @@ class SegmentationCriterion(DetectionCriterion):
             outputs: maps as for `DetectionCriterion`, with 5 + classes + masks outputs, and prototypes (b, masks, h, w)
         """
         with_masks, (maps, prototypes) = cast("SegmentationBatch", batch), outputs
-        matched = self.match_outputs(maps, batch.targets)
-        terms = self.terms(matched, batch.targets)
+        terms, rows = self.box_terms(maps, batch.targets)
         size, levels, device = (prototypes.shape[2], prototypes.shape[3]), len(maps), prototypes.device
         matches = self._mask_matches(map_sizes(maps), with_masks.host_targets, size)
         plan = plan_masks(matches, window_table(with_masks, size), levels, self.masks, size[1], device)
-        coefficients = matched.rows.flatten(0, 2)[:, 5 + self.classes :]
+        coefficients = rows.flatten(0, 2)[:, 5 + self.classes :]
         sums = mask_sums(coefficients, at_least_float32(prototypes), with_masks.mask_pixels, plan)
         counts = device_constant((float(len(prototypes)),) * levels, device)
         weights = device_constant((self.settings.box,) * levels, device)

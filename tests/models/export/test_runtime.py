@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from export import suppression_metadata
 from models.export import Exported, ExportJob, ExportMetadata, read_exported, read_model, write
-from models.tasks.detect import DecodedDetector, GraphSuppression, SuppressedDetector
+from models.tasks.contract import Thresholds
+from models.tasks.detect import DecodedDetector, SuppressedDetector
 from models.weights import read_weights
 from models.yolo import build_model
 from tests.making import tiny_detector
@@ -36,7 +38,7 @@ METADATA = ExportMetadata(
     **{"task": "detect", "names": NAMES, "stride": 8, "model": YAML, "settings": {"imgsz": 64}},
     **{"imgsz": (64, 64), "batch": 1, "dynamic": True, "half": False, "device": "cpu", "suppression": None},
 )
-LIMITS = GraphSuppression(0.3, 0.45, 20, 20)
+LIMITS = Thresholds(0.3, 0.45, 20, max_det_per_class=20)
 
 
 def detector() -> DecodedDetector:
@@ -65,7 +67,7 @@ def dynamic(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def fixed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Export a detector with suppression to all formats, for two images of 32x48."""
-    metadata = replace(METADATA, dynamic=False, imgsz=(32, 48), batch=2, suppression=LIMITS._asdict())
+    metadata = replace(METADATA, dynamic=False, imgsz=(32, 48), batch=2, suppression=suppression_metadata(LIMITS))
     return written(tmp_path_factory.mktemp("fixed"), ExportJob(SuppressedDetector(detector(), LIMITS), metadata))
 
 
@@ -114,7 +116,7 @@ def test_attributes_of_an_exported_model(dynamic: dict[str, Path], fixed: dict[s
 
 
 FIXED = replace(METADATA, dynamic=False)
-SUPPRESSING = replace(METADATA, suppression=LIMITS._asdict())
+SUPPRESSING = replace(METADATA, suppression=suppression_metadata(LIMITS))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def test_the_flags_of_the_suppression() -> None:
     assert METADATA.suppression_flags == ""
     numbers = "--nms --conf-thres 0.3 --iou-thres 0.45 --topk-all 20 --topk-per-class 20"
     assert SUPPRESSING.suppression_flags == numbers
-    agnostic = replace(METADATA, suppression=LIMITS._replace(agnostic=True)._asdict())
+    agnostic = replace(METADATA, suppression=suppression_metadata(replace(LIMITS, agnostic_nms=True)))
     assert agnostic.suppression_flags == f"{numbers} --agnostic-nms"
 
 

@@ -29,7 +29,7 @@ from models.tasks.classify import (
     ImageRecord,
     build_classifier,
 )
-from models.tasks.contract import ExportSettings, Model, Thresholds
+from models.tasks.contract import Model, Thresholds
 from models.yolo import YoloModel
 from tests.making import CLASS_NAMES, grey_batch
 from utils.batch import Batch, ClassInfo, GlobalCounts, Split
@@ -168,8 +168,7 @@ def test_the_model_has_the_tasks_classes(yaml: dict[str, Any]) -> None:
 
 def test_batchnorm_is_folded_in_the_exported_module() -> None:
     model = make().build_model(ROWS, 32).eval()
-    module, suppression = make().export_module(model, ExportSettings())
-    assert suppression is None
+    module = make().export_module(model, None)
     assert not any(isinstance(layer, nn.BatchNorm2d) for layer in module.modules())
     images = torch.rand(2, 3, 32, 32)
     torch.testing.assert_close(module(images), model(images))

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from export import suppression_metadata
 from models.export import ExportJob, ExportMetadata, read_exported, write
-from models.heads.anchors import LossSettings, Segment, decode, match, near_cells
+from models.heads.anchors import LossSettings, Segment, match, near_cells
 from models.loading import transfer
 from models.tasks import TASKS, segment, task_of
 from models.tasks.contract import Model, Thresholds
-from models.tasks.detect import GraphSuppression, detect
+from models.tasks.detect import detect
 from models.tasks.masks import SegmentationPrediction, target_masks
 from models.tasks.segment import (
     DecodedSegmenter,
@@ -229,7 +230,7 @@ def test_a_training_step_reaches_every_parameter() -> None:
 # Predictions
 
 THRESHOLDS = Thresholds(0.3, 0.45, 20)
-LIMITS = GraphSuppression(0.3, 0.45, 20, 20)
+LIMITS = Thresholds(0.3, 0.45, 20, max_det_per_class=20)
 
 
 def images_of(count: int, height: int = SIDE, width: int = SIDE) -> Tensor:
@@ -257,7 +258,9 @@ def test_predictions_and_masks_are_those_of_yolov5(official: YoloModel, referenc
     postprocess = SegmentationPostprocess(names, Thresholds(0.25, 0.45, one_class=True))
     with torch.no_grad():
         (view,) = postprocess.views(official.eval(), reference["im_uint8"].float() / 255, augment=False)
-    torch.testing.assert_close(decode(view.boxes)[:1], reference["predictions"], rtol=0, atol=1e-3)  # type: ignore[arg-type]
+    torch.testing.assert_close(
+        view.boxes.head.decode(view.boxes.outputs, view.boxes.more)[:1], reference["predictions"], rtol=0, atol=1e-3
+    )  # type: ignore[arg-type]
     torch.testing.assert_close(view.maps[:1], reference["prototypes"], rtol=0, atol=1e-3)
     for number, prediction in enumerate(postprocess([view], batch_of(4, 320))):
         detections, small, in_file = (
@@ -331,7 +334,7 @@ def test_an_exported_file_has_the_instances_of_its_model(suppressed: bool) -> No
 
 
 def test_padding_of_detections_has_empty_masks() -> None:
-    limits = LIMITS._replace(most=200, iou_thres=0.05)
+    limits = replace(LIMITS, max_det=200, iou_thres=0.05)
     detections, counts, masks = SuppressedSegmenter(DecodedSegmenter(tiny_model()), limits)(images_of(2))
     assert masks.shape == (2, 200, 16, 16)
     for rows, count, of_image in zip(detections, counts.tolist(), masks, strict=True):
@@ -350,7 +353,7 @@ def test_files_of_all_formats(suppressed: bool, tmp_path: Path) -> None:
     metadata = ExportMetadata(
         **{"task": "segment", "names": CLASS_NAMES, "stride": 16, "model": tiny_segmenter(), "settings": {"imgsz": 64}},
         **{"imgsz": (64, 64), "batch": 1, "half": False, "device": "cpu", "dynamic": not suppressed},
-        suppression=LIMITS._asdict() if suppressed else None,
+        suppression=suppression_metadata(LIMITS) if suppressed else None,
     )
     job = ExportJob(module, metadata)
     graph = onnx.load_from_string(job.onnx).graph

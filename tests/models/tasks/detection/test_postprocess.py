@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from models.heads.anchors import RawView, decode
+from models.heads.contract import DecodedView
 from models.tasks import contract
 from models.tasks.contract import Thresholds
 from models.tasks.detect import (
     AUGMENTATIONS,
     PADDING_GREY,
-    DecodedView,
     DetectionPostprocess,
     ScaledCopy,
     SuppressedView,

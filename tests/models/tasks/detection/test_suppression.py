@@ -17,18 +17,10 @@ import torch
 from torch import Tensor
 
 from models.heads.anchors import RawView, cell_geometry, decode, decode_xywh
-from models.heads.contract import Candidates, least_logit, row_sigmoids, xywh_to_xyxy
+from models.heads.contract import Candidates, DecodedView, least_logit, row_sigmoids, xywh_to_xyxy
 from models.tasks import detect as suppression
 from models.tasks.contract import Thresholds
-from models.tasks.detect import (
-    DecodedView,
-    SuppressedView,
-    detect,
-    detect_with_more,
-    filter_detections,
-    suppress,
-    suppress_together,
-)
+from models.tasks.detect import SuppressedView, detect, detect_with_more, filter_detections, suppress, suppress_together
 from utils.files import ROOT
 
 THREE = math.log(3)  # the logit of 3/4; of 1/4 with a minus

@@ -1,4 +1,4 @@
-"""The loss of an anchor-free head: the MIT implementation's own numbers, a plain implementation, ties, and memory."""
+"""The anchor-free head: decoding by hand, and the loss against a plain implementation and the MIT implementation."""
 
 from __future__ import annotations
 
@@ -11,17 +11,88 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.heads import dfl as assignment
+from models.heads import dfl
 from models.heads.contract import xywh_to_xyxy
-from models.heads.dfl import DetectDFL, DFLCriterion, DFLLevel, assign, cell_geometry
-from models.tasks.detect import DetectionTask
+from models.heads.dfl import Assignment, DetectDFL, DFLCriterion, DFLLevel, assign, cell_geometry
+from models.tasks.contract import Thresholds
+from models.tasks.detect import DetectionTask, detect
 from models.yolo import YoloModel, build_model
-from tests.making import CLASS_NAMES, grey_batch, tiny_anchor_free
-from tests.models.heads.dfl.plain import Cell, cells_of, head_sums
+from tests.models.heads.plain import cells_of, head_sums
 from utils.batch import Batch, GlobalCounts
 from utils.config.hyperparameters import AlignmentKeys, Hyperparameters
 
 STRIDES = (4, 8)
+
+
+# Decoding
+
+
+def level(rows: int, columns: int, classes: int = 2) -> DFLLevel:
+    """Return outputs without objects, whose distances are 7.5 strides."""
+    return DFLLevel(torch.zeros(1, 64, rows, columns), torch.full((1, classes, rows, columns), -20.0))
+
+
+def point(given: DFLLevel, row: int, column: int, reach: tuple[int, int, int, int], logit: float) -> DFLLevel:
+    """Put an object of class 1 into a cell: whole distances to left, top, right and bottom, in strides."""
+    sides = torch.full((4, 16), -50.0)
+    sides[range(4), reach] = 50.0
+    given.sides[0, :, row, column] = sides.flatten()
+    given.scores[0, 1, row, column] = logit
+    return given
+
+
+def head_of(*strides: int, classes: int = 2) -> DetectDFL:
+    head = DetectDFL(classes, (8,) * len(strides))
+    head.placed(strides)
+    return head
+
+
+def test_a_cell_by_hand() -> None:
+    """Around the centre of row 1, column 2, (20, 12): 1 and 3 strides to the sides, 2 up and none down."""
+    decoded = head_of(8).decode([point(level(3, 4), 1, 2, (1, 2, 3, 0), 0.0)])
+    assert decoded.shape == (1, 12, 6)
+    torch.testing.assert_close(decoded[0, 4 + 2], torch.tensor([28.0, 4, 32, 16, 0, 0.5]))
+    torch.testing.assert_close(decoded[0, 0, :4], torch.tensor([4.0, 4, 120, 120]))  # equal bins: 7.5 strides
+
+
+@pytest.mark.parametrize(
+    ("scale", "mirrored_width", "expected"),
+    [
+        ((1.0, 1.0), 0, [12, -4, 44, 12]),
+        ((1.0, 1.0), 48, [4, -4, 36, 12]),
+        ((0.5, 0.8), 0, [24, -5, 88, 15]),
+        ((0.5, 0.8), 96, [8, -5, 72, 15]),
+    ],
+)
+def test_scaled_and_mirrored_views(scale: tuple[float, float], mirrored_width: int, expected: list[float]) -> None:
+    view = head_of(8).view([point(level(3, 4), 1, 2, (1, 2, 3, 0), 0.0)])
+    (detections,) = detect([view._replace(scale=scale, mirrored_width=mirrored_width)], Thresholds())
+    torch.testing.assert_close(detections, torch.tensor([[*map(float, expected), 0.5, 1]]))
+
+
+@torch.no_grad()
+def test_candidates_are_the_decoded_boxes_above_the_threshold() -> None:
+    levels, head = level_outputs(0), head_of(*STRIDES, classes=3)
+    decoded, view = head.decode(levels), head.view(levels)
+    finest = levels[0].sides[0, 0].numel()
+    for given, boxes in ((view, decoded), (view._replace(skipped_level=0), decoded[:, finest:])):
+        for candidates, image in zip(given.candidates(0.3), boxes, strict=True):
+            expected = DetectDFL.scored(image[image[:, 4:].amax(1) > 0.3])
+            assert 0 < len(expected) < len(image)
+            torch.testing.assert_close(candidates.scores, expected, rtol=1e-5, atol=1e-4)
+            assert candidates.more.shape == (len(expected), 0)
+
+
+@torch.no_grad()
+def test_the_detections_of_an_image_do_not_depend_on_the_others() -> None:
+    levels, head = level_outputs(0, batch=3), head_of(*STRIDES, classes=3)
+    for image, detections in enumerate(detect([head.view(levels)], Thresholds())):
+        alone = [DFLLevel(*(one[image : image + 1] for one in level)) for level in levels]
+        assert len(detections) > 5
+        assert torch.equal(detections, detect([head.view(alone)], Thresholds())[0])
+
+
+# The loss
 
 
 def level_outputs(seed: int, batch: int = 2, height: int = 48, width: int = 64, classes: int = 3) -> list[DFLLevel]:
@@ -49,18 +120,13 @@ def batch_of(targets: Tensor, images: int = 2, height: int = 48, width: int = 64
     return Batch(torch.zeros(images, 3, height, width, dtype=torch.uint8), targets, ())
 
 
-def criterion(**gains: float) -> DFLCriterion:
-    head = DetectDFL(3, (8, 8))
-    head.placed(STRIDES)
-    return DFLCriterion(AlignmentKeys(**gains), head)
+def criterion(class_weights: Sequence[float] = (), **gains: float) -> DFLCriterion:
+    return DFLCriterion(AlignmentKeys(**gains), head_of(*STRIDES, classes=3), class_weights)
 
 
 def by_cell(levels: Sequence[DFLLevel], name: str) -> Tensor:
     maps = [getattr(level, name).detach().double() for level in levels]
     return torch.cat([one.flatten(2).transpose(1, 2) for one in maps], 1)
-
-
-# Against a plain implementation
 
 
 def expected_sums(
@@ -88,62 +154,37 @@ def test_sums_and_counts_of_the_plain_implementation(count: int) -> None:
 
 @pytest.mark.parametrize("repeats", [(3, 1, 2), (1, 4, 1)])
 def test_class_weights_repeat_the_cells_of_objects(repeats: tuple[int, ...]) -> None:
+    """With one head, as in evaluation."""
     levels, targets = level_outputs(1), random_targets(7, 7)
-    head = DetectDFL(3, (8, 8))
-    head.placed(STRIDES)
-    terms = DFLCriterion(AlignmentKeys(), head, repeats)(levels, batch_of(targets))
+    terms = criterion(repeats)(levels, batch_of(targets))
     *sums, weights = expected_sums(levels, targets, repeats=repeats)
     torch.testing.assert_close(terms.sums[:, 0].tolist(), sums, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(terms.counts[:, 0].tolist(), [weights] * 3, rtol=1e-6, atol=1e-6)
-
-
-def test_weighted_terms_add_up_over_processes() -> None:
-    levels, targets = level_outputs(1), random_targets(3, 9)
-    loss = criterion()
-    loss.class_weights = (3.0, 0.5, 1.0)
-    whole = loss(levels, batch_of(targets))
-    parts = []
-    for image in (0, 1):
-        of_image = targets[targets[:, 0] == image] * torch.tensor([0, 1, 1, 1, 1, 1])
-        cut = [DFLLevel(level.sides[image : image + 1], level.scores[image : image + 1]) for level in levels]
-        parts.append(loss(cut, batch_of(of_image, 1)))
-    counts = parts[0].counts + parts[1].counts
-    torch.testing.assert_close(sum(part.share_of(GlobalCounts(counts)) for part in parts), whole.local_means())
-
-
-def test_in_evaluation_there_is_one_head() -> None:
-    levels, targets = level_outputs(1), random_targets(0, 5)
-    alone = criterion()(levels, batch_of(targets))
-    both = criterion()((levels, level_outputs(2)), batch_of(targets))
-    assert alone.sums.shape == (3, 1)
-    assert torch.equal(alone.sums[:, 0], both.sums[:, 0])
-    assert alone.weights.flatten().tolist() == [7.5, 0.5, 1.5]
+    assert terms.weights.tolist() == [[7.5], [0.5], [1.5]]
 
 
 def test_the_objective_is_yolov9s() -> None:
     """The sum of the terms, each divided by the sum of the class targets but at least by 1, times the batch size."""
-    levels, targets = level_outputs(1), random_targets(0, 5)
     loss = criterion()
-    terms = loss(levels, batch_of(targets))
+    terms = loss(level_outputs(1), batch_of(random_targets(0, 5)))
     few = terms.share_of(GlobalCounts(terms.counts / 100))
     torch.testing.assert_close(few, terms.sums[:, 0] * torch.tensor([7.5, 0.5, 1.5]))
     assert loss.objective(few, 4).item() == pytest.approx(4 * few.sum().item())
 
 
-def test_terms_add_up_over_processes() -> None:
+@pytest.mark.parametrize("class_weights", [(), (3.0, 0.5, 1.0)])
+def test_terms_add_up_over_processes(class_weights: tuple[float, ...]) -> None:
     """Each has a part of the images, one of them no boxes."""
     levels, targets = level_outputs(3, batch=3), random_targets(3, 12, batch=2)
-    whole = criterion()(levels, batch_of(targets, 3))
+    loss = criterion(class_weights)
+    whole = loss(levels, batch_of(targets, 3))
     parts = []
     for image in range(3):
-        own = targets[targets[:, 0] == image].clone()
-        own[:, 0] = 0
+        of_image = targets[targets[:, 0] == image] * torch.tensor([0, 1, 1, 1, 1, 1])
         given = [DFLLevel(*(one[image : image + 1] for one in level)) for level in levels]
-        parts.append(criterion()(given, batch_of(own, 1)))
+        parts.append(loss(given, batch_of(of_image, 1)))
     torch.testing.assert_close(sum(part.sums for part in parts), whole.sums)
     torch.testing.assert_close(sum(part.counts for part in parts), whole.counts)
-    means = sum(part.share_of(GlobalCounts(whole.counts)) for part in parts)
-    torch.testing.assert_close(means, whole.local_means())
 
 
 def test_without_boxes_every_output_has_a_gradient() -> None:
@@ -157,10 +198,7 @@ def test_without_boxes_every_output_has_a_gradient() -> None:
         torch.testing.assert_close(level.scores.grad, level.scores.detach().sigmoid() / 2)
 
 
-# Ties
-
-
-def equal_cells(targets: Tensor, corners: list[list[float]], overlap: float = 1.0) -> assignment.Assignment:
+def equal_cells(targets: Tensor, corners: list[list[float]], overlap: float = 1.0) -> Assignment:
     """Assign to the 6 x 6 cells of stride 8 of one image, whose predictions are all one box with equal scores."""
     cells = cell_geometry(torch.zeros(1, 1, 6, 6), torch.tensor(8.0))
     boxes = torch.tensor([24.0, 24, 40 * overlap, 40]).expand(1, 36, 4)
@@ -192,20 +230,12 @@ def test_a_target_without_a_cell_inside_takes_its_best_cell() -> None:
     assert not nothing.weight.any()
 
 
-# Memory
-
-
 def test_targets_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal to the bit, whatever the number of pairs at a time."""
     levels, targets = level_outputs(1), random_targets(2, 23)
     whole = criterion()(levels, batch_of(targets))
-    pairs = []
-    original = assignment._best_cells
-    monkeypatch.setattr(assignment, "_best_cells", lambda *given: pairs.append(len(given[3])) or original(*given))
-    cells = 12 * 16 + 6 * 8
-    monkeypatch.setattr(assignment, "MAX_PAIRS", 5 * cells)
+    monkeypatch.setattr(dfl, "MAX_PAIRS", 5 * (12 * 16 + 6 * 8))
     parts = criterion()(levels, batch_of(targets))
-    assert pairs == [5, 5, 5, 5, 3]
     assert torch.equal(whole.sums, parts.sums)
     assert torch.equal(whole.counts, parts.counts)
 
@@ -282,21 +312,3 @@ def test_losses_and_gradients_are_those_of_the_reference(mode: str, reference: d
         first = values["first"]
         assert (gradient.flatten()[: len(first)] - first).abs().max() <= 1e-4 * first.abs().max(), name
         assert gradient.norm().item() == pytest.approx(values["norm"], rel=1e-4)
-
-
-# The parts of the task
-
-
-def test_gains_are_those_of_the_hyperparameters() -> None:
-    task = DetectionTask(CLASS_NAMES, Hyperparameters(tal_box=1, tal_cls=2, tal_dfl=3, tal_aux=0.5))
-    model = task.build_model(tiny_anchor_free(), 64)
-    made = task.criterion(model)
-    assert isinstance(made, DFLCriterion)
-    assert made.settings is task.hyp
-    assert task.loss_names_of(model) == ("box_loss", "cls_loss", "dfl_loss")
-    assert made.hints(grey_batch(count=1)) == ()
-
-
-def test_cells_in_pixels() -> None:
-    expected = cells_of([(2, 3, 8)])
-    assert [Cell(*row[:3]) for row in cell_geometry(torch.zeros(1, 1, 2, 3), torch.tensor(8.0)).tolist()] == expected

@@ -1,24 +1,143 @@
-"""The detection loss: YOLOv5's own numbers, matching and terms by hand, and sums that split over processes."""
+"""YOLOv5's head: assignment, the loss (YOLOv5's own numbers, and terms by hand), decoding and transfer."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from models.heads.anchors import Detect, DetectionCriterion, LossSettings
+from models.heads.anchors import Detect, DetectionCriterion, LossSettings, match, near_cells, read_level
+from models.heads.contract import xywh_to_xyxy
 from models.loading import transfer
 from models.tasks.contract import LossTerms
 from models.weights import read_weights
-from models.yolo import build_model
+from models.yolo import YoloModel, build_model
 from tests.making import grey_batch, tiny_detector
 from tests.models.reference import agrees_with_yolov5
 from utils.batch import Batch, GlobalCounts
 
-FINEST = 4.0  # weight of the finest of up to 5 levels in the objectness term
+THREE = math.log(3)  # the logit of 3/4; of 1/4 with a minus
+OLD = {0: "person", 1: "car", 2: "Dog", 3: "bowl"}
+NEW = {0: "dog", 1: "cell", 2: "person"}
+
+
+# Assignment
+
+
+class TargetMatches(NamedTuple):
+    """The matches of one target, a row each."""
+
+    cells: list[tuple[int, int]]  # row and column
+    anchors: list[int]
+    boxes: list[list[float]]
+    images: list[int]
+
+
+def match_target(
+    centre: tuple[float, float], size: tuple[float, float] = (1, 1), threshold: float = 4.0
+) -> TargetMatches:
+    """Match a target in cells, of image 3, on a map 6 cells wide and 4 high with anchors 1 x 1 and 8 x 8."""
+    grid = torch.tensor([6, 4])
+    row = torch.cat((torch.tensor([3, 1]), torch.tensor(centre) / grid, torch.tensor(size) / grid))
+    cells = near_cells(((4, 6),), row[None])
+    matched = match(cells, torch.tensor([[[1.0, 1], [8, 8]]]), threshold)[0]
+    assert matched.shape == (5, 2)
+    image, rows, columns = (part.tolist() for part in cells.indices[0])
+    assert all(0 <= row < 4 for row in rows)
+    assert all(0 <= column < 6 for column in columns)  # cells that do not match are on the map too
+    which, anchors = (part.tolist() for part in matched.nonzero(as_tuple=True))
+    return TargetMatches(
+        [(rows[k], columns[k]) for k in which],
+        anchors,
+        [cells.box[0, k].tolist() for k in which],
+        [image[k] for k in which],
+    )
+
+
+@pytest.mark.parametrize(
+    ("centre", "neighbours"),
+    [
+        ((2.5, 1.5), []),  # in the middle
+        ((2.25, 1.5), [(1, 1)]),  # left
+        ((2.75, 1.5), [(1, 3)]),  # right
+        ((2.5, 1.25), [(0, 2)]),  # up
+        ((2.5, 1.75), [(2, 2)]),  # down
+        ((2.25, 1.75), [(1, 1), (2, 2)]),  # left and down, not the cell between them
+        ((2.75, 1.25), [(0, 2), (1, 3)]),  # right and up
+        ((0.25, 1.5), []),  # no neighbour left of the first column
+        ((2.5, 0.25), []),
+        ((5.75, 1.5), []),  # or right of the last
+        ((2.5, 3.75), []),
+        ((0.25, 0.25), []),
+        ((5.75, 3.25), [(2, 5)]),
+    ],
+)
+def test_cell_of_the_centre_and_near_neighbours(centre: tuple[float, float], neighbours: list[tuple[int, int]]) -> None:
+    centre_cell = (int(centre[1]), int(centre[0]))
+    cells, anchors, _, images = match_target(centre)
+    assert sorted(cells) == sorted([centre_cell, *neighbours])
+    assert set(images) == {3}
+    assert set(anchors) == {0}  # the second anchor is 8 times as large
+
+
+def test_box_is_relative_to_the_matched_cell() -> None:
+    cells, _, boxes, _ = match_target((2.25, 1.75), (1, 1.5))
+    assert dict(zip(cells, boxes, strict=True)) == {
+        (1, 2): pytest.approx([0.25, 0.75, 1, 1.5]),
+        (1, 1): pytest.approx([1.25, 0.75, 1, 1.5]),
+        (2, 2): pytest.approx([0.25, -0.25, 1, 1.5]),
+    }
+
+
+def test_a_centre_on_the_far_edge_belongs_to_the_last_cell() -> None:
+    cells, _, boxes, _ = match_target((6, 4), (1, 1))
+    assert set(cells) == {(3, 5)}
+    assert {tuple(box) for box in boxes} == {(1, 1, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("size", "anchors"),
+    [
+        ((1, 1), [0]),
+        ((3.75, 1), [0]),
+        ((4, 1), []),  # a factor of exactly 4 is too much
+        ((1, 4), []),
+        ((0.28125, 1), [0]),  # also if the target is smaller
+        ((0.25, 1), []),
+        ((1, 0.25), []),
+        ((3, 3), [0, 1]),  # 3 from the one, 8 / 3 from the other
+        ((8, 2.5), [1]),
+        ((0, 1), []),
+    ],
+)
+def test_anchor_threshold(size: tuple[float, float], anchors: list[int]) -> None:
+    assert match_target((2.5, 1.5), size).anchors == anchors
+
+
+def test_each_level_has_its_own_cells() -> None:
+    targets = torch.tensor([[0, 0, 0.25, 0.75, 0.5, 0.5], [1, 2, 0.5, 0.5, 0.1, 0.1]])
+    both = near_cells(((4, 8), (2, 2)), targets)
+    for level, size in enumerate(((4, 8), (2, 2))):
+        alone = near_cells((size,), targets)
+        assert all(torch.equal(one[level], other[0]) for one, other in zip(both, alone, strict=True))
+    assert both.indices.shape == (2, 3, 10)
+    assert both.indices[0, 0].tolist() == [0, 1] * 5  # the targets, neighbour by neighbour
+
+
+def test_a_level_of_a_raw_map() -> None:
+    raw = torch.arange(2 * 2 * 3 * 4 * 7).view(2, 2, 3, 4, 7)
+    level = read_level(raw, torch.tensor([[1, 0], [2, 0], [3, 1]]))
+    assert torch.equal(level.objectness, raw[..., 4])
+    assert level.rows.shape == (2, 2, 7)
+    assert torch.equal(level.rows[0], raw[1, :, 2, 3])
+    assert torch.equal(level.rows[1], raw[0, :, 0, 1])
+
+
+# The loss
 
 
 def softplus(x: float) -> float:
@@ -56,9 +175,6 @@ def only_level(
     return criterion_of(settings, raw.shape[-1] - 5, torch.tensor([anchors]))([raw], batch_of(rows))
 
 
-# YOLOv5's own numbers
-
-
 @pytest.mark.parametrize("mode", ["eval", "train"])  # of BatchNorm
 def test_loss_and_gradients_are_those_of_yolov5(mode: str, shared: Path) -> None:
     reference = torch.load(shared / "reference" / "yolov5n_loss.pt", weights_only=True)
@@ -73,9 +189,6 @@ def test_loss_and_gradients_are_those_of_yolov5(mode: str, shared: Path) -> None
     assert images.is_contiguous()
     terms = criterion(model(images), batch_of(reference["targets"]))
     agrees_with_yolov5(model, criterion, terms, len(images), reference[mode], "items_box_obj_cls")
-
-
-# Cells that several targets share
 
 
 def objectness_targets(raw: Tensor, targets: Tensor, anchors: Tensor) -> Tensor:
@@ -113,9 +226,6 @@ def test_the_target_of_a_shared_cell_does_not_depend_on_the_rest_of_the_batch() 
         assert torch.equal(objectness_targets(raw[k : k + 1], of_image, anchors)[0], whole[k])
     grouped = targets[image[:, 0].argsort(stable=True)]
     assert torch.equal(objectness_targets(raw, grouped, anchors), whole)
-
-
-# Sums and counts
 
 
 def random_case() -> tuple[list[Tensor], Tensor, Tensor]:
@@ -216,52 +326,45 @@ def terms_of(settings: LossSettings, objectness: float = 0.0) -> LossTerms:
     return only_level(settings, raw, TARGET, [[2, 2]])
 
 
-def test_class_term() -> None:
-    terms = terms_of(LossSettings())
-    assert terms.sums[2].item() == pytest.approx(softplus(-2) + softplus(-1) + softplus(0.5), rel=1e-6)
-    assert terms.counts[2].item() == 3
+def focal(x: float, t: float, gamma: float) -> float:
+    """Return the focal loss of a logit with target t; between 0 and 1 the factors of both are mixed in proportion."""
+    off = t * sigmoid(-x) + (1 - t) * sigmoid(x)
+    return (softplus(x) - x * t) * (t * 0.25 + (1 - t) * 0.75) * off**gamma
 
 
-def test_label_smoothing() -> None:
-    """At 0.1 the target of the right class is 0.95, of others 0.05; target t of logit x costs softplus(x) - x t."""
-    expected = softplus(2) - 2 * 0.95 + softplus(-1) + 1 * 0.05 + softplus(0.5) - 0.5 * 0.05
-    assert terms_of(LossSettings(label_smoothing=0.1)).sums[2].item() == pytest.approx(expected, rel=1e-6)
-
-
-def test_objectness_term() -> None:
-    terms = terms_of(LossSettings(), objectness=-1.0)
-    assert terms.sums[1].item() == pytest.approx(3 * softplus(-1) + softplus(1), rel=1e-6)
-    assert terms.counts[1].item() == 4
-    assert terms.local_means()[1].item() == pytest.approx(FINEST * (3 * softplus(-1) + softplus(1)) / 4, rel=1e-6)
-
-
-def test_weights_of_positives() -> None:
-    terms = terms_of(LossSettings(cls_pw=3, obj_pw=2), objectness=-1.0)
-    assert terms.sums[2].item() == pytest.approx(3 * softplus(-2) + softplus(-1) + softplus(0.5), rel=1e-6)
-    assert terms.sums[1].item() == pytest.approx(3 * softplus(-1) + 2 * softplus(1), rel=1e-6)
-
-
-def test_focal_loss() -> None:
-    """Each cost x (1/4 for targets of 1, 3/4 for targets of 0) x |target - probability| ^ gamma."""
-    terms = terms_of(LossSettings(fl_gamma=1.5), objectness=-1.0)
-    positive = softplus(-2) * 0.25 * sigmoid(-2) ** 1.5
-    negatives = [softplus(x) * 0.75 * sigmoid(x) ** 1.5 for x in (-1, 0.5)]
-    assert terms.sums[2].item() == pytest.approx(positive + sum(negatives), rel=1e-5)
-    empty = softplus(-1) * 0.75 * sigmoid(-1) ** 1.5
-    assert terms.sums[1].item() == pytest.approx(3 * empty + softplus(1) * 0.25 * sigmoid(1) ** 1.5, rel=1e-5)
-
-
-def test_focal_loss_between_0_and_1() -> None:
-    """For smoothed targets the factors of 0 and 1 are mixed in proportion."""
-    terms = terms_of(LossSettings(fl_gamma=2, label_smoothing=0.1))
-    expected = 0.0
-    for x, t in zip(LOGITS, (0.95, 0.05, 0.05), strict=True):
-        off = t * sigmoid(-x) + (1 - t) * sigmoid(x)
-        expected += (softplus(x) - x * t) * (t * 0.25 + (1 - t) * 0.75) * off**2
-    assert terms.sums[2].item() == pytest.approx(expected, rel=1e-5)
-
-
-# Settings, precision, levels
+@pytest.mark.parametrize(
+    ("settings", "cls", "obj"),
+    [
+        ({}, softplus(-2) + softplus(-1) + softplus(0.5), 3 * softplus(-1) + softplus(1)),
+        # At 0.1 the target of the right class is 0.95, of others 0.05; target t of logit x costs softplus(x) - x t.
+        (
+            {"label_smoothing": 0.1},
+            softplus(2) - 2 * 0.95 + softplus(-1) + 1 * 0.05 + softplus(0.5) - 0.5 * 0.05,
+            3 * softplus(-1) + softplus(1),
+        ),
+        (
+            {"cls_pw": 3.0, "obj_pw": 2.0},
+            3 * softplus(-2) + softplus(-1) + softplus(0.5),
+            3 * softplus(-1) + 2 * softplus(1),
+        ),
+        (
+            {"fl_gamma": 1.5},
+            focal(2, 1, 1.5) + focal(-1, 0, 1.5) + focal(0.5, 0, 1.5),
+            3 * focal(-1, 0, 1.5) + focal(-1, 1, 1.5),
+        ),
+        (
+            {"fl_gamma": 2.0, "label_smoothing": 0.1},
+            focal(2, 0.95, 2) + focal(-1, 0.05, 2) + focal(0.5, 0.05, 2),
+            3 * focal(-1, 0, 2) + focal(-1, 1, 2),
+        ),
+    ],
+)
+def test_class_and_objectness_terms(settings: dict[str, float], cls: float, obj: float) -> None:
+    terms = terms_of(LossSettings(**settings), objectness=-1.0)
+    assert terms.sums[2].item() == pytest.approx(cls, rel=1e-5)
+    assert terms.sums[1].item() == pytest.approx(obj, rel=1e-5)
+    assert (terms.counts[2].item(), terms.counts[1].item()) == (3, 4)
+    assert terms.local_means()[1].item() == pytest.approx(4 * obj / 4, rel=1e-5)  # 4: weight of the finest level
 
 
 def test_scaled_gains() -> None:
@@ -299,28 +402,6 @@ def test_balance_of_the_levels(levels: int, balance: tuple[float, ...] | None) -
     )
 
 
-def test_a_model_of_four_levels() -> None:
-    deep = {
-        **tiny_detector(),
-        "anchors": [[8, 8], [16, 16], [32, 32], [64, 64]],
-        "backbone": [[-1, 1, "Conv", [8, 3, 2]] for _ in range(5)],
-        "head": [[[1, 2, 3, 4], 1, "Detect", ["nc", "anchors"]]],
-    }
-    model = build_model(deep)
-    targets = torch.tensor([[0, 0, 0.5, 0.5, side / 64, side / 64] for side in (7, 15, 31, 63)])
-    criterion = DetectionCriterion(LossSettings(anchor_t=1.5), model.head)
-    terms = criterion(model(torch.rand(2, 3, 64, 64)), batch_of(targets))
-    assert (terms.counts[0] > 0).all()
-    assert terms.counts[1].tolist() == [2 * (64 // stride) ** 2 for stride in (4, 8, 16, 32)]
-    loss = terms.local_means().sum()
-    loss.backward()
-    assert loss.isfinite()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
-# Hints, objective, weight and anchors
-
-
 def test_hints_save_work_but_change_no_term() -> None:
     """With hints the head returns levels, without them raw maps."""
     model = build_model(tiny_detector())
@@ -334,12 +415,6 @@ def test_hints_save_work_but_change_no_term() -> None:
     assert torch.equal(with_hints.counts, without.counts)
 
 
-def test_the_objective_is_the_sum_over_the_images_of_a_step() -> None:
-    criterion = DetectionCriterion(LossSettings(), build_model(tiny_detector()).head)
-    assert criterion.objective(torch.tensor([1.0, 2, 4]), 16).item() == 7 * 16
-    assert criterion.weight(grey_batch()) == 1
-
-
 def test_the_anchors_are_those_of_the_model_when_it_is_called() -> None:
     """Loading a state changes the anchors in place."""
     model = build_model(tiny_detector())
@@ -349,9 +424,6 @@ def test_the_anchors_are_those_of_the_model_when_it_is_called() -> None:
     model.head.anchors.fill_(100)
     assert before[0] > 0
     assert criterion(model(images), given).counts[0].tolist() == [0, 0]
-
-
-# Class weights
 
 
 def weighted_loss(weights: tuple[float, ...], raw: Tensor, targets: Tensor, **settings: float) -> tuple[Tensor, Tensor]:
@@ -392,15 +464,101 @@ def test_only_the_ratio_of_class_weights_matters() -> None:
     torch.testing.assert_close(small, gradient, rtol=1e-6, atol=1e-6)
 
 
-def test_weighted_sums_of_processes_add_up() -> None:
-    raw, targets = torch.randn(4, 2, 4, 4, 8), random_objects(20).float()
-    criterion = criterion_of(LossSettings(), 3, torch.tensor([[[1.0, 1], [2, 2]]]))
-    criterion.class_weights = (5.0, 1.0, 0.5)
-    whole = criterion([raw], batch_of(targets))
-    parts = []
-    for first in (0, 2):
-        own = targets[(targets[:, 0] >= first) & (targets[:, 0] < first + 2)] - torch.tensor([first, 0, 0, 0, 0, 0])
-        parts.append(criterion([raw[first : first + 2]], batch_of(own)))
-    counts = parts[0].counts + parts[1].counts
-    # The objectness of all cells and the matches of both
-    torch.testing.assert_close(sum(part.share_of(GlobalCounts(counts)) for part in parts), whole.local_means())
+# Decoding
+
+
+def head_of_anchors(anchors: list[list[list[float]]], strides: list[float], classes: int) -> Detect:
+    """Return a head with anchors (levels, anchors, 2), in cells."""
+    head = Detect(classes, len(anchors[0]), [1] * len(anchors))
+    head.anchors.copy_(torch.tensor(anchors))
+    head.stride.copy_(torch.tensor(strides))
+    return head
+
+
+def corners(decoded: Tensor) -> Tensor:
+    """Convert decoded boxes (b, n, 5 + classes) from xywh to xyxy."""
+    return torch.cat((xywh_to_xyxy(decoded[..., :4]), decoded[..., 4:]), 2)
+
+
+def test_decode_one_cell() -> None:
+    raw = torch.zeros(2, 2, 3, 4, 7)  # 3 rows, 4 columns
+    raw[1, 1, 2, 3] = torch.tensor([THREE, -THREE, THREE, -THREE, -THREE, THREE, 0])
+    boxes = corners(head_of_anchors([[[1, 1], [2, 5]]], [8], 2).decode([raw]))
+    assert boxes.shape == (2, 2 * 3 * 4, 7)
+    # x (1.5 - 0.5 + 3) 8, y (0.5 - 0.5 + 2) 8, w 1.5^2 2 x 8, h 0.5^2 5 x 8: around 32, 16 by 36, 10
+    expected = torch.tensor([14, 11, 50, 21, 0.25, 0.75, 0.5])
+    torch.testing.assert_close(boxes[1, 1 * 12 + 2 * 4 + 3], expected)
+    torch.testing.assert_close(boxes[0, 12 + 11], torch.tensor([20, 0, 36, 40, 0.5, 0.5, 0.5]))
+    torch.testing.assert_close(boxes[0, 0], torch.tensor([0, 0, 8, 8, 0.5, 0.5, 0.5]))
+
+
+def test_candidates_are_the_decoded_boxes_level_by_level() -> None:
+    outputs = [torch.zeros(1, 1, 2, 2, 7), torch.zeros(1, 1, 1, 1, 7)]  # the last output belongs to a mask
+    outputs[0][..., 6] = 3
+    head = head_of_anchors([[[1, 2]], [[3, 1]]], [8, 16], 1)
+    boxes = torch.tensor([[0, -4, 8, 12], [8, -4, 16, 12], [0, 4, 8, 20], [8, 4, 16, 20], [-16, 0, 32, 16]])
+    decoded = head.decode(outputs, 1)
+    torch.testing.assert_close(corners(decoded)[0, :, :4], boxes.float())
+    view = head.view(outputs, 1)
+    for given, expected in ((view, decoded[0]), (view._replace(skipped_level=0), decoded[0, 4:])):
+        (candidates,) = given.candidates(0.4)
+        torch.testing.assert_close(torch.cat((candidates.scores, candidates.more), 1), expected)
+    assert [len(one.scores) for one in view.candidates(0.6)] == [0]
+
+
+# Transfer from a file for other classes
+
+
+def model_of(names: dict[int, str], yaml: str = "yolov5n.yaml", seed: int = 0) -> YoloModel:
+    torch.manual_seed(seed)
+    return build_model(yaml, nc=len(names))
+
+
+def rows(model: YoloModel, name: str) -> Tensor:
+    """Return a part of the finest level's convolution as (anchors, rows, ...)."""
+    tensor = model.state_dict()[f"model.24.m.0.{name}"].clone()
+    return tensor.view(3, -1, *tensor.shape[1:])
+
+
+@pytest.mark.parametrize("yaml", ["yolov5n.yaml", "yolov5n-seg.yaml"])
+def test_boxes_objectness_and_classes_of_the_same_name(yaml: str) -> None:
+    old, new = model_of(OLD, yaml), model_of(NEW, yaml, seed=1)
+    before = {name: tensor.clone() for name, tensor in new.state_dict().items()}
+    fresh = {name: rows(new, name) for name in ("weight", "bias")}
+    assert "2 of 3" in new.head.keep("model.24", old.state_dict(), OLD, NEW)
+    for name, unchanged in fresh.items():
+        of_old, of_new = rows(old, name), rows(new, name)
+        assert torch.equal(of_new[:, :5], of_old[:, :5])
+        assert torch.equal(of_new[:, 5], of_old[:, 5 + 2])
+        assert torch.equal(of_new[:, 6], unchanged[:, 6])  # a class that the file lacks
+        assert torch.equal(of_new[:, 7], of_old[:, 5])
+        assert torch.equal(of_new[:, 8:], of_old[:, 9:])  # masks
+    heads = [name for name in before if name.startswith("model.24.m.")]
+    others = [name for name in before if name not in heads]
+    assert all(torch.equal(new.state_dict()[name], before[name]) for name in others)
+    detector, segmenter = model_of(OLD), model_of(NEW, "yolov5n-seg.yaml", seed=1)
+    masks = rows(segmenter, "weight")[:, 8:]
+    assert "2 of 3" in segmenter.head.keep("model.24", detector.state_dict(), OLD, NEW)
+    assert torch.equal(rows(segmenter, "weight")[:, 8:], masks)
+
+
+@pytest.mark.parametrize("names", [{0: "cat"}, {}])
+def test_no_class_of_the_same_name(names: dict[int, str]) -> None:
+    """The file may have no names at all."""
+    old, new = model_of({0: "cat"}), model_of(NEW, seed=1)
+    assert "none of 3" in new.head.keep("model.24", old.state_dict(), names, NEW)
+    assert torch.equal(rows(new, "bias")[:, :5], rows(old, "bias")[:, :5])
+
+
+def test_a_head_for_other_anchors_or_of_other_widths_is_not_taken() -> None:
+    old, new = model_of(OLD), model_of(NEW, seed=1)
+    before = {name: tensor.clone() for name, tensor in new.state_dict().items()}
+    broken = {f"model.24.m.{level}.bias": torch.zeros(15) for level in (1, 2)}  # fewer rows than classes
+    for state in (
+        {**old.state_dict(), "model.24.anchors": old.head.anchors * 1.1},
+        {},
+        model_of(OLD, "yolov5s.yaml").state_dict(),
+        {**old.state_dict(), **broken, "model.24.m.0.bias": torch.tensor(1.0)},
+    ):
+        assert "not its head" in new.head.keep("model.24", state, OLD, NEW)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in new.state_dict().items())

@@ -17,7 +17,7 @@ from models.tasks.detect import DetectionTask
 from models.weights import read_weights
 from tests.conftest import not_here
 from tests.making import grey_batch
-from tests.models.heads.dfl.test_loss import random_targets
+from tests.models.heads.test_dfl import random_targets
 from utils.config.hyperparameters import Hyperparameters
 from utils.files import ROOT
 
