@@ -1,6 +1,7 @@
 """`DetectionMetrics`: the numbers, tables, documents and examples of a validation.
 
-Made by `DetectionTask.metrics`; called by val.py and train.py.
+A validation makes an `ImageRecord` of each image (`image_records`), joins those of all processes (`join`), and computes
+scores by class and by object size from them (`score_classes`, `score_sizes`). Made by `BoxTask.metrics`.
 """
 
 from __future__ import annotations
@@ -70,16 +71,7 @@ def unmatched(
     true_side: np.ndarray,
     shown: ShownImage | None = None,
 ) -> ImageRecord:
-    """Return the record of an image before `matched_by` and `paired_by`.
-
-    Args:
-        image: index of the image in the split
-        confidence: confidence (k,) of each detection, falling
-        label: class (k,) of each detection
-        side: side (k,) of each detection, see `ImageRecord`
-        true_label: class (m,) of each label
-        true_side: side (m,) of each label
-    """
+    """Return the record of an image before `matched_by` and `paired_by`; detections are in falling confidence."""
     nothing = np.zeros(len(label), np.float32)
     return ImageRecord(
         image, nothing, nothing, nothing, confidence, label, side, true_label, true_side, NO_PAIRS, shown
@@ -95,14 +87,15 @@ def matched_by(overlaps: Overlaps, records: Sequence[ImageRecord]) -> list[Image
     if not records:
         return []
     joined, image, true_image = _joined(records)
-    overlap, partner, beaten = match_by_overlap(overlaps, *_groups(image, joined.label, true_image, joined.true_label))
-    partner_side = _partner_side(joined.true_side, overlap, partner)
-    counts = [len(record.label) for record in records]
+    classes = int(max(joined.label.max(initial=0), joined.true_label.max(initial=0))) + 1
+    group, true_group = image * classes + joined.label, true_image * classes + joined.true_label
+    overlap, partner, beaten = match_by_overlap(overlaps, group.astype(np.int64), true_group.astype(np.int64))
+    side = np.where(overlap > 0, np.append(joined.true_side, np.float32(0))[partner], np.float32(0))
+    ends = np.cumsum([len(record.label) for record in records])[:-1]
+    columns = zip(*(np.split(column, ends) for column in (overlap, beaten, side)), strict=True)
     return [
-        record._replace(overlap=one_overlap, beaten=one_beaten, partner_side=side)
-        for record, (one_overlap, one_beaten, side) in zip(
-            records, _split(counts, overlap, beaten, partner_side), strict=True
-        )
+        record._replace(overlap=one_overlap, beaten=one_beaten, partner_side=partner_side)
+        for record, (one_overlap, one_beaten, partner_side) in zip(records, columns, strict=True)
     ]
 
 
@@ -114,8 +107,8 @@ def paired_by(overlaps: Overlaps, records: Sequence[ImageRecord]) -> list[ImageR
     confident = np.flatnonzero(joined.confidence > CONFIDENT_THRESHOLD)
     detection, label = pair_by_overlap(lambda one, true: overlaps(confident[one], true), image[confident], true_image)
     pairs = np.stack((joined.true_label[label], joined.label[confident[detection]]), 1).astype(np.int32)
-    split = _split(np.bincount(true_image[label], minlength=len(records)), pairs)
-    return [record._replace(paired=paired) for record, (paired,) in zip(records, split, strict=True)]
+    ends = np.bincount(true_image[label], minlength=len(records)).cumsum()[:-1]
+    return [record._replace(paired=own) for record, own in zip(records, np.split(pairs, ends), strict=True)]
 
 
 def shown_image(
@@ -126,14 +119,7 @@ def shown_image(
     label_outlines: Sequence[np.ndarray] = (),
     prediction_outlines: Sequence[np.ndarray] = (),
 ) -> ShownImage:
-    """Return an image's labels and confident predictions for drawing, see `ShownImage`.
-
-    Args:
-        labels: class and xyxy of each label, (m, 5)
-        predictions: xyxy, confidence and class of all predictions, (k, 6), in any order
-        label_outlines: outline of each label, or none
-        prediction_outlines: outline of each prediction, or none
-    """
+    """Return what is drawn of an image: its labels, and the confident ones of `predictions`, in any order."""
     confident = np.flatnonzero(predictions[:, 4] >= CONFIDENT_THRESHOLD)
     order = confident[np.argsort(-predictions[confident, 4], kind="stable")]
     outlines = [prediction_outlines[k] for k in order] if prediction_outlines else ()
@@ -147,24 +133,6 @@ def _joined(records: Sequence[ImageRecord]) -> tuple[ImageRecord, np.ndarray, np
     image = np.repeat(numbers, [len(record.label) for record in records])
     true_image = np.repeat(numbers, [len(record.true_label) for record in records])
     return ImageRecord._make((-1, *map(np.concatenate, columns), None)), image, true_image
-
-
-def _groups(
-    image: np.ndarray, label: np.ndarray, true_image: np.ndarray, true_label: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Number the pairs of an image and a class; return the numbers of detections (k,) and of labels (m,)."""
-    classes = int(max(label.max(initial=0), true_label.max(initial=0))) + 1
-    return (image * classes + label).astype(np.int64), (true_image * classes + true_label).astype(np.int64)
-
-
-def _partner_side(true_side: np.ndarray, overlap: np.ndarray, partner: np.ndarray) -> np.ndarray:
-    """Return the side (k,) of the label that each detection is matched to, 0 without one."""
-    return np.asarray(np.where(overlap > 0, np.append(true_side, np.float32(0))[partner], np.float32(0)))
-
-
-def _split(counts: Sequence[int] | np.ndarray, *columns: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-    """Split columns by image, given the number of rows of each image."""
-    return zip(*(np.split(column, np.cumsum(counts)[:-1]) for column in columns), strict=True)
 
 
 DETECTION_METRICS = ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95")
@@ -253,8 +221,7 @@ def confusion_matrix(records: Sequence[ImageRecord], classes: int) -> np.ndarray
 def join(records: Sequence[ImageRecord]) -> JoinedRecords:
     """Join the records of all images, in any order. Detections of equal confidence are ordered by image."""
     ordered = sorted(records, key=lambda record: record.image)
-    columns = list(zip(EMPTY_RECORD, *ordered, strict=True))[1:-1]
-    joined = ImageRecord._make((-1, *map(np.concatenate, columns), None))
+    joined, _, _ = _joined(ordered)
     classes, true_row, instances = np.unique(joined.true_label, return_inverse=True, return_counts=True)
     present = np.concatenate([classes[:0], *(np.unique(record.true_label) for record in ordered)])
     images = np.bincount(np.searchsorted(classes, present), minlength=len(classes))
@@ -267,19 +234,9 @@ def join(records: Sequence[ImageRecord]) -> JoinedRecords:
         of_class = order[start:end]
         order[start:end] = of_class[np.argsort(-joined.confidence[of_class], kind="stable")]
     order = order[: bounds[-1]]
-    return JoinedRecords(
-        classes=classes.astype(np.int64),
-        instances=instances,
-        images=images,
-        true_row=true_row,
-        true_side=joined.true_side,
-        bounds=bounds,
-        overlap=joined.overlap[order],
-        beaten=joined.beaten[order],
-        partner_side=joined.partner_side[order],
-        confidence=joined.confidence[order],
-        side=joined.side[order],
-    )
+    columns = (joined.overlap, joined.beaten, joined.partner_side, joined.confidence, joined.side)
+    in_order = (column[order] for column in columns)
+    return JoinedRecords(classes.astype(np.int64), instances, images, true_row, joined.true_side, bounds, *in_order)
 
 
 def score_classes(joined: JoinedRecords) -> ClassScores:
@@ -325,13 +282,7 @@ def score_sizes(joined: JoinedRecords) -> list[SizeScores]:
 
 
 def _size_ap(joined: JoinedRecords, counts: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Return the AP of every class that has labels in the range of sides, (classes with counts > 0, 10).
-
-    Args:
-        counts: number of labels of each class in the range, (c,)
-        low: smallest side in pixels
-        high: side in pixels that ends the range, exclusive
-    """
+    """Return the AP (c, 10) of the classes that have labels, `counts` many, with sides in [low, high) pixels."""
     inside, partner_inside = ((side >= low) & (side < high) for side in (joined.side, joined.partner_side))
     ap = np.zeros((len(counts), len(IOU_THRESHOLDS)))
     for row, (detections, count) in enumerate(zip(_class_slices(joined), counts, strict=True)):
@@ -368,16 +319,14 @@ def _average_precision(hits: np.ndarray, total: int, count: int) -> float:
 
 
 def _envelope(hits: np.ndarray, total: int, count: int, at: np.ndarray) -> np.ndarray:
-    """Return the falling envelope of precision at given recalls, (n,).
+    """Return the falling envelope of precision at the recalls `at`, (n,), which rise from 0 to 1.
 
     Between the recalls of two hits the envelope is the second hit's precision; after the last hit it is a line to 0 at
     a recall of 1.
 
     Args:
-        hits: ranks of the correct detections among all of the class, in falling confidence
-        total: number of detections
+        hits: ranks of the correct ones among `total` detections of a class, in falling confidence
         count: number of labels
-        at: recalls (n,), rising from 0 to 1
     """
     if not len(hits):
         return np.zeros(len(at))
@@ -391,12 +340,7 @@ def _envelope(hits: np.ndarray, total: int, count: int, at: np.ndarray) -> np.nd
 
 
 def _best_f1(precision: np.ndarray, recall: np.ndarray) -> int:
-    """Return the index in `F1_CONFIDENCES` at which the smoothed mean F1 over the classes is highest.
-
-    Args:
-        precision: precision (c, 1000) of each class at `F1_CONFIDENCES`
-        recall: recall (c, 1000) of each class at `F1_CONFIDENCES`
-    """
+    """Return the index in `F1_CONFIDENCES` at which the smoothed mean F1 is highest, from curves (c, 1000) by class."""
     if not len(precision):
         return 0
     f1 = (2 * precision * recall / (precision + recall + 1e-16)).mean(0)
@@ -421,8 +365,6 @@ def score_tables(
 
     Args:
         titles: titles of the columns: name, images, labels, and four scores for each set
-        names: class names, by number
-        images: number of images
         scores: scores by class, a set for boxes or one each for boxes and masks
         sizes: scores by object size of each set
     """
@@ -465,12 +407,7 @@ def score_evidence(scores: ClassScores) -> dict[str, Any]:
 
 
 def class_rows(names: Sequence[str], classes: Sequence[Sequence[float]]) -> Iterator[list[Any]]:
-    """Iterate over the rows of classes.csv, one for every class.
-
-    Args:
-        names: class names, in the order of their numbers
-        classes: number, images, labels and scores of each class that has labels
-    """
+    """Iterate over the rows of classes.csv, one for every class; `classes` is the result of `class_values`."""
     by_number = {row[0]: row for row in classes}
     for number, name in enumerate(names):
         if number in by_number:
@@ -484,7 +421,6 @@ def curve_rows(names: Sequence[str], classes: Sequence[Sequence[float]], *curves
     """Iterate over the rows of a curve's file: class, point and values, for every class that has labels.
 
     Args:
-        names: class names, in the order of their numbers
         classes: rows that begin with the number of a class that has labels
         curves: values (c, 201) of each class at `CURVE_POINTS`
     """
@@ -511,7 +447,11 @@ def image_records(
     truth = [_corners(info) for info in infos]
     for rows, true_boxes, info in zip(detections, truth, infos, strict=True):
         confidence, label = rows[:, 4:].astype(np.float32).T.copy()
-        drawn = _shown(rows, true_boxes, info) if info.image in shown else None
+        drawn = None
+        if info.image in shown:
+            inside = true_boxes.clip(0, np.array(info.size * 2, np.float32))
+            labels = np.concatenate((info.rows[:, :1], inside), 1)
+            drawn = shown_image(info.path, info.size, labels, rows.astype(np.float32))
         sides = _side(rows[:, :4]), _side(true_boxes)
         records.append(unmatched(info.image, confidence, label, sides[0], info.rows[:, 0], sides[1], drawn))
     overlaps = box_overlaps(np.concatenate(detections)[:, :4], np.concatenate(truth))
@@ -522,17 +462,6 @@ def _corners(info: ImageInfo) -> np.ndarray:
     """Return the boxes of the labels, xyxy in pixels of the file, float32 (m, 4)."""
     corners = xywh_to_xyxy(torch.from_numpy(info.rows[:, 1:5])).numpy() * np.array(info.size * 2, np.float32)
     return np.asarray(corners)
-
-
-def _shown(rows: np.ndarray, true_boxes: np.ndarray, info: ImageInfo) -> ShownImage:
-    """Return the labels and confident detections of an image, with the labels clipped to it.
-
-    Args:
-        rows: detections (k, 6) of the image
-        true_boxes: boxes (m, 4) of the labels, xyxy in pixels of the file
-    """
-    labels = np.concatenate((info.rows[:, :1], true_boxes.clip(0, np.array(info.size * 2, np.float32))), 1)
-    return shown_image(info.path, info.size, labels, rows.astype(np.float32))
 
 
 def _side(boxes: np.ndarray) -> np.ndarray:
@@ -612,13 +541,10 @@ class DetectionMetrics(Metrics):
                 Path(image["path"]).name,
                 image["image"],
                 tuple(image["size"]),
+                [_normalised(label, None, box, *more, image["size"]) for (label, *box), *more in _rows(image, "label")],
                 [
-                    _normalised(int(label), None, xyxy, outline, image["size"])
-                    for (label, *xyxy), outline in _with_outlines(image, "label")
-                ],
-                [
-                    _normalised(int(label), score, xyxy, outline, image["size"])
-                    for (*xyxy, score, label), outline in _with_outlines(image, "prediction")
+                    _normalised(label, score, box, *more, image["size"])
+                    for (*box, score, label), *more in _rows(image, "prediction")
                 ],
             )
             for image in summary.evidence.get("shown", [])
@@ -654,23 +580,17 @@ def _plain_outlines(shown: ShownImage) -> dict[str, list[list[float]]]:
     return {kind: [points.ravel().tolist() for points in outlines] for kind, outlines in of_kinds.items() if outlines}
 
 
-def _with_outlines(image: Mapping[str, Any], kind: str) -> Iterator[tuple[list[float], list[float]]]:
+def _rows(image: Mapping[str, Any], kind: str) -> Iterator[tuple[list[float], list[float]]]:
     """Iterate over an image's labels or predictions, each with its outline x y x y ..., empty if there is none."""
     rows = image[f"{kind}s"]
     return zip(rows, image.get(f"{kind}_outlines") or [[]] * len(rows), strict=True)
 
 
 def _box_rows(names: Sequence[str], shown: Sequence[Mapping[str, Any]], outlined: bool) -> Iterator[list[str]]:
-    """Iterate over the rows of val_boxes.csv: labels and predictions of each image, or one row if it has neither.
-
-    Args:
-        names: class names, in the order of their numbers
-        shown: images to draw, see `detection_evidence`
-        outlined: whether the rows end with a column of outlines
-    """
+    """Iterate over the rows of val_boxes.csv: labels and predictions of each image, or one row if it has neither."""
     for image in shown:
         for kind in ("label", "prediction"):
-            for row, outline in _with_outlines(image, kind):
+            for row, outline in _rows(image, kind):
                 label, *numbers = row if kind == "label" else (row[5], row[4], *row[:4])
                 cells = [image["path"], kind, names[int(label)], *[""] * (kind == "label")]
                 cells += [f"{value:.6g}" for value in numbers]
@@ -680,9 +600,9 @@ def _box_rows(names: Sequence[str], shown: Sequence[Mapping[str, Any]], outlined
 
 
 def _normalised(
-    label: int, confidence: float | None, xyxy: Sequence[float], outline: Sequence[float], size: Sequence[int]
+    label: float, confidence: float | None, xyxy: Sequence[float], outline: Sequence[float], size: Sequence[int]
 ) -> Box:
     """Convert a box and its outline from pixels of the file to shares of the file's width and height."""
     left, top, right, bottom = (value / size[number % 2] for number, value in enumerate(xyxy))
     points = tuple(value / size[number % 2] for number, value in enumerate(outline))
-    return Box(label, confidence, (left, top, right, bottom), points)
+    return Box(int(label), confidence, (left, top, right, bottom), points)

@@ -8,7 +8,7 @@ import torch
 
 from models.tasks.metrics import DetectionMetrics
 from tests.making import CLASS_NAMES, grey_batch, image_info
-from tests.models.tasks.detection.batches import labels, predictions
+from tests.models.tasks.batches import labels, predictions
 from utils.plots.drawing import Style
 
 

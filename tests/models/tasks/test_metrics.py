@@ -15,7 +15,7 @@ from torch import Tensor
 from models.tasks.contract import Thresholds
 from models.tasks.metrics import CURVE_POINTS, DETECTION_METRICS, DetectionMetrics, ImageRecord, shown_image, unmatched
 from tests.making import CLASS_NAMES, grey_batch, image_info
-from tests.models.tasks.detection.batches import (
+from tests.models.tasks.batches import (
     DISC,
     IMAGE,
     LIGHT,
