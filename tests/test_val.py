@@ -286,23 +286,27 @@ def test_half_on_cuda(shared: Path, coco128: Path, tmp_path: Path, run_script: R
     assert means[1] == pytest.approx(means[0], abs=0.01)
 
 
-def test_messages_about_precision() -> None:
+def test_messages_about_precision(capsys: pytest.CaptureFixture[str]) -> None:
     members = Members({"best.pt": Path("best.pt")}, {}, TASKS["detect"])
-    assert members.messages(half=False, half_asked=False, augment=False) == []
-    assert members.messages(True, True, False) == ["weights and images in half precision"]
-    (warning,) = members.messages(False, True, False)
-    assert warning.startswith("warning: ")
+    members.log_validation(augment=False, half=False)
+    members.log_notes({"half": True}, half=True)
+    assert capsys.readouterr().out == ""
+    members.log_validation(augment=False, half=True)
+    assert capsys.readouterr().out == "weights and images in half precision\n"
+    members.log_notes({"half": True}, half=False)
+    assert capsys.readouterr().out.startswith("warning: ")
 
 
 @pytest.mark.parametrize(("task", "said"), [("detect", True), ("classify", False)])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_file_of_one_size_is_compared_with_square_images(task: str, said: bool, dynamic: bool) -> None:
+def test_a_file_of_one_size_is_compared_with_square_images(
+    task: str, said: bool, dynamic: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A classifier's images are square anyway."""
-    metadata: Any = SimpleNamespace(dynamic=dynamic, imgsz=(64, 64))
+    metadata: Any = SimpleNamespace(dynamic=dynamic, imgsz=(64, 64), suppression=None)
     weights: Any = SimpleNamespace(metadata=metadata, task_yaml={})
-    lines = Members({"best.onnx": Path("best.onnx")}, {"best.onnx": weights}, TASKS[task]).messages(False, False, False)
-    said = said and not dynamic
-    assert lines == ["images are square: the metrics are comparable with a .pt file's under --square"] * said
+    Members({"best.onnx": Path("best.onnx")}, {"best.onnx": weights}, TASKS[task]).log_validation(False, half=False)
+    assert ("images are square" in capsys.readouterr().out) == (said and not dynamic)
 
 
 # Refused flags

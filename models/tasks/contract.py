@@ -305,6 +305,15 @@ class Task(ABC):
         """
 
     @classmethod
+    def renamed(cls, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors of a weight file, by the names that this task's models have; unchanged by default.
+
+        Args:
+            state: tensors by their names in the file, which another program may have written
+        """
+        return state
+
+    @classmethod
     def features_of(cls, yaml: Mapping[str, Any]) -> frozenset[str]:
         """Return the `features` of the model of a YAML, which may depend on the model."""
         return cls.features

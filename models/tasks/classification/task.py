@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -26,6 +27,14 @@ from utils.plots.drawing import draw_captioned
 
 # Mean and standard deviation of ImageNet's channels, RGB from 0 to 1.
 IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+# Patterns in tensor names of torchvision's older DenseNet and ViT files, and their replacements.
+TORCHVISION_RENAMES = (
+    (re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)"), r"\1\2"),
+    (re.compile(r"\.mlp\.linear_1\."), ".mlp.0."),
+    (re.compile(r"\.mlp\.linear_2\."), ".mlp.3."),
+)
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,14 @@ class ClassificationTask(Task):
             raise UserError(
                 f"a classifier needs at least two classes; the data set has {', '.join(names.values()) or 'none'}"
             )
+
+    @classmethod
+    def renamed(cls, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors by their current names: torchvision's older DenseNet and ViT files have others."""
+        current = dict(state)
+        for old, new in TORCHVISION_RENAMES:
+            current = {old.sub(new, name): tensor for name, tensor in current.items()}
+        return current
 
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> Model:
         """Build torchvision's model, or a model of layers, for images of any size, unless layers need whole strides."""
