@@ -17,22 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# A kernel, stride or padding: one number, or (height, width).
-Size = int | Sequence[int]
+Size = int | tuple[int, int]  # a kernel, stride or padding: one number, or (height, width)
 CLASSIFY_CHANNELS = 1280  # inputs of a classifier's last layer at every width, as in EfficientNet-B0
 
 
-def same_padding(kernel: Size, dilation: int = 1) -> int | tuple[int, ...]:
+def same_padding(kernel: Size, dilation: int = 1) -> tuple[int, int]:
     """Return the padding that keeps height and width at stride 1, for odd kernels."""
-    if isinstance(kernel, int):
-        return (dilation * (kernel - 1) + 1) // 2
-    return tuple((dilation * (k - 1) + 1) // 2 for k in kernel)
-
-
-def _pair(size: Size) -> tuple[int, int]:
-    """Return `size` as (height, width)."""
-    height, width = (size, size) if isinstance(size, int) else size
-    return height, width
+    height, width = (kernel, kernel) if isinstance(kernel, int) else kernel
+    return (dilation * (height - 1) + 1) // 2, (dilation * (width - 1) + 1) // 2
 
 
 def batch_norm(channels: int) -> nn.BatchNorm2d:
@@ -91,9 +83,7 @@ class Conv(nn.Module):
     ) -> None:
         super().__init__()
         padding = same_padding(kernel, dilation) if padding is None else padding
-        self.conv = nn.Conv2d(
-            c1, c2, _pair(kernel), _pair(stride), _pair(padding), groups=groups, dilation=dilation, bias=False
-        )
+        self.conv = nn.Conv2d(c1, c2, kernel, stride, padding, dilation, groups, bias=False)
         self.bn = batch_norm(c2)
         self.act: nn.Module = nn.SiLU() if activate else nn.Identity()
 

@@ -385,7 +385,8 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> N
     warning = "warning: these are weights of another model: only " if of_another else ""
     log(f"{warning}{loaded} of {total} tensors taken from {name}{', ' * bool(head)}{head}")
     found = {**weights.state, **head_tensors(model)}  # another head is no surprise
-    expected = [tensor for tensor in model.state_dict() if not any(part in tensor for part in fresh)]
+    unneeded = (*fresh, "num_batches_tracked")  # which files of an old torch lack
+    expected = [tensor for tensor in model.state_dict() if not any(part in tensor for part in unneeded)]
     if missing := [tensor for tensor in expected if tensor not in found]:
         log(f"warning: {name} lacks {plural(len(missing), 'tensor')} of the model, such as {missing[0]}")
     weights.compare_names(task.names, name)

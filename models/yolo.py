@@ -60,33 +60,21 @@ def whole_strides(side: int, stride: int) -> int:
 
 
 @dataclass(frozen=True)
-class Scaling:
-    """Scales the numbers of a YAML to its depth and width."""
-
-    depth: float
-    width: float
-    multiple: int  # channels are rounded up to a multiple of it
-    outputs: int  # anchors per level * (5 + nc); this number of channels is not scaled
-
-    def channels(self, count: Any) -> int:
-        """Return the scaled number of channels. Raises ValueError if `count` is not a valid number."""
-        if not is_count(count):
-            raise ValueError(f"the first argument is the number of output channels, 1 to {MAX_COUNT}, not {count!r}")
-        return count if count == self.outputs else math.ceil(count * self.width / self.multiple) * self.multiple
-
-    def repeats(self, number: int) -> int:
-        """Return the scaled number of repetitions."""
-        return max(round(number * self.depth), 1) if number > 1 else number
-
-
-@dataclass(frozen=True)
 class LayerPlacement:
-    """The inputs of a layer's constructor: the row, and the channels of its input maps."""
+    """The inputs of a layer's constructor: the row, the channels of its input maps, and the scale of the network."""
 
     channels: tuple[int, ...]  # channels of each input map
     repeats: int
     args: tuple[Any, ...]
-    scaling: Scaling
+    width: float  # factor of numbers of channels
+    multiple: int  # channels are rounded up to a multiple of it
+    outputs: int  # anchors per level * (5 + nc); this number of channels is not scaled
+
+    def scaled(self, count: Any) -> int:
+        """Return the scaled number of channels. Raises ValueError if `count` is not a valid number."""
+        if not is_count(count):
+            raise ValueError(f"the first argument is the number of output channels, 1 to {MAX_COUNT}, not {count!r}")
+        return count if count == self.outputs else math.ceil(count * self.width / self.multiple) * self.multiple
 
     @property
     def c1(self) -> int:
@@ -98,9 +86,7 @@ class LayerPlacement:
     @property
     def c2(self) -> int:
         """Output channels: the first argument, scaled. Raises ValueError if there is none."""
-        if not self.args:
-            raise ValueError("the first argument, the number of output channels, is missing")
-        return self.scaling.channels(self.args[0])
+        return self.scaled(self.args[0] if self.args else None)
 
 
 @dataclass(frozen=True)
@@ -130,7 +116,7 @@ def aggregating(layer: Callable[..., nn.Module]) -> LayerMaker:
     """Adapt `layer(c1, c2, part, process, repeats)`, with all channels scaled; `process` may be absent."""
 
     def make(placement: LayerPlacement) -> nn.Module:
-        widths = [placement.scaling.channels(count) for count in placement.args[1:3]]
+        widths = [placement.scaled(count) for count in placement.args[1:3]]
         return layer(placement.c1, placement.c2, *widths, *placement.args[3:], repeats=placement.repeats)
 
     return LayerMaker(layer, make)
@@ -159,7 +145,7 @@ def _chain(parts: list[nn.Module]) -> nn.Module:
 def _segment(placement: LayerPlacement) -> nn.Module:
     """Make `Segment` with scaled prototype channels."""
     nc, anchors, masks, prototypes = placement.args
-    return Segment(nc, anchors, masks, placement.scaling.channels(prototypes), placement.channels)
+    return Segment(nc, anchors, masks, placement.scaled(prototypes), placement.channels)
 
 
 LAYERS: dict[str, LayerMaker] = {
@@ -174,8 +160,8 @@ LAYERS: dict[str, LayerMaker] = {
     **{layer.__name__: aggregating(layer) for layer in (layers.ELAN, layers.RepNCSPELAN)},
     **{layer.__name__: plain(layer) for layer in (layers.CBFuse, layers.Concat)},
     **{layer.__name__: narrowing(layer) for layer in (layers.Proto, layers.Classify)},
-    "SPPELAN": LayerMaker(layers.SPPELAN, lambda p: layers.SPPELAN(p.c1, p.c2, *map(p.scaling.channels, p.args[1:]))),
-    "CBLinear": LayerMaker(layers.CBLinear, lambda p: layers.CBLinear(p.c1, [*map(p.scaling.channels, p.args[0])])),
+    "SPPELAN": LayerMaker(layers.SPPELAN, lambda p: layers.SPPELAN(p.c1, p.c2, *map(p.scaled, p.args[1:]))),
+    "CBLinear": LayerMaker(layers.CBLinear, lambda p: layers.CBLinear(p.c1, [*map(p.scaled, p.args[0])])),
     "Detect": detecting(Detect),
     "DetectDFL": LayerMaker(DetectDFL, lambda p: DetectDFL(p.args[0], p.channels, *p.args[1:])),
     "Segment": LayerMaker(Segment, _segment),
@@ -483,7 +469,7 @@ def _build_layers(
     """
     anchors = yaml["anchors"] if with_anchors else 0
     outputs = (anchors if isinstance(anchors, int) else len(anchors[0]) // 2) * (yaml["nc"] + 5)
-    scaling = Scaling(yaml["depth_multiple"], yaml["width_multiple"], yaml["channel_multiple"], outputs)
+    scale = {"width": yaml["width_multiple"], "multiple": yaml["channel_multiple"], "outputs": outputs}
     activation = _parse_activation(source, yaml.get("activation"))
     built: list[nn.Module] = []
     drafts: list[nn.Module] = []
@@ -493,14 +479,16 @@ def _build_layers(
         inputs = [maps[j] for j in row.sources]
         with _naming(source, row):
             with torch.device("meta"), torch.no_grad():
-                draft = _build_layer(row, inputs, scaling, activation).eval()  # BatchNorm must accept single values
+                draft = _build_layer(
+                    row, inputs, yaml["depth_multiple"], scale, activation
+                ).eval()  # BatchNorm must accept single values
                 skip_norms(draft)
                 maps[row.index] = draft(row.inputs(maps))
             parameters, values = sum(map(torch.numel, draft.parameters())), _count_values(maps[row.index])
             if parameters > MAX_LAYER_PARAMETERS or values > MAX_MAP_VALUES:  # a typing error
                 raise ValueError(f"it has {parameters:.2g} parameters and {values:.2g} outputs, more than fits memory")
             drafts.append(draft)
-            built.append(layer := _build_layer(row, inputs, scaling, activation))
+            built.append(layer := _build_layer(row, inputs, yaml["depth_multiple"], scale, activation))
             if isinstance(layer, Head):
                 layer.placed(strides := [_stride(x) for x in inputs])
                 largest = largest if layer.any_size else max(largest, *strides)
@@ -548,12 +536,12 @@ def _stride(output: Any) -> float:
 
 
 def _build_layer(
-    row: Row, inputs: list[Any], scaling: Scaling, activation: Callable[[], nn.Module] | None
+    row: Row, inputs: list[Any], depth: float, scale: Mapping[str, Any], activation: Callable[[], nn.Module] | None
 ) -> nn.Module:
     """Return a new layer for a row. Each of `inputs` is a map, or a `CBLinear`'s several maps."""
     channels = tuple(sum(one.shape[1] for one in (x if isinstance(x, (list, tuple)) else [x])) for x in inputs)
-    placement = LayerPlacement(channels, scaling.repeats(row.number), row.args, scaling)
-    layer = layer_maker(row.module).make(placement)
+    repeats = max(round(row.number * depth), 1) if row.number > 1 else row.number
+    layer = layer_maker(row.module).make(LayerPlacement(channels, repeats, row.args, **scale))
     if activation is not None:
         for part in layer.modules():
             if isinstance(part, (Conv, RepConv)):

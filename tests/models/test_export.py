@@ -118,7 +118,7 @@ def test_half_and_to_do_not_change_an_exported_model(dynamic: dict[str, Path]) -
     assert exported(images(1, 64, 64).half()).dtype == torch.float
 
 
-@pytest.mark.parametrize("opset", [12, 13, 17])
+@pytest.mark.parametrize("opset", [12, 17])
 def test_suppression_in_old_opsets(opset: int, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     suppressing = SuppressedDetector(detector(), LIMITS).eval()

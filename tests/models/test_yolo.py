@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,12 @@ import yaml
 from torch import Tensor, nn
 
 from models.heads.anchors.head import Detect
-from models.layers import Classify, Conv, Head
+from models.layers import Classify, Conv
 from models.loading import gflops, transfer
 from models.tasks.classification.task import ClassificationRecipe, ClassificationTask
 from models.tasks.detection.task import DetectionTask
 from models.weights import read_weights
-from models.yolo import LAYERS, LayerMaker, YoloModel, add_layers, build_model
+from models.yolo import LAYERS, YoloModel, add_layers, build_model
 from tests.making import tiny_detector, write_yaml
 from utils.batch import Batch
 from utils.config.hyperparameters import Hyperparameters
@@ -162,16 +162,11 @@ def narrow(name: str) -> dict[str, Any]:
     ("name", "strides"),
     [
         ("yolov5n", [8, 16, 32]),
-        ("yolov5n6", [8, 16, 32, 64]),
-        ("yolov3", [8, 16, 32]),
-        ("yolov3-spp", [8, 16, 32]),
         ("yolov3-tiny", [16, 32]),
-        ("yolov5-fpn", [8, 16, 32]),
         ("yolov5-bifpn", [8, 16, 32]),
         ("yolov5-p2", [4, 8, 16, 32]),
         ("yolov5-p34", [8, 16]),
         ("yolov5-p7", [8, 16, 32, 64, 128]),
-        ("yolov5s-ghost", [8, 16, 32]),
         ("yolov5s-transformer", [8, 16, 32]),
     ],
 )
@@ -318,58 +313,7 @@ def test_stride_and_image_size(description: Any, imgsz: int, expected: tuple[int
     assert (model.stride, model.imgsz) == expected
 
 
-class Corners(Head):
-    """A head of no shipped kind: it joins its maps, the second of half the size of the first."""
-
-    description = "corner head"
-    example = "[[0, 1], 1, Corners, [nc]]"
-
-    def __init__(self, nc: int, channels: list[int]) -> None:
-        super().__init__()
-        self.convolve = nn.Conv2d(sum(channels), nc, 1)
-        self.strides: list[float] = []
-
-    def placed(self, strides: Sequence[float]) -> None:
-        self.strides += strides
-
-    def forward(self, maps: list[Tensor]) -> Tensor:
-        first, second, vector = maps
-        doubled = nn.functional.interpolate(second, scale_factor=2.0)
-        corners: Tensor = self.convolve(torch.cat((first, doubled, vector[..., None, None].expand_as(first)), 1))
-        return corners
-
-
-def test_a_head_is_told_where_it_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of whatever kind it is, once, when the model is built; an input that is no map has the stride 1."""
-    monkeypatch.setitem(LAYERS, "Corners", LayerMaker(Corners, lambda p: Corners(*p.args, list(p.channels))))
-    description = {
-        "task": "detect",
-        "nc": 3,
-        "backbone": [[-1, 1, "Conv", [8, 3, 4]], [-1, 1, "Conv", [8, 3, 2]], [-1, 1, "nn.AdaptiveMaxPool2d", [1]]],
-        "head": [[-1, 1, "nn.Flatten", []], [[0, 1, 3], 1, "Corners", ["nc"]]],
-    }
-    model = build_model(description, head=Corners, imgsz=60)
-    assert (model.stride, model.imgsz) == (8, 64)
-    assert isinstance(model.head, Corners)
-    assert model.head.strides == [4, 8, 1]
-    assert model(torch.rand(1, 3, 64, 64)).shape == (1, 3, 16, 16)
-
-
 # Classifiers
-
-
-def test_a_classifier_starts_from_a_detector() -> None:
-    """Its backbone, layers 0 to 8, has the same tensors."""
-    detector, classifier = build_model("yolov5n.yaml").state_dict(), build_model("yolov5n-cls.yaml", nc=3)
-    before = {key: value.clone() for key, value in classifier.state_dict().items()}
-    result = transfer(classifier, detector)
-    after = classifier.state_dict()
-    backbone = [key for key in after if not key.startswith("model.9.")]
-    assert (result.loaded, result.total, result.misfits) == (len(backbone), len(backbone) + 8, [])
-    assert all(torch.equal(after[key], (detector if key in backbone else before)[key]) for key in after)
-    batch_norm = [f"model.9.conv.bn.{key}" for key in nn.BatchNorm2d(1).state_dict()]
-    head = ["model.9.conv.conv.weight", *batch_norm, "model.9.linear.weight", "model.9.linear.bias"]
-    assert list(after)[len(backbone) :] == head
 
 
 def test_a_classifier_with_maps_joined_from_below() -> None:
