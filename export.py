@@ -14,7 +14,7 @@ import torch
 from data.dataset import data_source
 from models.ensemble import choose_size, common_task, export_base, halve, load_model, weight_files
 from models.export import INPUT_NAME, ExportJob, ExportMetadata, write
-from models.loading import ImageSize
+from models.loading import ImageSize, log_rounding
 from models.tasks import TASKS, add_tasks, model_words
 from models.tasks.contract import Thresholds
 from models.weights import Origin, Weights, read_weights
@@ -63,7 +63,8 @@ def export(given: Mapping[str, Any]) -> list[str]:
         show(located({"weights": [path], "data": [source.spec.file] if source else []}))
         size = choose_size({name: content}, kind, options.imgsz)
         job = prepare(name, content, options, size, device, source.names() if source else content.class_names)
-        show(*size.rounded(job.metadata.stride).messages, *messages(options, job))
+        log_rounding(size.sides, job.metadata.imgsz, job.metadata.stride)
+        show(*messages(options, job))
         files += write_all(options, job, file)
         if "engine" in options.include:
             show(f"warning: engine: not written; on the target machine, run {trtexec(job, file.with_suffix(''))}")

@@ -18,13 +18,13 @@ from data.batches import Item
 from data.dataset import DataSet, data_source, dataset_class
 from data.media import Frame, MediaItem, as_pixels, find_files, read_files
 from models.ensemble import Inference, for_inference, read_members
-from models.loading import ImageSize, sides_of
+from models.loading import ImageSize, log_rounding, sides_of
 from models.tasks.contract import Model, Prediction, Task, Thresholds
 from models.tasks.result import Results
 from utils.batch import Batch
 from utils.config.flags import DetectOptions
 from utils.config.values import select
-from utils.console import show
+from utils.console import log
 from utils.distributed.launch import one_device
 from utils.errors import UserError, nearest, plural
 from utils.files import located
@@ -75,30 +75,37 @@ class Predictor:
         if isinstance(device := arguments.get("device"), torch.device):
             arguments["device"] = str(device)
         given = checked_arguments(DetectOptions, {"weights": weights, **arguments}, "Predictor", ARGUMENTS)
-        lines = self._build(given)
+        self._build(given)
         self.bgr = bgr
-        show(*lines)
 
     @classmethod
     def from_flags(cls, given: Mapping[str, Any]) -> Predictor:
         """Make a predictor from flags of detect.py, by name; errors and printed lines name flags."""
         predictor = cls.__new__(cls)
-        lines = predictor._build(given)
-        show(*([] if given.get("quiet") else [located(predictor.files)]), *lines)
+        predictor._build(given, located_files=True)
         predictor.bgr = False
         return predictor
 
-    def _build(self, given: Mapping[str, Any]) -> list[str]:
-        """Set all attributes; return lines for the console."""
+    def _build(self, given: Mapping[str, Any], located_files: bool = False) -> None:
+        """Set all attributes; log the size and warnings, and where the files are if `located_files`."""
         options = DetectOptions(**given)
+        quiet, log.quiet = log.quiet, log.quiet or options.quiet
+        try:
+            self._read(options, given, located_files)
+        finally:
+            log.quiet = quiet
+
+    def _read(self, options: DetectOptions, given: Mapping[str, Any], located_files: bool) -> None:
         sides_of(options.imgsz)  # refuses a wrong size before weights are downloaded
         device = one_device("0" if options.device == "cuda" else str(options.device))
         weights, own = list(map(str, options.weights)), (str(options.layers), str(options.task_file))
         members = read_members(weights, *own, options.augment)
         source = data_source(str(options.data), members.entry.data) if options.data else None
+        files = {"weights": [*members.files.values()], "data": [source.spec.file] if source else []}
+        log(located(files) if located_files else "")
         kind = members.entry.load()
         members.refuse(DetectOptions, given)
-        task = kind(source.names() if source else members.class_names, kind.recipe())
+        task = kind(source.names() if source else members.first.class_names, kind.recipe())
         half = options.half and device.type == "cuda"
         size = members.image_size(options.imgsz)
         models = members.build(task, max(size.sides), str(options.data) or "the names")
@@ -106,6 +113,7 @@ class Predictor:
         thresholds = select(Thresholds, options, classes=classes, one_class=True)
         postprocess = task.postprocess(models[0], thresholds)
         stride = math.lcm(*(model.stride for model in models))
+        log_rounding(size.sides, size.rounded(stride).sides, stride)
         size = size.rounded(stride)
         vars(self).update(
             thresholds=thresholds,
@@ -117,13 +125,10 @@ class Predictor:
             inference=Inference(task, postprocess, device, options.augment, half),
             stride=stride,
             size=size,
-            settings=members.settings,
-            files={"weights": [*members.files.values()], "data": [source.spec.file] if source else []},
+            settings=dict(members.first.settings),
+            files=files,
         )
-        lines = [*size.messages, *members.overridden({**given, "half": half})]
-        if options.half and not half:
-            lines.append("warning: --half is for CUDA; using full precision")
-        return [line for line in lines if not options.quiet or line.startswith("warning: ")]
+        members.log_notes(given, half)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a threshold, `bgr` or `as_list`. Raises `UserError` for any other name, and for a wrong value."""

@@ -105,6 +105,7 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
             batch_size=batch_size,
             sync_bn=options.sync_bn,
             precision=precision.name,
+            clip_norm=hyp.clip_norm,
             keep_norms=hyp.keeps_norms(known),
         )
         ema.replicas = logical.replicate(ema.model)

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from data.data_yaml import DataSpec
 from data.dataset import DataOptions, DataSet, data_source
 from models.ensemble import Inference, for_inference, read_members
+from models.loading import log_rounding
 from models.tasks.contract import Criterion, Metrics, Model, Prediction, Task, Thresholds, refuse, terms_of
 from utils.batch import Batch, CocoImage, Split
 from utils.config.flags import ValOptions
@@ -205,11 +206,13 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     run.open_folder(options.project, options.name, options.exist_ok)
     files = located({"weights": members.files.values(), "data": [source.spec.file]})
     log(files, *source.spec.warnings, *split.report(split_name))
-    log(*size.rounded(stride).messages, *members.messages(half, options.half, options.augment))
-    log(*members.class_warnings(names), *members.overridden({**given, "half": half}))
+    log_rounding(size.sides, size.rounded(stride).sides, stride)
+    members.log_validation(options.augment, half)
+    members.first.compare_names(names, next(iter(members.files)))
+    members.log_notes(given, half)
     run.files.write_problems(split.problems)
     run.files.write_settings({**vars(options), "imgsz": first.imgsz})
-    run_log.start_validation(run, vars(options), members.settings)
+    run_log.start_validation(run, vars(options), members.first.settings)
     if not options.noplots:
         run.enable_plots()
 
@@ -217,7 +220,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     thresholds, draws, square = select(Thresholds, options), not options.noplots, options.square
     batch, criterion = options.batch_size, task.criterion(first)
     evaluate = evaluator(run, task, first, criterion, data, split, batch, draws, thresholds, square)
-    log(*(members.suppression_warnings() or evaluate.metrics.threshold_warnings(thresholds)))
+    log(*([] if members.suppresses else evaluate.metrics.threshold_warnings(thresholds)))
     evaluate.inference = replace(evaluate.inference, augment=options.augment, half=half)
     coco_images: list[CocoImage] = []  # predictions of this process, with --save-json
     if options.save_json:

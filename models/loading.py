@@ -1,10 +1,13 @@
-"""Load"""
+"""The model that training starts from: its YAML and weights, transfer, frozen layers, and image size.
+
+Called by train.py; models/ensemble.py shares the transfer and the image size.
+"""
 
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,6 +21,7 @@ from models.layers import skip_norms
 from models.tasks import TASKS, TaskEntry, add_tasks, task_of
 from models.tasks.contract import Model, Task
 from models.weights import (
+    LICENCES,
     TORCHVISION_DEFAULT,
     YOURS,
     Origin,
@@ -32,20 +36,12 @@ from utils.config.flags import TrainOptions
 from utils.config.hyperparameters import Recipe
 from utils.config.values import IMGSZ
 from utils.console import log
-from utils.errors import UserError, nearest, plural, shown
+from utils.errors import UserError, first_line, nearest, plural, shown
 from utils.files import find_file, read_yaml
 
+GPU_WORDS = ("cuda", "cpu", "triton")  # in errors of layers that run on a GPU only
 
-def rounding(requested: Sequence[int], taken: Sequence[int], stride: int) -> list[str]:
-    """Return a message if --imgsz was rounded.
-
-    Args:
-        requested: one side, or height and width, in pixels, as given
-        taken: one side, or height and width, in pixels, after rounding
-    """
-    if (requested[0], requested[-1]) == (taken[0], taken[-1]):
-        return []
-    return [f"--imgsz {in_words(requested)} is rounded up to {in_words(taken)}, whole strides of {stride} pixels"]
+# The image size
 
 
 def sides_of(imgsz: int | Sequence[int]) -> tuple[int, ...]:
@@ -66,26 +62,22 @@ def in_words(sides: Sequence[int]) -> str:
     return " ".join(map(str, sides if len(set(sides)) > 1 else sides[:1]))
 
 
-@dataclass(frozen=True)
-class ImageSize:
-    """The size that images are fitted into.
+def log_rounding(requested: Sequence[int], sides: Sequence[int], stride: int) -> None:
+    """Log that --imgsz was rounded to `sides`, if it was. Each is one side, or height and width, in pixels."""
+    if (requested[0], requested[-1]) != (sides[0], sides[-1]):
+        log(f"--imgsz {in_words(requested)} is rounded up to {in_words(sides)}, whole strides of {stride} pixels")
 
-    Attributes:
-        sides: height and width in pixels
-        is_fixed: whether an exported file requires exactly this size
-        messages: lines for the console that say how the size was chosen
-    """
+
+class ImageSize(NamedTuple):
+    """The size that images are fitted into: height and width in pixels, and whether a file requires just this size."""
 
     sides: tuple[int, int]
     is_fixed: bool = False
-    messages: tuple[str, ...] = ()
 
     def rounded(self, stride: int) -> ImageSize:
-        """Return the size in whole strides, with a message if it differs. A fixed size is not rounded."""
-        if self.is_fixed:
-            return self
-        sides = whole_strides(self.sides[0], stride), whole_strides(self.sides[1], stride)
-        return replace(self, sides=sides, messages=(*self.messages, *rounding(self.sides, sides, stride)))
+        """Return the size in whole strides. A fixed size is not rounded."""
+        height, width = self.sides
+        return self if self.is_fixed else ImageSize((whole_strides(height, stride), whole_strides(width, stride)))
 
     def square(self) -> int:
         """Return the side of the square for both sides. Raises `UserError` if they are fixed and differ."""
@@ -98,27 +90,52 @@ class ImageSize:
         return max(self.sides)
 
 
-class Layers(NamedTuple):
-    """The numbered layers of a model: the children of `model.model`, or of a model without that attribute."""
+def gflops(model: nn.Module, imgsz: int, source: str = "the model") -> float:
+    """Return the billions of floating-point operations for one image (3, imgsz, imgsz); a multiply-add counts as two.
 
-    parent: nn.Module
-    names: list[str]  # prefixes of the parameters' names, such as `model.0`
-    modules: list[nn.Module]
-    main: int  # number of layers up to and with the head; an auxiliary branch follows it
+    The model is traced on the "meta" device: nothing is computed. Returns 0 if a layer cannot be traced; then the model
+    runs once. Raises `UserError` if it does not take images of this size.
+
+    Args:
+        source: name of the model in errors
+    """
+    with suppress(Exception):  # a user's layer can fail anywhere
+        replaced = {id(tensor): tensor.to("meta") for tensor in (*model.parameters(), *model.buffers())}
+        traced = copy.deepcopy(model, replaced).eval()  # no weight is copied
+        skip_norms(traced)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            traced(torch.empty(1, 3, imgsz, imgsz, device="meta"))
+        return counter.get_total_flops() / 1e9
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, 3, imgsz, imgsz))
+    except Exception as error:
+        if not any(word in str(error).lower() for word in GPU_WORDS):
+            raise UserError(
+                f"{source} does not take images of {imgsz} pixels ({first_line(error)}); give another --imgsz"
+            ) from error
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return 0.0
 
 
-def layers_of(model: nn.Module) -> Layers:
-    """Return the numbered layers of a model."""
+# Parts of a model, for --freeze and `lr_factor`
+
+
+def layers_of(model: nn.Module) -> tuple[nn.Module, list[str], int]:
+    """Return the module whose children are the numbered layers of a model, their names, such as `model.0`, and the
+    number of layers up to and with the head; an auxiliary branch follows it."""
     children = dict(model.named_children())
     parent, prefix = (children["model"], "model.") if "model" in children else (model, "")
-    names, modules = [prefix + name for name, _ in parent.named_children()], list(parent.children())
-    head = getattr(model, "head", None)
-    main = next((number for number, layer in enumerate(modules, 1) if layer is head), len(modules))
-    return Layers(parent, names, modules, main)
+    names, head = [prefix + name for name, _ in parent.named_children()], getattr(model, "head", None)
+    main = next((number for number, layer in enumerate(parent.children(), 1) if layer is head), len(names))
+    return parent, names, main
 
 
 def parameters_of(model: nn.Module, word: str, flag: str) -> set[str]:
-    """Return the names of the parameters that a word of a flag selects. Raises `UserError` if it selects none.
+    """Return the names of the parameters that a word of a flag selects. Raises `UserError` if it names no layer.
 
     Args:
         word: `backbone` (the rows of that list in the model YAML; without one the module of that name, or all but the
@@ -126,36 +143,26 @@ def parameters_of(model: nn.Module, word: str, flag: str) -> set[str]:
             which selects the parameters whose names it matches and all parameters of the modules whose names it matches
         flag: name of the flag in errors
     """
-    parameters = {name for name, _ in model.named_parameters()}
-    layers = layers_of(model)
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # names of shared ones too
+    _, layers, main = layers_of(model)
     if word in ("backbone", "head"):
-        backbone = _backbone(model, parameters, layers)
-        chosen = backbone if word == "backbone" else parameters - backbone
-    else:
-        pattern = layers.names[int(word)] if word.isdecimal() and int(word) < len(layers.names) else word
-        modules = tuple(f"{name}." for name, _ in model.named_modules() if name and fnmatchcase(name, pattern))
-        chosen = {name for name in parameters if fnmatchcase(name, pattern) or name.startswith(modules)}
-    if not chosen:
-        known = sorted({name.rpartition(".")[0] for name in parameters} | parameters)
-        some = [name for name, _ in model.named_parameters()][:1]
+        rows = getattr(model, "yaml", {}).get("backbone")
+        named = sorted((name for name, _ in model.named_modules() if name.split(".")[-1] == "backbone"), key=len)
+        prefixes = layers[: len(rows)] if isinstance(rows, list) else named[:1]
+        if not prefixes:
+            prefixes = [name for name in layers if name != layers[main - 1]]
+        backbone = {name for name in parameters if name.startswith(tuple(f"{prefix}." for prefix in prefixes))}
+        return backbone if word == "backbone" else {*parameters} - backbone
+    pattern = layers[int(word)] if word.isdecimal() and int(word) < len(layers) else word
+    modules = tuple(f"{name}." for name, _ in model.named_modules() if name and fnmatchcase(name, pattern))
+    chosen = {name for name in parameters if fnmatchcase(name, pattern) or name.startswith(modules)}
+    if not chosen and pattern == word:
+        known = [*parameters, *(name for name, _ in model.named_modules())]
         raise UserError(
-            f"{flag} {shown(word)} matches no layer or parameter of the model{nearest(word, known)}; give "
-            f"backbone, head, the number of a layer, or a name or pattern such as {', '.join([*some, '*.bias'])}"
+            f"{flag} {shown(word)} matches no layer or parameter of the model{nearest(word, known)}; give backbone, "
+            f"head, the number of a layer, 0 to {len(layers) - 1}, or a pattern such as {parameters[0]} or *.bias"
         )
     return chosen
-
-
-def _backbone(model: nn.Module, parameters: set[str], layers: Layers) -> set[str]:
-    rows = getattr(model, "yaml", {}).get("backbone")
-    named = sorted((name for name, _ in model.named_modules() if name.split(".")[-1] == "backbone"), key=len)
-    if isinstance(rows, list):
-        prefixes = layers.names[: len(rows)]
-    elif named:
-        prefixes = named[:1]
-    else:
-        head = f"{layers.names[layers.main - 1]}."
-        return {name for name in parameters if not name.startswith(head)}
-    return {name for name in parameters if name.startswith(tuple(f"{prefix}." for prefix in prefixes))}
 
 
 def rate_factors(model: nn.Module, parts: Mapping[str, float]) -> dict[str, float]:
@@ -167,12 +174,33 @@ def rate_factors(model: nn.Module, parts: Mapping[str, float]) -> dict[str, floa
     return {name: factor for word, factor in parts.items() for name in parameters_of(model, word, "lr_factor:")}
 
 
-# Patterns in tensor names of torchvision's older DenseNet and ViT files, and their replacements.
-TORCHVISION_RENAMES = (
-    (re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)"), r"\1\2"),
-    (re.compile(r"\.mlp\.linear_1\."), ".mlp.0."),
-    (re.compile(r"\.mlp\.linear_2\."), ".mlp.3."),
-)
+def freeze(model: nn.Module, words: Sequence[int | str]) -> None:
+    """Freeze parameters, and log which: a single number N means the first N layers, -N all but the last N.
+
+    Anything else are words as for `parameters_of`. Layers are numbered as in `layers_of`; the layers of an auxiliary
+    branch, after the head, are not among the last N. Raises `UserError` for an unknown layer, or if all are frozen.
+    """
+    parameters, (parent, names, main) = dict(model.named_parameters(remove_duplicate=False)), layers_of(model)
+    flag, chosen, frozen = f"--freeze {' '.join(map(str, words))}", list(words), set()
+    if len(words) == 1 and isinstance(number := words[0], int):
+        if not -main <= number <= len(names):
+            raise UserError(f"{flag}: the model has layers 0 to {len(names) - 1}; freeze fewer")
+        chosen = list(range(number)) if number >= 0 else [*range(main + number), *range(main, len(names))]
+        if number < 0:  # outside of layers too, such as a transformer's class token
+            outside = {id(parameter) for parameter in parent.parameters(recurse=False)}
+            frozen = {name for name, parameter in parameters.items() if id(parameter) in outside}
+    frozen |= {name for word in chosen for name in parameters_of(model, str(word), "--freeze")}
+    if frozen == {*parameters}:
+        raise UserError(f"{flag} freezes all parameters; freeze fewer")
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    if all(isinstance(word, int) for word in words):
+        log(f"layers {', '.join(map(str, chosen))} are frozen" if chosen else "")
+    else:
+        log(f"{len(frozen)} of {len(parameters)} parameters are frozen: {', '.join(map(str, words))}")
+
+
+# Transfer
 
 
 class Transfer(NamedTuple):
@@ -186,8 +214,7 @@ class Transfer(NamedTuple):
 def transfer(model: nn.Module, state: Mapping[str, Tensor], exclude: tuple[str, ...] = ()) -> Transfer:
     """Load the tensors whose names and shapes fit the model, except for names that contain a part in `exclude`."""
     model_state = model.state_dict()
-    state = {name if name in model_state else _current_name(name): tensor for name, tensor in state.items()}
-    shared = [name for name in state if name in model_state and not any(part in name for part in exclude)]
+    shared = [name for name in model_state if name in state and not any(part in name for part in exclude)]
     fitting = type(model_state)((name, state[name]) for name in shared if model_state[name].shape == state[name].shape)
     fitting._metadata = model_state._metadata  # type: ignore[attr-defined]  # the versions of layers, which some layers check
     misfits = [
@@ -195,13 +222,6 @@ def transfer(model: nn.Module, state: Mapping[str, Tensor], exclude: tuple[str, 
     ]
     model.load_state_dict(fitting, strict=False)
     return Transfer(len(fitting), len(model_state), misfits)
-
-
-def _current_name(name: str) -> str:
-    """Return the current name of a tensor in an older torchvision file."""
-    for old, new in TORCHVISION_RENAMES:
-        name = old.sub(new, name)
-    return name
 
 
 def known_share(model: Model, weights: Weights, names: Mapping[int, str]) -> float | None:
@@ -229,6 +249,9 @@ def head_prefix(model: Model) -> str:
     return next(name for name, module in model.named_modules() if module is model.head)
 
 
+# The start of training
+
+
 @dataclass(frozen=True)
 class StartingPoint:
     """The model that a run trains, and its initial weights."""
@@ -239,7 +262,6 @@ class StartingPoint:
     from_yaml: bool  # whether --cfg named the model; otherwise a weight file contains it
     weights: Weights | None = None
     weights_name: str = ""
-    message: str = ""  # says why these weights are used although no flag names them
     weights_file: Path | None = None
 
     def with_weights(self, name: str) -> StartingPoint:
@@ -247,7 +269,13 @@ class StartingPoint:
         if not self.from_yaml or not name:
             return self
         file = find_weights(name, self.yaml, self.source)
-        return replace(self, weights=read_weights(file), weights_name=name, weights_file=file)
+        licence = LICENCES["torchvision"] if name == TORCHVISION_DEFAULT else ""
+        weights = self._renamed(read_weights(file, licence))
+        return replace(self, weights=weights, weights_name=name, weights_file=file)
+
+    def _renamed(self, weights: Weights) -> Weights:
+        """Return weights with the names that the task's models have."""
+        return replace(weights, state=dict(self.entry.load().renamed(weights.state)))
 
     @property
     def origin(self) -> Origin:
@@ -255,33 +283,28 @@ class StartingPoint:
         return self.weights.origin if self.weights else Origin(YOURS)
 
     def with_default_weights(self, agreed: Callable[[bool], bool]) -> StartingPoint:
-        """Load the weights that torchvision recommends for the model, if the main process can get them.
+        """Load the weights that torchvision recommends for the model, if the main process can get them; log it.
 
         Raises `UserError` if only this machine cannot.
 
         Args:
             agreed: returns the main process's value on every process
         """
+        scratch, problem = replace(self, weights=None, weights_name="", weights_file=None), None
         if "architecture" not in self.yaml:
-            return self.from_scratch("no --weights are given")
-        file, weights, problem = None, None, None
+            log("training from scratch: no --weights are given")
+            return scratch
         try:
-            file = torchvision_weights(self.yaml, self.source)
-            weights = read_weights(file)
+            torchvision_weights(self.yaml, self.source)
         except UserError as error:
             problem = error
         if not agreed(problem is None):
-            return self.from_scratch("torchvision's weights cannot be downloaded")
+            log("training from scratch: torchvision's weights cannot be downloaded")
+            return scratch
         if problem:
             raise problem
-        message = "starting from torchvision's weights; --weights '' trains from scratch"
-        return replace(self, weights=weights, weights_name=TORCHVISION_DEFAULT, weights_file=file, message=message)
-
-    def from_scratch(self, reason: str) -> StartingPoint:
-        """Return the starting point without weights, with a message that says why."""
-        return replace(
-            self, weights=None, weights_name="", weights_file=None, message=f"training from scratch: {reason}"
-        )
+        log("starting from torchvision's weights; --weights '' trains from scratch")
+        return scratch.with_weights(TORCHVISION_DEFAULT)
 
     def known_share(self, model: Model, task: Task) -> float | None:
         """Return the share of the task's classes that the weights know; None if the weights do not fit this model."""
@@ -314,35 +337,34 @@ def starting_point(
         if content is None or content.model is None:
             raise UserError("no model is given; name one with --cfg, such as --cfg yolov5n.yaml")
         yaml = content.task_yaml
-    entry = TASKS[task_of(yaml, source)]
-    name = options.weights if content else ""
-    return StartingPoint(entry, yaml, source, bool(options.cfg), content, name, weights_file=file)
+    start = StartingPoint(TASKS[task_of(yaml, source)], yaml, source, bool(options.cfg))
+    if content is None:
+        return start
+    return replace(start, weights=start._renamed(content), weights_name=options.weights, weights_file=file)
 
 
 def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: TrainOptions) -> None:
     """Load the tensors that fit `model` and freeze layers; log the model, the tensors and the layers.
 
-    Raises `UserError` if no tensor fits, or if a layer's number is out of range.
+    Raises `UserError` if no tensor fits, for an unknown layer, or if the model does not take the image size.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     layers = sum(not any(module.children()) for module in model.modules())
-    work = gflops(model, model.imgsz)
+    work = gflops(model, model.imgsz, start.source)
     size = f", {work:.3g} GFLOPs at {model.imgsz} px" if work else ""
     log(f"{start.source}: {layers} layers, {parameters:,} parameters{size}")
-    log(*rounding([options.imgsz], [model.imgsz], model.stride), start.message)
+    log_rounding([options.imgsz], [model.imgsz], model.stride)
     if start.weights:
         _load(model, start, start.weights, task)
         log(f"licence of these weights: {start.origin}")
-    numbers = [word for word in options.freeze if isinstance(word, int)]
-    if len(numbers) < len(options.freeze):
-        log(freeze_parts(model, [str(word) for word in options.freeze]))
-    elif layers_frozen := freeze(model, numbers):
-        log(f"layers {', '.join(map(str, layers_frozen))} are frozen")
+    if options.freeze:
+        freeze(model, options.freeze)
 
 
 def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> None:
     name = start.weights_name
-    loaded, total, misfits = transfer(model, weights.state, task.fresh_tensors(start.from_yaml))
+    fresh = task.fresh_tensors(start.from_yaml)
+    loaded, total, misfits = transfer(model, weights.state, fresh)
     if not loaded:
         raise UserError(
             f"no tensor of {name} fits the model; leave out --cfg to train the model in that file, or give "
@@ -351,74 +373,23 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> N
     head = task.keep_head(model, weights.state, weights.names)
     if weights.task and TASKS.get(weights.task) is not start.entry:
         log(f"warning: {name} is a model for another task, '{weights.task}'")
-    warning = "" if loaded > total / 2 else "warning: these are weights of another model: only "
+    of_another = loaded <= total / 2
     if misfits and not head:
         tensor, of_file, of_model = misfits[0]
         classes = len(weights.names) or (of_file[0] if of_model[:1] == (len(task.names),) else len(task.names))
-        if classes != len(task.names) and not warning:
+        if classes != len(task.names) and not of_another:
             head = f"not its head: it is for {plural(classes, 'class')}"
         else:
             shapes = ("x".join(map(str, shape)) for shape in (of_file, of_model))
             head = f"not {len(misfits)} with other shapes, such as {tensor} ({', here '.join(shapes)})"
+    warning = "warning: these are weights of another model: only " if of_another else ""
     log(f"{warning}{loaded} of {total} tensors taken from {name}{', ' * bool(head)}{head}")
-    log(*weights.class_warnings(task.names, name))
-
-
-def gflops(model: nn.Module, imgsz: int) -> float:
-    """Return the billions of floating-point operations for one image (3, imgsz, imgsz); a multiply-add counts as two.
-
-    The model is traced on the "meta" device: nothing is computed. Returns 0 if a layer cannot be traced.
-    """
-    try:
-        replaced = {id(tensor): tensor.to("meta") for tensor in (*model.parameters(), *model.buffers())}
-        traced = copy.deepcopy(model, replaced).eval()  # no weight is copied
-        skip_norms(traced)
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            traced(torch.empty(1, 3, imgsz, imgsz, device="meta"))
-    except Exception:  # a user's layer can fail anywhere
-        return 0.0
-    return counter.get_total_flops() / 1e9
-
-
-def freeze(model: nn.Module, layers: Sequence[int]) -> list[int]:
-    """Freeze layers and return their numbers: (N,) means the first N, (-N,) all but the last N, several these layers.
-
-    Layers are numbered as in `layers_of`; the layers of an auxiliary branch, after the head, are not among the last N.
-    Raises `UserError` if a number is out of range.
-    """
-    layered, _, rows, main = layers_of(model)
-    count = len(rows)
-    if len(layers) > 1:
-        chosen = list(layers)
-    elif layers[0] >= 0:
-        chosen = list(range(min(layers[0], count + 1)))
-    else:
-        chosen = [*range(main + layers[0]), *range(main, count)] if -layers[0] <= main else list(layers)
-        for parameter in layered.parameters(recurse=False):  # outside of layers, such as a transformer's class token
-            parameter.requires_grad_(False)
-    for number in chosen:
-        if not 0 <= number < count:
-            raise UserError(
-                f"--freeze {' '.join(map(str, layers))}: the model has layers 0 to {count - 1}, but no layer {number}"
-            )
-        rows[number].requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError(f"--freeze {' '.join(map(str, layers))} freezes all layers, 0 to {count - 1}; freeze fewer")
-    return chosen
-
-
-def freeze_parts(model: nn.Module, words: Sequence[str]) -> str:
-    """Freeze the parameters that the words name, see `parameters_of`; return a message that counts them.
-
-    Raises `UserError` if a word names no parameter, or if all parameters are frozen.
-    """
-    frozen = {name for word in words for name in parameters_of(model, word, "--freeze")}
-    parameters = dict(model.named_parameters())
-    if len(frozen) == len(parameters):
-        raise UserError(f"--freeze {' '.join(words)} freezes all parameters; freeze fewer")
-    for name in frozen:
-        parameters[name].requires_grad_(False)
-    return f"{len(frozen)} of {len(parameters)} parameters are frozen: {', '.join(words)}"
+    found = {**weights.state, **head_tensors(model)}  # another head is no surprise
+    unneeded = (*fresh, "num_batches_tracked")  # which files of an old torch lack
+    expected = [tensor for tensor in model.state_dict() if not any(part in tensor for part in unneeded)]
+    if missing := [tensor for tensor in expected if tensor not in found]:
+        log(f"warning: {name} lacks {plural(len(missing), 'tensor')} of the model, such as {missing[0]}")
+    weights.compare_names(task.names, name)
 
 
 def recipe_of(settings: Mapping[str, Any], given: Mapping[str, Any]) -> type[Recipe]:

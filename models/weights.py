@@ -1,4 +1,8 @@
-"""Weight files of every program, and their licence."""
+"""Weight files of every program: found or downloaded, read without running anything in them, and their licence.
+
+`find_weights` returns the file that --weights names, and `read_weights` its content. Reads the files of train.py,
+YOLOv5 (models/yolov5_pickle.py) and YOLOv9 (MIT), `.safetensors`, and bare tensors. docs/licences.md lists known files.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,6 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,19 +25,20 @@ from torch import Tensor
 from models.tasks import DEFAULT_TASK, TASKS
 from models.tasks.contract import Model
 from models.yolov5_pickle import (
+    Stub,
     UnusableFile,
     check_pickle_size,
     class_name,
     is_module,
-    model_yaml,
     plain_values,
+    refuse_old_release,
     state_dict,
-    training_settings,
     unpickle,
     unwrap,
 )
 from utils.checkpoint.weight_files import FORMAT, SAFETENSORS_SUFFIX, is_safetensors, read_safetensors
 from utils.config.values import IMGSZ, is_number
+from utils.console import log
 from utils.download import HUB_PREFIX, download, fetch_from_hub
 from utils.errors import UserError, first_line, plural, shortened
 from utils.files import ROOT, cache_folder, looked_for, one_at_a_time, read_regular, read_yaml
@@ -42,59 +46,41 @@ from utils.files import ROOT, cache_folder, looked_for, one_at_a_time, read_regu
 if TYPE_CHECKING:
     from models.export import ExportMetadata
 
+# The keys of a model YAML.
+MODEL_KEYS = (
+    *("task", "nc", "ch", "depth_multiple", "width_multiple", "channel_multiple", "anchors"),
+    *("activation", "inplace", "backbone", "head", "auxiliary"),
+)
+# The keys of train.py's files, besides `format`, with their types.
+CONTENT_TYPES: dict[str, Any] = {"task": str, "model": dict, "names": dict | list, "state": dict, "settings": dict}
+EXPORTED_SUFFIXES = (".onnx", ".torchscript", "_openvino_model")  # suffixes of the files that export.py writes
 
-def same_names(names: Mapping[int, str], new: Mapping[int, str]) -> dict[int, int]:
-    """Map the numbers of classes in `new` to the numbers of equally named classes in `names`, ignoring case."""
-    numbers = {key: number for number, key in reversed(list(zip(names, _keys(names.values()), strict=True)))}
-    found = {number: numbers.get(key) for number, key in zip(new, _keys(new.values()), strict=True)}
-    return {number: old for number, old in found.items() if old is not None}
+# Licences
 
-
-def _keys(names: Iterable[str]) -> list[str]:
-    return [name.strip().casefold() for name in names]
-
-
+# Identifiers from https://spdx.org/licenses, in lower case, by the program that wrote a file.
+LICENCES = {"yolov5": "agpl-3.0", "yolov9": "mit", "torchvision": "bsd-3-clause"}
 UNKNOWN = "unknown"
 YOURS = "yours"  # the licence of weights that were trained from scratch
-# Identifiers from https://spdx.org/licenses, in lower case, by the program that wrote a file.
-LICENCE_OF_PROGRAM = {"yolov5": "agpl-3.0", "yolov9": "mit"}
-TORCHVISION_LICENCE = "bsd-3-clause"
-YOLOV5_RELEASE = re.compile(r"yolov5[nsmlx]6?u?(-seg|-cls)?\.pt")
-CHECKSUM_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.pth$")  # torchvision names its files by the SHA-256's first digits
 SHOWN_DIGITS = 8  # digits of a SHA-256 that messages show
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The licence of weights, and the name and SHA-256 of each file that they were made from, oldest first."""
+    """The licence of weights, and the name and SHA-256 of each file that they were made from, oldest first.
+
+    Every file that is made from the weights records both.
+    """
 
     licence: str = UNKNOWN
     files: Sequence[Mapping[str, str]] = field(default_factory=list)
 
     @classmethod
     def recorded(cls, content: Mapping[str, Any]) -> Origin:
-        """Return the origin recorded in a weight file, metadata or settings; older ones imply it by their settings."""
-        if isinstance(licence := content.get("licence"), str):
-            files = content.get("origin")
-            known = [each for each in files if isinstance(each, dict)] if isinstance(files, list | tuple) else []
-            return cls(licence, [{key: str(each.get(key, "")) for key in ("file", "sha256")} for each in known])
-        weights = content.get("settings", content).get("weights")  # value of --weights in the run that trained them
-        if weights == "":
-            return cls(YOURS)
-        is_release = isinstance(weights, str) and YOLOV5_RELEASE.fullmatch(Path(weights).name)
-        return cls(LICENCE_OF_PROGRAM["yolov5"] if is_release else UNKNOWN)
-
-    @classmethod
-    def of_program(cls, program: str, sha256: str) -> Origin:
-        """Return the origin of a file that does not record it.
-
-        Args:
-            program: program that wrote the file, see `Weights.source`
-            sha256: hexadecimal SHA-256 of the file
-        """
-        if program == "tensors" and sha256[:SHOWN_DIGITS] in torchvision_checksums():
-            return cls(TORCHVISION_LICENCE)
-        return cls(LICENCE_OF_PROGRAM.get(program, UNKNOWN))
+        """Return the origin recorded in a weight file, metadata or settings."""
+        licence, files = content.get("licence"), content.get("origin")
+        known = [each for each in files if isinstance(each, dict)] if isinstance(files, list | tuple) else []
+        files = [{key: str(each.get(key, "")) for key in ("file", "sha256")} for each in known]
+        return cls(licence, files) if isinstance(licence, str) else cls()
 
     def followed_by(self, file: str, sha256: str) -> Origin:
         """Return the origin of weights that are made from `file`, whose own origin this is."""
@@ -105,37 +91,20 @@ class Origin:
         return {"licence": self.licence, "origin": [dict(each) for each in self.files]}
 
     def __str__(self) -> str:
-        if not self.files:
-            return self.licence
-        first = self.files[0]
-        return f"{self.licence} (began as {first['file']}, SHA-256 {first['sha256'][:SHOWN_DIGITS]}...)"
+        first = next(iter(self.files), None)
+        began = f" (began as {first['file']}, SHA-256 {first['sha256'][:SHOWN_DIGITS]}...)" if first else ""
+        return f"{self.licence}{began}"
 
     def require(self, allowed: Sequence[str]) -> None:
         """Raise `UserError` if --allow-licence lists licences, but not this one. Weights from scratch are allowed."""
-        if not allowed or self.licence in (YOURS, *map(str.lower, allowed)):
-            return
-        raise UserError(
-            f"the licence of the weights is {self}, which --allow-licence {','.join(allowed)} does not list; give "
-            "other weights, or --weights '' to train from scratch"
-        )
+        if allowed and self.licence not in (YOURS, *map(str.lower, allowed)):
+            raise UserError(
+                f"the licence of the weights is {self}, which --allow-licence {','.join(allowed)} does not list; give "
+                "other weights, or --weights '' to train from scratch"
+            )
 
 
-@cache
-def torchvision_checksums() -> frozenset[str]:
-    """Return the first digits of the SHA-256 of torchvision's weight files, which are in their names."""
-    from torchvision import models
-
-    addresses = (weights.url for name in models.list_models() for weights in models.get_model_weights(name))
-    return frozenset(match[1][:SHOWN_DIGITS] for url in addresses if (match := CHECKSUM_IN_NAME.search(url)))
-
-
-# The keys of a model YAML.
-MODEL_KEYS = (
-    *("task", "nc", "ch", "depth_multiple", "width_multiple", "channel_multiple", "anchors"),
-    *("activation", "inplace", "backbone", "head", "auxiliary"),
-)
-OPENVINO_SUFFIX = "_openvino_model"  # suffix of an exported folder
-EXPORTED_SUFFIXES = (".onnx", ".torchscript", "_openvino_model")  # suffixes of the files that export.py writes
+# Content
 
 
 @dataclass(frozen=True)
@@ -174,168 +143,113 @@ class Weights:
         """The class names; the classes' numbers if the file has no names."""
         return self.names or {number: str(number) for number in range(int((self.model or {}).get("nc", 0)))}
 
-    def class_warnings(self, names: Mapping[int, str], name: str) -> list[str]:
-        """Return a warning if a data set has as many classes but other names, so that their order may differ.
-
-        There is no warning for a single class, which has no order.
+    def compare_names(self, names: Mapping[int, str], file: str) -> None:
+        """Log a warning if a data set has as many classes but other names, so that their order may differ.
 
         Args:
             names: the data set's class names, by number
-            name: name of the file in the warning
+            file: name of the weight file in the warning
         """
-        if len(names) != len(self.names) or len(names) == 1:
-            return []
-        pairs = [(number, self.names.get(number, ""), names[number]) for number in names]
-        differing = [pair for pair in pairs if pair[1].casefold() != pair[2].casefold()]
-        return [
-            f"warning: {len(differing)} of {plural(len(names), 'class')} have other names in {name} than in the data "
-            f"set, such as class {number}, '{shortened(of_file)}' and here '{shortened(of_data)}'; check the order"
-            for number, of_file, of_data in differing[:1]
-        ]
+        differing = [number for number in names if self.names.get(number, "").casefold() != names[number].casefold()]
+        if differing and len(names) == len(self.names) > 1:  # a single class has no order
+            first = differing[0]
+            log(
+                f"warning: {len(differing)} of {plural(len(names), 'class')} have other names in {file} than in the "
+                f"data set, such as class {first}, '{shortened(self.names.get(first, ''))}' and here "
+                f"'{shortened(names[first])}'; check the order"
+            )
 
 
-# Prefixes of names: the EMA's and the network's in a Lightning checkpoint (validation uses the EMA), none elsewhere.
-PREFIXES = ("ema.model.", "model.model.", "")
-CONSTANTS = "anc2vec"  # part of the names of constants, the bins 0 to 15, which a `DetectDFL` head does not store
-NAME = re.compile(r"\d+\.")
-CLASSES = re.compile(r"(\d+)\.heads\.0\.class_conv\.2\.weight")
-# Sizes by the channels of the first convolution, and by whether layer 2 is an ELAN, whose conv2 is one convolution.
-SIZES = {(16, True): "t", (32, True): "s", (32, False): "m", (64, False): "c"}
-COCO_CLASSES = 80
+def same_names(names: Mapping[int, str], new: Mapping[int, str]) -> dict[int, int]:
+    """Map the numbers of classes in `new` to the numbers of equally named classes in `names`, ignoring case."""
+    numbers = {key: number for number, key in reversed(list(zip(names, _keys(names.values()), strict=True)))}
+    found = {number: numbers.get(key) for number, key in zip(new, _keys(new.values()), strict=True)}
+    return {number: old for number, old in found.items() if old is not None}
 
 
-def yolov9_weights(state: Mapping[str, Tensor]) -> Weights | None:
-    """Return the weights in a state dict of that implementation, without its constants; None for any other state dict.
-
-    The model is the shipped one with the same layers, if there is one; 80 classes are taken to be COCO's.
-    """
-    for prefix in PREFIXES:
-        names = [name for name in state if name.startswith(prefix) and NAME.match(name.removeprefix(prefix))]
-        tensors = {name.removeprefix(prefix): state[name] for name in names if CONSTANTS not in name}
-        heads = sorted((int(match[1]), name) for name in tensors if (match := CLASSES.fullmatch(name)))
-        if heads and (prefix or len(names) == len(state)):
-            nc = len(tensors[heads[0][1]])  # the first head is the main head
-            coco = read_yaml(ROOT / "data" / "coco.yaml")["names"] if nc == COCO_CLASSES else {}
-            renamed = {f"model.{name}": tensor for name, tensor in tensors.items()}
-            return Weights(renamed, _model(tensors, nc), dict(coco), "detect", {}, "yolov9")
-    return None
+def _keys(names: Iterable[str]) -> list[str]:
+    return [name.strip().casefold() for name in names]
 
 
-def _model(tensors: Mapping[str, Tensor], nc: int) -> dict[str, Any] | None:
-    """Return the YAML of the shipped model with the same layers; None if there is none.
-
-    The YAML names the channels of the class branches, so that they stay the same in a model for other classes.
-    """
-    first = tensors.get("0.conv.weight")
-    size = SIZES.get((len(first), "2.conv2.conv.weight" in tensors)) if first is not None else None
-    if size is None:
-        return None
-    yaml = read_yaml(ROOT / "models" / f"yolov9{size}.yaml")
-    last = len(yaml["backbone"]) - 1
-    for rows in (yaml["head"], yaml["auxiliary"]):
-        last += len(rows)
-        first = tensors.get(f"{last}.heads.0.class_conv.0.conv.weight")
-        if first is not None:
-            *others, args = rows[-1]
-            rows[-1] = [*others, [*args, len(first)]]
-    return {"task": "detect", **yaml, "nc": nc}
+# Reading
 
 
-CONTENT_KEYS = ("task", "model", "names", "state", "settings")  # keys of train.py's files, besides `format`
-
-
-def read_weights(path: str | Path) -> Weights:
-    """Read a file from train.py, a YOLOv5 `.pt`, a `.safetensors` file or a saved state dict.
+def read_weights(path: str | Path, licence: str = "") -> Weights:
+    """Read a file from train.py, a YOLOv5 or YOLOv9 `.pt`, a `.safetensors` file or a saved state dict.
 
     Raises `UserError` for any other file, before calling anything that it names.
+
+    Args:
+        licence: licence of the file if it records none and its program does not imply one; '' if that is unknown
     """
     path = Path(path)
     if path.name.endswith(EXPORTED_SUFFIXES):
         raise UserError(f"{path} is an exported file, which has no weights to load; give the .pt that it was made from")
-    data = _read_bytes(path)
-    try:
-        if path.suffix == SAFETENSORS_SUFFIX or is_safetensors(data):
-            weights = _interpret(_safetensors_content(data))
-        else:
-            if is_archive := data.startswith(b"PK\x03\x04"):
-                _check_archive(data)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the user cannot change how the file was written
-                weights = _interpret(unpickle(data, is_archive))
-        sha256 = hashlib.sha256(data).hexdigest()
-        origin = weights.origin if weights.source == "lockstep" else Origin.of_program(weights.source, sha256)
-        return replace(weights, state=_as_float32(weights.state), origin=origin.followed_by(path.name, sha256))
-    except UnusableFile as error:
-        raise UserError(f"{path} {error}") from None
-    except Exception as error:  # a damaged or hostile file can fail anywhere
-        raise UserError(f"{path} {_damage(data, error)}") from error
-
-
-def _read_bytes(path: Path) -> bytes:
-    """Return the bytes of a file. Raises `UserError` if it is missing or empty."""
     try:
         data = read_regular(path)
     except FileNotFoundError:
         raise UserError(f"weights {path} do not exist; check the path (nothing is downloaded)") from None
     except OSError as error:
         raise UserError(f"weights {path} cannot be read: {error.strerror}") from None
-    if not data:
-        raise UserError(f"{path} is empty; copy or download it again")
-    return data
-
-
-def _damage(data: bytes, error: Exception) -> str:
-    """Return the likely reason why torch could not read `data`."""
     try:
-        data[:1000].decode("utf-8")
-    except UnicodeDecodeError:
-        return f"is not a complete PyTorch weight file ({first_line(error).split('. ')[0]}); copy or download it again"
-    return "is text, not a weight file (a web page or a Git LFS pointer?); download it again"
+        weights = _interpret(_loaded(data, path.suffix))
+        origin = weights.origin
+        if weights.source != "lockstep":
+            origin = Origin(LICENCES.get(weights.source, licence or UNKNOWN))
+        origin = origin.followed_by(path.name, hashlib.sha256(data).hexdigest())
+        return replace(weights, state=_as_float32(weights.state), origin=origin)
+    except UnusableFile as error:
+        raise UserError(f"{path} {error}") from None
+    except Exception as error:  # a damaged or hostile file can fail anywhere
+        reason = f"is not a complete PyTorch weight file ({first_line(error).split('. ')[0]})"
+        if data[:1000].isascii():
+            reason = "is text or empty, not a weight file (a web page or a Git LFS pointer?)"
+        raise UserError(f"{path} {reason}; copy or download it again") from error
 
 
-def _safetensors_content(data: bytes) -> dict[str, Any]:
-    """Return the content of a `.safetensors` file in the form of a `.pt`'s. Raises `UnusableFile`."""
-    try:
+def _loaded(data: bytes, suffix: str) -> Any:
+    """Return the content of a file: plain values and tensors, or stubs. Raises `UnusableFile`."""
+    if suffix == SAFETENSORS_SUFFIX or is_safetensors(data):
         state, rest = read_safetensors(data)
-    except ValueError as error:
-        raise UnusableFile(f"is not a complete .safetensors file ({error}); copy or download it again") from None
-    return {**rest, "state": state} if rest else state
-
-
-def _check_archive(data: bytes) -> None:
-    """Raise `UnusableFile` for an archive that is damaged, has too large a pickle, or is a TorchScript program."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        if damaged := archive.testzip():  # torch.load does not compare the checksums
-            raise UnusableFile(f"is damaged (the checksum of {damaged} does not match); copy or download it again")
-    # torch.load's own reader: another reader may see other records in a hostile file.
-    reader = torch._C.PyTorchFileReader(io.BytesIO(data))
-    if "constants.pkl" in reader.get_all_records():
-        raise UnusableFile("is a TorchScript export, which cannot be trained; give the .pt that it was made from")
-    check_pickle_size(len(reader.get_record("data.pkl")))
+        return {**rest, "state": state} if rest else state
+    if is_archive := data.startswith(b"PK\x03\x04"):
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if damaged := archive.testzip():  # torch.load does not compare the checksums
+                raise UnusableFile(f"is damaged (the checksum of {damaged} does not match); copy or download it again")
+        # torch.load's own reader: another reader may see other records in a hostile file.
+        reader = torch._C.PyTorchFileReader(io.BytesIO(data))
+        if "constants.pkl" in reader.get_all_records():
+            raise UnusableFile("is a TorchScript export, which cannot be trained; give the .pt that it was made from")
+        check_pickle_size(len(reader.get_record("data.pkl")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the user cannot change how the file was written
+        return unpickle(data, is_archive)
 
 
 def _interpret(content: Any) -> Weights:
-    """Return the weights in an unpickled file. Raises `UnusableFile`."""
-    settings = training_settings(content)
+    """Return the weights in the content of a file. Raises `UnusableFile`."""
+    settings: dict[str, Any] = {}
     if isinstance(content, dict):
         if str(content.get("format", "")).startswith("lockstep-"):
             return _read_lockstep(content)
+        flags = getattr(content.get("opt"), "state", content.get("opt"))  # of YOLOv5's training
+        if isinstance(flags, dict) and is_number(flags.get("imgsz")):
+            settings = {"imgsz": flags["imgsz"]}
         if not _is_state_dict(content):
             # The EMA's weights, which YOLOv5 moves to `model` at the end of training.
-            content = next(
-                (content[key] for key in ("ema", "model", "state_dict") if content.get(key) is not None), None
-            )
-        if isinstance(content, dict) and _is_state_dict(content):
-            if all(str(name).startswith("module.") for name in content):  # added by DistributedDataParallel
-                content = {name.removeprefix("module."): tensor for name, tensor in content.items()}
-
-            return yolov9_weights(content) or Weights(content, None, {}, "", {}, "tensors")
+            content = next((content[key] for key in ("ema", "model", "state_dict") if content.get(key) is not None), {})
+    if isinstance(content, dict) and _is_state_dict(content):
+        if all(str(name).startswith("module.") for name in content):  # added by DistributedDataParallel
+            content = {name.removeprefix("module."): tensor for name, tensor in content.items()}
+        return _yolov9_weights(content) or Weights(content, None, {}, "", {}, "tensors")
     network = unwrap(content)
     if not is_module(network):
         raise UnusableFile("contains no model; give weights that train.py or YOLOv5 wrote")
-    state, names = state_dict(network), _numbered(network.state.get("names") or {})
-    yaml = model_yaml(network, state, len(names))
-    return Weights(state, yaml, names, _yolov5_task(class_name(network)), settings, "yolov5")
+    state, names, kind = state_dict(network), _numbered(network.state.get("names") or {}), class_name(network)
+    # Older detectors are of class `Model`, other programs' detectors of any class.
+    unknown = kind if kind.endswith("Model") and kind != "Model" else DEFAULT_TASK
+    task = next((name for name, entry in TASKS.items() if entry.yolov5_class == kind), unknown)
+    return Weights(state, _yolov5_yaml(network, state, len(names)), names, task, settings, "yolov5")
 
 
 def _is_state_dict(content: Mapping[Any, Any]) -> bool:
@@ -343,37 +257,24 @@ def _is_state_dict(content: Mapping[Any, Any]) -> bool:
     return bool(content) and all(isinstance(value, Tensor) for value in content.values())
 
 
+def _numbered(names: Any) -> dict[int, str]:
+    """Return class names by number, from a dict or, in an older file, a list."""
+    pairs = names.items() if isinstance(names, dict) else enumerate(names)
+    return {int(number): str(name) for number, name in pairs}
+
+
 def _read_lockstep(content: dict[str, Any]) -> Weights:
     """Return the weights in a file from train.py."""
     if content["format"] != FORMAT:
         raise UnusableFile(f"has the unknown format {content['format']}; update this program")
-    missing = [key for key in CONTENT_KEYS if key not in content]
-    if missing:
-        raise UnusableFile(f"lacks {', '.join(missing)} and is incomplete; give another file")
-    kinds: dict[str, Any] = {"state": dict, "model": dict, "names": (dict, list), "task": str, "settings": dict}
-    wrong = [key for key, kind in kinds.items() if not isinstance(content[key], kind)]
-    mappings = {key: content[key] for key in ("state", "model", "settings") if key not in wrong}
-    wrong += [key for key, mapping in mappings.items() if not all(isinstance(name, str) for name in mapping)]
-    if wrong or not all(isinstance(tensor, Tensor) for tensor in content["state"].values()):
-        raise UnusableFile(f"has a malformed `{wrong[0] if wrong else 'state'}`; copy or download it again")
-    return Weights(
-        content["state"],
-        plain_values(content["model"]),
-        _numbered(content["names"]),
-        content["task"],
-        content["settings"],
-        "lockstep",
-        origin=Origin.recorded(content),
-    )
-
-
-def _yolov5_task(kind: str) -> str:
-    """Return the task of a network by its class's name, or that name if no registered task has such networks."""
-    for task, entry in TASKS.items():
-        if entry.yolov5_class == kind:
-            return task
-    # Older detectors are of class `Model`, other programs' detectors of any class.
-    return kind if kind.endswith("Model") and kind != "Model" else DEFAULT_TASK
+    for key, kind in CONTENT_TYPES.items():
+        value = content.get(key)
+        named = key == "names" or not isinstance(value, dict) or all(isinstance(name, str) for name in value)
+        if not isinstance(value, kind) or not named or (key == "state" and value and not _is_state_dict(value)):
+            raise UnusableFile(f"has no valid `{key}`; copy or download it again")
+    names, origin = _numbered(content["names"]), Origin.recorded(content)
+    yaml, task, settings = plain_values(content["model"]), content["task"], content["settings"]
+    return Weights(content["state"], yaml, names, task, settings, "lockstep", origin=origin)
 
 
 def _as_float32(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -388,20 +289,92 @@ def _as_float32(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: (x.float() if x.is_floating_point() else x).detach() for name, x in state.items()}
 
 
-def _numbered(names: Any) -> dict[int, str]:
-    """Return class names by number, from a dict or, in an older file, a list."""
-    pairs = names.items() if isinstance(names, dict) else enumerate(names)
-    return {int(number): str(name) for number, name in pairs}
+# YOLOv5's networks
 
+CLASSIFIER_SIZES = {16: "n", 32: "s", 48: "m", 64: "l", 80: "x"}  # by channels of the first convolution
+
+
+def _yolov5_yaml(network: Stub, state: Mapping[str, Tensor], classes: int) -> dict[str, Any] | None:
+    """Return the model YAML of a network; None if the network has none and is not a YOLOv5 classifier.
+
+    YOLOv5 saves classifiers without a YAML; the width of the first convolution identifies the size.
+
+    Args:
+        state: the network's state dict
+        classes: number of classes, for a classifier
+    """
+    yaml = network.state.get("yaml")
+    if isinstance(yaml, dict):
+        known = plain_values({key: yaml[key] for key in MODEL_KEYS if key in yaml})  # other programs add keys
+        refuse_old_release(known, network)
+        return dict(known)
+    layers = network.state["_modules"].get("model")
+    last = next(reversed(layers.state["_modules"].values()), None) if is_module(layers) else None
+    size = CLASSIFIER_SIZES.get(len(state.get("model.0.conv.weight", ())))
+    if not size or not is_module(last) or class_name(last) != "Classify":
+        return None
+    return {**read_yaml(ROOT / "models" / f"yolov5{size}-cls.yaml"), "nc": classes}
+
+
+# The MIT implementation of YOLOv9, MultimediaTechLab/YOLO: tensors only, named by layer and path
+
+# Prefixes of names: the EMA's and the network's in a Lightning checkpoint (validation uses the EMA), none elsewhere.
+YOLOV9_PREFIXES = ("ema.model.", "model.model.", "")
+YOLOV9_NAME = re.compile(r"\d+\.")
+YOLOV9_CONSTANTS = "anc2vec"  # part of the names of constants, the bins 0 to 15, which `DetectDFL` does not store
+YOLOV9_CLASSES = re.compile(r"(\d+)\.heads\.0\.class_conv\.2\.weight")
+# Sizes by the channels of the first convolution, and by whether layer 2 is an ELAN, whose conv2 is one convolution.
+YOLOV9_SIZES = {(16, True): "t", (32, True): "s", (32, False): "m", (64, False): "c"}
+COCO_CLASSES = 80
+
+
+def _yolov9_weights(state: Mapping[str, Tensor]) -> Weights | None:
+    """Return the weights in a state dict of that implementation, without its constants; None for any other state dict.
+
+    The model is the shipped one with the same layers, if there is one; 80 classes are taken to be COCO's.
+    """
+    for prefix in YOLOV9_PREFIXES:
+        names = [name for name in state if name.startswith(prefix) and YOLOV9_NAME.match(name.removeprefix(prefix))]
+        tensors = {name.removeprefix(prefix): state[name] for name in names if YOLOV9_CONSTANTS not in name}
+        heads = sorted((int(match[1]), name) for name in tensors if (match := YOLOV9_CLASSES.fullmatch(name)))
+        if heads and (prefix or len(names) == len(state)):
+            nc = len(tensors[heads[0][1]])  # the first head is the main head
+            coco = read_yaml(ROOT / "data" / "coco.yaml")["names"] if nc == COCO_CLASSES else {}
+            renamed = {f"model.{name}": tensor for name, tensor in tensors.items()}
+            return Weights(renamed, _yolov9_yaml(tensors, nc), dict(coco), "detect", {}, "yolov9")
+    return None
+
+
+def _yolov9_yaml(tensors: Mapping[str, Tensor], nc: int) -> dict[str, Any] | None:
+    """Return the YAML of the shipped model with the same layers; None if there is none.
+
+    The YAML names the channels of the class branches, so that they stay the same in a model for other classes.
+    """
+    size = YOLOV9_SIZES.get((len(tensors.get("0.conv.weight", ())), "2.conv2.conv.weight" in tensors))
+    if size is None:
+        return None
+    yaml = read_yaml(ROOT / "models" / f"yolov9{size}.yaml")
+    last = len(yaml["backbone"]) - 1
+    for rows in (yaml["head"], yaml["auxiliary"]):
+        last += len(rows)
+        first = tensors.get(f"{last}.heads.0.class_conv.0.conv.weight")
+        if first is not None:
+            *others, args = rows[-1]
+            rows[-1] = [*others, [*args, len(first)]]
+    return {"task": "detect", **yaml, "nc": nc}
+
+
+# Finding and downloading
 
 TORCHVISION_DEFAULT = "DEFAULT"  # the weights that torchvision recommends for an architecture
+CHECKSUM_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.pth$")  # torchvision names its files by the SHA-256's first digits
 WANDB_PREFIX = "wandb:"
 RELEASE_ADDRESS = "https://github.com/ultralytics/yolov5/releases/download/v7.0/"
 RELEASE_LICENCE = "AGPL-3.0, published by Ultralytics"
+RELEASE_SHA256 = {"yolov5n.pt": "4f180cf23ba0717ada0badd6c685026d73d48f184d00fc159c2641284b2ac0a3"}  # by release file
 YOLOV9_FILE = re.compile(r"v9-[tsmc]\.pt")
 YOLOV9_ADDRESS = "https://github.com/MultimediaTechLab/YOLO/releases/download/v1.0-alpha/"
 YOLOV9_LICENCE = "MIT, published by MultimediaTechLab"
-RELEASE_SHA256 = {"yolov5n.pt": "4f180cf23ba0717ada0badd6c685026d73d48f184d00fc159c2641284b2ac0a3"}  # by release file
 
 
 def find_weights(
@@ -420,31 +393,26 @@ def find_weights(
     if name == TORCHVISION_DEFAULT and training:
         return torchvision_weights(yaml or {}, source)
     if name.startswith(WANDB_PREFIX):
-        return artifact_weights(name.removeprefix(WANDB_PREFIX))
+        return _artifact_weights(name.removeprefix(WANDB_PREFIX))
     if name.startswith(HUB_PREFIX):
         return fetch_from_hub(name.removeprefix(HUB_PREFIX))
     path, file = Path(name), Path(name).name
-    if os.path.isfile(path) or (file.endswith(OPENVINO_SUFFIX) and os.path.isdir(path)):
+    if os.path.isfile(path) or (file.endswith(EXPORTED_SUFFIXES) and os.path.isdir(path)):
         return path
+    of_run = [path / "weights" / each for each in ("best.pt", "last.pt")]
+    if existing := [each for each in of_run if each.is_file()]:
+        return existing[0]
     if os.path.isdir(path):
-        return weights_of_run(path)
-    if any(re.fullmatch(entry.load().official_weights, file) for entry in TASKS.values()):
-        return official_weights(name, file, ", or start from scratch with --weights '' and --cfg" * training)
+        raise UserError(
+            f"--weights {name} is a folder without weights; give a file or a run's folder{looked_for(*of_run)}"
+        )
     alternative = ", or start from scratch with --weights ''" * training
+    if any(re.fullmatch(entry.load().official_weights, file) for entry in TASKS.values()):
+        return _official_weights(name, file, f"{alternative} and --cfg" * training)
     raise UserError(f"weights {name} are not a file; check the path{alternative}{looked_for(path)}")
 
 
-def weights_of_run(folder: Path) -> Path:
-    """Return best.pt of a run folder, or last.pt if there is none. Raises `UserError` if there is neither."""
-    files = [folder / "weights" / name for name in ("best.pt", "last.pt")]
-    for file in files:
-        if file.is_file():
-            return file
-    tried = looked_for(*files)
-    raise UserError(f"--weights {folder} is a folder without weights; give a weight file or the folder of a run{tried}")
-
-
-def official_weights(name: str, file: str, alternative: str) -> Path:
+def _official_weights(name: str, file: str, alternative: str) -> Path:
     """Download a release file of YOLOv5 or YOLOv9 into the cache and return its path. Raises `UserError`.
 
     The environment variable LOCKSTEP_RELEASES may name the URL of a mirror.
@@ -456,16 +424,24 @@ def official_weights(name: str, file: str, alternative: str) -> Path:
     """
     is_yolov9 = YOLOV9_FILE.fullmatch(file)
     address = YOLOV9_ADDRESS if is_yolov9 else RELEASE_ADDRESS
-    folder = (os.environ.get("LOCKSTEP_RELEASES") or address).rstrip("/")
-    cached = cache_folder() / "weights" / file
+    folder, cached = os.environ.get("LOCKSTEP_RELEASES") or address, cache_folder() / "weights" / file
     return download(
-        f"{folder}/{file}",
+        f"{folder.rstrip('/')}/{file}",
         cached,
         sha256=RELEASE_SHA256.get(file, ""),
-        usable=is_whole,
+        usable=_is_whole,
         advice=f"download it yourself to {Path(name).absolute()} or {cached}{alternative}",
         licence=YOLOV9_LICENCE if is_yolov9 else RELEASE_LICENCE,
     )
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a file is a zip archive, the format that torch writes, with valid checksums."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, NotImplementedError, zlib.error):
+        return False
 
 
 def torchvision_weights(yaml: Mapping[str, Any], source: str) -> Path:
@@ -483,20 +459,10 @@ def torchvision_weights(yaml: Mapping[str, Any], source: str) -> Path:
     address = classify.default_weights(classify.architecture(yaml, source))
     file = Path(address).name
     digits = CHECKSUM_IN_NAME.search(file)
-    cached = Path(torch.hub.get_dir()) / "checkpoints" / file
-    return download(address, cached, sha256=digits[1] if digits else "")
+    return download(address, Path(torch.hub.get_dir()) / "checkpoints" / file, sha256=digits[1] if digits else "")
 
 
-def is_whole(path: Path) -> bool:
-    """Return whether a file is a zip archive, the format that torch writes, with valid checksums."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
-    except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, NotImplementedError, zlib.error):
-        return False
-
-
-def artifact_weights(name: str) -> Path:
+def _artifact_weights(name: str) -> Path:
     """Download a W&B artifact, entity/project/name:alias, into the cache and return the path of its weight file.
 
     Raises `UserError`. The first process of a machine downloads it; the others wait.
@@ -506,13 +472,12 @@ def artifact_weights(name: str) -> Path:
     folder = cache_folder() / "wandb" / re.sub(r"[^\w.-]", "-", name)
     with one_at_a_time(folder.with_suffix(".lock")):
         try:
-            files = download_artifact(name, folder)
+            files = [file for file in download_artifact(name, folder) if file.suffix == ".pt"]
         except UserError as error:
             raise UserError(
                 f"--weights {WANDB_PREFIX}{name} cannot be downloaded ({error}); check the key and the name "
                 "(entity/project/name:alias), or download the file and give its path"
             ) from None
-    files = [file for file in files if file.suffix == ".pt"]
     chosen = [file for file in files if file.name == "best.pt"] or files
     if len(chosen) != 1:
         raise UserError(

@@ -1,20 +1,26 @@
-"""YAML"""
+"""Build a network, `YoloModel`, from a model YAML: `build_model`, called by the tasks.
+
+A YAML has `backbone` and `head`, lists of rows `[from, number, module, args]` that are numbered from 0. `from` is the
+input: the number of a row (-1 for the row before, `image` for the image), or a list of them; `module` is a name in
+`LAYERS`, a layer of torch.nn, or a layer in a user's file (`add_layers`). `auxiliary` may follow: rows that run in
+training only, the last of which is a second head.
+
+A new layer is a class in models/layers.py and a line in `LAYERS`, with the adapter that says which arguments its
+constructor takes.
+"""
 
 from __future__ import annotations
 
 import ast
 import copy
-import importlib.util
 import inspect
 import itertools
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,7 +37,18 @@ from models.weights import MODEL_KEYS
 from utils.config.values import is_number
 from utils.errors import UserError, first_line, nearest, shortened
 from utils.files import find_file, looked_for, read_yaml
-from utils.user_code import running, trust
+from utils.user_code import imported, trust
+
+MAX_COUNT = 4096  # largest number of classes, channels or repetitions; a larger one is a typing error
+MAX_MULTIPLE = 16  # largest depth or width multiple
+MAX_LAYER_PARAMETERS = 1e9
+MAX_MAP_VALUES = 1e8  # numbers in a layer's output for an image of PROBE_PIXELS
+# Side in pixels of the image that a model is tried with while it is built; also the largest stride that it may have.
+PROBE_PIXELS = 128
+CHANNELS = 3  # channels of an image: RGB
+PYTHON_WORDS = {"None": None, "True": True, "False": False}  # arguments that mean null, true and false
+# Modules of torch.nn whose classes cannot be layers of a network.
+NOT_LAYERS = ("torch.nn.modules.loss", "torch.nn.modules.container", "torch.nn.modules.module", "torch.nn.parallel")
 
 
 def whole_strides(side: int, stride: int) -> int:
@@ -39,40 +56,25 @@ def whole_strides(side: int, stride: int) -> int:
     return max(math.ceil(side / stride), 2 if stride > 1 else 1) * stride
 
 
-MAX_COUNT = 4096  # largest number of classes, channels or repetitions; a larger one is a typing error
-# Modules of torch.nn whose classes cannot be layers of a network.
-NOT_LAYERS = ("torch.nn.modules.loss", "torch.nn.modules.container", "torch.nn.modules.module", "torch.nn.parallel")
-OTHER_LAYERS = "and torch.nn's layers, such as nn.MaxPool2d; to use your own, name their file with --layers"
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """Scales the numbers of a YAML to its depth and width."""
-
-    depth: float
-    width: float
-    multiple: int  # channels are rounded up to a multiple of it
-    outputs: int  # anchors per level * (5 + nc); this number of channels is not scaled
-
-    def channels(self, count: Any) -> int:
-        """Return the scaled number of channels. Raises ValueError if `count` is not a valid number."""
-        if not is_count(count):
-            raise ValueError(f"the first argument is the number of output channels, 1 to {MAX_COUNT}, not {count!r}")
-        return count if count == self.outputs else math.ceil(count * self.width / self.multiple) * self.multiple
-
-    def repeats(self, number: int) -> int:
-        """Return the scaled number of repetitions."""
-        return max(round(number * self.depth), 1) if number > 1 else number
+# The layers that rows may name
 
 
 @dataclass(frozen=True)
 class LayerPlacement:
-    """The inputs of a layer's constructor: the row, and the channels of its input maps."""
+    """The inputs of a layer's constructor: the row, the channels of its input maps, and the scale of the network."""
 
     channels: tuple[int, ...]  # channels of each input map
     repeats: int
     args: tuple[Any, ...]
-    scaling: Scaling
+    width: float  # factor of numbers of channels
+    multiple: int  # channels are rounded up to a multiple of it
+    outputs: int  # anchors per level * (5 + nc); this number of channels is not scaled
+
+    def scaled(self, count: Any) -> int:
+        """Return the scaled number of channels. Raises ValueError if `count` is not a valid number."""
+        if not is_count(count):
+            raise ValueError(f"the first argument is the number of output channels, 1 to {MAX_COUNT}, not {count!r}")
+        return count if count == self.outputs else math.ceil(count * self.width / self.multiple) * self.multiple
 
     @property
     def c1(self) -> int:
@@ -84,25 +86,15 @@ class LayerPlacement:
     @property
     def c2(self) -> int:
         """Output channels: the first argument, scaled. Raises ValueError if there is none."""
-        if not self.args:
-            raise ValueError("the first argument, the number of output channels, is missing")
-        return self.scaling.channels(self.args[0])
+        return self.scaled(self.args[0] if self.args else None)
 
 
 @dataclass(frozen=True)
 class LayerMaker:
-    """Builds the layer of a row.
-
-    Attributes:
-        layer: class of the layer, or a function that returns an instance
-        make: builds the layer at its place in the network
-    """
+    """A layer's class, or a function that returns an instance, and the function that makes the layer of a row."""
 
     layer: Callable[..., nn.Module]
     make: Callable[[LayerPlacement], nn.Module]
-
-    def __call__(self, placement: LayerPlacement) -> nn.Module:
-        return self.make(placement)
 
 
 def convolving(layer: Callable[..., nn.Module]) -> LayerMaker:
@@ -118,6 +110,16 @@ def convolving(layer: Callable[..., nn.Module]) -> LayerMaker:
 def repeating(layer: Callable[..., nn.Module]) -> LayerMaker:
     """Adapt `layer(c1, c2, repeats, *args[1:])`, which repeats its inner blocks."""
     return LayerMaker(layer, lambda p: layer(p.c1, p.c2, p.repeats, *p.args[1:]))
+
+
+def aggregating(layer: Callable[..., nn.Module]) -> LayerMaker:
+    """Adapt `layer(c1, c2, part, process, repeats)`, with all channels scaled; `process` may be absent."""
+
+    def make(placement: LayerPlacement) -> nn.Module:
+        widths = [placement.scaled(count) for count in placement.args[1:3]]
+        return layer(placement.c1, placement.c2, *widths, *placement.args[3:], repeats=placement.repeats)
+
+    return LayerMaker(layer, make)
 
 
 def plain(layer: Callable[..., nn.Module]) -> LayerMaker:
@@ -141,58 +143,31 @@ def _chain(parts: list[nn.Module]) -> nn.Module:
 
 
 def _segment(placement: LayerPlacement) -> nn.Module:
-    """Build `Segment` with scaled prototype channels."""
+    """Make `Segment` with scaled prototype channels."""
     nc, anchors, masks, prototypes = placement.args
-    return Segment(nc, anchors, masks, placement.scaling.channels(prototypes), placement.channels)
-
-
-def _aggregating(layer: Callable[..., nn.Module]) -> Callable[[LayerPlacement], nn.Module]:
-    """Adapt `layer(c1, c2, part, process, repeats)`, with all channels scaled; `process` may be absent."""
-
-    def make(placement: LayerPlacement) -> nn.Module:
-        widths = [placement.scaling.channels(count) for count in placement.args[1:3]]
-        return layer(placement.c1, placement.c2, *widths, *placement.args[3:], repeats=placement.repeats)
-
-    return make
+    return Segment(nc, anchors, masks, placement.scaled(prototypes), placement.channels)
 
 
 LAYERS: dict[str, LayerMaker] = {
-    "Conv": convolving(layers.Conv),
-    "DWConv": convolving(layers.DWConv),
-    "DWConvTranspose2d": convolving(layers.DWConvTranspose2d),
-    "GhostConv": convolving(layers.GhostConv),
-    "CrossConv": convolving(layers.CrossConv),
-    "MixConv2d": convolving(layers.MixConv2d),
-    "Focus": convolving(layers.Focus),
-    "Bottleneck": convolving(layers.Bottleneck),
-    "GhostBottleneck": convolving(layers.GhostBottleneck),
-    "BottleneckCSP": repeating(layers.BottleneckCSP),
-    "C3": repeating(layers.C3),
-    "C3x": repeating(layers.C3x),
-    "C3TR": repeating(layers.C3TR),
-    "C3Ghost": repeating(layers.C3Ghost),
-    "C3SPP": convolving(layers.C3SPP),
-    "SPP": convolving(layers.SPP),
-    "SPPF": convolving(layers.SPPF),
-    "Contract": plain(layers.Contract),
-    "Expand": plain(layers.Expand),
-    "RepConv": convolving(layers.RepConv),
-    "ELAN": LayerMaker(layers.ELAN, _aggregating(layers.ELAN)),
-    "RepNCSPELAN": LayerMaker(layers.RepNCSPELAN, _aggregating(layers.RepNCSPELAN)),
-    "AConv": convolving(layers.AConv),
-    "ADown": convolving(layers.ADown),
-    "SPPELAN": LayerMaker(layers.SPPELAN, lambda p: layers.SPPELAN(p.c1, p.c2, *map(p.scaling.channels, p.args[1:]))),
-    "CBLinear": LayerMaker(layers.CBLinear, lambda p: layers.CBLinear(p.c1, [*map(p.scaling.channels, p.args[0])])),
-    "CBFuse": plain(layers.CBFuse),
-    "Concat": plain(layers.Concat),
-    "Proto": narrowing(layers.Proto),
+    **{
+        layer.__name__: convolving(layer)
+        for layer in (
+            *(layers.Conv, layers.DWConv, layers.GhostConv, layers.Focus, layers.RepConv, layers.AConv, layers.ADown),
+            *(layers.Bottleneck, layers.GhostBottleneck, layers.SPP, layers.SPPF),
+        )
+    },
+    **{layer.__name__: repeating(layer) for layer in (layers.BottleneckCSP, layers.C3, layers.C3TR, layers.C3Ghost)},
+    **{layer.__name__: aggregating(layer) for layer in (layers.ELAN, layers.RepNCSPELAN)},
+    **{layer.__name__: plain(layer) for layer in (layers.CBFuse, layers.Concat)},
+    **{layer.__name__: narrowing(layer) for layer in (layers.Proto, layers.Classify)},
+    "SPPELAN": LayerMaker(layers.SPPELAN, lambda p: layers.SPPELAN(p.c1, p.c2, *map(p.scaled, p.args[1:]))),
+    "CBLinear": LayerMaker(layers.CBLinear, lambda p: layers.CBLinear(p.c1, [*map(p.scaled, p.args[0])])),
     "Detect": detecting(Detect),
     "DetectDFL": LayerMaker(DetectDFL, lambda p: DetectDFL(p.args[0], p.channels, *p.args[1:])),
     "Segment": LayerMaker(Segment, _segment),
-    "Classify": narrowing(layers.Classify),
 }
 # Layers of torch.nn that need the input channels; all others are called with the arguments of the row.
-TORCH_LAYERS_WITH_CHANNELS: dict[str, LayerMaker] = {
+TORCH_LAYERS = {
     "BatchNorm2d": LayerMaker(
         nn.BatchNorm2d, lambda p: nn.BatchNorm2d(p.c1, *p.args) if p.args else layers.batch_norm(p.c1)
     ),
@@ -207,17 +182,15 @@ def layer_maker(name: Any) -> LayerMaker:
         return LAYERS[name]
     prefix, _, word = str(name).rpartition(".")
     if prefix not in ("nn", "torch.nn"):
-        hint = nearest(str(name), LAYERS)
-        raise ValueError(f"unknown module '{name}'{hint}; known are {', '.join(LAYERS)}, {OTHER_LAYERS}")
-    classes = {name: kind for name, kind in vars(nn).items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
-    if word not in classes:
-        raise ValueError(f"unknown module 'nn.{word}', which torch.nn does not have{nearest(word, classes)}")
-    layer = classes[word]
-    if layer.__module__.startswith(NOT_LAYERS) or issubclass(layer, nn.modules.lazy.LazyModuleMixin):
         raise ValueError(
-            f"nn.{word} is a loss, a container or a lazy layer and cannot be a row; name a layer such as nn.MaxPool2d"
+            f"unknown module '{name}'{nearest(str(name), LAYERS)}; known are {', '.join(LAYERS)}, and torch.nn's "
+            "layers, such as nn.MaxPool2d; to use your own, name their file with --layers"
         )
-    return TORCH_LAYERS_WITH_CHANNELS.get(word, plain(layer))
+    layer: Any = getattr(nn, word, None)
+    is_layer = inspect.isclass(layer) and issubclass(layer, nn.Module) and not layer.__module__.startswith(NOT_LAYERS)
+    if not is_layer or issubclass(layer, nn.modules.lazy.LazyModuleMixin):
+        raise ValueError(f"unknown module 'nn.{word}'{nearest(word, vars(nn))}; name a layer such as nn.MaxPool2d")
+    return TORCH_LAYERS.get(word, plain(layer))
 
 
 def add_layers(file: str | Path, is_named: bool = True) -> list[str]:
@@ -230,54 +203,26 @@ def add_layers(file: str | Path, is_named: bool = True) -> list[str]:
 
     Args:
         file: path of the Python file
-        is_named: whether the user names the file now; otherwise it comes from the folder of a resumed run, which may be
-            somebody else's, and is run only if this user has named the same file with the same content before
+        is_named: whether the user names the file now, not the settings of a run, see `utils.user_code.trust`
     """
-    if not os.path.isfile(file):
+    path = Path(file).resolve()
+    if not os.path.isfile(path):
         where = looked_for(Path(file))
         raise UserError(f"--layers {file} is not a file; give the path of a Python file that defines layers{where}")
-    path = Path(file).resolve()
-    name = f"layers of {path}"
-    if name in sys.modules:
-        return list(_layers_of(sys.modules[name]))
     trust(path, f"--layers {file}", is_named, "the run's settings.yaml")
-    module = _load(path, name)
-    classes = _layers_of(module)
-    if not classes:
-        raise UserError(f"{path} defines no layer; write a class that extends torch.nn.Module")
-    for word in classes:
-        if word in LAYERS:
-            raise UserError(f"{path} defines a layer '{word}', but that name is taken; give it another name")
-    sys.modules[name] = module
-    LAYERS.update({word: _maker_by_parameters(layer) for word, layer in classes.items()})
-    return list(classes)
+    with imported(path, "--layers") as module:
+        classes = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, nn.Module)]
+        makers = {layer.__name__: _user_maker(layer) for layer in classes if layer.__module__ == module.__name__}
+        if not makers:
+            raise UserError(f"{path} defines no layer; write a class that extends torch.nn.Module")
+        for word, maker in makers.items():
+            if word in LAYERS and LAYERS[word].layer is not maker.layer:
+                raise UserError(f"{path} defines a layer '{word}', but that name is taken; give it another name")
+    LAYERS.update(makers)
+    return list(makers)
 
 
-def _load(path: Path, name: str) -> ModuleType:
-    """Run a Python file as a module, which may import files beside it. Writes no bytecode into its folder."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{path} is not a Python file; --layers takes a file whose name ends with .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))
-    sys.modules[name] = module  # dataclasses look up the module of their class there
-    try:
-        with running(path):
-            spec.loader.exec_module(module)
-    finally:
-        del sys.modules[name]
-        with suppress(ValueError):  # the file may have removed it
-            sys.path.remove(str(path.parent))
-    return module
-
-
-def _layers_of(module: ModuleType) -> dict[str, type[nn.Module]]:
-    """Return the layers that a module defines itself, without imported ones."""
-    classes = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, nn.Module)]
-    return {layer.__name__: layer for layer in classes if layer.__module__ == module.__name__}
-
-
-def _maker_by_parameters(layer: type[nn.Module]) -> LayerMaker:
+def _user_maker(layer: type[nn.Module]) -> LayerMaker:
     """Choose the adapter of a user's layer by the names of its parameters."""
     names = list(inspect.signature(layer).parameters)
     if names[:2] == ["c1", "c2"]:
@@ -296,13 +241,7 @@ def is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_COUNT
 
 
-PYTHON_WORDS = {"None": None, "True": True, "False": False}  # arguments that mean null, true and false
-MAX_MULTIPLE = 16  # largest depth or width multiple; a larger one is a typing error
-# Side in pixels of the image that a model is tried with while it is built; also the largest stride that it may have.
-PROBE_PIXELS = 128
-CHANNELS = 3  # channels of an image: RGB
-MAX_LAYER_PARAMETERS = 1e9
-MAX_MAP_VALUES = 1e8  # numbers in a layer's output for an image of PROBE_PIXELS
+# The network
 
 
 @dataclass(frozen=True)
@@ -398,7 +337,7 @@ def build_model(
 ) -> YoloModel:
     """Build the network that a YAML describes, in train mode, with random weights, on torch's default device.
 
-    Raises `UserError` if the YAML does not describe such a network.
+    Raises `UserError` if the YAML does not describe such a network, or if the network does not take the image size.
 
     Args:
         yaml: path of the YAML, name of a shipped file, or the content
@@ -412,19 +351,31 @@ def build_model(
     else:
         path = find_file(str(yaml), "model YAML", ["models", "models/hub"])
         source, description = str(path), read_yaml(path)
-    heads = (head,) if isinstance(head, type) else head
+    heads = (head,) if isinstance(head, type) else tuple(head)
     description, with_anchors = _resolve(source, description, nc, heads)
     values = {"nc": description["nc"], "anchors": description.get("anchors"), **PYTHON_WORDS}
-    contents = [*description["backbone"], *description["head"], *description.get("auxiliary", [])]
+    auxiliary = description.get("auxiliary", [])
+    contents = [*description["backbone"], *description["head"], *auxiliary]
     rows = [_parse_row(source, index, row, values) for index, row in enumerate(contents)]
-    layers, stride = _build_layers(source, rows, description, with_anchors, imgsz)
-    _check_head(source, layers[: len(description["backbone"]) + len(description["head"])], heads)
-    _check_auxiliary(source, layers, len(description.get("auxiliary", [])))
-    return YoloModel(layers, rows, description, stride, whole_strides(imgsz, stride))
+    built, stride = _build_layers(source, rows, description, with_anchors, imgsz)
+    last = built[len(built) - len(auxiliary) - 1] if built else None
+    # A subclass with its own `description` is a head of another kind.
+    is_wanted = any(isinstance(last, kind) and last.description == kind.description for kind in heads)
+    if last is None or (heads and not is_wanted):
+        kind = heads[0] if heads else Detect
+        raise UserError(
+            f"{source}: the last row of `head` is not a {kind.description}; end it with one, such as {kind.example}"
+        )
+    if auxiliary and not (isinstance(built[-1], DetectDFL) and isinstance(last, DetectDFL)):
+        raise UserError(
+            f"{source}: `auxiliary` is for training with a second DetectDFL head; end both `head` and `auxiliary` with "
+            f"one, such as {DetectDFL.example}, or leave `auxiliary` out"
+        )
+    return YoloModel(built, rows, description, stride, whole_strides(imgsz, stride))
 
 
 def _resolve(
-    source: str, yaml: dict[str, Any], nc: int | None, heads: Sequence[type[Head]]
+    source: str, yaml: dict[str, Any], nc: int | None, heads: tuple[type[Head], ...]
 ) -> tuple[dict[str, Any], bool]:
     """Return the checked YAML with all keys that `build_model` needs, and whether its head takes anchors."""
     for key in yaml:
@@ -434,33 +385,28 @@ def _resolve(
     task = yaml["task"] if "task" in yaml else task_of(yaml, source)
     sizes = {"task": task, "ch": CHANNELS, "depth_multiple": 1.0, "width_multiple": 1.0, "channel_multiple": 8}
     yaml = {**sizes, **yaml, **({} if nc is None else {"nc": nc})}
-    for key in ("nc", "channel_multiple"):
-        _require(source, yaml, key, f"a whole number from 1 to {MAX_COUNT}", is_count(yaml.get(key)))
-    _require(source, yaml, "ch", f"{CHANNELS}, as images are read as RGB, or leave it out", yaml["ch"] == CHANNELS)
-    for key in ("depth_multiple", "width_multiple"):
-        fits = is_number(yaml[key]) and 0 < yaml[key] <= MAX_MULTIPLE
-        _require(source, yaml, key, f"a number above 0, at most {MAX_MULTIPLE}", fits)
-    for key in ("backbone", "head"):
-        _require(source, yaml, key, "a list of rows [from, number, module, args]", isinstance(yaml.get(key), list))
-    if "auxiliary" in yaml:
-        rows = "a list of rows [from, number, module, args], or leave it out"
-        _require(source, yaml, "auxiliary", rows, isinstance(yaml["auxiliary"], list))
-    _require(source, yaml, "task", f"one of {', '.join(TASKS)}", isinstance(yaml["task"], str))
     last = head_class(yaml)
-    if heads and not (last and issubclass(last, tuple(heads))):
-        last = heads[0]  # `_check_head` reports another head
+    if heads and not (last and issubclass(last, heads)):
+        last = heads[0]  # `build_model` reports another head
     with_anchors = last is not None and issubclass(last, DetectionHead) and last.takes_anchors
-    if with_anchors:
-        anchors = "a list of width, height pairs for each level, or the number of anchors per level"
-        _require(source, yaml, "anchors", anchors, _are_anchors(yaml.get("anchors")))
+    count = f"a whole number from 1 to {MAX_COUNT}"
+    multiple = f"a number above 0, at most {MAX_MULTIPLE}"
+    rows = "a list of rows [from, number, module, args]"
+    anchors = "a list of width, height pairs for each level, or the number of anchors per level"
+    checks: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "task": (f"one of {', '.join(TASKS)}", lambda value: isinstance(value, str)),
+        "ch": (f"{CHANNELS}, as images are read as RGB, or leave it out", lambda value: value == CHANNELS),
+        **dict.fromkeys(("nc", "channel_multiple"), (count, is_count)),
+        **dict.fromkeys(("depth_multiple", "width_multiple"), (multiple, _is_multiple)),
+        **dict.fromkeys(("backbone", "head"), (rows, _is_list)),
+        **({"auxiliary": (rows, _is_list)} if "auxiliary" in yaml else {}),
+        **({"anchors": (anchors, _are_anchors)} if with_anchors else {}),
+    }
+    for key, (what, holds) in checks.items():
+        if not holds(yaml.get(key)):
+            problem = f"is {yaml[key]!r}" if key in yaml else "is missing"
+            raise UserError(f"{source}: `{key}` {shortened(problem)}; give {what}")
     return yaml, with_anchors
-
-
-def _require(source: str, yaml: dict[str, Any], key: str, what: str, holds: bool) -> None:
-    """Raise `UserError` unless `holds`."""
-    if not holds:
-        problem = f"is {yaml[key]!r}" if key in yaml else "is missing"
-        raise UserError(f"{source}: `{key}` {shortened(problem)}; give {what}")
 
 
 def head_class(yaml: Mapping[str, Any]) -> type[nn.Module] | None:
@@ -470,6 +416,14 @@ def head_class(yaml: Mapping[str, Any]) -> type[nn.Module] | None:
     except ValueError:  # `_parse_row` reports it
         return None
     return layer if isinstance(layer, type) else None
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _is_multiple(value: Any) -> bool:
+    return is_number(value) and 0 < value <= MAX_MULTIPLE
 
 
 def _are_anchors(value: Any) -> bool:
@@ -482,37 +436,27 @@ def _are_anchors(value: Any) -> bool:
 def _parse_row(source: str, index: int, row: Any, values: dict[str, Any]) -> Row:
     """Check row `index` and return it, with names among its arguments replaced by `values`."""
     where = f"{source}, row {index}"
-    if not isinstance(row, list) or len(row) != 4:
-        raise UserError(f"{where}: {shortened(repr(row))} is not a row; write [from, number, module, args]")
-    origin, number, module, args = row
-    if not is_count(number):
-        raise UserError(f"{where}: the number of repetitions is {number!r}; give a whole number from 1 to {MAX_COUNT}")
+    try:
+        origin, number, module, args = row
+        numbers = range(-1, index)  # of the rows before it, and -1 for the image
+        sources = [-1 if one == "image" else numbers[one if one < 0 else one + 1] for one in _listed(origin)]
+        if not (sources and is_count(number) and isinstance(args, list)):
+            raise ValueError
+    except (ValueError, TypeError, IndexError):
+        raise UserError(
+            f"{where}: {shortened(repr(row))} is not a row; write [from, number, module, args], with `from` the number "
+            f"of a row before it, -1 for the last of these, image, or a list; number 1 to {MAX_COUNT}; args a list"
+        ) from None
     try:
         layer_maker(module)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
-    if not isinstance(args, list):
-        raise UserError(f"{where}: the arguments are {args!r}; write them as a list, such as [64, 3, 2]")
     resolved = tuple(values.get(a, a) if isinstance(a, str) else a for a in args)
-    if isinstance(origin, list) and origin:
-        return Row(index, tuple(_parse_origin(where, index, one) for one in origin), number, module, resolved)
-    return Row(index, _parse_origin(where, index, origin), number, module, resolved)
+    return Row(index, tuple(sources) if isinstance(origin, list) else sources[0], number, module, resolved)
 
 
-def _parse_origin(where: str, index: int, origin: Any) -> int:
-    """Return the number of the row that `from` names; -1 is the image."""
-    if origin == "image":
-        return -1
-    if isinstance(origin, bool) or not isinstance(origin, int):
-        raise UserError(
-            f"{where}: `from` is {origin!r}; give a row's number, -1 for the row before, image, or a list of these"
-        )
-    row = index + origin if origin < 0 else origin
-    is_image = index == 0 and origin == -1
-    if not (0 <= row < index or is_image):
-        allowed = f"0 to {index - 1}, or -1 for the row before" if index else "-1, the image"
-        raise UserError(f"{where}: `from` is {origin}, but only rows before it can be its input: {allowed}")
-    return row
+def _listed(origin: Any) -> list[Any]:
+    return origin if isinstance(origin, list) else [origin]
 
 
 def _build_layers(
@@ -523,8 +467,11 @@ def _build_layers(
     A draft of each layer runs on the "meta" device, without memory, to measure channels and strides and to find rows
     that do not fit.
     """
-    scaling, activation = _scaling(yaml, with_anchors), _parse_activation(source, yaml.get("activation"))
-    layers: list[nn.Module] = []
+    anchors = yaml["anchors"] if with_anchors else 0
+    outputs = (anchors if isinstance(anchors, int) else len(anchors[0]) // 2) * (yaml["nc"] + 5)
+    scale = {"width": yaml["width_multiple"], "multiple": yaml["channel_multiple"], "outputs": outputs}
+    activation = _parse_activation(source, yaml.get("activation"))
+    built: list[nn.Module] = []
     drafts: list[nn.Module] = []
     maps: dict[int, Any] = {-1: torch.zeros(1, CHANNELS, PROBE_PIXELS, PROBE_PIXELS, device="meta")}
     largest = 1.0
@@ -532,12 +479,16 @@ def _build_layers(
         inputs = [maps[j] for j in row.sources]
         with _naming(source, row):
             with torch.device("meta"), torch.no_grad():
-                draft = _build_layer(row, inputs, scaling, activation).eval()  # BatchNorm must accept single values
+                draft = _build_layer(
+                    row, inputs, yaml["depth_multiple"], scale, activation
+                ).eval()  # BatchNorm must accept single values
                 skip_norms(draft)
                 maps[row.index] = draft(row.inputs(maps))
-            _refuse_huge(draft, maps[row.index])
+            parameters, values = sum(map(torch.numel, draft.parameters())), _count_values(maps[row.index])
+            if parameters > MAX_LAYER_PARAMETERS or values > MAX_MAP_VALUES:  # a typing error
+                raise ValueError(f"it has {parameters:.2g} parameters and {values:.2g} outputs, more than fits memory")
             drafts.append(draft)
-            layers.append(layer := _build_layer(row, inputs, scaling, activation))
+            built.append(layer := _build_layer(row, inputs, yaml["depth_multiple"], scale, activation))
             if isinstance(layer, Head):
                 layer.placed(strides := [_stride(x) for x in inputs])
                 largest = largest if layer.any_size else max(largest, *strides)
@@ -545,29 +496,26 @@ def _build_layers(
     for multiple in (stride << doublings for doublings in range(8)):
         with suppress(UserError):
             _try_drafts(source, rows, drafts, maps, ((imgsz // multiple | 1) + 2) * multiple)
-            return layers, multiple
+            return built, multiple
     _try_drafts(source, rows, drafts, maps, whole_strides(imgsz, stride))  # perhaps it takes this size only
-    return layers, stride
+    return built, stride
 
 
 def _try_drafts(source: str, rows: list[Row], drafts: list[nn.Module], probed: Mapping[int, Any], side: int) -> None:
     """Run the drafts for an image of `side` x `side` pixels; `probed` are the outputs for one of PROBE_PIXELS.
 
-    Raises `UserError` for a row that fails, or whose map reaches a head though it is that of two images or, in a
-    detector, not in proportion to the image.
+    Raises `UserError` for a row that fails, or for a head whose input is that of two images or, unless it takes any
+    size, not in proportion to the image.
     """
     maps: dict[int, Any] = {-1: torch.zeros(1, CHANNELS, side, side, device="meta")}
-    faults: dict[int, Row] = {}  # the row at fault, by the row whose map a head cannot take
     for row, draft in zip(rows, drafts, strict=True):
-        fault = next((faults[j] for j in row.sources if j in faults), row)
-        with _naming(source, fault if isinstance(draft, Head) else row), torch.device("meta"), torch.no_grad():
-            if isinstance(draft, Head) and fault is not row:
-                raise ValueError(f"its map {list(maps[fault.index].shape)} does not fit an image of {side}x{side}")
-            maps[row.index] = output = draft(row.inputs(maps))
-        if isinstance(output, Tensor) and output.ndim == 4:
-            cells = side / _stride(probed[row.index])
-            if len(output) != 1 or (isinstance(drafts[-1], DetectionHead) and {*output.shape[2:]} != {cells}):
-                faults[row.index] = fault
+        with _naming(source, row), torch.device("meta"), torch.no_grad():
+            for x, probe in ((maps[j], probed[j]) for j in (row.sources if isinstance(draft, Head) else ())):
+                if isinstance(x, Tensor) and x.ndim == 4:
+                    fits = draft.any_size or {*x.shape[2:]} == {side / _stride(probe)}
+                    if len(x) != 1 or not fits:
+                        raise ValueError(f"its input {list(x.shape)} does not fit an image of {side}x{side}")
+            maps[row.index] = draft(row.inputs(maps))
 
 
 @contextmanager
@@ -587,34 +535,13 @@ def _stride(output: Any) -> float:
     return PROBE_PIXELS / output.shape[2] if isinstance(output, Tensor) and output.ndim == 4 else 1.0
 
 
-def _check_head(source: str, layers: list[nn.Module], heads: Sequence[type[Head]]) -> None:
-    """Raise `UserError` unless the last layer is one of `heads`; a subclass with its own `description` is not."""
-    last = layers[-1] if layers else None
-    if heads and not any(isinstance(last, head) and last.description == head.description for head in heads):
-        raise UserError(
-            f"{source}: the last row of `head` is not a {heads[0].description}; end it with one, such as "
-            f"{heads[0].example}"
-        )
-    if not layers:
-        raise UserError(f"{source}: `backbone` and `head` have no rows; write rows [from, number, module, args]")
-
-
-def _check_auxiliary(source: str, layers: list[nn.Module], rows: int) -> None:
-    """Raise `UserError` unless the auxiliary branch, if it has `rows`, ends with a `DetectDFL`, as the main branch must
-    then too."""
-    if rows and not (isinstance(layers[-1], DetectDFL) and isinstance(layers[-1 - rows], DetectDFL)):
-        raise UserError(
-            f"{source}: `auxiliary` is for training with a second DetectDFL head; end both `head` and `auxiliary` with "
-            f"one, such as {DetectDFL.example}, or leave `auxiliary` out"
-        )
-
-
 def _build_layer(
-    row: Row, inputs: list[Any], scaling: Scaling, activation: Callable[[], nn.Module] | None
+    row: Row, inputs: list[Any], depth: float, scale: Mapping[str, Any], activation: Callable[[], nn.Module] | None
 ) -> nn.Module:
     """Return a new layer for a row. Each of `inputs` is a map, or a `CBLinear`'s several maps."""
     channels = tuple(sum(one.shape[1] for one in (x if isinstance(x, (list, tuple)) else [x])) for x in inputs)
-    layer = layer_maker(row.module)(LayerPlacement(channels, scaling.repeats(row.number), row.args, scaling))
+    repeats = max(round(row.number * depth), 1) if row.number > 1 else row.number
+    layer = layer_maker(row.module).make(LayerPlacement(channels, repeats, row.args, **scale))
     if activation is not None:
         for part in layer.modules():
             if isinstance(part, (Conv, RepConv)):
@@ -622,56 +549,25 @@ def _build_layer(
     return layer
 
 
-def _refuse_huge(layer: nn.Module, output: Any) -> None:
-    """Raise ValueError for a layer that fits no machine's memory: a typing error."""
-    parameters = sum(parameter.numel() for parameter in layer.parameters())
-    values = _count_values(output)
-    if parameters > MAX_LAYER_PARAMETERS or values > MAX_MAP_VALUES:
-        raise ValueError(
-            f"it would have {parameters:.2g} parameters, and {values:.2g} numbers for a {PROBE_PIXELS}-pixel image"
-        )
-
-
 def _count_values(output: Any) -> int:
     """Return the number of values of a tensor, or of all tensors in nested lists."""
     return sum(map(_count_values, output)) if isinstance(output, (list, tuple)) else output.numel()
-
-
-def _scaling(yaml: dict[str, Any], with_anchors: bool) -> Scaling:
-    anchors = yaml["anchors"] if with_anchors else 0
-    per_level = anchors if isinstance(anchors, int) else len(anchors[0]) // 2
-    outputs = per_level * (yaml["nc"] + 5)
-    return Scaling(yaml["depth_multiple"], yaml["width_multiple"], yaml["channel_multiple"], outputs)
 
 
 def _parse_activation(source: str, text: Any) -> Callable[[], nn.Module] | None:
     """Return a constructor of activations from text such as `nn.LeakyReLU(0.1)`; None for None. Evaluates no code."""
     if text is None:
         return None
-    known = nn.modules.activation.__all__
     try:
-        name, args, options = _parse_call(text)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # everything that ast raises
-        raise UserError(f"{source}: `activation` is {text!r}; write it like nn.LeakyReLU(0.1)") from None
-    if name not in known:
-        hint = nearest(name, known)
-        raise UserError(f"{source}: `activation` names '{name}', which is not an activation of torch.nn{hint}")
-    activation = getattr(nn, name)
-    try:
-        activation(*args, **options)
-    except Exception as error:
-        raise UserError(f"{source}: `activation` {text} does not work ({error}); fix its arguments") from error
-    return lambda: activation(*args, **options)
-
-
-def _parse_call(text: Any) -> tuple[str, list[Any], dict[str, Any]]:
-    """Return the name, arguments and keyword arguments of `nn.Name(...)` or `nn.Name`. Raises what ast raises."""
-    if not isinstance(text, str):
-        raise ValueError(text)
-    tree = ast.parse(text.strip(), mode="eval").body
-    call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
-    prefix, _, name = ast.unparse(call.func).rpartition(".")
-    if prefix not in ("nn", "torch.nn"):
-        raise ValueError(text)
-    options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    return name, [ast.literal_eval(a) for a in call.args], options
+        tree = ast.parse(str(text).strip(), mode="eval").body
+        call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
+        prefix, _, name = ast.unparse(call.func).rpartition(".")
+        if prefix not in ("nn", "torch.nn") or name not in nn.modules.activation.__all__:
+            raise ValueError(f"no activation of torch.nn{nearest(name, nn.modules.activation.__all__)}")
+        args = [ast.literal_eval(argument) for argument in call.args]
+        options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        getattr(nn, name)(*args, **options)
+    except Exception as error:  # everything that ast and the activation raise
+        reason = first_line(error)
+        raise UserError(f"{source}: `activation` is {text!r} ({reason}); write it like nn.LeakyReLU(0.1)") from None
+    return lambda: getattr(nn, name)(*args, **options)

@@ -18,9 +18,6 @@ from typing import Any, ClassVar, TypeGuard
 import torch
 from torch import Tensor
 
-from utils.config.values import is_number
-from utils.files import ROOT, read_yaml
-
 # Modules and classes whose objects a file may hold. None of them is imported: a stub replaces each.
 STUB_MODULES = (
     *("models", "utils", "ultralytics", "yolov5", "torch.nn.modules", "torch.nn.parallel", "pathlib", "datetime"),
@@ -51,7 +48,6 @@ MAX_PICKLE_BYTES = 2**22  # largest pickle in a file; yolov5x has a pickle of 0.
 SUPPORTED_RELEASES = "give a file of YOLOv5 v5.0 or later, or bare tensors (a state dict)"
 CONVOLUTIONS = ("Conv", "DWConv")  # YOLOv5's layers that have the model's activation and may be fused
 BATCH_NORM_EPSILON = 1e-3  # eps of the BatchNorms in CONVOLUTIONS
-CLASSIFIER_SIZE_BY_CHANNELS = {16: "n", 32: "s", 48: "m", 64: "l", 80: "x"}  # by channels of the first convolution
 
 
 class UnusableFile(Exception):
@@ -77,15 +73,10 @@ class Stub:
     def __setstate__(self, state: object) -> None:
         self.state = state if isinstance(state, dict) else {}
 
-    # pickle calls these to fill subclasses of list and dict.
-    def append(self, _: object) -> None:
+    def _ignore(self, *_: object) -> None:
         pass
 
-    def extend(self, _: object) -> None:
-        pass
-
-    def __setitem__(self, _: object, __: object) -> None:
-        pass
+    append = extend = __setitem__ = _ignore  # pickle calls these to fill subclasses of list and dict
 
     def __call__(self, *_: object) -> None:
         """Raise `UnusableFile`: objects in a weight file are not called."""
@@ -199,69 +190,25 @@ def unwrap(content: Any) -> Any:
     return content
 
 
-def training_settings(content: Any) -> dict[str, Any]:
-    """Return the training flags in a YOLOv5 file that are used here: `imgsz`."""
-    flags = content.get("opt") if isinstance(content, dict) else None
-    flags = flags.state if isinstance(flags, Stub) else flags
-    size = flags.get("imgsz") if isinstance(flags, dict) else None
-    return {"imgsz": size} if is_number(size) else {}
-
-
 def state_dict(network: Stub) -> dict[str, Tensor]:
     """Return the state dict of a network, with the BatchNorms of fused layers restored."""
     return dict(_named_tensors(network, ""))
 
 
-def model_yaml(network: Stub, state: Mapping[str, Tensor], classes: int) -> dict[str, Any] | None:
-    """Return the model YAML of a network; None if the network has none and is not a YOLOv5 classifier.
-
-    Raises TypeError if a value is not plain.
-
-    Args:
-        state: the network's state dict
-        classes: number of classes, for a classifier
-    """
-    from models.weights import MODEL_KEYS
-
-    yaml = network.state.get("yaml")
-    if isinstance(yaml, dict):
-        known = plain_values({key: yaml[key] for key in MODEL_KEYS if key in yaml})  # other programs add keys
-        _refuse_old_release(known, network)
-        return plain_values(known)
-    layers = network.state["_modules"].get("model")
-    last = next(reversed(layers.state["_modules"].values()), None) if is_module(layers) else None
-    first = state.get("model.0.conv.weight")
-    if (
-        not is_module(last)
-        or class_name(last) != "Classify"
-        or first is None
-        or len(first) not in CLASSIFIER_SIZE_BY_CHANNELS
-    ):
-        return None
-    # YOLOv5 saves classifiers without a YAML; the width of the first convolution identifies the size.
-    return {**read_yaml(ROOT / "models" / f"yolov5{CLASSIFIER_SIZE_BY_CHANNELS[len(first)]}-cls.yaml"), "nc": classes}
-
-
-def _refuse_old_release(yaml: Mapping[str, Any], network: Stub) -> None:
+def refuse_old_release(yaml: Mapping[str, Any], network: Stub) -> None:
     """Raise `UnusableFile` for a network whose activations were fixed in the code of YOLOv5 before v5.0."""
-    for layer in _modules(network):
-        kind, act = class_name(layer), layer.state["_modules"].get("act")
-        is_named = bool(yaml.get("activation")) and kind in CONVOLUTIONS
-        if kind not in (*CONVOLUTIONS, "BottleneckCSP") or not isinstance(act, Stub) or is_named:
-            continue
-        if class_name(act) not in ("SiLU", "Identity"):
-            release = (
-                f"is from a YOLOv5 release before v5.0: its {kind} has {class_name(act)}, and its YAML does not say so"
-            )
-            raise UnusableFile(f"{release}; {SUPPORTED_RELEASES}")
-
-
-def _modules(module: Stub) -> Iterator[Stub]:
-    """Yield a module and its descendants."""
-    yield module
-    for child in module.state["_modules"].values():
+    for child in network.state["_modules"].values():
         if is_module(child):
-            yield from _modules(child)
+            refuse_old_release(yaml, child)
+    kind, act = class_name(network), network.state["_modules"].get("act")
+    is_named = bool(yaml.get("activation")) and kind in CONVOLUTIONS
+    if kind not in (*CONVOLUTIONS, "BottleneckCSP") or not isinstance(act, Stub) or is_named:
+        return
+    if class_name(act) not in ("SiLU", "Identity"):
+        raise UnusableFile(
+            f"is from a YOLOv5 release before v5.0: its {kind} has {class_name(act)}, and its YAML does not say so; "
+            f"{SUPPORTED_RELEASES}"
+        )
 
 
 def _named_tensors(module: Stub, prefix: str) -> Iterator[tuple[str, Tensor]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -303,6 +304,14 @@ def precision_and_recall(confusion: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return right / np.maximum(confusion.sum(0), 1), right / np.maximum(confusion.sum(1), 1)
 
 
+# Patterns in tensor names of torchvision's older DenseNet and ViT files, and their replacements.
+TORCHVISION_RENAMES = (
+    (re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)"), r"\1\2"),
+    (re.compile(r"\.mlp\.linear_1\."), ".mlp.0."),
+    (re.compile(r"\.mlp\.linear_2\."), ".mlp.3."),
+)
+
+
 @dataclass(frozen=True)
 class ClassificationRecipe(ClassWeightKeys, Transforms):
     """The keys of a classifier's hyperparameter YAML, with the defaults in data/hyps/classify.yaml."""
@@ -340,6 +349,14 @@ class ClassificationTask(Task):
             raise UserError(
                 f"a classifier needs at least two classes; the data set has {', '.join(names.values()) or 'none'}"
             )
+
+    @classmethod
+    def renamed(cls, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors by their current names: torchvision's older DenseNet and ViT files have others."""
+        current = dict(state)
+        for old, new in TORCHVISION_RENAMES:
+            current = {old.sub(new, name): tensor for name, tensor in current.items()}
+        return current
 
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> Model:
         """Build torchvision's model, or a model of layers, for images of any size, unless layers need whole strides."""

@@ -274,6 +274,15 @@ class Task(ABC):
         Raises `UserError`, which names `source`, if the YAML does not describe a model of this task.
         """
 
+    @classmethod
+    def renamed(cls, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors of a weight file, by the names that this task's models have; unchanged by default.
+
+        Args:
+            state: tensors by their names in the file, which another program may have written
+        """
+        return state
+
     @abstractmethod
     def criterion(self, model: Model) -> Criterion:
         """Return the loss of `model`, after `adapt`."""

@@ -1,32 +1,49 @@
-"""Models of one ensemble: which files fit together, at what image size, in what precision."""
+"""Models of one ensemble: which files fit together, at what image size, in what precision; folded BatchNorm."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torch import Tensor, nn
 
-from models.ensemble import Members, check_programs, common_task, for_inference, halve, load_model, weight_files
+from models.ensemble import (
+    Members,
+    choose_size,
+    common_task,
+    for_inference,
+    fuse,
+    halve,
+    load_model,
+    read_members,
+    weight_files,
+)
 from models.export import Exported, ExportMetadata
 from models.heads.contract import head_of
 from models.layers import RepConv
+from models.loading import ImageSize, transfer
 from models.tasks import TASKS
-from models.tasks.contract import Model
+from models.tasks.classify import ClassificationTask
+from models.tasks.contract import Model, Task
 from models.tasks.detect import DetectionTask
-from models.weights import Weights
+from models.weights import Weights, read_weights
+from models.yolo import YoloModel, build_model
 from tests.making import tiny_anchor_free, tiny_detector
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
 
 NAMES = {0: "a", 1: "b", 2: "c"}
+LIMITS = {"conf_thres": 0.25, "iou_thres": 0.45, "most": 100, "most_per_class": 50, "agnostic": False}
 
 
-def content(names: Mapping[int, str] | None = None, task: str = "detect") -> Weights:
-    return Weights({}, {"nc": 2}, dict(names or {}), task, {}, "lockstep")
+def content(names: Mapping[int, str] | None = None, task: str = "detect", imgsz: Any = None) -> Weights:
+    settings = {} if imgsz is None else {"imgsz": imgsz}
+    return Weights({}, {"nc": 2}, dict(names or {}), task, settings, "lockstep")
 
 
 def initial(yaml: dict[str, Any]) -> Weights:
@@ -52,43 +69,93 @@ def build(weights: dict[str, Weights], imgsz: int, names: dict[int, str] = NAMES
     return ensemble(weights).build(DetectionTask(names, Hyperparameters()), imgsz, "my.yaml")
 
 
-def test_other_names_in_the_data_set() -> None:
-    members = ensemble({"a.pt": content({0: "cat", 1: "dog"}), "b.pt": content({0: "cat", 1: "dog"})})
-    (warning,) = members.class_warnings({0: "dog", 1: "cat"})
-    assert "2 of 2 classes have other names in a.pt than in the data set" in warning
-
-
-def test_files_of_one_task_and_class_list_fit_together() -> None:
-    assert common_task({"a.pt": content({0: "cat"}), "b.pt": content({0: "cat"})}) == "detect"
-    assert common_task({"a.pt": content(task="classify")}) == "classify"
+# Files that fit together
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    "other",
     [
-        (content({0: "cat", 1: "cow"}), "class 1 is 'dog' in the first and 'cow' in the second"),
-        (content({0: "cat"}), "class 1 is 'dog' in the first and absent in the second"),
-        (content({0: "cat", 1: "dog", 2: "cow"}), "class 2 is absent in the first and 'cow' in the second"),
-        (content({0: "cat", 1: "dog"}, "classify"), "their tasks are 'detect' and 'classify'"),
+        content({0: "cat", 1: "cow"}),
+        content({0: "cat"}),
+        content({0: "cat", 1: "dog", 2: "cow"}),
+        content({0: "cat", 1: "dog"}, "classify"),
+        Weights({}, None, {0: "cat", 1: "dog"}, "", {}, "tensors"),
     ],
 )
-def test_files_that_do_not_fit_together(other: Weights, message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(f"a.pt and b.pt cannot be one ensemble: {message}")):
-        common_task({"a.pt": content({0: "cat", 1: "dog"}), "b.pt": other})
-
-
-def test_tensors_without_a_model() -> None:
-    with pytest.raises(UserError, match=r"b\.pt holds bare tensors"):
-        common_task({"a.pt": content(), "b.pt": Weights({}, None, {}, "", {}, "tensors")})
+def test_files_of_one_task_and_class_list_fit_together(other: Weights) -> None:
+    first = content({0: "cat", 1: "dog"})
+    assert common_task({"a.pt": first, "c.pt": first}) == "detect"
+    with pytest.raises(UserError, match=r"b\.pt"):
+        common_task({"a.pt": first, "b.pt": other})
 
 
 @pytest.mark.parametrize("names", [(), ("",)])
 def test_weights_without_a_name(names: tuple[str, ...]) -> None:
-    with pytest.raises(UserError, match="--weights is empty"):
+    with pytest.raises(UserError, match="--weights"):
         weight_files(names)
 
 
-def test_an_ensemble_has_one_image_size() -> None:
+def test_exported_files_do_not_support_augmentation_nor_suppression_in_an_ensemble(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = {"a.pt": content(NAMES), "b.onnx": exported((64, 64), True), "c.onnx": exported((64, 64), True, LIMITS)}
+    monkeypatch.setattr("models.ensemble.find_weights", lambda name, training: Path(name))
+    monkeypatch.setattr("models.ensemble.read_model", lambda path: files[path.name])
+    for names, augment in ((["a.pt"], True), (["c.onnx"], False), (["a.pt", "b.onnx"], False)):
+        assert list(read_members(names, "", "", augment).weights) == names
+    for names, augment in ((["a.pt", "b.onnx"], True), (["a.pt", "c.onnx"], False)):
+        with pytest.raises(UserError, match=names[1]):
+            read_members(names, "", "", augment)
+
+
+def test_what_exported_files_override_is_logged_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    members = ensemble({"a.onnx": exported((64, 64), False, LIMITS)})
+    members.log_notes({"weights": ("a.onnx",), "imgsz": 64, "conf_thres": 0.3, "max_det": 10}, half=False)
+    assert capsys.readouterr().out == ""
+    flags = {"imgsz": 320, "half": True, "iou_thres": 0.6, "agnostic_nms": True, "conf_thres": 0.001, "max_det": 300}
+    members.log_notes(flags, half=True)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert all(value in line for value in ("64 (", "--half off", "0.45 (", "--agnostic-nms off", "0.25 (", "100 ("))
+    members.log_validation(augment=False, half=False)
+    assert "--nms --conf-thres 0.25 --iou-thres 0.45 --topk-all 100 --topk-per-class 50" in capsys.readouterr().out
+
+
+# Image sizes
+
+
+@pytest.mark.parametrize(
+    ("task", "weights", "suggested", "expected"),
+    [
+        (ClassificationTask, content(imgsz=64), 48, (64, 64)),
+        (ClassificationTask, content(), 48, (48, 48)),
+        (ClassificationTask, content(), 0, (224, 224)),
+        (ClassificationTask, content(imgsz="64"), 0, (224, 224)),
+        (ClassificationTask, content(imgsz=-1), 0, (224, 224)),
+        (DetectionTask, content(imgsz=64), 320, (64, 64)),
+        (DetectionTask, content(), 0, (640, 640)),
+        (DetectionTask, exported((32, 64), dynamic=True), 320, (32, 64)),
+    ],
+)
+def test_the_default_size(task: type[Task], weights: Weights, suggested: int, expected: tuple[int, int]) -> None:
+    """That of the training or the export, if the weights contain it; --imgsz comes before it."""
+    assert choose_size({"a.pt": weights}, task, 0, suggested) == ImageSize(expected)
+    assert choose_size({"a.pt": weights}, task, (96, 128), suggested) == ImageSize((96, 128))
+    assert choose_size({"a.onnx": exported((32, 64), False)}, task, 96, suggested) == ImageSize((32, 64), True)
+
+
+def test_an_ensemble_has_one_size() -> None:
+    """Files without a size go along with the others."""
+    weights = {"a.pt": content(), "b.pt": content(imgsz=64), "c.onnx": exported((64, 64), dynamic=True)}
+    assert choose_size(weights, DetectionTask, 0).sides == (64, 64)
+    weights["d.pt"] = content(imgsz=224)
+    assert choose_size(weights, DetectionTask, 96).sides == (96, 96)
+    two = {"e.onnx": exported((64, 64), False), "d.pt": exported((32, 32), False)}
+    for each in (weights, two):
+        with pytest.raises(UserError, match=r"d\.pt"):
+            choose_size(each, DetectionTask, 0)
+
+
+def test_the_models_of_an_ensemble_have_one_size() -> None:
     """With strides of 8 and 16, 72 pixels would do for the first model only."""
     rows = [*tiny_detector()["backbone"], [-1, 1, "Conv", [12, 3, 2]]]
     coarse = {"nc": 3, "anchors": [[20, 20]], "backbone": rows, "head": [[[3], 1, "Detect", ["nc", "anchors"]]]}
@@ -106,46 +173,13 @@ def test_an_exported_file_is_used_as_a_model() -> None:
     assert model.imgsz == 64
 
 
-LIMITS = {"conf_thres": 0.25, "iou_thres": 0.45, "most": 100, "most_per_class": 50, "agnostic": False}
-
-
-def test_flags_that_exported_files_override_are_named_in_one_line() -> None:
-    given = {"imgsz": 320, "conf_thres": 0.001, "iou_thres": 0.6, "max_det": 300, "agnostic_nms": True, "half": True}
-    assert ensemble({"a.pt": content()}).overridden(given) == []
-    assert ensemble({"a.pt": content(), "b.onnx": exported((64, 96), False)}).overridden(given) == [
-        "warning: b.onnx was exported with its own values: --imgsz 64 96 (not 320), --half off (not on)"
-    ]
-    assert ensemble({"a.onnx": exported((64, 64), False, LIMITS)}).overridden(given) == [
-        "warning: a.onnx was exported with its own values: --imgsz 64 (not 320), --half off (not on), "
-        "--iou-thres 0.45 (not 0.6), --agnostic-nms off (not on), --conf-thres 0.25 (not 0.001), "
-        "--max-det 100 (not 300)"
-    ]
-    assert ensemble({"a.onnx": exported((64, 64), False, LIMITS)}).overridden({"weights": ("a.onnx",)}) == []
-
-
-def test_a_file_with_suppression_is_described() -> None:
-    assert ensemble({"a.pt": content(), "b.onnx": exported((64, 64), True)}).suppression == ""
-    assert ensemble({"a.onnx": exported((64, 64), True, LIMITS)}).suppression == (
-        "a.onnx was exported with --nms --conf-thres 0.25 --iou-thres 0.45 --topk-all 100 --topk-per-class 50"
-    )
-
-
-def test_exported_files_do_not_support_augmentation_nor_suppression_in_an_ensemble() -> None:
-    plain, suppressing = exported((64, 64), True), exported((64, 64), True, {"iou_thres": 0.5})
-    check_programs({"a.pt": content()}, augment=True)
-    check_programs({"a.onnx": suppressing}, augment=False)
-    check_programs({"a.pt": content(), "b.onnx": plain}, augment=False)
-    message = r"^--augment needs maps of all sizes, which the exported b\.onnx does not give"
-    with pytest.raises(UserError, match=message):
-        check_programs({"a.pt": content(), "b.onnx": plain}, augment=True)
-    with pytest.raises(UserError, match=r"^b\.onnx was exported with --nms and cannot be in an ensemble"):
-        check_programs({"a.pt": content(), "b.onnx": suppressing}, augment=False)
-
-
 def test_another_number_of_classes_than_the_data_set() -> None:
     for weights in (initial(tiny_detector()), exported((64, 64), True)):
-        with pytest.raises(UserError, match=r"fine\.pt has 3 classes and my\.yaml has 2; give the data set"):
+        with pytest.raises(UserError, match=r"fine\.pt .*my\.yaml"):
             build({"fine.pt": weights}, 64, {0: "a", 1: "b"})
+
+
+# Inference
 
 
 def test_half_precision_leaves_anchors_and_strides() -> None:
@@ -159,15 +193,78 @@ def test_half_precision_leaves_anchors_and_strides() -> None:
 
 def test_what_inference_leaves_out() -> None:
     """The auxiliary branch; and a `RepConv` is one convolution, though nothing else is folded without `fold`."""
-    weights = initial(tiny_anchor_free())
-    task = DetectionTask(NAMES, Hyperparameters())
-    model = load_model(task, weights, 64, "best.pt", "data.yaml")
+    task, cpu = DetectionTask(NAMES, Hyperparameters()), torch.device("cpu")
+    model = load_model(task, initial(tiny_anchor_free()), 64, "best.pt", "data.yaml")
     assert [type(layer).__name__ for layer in model.model] == ["Conv", "Conv", "RepNCSPELAN", "AConv", "DetectDFL"]
     images = torch.rand(1, 3, 64, 64)
-    used = for_inference(model, torch.device("cpu"), half=False)
+    used = for_inference(model, cpu, half=False)
     assert not any(module.conv2 for module in used.modules() if isinstance(module, RepConv))
     with torch.no_grad():
         before, after = (head_of(one).decode(one(images)) for one in (model.eval(), used))
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
-    anchors = for_inference(load_model(task, initial(tiny_detector()), 64, "", ""), torch.device("cpu"), half=False)
-    assert any(isinstance(module, torch.nn.BatchNorm2d) for module in anchors.modules())
+    anchors = for_inference(load_model(task, initial(tiny_detector()), 64, "", ""), cpu, half=False)
+    assert batch_norms(anchors)
+
+
+def with_statistics(model: YoloModel) -> YoloModel:
+    """Draw the statistics and weights of BatchNorm, as after training."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            for tensor in (module.weight, module.bias, module.running_mean, module.running_var):
+                assert tensor is not None
+                nn.init.uniform_(tensor, 0.5, 1.5)
+    return model.eval()
+
+
+def batch_norms(model: nn.Module) -> int:
+    return sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+
+
+def largest_difference(one: list[Tensor], other: list[Tensor]) -> float:
+    """Return the largest difference between maps, relative to the largest number of each map."""
+    return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(one, other, strict=True))
+
+
+@torch.no_grad()
+def test_folded_outputs_are_equal_up_to_rounding() -> None:
+    model = with_statistics(build_model(tiny_detector()).to(memory_format=torch.channels_last))  # type: ignore[call-overload]
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    fused, images = fuse(model), torch.rand(2, 3, 32, 48)
+    assert largest_difference(model(images), fused(images)) < 1e-5
+    assert (batch_norms(model), batch_norms(fused)) == (3, 0)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert fused.model[1].conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@torch.no_grad()
+def test_in_a_chain_only_batch_norm_after_a_convolution_is_folded() -> None:
+    chain = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4)).eval()
+    for k in (0, 2, 4):
+        nn.init.uniform_(chain[k].running_var, 0.5, 2)
+    fused, images = fuse(chain), torch.randn(2, 3, 5, 5)
+    torch.testing.assert_close(chain(images), fused(images))
+    assert [type(layer).__name__ for layer in fused] == ["BatchNorm2d", "Conv2d", "Identity", "ReLU", "BatchNorm2d"]
+
+
+@torch.no_grad()
+def test_official_weights_on_photos(shared: Path) -> None:
+    files = sorted((shared / "data" / "coco128").rglob("*.jpg"))[:4]
+    pixels = np.stack([np.asarray(Image.open(file).convert("RGB").resize((256, 320))) for file in files])
+    images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
+    weights = read_weights(shared / "weights" / "yolov5n.pt")
+    assert weights.model is not None
+    model = build_model(weights.model, nc=80)
+    transfer(model, weights.state)
+    fused = fuse(model.eval())
+    assert batch_norms(fused) == 0
+    assert largest_difference(model(images), fused(images)) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [(3, 1, 1), (5, 2, 2), (1, 1, 1)])  # kernel, stride, groups
+def test_both_convolutions_of_a_rep_conv_become_one(options: tuple[int, int, int]) -> None:
+    layer = with_statistics(RepConv(4, 6, *options))
+    fused, images = fuse(layer), torch.rand(2, 4, 12, 8)
+    torch.testing.assert_close(fused(images), layer(images))
+    assert sum(isinstance(module, nn.Conv2d) for module in fused.modules()) == 1
+    assert batch_norms(fused) == 0

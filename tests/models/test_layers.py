@@ -12,7 +12,6 @@ from torch import nn
 from models.heads.anchors import Detect, Segment, read_level
 from models.layers import (
     C3,
-    C3SPP,
     C3TR,
     ELAN,
     SPP,
@@ -23,20 +22,14 @@ from models.layers import (
     Bottleneck,
     BottleneckCSP,
     C3Ghost,
-    C3x,
     CBFuse,
     CBLinear,
     Classify,
-    Contract,
     Conv,
-    CrossConv,
     DWConv,
-    DWConvTranspose2d,
-    Expand,
     Focus,
     GhostBottleneck,
     GhostConv,
-    MixConv2d,
     Proto,
     RepConv,
     RepNCSPELAN,
@@ -56,14 +49,7 @@ from models.layers import (
         (C3(4, 6, 2), (2, 6, 16, 16)),
         (SPP(4, 6), (2, 6, 16, 16)),
         (SPPF(4, 6), (2, 6, 16, 16)),
-        (DWConvTranspose2d(4, 6, 4, 2, 1), (2, 6, 32, 32)),
         (Focus(4, 6, 3), (2, 6, 8, 8)),
-        (Contract(2), (2, 16, 8, 8)),
-        (Contract(4), (2, 64, 4, 4)),
-        (Expand(2), (2, 1, 32, 32)),
-        (MixConv2d(4, 6, (1, 3, 5), 2), (2, 6, 8, 8)),
-        (MixConv2d(4, 6, (1, 3), equal_channels=False), (2, 6, 16, 16)),
-        (CrossConv(4, 6, 5, 2), (2, 6, 8, 8)),
         (RepConv(4, 6), (2, 6, 16, 16)),
         (RepConv(4, 6, 5, 2, 2), (2, 6, 8, 8)),
         (ELAN(4, 6, 8), (2, 6, 16, 16)),
@@ -76,10 +62,8 @@ from models.layers import (
         (GhostBottleneck(4, 4), (2, 4, 16, 16)),
         (GhostBottleneck(4, 8, 3, 2), (2, 8, 8, 8)),
         (BottleneckCSP(4, 6, 2), (2, 6, 16, 16)),
-        (C3x(4, 6, 2), (2, 6, 16, 16)),
         (C3Ghost(4, 8, 2), (2, 8, 16, 16)),
         (C3TR(4, 8, 2), (2, 8, 16, 16)),
-        (C3SPP(4, 6, (5, 9)), (2, 6, 16, 16)),
         (Proto(4, 8, 3), (2, 3, 32, 32)),
     ],
 )
@@ -103,16 +87,6 @@ def test_skipped_norms_are_those_inside_of_conv() -> None:
     assert torch.equal(layers(images), expected)
 
 
-def test_groups_of_a_depth_wise_convolution() -> None:
-    assert DWConv(8, 12, 3).conv.groups == 4
-
-
-def test_shortcut_only_between_equal_channels() -> None:
-    assert Bottleneck(4, 4).add
-    assert not Bottleneck(4, 6).add
-    assert not Bottleneck(4, 4, shortcut=False).add
-
-
 def test_sppf_equals_spp() -> None:
     slow, fast = SPP(4, 6).eval(), SPPF(4, 6).eval()
     fast.load_state_dict(slow.state_dict())
@@ -126,17 +100,12 @@ KEYS = {
     GhostConv(4, 6): "cv1 cv2",
     GhostBottleneck(4, 6, 3, 2): "conv.0.cv1 conv.0.cv2 conv.1 conv.2.cv1 conv.2.cv2 shortcut.0 shortcut.1",
     GhostBottleneck(4, 4): "conv.0.cv1 conv.0.cv2 conv.2.cv1 conv.2.cv2",
-    CrossConv(4, 6): "cv1 cv2",
-    MixConv2d(4, 6): "m.0.weight m.1.weight bn",
     BottleneckCSP(4, 6): "cv1 cv2.weight cv3.weight cv4 bn m.0.cv1 m.0.cv2",
-    C3x(4, 6): "cv1 cv2 cv3 m.0.cv1 m.0.cv2",
     C3Ghost(4, 8): "cv1 cv2 cv3 m.0.conv.0.cv1 m.0.conv.0.cv2 m.0.conv.2.cv1 m.0.conv.2.cv2",
-    C3SPP(4, 6): "cv1 cv2 cv3 m.cv1 m.cv2",
     C3TR(4, 8): "cv1 cv2 cv3 m.linear.weight m.linear.bias m.tr.0.q.weight m.tr.0.k.weight m.tr.0.v.weight "
     "m.tr.0.ma.in_proj_weight m.tr.0.ma.in_proj_bias m.tr.0.ma.out_proj.weight m.tr.0.ma.out_proj.bias "
     "m.tr.0.fc1.weight m.tr.0.fc2.weight",
     Proto(4, 8, 3): "cv1 cv2 cv3",
-    DWConvTranspose2d(4, 6): "weight bias",
 }
 
 
@@ -160,17 +129,6 @@ def test_focus_equals_a_convolution_of_kernel_6_and_stride_2() -> None:
         whole.conv.weight[..., row::2, column::2] = focus.conv.conv.weight[:, 3 * part : 3 * part + 3]
     x = torch.randn(2, 3, 8, 12)
     torch.testing.assert_close(focus(x), whole(x), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("gain", [2, 4])
-def test_expand_inverts_contract(gain: int) -> None:
-    x = torch.randn(2, 3, 8, 16)
-    torch.testing.assert_close(Expand(gain)(Contract(gain)(x)), x, rtol=0, atol=0)
-
-
-def test_contract_orders_channels_by_pixel_then_channel() -> None:
-    x = torch.arange(8.0).view(1, 2, 2, 2)
-    assert Contract()(x).flatten().tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def test_half_of_a_ghost_convolution_is_computed_from_the_other_half() -> None:
@@ -209,21 +167,6 @@ def test_transformer_by_hand() -> None:
     attended = cells + torch.cat(heads, 1) @ layer.ma.out_proj.weight.T + layer.ma.out_proj.bias
     expected = attended + attended @ layer.fc1.weight.T @ layer.fc2.weight.T
     torch.testing.assert_close(block(x)[0].flatten(1).T, expected)
-
-
-@pytest.mark.parametrize(
-    ("channels", "kernels", "equal", "widths"),
-    [
-        (64, (1, 3), True, [32, 32]),
-        (7, (1, 3, 5), True, [3, 2, 2]),
-        (8, (1, 3, 5), True, [3, 2, 3]),  # floor(linspace(0, 3 - 1e-6, 8))
-        (64, (1, 3), False, [58, 6]),  # 64 x 9/10, 64 x 1/10
-        (128, (3, 5, 7), False, [83, 30, 15]),  # 128 x (1/9, 1/25, 1/49) / their sum: 82.9, 29.9, 15.2
-    ],
-)
-def test_channels_of_mixed_kernels(channels: int, kernels: tuple[int, ...], equal: bool, widths: list[int]) -> None:
-    layer = MixConv2d(8, channels, kernels, equal_channels=equal)
-    assert [convolve.out_channels for convolve in layer.m] == widths
 
 
 def test_classify_is_linear_in_the_mean_over_the_map() -> None:

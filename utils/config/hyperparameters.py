@@ -55,6 +55,7 @@ class Recipe:
     warmup_epochs: float = number(3.0, NOT_NEGATIVE)
     warmup_momentum: float = number(0.8, BELOW_ONE)
     warmup_bias_lr: float = number(0.1, NOT_NEGATIVE)
+    clip_norm: float = number(10.0, POSITIVE)  # largest L2 norm of the gradients of an optimizer step
     # Longest warm-up as a share of the run's batches; 0 sets no limit.
     warmup_share: float = number(0.0, SHARE)
     # Largest rise of the rate from one batch of the warm-up to the next, which may lower lr0; 0 sets no limit.

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 
-CLIP_NORM = 10.0  # largest L2 norm of the gradients of an optimizer step, as in YOLOv5
 BUCKET = 1 << 22  # numbers that processes add at once
 
 
@@ -374,6 +373,7 @@ def prepare(
     batch_size: int,
     sync_bn: bool,
     precision: str,
+    clip_norm: float,
     keep_norms: bool = False,
 ) -> tuple[DistributedModel, Any, Any]:
     """Return the model with exact BatchNorm, the optimizer with its momentum, and the loader, prepared by Accelerate.
@@ -385,6 +385,7 @@ def prepare(
         batch_size: number of images of a batch of all processes
         sync_bn: whether BatchNorm normalises by the statistics of the global batch
         precision: precision of autocast
+        clip_norm: largest norm of the gradients, which DeepSpeed clips itself
         keep_norms: whether BatchNorm's statistics stay unchanged
     """
     plugin = accelerator.state.deepspeed_plugin
@@ -399,7 +400,7 @@ def prepare(
         return DistributedModel(accelerator, logical, copies, modules, keep_norms), optimizer, loader
     if plugin:
         local_batch = batch_size // accelerator.num_processes
-        configure(plugin, local_batch, accelerator.gradient_accumulation_steps, CLIP_NORM, precision)
+        configure(plugin, local_batch, accelerator.gradient_accumulation_steps, clip_norm, precision)
     wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     start_momentum(optimizer)
     ddp = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile wraps DDP

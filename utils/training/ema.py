@@ -70,8 +70,9 @@ class ModelEMA:
 
         `state_dict` would take the host a tenth of a training step on a GPU, so the layers are listed once.
         """
-        tensors: list[Tensor | None] = []
+        floating: list[Tensor] = []
         for model in models:
+            tensors: list[Tensor | None] = []
             if model not in self._layers:
                 self._layers[model] = [each for each in model.modules() if each._parameters or each._buffers]
             for layer in self._layers[model]:
@@ -79,7 +80,8 @@ class ModelEMA:
                     tensors += layer._parameters.values()
                 hidden = layer._non_persistent_buffers_set
                 tensors += [value for name, value in layer._buffers.items() if name not in hidden]
-        floating = [value for value in tensors if value is not None and value.is_floating_point()]
+            once = {id(value): value for value in tensors if value is not None}  # they may stand under several modules
+            floating += [value for value in once.values() if value.is_floating_point()]
         return [value if value.dtype == torch.float32 else value.float() for value in floating]
 
 

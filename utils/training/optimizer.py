@@ -32,10 +32,13 @@ def grouped_parameters(model: nn.Module, factors: Factors = NO_FACTORS) -> dict[
     """
     steps = sorted({1.0, *factors.values()})
     groups: dict[GroupKey, list[nn.Parameter]] = {(step, kind): [] for step in steps for kind in (BIAS, WEIGHT, NORM)}
+    listed: set[nn.Parameter] = set()  # a parameter may stand under several modules
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix, recurse=False):
             kind = BIAS if name.endswith("bias") else NORM if isinstance(module, NORM_LAYERS) else WEIGHT
-            groups[factors.get(name, 1.0), kind].append(parameter)
+            if parameter not in listed:
+                groups[factors.get(name, 1.0), kind].append(parameter)
+            listed.add(parameter)
     return {key: parameters for key, parameters in groups.items() if parameters or not factors}
 
 

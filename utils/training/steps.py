@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from utils.checkpoint.training_state import TrainingState, floating_buffers
-from utils.distributed.logical import CLIP_NORM, DistributedModel
+from utils.distributed.logical import DistributedModel
 from utils.errors import UserError
 from utils.training.cuda_graph import RecordedCall, can_record, record_kernels
 from utils.training.log import DeviceValue, Point, StepLog
@@ -87,7 +87,7 @@ class OptimizerSteps:
         The norm is computed from the reduced gradients, so all processes skip the same steps.
         """
         accelerator, optimizer = self.run.accelerator, self.optimizer
-        norm = self.log.norm = accelerator.clip_grad_norm_(self.model.parameters, CLIP_NORM)
+        norm = self.log.norm = accelerator.clip_grad_norm_(self.model.parameters, self.schedule.hyp.clip_norm)
         if accelerator.scaler is None and isinstance(norm, Tensor) and norm.device.type in ("cpu", "cuda"):
             return step_if(optimizer, norm.isfinite())
         finite = norm is None or math.isfinite(norm)

@@ -154,7 +154,7 @@ def take_steps(folder: str, optimizer: str, precision: str, dropout: float, accu
     parameters = [parameter for group in made.param_groups for parameter in group["params"]]
     schedule, ema = Schedule.of(hyp, None, 1, BATCHES, False, model), ModelEMA(model)
     prepared, made, loader = prepare(
-        accelerator, logical, model, made, loader, batch_size=BATCH, sync_bn=False, precision="no"
+        accelerator, logical, model, made, loader, batch_size=BATCH, sync_bn=False, precision="no", clip_norm=10.0
     )
     ema.replicas = logical.replicate(ema.model)
     identity = Identity({0: "disc"}, 32, {"train": {"count": "20"}})
@@ -343,7 +343,7 @@ def prepared(accelerator: Any, model: nn.Module) -> tuple[DistributedModel, Any,
     place_model(accelerator, model)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(images()), batch_size=SMALL_BATCH)
-    how: Any = {"batch_size": SMALL_BATCH, "sync_bn": False, "precision": "no"}
+    how: Any = {"batch_size": SMALL_BATCH, "sync_bn": False, "precision": "no", "clip_norm": 10.0}
     return prepare(accelerator, LogicalProcesses.of(0, accelerator), model, optimizer, loader, **how)  # type: ignore[arg-type]
 
 
@@ -355,7 +355,7 @@ def test_training_may_keep_the_statistics_of_batchnorm(keep_norms: bool) -> None
     accelerator, model = Accelerator(cpu=True), network()
     nn.init.uniform_(model[1].running_mean)  # type: ignore[arg-type]
     optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(images()))
-    how: Any = {"batch_size": SMALL_BATCH, "sync_bn": False, "precision": "no"}
+    how: Any = {"batch_size": SMALL_BATCH, "sync_bn": False, "precision": "no", "clip_norm": 10.0}
     logical = LogicalProcesses.of(0, accelerator)
     distributed, *_ = prepare(accelerator, logical, model, optimizer, loader, keep_norms=keep_norms, **how)  # type: ignore[arg-type]
     before = copy.deepcopy(distributed.model.state_dict())

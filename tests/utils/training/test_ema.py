@@ -30,6 +30,17 @@ def fill(model: nn.Module, value: float) -> None:
             tensor.fill_(value)
 
 
+def test_a_shared_parameter_is_averaged_once() -> None:
+    model = network(1)
+    model.append(nn.Linear(2, 2))  # type: ignore[operator]
+    model[2].weight = model[0].weight  # type: ignore[index]
+    ema = ModelEMA(model)
+    fill(model, 3)
+    ema.update(model)
+    assert ema.model[2].weight is ema.model[0].weight  # type: ignore[index]
+    torch.testing.assert_close(ema.model[0].weight, torch.full((2, 2), decay(1) + 3 * (1 - decay(1))))  # type: ignore[index]
+
+
 def test_two_updates_by_hand() -> None:
     model = network(1)
     ema = ModelEMA(model)

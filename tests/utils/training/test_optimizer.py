@@ -50,6 +50,22 @@ def test_groups(network: nn.Module) -> None:
 HYP = Recipe(lr0=0.01, momentum=0.9, weight_decay=0.1)
 
 
+def test_a_shared_parameter_is_in_one_group() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    optimizer = build_optimizer(model, "SGD", HYP, None, 64, {"1.weight": 0.1})
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 3
+
+
+def test_other_parameters_decay() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gamma = nn.Parameter(torch.ones(3))
+
+    assert [len(parameters) for parameters in grouped_parameters(Scale()).values()] == [0, 1, 0]
+
+
 def test_optimizers(network: nn.Module) -> None:
     sgd = build_optimizer(network, "SGD", HYP, None, 64)
     assert isinstance(sgd, torch.optim.SGD)

@@ -19,7 +19,7 @@ from tests.utils.test_run import Recorder, run_in
 from utils.checkpoint.training_state import Decisions, Identity, TrainingState
 from utils.config.hyperparameters import Recipe
 from utils.distributed.launch import start
-from utils.distributed.logical import CLIP_NORM, LogicalProcesses, place_model, prepare
+from utils.distributed.logical import LogicalProcesses, place_model, prepare
 from utils.distributed.ranks import ranks
 from utils.errors import UserError
 from utils.run import Run
@@ -69,7 +69,7 @@ def prepared(
     if saved:
         model.load_state_dict(saved["model"])
         ema.load_state(saved)
-    how: Any = {"batch_size": batch, "sync_bn": False, "precision": "no"}
+    how: Any = {"batch_size": batch, "sync_bn": False, "precision": "no", "clip_norm": HYP.clip_norm}
     made, optimizer, loader = prepare(run.accelerator, logical, model, optimizer, loader, **how)
     ema.replicas = logical.replicate(ema.model)
     decisions = Decisions(batch, run.accelerator.gradient_accumulation_steps, None, "abc")
@@ -127,11 +127,11 @@ def test_gradients_are_clipped(scale: float, is_clipped: bool, tmp_path: Path) -
     before = [parameter.detach().clone() for parameter in steps.model.model.parameters()]
     train(steps, loader, scale=scale, start=BATCHES - 1)  # one step
     norm = float(steps.log.norm)
-    assert (norm > CLIP_NORM) == is_clipped
+    assert (norm > HYP.clip_norm) == is_clipped
     moved = [one - other.detach() for one, other in zip(before, steps.model.model.parameters(), strict=True)]
     length = torch.cat([difference.flatten() for difference in moved]).norm()
     nesterov = 1 + HYP.momentum  # times the gradient, in the first step
-    assert float(length) == pytest.approx(HYP.lr0 * nesterov * min(norm, CLIP_NORM), rel=1e-4)
+    assert float(length) == pytest.approx(HYP.lr0 * nesterov * min(norm, HYP.clip_norm), rel=1e-4)
 
 
 def test_taken_and_skipped_steps(tmp_path: Path) -> None:

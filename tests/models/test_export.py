@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from export import suppression_metadata
-from models.export import Exported, ExportJob, ExportMetadata, read_exported, read_model, write
+from models.export import ONNX_OPSET, Exported, ExportJob, ExportMetadata, read_exported, read_model, write
 from models.tasks.contract import Thresholds
 from models.tasks.detect import DecodedDetector, SuppressedDetector
 from models.weights import read_weights
@@ -71,16 +71,13 @@ def fixed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return written(tmp_path_factory.mktemp("fixed"), ExportJob(SuppressedDetector(detector(), LIMITS), metadata))
 
 
-def test_file_names(dynamic: dict[str, Path]) -> None:
-    names = ["best.torchscript", "best.onnx", "best_openvino_model"]
-    assert [path.name for path in dynamic.values()] == names
-    assert sorted(path.name for path in dynamic["onnx"].parent.iterdir()) == sorted(names)
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_size(name: str, dynamic: dict[str, Path]) -> None:
     model, exported = detector(), read_exported(dynamic[name])
     assert exported.metadata == METADATA
+    assert (exported.stride, exported.names, exported.yaml, exported.imgsz) == (8, NAMES, YAML, 64)
+    exported.resize(65)
+    assert exported.imgsz == 72
     for size in ((1, 64, 64), (3, 16, 40), (2, 104, 64)):
         expected, given = model(images(*size)), exported(images(*size))
         assert isinstance(given, Tensor)
@@ -99,55 +96,11 @@ def test_incomplete_batches_are_padded(name: str, fixed: dict[str, Path]) -> Non
         assert min(numbers.tolist()) > 2
         torch.testing.assert_close(detections, expected, rtol=1e-4, atol=1e-3)
     if name != "torchscript":
-        message = re.escape("takes images of 32x48 (height x width), not 64x64; give --imgsz 32 48, or export it with")
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=r"best.*--imgsz 32 48"):
             exported(images(1, 64, 64))
 
 
-def test_attributes_of_an_exported_model(dynamic: dict[str, Path], fixed: dict[str, Path]) -> None:
-    exported = read_exported(dynamic["onnx"])
-    assert (exported.stride, exported.names, exported.yaml, exported.imgsz) == (8, NAMES, YAML, 64)
-    for imgsz, expected in ((640, 640), (60, 64), (65, 72), (3, 16)):
-        exported.resize(imgsz)
-        assert exported.imgsz == expected
-    exported = read_exported(fixed["onnx"])
-    exported.resize(640)
-    assert exported.imgsz == 48  # the longer side of its only size
-
-
-FIXED = replace(METADATA, dynamic=False)
 SUPPRESSING = replace(METADATA, suppression=suppression_metadata(LIMITS))
-
-
-@pytest.mark.parametrize(
-    ("metadata", "flags", "expected"),
-    [
-        (METADATA, {"imgsz": 320, "conf_thres": 0.1, "iou_thres": 0.9, "max_det": 5, "weights": "a"}, {}),
-        (METADATA, {"half": True}, {"half": False}),
-        (replace(METADATA, half=True), {"half": True}, {}),
-        (FIXED, {"imgsz": 320}, {"imgsz": (64, 64)}),
-        (FIXED, {"imgsz": (64, 32)}, {"imgsz": (64, 64)}),
-        (FIXED, {"imgsz": 64, "conf_thres": 0.1}, {}),
-        (FIXED, {"imgsz": 0}, {}),
-        (SUPPRESSING, {}, {}),
-        (SUPPRESSING, {"conf_thres": 0.1, "imgsz": 320}, {"conf_thres": 0.3}),
-        (SUPPRESSING, {"conf_thres": 0.5, "max_det": 10}, {}),  # applied to the file's detections
-        (SUPPRESSING, {"max_det": 300, "iou_thres": 0.6}, {"max_det": 20, "iou_thres": 0.45}),
-        (SUPPRESSING, {"iou_thres": 0.45, "agnostic_nms": True}, {"agnostic_nms": False}),
-    ],
-)
-def test_values_that_count_instead_of_flags(
-    metadata: ExportMetadata, flags: dict[str, Any], expected: dict[str, Any]
-) -> None:
-    assert metadata.overrides(flags) == expected
-
-
-def test_the_flags_of_the_suppression() -> None:
-    assert METADATA.suppression_flags == ""
-    numbers = "--nms --conf-thres 0.3 --iou-thres 0.45 --topk-all 20 --topk-per-class 20"
-    assert SUPPRESSING.suppression_flags == numbers
-    agnostic = replace(METADATA, suppression=suppression_metadata(replace(LIMITS, agnostic_nms=True)))
-    assert agnostic.suppression_flags == f"{numbers} --agnostic-nms"
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -167,39 +120,7 @@ def test_half_and_to_do_not_change_an_exported_model(dynamic: dict[str, Path]) -
     assert exported(images(1, 64, 64).half()).dtype == torch.float
 
 
-@pytest.mark.parametrize("opset", [12, 18])
-def test_onnx_files_are_reproducible(opset: int, tmp_path: Path) -> None:
-    job = ExportJob(detector(), replace(METADATA, dynamic=False), opset)
-    first, second = (write(replace(job), "onnx", tmp_path / name).read_bytes() for name in ("first", "second"))
-    assert first == second
-
-
-def slow(opset: int) -> bool:
-    """Return whether torch.export writes it, which takes seconds; the highest, and 18 in other tests, are enough."""
-    return 18 <= opset < OPSETS.maximum
-
-
-@pytest.mark.parametrize(
-    "opset",
-    [
-        pytest.param(opset, marks=[pytest.mark.long] if slow(opset) else [])
-        for opset in range(int(OPSETS.minimum), int(OPSETS.maximum) + 1)
-    ],
-)
-def test_each_opset(opset: int, tmp_path: Path) -> None:
-    """ONNX Runtime runs it, for any size; names and sizes are the same in each."""
-    onnx = pytest.importorskip("onnx")
-    path = write(ExportJob(detector(), METADATA, opset), "onnx", tmp_path / "boxes")
-    model = onnx.load(path)
-    assert model.opset_import[0].version == opset
-    onnx.checker.check_model(model)
-    assert shapes(model) == ({"images": ["batch", 3, "height", "width"]}, {"output0": ["batch", "anchors", 8]})
-    assert str(ROOT).encode() not in path.read_bytes()
-    expected = detector()(images(3, 40, 64))
-    torch.testing.assert_close(read_exported(path)(images(3, 40, 64)), expected, rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize("opset", [12, 13, 17])
+@pytest.mark.parametrize("opset", [12, 17])
 def test_suppression_in_old_opsets(opset: int, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     suppressing = SuppressedDetector(detector(), LIMITS).eval()
@@ -239,54 +160,76 @@ def test_names_and_metadata_of_yolov5(dynamic: dict[str, Path], fixed: dict[str,
     assert str(ROOT).encode() not in dynamic["onnx"].read_bytes()
 
 
+@pytest.mark.parametrize(
+    "opset",
+    [
+        # torch.export takes seconds for each from 18 on; the highest, and 18 in other tests, are enough.
+        pytest.param(opset, marks=[pytest.mark.long] if ONNX_OPSET <= opset < OPSETS.maximum else [])
+        for opset in range(int(OPSETS.minimum), int(OPSETS.maximum) + 1)
+    ],
+)
+def test_each_opset(opset: int, tmp_path: Path) -> None:
+    """ONNX Runtime runs it, for any size; names and sizes are the same in each, and so are the bytes of two exports."""
+    onnx = pytest.importorskip("onnx")
+    job = ExportJob(detector(), METADATA, opset)
+    path = write(job, "onnx", tmp_path / "boxes")
+    model = onnx.load(path)
+    assert model.opset_import[0].version == opset
+    onnx.checker.check_model(model)
+    assert shapes(model) == ({"images": ["batch", 3, "height", "width"]}, {"output0": ["batch", "anchors", 8]})
+    assert str(ROOT).encode() not in path.read_bytes()
+    expected = detector()(images(3, 40, 64))
+    torch.testing.assert_close(read_exported(path)(images(3, 40, 64)), expected, rtol=1e-4, atol=1e-3)
+    if opset == OPSETS.minimum:
+        assert write(replace(job), "onnx", tmp_path / "again").read_bytes() == path.read_bytes()
+
+
 # Unusable files
 
 
+def refused(path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(path.name)) as caught:
+        read_exported(path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 3000
+
+
 @pytest.mark.parametrize("name", FORMATS)
-def test_truncated_files(name: str, dynamic: dict[str, Path], tmp_path: Path) -> None:
+def test_truncated_files_and_missing_runtimes(
+    name: str, dynamic: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, path = dynamic[name], tmp_path / dynamic[name].name
+    refused(path)
     for file in source.iterdir() if source.is_dir() else [source]:
         part = path / file.relative_to(source)
         part.parent.mkdir(exist_ok=True)
         part.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(UserError, match=rf"{re.escape(str(path))} cannot be read \(.*\); copy it again"):
-        read_exported(path)
+    refused(path)
+    if name != "torchscript":
+        monkeypatch.setitem(sys.modules, {"onnx": "onnxruntime"}.get(name, name), None)
+        refused(source)
 
 
-class Foreign(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 1
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        json.dumps({"stride": 32, "names": {"0": "a"}}),  # YOLOv5's
+        *("[" * 100_000, '{"a":' * 50_000, '{"format": "' + "x" * 10**6),
+        *([] if torch.cuda.is_available() else [replace(METADATA, device="cuda").text()]),
+    ],
+)
+def test_metadata_of_other_programs_and_machines(text: str | None, tmp_path: Path) -> None:
+    class Foreign(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
 
-
-def test_files_of_other_programs(tmp_path: Path) -> None:
-    torch.jit.trace(Foreign(), torch.ones(1)).save(tmp_path / "a.torchscript")
-    with pytest.raises(UserError, match=r"a.torchscript lacks export.py's metadata, such as class names; export it"):
-        read_exported(tmp_path / "a.torchscript")
-    extra = {"config.txt": json.dumps({"stride": 32, "names": {"0": "a"}})}  # YOLOv5's
-    torch.jit.save(torch.jit.trace(Foreign(), torch.ones(1)), tmp_path / "b.torchscript", _extra_files=extra)
-    with pytest.raises(UserError, match=r"has metadata from another program or version \(its format is None\)"):
-        read_exported(tmp_path / "b.torchscript")
-    (tmp_path / "c_openvino_model").mkdir()
-    with pytest.raises(UserError, match=r"c_openvino_model holds 0 .xml files instead of one"):
-        read_exported(tmp_path / "c_openvino_model")
-
-
-@pytest.mark.parametrize(("name", "runtime"), [("onnx", "onnxruntime"), ("openvino", "openvino")])
-def test_a_runtime_that_is_not_installed(
-    name: str, runtime: str, dynamic: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, runtime, None)
-    with pytest.raises(UserError, match=f"is run by {runtime}, which is not installed; pip install -r requirements-ex"):
-        read_exported(dynamic[name])
-
-
-def test_a_file_for_cuda_without_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path = tmp_path / "a.torchscript"
-    extra = {"config.txt": replace(METADATA, device="cuda").text()}
-    torch.jit.save(torch.jit.trace(Foreign(), torch.ones(1)), path, _extra_files=extra)
-    with pytest.raises(UserError, match=r"a.torchscript was exported for CUDA, which this machine does not have"):
-        read_exported(path)
+    traced = torch.jit.trace(Foreign(), torch.ones(1))
+    torch.jit.save(traced, path, _extra_files={} if text is None else {"config.txt": text})
+    refused(path)
+    (tmp_path / "c_openvino_model").mkdir()
+    refused(tmp_path / "c_openvino_model")
 
 
 def test_a_format_that_does_not_support_a_model(tmp_path: Path) -> None:
@@ -297,19 +240,6 @@ def test_a_format_that_does_not_support_a_model(tmp_path: Path) -> None:
             return x * float(x.sum().item() > 3)
 
     job = ExportJob(Reading(), replace(METADATA, dynamic=False))
-    with pytest.raises(UserError, match=r"^onnx does not support this model \(.*\); choose another format$"):
+    with pytest.raises(UserError, match=r"^onnx "):
         write(job, "onnx", tmp_path / "best")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 50_000, '{"format": "' + "x" * 10**6])
-def test_metadata_that_nest_deeply(text: str, dynamic: dict[str, Path], tmp_path: Path) -> None:
-    onnx = pytest.importorskip("onnx")
-    model = onnx.load(dynamic["onnx"])
-    for prop in model.metadata_props:
-        prop.value = text
-    file = tmp_path / "deep.onnx"
-    onnx.save(model, file)
-    with pytest.raises(UserError, match=r"deep.onnx has metadata from another program or version") as caught:
-        read_exported(file)
-    assert len(str(caught.value)) < 3000

@@ -1,0 +1,286 @@
+"""What a training starts from: transfer, frozen layers, the image size, and the work of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.models import resnet18, vit_b_32
+
+from models.loading import (
+    ImageSize,
+    StartingPoint,
+    freeze,
+    gflops,
+    known_share,
+    load_and_freeze,
+    log_rounding,
+    parameters_of,
+    rate_factors,
+    sides_of,
+    transfer,
+)
+from models.tasks import TASKS
+from models.tasks.detect import DetectionTask
+from models.weights import Weights
+from models.yolo import YoloModel, build_model, whole_strides
+from tests.making import tiny_anchor_free, tiny_detector
+from utils.config.flags import TrainOptions
+from utils.config.hyperparameters import Hyperparameters
+from utils.errors import UserError
+
+# The image size
+
+
+@pytest.mark.parametrize(
+    ("side", "stride", "expected"), [(640, 32, 640), (641, 32, 672), (5, 32, 64), (33, 1, 33), (1, 1, 1)]
+)
+def test_whole_strides(side: int, stride: int, expected: int) -> None:
+    assert whole_strides(side, stride) == expected
+
+
+def test_a_rounded_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ImageSize((60, 96)).rounded(32) == ImageSize((64, 96))
+    assert ImageSize((60, 96), is_fixed=True).rounded(32).sides == (60, 96)
+    for requested, sides in (([320], [320, 320]), ([300, 640], [320, 640])):
+        log_rounding(requested, sides, 32)
+    assert capsys.readouterr().out == "--imgsz 300 640 is rounded up to 320 640, whole strides of 32 pixels\n"
+
+
+@pytest.mark.parametrize(
+    ("imgsz", "sides"),
+    [
+        *((0, ()), ((), ()), (320, (320,)), ([320], (320,)), ((320, 640), (320, 640))),
+        *((wrong, None) for wrong in (-8, 2**15, (0, 320), (1, 2, 3))),
+    ],
+)
+def test_values_of_imgsz(imgsz: Any, sides: tuple[int, ...] | None) -> None:
+    if sides is not None:
+        assert sides_of(imgsz) == sides
+        return
+    with pytest.raises(UserError, match="--imgsz"):
+        sides_of(imgsz)
+
+
+# The work of a model
+
+
+def test_the_work_of_a_convolution_by_hand() -> None:
+    model = nn.Conv2d(3, 5, 3, padding=1)
+    assert gflops(model, 10) == pytest.approx(2 * 3 * 5 * 9 * 100 / 1e9)
+    assert next(model.parameters()).device.type == "cpu"
+    assert model.training
+
+
+@pytest.mark.parametrize(("name", "published"), [("yolov5n", 4.5), ("yolov5s", 16.5)])
+def test_published_numbers(name: str, published: float) -> None:
+    """They include normalisation and activations, half a percent."""
+    assert published - 0.1 < gflops(build_model(f"{name}.yaml", nc=80), 640) < published
+
+
+class Scaled(nn.Conv2d):
+    """A network with a buffer that no state dict contains, for images of at least 8 pixels; it may read values."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__(3, 5, 1)
+        self.reads = reads
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if images.shape[2] < 8:
+            raise ValueError("too small")
+        scale = torch.stack((self.scale, self.scale)).sum()
+        return super().forward(images) * (float(scale) if self.reads else scale)
+
+
+def test_a_model_that_cannot_be_traced_or_takes_another_size() -> None:
+    assert gflops(Scaled(reads=False), 10) == pytest.approx(2 * 3 * 5 * 100 / 1e9)
+    model = Scaled(reads=True)
+    assert gflops(model, 10) == 0
+    assert model.training
+    for reads in (True, False):
+        with pytest.raises(UserError, match=r"mine\.yaml .*--imgsz"):
+            gflops(Scaled(reads), 4, "mine.yaml")
+
+
+# Frozen layers, and factors of the learning rate
+
+
+def layered() -> nn.Module:
+    model = nn.Module()
+    model.model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
+    return model
+
+
+def on_meta(build: Callable[..., nn.Module], *args: object) -> nn.Module:
+    """Build a model without memory for its weights."""
+    with torch.device("meta"):
+        return build(*args)
+
+
+def frozen(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
+def trainable(model: nn.Module) -> set[str]:
+    """Return the trainable children of a model, or of its attribute `model`."""
+    depth = 1 if "model" in dict(model.named_children()) else 0
+    return {name.split(".")[depth] for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+RESNET = {"layer2", "layer3", "layer4"}  # after conv1, bn1, relu, maxpool and layer1, before avgpool and fc
+
+
+@pytest.mark.parametrize(
+    ("build", "words", "expected"),
+    [
+        *((layered, [count], {*map(str, range(count, 5))}) for count in (0, 1, 3)),
+        (layered, [1, 3], {"0", "2", "4"}),
+        (layered, [-1], {"4"}),  # all but the last
+        (layered, [-4], {"1", "2", "3", "4"}),
+        (layered, [-5], {"0", "1", "2", "3", "4"}),
+        (lambda: build_model(tiny_anchor_free()), [-1], {"4"}),  # the auxiliary branch, rows 5 to 10, is frozen too
+        (lambda: on_meta(build_model, "yolov5n.yaml"), [-1], {"24"}),
+        (lambda: on_meta(build_model, "yolov5n-cls.yaml"), [-1], {"9"}),
+        # Layers without parameters count too.
+        (lambda: on_meta(resnet18), [5], {*RESNET, "fc"}),
+        (lambda: on_meta(resnet18), [-3], {"layer4", "fc"}),
+        (lambda: on_meta(resnet18), [0, 9], {"bn1", "layer1", *RESNET}),
+        (lambda: on_meta(vit_b_32), [-1], {"heads"}),  # the class token is no layer
+        (layered, ["1", 3], {"0", "2", "4"}),
+        (layered, ["model.1"], {"0", "2", "3", "4"}),
+        (layered, ["head"], {"0", "1", "2", "3"}),
+    ],
+)
+def test_freeze(build: Callable[[], nn.Module], words: list[int | str], expected: set[str]) -> None:
+    model = build()
+    freeze(model, words)
+    assert trainable(model) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["*.bias", "4"], {*(f"model.{k}.bias" for k in range(5)), "model.4.weight"}),
+        (["model.[0-1].w*"], {"model.0.weight", "model.1.weight"}),
+    ],
+)
+def test_patterns_of_layers_and_parameters(
+    words: list[str], names: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    freeze(model := layered(), words)
+    assert frozen(model) == names
+    assert f"{len(names)} of 10 parameters are frozen" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *([number] for number in (6, -6, 10**20, -(10**20), 5)),
+        *([1, 9], [2, -1], [0, 1, 2, 3, 4]),
+        *(["model.7"], ["backbone", "9"], ["model"], ["backbone", "head"]),
+    ],
+)
+def test_layers_that_do_not_exist_and_all_layers(words: list[int | str]) -> None:
+    with pytest.raises(UserError, match="--freeze"):
+        freeze(layered(), words)
+
+
+class Transformer(nn.Module):
+    """Named as transformers' models are: the backbone is a module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleDict({"backbone": nn.Linear(2, 2), "projection": nn.Linear(2, 2)})
+        self.classes = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("build", "backbone"),
+    [
+        (lambda: build_model(tiny_detector()), ("model.0.", "model.1.", "model.2.")),
+        (lambda: on_meta(resnet18), ("conv1.", "bn1.", "layer")),
+        (Transformer, ("encoder.backbone.",)),
+    ],
+)
+def test_backbone_and_head(build: Callable[[], nn.Module], backbone: tuple[str, ...]) -> None:
+    model = build()
+    names = {name for name, _ in model.named_parameters()}
+    expected = {name for name in names if name.startswith(backbone)}
+    assert 0 < len(expected) < len(names)
+    assert parameters_of(model, "backbone", "--freeze") == expected
+    assert parameters_of(model, "head", "--freeze") == names - expected
+
+
+def test_factors_of_learning_rates() -> None:
+    factors = rate_factors(layered(), {"backbone": 0.1, "*.bias": 2.0, "4": 0.0})
+    weights = {f"model.{k}.weight": 0.1 for k in range(4)}
+    assert factors == {**weights, **{f"model.{k}.bias": 2.0 for k in range(4)}, "model.4.weight": 0, "model.4.bias": 0}
+    with pytest.raises(UserError, match="bakbone"):
+        rate_factors(layered(), {"bakbone": 1.0})
+
+
+# Transfer
+
+
+def test_tensors_of_equal_name_and_shape_are_loaded() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 3), "anchors": nn.Linear(2, 3)})
+    given = {
+        "a.weight": torch.ones(3, 2),
+        "a.bias": torch.ones(4),  # another shape
+        "b.weight": torch.ones(3, 2),  # another name
+        "anchors.bias": torch.ones(3),
+    }
+    misfits = [("a.bias", (4,), (3,))]
+    assert transfer(model, given, exclude=("anchor",)) == (1, 4, misfits)
+    assert (model["a"].weight == 1).all()
+    assert not (model["anchors"].bias == 1).any()
+    assert transfer(model, given) == (2, 4, misfits)
+    assert transfer(model, given, exclude=("bias",)) == (1, 4, [])  # excluded tensors are no misfits
+
+
+def test_the_share_of_the_classes_that_weights_know() -> None:
+    """By name; for a segmenter a detector's file, without masks, knows half."""
+    names, new = {0: "person", 1: "Car ", 2: "cell", 3: "dog"}, {0: "car", 1: "tree"}
+    states = {name: build_model(f"{name}.yaml", nc=4).state_dict() for name in ("yolov5n", "yolov5n-seg")}
+    detector, segmenter = (Weights(state, None, names, "", {}, "tensors") for state in states.values())
+    assert known_share(build_model("yolov5n.yaml", nc=2), detector, new) == 0.5
+    assert known_share(build_model("yolov5n.yaml", nc=4), detector, names) == 1.0
+    assert known_share(build_model("yolov5n-seg.yaml", nc=4), detector, names) == 0.5
+    assert known_share(build_model("yolov5n-seg.yaml", nc=2), segmenter, new) == 0.5
+    assert known_share(build_model("yolov5n.yaml", nc=2), segmenter, new) == 0.5
+    assert known_share(build_model("yolov5s.yaml", nc=2), detector, new) is None
+
+
+class Prefixed(DetectionTask):
+    """A task that knows another program's names."""
+
+    @classmethod
+    def renamed(cls, state: Any) -> dict[str, Tensor]:
+        return {name.replace("theirs.", "model."): tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("lost", "warns"),
+    [((), False), (("model.3.m.0.weight",), False), (("model.1.bn.bias",), True)],  # row 3 is the head
+)
+def test_what_a_file_lacks_is_named(
+    lost: tuple[str, ...], warns: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the task has renamed the tensors of another program."""
+    task = Prefixed({0: "a", 1: "b", 2: "c"}, Hyperparameters())
+    model, source = task.build_model(tiny_detector(), 64), task.build_model(tiny_detector(), 64)
+    state = {name.replace("model.", "theirs."): x for name, x in source.state_dict().items() if name not in lost}
+    monkeypatch.setattr(type(TASKS["detect"]), "load", lambda _: Prefixed)
+    monkeypatch.setattr("models.loading.find_weights", lambda *_: "w.pt")
+    monkeypatch.setattr("models.loading.read_weights", lambda *_: Weights(state, None, {}, "", {}, "tensors"))
+    start = StartingPoint(TASKS["detect"], tiny_detector(), "tiny.yaml", from_yaml=True).with_weights("w.pt")
+    load_and_freeze(model, start, task, TrainOptions(imgsz=64))
+    assert isinstance(model, YoloModel)
+    assert torch.equal(model.model[0].conv.weight, source.model[0].conv.weight)
+    printed = capsys.readouterr().out
+    assert f"{len(model.state_dict()) - 1 - len(lost)} of" in printed  # the anchors are the YAML's
+    assert ("warning: w.pt lacks 1 tensor" in printed and lost[0] in printed) if warns else "warning" not in printed
