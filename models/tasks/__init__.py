@@ -1,15 +1,13 @@
-"""The registry of tasks: one entry each, imported on first use. Called by the scripts and models/; imports utils.
+"""The registry of tasks: one entry each, imported on first use.
 
 A task outside of this repository is a Python file or package with its own `TASKS`, which `add_tasks` reads.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from utils.errors import UserError
@@ -101,50 +99,33 @@ def add_tasks(place: str, is_named: bool = True, named_by: str = "the run's sett
     `UserError` if the file does not load, or defines no task, an incomplete task, or one whose name is taken.
 
     Args:
-        place: path of the file or of the package's folder
         is_named: whether the user names `place` now; if not, it is run only if this user has run the same code before
         named_by: name, in errors, of the file that names `place` if the user does not
     """
     path = Path(place).resolve()
-    if not os.path.isfile(path / "__init__.py") and not (os.path.isfile(path) and path.suffix == ".py"):
-        subject = f"--task-file {place}" if is_named else f"{named_by} names --task-file {place}, which"
-        where = looked_for(Path(place))
-        raise UserError(
-            f"{subject} is neither a .py file nor a folder with an __init__.py; give the path of one{where}"
-        )
+    if not (path / "__init__.py").is_file() and not (path.is_file() and path.suffix == ".py"):
+        subject = "" if is_named else f"{named_by} names "
+        hint = looked_for(Path(place))
+        raise UserError(f"{subject}--task-file {place}: give a .py file or a folder with an __init__.py{hint}")
     trust(path, f"--task-file {place}", is_named, named_by)
     with imported(path, "--task-file") as module:
-        entries = _entries_of(module, path)
+        entries = getattr(module, "TASKS", None)
+        if not entries or not isinstance(entries, dict) or {*map(type, entries.values())} != {TaskEntry}:
+            raise UserError(
+                f'{path} defines no task; write `TASKS = {{"name": TaskEntry(...)}}`, with models.tasks.TaskEntry'
+            )
+        for name, entry in entries.items():
+            if name in TASKS and TASKS[name] is not entry:
+                raise UserError(f"{path} defines a task '{name}', but that name is taken; give it another name")
+            for kind in (entry.load(), class_named(entry.data)):
+                if missing := ", ".join(sorted(kind.__abstractmethods__)):
+                    raise UserError(f"{path}: the class {kind.__name__} of '{name}' lacks {missing}; define them")
     TASKS.update(entries)
     return list(entries)
 
 
-def _entries_of(module: ModuleType, path: Path) -> dict[str, TaskEntry]:
-    """Return the tasks that a user's module defines, with all their classes imported."""
-    entries = vars(module).get("TASKS")
-    if not isinstance(entries, dict) or not all(isinstance(entry, TaskEntry) for entry in entries.values()):
-        entries = {}
-    if not entries:
-        raise UserError(
-            f'{path} defines no task; write `TASKS = {{"name": TaskEntry(...)}}`, with models.tasks.TaskEntry'
-        )
-    for name, entry in entries.items():
-        if TASKS.get(name, entry) is not entry:
-            raise UserError(f"{path} defines a task '{name}', but that name is taken; give it another name")
-        for kind in (entry.load(), class_named(entry.data)):
-            if missing := sorted(kind.__abstractmethods__):
-                raise UserError(
-                    f"{path}: the class {kind.__name__} of '{name}' lacks {', '.join(missing)}; define them"
-                )
-    return entries
-
-
 def hyperparameters(task_file: str = "") -> list[str]:
-    """Return the names of the hyperparameters of all tasks.
-
-    Args:
-        task_file: file or package of your own task, see `add_tasks`; '' for none
-    """
+    """Return the names of the hyperparameters of all tasks, and of the user's in `task_file` if it is not ''."""
     if task_file:
         add_tasks(task_file)
     return sorted({field.name for entry in TASKS.values() for field in fields(entry.load().recipe)})
