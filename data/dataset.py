@@ -201,14 +201,11 @@ def data_source(data: str, kind: str) -> DataSource:
 def overlap(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
     """Return a warning if the splits share images, whatever their paths, else an empty list."""
     real = cache(os.path.realpath)  # each folder is resolved once, which is fast
-    both = {(real(folder), name) for folder, name in map(os.path.split, train)}
-    both &= {(real(folder), name) for folder, name in map(os.path.split, val)}
+    both = set.intersection(*({(real(folder), name) for folder, name in map(os.path.split, s)} for s in (train, val)))
     if not both:
         return []
-    return [
-        f"warning: {len(both)} of the {len(val)} validation images are training images too, such as "
-        f"{os.path.join(*min(both))}; the metrics will look better than they are"
-    ]
+    count = f"{len(both)} of the {len(val)} validation images are training images too"
+    return [f"warning: {count}, such as {os.path.join(*min(both))}; the metrics will look better than they are"]
 
 
 def labels_text(names: Mapping[int, str], counts: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:

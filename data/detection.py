@@ -254,7 +254,7 @@ class DetectionData(DataSet[DetectionSplit]):
                 raise UserError(f"{problem}{f'; the first problem: {problems[0]}' if problems else ''}")
             problems = (problem, *problems)
         if self.options.single_cls:
-            labels = labels.as_single_class()
+            labels = replace(labels, rows=labels.rows * np.array((0, 1, 1, 1, 1), np.float32))
         else:
             check_classes(labels, images, len(self.spec.names), self.spec.file)
         return DetectionSplit(images, labels, problems)
@@ -298,25 +298,9 @@ class DetectionData(DataSet[DetectionSplit]):
         assert isinstance(hyp, Augmentation)  # the recipe of every task with boxes
         options, augment = self.options, replace(hyp, mosaic=0.0) if self.options.rect else hyp
         mixed = MOSAIC_PARTNERS + (MOSAIC_PARTNERS + 1) * (augment.mixup > 0)
-        batches = training_batches(
-            options,
-            split.instances(),
-            split.labels.sizes,
-            batch_size=batch_size,
-            seed=seed,
-            imgsz=self.imgsz,
-            stride=self.stride,
-            mixed=mixed,
-        )
-        capacity = images_in_use(batch_size, options.workers) if augment.mosaic else 0
-        images = Images(
-            split.images,
-            split.labels.sizes,
-            self.imgsz,
-            reduced=True,
-            cache=self.train_cache,
-            capacity=capacity,
-        )
+        sizes, capacity = split.labels.sizes, images_in_use(batch_size, options.workers) if augment.mosaic else 0
+        batches = training_batches(options, split.instances(), sizes, batch_size, seed, self.imgsz, self.stride, mixed)
+        images = Images(split.images, sizes, self.imgsz, reduced=True, cache=self.train_cache, capacity=capacity)
         items = self.training_items(images, split.labels, augment, seed, options, self.user_augmentations())
         return loader(items, batches, self.collate, self.options.workers)
 

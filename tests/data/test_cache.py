@@ -31,7 +31,7 @@ from utils.errors import UserError
 
 
 def pixels(images: Images) -> list[np.ndarray]:
-    return [images.read(index) for index in range(len(images.files))]
+    return [images.read(index) for index in range(len(images.names))]
 
 
 def same(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
@@ -116,14 +116,14 @@ def test_large_photos_are_reduced_on_request(photos: list[Path], way: str) -> No
 
 
 def test_images_that_do_not_fit_into_memory_are_read_from_their_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = [write_image(tmp_path / f"set/{k}.bmp", noise(12, 12, seed=k)) for k in range(20)]
     expected = pixels(opened(files, 12, True, ""))
     free = round((10 * 12 * 12 * 3 + cache.PAGE_BYTES) / cache.CACHE_MEMORY_SHARE) + 1  # and a page for the tables
     monkeypatch.setattr(cache, "shared_memory", lambda size: SharedMemory.of_size(size(free)))
     images = opened(files, 12, True, "ram")
-    assert "room for 10 of 20 images" in images.messages[0]
+    assert "room for 10 of 20 images" in capsys.readouterr().out
     assert same(pixels(images), expected)
     spoil(*files[:10])
     assert same(pixels(images), expected)

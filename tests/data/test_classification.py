@@ -293,7 +293,10 @@ class Stored:
     """Images in memory, RGB, in place of files; `loaded` are the numbers of those that were read."""
 
     def __init__(self, images: Sequence[Tensor]) -> None:
-        self.images, self.files, self.loaded = images, [Path("a.png")] * len(images), []
+        self.images, self.loaded = images, []
+
+    def name(self, index: int) -> str:
+        return f"{index}.png"
 
     def read(self, index: int) -> np.ndarray:
         self.loaded.append(index)
