@@ -260,12 +260,11 @@ class ClassificationData(DataSet[ClassificationSplit]):
             for name, split in splits.items()
             for k, path in zip(split.labels, split.images, strict=True)
         ]
-        counts = {name: (np.bincount(each.labels, minlength=len(self.names)),) * 2 for name, each in splits.items()}
         indices = {str(number): text for number, text in self.names.items()}
         return {
             "class_indices.json": json.dumps(indices, indent=2, ensure_ascii=False) + "\n",
             "split.csv": csv_text(("split", "class", "image"), table),
-            "labels.csv": labels_text(self.names, counts),
+            "labels.csv": labels_text(self.names, train, val),
         }
 
     @staticmethod

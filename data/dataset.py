@@ -208,13 +208,13 @@ def overlap(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
     return [f"warning: {count}, such as {os.path.join(*min(both))}; the metrics will look better than they are"]
 
 
-def labels_text(names: Mapping[int, str], counts: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
-    """Return labels.csv, from the number of images with each class and of its instances, (classes,) each, by split."""
-    rows = [
-        (split, name, int(images[k]), int(instances[k]))
-        for split, (images, instances) in counts.items()
-        for k, name in names.items()
-    ]
+def labels_text(names: Mapping[int, str], train: Split, val: Split) -> str:
+    """Return labels.csv: the number of images with each class, and of its instances, in both splits."""
+    rows = []
+    for split, (image, label) in (("train", train.instances()), ("val", val.instances())):
+        present = np.unique(image * len(names) + label) % len(names)
+        images, instances = (np.bincount(each, minlength=len(names)).tolist() for each in (present, label))
+        rows += [(split, name, images[k], instances[k]) for k, name in names.items()]
     return csv_text(("split", "class", "images", "instances"), rows)
 
 

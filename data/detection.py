@@ -184,12 +184,6 @@ class DetectionSplit(BoxSplit):
         image = read_image(self.images[index])
         return resize_long_side(image, min(side, max(image.shape[:2])), smooth=True)
 
-    def counts(self, classes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of images with each class and the number of boxes of each class, (classes,) each."""
-        image, labels = self.instances()
-        present = np.unique(image * classes + labels) % classes
-        return np.bincount(present, minlength=classes), np.bincount(labels, minlength=classes)
-
     def instances(self) -> Instances:
         """Return the image and class of every box."""
         images = np.repeat(np.arange(len(self.images)), self.labels.counts)
@@ -265,7 +259,6 @@ class DetectionData(DataSet[DetectionSplit]):
         If the task always reads outlines, boxes.csv ends with a column of them.
         """
         names = self.class_names(self.spec, self.options.single_cls)
-        counts = {name: split.counts(len(names)) for name, split in (("train", train), ("val", val))}
         rows = train.labels.rows
         listed = evenly_spaced(len(rows), LISTED_BOXES)
         columns = ["class", "x", "y", "width", "height"]
@@ -274,7 +267,7 @@ class DetectionData(DataSet[DetectionSplit]):
             columns.append("outline")
             for box, k in zip(boxes, listed, strict=True):
                 box.append(" ".join(f"{value:.4g}" for value in polygons.outline(k).ravel().tolist()))
-        return {"labels.csv": labels_text(names, counts), "boxes.csv": csv_text(columns, boxes)}
+        return {"labels.csv": labels_text(names, train, val), "boxes.csv": csv_text(columns, boxes)}
 
     @staticmethod
     def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:

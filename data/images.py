@@ -31,12 +31,8 @@ cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)  # Pillow read
 IMAGE_SUFFIXES = frozenset([".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".png", ".tif", ".tiff", ".webp"])
 JPEG_START, JPEG_END, PNG_END = b"\xff\xd8", b"\xff\xd9", b"IEND\xaeB`\x82"
 # Flags that decode a JPEG at 1/1, 1/2, 1/4, 1/8 of its size, from the low frequencies of each block only.
-JPEG_FLAGS = {
-    1: cv2.IMREAD_COLOR,
-    2: cv2.IMREAD_REDUCED_COLOR_2,
-    4: cv2.IMREAD_REDUCED_COLOR_4,
-    8: cv2.IMREAD_REDUCED_COLOR_8,
-}
+REDUCED = (cv2.IMREAD_REDUCED_COLOR_2, cv2.IMREAD_REDUCED_COLOR_4, cv2.IMREAD_REDUCED_COLOR_8)
+JPEG_FLAGS = dict(zip((1, 2, 4, 8), (cv2.IMREAD_COLOR, *REDUCED), strict=True))
 LARGE_PIXELS = 2_000_000  # inclusive upper bound of a photo that `read_reduced` reads like any image
 
 

@@ -101,12 +101,7 @@ class HeatmapData(DataSet[HeatmapSplit]):
         return HeatmapSplit(images, labels, scanned.sizes[readable], problems)
 
     def documents(self, train: HeatmapSplit, val: HeatmapSplit) -> dict[str, str]:
-        names = self.spec.names
-        counts = {
-            title: (np.bincount(split.instances().classes, minlength=len(names)),) * 2
-            for title, split in (("train", train), ("val", val))
-        }
-        return {"labels.csv": labels_text(names, counts)}
+        return {"labels.csv": labels_text(self.spec.names, train, val)}
 
     @staticmethod
     def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:

@@ -83,24 +83,6 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, *files: Path) -> None:
     monkeypatch.setattr(cache, "read_image", read_others)
 
 
-def test_the_longer_side_has_the_requested_size(files: list[Path]) -> None:
-    images = pixels(opened(files, 32, True, ""))
-    assert [image.shape for image in images] == [(20, 32, 3), (24, 32, 3), (24, 32, 3), (32, 17, 3)]  # 16.8
-    assert np.array_equal(images[0], np.asarray(Image.open(files[0]))[..., ::-1])
-    # a half in each direction: the mean of every four pixels, rounded
-    quarters = np.asarray(Image.open(files[1]))[..., ::-1].reshape(24, 2, 32, 2, 3).mean((1, 3))
-    assert np.abs(images[1] - quarters).max() <= 0.5
-
-
-@pytest.mark.parametrize("smooth", [False, True])
-@pytest.mark.parametrize("way", ["ram", "disk"])
-def test_cached_images_are_those_of_the_files(files: list[Path], way: str, smooth: bool) -> None:
-    expected = pixels(opened(files, 32, smooth, ""))
-    images = opened(files, 32, smooth, way)
-    for _ in range(2):
-        assert same(pixels(images), expected)
-
-
 @pytest.mark.parametrize("way", ["", "ram", "disk"])
 def test_large_photos_are_reduced_on_request(photos: list[Path], way: str) -> None:
     sizes = sizes_of(photos)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tracemalloc
 from collections import defaultdict
 from pathlib import Path
@@ -12,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import formats
-from data.classification import ClassificationData
 from data.data_yaml import read_data, read_spec
 from data.dataset import DataOptions, data_source
 from data.detection import DetectionData, DetectionSplit
@@ -156,21 +153,6 @@ def test_a_damaged_file_is_an_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text if text in ("{", "[]") else content)
     with pytest.raises(UserError, match=r"a\.json"):
         data_source(str(tmp_path / "a.json"), "data.detection:DetectionData")
-
-
-def test_a_file_is_read_again_only_if_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = export(tmp_path / "train")
-    first = split_of(tmp_path)
-    with monkeypatch.context() as unreadable:
-        unreadable.setattr(formats, "read_coco", lambda *_: pytest.fail("the file is read"))
-        again = split_of(tmp_path)
-    assert np.array_equal(again.labels.rows, first.labels.rows)
-    export(tmp_path / "train", annotations=objects((0, 3, [4, 4, 8, 8])))
-    assert split_of(tmp_path).labels.rows[:, 0].tolist() == [1]
-    status = file.stat()
-    file.write_text(file.read_text().replace('"category_id": 3', '"category_id": 1'))
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))  # the same size, too
-    assert split_of(tmp_path).labels.rows[:, 0].tolist() == [0]
 
 
 def test_annotations_and_label_files_in_one_split(tmp_path: Path) -> None:
@@ -482,20 +464,6 @@ def test_cocos_own_layout(tmp_path: Path, images: str) -> None:
     spec = read_data(str(tmp_path))
     assert spec.entries["val"] == ("annotations/instances_val2017.json",)
     assert spec.images("train") == [tmp_path / images / f"{k}.png" for k in range(3)]
-
-
-@pytest.mark.parametrize("splits", [("train", "val"), ("train", "valid", "test"), ("",)])
-def test_a_folder_per_class(tmp_path: Path, splits: tuple[str, ...]) -> None:
-    for split in splits:
-        for label in ("cat", "dog"):
-            for number in range(2):
-                write_image(tmp_path / split / label / f"{number}.png")
-    spec = read_data(str(tmp_path))
-    assert "a folder of images per class" in spec.warnings[0]
-    assert ("test" in spec.entries, spec.split > 0) == (len(splits) == 3, splits == ("",))
-    data = ClassificationData(spec, 32, 1, DataOptions())
-    assert set(data.names.values()) == {"cat", "dog"}
-    assert len(data.split("val").images) == (2 if splits == ("",) else 4)
 
 
 def test_other_folders_are_an_error(tmp_path: Path) -> None:
