@@ -181,20 +181,12 @@ class DataSource:
         return self.kind.files(self.spec)
 
     def open(self, imgsz: int, stride: int, options: DataOptions) -> DataSet[Any]:
-        """Return the data set for a model's images. Raises `UserError`.
-
-        Args:
-            imgsz: side of the images in pixels, in whole strides
-        """
+        """Return the data set for a model's images, of `imgsz` pixels in whole strides. Raises `UserError`."""
         return self.kind(self.spec, imgsz, stride, options)
 
 
 def data_source(data: str, kind: str) -> DataSource:
-    """Read the YAML, the folder or the COCO annotation file that --data names. Raises `UserError`.
-
-    Args:
-        kind: class of the data set, as `module:class`
-    """
+    """Read what --data names for a data set of the class `kind`, such as `module:class`. Raises `UserError`."""
     return DataSource(read_data(data), dataset_class(kind))
 
 

@@ -41,11 +41,12 @@ LISTED_BOXES = 5000  # training labels in boxes.csv, at most
 NO_PLACEMENT = Placement((0.0, 0.0), (0, 0))  # placement of a training item: a mosaic is not part of one file
 
 
+@dataclass(eq=False)
 class _Items(Items):
     """Items of images and boxes, by sample index."""
 
-    def __init__(self, images: Images, labels: Labels) -> None:
-        self.images, self.labels = images, labels
+    images: Images
+    labels: Labels
 
     def load(self, index: int) -> Sample:
         """Return an image with its longer side at `imgsz`, and its boxes in pixels."""
@@ -77,24 +78,20 @@ class _Items(Items):
         return ImageInfo(index, self.images.name(index), (width, height), placement, self.labels.of(index))
 
 
+@dataclass(eq=False)
 class TrainingItems(_Items):
     """Augmented items; the same sample index gives the same pixels in any process."""
 
+    augment: Augmentation
+    seed: int
+    options: DataOptions
+    user: UserAugmentations
     masks: ClassVar[bool] = False  # passed to the `Augmenter`
 
-    def __init__(
-        self,
-        images: Images,
-        labels: Labels,
-        augment: Augmentation,
-        seed: int,
-        options: DataOptions,
-        user: UserAugmentations,
-    ) -> None:
-        super().__init__(images, labels)
-        self.seed, self.options, self.user = seed, options, user
-        self.augmenter = Augmenter(augment, images.imgsz, len(images.names), self.load, self.size, self.masks)
-        self.unmixed = replace(self.augmenter, settings=replace(augment, mosaic=0.0))
+    def __post_init__(self) -> None:
+        images = self.images
+        self.augmenter = Augmenter(self.augment, images.imgsz, len(images.names), self.load, self.size, self.masks)
+        self.unmixed = replace(self.augmenter, settings=replace(self.augment, mosaic=0.0))
 
     def size(self, index: int) -> tuple[int, int]:
         """Return width and height of an image after `load`."""

@@ -178,22 +178,13 @@ def _orientation(opened: ImageFile) -> int:
 
 
 def resize_long_side(image: np.ndarray, size: int, smooth: bool) -> np.ndarray:
-    """Scale an image so that its longer side has `size` pixels.
-
-    Args:
-        smooth: whether to average areas if the image shrinks
-    """
+    """Scale an image so that its longer side has `size` pixels; `smooth` averages areas if it shrinks."""
     height, width = image.shape[:2]
     return _resize(image, scaled_shape(width, height, size), smooth)
 
 
 def _resize(image: np.ndarray, shape: tuple[int, int], smooth: bool) -> np.ndarray:
-    """Scale an image.
-
-    Args:
-        shape: width and height of the result, pixels
-        smooth: whether to average areas if the image shrinks
-    """
+    """Scale an image to a width and height in pixels; `smooth` averages areas if it shrinks."""
     height, width = image.shape[:2]
     if shape == (width, height):
         return image
