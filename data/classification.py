@@ -260,12 +260,11 @@ class ClassificationData(DataSet[ClassificationSplit]):
             for name, split in splits.items()
             for k, path in zip(split.labels, split.images, strict=True)
         ]
-        counts = {name: (np.bincount(each.labels, minlength=len(self.names)),) * 2 for name, each in splits.items()}
         indices = {str(number): text for number, text in self.names.items()}
         return {
             "class_indices.json": json.dumps(indices, indent=2, ensure_ascii=False) + "\n",
             "split.csv": csv_text(("split", "class", "image"), table),
-            "labels.csv": labels_text(self.names, counts),
+            "labels.csv": labels_text(self.names, train, val),
         }
 
     @staticmethod
@@ -277,15 +276,9 @@ class ClassificationData(DataSet[ClassificationSplit]):
 
     def train_loader(self, split: ClassificationSplit, batch_size: int, hyp: Recipe, seed: int) -> DataLoader[Any]:
         """Return a loader of augmented items."""
+        stride = math.lcm(self.stride, math.gcd(self.imgsz, MULTI_SCALE_STEP_PIXELS))
         batches = training_batches(
-            self.options,
-            split.instances(),
-            split.sizes,
-            batch_size=batch_size,
-            seed=seed,
-            imgsz=self.imgsz,
-            stride=math.lcm(self.stride, math.gcd(self.imgsz, MULTI_SCALE_STEP_PIXELS)),
-            mixed=1,
+            self.options, split.instances(), split.sizes, batch_size, seed, self.imgsz, stride, mixed=1
         )
         assert isinstance(hyp, Transforms)  # the recipe of a task with this data set
         capacity = images_in_use(batch_size, self.options.workers) if hyp.mixup or hyp.cutmix else 0
@@ -310,11 +303,6 @@ Classes = dict[str, list[Path]]  # the images of each class, sorted, by its name
 
 def classes_of_split(spec: DataSpec, name: str) -> Classes:
     """Return the images of a split by class. Raises `UserError` if there are none."""
-    if name == "val" and "val" not in spec.entries and not spec.split:
-        raise UserError(
-            f"{spec.file} has no `val:`; add a folder with a folder of images per class, or `split: 0.2` to hold out "
-            "a share of each class"
-        )
     if name == "test" or not spec.holds_out:
         return _by_class(spec, name)
     classes = _by_class(spec, "train")

@@ -122,9 +122,9 @@ class DataSpec:
         annotated: list[AnnotatedImages] = []
         for location in locations:
             if described := find_annotated(location, folders, list(self.names.values()), split):
-                annotated.append(described[0])
-                listed += described[0].images
-                problems += described[1]
+                annotated.append(described)
+                listed += described.images
+                problems += described.problems
             else:
                 listed += listed_images(location) if location.is_file() else images_below(location)
         if not listed:

@@ -181,43 +181,32 @@ class DataSource:
         return self.kind.files(self.spec)
 
     def open(self, imgsz: int, stride: int, options: DataOptions) -> DataSet[Any]:
-        """Return the data set for a model's images. Raises `UserError`.
-
-        Args:
-            imgsz: side of the images in pixels, in whole strides
-        """
+        """Return the data set for a model's images, of `imgsz` pixels in whole strides. Raises `UserError`."""
         return self.kind(self.spec, imgsz, stride, options)
 
 
 def data_source(data: str, kind: str) -> DataSource:
-    """Read the YAML, the folder or the COCO annotation file that --data names. Raises `UserError`.
-
-    Args:
-        kind: class of the data set, as `module:class`
-    """
+    """Read what --data names for a data set of the class `kind`, such as `module:class`. Raises `UserError`."""
     return DataSource(read_data(data), dataset_class(kind))
 
 
 def overlap(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
     """Return a warning if the splits share images, whatever their paths, else an empty list."""
     real = cache(os.path.realpath)  # each folder is resolved once, which is fast
-    both = {(real(folder), name) for folder, name in map(os.path.split, train)}
-    both &= {(real(folder), name) for folder, name in map(os.path.split, val)}
+    both = set.intersection(*({(real(folder), name) for folder, name in map(os.path.split, s)} for s in (train, val)))
     if not both:
         return []
-    return [
-        f"warning: {len(both)} of the {len(val)} validation images are training images too, such as "
-        f"{os.path.join(*min(both))}; the metrics will look better than they are"
-    ]
+    count = f"{len(both)} of the {len(val)} validation images are training images too"
+    return [f"warning: {count}, such as {os.path.join(*min(both))}; the metrics will look better than they are"]
 
 
-def labels_text(names: Mapping[int, str], counts: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
-    """Return labels.csv, from the number of images with each class and of its instances, (classes,) each, by split."""
-    rows = [
-        (split, name, int(images[k]), int(instances[k]))
-        for split, (images, instances) in counts.items()
-        for k, name in names.items()
-    ]
+def labels_text(names: Mapping[int, str], train: Split, val: Split) -> str:
+    """Return labels.csv: the number of images with each class, and of its instances, in both splits."""
+    rows = []
+    for split, (image, label) in (("train", train.instances()), ("val", val.instances())):
+        present = np.unique(image * len(names) + label) % len(names)
+        images, instances = (np.bincount(each, minlength=len(names)).tolist() for each in (present, label))
+        rows += [(split, name, images[k], instances[k]) for k, name in names.items()]
     return csv_text(("split", "class", "images", "instances"), rows)
 
 

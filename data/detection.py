@@ -41,11 +41,12 @@ LISTED_BOXES = 5000  # training labels in boxes.csv, at most
 NO_PLACEMENT = Placement((0.0, 0.0), (0, 0))  # placement of a training item: a mosaic is not part of one file
 
 
+@dataclass(eq=False)
 class _Items(Items):
     """Items of images and boxes, by sample index."""
 
-    def __init__(self, images: Images, labels: Labels) -> None:
-        self.images, self.labels = images, labels
+    images: Images
+    labels: Labels
 
     def load(self, index: int) -> Sample:
         """Return an image with its longer side at `imgsz`, and its boxes in pixels."""
@@ -77,24 +78,20 @@ class _Items(Items):
         return ImageInfo(index, self.images.name(index), (width, height), placement, self.labels.of(index))
 
 
+@dataclass(eq=False)
 class TrainingItems(_Items):
     """Augmented items; the same sample index gives the same pixels in any process."""
 
+    augment: Augmentation
+    seed: int
+    options: DataOptions
+    user: UserAugmentations
     masks: ClassVar[bool] = False  # passed to the `Augmenter`
 
-    def __init__(
-        self,
-        images: Images,
-        labels: Labels,
-        augment: Augmentation,
-        seed: int,
-        options: DataOptions,
-        user: UserAugmentations,
-    ) -> None:
-        super().__init__(images, labels)
-        self.seed, self.options, self.user = seed, options, user
-        self.augmenter = Augmenter(augment, images.imgsz, len(images.names), self.load, self.size, self.masks)
-        self.unmixed = replace(self.augmenter, settings=replace(augment, mosaic=0.0))
+    def __post_init__(self) -> None:
+        images = self.images
+        self.augmenter = Augmenter(self.augment, images.imgsz, len(images.names), self.load, self.size, self.masks)
+        self.unmixed = replace(self.augmenter, settings=replace(self.augment, mosaic=0.0))
 
     def size(self, index: int) -> tuple[int, int]:
         """Return width and height of an image after `load`."""
@@ -184,12 +181,6 @@ class DetectionSplit(BoxSplit):
         image = read_image(self.images[index])
         return resize_long_side(image, min(side, max(image.shape[:2])), smooth=True)
 
-    def counts(self, classes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of images with each class and the number of boxes of each class, (classes,) each."""
-        image, labels = self.instances()
-        present = np.unique(image * classes + labels) % classes
-        return np.bincount(present, minlength=classes), np.bincount(labels, minlength=classes)
-
     def instances(self) -> Instances:
         """Return the image and class of every box."""
         images = np.repeat(np.arange(len(self.images)), self.labels.counts)
@@ -254,7 +245,7 @@ class DetectionData(DataSet[DetectionSplit]):
                 raise UserError(f"{problem}{f'; the first problem: {problems[0]}' if problems else ''}")
             problems = (problem, *problems)
         if self.options.single_cls:
-            labels = labels.as_single_class()
+            labels = replace(labels, rows=labels.rows * np.array((0, 1, 1, 1, 1), np.float32))
         else:
             check_classes(labels, images, len(self.spec.names), self.spec.file)
         return DetectionSplit(images, labels, problems)
@@ -265,7 +256,6 @@ class DetectionData(DataSet[DetectionSplit]):
         If the task always reads outlines, boxes.csv ends with a column of them.
         """
         names = self.class_names(self.spec, self.options.single_cls)
-        counts = {name: split.counts(len(names)) for name, split in (("train", train), ("val", val))}
         rows = train.labels.rows
         listed = evenly_spaced(len(rows), LISTED_BOXES)
         columns = ["class", "x", "y", "width", "height"]
@@ -274,7 +264,7 @@ class DetectionData(DataSet[DetectionSplit]):
             columns.append("outline")
             for box, k in zip(boxes, listed, strict=True):
                 box.append(" ".join(f"{value:.4g}" for value in polygons.outline(k).ravel().tolist()))
-        return {"labels.csv": labels_text(names, counts), "boxes.csv": csv_text(columns, boxes)}
+        return {"labels.csv": labels_text(names, train, val), "boxes.csv": csv_text(columns, boxes)}
 
     @staticmethod
     def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
@@ -298,25 +288,9 @@ class DetectionData(DataSet[DetectionSplit]):
         assert isinstance(hyp, Augmentation)  # the recipe of every task with boxes
         options, augment = self.options, replace(hyp, mosaic=0.0) if self.options.rect else hyp
         mixed = MOSAIC_PARTNERS + (MOSAIC_PARTNERS + 1) * (augment.mixup > 0)
-        batches = training_batches(
-            options,
-            split.instances(),
-            split.labels.sizes,
-            batch_size=batch_size,
-            seed=seed,
-            imgsz=self.imgsz,
-            stride=self.stride,
-            mixed=mixed,
-        )
-        capacity = images_in_use(batch_size, options.workers) if augment.mosaic else 0
-        images = Images(
-            split.images,
-            split.labels.sizes,
-            self.imgsz,
-            reduced=True,
-            cache=self.train_cache,
-            capacity=capacity,
-        )
+        sizes, capacity = split.labels.sizes, images_in_use(batch_size, options.workers) if augment.mosaic else 0
+        batches = training_batches(options, split.instances(), sizes, batch_size, seed, self.imgsz, self.stride, mixed)
+        images = Images(split.images, sizes, self.imgsz, reduced=True, cache=self.train_cache, capacity=capacity)
         items = self.training_items(images, split.labels, augment, seed, options, self.user_augmentations())
         return loader(items, batches, self.collate, self.options.workers)
 

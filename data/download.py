@@ -82,7 +82,7 @@ def unpack(archive: Path, folder: Path, dataset: str, expected: Sequence[str] = 
     part, is_zip = archive.with_suffix(".unpacked"), zipfile.is_zipfile(archive)
     opener: Any = zipfile.ZipFile if is_zip else tarfile.open
     try:
-        part.mkdir()
+        part.mkdir(exist_ok=True)
         with opener(archive) as opened:
             size = sum([each.file_size for each in opened.infolist()] if is_zip else [each.size for each in opened])
             if size > (free := shutil.disk_usage(part).free):
@@ -132,13 +132,13 @@ def _copy(address: str, folder: Path) -> None:
     if is_web:
         from aiohttp import ClientTimeout
 
-        options = {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_read=SERVER_TIMEOUT_SECONDS)}}
+        silence = ClientTimeout(None, sock_connect=SERVER_TIMEOUT_SECONDS, sock_read=SERVER_TIMEOUT_SECONDS)
+        options = {"client_kwargs": {"timeout": silence}}
         limits = {"maxdepth": LISTED_DEPTH, "on_error": "raise"}
     filesystem, top = url_to_fs(address, **options)
     files = {}
     for name, info in filesystem.find(top, detail=True, **limits).items():
-        path = name.removeprefix(top).lstrip("/")
-        path = unquote(path) if is_web else path
+        path = (unquote if is_web else str)(name.removeprefix(top).lstrip("/"))
         if not is_inside(path):
             raise ValueError(f"the file '{path}' leads out of the folder")
         if not (is_web and "?" in name):  # a link that sorts the list

@@ -73,6 +73,7 @@ class AnnotatedImages:
         names: class names by number
         images: name in the annotation file, or own annotation file, by image path
         read: returns the objects of each image by path, as outlines if requested and if there are any
+        problems: sentences about images that are left out
     """
 
     file: Path
@@ -80,6 +81,7 @@ class AnnotatedImages:
     names: tuple[str, ...]
     images: Mapping[str, str]
     read: Callable[[AnnotatedImages, bool, Problems], dict[str, ImageRows]]
+    problems: Sequence[str] = ()
 
     def stamp(self) -> bytes:
         """Return bytes that change with everything that the rows depend on, for the key of a cache."""
@@ -97,10 +99,8 @@ class AnnotatedImages:
         return rows, [f"{self.file}: {len(ids)} {kind}, such as {ids[0]}; left out" for kind, ids in kinds]
 
 
-def find_annotated(
-    location: Path, folders: Sequence[Path], names: Sequence[str], split: str
-) -> tuple[AnnotatedImages, list[str]] | None:
-    """Return the images that annotations describe, and problems; None if the location has no annotations.
+def find_annotated(location: Path, folders: Sequence[Path], names: Sequence[str], split: str) -> AnnotatedImages | None:
+    """Return the images that annotations describe, None if the location has no annotations.
 
     Raises `UserError` if the annotations cannot be read, or have no images or none of the classes.
 
@@ -156,7 +156,7 @@ def _coco_folders(file: Path, split: str) -> list[Path]:
     return [base / name for base in bases for name in names if (base / name).is_dir()]
 
 
-def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> tuple[AnnotatedImages, list[str]]:
+def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> AnnotatedImages:
     content = _contents(file, file_stamps([str(file)]))
     categories = {category.name for category in content.categories}
     unknown = [name for name in names if name.strip() not in categories]
@@ -182,7 +182,7 @@ def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> t
                 "`images:` of a data YAML"
             )
         problems.append(f"{file}: {len(missing)} of its images do not exist, {example}; left out")
-    return AnnotatedImages(file, [file], tuple(names), images, _read_coco), problems
+    return AnnotatedImages(file, [file], tuple(names), images, _read_coco, problems)
 
 
 def _read_coco(annotated: AnnotatedImages, outlines: bool, problems: Problems) -> dict[str, ImageRows]:
@@ -320,7 +320,7 @@ def _voc_files(location: Path) -> dict[str, str]:
     return {path.stem: str(path) for path in sorted(folder.glob("*.xml"))}
 
 
-def _voc_images(location: Path, folders: Sequence[Path], names: Sequence[str]) -> tuple[AnnotatedImages, list[str]]:
+def _voc_images(location: Path, folders: Sequence[Path], names: Sequence[str]) -> AnnotatedImages:
     annotations, is_list = _voc_files(location), location.suffix == ".txt"
     annotated = location.parents[2] / "Annotations" if is_list else location
     searched = [folder for folder in (*folders, *_voc_folders(annotated)) if folder.is_dir()]
@@ -341,7 +341,7 @@ def _voc_images(location: Path, folders: Sequence[Path], names: Sequence[str]) -
         pair = "an image and an annotation of one name"
         problems.append(f"{location}: {len(missing)} without {pair}, such as {missing[0]}; left out")
     sources = [*([location] if is_list else []), *map(Path, described.values())]
-    return AnnotatedImages(location, sources, tuple(names), described, _read_voc), problems
+    return AnnotatedImages(location, sources, tuple(names), described, _read_voc, problems)
 
 
 def _voc_folders(annotations: Path) -> list[Path]:
@@ -388,14 +388,14 @@ def is_visdrone(location: Path) -> bool:
     return location.name == "images" and location.is_dir() and _has(beside, ".txt") and not _has_labels(location)
 
 
-def _visdrone_images(location: Path, names: Sequence[str]) -> tuple[AnnotatedImages, list[str]]:
+def _visdrone_images(location: Path, names: Sequence[str]) -> AnnotatedImages:
     images = sorted(path for path in location.iterdir() if is_image(path.name))
     files = {str(path): str(location.parent / "annotations" / f"{path.stem}.txt") for path in images}
     described = {path: file for path, file in files.items() if os.path.isfile(file)}
     absent = len(files) - len(described)
     problems = [f"{location}: {plural(absent, 'image')} without an annotation; left out"] if absent else []
     sources = list(map(Path, described.values()))
-    return AnnotatedImages(location, sources, tuple(names), described, _read_visdrone), problems
+    return AnnotatedImages(location, sources, tuple(names), described, _read_visdrone, problems)
 
 
 # Folders as --data

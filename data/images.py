@@ -31,12 +31,8 @@ cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)  # Pillow read
 IMAGE_SUFFIXES = frozenset([".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".png", ".tif", ".tiff", ".webp"])
 JPEG_START, JPEG_END, PNG_END = b"\xff\xd8", b"\xff\xd9", b"IEND\xaeB`\x82"
 # Flags that decode a JPEG at 1/1, 1/2, 1/4, 1/8 of its size, from the low frequencies of each block only.
-JPEG_FLAGS = {
-    1: cv2.IMREAD_COLOR,
-    2: cv2.IMREAD_REDUCED_COLOR_2,
-    4: cv2.IMREAD_REDUCED_COLOR_4,
-    8: cv2.IMREAD_REDUCED_COLOR_8,
-}
+REDUCED = (cv2.IMREAD_REDUCED_COLOR_2, cv2.IMREAD_REDUCED_COLOR_4, cv2.IMREAD_REDUCED_COLOR_8)
+JPEG_FLAGS = dict(zip((1, 2, 4, 8), (cv2.IMREAD_COLOR, *REDUCED), strict=True))
 LARGE_PIXELS = 2_000_000  # inclusive upper bound of a photo that `read_reduced` reads like any image
 
 
@@ -182,22 +178,13 @@ def _orientation(opened: ImageFile) -> int:
 
 
 def resize_long_side(image: np.ndarray, size: int, smooth: bool) -> np.ndarray:
-    """Scale an image so that its longer side has `size` pixels.
-
-    Args:
-        smooth: whether to average areas if the image shrinks
-    """
+    """Scale an image so that its longer side has `size` pixels; `smooth` averages areas if it shrinks."""
     height, width = image.shape[:2]
     return _resize(image, scaled_shape(width, height, size), smooth)
 
 
 def _resize(image: np.ndarray, shape: tuple[int, int], smooth: bool) -> np.ndarray:
-    """Scale an image.
-
-    Args:
-        shape: width and height of the result, pixels
-        smooth: whether to average areas if the image shrinks
-    """
+    """Scale an image to a width and height in pixels; `smooth` averages areas if it shrinks."""
     height, width = image.shape[:2]
     if shape == (width, height):
         return image

@@ -207,12 +207,6 @@ class Labels:
         offsets = offsets_of(self.counts[chosen])
         return replace(self, rows=self.rows[of_rows], offsets=offsets, sizes=self.sizes[chosen], polygons=polygons)
 
-    def as_single_class(self) -> Labels:
-        """Return the same boxes with class 0."""
-        rows = self.rows.copy()
-        rows[:, 0] = 0
-        return replace(self, rows=rows)
-
     def side_lengths(self, imgsz: int) -> np.ndarray:
         """Return width and height of every box in pixels, (m, 2), with the longer side of its image at `imgsz`."""
         scale = imgsz * self.sizes / self.sizes.max(1, keepdims=True)

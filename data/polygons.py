@@ -16,11 +16,7 @@ Points = list[tuple[float, float]]
 
 
 def offsets_of(counts: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return the start of each part of a flat array, and the end of the last, int64 (n + 1).
-
-    Args:
-        counts: length of each part, (n,)
-    """
+    """Return the start of each part of a flat array by the parts' lengths, and the end of the last, int64 (n + 1)."""
     return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
 
 
@@ -92,12 +88,9 @@ class Polygons:
         return extents
 
     def clipped(self, bounds: np.ndarray) -> Polygons:
-        """Move each point beyond its polygon's rectangle to the rectangle's edge.
+        """Move each point beyond its polygon's rectangle, xyxy (4,) or (m, 4), to the rectangle's edge.
 
         The area that is covered inside the rectangle does not change, but edges may run along its border.
-
-        Args:
-            bounds: (4,) xyxy, or (m, 4), one rectangle for each polygon
         """
         limits = bounds if bounds.ndim == 1 else np.repeat(bounds, self.counts, axis=0)
         return self.at(self.points.clip(limits[..., :2], limits[..., 2:]))
@@ -106,10 +99,8 @@ class Polygons:
         """Return the parts of the polygons inside rectangles, and the box around each part, (m, 4) xyxy, or zeros.
 
         After Sutherland and Hodgman 1974, for all polygons that cross an edge at once. Parts of one polygon that are
-        separate stay connected along the edges. The boxes leave out such connections around a corner.
-
-        Args:
-            bounds: (4,) xyxy, or (m, 4), one rectangle for each polygon
+        separate stay connected along the edges. The boxes leave out such connections around a corner. `bounds` are one
+        rectangle, xyxy (4,), or one for each polygon, (m, 4).
         """
         extents = self.extents()
         bounds = np.broadcast_to(bounds, extents.shape)

@@ -100,11 +100,7 @@ class Sampling:
 
 
 def images_in_use(batch_size: int, workers: int) -> int:
-    """Return the number of decoded images to store so that each is decoded once per epoch.
-
-    Args:
-        workers: number of loader processes
-    """
+    """Return the number of decoded images to store so that each is decoded once per epoch."""
     return PARTNERS_WINDOW + batch_size * (1 + PREFETCHED_BATCHES * workers + 1)  # batches loaded at the same time
 
 

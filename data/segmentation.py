@@ -61,11 +61,7 @@ class _Drawing(NamedTuple):
     mask: np.ndarray  # uint8 (h, w)
 
     def inside(self, window: Sequence[int]) -> np.ndarray:
-        """Return the pixels inside a window of the whole mask, uint8.
-
-        Args:
-            window: left, top, right, bottom (exclusive)
-        """
+        """Return the pixels inside a window of the whole mask, left, top, right, bottom (exclusive), uint8."""
         left, top, right, bottom = window
         height, width = self.mask.shape
         pixels = np.zeros((max(bottom - top, 0), max(right - left, 0)), np.uint8)

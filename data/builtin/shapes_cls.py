@@ -1,10 +1,6 @@
-"""The built-in data set "shapes-cls" for classification: one shape per image, in a folder per class.
+"""The built-in data set "shapes-cls": `<split>/<class>/<index>.jpg` shows one shape, of the class `NAMES[index % 6]`.
 
-Shapes, backgrounds and colours come from `data.builtin.shapes`. Every image has its own generator,
-`numpy.random.default_rng([seed, 2, split, index])`, so any image can be drawn alone. Image `index` of a split shows the
-class `NAMES[index % 6]` and is the file `<split>/<class>/<index>.jpg`.
-
-Called by data/data_yaml.py for `draw:` of a data YAML.
+Every image has its own generator, by seed, split and index. Called by data/data_yaml.py for `draw:` of a data YAML.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""The built-in data set "shapes-seg" for instance segmentation: the outlines of the visible parts of shapes.
+"""The built-in data set "shapes-seg": the outlines of the visible parts of shapes that cover each other.
 
-Shapes, backgrounds and colours come from `data.builtin.shapes`, without the smallest shapes. The outline of an object
-that another one covers in part leaves that part out; rings have a hole. Every image has its own generator,
-`numpy.random.default_rng([seed, 3, split, index])`, so any image can be drawn alone.
-
-Called by data/data_yaml.py for `draw:` of a data YAML.
+Every image has its own generator, by seed, split and index. Called by data/data_yaml.py for `draw:` of a data YAML.
 """
 
 from __future__ import annotations

@@ -101,12 +101,7 @@ class HeatmapData(DataSet[HeatmapSplit]):
         return HeatmapSplit(images, labels, scanned.sizes[readable], problems)
 
     def documents(self, train: HeatmapSplit, val: HeatmapSplit) -> dict[str, str]:
-        names = self.spec.names
-        counts = {
-            title: (np.bincount(split.instances().classes, minlength=len(names)),) * 2
-            for title, split in (("train", train), ("val", val))
-        }
-        return {"labels.csv": labels_text(names, counts)}
+        return {"labels.csv": labels_text(self.spec.names, train, val)}
 
     @staticmethod
     def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
@@ -122,14 +117,7 @@ class HeatmapData(DataSet[HeatmapSplit]):
 
     def train_loader(self, split: HeatmapSplit, batch_size: int, hyp: Recipe, seed: int) -> DataLoader[Any]:
         batches = training_batches(
-            self.options,
-            split.instances(),
-            split.sizes,
-            batch_size=batch_size,
-            seed=seed,
-            imgsz=self.imgsz,
-            stride=self.stride,
-            mixed=0,
+            self.options, split.instances(), split.sizes, batch_size, seed, self.imgsz, self.stride, mixed=0
         )
         images = Images(split.images, split.sizes, 0, cache=self.train_cache)
         items = KeypointItems(images, split, seed, getattr(hyp, "fliplr", 0.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -259,18 +258,6 @@ def test_a_data_set_is_opened_with_its_classes_and_files(drawing: tuple[Kind, Pa
     messages = data.messages(train, val)
     assert [message.partition(": ")[0] for message in messages][:3] == ["train", "val", "3 classes"]
     assert "5 of the 5 validation images are training images too" in data.messages(val, val)[-1]
-
-
-def test_instances_are_the_labels_of_the_images(drawing: tuple[Kind, Path]) -> None:
-    data = opened(drawing)
-    train, val = data.split("train"), data.split("val")
-    rows = list(csv.reader(data.documents(train, val)["labels.csv"].splitlines()))
-    assert rows[0] == ["split", "class", "images", "instances"]
-    assert [tuple(row[:2]) for row in rows[1:]] == [(split, name) for split in ("train", "val") for name in NAMES]
-    for part, split in ((rows[1:4], train), (rows[4:], val)):
-        images, classes = split.instances()
-        assert [int(row[3]) for row in part] == np.bincount(classes, minlength=3).tolist()
-        assert [int(row[2]) for row in part] == [len(np.unique(images[classes == k])) for k in range(3)]
 
 
 def test_a_split_of_a_single_image(copy: tuple[Kind, Path]) -> None:

@@ -6,7 +6,6 @@ import io
 import zlib
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import cv2
 import numpy as np
@@ -21,7 +20,7 @@ from data.images import (
     resize_long_side,
     scaled_shape,
 )
-from tests.making import noise, plain, write_image
+from tests.making import plain, write_image
 from utils.errors import UserError
 
 RED, GREEN, BLUE, WHITE = (250, 10, 10), (10, 250, 10), (10, 10, 250), (240, 240, 240)
@@ -145,7 +144,6 @@ def with_chunk(kind: bytes, content: bytes, before: bytes = b"IDAT") -> bytes:
     return PNG[:place] + chunk + PNG[place:]
 
 
-TURNED = oriented(6)
 JPEG, PNG = encoded("jpeg"), encoded("png")
 UPRIGHT_FILES = {
     "jpeg": JPEG,
@@ -165,10 +163,6 @@ UPRIGHT_FILES = {
     "png with more after its end": PNG + b"more",
     "animated png": encoded("png", save_all=True, append_images=[Image.fromarray(plain(48, 32))]),
     "gif": encoded("gif"),
-}
-TURNED_FILES = {
-    "jpeg": encoded("jpeg", exif=TURNED),
-    "png": encoded("png", exif=TURNED),
 }
 BROKEN_FILES = {
     "jpeg cut short": JPEG[: len(JPEG) * 3 // 4],
@@ -295,22 +289,3 @@ def test_a_large_jpeg_is_decoded_at_the_smallest_scale_that_is_not_below_the_siz
     monkeypatch.setattr("cv2.imdecode", recorded)
     assert read_reduced(file, width, height, size).shape[1::-1] == scaled_shape(width, height, size)
     assert shapes == [decoded]
-
-
-@pytest.mark.parametrize("kind", ["jpg", "png"])
-def test_up_to_two_megapixels_a_photo_is_read_as_any_image(tmp_path: Path, kind: str) -> None:
-    file = write_image(tmp_path / f"a.{kind}", noise(2000, 1000))
-    expected = resize_long_side(read_image(file), 320, smooth=False)
-    assert np.array_equal(read_reduced(file, 2000, 1000, 320), expected)
-
-
-def test_a_photo_that_has_changed_since_its_size_was_read_has_its_own_shape(tmp_path: Path) -> None:
-    file = write_image(tmp_path / "a.jpg", noise(400, 300))
-    expected = resize_long_side(read_image(file), 320, smooth=True)
-    assert np.array_equal(read_reduced(file, 4000, 2000, 320), expected)
-
-
-def test_a_large_photo_that_only_pillow_can_read_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write_image(tmp_path / "a.jpg", large_corners(2000, 1200))
-    monkeypatch.setattr("cv2.imdecode", Mock(return_value=None))
-    assert np.array_equal(read_reduced(file, 2000, 1200, 320), resize_long_side(read_image(file), 320, smooth=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import os
 import re
@@ -12,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from data import labels
 from data.dataset import DataOptions, data_source
@@ -28,6 +29,7 @@ from data.labels import (
     Labels,
     RowRules,
     check_classes,
+    label_name,
     load_labels,
     parse_rows,
     scan_image,
@@ -37,13 +39,7 @@ from utils.errors import UserError
 from utils.files import ROOT
 
 FILE = Path("/set/labels/a.txt")
-
-
-def rows_of(text: str) -> list[list[float]]:
-    """Return the rows of a label text without problems."""
-    rows, problems = parse_rows(text, FILE)
-    assert problems == []
-    return [list(row.box) for row in rows]
+SHARES = st.integers(0, 1000).map(lambda value: value / 1000)
 
 
 def same(a: Labels, b: Labels) -> bool:
@@ -71,71 +67,65 @@ def mark_scans(monkeypatch: pytest.MonkeyPatch) -> None:
 # Rows
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.tuples(SHARES, SHARES), min_size=3, max_size=9), st.integers(0, 2**20 - 1))
+def test_the_box_of_an_outline_is_around_its_points(points: list[tuple[float, float]], label: int) -> None:
+    """If it has an area; a box row is read as it stands."""
+    words = " ".join(f"{value}" for point in points for value in point)
+    rows, problems = parse_rows(f"{label} {words}\n", FILE)
+    low, high = np.min(points, 0), np.max(points, 0)
+    if (low == high).any():
+        assert (rows, len(problems)) == ([], 1)
+        return
+    ((box, outline),), other = rows, parse_rows(f"{label} {words}\n", FILE, OUTLINES)[0]
+    assert box == pytest.approx((label, *(low + high) / 2, *(high - low)))
+    assert np.reshape(outline, (-1, 2)).tolist() == [list(point) for point in points]
+    assert other in ([], rows)  # a line encloses nothing
+    ((again, _),), _ = parse_rows(" ".join(map(str, box)), FILE)
+    assert again == pytest.approx(box)
+
+
 @pytest.mark.parametrize(
-    ("text", "rows"),
+    "line",
     [
-        ("2 0.5 0.25 0.125 0.0625\n", [[2, 0.5, 0.25, 0.125, 0.0625]]),
-        ("1.0 5e-1 0.5 2.5e-1 0.25", [[1, 0.5, 0.5, 0.25, 0.25]]),
-        ("\n  1\t0.5 0.5   0.25 0.25  \n\n \r\n", [[1, 0.5, 0.5, 0.25, 0.25]]),
-        # x: 0.25, 0.75, 0.5 -> 0.25 to 0.75; y: 0.5, 0.625, 0.125 -> 0.125 to 0.625
-        ("7 0.25 0.5 0.75 0.625 0.5 0.125", [[7, 0.5, 0.375, 0.5, 0.5]]),
-        # x: 0, 0.5, 0.5, 0.25, 0; y: 0.5, 0.5, 1, 0.75, 1
-        ("0 0 0.5 0.5 0.5 0.5 1 0.25 0.75 0 1", [[0, 0.25, 0.75, 0.5, 0.5]]),
-        (
-            "1 0.5 0.5 1 1\n0 0.25 0.25 0.75 0.25 0.75 0.5\n3 0.25 0.25 0.5 0.5\n",
-            [[1, 0.5, 0.5, 1, 1], [0, 0.5, 0.375, 0.5, 0.25], [3, 0.25, 0.25, 0.5, 0.5]],
-        ),
-        # a coordinate may miss the edge by rounding
-        ("0 0.5 0.5 1.0005 1\n1 -0.0005 0.5 0.5 0.5", [[0, 0.5, 0.5, 1.0005, 1], [1, -0.0005, 0.5, 0.5, 0.5]]),
-        ("", []),
-        ("  \n\n", []),
+        *(f"{label} 0.5 0.5 0.25 0.25" for label in ("1.5", "-1", "-0.5", "nan", "inf", "1e300", "1048576", "9" * 999)),
+        *("0 1.01 0.5 0.25 0.25", "0 0.5 -0.01 0.25 0.25", "0 0.5 0.5 0.25 -0.25", "0 0.1 0.1 0.9 0.1 0.9 1.5"),
+        *("0 0.5 0.5 320 240", "0 1 1 639 1 639 479", "0 nan 0.5 0.25 0.25", "0 0.5 inf 0.25 0.25", "0 1e999 0 1 1"),
+        *("0", "0 0.5 0.5 0.25", "0 0.5 0.5 0.25 0.25 0.9", "0 .1 .1 .9 .1 .9 .9 .5"),
+        *("cat 0.5 0.5 0.25 0.25", "0 0,5 0.5 0.25 0.25", "# note", "1_0 0.5 0.5 0.25 0.25", "0 0.5 0.5 0.2_5 0.25"),
+        *("\u0661 0.5 0.5 0.25 0.25", "0 0.5 0.5 0.\uff15 0.25"),
+        *("0 0.5 0.5 0 0.25", "0 0.5 0.5 0.25 0", "0 0.1 0.5 0.9 0.5 0.4 0.5", "3 0.5 0.5 0.25 .250"),
     ],
 )
-def test_boxes_and_polygons_are_read_as_boxes(text: str, rows: list[list[float]]) -> None:
-    assert rows_of(text) == rows
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        *((f"{label} 0.5 0.5 0.25 0.25", f"class {label} is not a whole number from 0")
-          for label in ("1.5", "-1", "-0.5", "nan", "inf", "1e300", "1048576")),
-        (f"{'9' * 999} 0.5 0.5 0.25 0.25", f"class {'9' * 157}... is not a whole number from 0"),
-        *((line, "coordinates outside 0 to 1 (they are shares of the image's width and height, not pixels)")
-          for line in ("0 1.01 0.5 0.25 0.25", "0 0.5 -0.01 0.25 0.25", "0 0.5 0.5 0.25 -0.25",
-                       "0 0.1 0.1 0.9 0.1 0.9 1.5", "0 0.5 0.5 320 240", "0 1 1 639 1 639 479",
-                       "0 nan 0.5 0.25 0.25", "0 0.5 0.5 0.25 NaN", "0 0.5 inf 0.25 0.25", "0 1e999 0 1 1")),
-        *((line, f"{len(line.split())} numbers instead of 5 (box) or an odd count from 7 (polygon)")
-          for line in ("0", "0 0.5 0.5 0.25", "0 0.5 0.5 0.25 0.25 0.9", "0 .1 .1 .9 .1 .9 .9 .5")),
-        *((line, "not all words are numbers")
-          for line in ("cat 0.5 0.5 0.25 0.25", "0 0,5 0.5 0.25 0.25", "0, 0.5, 0.5, 0.25, 0.25", "# note",
-                       "1_0 0.5 0.5 0.25 0.25", "0 0.5 0.5 0.2_5 0.25", "\u0661 0.5 0.5 0.25 0.25",
-                       "0 0.5 0.5 0.\uff15 0.25")),
-        *((line, "the box has no area")
-          for line in ("0 0.5 0.5 0 0.25", "0 0.5 0.5 0.25 0", "0 0.1 0.5 0.9 0.5 0.4 0.5",
-                       "0 0.5 0.1 0.5 0.9 0.5 0.4")),
-    ],
-)  # fmt: skip
-def test_a_bad_row_is_left_out_and_named(line: str, problem: str) -> None:
-    rows, problems = parse_rows(f"3 0.5 0.5 0.25 0.25\n{line}\n4 0.5 0.5 0.25 0.25\n", FILE)
+def test_a_bad_row_is_left_out_and_named(line: str) -> None:
+    """Around it are a mark of Windows, empty lines, and coordinates that miss the edge by rounding."""
+    rows, problems = parse_rows(f"\n 3\t0.5 0.5 0.25 0.25\r\n{line}\n4.0 0.5 5e-1 1.0005 1\n", FILE)
     assert [row.box[0] for row in rows] == [3, 4]
-    assert problems == [f"{FILE}, line 2: {problem}; row left out"]
+    (problem,) = problems
+    assert problem.startswith(f"{FILE}, line 3: ")
 
 
 # One image
 
 
-@pytest.mark.parametrize("content", ["1 0.5 0.5 0.5 0.5".encode("utf-16"), b"\xff\xfe\x00\x01", None])
-def test_a_label_file_that_is_no_text_leaves_its_image_out(images: list[Path], content: bytes | None) -> None:
+@pytest.mark.parametrize("content", ["1 0.5 0.5 0.5 0.5".encode("utf-16"), b"\xff\xfe\x00\x01", None, b"\nbad\n"])
+def test_a_label_file_that_cannot_be_used_leaves_its_image_out(images: list[Path], content: bytes | None) -> None:
     file = label_file(images[2])
     if content is None:
         file.mkdir()
     else:
         file.write_bytes(content)
-    size, rows, (problem,), _ = scan_image(images[2])
+    size, rows, problems, _ = scan_image(images[2])
     assert (size, len(rows)) == ((0, 0), 0)
-    assert problem.startswith(f"{file}: cannot be read as text (")
-    assert problem.endswith("); its image is left out")
+    assert all(problem.startswith(str(file)) for problem in problems)
+    assert problems[-1].endswith("its image is left out")
+
+
+def test_an_empty_file_and_a_byte_order_mark(images: list[Path]) -> None:
+    label_file(images[0]).write_bytes(b"\xef\xbb\xbf1 0.5 0.5 0.25 0.25\r\n2 0.5 0.5 0.5 0.5\r\n")
+    assert scan_image(images[0]).rows.tolist() == [[1, 0.5, 0.5, 0.25, 0.25], [2, 0.5, 0.5, 0.5, 0.5]]
+    write_label(images[0], "", "  ")
+    assert scan_image(images[0])[::2] == ((20, 10), [])
 
 
 def make_socket(path: Path) -> None:
@@ -154,40 +144,26 @@ def test_a_pipe_or_socket_is_left_out_without_waiting(
         make(file.relative_to(Path.cwd()))
     loaded = load_labels(images, "labels", 0)
     assert loaded.sizes.tolist() == [[0, 0], [0, 0], [40, 40]]
-    assert loaded.problems == (
-        f"{image}: not readable as an image (it is not a regular file); left out",
-        f"{label}: cannot be read as text (it is not a regular file); its image is left out",
-    )
+    assert [problem.partition(":")[0] for problem in loaded.problems] == [str(image), str(label)]
     assert same(load_labels(images, "labels", 0), loaded)
 
 
 @pytest.mark.parametrize("size", [(9, 40), (40, 9), (10, 10)])
-def test_an_image_under_ten_pixels_is_left_out_with_a_sentence(tmp_path: Path, size: tuple[int, int]) -> None:
+def test_an_image_under_ten_pixels_is_left_out(tmp_path: Path, size: tuple[int, int]) -> None:
     image = write_image(tmp_path / "images/a.png", plain(*size), "0 0.5 0.5 0.5 0.5")
     scan = scan_image(image)
-    if min(size) < 10:
-        assert (scan.size, len(scan.rows)) == ((0, 0), 0)
-        assert scan.problems == [f"{image}: {size[0]}x{size[1]} pixels, smaller than 10; left out"]
-    else:
-        assert (scan.size, len(scan.rows), scan.problems) == ((10, 10), 1, [])
+    assert (scan.size, len(scan.problems)) == ((size, 0) if min(size) == 10 else ((0, 0), 1))
 
 
-def tiff_of_32_bits() -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(np.full((20, 20), 255_000, np.int32)).save(file, "tiff")
-    return file.getvalue()
-
-
-@pytest.mark.parametrize("content", [b"", b"not an image", b"\x89PNG\r\n\x1a\n\x00\x00", tiff_of_32_bits(), None])
-def test_an_unreadable_image_is_left_out_with_a_sentence(images: list[Path], content: bytes | None) -> None:
+@pytest.mark.parametrize("content", [b"", b"not an image", b"\x89PNG\r\n\x1a\n\x00\x00", None])
+def test_an_unreadable_image_is_left_out(images: list[Path], content: bytes | None) -> None:
     if content is None:
         images[0].unlink()
     else:
         images[0].write_bytes(content)
     size, rows, (problem,), _ = scan_image(images[0])
     assert (size, len(rows)) == ((0, 0), 0)
-    assert problem.startswith(f"{images[0]}: not readable as an image (")
-    assert problem.endswith("; left out")
+    assert problem.startswith(f"{images[0]}: ")
 
 
 # Many images
@@ -196,12 +172,13 @@ def test_an_unreadable_image_is_left_out_with_a_sentence(images: list[Path], con
 def test_the_labels_of_a_list_are_joined_in_its_order(images: list[Path]) -> None:
     loaded = load_labels(images, "labels", 0)
     assert (loaded.rows.dtype, loaded.offsets.dtype, loaded.sizes.dtype) == (np.float32, np.int64, np.int32)
-    assert loaded.rows[:, 0].tolist() == [1, 0, 2]
-    assert loaded.offsets.tolist() == [0, 1, 3, 3]
     assert loaded.counts.tolist() == [1, 2, 0]
     assert loaded.sizes.tolist() == [[20, 10], [16, 32], [40, 40]]
     assert loaded.of(1).tolist() == [[0, 0.25, 0.25, 0.5, 0.5], [2, 0.75, 0.75, 0.25, 0.5]]
-    assert loaded.of(2).shape == (0, 5)
+    assert load_labels(images[::-1], "labels", 0).rows[:, 0].tolist() == [0, 2, 1]
+    write_label(images[0], "bad")
+    unread = load_labels(images, "images", 0, None)
+    assert (unread.problems, unread.counts.tolist(), unread.sizes.tolist()) == ((), [0] * 3, loaded.sizes.tolist())
 
 
 @pytest.mark.parametrize("rules", [BOXES, POLYGONS, OUTLINES])
@@ -224,14 +201,11 @@ def test_two_processes_return_the_same_as_one(
     assert opened == [2]
     assert same(serial, parallel)
     assert serial.counts[:6].tolist() == [0, 1, 1, 1, 0, 1]  # two or three equal rows count once
-    assert serial.of(139)[:, 0].tolist() == [139]
-    assert serial.sizes[[69, 70, 139]].tolist() == [[16, 16], [0, 0], [16, 16]]
     # of every 4 images one repeats its row once and one twice; image 70, one of the former, has another problem instead
     assert len(serial.problems) == 35 * (1 + 2)
     for polygons in (serial.polygons, parallel.polygons):
         assert (polygons is not None) == (rules != BOXES)
-        if polygons:
-            assert np.diff(polygons.offsets).tolist() == [3] * len(serial.rows)
+        assert polygons is None or np.diff(polygons.offsets).tolist() == [3] * len(serial.rows)
 
 
 # The cache
@@ -259,14 +233,7 @@ def later(file: Path) -> None:
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
 
 
-def longer(file: Path) -> None:
-    """Change the size of a file and let it seem unchanged since."""
-    status = file.stat()
-    file.write_bytes(file.read_bytes() + b"\n")
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-@pytest.mark.parametrize("change", [later, longer, spoil, Path.unlink])
+@pytest.mark.parametrize("change", [later, spoil, Path.unlink])
 @pytest.mark.parametrize("changed", ["label", "image", "image behind a link"])
 def test_a_changed_file_is_scanned_again(
     images: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], changed: str
@@ -285,12 +252,12 @@ def test_a_changed_file_is_scanned_again(
 
 
 def test_names_that_are_no_text_and_names_that_no_file_can_have_are_scanned(tmp_path: Path) -> None:
-    strange = write_image(tmp_path / "images" / os.fsdecode(b"\xff.png"), plain(20, 10), "1 0.5 0.5 0.5 0.25")
+    strange = write_image(tmp_path / "images" / os.fsdecode(b"\xff.png"), plain(20, 10), "1 0.5 0.5 0.5 0.25", "bad")
     impossible = tmp_path / "images/a\0b.png"
     for _ in range(2):
         loaded = load_labels([strange, impossible], "labels", 0)
         assert loaded.sizes.tolist() == [[20, 10], [0, 0]]
-        assert len(loaded.problems) == 1
+        assert len(loaded.problems) == 2
 
 
 READ_IN_ASCII = """
@@ -298,14 +265,10 @@ import sys
 from pathlib import Path
 from data.dataset import DataOptions, data_source
 from utils.console import show
-from utils.files import replacing
 data = data_source(sys.argv[1], "data.detection:DetectionData").open(64, 32, DataOptions())
 split = data.split("train")
 print(split.identity())
 show(*split.report("train"))
-show(*data.spec.names.values())
-with replacing(data.spec.file.parent / data.spec.names[0] / "crop.jpg"):
-    pass
 """
 
 
@@ -317,22 +280,15 @@ def test_a_locale_without_unicode_changes_no_identity_and_no_cache(tmp_path: Pat
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     command = [sys.executable, "-c", READ_IN_ASCII, file]
     printed = subprocess.run(command, cwd=ROOT, env={**os.environ, **locale}, capture_output=True, check=True).stdout
-    identity, report, *warnings, name = printed.decode().splitlines()
-    assert report == "train: 2 images (0 without boxes), 2 boxes"
+    identity, _, *warnings = printed.decode().splitlines()
     assert [re.findall(r"[^/]+\.txt", warning) for warning in warnings] == [["\\udcc3\\udcbc.txt"], ["\\udcff.txt"]]
-    assert name == r"gr\xf6\xdfe"
-    assert (folder / "größe/crop.jpg").is_file()
     (cached,) = cache_home.rglob("*.npz")
     split = data_source(str(file), "data.detection:DetectionData").open(64, 32, DataOptions()).split("train")
     assert repr(split.identity()) == identity
     assert list(cache_home.rglob("*.npz")) == [cached]
 
 
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def without_keys(file: Path) -> None:
+def other_arrays(file: Path) -> None:
     with open(file, "wb") as opened:
         np.savez(opened, rows=np.zeros((0, 5), np.float32))
 
@@ -342,20 +298,13 @@ def pipe(file: Path) -> None:
     os.mkfifo(file)
 
 
-def one_array(file: Path) -> None:
-    with open(file, "wb") as opened:
-        np.save(opened, np.zeros(3))
-
-
 @pytest.mark.parametrize(
     "damage",
     [
-        cut,
-        without_keys,
-        one_array,
+        other_arrays,
         pipe,
+        pytest.param(lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]), id="cut"),
         pytest.param(lambda file: file.write_bytes(b""), id="empty"),
-        pytest.param(lambda file: file.write_bytes(b"not a cache"), id="text"),
         pytest.param(lambda file: file.write_bytes(b"PK\x03\x04 not a cache"), id="no zip"),
     ],
 )
@@ -371,16 +320,28 @@ def test_a_damaged_cache_file_is_replaced_by_a_new_scan(
 
 
 def test_an_unwritable_cache_folder_is_a_warning(
-    images: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
+    images: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (cache_home / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home / "file"))  # no folder can be made below a file, even by root
-    with pytest.warns(UserWarning, match=r"the label cache .* cannot be written \(.*\); the next start scans again"):
-        loaded = load_labels(images, "labels", 0)
-    assert loaded.rows[:, 0].tolist() == [1, 0, 2]
+    assert load_labels(images, "labels", 0).rows[:, 0].tolist() == [1, 0, 2]
+    assert capsys.readouterr().out.startswith(f"warning: {cache_home}/file/")
 
 
 # What is made of labels
+
+
+def test_the_label_file_follows_from_the_parts_of_the_path() -> None:
+    """The last folder `images` becomes `labels`."""
+    names = ["images", "labels", "a", "images.jpg", ".images", "Images", "ä"]
+    folders = [parts for length in range(4) for parts in product(names, repeat=length)]
+    files = ["a.jpg", "a.b.PNG", ".a.jpg", "images.jpg", "a..b.jpg", "images/images.jpg"]
+    for root, parts, file in product(["", "/", "../"], folders, files):
+        image = Path(root, *parts, file)
+        expected = list(image.parts)
+        for k in [k for k, part in enumerate(expected[:-1]) if part == "images"][-1:]:
+            expected[k] = "labels"
+        assert label_name(str(image)) == str(Path(*expected).with_suffix(".txt"))
 
 
 def three_boxes() -> Labels:
@@ -392,13 +353,11 @@ def three_boxes() -> Labels:
 
 def test_a_subset_has_the_rows_of_its_images() -> None:
     last = three_boxes().subset(np.array([False, False, True]))
-    assert last.rows.tolist() == [[3, 0.5, 0.5, 0.5, 0.25]]
-    assert last.offsets.tolist() == [0, 1]
-    assert last.sizes.tolist() == [[50, 100]]
-    assert last.problems == ("p",)
+    assert (last.rows.tolist(), last.offsets.tolist()) == ([[3, 0.5, 0.5, 0.5, 0.25]], [0, 1])
     both = three_boxes().subset(np.array([True, False, True]))
-    assert both.counts.tolist() == [2, 1]
-    assert both.of(1)[:, 0].tolist() == [3]
+    assert (both.counts.tolist(), both.of(1)[:, 0].tolist()) == ([2, 1], [3])
+    # at 100 pixels the images are 100x50 and 50x100
+    assert both.side_lengths(100).tolist() == [[50, 25], [25, 50], [25, 25]]
     none = three_boxes().subset(np.zeros(3, bool))
     assert (none.rows.shape, none.offsets.tolist(), none.sizes.shape) == ((0, 5), [0], (0, 2))
 
@@ -408,14 +367,10 @@ def test_an_unknown_class_is_named_with_its_file_and_line(tmp_path: Path) -> Non
     file = write_label(images[0], "", "x", "2 0.5 0.5 0.5 0.5", "4.0 0.5 0.5 0.25 1")
     check_classes(three_boxes(), images, 5, Path("data.yaml"))
     for line in (", line 4", ""):
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError, match=f"^{file}{line} has class 4, .*data.yaml ends at 3;"):
             check_classes(three_boxes(), images, 4, Path("data.yaml"))
-        assert str(caught.value) == (
-            f"{file}{line} has class 4, but `names` of data.yaml ends at 3; "
-            "fix the label or add the class (1 such row in all)"
-        )
         file.write_text("")  # it has changed since the scan
-    with pytest.raises(UserError, match=r"/labels/c\.txt has class 3, .* \(1 such row in all\)$"):
+    with pytest.raises(UserError, match=r"/labels/c\.txt has class 3"):
         check_classes(three_boxes().subset(np.array([False, True, True])), images[1:], 3, Path("data.yaml"))
 
 
@@ -429,14 +384,6 @@ OUTLINED = (
 )
 
 
-def points_of(loaded: Labels, image: int) -> list[list[list[float]]]:
-    assert loaded.polygons is not None
-    polygons = loaded.polygons.between(*loaded.offsets[image : image + 2].tolist())
-    assert polygons.points.dtype == np.float32
-    assert len(polygons.counts) == len(loaded.of(image))
-    return [np.round(points, 6).tolist() for points in polygons.outlines()]
-
-
 def test_polygons_are_loaded_if_requested(images: list[Path]) -> None:
     """The first image has a box and two polygons, one of them twice, the second one polygon, the last none."""
     for image, rows in zip(images, (OUTLINED, ("3 0.2 0.2 0.4 0.2 0.4 0.4", "x"), ()), strict=True):
@@ -446,40 +393,30 @@ def test_polygons_are_loaded_if_requested(images: list[Path]) -> None:
     for _ in ("scanned", "cached"):
         loaded = load_labels(images, "labels", 0, POLYGONS)
         assert same(replace(loaded, polygons=None), boxes)
-        assert [len(points) for points in points_of(loaded, 0)] == [0, 3, 4]
-        assert points_of(loaded, 0)[1] == pytest.approx(np.array([[0.1, 0.2], [0.3, 0.2], [0.3, 0.6]]), abs=1e-6)
-        assert np.shape(points_of(loaded, 1)) == (1, 3, 2)
-        assert points_of(loaded, 2) == []
-    subset = loaded.subset(np.array([False, True, True])).as_single_class()
-    assert points_of(subset, 0) == points_of(loaded, 1)
-    assert points_of(subset, 1) == []
-    assert points_of(loaded.subset(np.array([True, False, False])), 0) == points_of(loaded, 0)
+        assert loaded.polygons is not None
+        assert loaded.polygons.counts.tolist() == [0, 3, 4, 3]
+        assert loaded.polygons.outline(1) == pytest.approx(np.array([[0.1, 0.2], [0.3, 0.2], [0.3, 0.6]]), abs=1e-6)
+    subset = loaded.subset(np.array([False, True, True])).polygons
+    assert subset is not None
+    assert np.array_equal(subset.points, loaded.polygons.outline(3))
 
 
-def test_outlines_with_the_same_box_are_several_objects(images: list[Path]) -> None:
+def test_outlines_with_the_same_box_are_several_objects() -> None:
     first, second = "0 .1 .1 .5 .1 .5 .5 .1 .5", "0 .1 .1 .5 .1 .3 .3 .5 .5 .1 .5"
     text = "\n".join((first, second, first))
     rows, problems = parse_rows(text, FILE, OUTLINES)
     assert len({row.box for row in rows}) == 1
-    assert len(rows) == 2
-    assert problems == [f"{FILE}, line 3: the same outline again; row left out"]
-    assert len(parse_rows(text, FILE)[0]) == 1  # boxes alone
-    Path(label_file(images[0])).write_text(text)
-    scan = scan_image(images[0], OUTLINES)
-    assert (scan.rows.shape, len(scan.outlines)) == ((2, 5), 2)
+    assert (len(rows), len(problems), len(parse_rows(text, FILE)[0])) == (2, 1, 1)  # boxes alone are one
 
 
 @pytest.mark.parametrize("rules", [BOXES, POLYGONS, OUTLINES])
 def test_points_just_outside_of_the_image_are_moved_to_its_edge(rules: RowRules) -> None:
     """Those that are outside by rounding stay as they are, and so does every row inside."""
     text = "0 -0.005 0.25 1.01 0.25 0.5 0.75\n1 -0.0005 0.25 0.5 0.25 0.5 0.75\n2 0.2 -0.011 0.4 0.2 0.1 0.3\n"
-    rows, problems = parse_rows(text, FILE, rules)
+    rows, problems = parse_rows(f"{text}0 -0.005 0.2 -0.009 0.4 -0.008 0.3\n", FILE, rules)
     assert [row.points for row in rows] == [[0, 0.25, 1, 0.25, 0.5, 0.75], [-0.0005, 0.25, 0.5, 0.25, 0.5, 0.75]]
     assert rows[0].box == (0, 0.5, 0.5, 1, 0.5)
-    assert [problem.partition(" (")[0] for problem in problems] == [f"{FILE}, line 3: coordinates outside 0 to 1"]
-    _, problems = parse_rows("0 -0.005 0.2 -0.009 0.4 -0.008 0.3\n", FILE, rules)  # nothing of it is in the image
-    noun = "outline" if rules == OUTLINES else "box"
-    assert problems == [f"{FILE}, line 1: the {noun} has no area; row left out"]
+    assert [problem.partition(":")[0] for problem in problems] == [f"{FILE}, line {number}" for number in (3, 4)]
 
 
 class CornerRules(RowRules):
@@ -492,7 +429,7 @@ class CornerRules(RowRules):
 
 
 def test_the_rules_of_a_task(images: list[Path]) -> None:
-    """Equality, tolerance and wording are the data set's. Objects whose corners differ may have one upright box."""
+    """Equality and tolerance are the data set's. Objects whose corners differ may have one upright box."""
     rules = CornerRules("rotated box", "9 (four corners)", outlines=True, by_points=True, tolerance=0.5)
     falling, rising = "0 .1 .2 .2 .1 .9 .8 .8 .9", "0 .1 .8 .2 .9 .9 .2 .8 .1"
     far = "1 -.4 .5 .5 -.4 1.4 .5 .5 1.4"
@@ -500,13 +437,7 @@ def test_the_rules_of_a_task(images: list[Path]) -> None:
     rows, problems = parse_rows(text, FILE, rules)
     assert [row.points[:2] for row in rows] == [[0.1, 0.2], [0.1, 0.8], [-0.4, 0.5]]
     assert rows[0].box == rows[1].box
-    assert [problem.partition(", ")[2] for problem in problems] == [
-        "line 4: the same rotated box again; row left out",
-        "line 5: 0 corners instead of 4; row left out",
-        "line 6: 3 corners instead of 4; row left out",
-        "line 7: 3 numbers instead of 9 (four corners); row left out",
-        "line 8: 10 numbers instead of 9 (four corners); row left out",
-    ]
+    assert [int(problem.partition("line ")[2][0]) for problem in problems] == [4, 5, 6, 7, 8]
     write_label(images[0], falling, rising)
     assert load_labels(images, "labels", 0).counts.tolist()[0] == 1  # a detector learns the upright box
     for wanted in (rules, OUTLINES):

@@ -104,18 +104,15 @@ def test_frames_of_a_folder(folder: Path) -> None:
     media = Media(find_media(str(folder)))
     frames = list(media)
     assert [Path(frame.item.name).name for frame in frames] == ["a.JPG", "b.png"] + ["v.avi"] * FRAMES
-    assert media.count() == 2 + FRAMES
     assert not media.problems
     assert [frame.number for frame in frames[2:]] == brightness(frames[2:]) == list(range(FRAMES))
-    assert {(frame.fps, frame.frames) for frame in frames[2:]} == {(10.0, FRAMES)}
-    assert {(frame.fps, frame.frames) for frame in frames[:2]} == {(0.0, 0)}
+    assert [frame.fps for frame in frames] == [0.0] * 2 + [10.0] * FRAMES
 
 
 def test_every_third_frame(folder: Path) -> None:
     media = Media([MediaItem("video", str(folder / "v.avi"))], stride=3)
     frames = list(media)
     assert [frame.number for frame in frames] == brightness(frames) == [0, 3, 6]
-    assert media.count() == 3
 
 
 def test_dangling_links_and_pipes_are_reported(folder: Path) -> None:
@@ -124,7 +121,6 @@ def test_dangling_links_and_pipes_are_reported(folder: Path) -> None:
     for name in ("pipe.jpg", "pipe.mp4"):
         os.mkfifo(folder / name)
     media = Media(find_media(str(folder)))
-    assert media.count() == 5 + FRAMES
     assert len(list(media)) == 2 + FRAMES
     gone, *pipes = media.problems
     assert gone.startswith(f"{folder}/gone.jpg cannot be read as an image (")
@@ -168,7 +164,6 @@ def test_a_stream_has_frames_until_it_ends(folder: Path) -> None:
     with serving() as server:
         stream = Media([MediaItem("live", server.give("one", sending((folder / "v.avi").read_bytes())))], stride=2)
         assert [frame.number for frame in stream] == [0, 2, 4, 6]
-        assert stream.count() == 0
         (problem,) = stream.problems
         assert "/one cannot be read after 7" in problem
         missing = Media([MediaItem("live", f"{server.address}/none")])

@@ -88,11 +88,6 @@ def test_a_cut_covers_the_same_points_inside() -> None:
 # Outlines of masks
 
 
-def area(points: list[tuple[float, float]]) -> float:
-    x, y = np.array(points, float).T
-    return float(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2
-
-
 def inside(points: list[tuple[float, float]], shape: tuple[int, int]) -> np.ndarray:
     """Return the pixels whose centres an outline goes around, uint8 (height, width)."""
     outline = np.array(points)

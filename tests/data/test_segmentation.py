@@ -5,7 +5,6 @@ The promises that all data sets share are in test_contract.py.
 
 from __future__ import annotations
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from data.dataset import DataOptions
 from data.detection import DetectionData
 from data.polygons import Polygons
 from data.segmentation import SegmentationData, TargetMasks, evaluation_masks, training_masks
-from tests.making import noise, plain, write_image, write_label, write_yaml
-from utils.batch import SegmentationBatch, box_windows
+from tests.making import noise, plain, write_image, write_yaml
+from utils.batch import SegmentationBatch
 from utils.config.hyperparameters import Hyperparameters
 
 NOTHING = Hyperparameters(
@@ -158,20 +157,6 @@ def test_an_evaluated_mask_has_all_its_pixels_and_its_outline(diamonds: Path) ->
 # Labels
 
 
-def test_boxes_are_counted_and_an_image_may_have_both(tmp_path: Path) -> None:
-    write_image(tmp_path / "images/a.png", plain(64, 64), "0 .5 .5 .5 .5", "1 0 0 1 0 0 1", "0 .25 .25 .5 .5")
-    data = data_of(tmp_path)
-    split = data.split("train")
-    report = split.report("train")
-    assert report == [
-        "train: 1 image (0 without boxes), 3 boxes",
-        "warning: train: 2 of 3 labels are boxes without an outline; their masks are rectangles",
-    ]
-    assert data_of(tmp_path, strict=True).split("train").problems == ()
-    write_label(tmp_path / "images/a.png", "1 0 0 1 0 0 1")
-    assert len(data.split("train").report("train")) == 1
-
-
 def test_an_outline_that_crosses_itself_is_filled_where_it_goes_around_once(tmp_path: Path) -> None:
     """A bow tie, and a square in a square in one outline: its inner part is a hole."""
     write_image(
@@ -183,17 +168,6 @@ def test_an_outline_that_crosses_itself_is_filled_where_it_goes_around_once(tmp_
     assert not bow[[1, 14], 8].any()
     assert hollow[1:3].all()
     assert not hollow[5:11, 6:11].any()
-
-
-def test_the_outlines_of_training_labels_are_listed_with_their_boxes(diamonds: Path) -> None:
-    data = data_of(diamonds)
-    split = data.split("train")
-    head, *rows = list(csv.reader(data.documents(split, split)["boxes.csv"].splitlines()))
-    assert head == ["class", "x", "y", "width", "height", "outline"]
-    assert len(rows) == len(split.labels.rows)
-    for row, outline, box in zip(rows, split.labels.polygons.outlines(), split.labels.rows, strict=True):
-        assert [float(cell) for cell in row[1:5]] == pytest.approx(box[1:], abs=1e-4)
-        assert np.array(row[5].split(), float).reshape(-1, 2) == pytest.approx(outline, abs=1e-3)
 
 
 # Masks of objects, compared pixel for pixel with masks of whole images
@@ -261,16 +235,6 @@ def in_box(target: np.ndarray) -> np.ndarray:
     return (columns >= x1) & (columns < x2) & (rows >= y1) & (rows < y2)
 
 
-def test_a_window_has_the_pixels_in_the_box() -> None:
-    boxes = [[8, 10, 16, 22], [9, 10, 16.1, 22], [0, 0, 128, 96], [5, 5, 7, 7], [5, 5, 9, 7]]
-    windows = box_windows(targets_of(np.array(boxes))[:, 1:], 24, 32)
-    assert windows.tolist() == [[2, 3, 4, 6], [3, 3, 5, 6], [0, 0, 32, 24], [2, 2, 2, 2], [2, 2, 3, 2]]
-    for window, target in zip(windows.tolist(), targets_of(np.array(boxes)), strict=True):
-        inside = np.zeros((24, 32), bool)
-        inside[window[1] : window[3], window[0] : window[2]] = True
-        assert np.array_equal(inside, in_box(target))
-
-
 @pytest.mark.parametrize("ratio", [1, 2, 3, 4, 5, 8, 16])
 def test_training_masks_equal_those_of_whole_images(ratio: int) -> None:
     for seed in range(8):
@@ -306,13 +270,3 @@ def test_evaluated_masks_equal_those_of_whole_images_with_all_their_pixels() -> 
     boxes = targets_of(np.array([[5, 5, 7, 7]]))
     tiny = Polygons.of((np.array(((5, 5), (7, 5), (7, 7)), np.float32),))
     assert evaluation_masks(tiny, boxes, SHAPE).windows.tolist() == [[1, 1, 2, 2]]
-
-
-def test_smaller_objects_are_on_top_and_equal_ones_in_order() -> None:
-    large, small = [[0, 0], [63, 0], [63, 63], [0, 63]], [[8, 8], [23, 8], [23, 23], [8, 23]]
-    polygons = Polygons.of([np.array(points, np.float32) for points in (small, large, small)])
-    order, masks = training_masks(polygons, targets_of(polygons.extents()), SHAPE, 4, overlap=True)
-    assert order.tolist() == [1, 0, 2]
-    assert [whole.sum() for whole in split_masks(masks)] == [16 * 16 - 16, 0, 16]
-    _, masks = training_masks(polygons, targets_of(polygons.extents()), SHAPE, 4, overlap=False)
-    assert [whole.sum() for whole in split_masks(masks)] == [16, 256, 16]
