@@ -7,7 +7,7 @@ FULL := $(VENV)/.installed
 REQUIREMENTS := requirements.txt requirements-dev.txt requirements-deepspeed.txt requirements-export.txt \
 	requirements-tune.txt
 
-.PHONY: setup train test test-long test-gpu test-gpu2 test-floors test-trackers test-clusters \
+.PHONY: setup train test test-long test-gpu test-gpu2 test-floors test-clusters \
 	lint image constraints soak gpu gpu2 gpu-data readme bench bench-processes bench-versus bench-gpus
 
 # Everything: for DeepSpeed, exports, tests and linters too.
@@ -92,14 +92,6 @@ $(RUN) -m venv $(1)
 $(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
 endef
-
-# Accelerate's other trackers.
-TRACKERS := .venv-trackers
-
-test-trackers: setup
-	$(call on_top,$(TRACKERS))
-	for name in comet_ml clearml dvclive swanlab trackio aim; do $(TRACKERS)/bin/python -m pip install --quiet $$name; done
-	$(TRACKERS)/bin/python -m pytest tests/utils/tracking/test_accelerate_tracker.py
 
 # The files for clusters: the schemas of Kubernetes, Kubeflow and SkyPilot, two simulated machines, and the image. Root, iproute2.
 CLUSTERS := .venv-clusters
