@@ -24,32 +24,16 @@ import torch
 from data.batches import Item
 from data.media import Frame, Media, MediaItem, find_media, prefetched
 from models.tasks.contract import Prediction
-from predictor import ARGUMENTS, Predictor
+from predictor import Predictor
 from utils.config.flags import DetectOptions
 from utils.config.parser import given_flags, over_defaults
 from utils.console import Bar, show
 from utils.distributed.failure import Stopped, run_main
 from utils.errors import UserError, plural, without_secrets
-from utils.files import (
-    csv_text,
-    located,
-    lock_folder,
-    numbered_folder,
-    remove_if_empty,
-    replacing,
-    unique_stems,
-    write_rows,
-)
+from utils.files import csv_text, lock_folder, numbered_folder, remove_if_empty, replacing, unique_stems, write_rows
 from utils.plots.drawing import Style, write_picture
 from utils.python_api import call
-from utils.summary import (
-    INFERENCE,
-    POSTPROCESSING,
-    PREPARING,
-    StageTimer,
-    format_times,
-    milliseconds_per_image,
-)
+from utils.summary import INFERENCE, POSTPROCESSING, PREPARING, StageTimer, format_times, milliseconds_per_image
 
 
 def detect(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,9 +41,7 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
     options = over_defaults(DetectOptions, given)
     items = dict.fromkeys(item for source in options.source or ("",) for item in find_media(source))
     media = Media(list(items), options.vid_stride)
-    predictor = Predictor(**{name: value for name, value in given.items() if name in ARGUMENTS})
-    if not options.quiet:
-        show(located(predictor.files))
+    predictor = Predictor.from_flags(given)
     synchronise = torch.accelerator.synchronize if predictor.device.type != "cpu" else lambda: None
     timer, file_names = StageTimer(synchronise), FileNames(media.items)
     frames_done = warnings_shown = 0

@@ -27,6 +27,7 @@ from utils.config.values import select
 from utils.console import show
 from utils.distributed.launch import one_device
 from utils.errors import UserError, nearest, plural
+from utils.files import located
 from utils.python_api import aliases
 from utils.python_api import arguments as checked_arguments
 from utils.summary import POSTPROCESSING, StageTimer
@@ -74,12 +75,26 @@ class Predictor:
         if isinstance(device := arguments.get("device"), torch.device):
             arguments["device"] = str(device)
         given = checked_arguments(DetectOptions, {"weights": weights, **arguments}, "Predictor", ARGUMENTS)
+        lines = self._build(given)
+        self.bgr = bgr
+        show(*lines)
+
+    @classmethod
+    def from_flags(cls, given: Mapping[str, Any]) -> Predictor:
+        """Make a predictor from flags of detect.py, by name; errors and printed lines name flags."""
+        predictor = cls.__new__(cls)
+        lines = predictor._build(given)
+        show(*([] if given.get("quiet") else [located(predictor.files)]), *lines)
+        predictor.bgr = False
+        return predictor
+
+    def _build(self, given: Mapping[str, Any]) -> list[str]:
+        """Set all attributes; return lines for the console."""
         options = DetectOptions(**given)
         sides_of(options.imgsz)  # refuses a wrong size before weights are downloaded
         device = one_device("0" if options.device == "cuda" else str(options.device))
-        members = read_members(
-            [*map(str, options.weights)], str(options.layers), str(options.task_file), options.augment
-        )
+        weights, own = list(map(str, options.weights)), (str(options.layers), str(options.task_file))
+        members = read_members(weights, *own, options.augment)
         source = data_source(str(options.data), members.entry.data) if options.data else None
         kind = members.entry.load()
         members.refuse(DetectOptions, given)
@@ -89,17 +104,17 @@ class Predictor:
         models = members.build(task, max(size.sides), str(options.data) or "the names")
         classes = class_numbers(options.classes, task.names)
         thresholds = select(Thresholds, options, classes=classes, one_class=True)
+        postprocess = task.postprocess(models[0], thresholds)
         stride = math.lcm(*(model.stride for model in models))
         size = size.rounded(stride)
         vars(self).update(
-            bgr=bgr,
             thresholds=thresholds,
             task=task,
             data=dataset_class(members.entry.data),
             models=[for_inference(model, device, half, fold=True) for model in models],
             device=device,
             half=half,
-            inference=Inference(task, task.postprocess(models[0], thresholds), device, options.augment, half),
+            inference=Inference(task, postprocess, device, options.augment, half),
             stride=stride,
             size=size,
             settings=members.settings,
@@ -108,7 +123,7 @@ class Predictor:
         lines = [*size.messages, *members.overridden({**given, "half": half})]
         if options.half and not half:
             lines.append("warning: --half is for CUDA; using full precision")
-        show(*(line for line in lines if not options.quiet or line.startswith("warning: ")))
+        return [line for line in lines if not options.quiet or line.startswith("warning: ")]
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a threshold, `bgr` or `as_list`. Raises `UserError` for any other name, and for a wrong value."""
