@@ -96,7 +96,8 @@ def test_a_project_that_cannot_be_made(tmp_path: Path, exist_ok: bool) -> None:
 
 
 def hold(folder: Path, sender: Connection) -> None:
-    sender.send(lock_folder(folder).is_locked)
+    lock = lock_folder(folder)
+    sender.send(lock.is_locked)
     time.sleep(60)
 
 

@@ -81,8 +81,9 @@ class Plotter:
 
     def _draw_documents(self, names: Sequence[str]) -> None:
         started = time.time()
+        nice = "os.nice(10); " if names and hasattr(os, "nice") else ""  # named documents are drawn beside the training
         # Unlike `python -m`, this does not search the current folder for the module.
-        code = f"import sys; sys.path[0] = {str(ROOT)!r}; from utils.plots.__main__ import main; main()"
+        code = f"import os, sys; {nice}sys.path[0] = {str(ROOT)!r}; from utils.plots.__main__ import main; main()"
         done = subprocess.run(
             [sys.executable, "-c", code, str(self.folder), *(["--only", *names] if names else [])],
             env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
