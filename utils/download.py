@@ -134,23 +134,22 @@ def fetch_from_hub(name: str) -> Path:
         raise UserError(f"{flag} is not of the form {HUB_PREFIX}owner/name or {HUB_PREFIX}owner/name/file.pt")
     repository, revision, file = parts.groups()
     hub.utils.logging.set_verbosity_error()
-    files: list[str] = []
     with one_at_a_time(cache_folder() / "hub" / f"{repository.replace('/', '--')}.lock"):
-        with suppress(Exception):  # the Hub gives nothing; the file may be in the cache
+        try:
             info = hub.HfApi().model_info(repository, revision=revision, timeout=SERVER_TIMEOUT_SECONDS)
             files = [sibling.rfilename for sibling in info.siblings or []]
-            licence = "".join(f" (licence: {tag[8:]})" for tag in info.tags or [] if tag.startswith("license:"))
-            print(f"{HUB_PREFIX}{repository}{licence}", file=sys.stderr, flush=True)
-        weights = sorted(each for each in files if each.endswith(WEIGHT_SUFFIXES))
-        file = file or (weights[0] if len(weights) == 1 else BEST)
-        if files and file not in files:
-            holds = shortened(", ".join(weights or files))
-            raise UserError(f"{flag} has no {file}; it holds {holds}: name one, as in {HUB_PREFIX}owner/name/file.pt")
-        try:
-            timeout = SERVER_TIMEOUT_SECONDS
-            return Path(hub.hf_hub_download(repository, file, revision=revision, etag_timeout=timeout))
+            weights = sorted(each for each in files if each.endswith(WEIGHT_SUFFIXES))
+            file = file or (weights[0] if len(weights) == 1 else BEST)
+            if file in files:
+                licence = "".join(f" (licence: {tag[8:]})" for tag in info.tags or [] if tag.startswith("license:"))
+                print(f"{HUB_PREFIX}{repository}/{file}{licence}", file=sys.stderr, flush=True)
+                return Path(hub.hf_hub_download(repository, file, revision=revision))
         except Exception as error:  # of any class, depending on the version
+            with suppress(Exception):
+                return Path(hub.hf_hub_download(repository, file or BEST, revision=revision, local_files_only=True))
             raise UserError(
                 f"{flag} cannot be downloaded ({first_line(Exception(HUB_TOKEN.sub('...', str(error))))}); check the "
                 "name and the network, and log in with `hf auth login` or set HF_TOKEN if it is private or gated"
             ) from None
+    holds = shortened(", ".join(weights or files)) or "no files"
+    raise UserError(f"{flag} has no {file}; it holds {holds}: name one, as in {HUB_PREFIX}owner/name/file.pt")
