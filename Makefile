@@ -7,7 +7,7 @@ FULL := $(VENV)/.installed
 REQUIREMENTS := requirements.txt requirements-dev.txt requirements-deepspeed.txt requirements-export.txt \
 	requirements-tune.txt
 
-.PHONY: setup train test test-long test-gpu test-gpu2 test-floors test-trackers \
+.PHONY: setup train test test-long test-gpu test-gpu2 test-floors \
 	lint image constraints soak gpu gpu2 gpu-data readme bench bench-processes bench-versus bench-gpus
 
 # Everything: for DeepSpeed, exports, tests and linters too.
@@ -85,21 +85,6 @@ test-floors: $(FLOORS)/.installed
 	$(FLOORS)/bin/python -m pytest -n 2 --dist loadfile -m "not long and not gpu and not gpu2" tests/data tests/models tests/utils
 	$(FLOORS)/bin/python train.py --epochs 2
 	$(FLOORS)/bin/python -m pytest tests/test_deepspeed.py -k "zero2_bf16"
-
-# An environment on top of the other one, for packages that would hold back those of all other tests.
-define on_top
-$(RUN) -m venv $(1)
-$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-	$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
-endef
-
-# Accelerate's other trackers.
-TRACKERS := .venv-trackers
-
-test-trackers: setup
-	$(call on_top,$(TRACKERS))
-	for name in comet_ml clearml dvclive swanlab trackio aim; do $(TRACKERS)/bin/python -m pip install --quiet $$name; done
-	$(TRACKERS)/bin/python -m pytest tests/utils/tracking/test_accelerate_tracker.py
 
 image:
 	@if docker info >/dev/null 2>&1; then docker build -t lockstep . && docker run --rm lockstep python train.py --help >/dev/null; \

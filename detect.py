@@ -33,14 +33,7 @@ from utils.errors import Stopped, UserError, plural, without_secrets
 from utils.files import csv_text, lock_folder, numbered_folder, remove_if_empty, replacing, unique_stems, write_rows
 from utils.plots.drawing import Style, write_picture
 from utils.python_api import call
-from utils.summary import (
-    INFERENCE,
-    POSTPROCESSING,
-    PREPARING,
-    StageTimer,
-    format_times,
-    milliseconds_per_image,
-)
+from utils.summary import INFERENCE, POSTPROCESSING, PREPARING, StageTimer, format_times, milliseconds_per_image
 
 
 def detect(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,21 +65,16 @@ def export(given: Mapping[str, Any]) -> list[str]:
         job = prepare(name, content, options, size, device, source.names() if source else content.class_names)
         log_rounding(size.sides, job.metadata.imgsz, job.metadata.stride)
         show(*messages(options, job))
-        files += write_all(options, job, file)
+        for format_name in dict.fromkeys("onnx" if name == "engine" else name for name in options.include):
+            began = time.perf_counter()
+            files.append(write(job, format_name, file.with_suffix("")))
+            size_mb, seconds = megabytes(files[-1]), time.perf_counter() - began
+            show(f"{format_name}: {files[-1]}, {size_mb:.1f} MB, {seconds:.1f} s")
         if "engine" in options.include:
             show(f"warning: engine: not written; on the target machine, run {trtexec(job, file.with_suffix(''))}")
     if "engine" in options.include:
         raise Stopped(1)
     return list(map(str, files))
-
-
-def write_all(options: ExportOptions, job: ExportJob, file: Path) -> Iterator[Path]:
-    """Write all formats that the flags name beside a weight file; yield each path."""
-    for format_name in dict.fromkeys("onnx" if name == "engine" else name for name in options.include):
-        began = time.perf_counter()
-        path = write(job, format_name, file.with_suffix(""))
-        show(f"{format_name}: {path}, {megabytes(path):.1f} MB, {time.perf_counter() - began:.1f} s")
-        yield path
 
 
 def trtexec(job: ExportJob, stem: Path) -> str:
@@ -147,16 +142,18 @@ def suppression_metadata(limits: Thresholds) -> dict[str, Any]:
 
 def messages(options: ExportOptions, job: ExportJob) -> list[str]:
     """Return lines for the console about the export."""
-    lines, metadata = [], job.metadata
-    height, width = metadata.imgsz
+    metadata = job.metadata
+    lines = [f"--{flag} changes nothing: {why}" for flag, why in NEEDLESS_FLAGS.items() if getattr(options, flag)]
     if options.half and not metadata.half:
         lines.append("warning: --half needs CUDA, as in --device 0; exporting in full precision")
-    lines += [f"--{flag} changes nothing: {why}" for flag, why in NEEDLESS_FLAGS.items() if getattr(options, flag)]
-    count = "any number" if metadata.dynamic else metadata.batch
-    sizes = ", or other whole strides" if metadata.dynamic else ""
-    classes = plural(len(metadata.names), "class")
-    summary = f"{metadata.task}, {classes}; images of {height}x{width}{sizes}, {count} at a time"
-    return [*lines, summary, f"licence: {Origin(metadata.licence, metadata.origin)}"]
+    height, width = metadata.imgsz
+    count = "or other whole strides, any number" if metadata.dynamic else f"{metadata.batch}"
+    shape = f"images of {height}x{width}, {count} at a time"
+    return [
+        *lines,
+        f"{metadata.task}, {plural(len(metadata.names), 'class')}; {shape}",
+        f"licence: {Origin(metadata.licence, metadata.origin)}",
+    ]
 
 
 def megabytes(path: Path) -> float:

@@ -1,8 +1,6 @@
 """Models for `torch.hub.load(FOLDER, "custom", path="best.pt", source="local")`, as YOLOv5's hub names them.
 
-Each is a `Predictor` that always returns a list; its arguments (predictor.py) may follow. The names are `custom` and
-the names of YOLOv5's release files: yolov5n to yolov5x, yolov5n6 to yolov5x6, yolov5n-seg to yolov5x-seg, yolov5n-cls
-to yolov5x-cls; and yolov9t, yolov9s, yolov9m, yolov9c.
+The names are `custom` and those of the release files: yolov5n to yolov5x, also with 6, -seg and -cls; yolov9t to c.
 """
 
 from __future__ import annotations
@@ -17,13 +15,9 @@ dependencies = ["torch", "torchvision", "cv2", "numpy", "PIL", "yaml", "filelock
 
 
 def custom(path: Any = "yolov5s.pt", *, pretrained: bool = True, _verbose: bool = True, **arguments: Any) -> Predictor:
-    """Return a `Predictor` of a weight file, which returns `Results` for one image too.
+    """Return a `Predictor` of one weight file or several, which returns `Results` for one image too.
 
-    Args:
-        path: one name or several, for an ensemble
-        pretrained: accepted as in YOLOv5; False raises `UserError`
-        _verbose: whether to print more than warnings, as in YOLOv5
-        arguments: arguments of `Predictor`
+    `pretrained` and `_verbose` are YOLOv5's: the first must be true, and without the second only warnings are printed.
     """
     from predictor import Predictor
     from utils.errors import UserError

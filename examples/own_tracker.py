@@ -1,7 +1,7 @@
 """A tracker of your own: `python train.py --data my.yaml --log-with wandb,examples/own_tracker.py`.
 
 It is a tracker of Accelerate (https://huggingface.co/docs/accelerate/usage_guides/tracking). Lockstep calls it on the
-main process, in a thread: training neither waits for it nor fails by it. A resumed run logs nothing twice.
+main process, in a thread: training neither waits for it nor fails by it. A resumed run may repeat steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class JsonLines(GeneralTracker):
         return self.file
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Log the settings: flags by name, nested ones as `hyperparameters.lr0`. Once, not in a resumed run."""
+        """Log the settings: flags by name, nested ones as `hyperparameters.lr0`. Also at the start of a resumed run."""
         self._write({"project": self.run_name, "settings": values})
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:

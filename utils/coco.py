@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from utils.batch import CocoImage
+from utils.console import table
 from utils.errors import UserError, first_line, nearest, plural, shown
 from utils.files import ROOT, csv_text, read_regular, read_yaml
 
@@ -156,16 +157,12 @@ def find_annotations(roots: Sequence[Path], split: str, paths: Sequence[Path]) -
     It is below the first of the data set's folders `roots` that has annotations/instances_<folder of the images>.json,
     or else a single instances_<split>*.json there.
     """
+    name, pattern = f"instances_{paths[0].parent.name}.json", f"instances_{split}*.json"
     for folder in (root / "annotations" for root in roots):
-        named = folder / f"instances_{paths[0].parent.name}.json"
-        files = [named] if named.is_file() else sorted(folder.glob(f"instances_{split}*.json"))
+        files = [folder / name] if (folder / name).is_file() else [*folder.glob(pattern)]
         if len(files) == 1:
             return files[0], ""
-        if files:
-            names = " and ".join(file.name for file in files)
-            return None, f"{folder} has {names}; choose one with --annotations"
-    missing = f"no instances_{paths[0].parent.name}.json and no instances_{split}*.json in {roots[0] / 'annotations'}"
-    return None, f"{missing}; give a file with --annotations"
+    return None, f"no {name} and not one {pattern} in {roots[0] / 'annotations'}; give a file with --annotations"
 
 
 def read_annotations(file: Path, names: Mapping[int, str], paths: Sequence[Path]) -> Annotations:
@@ -199,9 +196,8 @@ def _image_ids(images: Mapping[str, Any], paths: Sequence[Path]) -> Iterator[Any
         by_last_part.setdefault(PurePath(name).name, []).append(image_id)
     for path in paths:
         endings = ("/".join(path.parts[start:]) for start in range(1, len(path.parts)))
-        image_id = next((images[ending] for ending in endings if ending in images), None)
         same = by_last_part.get(path.name, [])
-        yield image_id if image_id is not None or len(same) != 1 else same[0]
+        yield next((images[ending] for ending in endings if ending in images), same[0] if len(same) == 1 else None)
 
 
 def score(
@@ -242,20 +238,6 @@ def score(
         ) from error
 
 
-def table(scores: Sequence[float], title: str) -> list[str]:
-    """Return COCO's metrics as lines of text."""
-    row = "{:>22} {:>9} {:>9} {:>10} {:>10}"
-    values = [f"{value:.4f}" if value >= 0 else "-" for value in scores]
-    lines = [row.format(*metric, value) for metric, value in zip(COCO_METRICS, values, strict=True)]
-    return [row.format(title, "IoU", "area", "most", "value"), *lines]
-
-
-def csv_document(scores: Sequence[float]) -> str:
-    """Return COCO's metrics as coco.csv; a value is empty if there was nothing to measure."""
-    rows = [(*metric, f"{value:.9g}" if value >= 0 else "") for metric, value in zip(COCO_METRICS, scores, strict=True)]
-    return csv_text(("metric", "iou", "area", "max_det", "value"), rows)
-
-
 class Report(NamedTuple):
     """What --save-json writes and prints."""
 
@@ -285,8 +267,11 @@ def report(
         try:
             for kind, scores in score(truth, rows, kinds):
                 document, title = COCO_OUTPUTS[kind]
-                documents[document] = csv_document(scores)
-                tables += table(scores, title)
+                measured = list(zip(COCO_METRICS, scores, strict=True))
+                of_file = ((*metric, f"{value:.9g}" if value >= 0 else "") for metric, value in measured)
+                documents[document] = csv_text(("metric", "iou", "area", "max_det", "value"), of_file)
+                printed = [(*metric, value if value >= 0 else "-") for metric, value in measured]
+                tables += table([(title, "IoU", "area", "most", "value"), *printed])
         except UserError as error:
             problem = str(error)
     return Report(documents, lines, tables, problem)

@@ -31,7 +31,8 @@ def class_named(place: str) -> Any:
 
 def is_users(module: str) -> bool:
     """Return whether a module is a file of the user's, or in a package of the user's."""
-    return module.partition(".")[0] in _paths
+    name = module.partition(".")[0]
+    return name in _paths and name in sys.modules
 
 
 def load(module: str) -> ModuleType:
@@ -75,18 +76,20 @@ def imported(path: Path, flag: str) -> Iterator[ModuleType]:
         path: resolved path of the file or package
         flag: the flag that names it
     """
-    name, file = path.stem, path / "__init__.py" if path.is_dir() else path
+    name, file, before = path.stem, path / "__init__.py" if path.is_dir() else path, list(sys.path)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     importlib.invalidate_caches()
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
-    if spec is None or spec.origin is None or Path(spec.origin).resolve() != file:
-        raise UserError(f"{flag} {path}: '{name}' is not a valid module name, or another module has it; rename it")
+    is_named_alike = spec is None or spec.origin is None or Path(spec.origin).resolve() != file
     try:
+        if is_named_alike:
+            raise UserError(f"{flag} {path}: '{name}' is not a valid module name, or another module has it; rename it")
         with running(path):
             yield importlib.import_module(name)
     except BaseException:
-        for loaded in [each for each in sys.modules if each.partition(".")[0] == name]:
+        sys.path[:] = before
+        for loaded in [each for each in sys.modules if each.partition(".")[0] == name and not is_named_alike]:
             del sys.modules[loaded]
         raise
 
@@ -124,7 +127,7 @@ def explained(place: object = "", context: str = "") -> Iterator[None]:
         where = f"{users[-1].filename}, line {users[-1].lineno}" if users else place
         if not where:
             raise
-        reason = f"{type(error).__name__}: {first_line(error)}{context}"
+        reason = f"{type(error).__name__}: {first_line(error)}{context}; fix it there"
         if isinstance(error, SyntaxError):
-            where, reason = f"{error.filename or where}, line {error.lineno or 1}", str(error.msg)
-        raise UserError(f"{where}: {reason}; fix it there") from error
+            where, reason = f"{error.filename or where}, line {error.lineno or 1}", f"{error.msg}; fix the Python there"
+        raise UserError(f"{where}: {reason}") from error

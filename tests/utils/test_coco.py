@@ -16,14 +16,12 @@ from utils.coco import (
     COCO_METRICS,
     Annotations,
     CocoIds,
-    csv_document,
     default_ids,
     find_annotations,
     read_annotations,
     report,
     results,
     score,
-    table,
 )
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
@@ -115,17 +113,13 @@ def test_the_annotations_of_a_split(tmp_path: Path) -> None:
     file, message = find_annotations(roots, "val", paths)
     assert file is None
     assert "instances_val2017.json" in message
-    assert "instances_val*.json" in message
-    written(folder, {}, "captions_val2017.json")
-    written(folder, {}, "instances_train2017.json")
+    for other in ("captions_val2017.json", "instances_train2017.json"):
+        written(folder, {}, other)
     assert find_annotations(roots, "val", paths)[0] is None
-    older = written(folder, {}, "instances_val2014.json")
-    assert find_annotations(roots, "val", paths) == (older, "")
-    newer = written(folder, {}, "instances_val2017.json")
-    assert find_annotations(roots, "val", paths) == (newer, "")
-    file, message = find_annotations(roots, "val", [tmp_path / "images" / "1.jpg"])  # ambiguous
-    assert file is None
-    assert "instances_val2014.json and instances_val2017.json" in message
+    for name in ("instances_val2014.json", "instances_val2017.json"):
+        file = written(folder, {}, name)
+        assert find_annotations(roots, "val", paths) == (file, "")
+    assert find_annotations(roots, "val", [tmp_path / "images" / "1.jpg"])[0] is None  # ambiguous
 
 
 def test_ids_of_annotations(tmp_path: Path) -> None:
@@ -206,13 +200,11 @@ def test_metrics_by_hand(tmp_path: Path) -> None:
     assert scores["AP", "0.50:0.95", "all", 100] == pytest.approx((cat + 0.3) / 2)
     assert scores["AR", "0.50:0.95", "all", 1] == pytest.approx((0.5 + 0.3) / 2)
     assert scores["AP", "0.50:0.95", "small", 100] == -1
-    rows = table(list(scores.values()), "COCO")
-    assert rows[2].split() == ["AP", "0.50", "all", "100", f"{(cat + 1) / 2:.4f}"]
-    assert rows[4].split() == ["AP", "0.50:0.95", "small", "100", "-"]
-    document = list(csv.DictReader(csv_document(list(scores.values())).splitlines()))
-    assert len(document) == 12
-    assert float(document[1]["value"]) == pytest.approx((cat + 1) / 2)
-    assert document[3]["value"] == ""
+    made = report(read.file, [detections(0, (10, 10, 50, 50, 0.9, 0))], NAMES, PATHS, "best")
+    document = list(csv.DictReader(made.documents["coco.csv"].splitlines()))
+    assert (len(document), document[1]["value"], document[3]["value"]) == (12, f"{cat / 2:.9g}", "")
+    assert made.tables[2].split() == ["AP", "0.50", "all", "100", f"{cat / 2:.4f}"]
+    assert made.tables[4].split() == ["AP", "0.50:0.95", "small", "100", "-"]
 
 
 def test_metrics_without_detections(tmp_path: Path) -> None:

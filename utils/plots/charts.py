@@ -40,6 +40,7 @@ MATPLOTLIB_SETTINGS: Any = {
 MAX_NAME_CHARACTERS = 40  # the middle of a longer name is cut out
 GREY = "0.6"
 SUBPLOT_INCHES = (3.2, 2.5)  # width and height, with title and ticks
+MIN_RELATIVE_SPAN = 0.03  # least span of an axis as a share of the largest value: a smaller one would show noise
 MAX_SMOOTHING_POINTS = 4.0  # largest width of the smoothing, in points
 MAX_CONFUSION_NAMES = 121  # 120 classes and background: a larger matrix is drawn without names
 MAX_CELL_TEXTS = 1000  # numbers that are written, the largest ones: each takes 1 ms
@@ -150,6 +151,9 @@ def _draw_subplot(axes: Axes, name: str, epochs: np.ndarray, values: np.ndarray)
         axes.text(0.5, 1.02, text, transform=axes.transAxes, ha="center", va="bottom", color="0.35", fontsize=8)
     axes.locator_params("x", nbins=6, integer=True, min_n_ticks=1)
     axes.locator_params("y", nbins=6)
+    least = MIN_RELATIVE_SPAN * np.abs(values).max(initial=0)
+    if len(values) and np.ptp(values) < least:
+        axes.set_ylim(values.mean() - least / 2, values.mean() + least / 2)
 
 
 # Confusion matrix

@@ -1,11 +1,10 @@
-"""The pictures of a run folder, drawn from its text files: `python -m utils.plots runs/train/exp`.
+"""The pictures of a run folder, drawn from its text files by `python -m utils.plots runs/train/exp`.
 
 Training starts this command as a process of its own (`Plotter`). Imports no torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import os
 import subprocess
@@ -82,8 +81,9 @@ class Plotter:
 
     def _draw_documents(self, names: Sequence[str]) -> None:
         started = time.time()
+        nice = "os.nice(10); " if names and hasattr(os, "nice") else ""  # named documents are drawn beside the training
         # Unlike `python -m`, this does not search the current folder for the module.
-        code = f"import sys; sys.path[0] = {str(ROOT)!r}; from utils.plots.pictures import main; main()"
+        code = f"import os, sys; {nice}sys.path[0] = {str(ROOT)!r}; from utils.plots.__main__ import main; main()"
         done = subprocess.run(
             [sys.executable, "-c", code, str(self.folder), *(["--only", *names] if names else [])],
             env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -102,20 +102,6 @@ class Plotter:
     def finish(self, patience: float) -> bool:
         """Wait at most `patience` seconds for all drawings; return whether they are done."""
         return self._background.finish(min(patience, TIMEOUT_SECONDS))
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Draw the pictures of a run folder, and exit: with 1 after a warning or an error."""
-    parser = argparse.ArgumentParser("python -m utils.plots", description="Draw the pictures of a run folder.")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="run folder")
-    parser.add_argument("--only", nargs="+", choices=list(DRAWINGS), help="text files to draw from")
-    options = parser.parse_args(argv)
-    os.environ.pop("MPLBACKEND", None)  # notebooks set it to a back end that matplotlib may not find here
-    cv2.setNumThreads(1)  # the other cores are the training's
-    files = [file for name in options.only or DRAWINGS if (file := options.folder / name).is_file()]
-    if not files:
-        sys.exit(f"error: {printable(str(options.folder))} has nothing to draw from, such as results.csv")
-    sys.exit(max(map(draw_document, files)))
 
 
 def draw_document(file: Path) -> int:

@@ -50,11 +50,12 @@ class Tracker(GeneralTracker):
         self, name: str, project: str, arguments: Mapping[str, Any], finish_seconds: float = FINISH_SECONDS
     ) -> None:
         self.name = name  # the base class requires it
+        self.title = "W&B" if name == WANDB else name  # in messages
         super().__init__()
         self.project, self.arguments, self.finish_seconds = project, arguments, finish_seconds
         self.inner: Any = None  # Accelerate's tracker, once it has started
         self._started = threading.Event()  # set once the run has started or failed to start
-        self._background = Background(f"{name} has failed", log)
+        self._background = Background(f"{self.title} has failed", log)
 
     @property
     def tracker(self) -> Any:
@@ -97,14 +98,14 @@ class Tracker(GeneralTracker):
         """Send the rest and close the run, within `patience` seconds and its own time limit."""
         patience = min(patience, self.finish_seconds)
         if not self._close(patience):
-            log(f"warning: {self.name} has not ended after {patience:.0f} s; {self.rest()}")
+            log(f"warning: {self.title} has not ended after {patience:.0f} s; {self.rest()}")
 
     def rest(self) -> str:
         """Return what becomes of values that have not been sent, in words."""
         return "what it has not sent is lost"
 
     def _close(self, patience: float) -> bool:
-        self.do(lambda: self.inner.finish())
+        self.do(self._end)
         return self._background.finish(patience)
 
     # In the thread
@@ -120,6 +121,9 @@ class Tracker(GeneralTracker):
         # MLflow refuses other characters, and a key "epoch" beside keys that begin with "epoch/".
         named = {re.sub(r"[^\w\-. :/]", "_", key): value for key, value in values.items() if key not in (STEP, EPOCH)}
         self.inner.log(named, step=step)
+
+    def _end(self) -> None:
+        self.inner.finish()
 
 
 def accelerate_tracker(name: str, project: str, folder: Path) -> Tracker:

@@ -86,10 +86,11 @@ class WandbTracker(Tracker):
     def _start(self, config: Mapping[str, Any]) -> Any:
         import wandb
 
-        settings: dict[str, Any] = {"console": "off", "finish_timeout": self.finish_seconds}  # `log` is written instead
+        # What `log` prints is written by `with_wandb`, not captured.
+        settings: dict[str, Any] = {"console": "off", "init_timeout": connect_timeout()}
+        settings["finish_timeout"] = self.finish_seconds
         if "x_transaction_log_flush_interval" in wandb.Settings.model_fields:  # wandb 0.28.2 lacks it
             settings["x_transaction_log_flush_interval"] = FLUSH_SECONDS
-        settings["init_timeout"] = connect_timeout()
         arguments = {**self.arguments, "config": dict(config), "settings": wandb.Settings(**settings)}
 
         def started(mode: str) -> Any:
@@ -151,13 +152,9 @@ class WandbTracker(Tracker):
         with replacing(self.folder / POSITION_FILE) as file:
             file.write(json.dumps(self._last).encode())
 
-    def _close(self, patience: float) -> bool:
-        def close() -> None:
-            self.inner.run.finish(exit_code=self.exit_code)
-            self._store_position()
-
-        self.do(close)
-        return self._background.finish(patience)
+    def _end(self) -> None:
+        self.inner.run.finish(exit_code=self.exit_code)
+        self._store_position()
 
 
 def connect_timeout() -> float:

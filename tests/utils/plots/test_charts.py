@@ -134,12 +134,6 @@ def test_values_that_are_not_finite_are_omitted(styled: None) -> None:
 COUNTS = np.array([[8, 1, 1], [0, 12345, 5], [3, 1, 0]])  # the last is the background
 
 
-def test_shares_are_of_the_true_class() -> None:
-    expected = [[0.8, 0.1, 0.1], [0, 12345 / 12350, 5 / 12350], [0.75, 0.25, 0]]
-    assert shares_of(COUNTS) == pytest.approx(np.array(expected))
-    assert shares_of(np.array([[0, 0], [1, 3]])).tolist() == [[0, 0], [0.25, 0.75]]
-
-
 def test_texts_of_the_cells() -> None:
     """The largest first, without zeros and shares that round to 0."""
     shares = [(1, 1, "1"), (0, 0, ".80"), (2, 0, ".75"), (2, 1, ".25"), (0, 1, ".10"), (0, 2, ".10")]
@@ -166,14 +160,11 @@ def test_the_matrix_shows_counts_or_shares(by_share: bool, styled: None) -> None
 # Curves
 
 
-def test_f1_by_hand() -> None:
+def test_f1_and_means_by_hand() -> None:
+    """The mean is over classes that have a value."""
     values = f1(np.array([1, 0.5, 0, 0.25, NAN]), np.array([1, 0.25, 0, 0, 1]))
     assert values == pytest.approx([1, 1 / 3, 0, 0, NAN], nan_ok=True)
-
-
-def test_the_mean_is_over_classes_that_have_a_value() -> None:
-    values = np.array([[1, NAN, NAN], [0.5, 0.25, NAN]])
-    assert mean_curve(values) == pytest.approx([0.75, 0.25, 0])
+    assert mean_curve(np.array([[1, NAN, NAN], [0.5, 0.25, NAN]])) == pytest.approx([0.75, 0.25, 0])
 
 
 def curves(classes: int, positions: int = 5) -> Curves:
@@ -262,12 +253,12 @@ def test_outlines_have_one_centre(styled: None) -> None:
 
 
 def test_outlines_that_are_not_boxes_have_one_centre_too(styled: None) -> None:
+    """A label without an outline is its box."""
     tilted = np.array([(0.5, 0.05), (0.6, 0.25), (0.5, 0.45), (0.4, 0.25)])
     axes = labels_figure(LABELS, np.array([1, 0]), BOXES, [tilted, np.zeros((0, 2))]).axes[1]
     first, second = axes.collections[0].get_segments()
     assert first == pytest.approx(np.array([(0.5, 0.3), (0.6, 0.5), (0.5, 0.7), (0.4, 0.5), (0.5, 0.3)]))
-    assert second[:4].max(0).tolist() == [1, 0.75]  # a label without an outline is its box
-    assert axes.get_title() == "2 outlines around one centre"
+    assert second[:4].max(0).tolist() == [1, 0.75]
 
 
 def test_densities_of_centres_and_sizes(styled: None) -> None:

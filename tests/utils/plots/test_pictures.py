@@ -23,8 +23,9 @@ from tests.utils.plots.run_folder import (
 )
 from utils.files import ROOT, csv_text
 from utils.plots import pictures
+from utils.plots.__main__ import main
 from utils.plots.drawing import CAPTION_LINE_PIXELS, COLOURS, GAP_PIXELS
-from utils.plots.pictures import DRAWINGS, Plotter, main
+from utils.plots.pictures import DRAWINGS, Plotter
 from utils.summary import confusion_text
 
 RESULTS = "epoch,train/loss,val/loss\n0,1.5,1.25\n1,1,0.75\n"
@@ -128,7 +129,7 @@ def test_the_command_imports_neither_torch_nor_pyplot(tmp_path: Path) -> None:
     """matplotlib is imported with the first chart; the back end of a notebook in the environment is ignored."""
     exp = make_run_folder(tmp_path / "exp")
     code = (
-        "import sys; sys.path[0] = sys.argv.pop(1); from utils.plots.pictures import main\n"
+        "import sys; sys.path[0] = sys.argv.pop(1); from utils.plots.__main__ import main\n"
         "print('torch' in sys.modules, 'matplotlib' in sys.modules)\n"
         "try: main()\n"
         "finally: print('torch' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
