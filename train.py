@@ -88,8 +88,8 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
     # Optimizer, schedule and average; then Accelerate wraps them: DDP, DeepSpeed, or copies for logical processes.
     with memory.explain_out_of_memory(batch_size, model.imgsz):
         place_model(accelerator, model)
-        images = batch_size * decisions.accumulation  # of an optimizer step
-        optimizer: Any = build_optimizer(model, options.optimizer, hyp, known, images, factors)
+        step_images = batch_size * decisions.accumulation
+        optimizer: Any = build_optimizer(model, options.optimizer, hyp, known, step_images, factors)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         hyp.log_weights_rules(known)
         schedule = Schedule.of(hyp, known, options.epochs, len(loader), options.cos_lr, model, factors)
@@ -124,7 +124,7 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
         with memory.explain_out_of_memory(batch_size, model.imgsz), run.watchdog(options.dist_timeout):
             try:
                 while not progress.finished:
-                    losses = train_one_epoch(run, job, distributed, loader, sampler, criterion, steps, images)
+                    losses = train_one_epoch(run, job, distributed, loader, sampler, criterion, steps)
                     if not options.nosave:
                         steps.save()  # written while the epoch is validated; only its scores are missing
                     began, summary = time.monotonic(), None
@@ -154,7 +154,6 @@ def train_one_epoch(
     sampler: Any,
     criterion: Criterion,
     steps: OptimizerSteps,
-    images: int,
 ) -> dict[str, float]:
     """Train the rest of an epoch: one pass over the training images. Raises `StopRequested` if the run must end.
 
@@ -163,14 +162,13 @@ def train_one_epoch(
     Args:
         loader: yields lists: the batch of each logical process of this process, usually one
         sampler: the loader's batches of all processes
-        images: number of images of an optimizer step
     """
     accelerator, progress, batches = run.accelerator, steps.progress, len(loader)
     task, options = job.task, job.options
     model.train()
     loader.set_epoch(progress.epoch)
     sampler.skip(progress.batch)  # a resumed epoch begins where it was left
-    size = sampler.batch_size
+    size, step_images = sampler.batch_size, sampler.batch_size * accelerator.gradient_accumulation_steps
     bar = run.bar(f"epoch {progress.epoch + 1}/{options.epochs}", batches * size, progress.batch * size)
     steps.log.start_epoch(bar)
     first = progress.batch  # the first batch of this process checks the criterion
@@ -185,7 +183,7 @@ def train_one_epoch(
                 outputs = module(task.inputs(batch), *criterion.hints(batch))
                 terms.append(terms_of(criterion, outputs, batch, steps.log.terms, number == first))
             losses = model.global_means(terms)  # divided by the counts of all processes: two have the gradient of one
-            model.backward([criterion.objective(each, images) for each in losses])
+            model.backward([criterion.objective(each, step_images) for each in losses])
             taken = steps.step() if accelerator.sync_gradients else None  # None: only accumulated
             steps.optimizer.zero_grad()
         steps.add(losses, shares)

@@ -34,7 +34,6 @@ class Parts(NamedTuple):
     sampler: Any
     criterion: Criterion
     steps: OptimizerSteps
-    images: int
     evaluate: Evaluator
 
     def train_one_epoch(self) -> dict[str, float]:
