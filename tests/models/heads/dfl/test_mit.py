@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.mit_yolov9 import MITModel
 from models.heads.boxes import xywh_to_xyxy
 from models.tasks.detection.task import DetectionTask
 from models.weights.reader import read_weights
 from tests.conftest import not_here
 from tests.making import grey_batch
+from tests.models.heads.dfl.mit_yolov9 import MITModel
 from tests.models.heads.dfl.test_loss import random_targets
 from utils.config.hyperparameters import Hyperparameters
 from utils.files import ROOT
