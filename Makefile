@@ -8,7 +8,7 @@ REQUIREMENTS := requirements.txt requirements-dev.txt requirements-deepspeed.txt
 	requirements-tune.txt
 
 .PHONY: setup train test test-long test-gpu test-gpu2 test-floors \
-	lint image constraints soak gpu gpu2 gpu-data readme bench bench-processes bench-versus bench-gpus
+	lint image constraints soak gpu gpu2 gpu-data readme bench-processes bench-versus
 
 # Everything: for DeepSpeed, exports, tests and linters too.
 setup: $(FULL)
@@ -117,19 +117,11 @@ lint: setup
 readme: $(LEAN)
 	$(RUN) -m benchmarks.readme
 
-bench: setup
-	$(RUN) -m benchmarks.accuracy
-
 bench-processes: setup
 	$(RUN) -m benchmarks.processes
 
 # YOLOV5: a checkout; PEER: the Python that its packages are installed for; ULTRALYTICS: one that ultralytics is installed
-# for; YOLOV9: a checkout of MultimediaTechLab/YOLO; PHOTOS: a folder with images/ and labels/; OUTLINES: one for segmentation
+# for; PHOTOS: a folder with images/ and labels/
 bench-versus: setup
 	$(RUN) -m benchmarks.versus --data $(or $(PHOTOS),../datasets/coco128) $(if $(YOLOV5),--yolov5 $(YOLOV5)) \
-		$(if $(PEER),--python $(PEER)) $(if $(ULTRALYTICS),--ultralytics $(ULTRALYTICS)) \
-		$(if $(YOLOV9),--yolov9 $(YOLOV9)) $(if $(OUTLINES),--outlines $(OUTLINES))
-
-# Needs 8 GPUs and COCO; DATA: another data YAML; COUNTS: other numbers of GPUs, such as "1 2"
-bench-gpus: setup
-	$(RUN) -m benchmarks.gpus --data $(or $(DATA),data/coco.yaml) $(if $(COUNTS),--counts $(COUNTS))
+		$(if $(PEER),--python $(PEER)) $(if $(ULTRALYTICS),--ultralytics $(ULTRALYTICS))

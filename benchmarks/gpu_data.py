@@ -15,54 +15,38 @@ from pathlib import Path
 
 from utils.files import ROOT
 
-MIB, LIMIT_MIB = 2**20, 60
-WEIGHTS = ("yolov5n.pt", "yolov5n-seg-coco128.pt")
+LIMIT_MIB = 60
 PEER_FILES = ("**/*.py", "**/*.yaml", "**/*.yml")
 
 
-def copy(source: Path, target: Path, patterns: tuple[str, ...]) -> int:
-    """Copy the files of a folder that match; return how many."""
-    files = {file for pattern in patterns for file in source.glob(pattern) if file.is_file()}
-    for file in sorted(files):
+def copy(source: Path, target: Path, patterns: tuple[str, ...]) -> str:
+    """Replace a folder by the files of another one that match; return a line for the console."""
+    shutil.rmtree(target, ignore_errors=True)
+    files = sorted({file for pattern in patterns for file in source.glob(pattern) if file.is_file()})
+    for file in files:
         place = target / file.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, place)  # not the mode, which may be read-only
-    return len(files)
+    return f"{target.name}: {len(files) or 'no'} files of {source}"
 
 
-def gather(folder: Path, shared: Path, peers: dict[str, Path]) -> list[str]:
-    """Fill the folder anew, but for results; return a line about each thing."""
-    parts = {
-        "photos": (shared / "data" / "coco128", ("images/**/*.jpg", "labels/**/*.txt")),
-        "weights": (shared / "weights", WEIGHTS),
-        **{name: (checkout, PEER_FILES) for name, checkout in peers.items()},
-    }
-    lines = []
-    for name, (source, patterns) in parts.items():
-        shutil.rmtree(folder / name, ignore_errors=True)
-        count = copy(source, folder / name, patterns) if source.is_dir() else 0
-        lines.append(f"{name}: {count} files of {source}" if count else f"{name}: none, {source} is not there")
-    return lines
-
-
-def size(folder: Path) -> int:
-    """Return the bytes of all files of a folder."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Gather, and exit with 1 if it is too much to carry."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=ROOT / ".gpu")
     parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared")
     parser.add_argument("--yolov5", type=Path, default=ROOT.parent / "peers" / "yolov5")
     parser.add_argument("--ultralytics", type=Path, default=ROOT.parent / "peers" / "ultralytics")
-    options = parser.parse_args()
-    peers = {"yolov5": options.yolov5, "ultralytics": options.ultralytics}
-    print(*gather(options.folder, options.shared, peers), sep="\n")
-    total = size(options.folder) / MIB
-    print(f"{options.folder}: {total:.0f} MiB")
-    if total > LIMIT_MIB:
+    options = parser.parse_args(argv)
+    folder = options.folder
+    photos = options.shared / "data" / "coco128"
+    print(copy(photos, folder / "photos", ("images/**/*.jpg", "labels/**/*.txt")))
+    print(copy(options.shared / "weights", folder / "weights", ("yolov5n.pt",)))
+    print(copy(options.yolov5, folder / "yolov5", PEER_FILES))
+    print(copy(options.ultralytics, folder / "ultralytics", PEER_FILES))
+    mib = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**20
+    print(f"{folder}: {mib:.0f} MiB")
+    if mib > LIMIT_MIB:
         sys.exit(f"error: more than {LIMIT_MIB} MiB cannot be carried; give smaller checkouts, or remove results")
 
 

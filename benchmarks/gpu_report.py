@@ -1,10 +1,10 @@
 """Run the GPU's tests and measure, in parts, and append the results to docs/gpu.md: `make gpu`, `make gpu PART=steps`.
 
-    python -m benchmarks.gpu_report [--part NAME ...] [--pair] [--device 0] [--quick] [--page docs/gpu.md]
+    python -m benchmarks.gpu_report [--part NAME ...] [--pair] [--device cpu] [--quick] [--page docs/gpu.md]
 
 Every part is a process of its own with a time limit; its rows are kept if it is stopped or fails. --pair: the parts of
 two GPUs. To try the code without a GPU: --device cpu --quick, which writes into .gpu/rehearsal.md. Needs what
-requirements.txt lists but for wandb, msgspec and faster-coco-eval, and pytest for the part `tests`.
+requirements.txt lists but for wandb, msgspec and faster-coco-eval, and pytest.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,10 +30,11 @@ from utils.files import ROOT
 MARKER = "<!-- `make gpu` appends its results below -->\n"
 ROW = "ROW "  # begins a printed line of the report
 MAX_ERROR_LINES = 8
+REHEARSAL_PATIENCE = 4  # times the limit of a part, on a CPU that others may use too
 
 
 class Part(NamedTuple):
-    """A part of the report: the module that measures it, and its most seconds."""
+    """A part of the report: the module that has a function of the part's name, and its most seconds."""
 
     module: str
     seconds: int
@@ -43,99 +43,78 @@ class Part(NamedTuple):
 
 # 26 minutes in all
 PARTS = {
-    "waits": Part("waits", 90, "operations of the loop that wait for the device"),
+    "waits": Part("steps", 90, "operations of the loop that wait for the device"),
     "parity": Part("parity", 100, "loss, gradients and mAP against the CPU"),
-    "determinism": Part("determinism", 180, "equal runs, and a run that is killed and resumed"),
-    "logical": Part("logical", 90, "--logical-processes on one GPU"),
+    "determinism": Part("runs", 180, "equal runs, and a run that is killed and resumed"),
+    "logical": Part("runs", 90, "--logical-processes on one GPU"),
     "tests": Part("tests", 180, "the tests marked gpu"),
-    "steps": Part("steps", 150, "training steps of all sizes, and what bounds them"),
-    "kernels": Part("kernels", 80, "phases and kernels of a training step"),
-    "norms": Part("norms", 70, "BatchNorm and SiLU, fused against torch's kernels"),
+    "steps": Part("steps", 150, "training steps of all sizes"),
+    "kernels": Part("kernels", 80, "kernels of a training step"),
+    "norms": Part("kernels", 70, "BatchNorm and SiLU, fused against torch's kernels"),
     "peers": Part("peers", 110, "YOLOv5 and ultralytics, if they are carried"),
-    "validation": Part("validation", 60, "inference and suppression per image"),
-    "fitting": Part("fitting", 90, "AutoBatch against what fits"),
-    "loader": Part("loader", 80, "images per second of the loader by cores"),
-    "exports": Part("exports", 80, "exported files on the device"),
-    "recorded": Part("recorded", 100, "CUDA graphs against single launches"),
-    "compiled": Part("compiled", 100, "steps of a compiled model"),
+    "validation": Part("rates", 60, "inference and suppression per image"),
+    "fitting": Part("steps", 90, "AutoBatch against what fits"),
+    "loader": Part("rates", 80, "images per second of the loader by cores"),
+    "exports": Part("rates", 80, "exported files on the device"),
+    "recorded": Part("steps", 100, "CUDA graphs against single launches"),
+    "compiled": Part("steps", 100, "steps of a compiled model"),
 }
 PAIR_PARTS = {
-    "curves": Part("pair_curves", 300, "two processes against one"),
-    "zero": Part("pair_zero", 300, "DeepSpeed ZeRO on two devices"),
-    "scaling": Part("pair_scaling", 300, "images per second on one and two"),
+    "curves": Part("runs", 300, "two processes against one"),
+    "zero": Part("runs", 300, "DeepSpeed ZeRO on two devices"),
+    "scaling": Part("runs", 300, "images per second on one and two"),
     "tests": Part("tests", 300, "the tests marked gpu2"),
 }
 
 
 def hardware(device: str) -> str:
-    """Return the device, its driver's and torch's versions, and the processor."""
+    """Return the devices, torch's version and its CUDA's, and the number of cores."""
     versions = f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPU cores"
-    if device == "cpu" or not torch.cuda.is_available():
+    if device == "cpu":
         return f"no GPU ({platform.machine()}), {versions}"
-    named = [torch.cuda.get_device_properties(int(number)) for number in device.split(",")]
-    names = ", ".join(f"{one.name} {one.total_memory / 2**30:.0f} GiB" for one in named)
+    gpus = [torch.cuda.get_device_properties(int(number)) for number in device.split(",")]
+    names = ", ".join(f"{gpu.name} {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus)
     return f"{names}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, {versions}"
 
 
-def end(process: subprocess.Popen[str]) -> None:
-    """End a part and what it has started; a process that is over may have left others in its group."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def run_part(
-    part: Part, flags: Sequence[str], environment: Mapping[str, str], log: Path | None = None
-) -> tuple[list[dict[str, Any]], str]:
-    """Run a part; return its rows, and '' or what went wrong.
-
-    Args:
-        log: file for everything that the part prints
-    """
-    command = [sys.executable, "-u", "-m", f"benchmarks.gpu_parts.{part.module}", *flags]
-    problem = ""
-    with tempfile.TemporaryDirectory() as scratch:
-        started = subprocess.Popen(
-            [*command, "--scratch", scratch],
+def run_part(name: str, part: Part, flags: Sequence[str], seconds: float, log: Path) -> tuple[list[Any], str]:
+    """Run a part for `seconds` at most, and write what it prints into `log`; return its rows, and what went wrong."""
+    with tempfile.TemporaryDirectory() as scratch, log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", f"benchmarks.gpu_parts.{part.module}", name, *flags, "--scratch", scratch],
             cwd=ROOT,
-            env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
+            stdout=file,
             stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
             start_new_session=True,
         )
+        problem = ""
         try:
-            printed = started.communicate(timeout=part.seconds)[0]
+            process.wait(seconds)
         except subprocess.TimeoutExpired:
-            problem = f"stopped at its limit of {part.seconds} s"
-            end(started)
-            printed = started.communicate()[0]
+            problem = f"stopped at its limit of {seconds:g} s"
         finally:
-            end(started)
-    if log:
-        log.write_text(printed, encoding="utf-8")
-    lines = printed.splitlines()
+            with suppress(ProcessLookupError):  # what the part has started ends with it
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     rows = [json.loads(line.removeprefix(ROW)) for line in lines if line.startswith(ROW)]
-    others = [line for line in lines if not line.startswith(ROW)]
-    if started.returncode and not problem:
-        problem = f"failed: {' / '.join(others[-MAX_ERROR_LINES:])}"
+    if process.returncode and not problem:
+        problem = f"failed: {' / '.join([line for line in lines if not line.startswith(ROW)][-MAX_ERROR_LINES:])}"
     return rows, problem
 
 
-def section(name: str, part: Part, when: str, where: str, rows: Sequence[Mapping[str, Any]], problem: str) -> str:
-    """Format the results of a part: a heading and its tables."""
+def section(title: str, where: str, rows: Sequence[Mapping[str, Any]], problem: str) -> str:
+    """Format the results of a part: a heading, and a table for each `table` that its rows name."""
     tables: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         tables.setdefault(row["table"], []).append({key: value for key, value in row.items() if key != "table"})
-    lines = [f"\n### {when}: {name}, {part.purpose}\n", f"{where}.\n"]
-    for title, content in tables.items():
+    lines = [f"\n### {title}\n", f"{where}.\n"]
+    for name, content in tables.items():
         columns = list(dict.fromkeys(key for row in content for key in row))
-        lines += [f"{title}:\n", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+        lines += [f"{name}:\n", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
         lines += [f"| {' | '.join(cell(row.get(key)) for key in columns)} |" for row in content]
         lines.append("")
-    if problem:
-        lines.append(f"This part {problem}\n")
-    return "\n".join(lines)
+    return "\n".join([*lines, *[f"This part {problem}\n"] * bool(problem)])
 
 
 def cell(value: Any) -> str:
@@ -145,19 +124,11 @@ def cell(value: Any) -> str:
 
 
 def append(page: Path, text: str) -> None:
-    """Append a section to the page, below its marker; a page without one is begun."""
+    """Append a section to the page, which must have the marker; a page that does not exist is begun."""
     before = page.read_text(encoding="utf-8") if page.is_file() else MARKER
     if MARKER not in before:
-        raise SystemExit(f"{page} has no line {MARKER.strip()}; add it, or name another --page")
+        raise SystemExit(f"error: {page} has no line {MARKER.strip()}; add it, or name another --page")
     page.write_text(before.rstrip("\n") + "\n" + text, encoding="utf-8")
-
-
-def chosen(names: Sequence[str], parts: Mapping[str, Part]) -> Iterator[tuple[str, Part]]:
-    """Iterate over the named parts, or over all. Exits if a name is unknown."""
-    for name in names:
-        if name not in parts:
-            raise SystemExit(f"--part {name}: there is none; known are {', '.join(parts)}")
-    return ((name, part) for name, part in parts.items() if name in names or not names)
 
 
 def main() -> None:
@@ -165,37 +136,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", default=[], help="only these; by default all")
     parser.add_argument("--pair", action="store_true", help="the parts of two GPUs")
-    parser.add_argument("--device", default="", help="0 or, with --pair, 0,1; cpu to try the code")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try the code")
     parser.add_argument("--quick", action="store_true", help="tiny settings, to try the code")
     parser.add_argument("--carried", type=Path, default=ROOT / ".gpu", help="what make gpu-data has gathered")
     parser.add_argument("--page", type=Path, help="to append to; by default docs/gpu.md, for a trial .gpu/rehearsal.md")
     options = parser.parse_args()
-    device = options.device or ("0,1" if options.pair else "0")
+    parts = PAIR_PARTS if options.pair else PARTS
+    if unknown := sorted(set(options.part) - set(parts)):
+        raise SystemExit(f"error: --part {', '.join(unknown)}: there is none; known are {', '.join(parts)}")
+    device = "cpu" if options.device == "cpu" else "0,1" if options.pair else "0"
+    if device != "cpu" and torch.cuda.device_count() < 1 + options.pair:
+        raise SystemExit(f"error: torch sees {torch.cuda.device_count()} GPUs here; try --device cpu --quick")
+    if device == "cpu":
+        os.environ["OMP_NUM_THREADS"] = "1"
     rehearsal = options.quick or device == "cpu"
-    if device != "cpu" and torch.cuda.device_count() <= max(map(int, device.split(","))):
-        raise SystemExit(
-            f"--device {device}: torch sees {torch.cuda.device_count()} GPUs here; try --device cpu --quick"
-        )
     page = options.page or (options.carried / "rehearsal.md" if rehearsal else ROOT / "docs" / "gpu.md")
-    carried = options.carried.resolve()
+    carried, where, failed = options.carried.resolve(), hardware(device), False
     carried.mkdir(exist_ok=True)
-    where = hardware(device)
-    environment = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
-    if device.isdecimal() and device != "0":
-        environment, device = {"CUDA_VISIBLE_DEVICES": device}, "0"  # runs follow each other in a process
     flags = ["--device", device, "--carried", str(carried), *["--quick"] * options.quick]
-    failures = 0
-    for name, part in chosen(options.part, PAIR_PARTS if options.pair else PARTS):
-        when, begun = datetime.datetime.now().strftime("%Y-%m-%d %H:%M"), time.monotonic()
-        rows, problem = run_part(part, flags, environment, carried / f"{name}.log")
-        text = section(name, part, when, where, rows, problem)
+    for name in [name for name in parts if name in options.part or not options.part]:
+        part, when = parts[name], f"{datetime.datetime.now():%Y-%m-%d %H:%M}"
+        seconds = part.seconds * (REHEARSAL_PATIENCE if rehearsal else 1)
+        rows, problem = run_part(name, part, flags, seconds, carried / f"{name}.log")
+        text = section(f"{when}: {name}, {part.purpose}", where, rows, problem)
         append(page, text)
-        with (carried / "results.jsonl").open("a", encoding="utf-8") as raw:
+        with (carried / "results.jsonl").open("a", encoding="utf-8") as file:
             about = {"part": name, "when": when, "where": where, "problem": problem}
-            raw.writelines(json.dumps({**about, **row}) + "\n" for row in rows or [{}])
-        print(f"{text}\n({time.monotonic() - begun:.0f} s; appended to {page})", flush=True)
-        failures += bool(problem)
-    sys.exit(bool(failures))
+            file.writelines(json.dumps({**about, **row}) + "\n" for row in rows or [{}])
+        print(f"{text}\n(appended to {page})", flush=True)
+        failed = failed or bool(problem)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -48,33 +49,21 @@ def run_job(root: Path, flags: list[str]) -> tuple[Path, Outcome]:
     result = root / "runs" / "readme" / "result.json"
     result.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(ROOT / "train.py"), "--no-wandb", "--project", str(result.parent), *flags]
-    started = time.monotonic()
-    done = subprocess.run(
-        command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, RESULT: str(result)}
-    )
+    environment, started = {**os.environ, RESULT: str(result)}, time.monotonic()
+    done = subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
     minutes = (time.monotonic() - started) / 60
     print(done.stdout, end="")
     values = json.loads(result.read_text())
     folder = Path(values["folder"])
-    settings = read_yaml(folder / "settings.yaml")
-    images = re.search(r"(?m)^train: (\d+) image", done.stdout)
+    settings, images = read_yaml(folder / "settings.yaml"), re.search(r"(?m)^train: (\d+) image", done.stdout)
     assert images
-    return folder, Outcome(
-        epochs=settings["epochs"],
-        images=int(images[1]),
-        imgsz=settings["imgsz"],
-        minutes=minutes,
-        cores=os.cpu_count() or 1,
-        map50=values["metrics/mAP_0.5"],
-        map50_95=values["metrics/mAP_0.5:0.95"],
-    )
+    job = (settings["epochs"], int(images[1]), settings["imgsz"], minutes, os.cpu_count() or 1)
+    return folder, Outcome(*job, values["metrics/mAP_0.5"], values["metrics/mAP_0.5:0.95"])
 
 
 def picture(folder: Path) -> np.ndarray:
     """Return the curves of a run above its first detections, uint8 (h, w, 3) BGR."""
     curves, images = (cv2.imread(str(folder / name)) for name in ("results.png", "val_batch0_pred.jpg"))
-    assert curves is not None
-    assert images is not None
     curves, images = curves[:CURVES_HEIGHT], images[:IMAGES_HEIGHT, :IMAGES_WIDTH]
     width = curves.shape[1]
     height = round(images.shape[0] * width / images.shape[1])
@@ -85,20 +74,17 @@ def with_outcome(readme: str, outcome: Outcome) -> str:
     """Return the README with the caption of the picture and the row of the job that an outcome gives."""
     scores = f"mAP50 {outcome.map50:.3f}, mAP50-95 {outcome.map50_95:.3f}"
     epochs = f"{outcome.epochs} epoch{'s' * (outcome.epochs > 1)}"
-    words = (
+    caption = (
         f"*`python train.py`, the built-in job: yolov5n from scratch, {epochs} of {outcome.images} drawn images in "
         f"{outcome.minutes:.1f} minutes on {outcome.cores} CPU cores: {scores}. Curves of the run and detections on "
         "validation images, as the run drew them.*"
-    ).split(" ")
-    lines = [words[0]]
-    for word in words[1:]:
-        fits = len(lines[-1]) + 1 + len(word) <= LINE_CHARACTERS
-        lines[-1:] = [f"{lines[-1]} {word}"] if fits else [lines[-1], word]
+    )
+    lines = textwrap.fill(caption, LINE_CHARACTERS, break_long_words=False, break_on_hyphens=False)
     row = (
         f"| built-in job, {outcome.images} drawn images, {outcome.imgsz} px, from scratch: mAP50, mAP50-95; minutes on "
         f"{outcome.cores} CPU cores | {outcome.map50:.3f}, {outcome.map50_95:.3f}; {outcome.minutes:.1f} | - |"
     )
-    readme, captions = CAPTION.subn("\n".join(lines), readme)
+    readme, captions = CAPTION.subn(lines, readme)
     readme, rows = ROW.subn(row, readme)
     assert (captions, rows) == (1, 1), "README.md has another form"
     return readme

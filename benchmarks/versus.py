@@ -1,7 +1,7 @@
 """CPU and wall time of loader, scan, start and step: this project, YOLOv5 and ultralytics in turn.
 
     python -m benchmarks.versus --data ../datasets/coco128 --yolov5 ../yolov5 [--python ../yolov5/.venv/bin/python]
-        [--ultralytics ../ultralytics/.venv/bin/python] [--yolov9 ../YOLO]
+        [--ultralytics ../ultralytics/.venv/bin/python]
 
 `--data`: a folder with images/<split> and labels/<split> of photos, which are linked 16 times, or enlarged once.
 Programs that are not named are not measured. Each measurement is a separate process with one thread, or two that share
@@ -19,9 +19,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import cv2
 
@@ -73,6 +74,7 @@ def first(*given):
     os._exit(0)
 FLAGS = ["train.py", "--data", FOLDER + "/data.yaml", "--weights", "", "--cfg", MODEL + ".yaml", "--imgsz", SIZE,
          "--batch-size", "16", "--workers", WORKERS, "--device", "cpu", "--project", FOLDER + "/../runs"]
+OUR_FLAGS = [*FLAGS, "--hyp", "low", "--mixed-precision", os.environ["PRECISION"]]
 """
 OURS = """
 from pathlib import Path
@@ -85,7 +87,7 @@ if PROCESSES > 1:  # first: they share the memory for decoded images
     accelerator = start("cpu", "no", 60.0)[0]
 spec = read_spec(Path(FOLDER) / "data.yaml")
 def loader():
-    data = DetectionData(spec, imgsz=640, stride=32, options=DataOptions(workers=int(WORKERS)))
+    data = DetectionData(spec, imgsz=int(SIZE), stride=32, options=DataOptions(workers=int(WORKERS)))
     split = data.split("train")
     made = data.train_loader(split, batch_size=16, hyp=Hyperparameters(), seed=0)
     return accelerator.prepare(made) if PROCESSES > 1 else made
@@ -104,9 +106,6 @@ def loader(side=640, shuffle=True):
     return made
 """
 # Ours is a step of the loop itself; YOLOv5's cannot be called alone, so it is assembled here from the same parts.
-OUR_FLAGS = """
-flags = [*FLAGS[1:], "--hyp", "low", "--mixed-precision", os.environ["PRECISION"]]
-"""
 OUR_STEP = """
 from tests.whole_runs import within
 def steps(parts):
@@ -117,7 +116,7 @@ def steps(parts):
         yield batch
     end(STEPS * 16)
     os._exit(0)
-within([*flags, "--noplots"], lambda parts: parts.take_steps(steps(parts)))
+within([*OUR_FLAGS[1:], "--noplots"], lambda parts: parts.take_steps(steps(parts)))
 """
 THEIR_STEP = """
 import torch
@@ -138,7 +137,7 @@ OUR_START = """
 import runpy, sys, torchvision
 begin()
 torch.Tensor.backward = first
-sys.argv = ["train.py", *flags]
+sys.argv = OUR_FLAGS
 runpy.run_path("train.py", run_name="__main__")
 """
 THEIR_START = """
@@ -196,104 +195,39 @@ take_steps(lambda: model({**batch, "img": batch["img"].float() / 255})[0].sum(),
 """
 
 
-# Segmentation, with mosaic and overlapping masks at a quarter of the size; FOLDER has outlines.
-OUR_SEGMENTER = (
-    OURS.replace("data.detection import DetectionData", "data.segmentation import SegmentationData")
-    .replace("DetectionData(", "SegmentationData(")
-    .replace("imgsz=640", "imgsz=int(SIZE)")
-)
-THEIR_SEGMENTER = """
-import yaml
-import cv2
-from utils.segment.dataloaders import create_dataloader
-cv2.setNumThreads(0)
-hyp = yaml.safe_load(open("data/hyps/hyp.scratch-low.yaml"))
-def loader():
-    made, _ = create_dataloader(FOLDER + "/images/train", int(SIZE), 16, 32, hyp=hyp, augment=True, shuffle=True,
-                                workers=0, mask_downsample_ratio=4, overlap_mask=True)
-    return made
-"""
-THEIR_SEGMENTER_STEP = """
-from models.yolo import SegmentationModel
-from utils.segment.loss import ComputeLoss
-from utils.torch_utils import ModelEMA, smart_optimizer
-images, targets, _, _, masks = next(iter(loader()))
-model = SegmentationModel("models/segment/" + MODEL + ".yaml", ch=3, nc=80)
-hyp["obj"] *= (int(SIZE) / 640) ** 2
-model.hyp = {**hyp, "label_smoothing": 0.0}
-optimizer = smart_optimizer(model, "SGD", hyp["lr0"], hyp["momentum"], hyp["weight_decay"])
-ema, loss = ModelEMA(model), ComputeLoss(model, overlap=True)
-take_steps(lambda: loss(model(images.float() / 255), targets, masks=masks.float())[0], model, optimizer, ema)
-"""
+class Part(NamedTuple):
+    """A measured part: the code of each program, '' if it is not measured, and environment variables of all."""
 
-
-# The MIT implementation of YOLOv9, on a batch of our loader: its steps as its trainer takes them, with its EMA.
-YOLOV9_STEP = """
-from benchmarks.mit_yolov9 import MITModel
-batch = next(iter(loader()))
-images, targets = batch.images.float() / 255, batch.targets
-model = MITModel(Path(os.environ["YOLOV9"]), "v9-" + MODEL[-1], int(SIZE))
-optimizer = torch.optim.SGD(model.network.parameters(), lr=0.01, momentum=0.937, nesterov=True, weight_decay=0.0005)
-class EMA:
-    state = {key: value.clone() for key, value in model.network.state_dict().items()}
-    @torch.no_grad()
-    def update(self, network):
-        for key, value in network.state_dict().items():
-            self.state[key] = value + (self.state[key] - value) * 0.999
-take_steps(lambda: model.loss(images, targets), model.network, optimizer, EMA())
-"""
-
-
-@dataclass(frozen=True)
-class Part:
-    """A measured part: the code of each program, '' if it is not measured, and the environment variables of all."""
-
+    variables: Mapping[str, str]
     ours: str
     yolov5: str = ""
     ultralytics: str = ""
-    _: KW_ONLY
-    yolov9: str = ""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    outlined: bool = False  # needs labels with outlines
 
 
 def step(model: str, size: int, precision: str = "no") -> Part:
     """Training steps on one batch of 16; YOLOv5's are in float32 on a CPU."""
     variables = {"MODEL": model, "SIZE": str(size), "PRECISION": precision}
-    return Part(OUR_FLAGS + OUR_STEP, THEIRS + THEIR_STEP, ULTRALYTICS + ULTRALYTICS_STEP, variables=variables)
+    return Part(variables, OUR_STEP, THEIRS + THEIR_STEP, ULTRALYTICS + ULTRALYTICS_STEP)
 
 
-def loaded(workers: int = 0, processes: int = 1, **variables: str) -> Part:
+def loaded(workers: int = 0, processes: int = 1, photos: str = "") -> Part:
     """Loading one epoch, of 2048 items or 128 large ones."""
-    variables |= {"WORKERS": str(workers), "WORLD_SIZE": str(processes)}
-    drain = "drain(loader())"
-    return Part(OURS + drain, THEIRS + drain, ULTRALYTICS + drain, variables=variables)
+    variables = {"WORKERS": str(workers), "WORLD_SIZE": str(processes), "PHOTOS": photos}
+    return Part(variables, *(code + "drain(loader())" for code in (OURS, THEIRS, ULTRALYTICS)))
 
 
 PARTS = {
     "loader": loaded(),
     "loader, 2 workers": loaded(workers=2),
     "loader, 2 processes of 1 worker": loaded(workers=1, processes=2),
-    "loader, photos of 2048x1371": loaded(PHOTOS="2048x1371"),
-    "loader, photos of 4000x3000": loaded(PHOTOS="4000x3000"),
-    "label scan, cold": Part(OUR_SCAN, THEIR_SCAN, ULTRALYTICS + "begin()\nend(len(dataset()))"),
-    "start, to the first loss": Part(OUR_FLAGS + OUR_START, THEIR_START, variables={"WORKERS": "2"}),
+    "loader, photos of 2048x1371": loaded(photos="2048x1371"),
+    "loader, photos of 4000x3000": loaded(photos="4000x3000"),
+    "label scan, cold": Part({}, OUR_SCAN, THEIR_SCAN, ULTRALYTICS + "begin()\nend(len(dataset()))"),
+    "start, to the first loss": Part({"WORKERS": "2"}, OUR_START, THEIR_START),
     "step, yolov5n at 320": step("yolov5n", 320),
     "step, yolov5s at 640": step("yolov5s", 640),
     "step in bf16, yolov5n at 320": step("yolov5n", 320, "bf16"),
     "step in bf16, yolov5s at 640": step("yolov5s", 640, "bf16"),
-    "step, yolov9t at 320": Part(
-        OUR_FLAGS + OUR_STEP,
-        yolov9=OURS.replace("imgsz=640", "imgsz=int(SIZE)") + YOLOV9_STEP,
-        variables={"MODEL": "yolov9t", "SIZE": "320", "PRECISION": "no"},
-    ),
-    "segmentation: loader": Part(OUR_SEGMENTER + "drain(loader())", THEIR_SEGMENTER + "drain(loader())", outlined=True),
-    "segmentation: step, yolov5n-seg at 320": Part(
-        OUR_FLAGS + OUR_STEP,
-        THEIR_SEGMENTER + THEIR_SEGMENTER_STEP,
-        variables={"MODEL": "yolov5n-seg", "SIZE": "320", "PRECISION": "no"},
-        outlined=True,
-    ),
 }
 
 
@@ -304,110 +238,86 @@ def main() -> None:
     parser.add_argument("--yolov5", type=Path, help="a YOLOv5 checkout")
     parser.add_argument("--python", default=sys.executable, help="the Python that YOLOv5's packages are installed for")
     parser.add_argument("--ultralytics", help="a Python that ultralytics is installed for")
-    parser.add_argument("--yolov9", type=Path, help="a checkout of MultimediaTechLab/YOLO; needs einops")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--part", default="", help="only the part of this name, or those that contain it")
-    parser.add_argument("--outlines", type=Path, help="such a folder whose labels are outlines, for segmentation")
     options = parser.parse_args()
+    names = [options.part] if options.part in PARTS else [name for name in PARTS if options.part in name]
     with tempfile.TemporaryDirectory() as temporary:
-        folders = {"": linked(options.data, Path(temporary) / "set")}
-        folder = folders[""]
-        sides = {"ours": (sys.executable, ROOT)}
+        programs = {"ours": (sys.executable, ROOT)}
         if options.yolov5:
-            sides["yolov5"] = (options.python, options.yolov5)
+            programs["yolov5"] = (options.python, options.yolov5)
         if options.ultralytics:
-            sides["ultralytics"] = (options.ultralytics, folder)
-        if options.yolov9:
-            sides["yolov9"] = (sys.executable, ROOT)
-            os.environ["YOLOV9"] = str(options.yolov9.resolve())
+            programs["ultralytics"] = (options.ultralytics, Path(temporary))
         print(f"{'milliseconds per image':40} {'':11} {'CPU':>8} {'wall':>8}")
-        named = [options.part] if options.part in PARTS else [name for name in PARTS if options.part in name]
-        for name in named:
-            part = PARTS[name]
-            if options.outlines or not part.outlined:
-                able = {side: how for side, how in sides.items() if getattr(part, side)}
-                photos = "outlines" if part.outlined else part.variables.get("PHOTOS", "")
-                if photos not in folders:
-                    made = Path(temporary) / photos
-                    folders[photos] = (
-                        linked(options.outlines, made) if part.outlined else enlarged(options.data, made, photos)
-                    )
-                report(name, able, part, folders[photos], options.rounds)
+        for name in names:
+            photos = PARTS[name].variables.get("PHOTOS", "")
+            folder = Path(temporary) / f"photos{photos}"
+            if not folder.is_dir():
+                linked(options.data, folder, 1 if photos else TIMES, photos)
+            report(name, programs, folder, options.rounds)
 
 
-def report(name: str, sides: dict[str, tuple[str, Path]], part: Part, folder: Path, rounds: int) -> None:
+def report(name: str, programs: Mapping[str, tuple[str, Path]], folder: Path, rounds: int) -> None:
     """Measure one part `rounds` times and print the medians."""
-    measurements: dict[str, list[list[float]]] = {side: [] for side in sides}
+    part, measured = PARTS[name], defaultdict(list)
     for _ in range(rounds):
-        for side, (python, checkout) in sides.items():
-            measurements[side].append(measured(python, checkout, getattr(part, side), part.variables, folder))
-    columns = {side: zip(*rows, strict=True) for side, rows in measurements.items()}
-    medians = {side: [statistics.median(column) for column in both] for side, both in columns.items()}
-    for side, (cpu, wall) in medians.items():
-        ratios = [f"{theirs / ours:8.2f}x" for ours, theirs in zip(medians["ours"], (cpu, wall), strict=True)]
-        print(f"{name:40} {side:11} {cpu:8.2f} {wall:8.2f} {' '.join(ratios)}", flush=True)
+        for program, (python, checkout) in programs.items():
+            if code := getattr(part, program):
+                measured[program].append(measure(python, checkout, code, part.variables, folder))
+    ours = [statistics.median(column) for column in zip(*measured["ours"], strict=True)]
+    for program, rows in measured.items():
+        cpu, wall = (statistics.median(column) for column in zip(*rows, strict=True))
+        print(f"{name:40} {program:11} {cpu:8.2f} {wall:8.2f} {cpu / ours[0]:8.2f}x {wall / ours[1]:8.2f}x", flush=True)
 
 
-def measured(python: str, checkout: Path, snippet: str, variables: Mapping[str, str], folder: Path) -> list[float]:
+def measure(python: str, checkout: Path, code: str, variables: Mapping[str, str], folder: Path) -> list[float]:
     """Return CPU and wall milliseconds per image of one run in a separate process, or in WORLD_SIZE of them."""
     cache = folder.parent / "cache"
     shutil.rmtree(cache, ignore_errors=True)
     for leftover in folder.rglob("*.cache"):  # YOLOv5's label cache
         leftover.unlink()
     numbers = {"FOLDER": str(folder), "OMP_NUM_THREADS": "1", "STEPS": str(STEPS), "MODEL": "yolov5n", "SIZE": "640"}
-    numbers |= {"WANDB_MODE": "disabled", "WORKERS": "0", "PRECISION": "no", "XDG_CACHE_HOME": str(cache), **variables}
+    numbers |= {"WANDB_MODE": "disabled", "WORKERS": "0", "PRECISION": "no", "XDG_CACHE_HOME": str(cache)}
     numbers["PYTHONDONTWRITEBYTECODE"] = ""  # modules are compiled once, as in any start of a user but the first
+    processes = int(variables.get("WORLD_SIZE", 1))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = int(variables.get("WORLD_SIZE", 1))
     started = []
     for rank in range(processes):
+        environment = {**os.environ, **numbers, **variables}
         if processes > 1:
-            numbers |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)}
-            numbers |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command, environment = [python, "-c", CLOCK + snippet], {**os.environ, **numbers}
-        pipe = subprocess.PIPE
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command, pipe = [python, "-c", CLOCK + code], subprocess.PIPE
         started.append(subprocess.Popen(command, cwd=checkout, env=environment, stdout=pipe, stderr=pipe, text=True))
     results = []
     for process in started:
         printed, errors = process.communicate()
         lines = [line for line in printed.splitlines() if line.startswith("RESULT ")]
         if not lines:
-            sys.exit(f"{checkout}: {errors[-2000:]}")
+            sys.exit(f"error: {checkout}: {errors[-2000:]}")
         results.append(json.loads(lines[-1].removeprefix("RESULT ")))
     return [statistics.mean(column) for column in zip(*results, strict=True)]
 
 
-def linked(source: Path, folder: Path) -> Path:
-    """Make a data set of the photos in `source`, each linked `TIMES` times, and return its folder."""
-    for photo, label, place in _photos(source, folder):
-        for number in range(TIMES):
-            name = f"{photo.stem}_{number:02d}"
-            (place / f"{name}.jpg").symlink_to(photo.resolve())
-            if label.is_file():
-                shutil.copy(label, folder / "labels" / "train" / f"{name}.txt")
-    return folder
-
-
-def enlarged(source: Path, folder: Path, size: str) -> Path:
-    """Make a data set of the photos in `source`, enlarged to `size`, such as 4000x3000, and return its folder."""
-    for photo, label, place in _photos(source, folder):
-        width, height = map(int, size.split("x"))
-        image = cv2.resize(cv2.imread(str(photo)), (width, height), interpolation=cv2.INTER_CUBIC)
-        cv2.imwrite(str(place / photo.name), image, [cv2.IMWRITE_JPEG_QUALITY, 90])
-        if label.is_file():
-            shutil.copy(label, folder / "labels" / "train" / label.name)
-    return folder
-
-
-def _photos(source: Path, folder: Path) -> Iterator[tuple[Path, Path, Path]]:
-    """Make the folders and the YAML of a data set; yield each photo of `source`, its label file, and its new folder."""
+def linked(source: Path, folder: Path, times: int = TIMES, size: str = "") -> None:
+    """Make a data set of the photos in `source`, each linked several times, or enlarged to a size such as 4000x3000."""
     for kind in ("images", "labels"):
         (folder / kind / "train").mkdir(parents=True)
     for photo in sorted((source / "images").rglob("*.jpg")):
         label = Path(str(photo).replace("/images/", "/labels/")).with_suffix(".txt")
-        yield photo, label, folder / "images" / "train"
+        for number in range(times):
+            name = f"{photo.stem}_{number:02d}"
+            image = folder / "images" / "train" / f"{name}.jpg"
+            if size:
+                width, height = map(int, size.split("x"))
+                pixels = cv2.resize(cv2.imread(str(photo)), (width, height), interpolation=cv2.INTER_CUBIC)
+                cv2.imwrite(str(image), pixels, [cv2.IMWRITE_JPEG_QUALITY, 90])
+            else:
+                image.symlink_to(photo.resolve())
+            if label.is_file():
+                shutil.copy(label, folder / "labels" / "train" / f"{name}.txt")
     (folder / "data.yaml").write_text(
         f"path: {folder}\ntrain: images/train\nval: images/train\nnc: 80\nnames: {list(map(str, range(80)))}\n"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,13 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import psutil
 
-from data.builtin import shapes, shapes_cls, shapes_seg
+from data.builtin import shapes
 from tests.faults.fault_points import planted
-from tests.machines import ACCELERATE, CONFIGS, TORCHRUN, ip, left_behind, living, machines
+from tests.machines import ACCELERATE, CONFIGS, TORCHRUN, left_behind, living, machines
 from tests.making import write_yaml
 from utils.checkpoint.state_files import StateFiles
 from utils.files import ROOT
@@ -29,10 +31,8 @@ DISK = "800m"  # room for four states, the weights and the logs
 DIST_TIMEOUT_SECONDS = 10
 MEETING_SECONDS = 60  # in which both launchers must be there
 POLL_SECONDS = 0.05
-# Rates that leave rounding small, and four optimizer steps in an epoch of seven batches.
+# Four optimizer steps in an epoch of seven batches.
 RECIPE = {"nbs": 8, "lr0": 0.0002, "warmup_bias_lr": 0.0002, "warmup_epochs": 1.0}
-MODELS = {"detect": "yolov5n.yaml", "classify": "yolov5n-cls.yaml", "segment": "yolov5n-seg.yaml"}
-DRAW = {"detect": shapes.draw_dataset, "classify": shapes_cls.draw_dataset, "segment": shapes_seg.draw_dataset}
 
 
 @dataclass(frozen=True)
@@ -51,57 +51,43 @@ class Start:
 
 
 class Cluster:
-    """Two machines, their disk in `folder`/disk, and the command of a training. per_machine: processes.
+    """Two machines, their disk in `folder`/disk, and the command of a training with a process on each of them.
 
-    Other folders: data, home, cache and tmp of the training, logs of the attempts. same_bytes: whether results do not
-    depend on the number of machines by a bit.
+    Other folders: data, home, cache and tmp of the training, logs of the attempts.
     """
 
-    def __init__(self, folder: Path, task: str, zero: int, per_machine: int, epochs: int) -> None:
-        self.folder, self.disk, self.per_machine, self.attempts = folder, folder / "disk", per_machine, 0
-        self.config = CONFIGS / (f"deepspeed_zero{zero}.yaml" if zero else "2node.yaml")
-        self.more_launch = ("--deepspeed_multinode_launcher", "standard") if zero else ()
-        self.same_bytes = not zero
+    def __init__(self, folder: Path, epochs: int) -> None:
+        self.folder, self.disk, self.attempts = folder, folder / "disk", 0
         for name in ("disk", "home", "cache", "tmp", "logs"):
             (folder / name).mkdir(parents=True)
-        images = DRAW[task](folder / "data" / "images", train=28, val=8)
+        images = shapes.draw_dataset(folder / "data" / "images", train=28, val=8)
         content = {"path": str(images), "train": "images/train", "val": "images/val"}
-        if task == "classify":
-            content |= {"train": "train", "val": "val"}
-        else:
-            content |= {"names": dict(enumerate(shapes.NAMES))}
-        data = write_yaml(folder / "data" / "data.yaml", content)
+        data = write_yaml(folder / "data" / "data.yaml", {**content, "names": dict(enumerate(shapes.NAMES))})
         recipe = write_yaml(folder / "data" / "hyp.yaml", RECIPE)
-        what = ("--data", str(data), "--weights", "", "--cfg", MODELS[task], "--hyp", str(recipe))
-        how = ("--imgsz", "64", "--epochs", str(epochs), "--batch-size", "4")
-        equal = ("--sync-bn",) if zero else ("--logical-processes", str(2 * per_machine))
-        rest = ("--workers", "1", "--device", "cpu", *equal, "--noplots", "--save-steps", "1")
-        self.flags = (*what, *how, *rest, "--dist-timeout", str(DIST_TIMEOUT_SECONDS), "--exist-ok", "--resume", "auto")
+        what = ("--data", str(data), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", str(recipe), "--imgsz", "64")
+        how = ("--epochs", str(epochs), "--batch-size", "4", "--workers", "1", "--device", "cpu", "--noplots")
+        rest = ("--logical-processes", "2", "--save-steps", "1", "--dist-timeout", str(DIST_TIMEOUT_SECONDS))
+        self.flags = (*what, *how, *rest, "--exist-ok", "--resume", "auto")
 
     def environment(self) -> dict[str, str]:
         """Return the environment of each attempt: one thread per process, nothing written outside of `folder`."""
-        own = {"HOME": "home", "XDG_CACHE_HOME": "cache", "TMPDIR": "tmp"}
-        return {
-            **os.environ,
-            **{name: str(self.folder / path) for name, path in own.items()},
-            "OMP_NUM_THREADS": "1",
-            "WANDB_MODE": "offline",
-        }
+        places = {"HOME": "home", "XDG_CACHE_HOME": "cache", "TMPDIR": "tmp"}
+        paths = {name: str(self.folder / path) for name, path in places.items()}
+        return {**os.environ, **paths, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
 
     def command(self, number: int, start: Start, run: str) -> list[str]:
         """Return the launch command of a machine."""
         script = (str(ROOT / "train.py"), *self.flags, "--project", str(self.disk), "--name", run)
         if start.elastic:
-            size = ("--nnodes", "1:2", "--nproc_per_node", str(self.per_machine), "--max-restarts", "3")
-            rendezvous = ("--rdzv_backend", "c10d", "--rdzv_id", run, "--rdzv_endpoint", f"{start.address}:{PORT}")
+            size = ("--nnodes", "1:2", "--nproc_per_node", "1", "--max-restarts", "3", "--rdzv_backend", "c10d")
+            rendezvous = ("--rdzv_id", run, "--rdzv_endpoint", f"{start.address}:{PORT}")
             main = number == start.machines[0]
             here = ("--local-addr", ADDRESSES[number], "--rdzv_conf", f"last_call_timeout=3,is_host={main:d}")
             return ["ip", "netns", "exec", HOSTS[number], *TORCHRUN, *size, *rendezvous, *here, *script]
-        count, rank = len(start.machines), start.machines.index(number)
-        size = ("--num_machines", str(count), "--num_processes", str(count * self.per_machine), *self.more_launch)
-        rendezvous = ("--main_process_ip", start.address, "--main_process_port", PORT, "--machine_rank", str(rank))
-        patience = ("--rdzv_conf", f"timeout={MEETING_SECONDS}")
-        launch = (*ACCELERATE, "--config_file", str(self.config), *size, *rendezvous, *patience)
+        count, rank = str(len(start.machines)), str(start.machines.index(number))
+        size = ("--config_file", str(CONFIGS / "2node.yaml"), "--num_machines", count, "--num_processes", count)
+        rendezvous = ("--main_process_ip", start.address, "--main_process_port", PORT, "--machine_rank", rank)
+        launch = (*ACCELERATE, *size, *rendezvous, "--rdzv_conf", f"timeout={MEETING_SECONDS}")
         # The wrapper is outside: inside, /sys is another one, without control groups.
         return [*start.wrap.get(number, ()), "ip", "netns", "exec", HOSTS[number], *launch, *script]
 
@@ -109,15 +95,18 @@ class Cluster:
         """Return the states of a run."""
         return StateFiles(self.disk / run / "checkpoint")
 
+    def progress(self, run: str) -> dict[str, Any]:
+        """Return the progress of a run by its newest state that is whole."""
+        state = self.states(run).read(lambda warning: None)
+        return state["progress"] if state else {"step": 0, "finished": False}
+
     def step(self, run: str) -> int:
         """Return the optimizer step of the newest state, 0 if there is none."""
-        state = self.states(run).read(lambda warning: None)
-        return int(state["progress"]["step"]) if state else 0
+        return int(self.progress(run)["step"])
 
     def finished(self, run: str) -> bool:
         """Return whether the run has nothing left to do."""
-        state = self.states(run).read(lambda warning: None)
-        return bool(state and state["progress"]["finished"])
+        return bool(self.progress(run)["finished"])
 
 
 class Attempt:
@@ -135,13 +124,12 @@ class Attempt:
         plan = planted(f"pause {self.folder}", *fault) if fault else {}
         self.environment = {**cluster.environment(), **plan, **start.variables, MARK: self.number}
         self.launchers: dict[int, subprocess.Popen[bytes]] = {}
-        self.began = time.monotonic()
         for number in start.machines:
             self.launch(number)
 
     def launch(self, number: int) -> None:
         """Start the launcher of a machine."""
-        with self.log(number).open("wb") as log:
+        with (self.folder / f"machine{number}.log").open("wb") as log:
             self.launchers[number] = subprocess.Popen(
                 self.cluster.command(number, self.start, self.run),
                 env={**self.environment, MACHINE: str(number)},
@@ -151,15 +139,9 @@ class Attempt:
                 stderr=subprocess.STDOUT,
             )
 
-    def log(self, number: int) -> Path:
-        """Return the file with the output of a machine."""
-        return self.folder / f"machine{number}.log"
-
-    def output(self) -> dict[int, str]:
+    def output(self) -> dict[str, str]:
         """Return what each machine has printed."""
-        return {number: self.log(number).read_text(errors="replace") for number in self.start.machines}
-
-    # Time
+        return {log.stem: log.read_text(errors="replace") for log in sorted(self.folder.glob("*.log"))}
 
     def until(self, condition: Callable[[], object], seconds: float) -> bool:
         """Wait until a condition is true or the attempt has ended; return whether it is true."""
@@ -182,7 +164,11 @@ class Attempt:
         """Return whether all launchers have ended."""
         return all(launcher.poll() is not None for launcher in self.launchers.values())
 
-    # Processes
+    def ask_to_end(self) -> None:
+        """Send SIGTERM to all launchers, as a scheduler does."""
+        for machine, launcher in self.launchers.items():
+            if launcher.poll() is None:
+                self.launcher(machine).send_signal(signal.SIGTERM)
 
     def processes(self, machine: int | None = None) -> list[psutil.Process]:
         """Return the living processes of the attempt, those of other programs that it has started too."""
@@ -198,19 +184,10 @@ class Attempt:
                     ranks[int(rank)] = process
         return ranks
 
-    def loaders(self, rank: int) -> list[psutil.Process]:
-        """Return the loader processes of a rank: forks, with the command of their parent."""
-        parent = self.training()[rank]
-        return [child for child in parent.children() if child.cmdline() == parent.cmdline()]
-
     def launcher(self, machine: int) -> psutil.Process:
         """Return the launcher of a machine: the first of its processes that runs a launcher's command."""
         command = (TORCHRUN if self.start.elastic else ACCELERATE)[-1]
         return next(p for p in self.processes(machine) if command in p.cmdline() and p.name() != "ip")
-
-    def machine_of(self, rank: int) -> int:
-        """Return the machine of a rank."""
-        return self.start.machines[rank // self.cluster.per_machine]
 
     def left_behind(self, seconds: float) -> list[str]:
         """Return the commands of processes that outlive `seconds`."""
@@ -233,9 +210,8 @@ class Attempt:
 @contextmanager
 def two_machines(cluster: Cluster) -> Iterator[None]:
     """Make the namespaces and mount the disk, and remove both afterwards."""
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(cluster.disk)], capture_output=True, text=True
-    )
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(cluster.disk)]
+    mounted = subprocess.run(command, capture_output=True, text=True)
     if mounted.returncode:
         sys.exit(f"error: a disk of {DISK} cannot be mounted ({mounted.stderr.strip()}); root is needed")
     try:
@@ -245,8 +221,3 @@ def two_machines(cluster: Cluster) -> Iterator[None]:
         sys.exit(f"error: network namespaces: {error} {error.stderr}")
     finally:
         subprocess.run(["umount", "-l", str(cluster.disk)], check=True)
-
-
-def set_cable(up: bool) -> None:
-    """Cut or join the cable between the machines."""
-    ip("-n", HOSTS[0], "link", "set", "cable", "up" if up else "down")

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks.chaos.cluster import ADDRESSES, HOSTS, Attempt, Cluster, Start, set_cable
-from benchmarks.chaos.namespaces import inside
+from benchmarks.chaos.cluster import ADDRESSES, HOSTS, Attempt, Cluster, Start
 from tests import wandb_server
 from tests.machines import ip
 from tests.web import running
 
-MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+MEMORY_GROUP = Path("/sys/fs/cgroup/memory") / HOSTS[1]
 BACK_SECONDS = 60.0  # in which a machine must be back, or the training is finished
 SHORT_SECONDS = 3.0  # of a fault that passes: less than --dist-timeout
 OTHER_ADDRESS = "10.77.0.77"  # of the main machine
-IGNORED = {("loader process", "SIGTERM"), ("loader process", "SIGUSR1")}  # a job's signals are for training processes
-WANDB_KEY = "0" * 40
 
 
 class NotHere(Exception):
@@ -52,13 +52,29 @@ class Fault(NamedTuple):
     disk: bool = False
 
 
+def command(*words: str) -> None:
+    """Run a command. Raises NotHere if it fails."""
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise NotHere(f"{' '.join(words[:6])}: {done.stderr.strip()}")
+
+
 # Processes
 
 
 @contextmanager
-def signalled(find: Callable[[Attempt], list], number: signal.Signals, attempt: Attempt) -> Iterator[None]:
-    """Send a signal to the processes that `find` returns; those that it stops are continued at the end."""
-    processes = find(attempt)
+def signalled(kind: str, number: signal.Signals, attempt: Attempt) -> Iterator[None]:
+    """Send a signal to the processes of a kind; those that it stops are continued at the end."""
+    training = attempt.training()[attempt.rank]
+    machine = attempt.start.machines[attempt.rank]
+    if kind == "a training process":
+        processes = [training]
+    elif kind == "a loader process":  # a fork, with the command of its parent
+        processes = [child for child in training.children() if child.cmdline() == training.cmdline()][:1]
+    elif kind == "a launcher":
+        processes = [attempt.launcher(machine)]
+    else:
+        processes = attempt.processes(machine)
     for process in processes:
         process.send_signal(number)
     try:
@@ -69,20 +85,27 @@ def signalled(find: Callable[[Attempt], list], number: signal.Signals, attempt: 
                 process.send_signal(signal.SIGCONT)
 
 
-def one_training(attempt: Attempt) -> list:
-    return [attempt.training()[attempt.rank]]
+@contextmanager
+def machine_gone(attempt: Attempt) -> Iterator[None]:
+    """The second machine is killed, and comes back at the end."""
+    for process in attempt.processes(1):
+        process.kill()
+    yield
+    attempt.launchers[1].wait()
+    attempt.launch(1)
+    attempt.until(lambda: len(attempt.training()) == len(HOSTS), BACK_SECONDS)
 
 
-def one_loader(attempt: Attempt) -> list:
-    return attempt.loaders(attempt.rank)[:1]
+@contextmanager
+def elastic(cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
+    """torch's launcher goes on with the machines that are there."""
+    yield Start(elastic=True, variables={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
 
-def one_launcher(attempt: Attempt) -> list:
-    return [attempt.launcher(attempt.machine_of(attempt.rank))]
-
-
-def one_machine(attempt: Attempt) -> list:
-    return attempt.processes(attempt.machine_of(attempt.rank))
+@contextmanager
+def one_machine_only(cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
+    """One of the machines has not come back: the job goes on with --num_machines 1."""
+    yield Start(machines=(random.randrange(2),))
 
 
 # The network
@@ -90,29 +113,23 @@ def one_machine(attempt: Attempt) -> list:
 
 @contextmanager
 def cut_cable(_: Attempt) -> Iterator[None]:
-    set_cable(up=False)
+    ip("-n", HOSTS[0], "link", "set", "cable", "down")
     try:
         yield
     finally:
-        set_cable(up=True)
+        ip("-n", HOSTS[0], "link", "set", "cable", "up")
 
 
 @contextmanager
-def shaped_cable(words: tuple[str, ...], _: Attempt) -> Iterator[None]:
+def shaped_cable(limits: str, _: Attempt) -> Iterator[None]:
     """Let traffic control limit both ends of the cable."""
     for host in HOSTS:
-        shaped = subprocess.run(
-            ["ip", "netns", "exec", host, "tc", "qdisc", "replace", "dev", "cable", "root", *words],
-            capture_output=True,
-            text=True,
-        )
-        if shaped.returncode:
-            raise NotHere(f"tc {words[0]}: {shaped.stderr.strip().splitlines()[0]}")
+        command(*f"ip netns exec {host} tc qdisc replace dev cable root tbf {limits}".split())
     try:
         yield
     finally:
         for host in HOSTS:
-            ip("netns", "exec", host, "tc", "qdisc", "del", "dev", "cable", "root")
+            ip(*f"netns exec {host} tc qdisc del dev cable root".split())
 
 
 @contextmanager
@@ -131,34 +148,7 @@ def other_main_machine(cluster: Cluster, run: str, random: Random) -> Iterator[S
     yield Start(machines=(1, 0), address=ADDRESSES[1])
 
 
-@contextmanager
-def one_machine_only(cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
-    """One of the machines has not come back: the job goes on with --num_machines 1."""
-    yield Start(machines=(random.randrange(2),))
-
-
-@contextmanager
-def elastic(cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
-    """torch's launcher goes on with the machines that are there."""
-    if not cluster.same_bytes:
-        raise NotHere("Accelerate starts DeepSpeed")
-    yield Start(elastic=True, variables={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-
-
-@contextmanager
-def gone(attempt: Attempt) -> Iterator[None]:
-    """The second machine is killed, and comes back at the end."""
-    for process in attempt.processes(1):
-        process.kill()
-    try:
-        yield
-    finally:
-        attempt.launchers[1].wait()
-        attempt.launch(1)
-        attempt.until(lambda: len(attempt.training()) == len(HOSTS) * attempt.cluster.per_machine, BACK_SECONDS)
-
-
-# The disk
+# The disk, and the states on it
 
 
 @contextmanager
@@ -180,32 +170,22 @@ def read_only_disk(attempt: Attempt) -> Iterator[None]:
     """Forbid changes in the run folder and its folders; a mount with open files cannot be made read-only."""
     run = attempt.cluster.disk / attempt.run
     folders = [str(path) for path in (run, *run.rglob("*")) if path.is_dir() and not path.is_symlink()]
-    made = subprocess.run(["chattr", "+i", *folders], capture_output=True, text=True)
     try:
-        if made.returncode:
-            raise NotHere(f"chattr +i: {made.stderr.strip()}")
+        command("chattr", "+i", *folders)
         yield
     finally:
         subprocess.run(["chattr", "-i", *folders], capture_output=True)
 
 
 @contextmanager
-def damaged_state(
-    damage: Callable[[bytes, Random], bytes], cluster: Cluster, run: str, random: Random
-) -> Iterator[Start]:
-    """Damage the newest state before the training starts, if there are two; its name stays."""
+def damaged_state(cut: bool, cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
+    """Cut the newest state short, or flip a byte of it, before the training starts, if there are two."""
     for file in cluster.states(run).files()[:-1]:
-        file.write_bytes(damage(file.read_bytes(), random))
+        content = bytearray(file.read_bytes())
+        place = random.randrange(len(content))
+        content[place] ^= 0xFF
+        file.write_bytes(content[:place] if cut else content)
     yield Start()
-
-
-def cut_short(content: bytes, random: Random) -> bytes:
-    return content[: random.randrange(len(content))]
-
-
-def byte_flipped(content: bytes, random: Random) -> bytes:
-    place = random.randrange(len(content))
-    return content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :]
 
 
 # Weights & Biases
@@ -227,36 +207,41 @@ class Lying(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST
 
 
-def online(address: str) -> Start:
-    """Return a start that logs to a W&B server at an address."""
-    return Start(variables={"WANDB_MODE": "online", "WANDB_BASE_URL": address, "WANDB_API_KEY": WANDB_KEY})
+@contextmanager
+def on_main_machine(server: AbstractContextManager[Any]) -> Iterator[Any]:
+    """Run a server in a thread inside the main machine's namespace: the sockets that it opens belong there."""
+
+    def enter() -> None:
+        with Path("/run/netns", HOSTS[0]).open("rb") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    with ThreadPoolExecutor(1, initializer=enter) as thread:
+        running_server = thread.submit(server.__enter__).result()
+        try:
+            yield running_server
+        finally:
+            thread.submit(server.__exit__, None, None, None).result()
 
 
 @contextmanager
-def wandb_dead(cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
-    yield online("http://127.0.0.1:9")
+def wandb_online(kind: str, cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
+    """Log to a W&B server that is dead, takes a second for each answer, never answers, or lies."""
 
+    def start(address: str) -> Start:
+        return Start(variables={"WANDB_MODE": "online", "WANDB_BASE_URL": address, "WANDB_API_KEY": "0" * 40})
 
-@contextmanager
-def wandb_slow(cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
-    """Each answer takes a second."""
-    with inside(HOSTS[0], wandb_server.serve()) as server:
-        server.delay = 1.0
-        yield online(server.address)
-
-
-@contextmanager
-def wandb_silent(cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
-    """The server accepts connections and never answers."""
-    with inside(HOSTS[0], wandb_server.serve()) as server:
-        server.silent.set()
-        yield online(server.address)
-
-
-@contextmanager
-def wandb_lying(cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
-    with inside(HOSTS[0], running(Lying)) as address:
-        yield online(address)
+    if kind == "is dead":
+        yield start("http://127.0.0.1:9")
+    elif kind == "lies":
+        with on_main_machine(running(Lying)) as address:
+            yield start(address)
+    else:
+        with on_main_machine(wandb_server.serve()) as server:
+            if kind == "is silent":
+                server.silent.set()
+            server.delay = 1.0
+            yield start(server.address)
 
 
 # Clock and memory
@@ -265,12 +250,25 @@ def wandb_lying(cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
 @contextmanager
 def wrong_clock(cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
     """The clock of one machine is an hour ahead or behind."""
-    program = shutil.which("faketime")
-    if not program:
+    if not shutil.which("faketime"):
         raise NotHere("no program faketime (package faketime)")
-    shift = random.choice(("+1h", "-1h"))
     # The monotonic clock is off too: without that, time.sleep fails.
-    yield Start(wrap={random.randrange(2): (program, "-m", "-f", shift)})
+    yield Start(wrap={random.randrange(2): ("faketime", "-m", "-f", random.choice(("+1h", "-1h")))})
+
+
+@contextmanager
+def memory_group(cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
+    """Start the second machine in a separate control group."""
+    try:
+        MEMORY_GROUP.mkdir(exist_ok=True)
+    except OSError as error:
+        raise NotHere(f"a memory control group ({error.strerror})") from None
+    try:
+        yield Start(wrap={1: ("sh", "-c", f'echo 0 > {MEMORY_GROUP}/cgroup.procs && exec "$@"', "sh")})
+    finally:
+        time.sleep(0.5)  # its processes have just been killed
+        with suppress(OSError):
+            MEMORY_GROUP.rmdir()
 
 
 BALLOON = """
@@ -284,30 +282,11 @@ while len(content) < 64:
 
 
 @contextmanager
-def memory_group(cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
-    """Start the second machine in a separate control group."""
-    group = MEMORY_GROUPS / HOSTS[1]
-    try:
-        group.mkdir(exist_ok=True)
-    except OSError as error:
-        raise NotHere(f"a memory control group ({error.strerror})") from None
-    try:
-        yield Start(wrap={1: ("sh", "-c", f'echo 0 > {group}/cgroup.procs && exec "$@"', "sh")})
-    finally:
-        for _ in range(50):
-            with suppress(OSError):
-                group.rmdir()
-                break
-            time.sleep(0.1)
-
-
-@contextmanager
 def short_memory(attempt: Attempt) -> Iterator[None]:
     """Another program takes the memory of the second machine: the kernel kills until there is enough."""
-    group = MEMORY_GROUPS / HOSTS[1]
-    used = int((group / "memory.usage_in_bytes").read_text())
-    (group / "memory.limit_in_bytes").write_text(str(used + 2**26))
-    balloon = subprocess.Popen([sys.executable, "-c", BALLOON, str(group)], stderr=subprocess.DEVNULL)
+    used = int((MEMORY_GROUP / "memory.usage_in_bytes").read_text())
+    (MEMORY_GROUP / "memory.limit_in_bytes").write_text(str(used + 2**26))
+    balloon = subprocess.Popen([sys.executable, "-c", BALLOON, str(MEMORY_GROUP)], stderr=subprocess.DEVNULL)
     try:
         yield
     finally:
@@ -316,44 +295,39 @@ def short_memory(attempt: Attempt) -> Iterator[None]:
 
 
 def catalogue() -> list[Fault]:
-    """Return all faults."""
-    signals = signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1
-    kinds = {"training process": one_training, "loader process": one_loader, "launcher": one_launcher}
-    sent = [
-        Fault(f"{number.name} to a {kind}", (kind, number.name) not in IGNORED, partial(signalled, find, number), 0.0)
-        for kind, find in kinds.items()
-        for number in signals
-    ]
-    stopped_training, stopped_loader = (partial(signalled, find, signal.SIGSTOP) for find in (one_training, one_loader))
-    slow = ("tbf", "rate", "4mbit", "burst", "16kb", "latency", "200ms")
-    # Without netem: a queue of a few packets, which drops the others.
-    lossy = ("tbf", "rate", "40mbit", "burst", "4kb", "limit", "6kb")
+    """Return all faults. A job's signals are for training processes: loaders ignore them."""
+    faults = []
+    for kind in ("a training process", "a loader process", "a launcher"):
+        for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1):
+            ends = kind != "a loader process" or number == signal.SIGKILL
+            faults.append(Fault(f"{number.name} to {kind}", ends, partial(signalled, kind, number), 0.0))
+    for kind in ("a training process", "a loader process"):
+        stopped = partial(signalled, kind, signal.SIGSTOP)
+        faults.append(Fault(f"{kind} is stopped for 3 s", False, stopped, SHORT_SECONDS))
+        faults.append(Fault(f"{kind} is stopped", True, stopped))
+    for kind in ("is dead", "is slow", "is silent", "lies"):
+        faults.append(Fault(f"W&B's server {kind}", False, before=partial(wandb_online, kind)))
     return [
-        *sent,
-        Fault("SIGKILL to a whole machine", True, partial(signalled, one_machine, signal.SIGKILL)),
-        Fault("SIGTERM to a whole machine", True, partial(signalled, one_machine, signal.SIGTERM)),
-        Fault("a training process is stopped for 3 s", False, stopped_training, SHORT_SECONDS),
-        Fault("a training process is stopped", True, stopped_training),
-        Fault("a loader process is stopped for 3 s", False, stopped_loader, SHORT_SECONDS),
-        Fault("a loader process is stopped", True, stopped_loader),
+        *faults,
+        Fault("SIGKILL to a whole machine", True, partial(signalled, "a machine", signal.SIGKILL)),
+        Fault("SIGTERM to a whole machine", True, partial(signalled, "a machine", signal.SIGTERM)),
         Fault("the cable is cut for 3 s", False, cut_cable, SHORT_SECONDS),
         Fault("the cable is cut", True, cut_cable),
-        Fault("the cable is slow for 10 s", False, partial(shaped_cable, slow), 10.0),
-        Fault("the cable loses packets for 10 s", False, partial(shaped_cable, lossy), 10.0),
+        Fault("the cable is slow for 10 s", False, partial(shaped_cable, "rate 4mbit burst 16kb latency 200ms"), 10.0),
+        # A queue of a few packets, which drops the others.
+        Fault(
+            "the cable loses packets for 10 s", False, partial(shaped_cable, "rate 40mbit burst 4kb limit 6kb"), 10.0
+        ),
         Fault("the main machine has another address", False, before=another_address),
         Fault("another machine is the main one", False, before=other_main_machine),
         Fault("a machine does not come back", False, before=one_machine_only),
-        Fault("a machine leaves and comes back", False, gone, before=elastic),
+        Fault("a machine leaves and comes back", False, machine_gone, before=elastic),
         Fault("the disk is full for 3 s", False, full_disk, SHORT_SECONDS, disk=True),
         Fault("the disk is full", False, full_disk, disk=True),
         Fault("the disk is read-only for 3 s", False, read_only_disk, SHORT_SECONDS, disk=True),
         Fault("the disk is read-only", False, read_only_disk, disk=True),
-        Fault("the newest state is cut short", False, before=partial(damaged_state, cut_short)),
-        Fault("a byte of the newest state is flipped", False, before=partial(damaged_state, byte_flipped)),
+        Fault("the newest state is cut short", False, before=partial(damaged_state, True)),
+        Fault("a byte of the newest state is flipped", False, before=partial(damaged_state, False)),
         Fault("the clock of a machine is off by an hour", False, before=wrong_clock),
-        Fault("W&B's server is dead", False, before=wandb_dead),
-        Fault("W&B's server is slow", False, before=wandb_slow),
-        Fault("W&B's server is silent", False, before=wandb_silent),
-        Fault("W&B's server lies", False, before=wandb_lying),
         Fault("memory is short", True, short_memory, before=memory_group),
     ]

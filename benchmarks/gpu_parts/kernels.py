@@ -1,28 +1,28 @@
-"""What a training step spends its time with: its phases on host and device, and the device's kernels by kind.
-
-A phase whose host time is near its whole time is bound by launches.
-"""
+"""What the device does in a training step: its kernels by kind, and BatchNorm and SiLU by fused and by torch's ones."""
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-import train
-from benchmarks.gpu_parts.measuring import Machine, free_memory, machine, rounded, row, synchronise
-from benchmarks.gpu_parts.steps import take_steps
-from models.tasks.contract import terms_of
+from benchmarks.gpu_parts.measuring import Machine, rounded, row, run
+from benchmarks.gpu_parts.steps import take_steps, timed
+from models import norm_silu
+from models.yolo import build_model
 from tests.whole_runs import Parts
-from utils.distributed.launch import reset_accelerate
 
 MODELS = (("yolov5n", 64), ("yolov5x", 32), ("yolov9t", 16))
-WARM_UP, STEPS = 5, 5  # the kernels are recorded in the fourth
+WARM_UP, STEPS = 5, 5  # kernels are recorded in the fourth step
 # Kinds of kernels by a part of their names, the first that fits.
 KINDS = {
     "BatchNorm and SiLU, fused": ("_moments", "_normalise", "_gradients", "_input_gradient"),
@@ -35,113 +35,152 @@ KINDS = {
     "sums and norms": ("reduce", "norm"),
     "indexing and sorting": ("index", "scatter", "gather", "sort", "topk", "radix", "scan", "nonzero"),
     "elementwise": ("elementwise",),
+    "others": ("",),
 }
+NORM_MODELS = ("yolov5x", "yolov5n")
+PASSES, TORCH_PASSES = 8, 13  # of a map through memory
+CACHE_BYTES = 2**28  # maps that are used in turn are larger together than the device's cache
 
 
-def kind_of(kernel: str) -> str:
-    """Return the kind of a kernel."""
-    return next((kind for kind, parts in KINDS.items() if any(part in kernel for part in parts)), "others")
+def kernels(here: Machine) -> None:
+    """Print a row for each kind of kernel of a small, a large and a deep model, and the longest kernels."""
+    activity = ProfilerActivity.CUDA if here.on_gpu else ProfilerActivity.CPU
+    time_of = "self_device_time_total" if here.on_gpu else "self_cpu_time_total"
 
-
-class PhaseClock:
-    """Adds up the host's and the whole time of calls by phase."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-
-    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `call` with a clock, which waits for the device before and after it."""
-
-        def run(*given: Any, **named: Any) -> Any:
-            synchronise(self.device)
-            begun = time.perf_counter()
-            result = call(*given, **named)
-            queued = time.perf_counter()
-            synchronise(self.device)
-            for place, until in enumerate((queued, time.perf_counter())):
-                self.seconds[name][place] += until - begun
-            return result
-
-        return run
-
-
-def measure_phases(here: Machine, model: str, batch: int, imgsz: int) -> None:
-    """Print a row for each phase of a step; the time of one that contains others includes theirs."""
-    clock = PhaseClock(here.torch_device)
-
-    def phases(parts: Parts, shares: Any) -> Generator[Any, None, float]:
+    def profiled_steps(parts: Parts, shares: Any) -> Generator[Any, None, tuple[Any, float]]:
         yield from [shares] * WARM_UP
-        for owner, name in (
-            (parts.model, "backward"),
-            (parts.job.task, "inputs"),
-            (parts.steps, "step"),
-            (parts.steps, "update_averages"),
-            (parts.steps, "finish"),
-        ):
-            setattr(owner, name, clock.timed(name, getattr(owner, name)))
-        parts.model.modules = [clock.timed("forward", module) for module in parts.model.modules]  # type: ignore[misc]
-        with patch.object(train, "terms_of", clock.timed("loss", terms_of)):
+        here.wait()
+        with profile(activities=[activity]) as profiled:
             begun = time.perf_counter()
             yield from [shares] * STEPS
-            synchronise(here.torch_device)
-        return (time.perf_counter() - begun) / STEPS * 1000
+            here.wait()
+            seconds = time.perf_counter() - begun
+        return profiled.key_averages(), seconds / STEPS
 
-    whole = take_steps(here, model, imgsz, batch, phases)
-    for name, (host, seconds) in clock.seconds.items():
-        host, seconds = host / STEPS * 1000, seconds / STEPS * 1000
-        about = {"model": model, "batch": batch, "phase": name}
-        row(
-            "Phases of a step, waiting after each, ms",
-            **about,
-            **{"host": rounded(host), "with the device": rounded(seconds), "share": rounded(seconds / whole, 2)},
-        )
-    reset_accelerate()
-
-
-def measure_kernels(here: Machine, model: str, batch: int, imgsz: int) -> None:
-    """Print a row for each kind of kernel, and the longest kernels."""
-    activities = [ProfilerActivity.CUDA] if here.on_gpu else [ProfilerActivity.CPU]
-
-    def profiled_steps(parts: Parts, shares: Any) -> Generator[Any, None, tuple[profile, float]]:
-        yield from [shares] * WARM_UP
-        synchronise(here.torch_device)
-        with profile(activities=activities) as profiled:
-            begun = time.perf_counter()
-            yield from [shares] * STEPS
-            synchronise(here.torch_device)
-            return profiled, (time.perf_counter() - begun) / STEPS * 1e6
-
-    profiled, whole = take_steps(here, model, imgsz, batch, profiled_steps)
-    name = "self_device_time_total" if here.on_gpu else "self_cpu_time_total"
-    events = [event for event in profiled.key_averages() if getattr(event, name)]
-    times, counts = Counter[str](), Counter[str]()
-    for event in events:
-        times[kind_of(event.key)] += getattr(event, name) / STEPS
-        counts[kind_of(event.key)] += event.count / STEPS
-    about = {"model": model, "batch": batch}
-    title = "Kernels of a step by kind"
-    for kind, used in times.most_common():
-        columns = {"kind": kind, "ms": rounded(used / 1000), "kernels": round(counts[kind])}
-        row(title, **about, **columns, **{"share of the step": rounded(used / whole, 2)})
-    busy = sum(times.values())
-    row(title, **about, kind="all", ms=rounded(busy / 1000), kernels=round(sum(counts.values())),
-        **{"share of the step": rounded(busy / whole, 2)})  # fmt: skip
-    for event in sorted(events, key=lambda event: -getattr(event, name))[:12]:
-        used = getattr(event, name) / STEPS
-        row("Longest kernels", **about, kernel=event.key[:110], ms=rounded(used / 1000), calls=event.count // STEPS)
-    reset_accelerate()
-
-
-def main() -> None:
-    """Measure a small and a large model, and one of many small layers."""
-    here = machine()
     for model, batch in MODELS[:1] if here.quick else MODELS:
-        batch, imgsz = (4, 64) if here.quick else (batch, 640)
-        for measure in (measure_phases, measure_kernels):
-            free_memory(here.torch_device)
-            measure(here, model, batch, imgsz)
+        batch, imgsz = here.size(batch)
+        events, whole = take_steps(here, model, imgsz, batch, profiled_steps)
+        about, seconds, counts = {"model": model, "batch": batch}, Counter[str](), Counter[str]()
+        for event in events:
+            kinds = [kind for kind, names in KINDS.items() if any(name in event.key for name in names)]
+            for kind in (kinds[0], "all"):
+                seconds[kind] += getattr(event, time_of) / STEPS / 1e6  # type: ignore[assignment]
+                counts[kind] += event.count / STEPS
+        for kind, used in seconds.most_common():
+            columns = {"kind": kind, "ms": rounded(used * 1000), "kernels": round(counts[kind])}
+            row("Kernels of a step by kind", **about, **columns, **{"share of the step": rounded(used / whole, 2)})
+        for event in sorted(events, key=lambda event: -getattr(event, time_of))[:12]:
+            columns = {"kernel": event.key[:110], "ms": rounded(getattr(event, time_of) / STEPS / 1000)}
+            row("Longest kernels", **about, **columns, calls=event.count // STEPS)
+
+
+@contextmanager
+def fused(wanted: bool) -> Iterator[None]:
+    """Use the fused kernels where they can be used, or never."""
+    with patch.object(norm_silu, "can_fuse", norm_silu.can_fuse if wanted else lambda *given: False):
+        yield
+
+
+def maps(here: Machine, model: str, imgsz: int) -> Counter[tuple[int, ...]]:
+    """Return the shapes (c, h, w) that a network normalises before a SiLU, and how often."""
+    shapes: Counter[tuple[int, ...]] = Counter()
+    plain = norm_silu.norm_and_activate
+
+    def recorded(x: Tensor, norm: nn.Module, activation: nn.Module) -> Tensor:
+        if isinstance(activation, nn.SiLU):
+            shapes[tuple(x.shape[1:])] += 1
+        return plain(x, norm, activation)
+
+    with patch("models.layers.norm_and_activate", recorded), torch.no_grad():
+        network = build_model(f"{model}.yaml", imgsz=imgsz).to(here.torch_device)
+        shapes.clear()
+        network.eval()(torch.zeros(1, 3, imgsz, imgsz, device=here.torch_device))
+    return shapes
+
+
+def replayed_seconds(here: Machine, call: Callable[[], object]) -> float:
+    """Return the seconds of a call's kernels, recorded as a CUDA graph; of the call itself without a GPU."""
+    if not here.on_gpu:
+        return here.seconds(call, 1, 2)
+    for _ in range(2):
+        call()
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        call()
+    times = []
+    for _ in range(12):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1000)
+    return statistics.median(times[2:])
+
+
+def map_seconds(here: Machine, shape: tuple[int, ...], wanted: bool) -> float:
+    """Return the seconds of forward and backward for a bf16 map (b, c, h, w) in channels_last."""
+    norm, activation = nn.BatchNorm2d(shape[1], eps=1e-3, momentum=0.03, device=here.torch_device), nn.SiLU()
+    turns = min(16, math.ceil(CACHE_BYTES / (2 * math.prod(shape))))
+    here.free_memory()
+    inputs, upstream = (
+        [
+            torch.randn(shape, device=here.torch_device).to(torch.bfloat16, memory_format=torch.channels_last)
+            for _ in range(turns)
+        ]
+        for _ in range(2)
+    )
+
+    def call() -> None:
+        for x, gradient in zip(inputs, upstream, strict=True):
+            y = norm_silu.norm_and_activate(x.requires_grad_(), norm, activation)
+            torch.autograd.grad(y, [x, norm.weight, norm.bias], gradient)
+
+    with fused(wanted):
+        return replayed_seconds(here, call) / turns
+
+
+def bandwidth(here: Machine) -> float:
+    """Return the bytes per second that a copy reads and writes."""
+    source, target = torch.zeros(2, 2**16 if here.quick else 2**30, device=here.torch_device)
+    return 2 * source.nbytes / here.seconds(lambda: target.copy_(source))
+
+
+def norms(here: Machine) -> None:
+    """Compare the maps of a large and a small network, by shape and in all, with the peak of a copy; then steps."""
+    batch, imgsz = here.size(16)
+    peak = bandwidth(here)
+    models = NORM_MODELS[1:] if here.quick else NORM_MODELS
+    for model in models:
+        title = f"BatchNorm and SiLU of {model}'s maps, bf16, batch {batch} at {imgsz} px, forward and backward"
+        total = [0.0, 0.0, 0.0]
+        for shape, number in sorted(maps(here, model, imgsz).items(), key=lambda item: -math.prod(item[0])):
+            by_torch, ours = (map_seconds(here, (batch, *shape), wanted) for wanted in (False, True))
+            one_pass = 2 * batch * math.prod(shape) / peak
+            row(title, map=" x ".join(map(str, shape)), number=number, **columns_of(by_torch, ours, one_pass))
+            measured = (by_torch, ours, one_pass)
+            total = [so_far + number * seconds for so_far, seconds in zip(total, measured, strict=True)]
+        row(title, map="all", **columns_of(*total))
+    for model, *flags in (*((model,) for model in models), (models[-1], "--no-cuda-graph")):
+        found = []
+        for wanted in (False, True):
+            with fused(wanted):
+                found.append(timed(here, model, imgsz, batch, *flags))
+        (by_torch, torch_peak), (ours, our_peak) = found
+        columns = {"torch": rounded(by_torch * 1000), "fused": rounded(ours * 1000), "ratio": rounded(by_torch / ours)}
+        columns |= {"torch, peak GiB": torch_peak, "fused, peak GiB": our_peak}
+        row(f"Steps in bf16, batch {batch} at {imgsz} px, ms", model=" ".join((model, *flags)), **columns)
+
+
+def columns_of(by_torch: float, ours: float, one_pass: float) -> dict[str, float]:
+    """Return the columns of a map. one_pass: seconds in which it is read or written once, at the measured peak."""
+    return {
+        "torch, ms": rounded(by_torch * 1000),
+        "fused, ms": rounded(ours * 1000),
+        "torch / fused": rounded(by_torch / ours),
+        "torch, share of peak": rounded(TORCH_PASSES * one_pass / by_torch, 2),
+        "fused, share of peak": rounded(PASSES * one_pass / ours, 2),
+    }
 
 
 if __name__ == "__main__":
-    main()
+    run(kernels, norms)

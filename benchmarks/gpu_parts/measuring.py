@@ -1,4 +1,4 @@
-"""What the parts of `benchmarks.gpu_report` share: their flags, photos and weights, clocks, and rows of the report."""
+"""What the parts of `benchmarks.gpu_report` share: their machine, flags of train.py, clocks, and rows of the report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,19 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from benchmarks.gpu_report import ROW
 from benchmarks.versus import linked
 from data.builtin import shapes
+from tests.making import write_yaml
 from utils.files import ROOT
-
-COCO_CLASSES = 80
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a part runs. device: a number as for --device, or cpu. quick: tiny settings, to try the code."""
+    """Where a part runs. device: as for --device of train.py. quick: tiny settings, to try the code."""
 
     device: str
     quick: bool
@@ -37,71 +34,91 @@ class Machine:
     scratch: Path
 
     @property
-    def torch_device(self) -> torch.device:
-        return torch.device("cpu") if self.device == "cpu" else torch.device("cuda", 0)
-
-    @property
     def on_gpu(self) -> bool:
         return self.device != "cpu"
 
     @property
-    def weights(self) -> Path | None:
-        """The official yolov5n.pt, if it is carried."""
-        file = self.carried / "weights" / "yolov5n.pt"
-        return file if file.is_file() else None
+    def torch_device(self) -> torch.device:
+        return torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
 
-    def photos(self, links: bool = False) -> Path:
-        """Return the data YAML of the carried photos, or of drawn images. links: with each photo 16 times."""
-        source, folder = self.carried / "photos", self.scratch / ("linked" if links else "photos")
-        if not folder.is_dir():
-            if source.is_dir() and links and not self.quick:
-                linked(source, folder)
-            elif source.is_dir() and not self.quick:
-                link_photos(source, folder)
-            else:
-                shapes.draw_dataset(folder, train=24 if self.quick else 512, val=8 if self.quick else 128)
-                names = dict(enumerate(shapes.NAMES))
-                write_yaml(
-                    folder / "data.yaml",
-                    {"path": str(folder), "train": "images/train", "val": "images/val", "names": names},
-                )
-        return folder / "data.yaml"
+    @property
+    def precisions(self) -> Sequence[str]:
+        """Values of --mixed-precision to compare: those that differ on this device."""
+        return ("no", "bf16", "fp16") if self.on_gpu else ("no",)
 
     @property
     def has_photos(self) -> bool:
-        """Whether the photos, with COCO's classes, are carried and used."""
+        """Whether photos with COCO's classes are carried and used."""
         return (self.carried / "photos").is_dir() and not self.quick
 
+    @property
+    def weights(self) -> Path | None:
+        """The official yolov5n.pt, if it is carried and its classes are those of the photos."""
+        file = self.carried / "weights" / "yolov5n.pt"
+        return file if file.is_file() and self.has_photos else None
 
-def write_yaml(file: Path, content: Any) -> Path:
-    """Write a YAML file and return it."""
-    file.write_text(yaml.safe_dump(content))
-    return file
+    def photos(self, times: int = 1) -> Path:
+        """Return the data YAML of the carried photos, each of them `times` times, or of drawn images."""
+        folder = self.scratch / f"photos{times}"
+        if not folder.is_dir() and self.has_photos:
+            linked(self.carried / "photos", folder, times)
+        elif not folder.is_dir():
+            shapes.draw_dataset(folder, train=24 if self.quick else 512, val=8 if self.quick else 128)
+            content = {"path": str(folder), "train": "images/train", "val": "images/val"}
+            write_yaml(folder / "data.yaml", {**content, "names": dict(enumerate(shapes.NAMES))})
+        return folder / "data.yaml"
+
+    def size(self, batch: int) -> tuple[int, int]:
+        """Return the batch and image size of a measurement."""
+        return (4, 64) if self.quick else (batch, 640)
+
+    def flags(self, model: str, imgsz: int, batch: int, *more: str) -> list[str]:
+        """Return flags of train.py for a run from scratch that draws nothing; `more` overrides them."""
+        what = ["--data", str(self.photos()), "--weights", "", "--cfg", f"{model}.yaml", "--imgsz", str(imgsz)]
+        how = ["--batch-size", str(batch), "--device", self.device, "--workers", "0", "--noplots", "--no-wandb"]
+        anchors = ["--noautoanchor"] * model.startswith("yolov5")
+        return [*what, *how, "--hyp", "low", *anchors, "--project", str(self.scratch / "runs"), *more]
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def free_memory(self) -> None:
+        """Give back what the last measurement allocated, and start a new count of the peak."""
+        gc.collect()
+        if self.on_gpu and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_gib(self) -> float:
+        """Return the peak memory of tensors in GiB; 0 without a GPU."""
+        return rounded(torch.cuda.max_memory_allocated() / 2**30) if self.on_gpu else 0.0
+
+    def seconds(self, call: Callable[[], object], warmup: int = 3, rounds: int = 10) -> float:
+        """Return the median wall seconds of a call, after warm-up, with the device's work included."""
+        times = []
+        for _ in range(warmup + rounds):
+            self.wait()
+            begun = time.perf_counter()
+            call()
+            self.wait()
+            times.append(time.perf_counter() - begun)
+        return statistics.median(times[warmup:])
 
 
-def link_photos(source: Path, folder: Path) -> None:
-    """Make a data set of carried photos, which train and validate."""
-    folder.mkdir(parents=True)
-    for part in ("images", "labels"):
-        (folder / part).symlink_to((source / part).resolve())
-    (place,) = {file.parent.name for file in (source / "images").rglob("*.jpg")}
-    names = {number: str(number) for number in range(COCO_CLASSES)}
-    paths = {"train": f"images/{place}", "val": f"images/{place}"}
-    write_yaml(folder / "data.yaml", {"path": str(folder), **paths, "names": names})
-
-
-def machine() -> Machine:
-    """Read the flags of a part's process, and prepare its environment."""
+def run(*parts: Callable[[Machine], object]) -> None:
+    """Run the part that the first argument names, on the machine that the flags describe."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="0")
+    parser.add_argument("part", choices=[part.__name__ for part in parts])
+    parser.add_argument("--device", required=True)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--carried", type=Path, default=ROOT / ".gpu")
-    parser.add_argument("--scratch", type=Path)
+    parser.add_argument("--carried", type=Path, required=True)
+    parser.add_argument("--scratch", type=Path, required=True)
     options = parser.parse_args()
-    scratch = options.scratch or Path(tempfile.mkdtemp())
-    os.environ["WANDB_MODE"] = "disabled"
-    os.environ.setdefault("XDG_CACHE_HOME", str(scratch / "cache"))
-    return Machine(options.device, options.quick, options.carried, scratch)
+    os.environ |= {"WANDB_MODE": "disabled", "XDG_CACHE_HOME": str(options.scratch / "cache")}
+    (part,) = [part for part in parts if part.__name__ == options.part]
+    part(Machine(options.device, options.quick, options.carried, options.scratch))
 
 
 def row(table: str, **columns: Any) -> None:
@@ -114,61 +131,10 @@ def rounded(value: float, digits: int = 3) -> float:
     return float(f"{value:.{digits}g}") if abs(value) < 1000 else float(round(value))
 
 
-def synchronise(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def seconds_each(call: Callable[[], object], device: torch.device, warmup: int, rounds: int) -> float:
-    """Return the median wall seconds of a call, after warm-up, with the device's work included."""
-    times = []
-    for number in range(warmup + rounds):
-        synchronise(device)
-        begun = time.perf_counter()
-        call()
-        synchronise(device)
-        if number >= warmup:
-            times.append(time.perf_counter() - begun)
-    return statistics.median(times)
-
-
-def free_memory(device: torch.device) -> None:
-    """Give back what the last measurement allocated, and start a new count of the peak."""
-    gc.collect()
-    if device.type == "cuda" and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_gib(device: torch.device) -> float:
-    """Return the peak memory of tensors in GiB; 0 without a GPU."""
-    return rounded(torch.cuda.max_memory_allocated(device) / 2**30) if device.type == "cuda" else 0.0
-
-
 def script(name: str, *flags: str, launcher: Sequence[str] = ()) -> str:
     """Run a script of the repository, and return what it printed; raise RuntimeError if it fails."""
     command = [sys.executable, *launcher, str(ROOT / name), *flags]
-    environment = {**os.environ, "WANDB_MODE": "disabled"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise RuntimeError(f"{name} ended with exit code {done.returncode}: {done.stdout[-2000:]}")
     return done.stdout
-
-
-def run_flags(here: Machine, name: str, precision: str, workers: int, *more: str) -> list[str]:
-    """Return flags of train.py for a run of two epochs whose results are compared; the devices are not among them."""
-    size = ["--imgsz", "64" if here.quick else "320", "--batch-size", "8" if here.quick else "32", "--epochs", "2"]
-    what = ["--data", str(here.photos()), "--weights", "", "--cfg", "yolov5n.yaml", *size, "--noautoanchor"]
-    how = ["--hyp", "low", "--mixed-precision", precision, "--workers", str(workers), "--noplots", "--no-wandb", *more]
-    return [*what, *how, "--project", str(here.scratch / "runs"), "--name", name]
-
-
-def training_flags(here: Machine, model: str, imgsz: int, batch: int, *more: str) -> list[str]:
-    """Return flags of train.py for a measurement: nothing is drawn or validated, and one process loads."""
-    what = ["--data", str(here.photos()), "--weights", "", "--cfg", f"{model}.yaml", "--imgsz", str(imgsz)]
-    how = ["--batch-size", str(batch), "--device", here.device, "--workers", "0", "--noplots", "--no-wandb"]
-    anchors = ["--noautoanchor"] * model.startswith("yolov5")
-    return [*what, *how, "--hyp", "low", *anchors, "--project", str(here.scratch / "runs"), *more]

@@ -11,13 +11,13 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.gpu_parts.measuring import Machine, machine, rounded, row, seconds_each
-from benchmarks.gpu_parts.steps import median_seconds, settings, take_steps
+from benchmarks.gpu_parts.measuring import Machine, rounded, row, run
+from benchmarks.gpu_parts.steps import timed
 from benchmarks.versus import THEIR_STEP, THEIRS, ULTRALYTICS, ULTRALYTICS_STEP
 from models.heads.contract import DecodedView
 from models.tasks.contract import Thresholds
@@ -25,6 +25,7 @@ from models.tasks.detect import detect
 
 MODELS = ("yolov5n", "yolov5s", "yolov5x")
 CANDIDATES = 25_200  # boxes of an image at 640 px
+# Defines what the snippets of benchmarks.versus use, for a GPU.
 CLOCK = """
 import json, os, statistics, sys, time
 import torch
@@ -44,6 +45,7 @@ def measure(call, warmup, rounds):
         wait()
         times.append(time.perf_counter() - begun)
     print("RESULT", json.dumps(statistics.median(times[warmup:])), flush=True)
+    os._exit(0)
 def take_steps(loss, model, optimizer, ema):
     scaler = torch.amp.GradScaler(device.type, enabled=on_gpu)
     def step():
@@ -57,48 +59,31 @@ def take_steps(loss, model, optimizer, ema):
         optimizer.zero_grad()
         ema.update(model)
     measure(step, *((5, 10) if on_gpu else (1, 2)))
-    os._exit(0)
 """
+STEPS = {"YOLOv5": ("yolov5", THEIRS + THEIR_STEP), "ultralytics": ("ultralytics", ULTRALYTICS + ULTRALYTICS_STEP)}
 YOLOV5_SUPPRESSION = """
 from utils.general import non_max_suppression
 boxes = torch.load(os.environ["BOXES"], map_location=device)
 measure(lambda: non_max_suppression(boxes, 0.001, 0.6, multi_label=True, max_det=300), 2, 5)
-os._exit(0)
 """
 
 
-def theirs(here: Machine, checkout: Path, code: str, **variables: str) -> float:
-    """Run a snippet in a checkout; return its median seconds. Raises RuntimeError with its last line."""
-    folder = here.photos(links=True).parent
-    given = {"FOLDER": str(folder), "DEVICE": here.torch_device.type, "WANDB_MODE": "disabled", **variables}
-    path = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, **given, "YOLO_CONFIG_DIR": str(here.scratch), "PYTHONPATH": path}
+def beside(here: Machine, ours: float, name: str, checkout: Path, code: str, **variables: Any) -> dict[str, Any]:
+    """Run a snippet in a checkout; return its median milliseconds and their ratio to ours, or its last error line."""
+    given = {"MODEL": "", "SIZE": 0, "BATCH": 0, "FOLDER": here.photos(times=16).parent, **variables}
+    given |= {"DEVICE": here.torch_device.type, "YOLO_CONFIG_DIR": here.scratch}
+    given["PYTHONPATH"] = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, **{key: str(value) for key, value in given.items()}}
     command = [sys.executable, "-c", CLOCK + code]
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
-    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    results = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not results:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
-    return float(json.loads(results[-1].removeprefix("RESULT ")))
+        return {f"{name}, ms": (done.stderr.strip().splitlines() or ["no output"])[-1][:150]}
+    seconds = json.loads(results[-1])
+    return {f"{name}, ms": rounded(seconds * 1000), f"{name} / ours": rounded(seconds / ours)}
 
 
-def compare_steps(here: Machine, peers: dict[str, tuple[Path, str]]) -> None:
-    """Print a row for each model."""
-    batch, imgsz = (4, 64) if here.quick else (16, 640)
-    for model in MODELS[: 1 if here.quick else None]:
-        with settings("", True):
-            photos = ("--data", str(here.photos(links=True)))
-            ours = take_steps(here, model, imgsz, batch, partial(median_seconds, here), *photos)
-        columns = {"model": model, "ours, ms": rounded(ours * 1000)}
-        for name, (checkout, code) in peers.items():
-            try:
-                seconds = theirs(here, checkout, code, MODEL=model, SIZE=str(imgsz), BATCH=str(batch))
-                columns |= {f"{name}, ms": rounded(seconds * 1000), f"{name} / ours": rounded(seconds / ours)}
-            except RuntimeError as error:
-                columns |= {f"{name}, ms": str(error)[:150]}
-        row(f"Steps, batch {batch} at {imgsz} px", **columns)
-
-
-def compare_suppression(here: Machine, checkout: Path | None) -> None:
+def compare_suppression(here: Machine, yolov5: Path) -> None:
     """Suppress the same random boxes, a thousand of them confident."""
     torch.manual_seed(0)
     count, images = (500, 1) if here.quick else (CANDIDATES, 16)
@@ -107,34 +92,28 @@ def compare_suppression(here: Machine, checkout: Path | None) -> None:
     boxes[..., 2:4] /= 10
     boxes[..., 4] *= torch.rand(images, count) < 1000 / count
     boxes[..., 5:] *= torch.rand(images, count, 80) ** 8
-    given, file = boxes.to(here.torch_device), here.scratch / "boxes.pt"
-    torch.save(boxes, file)
-    ours = seconds_each(lambda: detect([DecodedView(given)], Thresholds()), here.torch_device, 2, 5) / images
-    columns = {"ours, ms per image": rounded(ours * 1000)}
-    if checkout:
-        try:
-            seconds = theirs(here, checkout, YOLOV5_SUPPRESSION, MODEL="", SIZE="0", BATCH="0", BOXES=str(file))
-            columns |= {
-                "YOLOv5, ms": rounded(seconds / images * 1000),
-                "YOLOv5 / ours": rounded(seconds / images / ours),
-            }
-        except RuntimeError as error:
-            columns |= {"YOLOv5, ms": str(error)[:150]}
+    torch.save(boxes, file := here.scratch / "boxes.pt")
+    given = boxes.to(here.torch_device)
+    ours = here.seconds(lambda: detect([DecodedView(given)], Thresholds()), 2, 5)
+    columns: dict[str, Any] = {"images": images, "ours, ms": rounded(ours * 1000)}
+    if yolov5.is_dir():
+        columns |= beside(here, ours, "YOLOv5", yolov5, YOLOV5_SUPPRESSION, BOXES=file)
     row("Suppression of a thousand confident boxes of an image, conf 0.001, iou 0.6", **columns)
 
 
-def main() -> None:
+def peers(here: Machine) -> None:
     """Measure ours, and the peers that are carried."""
-    here = machine()
-    known = {"yolov5": ("YOLOv5", THEIRS + THEIR_STEP), "ultralytics": ("ultralytics", ULTRALYTICS + ULTRALYTICS_STEP)}
-    peers = {
-        title: (here.carried / name, code) for name, (title, code) in known.items() if (here.carried / name).is_dir()
-    }
-    if not peers:
-        row("Peers", note="not measured: no checkout is carried (make gpu-data)")
-    compare_suppression(here, peers["YOLOv5"][0] if "YOLOv5" in peers else None)
-    compare_steps(here, peers)
+    compare_suppression(here, here.carried / "yolov5")
+    batch, imgsz = here.size(16)
+    for model in MODELS[:1] if here.quick else MODELS:
+        ours, _ = timed(here, model, imgsz, batch, "--data", str(here.photos(times=16)))
+        columns = {"model": model, "ours, ms": rounded(ours * 1000)}
+        for name, (folder, code) in STEPS.items():
+            if (here.carried / folder).is_dir():
+                settings = {"MODEL": model, "SIZE": imgsz, "BATCH": batch}
+                columns |= beside(here, ours, name, here.carried / folder, code, **settings)
+        row(f"Steps, batch {batch} at {imgsz} px; peers if make gpu-data has carried them", **columns)
 
 
 if __name__ == "__main__":
-    main()
+    run(peers)

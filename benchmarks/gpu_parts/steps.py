@@ -1,87 +1,47 @@
-"""Training steps of yolov5n to x at 640: time, memory, and what bounds them: the device's arithmetic or its memory.
-
-Floating-point operations are counted by torch; bytes are those of all inputs and outputs of all operations of an eager
-step, so more than a fused step moves. The peaks are measured: a bf16 product of matrices, and a copy.
-"""
+"""Training steps on one batch that is on the device already: their time and memory, recorded, compiled; what waits."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+import warnings
+from collections import Counter
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.gpu_parts.measuring import (
-    Machine,
-    free_memory,
-    machine,
-    peak_gib,
-    rounded,
-    row,
-    seconds_each,
-    synchronise,
-    training_flags,
-    write_yaml,
-)
+from benchmarks.gpu_parts.measuring import Machine, rounded, row, run
+from data.builtin import shapes_cls, shapes_seg
+from tests.making import write_yaml
 from tests.whole_runs import Parts, within
 from utils.distributed.launch import reset_accelerate
+from utils.errors import UserError
+from utils.files import ROOT
+from utils.training import cuda_graph
 
 T = TypeVar("T")
 MODELS = ("yolov5n", "yolov5s", "yolov5m", "yolov5l", "yolov5x", "yolov9t", "yolov9s")
-BATCH, IMGSZ = 64, 640
-LAYOUTS = ("models.tasks.detect.layout", "utils.distributed.logical.layout")  # where the loop asks for it
-COMPILERS = {"": {}, "compiled": {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}}  # settings of Accelerate
-
-
-class Traffic(TorchDispatchMode):
-    """Adds up the bytes of tensors that operations read and write."""
-
-    total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            tensors = [part for part in tree_leaves((args, kwargs, result)) if isinstance(part, torch.Tensor)]
-            self.total += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return result
-
-
-class Peaks(NamedTuple):
-    """Measured peaks of the device: floating-point operations and bytes per second."""
-
-    flops: float
-    bytes: float
-
-
-def measure_peaks(here: Machine) -> Peaks:
-    """Measure a bf16 product of matrices and a copy."""
-    device, side, count = here.torch_device, 128 if here.quick else 8192, 2**16 if here.quick else 2**30
-    first, second = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
-    product = seconds_each(lambda: first @ second, device, 3, 10)
-    source = torch.zeros(count, device=device, dtype=torch.float32)
-    target = torch.empty_like(source)
-    copied = seconds_each(lambda: target.copy_(source), device, 3, 10)
-    return Peaks(2 * side**3 / product, 2 * source.numel() * source.element_size() / copied)
-
-
-@contextmanager
-def settings(compiler: str, channels_last: bool) -> Iterator[None]:
-    """Set how the next run is compiled, and its memory format."""
-    with ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ, COMPILERS[compiler]))
-        if not channels_last:
-            for place in LAYOUTS:
-                stack.enter_context(patch(place, lambda device: torch.contiguous_format))
-        yield
+COMPILED = ("yolov5n", "yolov9t", "yolov5x")
+RECORDED = (
+    ("yolov5n", 16, "bf16"),
+    ("yolov5s", 16, "bf16"),
+    ("yolov9t", 16, "bf16"),
+    ("yolov5x", 16, "bf16"),
+    ("yolov5n", 64, "bf16"),
+    ("yolov5n", 16, "no"),
+    ("yolov5n", 16, "fp16"),
+    ("yolov9t", 16, "no"),
+    ("yolov5s", 16, "bf16", "--logical-processes", "4"),
+    ("yolov5n", 16, "bf16", "--freeze", "backbone"),
+)
+BATCH = 64
+MULTIPLES = (1.0, 1.1, 1.2, 1.3, 1.5)  # of AutoBatch's choice, which leaves a fifth of the memory
 
 
 def take_steps(
@@ -92,109 +52,178 @@ def take_steps(
     measure: Callable[[Parts, Any], Generator[Any, None, T]],
     *flags: str,
 ) -> T:
-    """Train in bf16 on one batch that is on the device already; return what `measure` returns.
+    """Train with all gradients of a batch a step, in bf16 but for `flags`; return what `measure` returns.
 
     Args:
-        measure: takes the parts of the run and the batch; a step is taken each time it yields that batch
+        measure: takes the parts of the run and a batch; a step is taken each time it yields that batch
     """
     hyp = write_yaml(here.scratch / f"every-{batch}.yaml", {"nbs": batch})
-    more = ("--mixed-precision", "bf16", "--hyp", str(hyp), *flags)
+    given = here.flags(model, imgsz, batch, "--mixed-precision", "bf16", "--hyp", str(hyp), *flags)
+    here.free_memory()
+    try:
+        return within(given, lambda parts: parts.take_steps(measure(parts, next(iter(parts.loader)))))
+    finally:
+        reset_accelerate()
 
-    def work(parts: Parts) -> T:
-        return parts.take_steps(measure(parts, next(iter(parts.loader))))
 
-    return within(training_flags(here, model, imgsz, batch, *more), work)
-
-
-def median_seconds(here: Machine, parts: Parts, shares: Any) -> Generator[Any, None, float]:
+def step_seconds(here: Machine, shares: Any) -> Generator[Any, None, float]:
     """Take steps, and return the median wall seconds of one, after warm-up, with the device's work included."""
     warmup, rounds = (1, 2) if here.quick else (6, 10)
     times = []
     for _ in range(warmup + rounds):
-        synchronise(here.torch_device)
+        here.wait()
         begun = time.perf_counter()
         yield shares
-        synchronise(here.torch_device)
+        here.wait()
         times.append(time.perf_counter() - begun)
     return statistics.median(times[warmup:])
 
 
-def bounds(shares: Any, peaks: Peaks) -> Generator[Any, None, tuple[float, float, float]]:
-    """Return the floating-point operations of a step, and the seconds that they and its bytes need at least."""
-    yield shares
-    with FlopCounterMode(display=False) as counter:
+def timed(here: Machine, model: str, imgsz: int, batch: int, *flags: str) -> tuple[float, float]:
+    """Return the median seconds of a step, and the peak memory in GiB."""
+
+    def measured(parts: Parts, shares: Any) -> Generator[Any, None, tuple[float, float]]:
+        seconds = yield from step_seconds(here, shares)
+        return seconds, here.peak_gib()
+
+    return take_steps(here, model, imgsz, batch, measured, *flags)
+
+
+def operations(here: Machine, model: str, imgsz: int, batch: int) -> int:
+    """Return the floating-point operations of a step."""
+
+    def counted(parts: Parts, shares: Any) -> Generator[Any, None, int]:
         yield shares
-    with Traffic() as traffic:
-        yield shares
-    flops = counter.get_total_flops()
-    return flops, flops / peaks.flops, traffic.total / peaks.bytes
+        with FlopCounterMode(display=False) as counter:
+            yield shares
+        return counter.get_total_flops()
+
+    return take_steps(here, model, imgsz, batch, counted, "--no-cuda-graph")  # those of a replay are not seen
 
 
-def bound(arithmetic: float, traffic: float, seconds: float) -> str:
-    """Name what bounds a step of `seconds`: arithmetic or memory, or neither if both need less than half of it."""
-    if max(arithmetic, traffic) < seconds / 2:
-        return "launches, or inefficient kernels"
-    return "arithmetic" if arithmetic > traffic else "memory"
+def steps(here: Machine) -> None:
+    """Measure all models, and what share of the device's arithmetic they use: that of a bf16 product of matrices."""
+    side = 128 if here.quick else 8192
+    first, second = (torch.randn(side, side, device=here.torch_device, dtype=torch.bfloat16) for _ in range(2))
+    peak = 2 * side**3 / here.seconds(lambda: first @ second)
+    row("Peak of this device, measured", **{"TFLOP/s, bf16": rounded(peak / 1e12)})
+    batch, imgsz = here.size(BATCH)
+    for model in MODELS[:1] if here.quick else MODELS:
+        seconds, peak_gib = timed(here, model, imgsz, batch)
+        flops = operations(here, model, imgsz, batch)
+        columns = {"ms": rounded(seconds * 1000), "images/s": rounded(batch / seconds), "peak GiB": peak_gib}
+        columns |= {"TFLOP": rounded(flops / 1e12), "share of peak FLOP/s": rounded(flops / seconds / peak, 2)}
+        row(f"Steps in bf16, batch {batch} at {imgsz} px", model=model, **columns)
 
 
-def measure(here: Machine, model: str, compiler: str, channels_last: bool, peaks: Peaks) -> None:
-    """Print the row of a model and its settings."""
-    batch, imgsz = (4, 64) if here.quick else (BATCH, IMGSZ)
-    name = ", ".join(filter(None, ["" if channels_last else "contiguous", compiler])) or "as it is"
-    about = {"model": model, "settings": name}
-    free_memory(here.torch_device)
+def compiled(here: Machine) -> None:
+    """Measure compiled models: a small one, one of many small layers, and a large one, which may not be reached."""
+    batch, imgsz = here.size(BATCH)
+    for model in COMPILED[:1] if here.quick else COMPILED:
+        try:
+            with patch.dict(os.environ, {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}):
+                seconds, peak_gib = timed(here, model, imgsz, batch)
+            columns: dict[str, Any] = {"ms": rounded(seconds * 1000), "peak GiB": peak_gib}
+        except Exception as error:  # a compiler's: the next row is still of use
+            columns = {"note": f"{type(error).__name__}: {str(error)[:200]}"}
+        row(f"Steps of a compiled model in bf16, batch {batch} at {imgsz} px", model=model, **columns)
 
-    def measured(parts: Parts, shares: Any) -> Generator[Any, None, dict[str, Any]]:
-        seconds = yield from median_seconds(here, parts, shares)
-        peak = peak_gib(here.torch_device)
-        rate = {"ms": rounded(seconds * 1000), "images/s": rounded(batch / seconds), "peak GiB": peak}
-        if compiler or not channels_last:
-            return rate
-        flops, arithmetic, traffic = yield from bounds(shares, peaks)
-        return {
-            **rate,
-            "TFLOP": rounded(flops / 1e12),
-            "share of peak FLOP/s": rounded(arithmetic / seconds, 2),
-            "bytes at peak bandwidth, share of the step": rounded(traffic / seconds, 2),
-            "bound": bound(arithmetic, traffic, seconds),
-        }
+
+def digest(parts: Parts) -> str:
+    """Return a hash of the model's and the EMA's tensors."""
+    hashed = hashlib.sha256()
+    for model in (parts.model.model, parts.steps.ema.model):
+        for value in model.state_dict().values():
+            hashed.update(value.float().cpu().contiguous().numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def recorded(here: Machine) -> None:
+    """Compare networks whose kernels are recorded as CUDA graphs, and launched one by one: the same bytes? How fast?"""
+
+    def measured(parts: Parts, shares: Any) -> Generator[Any, None, tuple[float, float, str]]:
+        seconds = yield from step_seconds(here, shares)
+        return seconds, here.peak_gib(), digest(parts)
+
+    for model, batch, precision, *flags in RECORDED[:1] if here.quick else RECORDED:
+        batch, imgsz = here.size(batch)
+        how = ("--mixed-precision", precision, *flags)
+        launched, peak, expected = take_steps(here, model, imgsz, batch, measured, *how, "--no-cuda-graph")
+        with patch.object(cuda_graph, "Recording", wraps=cuda_graph.Recording) as recording:
+            seconds, recorded_peak, actual = take_steps(here, model, imgsz, batch, measured, *how)
+        columns: dict[str, Any] = {"launched": rounded(launched * 1000), "recorded": rounded(seconds * 1000)}
+        columns |= {"launched / recorded": rounded(launched / seconds), "peak GiB": f"{peak}, {recorded_peak}"}
+        columns |= {"recordings": recording.call_count, "bytes": "identical" if actual == expected else "different"}
+        about = {"model": model, "batch": batch, "precision": " ".join((precision, *flags))}
+        row(f"Steps at {imgsz} px, kernels launched one by one and recorded, ms", **about, **columns)
+
+
+def fits(here: Machine, model: str, imgsz: int, batch: int) -> str:
+    """Take three steps; return the peak memory, or that there was too little."""
+
+    def three(parts: Parts, shares: Any) -> Generator[Any, None, int]:
+        yield from [shares] * 3
+        return parts.steps.state.decisions.batch_size
 
     try:
-        with settings(compiler, channels_last):
-            rate = take_steps(here, model, imgsz, batch, measured)
-    except Exception as error:  # a compiler's, or no memory: the next row is still of use
-        rate = {"ms": None, "note": f"{type(error).__name__}: {str(error)[:200]}"}
-    finally:
+        taken = take_steps(here, model, imgsz, batch, three, "--data", str(here.photos(times=16)))
+    except (torch.OutOfMemoryError, UserError) as error:
+        return f"no: {str(error)[:80]}"
+    return f"{here.peak_gib()} GiB" if taken == batch else f"no: batches of {taken}"
+
+
+def fitting(here: Machine) -> None:
+    """Compare AutoBatch's choice for a large and a small model with what really fits."""
+    for model in ("yolov5n",) if here.quick else ("yolov5x", "yolov5s"):
+        _, imgsz = here.size(1)
+        flags = here.flags(model, imgsz, -1, "--mixed-precision", "bf16", "--data", str(here.photos(times=16)))
+        chosen = within(flags, lambda parts: parts.steps.state.decisions.batch_size)
         reset_accelerate()
-    row(f"Steps in bf16, batch {batch} at {imgsz} px", **about, **rate)
+        multiples = MULTIPLES[:2] if here.quick else MULTIPLES
+        outcomes = {f"{times:g} times": fits(here, model, imgsz, int(times * chosen)) for times in multiples}
+        row(f"AutoBatch in bf16 at {imgsz} px, and steps with multiples of it", model=model, chosen=chosen, **outcomes)
 
 
-def measure_logical(here: Machine) -> None:
-    """Print a row for each number of logical processes on one device."""
-    model, batch, imgsz = ("yolov5n", 4, 64) if here.quick else ("yolov5s", BATCH, IMGSZ)
-    for count in (0, 1, 4):
-        free_memory(here.torch_device)
-        flags = ["--logical-processes", str(count)] if count else []
-        seconds = take_steps(here, model, imgsz, batch, partial(median_seconds, here), *flags)
-        about = {"model": model, "--logical-processes": count or "not given"}
-        row(f"Cost of --logical-processes in bf16, batch {batch} at {imgsz} px", **about, ms=rounded(seconds * 1000))
-        reset_accelerate()
+def places(here: Machine, parts: Parts) -> Generator[Any, None, Counter[str]]:
+    """Take eight steps with a tracker's step log; return where the last six wait for the GPU, and how often."""
+    parts.steps.log.enabled = True
+    batches = list(itertools.islice(itertools.cycle(list(parts.loader)), 8))
+    yield from batches[:2]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if here.on_gpu:
+            torch.cuda.set_sync_debug_mode("warn")
+        yield from batches[2:]
+        if here.on_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+    lines = [f"{os.path.relpath(each.filename, ROOT)}:{each.lineno}" for each in caught if "synchroniz" in str(each)]
+    return Counter(lines)
 
 
-def main() -> None:
-    """Measure all models as they are first, then the other settings."""
-    here = machine()
-    peaks = measure_peaks(here)
-    row(
-        "Peaks of this device, measured",
-        **{"TFLOP/s, bf16": rounded(peaks.flops / 1e12), "GB/s": rounded(peaks.bytes / 1e9)},
-    )
-    for model in MODELS[:1] if here.quick else MODELS:
-        measure(here, model, "", True, peaks)
-    for model in ("yolov5n",) if here.quick else ("yolov5n", "yolov5x"):
-        measure(here, model, "", False, peaks)
-    measure_logical(here)
+def waits(here: Machine) -> None:
+    """Name the operations of the loop that wait for the GPU, by task and precision."""
+    outlines = shapes_seg.draw_dataset(here.scratch / "outlines", train=32, val=4)
+    classes = shapes_cls.draw_dataset(here.scratch / "classes", train=32, val=4)
+    names = dict(enumerate(shapes_seg.NAMES))
+    content = {"path": str(outlines), "train": "images/train", "val": "images/val", "names": names}
+    segments = write_yaml(here.scratch / "outlines.yaml", content)
+    folders = write_yaml(here.scratch / "classes.yaml", {"path": str(classes), "train": "train", "val": "val"})
+    tasks = {
+        "yolov5n": (here.photos(), {"nbs": 8}),
+        "yolov5n-seg": (segments, {"nbs": 8}),
+        "resnet18": (folders, {"lr0": 0.01}),
+    }
+    for model, (data, recipe) in tasks.items():
+        hyp = write_yaml(here.scratch / f"{model}.yaml", recipe)
+        for precision in here.precisions:
+            how = ["--data", str(data), "--hyp", str(hyp), "--mixed-precision", precision]
+            flags = here.flags(model, 64 if here.quick else 320, 8, *how)
+            found = within(flags, lambda parts: parts.take_steps(places(here, parts)))
+            reset_accelerate()
+            title = "Waits in six batches, every one a step; stated: the verdict on the last step, and fp16's scale"
+            where = ", ".join(f"{place} ({count})" for place, count in found.items())
+            row(title, model=model, precision=precision, waits=found.total(), where=where)
 
 
 if __name__ == "__main__":
-    main()
+    run(steps, compiled, recorded, fitting, waits)

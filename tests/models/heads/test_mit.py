@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.mit_yolov9 import MITModel
 from models.heads.contract import xywh_to_xyxy
 from models.tasks.detect import DetectionTask
 from models.weights import read_weights
 from tests.conftest import not_here
 from tests.making import grey_batch
+from tests.models.heads.mit_yolov9 import MITModel
 from tests.models.heads.test_dfl import random_targets
 from utils.config.hyperparameters import Hyperparameters
 from utils.files import ROOT

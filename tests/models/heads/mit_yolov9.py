@@ -1,6 +1,6 @@
 """Run the model and the loss of a checkout of the MIT implementation of YOLOv9, MultimediaTechLab/YOLO.
 
-Called by benchmarks.versus and by tests that compare with it. It needs torch, torchvision and einops: what its modules
+It needs torch, torchvision and einops: what its modules
 import for other purposes (trainers, loggers, metrics) is replaced by empty modules.
 """
 
