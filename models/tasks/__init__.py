@@ -115,7 +115,7 @@ def add_tasks(place: str, is_named: bool = True, named_by: str = "the run's sett
                 f'{path} defines no task; write `TASKS = {{"name": TaskEntry(...)}}`, with models.tasks.TaskEntry'
             )
         for name, entry in entries.items():
-            if TASKS.get(name, entry) is not entry:
+            if name in TASKS and TASKS[name] is not entry:
                 raise UserError(f"{path} defines a task '{name}', but that name is taken; give it another name")
             for kind in (entry.load(), class_named(entry.data)):
                 if missing := ", ".join(sorted(kind.__abstractmethods__)):

@@ -541,10 +541,13 @@ class DetectionMetrics(Metrics):
                 Path(image["path"]).name,
                 image["image"],
                 tuple(image["size"]),
-                [_normalised(label, None, box, *more, image["size"]) for (label, *box), *more in _rows(image, "label")],
                 [
-                    _normalised(label, score, box, *more, image["size"])
-                    for (*box, score, label), *more in _rows(image, "prediction")
+                    _normalised(label, None, box, outline, image["size"])
+                    for (label, *box), outline in _rows(image, "label")
+                ],
+                [
+                    _normalised(label, score, box, outline, image["size"])
+                    for (*box, score, label), outline in _rows(image, "prediction")
                 ],
             )
             for image in summary.evidence.get("shown", [])
