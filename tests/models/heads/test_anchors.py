@@ -367,15 +367,6 @@ def test_class_and_objectness_terms(settings: dict[str, float], cls: float, obj:
     assert terms.local_means()[1].item() == pytest.approx(4 * obj / 4, rel=1e-5)  # 4: weight of the finest level
 
 
-def test_scaled_gains() -> None:
-    given = LossSettings(box=0.05, obj=1, cls=0.5, obj_pw=0.8, cls_pw=0.9, anchor_t=3, fl_gamma=1, label_smoothing=0.1)
-    assert given.scaled(levels=3, classes=80, imgsz=640) == given
-    scaled = given.scaled(levels=4, classes=20, imgsz=1280)
-    assert (scaled.box, scaled.obj, scaled.cls) == pytest.approx((0.05 * 0.75, 0.75 * 4, 0.5 * 0.75 / 4))
-    unchanged = {"obj_pw": 0.8, "cls_pw": 0.9, "anchor_t": 3, "fl_gamma": 1, "label_smoothing": 0.1}
-    assert {name: getattr(scaled, name) for name in unchanged} == unchanged
-
-
 @pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16])
 def test_arithmetic_is_in_fp32(precision: torch.dtype) -> None:
     outputs, targets, anchors = random_case()

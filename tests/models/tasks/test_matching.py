@@ -51,37 +51,6 @@ def test_of_two_detections_of_a_label_the_confident_one_is_correct_if_it_reaches
         assert right_at(threshold, overlap, beaten) == correct
 
 
-def test_three_detections_of_a_label() -> None:
-    overlap, _, beaten = matched([0.71, 0.6, 0.97])
-    assert beaten.tolist() == pytest.approx([0, 0.71, 0.71])
-    rights = np.array([right_at(t, overlap, beaten) for t in IOU_THRESHOLDS])
-    assert (rights.sum(1) == 1).all()  # one correct detection at every threshold
-    assert rights[:, 0].tolist() == [True] * 5 + [False] * 5
-
-
-def test_a_detection_below_every_threshold_beats_none() -> None:
-    overlap, _, beaten = matched([0.4, 0.6])
-    assert right_at(0.5, overlap, beaten) == [False, True]
-
-
-def test_each_detection_is_matched_to_its_best_label() -> None:
-    truth = np.array([[0, 0, 1, 1], [0, 0, 1, 0.5], [0, 0, 1, 1]])
-    boxes = np.array([bar(0.8), bar(0.6), bar(0.4), bar(0.5), bar(0.9, at=5)])
-    group = np.zeros(5, np.int64)
-    overlap, partner, beaten = match_by_overlap(box_overlaps(boxes, truth), group, group[:3])
-    assert partner.tolist() == [0, 1, 1, 1, 0]  # of equal overlaps the first
-    assert overlap.tolist() == pytest.approx([0.8, 5 / 6, 0.8, 1, 0])
-    assert beaten.tolist() == pytest.approx([0, 0, 5 / 6, 5 / 6, 0])
-
-
-def test_only_labels_of_the_same_group_count() -> None:
-    """Two labels of two groups at one position, a detection of each group, and one of a third group."""
-    overlap, partner, beaten = matched([0.9, 0.8, 0.95], [7, 3, 5], [3, 7])
-    assert overlap.tolist() == pytest.approx([0.9, 0.8, 0])
-    assert partner.tolist() == [1, 0, 0]
-    assert right_at(0.75, overlap, beaten) == [True, True, False]
-
-
 def test_matching_nothing() -> None:
     for detections, labels in ((0, 3), (3, 0), (0, 0)):
         matches = matched([0.9] * detections, [0] * detections, [0] * labels)
@@ -135,20 +104,6 @@ def paired(
     groups = np.array(group or [0] * len(boxes), np.int64), np.array(true_group or [0] * len(truth), np.int64)
     pairs = pair_by_overlap(box_overlaps(np.array(boxes).reshape(-1, 4), np.array(truth).reshape(-1, 4)), *groups)
     return list(zip(*(part.tolist() for part in pairs), strict=True))
-
-
-def test_the_largest_overlap_is_paired_first() -> None:
-    """Whatever the confidences."""
-    assert paired([bar(0.6), bar(0.9)], [bar(1)]) == [(1, 0)]
-
-
-def test_a_detection_that_loses_a_label_takes_the_next() -> None:
-    """Overlaps 0.9 and 0.67 of the first detection with the two labels, 0.8 and 0.75 of the second."""
-    assert paired([bar(0.9), bar(0.8)], [bar(1), bar(0.6)]) == [(0, 0), (1, 1)]
-
-
-def test_a_detection_is_paired_with_one_label() -> None:
-    assert paired([bar(0.8)], [bar(0.6), bar(1)]) == [(0, 1)]  # 0.75 and 0.8
 
 
 def test_pairs_overlap_by_more_than_the_threshold() -> None:

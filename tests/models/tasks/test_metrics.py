@@ -76,19 +76,6 @@ def test_table_by_class_and_size() -> None:
     assert max(width, len(title)) <= LEAST_COLUMNS
 
 
-def test_long_names_are_cut_in_the_table() -> None:
-    summary = DetectionMetrics({0: f"disc{'-' * 90}red", 1: "light"}).summarise(three_images())
-    head, overall, disc, *_ = summary.table()
-    assert disc.split()[0].startswith("disc---")
-    assert len(head) == len(overall) == len(disc) == LEAST_COLUMNS
-
-
-def test_overall_row_without_a_correct_detection() -> None:
-    infos = (image_info(image=1), image_info(image=2, rows=labels((0, 0.5, 0.5, 0.2, 0.2))))
-    summary = summary_of(METRICS, [torch.tensor([[40, 5, 60, 45, 0.9, 1.0]]), torch.zeros(0, 6)], *infos)
-    assert summary.table()[1].split() == ["all", "2", "1", "0.0000", "0.0000", "0.0000", "0.0000"]
-
-
 def up_to_070(records: Sequence[ImageRecord]) -> list[ImageRecord]:
     """Records of detections that are correct up to an IoU of 0.7."""
     return [record._replace(overlap=np.minimum(record.overlap, 0.72)) for record in records]
@@ -231,14 +218,6 @@ def test_documents_without_any_label() -> None:
     assert [len(documents[name].splitlines()) for name in ("curves.csv", "PR_curve.csv", "val_boxes.csv")] == [1, 1, 1]
 
 
-def test_documents_of_one_class() -> None:
-    metrics = DetectionMetrics({0: "item"})
-    info = image_info(0, IMAGE, rows=labels(DISC))
-    documents = metrics.documents(summary_of(metrics, [torch.tensor([box(10, 30, 0.9, 0)])], info))
-    assert documents["confusion_matrix.csv"] == "true \\ predicted,item,background\nitem,1,0\nbackground,0,0\n"
-    assert documents["classes.csv"].splitlines()[1:] == ["item,1,1,1,1,0.995,0.995"]
-
-
 def test_a_summary_of_an_older_version_without_evidence() -> None:
     summary = Summary({}, 0.0, [], [])
     assert METRICS.documents(summary) == {}
@@ -298,16 +277,6 @@ def test_evidence_survives_a_state_file() -> None:
 def test_a_confidence_threshold_that_changes_map_is_a_warning(conf_thres: float, warned: bool) -> None:
     warnings = METRICS.threshold_warnings(Thresholds(conf_thres))
     assert [warning.startswith(f"warning: --conf-thres {conf_thres} cuts") for warning in warnings] == [True] * warned
-
-
-def test_evidence_is_small() -> None:
-    """Of 80 classes: three curves of 201 numbers of four bytes each, and little else."""
-    metrics = DetectionMetrics({k: f"class {k}" for k in range(80)})
-    infos = [image_info(k, rows=labels((k % 80, 0.5, 0.5, 0.2, 0.2))) for k in range(80)]
-    summary = summary_of(metrics, [torch.rand(30, 6).double()] * 80, *infos)
-    file = io.BytesIO()
-    torch.save(summary.evidence, file)
-    assert 3 * 80 * 201 * 4 < file.tell() < 3 * 80 * 201 * 4 + 30_000
 
 
 def test_outlines_of_records_are_drawn_instead_of_their_boxes() -> None:

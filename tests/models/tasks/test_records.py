@@ -39,15 +39,6 @@ def test_record_by_hand() -> None:
     assert record.true_side == pytest.approx([800**0.5, 50**0.5])
 
 
-def test_images_without_labels_or_detections() -> None:
-    boxes = torch.tensor([[40, 5, 60, 45, 0.9, 1.0]])
-    background, missed = image_records(
-        [boxes, torch.zeros(0, 6)], [image_info(image=1), image_info(image=2, rows=labels((0, 0.5, 0.5, 0.2, 0.2)))]
-    )
-    assert (background.overlap.tolist(), background.true_label.tolist()) == ([0], [])
-    assert (missed.confidence.tolist(), missed.true_label.tolist()) == ([], [0])
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_the_record_of_an_image_does_not_depend_on_the_others(seed: int) -> None:
     boxes, infos = random_images(seed)
@@ -63,16 +54,6 @@ def test_records_are_compact() -> None:
     infos = [image_info(k, (100, 100), rows=labels((0, 0.5, 0.5, 0.2, 0.2))) for k in range(4)]
     records = image_records([torch.rand(300, 6).double()] * 4, infos)
     assert len(pickle.dumps(records[0])) < 300 * 50
-
-
-def test_only_records_of_shown_images_hold_boxes() -> None:
-    infos = [image_info(k, rows=labels((0, 0.5, 0.5, 0.2, 0.2))) for k in range(3)]
-    boxes = [torch.tensor([[10, 20, 30, 40, 0.9, 2.0]])] * 3
-    assert [record.shown for record in image_records(boxes, infos)] == [None] * 3
-    first, second, third = image_records(boxes, infos, {1, 7})
-    assert (first.shown, third.shown) == (None, None)
-    assert second.shown is not None
-    assert len(pickle.dumps(second)) < len(pickle.dumps(first)) + 700
 
 
 # Objects that are not boxes: discs, whose overlap is any function of two of them
