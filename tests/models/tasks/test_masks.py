@@ -81,8 +81,9 @@ def test_masks_of_a_letterboxed_file(retina: bool) -> None:
 
 
 def test_the_largest_contour() -> None:
-    pixels = np.zeros((6, 9), bool)
-    pixels[1:4, 1:5] = pixels[5, 7] = True
+    """By area, not by the number of its points."""
+    pixels = np.zeros((6, 11), bool)
+    pixels[1:4, 1:5] = pixels[(5, 4, 5, 4, 5), (6, 7, 8, 9, 10)] = True
     contour = MaskPart(10, 20, pixels).contour()
     assert {tuple(point) for point in contour.tolist()} == {(11, 21), (11, 23), (14, 23), (14, 21)}
     for side in (0, 3):
@@ -143,10 +144,10 @@ def test_without_instances() -> None:
 def test_masks_are_drawn_in_the_colour_of_their_class() -> None:
     """The most confident one is on top."""
     image = np.full((80, 100, 3), 100, np.uint8)
-    drawn = prediction(LEFT, RIGHT, LEFT).draw(image, SQUARE)
+    drawn = prediction(LEFT, LEFT, RIGHT).draw(image, SQUARE)
     assert (image == 100).all()
-    assert drawn[40, 75].tolist() == [int(100 * 0.6 + value * 0.4) for value in COLOURS[1]]
-    below = [int(100 * 0.6 + value * 0.4) for value in COLOURS[2]]
+    assert drawn[40, 75].tolist() == [int(100 * 0.6 + value * 0.4) for value in COLOURS[2]]
+    below = [int(100 * 0.6 + value * 0.4) for value in COLOURS[1]]
     assert drawn[40, 25].tolist() == [int(low * 0.6 + high * 0.4) for low, high in zip(below, COLOURS[0], strict=True)]
     assert (drawn[40, 50] == 100).all()
 
