@@ -201,9 +201,10 @@ def read_weights(path: str | Path, licence: str = "") -> Weights:
     except UnusableFile as error:
         raise UserError(f"{path} {error}") from None
     except Exception as error:  # a damaged or hostile file can fail anywhere
-        reason = f"is not a complete PyTorch weight file ({first_line(error).split('. ')[0]})"
-        if data[:1000].isascii():
-            reason = "is text or empty, not a weight file (a web page or a Git LFS pointer?)"
+        kind = SAFETENSORS_SUFFIX if path.suffix == SAFETENSORS_SUFFIX else "PyTorch weight"
+        reason = f"is not a complete {kind} file ({first_line(error).split('. ')[0]})"
+        if data.isascii() and b"\0" not in data:
+            reason = "is text, not a weight file (a web page or a Git LFS pointer?)" if data else "is empty"
         raise UserError(f"{path} {reason}; copy or download it again") from error
 
 
@@ -400,7 +401,7 @@ def find_weights(
     if os.path.isfile(path) or (file.endswith(EXPORTED_SUFFIXES) and os.path.isdir(path)):
         return path
     of_run = [path / "weights" / each for each in ("best.pt", "last.pt")]
-    if existing := [each for each in of_run if each.is_file()]:
+    if existing := [each for each in of_run if os.path.isfile(each)]:
         return existing[0]
     if os.path.isdir(path):
         raise UserError(

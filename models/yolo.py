@@ -504,18 +504,22 @@ def _build_layers(
 def _try_drafts(source: str, rows: list[Row], drafts: list[nn.Module], probed: Mapping[int, Any], side: int) -> None:
     """Run the drafts for an image of `side` x `side` pixels; `probed` are the outputs for one of PROBE_PIXELS.
 
-    Raises `UserError` for a row that fails, or for a head whose input is that of two images or, unless it takes any
-    size, not in proportion to the image.
+    Raises `UserError` for a row that fails, or whose map reaches a head though it is that of two images or, unless the
+    head takes any size, not in proportion to the image.
     """
     maps: dict[int, Any] = {-1: torch.zeros(1, CHANNELS, side, side, device="meta")}
+    faults: dict[int, Row] = {}  # the row at fault, by the row whose map a head cannot take
+    in_proportion = any(isinstance(draft, Head) and not draft.any_size for draft in drafts)
     for row, draft in zip(rows, drafts, strict=True):
-        with _naming(source, row), torch.device("meta"), torch.no_grad():
-            for x, probe in ((maps[j], probed[j]) for j in (row.sources if isinstance(draft, Head) else ())):
-                if isinstance(x, Tensor) and x.ndim == 4:
-                    fits = draft.any_size or {*x.shape[2:]} == {side / _stride(probe)}
-                    if len(x) != 1 or not fits:
-                        raise ValueError(f"its input {list(x.shape)} does not fit an image of {side}x{side}")
-            maps[row.index] = draft(row.inputs(maps))
+        fault = next((faults[j] for j in row.sources if j in faults), row)
+        with _naming(source, fault if isinstance(draft, Head) else row), torch.device("meta"), torch.no_grad():
+            if isinstance(draft, Head) and fault is not row:
+                raise ValueError(f"its map {list(maps[fault.index].shape)} does not fit an image of {side}x{side}")
+            maps[row.index] = output = draft(row.inputs(maps))
+        if isinstance(output, Tensor) and output.ndim == 4:
+            cells = side / _stride(probed[row.index])
+            if len(output) != 1 or (in_proportion and {*output.shape[2:]} != {cells}):
+                faults[row.index] = fault
 
 
 @contextmanager
