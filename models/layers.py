@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -118,6 +119,18 @@ class DWConv(Conv):
         super().__init__(c1, c2, kernel, stride, None, math.gcd(c1, c2), dilation, activate)
 
 
+class DWConvTranspose2d(nn.ConvTranspose2d):
+    """A transposed convolution with bias, in gcd(c1, c2) groups.
+
+    (b, c1, h, w) to (b, c2, (h - 1) * stride - 2 * padding + kernel + output_padding, ...).
+    """
+
+    def __init__(
+        self, c1: int, c2: int, kernel: int = 1, stride: int = 1, padding: int = 0, output_padding: int = 0
+    ) -> None:
+        super().__init__(c1, c2, kernel, stride, padding, output_padding, groups=math.gcd(c1, c2))
+
+
 class Focus(nn.Module):
     """Turn blocks of 2 x 2 pixels into channels, then a `Conv`: (b, c1, h, w) to (b, c2, h / 2, w / 2), h and w even.
 
@@ -142,6 +155,71 @@ class Focus(nn.Module):
         return self.conv(torch.cat([x[..., row::2, column::2] for column in (0, 1) for row in (0, 1)], 1))
 
 
+class Contract(nn.Module):
+    """Turn blocks of `gain` x `gain` pixels into channels: (b, c, h, w) to (b, c * gain^2, h / gain, w / gain).
+
+    Output channels are ordered by row and column of the pixel, then by channel, unlike in nn.PixelUnshuffle.
+    """
+
+    def __init__(self, gain: int = 2) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        cells = x.unflatten(3, (-1, self.gain)).unflatten(2, (-1, self.gain))  # b, c, h, row, w, column
+        return cells.permute(0, 3, 5, 1, 2, 4).flatten(1, 3)
+
+
+class Expand(nn.Module):
+    """The inverse of `Contract`: (b, c, h, w) to (b, c / gain^2, h * gain, w * gain)."""
+
+    def __init__(self, gain: int = 2) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        cells = x.unflatten(1, (self.gain, self.gain, -1))  # b, row, column, c, h, w
+        return cells.permute(0, 3, 4, 1, 5, 2).flatten(4, 5).flatten(2, 3)
+
+
+class MixConv2d(nn.Module):
+    """Parallel convolutions with several odd kernels (MixConv, arXiv 1907.09595), BatchNorm, SiLU.
+
+    (b, c1, h, w) to (b, c2, h / stride, w / stride). The output channels are divided equally among the kernels or, if
+    `equal_channels` is False, so that all kernels have about the same number of weights.
+    """
+
+    def __init__(
+        self, c1: int, c2: int, kernels: Sequence[int] = (1, 3), stride: int = 1, equal_channels: bool = True
+    ) -> None:
+        super().__init__()
+        widths = _equal_widths(c2, len(kernels)) if equal_channels else _widths_by_weights(c2, kernels)
+        self.m = nn.ModuleList(
+            nn.Conv2d(c1, width, kernel, stride, kernel // 2, groups=math.gcd(c1, width), bias=False)
+            for width, kernel in zip(widths, kernels, strict=True)
+        )
+        self.bn = batch_norm(c2)
+        self.act = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return norm_and_activate(torch.cat([convolve(x) for convolve in self.m], 1), self.bn, self.act)
+
+
+def _equal_widths(channels: int, parts: int) -> list[int]:
+    """Divide `channels` into `parts` as YOLOv5 does: at multiples of (channels - 1) / parts, rounded up."""
+    widths = [0] * parts
+    for channel in range(channels):
+        widths[max(math.ceil(channel * parts / max(channels - 1, 1)) - 1, 0)] += 1
+    return widths
+
+
+def _widths_by_weights(channels: int, kernels: Sequence[int]) -> list[int]:
+    """Divide `channels` in proportion to 1 / kernel^2, rounded without changing the sum."""
+    shares = [1 / kernel**2 for kernel in kernels]
+    ends = [round(channels * sum(shares[: part + 1]) / sum(shares)) for part in range(len(shares))]
+    return [end - start for start, end in pairwise([0, *ends])]
+
+
 class Bottleneck(nn.Module):
     """A 1x1 and a 3x3 convolution through `expansion` * c2 channels: (b, c1, h, w) to (b, c2, h, w).
 
@@ -153,6 +231,33 @@ class Bottleneck(nn.Module):
         hidden = int(c2 * expansion)
         self.cv1 = Conv(c1, hidden)
         self.cv2 = Conv(hidden, c2, 3, groups=groups)
+        self.add = shortcut and c1 == c2
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.cv2(self.cv1(x))
+        return x + y if self.add else y
+
+
+class CrossConv(nn.Module):
+    """A convolution along rows and one along columns, through `expansion` * c2 channels.
+
+    (b, c1, h, w) to (b, c2, h / stride, w / stride). The input is added if `shortcut` and c1 == c2.
+    """
+
+    def __init__(
+        self,
+        c1: int,
+        c2: int,
+        kernel: int = 3,
+        stride: int = 1,
+        groups: int = 1,
+        expansion: float = 1.0,
+        shortcut: bool = False,
+    ) -> None:
+        super().__init__()
+        hidden = int(c2 * expansion)
+        self.cv1 = Conv(c1, hidden, (1, kernel), (1, stride))
+        self.cv2 = Conv(hidden, c2, (kernel, 1), (stride, 1), groups=groups)
         self.add = shortcut and c1 == c2
 
     def forward(self, x: Tensor) -> Tensor:
@@ -260,6 +365,13 @@ class C3(nn.Module):
         return self.cv3(torch.cat((self.m(self.cv1(x)), self.cv2(x)), 1))
 
 
+class C3x(C3):
+    """`C3` around `CrossConv`s."""
+
+    def inner(self, hidden: int, repeats: int, shortcut: bool, groups: int) -> nn.Module:
+        return nn.Sequential(*(CrossConv(hidden, hidden, 3, 1, groups, 1.0, shortcut) for _ in range(repeats)))
+
+
 class C3Ghost(C3):
     """`C3` around `GhostBottleneck`s."""
 
@@ -272,6 +384,15 @@ class C3TR(C3):
 
     def inner(self, hidden: int, repeats: int, shortcut: bool, groups: int) -> nn.Module:
         return Transformer(hidden, 4, repeats)
+
+
+class C3SPP(C3):
+    """`C3` around one `SPP`."""
+
+    def __init__(self, c1: int, c2: int, kernels: Sequence[int] = (5, 9, 13), expansion: float = 0.5) -> None:
+        super().__init__(c1, c2, 0, expansion=expansion)
+        hidden = int(c2 * expansion)
+        self.m = SPP(hidden, hidden, kernels)
 
 
 class TransformerLayer(nn.Module):

@@ -152,13 +152,17 @@ LAYERS: dict[str, LayerMaker] = {
     **{
         layer.__name__: convolving(layer)
         for layer in (
-            *(layers.Conv, layers.DWConv, layers.GhostConv, layers.Focus, layers.RepConv, layers.AConv, layers.ADown),
-            *(layers.Bottleneck, layers.GhostBottleneck, layers.SPP, layers.SPPF),
+            *(layers.Conv, layers.DWConv, layers.DWConvTranspose2d, layers.GhostConv, layers.CrossConv),
+            *(layers.MixConv2d, layers.Focus, layers.RepConv, layers.AConv, layers.ADown),
+            *(layers.Bottleneck, layers.GhostBottleneck, layers.C3SPP, layers.SPP, layers.SPPF),
         )
     },
-    **{layer.__name__: repeating(layer) for layer in (layers.BottleneckCSP, layers.C3, layers.C3TR, layers.C3Ghost)},
+    **{
+        layer.__name__: repeating(layer)
+        for layer in (layers.BottleneckCSP, layers.C3, layers.C3x, layers.C3TR, layers.C3Ghost)
+    },
     **{layer.__name__: aggregating(layer) for layer in (layers.ELAN, layers.RepNCSPELAN)},
-    **{layer.__name__: plain(layer) for layer in (layers.CBFuse, layers.Concat)},
+    **{layer.__name__: plain(layer) for layer in (layers.CBFuse, layers.Concat, layers.Contract, layers.Expand)},
     **{layer.__name__: narrowing(layer) for layer in (layers.Proto, layers.Classify)},
     "SPPELAN": LayerMaker(layers.SPPELAN, lambda p: layers.SPPELAN(p.c1, p.c2, *map(p.scaled, p.args[1:]))),
     "CBLinear": LayerMaker(layers.CBLinear, lambda p: layers.CBLinear(p.c1, [*map(p.scaled, p.args[0])])),

@@ -12,6 +12,7 @@ from torch import nn
 from models.heads.anchors import Detect, Segment, read_level
 from models.layers import (
     C3,
+    C3SPP,
     C3TR,
     ELAN,
     SPP,
@@ -22,14 +23,20 @@ from models.layers import (
     Bottleneck,
     BottleneckCSP,
     C3Ghost,
+    C3x,
     CBFuse,
     CBLinear,
     Classify,
+    Contract,
     Conv,
+    CrossConv,
     DWConv,
+    DWConvTranspose2d,
+    Expand,
     Focus,
     GhostBottleneck,
     GhostConv,
+    MixConv2d,
     Proto,
     RepConv,
     RepNCSPELAN,
@@ -65,6 +72,14 @@ from models.layers import (
         (C3Ghost(4, 8, 2), (2, 8, 16, 16)),
         (C3TR(4, 8, 2), (2, 8, 16, 16)),
         (Proto(4, 8, 3), (2, 3, 32, 32)),
+        (DWConvTranspose2d(4, 6, 4, 2, 1), (2, 6, 32, 32)),
+        (Contract(4), (2, 64, 4, 4)),
+        (Expand(2), (2, 1, 32, 32)),
+        (MixConv2d(4, 6, (1, 3, 5), 2), (2, 6, 8, 8)),
+        (MixConv2d(4, 6, (1, 3), equal_channels=False), (2, 6, 16, 16)),
+        (CrossConv(4, 6, 5, 2), (2, 6, 8, 8)),
+        (C3x(4, 6, 2), (2, 6, 16, 16)),
+        (C3SPP(4, 6, (5, 9)), (2, 6, 16, 16)),
     ],
 )
 def test_output_shape(layer: nn.Module, shape: tuple[int, ...]) -> None:
@@ -94,6 +109,13 @@ def test_sppf_equals_spp() -> None:
     torch.testing.assert_close(slow(x), fast(x))
 
 
+def test_contract_and_expand() -> None:
+    """As in YOLOv5, channels are ordered by row and column of the pixel, then by channel."""
+    x = torch.arange(8.0).view(1, 2, 2, 2)
+    assert Contract()(x).flatten().tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert torch.equal(Expand()(Contract()(x)), x)
+
+
 # Names in the state dicts of YOLOv5's checkpoints, without those inside Conv and BatchNorm.
 KEYS = {
     Focus(4, 6): "conv",
@@ -106,6 +128,11 @@ KEYS = {
     "m.tr.0.ma.in_proj_weight m.tr.0.ma.in_proj_bias m.tr.0.ma.out_proj.weight m.tr.0.ma.out_proj.bias "
     "m.tr.0.fc1.weight m.tr.0.fc2.weight",
     Proto(4, 8, 3): "cv1 cv2 cv3",
+    CrossConv(4, 6): "cv1 cv2",
+    MixConv2d(4, 6): "m.0.weight m.1.weight bn",
+    C3x(4, 6): "cv1 cv2 cv3 m.0.cv1 m.0.cv2",
+    C3SPP(4, 6): "cv1 cv2 cv3 m.cv1 m.cv2",
+    DWConvTranspose2d(4, 6): "weight bias",
 }
 
 
