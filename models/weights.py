@@ -1,7 +1,7 @@
 """Weight files of every program: found or downloaded, read without running anything in them, and their licence.
 
 `find_weights` returns the file that --weights names, and `read_weights` its content. Reads the files of train.py,
-YOLOv5 (models/yolov5_pickle.py) and YOLOv9 (MIT), `.safetensors`, and bare tensors. docs/models.md#licences lists known files.
+YOLOv5 (models/yolov5_pickle.py) and YOLOv9 (MIT), `.safetensors`, and bare tensors. docs/models.md lists known files.
 """
 
 from __future__ import annotations
