@@ -57,7 +57,7 @@ class Soak:
 
     def __init__(self, cluster: Cluster, seed: int) -> None:
         self.cluster, self.seed = cluster, seed
-        self.run, self.trainings, self.log_gaps = "", 0, False
+        self.run, self.trainings = "", 0
         self.undisturbed("reference")
         self.oracle = Oracle(cluster, cluster.disk / "reference")
         self.next_training()
@@ -67,7 +67,7 @@ class Soak:
         if self.run:
             shutil.rmtree(self.cluster.disk / self.run, ignore_errors=True)
         self.trainings += 1
-        self.run, self.log_gaps = f"training{self.trainings}", False
+        self.run = f"training{self.trainings}"
 
     def undisturbed(self, run: str, step: int = 0) -> None:
         """Train to the end, or ask the training to end after an optimizer step."""
@@ -95,7 +95,6 @@ class Soak:
                 resumed = self.cluster.step(self.run)
                 attempt = Attempt(self.cluster, self.run, start, (point, times, rank % len(start.machines)))
                 stack.callback(attempt.kill)
-                self.log_gaps = self.log_gaps or fault.disk
                 result, problems = self.strike(attempt, fault)
             except NotHere as reason:
                 print(title, f"skipped: {reason}", flush=True)
@@ -105,8 +104,7 @@ class Soak:
         if result.startswith("ended") and (lost := completed - self.cluster.step(self.run)) > 0:
             result += f", {lost} steps lost"
         if self.cluster.finished(self.run):
-            self.undisturbed(self.run)  # it has nothing to train, but W&B may lack its last epoch
-            problems += self.oracle.compare_end(self.run, self.log_gaps)
+            problems += self.oracle.compare_end(self.run)
         print(title, f"{result} ({time.monotonic() - began:.0f} s)", flush=True)
         if problems:
             print(*(f"    FAILED: {problem}" for problem in problems), sep="\n")

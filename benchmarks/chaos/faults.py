@@ -40,8 +40,7 @@ class Fault(NamedTuple):
 
     ends: whether the training must end by itself; else it must go on. during: is entered while the training pauses at
     the drawn moment, and left after `seconds`, None for the end of the attempt. before: is entered before the attempt
-    starts and left after its end; gives how it is started. disk: whether W&B's own file, on the same disk, may lack
-    what was logged meanwhile.
+    starts and left after its end; gives how it is started. disk: whether nothing can be saved meanwhile.
     """
 
     name: str
