@@ -72,12 +72,11 @@ class Assignment(NamedTuple):
 def join_cells(
     levels: Sequence[DFLLevel], strides: Tensor, scale: tuple[float, float] = (1.0, 1.0), skipped: int | None = None
 ) -> Cells:
-    """Return the outputs of all cells, level by level, row by row.
+    """Return the outputs of all cells, level by level, row by row, without those of the level `skipped`.
 
     Args:
         strides: (levels,) pixels per cell
         scale: width and height of the model's images, each as a share of the batch's
-        skipped: number of a level to leave out
     """
     rows = [
         (level.sides.flatten(2).transpose(1, 2), level.scores.flatten(2).transpose(1, 2), cells)
@@ -422,9 +421,8 @@ class DetectDFL(DetectionHead):
         same, copied = same_names(names, new), 0
         for level, branches in enumerate(self.heads):
             parts = [f"class_conv.2.{part}" for part in ("weight", "bias")]
-            targets = [branches.get_parameter(part) for part in parts]
             sources = [state.get(f"{prefix}.heads.{level}.{part}", torch.zeros(0)) for part in parts]
-            pairs = list(zip(targets, sources, strict=True))
+            pairs = list(zip(map(branches.get_parameter, parts), sources, strict=True))
             if all(source.shape[1:] == target.shape[1:] and len(source) >= len(names) for target, source in pairs):
                 copied += 1
                 for target, source in pairs:
