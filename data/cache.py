@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.images import read_image, read_reduced, resize_long_side, scaled_shape, unreadable
+from data.images import read_image, read_reduced, resize, resize_long_side, scaled_shape, unreadable
 from utils.console import log
 from utils.distributed.shared_memory import shared_memory
 from utils.files import cache_folder, replacing
@@ -155,6 +155,7 @@ class Images:
         sizes: (n, 2), width and height of each file's image
         smooth: whether to average areas if an image shrinks
         reduced: whether to read large photos by `read_reduced`
+        stretched: whether both sides become `imgsz`, instead of the longer one
         cache: "ram" or "val" (in memory), "disk", or "" (read from the files each time)
         capacity: number of recent images that stay in memory
     """
@@ -166,12 +167,13 @@ class Images:
         imgsz: int,
         smooth: bool = False,
         reduced: bool = False,
+        stretched: bool = False,
         cache: str = "",
         capacity: int = 0,
     ) -> None:
         # Names in one block of memory, which loader processes share; Path objects would be copied into each.
         self.names = np.array(list(map(os.fsencode, files)))
-        self.sizes, self.imgsz, self.smooth, self.reduced = sizes, imgsz, smooth, reduced
+        self.sizes, self.imgsz, self.smooth, self.reduced, self.stretched = sizes, imgsz, smooth, reduced, stretched
         self.folder = f"{cache_folder() / 'images'}" if cache == "disk" else ""
         self.stores: list[ImageStore] = []
         shapes, count, wanted = self._shapes(), len(files), min(capacity, len(files))
@@ -189,10 +191,14 @@ class Images:
 
     def _shapes(self) -> np.ndarray:
         """Return height and width of the images as `read` returns them, int32 (n, 2)."""
-        sizes = self.sizes
-        if self.imgsz:
-            sizes = np.array([scaled_shape(width, height, self.imgsz) for width, height in sizes.tolist()])
-        return sizes[:, ::-1].astype(np.int32)
+        sizes = [self.shape(*size) for size in self.sizes.tolist()]
+        return np.array(sizes, np.int32).reshape(-1, 2)[:, ::-1]
+
+    def shape(self, width: int, height: int) -> tuple[int, int]:
+        """Return width and height of a file's image as `read` returns it."""
+        if self.stretched:
+            return self.imgsz, self.imgsz
+        return scaled_shape(width, height, self.imgsz) if self.imgsz else (width, height)
 
     def name(self, index: int) -> str:
         """Return the path of an image's file."""
@@ -215,10 +221,12 @@ class Images:
 
     def _decode(self, index: int) -> np.ndarray:
         file = Path(self.name(index))
-        if self.reduced:
+        if self.reduced and not self.stretched:
             width, height = self.sizes[index].tolist()
             return read_reduced(file, width, height, self.imgsz)
         image = read_image(file)
+        if self.stretched:
+            return resize(image, (self.imgsz, self.imgsz), self.smooth)
         return resize_long_side(image, self.imgsz, self.smooth) if self.imgsz else image
 
     def _read_from_disk(self, index: int) -> np.ndarray:
@@ -246,5 +254,6 @@ class Images:
             raise unreadable(file, error) from None
         # A program may set the modification time back after an edit, but not the change time.
         stamp = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, self.imgsz, self.smooth, self.reduced)
-        digest = hashlib.sha256(os.fsencode(file) + repr(stamp).encode()).hexdigest()
+        key = f"{stamp} stretched" if self.stretched else repr(stamp)
+        digest = hashlib.sha256(os.fsencode(file) + key.encode()).hexdigest()
         return Path(self.folder, digest[:2], f"{digest}.npy")

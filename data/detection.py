@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import cv2
 import numpy as np
@@ -21,7 +21,7 @@ from data.batches import Item, Items, empty_pixels, loader, stack_in_place
 from data.cache import Images
 from data.data_yaml import DataSpec
 from data.dataset import DataOptions, DataSet, labels_text, problem_warnings, split_identity
-from data.images import read_image, resize_long_side, scaled_shape
+from data.images import read_image, resize, resize_long_side
 from data.labels import BOXES, POLYGONS, Labels, RowRules, check_classes, label_name, load_labels
 from data.sampler import (
     SampleIndex,
@@ -95,8 +95,7 @@ class TrainingItems(_Items):
 
     def size(self, index: int) -> tuple[int, int]:
         """Return width and height of an image after `load`."""
-        width, height = self.labels.sizes[index].tolist()
-        return scaled_shape(width, height, self.images.imgsz)
+        return self.images.shape(*self.labels.sizes[index].tolist())
 
     def augmented(self, sample: SampleIndex) -> Sample:
         """Return the augmented image; its pixels may belong to the cache until `images.release`."""
@@ -121,9 +120,12 @@ class EvaluationItems(_Items):
         """Return the letterboxed image, and its placement from the file's pixels."""
         loaded = self.load(sample.image)
         fitted, (scale, offset) = letterbox(loaded, sample.shape, enlarge=False)
+        width, height = self.labels.sizes[sample.image].tolist()
+        if self.images.stretched:
+            return fitted, Placement((sample.shape[1] / width, sample.shape[0] / height), offset)
         # One gain for both axes, as in YOLOv5, so that COCO's metrics are comparable: the shorter side of the loaded
         # image is rounded up, by less than a pixel.
-        gain = scale[0] * max(loaded.image.shape[:2]) / max(self.labels.sizes[sample.image])
+        gain = scale[0] * max(loaded.image.shape[:2]) / max(width, height)
         return fitted, Placement((gain, gain), offset)
 
     def item(self, sample: SampleIndex, pixels: Tensor) -> Item:
@@ -193,6 +195,7 @@ class DetectionData(DataSet[DetectionSplit]):
 
     training_items: ClassVar[type[TrainingItems]] = TrainingItems
     evaluation_items: ClassVar[type[EvaluationItems]] = EvaluationItems
+    fit: ClassVar[Literal["letterbox", "stretch"]] = "letterbox"  # as the network is trained
 
     @staticmethod
     def class_names(spec: DataSpec, single_cls: bool) -> dict[int, str]:
@@ -266,9 +269,9 @@ class DetectionData(DataSet[DetectionSplit]):
                 box.append(" ".join(f"{value:.4g}" for value in polygons.outline(k).ravel().tolist()))
         return {"labels.csv": labels_text(names, train, val), "boxes.csv": csv_text(columns, boxes)}
 
-    @staticmethod
-    def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
-        """Return an image fitted into `sides`, enlarged if it is smaller.
+    @classmethod
+    def item(cls, image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
+        """Return an image fitted into `sides`, enlarged if it is smaller, or stretched to them.
 
         It is padded with grey to whole strides, or to `sides` if `full` is true.
         """
@@ -277,7 +280,11 @@ class DetectionData(DataSet[DetectionSplit]):
         rows, columns = (math.ceil(max(round(side * ratio), 1) / stride) * stride for side in (height, width))
         shape = sides if full else (rows, columns)
         unlabelled = Sample(image, np.zeros((0, 4), np.float32), np.zeros(0, np.float32))
-        fitted, placement = letterbox(unlabelled, shape, enlarge=True)
+        if cls.fit == "stretch":
+            shape, placement = sides, Placement((sides[1] / width, sides[0] / height))
+            fitted = unlabelled._replace(image=resize(image, sides[::-1], smooth=True))
+        else:
+            fitted, placement = letterbox(unlabelled, shape, enlarge=True)
         info = ImageInfo(0, name, (width, height), placement, np.zeros((0, 5), np.float32))
         return *to_tensors(fitted, empty_pixels(3, *shape)), info
 
@@ -290,16 +297,19 @@ class DetectionData(DataSet[DetectionSplit]):
         mixed = MOSAIC_PARTNERS + (MOSAIC_PARTNERS + 1) * (augment.mixup > 0)
         sizes, capacity = split.labels.sizes, images_in_use(batch_size, options.workers) if augment.mosaic else 0
         batches = training_batches(options, split.instances(), sizes, batch_size, seed, self.imgsz, self.stride, mixed)
-        images = Images(split.images, sizes, self.imgsz, reduced=True, cache=self.train_cache, capacity=capacity)
+        how: dict[str, Any] = {"stretched": self.fit == "stretch", "cache": self.train_cache, "capacity": capacity}
+        images = Images(split.images, sizes, self.imgsz, reduced=True, **how)
         items = self.training_items(images, split.labels, augment, seed, options, self.user_augmentations())
         return loader(items, batches, self.collate, self.options.workers)
 
     def evaluation_batches(self, split: DetectionSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:
         """Return the batches of an evaluation: see `DataSet`."""
+        square = square or self.fit == "stretch"
         return evaluation_batches(split.labels.sizes, batch_size, self.imgsz, self.stride, square)
 
     def evaluation_loader(self, split: DetectionSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
         """Return a loader of letterboxed items."""
-        images = Images(split.images, split.labels.sizes, self.imgsz, smooth=True, cache=self.options.cache)
+        how: dict[str, Any] = {"stretched": self.fit == "stretch", "cache": self.options.cache}
+        images = Images(split.images, split.labels.sizes, self.imgsz, smooth=True, **how)
         items = self.evaluation_items(images, split.labels)
         return loader(items, batches, self.collate, self.options.workers)

@@ -139,7 +139,7 @@ def read_reduced(path: Path, width: int, height: int, size: int) -> np.ndarray:
     if image.shape[:2] not in (reduced, (height, width)):  # the file has changed since its size was read
         return resize_long_side(read_image(path), size, smooth=True)
     # Up to a factor of two, bilinear sampling reads every pixel, in a seventh of the time.
-    return _resize(image, scaled_shape(width, height, size), smooth=max(image.shape) >= 2 * size)
+    return resize(image, scaled_shape(width, height, size), smooth=max(image.shape) >= 2 * size)
 
 
 def image_size(path: Path) -> tuple[int, int]:
@@ -180,10 +180,10 @@ def _orientation(opened: ImageFile) -> int:
 def resize_long_side(image: np.ndarray, size: int, smooth: bool) -> np.ndarray:
     """Scale an image so that its longer side has `size` pixels; `smooth` averages areas if it shrinks."""
     height, width = image.shape[:2]
-    return _resize(image, scaled_shape(width, height, size), smooth)
+    return resize(image, scaled_shape(width, height, size), smooth)
 
 
-def _resize(image: np.ndarray, shape: tuple[int, int], smooth: bool) -> np.ndarray:
+def resize(image: np.ndarray, shape: tuple[int, int], smooth: bool) -> np.ndarray:
     """Scale an image to a width and height in pixels; `smooth` averages areas if it shrinks."""
     height, width = image.shape[:2]
     if shape == (width, height):

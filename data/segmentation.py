@@ -260,10 +260,10 @@ class SegmentationData(DetectionData):
             problems = (f"{count} are boxes without an outline; their masks are rectangles", *problems)
         return SegmentationSplit(split.images, outlined(split.labels), problems)
 
-    @staticmethod
-    def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
+    @classmethod
+    def item(cls, image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
         """Return an image fitted into `sides`, without masks: see `DetectionData`."""
-        pixels, targets, info = DetectionData.item(image, name, sides, stride, full)
+        pixels, targets, info = super().item(image, name, sides, stride, full)
         return pixels, targets, MaskedInfo(info, NO_MASKS)
 
 

@@ -104,8 +104,8 @@ class OrientedData(DetectionData):
         split = super().split(name, hyp)
         return OrientedSplit(split.images, split.labels, split.problems)
 
-    @staticmethod
-    def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
+    @classmethod
+    def item(cls, image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
         """Return an image fitted into `sides`, without labels: see `DetectionData`."""
-        pixels, _, info = DetectionData.item(image, name, sides, stride, full)
+        pixels, _, info = super().item(image, name, sides, stride, full)
         return pixels, torch.zeros(0, 6), info

@@ -245,6 +245,29 @@ def test_a_pixel_of_the_file_is_found_in_the_batch_and_back(tmp_path: Path) -> N
     assert ((24 - left) / scale_x, (28 - top) / scale_y) == (48, 24)
 
 
+def test_images_may_be_stretched(tmp_path: Path) -> None:
+    """In training, in evaluation, whose batches are square then, and for detect.py."""
+    pixels = np.zeros((64, 128, 3), np.uint8)
+    pixels[16:32, 64:128] = 255
+    write_image(tmp_path / "images/a.png", pixels, "1 0.75 0.375 0.5 0.25")
+
+    class Stretched(DetectionData):
+        fit = "stretch"
+
+    data = Stretched(data_of(tmp_path).spec, 64, 32, DataOptions())
+    (trained,) = epoch_of(data, NOTHING, batch_size=1)
+    evaluated = evaluation_batch(data, square=False)
+    wanted = torch.zeros(64, 64, dtype=torch.uint8)
+    wanted[16:32, 32:] = 255
+    for batch in (trained, evaluated):
+        assert torch.equal(batch.images[0], wanted.expand(3, 64, 64))
+        assert batch.targets.tolist() == [[0, 1, 0.75, 0.375, 0.5, 0.25]]
+    assert evaluated.infos[0].placement == Placement((0.5, 1.0), (0, 0))
+    image, _, info = Stretched.item(pixels, "a.png", (64, 64), 32)
+    assert torch.equal(image, wanted.expand(3, 64, 64))
+    assert info.placement == Placement((0.5, 1.0), (0, 0))
+
+
 def test_a_rectangular_batch_has_half_a_stride_more_and_never_enlarges_into_it(tmp_path: Path) -> None:
     write_image(tmp_path / "images/a.png", plain(128, 64, 0), "0 0.5 0.5 1 1")
     batch = evaluation_batch(data_of(tmp_path), square=False)
