@@ -109,7 +109,7 @@ def gflops(model: nn.Module, imgsz: int, source: str = "the model") -> float:
     modes = {module: module.training for module in model.modules()}
     try:
         with torch.no_grad():
-            model.eval()(torch.zeros(1, 3, imgsz, imgsz))
+            model.eval()(torch.zeros(1, 3, imgsz, imgsz, dtype=next(model.parameters()).dtype))
     except Exception as error:
         if not any(word in str(error).lower() for word in GPU_WORDS):
             raise UserError(

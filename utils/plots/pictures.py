@@ -81,7 +81,7 @@ class Plotter:
 
     def _draw_documents(self, names: Sequence[str]) -> None:
         started = time.time()
-        nice = "os.nice(10); " if names and hasattr(os, "nice") else ""  # named documents are drawn beside the training
+        nice = "os.nice(5); " if names and hasattr(os, "nice") else ""  # named documents are drawn beside the training
         # Unlike `python -m`, this does not search the current folder for the module.
         code = f"import os, sys; {nice}sys.path[0] = {str(ROOT)!r}; from utils.plots.__main__ import main; main()"
         done = subprocess.run(
