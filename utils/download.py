@@ -5,7 +5,6 @@ Called by data/download.py, data/media.py and models/weights.py.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import os
 import re
@@ -18,7 +17,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.parse import unquote
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from tqdm import tqdm
@@ -83,7 +82,10 @@ def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool]
     """Download a file once. Raises OSError or HTTPException, or ValueError if it need not be tried again."""
     if not is_address(address):
         raise ValueError(f"it must begin with {', '.join(f'{scheme}://' for scheme in SCHEMES)} and have no spaces")
-    with urlopen(_request(address), timeout=SERVER_TIMEOUT_SECONDS) as answer, replacing(path) as file:
+    if "@" in urlsplit(address).netloc:
+        raise ValueError("it must have no user name and password")
+    request = Request(address, headers={"User-Agent": "lockstep"})
+    with urlopen(request, timeout=SERVER_TIMEOUT_SECONDS) as answer, replacing(path) as file:
         licence = f" (licence: {licence})" if licence else ""
         print(f"downloading {without_secrets(address)}{licence}", file=sys.stderr, flush=True)
         length = int(answer.headers.get("Content-Length") or 0)
@@ -96,20 +98,8 @@ def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool]
             raise OSError(f"the connection ended after {file.tell()} of {length} bytes")
         file.flush()
         part = Path(file.name)
-        if sha256 and not hashlib.sha256(part.read_bytes()).hexdigest().startswith(sha256):
-            raise ValueError("its SHA-256 is not the expected one")
-        if not usable(part):
-            raise ValueError("the content is of another kind, or damaged")
-
-
-def _request(address: str) -> Request:
-    """Return the request for an address; a user name and password in it are sent to that server only."""
-    login = re.fullmatch(r"(?i)(https?://)([^/?#]*)@(.*)", address)
-    request = Request(login[1] + login[3] if login else address, headers={"User-Agent": "lockstep"})
-    if login:
-        token = base64.b64encode(unquote(login[2]).encode()).decode()
-        request.add_unredirected_header("Authorization", f"Basic {token}")
-    return request
+        if sha256 and not hashlib.sha256(part.read_bytes()).hexdigest().startswith(sha256) or not usable(part):
+            raise ValueError("the content is not the expected one, or damaged")
 
 
 def gigabytes(size: float) -> str:

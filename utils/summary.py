@@ -6,6 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ class Summary:
 
     metrics: dict[str, float]  # by column of results.csv, without "metrics/"
     fitness: float  # highest in the best epoch
-    # Rows of the printed table, which start with a name; a string is a line of its own, or a row of an older state.
+    # Rows of the printed table, which start with a name; a string is a line of its own.
     overall: list[Row | str]  # titles, and the row of all classes
     details: list[Row | str]  # rows of classes, object sizes, ...
     evidence: dict[str, Any] = field(default_factory=dict)  # plain values, for documents and pictures
@@ -56,25 +57,18 @@ class Fitness:
 
     @classmethod
     def parsed(cls, text: str, metrics: Sequence[str]) -> Fitness:
-        """Read --fitness, such as `mAP_0.5=0.2,recall=0.8`; '' is the task's own. Raises `UserError`.
+        """Read --fitness, such as `mAP_0.5=0.2,recall=0.8` of the task's metrics; '' is the task's own fitness.
 
-        Args:
-            metrics: the task's metrics
+        Raises `UserError`.
         """
-        weights: dict[str, float] = {}
-        for term in text.split(",") if text else ():
-            name, _, number = (part.strip() for part in term.rpartition("="))
-            name = name.removeprefix("metrics/")
-            if name not in metrics or name in weights:
-                known = ", ".join(metrics)
-                raise UserError(f"--fitness {shown(text)}: '{name}' is unknown or occurs twice; known are {known}")
-            try:
-                weights[name] = float(number)
-            except ValueError:
-                weights[name] = math.nan
-        if text and not (all(map(math.isfinite, weights.values())) and any(weights.values())):
-            raise UserError(f"--fitness {shown(text)}: give finite weights, not all 0, such as mAP_0.5=0.2,recall=0.8")
-        return cls(weights)
+        terms = [term.rpartition("=") for term in text.split(",")] if text else []
+        with suppress(ValueError):
+            weights = {name.strip().removeprefix("metrics/"): float(number) for name, _, number in terms}
+            is_finite = all(map(math.isfinite, weights.values())) and any(weights.values())
+            if not text or ({*weights} <= {*metrics} and len(weights) == len(terms) and is_finite):
+                return cls(weights)
+        example = f"such as {metrics[0]}=0.2,{metrics[-1]}=0.8"
+        raise UserError(f"--fitness {shown(text)}: give finite weights, not all 0, of {', '.join(metrics)}, {example}")
 
     def of(self, summary: Summary) -> Summary:
         """Return the summary of an epoch with this fitness, also at the end of its console line; NaN becomes -inf."""
@@ -170,7 +164,7 @@ class StageTimer:
         self._last = time.perf_counter()
 
     def end_stage(self, stage: str) -> None:
-        """Add the time since the last call, of this method or of `start_batch`, to `stage`."""
+        """Add the time since the last reading of the clock to `stage`."""
         self.synchronise()
         now = time.perf_counter()
         self.batches[-1].seconds[stage] += now - self._last
