@@ -87,18 +87,12 @@ def _refuse_two_meanings(file: Path, noun: str, pairs: Iterable[tuple[Any, Any]]
             raise UserError(f"{file}: {noun} {shown(key)} stands for both {both}; give each one of its own")
 
 
-def find_annotations(roots: Sequence[Path], split: str, paths: Sequence[Path]) -> tuple[Path | None, str]:
-    """Return the annotation file of a split with the images `paths`, or None with the reason as a message.
-
-    It is below the first of the data set's folders `roots` that has annotations/instances_<folder of the images>.json,
-    or else a single instances_<split>*.json there.
-    """
-    name, pattern = f"instances_{paths[0].parent.name}.json", f"instances_{split}*.json"
-    for folder in (root / "annotations" for root in roots):
-        files = [folder / name] if (folder / name).is_file() else [*folder.glob(pattern)]
-        if len(files) == 1:
-            return files[0], ""
-    return None, f"no {name} and not one {pattern} in {roots[0] / 'annotations'}; give a file with --annotations"
+def find_annotations(roots: Sequence[Path], paths: Sequence[Path]) -> tuple[Path | None, str]:
+    """Return annotations/instances_<folder of the images>.json in one of `roots`, or None with the reason."""
+    name = f"instances_{paths[0].parent.name}.json"
+    folders = [root / "annotations" for root in roots]
+    file = next((folder / name for folder in folders if (folder / name).is_file()), None)
+    return file, "" if file else f"no {name} in {folders[0]}; give a file with --annotations"
 
 
 # Results

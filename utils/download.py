@@ -45,16 +45,14 @@ def download(
     advice: str = "",
     licence: str = "",
 ) -> Path:
-    """Download the file at `address` to `path` unless `path` exists, and return `path`.
+    """Download the file at `address` to `path` unless `path` exists, and return `path`; print its `licence`.
 
     One process of a machine downloads, the others wait. Server errors and broken connections are tried again. Raises
-    `UserError` with the address and the reason.
+    `UserError` with the address, the reason and `advice`.
 
     Args:
         sha256: first hex digits of the file's SHA-256, if known
         usable: checks the downloaded file
-        advice: end of the error message
-        licence: the file's licence, printed when it is downloaded
     """
     with one_at_a_time(path.with_name(f"{path.name}.lock")):
         for attempt in range(ATTEMPTS):
@@ -98,7 +96,7 @@ def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool]
             raise OSError(f"the connection ended after {file.tell()} of {length} bytes")
         file.flush()
         part = Path(file.name)
-        if sha256 and not hashlib.sha256(part.read_bytes()).hexdigest().startswith(sha256) or not usable(part):
+        if not hashlib.sha256(part.read_bytes()).hexdigest().startswith(sha256) or not usable(part):
             raise ValueError("the content is not the expected one, or damaged")
 
 
@@ -110,12 +108,9 @@ def gigabytes(size: float) -> str:
 def fetch_from_hub(name: str) -> Path:
     """Return a weight file of the Hugging Face Hub in the cache of huggingface_hub, downloaded if necessary.
 
-    One process of a machine downloads, the others wait. If the Hub does not give the file, the cached one is returned,
-    if there is one. Raises `UserError`.
-
-    Args:
-        name: owner/name, owner/name/file, or with a revision owner/name@revision; without a file it means best.pt, else
-            the repository's only weight file
+    One process of a machine downloads, the others wait. If the Hub does not give the file, a cached one is returned.
+    Raises `UserError`. The name is owner/name, owner/name/file, or with a revision owner/name@revision; without a file
+    it means best.pt, else the repository's only weight file.
     """
     import huggingface_hub as hub
 

@@ -23,7 +23,7 @@ import yaml
 from filelock import FileLock, Timeout
 from yaml.error import MarkedYAMLError
 
-from utils.errors import UserError, first_line, shortened, shown
+from utils.errors import UserError, first_line, nearest, shortened, shown
 
 LOCK_FILE = ".lock"  # file in a run folder that a run writes to
 LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a little longer
@@ -118,9 +118,9 @@ def find_file(name: str, what: str, folders: Sequence[str], kind: str = "a file"
     for path in shipped:
         if f"{name.removesuffix('.yaml')}.yaml" in (path.name, str(path.relative_to(ROOT))):
             return path
-    known = ", ".join(path.name for path in shipped)
+    hint, known = nearest(name, (path.stem for path in shipped)), ", ".join(path.name for path in shipped)
     raise UserError(
-        f"{what} '{name}' is not {kind}; give the path of {kind}, or one of the repository's: {known}"
+        f"{what} '{name}' is not {kind}{hint}; give the path of {kind}, or one of the repository's: {known}"
         f"{looked_for(Path(name))}"
     )
 
@@ -132,7 +132,7 @@ def looked_for(*paths: Path) -> str:
 
 
 def located(files: Mapping[str, Iterable[Path]]) -> str:
-    """Return a line for the console with the paths of files by kind; paths in the working folder are relative to it."""
+    """Return a line with the paths of files by kind; paths in the working folder are relative to it."""
     here = f"{Path.cwd()}{os.sep}"
     lists = {kind: ", ".join(os.path.abspath(path).removeprefix(here) for path in files[kind]) for kind in files}
     return "; ".join(f"{kind}: {paths}" for kind, paths in lists.items() if paths)
@@ -230,7 +230,7 @@ def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:
 
 
 def unique_stems(names: Iterable[str]) -> list[str]:
-    """Return a file stem for each path or address: its own stem, with a number if an earlier name has the same stem.
+    """Return a file stem for each path or address: its own, with a number if an earlier name has the same.
 
     Characters that no file name may have on some system become `_`.
     """
