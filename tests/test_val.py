@@ -306,7 +306,7 @@ def test_results_are_written_even_if_annotations_do_not_fit(tmp_path: Path, caps
     for named in ("", str(wrong)):
         recorded: Any = SimpleNamespace(path=tmp_path, files=RecordingFiles())
         with pytest.raises(UserError, match="is not JSON") if named else nullcontext():
-            split: Any = SimpleNamespace(images=[Path("7.jpg")])
+            split: Any = SimpleNamespace(images=[Path("val/7.jpg")])
             images = split.images
             report = partial(coco.report, predictions=predictions, names={0: "cat"}, images=images, stem="best")
             write_coco(recorded, named, source.spec, "val", split, report)

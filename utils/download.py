@@ -22,7 +22,7 @@ from urllib.request import Request, urlopen
 
 from tqdm import tqdm
 
-from utils.errors import UserError, first_line, shortened, without_secrets
+from utils.errors import UserError, first_line, without_secrets
 from utils.files import cache_folder, one_at_a_time, replacing
 
 SCHEMES = ("http", "https", "file")
@@ -96,7 +96,8 @@ def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool]
             raise OSError(f"the connection ended after {file.tell()} of {length} bytes")
         file.flush()
         part = Path(file.name)
-        if not hashlib.sha256(part.read_bytes()).hexdigest().startswith(sha256) or not usable(part):
+        is_expected = not sha256 or hashlib.sha256(part.read_bytes()).hexdigest().startswith(sha256)
+        if not is_expected or not usable(part):
             raise ValueError("the content is not the expected one, or damaged")
 
 
@@ -122,19 +123,16 @@ def fetch_from_hub(name: str) -> Path:
     with one_at_a_time(cache_folder() / "hub" / f"{repository.replace('/', '--')}.lock"):
         try:
             info = hub.HfApi().model_info(repository, revision=revision, timeout=SERVER_TIMEOUT_SECONDS)
-            files = [sibling.rfilename for sibling in info.siblings or []]
-            weights = sorted(each for each in files if each.endswith(WEIGHT_SUFFIXES))
+            weights = [each.rfilename for each in info.siblings or [] if each.rfilename.endswith(WEIGHT_SUFFIXES)]
             file = file or (weights[0] if len(weights) == 1 else BEST)
-            if file in files:
-                licence = "".join(f" (licence: {tag[8:]})" for tag in info.tags or [] if tag.startswith("license:"))
-                print(f"{HUB_PREFIX}{repository}/{file}{licence}", file=sys.stderr, flush=True)
-                return Path(hub.hf_hub_download(repository, file, revision=revision))
+            licence = "".join(f" (licence: {tag[8:]})" for tag in info.tags or [] if tag.startswith("license:"))
+            print(f"{HUB_PREFIX}{repository}/{file}{licence}", file=sys.stderr, flush=True)
+            return Path(hub.hf_hub_download(repository, file, revision=revision))
         except Exception as error:  # of any class, depending on the version
             with suppress(Exception):
                 return Path(hub.hf_hub_download(repository, file or BEST, revision=revision, local_files_only=True))
             raise UserError(
                 f"{flag} cannot be downloaded ({first_line(Exception(HUB_TOKEN.sub('...', str(error))))}); check the "
-                "name and the network, and log in with `hf auth login` or set HF_TOKEN if it is private or gated"
+                f"name, as in {HUB_PREFIX}owner/name/file.pt, and the network, and log in with `hf auth login` or set "
+                "HF_TOKEN if it is private or gated"
             ) from None
-    holds = shortened(", ".join(weights or files)) or "no files"
-    raise UserError(f"{flag} has no {file}; it holds {holds}: name one, as in {HUB_PREFIX}owner/name/file.pt")

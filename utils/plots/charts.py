@@ -9,8 +9,7 @@ import io
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cv2
@@ -47,9 +46,11 @@ DENSITY_BINS = 50  # bins along each side
 LOG_SCALE_RATIO = 50  # ratio of a split's largest to smallest count above which the axis is logarithmic
 
 
-@contextmanager
-def chart_style() -> Iterator[None]:
-    """Draw with matplotlib's defaults and our settings, without its warnings of characters that the font lacks."""
+def render(make_figure: Callable[..., Figure], *arguments: Any) -> np.ndarray:
+    """Return the picture of `make_figure(*arguments)`, uint8 (h, w, 3) BGR, with all that extends beyond the figure.
+
+    It has matplotlib's defaults and our settings; warnings of characters that the font lacks are silenced.
+    """
     import matplotlib
 
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
@@ -57,16 +58,10 @@ def chart_style() -> Iterator[None]:
         warnings.simplefilter("ignore")
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(MATPLOTLIB_SETTINGS)
-        yield
-
-
-def render(make_figure: Callable[..., Figure], *arguments: Any) -> np.ndarray:
-    """Return the picture of `make_figure(*arguments)`, uint8 (h, w, 3) BGR, with all that extends beyond the figure."""
-    with chart_style():
         content = io.BytesIO()
         figure = make_figure(*arguments)
         figure.savefig(content, dpi=PIXELS_PER_INCH, bbox_inches="tight", pil_kwargs={"compress_level": 0})
-        return np.asarray(cv2.imdecode(np.frombuffer(content.getbuffer(), np.uint8), cv2.IMREAD_COLOR))
+    return np.asarray(cv2.imdecode(np.frombuffer(content.getbuffer(), np.uint8), cv2.IMREAD_COLOR))
 
 
 def axis_text(name: str) -> str:

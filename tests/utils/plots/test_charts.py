@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from utils.plots.charts import (
     Curves,
     Labels,
     axis_text,
-    chart_style,
     colours,
     confidence_figure,
     confusion_figure,
@@ -39,12 +37,6 @@ DETECTOR = [
 ]
 CLASSIFIER = ["train/loss", "metrics/accuracy_top1", "metrics/accuracy_top5", "val/loss", "x/lr0", "x/lr1", "x/lr2"]
 ODD = ["$x_$", "$$", "a $", "\\$1", "猫", "line\nbreak", "lone \udcff", "", "{}", "long " * 30]
-
-
-@pytest.fixture
-def styled() -> Iterator[None]:
-    with chart_style():
-        yield
 
 
 def run(names: list[str], epochs: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -79,7 +71,7 @@ def test_smoothing(epochs: range, width: float) -> None:
     assert smooth(given, values)[0] == pytest.approx(weights @ values / weights.sum())
 
 
-def test_validation_losses_are_below_training_losses(styled: None) -> None:
+def test_validation_losses_are_below_training_losses() -> None:
     figure = results_figure(run(DETECTOR, 2))
     place = dict(zip(titles(figure), (axes.get_subplotspec() for axes in figure.axes), strict=True))
     positions = [(place[name].rowspan.start, place[name].colspan.start) for name in DETECTOR]
@@ -90,7 +82,7 @@ def test_validation_losses_are_below_training_losses(styled: None) -> None:
 
 @pytest.mark.parametrize("names", [DETECTOR, CLASSIFIER])
 @pytest.mark.parametrize("epochs", [1, 300])
-def test_every_column_has_a_subplot(names: list[str], epochs: int, styled: None) -> None:
+def test_every_column_has_a_subplot(names: list[str], epochs: int) -> None:
     given = run(names, epochs)
     figure = results_figure(given)
     assert sorted(titles(figure)) == sorted(names)
@@ -101,7 +93,7 @@ def test_every_column_has_a_subplot(names: list[str], epochs: int, styled: None)
     assert not figure.legends
 
 
-def test_values_that_are_not_finite_are_omitted(styled: None) -> None:
+def test_values_that_are_not_finite_are_omitted() -> None:
     given = {
         "epoch": np.arange(4.0),
         "train/loss": np.array([1, INF, NAN, 3]),
@@ -123,7 +115,7 @@ def test_values_that_are_not_finite_are_omitted(styled: None) -> None:
 COUNTS = np.array([[8, 1, 1], [0, 12345, 5], [3, 1, 0]])  # the last is the background
 
 
-def test_the_matrix_shows_shares(styled: None) -> None:
+def test_the_matrix_shows_shares() -> None:
     """The largest numbers first, without zeros and shares that round to 0."""
     names = ["disc", "intermediate hinged traffic-sign", "background"]
     axes = confusion_figure(COUNTS, names).axes[0]
@@ -159,7 +151,7 @@ def thick(figure: Any) -> Any:
     return line
 
 
-def test_curves_of_three_classes(styled: None) -> None:
+def test_curves_of_three_classes() -> None:
     figure = confidence_figure("recall", curves(3), 1)
     assert legend(figure) == [
         "all classes: best 0.667 at 0.500",
@@ -175,13 +167,13 @@ def test_curves_of_three_classes(styled: None) -> None:
     assert (figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel()) == ("confidence", "recall")
 
 
-def test_many_classes_have_no_names(styled: None) -> None:
+def test_many_classes_have_no_names() -> None:
     figure = confidence_figure("precision", curves(80), 2)
     assert legend(figure) == ["all classes: best 0.506 at 0.500", "80 classes"]
     assert len([line for line in figure.axes[0].get_lines() if line.get_linewidth() == 0.5]) == 80
 
 
-def test_precision_over_recall(styled: None) -> None:
+def test_precision_over_recall() -> None:
     """The mean AP is over the classes that have one."""
     figure = recall_figure(curves(3), np.array([0.5, NAN, 0.25]))
     assert legend(figure) == ["all classes: mAP50 0.375", "AP50", "c0 0.500", "c1 nan", "c2 0.250"]
@@ -195,7 +187,7 @@ LABELS = Labels(["disc", "bar"], ["train", "val"], np.array([[30.0, 4.0], [10.0,
 BOXES = np.array([[0.5, 0.25, 0.2, 0.4], [0.5, 0.25, 1.0, 0.5]])  # xywh
 
 
-def test_bars_are_the_counts(styled: None) -> None:
+def test_bars_are_the_counts() -> None:
     figure = labels_figure(LABELS, np.zeros(0, int), np.zeros((0, 4)))
     (axes,) = figure.axes  # without boxes
     assert [[bar.get_height() for bar in bars] for bars in axes.containers] == [[30, 4], [10, 0]]
@@ -207,14 +199,14 @@ def test_bars_are_the_counts(styled: None) -> None:
 
 
 @pytest.mark.parametrize(("counts", "scale"), [([500, 10, 0], "linear"), ([501, 10, 0], "log"), ([0, 0, 0], "linear")])
-def test_scale_of_the_counts(counts: list[float], scale: str, styled: None) -> None:
+def test_scale_of_the_counts(counts: list[float], scale: str) -> None:
     labels = Labels(["a", "b", "c"], ["train"], np.array([counts], float))
     figure = labels_figure(labels, np.zeros(0, int), np.zeros((0, 4)))
     assert figure.axes[0].get_yscale() == scale
     figure.savefig(io.BytesIO())
 
 
-def test_boxes_have_one_centre(styled: None) -> None:
+def test_boxes_have_one_centre() -> None:
     outlines = labels_figure(LABELS, np.array([1, 0]), BOXES).axes[1]
     (lines,) = outlines.collections
     corners = np.array([line[:4] for line in lines.get_segments()])
@@ -224,7 +216,7 @@ def test_boxes_have_one_centre(styled: None) -> None:
     assert lines.get_colors()[:, :3] == pytest.approx(shades[:, :3])
 
 
-def test_densities_of_centres_and_sizes(styled: None) -> None:
+def test_densities_of_centres_and_sizes() -> None:
     """Colours depend on the root of the count."""
     _, _, centres, sizes = labels_figure(LABELS, np.array([1, 0]), BOXES).axes
     values = np.asarray(centres.get_images()[0].get_array().filled(0))
