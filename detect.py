@@ -66,7 +66,7 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
     show(*format_times(timer.batches), f"{plural(frames_done, 'image')}{results}")
     if media.problems:
         bad, count = len(media.problems), len(media.items)
-        show(f"warning: {bad} of the {count} sources could not be read completely")
+        show(f"warning: {bad} of the {count} sources could not be read completely; see above")
     return {"folder": str(folder) if results else None, "images": frames_done, "problems": media.problems}
 
 
@@ -234,7 +234,8 @@ def crop_writer(folder: Path, names: FileNames) -> Output:
 
     def write(frame: Frame, prediction: Prediction) -> None:
         for number, (label, crop) in enumerate(prediction.crops(frame.image), 1):
-            (safe,) = unique_stems([f"{label}.jpg"])
+            safe = label.replace("/", "_").replace("\0", "_")
+            safe = "_" if safe in ("", ".", "..") else safe
             suffix = "" if number == 1 else f"-{number}"
             write_picture(folder / safe / f"{names.of(frame)}{suffix}.jpg", crop)
 

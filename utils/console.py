@@ -78,14 +78,10 @@ def columns() -> int:
     return max(shutil.get_terminal_size((LEAST_COLUMNS, 24)).columns, LEAST_COLUMNS)
 
 
-def listed(names: Sequence[str], width: int) -> str:
-    """Return the first of some names, as many as fit, at most `MAX_NAMES`, and how many more there are."""
-    text = ""
-    for count in range(min(len(names), MAX_NAMES), 0, -1):
-        text = ", ".join(names[:count]) + (f" and {len(names) - count} more" if count < len(names) else "")
-        if len(text) <= width:
-            break
-    return text
+def listed(names: Sequence[str]) -> str:
+    """Return the first `MAX_NAMES` names, and how many more there are."""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def table(rows: Sequence[Sequence[str | float]], width: int | None = None) -> list[str]:

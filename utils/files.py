@@ -118,7 +118,7 @@ def find_file(name: str, what: str, folders: Sequence[str], kind: str = "a file"
     for path in shipped:
         if f"{name.removesuffix('.yaml')}.yaml" in (path.name, str(path.relative_to(ROOT))):
             return path
-    hint, known = nearest(name, (path.stem for path in shipped)), ", ".join(path.name for path in shipped)
+    hint, known = nearest(name, (path.stem for path in shipped), 0.7), ", ".join(path.name for path in shipped)
     raise UserError(
         f"{what} '{name}' is not {kind}{hint}; give the path of {kind}, or one of the repository's: {known}"
         f"{looked_for(Path(name))}"

@@ -112,12 +112,9 @@ def test_columns_without_a_terminal(given: str, expected: int, monkeypatch: pyte
 
 
 def test_a_list_of_names() -> None:
-    assert listed([], 80) == ""
-    assert listed(list("abcdefghij"), 80) == "a, b, c, d, e, f, g, h, i, j"
-    assert listed(list("abcdefghijkl"), 80) == "a, b, c, d, e, f, g, h, i, j and 2 more"
-    assert listed(["traffic light", "stop sign", "dog"], 29) == "traffic light, stop sign, dog"
-    assert listed(["traffic light", "stop sign", "dog"], 28) == "traffic light and 2 more"
-    assert listed(["x" * 40, "dog"], 30) == f"{'x' * 40} and 1 more"
+    assert listed([]) == ""
+    assert listed(list("abcdefghij")) == "a, b, c, d, e, f, g, h, i, j"
+    assert listed(list("abcdefghijkl")) == "a, b, c, d, e, f, g, h, i, j and 2 more"
 
 
 NUMBERS: list[str | float] = [12, *[1 / 3] * 8]  # 11 columns with their names; 60 characters beside these
