@@ -33,7 +33,7 @@ from utils.errors import Stopped, UserError, plural, without_secrets
 from utils.files import csv_text, lock_folder, numbered_folder, remove_if_empty, replacing, unique_stems, write_rows
 from utils.plots.drawing import Style, write_picture
 from utils.python_api import call
-from utils.summary import INFERENCE, POSTPROCESSING, PREPARING, StageTimer, format_times, milliseconds_per_image
+from utils.summary import INFERENCE, POSTPROCESSING, PREPARING, StageTimer, format_times
 
 
 def detect(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
     predictor = Predictor.from_flags(given)
     synchronise = torch.accelerator.synchronize if predictor.device.type != "cpu" else lambda: None
     timer, file_names = StageTimer(synchronise), FileNames(media.items)
-    frames_done = warnings_shown = 0
+    frames_done = 0
     with run_folder(options) as folder, ExitStack() as closing:
         outputs = requested_outputs(options, folder, file_names, closing)
         for group in batches(media, predictor, options.batch_size):
@@ -59,12 +59,11 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
                 if not options.quiet:
                     show(f"{frame_name(frame)}: {prediction.describe()}, {1000 * seconds / len(group):.1f} ms")
             frames_done += len(group)
-            warnings_shown = show_warnings(media.problems, warnings_shown)
     if not frames_done:
         raise UserError("; ".join(media.problems))
-    show_warnings(media.problems, warnings_shown)
+    show(*(f"warning: {problem}" for problem in media.problems))
     results = f"; results in {folder}" if folder.is_dir() else ""
-    show(*format_times(milliseconds_per_image(timer.batches)), f"{plural(frames_done, 'image')}{results}")
+    show(*format_times(timer.batches), f"{plural(frames_done, 'image')}{results}")
     if media.problems:
         bad, count = len(media.problems), len(media.items)
         show(f"warning: {bad} of the {count} sources could not be read completely; see above")
@@ -90,13 +89,10 @@ def main() -> None:
 
 
 def run(**flags: Any) -> dict[str, Any]:
-    """Detect from Python: `detect.run(weights="best.pt", source="photos")`.
+    """Detect from Python, with flags of the command: `detect.run(weights="best.pt", source="photos")`.
 
     Returns the run's `folder`, None if nothing was written, the number of `images`, and `problems`: a message for each
     source that could not be read completely. Raises `UserError` if the command would end with another error.
-
-    Args:
-        flags: flags of the command, by name with underscores
     """
     return call(detect, Path(__file__).stem, flags)  # the stem, because the names of scripts are not tasks
 
@@ -109,18 +105,10 @@ def batches(media: Media, predictor: Predictor, batch_size: int) -> Iterator[lis
     return bar.over(groups(frames if "live" in kinds else prefetched(frames), batch_size), len)
 
 
-def show_warnings(problems: Sequence[str], shown: int) -> int:
-    """Print all problems except the first `shown` ones; return the number of all problems."""
-    show(*(f"warning: {problem}" for problem in problems[shown:]))
-    return len(problems)
-
-
 def frame_name(frame: Frame) -> str:
     """Return the name of a frame for the console."""
     name = without_secrets(frame.item.name)
-    if frame.item.kind == "picture":
-        return name
-    return f"{name} ({frame.number + 1})"
+    return name if frame.item.kind == "picture" else f"{name} ({frame.number + 1})"
 
 
 def groups(frames: Iterable[tuple[Frame, Item]], most: int) -> Iterator[list[tuple[Frame, Item]]]:
@@ -142,7 +130,7 @@ def groups(frames: Iterable[tuple[Frame, Item]], most: int) -> Iterator[list[tup
 
 
 class FileNames:
-    """The file stems of the items; each item keeps its own name, with a number if an earlier item has the same name."""
+    """The file stems of the items, with numbers if several have one name."""
 
     def __init__(self, items: Sequence[MediaItem]) -> None:
         self.stems = dict(zip(items, unique_stems([item.name for item in items]), strict=True))

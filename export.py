@@ -39,9 +39,6 @@ def export(given: Mapping[str, Any]) -> list[str]:
     """Export the weight files to all formats that the flags name; return the paths of the exported files.
 
     Raises `Stopped` with exit code 1 if only another program can write one of the formats.
-
-    Args:
-        given: flags by name
     """
     options = over_defaults(ExportOptions, given)
     if options.device == "mps":
@@ -91,18 +88,15 @@ def trtexec(job: ExportJob, stem: Path) -> str:
 def prepare(
     name: str, content: Weights, options: ExportOptions, size: ImageSize, device: torch.device, names: dict[int, str]
 ) -> ExportJob:
-    """Build the model of a weight file for its export. Raises `UserError`.
-
-    Args:
-        name: name of the weight file, for messages
-        names: class names by number
-    """
+    """Build the model of the weight file `name` for its export, with class names by number. Raises `UserError`."""
     task_name = common_task({name: content})
     assert content.model is not None
     kind = TASKS[task_name].load()
     task = kind(names, kind.recipe())
     model = load_model(task, content, max(size.sides), name, options.data or "its list of names")
-    suppression = suppression_of(options) if options.nms else None
+    most = options.topk_all
+    limits = select(Thresholds, options, max_det=most, max_det_per_class=min(options.topk_per_class, most))
+    suppression = limits if options.nms else None
     module = task.export_module(model, suppression)
     half = options.half and device.type == "cuda"
     (halve(module) if half else module).to(device).requires_grad_(False)
@@ -121,12 +115,6 @@ def prepare(
         **content.origin.content(),
     )
     return ExportJob(module, metadata, options.opset, options.verbose, content.state)
-
-
-def suppression_of(options: ExportOptions) -> Thresholds:
-    """Return the limits of the suppression in an exported file."""
-    most = options.topk_all
-    return select(Thresholds, options, max_det=most, max_det_per_class=min(options.topk_per_class, most))
 
 
 def suppression_metadata(limits: Thresholds) -> dict[str, Any]:
@@ -168,13 +156,10 @@ def main() -> None:
 
 
 def run(**flags: Any) -> list[str]:
-    """Export from Python: `export.run(weights="best.pt", include=["onnx"])`.
+    """Export from Python, with flags of the command: `export.run(weights="best.pt", include=["onnx"])`.
 
     Returns the paths of the files, in the order of the weights and of `include`. Raises `UserError` if the command
     would end with an error.
-
-    Args:
-        flags: flags of the command, by name with underscores
     """
     files: list[str] = call(lambda given: {"files": export(given)}, "export", flags)["files"]
     return files

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +151,7 @@ class Predictor:
         name = aliases(DetectOptions).get(name, name)
         if name in THRESHOLDS:
             return getattr(self.thresholds, name)
-        raise AttributeError(f"Predictor has no attribute {name}{nearest(name, THRESHOLDS)}")
+        raise AttributeError(f"Predictor has no attribute {name}")
 
     def __repr__(self) -> str:
         height, width = self.size.sides
@@ -170,9 +169,7 @@ class Predictor:
         uint8, or of floats in 0 to 1. Several images are a list, a folder, a glob, a `.txt` list, a video (a prediction
         for each frame) or a tensor (b, 3, h, w). Boxes are in pixels of the image. Raises `UserError`.
 
-        Args:
-            size: image size for this call only, one number or (height, width) in pixels, rounded up to whole strides
-            settings: `THRESHOLDS`, `bgr` and `as_list`, for this call only
+        For this call only, `size` is the image size, and `settings` are `THRESHOLDS`, `bgr` and `as_list`.
         """
         if settings or size is not None:
             return self._changed({"imgsz": size, **settings})(images)
@@ -194,19 +191,14 @@ class Predictor:
         """Return a predictor of the same models with other settings; None changes nothing. Raises `UserError`."""
         other = copy(self)
         for name, value in settings.items():
-            if value is None:
-                continue
-            if aliases(DetectOptions).get(name, name) == "imgsz":
+            if value is not None and aliases(DetectOptions).get(name, name) == "imgsz":
                 vars(other)["size"] = self._sized(value)
-            else:
+            elif value is not None:
                 setattr(other, name, value)
         return other
 
     def _sized(self, imgsz: Any) -> ImageSize:
-        """Return an image size in whole strides.
-
-        Raises `UserError` if it is invalid, or not the one size of an exported file.
-        """
+        """Return an image size in whole strides. Raises `UserError`, also for another size than an exported file's."""
         given = checked_arguments(DetectOptions, {"imgsz": imgsz}, "Predictor", ("imgsz",))
         sides = sides_of(given["imgsz"]) or self.size.sides
         size = ImageSize((sides[0], sides[-1])).rounded(self.stride)
@@ -244,9 +236,7 @@ def class_numbers(classes: Sequence[str | int], names: Mapping[int, str]) -> tup
     for word in map(str, classes):
         found = [int(word)] if word.isdecimal() else [number for number, name in names.items() if name == word]
         if not found or found[0] not in names:
-            by_letters = {name.lower(): name for name in names.values()}
-            near = [repr(by_letters[name]) for name in get_close_matches(word.lower(), by_letters)]
-            hint = f"did you mean {' or '.join(near)}?" if near else f"class 0 is {names[0]!r}"
-            raise UserError(f"--classes {word}: the model has classes 0 to {len(names) - 1}; {hint}")
+            hint = nearest(word, names.values())
+            raise UserError(f"--classes {word}: the model has classes 0 to {len(names) - 1}{hint}; name one of them")
         numbers += found
     return tuple(numbers)

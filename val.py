@@ -44,7 +44,6 @@ from utils.summary import (
     evenly_spaced,
     format_times,
     job_values,
-    milliseconds_per_image,
     without_warmup,
 )
 from utils.tracking import run_log
@@ -55,13 +54,9 @@ SPEED_DEFAULTS = {"conf_thres": 0.25, "iou_thres": 0.45, "square": True}  # defa
 
 @dataclass
 class Evaluator:
-    """A validator of models on this process's share of a split.
+    """A validator of models on this process's share of a split, of `images` images in all.
 
-    Attributes:
-        criterion: loss of the first model's outputs
-        loader: loader of this process's share of the split
-        images: number of images in the whole split
-        keepers: functions that are called with each batch and its predictions
+    `keepers` are called with each batch and its predictions.
     """
 
     run: Run
@@ -78,11 +73,8 @@ class Evaluator:
     def __call__(self, models: Sequence[Model], stop_requested: Callable[[], str] = str) -> Summary:
         """Return the metrics of the models, an ensemble if there are several; the same on every process.
 
-        The losses come from the first model. Raises `StopRequested` on all processes if one of them is asked to stop,
-        and `UserError` for a part of a task that breaks its contract.
-
-        Args:
-            stop_requested: returns the reason to stop, or ''
+        The losses come from the first model. Raises `StopRequested` on all processes if `stop_requested` returns a
+        reason on one of them, and `UserError` for a part of a task that breaks its contract.
         """
         run, timer, records, losses, numbers = self.run, self.timer, [], [], []
         task, data = self.inference.task, self.loader.dataset
@@ -120,11 +112,7 @@ class Evaluator:
         return run.collectives.broadcast(replace(summary, losses=means, rate=bar.rate))
 
     def _mean_losses(self, losses: Sequence[tuple[int, float, list[float]]]) -> dict[str, float]:
-        """Return the mean of each loss term, weighted by the criterion; nan without losses.
-
-        Args:
-            losses: for each batch the index of its first image, its weight, and its loss terms
-        """
+        """Return the weighted mean of each loss term over batches (first image, weight, terms); nan without batches."""
         # Sorted, so that the sum's rounding does not depend on which process had which batch.
         weighted = [(weight, [weight * value for value in values]) for _, weight, values in sorted(losses)]
         total = sum(weight for weight, _ in weighted)
@@ -145,13 +133,11 @@ def evaluator(
     thresholds: Thresholds | None = None,
     square: bool = False,
 ) -> Evaluator:
-    """Make the evaluator of a split.
+    """Make the evaluator of a split, in batches of `batch_size` per process, padded to squares if `square`.
 
     Args:
         model: one of the models that the evaluator will be called with
-        batch_size: number of images per process and batch
         draws: whether images are kept for pictures and trackers
-        square: whether all images are padded to squares
     """
     batches = run.collectives.shard(data.evaluation_batches(split, batch_size, square))
     drawn = frozenset(evenly_spaced(len(split.images), DRAWN_IMAGES if draws else 0))
@@ -165,9 +151,6 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     """Validate as one of the processes, write the results and print them; return the evaluator, with its times.
 
     Nothing is written before all input has been checked. Raises `UserError`.
-
-    Args:
-        given: values of the given flags, by name
     """
     options = over_defaults(ValOptions, given)
     precision = "no" if options.half else options.mixed_precision
@@ -243,8 +226,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     log(*summary.table(brief), f"{summary.rate:.1f} images/s; results in {run.path}", always=True)
     batches = run.collectives.gather(without_warmup(evaluate.timer.batches))
     if times_speed or device.type == "cpu":
-        rate_of = options.batch_size if times_speed else 0
-        log(*format_times(milliseconds_per_image(batches), rate_of), always=times_speed)
+        log(*format_times(batches, options.batch_size if times_speed else 0), always=times_speed)
     run.on_main(lambda: write_result(summary, run.path))
     run.finish()
     if options.save_json:
@@ -276,18 +258,15 @@ def label_writer(options: ValOptions, folder: Path, images: Sequence[Path]) -> C
 def write_coco(
     run: Run, annotations: str, spec: DataSpec, split_name: str, split: Split, report: Callable[..., Any]
 ) -> None:
-    """Write the predictions of all processes in COCO's format, and COCO's metrics if there are annotations.
+    """Write what `report` makes of the annotations: all predictions in COCO's format, and COCO's metrics.
 
     Raises `UserError` for unsuitable annotations that --annotations names, after the results are written.
-
-    Args:
-        report: makes the report, given the file of the annotations
     """
     file, missing = Path(annotations) if annotations else spec.annotation_file(split_name), ""
     if file is None:
         from utils.coco import find_annotations
 
-        file, missing = find_annotations(spec.roots, split_name, split.images)
+        file, missing = find_annotations(spec.roots, split.images)
     made = report(file)
     run.files.write_documents(made.documents)
     log(*made.lines, missing)
@@ -310,13 +289,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(**flags: Any) -> dict[str, Any]:
-    """Validate from Python: `val.run(weights="best.pt", data="my.yaml")`.
+    """Validate from Python, with flags of the command: `val.run(weights="best.pt", data="my.yaml")`.
 
     Returns the metrics and losses by the names of results.csv, `fitness`, and the run's `folder`. Raises `UserError` if
     the command would end with an error.
-
-    Args:
-        flags: flags of the command, by name with underscores
     """
     return call(start_validation, "val", flags)
 

@@ -24,7 +24,7 @@ from data.data_yaml import DataSpec, read_data
 from data.sampler import SampleIndex, Sampling
 from utils.batch import Batch, Split
 from utils.config.hyperparameters import Recipe
-from utils.console import columns, listed
+from utils.console import listed
 from utils.errors import UserError, plural
 from utils.files import csv_text
 from utils.user_code import class_named
@@ -218,7 +218,7 @@ def class_messages(names: Mapping[int, str], train: np.ndarray, val: np.ndarray)
         f"  fewer than {FEW_LABELS} training labels: ": [f"{names[k]} ({train[k]})" for k in rare],
         "  no validation labels: ": [name for k, name in names.items() if not val[k]],
     }
-    return [title + listed(classes, columns() - len(title)) for title, classes in texts.items() if classes]
+    return [title + listed(classes) for title, classes in texts.items() if classes]
 
 
 def split_identity(images: Sequence[Path], labels: bytes) -> dict[str, str]:

@@ -254,19 +254,12 @@ class DetectionData(DataSet[DetectionSplit]):
         return DetectionSplit(images, labels, problems)
 
     def documents(self, train: DetectionSplit, val: DetectionSplit) -> dict[str, str]:
-        """Return labels.csv, counts by class, and boxes.csv, a sample of the training boxes.
-
-        If the task always reads outlines, boxes.csv ends with a column of them.
-        """
+        """Return labels.csv, counts by class, and boxes.csv, a sample of the training boxes."""
         names = self.class_names(self.spec, self.options.single_cls)
         rows = train.labels.rows
         listed = evenly_spaced(len(rows), LISTED_BOXES)
-        columns = ["class", "x", "y", "width", "height"]
         boxes = [[names[int(rows[k, 0])], *(f"{value:.5g}" for value in rows[k, 1:].tolist())] for k in listed]
-        if self.row_rules(None).outlines and (polygons := train.labels.polygons):
-            columns.append("outline")
-            for box, k in zip(boxes, listed, strict=True):
-                box.append(" ".join(f"{value:.4g}" for value in polygons.outline(k).ravel().tolist()))
+        columns = ("class", "x", "y", "width", "height")
         return {"labels.csv": labels_text(names, train, val), "boxes.csv": csv_text(columns, boxes)}
 
     @classmethod

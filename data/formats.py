@@ -187,7 +187,7 @@ def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> A
 
 def _read_coco(annotated: AnnotatedImages, outlines: bool, problems: Problems) -> dict[str, ImageRows]:
     """Read the objects of a COCO file; crowds are left out, as in the published labels of COCO."""
-    content = read_coco(annotated.file, "objects")
+    content = read_coco(annotated.file, objects=True)
     paths = {name: path for path, name in annotated.images.items()}
     numbers = {name.strip(): number for number, name in enumerate(annotated.names)}
     labels = {category.id: numbers.get(category.name) for category in content.categories}

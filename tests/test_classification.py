@@ -75,7 +75,7 @@ def test_the_run_folder(alone: Path) -> None:
     assert list(rows(alone)[0]) == ["epoch", *CLASSIFIED, "x/lr0", "x/lr1", "x/lr2"]
     names = {file.name for file in alone.iterdir()}
     assert {"classes.csv", "confusion_matrix.csv", "class_indices.json", "split.csv", "labels.jpg"} <= names
-    assert {"confusion_matrix.png", "confusion_matrix_counts.png", "mistakes.jpg", "train_batch0.jpg"} <= names
+    assert {"confusion_matrix.png", "mistakes.jpg", "train_batch0.jpg"} <= names
     matrix = [line.split(",")[1:] for line in (alone / "confusion_matrix.csv").read_text().splitlines()[1:]]
     counts = np.array(matrix, int)
     best = max(rows(alone), key=lambda row: row["metrics/accuracy_top1"])

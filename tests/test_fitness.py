@@ -43,7 +43,7 @@ def test_the_best_epoch_of_a_resumed_run(
 @pytest.mark.parametrize(
     ("fitness", "message"),
     [
-        ("recal=1", "--fitness 'recal=1': 'recal' is unknown or occurs twice; known are precision, "),
+        ("recal=1", "--fitness 'recal=1': give finite weights"),
         ("recall=high", "--fitness 'recall=high': give finite weights"),
     ],
 )

@@ -235,7 +235,7 @@ def test_the_times_are_those_of_warm_models(
 ) -> None:  # fmt: skip
     """The first batch, in which memory is allocated and kernels are chosen, is not counted."""
     times: list[Any] = []
-    monkeypatch.setattr("val.milliseconds_per_image", lambda batches: times.extend(batches) or {"preparing": 1.0})
+    monkeypatch.setattr("val.format_times", lambda batches, _: times.extend(batches) or [])
     flags = {"weights": two_models[0], "data": str(small_data), "imgsz": 64, "batch_size": 4}
     run(**flags, workers=0, device="cpu", noplots=True, project=str(tmp_path))
     assert "without loading and the warm-up\n" in capsys.readouterr().out
@@ -306,7 +306,7 @@ def test_results_are_written_even_if_annotations_do_not_fit(tmp_path: Path, caps
     for named in ("", str(wrong)):
         recorded: Any = SimpleNamespace(path=tmp_path, files=RecordingFiles())
         with pytest.raises(UserError, match="is not JSON") if named else nullcontext():
-            split: Any = SimpleNamespace(images=[Path("7.jpg")])
+            split: Any = SimpleNamespace(images=[Path("val/7.jpg")])
             images = split.images
             report = partial(coco.report, predictions=predictions, names={0: "cat"}, images=images, stem="best")
             write_coco(recorded, named, source.spec, "val", split, report)

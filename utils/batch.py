@@ -1,7 +1,5 @@
 """The types that data sets and tasks exchange: batches, descriptions of their images, splits, and COCO's rows.
 
-`box_windows` says which pixels of a mask map are in a box.
-
 A leaf module: models/, data/ and the scripts import it; it imports nothing from this repository.
 """
 
@@ -21,14 +19,10 @@ MASK_STRIDE = 4  # pixels of the network's image per pixel of a mask map, along 
 
 
 def box_windows(xywh: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Return the pixels of a mask map inside of each box, int32 (k, 4): left, top, right, bottom (exclusive).
+    """Return the pixels of a mask map of `height` x `width` in each normalised box, float32 (k, 4).
 
-    A pixel is inside if x1 <= column < x2 and y1 <= row < y2, in float32, as in YOLOv5.
-
-    Args:
-        xywh: normalised boxes, float32 (k, 4)
-        height: number of rows of the map
-        width: number of columns of the map
+    They are left, top, right, bottom (exclusive), int32 (k, 4). A pixel is inside if x1 <= column < x2 and
+    y1 <= row < y2, in float32, as in YOLOv5.
     """
     sides = np.array((width, height), np.float32)
     centres, halves = xywh[:, :2], xywh[:, 2:] / 2
@@ -65,8 +59,7 @@ class ImageInfo(NamedTuple):
     size: tuple[int, int]  # width and height of the file's image, pixels
     placement: Placement
     rows: np.ndarray  # the labels, float32 (m, 5): class, normalised xywh in the file's image
-    # The outline of each row's object, when segmentation is evaluated: float32 (p, 2), x and y as fractions of the
-    # file's width and height.
+    # The outline of each object, if segmentation is evaluated: float32 (p, 2), fractions of the file's width and height
     outlines: tuple[np.ndarray, ...] = ()
 
 
@@ -114,17 +107,15 @@ B = TypeVar("B", bound=Batch)
 
 @dataclass(frozen=True)
 class SegmentationBatch(Batch):
-    """A batch of boxes with the masks of its targets.
+    """A batch of boxes with the masks of its targets, on maps of 1/`MASK_STRIDE` of the images' height and width.
 
-    Masks are on maps of 1/`MASK_STRIDE` of the images' height and width, and only in a window around each target.
     `windows` and `host_targets` stay on the host, so that shapes that follow from them are known without waiting for
     the device.
 
     Attributes:
-        infos: an `ImageInfo` for each image, with outlines when the batch is evaluated
         mask_pixels: uint8 (s,), 0 or 1: the pixels of all windows, target after target, each row by row
-        windows: int32 (m, 4): left, top, right, bottom (exclusive) of each target's window on the map; it may be
-            empty. In training it has the pixels in the target's box; in an evaluation, all pixels of the mask too
+        windows: int32 (m, 4): left, top, right, bottom (exclusive) of each target's window on the map, maybe empty:
+            the pixels in the target's box, and in an evaluation all pixels of the mask
         host_targets: float32 (m, 6), equal to `targets`
     """
 
@@ -157,11 +148,7 @@ class Split(ABC):
 
     @abstractmethod
     def report(self, title: str) -> list[str]:
-        """Return lines for the console: counts, and the first few problems.
-
-        Args:
-            title: the split's name as it appears in the lines
-        """
+        """Return lines for the console about the split named `title`: counts, and the first few problems."""
 
     @abstractmethod
     def instances(self) -> Instances:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,11 +24,9 @@ SHORTEST_NAME = 8  # characters that a name in a table keeps, however narrow the
 
 
 class Log:
-    """Prints lines on the main process. A run holds them until its folder is open: if it cannot start, only the error.
+    """Prints lines on the main process; if `quiet`, only warnings and lines with `always`.
 
-    Attributes:
-        is_main: whether this process prints
-        quiet: whether it prints warnings, and lines with `always`, only
+    A run holds its lines until its folder is open: if it cannot start, only the error is printed.
     """
 
     def __init__(self) -> None:
@@ -81,21 +78,10 @@ def columns() -> int:
     return max(shutil.get_terminal_size((LEAST_COLUMNS, 24)).columns, LEAST_COLUMNS)
 
 
-def joined(parts: Sequence[str]) -> list[str]:
-    """Return parts separated by commas on as few lines as fit; lines after the first are indented."""
-    text = ", ".join(part.replace(" ", "\xa0") for part in parts)
-    lines = textwrap.wrap(text, columns(), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return [line.replace("\xa0", " ") for line in lines]
-
-
-def listed(names: Sequence[str], width: int) -> str:
-    """Return the first of some names, as many as fit, at most `MAX_NAMES`, and how many more there are."""
-    text = ""
-    for count in range(min(len(names), MAX_NAMES), 0, -1):
-        text = ", ".join(names[:count]) + (f" and {len(names) - count} more" if count < len(names) else "")
-        if len(text) <= width:
-            break
-    return text
+def listed(names: Sequence[str]) -> str:
+    """Return the first `MAX_NAMES` names, and how many more there are."""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def table(rows: Sequence[Sequence[str | float]], width: int | None = None) -> list[str]:
@@ -115,12 +101,9 @@ def table(rows: Sequence[Sequence[str | float]], width: int | None = None) -> li
 
 
 class Bar:
-    """A progress bar over batches, with images per second and other values; it is drawn on terminals only.
+    """A progress bar over the batches of `images` images, `done` of them before the start; drawn on terminals only.
 
-    Args:
-        images: number of images in the whole pass
-        shown: whether to draw the bar; times are measured in any case
-        done: number of images that were done before the start
+    Times are measured in any case.
     """
 
     def __init__(self, title: str, images: int, shown: bool, done: int = 0) -> None:
@@ -171,16 +154,9 @@ class Bar:
 
 
 class Background:
-    """Runs jobs one after another in a thread. The first failure is a warning.
+    """Runs jobs one after another in a thread; `warn` is called with the first failure, which begins with `failure`."""
 
-    Args:
-        failure: beginning of the warning
-        warn: called with the warning
-
-    Attributes:
-        abandoned: whether any thread has not ended in time; the process must then exit without waiting for it
-    """
-
+    # Whether any thread has not ended in time; the process must then exit without waiting for it.
     abandoned: ClassVar[bool] = False
 
     def __init__(self, failure: str, warn: Callable[[str], object]) -> None:

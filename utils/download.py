@@ -5,7 +5,6 @@ Called by data/download.py, data/media.py and models/weights.py.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import os
 import re
@@ -18,12 +17,12 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.parse import unquote
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from tqdm import tqdm
 
-from utils.errors import UserError, first_line, shortened, without_secrets
+from utils.errors import UserError, first_line, without_secrets
 from utils.files import cache_folder, one_at_a_time, replacing
 
 SCHEMES = ("http", "https", "file")
@@ -46,16 +45,14 @@ def download(
     advice: str = "",
     licence: str = "",
 ) -> Path:
-    """Download the file at `address` to `path` unless `path` exists, and return `path`.
+    """Download the file at `address` to `path` unless `path` exists, and return `path`; print its `licence`.
 
     One process of a machine downloads, the others wait. Server errors and broken connections are tried again. Raises
-    `UserError` with the address and the reason.
+    `UserError` with the address, the reason and `advice`.
 
     Args:
         sha256: first hex digits of the file's SHA-256, if known
         usable: checks the downloaded file
-        advice: end of the error message
-        licence: the file's licence, printed when it is downloaded
     """
     with one_at_a_time(path.with_name(f"{path.name}.lock")):
         for attempt in range(ATTEMPTS):
@@ -83,7 +80,10 @@ def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool]
     """Download a file once. Raises OSError or HTTPException, or ValueError if it need not be tried again."""
     if not is_address(address):
         raise ValueError(f"it must begin with {', '.join(f'{scheme}://' for scheme in SCHEMES)} and have no spaces")
-    with urlopen(_request(address), timeout=SERVER_TIMEOUT_SECONDS) as answer, replacing(path) as file:
+    if "@" in urlsplit(address).netloc:
+        raise ValueError("it must have no user name and password")
+    request = Request(address, headers={"User-Agent": "lockstep"})
+    with urlopen(request, timeout=SERVER_TIMEOUT_SECONDS) as answer, replacing(path) as file:
         licence = f" (licence: {licence})" if licence else ""
         print(f"downloading {without_secrets(address)}{licence}", file=sys.stderr, flush=True)
         length = int(answer.headers.get("Content-Length") or 0)
@@ -96,20 +96,9 @@ def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool]
             raise OSError(f"the connection ended after {file.tell()} of {length} bytes")
         file.flush()
         part = Path(file.name)
-        if sha256 and not hashlib.sha256(part.read_bytes()).hexdigest().startswith(sha256):
-            raise ValueError("its SHA-256 is not the expected one")
-        if not usable(part):
-            raise ValueError("the content is of another kind, or damaged")
-
-
-def _request(address: str) -> Request:
-    """Return the request for an address; a user name and password in it are sent to that server only."""
-    login = re.fullmatch(r"(?i)(https?://)([^/?#]*)@(.*)", address)
-    request = Request(login[1] + login[3] if login else address, headers={"User-Agent": "lockstep"})
-    if login:
-        token = base64.b64encode(unquote(login[2]).encode()).decode()
-        request.add_unredirected_header("Authorization", f"Basic {token}")
-    return request
+        is_expected = not sha256 or hashlib.sha256(part.read_bytes()).hexdigest().startswith(sha256)
+        if not is_expected or not usable(part):
+            raise ValueError("the content is not the expected one, or damaged")
 
 
 def gigabytes(size: float) -> str:
@@ -120,12 +109,9 @@ def gigabytes(size: float) -> str:
 def fetch_from_hub(name: str) -> Path:
     """Return a weight file of the Hugging Face Hub in the cache of huggingface_hub, downloaded if necessary.
 
-    One process of a machine downloads, the others wait. If the Hub does not give the file, the cached one is returned,
-    if there is one. Raises `UserError`.
-
-    Args:
-        name: owner/name, owner/name/file, or with a revision owner/name@revision; without a file it means best.pt, else
-            the repository's only weight file
+    One process of a machine downloads, the others wait. If the Hub does not give the file, a cached one is returned.
+    Raises `UserError`. The name is owner/name, owner/name/file, or with a revision owner/name@revision; without a file
+    it means best.pt, else the repository's only weight file.
     """
     import huggingface_hub as hub
 
@@ -137,19 +123,16 @@ def fetch_from_hub(name: str) -> Path:
     with one_at_a_time(cache_folder() / "hub" / f"{repository.replace('/', '--')}.lock"):
         try:
             info = hub.HfApi().model_info(repository, revision=revision, timeout=SERVER_TIMEOUT_SECONDS)
-            files = [sibling.rfilename for sibling in info.siblings or []]
-            weights = sorted(each for each in files if each.endswith(WEIGHT_SUFFIXES))
+            weights = [each.rfilename for each in info.siblings or [] if each.rfilename.endswith(WEIGHT_SUFFIXES)]
             file = file or (weights[0] if len(weights) == 1 else BEST)
-            if file in files:
-                licence = "".join(f" (licence: {tag[8:]})" for tag in info.tags or [] if tag.startswith("license:"))
-                print(f"{HUB_PREFIX}{repository}/{file}{licence}", file=sys.stderr, flush=True)
-                return Path(hub.hf_hub_download(repository, file, revision=revision))
+            licence = "".join(f" (licence: {tag[8:]})" for tag in info.tags or [] if tag.startswith("license:"))
+            print(f"{HUB_PREFIX}{repository}/{file}{licence}", file=sys.stderr, flush=True)
+            return Path(hub.hf_hub_download(repository, file, revision=revision))
         except Exception as error:  # of any class, depending on the version
             with suppress(Exception):
                 return Path(hub.hf_hub_download(repository, file or BEST, revision=revision, local_files_only=True))
             raise UserError(
                 f"{flag} cannot be downloaded ({first_line(Exception(HUB_TOKEN.sub('...', str(error))))}); check the "
-                "name and the network, and log in with `hf auth login` or set HF_TOKEN if it is private or gated"
+                f"name, as in {HUB_PREFIX}owner/name/file.pt, and the network, and log in with `hf auth login` or set "
+                "HF_TOKEN if it is private or gated"
             ) from None
-    holds = shortened(", ".join(weights or files)) or "no files"
-    raise UserError(f"{flag} has no {file}; it holds {holds}: name one, as in {HUB_PREFIX}owner/name/file.pt")

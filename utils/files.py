@@ -25,11 +25,9 @@ from yaml.error import MarkedYAMLError
 
 from utils.errors import UserError, first_line, nearest, shortened, shown
 
-MAX_SHOWN_PATH = 240  # characters of a path in an error
 LOCK_FILE = ".lock"  # file in a run folder that a run writes to
 LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a little longer
 PART_SUFFIX = ".part"  # suffix of a file that is being written
-SUGGESTED_LIKENESS = 0.85  # least similarity, from 0 to 1, of a shipped file's name that an error suggests
 ILLEGAL_CHARACTERS = re.compile(r'[<>:"/\\|?*\x00-\x1f]')  # in file names of Linux, macOS or Windows
 _locks: WeakSet[FileLock] = WeakSet()  # this process's locks on run folders
 ROOT = Path(__file__).resolve().parents[1]  # the repository, or its copy that pip has installed
@@ -111,32 +109,30 @@ def find_file(name: str, what: str, folders: Sequence[str], kind: str = "a file"
     Raises `UserError`, which lists the shipped files.
 
     Args:
-        what: kind of file, for the error
+        what, kind: words for the error: what the file is for, and what `name` may be
         folders: folders of shipped files, relative to the repository
-        kind: what `name` may be, for the error
     """
-    with_suffix = name if name.endswith(".yaml") else f"{name}.yaml"
-    shipped = sorted(path for folder in folders for path in (ROOT / folder).glob("*.yaml"))
     if os.path.isfile(name):  # Path.is_file raises an error for a name that is too long
         return Path(name)
-    for candidate in (ROOT / with_suffix, *(ROOT / folder / with_suffix for folder in folders)):
-        if candidate in shipped and not os.path.exists(name):
-            return candidate
-    hint = nearest(Path(with_suffix).stem, (path.stem for path in shipped), SUGGESTED_LIKENESS)
+    shipped = sorted(path for folder in folders for path in (ROOT / folder).glob("*.yaml"))
+    for path in shipped:
+        if f"{name.removesuffix('.yaml')}.yaml" in (path.name, str(path.relative_to(ROOT))):
+            return path
+    hint, known = nearest(name, (path.stem for path in shipped), 0.7), ", ".join(path.name for path in shipped)
     raise UserError(
-        f"{what} '{name}' is not {kind}{hint}; give the path of {kind}, or one of the repository's: "
-        f"{', '.join(path.name for path in shipped)}{looked_for(Path(name))}"
+        f"{what} '{name}' is not {kind}{hint}; give the path of {kind}, or one of the repository's: {known}"
+        f"{looked_for(Path(name))}"
     )
 
 
 def looked_for(*paths: Path) -> str:
     """Return the end of an error about a missing file: the paths that were tried."""
-    tried = dict.fromkeys(shortened(os.path.abspath(path), MAX_SHOWN_PATH) for path in paths)
+    tried = dict.fromkeys(shortened(os.path.abspath(path), 240) for path in paths)
     return f" (looked for {' and '.join(tried)})"
 
 
 def located(files: Mapping[str, Iterable[Path]]) -> str:
-    """Return a line for the console with the paths of files by kind; paths in the working folder are relative to it."""
+    """Return a line with the paths of files by kind; paths in the working folder are relative to it."""
     here = f"{Path.cwd()}{os.sep}"
     lists = {kind: ", ".join(os.path.abspath(path).removeprefix(here) for path in files[kind]) for kind in files}
     return "; ".join(f"{kind}: {paths}" for kind, paths in lists.items() if paths)
@@ -165,13 +161,12 @@ def file_stamps(paths: Iterable[str]) -> bytes:
 
     A program may set the modification time back after an edit, but not the change time.
     """
-    stamps = []
+    stamps: list[tuple[int, ...]] = []
     for path in paths:
-        try:
+        stamps.append(())
+        with suppress(OSError, ValueError):  # the latter for a name that no file can have
             status = os.stat(path)
-            stamps.append((status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
-        except (OSError, ValueError):  # the latter for a name that no file can have
-            stamps.append((-1, -1, -1, -1))
+            stamps[-1] = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
     return repr(stamps).encode()
 
 
@@ -180,11 +175,10 @@ class _StrictLoader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        keys = set()
+        keys = {str(key.value): key for key, _ in reversed(node.value)}
         for key, _ in node.value:
-            if (key.tag, str(key.value)) in keys:
+            if keys[str(key.value)] is not key:
                 raise MarkedYAMLError(problem=f"duplicate key {shown(key.value)}", problem_mark=key.start_mark)
-            keys.add((key.tag, str(key.value)))
         return node
 
 
@@ -236,7 +230,7 @@ def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:
 
 
 def unique_stems(names: Iterable[str]) -> list[str]:
-    """Return a file stem for each path or address: its own stem, with a number if an earlier name has the same stem.
+    """Return a file stem for each path or address: its own, with a number if an earlier name has the same.
 
     Characters that no file name may have on some system become `_`.
     """

@@ -88,13 +88,11 @@ def arguments(
     names: Collection[str] = (),
     hyperparameters: Callable[[], Collection[str]] = tuple,
 ) -> dict[str, Any]:
-    """Return the arguments of a call by the names of their flags. None and False mean that a flag is not given.
+    """Return the arguments of a call by the names of their flags in `kind`. None and False mean: not given.
 
-    Raises `UserError` for an unknown name or a value that the flag refuses.
+    Raises `UserError`, which names the `caller`, for an unknown name or a value that the flag refuses.
 
     Args:
-        kind: options class that declares the flags
-        caller: the call as errors name it
         names: names of the flags that are allowed; all if empty
         hyperparameters: returns the names that stand for flags such as --hyp.lr0; called only if a name is not a flag
     """

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ class Summary:
 
     metrics: dict[str, float]  # by column of results.csv, without "metrics/"
     fitness: float  # highest in the best epoch
-    # Rows of the printed table, which start with a name; a string is a line of its own, or a row of an older state.
+    # Rows of the printed table, which start with a name; a string is a line of its own.
     overall: list[Row | str]  # titles, and the row of all classes
     details: list[Row | str]  # rows of classes, object sizes, ...
     evidence: dict[str, Any] = field(default_factory=dict)  # plain values, for documents and pictures
@@ -46,35 +47,24 @@ class Summary:
 
 @dataclass(frozen=True)
 class Fitness:
-    """The number by which epochs are compared: a weighted sum of metrics; without weights the task's own fitness.
-
-    Attributes:
-        weights: weight of each metric, named as in results.csv without `metrics/`
-    """
+    """The number by which epochs are compared: the sum of metrics with `weights`, by name; without, the task's own."""
 
     weights: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def parsed(cls, text: str, metrics: Sequence[str]) -> Fitness:
-        """Read --fitness, such as `mAP_0.5=0.2,recall=0.8`; '' is the task's own. Raises `UserError`.
+        """Read --fitness, such as `mAP_0.5=0.2,recall=0.8` of the task's metrics; '' is the task's own fitness.
 
-        Args:
-            metrics: the task's metrics
+        Raises `UserError`.
         """
-        weights: dict[str, float] = {}
-        for term in text.split(",") if text else ():
-            name, _, number = (part.strip() for part in term.rpartition("="))
-            name = name.removeprefix("metrics/")
-            if name not in metrics or name in weights:
-                known = ", ".join(metrics)
-                raise UserError(f"--fitness {shown(text)}: '{name}' is unknown or occurs twice; known are {known}")
-            try:
-                weights[name] = float(number)
-            except ValueError:
-                weights[name] = math.nan
-        if text and not (all(map(math.isfinite, weights.values())) and any(weights.values())):
-            raise UserError(f"--fitness {shown(text)}: give finite weights, not all 0, such as mAP_0.5=0.2,recall=0.8")
-        return cls(weights)
+        terms = [term.rpartition("=") for term in text.split(",")] if text else []
+        with suppress(ValueError):
+            weights = {name.strip().removeprefix("metrics/"): float(number) for name, _, number in terms}
+            is_finite = all(map(math.isfinite, weights.values())) and any(weights.values())
+            if not text or ({*weights} <= {*metrics} and len(weights) == len(terms) and is_finite):
+                return cls(weights)
+        example = f"such as {metrics[0]}=0.2,{metrics[-1]}=0.8"
+        raise UserError(f"--fitness {shown(text)}: give finite weights, not all 0, of {', '.join(metrics)}, {example}")
 
     def of(self, summary: Summary) -> Summary:
         """Return the summary of an epoch with this fitness, also at the end of its console line; NaN becomes -inf."""
@@ -87,13 +77,12 @@ class Fitness:
 
 
 class Box(NamedTuple):
-    """A box to draw."""
+    """A box to draw; coordinates are fractions of the image's width and height."""
 
     label: int  # class number
     confidence: float | None  # None for a label
-    xyxy: tuple[float, float, float, float]  # as fractions of the image's width and height
-    # x, y, x, y, ... as fractions too: drawn instead of the enclosing box; () for an upright box
-    outline: tuple[float, ...] = ()
+    xyxy: tuple[float, float, float, float]
+    outline: tuple[float, ...] = ()  # x, y, x, y, ..., drawn instead of the enclosing box; () for an upright box
 
 
 class Example(NamedTuple):
@@ -104,7 +93,7 @@ class Example(NamedTuple):
     size: tuple[int, int]  # width and height of the file's image in pixels
     labels: list[Box]
     predictions: list[Box]  # the most confident first
-    # Outlines of the masks, x, y, x, y, ... as fractions of the image's width and height; () without masks
+    # Outlines of the masks, as those of boxes; () without masks
     label_outlines: Sequence[Sequence[float]] = ()
     prediction_outlines: Sequence[Sequence[float]] = ()
 
@@ -122,7 +111,7 @@ def evenly_spaced(items: int, count: int) -> list[int]:
 
 
 def sparse_counts(matrix: np.ndarray) -> list[list[int]]:
-    """Return [row, column, count] of every nonzero element of a matrix of counts; `dense_counts` is the inverse."""
+    """Return [row, column, count] of every nonzero element of a matrix of counts."""
     positions = np.argwhere(matrix)
     return np.column_stack((positions, matrix[tuple(positions.T)])).tolist()
 
@@ -152,11 +141,7 @@ class BatchTimes(NamedTuple):
 
 
 class StageTimer:
-    """Measures the stages of this process's batches.
-
-    Args:
-        synchronise: waits for the device, which works asynchronously; called before the clock is read
-    """
+    """Measures the stages of this process's batches; `synchronise` waits for the device before the clock is read."""
 
     def __init__(self, synchronise: Callable[[], object] = lambda: None) -> None:
         self.synchronise = synchronise
@@ -170,7 +155,7 @@ class StageTimer:
         self._last = time.perf_counter()
 
     def end_stage(self, stage: str) -> None:
-        """Add the time since the last call, of this method or of `start_batch`, to `stage`."""
+        """Add the time since the last reading of the clock to `stage`."""
         self.synchronise()
         now = time.perf_counter()
         self.batches[-1].seconds[stage] += now - self._last
@@ -182,17 +167,11 @@ def without_warmup(batches: Sequence[BatchTimes]) -> list[BatchTimes]:
     return list(batches[1:] or batches)
 
 
-def milliseconds_per_image(batches: Sequence[BatchTimes]) -> dict[str, float]:
-    """Return the mean milliseconds per image of each printed stage."""
+def format_times(batches: Sequence[BatchTimes], batch_size: int = 0) -> list[str]:
+    """Return the mean milliseconds per image of each printed stage in two lines; with a batch size the rate too."""
     images = max(sum(batch.images for batch in batches), 1)
-    return {
-        stage: 1000 * sum(batch.seconds.get(stage, 0.0) for batch in batches) / images
-        for stage in (PREPARING, INFERENCE, POSTPROCESSING)
-    }
-
-
-def format_times(times: Mapping[str, float], batch_size: int = 0) -> list[str]:
-    """Format per-image stage times in milliseconds for the console, in two lines; with a batch size the rate too."""
-    each = ", ".join(f"{milliseconds:.2f} ms {stage}" for stage, milliseconds in times.items())
-    rate = f": {1000 / max(sum(times.values()), 1e-9):.1f} images/s in batches of {batch_size}" if batch_size else ""
+    stages = (PREPARING, INFERENCE, POSTPROCESSING)
+    times = [1000 * sum(batch.seconds.get(stage, 0.0) for batch in batches) / images for stage in stages]
+    rate = f": {1000 / max(sum(times), 1e-9):.1f} images/s in batches of {batch_size}" if batch_size else ""
+    each = ", ".join(f"{milliseconds:.2f} ms {stage}" for milliseconds, stage in zip(times, stages, strict=True))
     return [f"per image: {each},", f"  without loading and the warm-up{rate}"]

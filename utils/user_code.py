@@ -44,12 +44,8 @@ def load(module: str) -> ModuleType:
 def trust(path: Path, flag: str, is_named: bool, named_by: str) -> None:
     """Remember that this user runs a Python file or package, at this path and with this content.
 
-    Raises `UserError` if the user has neither given `flag` nor run the same code before.
-
-    Args:
-        flag: the flag with its value, as the user would give it
-        is_named: whether the user has given `flag`
-        named_by: file that names the path otherwise, such as a weight file, perhaps somebody else's
+    Raises `UserError` if the user has neither given `flag`, as `is_named` says, nor run the same code before. Otherwise
+    `named_by` names the path: a weight file or a run folder, perhaps somebody else's.
     """
     digest = hashlib.sha256(os.fsencode(path))
     for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
@@ -67,14 +63,10 @@ def trust(path: Path, flag: str, is_named: bool, named_by: str) -> None:
 
 @contextmanager
 def imported(path: Path, flag: str) -> Iterator[ModuleType]:
-    """Import a Python file or package under its own name, and run a block with it; if that fails, forget the module.
+    """Import a Python file or package by its resolved path, and run a block with it; if that fails, forget the module.
 
-    Its folder stays the last in `sys.path`, so that loader processes can import it too. Raises `UserError` if another
-    module has the name, or for an error in the file or package.
-
-    Args:
-        path: resolved path of the file or package
-        flag: the flag that names it
+    Its folder stays the last in `sys.path`, so that loader processes can import it too. Raises `UserError`, which names
+    `flag`, if another module has its name, or for an error in the file or package.
     """
     name, file, before = path.stem, path / "__init__.py" if path.is_dir() else path, list(sys.path)
     if str(path.parent) not in sys.path:
@@ -113,9 +105,7 @@ def running(path: Path) -> Iterator[None]:
 def explained(place: object = "", context: str = "") -> Iterator[None]:
     """Raise `UserError` with file and line for what a user's code raises in a block, StopIteration and SystemExit too.
 
-    Args:
-        place: file or line of the user's code that is named if an error has none; '' if the block may run no such code
-        context: words after the error
+    `place` is named for an error without a line, unless the block may run other code (''); `context` follows the error.
     """
     try:
         yield

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
-import os
-import pty
-import struct
 import subprocess
 import sys
-import termios
 import threading
 import time
 
@@ -20,7 +15,6 @@ from utils.console import (
     Background,
     Bar,
     columns,
-    joined,
     listed,
     show,
     table,
@@ -106,38 +100,6 @@ def test_output_that_cannot_be_written_does_not_end_a_script(redirection: str) -
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "done\n")
 
 
-BAR_VALUES = [
-    *("left 1:12:34", "box 0.123 seg 0.456 obj 0.789 cls 0.012"),
-    *("best mask mAP 0.321", "1234 img/s", "wait 12%", "memory 12.3 GiB"),
-]
-
-
-@pytest.mark.parametrize(
-    ("columns", "title", "values"),
-    [
-        (80, "epoch 299/300", BAR_VALUES[:2]),
-        (120, "epoch 299/300", BAR_VALUES[:4]),
-        (200, "epoch 299/300", BAR_VALUES),
-    ],
-)
-def test_a_bar_fits_the_terminal(columns: int, title: str, values: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "REFRESH_SECONDS", 0.0)
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    with os.fdopen(slave, "w") as terminal:
-        monkeypatch.setattr("sys.stderr", terminal)
-        bar = Bar(title, 24, True)
-        for _ in bar.over(range(3), lambda _: 8):
-            bar.show(BAR_VALUES)
-            time.sleep(0.11)  # tqdm draws every 0.1 s
-        printed = os.read(master, 65536).decode()
-    os.close(master)
-    drawings = [drawing.rstrip() for drawing in printed.split("\r")]
-    assert max(map(len, drawings)) <= columns
-    last = max(drawing for drawing in drawings if drawing.startswith(title))
-    assert last.partition("| ")[2].startswith(", ".join(values))
-
-
 # Widths
 
 
@@ -149,19 +111,10 @@ def test_columns_without_a_terminal(given: str, expected: int, monkeypatch: pyte
     assert columns() == expected
 
 
-def test_parts_on_as_few_lines_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert joined(["a" * 40, "b" * 30]) == [f"{'a' * 40}, {'b' * 30}"]
-    assert joined(["a" * 40, "b" * 39, "c"]) == [f"{'a' * 40},", f"  {'b' * 39}, c"]
-
-
 def test_a_list_of_names() -> None:
-    assert listed([], 80) == ""
-    assert listed(list("abcdefghij"), 80) == "a, b, c, d, e, f, g, h, i, j"
-    assert listed(list("abcdefghijkl"), 80) == "a, b, c, d, e, f, g, h, i, j and 2 more"
-    assert listed(["traffic light", "stop sign", "dog"], 29) == "traffic light, stop sign, dog"
-    assert listed(["traffic light", "stop sign", "dog"], 28) == "traffic light and 2 more"
-    assert listed(["x" * 40, "dog"], 30) == f"{'x' * 40} and 1 more"
+    assert listed([]) == ""
+    assert listed(list("abcdefghij")) == "a, b, c, d, e, f, g, h, i, j"
+    assert listed(list("abcdefghijkl")) == "a, b, c, d, e, f, g, h, i, j and 2 more"
 
 
 NUMBERS: list[str | float] = [12, *[1 / 3] * 8]  # 11 columns with their names; 60 characters beside these

@@ -144,6 +144,13 @@ def test_other_addresses_are_refused(address: str, folder: Path) -> None:
     refused(address, folder / "a.pth")
 
 
+def test_a_login_in_an_address_is_refused_and_not_printed(folder: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        download("http://me:secret@127.0.0.1:9/a.pth", folder / "a.pth")
+    assert "127.0.0.1:9/a.pth" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
 def test_is_address(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(CONTENT)
     assert download(f"file://{tmp_path}/a.bin", folder / "a.bin").read_bytes() == CONTENT

@@ -152,15 +152,13 @@ def test_shipped_files_are_found(repository: Path) -> None:
         assert find_file(str(path), "recipe", ["data/hyps"]) == path
 
 
-@pytest.mark.parametrize("name", ["low", "pipe.yaml", "lo.yaml", "", "elsewhere/low.yaml", "README.yaml", "higgh"])
+@pytest.mark.parametrize("name", ["pipe.yaml", "lo.yaml", "", "elsewhere/low.yaml", "README.yaml", "higgh"])
 def test_a_missing_file_is_an_error(repository: Path, name: str) -> None:
     """Of the repository only shipped files are found; the error lists them and says where it looked."""
-    Path("low").mkdir()
     os.mkfifo("pipe.yaml")
     with pytest.raises(UserError, match=r"high\.yaml, low\.yaml") as caught:
         find_file(name, "recipe", ["data/hyps"])
     assert os.path.abspath(name) in str(caught.value)
-    assert ("did you mean 'high'" in str(caught.value)) == (name == "higgh")
 
 
 def test_the_paths_of_files_are_relative_below_the_working_folder(repository: Path) -> None:

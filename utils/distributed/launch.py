@@ -29,7 +29,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from utils.config.flags import PRECISIONS
-from utils.console import joined, log
+from utils.console import log
 from utils.distributed import deepspeed
 from utils.distributed.failure import keep_freed_memory, run_main
 from utils.distributed.ranks import (
@@ -151,7 +151,7 @@ def log_devices(accelerator: Accelerator, precision: Precision) -> list[str]:
         processes += f" under DeepSpeed ZeRO-{plugin.deepspeed_config['zero_optimization']['stage']}"
     compiler = accelerator.state.dynamo_plugin.backend
     compiled = [] if compiler == DynamoBackend.NO else [f"compiled by {compiler.value.lower()}"]
-    log(*joined([f"torch {torch.__version__}", f"{device} ({hardware})", processes, str(precision), *compiled]))
+    log(", ".join([f"torch {torch.__version__}", f"{device} ({hardware})", processes, str(precision), *compiled]))
     log(*(f"  process {rank}: {each}" for rank, each in enumerate(devices) if len(devices) > 1))
     return devices
 

@@ -9,8 +9,7 @@ import io
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cv2
@@ -19,13 +18,10 @@ import numpy as np
 from utils.plots.drawing import printable
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PIXELS_PER_INCH = 100
-WHOLE_FIGURE = {"left": 0.0, "right": 1.0, "bottom": 0.0, "top": 1.0}  # for axes; labels extend beyond it, see `render`
-CHARACTER_INCHES = 0.075  # mean width of a character in the small fonts
 MATPLOTLIB_SETTINGS: Any = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -40,23 +36,20 @@ MATPLOTLIB_SETTINGS: Any = {
 MAX_NAME_CHARACTERS = 40  # the middle of a longer name is cut out
 GREY = "0.6"
 SUBPLOT_INCHES = (3.2, 2.5)  # width and height, with title and ticks
-MIN_RELATIVE_SPAN = 0.03  # least span of an axis as a share of the largest value: a smaller one would show noise
 MAX_SMOOTHING_POINTS = 4.0  # largest width of the smoothing, in points
 MAX_CONFUSION_NAMES = 121  # 120 classes and background: a larger matrix is drawn without names
 MAX_CELL_TEXTS = 1000  # numbers that are written, the largest ones: each takes 1 ms
-MAX_NAMED_CURVES = 20  # classes; if there are more, only the best and the worst have colours and names
-EXTREME_CLASSES = 5  # number of best classes, and of worst classes
+MAX_NAMED_CURVES = 20  # classes; if there are more, they have neither colours nor names
 MAX_BAR_NAMES = 160  # classes whose names are written below their bars
-MAX_OUTLINES = 1000  # boxes drawn around one centre
+MAX_DRAWN_BOXES = 1000  # around one centre
 DENSITY_BINS = 50  # bins along each side
 LOG_SCALE_RATIO = 50  # ratio of a split's largest to smallest count above which the axis is logarithmic
 
 
-@contextmanager
-def chart_style() -> Iterator[None]:
-    """Draw with matplotlib's defaults and our settings instead of the user's matplotlibrc.
+def render(make_figure: Callable[..., Figure], *arguments: Any) -> np.ndarray:
+    """Return the picture of `make_figure(*arguments)`, uint8 (h, w, 3) BGR, with all that extends beyond the figure.
 
-    Warnings, such as about a character that the font lacks, are silenced.
+    It has matplotlib's defaults and our settings; warnings of characters that the font lacks are silenced.
     """
     import matplotlib
 
@@ -65,19 +58,10 @@ def chart_style() -> Iterator[None]:
         warnings.simplefilter("ignore")
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(MATPLOTLIB_SETTINGS)
-        yield
-
-
-def render(make_figure: Callable[..., Figure], *arguments: Any) -> np.ndarray:
-    """Return the picture of `make_figure(*arguments)`, uint8 (h, w, 3) BGR.
-
-    The picture includes everything that extends beyond the figure, such as long names.
-    """
-    with chart_style():
         content = io.BytesIO()
         figure = make_figure(*arguments)
         figure.savefig(content, dpi=PIXELS_PER_INCH, bbox_inches="tight", pil_kwargs={"compress_level": 0})
-        return np.asarray(cv2.imdecode(np.frombuffer(content.getbuffer(), np.uint8), cv2.IMREAD_COLOR))
+    return np.asarray(cv2.imdecode(np.frombuffer(content.getbuffer(), np.uint8), cv2.IMREAD_COLOR))
 
 
 def axis_text(name: str) -> str:
@@ -91,8 +75,6 @@ def colours(count: int) -> list[Any]:
     """Return `count` colours, as distinct as possible."""
     from matplotlib import colormaps
 
-    if count <= 10:
-        return [colormaps["tab10"](index) for index in range(count)]
     if count <= 20:
         return [colormaps["tab20"](index) for index in (*range(0, 20, 2), *range(1, 20, 2))][:count]
     return [colormaps["turbo"](share) for share in np.linspace(0.03, 0.97, count)]
@@ -114,15 +96,12 @@ def results_figure(results: Mapping[str, np.ndarray]) -> Figure:
     half = math.ceil(len(metrics) / 2)
     rows = [row for row in ([*train, *metrics[:half]], [*val, *metrics[half:]], others) if row]
     columns = max(map(len, rows), default=1)
-    figure = Figure((columns * SUBPLOT_INCHES[0], len(rows) * SUBPLOT_INCHES[1]))
-    grid = figure.add_gridspec(max(len(rows), 1), columns, wspace=0.3, hspace=0.45, **WHOLE_FIGURE)
+    figure = Figure((columns * SUBPLOT_INCHES[0], len(rows) * SUBPLOT_INCHES[1]), layout="constrained")
+    grid = figure.add_gridspec(max(len(rows), 1), columns)
     for number, row in enumerate(rows):
         for column, name in enumerate(row):
-            axes = figure.add_subplot(grid[number, column])
-            finite = np.isfinite(results[name])
+            axes, finite = figure.add_subplot(grid[number, column]), np.isfinite(results[name])
             _draw_subplot(axes, name, results["epoch"][finite], results[name][finite])
-            if number + 1 == len(rows) or column >= len(rows[number + 1]):
-                axes.set_xlabel("epoch")
     return figure
 
 
@@ -138,36 +117,27 @@ def smooth(epochs: np.ndarray, values: np.ndarray) -> np.ndarray:
 def _draw_subplot(axes: Axes, name: str, epochs: np.ndarray, values: np.ndarray) -> None:
     """Plot the finite values of a column."""
     is_exact = name.startswith("x/") or len(epochs) < 2  # learning rates are free of noise
-    marker = "" if is_exact and len(epochs) > 60 else "."
-    look: Any = {"linewidth": 1.2, "alpha": 1} if is_exact else {"linewidth": 0.8, "alpha": 0.35}
-    axes.plot(epochs, values, color="C0", marker=marker, ms=6 if len(epochs) < 60 else 3, **look)
+    axes.plot(epochs, values, color="C0", marker=".", ms=6 if len(epochs) < 60 else 3, alpha=1 if is_exact else 0.35)
     if not is_exact:
         axes.plot(epochs, smooth(epochs, values), color="C0", linewidth=1.6)
-    has_best = name.startswith("metrics/")
-    axes.set_title(axis_text(name), fontweight="bold", pad=15 if has_best else 5)
-    if has_best:
-        best = int(np.argmax(values)) if len(values) else 0  # the first of equals
-        text = f"best {values[best]:.4g} in epoch {epochs[best]:g}" if len(values) else "no value"
-        axes.text(0.5, 1.02, text, transform=axes.transAxes, ha="center", va="bottom", color="0.35", fontsize=8)
+    title = axis_text(name)
+    if name.startswith("metrics/") and len(values):
+        best = int(np.argmax(values))  # the first of equals
+        title += f"\nbest {values[best]:.4g} in epoch {epochs[best]:g}"
+    axes.set_title(title)
+    axes.set_xlabel("epoch")
     axes.locator_params("x", nbins=6, integer=True, min_n_ticks=1)
     axes.locator_params("y", nbins=6)
-    least = MIN_RELATIVE_SPAN * np.abs(values).max(initial=0)
-    if len(values) and np.ptp(values) < least:
-        axes.set_ylim(values.mean() - least / 2, values.mean() + least / 2)
 
 
 # Confusion matrix
 
 
-def confusion_figure(counts: np.ndarray, names: Sequence[str], by_share: bool) -> Figure:
-    """Draw the confusion matrix `counts` (c, c), true class by predicted class, with the numbers in its cells.
+def confusion_figure(counts: np.ndarray, names: Sequence[str]) -> Figure:
+    """Draw the confusion matrix `counts` (c, c), true class by predicted class, as shares of the true class.
 
-    If there are many cells, only the largest have numbers.
-
-    Args:
-        by_share: whether to draw shares of the true class instead of counts
+    Cells have numbers; if there are many, only the largest.
     """
-    from matplotlib.colors import Normalize, SymLogNorm
     from matplotlib.figure import Figure
 
     size = len(names)
@@ -175,50 +145,29 @@ def confusion_figure(counts: np.ndarray, names: Sequence[str], by_share: bool) -
     side = max(0.24 * size, 3.6 + 0.15 * size) if named else 12.0  # inches of the matrix
     figure = Figure((side, side))
     axes = figure.add_axes((0, 0, 1, 1))
-    values = shares_of(counts) if by_share else counts
-    largest = max(int(counts.max(initial=0)), 1)
-    scale: Normalize = Normalize(0, 1) if by_share else SymLogNorm(1, 0.3, vmin=0, vmax=largest)
-    edges = np.arange(size + 1) - 0.5
+    shares, edges = shares_of(counts), np.arange(size + 1) - 0.5
     borders = "0.85" if named else "none"
-    mesh = axes.pcolormesh(edges, edges, values, cmap="Blues", norm=scale, edgecolors=borders, linewidth=0.5)
-    bar = axes.inset_axes((1 + 0.15 / side, 0, 0.2 / side, 1))
-    figure.colorbar(mesh, cax=bar, label="share of the true class (of a row)" if by_share else "count")
+    mesh = axes.pcolormesh(edges, edges, shares, cmap="Blues", vmin=0, vmax=1, edgecolors=borders, linewidth=0.5)
+    figure.colorbar(mesh, cax=axes.inset_axes((1 + 0.15 / side, 0, 0.2 / side, 1)), label="share of the true class")
     axes.set_xlabel("predicted class", fontsize=11, fontweight="bold")
     axes.set_ylabel("true class", fontsize=11, fontweight="bold")
     axes.invert_yaxis()
     if named:
-        labels = [axis_text(name) for name in names]
-        font_size = 8 if size > 12 else 9
+        labels, font_size = [axis_text(name) for name in names], 8 if size > 12 else 9
         axes.set_xticks(range(size), labels, rotation=90, fontsize=font_size)
         axes.set_yticks(range(size), labels, fontsize=font_size)
-        dark = np.asarray(scale(values), float) > 0.55
-        for true, predicted, text in cell_texts(counts, by_share, short=size > 12):
-            colour = "white" if dark[true, predicted] else "black"
-            font = 7 if size > 12 or len(text) > 4 else 9
-            axes.text(predicted, true, text, ha="center", va="center", color=colour, fontsize=font, clip_on=True)
+        for true, predicted, text in cell_texts(shares):
+            colour = "white" if shares[true, predicted] > 0.55 else "black"
+            axes.text(predicted, true, text, ha="center", va="center", color=colour, fontsize=font_size - 1)
     return figure
 
 
-def cell_texts(counts: np.ndarray, by_share: bool, short: bool = False) -> list[tuple[int, int, str]]:
-    """Return row, column and text of the cells of `counts` (c, c), the largest numbers first.
-
-    Args:
-        by_share: whether to write shares of the row's sum; shares that round to 0 are omitted
-        short: whether to write counts in at most four characters
-    """
-    from matplotlib.ticker import EngFormatter
-
-    shorten = EngFormatter(places=0, sep="")  # 12k for 12345
-
-    def text(value: float) -> str:
-        if by_share:
-            return "1" if value >= 0.995 else f"{value:.2f}".removeprefix("0")
-        return shorten(value) if short and value >= 10_000 else f"{value:.0f}"
-
-    values = shares_of(counts) if by_share else counts
-    cells = np.argwhere(values >= 0.005)
-    largest = cells[np.argsort(-values[tuple(cells.T)], kind="stable")[:MAX_CELL_TEXTS]].tolist()
-    return [(row, column, text(values[row, column])) for row, column in largest]
+def cell_texts(shares: np.ndarray) -> list[tuple[int, int, str]]:
+    """Return row, column and text of the cells of `shares` (c, c), the largest first, without those that round to 0."""
+    cells = np.argwhere(shares >= 0.005)
+    largest = cells[np.argsort(-shares[tuple(cells.T)], kind="stable")[:MAX_CELL_TEXTS]].tolist()
+    texts = ("1" if shares[row, column] >= 0.995 else f"{shares[row, column]:.2f}"[1:] for row, column in largest)
+    return [(*cell, text) for cell, text in zip(largest, texts, strict=True)]
 
 
 def shares_of(counts: np.ndarray) -> np.ndarray:
@@ -249,11 +198,7 @@ def mean_curve(values: np.ndarray) -> np.ndarray:
 
 
 def confidence_figure(metric: str, curves: Curves, operating_point: int) -> Figure:
-    """Plot the curves of a metric over the confidence.
-
-    Args:
-        operating_point: index of the confidence that is marked and whose values are in the legend
-    """
+    """Plot the curves of a metric over the confidence; the one with the index `operating_point` is marked."""
     mean = mean_curve(curves.values)
     top = int(np.argmax(mean))
     label = f"best {mean[top]:.3f} at {curves.x[top]:.3f}"
@@ -267,11 +212,7 @@ def confidence_figure(metric: str, curves: Curves, operating_point: int) -> Figu
 
 
 def recall_figure(curves: Curves, ap50: np.ndarray) -> Figure:
-    """Plot precision over recall.
-
-    Args:
-        ap50: AP of each class at an IoU of 0.5, (c,), or nan
-    """
+    """Plot precision over recall; `ap50`, (c,), has the AP of each class at an IoU of 0.5, or nan."""
     mean = float(np.mean(ap50[np.isfinite(ap50)])) if np.isfinite(ap50).any() else 0.0
     figure = _curves_figure(curves, ap50, mean_curve(curves.values), f"mAP50 {mean:.3f}", "AP50")
     figure.axes[0].set(xlabel="recall", ylabel="precision")
@@ -279,38 +220,24 @@ def recall_figure(curves: Curves, ap50: np.ndarray) -> Figure:
 
 
 def _curves_figure(curves: Curves, scores: np.ndarray, mean: np.ndarray, label: str, heading: str) -> Figure:
-    """Plot a thin line for each class, a thick one for their mean, and a legend with the score (c,) of each class.
+    """Plot a thin line for each class and a thick one for their mean; a legend has the score (c,) of each class.
 
-    Args:
-        label: text of the mean in the legend
-        heading: heading of the classes in the legend
+    In the legend, `label` is the text of the mean, and `heading` is above the classes. Many classes have no names.
     """
-    from matplotlib import colormaps
-    from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
 
     figure, count = Figure((10, 6), layout="constrained"), len(curves.names)
     axes = figure.add_subplot(xlim=(0, 1), ylim=(0, 1.02))
     label = f"{axis_text(curves.names[0]) if count == 1 else 'all classes'}: {label}"
-    entries: list[Artist] = [*axes.plot(curves.x, mean, color="black", linewidth=3, zorder=3, label=label)]
-    groups: list[tuple[str, Any, list[Any]]] = [(heading, range(count), colours(count))] if count > 1 else []
+    entries = axes.plot(curves.x, mean, color="black", linewidth=3, zorder=3, label=label)
     if count > MAX_NAMED_CURVES:
-        best, middle, worst = np.split(
-            np.argsort(-np.where(np.isfinite(scores), scores, 0), kind="stable"), [EXTREME_CLASSES, -EXTREME_CLASSES]
-        )
-        lines = [np.column_stack((curves.x, values)) for values in curves.values[middle]]
-        label = f"the other {len(middle)} classes"
-        entries.append(axes.add_collection(LineCollection(lines, linewidths=0.5, colors=GREY, alpha=0.5, label=label)))
-        shades = np.linspace(0.9, 0.4, EXTREME_CLASSES)
-        groups = [
-            (f"best {heading}", best, [*colormaps["GnBu"](shades)]),
-            (f"worst {heading}", worst[::-1], [*colormaps["OrRd"](shades)]),
-        ]
-    for title, members, member_colours in groups:
-        entries += axes.plot([], [], " ", label=title)
-        for member, colour in zip(members, member_colours, strict=True):
-            label = f"{axis_text(curves.names[member])} {scores[member]:.3f}"
-            entries += axes.plot(curves.x, curves.values[member], color=colour, linewidth=1.1, label=label)
+        others = axes.plot(curves.x, curves.values.T, color=GREY, linewidth=0.5, alpha=0.5, label=f"{count} classes")
+        entries.append(others[0])
+    elif count > 1:
+        entries += axes.plot([], [], " ", label=heading)
+        for name, score, values, colour in zip(curves.names, scores, curves.values, colours(count), strict=True):
+            label = f"{axis_text(name)} {score:.3f}"
+            entries += axes.plot(curves.x, values, color=colour, linewidth=1.1, label=label)
     figure.legend(handles=entries, loc="outside right upper")
     return figure
 
@@ -326,38 +253,25 @@ class Labels(NamedTuple):
     counts: np.ndarray  # (s, c)
 
 
-def labels_figure(
-    labels: Labels, classes: np.ndarray, boxes: np.ndarray, outlines: Sequence[np.ndarray] = ()
-) -> Figure:
-    """Plot the number of labels of each class and split and, if there are boxes, their outlines, centres and sizes.
+def labels_figure(labels: Labels, classes: np.ndarray, boxes: np.ndarray) -> Figure:
+    """Plot the number of labels of each class and split; and sides, centres and sizes of `boxes`, if there are any.
 
-    Args:
-        classes: class number of each box, (n,)
-        boxes: (n, 4), normalised xywh
-        outlines: outline of each box, (p, 2), x and y as fractions of width and height, drawn instead of the box; ()
-            for upright boxes
+    Boxes are normalised xywh, (n, 4), `classes` their class numbers, (n,).
     """
     from matplotlib.figure import Figure
 
     count = len(labels.names)
-    names = [axis_text(name) for name in labels.names] if count <= MAX_BAR_NAMES else []
-    width = max(12.0, 0.14 * len(names))
-    name_inches = CHARACTER_INCHES * max(map(len, names), default=0)
-    horizontal = (name_inches + 0.1) * len(names) < width - 1  # names fit side by side
-    rows = (2.7, 3.3) if len(boxes) else (2.7,)  # inches
-    gap = (len(rows) - 1) * (0.75 if horizontal else 0.45 + name_inches)
-    figure = Figure((width, sum(rows) + gap))
-    grid = figure.add_gridspec(len(rows), 3, height_ratios=rows, hspace=gap / np.mean(rows), **WHOLE_FIGURE)
+    figure = Figure((max(12.0, 0.14 * min(count, MAX_BAR_NAMES)), 7.5 if len(boxes) else 4.0), layout="constrained")
+    grid = figure.add_gridspec(2 if len(boxes) else 1, 3)
     axes = figure.add_subplot(grid[0, :])
     _draw_bars(axes, labels)
-    if names:
-        axes.set_xticks(range(count), names, rotation=0 if horizontal else 90, fontsize=8 if count < 100 else 7)
-        axes.tick_params(axis="x", length=0)
+    if count <= MAX_BAR_NAMES:
+        axes.set_xticks(range(count), [axis_text(name) for name in labels.names], rotation=90, fontsize=8)
     else:
         axes.set_xlabel("class")
     if len(boxes):
         shapes, centres, sizes = (figure.add_subplot(grid[1, column], box_aspect=1) for column in range(3))
-        _draw_outlines(shapes, classes, boxes, outlines, count)
+        _draw_boxes(shapes, classes, boxes, count)
         _draw_density(centres, boxes[:, :2], "centres", "x", "y")
         _draw_density(sizes, boxes[:, 2:], "sizes", "width", "height")
         centres.invert_yaxis()  # as in an image
@@ -378,26 +292,19 @@ def _draw_bars(axes: Axes, labels: Labels) -> None:
         axes.set_ylim(0.7)
     axes.set_ylabel("labels")
     axes.set_xlim(-0.6, count - 0.4)
-    axes.margins(y=0.1)
     axes.grid(False, axis="x")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=splits, borderaxespad=0)
 
 
-def _draw_outlines(
-    axes: Axes, classes: np.ndarray, boxes: np.ndarray, outlines: Sequence[np.ndarray], class_count: int
-) -> None:
-    """Draw boxes, or their outlines, around one centre, coloured by class."""
+def _draw_boxes(axes: Axes, classes: np.ndarray, boxes: np.ndarray, class_count: int) -> None:
+    """Draw boxes around one centre, coloured by class."""
     from matplotlib.collections import LineCollection
 
-    some = np.linspace(0, len(boxes) - 1, min(len(boxes), MAX_OUTLINES)).astype(int)
+    some = np.linspace(0, len(boxes) - 1, min(len(boxes), MAX_DRAWN_BOXES)).astype(int)
     corners = 0.5 + np.array([(-1, -1), (1, -1), (1, 1), (-1, 1), (-1, -1)]) / 2 * boxes[some, None, 2:]
-    lines = [*corners]
-    if outlines:
-        closed = [np.concatenate((outlines[k], outlines[k][:1])) - boxes[k, :2] + 0.5 for k in some]
-        lines = [line if len(line) else box for line, box in zip(closed, corners, strict=True)]
     class_colours = np.array(colours(class_count))
-    axes.add_collection(LineCollection(lines, linewidths=0.6, colors=class_colours[classes[some]], alpha=0.25))
-    title = f"{len(some)} {'outlines' if outlines else 'boxes'} around one centre"
+    axes.add_collection(LineCollection([*corners], linewidths=0.6, colors=class_colours[classes[some]], alpha=0.25))
+    title = f"{len(some)} boxes around one centre"
     axes.set(title=title, xlim=(0, 1), ylim=(0, 1), xlabel="width", ylabel="height")
 
 

@@ -51,19 +51,12 @@ def font_scale(image: np.ndarray, thickness: int = LINE_PIXELS) -> float:
     """Return OpenCV's font scale for text on `image`, proportional to its mean side and to the root of `thickness`.
 
     The square root keeps the text of thick lines from covering the objects.
-
-    Args:
-        thickness: thickness of lines in pixels
     """
     return max(MIN_FONT_SCALE, sum(image.shape[:2]) / 2 / SCALE_PIXELS * math.sqrt(thickness / LINE_PIXELS))
 
 
 def draw_text_lines(image: np.ndarray, lines: Sequence[str], thickness: int = LINE_PIXELS) -> np.ndarray:
-    """Return a copy of `image` with lines of text in its top left corner.
-
-    Args:
-        thickness: thickness of lines in pixels, see `font_scale`
-    """
+    """Return a copy of `image` with lines of text in its top left corner."""
     image, scale = image.copy(), font_scale(image, thickness)
     for number, line in enumerate(lines, 1):
         _draw_label(image, round(10 * scale), round(50 * scale) * number + 4, line, (255, 255, 255), scale)
@@ -71,11 +64,9 @@ def draw_text_lines(image: np.ndarray, lines: Sequence[str], thickness: int = LI
 
 
 def draw_targets(images: np.ndarray, targets: np.ndarray, names: Mapping[int, str]) -> np.ndarray:
-    """Return a grid of up to 16 images of a batch with their boxes, at most 1920 pixels wide and high.
+    """Return a grid of up to 16 images, uint8 (b, 3, h, w) RGB, with their boxes, at most 1920 pixels wide and high.
 
-    Args:
-        images: uint8 (b, 3, h, w), RGB
-        targets: (m, 6): image in the batch, class, normalised xywh
+    Targets are (m, 6): image in the batch, class, normalised xywh.
     """
     images = images[:MAX_GRID_IMAGES]
     columns = math.ceil(math.sqrt(len(images)))
@@ -142,15 +133,11 @@ def draw_boxes(
     thickness: int = 0,
     outlines: Sequence[np.ndarray] = (),
 ) -> None:
-    """Draw boxes (n, 4), xyxy in pixels, in the colours of `classes`, then their texts over all lines.
-
-    An empty text is not drawn.
+    """Draw boxes (n, 4), xyxy in pixels, in the colours of `classes`, then their texts, if any, over all lines.
 
     Args:
-        thickness: thickness of lines in pixels, on which the size of the text depends too (see `font_scale`); 0 chooses
-            it by the size of the image
-        outlines: outline of each box, (p, 2), x and y in pixels, drawn instead of the box if it has points; () for
-            upright boxes
+        thickness: thickness of lines in pixels, see `font_scale`; 0 chooses it by the size of the image
+        outlines: outline of each box, (p, 2), x and y in pixels, drawn instead of the box if it has points
     """
     limit = 2 * max(image.shape[:2])
     corners = np.clip(boxes, -limit, limit).astype(int).tolist()
@@ -169,11 +156,7 @@ def draw_boxes(
 
 
 def draw_outlines(image: np.ndarray, outlines: Sequence[np.ndarray], classes: Sequence[int]) -> None:
-    """Tint the insides of outlines (p, 2), x and y in pixels, in the colours of `classes`; the last one is on top.
-
-    Args:
-        outlines: an outline for each item of `classes`; empty if there are no masks
-    """
+    """Tint the insides of outlines (p, 2), x and y in pixels, in the colours of `classes`; the last one is on top."""
     for outline, k in zip(outlines, classes, strict=False):
         if len(outline):
             mask = np.zeros(image.shape[:2], np.uint8)
@@ -222,19 +205,14 @@ def fit_text(text: str, width: int, scale: float) -> str:
 
 
 def write_text(image: np.ndarray, text: str, position: tuple[int, int], colour: Sequence[int], scale: float) -> None:
-    """Draw one line of text.
-
-    Args:
-        position: x and y of the text's lower left corner in pixels
-    """
+    """Draw one line of text; `position`: x and y of its lower left corner in pixels."""
     cv2.putText(image, printable(text), position, FONT, scale, colour, _stroke(scale), cv2.LINE_AA)
 
 
 def write_picture(path: Path, picture: np.ndarray, jpeg_quality: int = 95, compact_png: bool = False) -> None:
     """Write a picture in the format of the path's suffix, replacing the file atomically. Raises `UserError`.
 
-    Args:
-        compact_png: whether to compress a PNG more slowly than by OpenCV's default, to about a third of the size
+    `compact_png` compresses more slowly than OpenCV's default, to about a third of the size.
     """
     encoding = {".jpg": (cv2.IMWRITE_JPEG_QUALITY, jpeg_quality), ".png": COMPACT_PNG if compact_png else ()}
     try:

@@ -52,10 +52,9 @@ Pictures = Iterator[tuple[str, np.ndarray]]  # file names, and pictures, uint8 (
 
 
 class Plotter:
-    """Draws pictures into `folder` in the background. A failure is a warning and never stops the run.
+    """Draws pictures into `folder` in the background, and calls `on_drawn` with their paths by file name.
 
-    Args:
-        on_drawn: called with the paths of new pictures, by file name
+    A failure is a warning and never stops the run.
     """
 
     def __init__(self, folder: Path, on_drawn: Callable[[Mapping[str, Path]], object]) -> None:
@@ -131,9 +130,7 @@ def _draw_confusion(file: Path) -> Pictures:
     (_, *names), *rows = read_rows(file)
     counts = np.array([[int(cell) for cell in row[1:]] for row in rows], np.int64).reshape(len(names), len(names))
     if names:
-        by_share = names[1:] != ["background"]  # the share of a single class is just its recall
-        yield "confusion_matrix.png", render(confusion_figure, counts, names, by_share)
-        yield "confusion_matrix_counts.png", render(confusion_figure, counts, names, False)
+        yield "confusion_matrix.png", render(confusion_figure, counts, names)
 
 
 def _draw_confidence(file: Path) -> Pictures:
@@ -147,30 +144,27 @@ def _draw_confidence(file: Path) -> Pictures:
 
 
 def _draw_precision_recall(file: Path) -> Pictures:
-    """Draw precision over recall, with the AP50 of classes.csv; a class without one has its mean precision."""
+    """Draw precision over recall, with the AP50 of classes.csv."""
     table, prefix = read_columns(file), file.name.removesuffix("PR_curve.csv")
     if table["class"]:
         curves = curves_of(table, "recall", "precision")
         classes = read_columns(file.with_name("classes.csv"))
-        exact = dict(zip(classes["class"], numbers(classes.get(f"{prefix}AP50", [])), strict=False))
-        means = np.where(np.isfinite(curves.values), curves.values, 0).mean(1)
-        ap50 = np.array([exact.get(name, np.nan) for name in curves.names])
-        yield f"{prefix}PR_curve.png", render(recall_figure, curves, np.where(np.isfinite(ap50), ap50, means))
+        scores = dict(zip(classes["class"], numbers(classes.get(f"{prefix}AP50", [])), strict=False))
+        ap50 = np.array([scores.get(name, np.nan) for name in curves.names])
+        yield f"{prefix}PR_curve.png", render(recall_figure, curves, ap50)
 
 
 def _draw_labels(file: Path) -> Pictures:
     table = read_columns(file)
     splits, names = (list(dict.fromkeys(table[column])) for column in ("split", "class"))
-    counts = np.zeros((len(splits), len(names)))
+    counts, numbers_of = np.zeros((len(splits), len(names))), {name: k for k, name in enumerate(names)}
     for split, name, count in zip(table["split"], table["class"], numbers(table["instances"]), strict=True):
-        counts[splits.index(split), names.index(name)] += count
+        counts[splits.index(split), numbers_of[name]] += count
     if names:
         boxes = read_columns(file.with_name("boxes.csv"))
-        numbers_of = {name: k for k, name in enumerate(names)}
         classes = np.array([numbers_of[name] for name in boxes["class"]], int)
         xywh = np.stack([numbers(boxes.get(side, [])) for side in ("x", "y", "width", "height")], 1)
-        outlines = [points(text) for text in boxes.get("outline", [])]
-        yield "labels.jpg", render(labels_figure, Labels(names, splits, counts), classes, xywh, outlines)
+        yield "labels.jpg", render(labels_figure, Labels(names, splits, counts), classes, xywh)
 
 
 def _draw_validation(file: Path) -> Pictures:

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 LOGGED_IMAGES = 16  # validation images in the trackers, the same ones every time
 EXAMPLES_PER_RUN = 10  # how often examples are logged if no interval is given
-TABLES = ("classes.csv",)  # logged whenever an epoch is the best so far
-CHARTS = ("PR_curve.csv", "curves.csv", "mask_PR_curve.csv", "mask_curves.csv", "confusion_matrix.csv")  # logged last
+CHARTS = ("PR_curve.csv", "curves.csv", "mask_PR_curve.csv", "mask_curves.csv", "confusion_matrix.csv")
 DEFAULT_PROJECT = "train"  # the last folder of the default --project; the trackers' project is then "lockstep"
 
 
@@ -48,11 +47,7 @@ def start_trackers(
 ) -> dict[str, Any]:
     """Start trackers by name, and return what they get: `config`, the git commit and the command.
 
-    Args:
-        step: number of optimizer steps before the start
-        job: W&B's type of the run
-        project: value of --project, whose last folder is the project
-        uploads: whether files are uploaded
+    `step` is the number of optimizer steps before the start, `job` W&B's type of the run, `project` --project.
     """
     folder, path = Path(project).name, run.path
     project = "lockstep" if folder == DEFAULT_PROJECT else folder
@@ -67,13 +62,7 @@ def start_trackers(
 
 
 class RunLog:
-    """The log of a training.
-
-    Args:
-        run_id: the run's id in trackers
-        shown: returns an image of the validation split by index and longest side in pixels, see `Split.shown`
-        class_names: class names in the order of their numbers
-    """
+    """The log of a training, under `run_id` in trackers; `shown` is the validation split's (see `Split.shown`)."""
 
     def __init__(
         self, run: Run, options: TrainOptions, run_id: str, shown: ImageReader, class_names: Sequence[str]
@@ -85,13 +74,7 @@ class RunLog:
         self.examples_interval = max(options.epochs // EXAMPLES_PER_RUN, 1) if interval < 0 else interval  # epochs
 
     def start(self, settings: Mapping[str, Any], dataset: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
-        """Make the trackers and log the configuration of the run.
-
-        Args:
-            settings: all settings
-            dataset: values that identify the files of the data set
-            saved: state of a resumed run
-        """
+        """Start the trackers with all settings and the values that identify the data set; `saved`: of a resumed run."""
         run, options = self.run, self.options
         config = {**settings, "world_size": len(run.devices), "devices": [*run.devices], "dataset": dict(dataset)}
         step, uploads = saved["progress"]["step"] if saved else 0, options.upload_model or options.upload_dataset
@@ -115,21 +98,11 @@ class RunLog:
         self.run.log_point(values, progress.step)
         if summary:
             self.metrics[row["epoch"]] = dict(summary.metrics)
-            if progress.best_epoch == row["epoch"]:
-                self._log_documents(TABLES)
-
-    def _log_documents(self, names: Sequence[str]) -> None:
-        """Log text files of the run folder about the best epoch, if they exist."""
-        if self.run.trackers:
-            files = [file for name in names if (file := self.run.path / name).is_file()]
-            documents = {file.name: file.read_text(errors="replace") for file in files}
-            self.run.log_media(partial(charts, documents))
 
     def log_examples(self, examples: Callable[[], Sequence[Example]], epoch: int) -> None:
         """Log validation images with their boxes if they are due in this epoch, the same images each time.
 
-        Args:
-            examples: returns the validation images; called only on the main process, and only if they are due
+        `examples`, which returns them, is called only then, and only on the main process.
         """
         due = self.examples_interval and (epoch % self.examples_interval == 0 or epoch + 1 == self.options.epochs)
         if due and self.run.trackers and (candidates := examples()):
@@ -140,11 +113,7 @@ class RunLog:
     # Artifacts
 
     def save_weights(self, model: nn.Module, content: Mapping[str, Any], progress: Progress, improved: bool) -> None:
-        """Save `model` in weights/: last.pt, best.pt if the epoch is the best so far, epochN.pt every --save-period.
-
-        Args:
-            content: what the files hold beside the tensors
-        """
+        """Save `model` and `content` in weights/: last.pt, best.pt if the epoch is the best, epochN.pt when due."""
         options, epoch = self.options, progress.epoch
         names = []
         if progress.finished or not options.nosave:
@@ -167,7 +136,10 @@ class RunLog:
 
         The two files are one version with both aliases if the last epoch was the best.
         """
-        self._log_documents(CHARTS)
+        if self.run.trackers:
+            files = [file for name in CHARTS if (file := self.run.path / name).is_file()]
+            documents = {file.name: file.read_text(errors="replace") for file in files}
+            self.run.log_media(partial(charts, documents))
         best, last = progress.best_epoch, progress.epoch - 1
         if progress.summary:
             self.metrics[best] = dict(progress.summary.metrics)
@@ -180,12 +152,9 @@ class RunLog:
     def upload_dataset(
         self, source: Path, files: Callable[[], Mapping[str, Sequence[Path]]], identity: Mapping[str, Any]
     ) -> None:
-        """Log the data set, its YAML and references to all files, as an artifact if --upload-dataset is given.
+        """Log the data set, `source` (a YAML or a folder) and references to all files, as an artifact if asked for.
 
-        Args:
-            source: data set YAML, or a folder without a YAML
-            files: returns files by kind; each kind is a folder of the artifact
-            identity: metadata of the artifact
+        `files` returns files by kind, which are folders of the artifact; `identity` is its metadata.
         """
         if not self.options.upload_dataset or not self.run.trackers:
             return
@@ -201,11 +170,7 @@ class RunLog:
 
 
 def start_validation(run: Run, flags: Mapping[str, Any], training: Mapping[str, Any]) -> None:
-    """Start the trackers of a validation that its flags name.
-
-    Args:
-        training: settings of the training run that made the weights
-    """
+    """Start the trackers of a validation; `training`: settings of the run that made the weights."""
     config, project = {**flags, "training_run": training.get("wandb_id", "")}, training.get("project")
     names = requested_trackers(flags["log_with"])
     start_trackers(run, config, 0, "val", wandb_run_id(), str(project or DEFAULT_PROJECT), names)
@@ -214,13 +179,13 @@ def start_validation(run: Run, flags: Mapping[str, Any], training: Mapping[str, 
 def log_validation(run: Run, values: Mapping[str, Any], documents: Mapping[str, str]) -> None:
     """Log the values of a validation by key, and its text files by name."""
     run.log_point({**values, "epoch": 0}, 0)
-    run.log_media(partial(charts, {name: documents[name] for name in (*TABLES, *CHARTS) if name in documents}))
+    run.log_media(partial(charts, {name: documents[name] for name in CHARTS if name in documents}))
 
 
 def wandb_run_id() -> str:
-    """Return the id of a new run for trackers: WANDB_RUN_ID, else a random one.
+    """Return the id of a new run for trackers: WANDB_RUN_ID, which sweeps set, else a random one.
 
-    W&B sweeps set WANDB_RUN_ID. Random ids differ between processes, so the main process's id must be broadcast.
+    Random ids differ between processes, so the main process's id must be broadcast.
     """
     return os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
 

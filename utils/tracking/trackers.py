@@ -36,11 +36,7 @@ NAME_ARGUMENTS = {"mlflow": "run_name", "clearml": "task_name", "trackio": "name
 class Tracker(GeneralTracker):
     """A tracker of Accelerate: training never waits for it and never fails by it; the first failure is a warning.
 
-    Args:
-        name: the tracker's name in `LOGGER_TYPE_TO_CLASS`
-        project: first argument of its class
-        arguments: its other arguments
-        finish_seconds: time to send the rest at the end of the run
+    `project` and `arguments` are for its class, `LOGGER_TYPE_TO_CLASS[name]`.
     """
 
     main_process_only = True
@@ -53,6 +49,7 @@ class Tracker(GeneralTracker):
         self.title = "W&B" if name == WANDB else name  # in messages
         super().__init__()
         self.project, self.arguments, self.finish_seconds = project, arguments, finish_seconds
+        self.unsent = "what it has not sent is lost"  # end of the warning if the time is over
         self.inner: Any = None  # Accelerate's tracker, once it has started
         self._started = threading.Event()  # set once the run has started or failed to start
         self._background = Background(f"{self.title} has failed", log)
@@ -81,7 +78,7 @@ class Tracker(GeneralTracker):
         self.do(lambda: self._log(values, step or 0))
 
     def log_media(self, make: Callable[[], Mapping[str, Any]], step: int) -> None:
-        """Log what `make` returns: W&B's pictures, tables and charts by key. Other trackers do nothing."""
+        """Log what `make` returns: W&B's pictures and charts by key. Other trackers do nothing."""
 
     def with_wandb(self, job: Callable[[Any], object]) -> None:
         """Call `job` with W&B's run in the thread. Other trackers do nothing."""
@@ -98,11 +95,7 @@ class Tracker(GeneralTracker):
         """Send the rest and close the run, within `patience` seconds and its own time limit."""
         patience = min(patience, self.finish_seconds)
         if not self._close(patience):
-            log(f"warning: {self.title} has not ended after {patience:.0f} s; {self.rest()}")
-
-    def rest(self) -> str:
-        """Return what becomes of values that have not been sent, in words."""
-        return "what it has not sent is lost"
+            log(f"warning: {self.title} has not ended after {patience:.0f} s; {self.unsent}")
 
     def _close(self, patience: float) -> bool:
         self.do(self._end)
@@ -111,7 +104,6 @@ class Tracker(GeneralTracker):
     # In the thread
 
     def _start(self, config: Mapping[str, Any]) -> Any:
-        """Start the run and return Accelerate's tracker."""
         tracker: Any = LOGGER_TYPE_TO_CLASS[self.name](self.project, **self.arguments)
         tracker.start()
         tracker.store_init_configuration(flat(config))
@@ -158,10 +150,8 @@ def _is_installed(name: str) -> bool:
 def add_user_trackers(log_with: str, is_named: bool = True) -> None:
     """Make the Python files that --log-with names trackers of Accelerate, named like their files.
 
-    Raises `UserError` for a file that does not load, or does not define one class that extends `GeneralTracker`.
-
-    Args:
-        is_named: whether the user names them now; otherwise the run's settings.yaml does
+    Unless `is_named`, the run's settings.yaml names them, not the user. Raises `UserError` for a file that does not
+    load, or does not define one class that extends `GeneralTracker`.
     """
     for file in [word for word in log_with.split(",") if word.endswith(PYTHON_SUFFIX)]:
         path, flag = Path(file).resolve(), f"--log-with {file}"

@@ -1,4 +1,4 @@
-"""The tracker for Weights & Biases: Accelerate's, with pictures, tables, artifacts and resumed runs.
+"""The tracker for Weights & Biases: Accelerate's, with pictures, charts, artifacts and resumed runs.
 
 Made by run_log.py. The package is imported when a run starts.
 """
@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ POSITION_FILE = ".wandb.json"  # in the run folder: the last step and epoch in W
 BEST = {"metrics/": "max", "val/": "min"}  # which value of a key the table of runs shows, else the last
 MAX_ROWS = 10_000  # W&B draws no more rows of a table
 EXAMPLE_PIXELS = 640  # longer side of an example image
-LINE_PIXELS = 3  # line width of an outline
 ImageReader = Callable[[int, int], np.ndarray]  # returns an image by its index and longest side, uint8 (h, w, 3) BGR
 
 
@@ -42,11 +41,6 @@ class WandbTracker(Tracker):
 
     A resumed run logs nothing twice. W&B writes the row of a step once a later step is logged, so the position counts
     all rows but those of the last step.
-
-    Args:
-        project, job: project and type of the run, unless W&B's variables name others
-        run_id: id of the run
-        uploads: whether files are uploaded, which takes longer at the end
     """
 
     def __init__(self, folder: Path, project: str, run_id: str, job: str, uploads: bool = False) -> None:
@@ -61,6 +55,7 @@ class WandbTracker(Tracker):
         }
         seconds = UPLOAD_SECONDS if uploads else FINISH_SECONDS
         super().__init__(WANDB, os.environ.get("WANDB_PROJECT") or project, arguments, seconds)
+        self.unsent = f"upload it with: wandb sync --include-online {arguments['dir']}/wandb/*run-*-{run_id}"
         self.folder, self.exit_code = folder, 0
         self._last: dict[str, float] = {}  # last position on each axis
         self._repeats = False  # whether the run repeats what an earlier process has logged
@@ -75,11 +70,6 @@ class WandbTracker(Tracker):
     def fail(self) -> None:
         self.exit_code = 1
         super().fail()
-
-    def rest(self) -> str:
-        return (
-            f"upload it with: wandb sync --include-online {self.arguments['dir']}/wandb/*run-*-{self.arguments['id']}"
-        )
 
     # In the thread
 
@@ -187,12 +177,9 @@ def log_artifact(
     references: Sequence[tuple[Path, str]] = (),
     is_input: bool = False,
 ) -> None:
-    """Log a version of an artifact.
+    """Log a version of an artifact: an output of the run, or an input.
 
-    Args:
-        files: files to upload
-        references: pairs of a path and a name in the artifact; only the path is stored, not the file
-        is_input: whether the run reads the artifact instead of making it
+    It has uploaded files, and references: pairs of a path, whose file is not stored, and a name in the artifact.
     """
     import wandb
 
@@ -237,10 +224,7 @@ def pictures(files: Mapping[str, Path]) -> dict[str, Any]:
 def example_images(examples: Sequence[Example], shown: ImageReader, names: Sequence[str]) -> list[Any]:
     """Return W&B's images of one size, whose boxes and masks of labels and predictions can be switched on and off.
 
-    W&B's boxes are upright: the lines of other outlines become a mask, and the boxes around them carry the captions.
-
-    Args:
-        names: class names in the order of their numbers
+    W&B's boxes are upright: other outlines become masks, and the boxes around them carry the captions.
     """
     import wandb
 
@@ -257,9 +241,9 @@ def example_images(examples: Sequence[Example], shown: ImageReader, names: Seque
         ):
             data = [_box_data(box, names, sides / (width, height)) for box in those]
             boxes[kind] = {"box_data": data, "class_labels": dict(enumerate(names))}
-            lines = [box.outline for box in those]
-            if outlines or any(lines):
-                mask = np.pad(_mask_data(those, outlines or lines, sides, bool(outlines)), padding)
+            outlines = outlines or [box.outline for box in those]
+            if any(map(len, outlines)):
+                mask = np.pad(_mask_data(those, outlines, sides), padding)
                 masks[kind] = {"mask_data": mask, "class_labels": dict(enumerate(names, 1))}
         images.append(wandb.Image(canvas, boxes=boxes, masks=masks or None, caption=example.name, file_type="jpg"))
     return images
@@ -267,44 +251,30 @@ def example_images(examples: Sequence[Example], shown: ImageReader, names: Seque
 
 def _box_data(box: Box, names: Sequence[str], scale: np.ndarray) -> dict[str, Any]:
     """Return a box in W&B's form; `scale` maps its fractions to those of the padded image."""
-    position = dict(
-        zip(("minX", "minY", "maxX", "maxY"), np.multiply(box.xyxy, np.tile(scale, 2)).tolist(), strict=True)
-    )
-    name = names[box.label]
+    left, top, right, bottom = np.multiply(box.xyxy, np.tile(scale, 2)).tolist()
+    data = {"position": {"minX": left, "minY": top, "maxX": right, "maxY": bottom}, "class_id": box.label}
     if box.confidence is None:
-        return {"position": position, "class_id": box.label, "box_caption": name}
-    scores = {"scores": {"confidence": box.confidence}, "box_caption": f"{name} {box.confidence:.2f}"}
-    return {"position": position, "class_id": box.label, **scores}
+        return {**data, "box_caption": names[box.label]}
+    scores = {"confidence": box.confidence}
+    return {**data, "scores": scores, "box_caption": f"{names[box.label]} {box.confidence:.2f}"}
 
 
-def _mask_data(
-    boxes: Sequence[Box], outlines: Sequence[Sequence[float]], sides: np.ndarray, filled: bool
-) -> np.ndarray:
+def _mask_data(boxes: Sequence[Box], outlines: Sequence[Sequence[float]], sides: np.ndarray) -> np.ndarray:
     """Return the class of each pixel plus one, 0 for none, int (h, w).
 
-    Args:
-        outlines: an outline for each box, x, y, x, y, ... as fractions of `sides`; the first is in front
-        sides: width and height in pixels
-        filled: whether to draw the insides of the outlines instead of their lines
+    Each box has an outline, x, y, x, y, ... as fractions of `sides`, width and height; the first is in front.
     """
     image = Image.new("I", sides.tolist())
     pen = ImageDraw.Draw(image)
     for box, outline in reversed([*zip(boxes, outlines, strict=True)]):
         points = [tuple(point) for point in (np.reshape(outline, (-1, 2)) * sides).tolist()]
-        if filled and len(points) > 1:  # Pillow cannot draw a polygon of one point
+        if len(points) > 1:  # Pillow cannot draw a polygon of one point
             pen.polygon(points, fill=box.label + 1)
-        elif len(points) > 1:
-            pen.line([*points, points[0]], fill=box.label + 1, width=LINE_PIXELS, joint="curve")
     return np.asarray(image)
 
 
 def charts(documents: Mapping[str, str]) -> dict[str, Any]:
-    """Return W&B's tables and charts of a run folder's CSV files, by key.
-
-    Args:
-        documents: contents of classes.csv, confusion_matrix.csv, and PR_curve.csv and curves.csv, these also with
-            `mask_`, by name
-    """
+    """Return W&B's charts by key, from a run folder's confusion_matrix.csv, PR_curve.csv and curves.csv by name."""
     import wandb
 
     made: dict[str, Any] = {}
@@ -313,40 +283,25 @@ def charts(documents: Mapping[str, str]) -> dict[str, Any]:
         head, *rows = csv.reader(text.splitlines())
         prefix = "mask_" if name.startswith("mask_") else ""
         of = " of masks" if prefix else ""
-        if name == "classes.csv":
-            made["tables/classes"] = wandb.Table(columns=head, data=[[*map(_value, row)] for row in rows])
-        elif name == "confusion_matrix.csv":
+        if name == "confusion_matrix.csv":
             cells = [(row[0], *cell) for row in rows for cell in zip(head[1:], map(int, row[1:]), strict=True)]
             if len(cells) > MAX_ROWS:
                 cells = sorted(cells, key=lambda cell: -cell[2])[:MAX_ROWS]
-            titles: list[Any] = ["Actual", "Predicted", "nPredictions"]
-            table = wandb.Table(columns=titles, data=[list(cell) for cell in cells])
-            fields = dict(zip(titles, titles, strict=True))
-            preset = "wandb/confusion_matrix/v1"  # of wandb.plot.confusion_matrix
-            made["charts/confusion_matrix"] = wandb.plot_table(preset, table, fields, {"title": "Confusion matrix"})
+            titles: list[Any] = ["Actual", "Predicted", "nPredictions"]  # as in wandb.plot.confusion_matrix
+            table, fields = wandb.Table(titles, [[*cell] for cell in cells]), {title: title for title in titles}
+            made["charts/confusion_matrix"] = wandb.plot_table("wandb/confusion_matrix/v1", table, fields)
         elif name.endswith("PR_curve.csv"):
             points = [(row[0], float(row[1]), float(row[2])) for row in rows]
             made[f"charts/{prefix}PR_curve"] = line_chart(points, f"Precision over recall{of}", "recall", "precision")
         elif name.endswith("curves.csv"):
-            made[f"charts/{prefix}F1_curve"] = line_chart(
-                [*f1_points(rows)], f"F1 over confidence{of}", "confidence", "F1"
-            )
+            values = ((name, float(x), float(p), float(r)) for name, x, p, r in rows)
+            points = [(name, x, 2 * p * r / (p + r or 1)) for name, x, p, r in values]
+            made[f"charts/{prefix}F1_curve"] = line_chart(points, f"F1 over confidence{of}", "confidence", "F1")
     return made
 
 
-def f1_points(rows: Sequence[Sequence[str]]) -> Iterator[tuple[str, float, float]]:
-    """Iterate over the class, confidence and F1 of each row of curves.csv."""
-    for name, confidence, precision, recall in rows:
-        p, r = float(precision), float(recall)
-        yield name, float(confidence), 2 * p * r / (p + r) if p + r else 0.0
-
-
 def line_chart(rows: Sequence[tuple[str, float, float]], title: str, x: str, y: str) -> Any:
-    """Return a chart with a line for each class, of at most `MAX_ROWS` points.
-
-    Args:
-        rows: class, x and y of each point
-    """
+    """Return a chart with a line for each class, of at most `MAX_ROWS` points; rows are class, x and y."""
     import wandb
 
     points: dict[str, list[list[Any]]] = {}
@@ -354,16 +309,5 @@ def line_chart(rows: Sequence[tuple[str, float, float]], title: str, x: str, y: 
         points.setdefault(name, []).append([name, *(float(f"{value:.4g}") for value in point)])
     most = max(MAX_ROWS // max(len(points), 1), 1)
     data = [line[k] for line in points.values() for k in evenly_spaced(len(line), most)]
-    table, words = (
-        wandb.Table(columns=["class", x, y], data=data),
-        {"title": title, "x-axis-title": x, "y-axis-title": y},
-    )
+    table, words = wandb.Table(["class", x, y], data), {"title": title, "x-axis-title": x, "y-axis-title": y}
     return wandb.plot_table("wandb/area-under-curve/v0", table, {"x": x, "y": y, "class": "class"}, words)
-
-
-def _value(cell: str) -> Any:
-    """Return a cell as a number, None if it is empty, or as text."""
-    try:
-        return int(cell) if cell.isdigit() else float(cell)
-    except ValueError:
-        return cell or None

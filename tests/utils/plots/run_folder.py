@@ -13,7 +13,7 @@ VAL_BOXES_HEAD = "image,kind,class,confidence,x1,y1,x2,y2"
 CLASS_NAMES = ["disc", "$x_$", "a long name of a class that goes on and on"]
 # The pictures of a detector's folder with 16 validation images or fewer, in the order in which they are drawn.
 DRAWN_PICTURES = [
-    *("results.png", "confusion_matrix.png", "confusion_matrix_counts.png"),
+    *("results.png", "confusion_matrix.png"),
     *("P_curve.png", "R_curve.png", "F1_curve.png", "PR_curve.png"),
     *("labels.jpg", "val_batch0_labels.jpg", "val_batch0_pred.jpg"),
 ]

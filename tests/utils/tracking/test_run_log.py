@@ -85,15 +85,11 @@ def test_the_point_of_an_epoch() -> None:
 
 
 def test_the_text_files_of_the_best_epoch(tmp_path: Path) -> None:
-    """The table of the classes whenever an epoch is the best, the curves at the end."""
     for name in ("classes.csv", "curves.csv", "val_boxes.csv"):
         (tmp_path / name).write_text(name)
     log, run = make_log(tmp_path)
-    for epoch, best in ((0, 0), (1, 0), (2, 2)):
-        log.log_epoch({"epoch": epoch}, {}, SUMMARY, Progress(epoch=epoch, step=epoch, best=0.4, best_epoch=best))
     log.log_results(Progress(epoch=3, step=9, best=0.4, best_epoch=2))
-    table = {"classes.csv": "classes.csv"}
-    assert run.media == [table, table, {"curves.csv": "curves.csv"}]
+    assert run.media == [{"curves.csv": "curves.csv"}]
 
 
 def test_uploaded_weights() -> None:

@@ -95,14 +95,7 @@ def test_the_key_is_found(host: str, found: bool, tmp_path: Path, monkeypatch: p
     assert has_key() == found
 
 
-# Tables and charts
-
-
-def test_the_table_of_the_classes() -> None:
-    text = 'class,images,instances,AP\n"a, b",3,4,0.25\nc,0,0,\n'
-    (made,) = charts({"classes.csv": text}).items()
-    assert (made[0], made[1].columns) == ("tables/classes", ["class", "images", "instances", "AP"])
-    assert made[1].data == [["a, b", 3, 4, 0.25], ["c", 0, 0, None]]
+# Charts
 
 
 def test_curves() -> None:
@@ -145,19 +138,19 @@ SQUARE, TILTED = (0.2, 0.2, 0.8, 0.2, 0.8, 0.8, 0.2, 0.8), (0.5, 0.1, 0.9, 0.5, 
 
 
 @pytest.mark.parametrize(
-    ("box", "outlines", "value", "inside", "edge"),
+    ("box", "outlines", "value", "corner"),
     [
-        (Box(1, None, (0.1, 0.1, 0.9, 0.9), TILTED), [], 2, 0, 2),
-        (Box(0, None, (0.2, 0.2, 0.8, 0.8)), [SQUARE], 1, 1, 0),
+        (Box(1, None, (0.1, 0.1, 0.9, 0.9), TILTED), [], 2, 0),
+        (Box(0, None, (0.2, 0.2, 0.8, 0.8)), [SQUARE], 1, 1),
     ],
 )
-def test_masks_and_lines(box: Box, outlines: list[tuple[float, ...]], value: int, inside: int, edge: int) -> None:
-    """Masks are filled, outlines of boxes are lines, in the class's number plus one."""
+def test_masks(box: Box, outlines: list[tuple[float, ...]], value: int, corner: int) -> None:
+    """Masks, and outlines of boxes, are filled with the class's number plus one."""
     example = Example("a.png", 0, (100, 100), [box], [], outlines)
     (image,) = example_images([example], lambda *_: np.zeros((100, 100, 3), np.uint8), ["disc", "ring"])
     mask = np.asarray(image._masks["ground_truth"]._val["mask_data"])
     assert {*np.unique(mask).tolist()} == {0, value}
-    assert (mask[50, 50], mask[50, 10]) == (inside, edge)
+    assert (mask[50, 50], mask[25, 25]) == (value, corner)
 
 
 def test_images_are_padded_to_one_size() -> None:
