@@ -239,6 +239,11 @@ ERRORS: dict[str, Case] = {
         "--device 7": "--device 7",
         "--device gpu": "--device gpu",
         "--freeze 99": "--freeze 99",
+        "--freeze backbon": "--freeze 'backbon'",
+        "--hyp.lr_factor 0.1": "--hyp.lr_factor",
+        '--hyp.lr_factor {{"neck":1}}': "lr_factor: 'neck'",
+        "--fitness recal=1": "'recal'",
+        "--fitness recall=high": "--fitness 'recall=high'",
         "--imgsz -8": "--imgsz",
         "val.py --conf-thres 2": "--conf-thres",
     }),
@@ -255,7 +260,8 @@ ERRORS: dict[str, Case] = {
     "no labels": (every_label(""), "`train:`", ""),
     "names too few": (data(nc=5), "`nc` is 5", ""),
     "out of range": (lambda inputs: inputs.write("hyp.yaml", {"mosaic": 2}), "hyp.yaml: mosaic", ""),
-    # models
+    # models and a user's files
+    "no augmentations": (text("own.py", "AUGMENTATIONS = []"), "{set}/own.py", "--augmentations {set}/own.py"),
     "bad module": (row(1, [-1, 1, "Cnov", [8, 3, 2]]), "model.yaml, row 1: unknown module 'Cnov'", ""),
     "bad channels": (row(1, [-1, 1, "Conv", [-8]]), "model.yaml, row 1", ""),
     "joined over the height": (row(2, [[1, 1], 1, "Concat", [2]]), "model.yaml, row 2: Concat", ""),
