@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 from uuid import uuid4
 
 import numpy as np
@@ -114,28 +114,19 @@ def empty_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: (real := usage(path))._replace(free=real.total))
 
 
-class RunScript(Protocol):
-    """Runs a script of the repository as a user does; returns what it printed to both streams.
-
-    train.py keeps its whole state. launcher: the command before the script, by default python. plots: with pictures,
-    which take longer than such a run. variables: of the environment.
-    """
-
-    def __call__(
-        self,
-        script: str,
-        *flags: str,
-        fails: bool = False,
-        code: int = 0,
-        launcher: Sequence[str] = (sys.executable,),
-        plots: bool = False,
-        **variables: str,
-    ) -> str: ...
+RunScript = Callable[..., str]  # see `run_script`
+CallMain = Callable[..., tuple[int, str]]  # see `call_main`
+OnProcesses = Callable[..., list[Any]]  # see `on_processes`
 
 
 @pytest.fixture(scope="session")
 def run_script(tmp_path_factory: pytest.TempPathFactory) -> RunScript:
-    """Runs get their own cache folder, must end with `code`, or with 1 or 2 if `fails`, and leave no process behind."""
+    """Return a function that runs a script of the repository as a user does, and returns what it printed.
+
+    Runs get their own cache folder, must end with `code`, or with 1 or 2 if `fails`, and leave no process behind.
+    launcher: the command before the script, by default python. plots: with pictures, which take longer than such a run.
+    variables: of the environment.
+    """
     cache = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
 
     def run(
@@ -170,23 +161,19 @@ def run_script(tmp_path_factory: pytest.TempPathFactory) -> RunScript:
     return run
 
 
-class CallMain(Protocol):
-    """Calls the `main` of train.py or val.py in this process; returns the exit code and what was printed."""
-
-    def __call__(self, script: str, *flags: str) -> tuple[int, str]: ...
-
-
 @pytest.fixture
 def call_main(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[CallMain]:
-    """Instead of training, all images are loaded once."""
+    """Return a function that calls the `main` of train.py or val.py, with flags, in this process.
+
+    It returns the exit code and what was printed. Instead of training, all images are loaded once.
+    """
     import train
     import val
 
     cache = tmp_path_factory.mktemp("cache")
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-
     made: list[val.Evaluator] = []
 
     def evaluator(*given: Any, **named: Any) -> val.Evaluator:
@@ -218,15 +205,12 @@ def call_main(
         signal.signal(number, handler)
 
 
-class OnProcesses(Protocol):
-    """Calls a function of a test file on `count` connected processes; returns what each returned, by rank."""
-
-    def __call__(self, count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]: ...
-
-
 @pytest.fixture
 def on_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnProcesses:
-    """Each process has one thread. The function must return tensors and plain values."""
+    """Return a function that calls a function of a test file on `count` connected processes, of one thread each.
+
+    It returns what each returned, by rank: tensors and plain values.
+    """
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def run(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

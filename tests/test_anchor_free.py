@@ -24,8 +24,7 @@ from models.tasks.predictions import DetectionPrediction
 from models.weights import read_weights
 from models.yolo import YoloModel, build_model
 from tests.conftest import CallMain, RunScript
-from tests.curves import ANCHOR_FREE, refused, rows, same_bytes_when_killed, same_curve
-from tests.machines import ACCELERATE, CONFIGS
+from tests.curves import ANCHOR_FREE, refused, rows, same_bytes_when_killed
 from tests.making import noise, tiny_anchor_free, write_image, write_yaml
 from utils.checkpoint.weight_files import serialised, weights_content
 
@@ -51,33 +50,12 @@ def train(run_script: RunScript, drawn: Path, recipe: Path, tmp_path_factory: py
     return run
 
 
-@pytest.fixture(scope="module")
-def alone(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of one process."""
-    printed = train(project := tmp_path_factory.mktemp("alone"))
-    assert "AutoAnchor" not in printed
-    return project / "exp"
-
-
 # One curve
 
 
 def test_the_same_bytes_on_one_and_two_processes(train: Train, run_script: RunScript, tmp_path: Path) -> None:
     same_bytes_when_killed(train, run_script, tmp_path)
     assert list(rows(tmp_path / "straight")[0]) == ["epoch", *ANCHOR_FREE, "x/lr0", "x/lr1", "x/lr2"]
-
-
-@pytest.mark.long
-def test_two_processes(train: Train, alone: Path, tmp_path: Path) -> None:
-    train(tmp_path, "--sync-bn", "--processes", "2")
-    same_curve(tmp_path / "exp", alone)
-
-
-@pytest.mark.long
-def test_under_zero(train: Train, alone: Path, tmp_path: Path) -> None:
-    launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "deepspeed_zero2.yaml"))
-    train(tmp_path, "--sync-bn", launcher=launcher, DS_ACCELERATOR="cpu")
-    same_curve(tmp_path / "exp", alone)
 
 
 @pytest.mark.long

@@ -52,12 +52,6 @@ def test_killed_and_resumed_on_two_processes(train: Train, run_script: RunScript
     identical(tmp_path / "exp", alone)
 
 
-@pytest.mark.long
-def test_four_processes(train: Train, alone: Path, tmp_path: Path) -> None:
-    train(tmp_path, "--augmentations", EXAMPLE, "--workers", "2", "--processes", "4")
-    identical(tmp_path / "exp", alone)
-
-
 def test_a_resumed_run_keeps_its_augmentations(call_main: CallMain, alone: Path) -> None:
     """Another file is refused."""
     with untouched(alone):
@@ -77,14 +71,3 @@ def test_an_augmentation_that_fails(train: Train, tmp_path: Path) -> None:
     assert sentence.startswith(f"{file}, line 2: AssertionError: AssertionError, in the augmentation 'fail' of ")
     assert sentence.endswith(".jpg; fix it there")
     assert "Traceback" not in printed
-
-
-def test_a_file_that_does_not_load_writes_nothing(call_main: CallMain, small_data: Path, tmp_path: Path) -> None:
-    file = tmp_path / "own_wrong.py"
-    file.write_text("AUGMENTATIONS = []\n")
-    what = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--imgsz", "64", "--workers", "0")
-    where = ("--device", "cpu", "--project", str(tmp_path / "runs"))
-    code, printed = call_main("train.py", *what, *where, "--augmentations", str(file))
-    assert code == 1
-    refused(printed, f"{file} has no list AUGMENTATIONS")
-    assert not (tmp_path / "runs").exists()

@@ -66,13 +66,12 @@ def test_bf16_stays_near(name: str, single: Path, fine_tune: Callable[..., str],
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3_offload"])
-def test_it_ends_in_order_twenty_times(name: str, run_script: RunScript, drawn: Path, tmp_path: Path) -> None:
+def test_it_ends_in_order_twenty_times(run_script: RunScript, drawn: Path, tmp_path: Path) -> None:
     """The exit code is 0 each time; without an orderly shutdown some runs would abort."""
     flags = ("--data", str(drawn), "--weights", "", "--cfg", "yolov5n.yaml", "--imgsz", "64", "--epochs", "1")
     how = ("--batch-size", "8", "--workers", "0", "--noplots", "--device", "cpu", "--project", str(tmp_path))
     for _ in range(20):
-        run_script("train.py", *flags, *how, launcher=by(name), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
+        run_script("train.py", *flags, *how, launcher=by("zero2"), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
 
 
 @pytest.mark.long

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import socket
-import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,13 +23,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from models.tasks.detect import DetectionTask
 from models.tasks.metrics import DetectionMetrics
-from tests.conftest import VAL, OnProcesses, RunScript, free_port
+from tests.conftest import OnProcesses, RunScript, free_port
 from tests.curves import LOSSES, SCORES, floats, refused, rows, same_curve
 from tests.machines import ACCELERATE, CONFIGS, TORCHRUN, by_hand, ip, on_machine
 from tests.wandb_files import one_run
 from tests.whole_runs import Parts, within
 from utils.distributed.ranks import ranks
-from utils.summary import Summary
 from utils.training.steps import OptimizerSteps
 
 SHARP = {"nbs": 16, "warmup_epochs": 0.0, "weight_decay": 0.01}
@@ -109,26 +107,6 @@ def test_statistics_are_averaged_without_sync_bn(
     overall = next(line.split() for line in printed.splitlines() if line.split()[:1] == ["all"])
     last = rows(tmp_path / "exp")[-1]
     assert overall[5:] == [f"{last[name]:.4f}" for name in SCORES]
-
-
-@pytest.mark.long
-def test_validation_by_accelerate(run_script: RunScript, drawn: Path, learned: Path, tmp_path: Path) -> None:
-    """The same table, to the last digit, on one process and on two; every image's detections written once."""
-    flags = ("--data", str(drawn), "--weights", str(learned), "--imgsz", "96")
-    how = ("--batch-size", "4", "--workers", "0", "--device", "cpu", "--save-txt", "--verbose", "--project")
-    tables, texts = [], []
-    for name, launcher in (
-        ("one", (sys.executable,)),
-        ("two", (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"))),
-    ):
-        given = (*flags, *how, str(tmp_path), "--name", name)
-        printed = run_script("val.py", *given, launcher=launcher, OMP_NUM_THREADS="1")
-        tables.append([line for line in printed.splitlines() if line.startswith(" ") and "process" not in line])
-        texts.append({file.name: file.read_text() for file in (tmp_path / name / "labels").iterdir()})
-    assert len(tables[0]) > 2
-    assert tables[0] == tables[1]
-    assert len(texts[0]) == VAL
-    assert texts[0] == texts[1]
 
 
 # Inside a run: the functions below are called on each process
@@ -274,33 +252,6 @@ def waiting_forbidden() -> Iterator[None]:
 def test_the_loop_does_not_synchronise_a_gpu(flags: list[str]) -> None:
     flags = [*flags, "--device", "0", "--noplots"]
     assert within(flags, lambda parts: parts.take_steps(first_six_batches(parts, waiting_forbidden()))) == 3
-
-
-def validated(flags: Sequence[str]) -> tuple[list[int], int, dict[str, float], dict[str, float]]:
-    """Return the images that this process validated, how many it ran through the model, and the metrics and losses."""
-    images: list[int] = []
-    forwarded: list[int] = []
-
-    def work(parts: Parts) -> Summary:
-        model = parts.steps.ema.model
-        model.register_forward_hook(lambda model, inputs, outputs: forwarded.append(len(inputs[0])))
-        parts.evaluate.keepers.append(lambda batch, predictions: images.extend(info.image for info in batch.infos))
-        return parts.evaluate([model])
-
-    summary = within(flags, work)
-    return images, sum(forwarded), summary.metrics, summary.losses
-
-
-@pytest.mark.long
-def test_every_image_is_validated_once(on_processes: OnProcesses, flags: list[str]) -> None:
-    """31 images in batches of 8 are four batches, and each goes to one process as a whole."""
-    flags = [*flags, "--batch-size", "4"]
-    ((images, forwarded, metrics, losses),) = on_processes(1, validated, flags)
-    assert (sorted(images), forwarded) == (list(range(VAL)), VAL)
-    results = on_processes(4, validated, flags)
-    assert sorted(image for images, *_ in results for image in images) == list(range(VAL))
-    assert sorted(part for _, part, *_ in results) == [7, 8, 8, 8]
-    assert all(result[2:] == (metrics, losses) for result in results)
 
 
 # One sentence if it cannot work

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from models.tasks.detect import DecodedDetector
 from models.weights import Origin, Weights, read_weights
 from models.yolo import build_model
 from tests.conftest import RunScript, not_here
-from tests.making import noise, tiny_detector, write_image, write_yaml
+from tests.making import noise, tiny_detector, write_image
 from utils.checkpoint.weight_files import serialised, weights_content
 from utils.config.flags import REFUSED, ExportOptions
 from utils.distributed.failure import run_main
@@ -55,17 +56,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def exported(weights: Path, run_script: RunScript) -> str:
     """Export all formats beside the weights and return what export.py prints."""
-    flags = (
-        "--include",
-        "onnx",
-        "torchscript",
-        "openvino",
-        "safetensors",
-        "--imgsz",
-        "60",
-        "--dynamic",
-        "--simplify",
-    )
+    formats = ("--include", "onnx", "torchscript", "openvino", "safetensors")
+    flags = (*formats, "--imgsz", "60", "--dynamic", "--simplify")
     return run_script("export.py", "--weights", str(weights), *flags)
 
 
@@ -130,15 +122,14 @@ def test_a_file_with_suppression_keeps_its_own_values(
         assert "--conf-thres 0.25" in line
 
 
-@pytest.mark.parametrize(
-    ("settings", "size"), [({"imgsz": 40}, 40), ({}, 640)], ids=["that of the training", "the task's"]
-)
-def test_the_default_size(settings: dict[str, int], size: int, tmp_path: Path) -> None:
+def test_the_default_size(tmp_path: Path) -> None:
+    """That of the training, or the task's."""
     model = build_model(tiny_detector(), nc=3)
-    best = tmp_path / "best.pt"
-    best.write_bytes(serialised(weights_content(model, model.yaml, {0: "a", 1: "b", 2: "c"}, settings)))
-    (file,) = export.run(weights=best)
-    assert read_exported(Path(file)).metadata.imgsz == (size, size)
+    for settings, size in (({"imgsz": 40}, 40), ({}, 640)):
+        best = tmp_path / "best.pt"
+        best.write_bytes(serialised(weights_content(model, model.yaml, {0: "a", 1: "b", 2: "c"}, settings)))
+        (file,) = export.run(weights=best)
+        assert read_exported(Path(file)).metadata.imgsz == (size, size)
 
 
 def test_class_names_of_a_data_set(weights: Path) -> None:
@@ -158,7 +149,6 @@ def test_export_from_python(weights: Path, tmp_path: Path) -> None:
     best = Path(shutil.copy(weights, tmp_path / "best.pt"))
     files = export.run(weights=best, include=["safetensors", "torchscript"], img=64)
     assert files == [str(tmp_path / "best.safetensors"), str(tmp_path / "best.torchscript")]
-    assert read_exported(Path(files[1])).metadata.imgsz == (64, 64)
     for formats, named in {"engine": "exit code 1", "tflite": "tflite", "onxn": "onxn"}.items():
         with pytest.raises(UserError, match=named):
             export.run(weights=best, imgsz=64, include=formats)
@@ -272,9 +262,8 @@ def test_yolov5_detects_the_same_with_our_onnx_file(weights: Path, exported: str
     flags = ["--weights", file, "--source", str(image), "--imgsz", str(side), "--device", "cpu", "--nosave"]
     flags += ["--save-txt", "--save-conf", "--conf-thres", "0.5", "--project", str(tmp_path)]
     quiet = {"YOLOV5_CONFIG_DIR": str(tmp_path), "YOLO_CONFIG_DIR": str(tmp_path), "YOLO_AUTOINSTALL": "false"}
-    done = subprocess.run(
-        [python, "detect.py", *flags], cwd=folder, env={**os.environ, **quiet}, capture_output=True, text=True
-    )
+    how: dict[str, Any] = {"cwd": folder, "env": {**os.environ, **quiet}, "capture_output": True, "text": True}
+    done = subprocess.run([python, "detect.py", *flags], **how)
     assert done.returncode == 0, done.stderr
     prediction = Predictor(file, imgsz=side, conf_thres=0.5, device="cpu")(image)
     summary = next(line for line in (done.stdout + done.stderr).splitlines() if line.startswith("image 1/1"))
@@ -323,19 +312,3 @@ def test_agreement_on_photos(official: Path, shared: Path) -> None:
             gaps = (outputs - expected).abs()
             assert float((gaps[..., :4] / expected[..., :4].abs().clamp(min=1)).max()) < 1e-4, (name, size)
             assert float(gaps[..., 4:].max()) < 1e-4, (name, size)
-
-
-@pytest.mark.long
-def test_map_of_photos(official: Path, shared: Path, tmp_path: Path, run_script: RunScript) -> None:
-    names = read_yaml(ROOT / "data" / "coco128.yaml")["names"]
-    data = {"path": str(shared / "data" / "coco128"), "train": "images/train", "val": "images/train", "names": names}
-    photos = write_yaml(tmp_path / "photos.yaml", data)
-    scores = {}
-    for name in ("yolov5n.pt", *(name.replace("best", "yolov5n") for name in FILES)):
-        files = ("--data", str(photos), "--weights", str(official.parent / name))
-        printed = run_script(
-            "val.py", *files, "--device", "cpu", "--imgsz", "320", "--project", str(tmp_path), "--quiet"
-        )
-        scores[name] = [float(word) for word in re.findall(r"all +128.*", printed)[0].split()[5:]]
-    for name, score in scores.items():
-        assert score == pytest.approx(scores["yolov5n.pt"], abs=0.001), name

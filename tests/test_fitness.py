@@ -38,18 +38,3 @@ def test_the_best_epoch_of_a_resumed_run(
     assert json.loads(result.read_text())["fitness"] == pytest.approx(max(values), abs=1e-6)
     chosen, of_epoch = (read_weights(folder / "weights" / name).state for name in ("best.pt", f"epoch{best}.pt"))
     assert all(torch.equal(chosen[name], of_epoch[name]) for name in of_epoch)
-
-
-@pytest.mark.parametrize(
-    ("fitness", "message"),
-    [
-        ("recal=1", "--fitness 'recal=1': give finite weights"),
-        ("recall=high", "--fitness 'recall=high': give finite weights"),
-    ],
-)
-def test_one_sentence(fitness: str, message: str, small_data: Path, call_main: CallMain, tmp_path: Path) -> None:
-    what = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--imgsz", "64", "--device", "cpu")
-    code, printed = call_main("train.py", *what, "--project", str(tmp_path), "--fitness", fitness)
-    assert code in (1, 2)
-    refused(printed, message)
-    assert not (tmp_path / "exp").exists()

@@ -85,10 +85,8 @@ def test_label_files(content: bytes) -> None:
     assert labels.rows.shape[1:] == (5,)
     assert np.isfinite(labels.rows).all()
     classes, centres, sides = labels.rows[:, 0], labels.rows[:, 1:3], labels.rows[:, 3:]
-    assert (classes >= 0).all()
-    assert (classes == classes.round()).all()
-    assert (centres >= -2 * COORDINATE_TOLERANCE).all()
-    assert (centres <= 1 + 2 * COORDINATE_TOLERANCE).all()
+    assert ((classes >= 0) & (classes == classes.round())).all()
+    assert (abs(centres - 0.5) <= 0.5 + 2 * COORDINATE_TOLERANCE).all()
     assert (sides >= 0).all()
     assert all("a.txt" in problem and problem.count("\n") == 0 for problem in labels.problems)
 
@@ -101,21 +99,19 @@ entries = st.one_of(
     st.sampled_from(["images", "list.txt", "none", "bad.txt"]), words.filter(lambda word: "/" not in word)
 )
 names = st.one_of(st.lists(scalars, max_size=3), st.dictionaries(st.integers(0, 3), scalars, max_size=3), anything)
+parts = {
+    "path": entries,
+    "train": st.one_of(entries, st.lists(entries)),
+    "names": names,
+    "nc": anything,
+    "split": scalars,
+    "split_seed": scalars,
+    "defaults": st.one_of(anything, st.dictionaries(st.sampled_from(suggested), scalars, max_size=3)),
+}
 data_sets = st.one_of(
     anything,
     st.text(),
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "path": entries,
-            "train": st.one_of(entries, st.lists(entries)),
-            "names": names,
-            "nc": anything,
-            "split": scalars,
-            "split_seed": scalars,
-            "defaults": st.one_of(anything, st.dictionaries(st.sampled_from(suggested), scalars, max_size=3)),
-        },
-    ),
+    st.fixed_dictionaries({}, optional=parts),
     st.dictionaries(data_keys, scalars.filter(lambda value: not isinstance(value, int) and value not in ("/", ".."))),
 )
 
@@ -146,14 +142,11 @@ def test_data_sets(content: Any, listed: str) -> None:
 RECIPES = [entry.load().recipe for entry in TASKS.values()]
 
 
+recipes = [st.dictionaries(st.sampled_from(list(kind.__dataclass_fields__)), scalars) for kind in RECIPES]
+
+
 @many
-@given(
-    st.one_of(
-        anything,
-        st.text(),
-        *(st.dictionaries(st.sampled_from(list(kind.__dataclass_fields__)), scalars) for kind in RECIPES),
-    )
-)
+@given(st.one_of(anything, st.text(), *recipes))
 def test_hyperparameters(content: Any) -> None:
     for kind in RECIPES:
         with tempfile.TemporaryDirectory() as name:
@@ -185,14 +178,8 @@ arguments = st.one_of(st.lists(st.one_of(small, st.lists(small, max_size=3)), ma
 origins = st.one_of(st.integers(-4, 7), st.lists(st.integers(-4, 7), max_size=3), anything)
 rows = st.one_of(st.tuples(origins, small, modules, arguments).map(list), anything)
 places = st.tuples(st.sampled_from(["backbone", "head"]), st.integers(0, 3))
-keys = st.dictionaries(
-    st.one_of(
-        st.sampled_from(["task", "nc", "anchors", "depth_multiple", "width_multiple", "activation", "ch", "head"]),
-        words,
-    ),
-    st.one_of(small, anything),
-    max_size=2,
-)
+model_keys = ["task", "nc", "anchors", "depth_multiple", "width_multiple", "activation", "ch", "head"]
+keys = st.dictionaries(st.one_of(st.sampled_from(model_keys), words), st.one_of(small, anything), max_size=2)
 
 
 @few
@@ -215,18 +202,16 @@ def test_models(changed: dict[tuple[str, int], Any], more: dict[Any, Any]) -> No
 @given(anything)
 def test_models_of_anything(content: Any) -> None:
     with tempfile.TemporaryDirectory() as name:
-        file = write(Path(name), content)
-        sentence_or(lambda: build_model(file))
+        sentence_or(lambda: build_model(write(Path(name), content)))
+
+
+options = st.one_of(anything, st.dictionaries(st.sampled_from(["dropout", "width_per_group"]), scalars))
+architectures = st.one_of(st.sampled_from(["resnet18", "squeezenet1_1"]), anything)
 
 
 @few
 @given(
-    st.fixed_dictionaries(
-        {"architecture": st.one_of(st.sampled_from(["resnet18", "squeezenet1_1"]), anything)},
-        optional={
-            "args": st.one_of(anything, st.dictionaries(st.sampled_from(["dropout", "width_per_group"]), scalars))
-        },
-    ),
+    st.fixed_dictionaries({"architecture": architectures}, optional={"args": options}),
     st.dictionaries(words, anything, max_size=1),
 )
 def test_classifiers(content: Any, more: dict[str, Any]) -> None:

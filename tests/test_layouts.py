@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from data.dataset import DataOptions, DataSet, data_source
-from tests.conftest import CallMain, RunScript
+from tests.conftest import CallMain
+from tests.curves import untouched
 from tests.layouts import (
     BOX_LAYOUTS,
     CLASS_LAYOUTS,
     COUNTS,
     NAMES,
     Layout,
+    class_folders,
     coco_flat,
     drawn,
     roboflow_voc,
@@ -59,46 +61,19 @@ def test_classes_are_the_same_from_every_layout(layout: Layout, tmp_path: Path) 
     data = opened(layout(tmp_path / "my set"), "classify")
     assert data.names == dict(enumerate(NAMES))  # type: ignore[attr-defined]
     counts = [len(data.split(name).images) for name in ("train", "val")]
-    assert counts == (
-        [COUNTS["train"], COUNTS["val"]] if CLASS_LAYOUTS[layout] else [17, 3]
-    )  # one of six or seven per class
+    held_out = [17, 3]  # one of six or seven per class
+    assert counts == ([COUNTS["train"], COUNTS["val"]] if CLASS_LAYOUTS[layout] else held_out)
     for name in ("train", "val"):
         split = data.split(name)
         assert [path.parent.name for path in split.images] == [NAMES[k] for k in split.instances().classes]
 
 
-def trained(run_script: RunScript, layout: Layout, folder: Path, cfg: str) -> None:
-    data = layout(folder / "set")
-    before = sorted(folder.rglob("*"))
-    runs = folder.parent / "runs"
-    printed = run_script("train.py", "--data", str(data), "--cfg", cfg, *SHORT, "--project", str(runs))
-    assert (runs / "exp/weights/last.pt").is_file(), printed
-    assert len((runs / "exp/results.csv").read_text().splitlines()) == 2
-    assert sorted(folder.rglob("*")) == before  # nothing is written into the data set
-
-
-@pytest.mark.parametrize("layout", [roboflow_voc, coco_flat], ids=lambda layout: layout.__name__)
-def test_a_training(call_main: CallMain, layout: Layout, tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    data = layout(folder / "set")
-    before = sorted(folder.rglob("*"))
-    flags = ("--data", str(data), "--cfg", "yolov5n.yaml", *SHORT, "--project", str(tmp_path / "runs"))
-    code, printed = call_main("train.py", *flags)
-    assert code == 0, printed
-    assert sorted(folder.rglob("*")) == before  # nothing is written into the data set
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
-    "layout",
-    [each for each in BOX_LAYOUTS if each not in (roboflow_voc, coco_flat)],
-    ids=lambda layout: layout.__name__,
+    ("layout", "cfg"),
+    [(coco_flat, "yolov5n.yaml"), (roboflow_voc, "yolov5n.yaml"), (class_folders, "yolov5n-cls.yaml")],
 )
-def test_a_training_on_every_other_layout(run_script: RunScript, layout: Layout, tmp_path: Path) -> None:
-    trained(run_script, layout, tmp_path / "data", "yolov5n.yaml")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("layout", CLASS_LAYOUTS, ids=lambda layout: layout.__name__)
-def test_a_training_of_a_classifier(run_script: RunScript, layout: Layout, tmp_path: Path) -> None:
-    trained(run_script, layout, tmp_path / "data", "yolov5n-cls.yaml")
+def test_a_training(call_main: CallMain, layout: Layout, cfg: str, tmp_path: Path) -> None:
+    data = layout(tmp_path / "data" / "set")
+    with untouched(tmp_path / "data"):
+        code, printed = call_main("train.py", "--data", str(data), "--cfg", cfg, *SHORT, "--project", str(tmp_path))
+    assert code == 0, printed

@@ -60,34 +60,15 @@ def test_a_frozen_part(fine_tune: Callable[..., str], learned: Path, tmp_path: P
     assert 13 not in layers
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--freeze", "backbon"), "--freeze 'backbon' matches no layer or parameter of the model"),
-        (("--hyp.lr_factor", "{neck: 1}"), "lr_factor: 'neck' matches no layer or parameter of the model"),
-        (("--hyp.lr_factor", "0.1"), "--hyp.lr_factor must be"),
-    ],
-)
-def test_one_sentence(
-    flags: tuple[str, ...], message: str, small_data: Path, call_main: CallMain, tmp_path: Path
-) -> None:
-    what = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--imgsz", "64", "--device", "cpu")
-    code, printed = call_main("train.py", *what, "--project", str(tmp_path), *flags)
-    assert code in (1, 2)
-    refused(printed, message)
-    assert not (tmp_path / "exp").exists()
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["zero2", "zero3"])
 def test_factors_of_a_run_that_leaves_zero(
-    name: str, fine_tune: Callable[..., str], run_script: RunScript, learned: Path, tmp_path: Path
+    fine_tune: Callable[..., str], run_script: RunScript, learned: Path, tmp_path: Path
 ) -> None:
     """The groups of both are the same: a state that ZeRO has saved is continued by one process without it."""
     flags = ("--hyp.lr_factor", "{backbone: 0, '*.bias': 2}", "--sync-bn", "--save-steps", "1")
     fine_tune(tmp_path, *flags)
     fault = planted("SIGKILL", "optimizer step", 4)
-    fine_tune(tmp_path, *flags, launcher=by(name), fails=True, DS_ACCELERATOR="cpu", **fault)
+    fine_tune(tmp_path, *flags, launcher=by("zero2"), fails=True, DS_ACCELERATOR="cpu", **fault)
     run_script("train.py", "--resume", str(tmp_path / "exp2"), OMP_NUM_THREADS="1")
     same_curve(tmp_path / "exp2", tmp_path / "exp")
     assert list(rows(tmp_path / "exp2")[0]) == list(rows(tmp_path / "exp")[0])

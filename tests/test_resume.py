@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,6 @@ from utils.checkpoint.state_files import StateFiles
 from utils.files import lock_folder
 
 HERE = ("--processes", "2")
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-UNDISTURBED = {1: "undisturbed", 2: "undisturbed_on_two"}  # the fixture of an undisturbed run, by processes
 Train = Callable[..., str]
 
 
@@ -77,111 +75,35 @@ def undisturbed_on_two(train: Train, tmp_path_factory: pytest.TempPathFactory) -
 # Killed
 
 
-@pytest.mark.parametrize(
-    "points",
-    [
-        pytest.param((("flush to disk", 3),), id="twice"),
-        pytest.param(
-            (("validation batch", 1), ("file replacement", 1), ("flush to disk", 3)),
-            id="four times",
-            marks=pytest.mark.long,
-        ),
-    ],
-)
-def test_killed_in_an_epoch_and_later(
-    points: Sequence[tuple[str, int]], train: Train, resume: Train, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_killed_in_an_epoch_and_later(train: Train, resume: Train, undisturbed: Path, tmp_path: Path) -> None:
     """One kill after another; files that were half written are removed."""
     train(tmp_path, "--save-steps", "1", **planted("SIGKILL", "optimizer step", 3), code=-signal.SIGKILL)
-    for point, number in points:
-        resume(tmp_path, **planted("SIGKILL", point, number), code=-signal.SIGKILL)
+    resume(tmp_path, **planted("SIGKILL", "flush to disk", 3), code=-signal.SIGKILL)
     assert list(tmp_path.rglob("*.part"))
     assert "resuming " in resume(tmp_path)
     identical(tmp_path / "exp", undisturbed)
     assert not list(tmp_path.rglob("*.part"))
 
 
-@pytest.mark.parametrize(
-    "points",
-    [
-        pytest.param((("optimizer step", 6, 1),), id="in an epoch", marks=pytest.mark.long),
-        pytest.param(
-            (("optimizer step", 3, 1), ("validation batch", 1, 0), ("file replacement", 1, 0), ("flush to disk", 3, 0)),
-            id="four times",
-            marks=pytest.mark.long,
-        ),
-    ],
-)
-def test_one_of_two_processes_is_killed(
-    points: Sequence[tuple[str, int, int]], train: Train, resume: Train, undisturbed_on_two: Path, tmp_path: Path
-) -> None:
-    """Both end, and the resumed run starts from the last state."""
-    (point, number, rank), *others = points
-    printed = train(tmp_path, *HERE, "--save-steps", "1", **planted("SIGKILL", point, number, rank), code=1)
+@pytest.mark.long
+def test_one_of_two_processes_is_killed(train: Train, resume: Train, undisturbed_on_two: Path, tmp_path: Path) -> None:
+    """Four times. Both end, and the resumed run starts from the last state."""
+    printed = train(tmp_path, *HERE, "--save-steps", "1", **planted("SIGKILL", "optimizer step", 3, rank=1), code=1)
     assert "was killed by SIGKILL" in printed
-    for point, number, rank in others:
-        resume(tmp_path, **planted("SIGKILL", point, number, rank), code=1)
+    for point, number in (("validation batch", 1), ("file replacement", 1), ("flush to disk", 3)):
+        resume(tmp_path, **planted("SIGKILL", point, number, rank=0), code=1)
     assert "resuming " in resume(tmp_path)
     identical(tmp_path / "exp", undisturbed_on_two)
 
 
-def killed_and_resumed(train: Train, resume: Train, project: Path, *flags: str) -> None:
-    """Check that a run of several processes, one of them killed after its sixth step, ends like an undisturbed one."""
-    train(project / "undisturbed", *flags)
-    printed = train(project, *flags, "--save-steps", "1", **planted("SIGKILL", "optimizer step", 6, rank=1), code=1)
-    assert "was killed by SIGKILL" in printed
-    printed = resume(project)
-    assert "resuming " in printed
-    assert "warning" not in printed
-    identical(project / "exp", project / "undisturbed" / "exp")
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("processes", "more"),
-    [
-        pytest.param("3", (), id="3"),
-        pytest.param("3", ("--sync-bn",), id="3-sync-bn"),
-        pytest.param("3", ("--freeze", "10"), id="3-freeze"),
-        pytest.param("4", (), id="4"),
-        pytest.param("4", ("--sync-bn",), id="4-sync-bn"),
-    ],
-)
-def test_more_than_two_processes(
-    processes: str, more: Sequence[str], train: Train, resume: Train, tmp_path: Path
-) -> None:
-    """An image per process, and two or three batches per optimizer step. utils/training/test_optimizer_steps.py has a
-    faster test of the same.
-    """
-    killed_and_resumed(train, resume, tmp_path, "--processes", processes, "--batch-size", processes, *more)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("processes", [1, 2])
-def test_killed_at_twenty_random_moments(
-    processes: int, flags: tuple[str, ...], train: Train, resume: Train, tmp_path: Path
-) -> None:
-    """Each run is killed after random times until it finishes; then the next one starts. No process is left behind."""
-    more = ("--epochs", "8", "--save-steps", "1", *(HERE if processes > 1 else ()))
-    train(tmp_path / "undisturbed", *more)
-    moments, kills, runs = random.Random(processes), 0, 0
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_TEST": str(tmp_path)}
-    while kills < 20:
-        project, runs = tmp_path / f"killed{runs}", runs + 1
-        command = [sys.executable, "train.py", *flags, *more, "--project", str(project), "--resume", "auto"]
-        while True:
-            run = subprocess.Popen(command, cwd=ROOT, env=environment)
-            try:
-                run.wait(timeout=moments.uniform(3, 16))
-            except subprocess.TimeoutExpired:
-                run.kill()
-                kills += 1
-                run.wait()
-            else:
-                assert run.returncode == 0
-                break
-        identical(project / "exp", tmp_path / "undisturbed" / "exp")
-    assert left_behind(f"LOCKSTEP_TEST={tmp_path}") == []
+def test_more_than_two_processes(train: Train, resume: Train, tmp_path: Path) -> None:
+    """An image per process, and three batches per optimizer step; utils/training/test_optimizer_steps.py is faster."""
+    flags = ("--processes", "3", "--batch-size", "3", "--sync-bn")
+    train(tmp_path / "undisturbed", *flags)
+    train(tmp_path, *flags, "--save-steps", "1", **planted("SIGKILL", "optimizer step", 6, rank=1), code=1)
+    assert "warning" not in resume(tmp_path)
+    identical(tmp_path / "exp", tmp_path / "undisturbed" / "exp")
 
 
 @pytest.mark.long
@@ -195,18 +117,13 @@ def test_a_launcher_starts_it_again(train: Train, undisturbed_on_two: Path, tmp_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("damage", ["cut", "flip"])
-def test_a_damaged_state(damage: str, train: Train, resume: Train, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_damaged_state(train: Train, resume: Train, undisturbed: Path, tmp_path: Path) -> None:
     """The previous state is read instead, and the end is the same."""
     train(tmp_path, **planted("SIGKILL", "optimizer step", 10), code=-signal.SIGKILL)
     newest = StateFiles(tmp_path / "exp" / "checkpoint").files()[0]
     content = newest.read_bytes()
-    newest.write_bytes(
-        content[: len(content) // 2] + (b"" if damage == "cut" else b"?" + content[len(content) // 2 + 1 :])
-    )
-    printed = resume(tmp_path)
-    assert printed.count(f"warning: {newest} is damaged") == 1
-    assert "resuming " in printed
+    newest.write_bytes(content[: len(content) // 2] + b"?" + content[len(content) // 2 + 1 :])
+    assert resume(tmp_path).count(f"warning: {newest}") == 1
     identical(tmp_path / "exp", undisturbed)
 
 
@@ -224,7 +141,8 @@ def test_a_damaged_state(damage: str, train: Train, resume: Train, undisturbed: 
 )
 def test_asked_to_end(word: str, code: int, train: Train, resume: Train, undisturbed: Path, tmp_path: Path) -> None:
     printed = train(tmp_path, **planted(word, "loss"), code=code)
-    assert f"stopped by {word} in epoch 1, after batch 2; everything is saved: continue with --resume" in printed
+    assert f"stopped by {word} in epoch 1, after batch 2; " in printed
+    assert "--resume" in printed
     assert not (tmp_path / "exp" / "results.csv").exists()
     resume(tmp_path)
     identical(tmp_path / "exp", undisturbed)
@@ -236,7 +154,7 @@ def test_asked_to_end_in_validation_on_two(
 ) -> None:
     """One process gets the signal during the validation; no training step is repeated."""
     printed = train(tmp_path, *HERE, **planted("SIGTERM", "validation batch", rank=0), code=143)
-    assert "stopped by SIGTERM in epoch 1, after batch 7; everything is saved" in printed
+    assert "stopped by SIGTERM in epoch 1, after batch 7; " in printed
     resume(tmp_path)
     identical(tmp_path / "exp", undisturbed_on_two)
 
@@ -271,10 +189,9 @@ def test_two_machines_without_a_shared_disk(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stage", [pytest.param("1", marks=pytest.mark.long), "3"])
-def test_under_another_stage_of_zero(stage: str, train: Train, undisturbed: Path, tmp_path: Path) -> None:
+def test_under_another_stage_of_zero(train: Train, undisturbed: Path, tmp_path: Path) -> None:
     """A run under ZeRO-2 is resumed under another stage, and then by one process without DeepSpeed."""
-    for config, number, rank in (("2", 2, 1), (stage, 6, 0)):
+    for config, number, rank in (("2", 2, 1), ("3", 6, 0)):
         launcher = (*ACCELERATE, "--config_file", str(CONFIGS / f"deepspeed_zero{config}.yaml"))
         fault = planted("SIGTERM", "loss", number, rank)
         printed = train(tmp_path, "--sync-bn", "--resume", "auto", launcher=launcher, fails=True, **fault)
@@ -287,7 +204,7 @@ def test_under_another_stage_of_zero(stage: str, train: Train, undisturbed: Path
 def test_the_time_limit(train: Train, undisturbed: Path, tmp_path: Path) -> None:
     """It is reached at the first step: the run is saved and validated, with exit code 0."""
     printed = train(tmp_path, "--time-limit", "0.0001")
-    assert "stopped by the time limit of 0.0001 hours in epoch 1, after batch 2; everything is saved" in printed
+    assert "stopped by the time limit of 0.0001 hours in epoch 1, after batch 2; " in printed
     assert "mAP50-95" in printed
     assert (tmp_path / "exp" / "weights" / "last.pt").is_file()
     train(tmp_path, "--resume", "auto")
@@ -308,11 +225,10 @@ def test_a_finished_run(call_main: CallMain, flags: tuple[str, ...], undisturbed
     (state,) = StateFiles(tmp_path / "exp" / "checkpoint").files()
     assert state.stat().st_size < 100_000
     with untouched(tmp_path):
-        message = f"{tmp_path / 'exp'} is finished: nothing to resume"
-        assert message in resume("auto")
-        assert message in resume(str(tmp_path / "exp" / "weights" / "best.pt"))
+        for run in ("auto", str(tmp_path / "exp" / "weights" / "best.pt")):
+            assert f"{tmp_path / 'exp'} is finished" in resume(run)
         refused(resume("--batch-size", "8"), "--batch-size is 8")
-        refused(resume("--epochs", "5"), "--epochs 5 cannot continue it; start a new run from")
+        refused(resume("--epochs", "5"), "--epochs 5")
 
 
 def test_other_classes_photos_and_labels_are_refused(
@@ -335,25 +251,21 @@ def test_other_classes_photos_and_labels_are_refused(
                 file.write_bytes(content + b"0 0.5 0.5 0.5 0.5\n")
                 code, printed = resume()
                 assert code == 1
-                refused(printed, f"what the run began with has changed: the {what} of `{split}:`")
+                refused(printed, f"the {what} of `{split}:`")
                 file.write_bytes(content)
         content = data.read_bytes()
         data.write_text(content.decode().replace("0: disc", "0: disk").replace("- disc", "- disk"))
-        refused(resume()[1], "what the run began with has changed: the classes")
+        refused(resume()[1], "the classes")
         data.write_bytes(content)
     assert resume()[0] == 0
 
 
 def test_nothing_to_resume(call_main: CallMain, tmp_path: Path) -> None:
     project = tmp_path / "runs"
-    messages = {
-        (): f"there is no run to resume in {project}",
-        (str(project / "no"),): "neither it nor its parent folders are a run folder",
-    }
-    for more, message in messages.items():
+    for more, named in {(): str(project), (str(project / "no"),): str(project / "no")}.items():
         code, printed = call_main("train.py", "--project", str(project), "--resume", *more)
         assert code == 1
-        refused(printed, message)
+        refused(printed, named)
     assert not project.exists()
 
 
@@ -385,7 +297,7 @@ def test_a_folder_that_a_live_run_is_writing(call_main: CallMain, flags: tuple[s
     finally:
         lock.release()
     assert code == 1
-    refused(printed, f"another run is writing into {tmp_path / 'exp'}")
+    refused(printed, str(tmp_path / "exp"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason=f"{NOT_HERE}a folder in which root can make no files")
@@ -396,6 +308,27 @@ def test_a_folder_that_cannot_be_written(call_main: CallMain, flags: tuple[str, 
 
 
 # Nothing outlives its run
+
+
+@contextmanager
+def running(tmp_path: Path, command: Sequence[str], **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a run within the `with` block; check that no process of it is left behind."""
+    mark = f"LOCKSTEP_TEST={tmp_path}"
+    run = subprocess.Popen(
+        ["env", mark, *command],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield run
+    finally:
+        left = left_behind(mark)
+        for process in left:
+            process.kill()
+    assert not left
 
 
 @pytest.mark.parametrize(
@@ -410,25 +343,13 @@ def test_the_main_process_is_killed(launcher: Sequence[str], flags: tuple[str, .
     """It is killed by SIGKILL, so it cannot notify the others."""
     more = [word for word in HERE if word in launcher]
     command = [*(word for word in launcher if word not in HERE), "train.py", *flags, "--project", str(tmp_path), *more]
-    mark = f"LOCKSTEP_TEST={tmp_path}"
-    run = subprocess.Popen(
-        ["env", mark, "OMP_NUM_THREADS=1", *command, "--epochs", "500", "--workers", "2"],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
+    with running(tmp_path, [*command, "--epochs", "500", "--workers", "2", "--quiet"]) as run:
         while not (tmp_path / "exp" / "results.csv").exists():
             assert run.poll() is None
             time.sleep(0.1)
-        assert len(left_behind(mark, patience=0)) > 2  # loader processes
+        assert len(left_behind(f"LOCKSTEP_TEST={tmp_path}", patience=0)) > 2  # loader processes
         run.kill()
         run.wait()
-    finally:
-        left = left_behind(mark)
-        for process in left:
-            process.kill()
-    assert not left
 
 
 @pytest.mark.long
@@ -436,16 +357,7 @@ def test_the_main_process_is_killed(launcher: Sequence[str], flags: tuple[str, .
 def test_ctrl_c_twice(processes: Sequence[str], flags: tuple[str, ...], tmp_path: Path) -> None:
     """The second one does not wait for the end of the step, which here never ends."""
     command = [sys.executable, "train.py", *flags, "--project", str(tmp_path), *processes, "--save-steps", "1"]
-    mark = f"LOCKSTEP_TEST={tmp_path}"
-    run = subprocess.Popen(
-        ["env", mark, *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **planted("stall", "loss", 6, rank=0)},
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    with running(tmp_path, command, **planted("stall", "loss", 6, rank=0)) as run:
         while not StateFiles(tmp_path / "exp" / "checkpoint").files():  # the first step is over
             assert run.poll() is None
             time.sleep(0.1)
@@ -455,10 +367,5 @@ def test_ctrl_c_twice(processes: Sequence[str], flags: tuple[str, ...], tmp_path
         assert run.poll() is None
         run.send_signal(signal.SIGINT)
         _, printed = run.communicate(timeout=60)
-    finally:
-        left = left_behind(mark)
-        for process in left:
-            process.kill()
     assert run.returncode == 130
     assert printed.endswith("interrupted\n")
-    assert not left

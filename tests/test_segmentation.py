@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ from models.tasks.masks import SegmentationPrediction
 from models.tasks.segment import SegmentationTask
 from tests import wandb_files
 from tests.conftest import ROOT, RunScript
-from tests.curves import SEGMENTED, rows, same_bytes_when_killed, same_curve
-from tests.machines import ACCELERATE, CONFIGS, on_machine
+from tests.curves import SEGMENTED, rows, same_curve
 from tests.making import noise, write_image
 from tests.models.tasks.mask_batches import tiny_segmenter
 from utils.checkpoint.weight_files import serialised, weights_content
@@ -77,28 +75,6 @@ def test_the_run_folder(alone: Path) -> None:
 def test_two_processes(train: Train, alone: Path, tmp_path: Path) -> None:
     train(tmp_path, "--sync-bn", "--processes", "2")
     same_curve(tmp_path / "exp", alone)
-
-
-@pytest.mark.long
-def test_two_machines(hosts: tuple[str, str], train: Train, alone: Path, tmp_path: Path) -> None:
-    def machine(rank: int) -> str:
-        return train(tmp_path / str(rank), "--sync-bn", launcher=on_machine(hosts[rank], rank))
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(machine, (0, 1)))
-    same_curve(tmp_path / "0" / "exp", alone)
-
-
-@pytest.mark.long  # tests/test_deepspeed.py runs the stage each time
-def test_under_zero(train: Train, alone: Path, tmp_path: Path) -> None:
-    launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "deepspeed_zero2.yaml"))
-    train(tmp_path, "--sync-bn", launcher=launcher, DS_ACCELERATOR="cpu")
-    same_curve(tmp_path / "exp", alone)
-
-
-@pytest.mark.long
-def test_killed_and_resumed(train: Train, run_script: RunScript, tmp_path: Path) -> None:
-    same_bytes_when_killed(train, run_script, tmp_path, "validation batch of a segmenter")
 
 
 # The other scripts

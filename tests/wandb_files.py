@@ -35,10 +35,7 @@ class Logged:
     summary: dict[str, Any] = field(default_factory=dict)
     axes: dict[str, str] = field(default_factory=dict)
     artifacts: list[Any] = field(default_factory=list)
-    best: dict[str, str] = field(default_factory=dict)  # summary by key or pattern: min or max
     hidden: set[str] = field(default_factory=set)  # keys and patterns without charts
-    lines: list[str] = field(default_factory=list)
-    files: set[str] = field(default_factory=set)  # beside media and artifacts
     code: int | None = None  # exit code, if the run was closed
 
     def column(self, key: str) -> list[Any]:
@@ -68,16 +65,11 @@ def read(file: Path) -> Logged:
             metric = record.metric
             key = metric.name.replace("\\.", ".") or metric.glob_name
             logged.axes[key] = metric.step_metric
-            logged.best[key] = "max" * metric.summary.max + "min" * metric.summary.min
             logged.hidden |= {key} if metric.options.hidden else set()
         elif kind == "environment" and record.environment.program:
             logged.program, logged.commit = record.environment.program, record.environment.git.commit
         elif kind == "artifact":
             logged.artifacts.append(record.artifact)
-        elif kind == "files":
-            logged.files |= {file.path for file in record.files.files}
-        elif kind == "output_logger":
-            logged.lines.append(record.output_logger.line)
         elif kind == "exit":
             logged.code = record.exit.exit_code
     return logged

@@ -24,7 +24,6 @@ class Server:
         self.files: dict[str, bytes] = {}
         self.runs: set[str] = set()
         self.artifacts: list[dict[str, Any]] = []  # as they were created
-        self.views: list[dict[str, Any]] = []  # saved workspaces
         self.inputs: list[str] = []  # ids of the artifacts that runs use: `a1` is the first of `artifacts`
         self.code: int | None = None
         self.silent, self.gone = threading.Event(), threading.Event()
@@ -66,9 +65,6 @@ class Server:
             return {"commitArtifact": {"artifact": {"id": given["artifactID"], "digest": ""}}}
         if name == "ArtifactByID":
             return {"artifact": self._artifact(int(given["id"].removeprefix("a")))}
-        if name == "UpsertView2":
-            self.views.append(given)
-            return {"upsertView": {"view": {"id": "v", "name": "x"}, "inserted": True}}
         if name == "UseArtifact":
             self.inputs.append(given["artifactID"])
             return {

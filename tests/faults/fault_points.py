@@ -20,9 +20,6 @@ POINTS = {
     "loss": ("models.heads.anchors", "DetectionCriterion.__call__"),  # of a batch of this process
     "optimizer step": ("utils.distributed.stop", "GracefulStop.after"),  # it is done, and not yet saved
     "validation batch": ("models.tasks.metrics", "DetectionMetrics.update"),
-    "validation batch of a segmenter": ("models.tasks.segment_metrics", "SegmentationMetrics.update"),
-    "validation batch of a classifier": ("models.tasks.classify", "ClassificationMetrics.update"),
-    "validation summary": ("models.tasks.metrics", "DetectionMetrics.summarise"),
     "file replacement": ("utils.checkpoint.run_folder", "replacing"),  # such as results.csv's
     "row for W&B": ("utils.tracking.wandb", "WandbTracker._log"),  # in the thread that logs
     "flush to disk": ("os", "fsync"),
