@@ -43,11 +43,11 @@ def test_secrets_are_nowhere_in_what_is_printed_written_and_logged(
         how = {"weights": project / "exp" / "weights" / "last.pt", "project": project, "device": "cpu"}
         save = {"save_txt": True, "conf_thres": 0.0}
         val.run(data=data, imgsz=32, workers=0, noplots=True, save_json=True, **how, **save)
-        source = f"{address}/images/val/1.png?{QUERY}"
-        detect.run(source=source, save_csv=True, **how, **save)
-        with pytest.raises(UserError, match=r"bad\.png") as caught:
-            detect.run(source=source.replace("1.png", "bad.png"), save_csv=True, **how, **save)
-        printed += str(caught.value)
+        detect.run(source=f"{server}/images/val/1.png?{QUERY}", save_csv=True, **how, **save)
+        for source in (f"{server}/images/val/bad.png?{QUERY}", f"{address}/images/val/2.png?{QUERY}"):
+            with pytest.raises(UserError, match=r"(bad|2)\.png") as caught:
+                detect.run(source=source, save_csv=True, **how, **save)
+            printed += str(caught.value)
         for entry in (f"{address}/nowhere?{QUERY}", f"nosuch://{USER}:{PASSWORD}@host/a?{QUERY}"):
             broken = write_yaml(tmp_path / "broken.yaml", {"path": entry, "train": "a", "val": "a", "names": ["disc"]})
             with pytest.raises(UserError) as caught:
