@@ -127,7 +127,7 @@ def write_default_weights(torch_home: Path) -> None:
     [
         ("a file", "{file}", "120 of 122 tensors taken from {file}"),
         ("recommended", "DEFAULT", "120 of 122 tensors taken from DEFAULT"),
-        ("no network", "", "from scratch"),
+        ("no network", "", "training from scratch"),
         ("a detector", "{learned}", "'detect'"),
     ],
 )
@@ -230,7 +230,7 @@ def test_defaults(begin: Callable[..., tuple[int, str]], drawn_classes: Path, tm
         (("--noautoanchor",), "--noautoanchor"),
         (("--hyp", "low.yaml"), "'box'"),
         (("--freeze", "12"), "layer 10"),
-        (("--cfg", "resnet18.yaml", "--imgsz", "8192", "--weights", "DEFAULT"), "DEFAULT"),
+        (("--cfg", "resnet18.yaml", "--imgsz", "8192", "--weights", "DEFAULT"), "resnet18-f37072fd.pth"),
         pytest.param(("--batch-size", "7", "--processes", "2"), "6 or 8", marks=pytest.mark.long),
         (("--weights", "yolov5n-cls.pt"), "yolov5n-cls.pt"),
     ],
