@@ -229,7 +229,7 @@ def test_defaults(begin: Callable[..., tuple[int, str]], drawn_classes: Path, tm
         (("--rect",), "--rect"),
         (("--noautoanchor",), "--noautoanchor"),
         (("--hyp", "low.yaml"), "'box'"),
-        (("--freeze", "12"), "layer 10"),
+        (("--freeze", "12"), "--freeze 12"),
         (("--cfg", "resnet18.yaml", "--imgsz", "8192", "--weights", "DEFAULT"), "resnet18-f37072fd.pth"),
         pytest.param(("--batch-size", "7", "--processes", "2"), "6 or 8", marks=pytest.mark.long),
         (("--weights", "yolov5n-cls.pt"), "yolov5n-cls.pt"),
