@@ -127,7 +127,7 @@ def write_default_weights(torch_home: Path) -> None:
     [
         ("a file", "{file}", "120 of 122 tensors taken from {file}"),
         ("recommended", "DEFAULT", "120 of 122 tensors taken from DEFAULT"),
-        ("no network", "", "from scratch"),
+        ("no network", "", "training from scratch"),
         ("a detector", "{learned}", "'detect'"),
     ],
 )

@@ -605,7 +605,7 @@ if __name__ == "__main__":
 
 
 def test_train_and_validate_from_python(small_data: Path, run_script: RunScript, tmp_path: Path) -> None:
-    """On two processes. Ctrl-C is raised once everything is saved, and the same program can resume the run."""
+    """On two processes. Ctrl-C is raised once everything is saved; the same program can resume the run and validate."""
     program, runs = tmp_path / "program.py", tmp_path / "runs"
     cfg = write_yaml(tmp_path / "tiny.yaml", tiny_detector())
     names = {"data": str(small_data), "project": str(runs), "cfg": str(cfg)}

@@ -261,12 +261,10 @@ def test_the_loop_does_not_synchronise_a_gpu(flags: list[str]) -> None:
 def test_a_process_that_never_comes(run_script: RunScript, flags: list[str]) -> None:
     port = free_port()
     for rank, message in ((0, "1/2 clients joined"), (1, "cannot be reached within 3 s")):
-        begun = time.monotonic()
         printed = run_script("train.py", *flags, "--dist-timeout", "3", fails=True, **by_hand(rank, port))
         refused(printed, message)
         assert len(printed.splitlines()) == 1
         assert port in printed
-        assert time.monotonic() - begun < 60  # measured: 8 s, most of it imports
 
 
 def test_a_port_in_use(run_script: RunScript, flags: list[str]) -> None:

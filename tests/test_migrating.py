@@ -111,17 +111,16 @@ def test_a_flag_is_what_the_page_says(kind: type, name: str, fate: str, capsys: 
 
 
 def test_the_flags_of_classification_say_what_replaces_them(capsys: pytest.CaptureFixture[str]) -> None:
-    named = [name for row in rows("### classify/train.py") for name in flags(row[0])]
-    assert named == CLASSIFY
-    for name in named:
+    assert [name for row in rows("### classify/train.py") for name in flags(row[0])] == CLASSIFY
+    for name in CLASSIFY:
         with pytest.raises(SystemExit):
             options_of(TrainOptions, [f"--{name}", "1"])
-        assert capsys.readouterr().err == f"error: --{name} {REFUSED[name]}\n"
+        assert f"--{name} " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", OTHERS.split())
-def test_the_fate_of_a_file(name: str) -> None:
-    assert [row for row in rows("## Files and programs") if name in row[0]], name
+def test_the_fate_of_a_file() -> None:
+    named = " ".join(row[0] for row in rows("## Files and programs"))
+    assert [name for name in OTHERS.split() if name not in named] == []
 
 
 def test_what_is_new_is_a_flag() -> None:

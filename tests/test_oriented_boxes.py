@@ -378,20 +378,6 @@ def test_training(trained: Path) -> None:
     assert {"labels.csv", "classes.csv", "val_boxes.csv", "train_batch0.jpg", "results.png"} <= written
 
 
-@pytest.mark.long
-def test_two_processes_and_one_more_epoch(
-    train: Callable[..., str], run_script: RunScript, trained: Path, tmp_path: Path
-) -> None:
-    """Two processes have the losses of one; the package is not named again when a run is resumed."""
-    train(tmp_path, "--sync-bn", "--processes", "2", "--time-limit", "0.0001")
-    assert "resuming " in run_script("train.py", "--resume", str(tmp_path / "exp"), OMP_NUM_THREADS="1")
-    for two, one in zip(rows(tmp_path / "exp"), rows(trained), strict=True):
-        assert list(two) == list(one)
-        for name, value in one.items():
-            if name.endswith("loss"):
-                assert two[name] == pytest.approx(value, rel=1e-4), name
-
-
 def classes(project: Path, name: str) -> list[list[str]]:
     with open(project / name / "classes.csv", encoding="utf-8", newline="") as file:
         return list(csv.reader(file))

@@ -318,7 +318,7 @@ def running(tmp_path: Path, command: Sequence[str], **variables: str) -> Iterato
         ["env", mark, *command],
         env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
         cwd=ROOT,
-        stdout=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -343,7 +343,7 @@ def test_the_main_process_is_killed(launcher: Sequence[str], flags: tuple[str, .
     """It is killed by SIGKILL, so it cannot notify the others."""
     more = [word for word in HERE if word in launcher]
     command = [*(word for word in launcher if word not in HERE), "train.py", *flags, "--project", str(tmp_path), *more]
-    with running(tmp_path, [*command, "--epochs", "500", "--workers", "2", "--quiet"]) as run:
+    with running(tmp_path, [*command, "--epochs", "500", "--workers", "2"]) as run:
         while not (tmp_path / "exp" / "results.csv").exists():
             assert run.poll() is None
             time.sleep(0.1)
