@@ -242,7 +242,7 @@ ERRORS: dict[str, Case] = {
         "--freeze backbon": "--freeze 'backbon'",
         "--hyp.lr_factor 0.1": "--hyp.lr_factor",
         '--hyp.lr_factor {{"neck":1}}': "lr_factor: 'neck'",
-        "--fitness recal=1": "'recal'",
+        "--fitness recal=1": "recal=1",
         "--fitness recall=high": "--fitness 'recall=high'",
         "--imgsz -8": "--imgsz",
         "val.py --conf-thres 2": "--conf-thres",

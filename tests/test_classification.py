@@ -230,7 +230,7 @@ def test_defaults(begin: Callable[..., tuple[int, str]], drawn_classes: Path, tm
         (("--noautoanchor",), "--noautoanchor"),
         (("--hyp", "low.yaml"), "'box'"),
         (("--freeze", "12"), "--freeze 12"),
-        (("--cfg", "resnet18.yaml", "--imgsz", "8192", "--weights", "DEFAULT"), "DEFAULT"),
+        (("--cfg", "resnet18.yaml", "--imgsz", "8192", "--weights", "DEFAULT"), "resnet18-f37072fd.pth"),
         pytest.param(("--batch-size", "7", "--processes", "2"), "6 or 8", marks=pytest.mark.long),
         (("--weights", "yolov5n-cls.pt"), "yolov5n-cls.pt"),
     ],

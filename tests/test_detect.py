@@ -298,7 +298,7 @@ def test_settings(detector: Path, photo: Path, predictor: Predictor) -> None:
 
 
 REFUSED = [
-    ({"conf_tres": 0.1}, "'conf_thres'"),
+    ({"conf_tres": 0.1}, "conf_tres"),
     ({"conf": "high"}, "conf_thres"),
     ({"conf_thres": 2}, "conf_thres"),
     ({"classes": ["nothing"]}, "--classes nothing"),
@@ -324,7 +324,7 @@ def test_wrong_settings(detector: Path, photo: Path, predictor: Predictor) -> No
     for how, named in [*REFUSED, ({"imgsz": 96}, "imgsz=96")]:
         with pytest.raises(UserError, match=named):
             setattr(predictor, *how.popitem())
-    with pytest.raises(AttributeError, match="'conf_thres'"):
+    with pytest.raises(AttributeError, match="conf_tres"):
         _ = predictor.conf_tres
     assert predictor.thresholds == before
 
