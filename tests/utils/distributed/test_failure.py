@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import multiprocessing
@@ -283,15 +282,7 @@ def test_a_loader_process_ends_on_its_parents_signal_only(start: Callable[..., t
     assert process.exitcode == 0
 
 
-@pytest.mark.parametrize("prctl", [True, False])
-def test_a_loader_process_ends_with_its_training_process(
-    prctl: bool, start: Callable[..., tuple[Any, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(name: None) -> None:
-        raise OSError("no such library")
-
-    if not prctl:  # as on systems other than Linux
-        monkeypatch.setattr(ctypes, "CDLL", missing)
+def test_a_loader_process_ends_with_its_training_process(start: Callable[..., tuple[Any, int]]) -> None:
     process, worker = start(train)
     assert not gone(worker)
     process.kill()
