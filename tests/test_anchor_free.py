@@ -53,6 +53,7 @@ def train(run_script: RunScript, drawn: Path, recipe: Path, tmp_path_factory: py
 # One curve
 
 
+@pytest.mark.long
 def test_the_same_bytes_on_one_and_two_processes(train: Train, run_script: RunScript, tmp_path: Path) -> None:
     same_bytes_when_killed(train, run_script, tmp_path)
     assert list(rows(tmp_path / "straight")[0]) == ["epoch", *ANCHOR_FREE, "x/lr0", "x/lr1", "x/lr2"]

@@ -72,6 +72,7 @@ def test_the_run_folder(alone: Path) -> None:
     assert classes <= {*range(len(shapes.NAMES) + 1)}
 
 
+@pytest.mark.long
 def test_two_processes(train: Train, alone: Path, tmp_path: Path) -> None:
     train(tmp_path, "--sync-bn", "--processes", "2")
     same_curve(tmp_path / "exp", alone)
