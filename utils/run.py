@@ -149,7 +149,7 @@ class Run:
             self.accelerator.init_trackers("", {name: _public(value) for name, value in config.items()})
             on_failure(self._fail_trackers)
 
-    def _fail_trackers(self, reason: str) -> None:
+    def _fail_trackers(self) -> None:
         for tracker in self.trackers:
             tracker.fail()
 

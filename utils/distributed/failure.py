@@ -48,7 +48,7 @@ LOADER_MEMORY_BYTES = 2**28  # freed memory that a loader process keeps
 PARENT = os.getppid()
 
 _barrier_numbers = itertools.count()  # the same on all processes
-_on_failure: list[Callable[[str], object]] = []  # at most one listener, see `on_failure`
+_on_failure: list[Callable[[], object]] = []  # at most one listener, see `on_failure`
 
 
 def run_main(main: Callable[[], object]) -> None:
@@ -99,7 +99,7 @@ def _run(main: Callable[[], object]) -> int:
         message, lost = f"error: {cause or error}", bool(cause)
         if not cause and not isinstance(error, UserError):
             reason = f"{ranks()} failed: {type(error).__name__}: {first_line(error, 1000)}"
-            notify_failure(reason)  # before a traceback, which may be the end
+            notify_failure()  # before a traceback, which may be the end
             if processes == 1 and not Background.abandoned:
                 raise
             traceback.print_exc()
@@ -111,7 +111,7 @@ def _run(main: Callable[[], object]) -> int:
     if message and processes > 1:
         end_together(message, code, "ended without an error message, or cannot be reached" if lost else "")
     if message:
-        notify_failure(message)
+        notify_failure()
         print(message, file=sys.stderr)
     elif connected and not code:
         distributed.destroy_process_group()
@@ -120,16 +120,16 @@ def _run(main: Callable[[], object]) -> int:
     return code
 
 
-def on_failure(listener: Callable[[str], object]) -> None:
-    """Call `listener` with the reason before this process ends with an error; it must return soon."""
+def on_failure(listener: Callable[[], object]) -> None:
+    """Call `listener` before this process ends with an error; it must return soon."""
     _on_failure[:] = [listener]
 
 
-def notify_failure(reason: str) -> None:
+def notify_failure() -> None:
     """Call the listener of `on_failure`, if there is one."""
     while _on_failure:
         with suppress(Exception):
-            _on_failure.pop()(reason.removeprefix("error: "))
+            _on_failure.pop()()
 
 
 def known_cause(error: BaseException) -> str:
@@ -157,7 +157,7 @@ def end_together(message: str, code: int = 1, culprit: str = "", stalled: bool =
         stalled: whether to name the processes that the others wait for, if all answer
     """
     waits = is_waiting()
-    notify_failure(message)
+    notify_failure()
     query_store(lambda store: store.write_once("alarm", True), None)
     query_store(lambda store: store.write("present", waits), None)
     time.sleep(ROLL_CALL_SECONDS if culprit else 0)
@@ -199,7 +199,7 @@ def _watch_others() -> None:
             if launcher and os.getppid() != launcher:
                 end_together(f"error: the launcher of {ranks()} has ended, so the run ends too; continue with --resume")
             time.sleep(POLL_SECONDS)
-        notify_failure("another process of the run has failed; see the console for the reason")
+        notify_failure()
         query_store(lambda store: store.write("present", is_waiting()), None)
         time.sleep(ROLL_CALL_SECONDS + EXPLAIN_SECONDS)
         hard_exit("")
