@@ -148,8 +148,9 @@ def requested_outputs(options: DetectOptions, folder: Path, names: FileNames, cl
     """Return the outputs that the flags request; `closing` closes their files."""
     outputs: list[Output] = []
     if not options.nosave or options.view_img:
-        outputs.append(DrawnFrames(folder, names, options))
-        closing.callback(outputs[0].close)  # type: ignore[attr-defined]
+        drawn = DrawnFrames(folder, names, options)
+        closing.callback(drawn.close)
+        outputs.append(drawn)
     if options.save_txt:
         outputs.append(label_writer(folder / "labels", names, options))
     if options.save_csv:
@@ -213,15 +214,15 @@ def label_writer(folder: Path, names: FileNames, options: DetectOptions) -> Outp
 
 def table_writer(path: Path, closing: ExitStack) -> Output:
     """Return a function that collects a row for each prediction; `closing` writes the file, if there were frames."""
-    rows: dict[tuple[MediaItem, int], list[tuple[str, str, str]]] = {}
+    frames: list[list[tuple[str, str, str]]] = []  # the rows of each frame
 
     def collect(frame: Frame, prediction: Prediction) -> None:
         name = frame_name(frame) if frame.item.kind != "picture" else Path(frame_name(frame)).name
-        rows[frame.item, frame.number] = [(name, label, f"{score:.4f}") for label, score in prediction.items]
+        frames.append([(name, label, f"{score:.4f}") for label, score in prediction.items])
 
     def write() -> None:
-        if rows:
-            text = csv_text(("Image Name", "Prediction", "Confidence"), [row for of in rows.values() for row in of])
+        if frames:
+            text = csv_text(("Image Name", "Prediction", "Confidence"), [row for rows in frames for row in rows])
             with replacing(path) as file:
                 file.write(text.encode(errors="surrogateescape"))
 
