@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.images import read_image, read_reduced, resize, resize_long_side, scaled_shape, unreadable
+from data.images import read_image, read_reduced, resize, scaled_shape, unreadable
 from utils.console import log
 from utils.distributed.shared_memory import shared_memory
 from utils.files import cache_folder, replacing
@@ -225,9 +225,7 @@ class Images:
             width, height = self.sizes[index].tolist()
             return read_reduced(file, width, height, self.imgsz)
         image = read_image(file)
-        if self.stretched:
-            return resize(image, (self.imgsz, self.imgsz), self.smooth)
-        return resize_long_side(image, self.imgsz, self.smooth) if self.imgsz else image
+        return resize(image, self.shape(*image.shape[1::-1]), self.smooth)
 
     def _read_from_disk(self, index: int) -> np.ndarray:
         """Return an image from the cache on disk, to which it is written if it is not there."""

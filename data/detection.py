@@ -114,7 +114,7 @@ class TrainingItems(_Items):
 
 
 class EvaluationItems(_Items):
-    """Letterboxed items; nothing is random."""
+    """Items without augmentation; nothing is random."""
 
     def fitted(self, sample: SampleIndex) -> tuple[Sample, Placement]:
         """Return the letterboxed image, and its placement from the file's pixels."""
@@ -290,8 +290,10 @@ class DetectionData(DataSet[DetectionSplit]):
         mixed = MOSAIC_PARTNERS + (MOSAIC_PARTNERS + 1) * (augment.mixup > 0)
         sizes, capacity = split.labels.sizes, images_in_use(batch_size, options.workers) if augment.mosaic else 0
         batches = training_batches(options, split.instances(), sizes, batch_size, seed, self.imgsz, self.stride, mixed)
-        how: dict[str, Any] = {"stretched": self.fit == "stretch", "cache": self.train_cache, "capacity": capacity}
-        images = Images(split.images, sizes, self.imgsz, reduced=True, **how)
+        stretched, cache = self.fit == "stretch", self.train_cache
+        images = Images(
+            split.images, sizes, self.imgsz, reduced=True, stretched=stretched, cache=cache, capacity=capacity
+        )
         items = self.training_items(images, split.labels, augment, seed, options, self.user_augmentations())
         return loader(items, batches, self.collate, self.options.workers)
 
@@ -301,8 +303,8 @@ class DetectionData(DataSet[DetectionSplit]):
         return evaluation_batches(split.labels.sizes, batch_size, self.imgsz, self.stride, square)
 
     def evaluation_loader(self, split: DetectionSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
-        """Return a loader of letterboxed items."""
-        how: dict[str, Any] = {"stretched": self.fit == "stretch", "cache": self.options.cache}
-        images = Images(split.images, split.labels.sizes, self.imgsz, smooth=True, **how)
+        """Return a loader of items without augmentation."""
+        sizes, stretched = split.labels.sizes, self.fit == "stretch"
+        images = Images(split.images, sizes, self.imgsz, smooth=True, stretched=stretched, cache=self.options.cache)
         items = self.evaluation_items(images, split.labels)
         return loader(items, batches, self.collate, self.options.workers)
