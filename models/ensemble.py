@@ -139,8 +139,8 @@ def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -
             f"{name} has {plural(weights.model.get('nc', 0), 'class')} and {data} has {len(task.names)}; "
             "give the data set that the weights were trained on"
         )
-    if not isinstance(model, YoloModel):  # which has been tried with this size
-        gflops(model, model.imgsz, name)
+    if not isinstance(model, YoloModel):  # a `YoloModel` has been tried with this size while it was built
+        gflops(model, model.imgsz, name)  # for its error: the model does not take images of this size
     return model
 
 

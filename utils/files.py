@@ -25,9 +25,11 @@ from yaml.error import MarkedYAMLError
 
 from utils.errors import UserError, first_line, nearest, shortened, shown
 
+MAX_SHOWN_PATH = 240  # characters of a path in an error
 LOCK_FILE = ".lock"  # file in a run folder that a run writes to
 LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a little longer
 PART_SUFFIX = ".part"  # suffix of a file that is being written
+SUGGESTED_LIKENESS = 0.7  # least similarity, from 0 to 1, of a shipped file's name that an error suggests
 ILLEGAL_CHARACTERS = re.compile(r'[<>:"/\\|?*\x00-\x1f]')  # in file names of Linux, macOS or Windows
 _locks: WeakSet[FileLock] = WeakSet()  # this process's locks on run folders
 ROOT = Path(__file__).resolve().parents[1]  # the repository, or its copy that pip has installed
@@ -118,16 +120,16 @@ def find_file(name: str, what: str, folders: Sequence[str], kind: str = "a file"
     for path in shipped:
         if f"{name.removesuffix('.yaml')}.yaml" in (path.name, str(path.relative_to(ROOT))):
             return path
-    hint, known = nearest(name, (path.stem for path in shipped), 0.7), ", ".join(path.name for path in shipped)
+    hint, known = nearest(name, (path.stem for path in shipped), SUGGESTED_LIKENESS), [path.name for path in shipped]
     raise UserError(
-        f"{what} '{name}' is not {kind}{hint}; give the path of {kind}, or one of the repository's: {known}"
-        f"{looked_for(Path(name))}"
+        f"{what} '{name}' is not {kind}{hint}; give the path of {kind}, or one of the repository's: "
+        f"{', '.join(known)}{looked_for(Path(name))}"
     )
 
 
 def looked_for(*paths: Path) -> str:
     """Return the end of an error about a missing file: the paths that were tried."""
-    tried = dict.fromkeys(shortened(os.path.abspath(path), 240) for path in paths)
+    tried = dict.fromkeys(shortened(os.path.abspath(path), MAX_SHOWN_PATH) for path in paths)
     return f" (looked for {' and '.join(tried)})"
 
 
@@ -163,10 +165,11 @@ def file_stamps(paths: Iterable[str]) -> bytes:
     """
     stamps: list[tuple[int, ...]] = []
     for path in paths:
-        stamps.append(())
-        with suppress(OSError, ValueError):  # the latter for a name that no file can have
+        try:
             status = os.stat(path)
-            stamps[-1] = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+            stamps.append((status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
+        except (OSError, ValueError):  # the latter for a name that no file can have
+            stamps.append(())
     return repr(stamps).encode()
 
 
@@ -175,10 +178,11 @@ class _StrictLoader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        keys = {str(key.value): key for key, _ in reversed(node.value)}
+        keys = set()
         for key, _ in node.value:
-            if keys[str(key.value)] is not key:
+            if (key.tag, str(key.value)) in keys:
                 raise MarkedYAMLError(problem=f"duplicate key {shown(key.value)}", problem_mark=key.start_mark)
+            keys.add((key.tag, str(key.value)))
         return node
 
 

@@ -6,7 +6,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -57,12 +56,16 @@ class Fitness:
 
         Raises `UserError`.
         """
-        terms = [term.rpartition("=") for term in text.split(",")] if text else []
-        with suppress(ValueError):
+        if not text:
+            return cls()
+        terms = [term.rpartition("=") for term in text.split(",")]
+        try:
             weights = {name.strip().removeprefix("metrics/"): float(number) for name, _, number in terms}
-            is_finite = all(map(math.isfinite, weights.values())) and any(weights.values())
-            if not text or ({*weights} <= {*metrics} and len(weights) == len(terms) and is_finite):
-                return cls(weights)
+        except ValueError:
+            weights = {}
+        are_metrics = {*weights} <= {*metrics} and len(weights) == len(terms)
+        if are_metrics and all(map(math.isfinite, weights.values())) and any(weights.values()):
+            return cls(weights)
         example = f"such as {metrics[0]}=0.2,{metrics[-1]}=0.8"
         raise UserError(f"--fitness {shown(text)}: give finite weights, not all 0, of {', '.join(metrics)}, {example}")
 

@@ -76,7 +76,7 @@ def kernels(here: Machine) -> None:
 
 @contextmanager
 def fused(wanted: bool) -> Iterator[None]:
-    """Use the fused kernels where they can be used, or never."""
+    """Use the fused kernels if they can be used, or never."""
     with patch.object(norm_silu, "can_fuse", norm_silu.can_fuse if wanted else lambda *given: False):
         yield
 
