@@ -18,14 +18,7 @@ from torch import Tensor
 
 from data.batches import Item, empty_pixels
 from data.dataset import split_identity
-from data.detection import (
-    NO_PLACEMENT,
-    DetectionData,
-    DetectionSplit,
-    EvaluationItems,
-    TrainingItems,
-    to_tensors,
-)
+from data.detection import NO_PLACEMENT, DetectionData, DetectionSplit, EvaluationItems, TrainingItems, to_tensors
 from data.detection import collate as collate_boxes
 from data.labels import OUTLINES, Labels, RowRules
 from data.polygons import Polygons, offsets_of

@@ -13,15 +13,7 @@ import cv2
 import numpy as np
 import torch
 
-from data.builtin.shapes import (
-    SIDE_PIXELS,
-    background,
-    draw_builtin,
-    encode,
-    fill_colour,
-    photograph,
-    write_labelled,
-)
+from data.builtin.shapes import SIDE_PIXELS, background, draw_builtin, encode, fill_colour, photograph, write_labelled
 
 from .geometry import corners
 

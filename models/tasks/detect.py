@@ -21,16 +21,7 @@ from models.heads.contract import BoxView, Candidates, DecodedView, DetectionHea
 from models.heads.dfl import DetectDFL
 from models.layers import Head
 from models.loading import head_prefix, head_tensors
-from models.tasks.contract import (
-    Criterion,
-    Image,
-    Model,
-    Postprocess,
-    Prediction,
-    Task,
-    Thresholds,
-    View,
-)
+from models.tasks.contract import Criterion, Image, Model, Postprocess, Prediction, Task, Thresholds, View
 from models.tasks.losses import UnavailableCriterion, weights_by_class
 from models.tasks.metrics import DETECTION_METRICS, DetectionMetrics
 from models.tasks.predictions import DetectionPrediction

@@ -9,13 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.dataset import (
-    DataOptions,
-    class_messages,
-    data_source,
-    problem_warnings,
-    split_identity,
-)
+from data.dataset import DataOptions, class_messages, data_source, problem_warnings, split_identity
 from tests.making import label_file, plain, write_image, write_yaml
 from utils.config.flags import TrainOptions
 from utils.errors import UserError

@@ -12,14 +12,7 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
-from data.images import (
-    image_size,
-    read_image,
-    read_reduced,
-    read_whole_image,
-    resize_long_side,
-    scaled_shape,
-)
+from data.images import image_size, read_image, read_reduced, read_whole_image, resize_long_side, scaled_shape
 from tests.making import plain, write_image
 from utils.errors import UserError
 

@@ -12,16 +12,7 @@ import numpy as np
 import pytest
 
 from utils.batch import CocoImage
-from utils.coco import (
-    COCO_METRICS,
-    CocoIds,
-    annotated_ids,
-    default_ids,
-    find_annotations,
-    metrics,
-    report,
-    results,
-)
+from utils.coco import COCO_METRICS, CocoIds, annotated_ids, default_ids, find_annotations, metrics, report, results
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 

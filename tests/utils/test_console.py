@@ -11,14 +11,7 @@ import time
 import pytest
 
 from utils import console
-from utils.console import (
-    Background,
-    Bar,
-    columns,
-    listed,
-    show,
-    table,
-)
+from utils.console import Background, Bar, columns, listed, show, table
 from utils.files import ROOT
 
 

@@ -15,16 +15,7 @@ from torch import Tensor
 from models.tasks.contract import Thresholds
 from models.tasks.metrics import CURVE_POINTS, DETECTION_METRICS, DetectionMetrics, ImageRecord, shown_image, unmatched
 from tests.making import CLASS_NAMES, grey_batch, image_info
-from tests.models.tasks.batches import (
-    DISC,
-    IMAGE,
-    LIGHT,
-    box,
-    labels,
-    predictions,
-    random_images,
-    shown_images,
-)
+from tests.models.tasks.batches import DISC, IMAGE, LIGHT, box, labels, predictions, random_images, shown_images
 from utils.batch import ImageInfo
 from utils.console import LEAST_COLUMNS, table
 from utils.summary import Box, Example, Summary

@@ -13,14 +13,7 @@ import yaml
 
 from tests.making import write_yaml
 from utils.config.flags import TrainOptions, flags_of
-from utils.config.hyperparameters import (
-    Hyperparameters,
-    Recipe,
-    Recipes,
-    number,
-    parse_overrides,
-    read_hyperparameters,
-)
+from utils.config.hyperparameters import Hyperparameters, Recipe, Recipes, number, parse_overrides, read_hyperparameters
 from utils.config.parser import given_flags, over_defaults
 from utils.config.settings import Settings, check_settings, resumed_options
 from utils.config.values import Range

@@ -11,11 +11,7 @@ import pytest
 
 from tests.making import launched
 from utils.config.flags import TrainOptions
-from utils.distributed.doctor import (
-    MACHINE_FLAGS,
-    findings,
-    fingerprint,
-)
+from utils.distributed.doctor import MACHINE_FLAGS, findings, fingerprint
 
 A: dict[str, Any] = {
     "row": {"host": "a", "rank": "0"},

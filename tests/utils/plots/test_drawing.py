@@ -9,11 +9,7 @@ import numpy as np
 import pytest
 
 from utils.errors import UserError
-from utils.plots.drawing import (
-    draw_captioned,
-    draw_targets,
-    write_picture,
-)
+from utils.plots.drawing import draw_captioned, draw_targets, write_picture
 
 NO_TARGETS = np.zeros((0, 6), np.float32)
 

@@ -25,13 +25,7 @@ from utils.checkpoint.training_state import Progress
 from utils.console import LEAST_COLUMNS, Bar
 from utils.errors import UserError
 from utils.summary import Summary
-from utils.training.log import (
-    StepLog,
-    epoch_line,
-    log_best_epoch,
-    profile_window,
-    results_row,
-)
+from utils.training.log import StepLog, epoch_line, log_best_epoch, profile_window, results_row
 
 LOSSES = {"box_loss": 0.5, "cls_loss": 0.25}
 SUMMARY = Summary(

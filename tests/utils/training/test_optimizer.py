@@ -13,12 +13,7 @@ from torch import nn
 
 from utils.config.hyperparameters import Recipe
 from utils.distributed.logical import start_momentum
-from utils.training.optimizer import (
-    Schedule,
-    build_optimizer,
-    grouped_parameters,
-    step_if,
-)
+from utils.training.optimizer import Schedule, build_optimizer, grouped_parameters, step_if
 
 # Groups
 

@@ -25,11 +25,7 @@ from utils.errors import UserError
 from utils.run import Run
 from utils.training.ema import ModelEMA
 from utils.training.optimizer import Schedule, build_optimizer
-from utils.training.steps import (
-    MAX_SKIPS,
-    NonFiniteGuard,
-    OptimizerSteps,
-)
+from utils.training.steps import MAX_SKIPS, NonFiniteGuard, OptimizerSteps
 
 BATCH, BATCHES = 4, 5  # of all processes; of an epoch
 EPOCHS = 2
