@@ -21,7 +21,7 @@ import cv2
 import numpy as np
 import torch
 
-from data.batches import Item
+from data.dataset import Item
 from data.media import Frame, Media, MediaItem, find_media, prefetched
 from models.tasks.contract import Prediction
 from predictor import Predictor

@@ -19,9 +19,8 @@ from models.tasks import TASKS, add_tasks, model_words
 from models.tasks.contract import Thresholds
 from models.weights import Origin, Weights, read_weights
 from models.yolo import add_layers
-from utils.config.flags import ExportOptions
+from utils.config.flags import ExportOptions, select
 from utils.config.parser import given_flags, over_defaults, refuse_flags
-from utils.config.values import select
 from utils.console import show
 from utils.distributed.failure import run_main
 from utils.distributed.launch import device_kind

@@ -13,20 +13,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.batches import first_batch
-from data.dataset import DataOptions, DataSet, DataSource, data_source
+from data.dataset import DataOptions, DataSet, DataSource, data_source, first_batch
 from models.loading import StartingPoint, load_and_freeze, rate_factors, recipe_of, starting_point
 from models.tasks import hyperparameters, model_words
 from models.tasks.contract import Model, Task, terms_of
 from models.weights import Origin
 from utils.batch import Batch
-from utils.checkpoint.resume import resolve_settings
-from utils.checkpoint.training_state import Decisions, Identity
-from utils.config.flags import TrainOptions
+from utils.checkpoint import Decisions, Identity, resolve_settings
+from utils.config.flags import PYTHON_SUFFIX, TrainOptions, select
 from utils.config.hyperparameters import is_shipped, log_unread
 from utils.config.parser import given_flags
 from utils.config.settings import Settings
-from utils.config.values import PYTHON_SUFFIX, select
 from utils.console import log
 from utils.distributed.failure import barrier
 from utils.distributed.logical import check_logical_processes

@@ -13,16 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batches import Item
-from data.dataset import DataSet, data_source, dataset_class
+from data.dataset import DataSet, Item, data_source, dataset_class
 from data.media import Frame, MediaItem, as_pixels, find_files, read_files
 from models.ensemble import Inference, for_inference, read_members
 from models.loading import ImageSize, log_rounding, sides_of
-from models.tasks.contract import Model, Prediction, Task, Thresholds
-from models.tasks.result import Results
+from models.tasks.contract import Model, Prediction, Results, Task, Thresholds
 from utils.batch import Batch
-from utils.config.flags import DetectOptions
-from utils.config.values import select
+from utils.config.flags import DetectOptions, select
 from utils.console import log
 from utils.distributed.launch import one_device
 from utils.errors import UserError, nearest, plural

@@ -20,8 +20,7 @@ if __name__ == "__main__":
 
 from job import VALIDATION_BATCH, Job, hyperparameter_names, resolve, settings_from, settings_of
 from models.tasks.contract import Criterion, refuse, terms_of
-from utils.checkpoint.resume import read_saved_state
-from utils.checkpoint.training_state import Decisions, Identity, TrainingState
+from utils.checkpoint import Decisions, Identity, TrainingState, read_saved_state
 from utils.config.settings import Settings
 from utils.console import log
 from utils.distributed.failure import barrier, run_main

@@ -26,9 +26,8 @@ from models.ensemble import Inference, for_inference, read_members
 from models.loading import log_rounding
 from models.tasks.contract import Criterion, Metrics, Model, Prediction, Task, Thresholds, refuse, terms_of
 from utils.batch import Batch, CocoImage, Split
-from utils.config.flags import ValOptions
+from utils.config.flags import PYTHON_SUFFIX, ValOptions, select
 from utils.config.parser import given_flags, over_defaults
-from utils.config.values import PYTHON_SUFFIX, select
 from utils.console import log
 from utils.distributed.failure import barrier, run_main
 from utils.distributed.launch import loader_workers, spawn, start

@@ -18,7 +18,7 @@ import numpy as np
 
 from data.images import read_image, read_reduced, resize, scaled_shape, unreadable
 from utils.console import log
-from utils.distributed.shared_memory import shared_memory
+from utils.distributed.ranks import shared_memory
 from utils.files import cache_folder, replacing
 
 try:

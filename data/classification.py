@@ -22,10 +22,9 @@ from torch.utils.data import DataLoader
 
 from data.augment import Sample, torch_seeded_by
 from data.augmentations import UserAugmentations
-from data.batches import Item, Items, loader, stack_in_place
 from data.cache import Images
 from data.data_yaml import DataSpec, held_out
-from data.dataset import DataSet, labels_text, problem_warnings, split_identity
+from data.dataset import DataSet, Item, Items, labels_text, loader, problem_warnings, split_identity, stack_in_place
 from data.formats import subfolders
 from data.images import images_below, read_image
 from data.labels import load_labels

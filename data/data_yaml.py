@@ -27,8 +27,8 @@ from data.formats import (
 from data.images import images_below, listed_images
 from data.labels import RowRules, label_name
 from utils import user_code
+from utils.config.flags import is_number
 from utils.config.parser import suggested_defaults
-from utils.config.values import is_number
 from utils.errors import UserError, nearest, plural, shortened, shown, without_secrets
 from utils.files import IS_INSTALLED, ROOT, file_name, find_file, read_yaml
 

@@ -1,33 +1,124 @@
-"""The abstract classes that the data set of a task implements, and how the scripts open one.
+"""The abstract classes that the data set of a task implements, its loaders, and how the scripts open one.
 
 A data set is a module beside this one, named in `TASKS` (models/tasks/__init__.py) as `module:class`. The scripts call
-the methods below and know no data set by name. May import utils, but nothing of models/.
+the methods below and know no data set by name. Loaders write pixels once, into memory shared with the training process.
+May import utils, but nothing of models/.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from torch.utils.data import DataLoader
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from data.augmentations import UserAugmentations, read_augmentations
-from data.batches import Item
+from data.cache import Images
 from data.data_yaml import DataSpec, read_data
-from data.sampler import SampleIndex, Sampling
+from data.sampler import GlobalBatches, SampleIndex, Sampling
 from utils.batch import Batch, Split
 from utils.config.hyperparameters import Recipe
 from utils.console import listed
+from utils.distributed.failure import init_worker
 from utils.errors import UserError, plural
 from utils.files import csv_text
-from utils.user_code import class_named
+from utils.user_code import class_named, explained
+
+# Pixels, uint8 (3, h, w) RGB; targets; the description of the image: see `Batch`.
+Item = tuple[Tensor, Tensor, Any]
+
+
+class Items(Dataset[Item]):
+    """The items of a split, by sample index.
+
+    Attributes:
+        images: reader of the split's image files
+    """
+
+    images: Images
+
+    @explained()
+    def __getitems__(self, samples: Sequence[SampleIndex]) -> list[Item]:
+        """Return the items of a batch. The loader calls this."""
+        return self.load_batch(samples)
+
+    def load_batch(self, samples: Sequence[SampleIndex]) -> list[Item]:
+        """Return the items of a batch."""
+        return [self[sample] for sample in samples]
+
+
+def empty_pixels(*shape: int) -> Tensor:
+    """Return an uninitialised uint8 tensor for pixels.
+
+    In a loader process it is in memory shared with the training process.
+    """
+    pixels = torch.empty(0, dtype=torch.uint8)
+    if get_worker_info() is None:
+        return pixels.resize_(shape)
+    return pixels.new(pixels._typed_storage()._new_shared(math.prod(shape), device="cpu")).resize_(shape)
+
+
+def stack_in_place(images: Sequence[Tensor]) -> Tensor:
+    """Stack uint8 images of one shape into a tensor (n, ...), without a copy if they are the rows of one already."""
+    whole, step = images[0]._base, images[0].numel()
+    if whole is not None and whole.shape == (len(images), *images[0].shape):
+        start = whole.data_ptr()
+        if all(image.data_ptr() == start + k * step for k, image in enumerate(images)):
+            return whole
+    return torch.stack(list(images), out=empty_pixels(len(images), *images[0].shape))
+
+
+@explained()
+def collated(collate: Callable[[Sequence[Any]], Batch], items: Sequence[Any]) -> Batch:
+    """Return the batch of some items."""
+    return collate(items)
+
+
+def loader(
+    items: Items,
+    batches: GlobalBatches | Sequence[list[SampleIndex]],
+    collate: Callable[[Sequence[Any]], Batch],
+    workers: int,
+) -> DataLoader[Any]:
+    """Return a loader of `batches` of `items`.
+
+    Args:
+        workers: number of loader processes, at most one per batch, which end with this process; 0 loads in this process
+    """
+    workers = min(workers, len(batches))
+    if workers:
+        get_temp_dir()  # the folder of multiprocessing's sockets: made here, loader processes share it and leave none
+        Image.preinit()  # Pillow's formats: loader processes should import nothing
+        Image.init()
+    return DataLoader(
+        items,
+        batch_sampler=batches,
+        num_workers=workers,
+        collate_fn=partial(collated, collate),
+        pin_memory=torch.cuda.is_available(),
+        persistent_workers=workers > 0,
+        worker_init_fn=init_worker,
+    )
+
+
+def first_batch(loader: Any) -> Batch:
+    """Return the first batch of a training loader's epoch at its largest size, loaded by this process."""
+    items = [loader.dataset[sample] for sample in loader.batch_sampler.largest()]
+    batch: Batch = loader.collate_fn(items)
+    return batch
+
 
 S = TypeVar("S", bound=Split)
 PRINTED_PROBLEMS = 5  # printed problems of a split, at most

@@ -17,10 +17,20 @@ from torch.utils.data import DataLoader
 
 from data.augment import MOSAIC_PARTNERS, Augmenter, Sample, letterbox
 from data.augmentations import UserAugmentations
-from data.batches import Item, Items, empty_pixels, loader, stack_in_place
 from data.cache import Images
 from data.data_yaml import DataSpec
-from data.dataset import DataOptions, DataSet, labels_text, problem_warnings, split_identity
+from data.dataset import (
+    DataOptions,
+    DataSet,
+    Item,
+    Items,
+    empty_pixels,
+    labels_text,
+    loader,
+    problem_warnings,
+    split_identity,
+    stack_in_place,
+)
 from data.images import read_image, resize, resize_long_side
 from data.labels import BOXES, POLYGONS, Labels, RowRules, check_classes, label_name, load_labels
 from data.sampler import (

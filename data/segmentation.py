@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batches import Item, empty_pixels
-from data.dataset import split_identity
+from data.dataset import Item, empty_pixels, split_identity
 from data.detection import NO_PLACEMENT, DetectionData, DetectionSplit, EvaluationItems, TrainingItems, to_tensors
 from data.detection import collate as collate_boxes
 from data.labels import OUTLINES, Labels, RowRules

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from models.tasks.contract import Model
 from models.weights import EXPORTED_SUFFIXES, UNKNOWN, Origin, Weights, read_weights
 from models.yolo import whole_strides
-from utils.checkpoint.weight_files import FORMAT, SAFETENSORS_SUFFIX, as_safetensors
+from utils.checkpoint import FORMAT, SAFETENSORS_SUFFIX, as_safetensors
 from utils.errors import UserError, first_line
 from utils.files import read_regular, replacing
 

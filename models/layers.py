@@ -50,17 +50,17 @@ def norm_and_activate(x: Tensor, norm: nn.Module, activation: nn.Module) -> Tens
 
 @cache
 def _fused_kernels(device: torch.device) -> ModuleType | None:
-    """Return models/norm_silu.py if Triton works on the device: it needs a C compiler and Python's headers."""
+    """Return models/triton_kernels.py if Triton works on the device: it needs a C compiler and Python's headers."""
     try:
-        from models import norm_silu  # only on a GPU: most other machines have no Triton
+        from models import triton_kernels as kernels  # only on a GPU: most other machines have no Triton
 
-        x = torch.ones(1, norm_silu.LEAST_CHANNELS, 2, 1, device=device).contiguous(memory_format=torch.channels_last)
-        norm = nn.BatchNorm2d(norm_silu.LEAST_CHANNELS, device=device)
-        norm_silu.FusedNormSiLU.apply(x, norm.weight, norm.bias, norm)
+        x = torch.ones(1, kernels.LEAST_CHANNELS, 2, 1, device=device).contiguous(memory_format=torch.channels_last)
+        norm = nn.BatchNorm2d(kernels.LEAST_CHANNELS, device=device)
+        kernels.FusedNormSiLU.apply(x, norm.weight, norm.bias, norm)
     except Exception as error:  # Triton's, of its compilers, or because there is no Triton
         warnings.warn(f"BatchNorm and SiLU are not fused, which is slower; Triton does not work: {error}", stacklevel=1)
         return None
-    return norm_silu
+    return kernels
 
 
 class Conv(nn.Module):

@@ -32,9 +32,8 @@ from models.weights import (
     torchvision_weights,
 )
 from models.yolo import add_layers, whole_strides
-from utils.config.flags import TrainOptions
+from utils.config.flags import IMGSZ, TrainOptions
 from utils.config.hyperparameters import Recipe
-from utils.config.values import IMGSZ
 from utils.console import log
 from utils.errors import UserError, first_line, nearest, plural, shown
 from utils.files import find_file, read_yaml

@@ -36,8 +36,8 @@ from models.yolov5_pickle import (
     unpickle,
     unwrap,
 )
-from utils.checkpoint.weight_files import FORMAT, SAFETENSORS_SUFFIX, is_safetensors, read_safetensors
-from utils.config.values import IMGSZ, is_number
+from utils.checkpoint import FORMAT, SAFETENSORS_SUFFIX, is_safetensors, read_safetensors
+from utils.config.flags import IMGSZ, is_number
 from utils.console import log
 from utils.download import HUB_PREFIX, download, fetch_from_hub
 from utils.errors import UserError, first_line, plural, shortened

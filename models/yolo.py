@@ -34,7 +34,7 @@ from models.layers import Conv, Head, RepConv, skip_norms
 from models.tasks import TASKS, head_name, task_of
 from models.tasks.contract import Model
 from models.weights import MODEL_KEYS
-from utils.config.values import is_number
+from utils.config.flags import is_number
 from utils.errors import UserError, first_line, nearest, shortened
 from utils.files import find_file, looked_for, read_yaml
 from utils.user_code import imported, trust

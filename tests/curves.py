@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models.weights import read_weights
 from tests.faults.fault_points import planted
-from utils.checkpoint.state_files import StateFiles
+from utils.checkpoint import StateFiles
 
 LOSSES = [f"{split}/{term}_loss" for split in ("train", "val") for term in ("box", "obj", "cls")]
 CLASSIFIED = ["train/loss", "metrics/accuracy_top1", "metrics/accuracy_top5", "val/loss"]

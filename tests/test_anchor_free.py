@@ -26,7 +26,7 @@ from models.yolo import YoloModel, build_model
 from tests.conftest import CallMain, RunScript
 from tests.curves import ANCHOR_FREE, refused, rows, same_bytes_when_killed
 from tests.making import noise, tiny_anchor_free, write_image, write_yaml
-from utils.checkpoint.weight_files import serialised, weights_content
+from utils.checkpoint import serialised, weights_content
 
 NAMES = dict(enumerate(shapes.NAMES))
 Train = Callable[..., str]

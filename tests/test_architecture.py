@@ -95,7 +95,7 @@ def test_a_start_does_not_import_what_it_may_not_need() -> None:
     assert {"deepspeed", "transformers", "onnx", "openvino", "pytest", "tensorboard"} <= absent
     trackers = ["wandb", "mlflow"]
     of_one_command = ["matplotlib", "faster_coco_eval", "fsspec"]
-    of_torch = ["torch._dynamo", "torch._inductor", "torch.onnx", "sympy", "torchvision", "models.norm_silu_kernels"]
+    of_torch = ["torch._dynamo", "torch._inductor", "torch.onnx", "sympy", "torchvision", "models.triton_kernels"]
     unneeded = [*trackers, *of_one_command, *of_torch, "pandas", "scipy", *sorted(absent)]
     script = f"import sys, train, val, detect, export; print([name for name in {unneeded} if name in sys.modules])"
     printed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -24,7 +24,7 @@ from tests.conftest import CallMain, RunScript
 from tests.curves import untouched
 from tests.making import tiny_detector
 from tests.models.tasks.mask_batches import tiny_segmenter
-from utils.checkpoint.weight_files import weights_content
+from utils.checkpoint import weights_content
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
 ROW = "0 0.5 0.5 0.25 0.25\n"

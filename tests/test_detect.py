@@ -30,12 +30,12 @@ from data.media import Frame, MediaItem, as_pixels
 from detect import Predictor, groups
 from models.loading import transfer
 from models.tasks.classify import ClassificationRecipe, ClassificationTask
-from models.tasks.result import Results
+from models.tasks.contract import Results
 from models.weights import read_weights
 from models.yolo import build_model
 from tests.conftest import RunScript
 from tests.making import contents, noise, plain, tiny_detector, write_image, write_yaml
-from utils.checkpoint.weight_files import serialised, weights_content
+from utils.checkpoint import serialised, weights_content
 from utils.distributed.failure import run_main
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml

@@ -30,7 +30,7 @@ from models.weights import Origin, Weights, read_weights
 from models.yolo import build_model
 from tests.conftest import RunScript, not_here
 from tests.making import noise, tiny_detector, write_image
-from utils.checkpoint.weight_files import serialised, weights_content
+from utils.checkpoint import serialised, weights_content
 from utils.config.flags import REFUSED, ExportOptions
 from utils.distributed.failure import run_main
 from utils.errors import UserError

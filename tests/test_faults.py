@@ -21,7 +21,7 @@ from tests.conftest import CallMain, RunScript, not_here
 from tests.curves import refused, rows
 from tests.faults.fault_points import POINTS, planted
 from tests.machines import ACCELERATE, CONFIGS
-from utils.checkpoint.state_files import StateFiles
+from utils.checkpoint import StateFiles
 from utils.files import ROOT, read_yaml
 
 HERE = ("--processes", "2")

@@ -26,7 +26,7 @@ from tests.conftest import ROOT, RunScript, not_here
 from tests.curves import rows
 from tests.making import write_image, write_yaml
 from utils.batch import Batch, GlobalCounts, ImageInfo, Placement
-from utils.checkpoint.weight_files import serialised, weights_content
+from utils.checkpoint import serialised, weights_content
 from utils.errors import UserError
 from utils.files import read_yaml
 

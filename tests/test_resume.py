@@ -21,7 +21,7 @@ from tests.conftest import NOT_HERE, RECIPE, ROOT, CallMain, RunScript, data_yam
 from tests.curves import identical, refused, same_curve, untouched
 from tests.faults.fault_points import planted
 from tests.machines import ACCELERATE, CONFIGS, on_machine
-from utils.checkpoint.state_files import StateFiles
+from utils.checkpoint import StateFiles
 from utils.files import lock_folder
 
 HERE = ("--processes", "2")

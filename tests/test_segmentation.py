@@ -25,7 +25,7 @@ from tests.conftest import ROOT, RunScript
 from tests.curves import SEGMENTED, rows, same_curve
 from tests.making import noise, write_image
 from tests.models.tasks.mask_batches import tiny_segmenter
-from utils.checkpoint.weight_files import serialised, weights_content
+from utils.checkpoint import serialised, weights_content
 from utils.config.hyperparameters import Hyperparameters
 
 Train = Callable[..., str]

@@ -30,7 +30,7 @@ from tests.curves import untouched
 from tests.making import noise, tiny_detector, write_image, write_yaml
 from utils import coco
 from utils.batch import CocoImage
-from utils.checkpoint.weight_files import serialised, weights_content
+from utils.checkpoint import serialised, weights_content
 from utils.config.flags import ValOptions
 from utils.config.hyperparameters import Hyperparameters
 from utils.config.parser import given_flags

@@ -20,7 +20,7 @@ from data.builtin import shapes
 from tests.faults.fault_points import planted
 from tests.machines import ACCELERATE, CONFIGS, TORCHRUN, left_behind, living, machines
 from tests.making import write_yaml
-from utils.checkpoint.state_files import StateFiles
+from utils.checkpoint import StateFiles
 from utils.files import ROOT
 
 HOSTS = ("lockstepchaos0", "lockstepchaos1")

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_parts.measuring import Machine, rounded, row, run
 from benchmarks.gpu_parts.steps import take_steps, timed
-from models import norm_silu
+from models import triton_kernels
 from models.yolo import build_model
 from tests.whole_runs import Parts
 
@@ -77,14 +77,14 @@ def kernels(here: Machine) -> None:
 @contextmanager
 def fused(wanted: bool) -> Iterator[None]:
     """Use the fused kernels if they can be used, or never."""
-    with patch.object(norm_silu, "can_fuse", norm_silu.can_fuse if wanted else lambda *given: False):
+    with patch.object(triton_kernels, "can_fuse", triton_kernels.can_fuse if wanted else lambda *given: False):
         yield
 
 
 def maps(here: Machine, model: str, imgsz: int) -> Counter[tuple[int, ...]]:
     """Return the shapes (c, h, w) that a network normalises before a SiLU, and how often."""
     shapes: Counter[tuple[int, ...]] = Counter()
-    plain = norm_silu.norm_and_activate
+    plain = triton_kernels.norm_and_activate
 
     def recorded(x: Tensor, norm: nn.Module, activation: nn.Module) -> Tensor:
         if isinstance(activation, nn.SiLU):
@@ -132,7 +132,7 @@ def map_seconds(here: Machine, shape: tuple[int, ...], wanted: bool) -> float:
 
     def call() -> None:
         for x, gradient in zip(inputs, upstream, strict=True):
-            y = norm_silu.norm_and_activate(x.requires_grad_(), norm, activation)
+            y = triton_kernels.norm_and_activate(x.requires_grad_(), norm, activation)
             torch.autograd.grad(y, [x, norm.weight, norm.bias], gradient)
 
     with fused(wanted):

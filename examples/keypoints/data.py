@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from data.batches import Item, Items, loader, stack_in_place
 from data.cache import Images
 from data.data_yaml import DataSpec
-from data.dataset import DataSet, labels_text, problem_warnings, split_identity
+from data.dataset import DataSet, Item, Items, labels_text, loader, problem_warnings, split_identity, stack_in_place
 from data.images import read_image, resize_long_side
 from data.labels import label_name, load_labels
 from data.sampler import SampleIndex, evaluation_batches, item_generator, training_batches

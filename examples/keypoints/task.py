@@ -15,8 +15,8 @@ from models.ensemble import fuse
 from models.tasks.contract import Image, Model, Task, Thresholds
 from models.yolo import build_model
 from utils.batch import Batch
+from utils.config.flags import SHARE
 from utils.config.hyperparameters import Recipe, Recipes, number
-from utils.config.values import SHARE
 from utils.plots.drawing import draw_captioned
 
 from .head import Heatmap

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from data.augment import Sample
-from data.batches import Item
-from data.dataset import split_identity
+from data.dataset import Item, split_identity
 from data.detection import NO_PLACEMENT, DetectionData, DetectionSplit, EvaluationItems, TrainingItems, to_tensors
 from data.labels import EnclosingRules, RowRules
 from data.sampler import SampleIndex

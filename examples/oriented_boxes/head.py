@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from models.layers import Conv, Head
-from models.tasks.contract import Model
-from models.tasks.losses import at_least_float32
+from models.tasks.contract import Model, at_least_float32
 from models.yolo import LAYERS, detecting
 
 from .geometry import canonical, unspun

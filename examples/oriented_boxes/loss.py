@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from models.tasks.contract import Criterion, LossTerms
-from models.tasks.losses import device_constant
+from models.tasks.contract import Criterion, LossTerms, device_constant
 from utils.batch import Batch
 
 from .geometry import prob_iou, spun, turn, turned

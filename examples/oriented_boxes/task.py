@@ -11,13 +11,13 @@ import numpy as np
 from torch import nn
 
 from models.ensemble import fuse
+from models.heads.contract import UnavailableCriterion
 from models.tasks.contract import Criterion, Image, Model, Thresholds
 from models.tasks.detect import BoxTask
-from models.tasks.losses import UnavailableCriterion
 from models.yolo import build_model
 from utils.batch import Batch
+from utils.config.flags import NOT_NEGATIVE
 from utils.config.hyperparameters import Augmentation, Recipes, number
-from utils.config.values import NOT_NEGATIVE
 from utils.errors import UserError
 from utils.plots.drawing import MAX_GRID_IMAGES, grid
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from models.heads.auto_anchor import adapt_anchors
 from models.heads.contract import (
+    BoxCriterion,
     Candidates,
     DetectionHead,
     HeadView,
@@ -25,12 +26,11 @@ from models.heads.contract import (
     row_sigmoids,
 )
 from models.layers import Proto
-from models.tasks.contract import Criterion, LossTerms, Model
-from models.tasks.losses import BoxCriterion, at_least_float32, device_constant
+from models.tasks.contract import Criterion, LossTerms, Model, at_least_float32, device_constant
 from models.weights import same_names
 from utils.batch import Batch, BoxSplit
+from utils.config.flags import select
 from utils.config.hyperparameters import AnchorKeys, keys_of
-from utils.config.values import select
 from utils.errors import plural
 
 LOSS_NAMES = ("box_loss", "obj_loss", "cls_loss")  # names of the terms, in the order of `LossTerms`

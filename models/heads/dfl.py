@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from models.heads.contract import (
     EPSILON,
+    BoxCriterion,
     Candidates,
     DetectionHead,
     HeadView,
@@ -24,8 +25,7 @@ from models.heads.contract import (
     row_sigmoids,
 )
 from models.layers import Conv
-from models.tasks.contract import Criterion, LossTerms
-from models.tasks.losses import BoxCriterion, at_least_float32, device_constant
+from models.tasks.contract import Criterion, LossTerms, at_least_float32, device_constant
 from models.weights import same_names
 from utils.batch import Batch
 from utils.config.hyperparameters import AlignmentKeys, keys_of

@@ -30,12 +30,14 @@ from models.tasks.contract import (
     Task,
     Thresholds,
     View,
+    at_least_float32,
+    device_constant,
+    weights_by_class,
 )
-from models.tasks.losses import at_least_float32, device_constant, weights_by_class
 from models.yolo import build_model
 from utils.batch import Batch, ClassInfo, Split, layout
+from utils.config.flags import BELOW_ONE, NOT_NEGATIVE
 from utils.config.hyperparameters import ClassWeightKeys, Recipes, Transforms, number
-from utils.config.values import BELOW_ONE, NOT_NEGATIVE
 from utils.errors import UserError, first_line, nearest
 from utils.files import csv_text
 from utils.plots.drawing import Style, draw_captioned, draw_text_lines

@@ -17,12 +17,29 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.heads.anchors import LOSS_NAMES, Detect
-from models.heads.contract import BoxView, Candidates, DecodedView, DetectionHead, head_of, xywh_to_xyxy
+from models.heads.contract import (
+    BoxView,
+    Candidates,
+    DecodedView,
+    DetectionHead,
+    UnavailableCriterion,
+    head_of,
+    xywh_to_xyxy,
+)
 from models.heads.dfl import DetectDFL
 from models.layers import Head
 from models.loading import head_prefix, head_tensors
-from models.tasks.contract import Criterion, Image, Model, Postprocess, Prediction, Task, Thresholds, View
-from models.tasks.losses import UnavailableCriterion, weights_by_class
+from models.tasks.contract import (
+    Criterion,
+    Image,
+    Model,
+    Postprocess,
+    Prediction,
+    Task,
+    Thresholds,
+    View,
+    weights_by_class,
+)
 from models.tasks.metrics import DETECTION_METRICS, DetectionMetrics
 from models.tasks.predictions import DetectionPrediction
 from models.yolo import YoloModel, build_model, head_class
@@ -127,7 +144,7 @@ def suppress(given: Candidates, thresholds: Thresholds) -> tuple[Tensor, Tensor,
 def _batch_nms(max_det: int) -> Callable[..., Tensor] | None:
     """Return `batch_nms` if Triton can compile it here, which also takes a C compiler."""
     with contextlib.suppress(Exception):
-        from models.tasks.batch_nms import batch_nms
+        from models.triton_kernels import batch_nms
 
         boxes, starts = torch.zeros(1, 4, device="cuda"), torch.tensor((0, 1), device="cuda")
         batch_nms(boxes, starts, 0.5, MAX_CANDIDATES, max_det)

@@ -18,8 +18,14 @@ from torch import Tensor
 
 from models.heads.contract import xywh_to_xyxy
 from models.tasks.contract import Metrics, Prediction, Thresholds
-from models.tasks.matching import IOU_THRESHOLDS, Overlaps, box_overlaps, match_by_overlap, pair_by_overlap
-from models.tasks.predictions import DetectionPrediction
+from models.tasks.predictions import (
+    IOU_THRESHOLDS,
+    DetectionPrediction,
+    Overlaps,
+    box_overlaps,
+    match_by_overlap,
+    pair_by_overlap,
+)
 from utils.batch import Batch, ImageInfo
 from utils.files import csv_text
 from utils.summary import Box, Example, Row, Summary, confusion_text, dense_counts, sparse_counts

@@ -24,8 +24,17 @@ from models.heads.anchors import (
     match,
     near_cells,
 )
-from models.heads.contract import EPSILON, BoxView, DecodedView, head_of
-from models.tasks.contract import Criterion, Image, LossTerms, Model, Thresholds, View
+from models.heads.contract import EPSILON, BoxView, DecodedView, UnavailableCriterion, head_of
+from models.tasks.contract import (
+    Criterion,
+    Image,
+    LossTerms,
+    Model,
+    Thresholds,
+    View,
+    at_least_float32,
+    device_constant,
+)
 from models.tasks.detect import (
     DecodedDetector,
     DetectionPostprocess,
@@ -36,7 +45,6 @@ from models.tasks.detect import (
     boxes_in_files,
     detect_with_more,
 )
-from models.tasks.losses import UnavailableCriterion, at_least_float32, device_constant
 from models.tasks.masks import (
     DetectedMasks,
     Logits,

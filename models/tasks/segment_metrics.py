@@ -17,7 +17,6 @@ from torch import Tensor
 from models.heads.contract import EPSILON
 from models.tasks.contract import Prediction
 from models.tasks.masks import DetectedMasks, SegmentationPrediction, target_masks
-from models.tasks.matching import Overlaps
 from models.tasks.metrics import (
     CLASS_COLUMNS,
     DETECTION_METRICS,
@@ -36,6 +35,7 @@ from models.tasks.metrics import (
     score_sizes,
     score_tables,
 )
+from models.tasks.predictions import Overlaps
 from utils.batch import Batch, SegmentationBatch
 from utils.files import csv_text
 from utils.summary import Example, Summary

@@ -25,8 +25,7 @@ from data.images import image_size, read_reduced
 from tests.conftest import OnProcesses
 from tests.making import noise, spoil, write_image
 from utils.distributed.launch import start
-from utils.distributed.ranks import ranks, run_store
-from utils.distributed.shared_memory import SharedMemory
+from utils.distributed.ranks import SharedMemory, ranks, run_store
 from utils.errors import UserError
 
 
@@ -362,8 +361,8 @@ def test_what_does_not_fit_is_not_stored() -> None:
 @pytest.mark.parametrize(("free", "capacity"), [(10**9, 40), (100_000, 5), (0, 0)])
 def test_the_capacity_follows_from_the_free_memory(free: int, capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of it at most: a page or two for the tables and 4 KiB for an image."""
-    monkeypatch.setattr("utils.distributed.shared_memory.available_bytes", lambda: free)
-    monkeypatch.setattr("utils.distributed.shared_memory.in_use", WeakSet())
+    monkeypatch.setattr("utils.distributed.ranks.available_bytes", lambda: free)
+    monkeypatch.setattr("utils.distributed.ranks.in_use", WeakSet())
     ring = ImageStore(SHAPES, capacity=40)
     assert ring.capacity == capacity
     assert len(ring.memory.bytes) <= max(free * cache.RING_MEMORY_SHARE, cache.PAGE_BYTES)

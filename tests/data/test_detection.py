@@ -20,15 +20,14 @@ from torch.utils.data import get_worker_info
 
 from data import sampler
 from data.augment import Sample
-from data.batches import empty_pixels
 from data.data_yaml import read_spec
-from data.dataset import DataOptions
+from data.dataset import DataOptions, empty_pixels
 from data.detection import DetectionData, collate, to_tensors
 from data.segmentation import SegmentationData
 from tests.making import label_file, plain, write_image, write_yaml
 from utils.batch import Batch, ImageInfo, Placement
 from utils.config.hyperparameters import Hyperparameters
-from utils.distributed import shared_memory
+from utils.distributed import ranks
 from utils.errors import UserError
 
 NOTHING = Hyperparameters(
@@ -117,8 +116,8 @@ def test_little_memory_changes_no_pixel(folder: Path, hyp: Hyperparameters, monk
     monkeypatch.setattr(sampler, "PARTNERS_WINDOW", 6)
     expected = epoch_of(data_of(folder), hyp)
     for free, workers in ((2**20, 0), (400_000, 2), (0, 0)):
-        monkeypatch.setattr(shared_memory, "available_bytes", lambda free=free: free)
-        monkeypatch.setattr(shared_memory, "in_use", WeakSet())
+        monkeypatch.setattr(ranks, "available_bytes", lambda free=free: free)
+        monkeypatch.setattr(ranks, "in_use", WeakSet())
         data = data_of(folder, workers=workers)
         loader: Any = data.train_loader(data.split("train", hyp), 4, hyp, seed=3)
         batches = list(loader)

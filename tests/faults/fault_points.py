@@ -20,7 +20,7 @@ POINTS = {
     "loss": ("models.heads.anchors", "DetectionCriterion.__call__"),  # of a batch of this process
     "optimizer step": ("utils.distributed.stop", "GracefulStop.after"),  # it is done, and not yet saved
     "validation batch": ("models.tasks.metrics", "DetectionMetrics.update"),
-    "file replacement": ("utils.checkpoint.run_folder", "replacing"),  # such as results.csv's
+    "file replacement": ("utils.run", "replacing"),  # such as results.csv's
     "row for W&B": ("utils.tracking.wandb", "WandbTracker._log"),  # in the thread that logs
     "flush to disk": ("os", "fsync"),
 }

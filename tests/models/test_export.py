@@ -21,7 +21,7 @@ from models.tasks.detect import DecodedDetector, SuppressedDetector
 from models.weights import read_weights
 from models.yolo import build_model
 from tests.making import tiny_detector
-from utils.config.values import OPSETS
+from utils.config.flags import OPSETS
 from utils.errors import UserError
 from utils.files import ROOT
 

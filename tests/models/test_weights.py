@@ -24,7 +24,7 @@ from models.weights import RELEASE_SHA256, Origin, Weights, find_weights, read_w
 from models.yolo import build_model
 from tests.models.test_yolov5_pickle import Call, Pickled, refused, save_as_yolov5, save_bytes, save_legacy, save_zip
 from tests.web import Server, sending, serving
-from utils.checkpoint.weight_files import FORMAT, as_safetensors
+from utils.checkpoint import FORMAT, as_safetensors
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from utils.batch import layout
-from utils.checkpoint.weight_files import contiguous
+from utils.checkpoint import contiguous
 
 
 def test_layout() -> None:

@@ -16,7 +16,7 @@ import pytest
 from accelerate import Accelerator
 
 from tests.conftest import OnProcesses
-from utils.checkpoint.state_files import STATE_FORMAT
+from utils.checkpoint import STATE_FORMAT
 from utils.console import log
 from utils.distributed.launch import Precision
 from utils.distributed.stop import StopRequested

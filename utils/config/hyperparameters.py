@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from utils.config.values import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, typed_values
+from utils.config.flags import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, typed_values
 from utils.console import log
 from utils.errors import UserError, nearest, plural
 from utils.files import ROOT, find_file, read_yaml

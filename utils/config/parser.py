@@ -12,9 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from utils.config.flags import GROUPS, REFUSED, TrainOptions, flags_of
+from utils.config.flags import GROUPS, REFUSED, TrainOptions, flags_of, typed_values
 from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, find_hyperparameters
-from utils.config.values import typed_values
 from utils.console import log
 from utils.errors import UserError, nearest
 from utils.files import read_yaml, version

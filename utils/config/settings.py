@@ -1,6 +1,6 @@
 """The settings of a training run: flags over defaults, and the hyperparameters of its task; or those of a resumed run.
 
-Made by utils/checkpoint/resume.py, completed once by job.py's `resolve`, when the task is known.
+Made by utils/checkpoint.py, completed once by job.py's `resolve`, when the task is known.
 """
 
 from __future__ import annotations

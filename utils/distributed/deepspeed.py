@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO, if `accelerate launch` requests it: the engine's settings, partitioned parameters and states.
 
-Called by launch, prepare, doctor and utils/checkpoint/training_state.py. The package deepspeed is imported
+Called by launch, prepare, doctor and utils/checkpoint.py. The package deepspeed is imported
 only if it is used; Accelerate then needs transformers too.
 """
 

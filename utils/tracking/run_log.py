@@ -25,7 +25,7 @@ from utils.tracking.trackers import WANDB, Tracker, accelerate_tracker, requeste
 from utils.tracking.wandb import ImageReader, WandbTracker, charts, example_images, log_artifact
 
 if TYPE_CHECKING:
-    from utils.checkpoint.training_state import Progress
+    from utils.checkpoint import Progress
     from utils.config.flags import TrainOptions
     from utils.run import Run
 

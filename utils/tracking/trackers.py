@@ -18,8 +18,7 @@ from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
-from utils.config.flags import TRACKERS
-from utils.config.values import PYTHON_SUFFIX
+from utils.config.flags import PYTHON_SUFFIX, TRACKERS
 from utils.console import Background, log
 from utils.errors import UserError
 from utils.user_code import imported, trust

@@ -25,7 +25,7 @@ from utils.summary import Summary
 
 if TYPE_CHECKING:
     from models.tasks.contract import Metrics
-    from utils.checkpoint.training_state import Progress
+    from utils.checkpoint import Progress
     from utils.config.flags import TrainOptions
     from utils.run import Run
     from utils.tracking.run_log import RunLog

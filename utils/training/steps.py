@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from utils.checkpoint.training_state import TrainingState, floating_buffers
+from utils.checkpoint import TrainingState, floating_buffers
 from utils.distributed.logical import DistributedModel
 from utils.errors import UserError
 from utils.training.cuda_graph import RecordedCall, can_record, record_kernels

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchvision.ops import box_iou
 
 from models.heads.anchors import Detect, DetectionCriterion
-from models.heads.contract import Candidates, DecodedView, HeadView, least_logit
+from models.heads.contract import BoxCriterion, Candidates, DecodedView, HeadView, UnavailableCriterion, least_logit
 from models.tasks import contract
 from models.tasks import detect as module
 from models.tasks.contract import Criterion, LossTerms, Model, Postprocess, Thresholds, View
@@ -38,7 +38,6 @@ from models.tasks.detect import (
     nms_by_image,
     suppress,
 )
-from models.tasks.losses import BoxCriterion, UnavailableCriterion
 from models.tasks.segment import SegmentationTask
 from models.yolo import YoloModel, build_model
 from tests.making import CLASS_NAMES, grey_batch, image_info, tiny_detector
@@ -273,7 +272,7 @@ def check_together(nms: Callable[..., Tensor]) -> None:
 def test_the_kernel_on_the_cpu() -> None:
     """By Triton's interpreter, in a process of its own: Triton reads the variable when it is imported."""
     pytest.importorskip("triton")
-    code = f"from {__name__} import check_together; from models.tasks.batch_nms import batch_nms as nms"
+    code = f"from {__name__} import check_together; from models.triton_kernels import batch_nms as nms"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", f"{code}; check_together(nms)"], cwd=ROOT, env=environment, check=True)
 

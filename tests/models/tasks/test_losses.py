@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.tasks.losses import UnavailableCriterion, device_constant, weights_by_class
+from models.heads.contract import UnavailableCriterion
+from models.tasks.contract import device_constant, weights_by_class
 from tests.making import CLASS_NAMES, grey_batch
 from utils.errors import UserError
 

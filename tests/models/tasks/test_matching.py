@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from models.tasks.matching import (
+from models.tasks.predictions import (
     CONFUSION_IOU,
     IOU_THRESHOLDS,
     Matches,

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from models.tasks import metrics as module
-from models.tasks.matching import IOU_THRESHOLDS
 from models.tasks.metrics import (
     AP_RECALLS,
     CONFIDENT_THRESHOLD,
@@ -23,6 +22,7 @@ from models.tasks.metrics import (
     confusion_matrix,
     join,
 )
+from models.tasks.predictions import IOU_THRESHOLDS
 
 PERFECT = 0.995  # of 100 intervals between 101 points the last one counts half, because precision ends at 0
 

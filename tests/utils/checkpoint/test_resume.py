@@ -11,10 +11,16 @@ import yaml
 from accelerate import Accelerator
 
 from tests.conftest import OnProcesses
-from utils.checkpoint.resume import find_run, read_saved_state, resolve_settings
-from utils.checkpoint.state_files import STATE_FORMAT, StateFiles
-from utils.checkpoint.training_state import Identity, Progress
-from utils.checkpoint.weight_files import serialised
+from utils.checkpoint import (
+    STATE_FORMAT,
+    Identity,
+    Progress,
+    StateFiles,
+    find_run,
+    read_saved_state,
+    resolve_settings,
+    serialised,
+)
 from utils.config.flags import BUILT_IN_JOB, TrainOptions
 from utils.config.hyperparameters import Hyperparameters
 from utils.config.parser import given_flags, over_defaults
@@ -160,7 +166,7 @@ def test_a_run_continues_with_its_settings(run: Path) -> None:
 def test_flags_and_settings_are_merged(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = resumed("--resume", str(run), "--workers", "3", "--epochs", "20").options
     assert (options.workers, options.epochs, options.device, options.name) == (3, 20, "cpu", "exp")
-    monkeypatch.setattr("utils.checkpoint.resume.launched", lambda: True)
+    monkeypatch.setattr("utils.checkpoint.launched", lambda: True)
     assert resumed("--resume", str(run)).options.device == ""
     with pytest.raises(UserError, match="--seed is 1"):
         resumed("--resume", str(run), "--seed", "1")

@@ -13,9 +13,9 @@ import yaml
 from torch import nn
 
 from models.weights import read_weights
-from utils.checkpoint.run_folder import BackgroundWriter, RunFolder
-from utils.checkpoint.state_files import STATE_FORMAT
+from utils.checkpoint import STATE_FORMAT
 from utils.errors import UserError
+from utils.run import BackgroundWriter, RunFolder
 
 WRITTEN = {"settings.yaml", "problems.txt", "classes.csv", "n\udcffmes.txt", "weights/last.pt", "weights/best.pt"}
 

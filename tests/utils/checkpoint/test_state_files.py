@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from utils.checkpoint.state_files import STATE_FORMAT, StateFiles
-from utils.checkpoint.weight_files import serialised
+from utils.checkpoint import STATE_FORMAT, StateFiles, serialised
 from utils.errors import UserError
 
 

@@ -14,12 +14,11 @@ from accelerate import Accelerator
 from torch import nn
 
 from tests.conftest import OnProcesses
-from utils.checkpoint.run_folder import RunFolder
-from utils.checkpoint.training_state import Decisions, Identity, Progress, TrainingState
-from utils.checkpoint.weight_files import serialised
+from utils.checkpoint import Decisions, Identity, Progress, TrainingState, serialised
 from utils.config.hyperparameters import Recipe
 from utils.distributed.logical import DistributedModel, LogicalProcesses
 from utils.errors import UserError
+from utils.run import RunFolder
 from utils.summary import Summary
 from utils.training.ema import ModelEMA
 from utils.training.optimizer import build_optimizer

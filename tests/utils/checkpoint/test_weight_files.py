@@ -10,7 +10,7 @@ import torch
 from models.weights import read_weights
 from models.yolo import YoloModel, build_model
 from tests.making import tiny_detector
-from utils.checkpoint.weight_files import serialised, weights_content
+from utils.checkpoint import serialised, weights_content
 from utils.config.flags import TrainOptions
 
 NAMES = {0: "disc", 1: "ring", 2: "bar"}

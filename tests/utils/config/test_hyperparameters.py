@@ -11,6 +11,7 @@ import pytest
 
 from models.tasks.classify import ClassificationRecipe
 from tests.making import write_yaml
+from utils.config.flags import POSITIVE
 from utils.config.hyperparameters import (
     Augmentation,
     Hyperparameters,
@@ -20,7 +21,6 @@ from utils.config.hyperparameters import (
     number,
     read_hyperparameters,
 )
-from utils.config.values import POSITIVE
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 

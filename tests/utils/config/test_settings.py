@@ -12,11 +12,10 @@ import pytest
 import yaml
 
 from tests.making import write_yaml
-from utils.config.flags import TrainOptions, flags_of
+from utils.config.flags import Range, TrainOptions, flags_of
 from utils.config.hyperparameters import Hyperparameters, Recipe, Recipes, number, parse_overrides, read_hyperparameters
 from utils.config.parser import given_flags, over_defaults
 from utils.config.settings import Settings, check_settings, resumed_options
-from utils.config.values import Range
 from utils.errors import UserError
 from utils.files import ROOT
 

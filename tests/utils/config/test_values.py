@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from utils.config.values import BELOW_ONE, FINITE, NOT_NEGATIVE, POSITIVE, SHARE, Range, is_number, typed
+from utils.config.flags import BELOW_ONE, FINITE, NOT_NEGATIVE, POSITIVE, SHARE, Range, is_number, typed
 
 
 def test_numbers() -> None:

@@ -18,7 +18,7 @@ from torchvision.ops import StochasticDepth
 
 from tests.conftest import OnProcesses
 from tests.making import without_launcher
-from utils.checkpoint.training_state import Decisions, Identity, TrainingState
+from utils.checkpoint import Decisions, Identity, TrainingState
 from utils.config.hyperparameters import Recipe
 from utils.distributed.launch import start
 from utils.distributed.logical import (

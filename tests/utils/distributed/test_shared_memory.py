@@ -14,9 +14,8 @@ import pytest
 from torch import distributed
 
 from tests.making import launched
-from utils.distributed import shared_memory as module
-from utils.distributed.ranks import RunStore
-from utils.distributed.shared_memory import SharedMemory, available_bytes, shared_memory
+from utils.distributed import ranks as module
+from utils.distributed.ranks import RunStore, SharedMemory, available_bytes, shared_memory
 
 
 def test_memory_of_an_earlier_run_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +65,7 @@ def test_a_handle_from_the_store_is_never_a_file(tmp_path: Path, monkeypatch: py
         handles = [[os.getpid(), file.fileno()], [os.getpid(), theirs], str(precious), f"/proc/self/fd/{file.fileno()}",
                    [os.getpid(), 10**9], [2**40, 3], {"a": 1}, None, ["x", "../.."]]  # fmt: skip
         for number, handle in enumerate(handles):
-            monkeypatch.setattr(module, "_calls", iter([number]))
+            monkeypatch.setattr(module, "_memory_calls", iter([number]))
             monkeypatch.setenv("LOCAL_RANK", "1")
             store.write_once(f"memory/{socket.gethostname()}/{number}", handle)
             memory = shared_memory(lambda free: 60)

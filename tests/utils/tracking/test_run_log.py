@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from utils.checkpoint.training_state import Progress
+from utils.checkpoint import Progress
 from utils.config.flags import TrainOptions
 from utils.summary import Box, Example, Summary
 from utils.tracking import run_log

@@ -21,7 +21,7 @@ from models.tasks.metrics import image_records
 from models.tasks.segment import SegmentationTask
 from tests.utils.test_run import run_in
 from tests.utils.training.test_steps import prepared, train
-from utils.checkpoint.training_state import Progress
+from utils.checkpoint import Progress
 from utils.console import LEAST_COLUMNS, Bar
 from utils.errors import UserError
 from utils.summary import Summary

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.conftest import OnProcesses
 from tests.utils.test_run import Recorder, run_in
-from utils.checkpoint.training_state import Decisions, Identity, TrainingState
+from utils.checkpoint import Decisions, Identity, TrainingState
 from utils.config.hyperparameters import Recipe
 from utils.distributed.launch import start
 from utils.distributed.logical import LogicalProcesses, place_model, prepare

@@ -33,10 +33,10 @@ LARGE: list[Case] = [((16, 80, 80, 80), "bfloat16", 0, True), ((4, 48, 161, 163)
 
 def results(x: Tensor, norm: nn.BatchNorm2d, upstream: Tensor, fused: bool) -> list[Tensor]:
     """Return the values of NAMES."""
-    from models import norm_silu  # needs Triton
+    from models import triton_kernels  # needs Triton
 
     x, norm = x.clone().requires_grad_(), copy.deepcopy(norm)
-    y = norm_silu.FusedNormSiLU.apply(x, norm.weight, norm.bias, norm) if fused else nn.functional.silu(norm(x))
+    y = triton_kernels.FusedNormSiLU.apply(x, norm.weight, norm.bias, norm) if fused else nn.functional.silu(norm(x))
     y.backward(upstream)
     assert norm.num_batches_tracked == 1
     assert (y.dtype, y.is_contiguous(memory_format=torch.channels_last)) == (x.dtype, True)
@@ -73,9 +73,9 @@ def small_enough(case: Case, ours: list[float], by_torch: list[float]) -> None:
 
 def interpret() -> None:
     """Print the errors of CASES, with few programs, so that one has several tiles."""
-    from models import norm_silu
+    from models import triton_kernels
 
-    norm_silu.SUM_PROGRAMS, norm_silu.MAP_PROGRAMS = 4, 6
+    triton_kernels.SUM_PROGRAMS, triton_kernels.MAP_PROGRAMS = 4, 6
     torch.manual_seed(0)
     print(json.dumps([errors(case, "cpu") for case in CASES]))
 
@@ -83,7 +83,7 @@ def interpret() -> None:
 def test_the_kernels_by_the_interpreter() -> None:
     if importlib.util.find_spec("triton") is None:
         not_here("Triton, which comes with torch on Linux")
-    command = [sys.executable, "-c", "from tests.models.test_norm_silu import interpret; interpret()"]
+    command = [sys.executable, "-c", "from tests.models.test_triton_kernels import interpret; interpret()"]
     printed = subprocess.check_output(command, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"})
     for case, (ours, by_torch) in zip(CASES, json.loads(printed), strict=True):
         small_enough(case, ours, by_torch)
@@ -98,14 +98,14 @@ def test_the_kernels_on_a_gpu(case: Case) -> None:
 @pytest.mark.gpu
 def test_a_network_launched_and_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of it have the same gradients and statistics, near torch's."""
-    from models import norm_silu
+    from models import triton_kernels
 
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     last = torch.channels_last
     model = nn.Sequential(Conv(3, 16, 3, 2), C3(16, 32, 2), Conv(32, 64, 3, 2)).to("cuda", memory_format=last)
     images = torch.rand(4, 3, 96, 64, device="cuda").contiguous(memory_format=last)
     maps = (x := images.new_zeros(2, 16, 4, 4), x.contiguous(memory_format=last))
-    assert [norm_silu.can_fuse(each, model[0].bn, model[0].act) for each in maps] == [False, True]
+    assert [triton_kernels.can_fuse(each, model[0].bn, model[0].act) for each in maps] == [False, True]
     upstream = torch.randn(4, 64, 24, 16, device="cuda").bfloat16()  # contiguous, unlike the output
 
     def step(network: nn.Module) -> list[Tensor]:
@@ -119,5 +119,5 @@ def test_a_network_launched_and_recorded(monkeypatch: pytest.MonkeyPatch) -> Non
         replayed = step(recorded)
     graph.replay()
     assert all(map(torch.equal, replayed, expected))
-    monkeypatch.setattr(norm_silu, "can_fuse", lambda *given: False)
+    monkeypatch.setattr(triton_kernels, "can_fuse", lambda *given: False)
     assert max(distances(near, step(unfused))) < 0.1
