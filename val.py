@@ -202,7 +202,8 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     thresholds, draws, square = select(Thresholds, options), not options.noplots, options.square
     batch, criterion = options.batch_size, task.criterion(first)
     evaluate = evaluator(run, task, first, criterion, data, split, batch, draws, thresholds, square)
-    log(*([] if members.suppresses else evaluate.metrics.threshold_warnings(thresholds)))
+    if not members.suppresses:
+        evaluate.metrics.check_thresholds(thresholds)
     evaluate.inference = replace(evaluate.inference, augment=options.augment, half=half)
     coco_images: list[CocoImage] = []  # predictions of this process, with --save-json
     if options.save_json:

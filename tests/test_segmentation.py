@@ -18,8 +18,8 @@ from PIL import Image
 import detect
 from data.builtin import shapes
 from data.images import read_image
-from models.tasks.masks import SegmentationPrediction
 from models.tasks.segment import SegmentationTask
+from models.tasks.segment_metrics import SegmentationPrediction
 from tests import wandb_files
 from tests.conftest import ROOT, RunScript
 from tests.curves import SEGMENTED, rows, same_curve

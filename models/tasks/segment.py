@@ -45,16 +45,17 @@ from models.tasks.detect import (
     boxes_in_files,
     detect_with_more,
 )
-from models.tasks.masks import (
+from models.tasks.segment_metrics import (
+    SEGMENTATION_METRICS,
     DetectedMasks,
     Logits,
+    SegmentationMetrics,
     SegmentationPrediction,
     cut_by_boxes,
     known_masks,
     target_masks,
     weighted_prototypes,
 )
-from models.tasks.segment_metrics import SEGMENTATION_METRICS, SegmentationMetrics
 from models.yolo import YoloModel
 from utils.batch import MASK_STRIDE, Batch, ImageInfo, SegmentationBatch, box_windows
 from utils.errors import UserError

@@ -14,8 +14,8 @@ from models.ensemble import Members
 from models.tasks import TASKS, TaskEntry
 from models.tasks.classify import ClassificationTask
 from models.tasks.contract import Image, Prediction
-from models.tasks.masks import SegmentationPrediction
 from models.tasks.predictions import DetectionPrediction
+from models.tasks.segment_metrics import SegmentationPrediction
 from utils.config.flags import ValOptions
 from utils.errors import UserError
 from utils.plots.drawing import Style

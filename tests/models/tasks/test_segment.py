@@ -21,7 +21,6 @@ from models.loading import transfer
 from models.tasks import TASKS, segment, task_of
 from models.tasks.contract import Model, Thresholds
 from models.tasks.detect import detect
-from models.tasks.masks import SegmentationPrediction, target_masks
 from models.tasks.segment import (
     DecodedSegmenter,
     SegmentationCriterion,
@@ -30,6 +29,7 @@ from models.tasks.segment import (
     SegmentationView,
     SuppressedSegmenter,
 )
+from models.tasks.segment_metrics import SegmentationPrediction, target_masks
 from models.weights import read_weights
 from models.yolo import YoloModel, build_model
 from tests.making import CLASS_NAMES, image_info

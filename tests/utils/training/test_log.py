@@ -17,7 +17,6 @@ from torch import nn
 from models.tasks.classify import ClassificationTask, ImageRecord
 from models.tasks.contract import Task
 from models.tasks.detect import DetectionTask
-from models.tasks.metrics import image_records
 from models.tasks.segment import SegmentationTask
 from tests.utils.test_run import run_in
 from tests.utils.training.test_steps import prepared, train
@@ -64,7 +63,7 @@ def test_a_row_of_an_epoch_without_validation(optimizer: torch.optim.Optimizer) 
 
 
 TASKS: Any = [
-    (DetectionTask, image_records([], [])),
+    (DetectionTask, []),
     (SegmentationTask, []),
     (ClassificationTask, [ImageRecord(0, 0, (0,), 1.0)]),
 ]
