@@ -6,7 +6,6 @@ Called by data/dataset.py and the data sets.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data.builtin import DRAWN_SETS
 from data.download import archive_sources, copied, fetch_dataset, has_content, is_remote
 from data.formats import (
     EXPORTED_ANNOTATIONS,
@@ -35,7 +35,6 @@ from utils.files import IS_INSTALLED, ROOT, file_name, find_file, read_yaml
 SPLITS = ("train", "val", "test")
 MAX_CLASSES = 4096  # classes of a model, at most
 HELD_OUT_SHARE = 0.2  # share of the images, or of each class, to hold out of a folder without validation images
-DRAWN_SETS = ("data.builtin.shapes", "data.builtin.shapes_cls", "data.builtin.shapes_seg")  # what `draw:` may name
 YAML_NAMES = ("data.yaml", "data.yml")
 DATA_KEYS = (
     *("path", *SPLITS, "images", "split", "split_seed", "names", "nc", "kpt_shape"),
@@ -279,17 +278,15 @@ def _roots(file: Path, path: str | None) -> tuple[Path, ...]:
 def _draw(value: Any, folder: Path) -> bool:
     """Draw a data set by a module and its seed, if it is absent; return whether that is valid.
 
-    A YAML may come from somebody else, so it can name only modules of data/builtin and of a task that the user runs.
+    A YAML may come from somebody else, so it can name only built-in sets, and modules of a task that the user runs.
     """
-    module, seed = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("", -1)
-    is_users = user_code.is_users(str(module))
-    if type(seed) is not int or seed < 0 or not (is_users or module in DRAWN_SETS):
+    name, seed = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("", -1)
+    is_users = user_code.is_users(str(name))
+    drawn: Any = user_code.load(name) if is_users else DRAWN_SETS.get(name)
+    if type(seed) is not int or seed < 0 or not hasattr(drawn, "draw_dataset"):
         return False
-    loaded = user_code.load(module) if is_users else importlib.import_module(module)
-    if hasattr(loaded, "draw_dataset"):
-        loaded.draw_dataset(folder, seed=seed)
-        return True
-    return False
+    drawn.draw_dataset(folder, seed=seed)
+    return True
 
 
 def _is_path(value: Any) -> bool:

@@ -24,7 +24,7 @@ from PIL import Image, ImageShow
 from torch import nn
 
 import detect
-from data.builtin.shapes import NAMES
+from data.builtin import NAMES
 from data.images import read_image
 from data.media import Frame, MediaItem, as_pixels
 from detect import Predictor, groups

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import export
-from data.builtin.shapes import NAMES as SHAPES
+from data.builtin import NAMES as SHAPES
 from detect import Predictor
 from export import main, prepare
 from models.ensemble import export_base

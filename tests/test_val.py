@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 
-from data.builtin.shapes import NAMES
+from data.builtin import NAMES
 from data.dataset import data_source
 from models.ensemble import Members
 from models.tasks import TASKS

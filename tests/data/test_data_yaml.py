@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from data.builtin import shapes, shapes_cls, shapes_seg
+from data.builtin import DrawnSet
 from data.data_yaml import read_spec
 from data.dataset import overlap
 from tests.making import label_file, write_yaml
@@ -109,13 +109,12 @@ Calls = list[tuple[str, Path, int]]
 def drawn(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Name, folder and seed of each drawing, which makes only one file."""
     calls: Calls = []
-    for name, module in (("shapes", shapes), ("shapes-cls", shapes_cls), ("shapes-seg", shapes_seg)):
 
-        def draw(folder: Path, seed: int, name: str = name) -> None:
-            calls.append((name, folder.resolve(), seed))
-            touch(folder / "images/train", "drawn.jpg")
+    def draw(data: DrawnSet, folder: Path, seed: int) -> None:
+        calls.append((data.title, folder.resolve(), seed))
+        touch(folder / "images/train", "drawn.jpg")
 
-        monkeypatch.setattr(module, "draw_dataset", draw)
+    monkeypatch.setattr(DrawnSet, "draw_dataset", draw)
     return calls
 
 
