@@ -114,11 +114,7 @@ def suggested_defaults(values: object, source: Path, kind: str = "data") -> dict
     if not isinstance(values, dict):
         raise UserError(f"{source}: `defaults` must be lines such as `imgsz: 64`, not {values!r}")
     known = [field.name for field in flags_of(TrainOptions) if kind in field.metadata["suggested"]]
-    for key in values:
-        if key not in known:
-            hint = nearest(str(key), known)
-            raise UserError(f"{source}: unknown key '{key}' under `defaults`{hint}; known are {', '.join(known)}")
-    return checked(TrainOptions, values, f"{source}: `{{}}` under `defaults`".format)
+    return typed_values(TrainOptions, values, f"{source}: `{{}}` under `defaults`".format, known)
 
 
 def _build_parser(kind: type[DataclassInstance]) -> argparse.ArgumentParser:
@@ -183,8 +179,5 @@ class _Parser(argparse.ArgumentParser):
             if instead := REFUSED.get(name.removeprefix("--").replace("-", "_")):
                 self.exit(2, f"error: {name} {instead}\n")
             known = [name for name in self._option_string_actions if name.startswith("--") and "_" not in name]
-            name = name.replace("_", "-")
-            longer = [other for other in known if other.startswith(name) and len(name) > len("--")]
-            hint = nearest(name, longer, 0) if len(longer) == 1 else nearest(name, known)
-            message = f"unknown flag {wrong}{hint}"
+            message = f"unknown flag {wrong}{nearest(name.replace('_', '-'), known)}"
         self.exit(2, f"error: {message}; see {self.prog} --help\n")

@@ -17,7 +17,7 @@ from utils.config.flags import AUTO, TrainOptions, flags_of
 from utils.config.hyperparameters import OVERRIDE_PREFIX, Recipe, from_mapping, parse_overrides, read_hyperparameters
 from utils.config.parser import as_flag, checked, defaults_of_hyp, refuse_flags
 from utils.console import log
-from utils.errors import UserError, nearest, plural, shortened
+from utils.errors import UserError, plural, shortened
 
 # Maps a run's settings and the given flags to the class of its hyperparameters.
 RecipeOf = Callable[[Mapping[str, Any], Mapping[str, Any]], type[Recipe]]
@@ -40,7 +40,6 @@ class Settings:
         is_fixed: whether the options come from a resumed run and already include the defaults of task and data set
         hyp: hyperparameters of the task
         origin: licence and origin of the weights, which are stored in every file made from them
-        choice: line for the console about the file that --hyp auto chose and the reason; '' if the file was named
     """
 
     options: TrainOptions
@@ -49,7 +48,6 @@ class Settings:
     is_fixed: bool = False
     hyp: Recipe = field(default_factory=Recipe)
     origin: Mapping[str, Any] = field(default_factory=dict)
-    choice: str = ""
 
     def refuse(self, features: Collection[str], unread: Collection[str], model: str) -> None:
         """Raise `UserError` for a flag or a hyperparameter on a new run's command line that its model does not use.
@@ -89,17 +87,17 @@ class Settings:
         if self.saved or self.is_fixed:
             return dataclasses.replace(self, hyp=hyp, **values)
         layers = {key: value for mapping in defaults for key, value in mapping.items()}
-        name, choice = {"hyp": self.options.hyp, **layers, **self.given}["hyp"], ""
+        name = {"hyp": self.options.hyp, **layers, **self.given}["hyp"]
         if name == AUTO and choose:
             name, reason, yolov5 = choose()
-            choice = f"hyperparameters: --hyp {name}, because {reason}"
-            choice += f"; --hyp {yolov5} has YOLOv5's values" if yolov5 not in ("", name) else ""
+            other = f"; --hyp {yolov5} has YOLOv5's values" if yolov5 not in ("", name) else ""
+            log(f"hyperparameters: --hyp {name}, because {reason}{other}")
         hyp = read_hyperparameters(name, recipe, self.options.overrides)
         layers |= defaults_of_hyp(name)
         layers |= hyp.flags({"epochs": self.options.epochs, **layers, **self.given}["epochs"])
         layers = {key: value for key, value in layers.items() if key not in self.given}
         options = dataclasses.replace(self.options, **{**layers, "hyp": name})
-        return dataclasses.replace(self, hyp=hyp, options=options, choice=choice, **values)
+        return dataclasses.replace(self, hyp=hyp, options=options, **values)
 
     def value(self, flag: str, *defaults: Mapping[str, Any]) -> Any:
         """Return the value that `resolve` gives a flag that no hyperparameter file sets."""
@@ -188,13 +186,14 @@ def check_settings(settings: Mapping[str, Any], recorded: Mapping[str, Any], sou
         source: path of the settings.yaml
     """
     fields = {option.name: option for option in flags_of(TrainOptions)}
-    others = {key: value for key, value in settings.items() if key in fields and value != _plain(fields[key].default)}
-    checked(TrainOptions, others, f"{source}: `{{}}`".format)
+    values = {}
     for key, value in settings.items():
-        if key in (*SETTINGS_PARTS, "overrides") and not isinstance(value, dict):
-            raise UserError(f"{source}: `{key}` is {shortened(repr(value))}; it must be `key: value` lines")
-        if key not in (*fields, *SETTINGS_PARTS, "overrides") and recorded and key not in recorded:
-            raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), fields)}; correct or remove it")
+        if key in (*SETTINGS_PARTS, "overrides"):
+            if not isinstance(value, dict):
+                raise UserError(f"{source}: `{key}` is {shortened(repr(value))}; it must be `key: value` lines")
+        elif value != _plain(fields[key].default) if key in fields else recorded and key not in recorded:
+            values[key] = value
+    checked(TrainOptions, values, f"{source}: `{{}}`".format)
     now, then = _curve_settings(settings), _curve_settings(yaml.safe_load(yaml.safe_dump(recorded)))  # without tuples
     for key, value in then.items():
         _refuse_change(source.parent, f"`{key}` of {source}", now.get(key), value)

@@ -59,8 +59,7 @@ class OptimizerSteps:
         record: bool = False,
     ) -> None:
         self.run, self.model, self.state, self.schedule = run, model, state, schedule
-        shares, batch_size = model.logical.local, state.decisions.batch_size
-        self.log = StepLog(run, loss_names, schedule, batch_size, state.progress, shares, window)
+        self.log = StepLog(run, loss_names, schedule, state.decisions.batch_size, state.progress, window)
         self.optimizer, self.ema, self.progress = state.optimizer, state.ema, state.progress
         buffers = [buffer for copy in model.copies for buffer in floating_buffers(copy).values()]
         self.guard = NonFiniteGuard([state.loss_sums, *buffers])
@@ -103,11 +102,11 @@ class OptimizerSteps:
             losses: share of each local logical process in the batch's loss terms, (k,) each
             batches: the batch of each local logical process
         """
-        shares = torch.stack(list(losses)).detach()
-        self.state.loss_sums += shares
-        self.log.add(shares)
+        local = torch.stack(list(losses)).detach()
+        self.state.loss_sums += local
+        self.log.add(local)
         self.window += [
-            (share, [info.path for info in batch.infos]) for share, batch in zip(shares, batches, strict=True)
+            (terms, [info.path for info in batch.infos]) for terms, batch in zip(local, batches, strict=True)
         ]
 
     def finish(self, taken: Tensor, batches: int, epoch_batches: int) -> None:

@@ -40,7 +40,7 @@ from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 from utils.plots.drawing import Style, draw_captioned, draw_text_lines
 from utils.summary import Summary
-from utils.training.ema import ModelEMA
+from utils.training.optimizer import ModelEMA
 
 SEVEN = dict(enumerate("abcdefg"))
 LOGITS = torch.tensor([[5.0, 5.0, 5.0], [math.log(2), 0.0, 0.0]])  # probabilities 1/3 each, and 1/2, 1/4, 1/4
