@@ -120,9 +120,7 @@ def test_a_label_file_that_cannot_be_used_leaves_its_image_out(images: list[Path
     assert all(problem.startswith(str(file)) for problem in problems)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"no image", b"\x89PNG\r\n\x1a\n", None, (9, 40), (40, 9), (10, 10)]
-)
+@pytest.mark.parametrize("content", [b"", b"no image", b"\x89PNG\r\n\x1a\n", None, (9, 40), (40, 9), (10, 10)])
 def test_an_unreadable_or_tiny_image_is_left_out(images: list[Path], content: bytes | tuple[int, int] | None) -> None:
     images[0].unlink()
     if isinstance(content, bytes):
