@@ -119,7 +119,7 @@ class Job(NamedTuple):
             add_user_trackers(options.log_with, "log_with" in settings.given)
         with barrier(options.dist_timeout):
             splits = data.split("train", settings.hyp), data.split("val")
-        log(*data.messages(*splits))
+        data.report(*splits)
         return Data(data, *splits)
 
     def decide(self, run: Run, model: Model, data: Data, known: float | None) -> Decisions:

@@ -187,7 +187,8 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     # Open the run folder.
     run.open_folder(options.project, options.name, options.exist_ok)
     files = located({"weights": members.files.values(), "data": [source.spec.file]})
-    log(files, *source.spec.warnings, *split.report(split_name))
+    log(files, *source.spec.warnings)
+    split.report(split_name)
     log_rounding(size.sides, size.rounded(stride).sides, stride)
     members.log_validation(options.augment, half)
     members.first.compare_names(names, next(iter(members.files)))

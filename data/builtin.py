@@ -281,10 +281,8 @@ class DrawnSet:
         """Draw the data set into `folder` unless it exists, and return `folder`.
 
         The images are drawn into a hidden folder beside it, which is then renamed: `folder` is complete or absent, and
-        the first of several processes wins. Raises `UserError` if `folder` has other content, or cannot be written.
-
-        Args:
-            train: number of training images, 0 for the usual number; `val` likewise
+        the first of several processes wins. Without numbers of images the set has the usual ones. Raises `UserError` if
+        `folder` has other content, or cannot be written.
         """
         numbers = dict(zip(DRAWN_SPLITS, (train or self.counts[0], val or self.counts[1]), strict=True))
         made = {"drawing": DRAWING_VERSION, "seed": seed, **numbers, "names": list(self.names)}

@@ -147,8 +147,8 @@ class Split(ABC):
         """Return values that change with images or labels, but not if they are moved: see `split_identity`."""
 
     @abstractmethod
-    def report(self, title: str) -> list[str]:
-        """Return lines for the console about the split named `title`: counts, and the first few problems."""
+    def report(self, title: str) -> None:
+        """Log the counts of the split named `title`, and its first few problems."""
 
     @abstractmethod
     def instances(self) -> Instances:

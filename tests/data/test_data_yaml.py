@@ -11,7 +11,6 @@ import pytest
 
 from data.builtin import DrawnSet
 from data.data_yaml import read_spec
-from data.dataset import overlap
 from tests.making import label_file, write_yaml
 from utils.errors import UserError
 
@@ -284,12 +283,3 @@ def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
         (folder / link).symlink_to(target)
     spec = read_spec(write_spec(tmp_path / "data.yaml", train="images"))
     assert spec.images("train") == [folder / "a.jpg", folder / "more/b.jpg"]
-
-
-def test_images_of_both_splits_are_counted_through_links(tmp_path: Path) -> None:
-    images = touch(tmp_path / "real", "a.jpg", "b.jpg")
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    again = [tmp_path / "link/b.jpg", tmp_path / "link/c.jpg"]
-    (warning,) = overlap(images, again)
-    assert warning.startswith(f"warning: 1 of the 2 validation images are training images too, such as {images[1]};")
-    assert overlap(images, again[1:]) == []

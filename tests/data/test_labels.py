@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from utils.errors import UserError
 from utils.files import ROOT
 
 FILE = Path("/set/labels/a.txt")
+examples = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 SHARES = st.integers(0, 1000).map(lambda value: value / 1000)
 
 
@@ -67,7 +67,7 @@ def mark_scans(monkeypatch: pytest.MonkeyPatch) -> None:
 # Rows
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@examples
 @given(st.lists(st.tuples(SHARES, SHARES), min_size=3, max_size=9), st.integers(0, 2**20 - 1))
 def test_the_box_of_an_outline_is_around_its_points(points: list[tuple[float, float]], label: int) -> None:
     """If it has an area; a box row is read as it stands."""
@@ -118,7 +118,20 @@ def test_a_label_file_that_cannot_be_used_leaves_its_image_out(images: list[Path
     size, rows, problems, _ = scan_image(images[2])
     assert (size, len(rows)) == ((0, 0), 0)
     assert all(problem.startswith(str(file)) for problem in problems)
-    assert problems[-1].endswith("its image is left out")
+
+
+@pytest.mark.parametrize("content", [b"", b"no image", b"\x89PNG\r\n\x1a\n", None, (9, 40), (40, 9), (10, 10)])
+def test_an_unreadable_or_tiny_image_is_left_out(images: list[Path], content: bytes | tuple[int, int] | None) -> None:
+    images[0].unlink()
+    if isinstance(content, bytes):
+        images[0].write_bytes(content)
+    elif content:
+        write_image(images[0], plain(*content))
+    size, rows, problems, _ = scan_image(images[0])
+    if content == (10, 10):
+        assert (size, len(rows), problems) == (content, 1, [])
+    else:
+        assert (size, len(rows), [problem.partition(":")[0] for problem in problems]) == ((0, 0), 0, [str(images[0])])
 
 
 def test_an_empty_file_and_a_byte_order_mark(images: list[Path]) -> None:
@@ -146,24 +159,6 @@ def test_a_pipe_or_socket_is_left_out_without_waiting(
     assert loaded.sizes.tolist() == [[0, 0], [0, 0], [40, 40]]
     assert [problem.partition(":")[0] for problem in loaded.problems] == [str(image), str(label)]
     assert same(load_labels(images, "labels", 0), loaded)
-
-
-@pytest.mark.parametrize("size", [(9, 40), (40, 9), (10, 10)])
-def test_an_image_under_ten_pixels_is_left_out(tmp_path: Path, size: tuple[int, int]) -> None:
-    image = write_image(tmp_path / "images/a.png", plain(*size), "0 0.5 0.5 0.5 0.5")
-    scan = scan_image(image)
-    assert (scan.size, len(scan.problems)) == ((size, 0) if min(size) == 10 else ((0, 0), 1))
-
-
-@pytest.mark.parametrize("content", [b"", b"not an image", b"\x89PNG\r\n\x1a\n\x00\x00", None])
-def test_an_unreadable_image_is_left_out(images: list[Path], content: bytes | None) -> None:
-    if content is None:
-        images[0].unlink()
-    else:
-        images[0].write_bytes(content)
-    size, rows, (problem,), _ = scan_image(images[0])
-    assert (size, len(rows)) == ((0, 0), 0)
-    assert problem.startswith(f"{images[0]}: ")
 
 
 # Many images
@@ -239,11 +234,9 @@ def test_a_changed_file_is_scanned_again(
     images: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], changed: str
 ) -> None:
     files = images
-    if changed == "image behind a link":
-        files = [tmp_path / "links/images" / image.name for image in images]
-        files[0].parent.mkdir(parents=True)
-        for file, image in zip(files, images, strict=True):
-            file.symlink_to(image)
+    if "link" in changed:
+        (tmp_path / "links").symlink_to(images[0].parent)
+        files = [tmp_path / "links" / image.name for image in images]
     first = load_labels(files, "labels", 0)
     mark_scans(monkeypatch)
     assert same(load_labels(files, "labels", 0), first)
@@ -262,13 +255,10 @@ def test_names_that_are_no_text_and_names_that_no_file_can_have_are_scanned(tmp_
 
 READ_IN_ASCII = """
 import sys
-from pathlib import Path
 from data.dataset import DataOptions, data_source
-from utils.console import show
-data = data_source(sys.argv[1], "data.detection:DetectionData").open(64, 32, DataOptions())
-split = data.split("train")
+split = data_source(sys.argv[1], "data.detection:DetectionData").open(64, 32, DataOptions()).split("train")
 print(split.identity())
-show(*split.report("train"))
+split.report("train")
 """
 
 
@@ -298,16 +288,11 @@ def pipe(file: Path) -> None:
     os.mkfifo(file)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        other_arrays,
-        pipe,
-        pytest.param(lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]), id="cut"),
-        pytest.param(lambda file: file.write_bytes(b""), id="empty"),
-        pytest.param(lambda file: file.write_bytes(b"PK\x03\x04 not a cache"), id="no zip"),
-    ],
-)
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("damage", [other_arrays, pipe, cut])
 def test_a_damaged_cache_file_is_replaced_by_a_new_scan(
     images: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], object]
 ) -> None:
@@ -331,17 +316,18 @@ def test_an_unwritable_cache_folder_is_a_warning(
 # What is made of labels
 
 
-def test_the_label_file_follows_from_the_parts_of_the_path() -> None:
-    """The last folder `images` becomes `labels`."""
-    names = ["images", "labels", "a", "images.jpg", ".images", "Images", "ä"]
-    folders = [parts for length in range(4) for parts in product(names, repeat=length)]
-    files = ["a.jpg", "a.b.PNG", ".a.jpg", "images.jpg", "a..b.jpg", "images/images.jpg"]
-    for root, parts, file in product(["", "/", "../"], folders, files):
-        image = Path(root, *parts, file)
-        expected = list(image.parts)
-        for k in [k for k, part in enumerate(expected[:-1]) if part == "images"][-1:]:
-            expected[k] = "labels"
-        assert label_name(str(image)) == str(Path(*expected).with_suffix(".txt"))
+PARTS = st.sampled_from(["images", "labels", "a", "images.jpg", ".images", "Images", "ä"])
+FILES = st.sampled_from(["a.jpg", "a.b.PNG", ".a.jpg", "images.jpg", "a..b.jpg", "images/images.jpg"])
+
+
+@examples
+@given(st.sampled_from(["", "/", "../"]), st.lists(PARTS, max_size=4), FILES)
+def test_the_last_folder_images_becomes_labels(root: str, parts: list[str], file: str) -> None:
+    image = Path(root, *parts, file)
+    expected = list(image.parts)
+    for k in [k for k, part in enumerate(expected[:-1]) if part == "images"][-1:]:
+        expected[k] = "labels"
+    assert label_name(str(image)) == str(Path(*expected).with_suffix(".txt"))
 
 
 def three_boxes() -> Labels:
@@ -356,8 +342,6 @@ def test_a_subset_has_the_rows_of_its_images() -> None:
     assert (last.rows.tolist(), last.offsets.tolist()) == ([[3, 0.5, 0.5, 0.5, 0.25]], [0, 1])
     both = three_boxes().subset(np.array([True, False, True]))
     assert (both.counts.tolist(), both.of(1)[:, 0].tolist()) == ([2, 1], [3])
-    # at 100 pixels the images are 100x50 and 50x100
-    assert both.side_lengths(100).tolist() == [[50, 25], [25, 50], [25, 25]]
     none = three_boxes().subset(np.zeros(3, bool))
     assert (none.rows.shape, none.offsets.tolist(), none.sizes.shape) == ((0, 5), [0], (0, 2))
 
