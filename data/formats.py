@@ -23,7 +23,6 @@ from PIL import Image
 from data.images import is_image
 from data.labels import ImageRows, label_name
 from data.polygons import joined, mask_outline
-from utils.coco import read_coco
 from utils.errors import UserError, nearest, plural, shortened
 from utils.files import file_name, file_stamps, read_lines, read_regular
 
@@ -149,6 +148,8 @@ def is_coco(location: Path) -> bool:
 @lru_cache(4)
 def _contents(file: Path, stamp: bytes) -> Any:
     """Return `read_coco` of a file without its objects, read once as long as its stamp stays. Raises `UserError`."""
+    from utils.coco import read_coco  # only for COCO's files
+
     content = read_coco(file)
     if not content.categories:
         raise UserError(f"{file} has no categories, so there is nothing to learn from it; name another file")
@@ -194,6 +195,8 @@ def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> A
 
 def _read_coco(annotated: AnnotatedImages, outlines: bool, problems: Problems) -> dict[str, ImageRows]:
     """Read the objects of a COCO file; crowds are left out, as in the published labels of COCO."""
+    from utils.coco import read_coco
+
     content = read_coco(annotated.file, objects=True)
     paths = {name: path for path, name in annotated.images.items()}
     numbers = {name.strip(): number for number, name in enumerate(annotated.names)}

@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from models.export import Exported, read_model
 from models.layers import Conv, RepConv
 from models.loading import ImageSize, in_words, sides_of, transfer
 from models.tasks import TASKS, TaskEntry, add_tasks, model_words, task_of
@@ -109,6 +108,8 @@ def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -
 
     Raises `UserError` if the data set, `data`, has another number of classes.
     """
+    from models.export import Exported  # only here, because training does not need it
+
     assert weights.model is not None
     program = weights.program
     if isinstance(program, Exported) and len(weights.names) == len(task.names):
@@ -228,6 +229,8 @@ def read_members(names: Sequence[str], layers: str, task_file: str, augment: boo
     Raises `UserError` if a file cannot be used, or not together with the others. The other arguments are values of
     flags.
     """
+    from models.export import read_model
+
     if layers:
         add_layers(layers)
     if task_file:
@@ -251,6 +254,8 @@ def for_inference(model: Model, device: torch.device, half: bool, fold: bool = F
         fold: whether to fold BatchNorm into convolutions, which changes results by rounding; always done for a model
             with `RepConv`s, never for an exported file
     """
+    from models.export import Exported
+
     fold = fold or any(isinstance(module, RepConv) for module in model.modules())
     if fold and not isinstance(model, Exported):
         model = fuse(model)

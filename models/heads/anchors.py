@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.heads.auto_anchor import adapt_anchors
 from models.heads.contract import (
     BoxCriterion,
     Candidates,
@@ -462,6 +461,8 @@ class Detect(DetectionHead):
 
     def adapt(self, model: Model, split: BoxSplit, hyp: AnchorKeys) -> None:
         """Run AutoAnchor."""
+        from models.heads.auto_anchor import adapt_anchors  # only here, because most runs keep their anchors
+
         adapt_anchors(self, model.yaml, split.side_lengths(model.imgsz), hyp.anchor_t, hyp.anchor_recall)
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from utils.checkpoint import TrainingState, floating_buffers
 from utils.distributed.logical import DistributedModel
 from utils.errors import UserError
-from utils.training.cuda_graph import RecordedCall, can_record, record_kernels
 from utils.training.log import DeviceValue, Point, StepLog
 from utils.training.optimizer import Schedule, step_if
 
@@ -64,16 +63,29 @@ class OptimizerSteps:
         buffers = [buffer for copy in model.copies for buffer in floating_buffers(copy).values()]
         self.guard = NonFiniteGuard([state.loss_sums, *buffers])
         self.update_averages: Callable[[Tensor], object] = self._update_averages
-        self.record = record and can_record(model)
-        if self.record:
-            self.update_averages = RecordedCall(self._update_averages)
+        self.record = False
+        if record and self.on_gpu:
+            from utils.training.cuda_graph import RecordedCall, can_record  # only on a GPU
+
+            self.record = can_record(model)
+            if self.record:
+                self.update_averages = RecordedCall(self._update_averages)
         self.window: Window = []  # the batches since the last step
         self.ended: deque[EndedStep] = deque()
         self.points: deque[Point] = deque()  # points of the step curves that are not yet logged
 
     def recorded(self, task: Task, criterion: Criterion) -> Criterion:
         """Let the networks and the loss replay their kernels, if possible; return the loss to train with."""
+        if not self.on_gpu:
+            return criterion
+        from utils.training.cuda_graph import record_kernels
+
         return record_kernels(self.model, task, criterion, self.record)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a CUDA device."""
+        return self.model.accelerator.device.type == "cuda"
 
     @property
     def behind(self) -> int:
