@@ -222,10 +222,10 @@ def test_the_times_are_those_of_warm_models(
 ) -> None:
     """The first batch, in which memory is allocated and kernels are chosen, is not counted."""
     times: list[Any] = []
-    monkeypatch.setattr("val.format_times", lambda batches, _: times.extend(batches) or [])
+    monkeypatch.setattr("val.log_times", lambda measured, *_, **__: times.extend(measured))
     flags = {"weights": two_models[0], "data": str(small_data), "imgsz": 64, "batch_size": 4}
     run(**flags, workers=0, device="cpu", noplots=True, project=str(tmp_path))
-    assert sum(batch.images for batch in times) == 8 - 4
+    assert sum(images for images, _ in times) == 8 - 4
 
 
 @pytest.mark.gpu
