@@ -99,11 +99,11 @@ def groups(frames: Iterable[tuple[Frame, Item]], most: int) -> Iterator[list[tup
     """Iterate over groups of at most `most` successive frames whose items have one shape."""
     group: list[tuple[Frame, Item]] = []
     for frame, item in frames:
-        if group and (len(group) == most or group[0][1][0].shape != item[0].shape):
+        if group and group[0][1][0].shape != item[0].shape:
             yield group
             group = []
         group.append((frame, item))
-        if frame.item.kind == "live" and len(group) == most:
+        if len(group) == most:  # at once, because the next frame of a camera comes later
             yield group
             group = []
     if group:

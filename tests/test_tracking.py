@@ -60,20 +60,13 @@ def train(run_script: RunScript, small_data: Path, tmp_path_factory: pytest.Temp
 
 
 class Tracked(NamedTuple):
-    """A run with all trackers: its folder, what it printed, its W&B run and the rows of results.csv."""
+    """A run with all trackers: its folder, what it printed, its W&B run and files, and the rows of results.csv."""
 
     folder: Path
     printed: str
     run: Logged
+    files: Path
     rows: list[dict[str, float]]
-
-    def content(self, key: str) -> Any:
-        """Return the JSON content of a table or of boxes."""
-        return json.loads((self.files / self.run.summary.get(f"{key}/path", key)).read_text())
-
-    @property
-    def files(self) -> Path:
-        return wandb_files.runs(self.folder)[0].parent / "files"
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +78,8 @@ def tracked(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Tracked:
     variables = {"HOME": str(project), "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_NOTES": "why", **SHAPES}
     variables |= {"WANDB_TAGS": "one,two", "WANDB_NAME": "first"}
     printed = train(project, *flags.split(), launcher=UNSET, plots=True, **variables)
-    return Tracked(project / "exp", printed, only(project / "exp"), rows(project / "exp"))
+    files = wandb_files.runs(project / "exp")[0].parent / "files"
+    return Tracked(project / "exp", printed, only(project / "exp"), files, rows(project / "exp"))
 
 
 def only(folder: Path) -> Logged:
@@ -204,7 +198,8 @@ def test_its_pictures(tracked: Tracked) -> None:
     first, second = [row for row in run.rows if "examples/validation/captions" in row]
     assert first["examples/validation/captions"] == second["examples/validation/captions"]
     assert len(first["examples/validation/captions"]) == 8
-    boxes = tracked.content(first["examples/validation/all_boxes"][0]["ground_truth"]["path"])
+    file = tracked.files / first["examples/validation/all_boxes"][0]["ground_truth"]["path"]
+    boxes = json.loads(file.read_text())
     assert boxes["class_labels"]["0"] == "disc"
     assert all(0 <= side <= 1 for box in boxes["box_data"] for side in box["position"].values())
 

@@ -1,4 +1,4 @@
-"""Atomic writes, numbered and locked folders, shipped files, YAML, downloads, and weights of a Hub on loopback."""
+"""Atomic writes, numbered and locked folders, shipped files, YAML, downloads, and weights of the Hub."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub import constants, file_download
 
-from tests.hub_server import READ_TOKEN, Hub, serve_hub
 from tests.web import Answer, Server, failing, sending, serving
 from utils import files
 from utils.errors import UserError
@@ -358,97 +357,73 @@ def test_addresses(folder: Path, tmp_path: Path) -> None:
 # The Hub
 
 
-def use(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the address of the Hub, which huggingface_hub reads when it is imported."""
-    monkeypatch.setattr(constants, "ENDPOINT", address)
-    template = address + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)  # of older versions
+class Hub:
+    """In place of huggingface_hub: repositories with their files, of which one is downloaded into `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.tags, self.error = folder, list[str](), ""
+        self.repositories: dict[str, list[str]] = {}
+
+    def model_info(self, repository: str, revision: str | None, timeout: float) -> SimpleNamespace:
+        if self.error or repository not in self.repositories:
+            raise OSError(self.error or "401: is it private?\nMore lines")
+        siblings = [SimpleNamespace(rfilename=file) for file in self.repositories[repository]]
+        return SimpleNamespace(siblings=siblings, tags=self.tags)
+
+    def download(self, repository: str, file: str, revision: str | None, local_files_only: bool = False) -> str:
+        path = self.folder / repository / (revision or "main") / file
+        if not local_files_only and file in self.repositories[repository]:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        if not path.is_file():
+            raise OSError("404: there is no such file")
+        return str(path)
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A Hub, and an empty cache without a token."""
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    hub = Hub(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf" / "token"))
-    with serve_hub() as hub:
-        use(hub.address, monkeypatch)
-        yield hub
-
-
-def test_weights_are_downloaded_once_and_again_if_they_change(
-    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hub.files["me/mine"] = {"best.pt": b"weights", "last.pt": b"others", "README.md": b""}
-    hub.tags = ["pytorch", "license:agpl-3.0"]
-    path = fetch_from_hub("me/mine")
-    assert (path.name, path.read_bytes()) == ("best.pt", b"weights")
-    assert path.is_relative_to(tmp_path / "hf" / "hub")
-    assert fetch_from_hub("//me/mine/best.pt") == fetch_from_hub(f"me/mine@{hub.sha('me/mine')}") == path
-    assert [line for line in hub.asked if line.startswith("GET /me/")] == ["GET /me/mine/resolve/main/best.pt"]
-    assert "agpl-3.0" in capsys.readouterr().err
-    hub.files["me/mine"] = {"best.pt": b"2"}
-    assert fetch_from_hub("me/mine").read_bytes() == b"2"
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", hub.download)
+    return hub
 
 
 @pytest.mark.parametrize(
     ("name", "repository", "chosen"),
     [
-        ("me/mine", ("a.pt", "README.md"), "a.pt"),
-        ("me/mine", ("model.safetensors", "config.json"), "model.safetensors"),
-        ("me/mine", ("best.pt", "best.safetensors"), "best.pt"),
-        ("me/mine/deep/b.pt", ("a.pt", "deep/b.pt"), "deep/b.pt"),
+        ("me/mine", ("a.pt", "README.md"), "main/a.pt"),
+        ("me/mine", ("model.safetensors", "config.json"), "main/model.safetensors"),
+        ("me/mine", ("best.pt", "best.safetensors", "last.pt"), "main/best.pt"),
+        ("//me/mine/deep/b.pt", ("a.pt", "deep/b.pt"), "main/deep/b.pt"),
+        ("me/mine@v2", ("a.pt",), "v2/a.pt"),
     ],
 )
-def test_the_file_of_a_repository(name: str, repository: tuple[str, ...], chosen: str, hub: Hub) -> None:
-    hub.files["me/mine"] = {file: file.encode() for file in repository}
-    assert fetch_from_hub(name).read_bytes() == chosen.encode()
+def test_weights_of_the_hub(
+    name: str, repository: list[str], chosen: str, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The licence is printed; a cached file is used if the Hub does not answer."""
+    hub.repositories, hub.tags = {"me/mine": repository}, ["pytorch", "license:agpl-3.0"]
+    assert fetch_from_hub(name) == hub.folder / "me" / "mine" / chosen
+    assert "agpl-3.0" in capsys.readouterr().err
+    hub.error = "the server is down"
+    file = chosen.partition("/")[2]
+    assert fetch_from_hub(name if file in name else f"{name}/{file}") == hub.folder / "me" / "mine" / chosen
 
 
 @pytest.mark.parametrize(
-    ("name", "token"),
+    "name",
     [
-        *((name, "") for name in ("mine", "", "me/", "me mine", "https://huggingface.co/me/mine")),
-        *((name, "") for name in ("me/mine", "me/mine/c.pt", "me/mine@v2", "me/none", "me/secret")),
-        *(("me/gated", READ_TOKEN), ("me/mine/a.pt", "hf_wrong")),
+        *("mine", "", "me/", "me mine", "https://huggingface.co/me/mine"),  # no names
+        *("me/mine", "me/mine/c.pt", "me/none"),  # two files, no such file, no such repository
     ],
 )
-def test_refused_downloads(name: str, token: str, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_weights_of_the_hub(name: str, hub: Hub) -> None:
     """One sentence, without the token."""
-    hub.files = {repository: {"a.pt": b"x", "b.pt": b"x"} for repository in ("me/mine", "me/secret", "me/gated")}
-    hub.private, hub.gated = {"me/secret"}, {"me/gated"}
-    if token:
-        monkeypatch.setenv("HF_TOKEN", token)
-    with pytest.raises(UserError) as caught:
-        fetch_from_hub(name)
-    assert str(caught.value).startswith(f"--weights hf:{name} ")
-    assert "\n" not in str(caught.value)
-    assert "hf_" not in str(caught.value)
-
-
-def nobody_answers(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    use("http://127.0.0.1:9", monkeypatch)
-
-
-def silent(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "SERVER_TIMEOUT_SECONDS", 0.2)
-    hub.silent = True
-
-
-def broken(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.error = 503
-
-
-@pytest.mark.parametrize("break_hub", [nobody_answers, silent, broken])
-def test_cached_weights_are_used_if_the_hub_cannot_be_reached(
-    break_hub: Callable[[Hub, pytest.MonkeyPatch], None], hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.files["me/mine"] = {"best.pt": b"x", "last.pt": b"y"}
-    path, commit = fetch_from_hub("me/mine"), hub.sha("me/mine")
-    break_hub(hub, monkeypatch)
-    assert fetch_from_hub("me/mine") == fetch_from_hub(f"me/mine@{commit}") == path
-    with pytest.raises(UserError, match=r"^--weights hf:me/mine/last\.pt "):
-        fetch_from_hub("me/mine/last.pt")
+    hub.repositories = {"me/mine": ["a.pt", "b.pt"]}
+    for hub.error in ("", "Bearer hf_abc is wrong: hf_abc"):
+        with pytest.raises(UserError) as caught:
+            fetch_from_hub(name)
+        assert str(caught.value).startswith(f"--weights hf:{name} ")
+        assert "\n" not in str(caught.value)
+        assert "hf_" not in str(caught.value)
