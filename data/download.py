@@ -17,9 +17,8 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 from urllib.parse import unquote
 
-from utils.download import SERVER_TIMEOUT_SECONDS, download, gigabytes, is_address
 from utils.errors import UserError, first_line, without_secrets
-from utils.files import cache_folder, one_at_a_time
+from utils.files import SERVER_TIMEOUT_SECONDS, cache_folder, download, gigabytes, is_address, one_at_a_time
 
 PROTOCOLS = ("http", "https", "s3", "s3a", "gs", "gcs", "hf", "file")  # some others of fsspec run an address's code
 LISTED_DEPTH = 32  # levels of folders that are listed on a web server

@@ -24,7 +24,7 @@ from torch import Tensor
 from data.images import IMAGE_SUFFIXES, read_whole_image, unreadable
 from utils.console import show
 from utils.errors import UserError
-from utils.files import cache_folder, read_lines
+from utils.files import cache_folder, download, read_lines
 
 T = TypeVar("T")
 VIDEO_SUFFIXES = frozenset(
@@ -159,8 +159,6 @@ def local_file(item: MediaItem) -> Path:
         if os.path.exists(item.name) and not os.path.isfile(item.name):
             raise UserError(f"{item.name} is not a regular file; give the name of a picture or video")
         return Path(item.name)
-    from utils.download import download  # rarely needed
-
     folder = hashlib.sha256(os.fsencode(item.name)).hexdigest()[:16]  # files of one name are kept apart
     return download(item.name, cache_folder() / "media" / folder / Path(address.path).name)
 

@@ -39,9 +39,18 @@ from models.yolov5_pickle import (
 from utils.checkpoint import FORMAT, SAFETENSORS_SUFFIX, is_safetensors, read_safetensors
 from utils.config.flags import IMGSZ, is_number
 from utils.console import log
-from utils.download import HUB_PREFIX, download, fetch_from_hub
 from utils.errors import UserError, first_line, plural, shortened
-from utils.files import ROOT, cache_folder, looked_for, one_at_a_time, read_regular, read_yaml
+from utils.files import (
+    HUB_PREFIX,
+    ROOT,
+    cache_folder,
+    download,
+    fetch_from_hub,
+    looked_for,
+    one_at_a_time,
+    read_regular,
+    read_yaml,
+)
 
 if TYPE_CHECKING:
     from models.export import ExportMetadata

@@ -304,7 +304,7 @@ class Run:
     def finish(self, patience: float = math.inf) -> None:
         """Wait for pictures and trackers, for each at most `patience` seconds and at most its own time limit."""
         if self._plotter and not self._plotter.finish(patience):
-            log(f"warning: the pictures are not finished; draw them with python -m utils.plots {self.path}")
+            log(f"warning: the pictures are not finished; draw them with python -m utils.plots.pictures {self.path}")
         for tracker in self.trackers:
             tracker.finish(patience)
 

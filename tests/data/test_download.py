@@ -182,7 +182,7 @@ def test_a_data_set_is_downloaded_once_when_a_split_is_read(server: Server, tmp_
     with ThreadPoolExecutor(2) as threads:
         images = list(threads.map(lambda file: read_spec(file).images("train"), files))
     assert images == [[root / "images/train/a.jpg", root / "images/train/b.jpg"]] * 2
-    assert server.asked == [("/mine.zip", 0)]
+    assert server.asked == ["/mine.zip"]
     assert [path.name for path in root.parent.iterdir()] == ["mine"]
 
 
@@ -196,7 +196,7 @@ def test_archives_for_several_folders_continue_after_the_one_that_failed(
     assert not root.exists()
     server.give("train.tar", sending(tarred({"train/a.jpg": b"a"})))
     assert read_spec(write_spec(tmp_path, download=sources)).images("train") == [root / "images/train/a.jpg"]
-    assert [path for path, _ in server.asked] == ["/labels.zip", "/train.tar", "/train.tar"]
+    assert server.asked == ["/labels.zip", "/train.tar", "/train.tar"]
     assert set(files_below(root)) == {"labels/train/a.txt", "images/train/a.jpg"}
     assert [path.name for path in root.parent.iterdir()] == ["mine"]
 

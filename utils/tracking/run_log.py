@@ -21,8 +21,8 @@ from torch import nn
 
 from utils.files import IS_INSTALLED, ROOT
 from utils.summary import Example, Summary, evenly_spaced
-from utils.tracking.trackers import WANDB, Tracker, accelerate_tracker, requested_trackers
-from utils.tracking.wandb import ImageReader, WandbTracker, charts, example_images, log_artifact
+from utils.tracking.trackers import WANDB, Tracker, requested_trackers
+from utils.tracking.wandb import ImageReader, WandbTracker, example_images, log_artifact
 
 if TYPE_CHECKING:
     from utils.checkpoint import Progress
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 LOGGED_IMAGES = 16  # validation images in the trackers, the same ones every time
 EXAMPLES_PER_RUN = 10  # how often examples are logged if no interval is given
-CHARTS = ("PR_curve.csv", "curves.csv", "mask_PR_curve.csv", "mask_curves.csv", "confusion_matrix.csv")
 DEFAULT_PROJECT = "train"  # the last folder of the default --project; the trackers' project is then "lockstep"
 
 
@@ -54,7 +53,7 @@ def start_trackers(
 
     def make() -> list[Tracker]:
         wandb = [WandbTracker(path, project, run_id, job, uploads) for name in names if name == WANDB]
-        return [*wandb, *(accelerate_tracker(name, project, path) for name in names if name != WANDB)]
+        return [*wandb, *(Tracker(name, project, path) for name in names if name != WANDB)]
 
     config = {**config, "git_commit": git_commit(), "command": shlex.join(sys.argv)}
     run.start_trackers(make, config, step)
@@ -132,14 +131,7 @@ class RunLog:
             self.run.with_wandb(lambda run: log_artifact(run, artifact, "model", aliases, [file], metadata))
 
     def log_results(self, progress: Progress) -> None:
-        """Log the curves of the best epoch, and upload last.pt and best.pt.
-
-        The two files are one version with both aliases if the last epoch was the best.
-        """
-        if self.run.trackers:
-            files = [file for name in CHARTS if (file := self.run.path / name).is_file()]
-            documents = {file.name: file.read_text(errors="replace") for file in files}
-            self.run.log_media(partial(charts, documents))
+        """Upload best.pt and last.pt: one version with both aliases if the last epoch was the best."""
         best, last = progress.best_epoch, progress.epoch - 1
         if progress.summary:
             self.metrics[best] = dict(progress.summary.metrics)
@@ -176,10 +168,9 @@ def start_validation(run: Run, flags: Mapping[str, Any], training: Mapping[str, 
     start_trackers(run, config, 0, "val", wandb_run_id(), str(project or DEFAULT_PROJECT), names)
 
 
-def log_validation(run: Run, values: Mapping[str, Any], documents: Mapping[str, str]) -> None:
-    """Log the values of a validation by key, and its text files by name."""
-    run.log_point({**values, "epoch": 0}, 0)
-    run.log_media(partial(charts, {name: documents[name] for name in CHARTS if name in documents}))
+def log_validation(run: Run, summary: Summary) -> None:
+    """Log a validation under the keys that training uses."""
+    run.log_point({**summary.columns(), "epoch/images_per_second": summary.rate, "epoch": 0}, 0)
 
 
 def wandb_run_id() -> str:
