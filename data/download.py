@@ -6,7 +6,6 @@ Called by data/data_yaml.py.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import tarfile
@@ -99,11 +98,6 @@ def unpack(archive: Path, folder: Path, dataset: str, expected: Sequence[str] = 
             os.replace(file, target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def is_remote(path: str) -> bool:
-    """Return whether `path:` of a data YAML is an address."""
-    return re.match(r"[a-z][a-z0-9+.-]+://", path) is not None
 
 
 def copied(address: str) -> Path:

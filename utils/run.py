@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
@@ -26,9 +26,10 @@ from utils.distributed.ranks import Collectives
 from utils.distributed.stop import GracefulStop, StopRequested
 from utils.errors import UserError, without_secrets
 from utils.files import PART_SUFFIX, lock_folder, numbered_folder, replacing
-from utils.plots.pictures import Plotter
-from utils.tracking.trackers import Tracker
-from utils.tracking.wandb import pictures
+
+if TYPE_CHECKING:
+    from utils.plots.pictures import Plotter
+    from utils.tracking.trackers import Tracker
 
 APPENDED = ("results.csv", "weights/epoch*.pt", "tensorboard/events*", ".wandb.json")  # a new run adds to these
 Jobs = Mapping[Path, Callable[[], None]]  # path -> the function that writes it
@@ -184,6 +185,7 @@ class Run:
         self._is_main = accelerator.is_main_process
         self.path, self.files = Path(), RunFolder(Path(), False)  # until `open_folder`
         self._plotter: Plotter | None = None
+        self.trackers: list[Tracker] = []  # of the main process
         self._first_charts: tuple[str, ...] = ()  # not yet drawn
         self._watchdog = Watchdog(math.inf, self.path)
         self._stop = GracefulStop()
@@ -246,6 +248,9 @@ class Run:
     def enable_plots(self, *documents: str) -> None:
         """Enable `plot` and `charts`; draw these text files after the first picture, so that no step is delayed."""
         if self._is_main:
+            from utils.plots.pictures import Plotter  # only here, because not every run draws
+            from utils.tracking.wandb import pictures
+
             self._plotter = Plotter(self.path, lambda files: self.log_media(partial(pictures, files)))
             self._first_charts = documents
 
@@ -265,11 +270,6 @@ class Run:
     # Trackers
 
     @property
-    def trackers(self) -> list[Tracker]:
-        """The trackers of the main process; other processes have none."""
-        return [tracker for tracker in self.accelerator.trackers if isinstance(tracker, Tracker)]
-
-    @property
     def is_tracked(self) -> bool:
         """Whether the main process has a tracker. All processes must read this together."""
         return self.collectives.broadcast(bool(self.trackers))
@@ -278,7 +278,8 @@ class Run:
         """Start the trackers that `make` returns, after `step` optimizer steps, with `config` without its secrets."""
         self.step = step
         if self._is_main:
-            self.accelerator.log_with = make()
+            self.trackers = make()
+            self.accelerator.log_with = self.trackers
             self.accelerator.init_trackers("", {name: _public(value) for name, value in config.items()})
             on_failure(self._fail_trackers)
 

@@ -21,13 +21,13 @@ from torch import nn
 
 from utils.files import IS_INSTALLED, ROOT
 from utils.summary import Example, Summary, evenly_spaced
-from utils.tracking.trackers import WANDB, Tracker, requested_trackers
-from utils.tracking.wandb import ImageReader, WandbTracker, example_images, log_artifact
 
 if TYPE_CHECKING:
     from utils.checkpoint import Progress
     from utils.config.flags import TrainOptions
     from utils.run import Run
+    from utils.tracking.trackers import Tracker
+    from utils.tracking.wandb import ImageReader
 
 LOGGED_IMAGES = 16  # validation images in the trackers, the same ones every time
 EXAMPLES_PER_RUN = 10  # how often examples are logged if no interval is given
@@ -52,6 +52,9 @@ def start_trackers(
     project = "lockstep" if folder == DEFAULT_PROJECT else folder
 
     def make() -> list[Tracker]:
+        from utils.tracking.trackers import WANDB, Tracker  # only here: Accelerate's trackers take a while to import
+        from utils.tracking.wandb import WandbTracker
+
         wandb = [WandbTracker(path, project, run_id, job, uploads) for name in names if name == WANDB]
         return [*wandb, *(Tracker(name, project, path) for name in names if name != WANDB)]
 
@@ -77,6 +80,8 @@ class RunLog:
         run, options = self.run, self.options
         config = {**settings, "world_size": len(run.devices), "devices": [*run.devices], "dataset": dict(dataset)}
         step, uploads = saved["progress"]["step"] if saved else 0, options.upload_model or options.upload_dataset
+        from utils.tracking.trackers import requested_trackers
+
         names = requested_trackers(options.log_with, options.no_wandb)
         config = start_trackers(run, config, step, "train", self.run_id, options.project, names, uploads)
         self.metadata = {name: config[name] for name in ("dataset", "command", "git_commit")}
@@ -105,6 +110,8 @@ class RunLog:
         """
         due = self.examples_interval and (epoch % self.examples_interval == 0 or epoch + 1 == self.options.epochs)
         if due and self.run.trackers and (candidates := examples()):
+            from utils.tracking.wandb import example_images
+
             chosen = [candidates[k] for k in evenly_spaced(len(candidates), LOGGED_IMAGES)]
             images = partial(example_images, chosen, self.shown, self.class_names)
             self.run.log_media(lambda: {"examples/validation": images()})
@@ -125,6 +132,8 @@ class RunLog:
     def _upload(self, name: str, epoch: int, aliases: Sequence[str]) -> None:
         """Upload a file of the run's weights/, made in an epoch, if --upload-model is given."""
         if self.options.upload_model:
+            from utils.tracking.wandb import log_artifact
+
             file, aliases = self.run.path / "weights" / name, [*aliases, f"epoch-{epoch}"]
             metadata = {**self.metadata, "epoch": epoch, "metrics": self.metrics.get(epoch, {})}
             artifact = f"run_{self.run_id}_model"
@@ -150,6 +159,8 @@ class RunLog:
         """
         if not self.options.upload_dataset or not self.run.trackers:
             return
+        from utils.tracking.wandb import log_artifact
+
         references: list[tuple[Path, str]] = []
         for kind, paths in files().items():
             existing = [path.absolute() for path in paths if path.is_file()]
@@ -163,6 +174,8 @@ class RunLog:
 
 def start_validation(run: Run, flags: Mapping[str, Any], training: Mapping[str, Any]) -> None:
     """Start the trackers of a validation; `training`: settings of the run that made the weights."""
+    from utils.tracking.trackers import requested_trackers
+
     config, project = {**flags, "training_run": training.get("wandb_id", "")}, training.get("project")
     names = requested_trackers(flags["log_with"])
     start_trackers(run, config, 0, "val", wandb_run_id(), str(project or DEFAULT_PROJECT), names)
