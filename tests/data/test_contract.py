@@ -155,14 +155,7 @@ def test_pixels_and_targets_do_not_depend_on_workers_or_the_global_seed(drawing:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"image_weights": True},
-        {"multi_scale": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("sampling", [{"image_weights": True}, {"multi_scale": True}], ids=str)
 def test_a_run_that_is_resumed_in_mid_epoch_gets_the_batches_that_are_left(
     drawing: tuple[Kind, Path], sampling: dict[str, Any], workers: int
 ) -> None:
@@ -203,23 +196,16 @@ def test_close_mosaic_ends_the_mixing_of_images(drawing: tuple[Kind, Path], work
     assert differ(epoch_of(usual, 1), epoch_of(unmixed, 1))
 
 
-def test_the_largest_batch_is_what_memory_must_hold(drawing: tuple[Kind, Path]) -> None:
-    loader = train_loader(drawing, multi_scale=True)
-    items = [loader.dataset[sample] for sample in loader.batch_sampler.largest()]
-    assert loader.collate_fn(items).images.shape == (BATCH_SIZE, 3, 96, 96)
-
-
 # Batches of an evaluation
 
 
-def test_an_evaluation_validates_each_image_once(drawing: tuple[Kind, Path]) -> None:
+def test_an_evaluation_validates_each_image_once_whatever_the_workers_and_the_batch_size(
+    drawing: tuple[Kind, Path],
+) -> None:
     batches = list(evaluation(drawing))
     assert [len(batch.images) for batch in batches] == [4, 4, 4, 1]
     assert sorted(images_of(batches)) == list(range(TRAIN))
     check_same(list(evaluation(drawing, workers=3)), batches)
-
-
-def test_evaluated_pixels_do_not_depend_on_the_batch_size(drawing: tuple[Kind, Path]) -> None:
     small, large = (list(evaluation(drawing, batch_size, square=True)) for batch_size in (1, TRAIN))
     assert images_of(small) == images_of(large)
     assert torch.equal(torch.cat([batch.images for batch in small]), large[0].images)
@@ -230,8 +216,7 @@ def test_a_picture_without_labels_is_an_item(drawing: tuple[Kind, Path]) -> None
     for sides in ((64, 64), (96, 96)):
         item = data.item(noise(50, 80), "camera 0", sides, 32, full=True)
         batch = data.collate([item, item])
-        assert batch.images.shape == (2, 3, *sides)
-        assert batch.infos[1].path == "camera 0"
+        assert (batch.images.shape, batch.infos[1].path) == ((2, 3, *sides), "camera 0")
 
 
 # Caches
@@ -265,16 +250,6 @@ def test_a_data_set_is_opened_with_its_classes_and_files(
     ]
 
 
-def test_a_split_of_a_single_image(copy: tuple[Kind, Path]) -> None:
-    for image in opened(copy).split("train").images[1:]:
-        image.unlink()
-    data = opened(copy)
-    split = data.split("train")
-    assert images_of(epoch_of(train_loader(copy), 0)) == [0] * BATCH_SIZE
-    assert images_of(list(evaluation(copy))) == [0]
-    assert sum(int(row.split(",")[-2]) for row in data.documents(split, split)["labels.csv"].splitlines()[1:]) == 2
-
-
 def test_bad_images_are_left_out_and_listed(copy: tuple[Kind, Path], capsys: pytest.CaptureFixture[str]) -> None:
     whole = opened(copy).split("train")
     images, labels = whole.images, whole.instances()
@@ -296,21 +271,16 @@ def test_bad_images_are_left_out_and_listed(copy: tuple[Kind, Path], capsys: pyt
     for batch in evaluation(copy, square=True):
         for info in batch.infos:
             assert info.path == str(split.images[info.image])
-    with pytest.raises(
-        UserError, match=rf"{images[0].name}: .* \(--strict; {len(split.problems)} such problems in train\)$"
-    ):
+    with pytest.raises(UserError, match=rf"{images[0].name}: .*--strict; {len(split.problems)} "):
         opened(copy, strict=True).split("train")
     assert len(opened(copy, strict=True).split("val").images) == VAL
-
-
-def test_a_split_without_a_readable_image_is_an_error(copy: tuple[Kind, Path]) -> None:
-    images = opened(copy).split("val").images
-    for image in images:
-        image.write_bytes(b"not an image")
-    with pytest.raises(UserError) as caught:
-        opened(copy).split("val")
-    problem = f"{images[0]}: not readable"
-    assert f"{copy[1]}: no image of `val:` can be used; the first problem: {problem}" in str(caught.value)
+    for image in images[7:-1]:
+        image.unlink()
+    assert images_of(epoch_of(train_loader(copy), 0)) == [0] * BATCH_SIZE  # a single image
+    assert images_of(list(evaluation(copy))) == [0]
+    images[-1].write_bytes(b"not an image")
+    with pytest.raises(UserError, match=rf"{copy[1]}: .*`train:`.* {images[0]}: "):
+        opened(copy).split("train")
 
 
 def differing(one: Split, other: Split) -> set[str]:

@@ -91,25 +91,20 @@ def test_the_addresses_in_download(value: object, sources: list) -> None:
 @pytest.mark.parametrize("top", ["", "mine/", "./mine/", "./"])
 @pytest.mark.parametrize("kind", ["zip", "w", "w:gz"])
 def test_an_archive_with_or_without_the_folder_of_the_data_set(top: str, kind: str, tmp_path: Path) -> None:
+    """macOS adds a folder of its own."""
+    files = {**{f"{top}{name}": data for name, data in FILES.items()}, "__MACOSX/mine/._a": b"x"}
     archive = tmp_path / "archive"
-    archive.write_bytes(zipped(FILES, top) if kind == "zip" else tarred(FILES, top, kind))
+    archive.write_bytes(zipped(files) if kind == "zip" else tarred(files, mode=kind))
     unpack(archive, tmp_path / "out", "mine")
     assert files_below(tmp_path / "out") == FILES
 
 
 def test_another_top_folder_stays_unless_the_entries_are_below_it(tmp_path: Path) -> None:
-    (tmp_path / "archive").write_bytes(zipped(FILES, "set-main/"))
-    unpack(tmp_path / "archive", tmp_path / "whole", "mine", ["set-main/images/train"])
-    assert files_below(tmp_path / "whole") == {f"set-main/{name}": data for name, data in FILES.items()}
-    unpack(tmp_path / "archive", tmp_path / "out", "mine", ["./images/train", "/far/away"])
-    assert files_below(tmp_path / "out") == FILES
-
-
-def test_the_folder_that_macos_adds(tmp_path: Path) -> None:
-    files = {**{f"mine/{name}": data for name, data in FILES.items()}, "__MACOSX/mine/._a": b"x"}
-    (tmp_path / "archive").write_bytes(zipped(files))
-    unpack(tmp_path / "archive", tmp_path / "out", "mine")
-    assert files_below(tmp_path / "out") == FILES
+    archive, moved = tmp_path / "archive", {f"set-main/{name}": data for name, data in FILES.items()}
+    for entries, files in ((["set-main/images/train"], moved), (["./images/train", "/far/away"], FILES)):
+        archive.write_bytes(zipped(moved))
+        unpack(archive, tmp_path / str(len(entries)), "mine", entries)
+        assert files_below(tmp_path / str(len(entries))) == files
 
 
 def damaged(content: bytes, start: int) -> bytes:
