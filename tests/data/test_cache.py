@@ -237,27 +237,6 @@ def test_a_new_image_replaces_the_oldest_that_is_not_being_read(capacity: int, s
     assert stored(ring) == sorted(slots.values())
 
 
-def test_an_image_that_another_process_reads_stays() -> None:
-    ring, both = ImageStore(SHAPES, capacity=2), multiprocessing.get_context("fork").Pipe()
-    put(ring, 0, 1)
-
-    def read_and_wait() -> None:
-        assert ring.get(0) is not None
-        both[1].send("reading")
-        both[1].recv()
-        os._exit(0)
-
-    process = multiprocessing.get_context("fork").Process(target=read_and_wait)
-    process.start()
-    both[0].recv()
-    put(ring, 2, 3)
-    assert stored(ring) == [0, 3]
-    both[0].send("stop")
-    process.join(60)
-    put(ring, 4, 5)
-    assert stored(ring) == [4, 5]
-
-
 class DeadlyImage:
     """An image that ends the process when its pixels are read."""
 

@@ -55,6 +55,19 @@ def draw_classes(folder: Path) -> dict[str, Any]:
     return {"train": "train", "val": "val"}
 
 
+DRAWING = """
+import random
+import numpy as np
+import torch
+
+def speckle(image, rng, unused=3):
+    image[:: 4] = rng.integers(30) + np.random.randint(30) + random.randrange(12) + int(torch.randint(30, (1,)))
+    return image
+
+AUGMENTATIONS = [speckle, lambda image: image[:, ::-1]]
+"""
+
+
 class Kind(NamedTuple):
     """A data set: its class, a function that draws one, all augmentation, and the settings that mix images."""
 
@@ -147,11 +160,33 @@ def differ(first: Sequence[Batch], second: Sequence[Batch]) -> bool:
 # Batches of a training
 
 
-def test_pixels_and_targets_do_not_depend_on_workers_or_the_global_seed(drawing: tuple[Kind, Path]) -> None:
-    expected = two_epochs(drawing)
+@pytest.mark.parametrize("code", ["", DRAWING])
+def test_pixels_and_targets_do_not_depend_on_workers_or_the_global_seed(
+    drawing: tuple[Kind, Path], tmp_path: Path, code: str
+) -> None:
+    """Neither do augmentations of a user, which change no other random choice."""
+    file = tmp_path / "speckle.py"
+    file.write_text(code)
+    options = {"augmentations": str(file)} if code else {}
+    expected = two_epochs(drawing, **options)
+    assert not code or differ(expected, two_epochs(drawing))
     for workers in (0, 1, 4):
         torch.manual_seed(workers)
-        check_same(two_epochs(drawing, workers=workers), expected)
+        check_same(two_epochs(drawing, workers=workers, **options), expected)
+    file.write_text("AUGMENTATIONS = [lambda image: image]")
+    check_same(epoch_of(train_loader(drawing, augmentations=str(file)), 0), epoch_of(train_loader(drawing), 0))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("error", ["StopIteration", "SystemExit(0)"])
+def test_an_error_of_a_user_names_file_line_and_image(
+    drawing: tuple[Kind, Path], tmp_path: Path, workers: int, error: str
+) -> None:
+    """torch would take a StopIteration for the end of the loader, and SystemExit ends a loader process."""
+    file = tmp_path / "broken.py"
+    file.write_text(f"def broken(image):\n    raise {error}\n\nAUGMENTATIONS = [broken]\n")
+    with pytest.raises(UserError, match=rf"^{file}, line 2: {error[:8]}.* 'broken' of {drawing[1].parent}/.*\.png"):
+        epoch_of(train_loader(drawing, workers=workers, augmentations=str(file)), 0)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -209,14 +244,6 @@ def test_an_evaluation_validates_each_image_once_whatever_the_workers_and_the_ba
     small, large = (list(evaluation(drawing, batch_size, square=True)) for batch_size in (1, TRAIN))
     assert images_of(small) == images_of(large)
     assert torch.equal(torch.cat([batch.images for batch in small]), large[0].images)
-
-
-def test_a_picture_without_labels_is_an_item(drawing: tuple[Kind, Path]) -> None:
-    data = opened(drawing)
-    for sides in ((64, 64), (96, 96)):
-        item = data.item(noise(50, 80), "camera 0", sides, 32, full=True)
-        batch = data.collate([item, item])
-        assert (batch.images.shape, batch.infos[1].path) == ((2, 3, *sides), "camera 0")
 
 
 # Caches

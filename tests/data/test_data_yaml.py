@@ -11,7 +11,7 @@ import pytest
 
 from data.builtin import DrawnSet
 from data.data_yaml import read_spec
-from tests.making import label_file, write_yaml
+from tests.making import write_yaml
 from utils.errors import UserError
 
 
@@ -167,33 +167,6 @@ def test_entries_are_relative_to_path_and_path_to_the_yaml_or_the_working_folder
     spec = read_spec(Path("../configs/data.yaml"))
     monkeypatch.chdir("/")  # the working folder when the YAML is read counts
     assert spec.images("train") == [tmp_path / images / "a.jpg"]
-
-
-ROBOFLOW = {
-    # its YOLOv5 and YOLOv8 exports
-    "beside": {"train": "../train/images", "val": "../valid/images", "test": "../test/images"},
-    # as its Python package writes them
-    "below the working folder": {"train": "mine-1/train/images", "val": "mine-1/valid/images"},
-    "with a path": {"path": "../mine-1", "train": "train/images", "val": "valid/images", "test": "test/images"},
-}
-
-
-@pytest.mark.parametrize("form", ROBOFLOW)
-def test_an_export_of_roboflow_is_read_as_unzipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    """The YAML is beside the folders of the splits; `test` may be named without being there."""
-    folder = tmp_path / "mine-1"
-    stem = "a_jpg.rf.9f1c2d"
-    images = {split: touch(folder / split / "images", f"{stem}.jpg") for split in ("train", "valid")}
-    touch(folder, "README.dataset.txt", "README.roboflow.txt")
-    license = {"workspace": "me", "project": "mine", "version": 1, "license": "CC BY 4.0", "url": "https://x.org/1"}
-    write_yaml(folder / "data.yaml", {**ROBOFLOW[form], "nc": 2, "names": ["cat", "0"], "roboflow": license})
-    monkeypatch.chdir(tmp_path)
-    spec = read_spec(Path("mine-1/data.yaml"))
-    assert spec.names == {0: "cat", 1: "0"}
-    assert (spec.images("train"), spec.images("val")) == (images["train"], images["valid"])
-    assert label_file(images["valid"][0]) == folder / f"valid/labels/{stem}.txt"
-    with pytest.raises(UserError, match=r"has no `test:`" if "test" not in spec.entries else r"`test: .* looked for"):
-        spec.images("test")
 
 
 def test_an_entry_means_what_it_says_if_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

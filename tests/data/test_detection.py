@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import ExifTags, Image
 from torch.utils.data import get_worker_info
 
 from data import sampler
@@ -274,21 +273,6 @@ def test_images_may_be_stretched_in_training_and_for_detect(tmp_path: Path) -> N
     assert info.placement == Placement((0.5, 1.0), (0, 0))
 
 
-def test_a_sideways_image_has_its_labels_where_its_upright_pixels_are(tmp_path: Path) -> None:
-    pixels, exif = np.zeros((64, 128, 3), np.uint8), Image.Exif()
-    pixels[:8, :16] = 255  # turned clockwise, this corner comes to the top right
-    exif[ExifTags.Base.Orientation] = 6
-    # upright it is 64x128 with the white part at x 56 to 64, y 0 to 16
-    write_image(tmp_path / "images/a.tif", pixels, f"0 {60 / 64} {8 / 128} {8 / 64} {16 / 128}", exif=exif)
-    batch = evaluation_batch(data_of(tmp_path))
-    assert (batch.infos[0].size, batch.infos[0].placement) == ((64, 128), Placement((0.5, 0.5), (16, 0)))
-    wanted = torch.full((64, 64), 114, dtype=torch.uint8)
-    wanted[:, 16:48] = 0
-    wanted[:8, 44:48] = 255
-    assert torch.equal(batch.images[0, 0], wanted)
-    assert batch.targets.tolist() == [[0, 0, 46 / 64, 4 / 64, 4 / 64, 8 / 64]]
-
-
 # Documents
 
 
@@ -327,14 +311,6 @@ def test_targets_are_cut_at_the_edges_of_the_image() -> None:
 
 
 # Splits
-
-
-def test_an_unknown_class_is_an_error_that_names_the_label_file(tmp_path: Path) -> None:
-    write_image(tmp_path / "images/0.png").write_bytes(b"not an image")  # left out
-    write_image(tmp_path / "images/a.png", None, "2 .5 .5 .5 .5")
-    write_image(tmp_path / "images/b.png", None, "3 .5 .5 .5 .5")
-    with pytest.raises(UserError, match=r"/labels/b\.txt, line 1 has class 3, but `names` of .*data\.yaml ends at 2"):
-        data_of(tmp_path).split("train")
 
 
 def test_a_single_cls_takes_every_class_for_one(tmp_path: Path) -> None:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data import labels
-from data.dataset import DataOptions, data_source
 from data.labels import (
     BOXES,
     OUTLINES,
@@ -33,9 +27,8 @@ from data.labels import (
     parse_rows,
     scan_image,
 )
-from tests.making import label_file, plain, spoil, write_image, write_label, write_yaml
+from tests.making import label_file, plain, spoil, write_image, write_label
 from utils.errors import UserError
-from utils.files import ROOT
 
 FILE = Path("/set/labels/a.txt")
 examples = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -194,22 +187,6 @@ def test_the_labels_of_a_list_are_joined_in_its_order_by_any_number_of_processes
 # The cache
 
 
-def test_one_of_many_processes_scans(images: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scan = labels.scan_image
-
-    def slow(image: Path, *more: Any) -> labels.Scan:
-        time.sleep(0.1)
-        with open(tmp_path / "scans", "a") as file:
-            file.write(image.name[0])
-        return scan(image, *more)
-
-    monkeypatch.setattr(labels, "scan_image", slow)
-    with multiprocessing.get_context("fork").Pool(3) as pool:
-        loaded = pool.starmap(load_labels, [(images, "labels", 0)] * 3, chunksize=1)
-    assert all(same(one, loaded[0]) for one in loaded)
-    assert (tmp_path / "scans").read_text() == "abc"
-
-
 def later(file: Path) -> None:
     """Let a file seem changed one nanosecond later."""
     status = file.stat()
@@ -237,31 +214,6 @@ def test_names_that_are_no_text_and_names_that_no_file_can_have_are_scanned(tmp_
     for _ in range(2):
         loaded = load_labels([strange, tmp_path / "images/a\0b.png"], "labels", 0)
         assert (loaded.sizes.tolist(), len(loaded.problems)) == ([[20, 10], [0, 0]], 2)
-
-
-READ_IN_ASCII = """
-import sys
-from data.dataset import DataOptions, data_source
-split = data_source(sys.argv[1], "data.detection:DetectionData").open(64, 32, DataOptions()).split("train")
-print(split.identity())
-split.report("train")
-"""
-
-
-def test_a_locale_without_unicode_changes_no_identity_and_no_cache(tmp_path: Path, cache_home: Path) -> None:
-    folder = tmp_path / "größe"
-    for name in ("ü.png".encode(), b"\xff.png"):
-        write_image(folder / "train" / os.fsdecode(name), plain(20, 10), "0 0.5 0.5 0.5 0.5", "x")
-    file = write_yaml(folder / "data.yaml", {"path": "../größe", "train": "train", "names": ["größe"]})
-    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [sys.executable, "-c", READ_IN_ASCII, file]
-    printed = subprocess.run(command, cwd=ROOT, env={**os.environ, **locale}, capture_output=True, check=True).stdout
-    identity, _, *warnings = printed.decode().splitlines()
-    assert [re.findall(r"[^/]+\.txt", warning) for warning in warnings] == [["\\udcc3\\udcbc.txt"], ["\\udcff.txt"]]
-    (cached,) = cache_home.rglob("*.npz")
-    split = data_source(str(file), "data.detection:DetectionData").open(64, 32, DataOptions()).split("train")
-    assert repr(split.identity()) == identity
-    assert list(cache_home.rglob("*.npz")) == [cached]
 
 
 def other_arrays(file: Path) -> None:
@@ -381,22 +333,3 @@ def test_points_just_outside_of_the_image_are_moved_to_its_edge(rules: RowRules)
     assert [row.points for row in rows] == [[0, 0.25, 1, 0.25, 0.5, 0.75], [-0.0005, 0.25, 0.5, 0.25, 0.5, 0.75]]
     assert rows[0].box == (0, 0.5, 0.5, 1, 0.5)
     assert [problem.partition(":")[0] for problem in problems] == [f"{FILE}, line {number}" for number in (3, 4)]
-
-
-def test_the_rules_of_a_task() -> None:
-    """Equality and tolerance are the data set's. Objects whose corners differ may have one upright box."""
-
-    class CornerRules(RowRules):
-        def outline(self, values: list[float]) -> list[float]:
-            if len(values) != 8:
-                raise ValueError(f"{len(values) // 2} corners instead of 4")
-            return values
-
-    rules = CornerRules("rotated box", "9 (four corners)", outlines=True, by_points=True, tolerance=0.5)
-    falling, rising = "0 .1 .2 .2 .1 .9 .8 .8 .9", "0 .1 .8 .2 .9 .9 .2 .8 .1"
-    far = "1 -.4 .5 .5 -.4 1.4 .5 .5 1.4"
-    text = "\n".join((falling, rising, far, rising, "0 .5 .5 .2 .2", "0 .1 .1 .2 .1 .2 .2", "0 .1 .2", f"{far} 0"))
-    rows, problems = parse_rows(text, FILE, rules)
-    assert [row.points[:2] for row in rows] == [[0.1, 0.2], [0.1, 0.8], [-0.4, 0.5]]
-    assert rows[0].box == rows[1].box
-    assert [int(problem.partition("line ")[2][0]) for problem in problems] == [4, 5, 6, 7, 8]

@@ -159,19 +159,6 @@ def test_an_evaluated_mask_has_all_its_pixels_and_its_outline(diamonds: Path) ->
 # Labels
 
 
-def test_an_outline_that_crosses_itself_is_filled_where_it_goes_around_once(tmp_path: Path) -> None:
-    """A bow tie, and a square in a square in one outline: its inner part is a hole."""
-    write_image(
-        tmp_path / "images/a.png", plain(64, 64), "0 0 0 1 1 1 0 0 1",
-        "1 0 0 1 0 1 1 0 1 0 0 .25 .25 .75 .25 .75 .75 .25 .75 .25 .25",
-    )  # fmt: skip
-    bow, hollow = masks_of(evaluation_batch(data_of(tmp_path)))
-    assert bow[8, [1, 14]].all()
-    assert not bow[[1, 14], 8].any()
-    assert hollow[1:3].all()
-    assert not hollow[5:11, 6:11].any()
-
-
 # Masks of any outlines, compared pixel for pixel with masks of whole images
 
 SHAPE = (96, 128)  # height and width
