@@ -5,7 +5,6 @@ The promises that all data sets share are in test_contract.py.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -141,19 +140,6 @@ def test_nothing_to_hold_out_is_an_error(tmp_path: Path) -> None:
     write_classes(tmp_path, cat=1, dog=1)
     with pytest.raises(UserError, match=r"data\.yaml: .*`split: 0\.2`"):
         data_of(tmp_path, "path: .\nsplit: 0.2\n").split("val")
-
-
-def test_documents_list_the_classes_and_the_images_of_each_split(tmp_path: Path) -> None:
-    for name in ("train/dog/0.png", 'train/Käfer, "rot"/1.png', "val/dog/2.png"):
-        write_image(tmp_path / name)
-    data = data_of(tmp_path)
-    documents = data.documents(data.split("train"), data.split("val"))
-    assert json.loads(documents["class_indices.json"]) == {"0": 'Käfer, "rot"', "1": "dog"}
-    assert documents["split.csv"].splitlines()[1:] == [
-        f'train,"Käfer, ""rot""","{tmp_path}/train/Käfer, ""rot""/1.png"',
-        f"train,dog,{tmp_path}/train/dog/0.png",
-        f"val,dog,{tmp_path}/val/dog/2.png",
-    ]
 
 
 # Items

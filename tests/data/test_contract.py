@@ -207,17 +207,6 @@ def test_an_item_depends_on_its_sample_index_only(drawing: tuple[Kind, Path]) ->
     check_same([large.collate_fn([items[sample] for sample in samples])], epoch_of(large, 0))
 
 
-def test_the_order_is_a_function_of_seed_and_epoch(drawing: tuple[Kind, Path]) -> None:
-    loader = train_loader(drawing)
-    orders = [images_of(epoch_of(loader, epoch)) for epoch in (0, 1)]
-    for order in orders:  # full batches: the last is filled from the start
-        assert sorted(order[:TRAIN]) == list(range(TRAIN))
-        assert order[TRAIN:] == order[: -TRAIN % BATCH_SIZE]
-    assert orders[0] != orders[1]
-    assert images_of(epoch_of(train_loader(drawing), 1)) == orders[1]
-    assert images_of(epoch_of(train_loader(drawing, seed=4), 0)) != orders[0]
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_close_mosaic_ends_the_mixing_of_images(drawing: tuple[Kind, Path], workers: int) -> None:
     kind, file = drawing

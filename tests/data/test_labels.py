@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -134,20 +133,11 @@ def test_an_empty_file_and_a_byte_order_mark(images: list[Path]) -> None:
     assert scan_image(images[0])[::2] == ((20, 10), [])
 
 
-def make_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as opened:
-        opened.bind(str(path))
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, make_socket])
-def test_a_pipe_or_socket_is_left_out_without_waiting(
-    images: list[Path], monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], None]
-) -> None:
+def test_a_pipe_is_left_out_without_waiting(images: list[Path]) -> None:
     image, label = images[0], label_file(images[1])
-    monkeypatch.chdir(image.parents[1])  # the path of a socket may have 107 bytes
     for file in (image, label):
         file.unlink()
-        make(file.relative_to(Path.cwd()))
+        os.mkfifo(file)
     loaded = load_labels(images, "labels", 0)
     assert loaded.sizes.tolist() == [[0, 0], [0, 0], [40, 40]]
     assert [problem.partition(":")[0] for problem in loaded.problems] == [str(image), str(label)]
@@ -216,11 +206,6 @@ def test_names_that_are_no_text_and_names_that_no_file_can_have_are_scanned(tmp_
         assert (loaded.sizes.tolist(), len(loaded.problems)) == ([[20, 10], [0, 0]], 2)
 
 
-def other_arrays(file: Path) -> None:
-    with open(file, "wb") as opened:
-        np.savez(opened, rows=np.zeros((0, 5), np.float32))
-
-
 def pipe(file: Path) -> None:
     file.unlink()
     os.mkfifo(file)
@@ -230,7 +215,7 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("damage", [other_arrays, pipe, cut])
+@pytest.mark.parametrize("damage", [pipe, cut])
 def test_a_damaged_cache_file_is_replaced_by_a_new_scan(
     images: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], object]
 ) -> None:

@@ -80,7 +80,7 @@ def test_the_kind_of_a_camera_or_address(source: str, kind: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        *("", "nowhere.jpg", "nowhere/*.jpg", "{folder}/notes.md", "{folder}/empty.txt", "{folder}/nowhere.txt"),
+        *("nowhere", "nowhere.jpg", "nowhere/*.jpg", "{folder}/notes.md", "{folder}/empty.txt", "{folder}/nowhere.txt"),
         *("{folder}/pipe.txt", "9" * 20, "\u00b2"),
     ],
 )

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from data.data_yaml import read_spec
 from data.dataset import DataOptions
-from data.detection import DetectionData
 from data.polygons import Polygons
 from data.segmentation import SegmentationData, TargetMasks, evaluation_masks, training_masks
 from tests.making import noise, plain, write_image, write_yaml
@@ -148,15 +147,6 @@ def test_an_evaluated_mask_has_all_its_pixels_and_its_outline(diamonds: Path) ->
     assert info.outlines[0].tolist() == [[0.25, 0.25], [0.75, 0.25], [0.75, 0.75], [0.25, 0.75]]
     assert info.outlines[1].tolist() == [[0, 0], [0.5, 0], [0.5, 1], [0, 1]]
     assert len(info.rows) == 2
-    boxes = DetectionData(data_of(diamonds).spec, 64, 32, DataOptions())
-    split = boxes.split("val")
-    (same,) = boxes.evaluation_loader(split, boxes.evaluation_batches(split, 16, square=True))
-    assert torch.equal(same.images, batch.images)
-    assert torch.equal(same.targets, batch.targets)
-    assert [info[:4] for info in same.infos] == [info[:4] for info in batch.infos]
-
-
-# Labels
 
 
 # Masks of any outlines, compared pixel for pixel with masks of whole images
