@@ -31,8 +31,7 @@ def test_a_folder_with_a_folder_per_split_needs_no_yaml(tmp_path: Path, name: st
     source = data_source(str(tmp_path), "data.classification:ClassificationData")
     assert source.names() == {0: "cat", 1: "dog"}
     assert source.files() == {"train": images[:2], "val": images[2:]}
-    if name == "test":
-        assert source.spec.entries["test"] == ("test",)
+    assert source.spec.entries["val"] == (name,)
 
 
 def test_the_identity_of_a_split_takes_any_name(tmp_path: Path) -> None:

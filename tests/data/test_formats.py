@@ -18,7 +18,6 @@ from data.data_yaml import read_data, read_spec
 from data.dataset import DataOptions, data_source
 from data.detection import DetectionData, DetectionSplit
 from data.formats import box_row
-from data.labels import BOXES, OUTLINES, POLYGONS, RowRules, load_labels
 from data.segmentation import SegmentationData
 from tests.layouts import kaggle, roboflow_voc
 from tests.making import label_file, plain, write_image, write_yaml
@@ -151,30 +150,6 @@ def test_annotations_and_label_files_in_one_split(tmp_path: Path) -> None:
     assert (spec.annotation_file("train"), spec.annotation_file("val")) == (None, file)
     split = DetectionData(spec, 32, 32, DataOptions()).split("train")
     assert split.labels.counts.tolist() == [1, 1, 2, 0]
-
-
-@pytest.mark.parametrize("rules", [BOXES, POLYGONS, OUTLINES])
-def test_coco128_is_the_same_from_annotations_and_from_label_files(
-    shared: Path, tmp_path: Path, rules: RowRules
-) -> None:
-    file = shared / "data/coco128/annotations/instances_train2017.json"
-    content = {"train": str(file), "images": str(shared / "data/coco128/images/train")}
-    spec = read_spec(write_yaml(tmp_path / "my.yaml", content))
-    assert spec.names == read_yaml(ROOT / "data/coco128.yaml")["names"]
-    listing = spec.listing("train")
-    (annotated,) = listing.annotated
-    (tmp_path / "images").symlink_to(shared / "data/coco128/images/train")
-    for path, rows in annotated.rows(rules.outlines)[0].items():
-        label = label_file(tmp_path / "images" / Path(path).name)
-        label.parent.mkdir(exist_ok=True)
-        label.write_text(rows.text)
-    written = [tmp_path / "images" / image.name for image in listing.images]
-    one, other = load_labels(listing.images, "", 0, rules, [annotated]), load_labels(written, "", 0, rules)
-    assert (one.problems, listing.problems, len(one.rows)) == (other.problems, [], 929)
-    for field in ("rows", "offsets", "sizes"):
-        assert np.array_equal(getattr(one, field), getattr(other, field))
-    if one.polygons and other.polygons:
-        assert np.array_equal(one.polygons.points, other.polygons.points)
 
 
 def test_outlines_with_one_part_two_parts_a_hole_and_none(tmp_path: Path) -> None:
