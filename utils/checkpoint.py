@@ -97,8 +97,6 @@ def weights_content(
     """Return the content of a weight file: the weights of `model` and all that is needed to use them.
 
     Args:
-        yaml: the model YAML, with its task
-        names: class names, by class number
         settings: the run's settings, for information
         half: whether to store floating-point tensors as float16, except tensors with values beyond its range
         origin: `licence` and `origin`, see models/weights.py
@@ -219,7 +217,6 @@ class TrainingState:
 
     Args:
         parameters: the model's parameters, in the order of the optimizer's groups
-        optimizer: optimizer that Accelerate has prepared
         terms: number of loss terms
     """
 
@@ -241,11 +238,7 @@ class TrainingState:
         self._saved_progress: dict[str, Any] | None = None
 
     def save(self, files: RunFolder, keep_tensors: bool = True) -> None:
-        """Write the state into the run folder, unless it has just been written.
-
-        Args:
-            keep_tensors: False for a finished run, of which only the counters are kept
-        """
+        """Write the state into the run folder, unless it has just been written; of a finished run the counters only."""
         progress = {**self.progress.state(), "summary": None}  # the summary changes with the best epoch only
         if progress == self._saved_progress:
             return
@@ -325,11 +318,7 @@ class StateFiles:
         return sorted((file for file in self.folder.glob("*.pt") if STATE_NAME.fullmatch(file.name)), reverse=True)
 
     def write(self, content: memoryview, final: bool = False) -> None:
-        """Write a state, whole or not at all; then remove all others except the last one known to be intact.
-
-        Args:
-            final: whether to remove the last intact state too
-        """
+        """Write a state, whole or not at all; then remove all others, except the last intact one if not `final`."""
         number = max((int(file.stem.partition("-")[0]) for file in self.files()), default=0) + 1
         path = self.folder / f"{number:08d}-{_checksum(content)}.pt"
         with replacing(path) as file:
@@ -392,7 +381,6 @@ def resolve_settings(given: Mapping[str, Any], recipe_of: RecipeOf) -> Settings:
 
     Args:
         given: flags by name; if they name no data, model, weights or hyperparameters, the built-in job gives the rest
-        recipe_of: returns a run's class of hyperparameters
     """
     settings = Settings(over_defaults(TrainOptions, given, BUILT_IN_JOB), given)
     options = settings.options

@@ -84,21 +84,13 @@ class RunFolder:
     def save_weights(
         self, files: Sequence[str], model: nn.Module, then: Callable[[], object] = lambda: None, **content: Any
     ) -> None:
-        """Write files with the same content into weights/ in the background, then call `then`.
-
-        Args:
-            content: keyword arguments of `weights_content`
-        """
+        """Write files of the same `weights_content` into weights/ in the background, then call `then`."""
         if files and self.is_main:
             data = serialised(weights_content(model, **content))
             self._write({self.path / "weights" / name: data for name in files}, then)
 
     def save_state(self, state: Mapping[str, Any], final: bool = False) -> None:
-        """Write a state for --resume into checkpoint/, with the rows of results.csv, in the background.
-
-        Args:
-            final: whether the state replaces all other states
-        """
+        """Write a state for --resume, with the rows of results.csv, in the background; a `final` one replaces all."""
         if self.is_main:
             data = serialised({**state, "rows": self._lines})
             self._start({self._states.folder: lambda: self._states.write(data, final)})
@@ -201,11 +193,7 @@ class Run:
         log.release(lambda line: self.with_wandb(lambda run: run.write_logs(f"{line}\n")))
 
     def bar(self, title: str, images: int, done: int = 0) -> Bar:
-        """Return a progress bar, drawn by the main process only.
-
-        Args:
-            done: number of images that were done before the start
-        """
+        """Return a progress bar, drawn by the main process only, with `done` images before the start."""
         return Bar(title, images, self._is_main and not self.quiet, done)
 
     def on_main(self, work: Callable[[], object]) -> None:

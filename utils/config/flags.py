@@ -69,10 +69,6 @@ def typed(hint: Any, metadata: Mapping[str, Any], value: Any) -> Any:
     """Return a value of a command line, a YAML or a Python call as a field's type.
 
     Text may stand for a number, and one value for a tuple. Raises one of `WRONG_VALUE` for any other value.
-
-    Args:
-        hint: the field's type
-        metadata: the field's metadata, see `flag`
     """
     origin = typing.get_origin(hint)
     if origin is Mapping:
@@ -191,8 +187,6 @@ def flag(  # noqa: PLR0913 - a flag is one declaration
     """Return a dataclass field that is a flag of the command line, with these arguments as its metadata.
 
     Args:
-        text: the flag's help
-        group: one of `GROUPS`
         within: allowed range of a number
         synonyms: other words for some of `choices`
         const: value of the flag if it is given without an argument

@@ -209,12 +209,7 @@ class Recipes(NamedTuple):
     yolov5: str = ""  # with YOLOv5's own values; '' if the task has none
 
     def choose(self, trained: bool, images: Callable[[], int]) -> tuple[str, str, str]:
-        """Return the hyperparameter file for a run, the reason, and the file with YOLOv5's values.
-
-        Args:
-            trained: whether the run starts from trained weights
-            images: counts the training images; called only if their number matters
-        """
+        """Return the hyperparameter file for a run, the reason, and YOLOv5's file; count `images` if it matters."""
         if trained:
             return self.trained, "the run starts from trained weights", self.yolov5
         name, reason = self.few or self.trained, "the run starts from scratch"
@@ -229,10 +224,6 @@ def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] 
     """Read and check a hyperparameter YAML as a `kind`; absent keys keep its defaults.
 
     `defaults:` is left to parser.py, and keys that `Recipe.left_out` names are ignored. Raises `UserError`.
-
-    Args:
-        name: path, or the name of a file of data/hyps or of YOLOv5
-        overrides: values of flags such as --hyp.lr0, as text by key, which replace the file's values
     """
     path = find_hyperparameters(name)
     left_out = {DEFAULTS, *kind.left_out()}

@@ -40,7 +40,6 @@ def checked(
 
     Args:
         kind: options class that declares the flags
-        named: names a flag in errors; by default as on the command line
     """
     for name, value in values.items():
         for word in value if isinstance(value, (list, tuple)) else [value]:
@@ -50,11 +49,7 @@ def checked(
 
 
 def over_defaults(kind: type[T], given: Mapping[str, Any], job: Mapping[str, Any] | None = None) -> T:
-    """Return given flags over their defaults as a `kind`.
-
-    Args:
-        job: defaults if no flag names data, model, weights or hyperparameters
-    """
+    """Return given flags over their defaults as a `kind`."""
     names_files = {"data", "cfg", "weights", "hyp"} & given.keys()
     return kind(**{**({} if names_files or job is None else job), **given})
 
@@ -88,8 +83,6 @@ def refuse_flags(
     Args:
         kind: options class that declares the flags
         given: values of the flags by name; a flag that is off or 0 asks for nothing
-        features: features of the model, see `Task.features`
-        model: the model's task and head, in words
     """
     for option in flags_of(kind):
         needed = option.metadata["needs"]

@@ -50,13 +50,7 @@ class Settings:
     origin: Mapping[str, Any] = field(default_factory=dict)
 
     def refuse(self, features: Collection[str], unread: Collection[str], model: str) -> None:
-        """Raise `UserError` for a flag or a hyperparameter on a new run's command line that its model does not use.
-
-        Args:
-            features: features of the model, see `refuse_flags`
-            unread: hyperparameters that are not read, see `Task.unread`
-            model: the model's task and head, in words
-        """
+        """Raise `UserError` for a flag or a hyperparameter on a new run's command line that its model does not use."""
         if self.saved:
             return
         refuse_flags(type(self.options), self.given, features, model)
@@ -75,10 +69,6 @@ class Settings:
 
         Such a flag is what the hyperparameters ask for, else a default of their file, else the last of `defaults` that
         has it, else its own default. Raises `UserError` for a wrong hyperparameter file or flag.
-
-        Args:
-            choose: chooses the file for --hyp auto
-            values: other fields of the settings
         """
         if self.saved:
             hyp = from_mapping(recipe, self.saved["hyperparameters"], f"settings.yaml of {self.options.resume}")
@@ -120,7 +110,6 @@ class Settings:
         Args:
             imgsz: the model's image size in pixels, a multiple of its stride
             batch_size: the size that --batch-size -1 has measured
-            run_id: the run's id in trackers
         """
         sizes = {"imgsz": imgsz} if self.options.batch_size > 0 else {"imgsz": imgsz, "batch_size": batch_size}
         parts = {"hyperparameters": vars(self.hyp), "model": model_yaml, **self.origin}
@@ -148,10 +137,6 @@ def resumed_options(
     """Return the options that a run continues with: its settings, overridden by the `given` flags.
 
     Raises `UserError` if a flag that the curve depends on differs from the settings.
-
-    Args:
-        settings: content of the run's settings.yaml
-        launched: whether a launcher started the processes
     """
     known = {field.name for field in dataclasses.fields(TrainOptions)}
     # Under a launcher the processes connect, with --dist-timeout, before the main one reads the settings.
@@ -183,7 +168,6 @@ def check_settings(settings: Mapping[str, Any], recorded: Mapping[str, Any], sou
 
     Args:
         recorded: the settings that a state of the run contains; {} if there is none
-        source: path of the settings.yaml
     """
     fields = {option.name: option for option in flags_of(TrainOptions)}
     values = {}

@@ -23,10 +23,7 @@ def exact_batchnorm(model: M, total: Total | None) -> M:
     """Replace the BatchNorm layers of `model` by exact ones with the same parameters, buffers and names.
 
     On the CPU the layers become `ExactBatchNorm`. On other devices they become torch's SyncBatchNorm if there is a
-    `total`, else they are unchanged.
-
-    Args:
-        total: adds up the statistics of the global batch (--sync-bn); None if each process normalises by its own
+    `total` of the processes' statistics (--sync-bn), else they are unchanged.
     """
     if next(iter(model.state_dict().values())).device.type != "cpu":
         return nn.SyncBatchNorm.convert_sync_batchnorm(model) if total else model

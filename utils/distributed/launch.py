@@ -161,12 +161,7 @@ def log_devices(accelerator: Accelerator, precision: Precision) -> list[str]:
 
 
 def connect(device: str, timeout: float) -> str:
-    """Connect all processes, unless they are connected, and return the device's kind. Raises `UserError`.
-
-    Args:
-        device: value of --device; '' selects the best device
-        timeout: seconds that the processes wait for each other, now and later
-    """
+    """Connect all processes, unless they are connected, and return the device's kind. Raises `UserError`."""
     if PartialState._shared_state:
         return PartialState().device.type
     kind, by_zero = device_kind(device), deepspeed.is_requested()
@@ -194,12 +189,9 @@ def main_address() -> tuple[str, int]:
 
 
 def open_store(timeout: float, waits: bool = True) -> Store:
-    """Return the store that connects the processes, hosted by the launcher or by the main process.
+    """Return the store that connects the processes, hosted by the launcher, or by the main process, which `waits`.
 
     Raises OSError if the main process cannot be reached; torch would print a warning for each attempt.
-
-    Args:
-        waits: whether the main process waits for all others
     """
     (address, port), limit, end = main_address(), timedelta(seconds=timeout), time.monotonic() + timeout
     if world_size() == 1:
@@ -348,9 +340,6 @@ def spawn(main: Callable[[], object], processes: int, device: str = "") -> bool:
     """Start processes on this machine, each of which calls `main`, wait for all, and exit with a failed one's code.
 
     Returns False without starting any if one is enough or if a launcher has started this process. Raises `UserError`.
-
-    Args:
-        processes, device: values of the flags; 0 stands for a process for each device that is named
     """
     processes = processes_to_start(processes, device)
     if processes == 1 or world_size() > 1 or "LOCAL_RANK" in os.environ:

@@ -161,11 +161,7 @@ class DistributedModel:
         return gathered_parameters(self.parameters)
 
     def sum(self, addends: Sequence[Tensor]) -> Tensor:
-        """Return the sum over all logical processes. All processes must call it together.
-
-        Args:
-            addends: a tensor of each logical process of this process
-        """
+        """Return the sum over all logical processes, of which `addends` are local. All must call it together."""
         if not self.logical.exact:
             return self.accelerator.reduce(addends[0], "sum")
         local = tree_sum(addends)
@@ -197,9 +193,6 @@ class DistributedModel:
         """Add the gradients of this process's objectives, and in the last batch of a step all processes' gradients.
 
         All processes must call it together.
-
-        Args:
-            objectives: a scalar for each local logical process
         """
         accelerator = self.accelerator
         if not self.logical.exact:
@@ -232,13 +225,10 @@ class DistributedModel:
 
     @torch.no_grad()
     def average_statistics(self, averages: Sequence[nn.Module]) -> None:
-        """Set BatchNorm's running statistics to their mean over logical processes; with --sync-bn they are equal.
+        """Set BatchNorm's running statistics, and those of the EMAs, to their mean over logical processes.
 
-        The mean is computed in float64, so that equal statistics do not change by a bit. All processes must call it
-        together.
-
-        Args:
-            averages: the EMA of each local logical process, whose statistics are averaged too
+        The mean is computed in float64, so that equal statistics, as with --sync-bn, do not change by a bit. All
+        processes must call it together.
         """
         for models in (self.copies, averages):
             layers = [[layer for layer in model.modules() if isinstance(layer, _BatchNorm)] for model in models]
@@ -375,12 +365,6 @@ def prepare(
 
     In addition to Accelerate's `prepare`: a copy of the model for each logical process, DeepSpeed's configuration, and
     DDP's buffers and buckets. The loader then delivers lists: the batch of each logical process of this process.
-
-    Args:
-        batch_size: number of images of a batch of all processes
-        sync_bn: whether BatchNorm normalises by the statistics of the global batch
-        clip_norm: largest norm of the gradients, which DeepSpeed clips itself
-        keep_norms: whether BatchNorm's statistics stay unchanged
     """
     plugin = accelerator.state.deepspeed_plugin
     total = tree_sum_of_processes if logical.exact else all_reduced

@@ -65,14 +65,7 @@ class Point(NamedTuple):
 
 
 class StepLog:
-    """The curves of the optimizer steps, the values beside the progress bar, and the profile.
-
-    Args:
-        terms: names of the loss terms
-        batch_size: number of images of a batch of all processes
-        progress: progress of the run before this start
-        window: value of --profile
-    """
+    """The curves of the optimizer steps, the values beside the progress bar, and the profile."""
 
     def __init__(
         self,
@@ -153,12 +146,7 @@ class StepLog:
         return values
 
     def update_bar(self, loss_sums: Tensor, batches: int, best: Summary | None) -> None:
-        """Show values beside the progress bar if it is time for that, which reads this process's losses.
-
-        Args:
-            loss_sums: loss terms over the epoch's `batches` so far, (local logical processes, k)
-            best: summary of the best epoch
-        """
+        """Show values beside the progress bar if it is time for that, which reads the sums over an epoch's batches."""
         if not self.bar.due():
             return
         means = loss_sums.sum(0) * self.run.accelerator.num_processes / batches  # estimated from this process
@@ -166,7 +154,7 @@ class StepLog:
         left = (time.monotonic() - self.started) * (self.left / self.done - 1)  # seconds, validations included
         values = [f"left {tqdm.format_interval(left)}", _loss_text(losses, 3)]
         if best:
-            title, value = list(_headline(best).items())[-1]
+            title, value = list((best.headline or best.metrics).items())[-1]
             values.append(f"best {title} {value:.3f}")
         memory = peak_memory(self.device) or psutil.Process().memory_info().rss / BYTES_PER_GIB
         values += [f"{self.bar.rate:.0f} img/s", f"wait {self.bar.waiting:.0%}", f"memory {memory:.1f} GiB"]
@@ -223,22 +211,15 @@ def results_row(
 
 
 def epoch_line(epoch: int, epochs: int, losses: Mapping[str, float], summary: Summary | None, rate: float) -> str:
-    """Return the console line of an epoch, counted from 0; one wider than the terminal has fewer digits, or no rate.
-
-    Args:
-        rate: images per second
-    """
-    scores = [" ".join(f"{title} {value:.3f}" for title, value in _headline(summary).items())] if summary else []
+    """Return the console line of an epoch, counted from 0; one wider than the terminal has fewer digits, or no rate."""
+    headline = (summary.headline or summary.metrics) if summary else {}
+    scores = [" ".join(f"{title} {value:.3f}" for title, value in headline.items())] if headline else []
     images = [f"{rate:.0f} img/s"] if rate else []
     for digits, rest in ((4, images), (3, images), (3, []), (2, [])):
         line = f"epoch {epoch + 1}/{epochs}: " + ", ".join([_loss_text(losses, digits), *scores, *rest])
         if len(line) <= columns():
             break
     return line
-
-
-def _headline(summary: Summary) -> dict[str, float]:
-    return summary.headline or summary.metrics
 
 
 def _loss_text(losses: Mapping[str, float], digits: int) -> str:
@@ -268,9 +249,7 @@ def log_epoch(
     """Write the epoch's row of results.csv and its documents, print its line, and log it to the trackers.
 
     Args:
-        losses: mean loss terms of the training
         summary: metrics of the validation; None if there was none
-        improved: whether the epoch is the best so far
         began: start of the validation, by `time.monotonic`
     """
     run, progress, bar = steps.run, steps.progress, steps.log.bar

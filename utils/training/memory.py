@@ -32,11 +32,7 @@ BYTES_PER_MIB = 2**20
 
 
 def check_batch_size(batch_size: int, logical_processes: int) -> None:
-    """Raise `UserError` with the two nearest sizes if the processes cannot share a batch evenly.
-
-    Args:
-        logical_processes: number of logical processes; 0 if each process is one
-    """
+    """Raise `UserError` with the two nearest sizes if the processes cannot share a batch evenly."""
     processes = logical_processes or world_size()
     if not batch_size:
         raise UserError("--batch-size 0 is too small; give 1 or more, or -1 for what the GPU holds")
@@ -113,8 +109,6 @@ def fitted_batch(
     Args:
         train_step: takes a number of images, runs forward and backward of `model` on a batch of that size, and drops
             the gradients
-        images: number of images in the training set
-        logical: number of logical processes, which share a batch evenly
     """
     processes, auto = world_size(), batch_size == -1
     if device.type != "cuda":
@@ -137,26 +131,15 @@ def fitted_batch(
             peak = 2 * free
         return all(collectives.gather([peak <= free * (AUTO_BATCH_SHARE if auto else 1)]))
 
-    size, parts = processes, 1
+    size, parts = processes if auto else batch_size, 1
+    while auto and 2 * size <= images and fits(2 * size):
+        size *= 2
+    while not auto and size % (2 * logical) == 0 and not fits(size):  # the smallest one is not tried
+        size, parts = size // 2, 2 * parts
     if auto:
-        while 2 * size <= images and fits(2 * size):
-            size *= 2
         log(f"--batch-size -1: taking {size}, by measurement")
-    else:
-        size, parts = halved(batch_size, logical, fits)
-        if parts > 1:
-            log(f"warning: out of memory: batches of {size} images, and {parts} times as many of them per step")
+    elif parts > 1:
+        log(f"warning: out of memory: batches of {size} images, and {parts} times as many of them per step")
     model.load_state_dict(before)
     torch.cuda.empty_cache()
     return size, parts
-
-
-def halved(batch_size: int, logical: int, fits: Callable[[int], bool]) -> tuple[int, int]:
-    """Return the largest of `batch_size`, its half, its quarter ... that fits, and what it was divided by.
-
-    The smallest one that `logical` processes can share evenly is returned without a try.
-    """
-    factor = 1
-    while batch_size // factor % (2 * logical) == 0 and not fits(batch_size // factor):
-        factor *= 2
-    return batch_size // factor, factor

@@ -60,8 +60,6 @@ def build_optimizer(
 
     Args:
         known: share of the classes that the initial weights know, see `Recipe.weights_factor`
-        images: number of images of an optimizer step
-        factors: factors of the learning rates, by parameter name
     """
     lr, decay = hyp.lr0 * hyp.weights_factor(known), hyp.decay(images)
     groups = [
@@ -181,7 +179,6 @@ class ModelEMA:
 
     Args:
         share: share of the run's steps that the average spans at its end, 1 / (1 - decay) steps; 0 keeps YOLOv5's ramp
-        updates: number of optimizer steps of the run
     """
 
     model: Model
@@ -200,11 +197,9 @@ class ModelEMA:
 
     @torch.no_grad()
     def update(self, *models: nn.Module, taken: Tensor | bool = True) -> None:
-        """Update the average after an optimizer step.
+        """Update the average after an optimizer step by the models of `replicas`, whose parameters are equal.
 
-        Args:
-            models: models of this process's logical processes, in the order of `replicas`; their parameters are equal
-            taken: whether the step was taken, bool () on the model's device; False changes nothing
+        A step that was not `taken`, bool () on the models' device, changes nothing.
         """
         self.updates += taken
         # 1 - decay, written so that it is exact if it is small

@@ -42,8 +42,6 @@ class OptimizerSteps:
     """The optimizer steps of a run, over the parts that train.py has made and whose state is loaded.
 
     Args:
-        loss_names: names of the loss terms
-        window: steps to profile, see `profile_window`
         record: whether to record the kernels of what follows a step as a CUDA graph, if that is possible
     """
 
@@ -108,12 +106,7 @@ class OptimizerSteps:
         return torch.full((), taken, device=accelerator.device)
 
     def add(self, losses: Sequence[Tensor], batches: Iterable[Batch]) -> None:
-        """Add a batch to the sums of the epoch.
-
-        Args:
-            losses: share of each local logical process in the batch's loss terms, (k,) each
-            batches: the batch of each local logical process
-        """
+        """Add the batch and the share in its loss terms, (k,), of each local logical process to the epoch's sums."""
         local = torch.stack(list(losses)).detach()
         self.state.loss_sums += local
         self.log.add(local)
@@ -122,11 +115,7 @@ class OptimizerSteps:
         ]
 
     def finish(self, taken: Tensor, batches: int, epoch_batches: int) -> None:
-        """Update the EMA, or undo the changes of a skipped step, and log.
-
-        Args:
-            batches: number of batches of the epoch so far
-        """
+        """Update the EMA, or undo the changes of a skipped step, and log, after `batches` of the epoch."""
         progress = self.progress
         accumulated, progress.batch, progress.step = batches - progress.batch, batches, progress.step + 1
         self.update_averages(taken)
@@ -173,11 +162,7 @@ class OptimizerSteps:
         self.guard.snapshot()
 
     def save(self, keep_tensors: bool = True) -> None:
-        """Save everything that --resume needs to continue from here. All processes must call it together.
-
-        Args:
-            keep_tensors: False for a run that is finished, of which only the counters are kept
-        """
+        """Save what --resume needs, of a finished run the counters only. All processes must call it together."""
         self.flush()
         self.state.save(self.run.files, keep_tensors)
 
@@ -196,11 +181,7 @@ class OptimizerSteps:
 
 
 class NonFiniteGuard:
-    """Restores the tensors beside the weights that the batches of a skipped optimizer step have changed.
-
-    Args:
-        tensors: tensors that batches change in place, such as BatchNorm's statistics and loss sums
-    """
+    """Restores what the batches of a skipped step have changed in place: loss sums, BatchNorm's statistics."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.live = [tensor.detach() for tensor in tensors]
@@ -215,11 +196,7 @@ class NonFiniteGuard:
 
     @torch.no_grad()
     def keep_if(self, taken: Tensor) -> None:
-        """Save the values after an optimizer step that was taken, or restore them; nothing waits for the device.
-
-        Args:
-            taken: whether the step was taken, bool () on the device
-        """
+        """Save the values after a step that was `taken`, bool () on the device, or restore them, without waiting."""
         now = torch.cat([tensor.flatten() for tensor in self.live])
         self.saved.copy_(torch.where(taken, now, self.saved))
         torch._foreach_copy_(self.live, self._parts)

@@ -17,7 +17,8 @@ from torchvision.ops import StochasticDepth
 
 from tests.conftest import OnProcesses
 from tests.making import without_launcher
-from utils.checkpoint import Decisions, Identity, TrainingState
+from tests.utils.test_checkpoint import same
+from tests.utils.training.test_steps import steps_of
 from utils.config.hyperparameters import Recipe
 from utils.distributed.launch import start
 from utils.distributed.logical import (
@@ -36,8 +37,6 @@ from utils.distributed.logical import (
 from utils.distributed.ranks import ranks
 from utils.errors import UserError
 from utils.run import Run
-from utils.training.optimizer import ModelEMA, Schedule, build_optimizer
-from utils.training.steps import OptimizerSteps
 
 
 @pytest.fixture(autouse=True)
@@ -137,56 +136,31 @@ class Network(nn.Module):
 
 def take_steps(folder: str, optimizer: str, precision: str, dropout: float, accumulated: int) -> dict[str, Any]:
     """Train an epoch as train.py does; return the state of the run and its means."""
-    accelerator, chosen = start("cpu", precision, 60.0)
-    accelerator.gradient_accumulation_steps = accumulated
-    run = Run(accelerator, chosen)
-    run.path = Path(folder)
+    run = Run(*start("cpu", precision, 60.0))
+    run.accelerator.gradient_accumulation_steps, run.path = accumulated, Path(folder)
     torch.manual_seed(0)
-    model: Any = Network(dropout)
     images = torch.randn(BATCH * BATCHES, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    loader: Any = DataLoader(TensorDataset(images, torch.arange(len(images))), batch_size=BATCH)
-    logical = LogicalProcesses.of(COUNT, accelerator)
     hyp = Recipe(lr0=0.05, momentum=0.5, weight_decay=0.01, warmup_epochs=0.0, nbs=0)
-    place_model(accelerator, model)
-    made: Any = build_optimizer(model, optimizer, hyp, None, BATCH * accumulated)
-    parameters = [parameter for group in made.param_groups for parameter in group["params"]]
-    schedule, ema = Schedule.of(hyp, None, 1, BATCHES, False, model), ModelEMA(model)
-    prepared, made, loader = prepare(
-        accelerator, logical, model, made, loader, batch_size=BATCH, sync_bn=False, precision="no", clip_norm=10.0
-    )
-    ema.replicas = logical.replicate(ema.model)
-    identity = Identity({0: "disc"}, 32, {"train": {"count": "20"}})
-    decisions = Decisions(BATCH, accumulated, None, "abc")
-    state = TrainingState(identity, decisions, prepared, parameters, ema, made, 1)
-    steps = OptimizerSteps(run, prepared, state, schedule, ["loss"])
-    prepared.train()
-    for number, shares in enumerate(loader):
-        with accelerator.accumulate(prepared.wrapped):
-            schedule.apply(made, number)
-            batches: Any = [Batch(*share) for share in shares]
-            losses = [batch.loss(module) for module, batch in prepared.each(batches, number)]
-            prepared.backward(losses)
-            taken = steps.step() if accelerator.sync_gradients else None
-            made.zero_grad()
+    data = DataLoader(TensorDataset(images, torch.arange(len(images))), batch_size=BATCH)
+    steps, loader = steps_of(run, Network(dropout), data, hyp, optimizer=optimizer, logical_processes=COUNT)
+    model, state = steps.model, steps.state
+    model.train()
+    for number, local in enumerate(loader):
+        with run.accelerator.accumulate(model.wrapped):
+            steps.schedule.apply(steps.optimizer, number)
+            batches: Any = [Batch(*batch) for batch in local]
+            losses = [batch.loss(module) for module, batch in model.each(batches, number)]
+            model.backward(losses)
+            taken = steps.step() if run.accelerator.sync_gradients else None
+            steps.optimizer.zero_grad()
         steps.add([loss[None] for loss in losses], batches)
         if taken is not None:
             steps.finish(taken, number + 1, BATCHES)
     steps.flush()
-    means = prepared.sum(list(state.loss_sums))
-    before = copy.deepcopy(state.state())
-    prepared.average_statistics(ema.replicas)
-    averaged = [buffer.clone() for each in prepared.copies for buffer in each.buffers()]
-    return {"state": before, "means": means, "averaged": averaged[:3], "skipped": steps.progress.skipped}
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list):
-        return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
-    return bool(one == other)
+    means, before = model.sum(list(state.loss_sums)), copy.deepcopy(state.state())
+    model.average_statistics(steps.ema.replicas)
+    averaged = [buffer.clone() for buffer in model.copies[0].buffers()]
+    return {"state": before, "means": means, "averaged": averaged, "skipped": steps.progress.skipped}
 
 
 def test_the_same_bits_on_one_and_two_processes(on_processes: OnProcesses, tmp_path: Path) -> None:

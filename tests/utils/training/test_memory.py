@@ -18,7 +18,6 @@ from utils.training.memory import (
     check_batch_size,
     explain_out_of_memory,
     fitted_batch,
-    halved,
     loader_processes,
 )
 
@@ -161,15 +160,17 @@ class PlacedLayer(torch.nn.BatchNorm1d):
 
 
 @pytest.mark.parametrize(
-    ("size", "images", "others", "expected"),
+    ("size", "images", "logical", "others", "expected"),
     [
         # Of 6 GiB, of which 0.8 may be used: an image takes 0.07 GiB.
-        *((-1, 1000, True, (64, 1)), (-1, 50, True, (32, 1)), (-1, 1000, False, (1, 1))),
-        *((128, 1000, True, (64, 2)), (128, 1000, False, (1, 128)), (64, 1000, True, (64, 1))),
+        *((-1, 1000, 1, True, (64, 1)), (-1, 50, 1, True, (32, 1)), (-1, 1000, 1, False, (1, 1))),
+        *((64, 1000, 1, True, (64, 1)), (256, 1000, 1, True, (64, 4)), (128, 1000, 1, False, (1, 128))),
+        (128, 1000, 4, False, (4, 32)),  # an image each is not tried: the step itself will say that it does not fit
+        (264, 1000, 1, True, (66, 4)),
     ],
 )
 def test_every_gpu_tries_the_batch(
-    size: int, images: int, others: bool, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    size: int, images: int, logical: int, others: bool, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Statistics that the tries change are restored."""
     launched(monkeypatch, 1, 1)
@@ -181,25 +182,7 @@ def test_every_gpu_tries_the_batch(
         model(torch.rand(2 * images, 4))
         queries.allocate(images * 7 * GIB // 100)
 
-    fitted = fitted_batch(size, train_step, model, device, images, Group(others), 1)  # type: ignore[arg-type]
+    fitted = fitted_batch(size, train_step, model, device, images, Group(others), logical)  # type: ignore[arg-type]
     assert fitted == expected
     assert model.placed == (device,)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-# A batch that does not fit
-
-
-@pytest.mark.parametrize(
-    ("size", "logical", "most", "expected"),
-    [
-        (16, 1, 16, (16, 1)),
-        (16, 1, 9, (8, 2)),
-        (16, 1, 1, (1, 16)),
-        (16, 4, 7, (4, 4)),
-        (16, 4, 1, (4, 4)),  # an image each is not tried: the step itself will say that it does not fit
-        (12, 1, 5, (3, 4)),  # 12 = 3 x 4: the smallest part of equal size
-    ],
-)
-def test_a_batch_is_halved_until_it_fits(size: int, logical: int, most: int, expected: tuple[int, int]) -> None:
-    assert halved(size, logical, lambda images: images <= most) == expected

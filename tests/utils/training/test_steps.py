@@ -47,32 +47,48 @@ class Network(nn.Module):
         return scores
 
 
-def prepared(
-    run: Run, saved: dict[str, Any] | None = None, of_images: bool = False, batch: int = BATCH, window: str = ""
+def steps_of(
+    run: Run,
+    model: Any,
+    loader: Any,
+    hyp: Recipe = HYP,
+    saved: dict[str, Any] | None = None,
+    optimizer: str = "SGD",
+    logical_processes: int = 0,
+    window: str = "",
 ) -> tuple[OptimizerSteps, DataLoader[Any]]:
-    """Return the steps and the loader of a small network, of vectors or of images, made as in train.py."""
-    torch.manual_seed(0)
-    model: Any = Network() if of_images else nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    shape = (3, 8, 8) if of_images else (3,)
-    images = torch.rand(batch * BATCHES, *shape, generator=torch.Generator().manual_seed(1))
-    loader: Any = DataLoader(TensorDataset(images), batch_size=batch)
-    logical = LogicalProcesses.of(0, run.accelerator)
+    """Return the steps and the loader of a training of `model`, made as in train.py."""
+    batch, accumulated = loader.batch_size, run.accelerator.gradient_accumulation_steps
+    logical = LogicalProcesses.of(logical_processes, run.accelerator)
     place_model(run.accelerator, model)
-    optimizer: Any = build_optimizer(model, "SGD", HYP, None, batch)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    schedule, ema = Schedule.of(HYP, None, EPOCHS, BATCHES, False, model), ModelEMA(model)
+    built: Any = build_optimizer(model, optimizer, hyp, None, batch * accumulated)
+    parameters = [parameter for group in built.param_groups for parameter in group["params"]]
+    schedule, ema = Schedule.of(hyp, None, EPOCHS, len(loader), False, model), ModelEMA(model)
     if saved:
         model.load_state_dict(saved["model"])
         ema.load_state(saved)
-    how: Any = {"batch_size": batch, "sync_bn": False, "precision": "no", "clip_norm": HYP.clip_norm}
-    made, optimizer, loader = prepare(run.accelerator, logical, model, optimizer, loader, **how)
+    how: Any = {"batch_size": batch, "sync_bn": False, "precision": "no", "clip_norm": hyp.clip_norm}
+    made, built, loader = prepare(run.accelerator, logical, model, built, loader, **how)
     ema.replicas = logical.replicate(ema.model)
-    decisions = Decisions(batch, run.accelerator.gradient_accumulation_steps, None, "abc")
-    identity = Identity({0: "disc"}, 32, {"train": {"count": "20"}})
-    state = TrainingState(identity, decisions, made, parameters, ema, optimizer, 1)
+    identity, decisions = (
+        Identity({0: "disc"}, 32, {"train": {"count": "20"}}),
+        Decisions(batch, accumulated, None, "a"),
+    )
+    state = TrainingState(identity, decisions, made, parameters, ema, built, 1)
     if saved:
         state.load(saved)
     return OptimizerSteps(run, made, state, schedule, ["loss"], window), loader
+
+
+def prepared(
+    run: Run, saved: dict[str, Any] | None = None, of_images: bool = False, batch: int = BATCH, window: str = ""
+) -> tuple[OptimizerSteps, DataLoader[Any]]:
+    """Return the steps and the loader of a small network, of vectors or of images."""
+    torch.manual_seed(0)
+    model = Network() if of_images else nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    shape = (3, 8, 8) if of_images else (3,)
+    images = torch.rand(batch * BATCHES, *shape, generator=torch.Generator().manual_seed(1))
+    return steps_of(run, model, DataLoader(TensorDataset(images), batch_size=batch), saved=saved, window=window)
 
 
 def train(
