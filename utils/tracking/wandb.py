@@ -70,8 +70,8 @@ class WandbTracker(Tracker):
         import wandb
 
         # What `log` prints is written by `with_wandb`, not captured.
-        settings: dict[str, Any] = {"console": "off", "init_timeout": connect_timeout()}
-        settings["finish_timeout"] = self.finish_seconds
+        timeouts = {"init_timeout": connect_timeout(), "finish_timeout": self.finish_seconds}
+        settings: dict[str, Any] = {"console": "off", **timeouts}
         if "x_transaction_log_flush_interval" in wandb.Settings.model_fields:  # wandb 0.28.2 lacks it
             settings["x_transaction_log_flush_interval"] = FLUSH_SECONDS
         arguments = {**self.arguments, "config": dict(config), "settings": wandb.Settings(**settings)}
@@ -227,15 +227,15 @@ def example_images(examples: Sequence[Example], shown: ImageReader, names: Seque
         sides, padding = np.array(photo.shape[1::-1]), [(0, height - photo.shape[0]), (0, width - photo.shape[1])]
         canvas = np.pad(photo[..., ::-1], [*padding, (0, 0)])
         boxes, masks = {}, {}
-        for kind, those, outlines in (
+        for kind, rows, outlines in (
             ("ground_truth", example.labels, example.label_outlines),
             ("predictions", example.predictions, example.prediction_outlines),
         ):
-            data = [_box_data(box, names, sides / (width, height)) for box in those]
+            data = [_box_data(box, names, sides / (width, height)) for box in rows]
             boxes[kind] = {"box_data": data, "class_labels": dict(enumerate(names))}
-            outlines = outlines or [box.outline for box in those]
+            outlines = outlines or [box.outline for box in rows]
             if any(map(len, outlines)):
-                mask = np.pad(_mask_data(those, outlines, sides), padding)
+                mask = np.pad(_mask_data(rows, outlines, sides), padding)
                 masks[kind] = {"mask_data": mask, "class_labels": dict(enumerate(names, 1))}
         images.append(wandb.Image(canvas, boxes=boxes, masks=masks or None, caption=example.name, file_type="jpg"))
     return images
