@@ -167,9 +167,8 @@ def log_artifact(
     files: Sequence[Path],
     metadata: Mapping[str, Any],
     references: Sequence[tuple[Path, str]] = (),
-    is_input: bool = False,
 ) -> None:
-    """Log a version of an artifact: an output of the run, or an input.
+    """Log a version of an artifact: an output of the run, or an input if its kind is "dataset".
 
     It has uploaded files, and references: pairs of a path, whose file is not stored, and a name in the artifact.
     """
@@ -180,7 +179,7 @@ def log_artifact(
         artifact.add_file(str(file.absolute()))
     for path, title in references:
         artifact.add_reference(path.absolute().as_uri(), name=title, checksum=False, max_objects=10_000_000)
-    if is_input:  # `use_artifact` refuses to work offline, and online it waits for the upload
+    if kind == "dataset":  # `use_artifact` refuses to work offline, and online it waits for the upload
         run._log_artifact(artifact, aliases=list(aliases), is_user_created=True, use_after_commit=True)
     else:
         run.log_artifact(artifact, aliases=list(aliases))
