@@ -22,14 +22,6 @@ EXAMPLES = """examples:
 The flags of a command: lockstep train --help"""
 
 
-class _Folder(argparse.Action):
-    """Prints the folder with the scripts, models/, data/ and accelerate_configs/, and ends the process."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(ROOT)
-        parser.exit()
-
-
 def main() -> None:
     """Run the script or module that the first word of the command line names, with the other words as its flags."""
     sys.path.insert(0, str(ROOT))
@@ -41,7 +33,10 @@ def main() -> None:
     )
     version_line = f"lockstep {version()}"
     parser.add_argument("--version", action="version", version=version_line, help="print the version and exit")
-    parser.add_argument("--folder", action=_Folder, nargs=0, help="print the folder of the shipped files and exit")
+    # The action `version` prints any text.
+    parser.add_argument(
+        "--folder", action="version", version=str(ROOT), help="print the shipped files' folder and exit"
+    )
     names = (*scripts, *MODULES)
     parser.add_argument("command", choices=names, metavar="command", help=", ".join(names))
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="of the command")

@@ -28,11 +28,6 @@ from utils.errors import Stopped, UserError, plural
 from utils.files import located
 from utils.python_api import call
 
-NEEDLESS_FLAGS = {
-    "simplify": "ONNX files are always simplified",
-    "inplace": "boxes are never decoded in place",
-}
-
 
 def export(given: Mapping[str, Any]) -> list[str]:
     """Export the weight files to all formats that the flags name; return the paths of the exported files.
@@ -124,7 +119,6 @@ def prepare(
 def log_export(options: ExportOptions, size: ImageSize, metadata: ExportMetadata) -> None:
     """Print the size and the contents of the exported files, and warnings."""
     log_rounding(size.sides, metadata.imgsz, metadata.stride)
-    log(*(f"--{flag} changes nothing: {why}" for flag, why in NEEDLESS_FLAGS.items() if getattr(options, flag)))
     if options.half and not metadata.half:
         log("warning: --half needs CUDA, as in --device 0; exporting in full precision")
     height, width = metadata.imgsz

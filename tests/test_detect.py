@@ -477,8 +477,9 @@ def test_a_folder_with_everything(
 
 
 def test_from_python(
-    detector: Path, photo: Path, predictor: Predictor, tmp_path: Path, command: Callable[..., tuple[int, str]]
-) -> None:
+    detector: Path, photo: Path, predictor: Predictor, tmp_path: Path, command: Callable[..., tuple[int, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """detect.run writes the files of the command, and returns where they are; a run without files leaves no folder."""
     source, runs = tmp_path / "in", tmp_path / "runs"
     source.mkdir()
@@ -496,7 +497,13 @@ def test_from_python(
         detect.run(source=cut, save_txt=True, save_csv=True, save_crop=True, **how)
     with pytest.raises(UserError, match=str(cut)):
         detect.run(source=cut, exist_ok=True, **how)
+    times: list[Any] = []
+    passes: list[int] = []
+    predict = Predictor.predict_batch
+    monkeypatch.setattr(Predictor, "predict_batch", lambda *given: passes.append(1) or predict(*given))
+    monkeypatch.setattr("detect.log_times", times.extend)
     assert detect.run(source=photo, nosave=True, **how) == {"folder": None, "images": 1, "problems": []}
+    assert (len(passes), [images for images, _ in times]) == (2, [1])  # the times are those of a warm model
     assert contents(runs) == before
     assert [folder.name for folder in runs.iterdir()] == ["exp"]
     with pytest.raises(UserError, match="'source'"):
@@ -504,21 +511,6 @@ def test_from_python(
     code, printed = command("--source", "nowhere")
     assert (code, printed.count("\n")) == (1, 1)
     assert printed.startswith("error: the source 'nowhere'")
-
-
-def test_the_first_image_is_predicted_twice(
-    detector: Path, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    command: Callable[..., tuple[int, str]],
-) -> None:  # fmt: skip
-    """The times are those of a warm model."""
-    times: list[Any] = []
-    passes: list[int] = []
-    predict = Predictor.predict_batch
-    monkeypatch.setattr(Predictor, "predict_batch", lambda *given: passes.append(1) or predict(*given))
-    monkeypatch.setattr("detect.log_times", times.extend)
-    flags = ("--weights", str(detector), "--imgsz", str(SIDE), "--device", "cpu", "--project", str(tmp_path / "runs"))
-    assert command(*flags, "--source", str(photo))[0] == 0
-    assert (len(passes), [images for images, _ in times]) == (2, [1])
 
 
 @pytest.mark.gpu

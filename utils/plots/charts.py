@@ -59,8 +59,8 @@ def render(make_figure: Callable[..., Figure], *arguments: Any) -> np.ndarray:
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(MATPLOTLIB_SETTINGS)
         png = io.BytesIO()
-        figure = make_figure(*arguments)
-        figure.savefig(png, dpi=PIXELS_PER_INCH, bbox_inches="tight", pil_kwargs={"compress_level": 0})
+        how: Any = {"bbox_inches": "tight", "pil_kwargs": {"compress_level": 0}}
+        make_figure(*arguments).savefig(png, dpi=PIXELS_PER_INCH, **how)
     return np.asarray(cv2.imdecode(np.frombuffer(png.getbuffer(), np.uint8), cv2.IMREAD_COLOR))
 
 
@@ -108,8 +108,7 @@ def results_figure(results: Mapping[str, np.ndarray]) -> Figure:
             if name.startswith("metrics/") and len(values):
                 best = int(np.argmax(values))  # the first of equals
                 title += f"\nbest {values[best]:.4g} in epoch {epochs[best]:g}"
-            axes.set_title(title)
-            axes.set_xlabel("epoch")
+            axes.set(title=title, xlabel="epoch")
             axes.locator_params("x", nbins=6, integer=True, min_n_ticks=1)
             axes.locator_params("y", nbins=6)
     return figure
@@ -258,8 +257,7 @@ def _draw_bars(axes: Axes, names: Sequence[str], counts: Mapping[str, np.ndarray
     if any(labels.max() > LOG_SCALE_RATIO * labels[labels > 0].min(initial=np.inf) for labels in counts.values()):
         axes.set_yscale("log")
         axes.set_ylim(0.7)
-    axes.set_ylabel("labels")
-    axes.set_xlim(-0.6, len(names) - 0.4)
+    axes.set(ylabel="labels", xlim=(-0.6, len(names) - 0.4))
     axes.grid(False, axis="x")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(counts), borderaxespad=0)
     if len(names) <= MAX_BAR_NAMES:

@@ -74,8 +74,7 @@ def draw_targets(images: np.ndarray, targets: np.ndarray, names: Mapping[int, st
     tiles = []
     for number, image in enumerate(images):
         tile = cv2.merge(list(image[::-1]))
-        if scale < 1:
-            tile = resize(tile, scale)
+        tile = resize(tile, scale) if scale < 1 else tile
         image_targets = targets[targets[:, 0] == number]
         centres, sides = image_targets[:, 2:4], image_targets[:, 4:6]
         boxes = np.concatenate((centres - sides / 2, centres + sides / 2), 1) * np.tile(tile.shape[1::-1], 2)

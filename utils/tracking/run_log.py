@@ -55,8 +55,8 @@ def start_trackers(
         from utils.tracking.trackers import WANDB, Tracker  # only here: Accelerate's trackers take a while to import
         from utils.tracking.wandb import WandbTracker
 
-        wandb = [WandbTracker(path, project, run_id, job, uploads) for name in names if name == WANDB]
-        return [*wandb, *(Tracker(name, project, path) for name in names if name != WANDB)]
+        wandb = partial(WandbTracker, path, project, run_id, job, uploads)
+        return [wandb() if name == WANDB else Tracker(name, project, path) for name in names]
 
     config = {**config, "git_commit": git_commit(), "command": shlex.join(sys.argv)}
     run.start_trackers(make, config, step)
@@ -167,9 +167,7 @@ class RunLog:
             root = os.path.commonpath([path.parent for path in existing]) if existing else ""
             references += [(path, f"{kind}/{path.relative_to(root)}") for path in existing]
         name, yaml = re.sub(r"[^\w.-]", "-", source.stem), [source] if source.is_file() else []
-        self.run.with_wandb(
-            lambda run: log_artifact(run, name, "dataset", ["latest"], yaml, identity, references, is_input=True)
-        )
+        self.run.with_wandb(lambda run: log_artifact(run, name, "dataset", ["latest"], yaml, identity, references))
 
 
 def start_validation(run: Run, flags: Mapping[str, Any], training: Mapping[str, Any]) -> None:
@@ -187,10 +185,7 @@ def log_validation(run: Run, summary: Summary) -> None:
 
 
 def wandb_run_id() -> str:
-    """Return the id of a new run for trackers: WANDB_RUN_ID, which sweeps set, else a random one.
-
-    Random ids differ between processes, so the main process's id must be broadcast.
-    """
+    """Return the id of a new run: WANDB_RUN_ID, which sweeps set, else a random one, which must be broadcast."""
     return os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
 
 

@@ -70,8 +70,8 @@ class WandbTracker(Tracker):
         import wandb
 
         # What `log` prints is written by `with_wandb`, not captured.
-        settings: dict[str, Any] = {"console": "off", "init_timeout": connect_timeout()}
-        settings["finish_timeout"] = self.finish_seconds
+        timeouts = {"init_timeout": connect_timeout(), "finish_timeout": self.finish_seconds}
+        settings: dict[str, Any] = {"console": "off", **timeouts}
         if "x_transaction_log_flush_interval" in wandb.Settings.model_fields:  # wandb 0.28.2 lacks it
             settings["x_transaction_log_flush_interval"] = FLUSH_SECONDS
         arguments = {**self.arguments, "config": dict(config), "settings": wandb.Settings(**settings)}
@@ -167,9 +167,8 @@ def log_artifact(
     files: Sequence[Path],
     metadata: Mapping[str, Any],
     references: Sequence[tuple[Path, str]] = (),
-    is_input: bool = False,
 ) -> None:
-    """Log a version of an artifact: an output of the run, or an input.
+    """Log a version of an artifact: an output of the run, or an input if its kind is "dataset".
 
     It has uploaded files, and references: pairs of a path, whose file is not stored, and a name in the artifact.
     """
@@ -180,7 +179,7 @@ def log_artifact(
         artifact.add_file(str(file.absolute()))
     for path, title in references:
         artifact.add_reference(path.absolute().as_uri(), name=title, checksum=False, max_objects=10_000_000)
-    if is_input:  # `use_artifact` refuses to work offline, and online it waits for the upload
+    if kind == "dataset":  # `use_artifact` refuses to work offline, and online it waits for the upload
         run._log_artifact(artifact, aliases=list(aliases), is_user_created=True, use_after_commit=True)
     else:
         run.log_artifact(artifact, aliases=list(aliases))
@@ -227,15 +226,15 @@ def example_images(examples: Sequence[Example], shown: ImageReader, names: Seque
         sides, padding = np.array(photo.shape[1::-1]), [(0, height - photo.shape[0]), (0, width - photo.shape[1])]
         canvas = np.pad(photo[..., ::-1], [*padding, (0, 0)])
         boxes, masks = {}, {}
-        for kind, those, outlines in (
+        for kind, rows, outlines in (
             ("ground_truth", example.labels, example.label_outlines),
             ("predictions", example.predictions, example.prediction_outlines),
         ):
-            data = [_box_data(box, names, sides / (width, height)) for box in those]
+            data = [_box_data(box, names, sides / (width, height)) for box in rows]
             boxes[kind] = {"box_data": data, "class_labels": dict(enumerate(names))}
-            outlines = outlines or [box.outline for box in those]
+            outlines = outlines or [box.outline for box in rows]
             if any(map(len, outlines)):
-                mask = np.pad(_mask_data(those, outlines, sides), padding)
+                mask = np.pad(_mask_data(rows, outlines, sides), padding)
                 masks[kind] = {"mask_data": mask, "class_labels": dict(enumerate(names, 1))}
         images.append(wandb.Image(canvas, boxes=boxes, masks=masks or None, caption=example.name, file_type="jpg"))
     return images

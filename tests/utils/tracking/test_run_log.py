@@ -109,7 +109,7 @@ def test_a_data_set_as_references(tmp_path: Path) -> None:
     log.upload_dataset(tmp_path / "my set.yaml", lambda: files, {"count": 2})
     references = [(tmp_path / "a/0.jpg", "train/a/0.jpg"), (tmp_path / "b/0.jpg", "train/b/0.jpg")]
     references.append((tmp_path / "0.txt", "labels/0.txt"))
-    assert run.artifacts == [("my-set", "dataset", ["latest"], [], {"count": 2}, references, True)]
+    assert run.artifacts == [("my-set", "dataset", ["latest"], [], {"count": 2}, references)]
     log, run = make_log()  # without the flags
     log.log_results(Progress(epoch=3, best_epoch=1))
     log.upload_dataset(tmp_path / "a.yaml", dict, {})

@@ -69,7 +69,7 @@ def test_lineage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         tracker = WandbTracker(tmp_path, "p", "abc", "train")
         tracker.store_init_configuration({})
         data, weights = [(tmp_path / "a.jpg", "train/a.jpg")], [tmp_path / "best.pt"]
-        tracker.with_wandb(lambda run: log_artifact(run, "cats", "dataset", ["latest"], [], {}, data, is_input=True))
+        tracker.with_wandb(lambda run: log_artifact(run, "cats", "dataset", ["latest"], [], {}, data))
         tracker.with_wandb(lambda run: log_artifact(run, "run_abc_model", "model", ["best"], weights, {"epoch": 1}))
         tracker.finish()
     assert f"{server.address}/me/p/runs/abc" in capsys.readouterr().out
