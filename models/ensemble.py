@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -247,12 +246,11 @@ def read_members(names: Sequence[str], layers: str, task_file: str, augment: boo
 
 
 def for_inference(model: Model, device: torch.device, half: bool, fold: bool = False) -> Model:
-    """Return the model on `device`, in evaluation mode.
+    """Return the model on `device`, in evaluation mode; an exported file as it is.
 
     Args:
-        half: whether to convert the weights to half precision; ignored for an exported file
         fold: whether to fold BatchNorm into convolutions, which changes results by rounding; always done for a model
-            with `RepConv`s, never for an exported file
+            with `RepConv`s
     """
     from models.export import Exported
 
@@ -291,22 +289,18 @@ class Inference:
 
 @torch.no_grad()
 def fuse(model: M) -> M:
-    """Return a copy of the model in evaluation mode, with the BatchNorms of `Conv`s and of nn.Sequential chains folded,
-    and each `RepConv` merged into one convolution.
-
-    BatchNorm(w x) = (g w / d) x + (b - g mean / d), with d = sqrt(variance + eps), is one convolution. Outputs are
-    equal up to rounding; state-dict keys differ.
-    """
+    """Return a copy of the model in evaluation mode, with the BatchNorms of `Conv`s folded into their convolutions, and
+    each `RepConv` merged into one convolution. Outputs are equal up to rounding; state-dict keys differ."""
     fused = copy.deepcopy(model).eval()
-    for module in list(fused.modules()):
-        if isinstance(module, Conv):
-            _fold(module, "conv", "bn")
-        elif isinstance(module, nn.Sequential):
-            for first, second in pairwise(list(module._modules)):
-                _fold(module, first, second)
-    for module in fused.modules():
-        if isinstance(module, RepConv):
-            _join(module)
+    layers = list(fused.modules())
+    for layer in layers:
+        if isinstance(layer, Conv) and isinstance(layer.bn, nn.BatchNorm2d):  # computed in float64
+            dtype = layer.conv.weight.dtype
+            layer.conv = fuse_conv_bn_eval(layer.conv.double(), layer.bn.double()).to(dtype)
+            layer.bn = nn.Identity()
+    for layer in layers:
+        if isinstance(layer, RepConv):
+            _join(layer)
     return fused
 
 
@@ -324,17 +318,3 @@ def _join(layer: RepConv) -> None:
     large.weight.copy_(large.weight.double() + added)
     large.bias.copy_(large.bias.double() + small.bias.double())
     layer.conv1, layer.conv2 = large, None
-
-
-def _fold(parent: nn.Module, first: str, second: str) -> None:
-    """Fold child `second` into `first` if they are a convolution and a BatchNorm with running statistics.
-
-    The weights are computed in float64; they keep their dtype and memory format.
-    """
-    convolution, norm = getattr(parent, first), getattr(parent, second)
-    if type(convolution) is not nn.Conv2d or not isinstance(norm, nn.BatchNorm2d) or norm.running_var is None:
-        return
-    dtype, contiguous = convolution.weight.dtype, convolution.weight.is_contiguous()
-    folded = fuse_conv_bn_eval(convolution.double(), norm.double()).to(dtype)
-    setattr(parent, first, folded.to(memory_format=torch.contiguous_format if contiguous else torch.channels_last))
-    setattr(parent, second, nn.Identity())

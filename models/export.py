@@ -84,13 +84,12 @@ class ExportMetadata:
     def parse(cls, text: str) -> ExportMetadata:
         """Parse `text`'s result. Raises ValueError, TypeError, KeyError or AttributeError for any other text."""
         content = json.loads(text)
-        version = content.pop("format", None)
-        if version != EXPORT_FORMAT:
-            raise ValueError(f"its format is {version}")
+        if content.pop("format", None) != EXPORT_FORMAT:
+            raise ValueError("another format")
         content.pop("shape", None)
-        content["names"] = {int(number): str(name) for number, name in content["names"].items()}
-        height, width = content["imgsz"]
-        return cls(**{**content, "imgsz": (int(height), int(width))})
+        names, (height, width) = content["names"], content["imgsz"]
+        values = {"names": {int(k): str(name) for k, name in names.items()}, "imgsz": (int(height), int(width))}
+        return cls(**{**content, **values})
 
 
 # Running

@@ -80,7 +80,7 @@ class Conv(nn.Module):
         super().__init__()
         padding = same_padding(kernel, dilation) if padding is None else padding
         self.conv = nn.Conv2d(c1, c2, kernel, stride, padding, dilation, groups, bias=False)
-        self.bn = batch_norm(c2)
+        self.bn: nn.Module = batch_norm(c2)
         self.act: nn.Module = nn.SiLU() if activate else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -25,9 +25,10 @@ from torch import Tensor
 from models.tasks import DEFAULT_TASK, TASKS
 from models.tasks.contract import Model
 from models.yolov5_pickle import (
+    MAX_PICKLE_BYTES,
+    NEEDLESS,
     Stub,
     UnusableFile,
-    check_pickle_size,
     class_name,
     is_module,
     plain_values,
@@ -82,11 +83,9 @@ class Origin:
 
     @classmethod
     def recorded(cls, content: Mapping[str, Any]) -> Origin:
-        """Return the origin recorded in a weight file, metadata or settings."""
-        licence, files = content.get("licence"), content.get("origin")
-        entries = [entry for entry in files if isinstance(entry, dict)] if isinstance(files, list | tuple) else []
-        files = [{key: str(entry.get(key, "")) for key in ("file", "sha256")} for entry in entries]
-        return cls(licence, files) if isinstance(licence, str) else cls()
+        """Return the origin recorded in a weight file or settings."""
+        files = [{key: str(file.get(key, "")) for key in ("file", "sha256")} for file in content.get("origin") or ()]
+        return cls(str(content.get("licence") or UNKNOWN), files)
 
     def followed_by(self, file: str, sha256: str) -> Origin:
         """Return the origin of weights that are made from `file`, whose own origin this is."""
@@ -215,7 +214,8 @@ def _loaded(data: bytes, suffix: str) -> Any:
         reader = torch._C.PyTorchFileReader(io.BytesIO(data))
         if "constants.pkl" in reader.get_all_records():
             raise UnusableFile("is a TorchScript export, which cannot be trained; give the .pt that it was made from")
-        check_pickle_size(len(reader.get_record("data.pkl")))
+        if len(reader.get_record("data.pkl")) > MAX_PICKLE_BYTES:  # each byte may make an object
+            raise UnusableFile(f"was refused: its tensors are described in over {MAX_PICKLE_BYTES:,} bytes, {NEEDLESS}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the user cannot change how the file was written
         return unpickle(data, is_archive)

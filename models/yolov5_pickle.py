@@ -101,13 +101,6 @@ def unpickle(data: bytes, is_archive: bool) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_RESTRICTED_PICKLE)
 
 
-def check_pickle_size(size: int) -> None:
-    """Raise `UnusableFile` if a pickle of `size` bytes is too large: each byte may make an object."""
-    if size > MAX_PICKLE_BYTES:
-        size_mib = MAX_PICKLE_BYTES / 2**20
-        raise UnusableFile(f"was refused: it describes its tensors in more than {size_mib:.0f} MiB, {NEEDLESS}")
-
-
 def _refused(name: str) -> UnusableFile:
     return UnusableFile(f"was refused, and nothing in it was run: it names '{name}', {NEEDLESS}")
 

@@ -165,20 +165,6 @@ def test_classify_is_linear_in_the_mean_over_the_map() -> None:
 ANCHORS = [[10, 13, 16, 30], [116, 90, 156, 198]]
 
 
-def test_detect_returns_raw_maps() -> None:
-    maps = Detect(3, ANCHORS, (4, 6))([torch.randn(2, 4, 8, 6), torch.randn(2, 6, 4, 3)])
-    assert [m.shape for m in maps] == [(2, 2, 8, 6, 8), (2, 2, 4, 3, 8)]
-
-
-def test_detect_orders_outputs_by_anchor_then_class() -> None:
-    head = Detect(3, ANCHORS[:1], (4,))
-    nn.init.zeros_(head.m[0].weight)
-    with torch.no_grad():
-        head.m[0].bias.zero_()[8 + 5] = 1.0  # second anchor, first class
-    (raw,) = head([torch.randn(1, 4, 2, 2)])
-    assert raw.nonzero()[:, [1, 4]].tolist() == [[1, 5]] * 4
-
-
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
 def test_detect_computes_the_same_at_given_cells_as_everywhere(layout: torch.memory_format) -> None:
     """Outputs and gradients agree; a cell may occur twice, and there may be none."""
@@ -195,12 +181,9 @@ def test_detect_computes_the_same_at_given_cells_as_everywhere(layout: torch.mem
         rows = [torch.cat((level.rows[..., :4], level.rows[..., 5:]), 2) for level in levels]
         weights = [torch.cat((slope[..., :4], slope[..., 5:]), 2) for slope in slopes]
         total = sum((row * slope).sum() for row, slope in zip(rows, weights, strict=True))
-        total = total + sum(level.objectness.square().sum() for level in levels)
-        return [
-            *rows,
-            *(level.objectness for level in levels),
-            *torch.autograd.grad(total, [*maps, *detect.parameters()]),
-        ]
+        objectness = [level.objectness for level in levels]
+        total = total + sum(values.square().sum() for values in objectness)
+        return [*rows, *objectness, *torch.autograd.grad(total, [*maps, *detect.parameters()])]
 
     torch.testing.assert_close(values(True), values(False))
     level, _ = detect(inputs, torch.zeros(2, 3, 0, dtype=torch.long))
@@ -214,15 +197,6 @@ def test_small_anchors_go_to_small_strides(anchors: list[list[int]]) -> None:
     pixels = head.anchors * head.stride.view(-1, 1, 1)
     torch.testing.assert_close(pixels, torch.tensor(ANCHORS, dtype=torch.float32).view(2, 2, 2))
     assert "stride" not in head.state_dict()
-
-
-def test_segment_adds_mask_coefficients_and_prototypes() -> None:
-    head = Segment(3, ANCHORS, 5, 8, (4, 6))
-    maps = [torch.randn(2, 4, 8, 6), torch.randn(2, 6, 4, 3)]
-    raw, prototypes = head(maps)
-    assert [m.shape for m in raw] == [(2, 2, 8, 6, 13), (2, 2, 4, 3, 13)]
-    assert prototypes.shape == (2, 5, 16, 12)
-    torch.testing.assert_close(prototypes, head.proto(maps[0]), rtol=0, atol=0)
 
 
 def test_anchors_by_number() -> None:

@@ -34,11 +34,9 @@ from utils.errors import UserError
 # The image size
 
 
-@pytest.mark.parametrize(
-    ("side", "stride", "expected"), [(640, 32, 640), (641, 32, 672), (5, 32, 64), (33, 1, 33), (1, 1, 1)]
-)
-def test_whole_strides(side: int, stride: int, expected: int) -> None:
-    assert whole_strides(side, stride) == expected
+def test_whole_strides() -> None:
+    sizes = {(640, 32): 640, (641, 32): 672, (5, 32): 64, (33, 1): 33, (1, 1): 1}
+    assert {key: whole_strides(*key) for key in sizes} == sizes
 
 
 def test_a_rounded_size(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,19 +47,12 @@ def test_a_rounded_size(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "--imgsz 300 640 is rounded up to 320 640, whole strides of 32 pixels\n"
 
 
-@pytest.mark.parametrize(
-    ("imgsz", "sides"),
-    [
-        *((0, ()), ((), ()), (320, (320,)), ([320], (320,)), ((320, 640), (320, 640))),
-        *((wrong, None) for wrong in (-8, 2**15, (0, 320), (1, 2, 3))),
-    ],
-)
-def test_values_of_imgsz(imgsz: Any, sides: tuple[int, ...] | None) -> None:
-    if sides is not None:
+def test_values_of_imgsz() -> None:
+    for imgsz, sides in ((0, ()), ((), ()), (320, (320,)), ([320], (320,)), ((320, 640), (320, 640))):
         assert sides_of(imgsz) == sides
-        return
-    with pytest.raises(UserError, match="--imgsz"):
-        sides_of(imgsz)
+    for wrong in (-8, 2**15, (0, 320), (1, 2, 3)):
+        with pytest.raises(UserError, match="--imgsz"):
+            sides_of(wrong)
 
 
 # The work of a model
@@ -148,17 +139,9 @@ def test_freeze(build: Callable[[], nn.Module], words: list[int | str], expected
     assert trainable(model) == expected
 
 
-@pytest.mark.parametrize(
-    ("words", "names"),
-    [
-        (["*.bias", "4"], {*(f"model.{k}.bias" for k in range(5)), "model.4.weight"}),
-        (["model.[0-1].w*"], {"model.0.weight", "model.1.weight"}),
-    ],
-)
-def test_patterns_of_layers_and_parameters(
-    words: list[str], names: set[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    freeze(model := layered(), words)
+def test_patterns_of_layers_and_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    freeze(model := layered(), ["*.bias", "4", "model.[0-1].w*"])
+    names = {*(f"model.{k}.bias" for k in range(5)), *(f"model.{k}.weight" for k in (0, 1, 4))}
     assert frozen(model) == names
     assert f"{len(names)} of 10 parameters are frozen" in capsys.readouterr().out
 
@@ -166,9 +149,8 @@ def test_patterns_of_layers_and_parameters(
 @pytest.mark.parametrize(
     "words",
     [
-        *([number] for number in (6, -6, 10**20, -(10**20), 5)),
-        *([1, 9], [2, -1], [0, 1, 2, 3, 4]),
-        *(["model.7"], ["backbone", "9"], ["model"], ["backbone", "head"]),
+        *([number] for number in (6, -6, 5)),
+        *([1, 9], [2, -1], [0, 1, 2, 3, 4], ["model.7"], ["backbone", "9"], ["model"], ["backbone", "head"]),
     ],
 )
 def test_layers_that_do_not_exist_and_all_layers(words: list[int | str]) -> None:

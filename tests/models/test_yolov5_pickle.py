@@ -129,13 +129,9 @@ def test_official_file(shared: Path) -> None:
 @pytest.mark.parametrize(("ema", "expected"), [(Pickled(2.0), 2.0), (None, 1.0)])
 def test_the_ema_is_preferred_and_other_values_are_ignored(ema: Any, expected: float, file: Path) -> None:
     others = {
-        "best_fitness": np.float64(0.5),
-        "curve": np.arange(3),
+        **{"best_fitness": np.float64(0.5), "curve": np.arange(3), "date": datetime.datetime(2026, 1, 1)},
+        **{"size": torch.Size([1, 2]), "device": torch.device("cpu"), "dtype": torch.float16},
         "opt": argparse.Namespace(weights=pathlib.PosixPath("x"), evolve={1, 2}, imgsz=128),
-        "date": datetime.datetime(2026, 1, 1),
-        "size": torch.Size([1, 2]),
-        "device": torch.device("cpu"),
-        "dtype": torch.float16,
     }
     save_as_yolov5({"epoch": 3, "model": Pickled(1.0), "ema": ema, "optimizer": None, **others}, file)
     weights = read_weights(file)
@@ -318,18 +314,14 @@ def test_calls_are_refused_by_name(save: Callable[[Any, Path], None], call: Call
 
 
 @pytest.mark.parametrize(
-    ("module", "name"),
+    "path",
     [
-        ("torch", "hub.load"),
-        ("torch", "serialization.os.system"),
-        ("torch.nn.modules", "module.torch.hub.load"),
-        ("models.yolo", "os.system"),
-        ("collections", "OrderedDict.fromkeys"),
-        ("modelsx", "Model"),
-        ("torch", "nn"),
+        *("torch hub.load", "torch serialization.os.system", "torch.nn.modules module.torch.hub.load"),
+        *("models.yolo os.system", "collections OrderedDict.fromkeys", "modelsx Model", "torch nn"),
     ],
 )
-def test_names_through_attributes_are_refused(module: str, name: str, file: Path) -> None:
+def test_names_through_attributes_are_refused(path: str, file: Path) -> None:
+    module, name = path.split()
     save_bytes(b"\x80\x04" + text(module) + text(name) + b"\x93.", file)
     refused(file, f"it names '{module}.{name}'")
 
