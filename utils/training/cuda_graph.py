@@ -114,8 +114,7 @@ class RecordedRows:
 class RowsTogether:
     """Runs the rows of all logical processes' networks in one recording, at the same time: a share of a batch is small.
 
-    Args:
-        task: makes the inputs of the other networks when the first one is called
+    The task makes the inputs of the other networks when the first one is called.
     """
 
     def __init__(self, model: DistributedModel, task: Task, recorder: Recorder) -> None:
@@ -291,8 +290,7 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor | None]) -> None:
 class RecordedCall:
     """Calls a function of one tensor, and replays its kernels from the fourth call on, if they can be recorded.
 
-    Args:
-        call: function that changes the same tensors in place each time, and waits for nothing
+    The function changes the same tensors in place each time, and waits for nothing.
     """
 
     def __init__(self, call: Callable[[Tensor], object]) -> None:

@@ -87,23 +87,22 @@ def test_the_help(kind: Any, capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert "--device DEVICE " in text
 
 
-def test_the_version_is_that_of_the_project(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        options_of(TrainOptions, ["--version"])
-    assert caught.value.code == 0
-    name, number = capsys.readouterr().out.split()
-    assert f'name = "{name}"\nversion = "{number}"\n' in (ROOT / "pyproject.toml").read_text()
-
-
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["--epohcs", "3"], ["--evolve"], ["--epochs", "0"]])
-def test_a_silent_process_prints_nothing(
-    argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("flag", "code"), [("--help", 0), ("--version", 0), ("--epohcs=3", 2), ("--evolve", 2), ("--epochs=0", 2)]
+)
+def test_only_one_process_of_a_machine_prints(
+    flag: str, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("utils.config.parser.log.is_main", False)
-    with pytest.raises(SystemExit) as caught:
-        options_of(TrainOptions, argv)
-    assert caught.value.code == (0 if argv in (["--help"], ["--version"]) else 2)
-    assert capsys.readouterr() == ("", "")
+    for is_main in (True, False):
+        monkeypatch.setattr("utils.config.parser.log.is_main", is_main)
+        with pytest.raises(SystemExit) as caught:
+            options_of(TrainOptions, [flag])
+        assert caught.value.code == code
+        printed = "".join(capsys.readouterr())
+        assert bool(printed) == is_main
+        if flag == "--version" and is_main:
+            name, number = printed.split()
+            assert f'name = "{name}"\nversion = "{number}"\n' in (ROOT / "pyproject.toml").read_text()
 
 
 @pytest.mark.parametrize("argv", ["--batch 4 --img 320", "--batch_size 4 --img-size=320", "--batch-size=4 --imgsz 320"])
