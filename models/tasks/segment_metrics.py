@@ -24,7 +24,6 @@ from models.tasks.predictions import DetectionPrediction, Overlaps
 from utils.batch import MASK_STRIDE, Batch, CocoImage, Placement, SegmentationBatch
 from utils.errors import UserError
 from utils.plots.drawing import Style, tint
-from utils.summary import Row
 
 MAPS_AT_ONCE = 64  # maps that are in memory on the host at a time
 MIN_POLYGON_POINTS = 3
@@ -325,19 +324,7 @@ class SegmentationMetrics(DetectionMetrics):
     """The detector's metrics, for boxes and for masks. A record is a pair, whose items differ in their matches only."""
 
     sets = SETS
-    titles: ClassVar[Row] = (
-        "Class",
-        "Images",
-        "Labels",
-        "box P",
-        "R",
-        "mAP50",
-        "50-95",
-        "mask P",
-        "R",
-        "mAP50",
-        "50-95",
-    )
+    titles = ("Class", "Images", "Labels", "box P", "R", "mAP50", "50-95", "mask P", "R", "mAP50", "50-95")
     headline: ClassVar[Mapping[str, str]] = {"mAP box": "mAP_0.5:0.95(B)", "mask": "mAP_0.5:0.95(M)"}
     has_masks = True
 
