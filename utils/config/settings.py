@@ -195,12 +195,12 @@ def check_settings(settings: Mapping[str, Any], recorded: Mapping[str, Any], sou
             raise UserError(f"{source}: `{key}` is {shortened(repr(value))}; it must be `key: value` lines")
         if key not in (*fields, *SETTINGS_PARTS, "overrides") and recorded and key not in recorded:
             raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), fields)}; correct or remove it")
-    now, then = _curve_settings(settings), _curve_settings(yaml.safe_load(yaml.safe_dump(recorded)))  # without tuples
+    now, then = curve_settings(settings), curve_settings(yaml.safe_load(yaml.safe_dump(recorded)))  # without tuples
     for key, value in then.items():
         _refuse_change(source.parent, f"`{key}` of {source}", now.get(key), value)
 
 
-def _curve_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+def curve_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that the curve depends on; hyperparameters and model settings as `hyperparameters: lr0`."""
     parts = {f"{part}: {key}": value for part in SETTINGS_PARTS for key, value in settings.get(part, {}).items()}
     return {name: settings[name] for name in CURVE_FLAGS if name in settings} | parts

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
@@ -46,6 +46,7 @@ class OptimizerSteps:
         loss_names: names of the loss terms
         window: steps to profile, see `profile_window`
         record: whether to record the kernels of what follows a step as a CUDA graph, if that is possible
+        hashes: whether to write hashes.csv
     """
 
     def __init__(
@@ -57,8 +58,14 @@ class OptimizerSteps:
         loss_names: Sequence[str],
         window: str = "",
         record: bool = False,
+        hashes: bool = False,
     ) -> None:
         self.run, self.model, self.state, self.schedule = run, model, state, schedule
+        self.hashes = None
+        if hashes:
+            from utils.training.hashes import StepHashes  # only here, because few runs need it
+
+            self.hashes = StepHashes(run, model, loss_names, state)
         shares, batch_size = model.logical.local, state.decisions.batch_size
         self.log = StepLog(run, loss_names, schedule, batch_size, state.progress, shares, window)
         self.optimizer, self.ema, self.progress = state.optimizer, state.ema, state.progress
@@ -87,6 +94,8 @@ class OptimizerSteps:
         The norm is computed from the reduced gradients, so all processes skip the same steps.
         """
         accelerator, optimizer = self.run.accelerator, self.optimizer
+        if self.hashes:
+            self.hashes.add_gradients()
         norm = self.log.norm = accelerator.clip_grad_norm_(self.model.parameters, self.schedule.hyp.clip_norm)
         if accelerator.scaler is None and isinstance(norm, Tensor) and norm.device.type in ("cpu", "cuda"):
             return step_if(optimizer, norm.isfinite())
@@ -96,7 +105,7 @@ class OptimizerSteps:
         taken = finite and not accelerator.optimizer_step_was_skipped
         return torch.full((), taken, device=accelerator.device)
 
-    def add(self, losses: Sequence[Tensor], batches: Iterable[Batch]) -> None:
+    def add(self, losses: Sequence[Tensor], batches: Sequence[Batch]) -> None:
         """Add a batch to the sums of the epoch.
 
         Args:
@@ -106,6 +115,8 @@ class OptimizerSteps:
         shares = torch.stack(list(losses)).detach()
         self.state.loss_sums += shares
         self.log.add(shares)
+        if self.hashes:
+            self.hashes.add(self.model.sum(list(shares)), batches)
         self.window += [
             (share, [info.path for info in batch.infos]) for share, batch in zip(shares, batches, strict=True)
         ]
@@ -119,6 +130,8 @@ class OptimizerSteps:
         progress = self.progress
         accumulated, progress.batch, progress.step = batches - progress.batch, batches, progress.step + 1
         self.update_averages(taken)
+        if self.hashes:
+            self.hashes.finish(progress)
         window, self.window = self.window, []
         self.ended.append(EndedStep(DeviceValue(taken), accumulated, progress.step, window))
         if self.log.is_due(progress.step, last=batches == epoch_batches):
@@ -144,6 +157,8 @@ class OptimizerSteps:
             progress.skipped += not taken
             if self.guard.count(taken):
                 self._fail(ended)
+        if self.hashes:
+            self.hashes.write(keep)
         while self.points and self.points[0].step <= progress.step - keep:
             point = self.points.popleft()
             self.run.log_point(self.log.values(point), point.step)

@@ -1,0 +1,148 @@
+"""--hashes: a row of hashes.csv per optimizer step, which `python -m utils.compare_runs` reads. Called by steps.py.
+
+A hash is 64 bits: a sum of whole numbers that wraps around, so that its value does not depend on the order of addition,
+and the processes can add up theirs. A changed bit of one value changes it.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from utils.batch import ClassInfo
+from utils.compare_runs import BY_PARAMETER, COUNTERS, HASHES, MACHINE, read_hashes
+from utils.distributed.deepspeed import is_requested
+from utils.distributed.doctor import code_hash
+from utils.distributed.launch import describe_device
+from utils.errors import UserError
+from utils.files import ROOT
+from utils.training.log import DeviceValue
+
+if TYPE_CHECKING:
+    from utils.batch import Batch
+    from utils.checkpoint import Identity, Progress, TrainingState
+    from utils.distributed.logical import DistributedModel
+    from utils.run import Run
+
+FACTORS = (-0x61C8864680B583EB, -0x4B47D0C5A1B2E295)  # odd, with about as many ones as zeros among their 64 bits
+
+
+def multipliers(count: int, device: torch.device) -> Tensor:
+    """Return odd numbers that look random, int64 (count,)."""
+    numbers = torch.arange(1, count + 1, device=device) * FACTORS[0]
+    numbers = (numbers ^ (numbers >> 31)) * FACTORS[1]
+    return (numbers ^ (numbers >> 29)) | 1
+
+
+def mixed(words: Tensor, factors: Tensor) -> Tensor:
+    """Return the numbers whose sum is the hash of words, int64."""
+    return torch.add(words, words >> 32).mul_(factors)
+
+
+def row_hashes(values: Tensor) -> Tensor:
+    """Return the hash of each row of a tensor (n, ...), int64 (n,)."""
+    rows = values.contiguous().flatten(1).view(torch.uint8)
+    words = nn.functional.pad(rows, (0, -rows.shape[1] % 8)).view(torch.int64)  # rows filled up with zeros
+    return mixed(words, multipliers(words.shape[1], words.device)).sum(1)
+
+
+class StepHashes:
+    """The hashes of what each optimizer step reads and changes.
+
+    All processes must make the same calls; the main one writes. Nothing waits for the device.
+
+    Args:
+        terms: names of the loss terms
+        state: state of the run before this start; rows of later steps, from an earlier start, are dropped
+    """
+
+    def __init__(self, run: Run, model: DistributedModel, terms: Sequence[str], state: TrainingState) -> None:
+        if is_requested():
+            raise UserError("--hashes cannot see DeepSpeed's gradients; leave it out, or use another launch file")
+        self.run, self.model, self.device = run, model, run.accelerator.device
+        names = [name for name, _ in model.model.named_parameters()]
+        self.words = [(parameter.numel() + 1) // 2 for parameter in model.parameters]  # two float32 each
+        self.factors = multipliers(sum(self.words), self.device)
+        self.padding = torch.zeros(1, device=self.device)
+        sizes = (2 + len(terms), len(names))
+        self.batches, self.gradients = (torch.zeros(size, dtype=torch.int64, device=self.device) for size in sizes)
+        self.rows: deque[tuple[tuple[int, ...], DeviceValue]] = deque()  # not yet written
+        header = [*COUNTERS, "pixels", "targets", *terms, *BY_PARAMETER]
+        header += [f"{kind} {name}" for kind in BY_PARAMETER for name in names]
+        run.on_main(lambda: self._open(header, state.identity, state.progress.step))
+
+    def _open(self, header: Sequence[str], identity: Identity, step: int) -> None:
+        earlier = [row.values() for row in read_hashes(self.run.path) if int(row["step"]) <= step] if step else []
+        is_cuda = self.device.type == "cuda"
+        machine = {
+            **{f"data of `{split}`": dict(values) for split, values in identity.splits.items()},
+            "code": code_hash(ROOT),
+            "torch": str(torch.__version__),
+            "device": describe_device(self.device) if is_cuda else torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+            "processes": self.run.accelerator.num_processes,
+        }
+        (self.run.path / MACHINE).write_text(yaml.safe_dump(machine, sort_keys=False))
+        self.file = (self.run.path / HASHES).open("w", newline="")
+        csv.writer(self.file).writerows([header, *earlier])
+
+    def add(self, losses: Tensor, batches: Sequence[Batch]) -> None:
+        """Add a batch to the hashes of the step.
+
+        Args:
+            losses: loss terms of the global batch, float32 (terms,)
+            batches: the batch of each local logical process
+        """
+        pixels = targets = torch.zeros((), dtype=torch.int64, device=self.device)
+        for number, batch in enumerate(batches, self.model.logical.first):
+            count = len(batch.images)
+            places = multipliers((number + 1) * count, self.device)[number * count :]  # of images in the global batch
+            rows, owners = batch.targets.float(), places
+            if not isinstance(batch.infos[0], ClassInfo):
+                rows, owners = rows[:, 1:], places[rows[:, 0].long()]
+            pixels = pixels + (row_hashes(batch.images.permute(0, 2, 3, 1)) * places).sum()
+            targets = targets + (row_hashes(rows) * owners).sum()
+        inputs = self.run.accelerator.reduce(torch.stack([pixels, targets]), "sum")
+        self.batches += torch.cat([inputs, row_hashes(losses.detach().float()[:, None])])
+
+    def add_gradients(self) -> None:
+        """Hash the gradients of the step, reduced and not yet clipped."""
+        gradients = [each.grad if each.grad is not None else torch.zeros_like(each) for each in self.model.parameters]
+        self.gradients = self._by_parameter(gradients)
+
+    def finish(self, progress: Progress) -> None:
+        """Hash the weights after the step, and end its row."""
+        weights = self._by_parameter(self.model.parameters)
+        sums = torch.stack([self.gradients.sum(), weights.sum()])
+        row = torch.cat([self.batches, sums, self.gradients, weights])
+        self.rows.append(((progress.step, progress.epoch + 1, progress.batch), DeviceValue(row)))
+        self.batches.zero_()
+
+    def write(self, keep: int) -> None:
+        """Write all rows but the last `keep`, which the device may still be computing."""
+        while len(self.rows) > keep:
+            counters, values = self.rows.popleft()
+            row = [*counters, *(f"{number % 2**64:016x}" for number in values.read())]
+            self.run.on_main(partial(self._write, row))
+
+    def _write(self, row: Sequence[object]) -> None:
+        csv.writer(self.file).writerow(row)
+        self.file.flush()
+
+    @torch.no_grad()
+    def _by_parameter(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the hash of each parameter's tensor, in the order of its memory, int64 (parameters,)."""
+        flat = []
+        for tensor in tensors:
+            flat.append(tensor.float().as_strided((tensor.numel(),), (1,)))  # without a copy
+            if tensor.numel() % 2:
+                flat.append(self.padding)
+        words = mixed(torch.cat(flat).view(torch.int64), self.factors)
+        return torch.stack([each.sum() for each in words.split(self.words)])
