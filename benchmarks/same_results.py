@@ -19,7 +19,8 @@ Runs these jobs in both checkouts, with this Python, on one thread per process, 
     json        yolov5n.pt on the COCO annotations of data/coco128 of --shared at 160 px, 2 epochs
 
 --keep: a folder for the runs, in a folder per checkout; existing ones of `before` are reused, by several comparisons at
-the same time too. If both checkouts know --hashes, the first different step is named. Exits with 1 if anything differs. Jobs that need --shared are skipped if that folder is missing.
+the same time too. If both checkouts know --hashes, the first different step is named. Exits with 1 if anything differs.
+Jobs that need --shared are skipped if that folder is missing.
 """
 
 from __future__ import annotations

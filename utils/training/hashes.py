@@ -9,8 +9,7 @@ from __future__ import annotations
 import csv
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import torch
 import yaml
@@ -76,6 +75,7 @@ class StepHashes:
         self.rows: deque[tuple[tuple[int, ...], DeviceValue]] = deque()  # not yet written
         header = [*COUNTERS, "pixels", "targets", *terms, *BY_PARAMETER]
         header += [f"{kind} {name}" for kind in BY_PARAMETER for name in names]
+        self.file: IO[str] | None = None  # on the main process
         run.on_main(lambda: self._open(header, state.identity, state.progress.step))
 
     def _open(self, header: Sequence[str], identity: Identity, step: int) -> None:
@@ -120,8 +120,7 @@ class StepHashes:
     def finish(self, progress: Progress) -> None:
         """Hash the weights after the step, and end its row."""
         weights = self._by_parameter(self.model.parameters)
-        sums = torch.stack([self.gradients.sum(), weights.sum()])
-        row = torch.cat([self.batches, sums, self.gradients, weights])
+        row = torch.cat([self.batches, self.gradients.sum(0, True), weights.sum(0, True), self.gradients, weights])
         self.rows.append(((progress.step, progress.epoch + 1, progress.batch), DeviceValue(row)))
         self.batches.zero_()
 
@@ -130,11 +129,9 @@ class StepHashes:
         while len(self.rows) > keep:
             counters, values = self.rows.popleft()
             row = [*counters, *(f"{number % 2**64:016x}" for number in values.read())]
-            self.run.on_main(partial(self._write, row))
-
-    def _write(self, row: Sequence[object]) -> None:
-        csv.writer(self.file).writerow(row)
-        self.file.flush()
+            if self.file:
+                csv.writer(self.file).writerow(row)
+                self.file.flush()
 
     @torch.no_grad()
     def _by_parameter(self, tensors: Sequence[Tensor]) -> Tensor:
