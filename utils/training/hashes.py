@@ -1,7 +1,7 @@
 """--hashes: a row of hashes.csv per optimizer step, which `python -m utils.compare_runs` reads. Called by steps.py.
 
-A hash is 64 bits: a sum of whole numbers that wraps around, so that its value does not depend on the order of addition,
-and the processes can add up theirs. A changed bit of one value changes it.
+A hash is 64 bits: words of 64 bits times odd factors, added without regard to overflow. So its value does not depend on
+the order of addition, processes can add up theirs, and a changed bit changes it.
 """
 
 from __future__ import annotations
@@ -40,16 +40,11 @@ def multipliers(count: int, device: torch.device) -> Tensor:
     return (numbers ^ (numbers >> 29)) | 1
 
 
-def mixed(words: Tensor, factors: Tensor) -> Tensor:
-    """Return the numbers whose sum is the hash of words, int64."""
-    return torch.add(words, words >> 32).mul_(factors)
-
-
 def row_hashes(values: Tensor) -> Tensor:
     """Return the hash of each row of a tensor (n, ...), int64 (n,)."""
     rows = values.contiguous().flatten(1).view(torch.uint8)
     words = nn.functional.pad(rows, (0, -rows.shape[1] % 8)).view(torch.int64)  # rows filled up with zeros
-    return mixed(words, multipliers(words.shape[1], words.device)).sum(1)
+    return (words * multipliers(words.shape[1], words.device)).sum(1)
 
 
 class StepHashes:
@@ -141,5 +136,5 @@ class StepHashes:
             flat.append(tensor.float().as_strided((tensor.numel(),), (1,)))  # without a copy
             if tensor.numel() % 2:
                 flat.append(self.padding)
-        words = mixed(torch.cat(flat).view(torch.int64), self.factors)
+        words = torch.cat(flat).view(torch.int64).mul_(self.factors)
         return torch.stack([each.sum() for each in words.split(self.words)])
