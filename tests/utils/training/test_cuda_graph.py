@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 import train
-from models.heads.anchors import DetectionCriterion, LossSettings
+from models.heads.anchors import DetectionCriterion
 from models.layers import Conv
 from models.tasks.contract import Criterion, LossTerms
 from models.yolo import build_model
 from tests.conftest import RunScript
 from tests.curves import identical
 from utils.batch import Batch
-from utils.config.hyperparameters import Hyperparameters
+from utils.config.hyperparameters import AnchorKeys, Hyperparameters
 from utils.distributed.logical import DistributedModel, LogicalProcesses
 from utils.files import ROOT
 from utils.training import cuda_graph
@@ -179,7 +179,7 @@ def test_a_derived_loss_is_not_padded() -> None:
     class Mine(DetectionCriterion):
         pass
 
-    mine = Mine(LossSettings(), build_model("yolov5n.yaml", imgsz=64).head)  # type: ignore[arg-type]
+    mine = Mine(AnchorKeys(), build_model("yolov5n.yaml", imgsz=64).head)  # type: ignore[arg-type]
     assert mine.for_gpu(lambda function: function) is mine
 
 
