@@ -1,8 +1,7 @@
 """Name the first difference of two runs trained with --hashes: `python -m utils.compare_runs A B`.
 
 Differences of settings, data, versions or threads come first, then the first step whose hashes differ and what differs
-in it, in the order in which a step computes: pixels, targets, loss terms, gradients, weights. Exit code 0 if all steps
-are equal, 1 if not, 2 if the runs cannot be compared.
+in it, in the order in which a step computes. Exit code 0 if all steps are equal, 1 if not, 2 if runs cannot be compared.
 """
 
 from __future__ import annotations
@@ -60,11 +59,8 @@ def compare(*runs: Path) -> dict[str, Any]:
 
 def described(result: Mapping[str, Any]) -> list[str]:
     """Return the lines that say what `compare` has found."""
-    lines = [
-        f"{key} differs: {shortened(repr(one), 60)} and {shortened(repr(two), 60)}"
-        for key, (one, two) in result["causes"].items()
-    ]
-    shorter, longer = sorted(result["steps"])
+    causes, (shorter, longer) = result["causes"].items(), sorted(result["steps"])
+    lines = [f"{key} differs: {' and '.join(shortened(repr(each), 60) for each in pair)}" for key, pair in causes]
     if "step" not in result:
         rest = "" if result["same"] else f", then one run goes on to step {longer}"
         return [*lines, f"the same: {plural(shorter, 'step')}{rest}"]

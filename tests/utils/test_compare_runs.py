@@ -99,8 +99,8 @@ def test_more_threads(trained: Train, usual: Path) -> None:
         found = compare(usual, trained("threads"))
     finally:
         torch.set_num_threads(threads)
-    assert found["causes"] == {"threads": [threads, threads + 1]}
-    assert "threads" in "".join(described(found))
+    assert found["causes"] == {"device": [f"{threads} thread{'s' * (threads > 1)}", f"{threads + 1} threads"]}
+    assert "device" in "".join(described(found))
 
 
 def test_a_resumed_run_goes_on(trained: Train, usual: Path, monkeypatch: pytest.MonkeyPatch) -> None:

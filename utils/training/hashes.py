@@ -48,13 +48,9 @@ def row_hashes(values: Tensor) -> Tensor:
 
 
 class StepHashes:
-    """The hashes of what each optimizer step reads and changes.
+    """The hashes of what each optimizer step reads and changes, after the steps that `state` has taken.
 
     All processes must make the same calls; the main one writes. Nothing waits for the device.
-
-    Args:
-        terms: names of the loss terms
-        state: state of the run before this start; rows of later steps, from an earlier start, are dropped
     """
 
     def __init__(self, run: Run, model: DistributedModel, terms: Sequence[str], state: TrainingState) -> None:
@@ -65,23 +61,21 @@ class StepHashes:
         self.words = [(parameter.numel() + 1) // 2 for parameter in model.parameters]  # two float32 each
         self.factors = multipliers(sum(self.words), self.device)
         self.padding = torch.zeros(1, device=self.device)
-        sizes = (2 + len(terms), len(names))
-        self.batches, self.gradients = (torch.zeros(size, dtype=torch.int64, device=self.device) for size in sizes)
+        self.batches = self.gradients = torch.zeros(2 + len(terms), dtype=torch.int64, device=self.device)
         self.rows: deque[tuple[tuple[int, ...], DeviceValue]] = deque()  # not yet written
-        header = [*COUNTERS, "pixels", "targets", *terms, *BY_PARAMETER]
-        header += [f"{kind} {name}" for kind in BY_PARAMETER for name in names]
+        columns = [f"{kind} {name}" for kind in BY_PARAMETER for name in names]
+        header = [*COUNTERS, "pixels", "targets", *terms, *BY_PARAMETER, *columns]
         self.file: IO[str] | None = None  # on the main process
         run.on_main(lambda: self._open(header, state.identity, state.progress.step))
 
     def _open(self, header: Sequence[str], identity: Identity, step: int) -> None:
         earlier = [row.values() for row in read_hashes(self.run.path) if int(row["step"]) <= step] if step else []
-        is_cuda = self.device.type == "cuda"
         machine = {
             **{f"data of `{split}`": dict(values) for split, values in identity.splits.items()},
             "code": code_hash(ROOT),
             "torch": str(torch.__version__),
-            "device": describe_device(self.device) if is_cuda else torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads(),
+            "device": describe_device(self.device),
+            "cpu": torch.backends.cpu.get_cpu_capability(),
             "processes": self.run.accelerator.num_processes,
         }
         (self.run.path / MACHINE).write_text(yaml.safe_dump(machine, sort_keys=False))
@@ -89,12 +83,7 @@ class StepHashes:
         csv.writer(self.file).writerows([header, *earlier])
 
     def add(self, losses: Tensor, batches: Sequence[Batch]) -> None:
-        """Add a batch to the hashes of the step.
-
-        Args:
-            losses: loss terms of the global batch, float32 (terms,)
-            batches: the batch of each local logical process
-        """
+        """Add the loss terms of a global batch, (terms,), and the batch of each local logical process to the step."""
         pixels = targets = torch.zeros((), dtype=torch.int64, device=self.device)
         for number, batch in enumerate(batches, self.model.logical.first):
             count = len(batch.images)
@@ -105,19 +94,19 @@ class StepHashes:
             pixels = pixels + (row_hashes(batch.images.permute(0, 2, 3, 1)) * places).sum()
             targets = targets + (row_hashes(rows) * owners).sum()
         inputs = self.run.accelerator.reduce(torch.stack([pixels, targets]), "sum")
-        self.batches += torch.cat([inputs, row_hashes(losses.detach().float()[:, None])])
+        self.batches = self.batches + torch.cat([inputs, row_hashes(losses.detach().float()[:, None])])
 
     def add_gradients(self) -> None:
         """Hash the gradients of the step, reduced and not yet clipped."""
-        gradients = [each.grad if each.grad is not None else torch.zeros_like(each) for each in self.model.parameters]
-        self.gradients = self._by_parameter(gradients)
+        absent = torch.zeros_like
+        self.gradients = self._by_parameter([absent(p) if p.grad is None else p.grad for p in self.model.parameters])
 
     def finish(self, progress: Progress) -> None:
         """Hash the weights after the step, and end its row."""
         weights = self._by_parameter(self.model.parameters)
         row = torch.cat([self.batches, self.gradients.sum(0, True), weights.sum(0, True), self.gradients, weights])
         self.rows.append(((progress.step, progress.epoch + 1, progress.batch), DeviceValue(row)))
-        self.batches.zero_()
+        self.batches = torch.zeros_like(self.batches)
 
     def write(self, keep: int) -> None:
         """Write all rows but the last `keep`, which the device may still be computing."""

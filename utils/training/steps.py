@@ -43,7 +43,6 @@ class OptimizerSteps:
 
     Args:
         record: whether to record the kernels of what follows a step as a CUDA graph, if that is possible
-        hashes: whether to write hashes.csv
     """
 
     def __init__(
@@ -59,8 +58,8 @@ class OptimizerSteps:
     ) -> None:
         self.run, self.model, self.state, self.schedule = run, model, state, schedule
         self.hashes = None
-        if hashes:
-            from utils.training.hashes import StepHashes  # only here, because few runs need it
+        if hashes:  # write hashes.csv
+            from utils.training.hashes import StepHashes
 
             self.hashes = StepHashes(run, model, loss_names, state)
         self.log = StepLog(run, loss_names, schedule, state.decisions.batch_size, state.progress, window)
