@@ -1,7 +1,7 @@
 """Name the first difference of two runs trained with --hashes: `python -m utils.compare_runs A B`.
 
 Differences of settings, data, versions or threads come first, then the first step whose hashes differ and what differs
-in it, in the order in which a step computes. Exit code 0 if all steps are equal, 1 if not, 2 if runs cannot be compared.
+in it, in the order of a step. Exit code 0 if all steps are equal, 1 if not, 2 if the runs cannot be compared.
 """
 
 from __future__ import annotations
