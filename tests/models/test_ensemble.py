@@ -97,25 +97,12 @@ def test_exported_files_do_not_support_augmentation_nor_suppression_in_an_ensemb
 ) -> None:
     files = {"a.pt": content(NAMES), "b.onnx": exported((64, 64), True), "c.onnx": exported((64, 64), True, LIMITS)}
     monkeypatch.setattr("models.ensemble.find_weights", lambda name, training: Path(name))
-    monkeypatch.setattr("models.ensemble.read_model", lambda path: files[path.name])
+    monkeypatch.setattr("models.export.read_model", lambda path: files[path.name])
     for names, augment in ((["a.pt"], True), (["c.onnx"], False), (["a.pt", "b.onnx"], False)):
         assert list(read_members(names, "", "", augment).weights) == names
     for names, augment in ((["a.pt", "b.onnx"], True), (["a.pt", "c.onnx"], False)):
         with pytest.raises(UserError, match=names[1]):
             read_members(names, "", "", augment)
-
-
-def test_what_exported_files_override_is_logged_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    members = ensemble({"a.onnx": exported((64, 64), False, LIMITS)})
-    members.log_notes({"weights": ("a.onnx",), "imgsz": 64}, half=False)
-    assert capsys.readouterr().out == ""
-    members.log_notes({"imgsz": 320, "half": True, "iou_thres": 0.6, "conf_thres": 0.001}, half=True)
-    (line,) = capsys.readouterr().out.splitlines()
-    flags = "--imgsz 64 --nms --conf-thres 0.25 --iou-thres 0.45 --topk-all 100 --topk-per-class 50"
-    assert flags in line
-    assert all(f" {flag}" in line.partition(";")[2] for flag in ("--half", "--imgsz", "--iou-thres", "--conf-thres"))
-    members.log_validation(augment=False, half=False)
-    assert flags.removeprefix("--imgsz 64 ") in capsys.readouterr().out
 
 
 # Image sizes
@@ -156,16 +143,6 @@ def test_the_models_of_an_ensemble_have_one_size() -> None:
     coarse = {"nc": 3, "anchors": [[20, 20]], "backbone": rows, "head": [[[3], 1, "Detect", ["nc", "anchors"]]]}
     models = build({"fine.pt": initial(tiny_detector()), "coarse.pt": initial(coarse)}, 72)
     assert [(model.imgsz, model.stride) for model in models] == [(80, 8), (80, 16)]
-
-
-def test_an_exported_file_is_used_as_a_model() -> None:
-    names = {0: "x", 1: "y", 2: "z"}
-    dynamic = exported((64, 64), dynamic=True)
-    (model,) = build({"a.onnx": dynamic}, 90, names)
-    assert model is dynamic.program
-    assert (model.imgsz, model.stride, model.names) == (96, 8, names)
-    (model,) = build({"a.onnx": exported((64, 64), dynamic=False)}, 90)
-    assert model.imgsz == 64
 
 
 def test_another_number_of_classes_than_the_data_set() -> None:

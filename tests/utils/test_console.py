@@ -11,7 +11,7 @@ import time
 import pytest
 
 from utils import console
-from utils.console import Background, Bar, columns, listed, show, table
+from utils.console import Background, Bar, columns, show, table
 from utils.files import ROOT
 
 
@@ -122,12 +122,6 @@ def test_columns_without_a_terminal(given: str, expected: int, monkeypatch: pyte
     monkeypatch.setenv("COLUMNS", given)
     monkeypatch.setattr("sys.__stdout__", io.StringIO())
     assert columns() == expected
-
-
-def test_a_list_of_names() -> None:
-    assert listed([]) == ""
-    assert listed(list("abcdefghij")) == "a, b, c, d, e, f, g, h, i, j"
-    assert listed(list("abcdefghijkl")) == "a, b, c, d, e, f, g, h, i, j and 2 more"
 
 
 NUMBERS: list[str | float] = [12, *[1 / 3] * 8]  # 11 columns with their names; 60 characters beside these

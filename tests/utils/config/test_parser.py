@@ -105,13 +105,6 @@ def test_only_one_process_of_a_machine_prints(
             assert f'name = "{name}"\nversion = "{number}"\n' in (ROOT / "pyproject.toml").read_text()
 
 
-@pytest.mark.parametrize("argv", ["--batch 4 --img 320", "--batch_size 4 --img-size=320", "--batch-size=4 --imgsz 320"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_aliases_of_yolov5(kind: type, argv: str) -> None:
-    options = options_of(kind, argv.split())
-    assert (options.batch_size, options.imgsz) == (4, 320)
-
-
 @pytest.mark.parametrize(
     ("argv", "name", "value"),
     [

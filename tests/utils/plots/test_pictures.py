@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from PIL import Image
 
 from tests.making import plain
 from tests.making import write_image as write_pixels
-from utils.files import ROOT, csv_text
+from utils.files import csv_text
 from utils.plots import charts
 from utils.plots.drawing import CAPTION_LINE_PIXELS, COLOURS, GAP_PIXELS
 from utils.plots.pictures import DRAWINGS, Plotter, main
@@ -163,22 +160,6 @@ def test_a_file_without_rows_draws_nothing(
     assert draw(tmp_path / "nowhere") == draw(tmp_path) == draw(tmp_path, "--only", "labels.csv") == 1
 
 
-def test_the_command_imports_neither_torch_nor_pyplot(tmp_path: Path) -> None:
-    """matplotlib is imported with the first chart; the back end of a notebook in the environment is ignored."""
-    exp = make_run_folder(tmp_path / "exp")
-    code = (
-        "import sys; sys.path[0] = sys.argv.pop(1); from utils.plots.pictures import main\n"
-        "print('torch' in sys.modules, 'matplotlib' in sys.modules)\n"
-        "try: main()\n"
-        "finally: print('torch' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
-    )
-    command = [sys.executable, "-c", code, str(ROOT), str(exp), "--only", "results.csv"]
-    environment = {**os.environ, "MPLBACKEND": "no such back end", "DISPLAY": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "False False\nresults.png\nFalse False\n"
-
-
 # Validation images
 
 
@@ -270,12 +251,3 @@ def test_pictures_are_drawn_in_the_background(tmp_path: Path, capsys: pytest.Cap
     plots.draw_documents()
     assert plots.finish(60)
     assert capsys.readouterr().out.count("warning: ") == 1
-
-
-def test_drawing_does_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = threading.Event()
-    plots = Plotter(tmp_path, len)
-    plots.draw(lambda: ready.wait(60) and {})  # type: ignore[arg-type, return-value]
-    assert not plots.finish(0.1)
-    ready.set()
-    monkeypatch.setattr("utils.console.Background.abandoned", False)

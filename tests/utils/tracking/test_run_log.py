@@ -12,7 +12,6 @@ import pytest
 from utils.checkpoint import Progress
 from utils.config.flags import TrainOptions
 from utils.summary import Box, Example, Summary
-from utils.tracking import run_log
 from utils.tracking.run_log import LOGGED_IMAGES, RunLog, wandb_run_id
 
 SUMMARY = Summary({"mAP_0.5": 0.5}, 0.4, [], [], by_class={"AP": {"cat": 0.25}})
@@ -40,9 +39,9 @@ class Recorder:
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """W&B's pictures and artifacts are what they are made from."""
-    monkeypatch.setattr(run_log, "example_images", lambda examples, *_: examples)
+    monkeypatch.setattr("utils.tracking.wandb.example_images", lambda examples, *_: examples)
     artifact = lambda run, *given, **more: run.artifacts.append((*given, *more.values()))  # noqa: E731
-    monkeypatch.setattr(run_log, "log_artifact", artifact)
+    monkeypatch.setattr("utils.tracking.wandb.log_artifact", artifact)
 
 
 def make_log(folder: Path = Path("exp"), tracked: bool = True, **options: Any) -> tuple[RunLog, Recorder]:
@@ -72,17 +71,6 @@ def test_the_epochs_with_examples(epochs: int, interval: int, expected: list[int
     assert len(run.media) == len(expected)
 
 
-def test_the_point_of_an_epoch() -> None:
-    """Epochs count from 1."""
-    log, run = make_log()
-    progress = Progress(step=12, best=0.4, best_epoch=1, summary=SUMMARY)
-    log.log_epoch({"epoch": 2, "train/loss": 0.5}, {"train_seconds": 3.0}, SUMMARY, progress)
-    log.log_epoch({"epoch": 0}, {}, None, Progress())
-    values = {"epoch": 3, "train/loss": 0.5, "epoch/train_seconds": 3.0, "class/AP/cat": 0.25}
-    best = {"best/epoch": 2, "best/fitness": 0.4, "best/mAP_0.5": 0.5}
-    assert run.points == [({**values, **best}, 12), ({"epoch": 1}, 0)]
-
-
 def test_uploaded_weights() -> None:
     """They say what they are: the epoch and its metrics, the data set and the command."""
     log, run = make_log(upload_model=True)
@@ -98,22 +86,6 @@ def test_uploaded_weights() -> None:
         (name, "model", {"latest", "epoch-2"}, "last.pt", {**best, "epoch": 2, "metrics": {"mAP_0.5": 0.25}}),
         (name, "model", {"latest", "best", "epoch-2"}, "best.pt", {**best, "epoch": 2}),
     ]
-
-
-def test_a_data_set_as_references(tmp_path: Path) -> None:
-    for name in ("a/0.jpg", "b/0.jpg", "0.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    files = {"train": [tmp_path / "a/0.jpg", tmp_path / "b/0.jpg"], "labels": [tmp_path / "0.txt", tmp_path / "1.txt"]}
-    log, run = make_log(upload_dataset=True)
-    log.upload_dataset(tmp_path / "my set.yaml", lambda: files, {"count": 2})
-    references = [(tmp_path / "a/0.jpg", "train/a/0.jpg"), (tmp_path / "b/0.jpg", "train/b/0.jpg")]
-    references.append((tmp_path / "0.txt", "labels/0.txt"))
-    assert run.artifacts == [("my-set", "dataset", ["latest"], [], {"count": 2}, references)]
-    log, run = make_log()  # without the flags
-    log.log_results(Progress(epoch=3, best_epoch=1))
-    log.upload_dataset(tmp_path / "a.yaml", dict, {})
-    assert run.artifacts == []
 
 
 def test_the_id_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
