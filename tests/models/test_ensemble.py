@@ -24,10 +24,8 @@ from models.ensemble import (
 from models.export import Exported, ExportMetadata
 from models.heads.contract import head_of
 from models.layers import RepConv
-from models.loading import ImageSize
 from models.tasks import TASKS
-from models.tasks.classify import ClassificationTask
-from models.tasks.contract import Model, Task
+from models.tasks.contract import Model
 from models.tasks.detect import DetectionTask
 from models.weights import Weights
 from models.yolo import YoloModel, build_model
@@ -106,23 +104,6 @@ def test_exported_files_do_not_support_augmentation_nor_suppression_in_an_ensemb
 
 
 # Image sizes
-
-
-@pytest.mark.parametrize(
-    ("task", "weights", "suggested", "expected"),
-    [
-        (ClassificationTask, content(imgsz=64), 48, (64, 64)),
-        (ClassificationTask, content(), 48, (48, 48)),
-        *((ClassificationTask, content(imgsz=imgsz), 0, (224, 224)) for imgsz in (None, "64", -1)),
-        (DetectionTask, content(), 0, (640, 640)),
-        (DetectionTask, exported((32, 64), dynamic=True), 320, (32, 64)),
-    ],
-)
-def test_the_default_size(task: type[Task], weights: Weights, suggested: int, expected: tuple[int, int]) -> None:
-    """That of the training or the export, if the weights contain it; --imgsz comes before it."""
-    assert choose_size({"a.pt": weights}, task, 0, suggested) == ImageSize(expected)
-    assert choose_size({"a.pt": weights}, task, (96, 128), suggested) == ImageSize((96, 128))
-    assert choose_size({"a.onnx": exported((32, 64), False)}, task, 96, suggested) == ImageSize((32, 64), True)
 
 
 def test_an_ensemble_has_one_size() -> None:

@@ -134,10 +134,8 @@ def test_names_and_metadata_of_yolov5(dynamic: dict[str, Path], fixed: dict[str,
     assert shapes(model) == ({"images": ["batch", 3, "height", "width"]}, {"output0": ["batch", "anchors", 8]})
     props = {prop.key: prop.value for prop in model.metadata_props}
     assert (props["stride"], ast.literal_eval(props["names"])) == ("8", NAMES)
-    assert model.opset_import[0].version == 18
     suppressed = onnx.load(fixed["onnx"])
     assert shapes(suppressed)[1] == {"output0": [2, 20, 6], "count": [2]}
-    onnx.checker.check_model(model)
     extra: dict[str, Any] = {"config.txt": ""}
     torch.jit.load(dynamic["torchscript"], _extra_files=extra)
     config = json.loads(extra["config.txt"])

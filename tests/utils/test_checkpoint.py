@@ -423,20 +423,6 @@ def test_settings_that_are_not_of_a_training_run(tmp_path: Path) -> None:
         resumed("--resume", str(tmp_path))
 
 
-def test_a_run_continues_with_its_settings(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = resumed("--resume", str(run))
-    assert (settings.saved, settings.is_fixed) == (read_yaml(run / "settings.yaml"), True)
-    assert settings.given == {"resume": str(run)}
-    folder: dict[str, Any] = {"project": str(run.parent), "name": "exp", "exist_ok": True, "resume": str(run)}
-    assert settings.options == TrainOptions(**BEGUN, **folder)  # type: ignore[arg-type]
-    options = resumed("--resume", str(run), "--workers", "3", "--epochs", "20").options
-    assert (options.workers, options.epochs, options.device, options.name) == (3, 20, "cpu", "exp")
-    monkeypatch.setattr("utils.checkpoint.launched", lambda: True)
-    assert resumed("--resume", str(run)).options.device == ""
-    with pytest.raises(UserError, match="--seed"):
-        resumed("--resume", str(run), "--seed", "1")
-
-
 @pytest.mark.parametrize("settings", [{}, {"nosave": True}])
 def test_a_run_that_never_saved_starts_anew_in_its_folder(settings: dict[str, bool], tmp_path: Path) -> None:
     run = begin(tmp_path / "exp", **settings)

@@ -16,7 +16,6 @@ from utils.config.flags import (
     BUILT_IN_JOB,
     NOT_NEGATIVE,
     POSITIVE,
-    REFUSED,
     WRONG_VALUE,
     Range,
     TrainOptions,
@@ -75,13 +74,6 @@ def test_a_resume_compares_what_the_curve_depends_on() -> None:
     curve = {field.name for field in flags_of(TrainOptions) if field.metadata["curve"]}
     assert {"weights", "cfg", "batch_size", "optimizer", "freeze", "seed", "logical_processes", "fitness"} <= curve
     assert not {"epochs", "patience", "workers", "device", "project", "data"} & curve
-
-
-def test_a_refused_flag_is_not_a_flag_of_both_scripts() -> None:
-    """A flag of one script may be refused in the other."""
-    names = [{name for field in flags_of(kind) for name in (field.name, *field.metadata["aliases"])} for kind in KINDS]
-    assert not set(REFUSED) & names[0] & names[1]
-    assert all("-" not in name for name in REFUSED)  # the parser looks up names with underscores
 
 
 # Values

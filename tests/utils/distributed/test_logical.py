@@ -67,16 +67,6 @@ def test_what_can_be(
         check_logical_processes(count, batch_size, sync_bn)
 
 
-def test_replicas_share_the_parameters_only() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
-    replicas = LogicalProcesses(count=8, local=3, first=2, exact=True).replicate(model)
-    assert replicas[0] is model
-    places = [[parameter.data_ptr() for parameter in replica.parameters()] for replica in replicas]
-    assert places == places[:1] * 3
-    replicas[1].get_buffer("1.running_mean").fill_(7.0)
-    assert [float(replica.get_buffer("1.running_mean")[0]) for replica in replicas] == [0.0, 7.0, 0.0]
-
-
 # Training
 
 COUNT, BATCH, BATCHES = 4, 8, 6

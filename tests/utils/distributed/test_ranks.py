@@ -110,11 +110,6 @@ def test_one_value_for_all_and_counters(stores: list[RunStore]) -> None:
     assert [store.count("failed", by) for store, by in ((main, 0), (main, 1), (other, 1), (main, 0))] == [0, 1, 2, 2]
 
 
-def test_without_a_run_there_is_no_store() -> None:
-    assert run_store() is None
-    assert query_store(pytest.fail, 7) == 7  # type: ignore[arg-type]
-
-
 # Collective operations
 
 

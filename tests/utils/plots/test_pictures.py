@@ -171,21 +171,6 @@ def validation_pictures(folder: Path, *rows: tuple[object, ...], head: str = VAL
     return [cv2.imread(str(path)) for path in sorted(folder.glob("val_batch*.jpg"))]
 
 
-@pytest.mark.parametrize(
-    ("size", "drawn"),
-    [((960, 480), (480, 240)), ((480, 300), (480, 300)), ((320, 100), (320, 100)), ((40, 80), (160, 320))],
-)
-def test_photos_are_resized(size: tuple[int, int], drawn: tuple[int, int], tmp_path: Path) -> None:
-    """To at most 480 and at least 320 pixels, with their boxes."""
-    path = write_image(tmp_path / "a.png", *size, 0)
-    labels, predictions = validation_pictures(tmp_path, (path, "label", "x", "", size[0] / 2, size[1] / 2, *size))
-    (width, height), tile = drawn, max(drawn[0], 320)
-    assert labels.shape[:2] == predictions.shape[:2] == (height + CAPTION_PIXELS, tile + GAP_PIXELS)
-    left = (tile - width) // 2
-    assert labels[height * 3 // 4, left + width // 2].max() > 150  # the left side of the box
-    assert predictions[height * 3 // 4, left + width // 2].max() < 50
-
-
 def test_the_most_confident_is_on_top_in_the_colour_of_its_class(tmp_path: Path) -> None:
     """The colour depends on the number among all classes, as in training; an outline replaces its box."""
     (tmp_path / "classes.csv").write_text("class\ndisc\nring\nbar\n")

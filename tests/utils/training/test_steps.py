@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.conftest import OnProcesses
-from tests.utils.test_run import Recorder, run_in
+from tests.utils.test_run import run_in
 from utils.checkpoint import Decisions, Identity, TrainingState
 from utils.config.hyperparameters import Recipe
 from utils.distributed.launch import start
@@ -170,26 +170,7 @@ def test_too_many_skipped_steps_end_the_run(tmp_path: Path) -> None:
     assert (steps.progress.skipped, steps.progress.taken) == (MAX_SKIPS, 0)
 
 
-def test_accumulated_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_in(tmp_path)
-    monkeypatch.setattr(run.accelerator, "gradient_accumulation_steps", 2)
-    steps, loader = prepared(run)
-    train(steps, loader)
-    assert (steps.progress.step, steps.progress.taken) == (3, BATCHES)  # the last batch of an epoch is a step alone
-
-
 # Logged points and saved states
-
-
-def test_points_of_the_step_curves(tmp_path: Path) -> None:
-    run, recorder = run_in(tmp_path), Recorder()
-    run.start_trackers(lambda: [recorder], {}, 0)
-    steps, loader = prepared(run)
-    losses = train(steps, loader)
-    assert [step for _, step in recorder.points] == [1, 2, 3, 4, 5]
-    assert [point["step/epoch"] for point, _ in recorder.points] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert [point["step/loss"] for point, _ in recorder.points] == pytest.approx(losses)
-    assert all(point["step/gradient_norm"] > 0 for point, _ in recorder.points)
 
 
 def stored(steps: OptimizerSteps) -> dict[str, Any]:
