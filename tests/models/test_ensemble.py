@@ -19,7 +19,6 @@ from models.ensemble import (
     halve,
     load_model,
     read_members,
-    weight_files,
 )
 from models.export import Exported, ExportMetadata
 from models.heads.contract import head_of
@@ -82,12 +81,6 @@ def test_files_of_one_task_and_class_list_fit_together(other: Weights) -> None:
     assert common_task({"a.pt": first, "c.pt": first}) == "detect"
     with pytest.raises(UserError, match=r"b\.pt"):
         common_task({"a.pt": first, "b.pt": other})
-
-
-def test_weights_without_a_name() -> None:
-    for names in ((), ("",)):
-        with pytest.raises(UserError, match="--weights"):
-            weight_files(names)
 
 
 def test_exported_files_do_not_support_augmentation_nor_suppression_in_an_ensemble(

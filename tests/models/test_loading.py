@@ -1,4 +1,4 @@
-"""What a training starts from: transfer, frozen layers, the image size, and the work of a model."""
+"""What a training starts from: transfer, frozen layers, and the work of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from models.loading import (
     load_and_freeze,
     parameters_of,
     rate_factors,
-    sides_of,
     transfer,
 )
 from models.tasks import TASKS
@@ -29,17 +28,6 @@ from tests.making import tiny_anchor_free, tiny_detector
 from utils.config.flags import TrainOptions
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
-
-# The image size
-
-
-def test_values_of_imgsz() -> None:
-    for imgsz, sides in ((0, ()), ((), ()), (320, (320,)), ([320], (320,)), ((320, 640), (320, 640))):
-        assert sides_of(imgsz) == sides
-    for wrong in (-8, 2**15, (0, 320), (1, 2, 3)):
-        with pytest.raises(UserError, match="--imgsz"):
-            sides_of(wrong)
-
 
 # The work of a model
 

@@ -209,12 +209,6 @@ def test_unusual_photos(tmp_path: Path) -> None:
     assert validation_pictures(tmp_path, (tmp_path / "a.jpg", "image", *[""] * 6))[0].shape[0] == 400 + CAPTION_PIXELS
 
 
-def test_grids_of_sixteen_and_no_more_than_three(tmp_path: Path) -> None:
-    grids = validation_pictures(tmp_path, *((tmp_path / f"{number}.jpg", "image", *[""] * 6) for number in range(60)))
-    assert len(grids) == 6
-    assert len({picture.shape for picture in grids}) == 1
-
-
 # Beside a training
 
 

@@ -143,6 +143,11 @@ def test_gradients_are_clipped(scale: float, is_clipped: bool, tmp_path: Path) -
 
 
 def test_a_skipped_step_changes_nothing(tmp_path: Path) -> None:
+    """Neither does the first one, which would make the momentum."""
+    first, its_loader = prepared(run_in(tmp_path))
+    initial = values(first)
+    train(first, its_loader, not_finite=[0], stop=1)
+    assert equal(values(first), initial)
     steps, loader = prepared(run_in(tmp_path))
     losses = train(steps, loader, not_finite=[3], stop=4)[:3]
     before, progress = values(steps), steps.progress
