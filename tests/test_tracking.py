@@ -215,6 +215,7 @@ def test_its_artifacts(tracked: Tracked) -> None:
     assert {"latest", "epoch-1", "best"} <= {alias for artifact in models for alias in artifact.aliases}
     metadata = json.loads(next(artifact for artifact in models if "best" in artifact.aliases).metadata)
     assert metadata["dataset"]["train"]["count"] == "28"
+    assert (metadata["epoch"] in (0, 1), "mAP_0.5" in metadata["metrics"]) == (True, True)
     assert "--upload-model" in metadata["command"]
 
 

@@ -19,15 +19,12 @@ from models.ensemble import (
     halve,
     load_model,
     read_members,
-    weight_files,
 )
 from models.export import Exported, ExportMetadata
 from models.heads.contract import head_of
 from models.layers import RepConv
-from models.loading import ImageSize
 from models.tasks import TASKS
-from models.tasks.classify import ClassificationTask
-from models.tasks.contract import Model, Task
+from models.tasks.contract import Model
 from models.tasks.detect import DetectionTask
 from models.weights import Weights
 from models.yolo import YoloModel, build_model
@@ -86,18 +83,12 @@ def test_files_of_one_task_and_class_list_fit_together(other: Weights) -> None:
         common_task({"a.pt": first, "b.pt": other})
 
 
-def test_weights_without_a_name() -> None:
-    for names in ((), ("",)):
-        with pytest.raises(UserError, match="--weights"):
-            weight_files(names)
-
-
 def test_exported_files_do_not_support_augmentation_nor_suppression_in_an_ensemble(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     files = {"a.pt": content(NAMES), "b.onnx": exported((64, 64), True), "c.onnx": exported((64, 64), True, LIMITS)}
     monkeypatch.setattr("models.ensemble.find_weights", lambda name, training: Path(name))
-    monkeypatch.setattr("models.ensemble.read_model", lambda path: files[path.name])
+    monkeypatch.setattr("models.export.read_model", lambda path: files[path.name])
     for names, augment in ((["a.pt"], True), (["c.onnx"], False), (["a.pt", "b.onnx"], False)):
         assert list(read_members(names, "", "", augment).weights) == names
     for names, augment in ((["a.pt", "b.onnx"], True), (["a.pt", "c.onnx"], False)):
@@ -105,37 +96,7 @@ def test_exported_files_do_not_support_augmentation_nor_suppression_in_an_ensemb
             read_members(names, "", "", augment)
 
 
-def test_what_exported_files_override_is_logged_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    members = ensemble({"a.onnx": exported((64, 64), False, LIMITS)})
-    members.log_notes({"weights": ("a.onnx",), "imgsz": 64}, half=False)
-    assert capsys.readouterr().out == ""
-    members.log_notes({"imgsz": 320, "half": True, "iou_thres": 0.6, "conf_thres": 0.001}, half=True)
-    (line,) = capsys.readouterr().out.splitlines()
-    flags = "--imgsz 64 --nms --conf-thres 0.25 --iou-thres 0.45 --topk-all 100 --topk-per-class 50"
-    assert flags in line
-    assert all(f" {flag}" in line.partition(";")[2] for flag in ("--half", "--imgsz", "--iou-thres", "--conf-thres"))
-    members.log_validation(augment=False, half=False)
-    assert flags.removeprefix("--imgsz 64 ") in capsys.readouterr().out
-
-
 # Image sizes
-
-
-@pytest.mark.parametrize(
-    ("task", "weights", "suggested", "expected"),
-    [
-        (ClassificationTask, content(imgsz=64), 48, (64, 64)),
-        (ClassificationTask, content(), 48, (48, 48)),
-        *((ClassificationTask, content(imgsz=imgsz), 0, (224, 224)) for imgsz in (None, "64", -1)),
-        (DetectionTask, content(), 0, (640, 640)),
-        (DetectionTask, exported((32, 64), dynamic=True), 320, (32, 64)),
-    ],
-)
-def test_the_default_size(task: type[Task], weights: Weights, suggested: int, expected: tuple[int, int]) -> None:
-    """That of the training or the export, if the weights contain it; --imgsz comes before it."""
-    assert choose_size({"a.pt": weights}, task, 0, suggested) == ImageSize(expected)
-    assert choose_size({"a.pt": weights}, task, (96, 128), suggested) == ImageSize((96, 128))
-    assert choose_size({"a.onnx": exported((32, 64), False)}, task, 96, suggested) == ImageSize((32, 64), True)
 
 
 def test_an_ensemble_has_one_size() -> None:
@@ -156,16 +117,6 @@ def test_the_models_of_an_ensemble_have_one_size() -> None:
     coarse = {"nc": 3, "anchors": [[20, 20]], "backbone": rows, "head": [[[3], 1, "Detect", ["nc", "anchors"]]]}
     models = build({"fine.pt": initial(tiny_detector()), "coarse.pt": initial(coarse)}, 72)
     assert [(model.imgsz, model.stride) for model in models] == [(80, 8), (80, 16)]
-
-
-def test_an_exported_file_is_used_as_a_model() -> None:
-    names = {0: "x", 1: "y", 2: "z"}
-    dynamic = exported((64, 64), dynamic=True)
-    (model,) = build({"a.onnx": dynamic}, 90, names)
-    assert model is dynamic.program
-    assert (model.imgsz, model.stride, model.names) == (96, 8, names)
-    (model,) = build({"a.onnx": exported((64, 64), dynamic=False)}, 90)
-    assert model.imgsz == 64
 
 
 def test_another_number_of_classes_than_the_data_set() -> None:

@@ -10,48 +10,58 @@ import torch
 from torch import nn
 
 from models import layers
-from models.heads.anchors import Detect, Segment, read_level
+from models.heads.anchors import Detect, Segment
+
+TWICE = "m.0.cv1 m.0.cv2 m.1.cv1 m.1.cv2"
+GHOST = "conv.0.cv1 conv.0.cv2 conv.1 conv.2.cv1 conv.2.cv2 shortcut.0 shortcut.1"
+C3GHOST = "cv1 cv2 cv3 " + " ".join(f"m.{n}.conv.{k}.cv{c}" for n in (0, 1) for k in (0, 2) for c in (1, 2))
+IN_TR = [*(f"{name}.weight" for name in "qkv"), "ma.in_proj_weight", "ma.in_proj_bias", "ma.out_proj.weight"]
+IN_TR += ["ma.out_proj.bias", "fc1.weight", "fc2.weight"]
+C3TR = "cv1 cv2 cv3 m.linear.weight m.linear.bias " + " ".join(f"m.tr.{n}.{name}" for n in (0, 1) for name in IN_TR)
 
 
 @pytest.mark.parametrize(
-    ("layer", "shape"),
+    ("layer", "shape", "names"),
     [
-        (layers.Conv(4, 6, 3, 2), (2, 6, 8, 8)),
-        (layers.Conv(4, 6, (1, 5)), (2, 6, 16, 16)),
-        (layers.Conv(4, 6, 3, dilation=2), (2, 6, 16, 16)),
-        (layers.DWConv(4, 6, 3), (2, 6, 16, 16)),
-        (layers.Bottleneck(4, 6), (2, 6, 16, 16)),
-        (layers.C3(4, 6, 2), (2, 6, 16, 16)),
-        (layers.SPP(4, 6), (2, 6, 16, 16)),
-        (layers.SPPF(4, 6), (2, 6, 16, 16)),
-        (layers.Focus(4, 6, 3), (2, 6, 8, 8)),
-        (layers.RepConv(4, 6), (2, 6, 16, 16)),
-        (layers.RepConv(4, 6, 5, 2, 2), (2, 6, 8, 8)),
-        (layers.ELAN(4, 6, 8), (2, 6, 16, 16)),
-        (layers.ELAN(4, 6, 8, 2), (2, 6, 16, 16)),
-        (layers.RepNCSPELAN(4, 6, 8, repeats=2), (2, 6, 16, 16)),
-        (layers.AConv(4, 6), (2, 6, 8, 8)),
-        (layers.ADown(4, 6), (2, 6, 8, 8)),
-        (layers.SPPELAN(4, 6), (2, 6, 16, 16)),
-        (layers.GhostConv(4, 6, 3, 2), (2, 6, 8, 8)),
-        (layers.GhostBottleneck(4, 4), (2, 4, 16, 16)),
-        (layers.GhostBottleneck(4, 8, 3, 2), (2, 8, 8, 8)),
-        (layers.BottleneckCSP(4, 6, 2), (2, 6, 16, 16)),
-        (layers.C3Ghost(4, 8, 2), (2, 8, 16, 16)),
-        (layers.C3TR(4, 8, 2), (2, 8, 16, 16)),
-        (layers.Proto(4, 8, 3), (2, 3, 32, 32)),
-        (layers.DWConvTranspose2d(4, 6, 4, 2, 1), (2, 6, 32, 32)),
-        (layers.Contract(4), (2, 64, 4, 4)),
-        (layers.Expand(2), (2, 1, 32, 32)),
-        (layers.MixConv2d(4, 6, (1, 3, 5), 2), (2, 6, 8, 8)),
-        (layers.MixConv2d(4, 6, (1, 3), equal_channels=False), (2, 6, 16, 16)),
-        (layers.CrossConv(4, 6, 5, 2), (2, 6, 8, 8)),
-        (layers.C3x(4, 6, 2), (2, 6, 16, 16)),
-        (layers.C3SPP(4, 6, (5, 9)), (2, 6, 16, 16)),
+        (layers.Conv(4, 6, 3, 2), (2, 6, 8, 8), ""),
+        (layers.Conv(4, 6, (1, 5)), (2, 6, 16, 16), ""),
+        (layers.Conv(4, 6, 3, dilation=2), (2, 6, 16, 16), ""),
+        (layers.DWConv(4, 6, 3), (2, 6, 16, 16), ""),
+        (layers.Bottleneck(4, 6), (2, 6, 16, 16), ""),
+        (layers.C3(4, 6, 2), (2, 6, 16, 16), ""),
+        (layers.SPP(4, 6), (2, 6, 16, 16), ""),
+        (layers.SPPF(4, 6), (2, 6, 16, 16), ""),
+        (layers.Focus(4, 6, 3), (2, 6, 8, 8), "conv"),
+        (layers.RepConv(4, 6), (2, 6, 16, 16), ""),
+        (layers.RepConv(4, 6, 5, 2, 2), (2, 6, 8, 8), ""),
+        (layers.ELAN(4, 6, 8), (2, 6, 16, 16), ""),
+        (layers.ELAN(4, 6, 8, 2), (2, 6, 16, 16), ""),
+        (layers.RepNCSPELAN(4, 6, 8, repeats=2), (2, 6, 16, 16), ""),
+        (layers.AConv(4, 6), (2, 6, 8, 8), ""),
+        (layers.ADown(4, 6), (2, 6, 8, 8), ""),
+        (layers.SPPELAN(4, 6), (2, 6, 16, 16), ""),
+        (layers.GhostConv(4, 6, 3, 2), (2, 6, 8, 8), "cv1 cv2"),
+        (layers.GhostBottleneck(4, 4), (2, 4, 16, 16), "conv.0.cv1 conv.0.cv2 conv.2.cv1 conv.2.cv2"),
+        (layers.GhostBottleneck(4, 8, 3, 2), (2, 8, 8, 8), GHOST),
+        (layers.BottleneckCSP(4, 6, 2), (2, 6, 16, 16), f"cv1 cv2.weight cv3.weight cv4 bn {TWICE}"),
+        (layers.C3Ghost(4, 8, 2), (2, 8, 16, 16), C3GHOST),
+        (layers.C3TR(4, 8, 2), (2, 8, 16, 16), C3TR),
+        (layers.Proto(4, 8, 3), (2, 3, 32, 32), "cv1 cv2 cv3"),
+        (layers.DWConvTranspose2d(4, 6, 4, 2, 1), (2, 6, 32, 32), "weight bias"),
+        (layers.Contract(4), (2, 64, 4, 4), ""),
+        (layers.Expand(2), (2, 1, 32, 32), ""),
+        (layers.MixConv2d(4, 6, (1, 3, 5), 2), (2, 6, 8, 8), ""),
+        (layers.MixConv2d(4, 6, (1, 3), equal_channels=False), (2, 6, 16, 16), "m.0.weight m.1.weight bn"),
+        (layers.CrossConv(4, 6, 5, 2), (2, 6, 8, 8), "cv1 cv2"),
+        (layers.C3x(4, 6, 2), (2, 6, 16, 16), f"cv1 cv2 cv3 {TWICE}"),
+        (layers.C3SPP(4, 6, (5, 9)), (2, 6, 16, 16), "cv1 cv2 cv3 m.cv1 m.cv2"),
     ],
 )
-def test_output_shape(layer: nn.Module, shape: tuple[int, ...]) -> None:
+def test_output_shape_and_names_of_tensors(layer: nn.Module, shape: tuple[int, ...], names: str) -> None:
+    """Names in the state dicts of YOLOv5's checkpoints, without those inside Conv and BatchNorm."""
     assert layer(torch.randn(2, 4, 16, 16)).shape == shape
+    keys = [re.sub(r"\.conv\.weight$|(\bbn)\.\w+$|\.bn\.\w+$", r"\1", key) for key in layer.state_dict()]
+    assert not names or list(dict.fromkeys(key.replace("conv.weight", "conv") for key in keys)) == names.split()
 
 
 def test_conv_has_batch_norm_of_yolov5_and_no_bias() -> None:
@@ -81,32 +91,6 @@ def test_contract_and_expand() -> None:
     x = torch.arange(8.0).view(1, 2, 2, 2)
     assert layers.Contract()(x).flatten().tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
     assert torch.equal(layers.Expand()(layers.Contract()(x)), x)
-
-
-# Names in the state dicts of YOLOv5's checkpoints, without those inside Conv and BatchNorm.
-KEYS = {
-    layers.Focus(4, 6): "conv",
-    layers.GhostConv(4, 6): "cv1 cv2",
-    layers.GhostBottleneck(4, 6, 3, 2): "conv.0.cv1 conv.0.cv2 conv.1 conv.2.cv1 conv.2.cv2 shortcut.0 shortcut.1",
-    layers.GhostBottleneck(4, 4): "conv.0.cv1 conv.0.cv2 conv.2.cv1 conv.2.cv2",
-    layers.BottleneckCSP(4, 6): "cv1 cv2.weight cv3.weight cv4 bn m.0.cv1 m.0.cv2",
-    layers.C3Ghost(4, 8): "cv1 cv2 cv3 m.0.conv.0.cv1 m.0.conv.0.cv2 m.0.conv.2.cv1 m.0.conv.2.cv2",
-    layers.C3TR(4, 8): "cv1 cv2 cv3 m.linear.weight m.linear.bias m.tr.0.q.weight m.tr.0.k.weight m.tr.0.v.weight "
-    "m.tr.0.ma.in_proj_weight m.tr.0.ma.in_proj_bias m.tr.0.ma.out_proj.weight m.tr.0.ma.out_proj.bias "
-    "m.tr.0.fc1.weight m.tr.0.fc2.weight",
-    layers.Proto(4, 8, 3): "cv1 cv2 cv3",
-    layers.CrossConv(4, 6): "cv1 cv2",
-    layers.MixConv2d(4, 6): "m.0.weight m.1.weight bn",
-    layers.C3x(4, 6): "cv1 cv2 cv3 m.0.cv1 m.0.cv2",
-    layers.C3SPP(4, 6): "cv1 cv2 cv3 m.cv1 m.cv2",
-    layers.DWConvTranspose2d(4, 6): "weight bias",
-}
-
-
-@pytest.mark.parametrize(("layer", "names"), KEYS.items())
-def test_names_of_tensors(layer: nn.Module, names: str) -> None:
-    keys = [re.sub(r"\.conv\.weight$|(\bbn)\.\w+$|\.bn\.\w+$", r"\1", key) for key in layer.state_dict()]
-    assert list(dict.fromkeys(key.replace("conv.weight", "conv") for key in keys)) == names.split()
 
 
 @torch.no_grad()
@@ -163,31 +147,6 @@ def test_classify_is_linear_in_the_mean_over_the_map() -> None:
 
 
 ANCHORS = [[10, 13, 16, 30], [116, 90, 156, 198]]
-
-
-@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
-def test_detect_computes_the_same_at_given_cells_as_everywhere(layout: torch.memory_format) -> None:
-    """Outputs and gradients agree; a cell may occur twice, and there may be none."""
-    detect = Detect(3, [[8, 8, 16, 16], [32, 32, 64, 64]], [6, 10]).double()
-    inputs = [torch.randn(2, c, side, side, dtype=torch.double) for c, side in ((6, 8), (10, 4))]
-    index = torch.tensor([[0, 1, 1, 1], [2, 0, 3, 3], [3, 1, 0, 0]])
-    slopes = [torch.randn(4, 2, 8, dtype=torch.double) for _ in inputs]
-
-    def values(at_cells: bool) -> list[torch.Tensor]:
-        maps = [x.contiguous(memory_format=layout).requires_grad_() for x in inputs]
-        cells = torch.stack([index] * 2)
-        levels = detect(maps, cells) if at_cells else [read_level(raw, index) for raw in detect(maps)]
-        # Objectness is compared on the whole maps.
-        rows = [torch.cat((level.rows[..., :4], level.rows[..., 5:]), 2) for level in levels]
-        weights = [torch.cat((slope[..., :4], slope[..., 5:]), 2) for slope in slopes]
-        total = sum((row * slope).sum() for row, slope in zip(rows, weights, strict=True))
-        objectness = [level.objectness for level in levels]
-        total = total + sum(values.square().sum() for values in objectness)
-        return [*rows, *objectness, *torch.autograd.grad(total, [*maps, *detect.parameters()])]
-
-    torch.testing.assert_close(values(True), values(False))
-    level, _ = detect(inputs, torch.zeros(2, 3, 0, dtype=torch.long))
-    assert level.rows.shape == (0, 2, 8)
 
 
 @pytest.mark.parametrize("anchors", [ANCHORS, ANCHORS[::-1]])

@@ -1,4 +1,4 @@
-"""What a training starts from: transfer, frozen layers, the image size, and the work of a model."""
+"""What a training starts from: transfer, frozen layers, and the work of a model."""
 
 from __future__ import annotations
 
@@ -11,50 +11,23 @@ from torch import Tensor, nn
 from torchvision.models import resnet18, vit_b_32
 
 from models.loading import (
-    ImageSize,
     StartingPoint,
     check_size,
     freeze,
     gflops,
     load_and_freeze,
-    log_rounding,
     parameters_of,
     rate_factors,
-    sides_of,
     transfer,
 )
 from models.tasks import TASKS
 from models.tasks.detect import DetectionTask
 from models.weights import Weights
-from models.yolo import YoloModel, build_model, whole_strides
+from models.yolo import YoloModel, build_model
 from tests.making import tiny_anchor_free, tiny_detector
 from utils.config.flags import TrainOptions
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
-
-# The image size
-
-
-def test_whole_strides() -> None:
-    sizes = {(640, 32): 640, (641, 32): 672, (5, 32): 64, (33, 1): 33, (1, 1): 1}
-    assert {key: whole_strides(*key) for key in sizes} == sizes
-
-
-def test_a_rounded_size(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ImageSize((60, 96)).rounded(32) == ImageSize((64, 96))
-    assert ImageSize((60, 96), is_fixed=True).rounded(32).sides == (60, 96)
-    for requested, sides in (([320], [320, 320]), ([300, 640], [320, 640])):
-        log_rounding(requested, sides, 32)
-    assert capsys.readouterr().out == "--imgsz 300 640 is rounded up to 320 640, whole strides of 32 pixels\n"
-
-
-def test_values_of_imgsz() -> None:
-    for imgsz, sides in ((0, ()), ((), ()), (320, (320,)), ([320], (320,)), ((320, 640), (320, 640))):
-        assert sides_of(imgsz) == sides
-    for wrong in (-8, 2**15, (0, 320), (1, 2, 3)):
-        with pytest.raises(UserError, match="--imgsz"):
-            sides_of(wrong)
-
 
 # The work of a model
 
@@ -63,12 +36,6 @@ def test_the_work_of_a_convolution_by_hand() -> None:
     model = nn.Conv2d(3, 5, 3, padding=1)
     assert gflops(model, 10) == pytest.approx(2 * 3 * 5 * 9 * 100 / 1e9)
     assert next(model.parameters()).device.type == "cpu"
-
-
-@pytest.mark.parametrize(("name", "published"), [("yolov5n", 4.5), ("yolov5s", 16.5)])
-def test_published_numbers(name: str, published: float) -> None:
-    """They include normalisation and activations, half a percent."""
-    assert published - 0.1 < gflops(build_model(f"{name}.yaml", nc=80), 640) < published
 
 
 class Scaled(nn.Conv2d):

@@ -367,11 +367,6 @@ def test_torchvisions_default_weights(server: Server, folder: Path, monkeypatch:
             find_weights("DEFAULT", yaml, "mine.yaml")
 
 
-def test_weights_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models.weights.fetch_from_hub", lambda name: Path("cache", name))
-    assert find_weights("hf:me/mine/best.pt") == Path("cache/me/mine/best.pt")
-
-
 @pytest.mark.parametrize(
     ("files", "chosen"),
     [

@@ -175,13 +175,6 @@ def test_official_weights_predict_as_in_yolov5(shared: Path) -> None:
 # Options of a YAML
 
 
-def test_number_of_classes() -> None:
-    model = on_meta("yolov5n.yaml", nc=3)
-    assert count(model) == documented()["yolov5n"] - 3 * 77 * (64 + 128 + 256 + 3)
-    assert (model.names, model.yaml["nc"]) == ({0: "0", 1: "1", 2: "2"}, 3)
-    assert all(m.isfinite().all() for m in build_model(tiny_detector(), nc=1)(torch.rand(1, 3, 16, 16)))
-
-
 @pytest.mark.parametrize(
     "description", [tiny_detector(), {**small_classifier(), "head": [[-1, 1, "Classify", [5, 0.2]]]}]
 )
@@ -330,11 +323,6 @@ def test_a_network_for_one_size_is_refused_at_another() -> None:
         on_meta(fused, imgsz=64)
 
 
-def test_the_name_of_no_file() -> None:
-    with pytest.raises(UserError, match=r"yolov5q\.yaml"):
-        build_model("yolov5q.yaml")
-
-
 # Layers of torch.nn, and of a user's file
 
 
@@ -358,43 +346,6 @@ def test_layers_of_torch(module: str, args: list[Any], expected: nn.Module) -> N
     assert (type(layer), repr(layer)) == (type(expected), repr(expected))
 
 
-USER_LAYERS = """
-import torch
-from torch import nn
-
-import beside
-from models.layers import Conv
-
-
-class Gate(Conv):
-    def __init__(self, c1, c2, kernel=1):
-        super().__init__(c1, c2, kernel)
-
-
-class Deep(nn.Sequential):
-    def __init__(self, c1, c2, n, kernel=1):
-        super().__init__(*(Gate(c1 if k == 0 else c2, c2, kernel) for k in range(n)))
-
-
-class Sum(nn.Module):
-    def __init__(self, factor, channels):
-        super().__init__()
-        self.factors = [factor] * len(channels)
-
-    def forward(self, maps):
-        return sum(factor * x for factor, x in zip(self.factors, maps))
-
-
-class Scale(nn.Module):
-    def __init__(self, factor):
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x):
-        return x * self.factor
-"""
-
-
 @pytest.fixture
 def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A path for the user's file; its layers and modules are removed after the test."""
@@ -408,25 +359,42 @@ def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         sys.modules.pop(name, None)
 
 
-def test_layers_are_called_as_their_parameters_are_named(user_file: Path) -> None:
-    user_file.write_text(USER_LAYERS)
-    assert add_layers(user_file) == add_layers(str(user_file)) == ["Gate", "Deep", "Sum", "Scale"]
-    assert sorted(path.name for path in user_file.parent.iterdir()) == ["beside.py", "mine.py"]  # no __pycache__
-    rows = [[-1, 1, "Conv", [64, 3, 2]], [-1, 2, "Gate", [128]], [-1, 3, "Deep", [128, 3]]]
-    head = [[[-1, 1], 1, "Sum", [2]], [-1, 1, "Scale", [3]], [[-1], 1, "Detect", ["nc", 2]]]
-    model = build_model({**tiny_detector(), "anchors": 2, "width_multiple": 0.25, "backbone": rows, "head": head})
-    gates, deep, added, scale, _ = model.model[1:]
-    assert [(gate.conv.in_channels, gate.conv.out_channels) for gate in gates] == [(16, 32), (32, 32)]
-    assert [gate.conv.kernel_size for gate in deep] == [(3, 3)] * 3
-    assert (added.factors, scale.factor) == ([2, 2], 3)
+MORE_LAYERS = """
+import beside
+
+class Gate(Conv):
+    def __init__(self, c1, c2, kernel=1):
+        super().__init__(c1, c2, kernel)
+
+class Scale(nn.Identity):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+class Wide(Scale):
+    def __init__(self, factor, channels):
+        super().__init__((factor, channels))
+"""
 
 
-def test_the_example_of_the_docs(user_file: Path) -> None:
+def test_the_layers_of_the_docs_are_called_as_their_parameters_are_named(user_file: Path) -> None:
     python, description = (DOCUMENTED.split(f"```{kind}\n")[1].split("```")[0] for kind in ("python", "yaml"))
-    user_file.write_text(python)
-    assert add_layers(user_file) == ["Squeeze", "Stack", "Weighted"]
+    user_file.write_text(python + MORE_LAYERS)
+    names = ["Squeeze", "Stack", "Weighted", "Gate", "Scale", "Wide"]
+    assert add_layers(user_file) == add_layers(str(user_file)) == names
+    assert sorted(path.name for path in user_file.parent.iterdir()) == ["beside.py", "mine.py"]  # no __pycache__
     model = build_model(yaml.safe_load(description))
     assert [m.shape for m in model(torch.rand(1, 3, 32, 32))] == [(1, 3, 4, 4, 85)]
+    rows = [[-1, 1, "Conv", [64, 3, 2]], [-1, 2, "Squeeze", [8]], [-1, 3, "Stack", [128, 5]]]
+    rows += [[-1, 2, "Gate", [256, 3]], [-1, 1, "Scale", [7]], [-1, 1, "Wide", [2]]]
+    head = [[[-1, -1], 1, "Weighted", []], [[-1], 1, "Detect", ["nc", 2]]]
+    model = build_model({**tiny_detector(), "anchors": 2, "width_multiple": 0.25, "backbone": rows, "head": head})
+    squeezed, stack, gates, scale, wide, weighted, _ = model.model[1:]
+    assert [layer.weigh[0].out_features for layer in squeezed] == [2, 2]  # 16 channels by 8
+    kernels = [(conv.conv.out_channels, conv.conv.kernel_size[0]) for conv in stack.m]
+    assert [(gate.conv.in_channels, gate.conv.out_channels) for gate in gates] == [(32, 64), (64, 64)]
+    assert (gates[0].conv.kernel_size, scale.factor, wide.factor) == ((3, 3), 7, (2, [64]))
+    assert (kernels, len(weighted.weight)) == ([(32, 1), *[(32, 5)] * 3], 2)
 
 
 @pytest.mark.parametrize(

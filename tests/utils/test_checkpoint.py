@@ -9,7 +9,6 @@ import math
 import os
 import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from models.weights import read_weights
 from models.yolo import build_model
 from tests.conftest import OnProcesses
 from tests.making import tiny_detector
-from tests.utils.test_run import fill_disk, run_in
+from tests.utils.test_run import run_in
 from utils.checkpoint import (
     STATE_FORMAT,
     Decisions,
@@ -218,22 +217,6 @@ def test_the_mean_of_equal_statistics_is_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({}, ""),
-        ({"names": {0: "disc", 1: "bar", 2: "ring"}}, "3 then, 3 now"),
-        ({"names": {**NAMES, 3: "dot"}}, "3 then, 4 now"),
-        ({"imgsz": 128}, "--imgsz"),
-        ({"splits": {"train": {**TRAIN, "count": "27"}, "val": VAL}}, "count of `train:`"),
-        ({"splits": {"train": TRAIN, "val": {**VAL, "file sizes": "c"}}}, "file sizes of `val:`"),
-    ],
-)
-def test_changed_classes_sizes_images_and_labels_are_refused(changed: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=named) if named else nullcontext():
-        Identity(**{**vars(IDENTITY), **changed}).check(vars(IDENTITY))
-
-
-@pytest.mark.parametrize(
     ("fitness", "improved", "best", "patience", "stalled"),
     [
         # a fitness of 0 is better than none; the first of equals is the best
@@ -257,14 +240,6 @@ def test_the_best_epoch_and_patience(
     progress.epoch += 1
     assert not progress.record(None)  # not validated
     assert progress.validated == len(fitness) - 1
-
-
-def test_the_progress_is_stored_as_plain_values() -> None:
-    """They can be read with `weights_only=True`, -inf included, the best of a run without a validation."""
-    summary = Summary({"mAP_0.5": 0.25}, 0.25, ["class images", "all 8"], ["disc 8"], {"val/box_loss": 0.1}, 9.5)
-    for progress in (Progress(), Progress(epoch=10, finished=True, best=0.25, summary=summary)):
-        state = torch.load(io.BytesIO(serialised(progress.state())), weights_only=True)
-        assert Progress.from_state(state) == progress
 
 
 # Its files
@@ -330,15 +305,6 @@ def test_a_damaged_state_is_named_and_then_removed(
         file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(UserError, match=before.name):
         read(states)
-
-
-def test_a_state_that_cannot_be_written_leaves_the_others(states: StateFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = states.files()
-    fill_disk(monkeypatch)
-    with pytest.raises(OSError, match="No space"):
-        states.write(state_file(3))
-    assert sorted(states.folder.iterdir(), reverse=True) == files
-    assert read(states) == 2
 
 
 @pytest.mark.parametrize(
@@ -451,31 +417,10 @@ def test_a_path_to_a_run_or_into_it(project: Path, inside: str, monkeypatch: pyt
     assert (named("--resume", str(path.relative_to(project))) or Path()).absolute() == project / "exp2"
 
 
-@pytest.mark.parametrize("path", ["", "exp3", "exp/a/b/c"])
-def test_a_path_that_is_not_a_run(path: str, project: Path) -> None:
-    (project / "exp" / "a" / "b" / "c").mkdir(parents=True)
-    with pytest.raises(UserError, match=f"--resume {project / path}: "):
-        named("--resume", str(project / path))
-
-
 def test_settings_that_are_not_of_a_training_run(tmp_path: Path) -> None:
     (tmp_path / "settings.yaml").write_text("epochs: 3\n")
     with pytest.raises(UserError, match=str(tmp_path)):
         resumed("--resume", str(tmp_path))
-
-
-def test_a_run_continues_with_its_settings(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = resumed("--resume", str(run))
-    assert (settings.saved, settings.is_fixed) == (read_yaml(run / "settings.yaml"), True)
-    assert settings.given == {"resume": str(run)}
-    folder: dict[str, Any] = {"project": str(run.parent), "name": "exp", "exist_ok": True, "resume": str(run)}
-    assert settings.options == TrainOptions(**BEGUN, **folder)  # type: ignore[arg-type]
-    options = resumed("--resume", str(run), "--workers", "3", "--epochs", "20").options
-    assert (options.workers, options.epochs, options.device, options.name) == (3, 20, "cpu", "exp")
-    monkeypatch.setattr("utils.checkpoint.launched", lambda: True)
-    assert resumed("--resume", str(run)).options.device == ""
-    with pytest.raises(UserError, match="--seed"):
-        resumed("--resume", str(run), "--seed", "1")
 
 
 @pytest.mark.parametrize("settings", [{}, {"nosave": True}])
@@ -531,25 +476,6 @@ def test_a_finished_run(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture
     with pytest.raises(UserError, match="--epochs 11"):
         resumed(*name, "--epochs", "11")
     assert resumed("--resume", str(run), "--epochs", "4").options.epochs == 4
-
-
-def test_the_state_that_a_run_continues_from(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings, opened = resumed("--resume", str(run), "--epochs", "12"), run_in(run.parent, exist_ok=True)
-    with pytest.raises(UserError, match="--imgsz"):
-        read_saved_state(opened, settings, Identity(NAMES, 128, IDENTITY.splits))
-    assert (run / "results.csv").read_text() == "epoch\n0\n1\n2\n3\n"  # unchanged
-    capsys.readouterr()
-    assert read_saved_state(opened, settings, IDENTITY) == STATE
-    printed = capsys.readouterr().out
-    assert "--epochs is 12 and was 10" in printed
-    assert f"{run} in epoch 4, after batch 2" in printed
-    assert (run / "results.csv").read_text() == "epoch\n0\n1\n2\n"  # of the state
-
-
-def test_a_new_run_has_no_state_and_removes_that_of_an_earlier_one(run: Path) -> None:
-    settings = resumed("--project", str(run.parent), "--exist-ok")
-    assert read_saved_state(run_in(run.parent, exist_ok=True), settings, IDENTITY) is None
-    assert StateFiles(run / "checkpoint").files() == []
 
 
 def decided(project: str) -> list[Any]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cv2
 import pytest
 import torch
 
 import train
-from tests.conftest import data_yaml
 from utils.compare_runs import BY_PARAMETER, HASHES, compare, described, main, weights_hash
 from utils.training.steps import OptimizerSteps
 
@@ -78,18 +75,6 @@ def test_another_seed(trained: Train, usual: Path) -> None:
     found = compare(usual, trained("seed", seed=1))
     assert (found["step"], found["causes"]["seed"]) == (1, [0, 1])
     assert {"pixels", "targets", *BY_PARAMETER} <= {*found["different"]}
-
-
-def test_another_pixel(trained: Train, usual: Path, small_data: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(small_data.with_suffix(""), tmp_path / "copy")
-    photo = sorted((folder / "images" / "train").iterdir())[0]
-    pixels = cv2.imread(str(photo))
-    pixels[20:60, 20:60] += 1
-    cv2.imwrite(str(photo), pixels)
-    found = compare(usual, trained("pixel", data=str(data_yaml(folder))))
-    assert found["different"][0] == "pixels"
-    assert "targets" in found["equal"]
-    assert any(cause.startswith("data of") for cause in found["causes"])
 
 
 def test_more_threads(trained: Train, usual: Path) -> None:

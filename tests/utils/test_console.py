@@ -11,7 +11,7 @@ import time
 import pytest
 
 from utils import console
-from utils.console import Background, Bar, columns, listed, show, table
+from utils.console import Background, Bar, show, table
 from utils.files import ROOT
 
 
@@ -114,20 +114,6 @@ def test_output_that_cannot_be_written_does_not_end_a_script(redirection: str) -
 
 
 # Widths
-
-
-@pytest.mark.parametrize(("given", "expected"), [("60", 80), ("80", 80), ("132", 132), ("", 80), ("none", 80)])
-def test_columns_without_a_terminal(given: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of $COLUMNS, but never fewer than 80."""
-    monkeypatch.setenv("COLUMNS", given)
-    monkeypatch.setattr("sys.__stdout__", io.StringIO())
-    assert columns() == expected
-
-
-def test_a_list_of_names() -> None:
-    assert listed([]) == ""
-    assert listed(list("abcdefghij")) == "a, b, c, d, e, f, g, h, i, j"
-    assert listed(list("abcdefghijkl")) == "a, b, c, d, e, f, g, h, i, j and 2 more"
 
 
 NUMBERS: list[str | float] = [12, *[1 / 3] * 8]  # 11 columns with their names; 60 characters beside these

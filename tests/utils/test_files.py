@@ -35,7 +35,6 @@ from utils.files import (
     read_yaml,
     replacing,
     unique_stems,
-    write_rows,
 )
 
 
@@ -223,11 +222,6 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
 def test_stems_of_files_that_may_share_a_folder() -> None:
     paths = ["a/x+1.jpg", "b/x+1.png", "http://host/y.jpg?size=2", "a/pi\udcff.jpg", "", "c/a:b.jpg", "x+1-2.jpg"]
     assert unique_stems(paths) == ["x+1", "x+1-2", "y", "pi\udcff", "_", "a_b", "x+1-2-2"]
-
-
-def test_rows_with_names_that_are_not_utf8(tmp_path: Path) -> None:
-    write_rows(tmp_path / "a.txt", ["0.5 \u00e4", "0.4 \udcff"])
-    assert (tmp_path / "a.txt").read_bytes() == "0.5 \u00e4\n0.4 ".encode() + b"\xff\n"
 
 
 # Downloads

@@ -18,7 +18,6 @@ from utils.errors import Stopped, UserError
 from utils.files import lock_folder
 from utils.python_api import RESULT, arguments, call, write_result
 from utils.summary import Summary
-from utils.user_code import running
 
 SUMMARY = Summary({"mAP_0.5": 0.5}, 0.25, ["head", "all"], [], losses={"box_loss": 2.0})
 
@@ -131,14 +130,3 @@ def test_the_end_of_a_script_is_an_error_and_restores_signal_handlers(
     else:
         assert call(start, "train", {}) == {}
     assert signal.getsignal(signal.SIGINT) is before
-
-
-@pytest.mark.parametrize("error", ["StopIteration", "SystemExit(0)", "GeneratorExit", "ValueError('a value')"])
-def test_what_a_users_code_raises_is_an_error_with_its_line(error: str, tmp_path: Path) -> None:
-    file = tmp_path / "raising.py"
-    file.write_text(f"def go(given):\n    raise {error}\n")
-    with running(file):
-        names: dict[str, Any] = {}
-        exec(compile(file.read_text(), file, "exec"), names)
-    with pytest.raises(UserError, match=rf"^{file}, line 2: {error[:8]}"):
-        call(names["go"], "train", {})

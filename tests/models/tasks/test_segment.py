@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from export import suppression_metadata
 from models.export import ExportJob, ExportMetadata, read_exported, write
 from models.heads.anchors import Segment, match, near_cells
 from models.loading import transfer
@@ -223,6 +222,7 @@ def test_a_training_step_reaches_every_parameter() -> None:
 
 THRESHOLDS = Thresholds(0.3, 0.45, 20)
 LIMITS = Thresholds(0.3, 0.45, 20, max_det_per_class=20)
+SUPPRESSION = {"conf_thres": 0.3, "iou_thres": 0.45, "most": 20, "most_per_class": 20, "agnostic": False}
 
 
 def images_of(count: int, height: int = SIDE, width: int = SIDE) -> Tensor:
@@ -320,7 +320,7 @@ def test_files_of_all_formats(suppressed: bool, tmp_path: Path) -> None:
     metadata = ExportMetadata(
         **{"task": "segment", "names": CLASS_NAMES, "stride": 16, "model": tiny_segmenter(), "settings": {"imgsz": 64}},
         **{"imgsz": (64, 64), "batch": 1, "half": False, "device": "cpu", "dynamic": not suppressed},
-        suppression=suppression_metadata(LIMITS) if suppressed else None,
+        suppression=SUPPRESSION if suppressed else None,
     )
     job = ExportJob(module, metadata)
     names = [output.name for output in onnx.load_from_string(job.onnx).graph.output]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -15,17 +14,13 @@ from tests.making import options_of
 from utils.config.flags import (
     BELOW_ONE,
     BUILT_IN_JOB,
-    FINITE,
     NOT_NEGATIVE,
     POSITIVE,
-    REFUSED,
-    SHARE,
     WRONG_VALUE,
     Range,
     TrainOptions,
     ValOptions,
     flags_of,
-    is_number,
     typed,
 )
 from utils.config.hyperparameters import Hyperparameters
@@ -81,35 +76,7 @@ def test_a_resume_compares_what_the_curve_depends_on() -> None:
     assert not {"epochs", "patience", "workers", "device", "project", "data"} & curve
 
 
-def test_a_refused_flag_is_not_a_flag_of_both_scripts() -> None:
-    """A flag of one script may be refused in the other."""
-    names = [{name for field in flags_of(kind) for name in (field.name, *field.metadata["aliases"])} for kind in KINDS]
-    assert not set(REFUSED) & names[0] & names[1]
-    assert all("-" not in name for name in REFUSED)  # the parser looks up names with underscores
-
-
 # Values
-
-
-def test_numbers() -> None:
-    assert all(map(is_number, [0, -3, 0.5, 1e300, 10**300]))
-    assert not any(map(is_number, [True, False, None, "1", [1], math.nan, math.inf, -math.inf, 10**400]))
-
-
-@pytest.mark.parametrize(
-    ("allowed", "inside", "outside"),
-    [
-        (FINITE, (-1e300, 0, 1e300), (math.inf, -math.inf, math.nan)),
-        (NOT_NEGATIVE, (0, 1, 1e300), (-1e-9, math.inf, math.nan)),
-        (POSITIVE, (1e-9, 1), (0, -1)),
-        (SHARE, (0, 0.5, 1), (-0.1, 1.1)),
-        (BELOW_ONE, (0, 0.999), (-0.1, 1)),
-        (Range(-1, 2, exclusive_minimum=True), (-0.9, 2), (-1, 2.1)),
-    ],
-)
-def test_bounds(allowed: Range, inside: tuple[float, ...], outside: tuple[float, ...]) -> None:
-    assert all(value in allowed for value in inside)
-    assert not any(value in allowed for value in outside)
 
 
 CHOICES = {"choices": ("none", "all", "wandb", "FILE.py"), "comma_separated": True}
@@ -121,6 +88,7 @@ WRONG = object()  # in place of a result
     [
         (int, {"within": NOT_NEGATIVE}, "7", 7),
         (int, {}, 7.0, 7),
+        *((float, {"within": BELOW_ONE}, value, value) for value in (0.0, 0.999)),
         (float, {}, "1e-3", 0.001),
         (float, {}, 3, 3.0),
         (bool, {}, True, True),
@@ -135,6 +103,8 @@ WRONG = object()  # in place of a result
         (Mapping[str, float], {}, {7: 1}, {"7": 1.0}),
         *((int, {}, value, WRONG) for value in ("many", 2.5, True)),
         (int, {"within": NOT_NEGATIVE}, -1, WRONG),
+        *((float, {"within": allowed}, value, WRONG) for allowed, value in ((BELOW_ONE, 1.0), (POSITIVE, 0.0))),
+        (float, {"within": Range(-1, 2)}, 2.1, WRONG),
         *((float, {}, value, WRONG) for value in ("nan", None)),
         *((bool, {}, value, WRONG) for value in ("yes", 1)),
         *((str, {}, value, WRONG) for value in (None, True)),

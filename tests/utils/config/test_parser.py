@@ -24,7 +24,6 @@ from utils.config.flags import (
 )
 from utils.config.parser import given_flags, suggested_defaults
 from utils.errors import UserError
-from utils.files import ROOT
 
 KINDS = (TrainOptions, ValOptions)
 SCRIPTS = (*KINDS, DetectOptions, ExportOptions)
@@ -85,31 +84,6 @@ def test_the_help(kind: Any, capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert text.count("(default ") == len(flags_of(kind))
     assert ("--hyp.lr0 0.005" in text) == (kind is TrainOptions)
     assert "--device DEVICE " in text
-
-
-@pytest.mark.parametrize(
-    ("flag", "code"), [("--help", 0), ("--version", 0), ("--epohcs=3", 2), ("--evolve", 2), ("--epochs=0", 2)]
-)
-def test_only_one_process_of_a_machine_prints(
-    flag: str, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for is_main in (True, False):
-        monkeypatch.setattr("utils.config.parser.log.is_main", is_main)
-        with pytest.raises(SystemExit) as caught:
-            options_of(TrainOptions, [flag])
-        assert caught.value.code == code
-        printed = "".join(capsys.readouterr())
-        assert bool(printed) == is_main
-        if flag == "--version" and is_main:
-            name, number = printed.split()
-            assert f'name = "{name}"\nversion = "{number}"\n' in (ROOT / "pyproject.toml").read_text()
-
-
-@pytest.mark.parametrize("argv", ["--batch 4 --img 320", "--batch_size 4 --img-size=320", "--batch-size=4 --imgsz 320"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_aliases_of_yolov5(kind: type, argv: str) -> None:
-    options = options_of(kind, argv.split())
-    assert (options.batch_size, options.imgsz) == (4, 320)
 
 
 @pytest.mark.parametrize(
@@ -197,18 +171,6 @@ def test_overrides_are_text(argv: str, overrides: dict[str, str]) -> None:
 
 
 # Defaults of a task and a data set
-
-
-def test_suggested_defaults() -> None:
-    values = {
-        **{"weights": "", "hyp": "data/hyps/none.yaml", "epochs": 12, "batch_size": 32, "imgsz": 64.0},
-        **{"optimizer": "AdamW", "cos_lr": True, "label_smoothing": 0},
-    }
-    defaults = suggested_defaults(values, Path("a.yaml"))
-    assert defaults == values
-    assert (type(defaults["imgsz"]), type(defaults["label_smoothing"])) == (int, float)
-    assert suggested_defaults({"close_mosaic": 3}, Path("a.yaml"), "hyp") == {"close_mosaic": 3}
-    assert suggested_defaults({}, Path("a.yaml")) == {}
 
 
 @pytest.mark.parametrize(

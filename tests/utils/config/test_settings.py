@@ -145,16 +145,6 @@ def test_flags_that_a_new_runs_model_does_not_use_are_refused() -> None:
 # Views of the settings
 
 
-def test_the_content_of_settings_yaml() -> None:
-    settings = Settings(TrainOptions(imgsz=100, overrides={"lr0": "0.1"}), hyp=StripesRecipe(lr0=0.1))
-    content = settings.content({"nc": 3}, 128, 8, "abc")
-    parts = {"hyperparameters": vars(StripesRecipe(lr0=0.1)), "model": {"nc": 3}}
-    assert content == {**vars(settings.options), "imgsz": 128, "wandb_id": "abc", **parts}
-    assert list(content)[: len(vars(settings.options))] == list(vars(settings.options))
-    measured = Settings(TrainOptions(batch_size=-1)).content({}, 128, 24, "abc")
-    assert measured["batch_size"] == 24
-
-
 # A resumed run
 
 LOW = str(ROOT / "data" / "hyps" / "low.yaml")
@@ -188,6 +178,7 @@ def test_flags_take_precedence_over_the_settings() -> None:
     assert resumed(saved(), "--imgsz", "90").imgsz == 90  # the settings have the rounded size
     assert resumed(saved(), "--batch-size", "-1").batch_size == 8  # as it was measured
     assert resumed(saved(), "--hyp", "auto").hyp == LOW  # what auto chose
+    assert (resumed(saved()).device, resumed(saved(), launched=True).device) == ("cpu", "")
 
 
 @pytest.mark.parametrize("option", [option for option in flags_of(TrainOptions) if option.metadata["curve"]])

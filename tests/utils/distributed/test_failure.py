@@ -240,12 +240,6 @@ def load(sender: Connection) -> None:
     time.sleep(LIFE_SECONDS)
 
 
-def train(sender: Connection) -> None:
-    """A training process with a loader process."""
-    FORK.Process(target=load, args=(sender,)).start()
-    time.sleep(LIFE_SECONDS)
-
-
 def started(target: Callable[[Connection], None]) -> tuple[Any, int]:
     """Start a process; return it and the number of the loader process, which may be the same."""
     receiver, sender = FORK.Pipe(duplex=False)
@@ -265,14 +259,6 @@ def test_a_loader_process_ends_on_its_parents_signal_only() -> None:
     process.terminate()
     process.join(30)
     assert process.exitcode == 0
-
-
-def test_a_loader_process_ends_with_its_training_process() -> None:
-    process, worker = started(train)
-    assert not ends(worker, 0.1)
-    process.kill()
-    process.join(30)
-    assert ends(worker)
 
 
 def test_end_workers() -> None:

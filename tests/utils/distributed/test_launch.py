@@ -266,37 +266,21 @@ def test_spawn(on_processes: OnProcesses) -> None:
     assert dict(os.environ) == environment  # a later run of this process may have other numbers
 
 
-def test_spawn_does_nothing_for_one_process_or_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not spawn(pytest.fail, 1)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert not spawn(pytest.fail, 2)
-
-
 # The end of processes: functions that they run
 
 
 def end_one(culprit: int, how: str) -> None:
-    if how == "before meeting":
-        raise UserError("an error of process 0, 1 and 2")
     connect("cpu", 60.0)
-    if how == "error" and culprit in (ranks().rank, -1):
-        raise UserError(f"an error of process {culprit}")
+    if how == "error":
+        raise UserError("an error of process 0, 1 and 2")
     if ranks().rank == culprit:
         time.sleep(1)  # the others are waiting for it
-        os.kill(os.getpid(), signal.SIGKILL) if how == "killed" else os._exit(0)
+        os._exit(0)
     distributed.all_reduce(torch.ones(1))
 
 
 @pytest.mark.parametrize(
-    ("culprit", "how", "named"),
-    [
-        (-1, "error", "an error of process"),  # on all
-        (2, "leaves", "process 2 on"),
-        pytest.param(0, "before meeting", "an error of process 0", marks=pytest.mark.long),
-        pytest.param(0, "error", "an error of process 0", marks=pytest.mark.long),
-        pytest.param(2, "error", "an error of process 2", marks=pytest.mark.long),
-        pytest.param(2, "killed", "process 2 on", marks=pytest.mark.long),
-    ],
+    ("culprit", "how", "named"), [(-1, "error", "an error of process"), (2, "leaves", "process 2 on")]
 )
 def test_a_failed_run_prints_one_line(culprit: int, how: str, named: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,7 +25,6 @@ from utils.distributed.logical import (
     GlobalDropout,
     LogicalProcesses,
     check_logical_processes,
-    collate_local,
     place_model,
     prepare,
     synchronise_dropout,
@@ -45,21 +43,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Which logical processes
-
-
-@pytest.mark.parametrize(
-    ("requested", "processes", "rank", "expected"),
-    [
-        (0, 3, 1, (3, 1, 1, False)),  # each process is one without the flag
-        (4, 1, 0, (4, 4, 0, True)),
-        (4, 2, 1, (4, 2, 2, True)),
-        (4, 4, 3, (4, 1, 3, True)),
-    ],
-)
-def test_each_process_has_neighbours(requested: int, processes: int, rank: int, expected: tuple[Any, ...]) -> None:
-    accelerator: Any = SimpleNamespace(num_processes=processes, process_index=rank)
-    logical = LogicalProcesses.of(requested, accelerator)
-    assert (logical.count, logical.local, logical.first, logical.exact) == expected
 
 
 @pytest.mark.parametrize(
@@ -82,21 +65,6 @@ def test_what_can_be(
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", str(by_zero).lower())
     with pytest.raises(UserError, match=named) if named else nullcontext():
         check_logical_processes(count, batch_size, sync_bn)
-
-
-def test_replicas_share_the_parameters_only() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
-    replicas = LogicalProcesses(count=8, local=3, first=2, exact=True).replicate(model)
-    assert replicas[0] is model
-    places = [[parameter.data_ptr() for parameter in replica.parameters()] for replica in replicas]
-    assert places == places[:1] * 3
-    replicas[1].get_buffer("1.running_mean").fill_(7.0)
-    assert [float(replica.get_buffer("1.running_mean")[0]) for replica in replicas] == [0.0, 7.0, 0.0]
-
-
-def test_a_batch_is_collated_in_equal_parts() -> None:
-    assert collate_local(list, 3, [*"abcdef"]) == [["a", "b"], ["c", "d"], ["e", "f"]]
-    assert collate_local(list, 1, [*"ab"]) == [["a", "b"]]
 
 
 # Training
@@ -138,11 +106,13 @@ def take_steps(folder: str, optimizer: str, precision: str, dropout: float, accu
     """Train an epoch as train.py does; return the state of the run and its means."""
     run = Run(*start("cpu", precision, 60.0))
     run.accelerator.gradient_accumulation_steps, run.path = accumulated, Path(folder)
+    torch.manual_seed(ranks().rank)  # the main process's weights are those of all
+    network = Network(dropout)
     torch.manual_seed(0)
     images = torch.randn(BATCH * BATCHES, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     hyp = Recipe(lr0=0.05, momentum=0.5, weight_decay=0.01, warmup_epochs=0.0, nbs=0)
     data = DataLoader(TensorDataset(images, torch.arange(len(images))), batch_size=BATCH)
-    steps, loader = steps_of(run, Network(dropout), data, hyp, optimizer=optimizer, logical_processes=COUNT)
+    steps, loader = steps_of(run, network, data, hyp, optimizer=optimizer, logical_processes=COUNT)
     model, state = steps.model, steps.state
     model.train()
     for number, local in enumerate(loader):
@@ -284,11 +254,10 @@ def test_the_mask_does_not_depend_on_the_number_of_processes(processes: int, mon
 SMALL_BATCH = 4  # of all processes
 
 
-def network(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 2)
-    )
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 2)
+    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.Dropout(0.5), *layers)
 
 
 def images() -> torch.Tensor:
@@ -296,26 +265,21 @@ def images() -> torch.Tensor:
     return torch.rand(2 * SMALL_BATCH, 3, 8, 8, generator=generator)
 
 
-def prepared(accelerator: Any, model: nn.Module) -> tuple[DistributedModel, Any, Any]:
-    """Return model, optimizer and loader, prepared as in train.py."""
+def prepared(accelerator: Any, model: nn.Module, keep_norms: bool = False) -> tuple[DistributedModel, Any]:
+    """Return model and loader, prepared as in train.py."""
     place_model(accelerator, model)  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(images()), batch_size=SMALL_BATCH)
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(images()), SMALL_BATCH)
     how: Any = {"batch_size": SMALL_BATCH, "sync_bn": False, "precision": "no", "clip_norm": 10.0}
-    return prepare(accelerator, LogicalProcesses.of(0, accelerator), model, optimizer, loader, **how)  # type: ignore[arg-type]
-
-
-# One process
+    logical: Any = LogicalProcesses.of(0, accelerator)
+    made, _, loader = prepare(accelerator, logical, model, optimizer, loader, keep_norms=keep_norms, **how)  # type: ignore[arg-type]
+    return made, loader
 
 
 @pytest.mark.parametrize("keep_norms", [False, True])
 def test_training_may_keep_the_statistics_of_batchnorm(keep_norms: bool) -> None:
-    accelerator, model = Accelerator(cpu=True), network()
+    model = network()
     nn.init.uniform_(model[1].running_mean)  # type: ignore[arg-type]
-    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(images()))
-    how: Any = {"batch_size": SMALL_BATCH, "sync_bn": False, "precision": "no", "clip_norm": 10.0}
-    logical = LogicalProcesses.of(0, accelerator)
-    distributed, *_ = prepare(accelerator, logical, model, optimizer, loader, keep_norms=keep_norms, **how)  # type: ignore[arg-type]
+    distributed, _ = prepared(Accelerator(cpu=True), model, keep_norms)
     before = copy.deepcopy(distributed.model.state_dict())
     distributed.train()
     distributed.wrapped(images()).sum().backward()
@@ -326,44 +290,27 @@ def test_training_may_keep_the_statistics_of_batchnorm(keep_norms: bool) -> None
     assert distributed.model[1].weight.grad is not None  # type: ignore[index]
 
 
-# Two processes
-
-
-def place_and_train() -> dict[str, Any]:
-    """Return the results of a process: placed weights, and a backward pass on its part of the first batch."""
-    (accelerator, _), model = start("cpu", "no", 60.0), network(seed=ranks().rank)  # each draws its own weights
-    distributed, _, loader = prepared(accelerator, model)
-    placed = {name: value.clone() for name, value in model.state_dict().items()}
+def place_and_train() -> list[list[Tensor]]:
+    """Return the statistics of a process after a step on its part of the first batch, and the averages of all."""
+    (accelerator, _), model = start("cpu", "no", 60.0), network()
+    distributed, loader = prepared(accelerator, model)
     distributed.wrapped.train()
     ((batch,),) = next(iter(loader))
-    torch.manual_seed(2)  # of the dropout
     distributed.wrapped(batch).square().sum().backward()
     statistics = distributed.model.get_buffer("1.running_mean").clone()
     ema = copy.deepcopy(distributed.model)
     ema.get_buffer("1.running_mean").fill_(1.0 + ranks().rank)
     ema.get_buffer("1.running_var").fill_(1 / 3)
     distributed.average_statistics([ema])
-    return {
-        "placed": placed,
-        "broadcast": distributed.wrapped.broadcast_buffers,
-        "batch": batch,
-        "gradients": {name: parameter.grad for name, parameter in distributed.model.named_parameters()},
-        "statistics": statistics,
-        "averaged": [model.get_buffer("1.running_mean") for model in (distributed.model, ema)],
-        "equal": ema.get_buffer("1.running_var"),
-    }
+    averaged = [model.get_buffer("1.running_mean") for model in (distributed.model, ema)]
+    return [[batch, statistics], [*averaged, ema.get_buffer("1.running_var")]]
 
 
-def test_two_processes(on_processes: OnProcesses) -> None:
-    first, second = on_processes(2, place_and_train)
-    for process in (first, second):  # the weights of the main process
-        assert all(torch.equal(process["placed"][name], value) for name, value in network().state_dict().items())
-        assert process["broadcast"] is False  # of DDP
-        assert torch.equal(process["equal"], torch.full((6,), 1 / 3))  # equal statistics keep their bits
-    assert torch.equal(torch.cat((first["batch"], second["batch"])), images()[:SMALL_BATCH])  # each has its slice
-    assert same(first["gradients"], second["gradients"])
-    assert not torch.equal(first["statistics"], second["statistics"])  # of each slice
-    mean, average = first["averaged"]
-    assert torch.allclose(mean, (first["statistics"] + second["statistics"]) / 2)
-    assert average.tolist() == [1.5] * 6
-    assert same(first["averaged"], second["averaged"])
+def test_each_process_has_its_slice_and_statistics(on_processes: OnProcesses) -> None:
+    """Statistics are averaged for the validation; equal ones keep their bits."""
+    (first, averaged), (second, other) = on_processes(2, place_and_train)
+    assert torch.equal(torch.cat((first[0], second[0])), images()[:SMALL_BATCH])
+    assert not torch.equal(first[1], second[1])
+    assert same(averaged, other)
+    assert torch.allclose(averaged[0], (first[1] + second[1]) / 2)
+    assert [averaged[1].tolist(), *averaged[2].unique()] == [[1.5] * 6, torch.tensor(1 / 3)]

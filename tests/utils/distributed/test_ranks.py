@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import time
@@ -27,7 +26,6 @@ from utils.distributed.ranks import (
     Collectives,
     Ranks,
     RunStore,
-    SharedMemory,
     available_bytes,
     broadcast_from_main,
     check_launch,
@@ -112,11 +110,6 @@ def test_one_value_for_all_and_counters(stores: list[RunStore]) -> None:
     assert [store.count("failed", by) for store, by in ((main, 0), (main, 1), (other, 1), (main, 0))] == [0, 1, 2, 2]
 
 
-def test_without_a_run_there_is_no_store() -> None:
-    assert run_store() is None
-    assert query_store(pytest.fail, 7) == 7  # type: ignore[arg-type]
-
-
 # Collective operations
 
 
@@ -179,21 +172,6 @@ def test_memory_of_an_earlier_run_is_free_again(monkeypatch: pytest.MonkeyPatch)
     assert len(shared_memory(lambda free: free).bytes) == 1000
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file)
-
-
-def write_seven(memory: SharedMemory) -> None:
-    memory.bytes[2] = 7
-
-
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long), "forkserver"])
-def test_it_can_be_sent_to_a_started_process(method: str) -> None:
-    """Sharing it between started processes is tested in tests/data/test_cache.py."""
-    memory = shared_memory(lambda free: 4)
-    process: Any = multiprocessing.get_context(method)
-    process = process.Process(target=write_seven, args=(memory,))
-    process.start()
-    process.join(60)
-    assert memory.bytes.tolist() == [0, 0, 7, 0]
 
 
 def test_a_handle_from_the_store_is_never_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

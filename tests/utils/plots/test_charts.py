@@ -13,15 +13,12 @@ import pytest
 from utils.plots.charts import (
     Curves,
     axis_text,
-    colours,
-    confidence_figure,
     confusion_figure,
     f1,
     labels_figure,
     recall_figure,
     render,
     results_figure,
-    smooth,
 )
 
 NAN, INF = math.nan, math.inf
@@ -49,26 +46,13 @@ def subplot(figure: Any, name: str) -> Any:
     return figure.axes[titles(figure).index(name)]
 
 
-def legend(figure: Any) -> list[str]:
-    return [text.get_text() for text in figure.legends[0].get_texts()]
-
-
 def points(line: Any) -> list[tuple[float, float]]:
     return list(zip(line.get_xdata().tolist(), line.get_ydata().tolist(), strict=True))
-
-
-@pytest.mark.parametrize(("epochs", "width"), [(range(81), 2), (range(1000), 4), (range(11), 1), (range(5), 0.4)])
-def test_smoothing(epochs: range, width: float) -> None:
-    """Weights are a Gaussian's of a width that depends on the epochs."""
-    x, values = np.array(epochs, float), np.random.default_rng(0).random(len(epochs))
-    weights = np.exp(-0.5 * ((x - x[0]) / width) ** 2)
-    assert smooth(x, values)[0] == pytest.approx(weights @ values / weights.sum())
 
 
 @pytest.mark.parametrize("names", [DETECTOR, CLASSIFIER])
 @pytest.mark.parametrize("epochs", [1, 300])
 def test_every_column_has_a_subplot(names: list[str], epochs: int) -> None:
-    """Validation losses are below the training losses."""
     results = run(names, epochs)
     figure = results_figure(results)
     assert sorted(titles(figure)) == sorted(names)
@@ -76,12 +60,6 @@ def test_every_column_has_a_subplot(names: list[str], epochs: int) -> None:
         values, *smoothed = subplot(figure, name).get_lines()
         assert points(values) == list(zip(range(epochs), results[name].tolist(), strict=True))
         assert len(smoothed) == (epochs > 1 and not name.startswith("x/"))  # learning rates are not smoothed
-    place = dict(zip(titles(figure), (axes.get_subplotspec() for axes in figure.axes), strict=True))
-    positions = [(place[name].rowspan.start, place[name].colspan.start) for name in names]
-    if names == DETECTOR:
-        assert positions[:3] == [(0, 0), (0, 1), (0, 2)]  # training losses
-        assert positions[3:7] == [(0, 3), (0, 4), (1, 3), (1, 4)]  # metrics
-        assert positions[7:] == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]  # validation losses, rates
 
 
 def test_values_that_are_not_finite_are_omitted() -> None:
@@ -127,25 +105,6 @@ def test_f1_and_means_by_hand() -> None:
     assert mean == pytest.approx([0.75, 0.25, 0])
 
 
-def test_curves_of_classes() -> None:
-    """Many have no names; the mean AP is over the classes that have one."""
-    figure = confidence_figure("recall", curves(3), 1)
-    names = ["c0 0.167", "c1 0.333", "c2 0.500"]
-    assert legend(figure) == ["all classes: best 0.667 at 0.500", "recall at 0.250 (best F1)", *names]
-    lines = {width: [] for width in (3, 1.1)}  # type: ignore[var-annotated]
-    for line in figure.axes[0].get_lines():
-        lines.setdefault(line.get_linewidth(), []).append(line)
-    assert lines[3][0].get_ydata() == pytest.approx([0, 1 / 3, 2 / 3, 1 / 3, 0])
-    assert np.array([line.get_ydata() for line in lines[1.1]]) == pytest.approx(curves(3).values)
-    assert len({line.get_color() for line in lines[1.1]}) == 3
-    figure = confidence_figure("precision", curves(80), 2)
-    assert legend(figure) == ["all classes: best 0.506 at 0.500", "80 classes"]
-    assert len([line for line in figure.axes[0].get_lines() if line.get_linewidth() == 0.5]) == 80
-    figure = recall_figure(curves(3), np.array([0.5, NAN, 0.25]))
-    assert legend(figure) == ["all classes: mAP50 0.375", "AP50", "c0 0.500", "c1 nan", "c2 0.250"]
-    assert legend(recall_figure(curves(2), np.full(2, NAN)))[0] == "all classes: mAP50 0.000"
-
-
 # Labels
 
 NO_BOXES = np.zeros(0, int), np.zeros((0, 4))
@@ -163,24 +122,6 @@ def test_bars_are_the_counts() -> None:
         figure = labels_figure(["a", "b", "c"], {"train": np.array(row, float)}, *NO_BOXES)
         assert figure.axes[0].get_yscale() == scale
         figure.savefig(io.BytesIO())
-
-
-def test_boxes_and_densities() -> None:
-    """Boxes have one centre; colours of densities depend on the root of the count."""
-    boxes = np.array([[0.5, 0.25, 0.2, 0.4], [0.5, 0.25, 1.0, 0.5]])  # xywh
-    _, outlines, centres, sizes = labels_figure(["a", "b"], {"train": np.ones(2)}, np.array([1, 0]), boxes).axes
-    (lines,) = outlines.collections
-    corners = np.array([line[:4] for line in lines.get_segments()])
-    assert corners.min(1) == pytest.approx(np.array([[0.4, 0.3], [0, 0.25]]))
-    assert corners.max(1) == pytest.approx(np.array([[0.6, 0.7], [1, 0.75]]))
-    assert lines.get_colors()[:, :3] == pytest.approx(np.array(colours(2))[[1, 0], :3])
-    values = np.asarray(centres.get_images()[0].get_array().filled(0))
-    assert np.argwhere(values).tolist() == [[12, 25]]  # row, column of 50: y 0.25, x 0.5
-    assert values[12, 25] == pytest.approx(2**0.5)
-    assert centres.yaxis_inverted()  # y goes down, as in an image
-    values = np.asarray(sizes.get_images()[0].get_array().filled(0))
-    assert np.argwhere(values).tolist() == [[20, 10], [25, 49]]
-    assert not sizes.yaxis_inverted()
 
 
 # Names and settings

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from utils.errors import UserError
-from utils.plots.drawing import draw_captioned, draw_targets, printable, write_picture
+from utils.plots.drawing import draw_targets, write_picture
 
 
 def test_boxes_are_drawn_on_their_own_image_alone() -> None:
@@ -28,35 +28,6 @@ def test_boxes_are_drawn_on_their_own_image_alone() -> None:
 
 
 # Captions: two lines of 16 pixels and a gap of 4 below each image, a gap to its right
-
-
-def grey_images(*values: int) -> list[np.ndarray]:
-    return [np.full((40, 200, 3), value, np.uint8) for value in values]
-
-
-def test_each_image_is_above_its_caption() -> None:
-    images = grey_images(10, 20, 30)
-    images[0][:, :, 2] = 200
-    picture = draw_captioned(images, ["one line", "two\nlines", ""])
-    assert (picture[:40, :200] == (10, 10, 200)).all()
-    assert (picture[:40, 204:404] == 20).all()
-    assert (picture[76:116, :200] == 30).all()
-    dark = picture < 128
-    assert dark[40:56, :200].any()
-    assert not dark[57:76, :200].any()
-    assert dark[40:56, 204:].any()
-    assert dark[57:76, 204:].any()
-    assert (picture[116:, :200] == 255).all()
-    assert (picture[76:, 204:] == 255).all()  # no image
-
-
-def test_captions_are_cut_to_two_lines_and_to_the_width() -> None:
-    images = grey_images(0)
-    assert np.array_equal(draw_captioned(images, ["a\nb\nc"]), draw_captioned(images, ["a\nb"]))
-    assert not np.array_equal(draw_captioned(images, ["a\nb"]), draw_captioned(images, ["a\nc"]))
-    assert (draw_captioned(images, ["long " * 50])[:, 200:] == 255).all()
-    assert not images[0].any()  # a copy is drawn on
-    assert printable("a\nb\udcff\x00猫$") == "a?b??猫$"
 
 
 # Files

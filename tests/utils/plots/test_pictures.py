@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from PIL import Image
 
 from tests.making import plain
 from tests.making import write_image as write_pixels
-from utils.files import ROOT, csv_text
+from utils.files import csv_text
 from utils.plots import charts
 from utils.plots.drawing import CAPTION_LINE_PIXELS, COLOURS, GAP_PIXELS
 from utils.plots.pictures import DRAWINGS, Plotter, main
@@ -163,22 +160,6 @@ def test_a_file_without_rows_draws_nothing(
     assert draw(tmp_path / "nowhere") == draw(tmp_path) == draw(tmp_path, "--only", "labels.csv") == 1
 
 
-def test_the_command_imports_neither_torch_nor_pyplot(tmp_path: Path) -> None:
-    """matplotlib is imported with the first chart; the back end of a notebook in the environment is ignored."""
-    exp = make_run_folder(tmp_path / "exp")
-    code = (
-        "import sys; sys.path[0] = sys.argv.pop(1); from utils.plots.pictures import main\n"
-        "print('torch' in sys.modules, 'matplotlib' in sys.modules)\n"
-        "try: main()\n"
-        "finally: print('torch' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
-    )
-    command = [sys.executable, "-c", code, str(ROOT), str(exp), "--only", "results.csv"]
-    environment = {**os.environ, "MPLBACKEND": "no such back end", "DISPLAY": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "False False\nresults.png\nFalse False\n"
-
-
 # Validation images
 
 
@@ -188,21 +169,6 @@ def validation_pictures(folder: Path, *rows: tuple[object, ...], head: str = VAL
     (folder / "val_boxes.csv").write_bytes(text.encode(errors="surrogateescape"))
     assert draw(folder, "--only", "val_boxes.csv") == 0
     return [cv2.imread(str(path)) for path in sorted(folder.glob("val_batch*.jpg"))]
-
-
-@pytest.mark.parametrize(
-    ("size", "drawn"),
-    [((960, 480), (480, 240)), ((480, 300), (480, 300)), ((320, 100), (320, 100)), ((40, 80), (160, 320))],
-)
-def test_photos_are_resized(size: tuple[int, int], drawn: tuple[int, int], tmp_path: Path) -> None:
-    """To at most 480 and at least 320 pixels, with their boxes."""
-    path = write_image(tmp_path / "a.png", *size, 0)
-    labels, predictions = validation_pictures(tmp_path, (path, "label", "x", "", size[0] / 2, size[1] / 2, *size))
-    (width, height), tile = drawn, max(drawn[0], 320)
-    assert labels.shape[:2] == predictions.shape[:2] == (height + CAPTION_PIXELS, tile + GAP_PIXELS)
-    left = (tile - width) // 2
-    assert labels[height * 3 // 4, left + width // 2].max() > 150  # the left side of the box
-    assert predictions[height * 3 // 4, left + width // 2].max() < 50
 
 
 def test_the_most_confident_is_on_top_in_the_colour_of_its_class(tmp_path: Path) -> None:
@@ -243,12 +209,6 @@ def test_unusual_photos(tmp_path: Path) -> None:
     assert validation_pictures(tmp_path, (tmp_path / "a.jpg", "image", *[""] * 6))[0].shape[0] == 400 + CAPTION_PIXELS
 
 
-def test_grids_of_sixteen_and_no_more_than_three(tmp_path: Path) -> None:
-    grids = validation_pictures(tmp_path, *((tmp_path / f"{number}.jpg", "image", *[""] * 6) for number in range(60)))
-    assert len(grids) == 6
-    assert len({picture.shape for picture in grids}) == 1
-
-
 # Beside a training
 
 
@@ -270,12 +230,3 @@ def test_pictures_are_drawn_in_the_background(tmp_path: Path, capsys: pytest.Cap
     plots.draw_documents()
     assert plots.finish(60)
     assert capsys.readouterr().out.count("warning: ") == 1
-
-
-def test_drawing_does_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = threading.Event()
-    plots = Plotter(tmp_path, len)
-    plots.draw(lambda: ready.wait(60) and {})  # type: ignore[arg-type, return-value]
-    assert not plots.finish(0.1)
-    ready.set()
-    monkeypatch.setattr("utils.console.Background.abandoned", False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,22 +76,6 @@ def test_a_tracker_that_fails_is_one_warning(
     tracker.finish()
     printed = capsys.readouterr().out
     assert printed.count("warning") == printed.count("no disk") == 1
-
-
-def test_training_does_not_wait(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For a tracker that hangs; at the end it has its time limit."""
-    ends = threading.Event()
-    add_user_trackers(str(file))
-    monkeypatch.setattr(LOGGER_TYPE_TO_CLASS["own_mine"], "start", lambda self: ends.wait())
-    tracker = Tracker("own_mine", "cats", tmp_path, finish_seconds=0.1)
-    tracker.store_init_configuration({})
-    tracker.log({"step": 1}, step=1)
-    tracker.finish()
-    assert "warning: own_mine" in capsys.readouterr().out
-    ends.set()
-    monkeypatch.setattr("utils.console.Background.abandoned", False)
 
 
 def test_files_that_are_refused(file: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +10,9 @@ import numpy as np
 import pytest
 
 from tests.wandb_files import read, runs
-from tests.wandb_server import serve
 from utils.summary import Box, Example
 from utils.tracking import trackers
-from utils.tracking.wandb import WandbTracker, example_images, has_key, log_artifact
+from utils.tracking.wandb import WandbTracker, example_images, has_key
 
 wandb = pytest.importorskip("wandb")
 
@@ -57,29 +55,6 @@ def test_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb.teardown()  # its service may write the end of the file a moment later
     (file,) = runs(tmp_path)
     assert read(file).code == 1
-
-
-def test_lineage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The data set is an input of the run, the weights are its output."""
-    for name in ("a.jpg", "best.pt"):
-        (tmp_path / name).write_text(name)
-    with serve() as server:
-        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-        monkeypatch.setenv("WANDB_BASE_URL", server.address)
-        tracker = WandbTracker(tmp_path, "p", "abc", "train")
-        tracker.store_init_configuration({})
-        data, weights = [(tmp_path / "a.jpg", "train/a.jpg")], [tmp_path / "best.pt"]
-        tracker.with_wandb(lambda run: log_artifact(run, "cats", "dataset", ["latest"], [], {}, data))
-        tracker.with_wandb(lambda run: log_artifact(run, "run_abc_model", "model", ["best"], weights, {"epoch": 1}))
-        tracker.finish()
-    assert f"{server.address}/me/p/runs/abc" in capsys.readouterr().out
-    types = [artifact["artifactTypeName"] for artifact in server.artifacts]
-    assert sorted(types) == ["dataset", "model"]
-    assert server.inputs == [f"a{types.index('dataset') + 1}"]
-    model = server.artifacts[types.index("model")]
-    assert {alias["alias"] for alias in model["aliases"]} >= {"best"}
-    assert json.loads(model["metadata"]) == {"epoch": 1}
-    assert server.files["artifacts/best.pt"] == b"best.pt"
 
 
 @pytest.mark.parametrize(("host", "found"), [("", False), ("elsewhere.org", False), ("127.0.0.1:9", True)])

@@ -5,48 +5,26 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from torch import nn
 
 from models.tasks.classify import ClassificationTask, ImageRecord
 from models.tasks.contract import Task
 from models.tasks.detect import DetectionTask
 from models.tasks.segment import SegmentationTask
-from tests.utils.test_run import run_in
-from tests.utils.training.test_steps import prepared, train
 from utils.checkpoint import Progress
 from utils.console import LEAST_COLUMNS, Bar
 from utils.errors import UserError
 from utils.summary import Summary
-from utils.training.log import StepLog, epoch_line, log_best_epoch, profile_window, results_row
+from utils.training.log import StepLog, epoch_line, log_best_epoch, profile_window
 
-LOSSES = {"box_loss": 0.5, "cls_loss": 0.25}
 SUMMARY = Summary(
     {"recall": 0.75, "mAP": 0.5}, 0.4, ["head", "all"], ["a", "b"], losses={"cls_loss": 2.0, "box_loss": 1.0}, rate=80.0
 )
-
-
-@pytest.fixture
-def optimizer() -> torch.optim.Optimizer:
-    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (0.1, 0.02, 0.03)]
-    return torch.optim.SGD(groups, lr=1.0)
-
-
-def test_a_row_of_results_csv(optimizer: torch.optim.Optimizer) -> None:
-    """Without a validation its columns are empty."""
-    trained = {"epoch": 3, "train/box_loss": 0.5, "train/cls_loss": 0.25}
-    validated = {"metrics/recall": 0.75, "metrics/mAP": 0.5, "val/box_loss": 1.0, "val/cls_loss": 2.0}
-    rates = {"x/lr0": 0.1, "x/lr1": 0.02, "x/lr2": 0.03}
-    row = results_row(3, LOSSES, SUMMARY, ("recall", "mAP"), optimizer)
-    assert list(row.items()) == list({**trained, **validated, **rates}.items())
-    row = results_row(3, LOSSES, None, ("recall", "mAP"), optimizer)
-    assert list(row.items()) == list({**trained, **dict.fromkeys(validated), **rates}.items())
 
 
 TASKS: Any = [
@@ -88,11 +66,11 @@ def test_the_best_epoch(capsys: pytest.CaptureFixture[str]) -> None:
 # The step curves
 
 
-def step_log(batches: int = 8, tracked: bool = True, window: str = "") -> StepLog:
+def step_log(batches: int = 8, tracked: bool = True) -> StepLog:
     """Return the log of a run of two epochs."""
     run: Any = SimpleNamespace(accelerator=Accelerator(cpu=True), is_tracked=tracked)
     schedule: Any = SimpleNamespace(epochs=2, batches=batches)
-    return StepLog(run, ("a", "b"), schedule, 16, Progress(), window=window)
+    return StepLog(run, ("a", "b"), schedule, 16, Progress())
 
 
 def sgd(rate: float = 0.1) -> Any:
@@ -143,14 +121,3 @@ def test_points(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_windows(window: str, expected: tuple[int, int] | None) -> None:
     with nullcontext() if expected else pytest.raises(UserError, match=f"--profile {window}"):
         assert profile_window(window) == expected
-
-
-@pytest.mark.parametrize(("window", "steps"), [("4:5", 2), ("10:99", 1)])
-def test_the_steps_of_the_window_are_profiled(window: str, steps: int, tmp_path: Path) -> None:
-    run = run_in(tmp_path)
-    optimizer_steps, loader = prepared(run, window=window)
-    for _ in range(2):
-        train(optimizer_steps, loader)
-        optimizer_steps.next_epoch()
-    trace = (run.path / "profile" / "profile_0.json").read_text()
-    assert trace.count('"Optimizer.step#SGD.step"') == steps

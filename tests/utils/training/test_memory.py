@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -15,33 +14,12 @@ from tests.making import launched
 from utils.errors import UserError
 from utils.training.memory import (
     BYTES_PER_MIB,
-    check_batch_size,
     explain_out_of_memory,
     fitted_batch,
     loader_processes,
 )
 
 # The batch of all processes
-
-
-@pytest.mark.parametrize(
-    ("size", "processes", "logical", "proposed"),
-    [
-        (10, 4, 0, "8 or 12"),
-        (2, 3, 0, "3"),
-        (6, 1, 4, "4 or 8"),
-        (0, 4, 0, "--batch-size 0"),
-        (8, 1, 4, ""),
-        (8, 4, 0, ""),
-        (-1, 4, 0, ""),
-    ],
-)
-def test_a_batch_that_cannot_be_shared(
-    size: int, processes: int, logical: int, proposed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched(monkeypatch, processes, processes)
-    with pytest.raises(UserError, match=proposed) if proposed else nullcontext():
-        check_batch_size(size, logical)
 
 
 # Shared memory
@@ -84,17 +62,6 @@ def test_loader_processes_that_fit(
     launched(monkeypatch, 2 * here, here)
     assert loader_processes(workers, 10 * BYTES_PER_MIB) == expected
     assert ("/dev/shm" in capsys.readouterr().out) == (expected < min(workers, 8 // here))
-
-
-def test_systems_without_shared_memory(machine: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(path: str) -> None:
-        raise FileNotFoundError(path)
-
-    machine(8, 0)
-    monkeypatch.setattr(os, "statvfs", missing)
-    assert loader_processes(8, 10 * BYTES_PER_MIB) == 8
-    monkeypatch.delattr(os, "statvfs")
-    assert loader_processes(8, 10 * BYTES_PER_MIB) == 8
 
 
 # Running out of memory

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from utils.config.hyperparameters import Recipe
-from utils.distributed.logical import start_momentum
-from utils.training.optimizer import ModelEMA, Schedule, build_optimizer, grouped_parameters, step_if
+from utils.training.optimizer import ModelEMA, Schedule, build_optimizer, grouped_parameters
 
 # Groups
 
@@ -87,6 +86,7 @@ def test_groups_and_rates_by_factor(network: nn.Module) -> None:
     ]
     optimizer = build_optimizer(network, "SGD", HYP, None, 64, FACTORS)
     bias, weight, norm = replace(LINEAR, groups=tuple(groups)).apply(optimizer, 50).lrs
+    assert {group["momentum"] for group in optimizer.param_groups} == {LINEAR.at(50).momentum}
     rates = [0.1 * bias, 0.1 * weight, 0.1 * norm, bias, weight, norm, 2 * weight]
     assert [group["lr"] for group in optimizer.param_groups] == rates
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0, 0.1, 0, 0, 0.1, 0, 0.1]
@@ -160,62 +160,7 @@ def test_a_short_warmup_lowers_the_rate(rise: float, peak: float) -> None:
     assert schedule.at(50).lrs == pytest.approx([0.91 * peak] * 3)  # epoch 1: 0.9 x 0.9 + 0.1
 
 
-def test_the_schedule_is_a_pure_function_of_the_batch() -> None:
-    forwards = [LINEAR.at(batch) for batch in range(500)]
-    assert [LINEAR.at(batch) for batch in reversed(range(500))] == forwards[::-1]
-
-
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_rates_are_set_in_the_optimizer(network: nn.Module, name: str) -> None:
-    optimizer = build_optimizer(network, name, Recipe(momentum=0.937, weight_decay=0.0), None, 64)
-    rates = LINEAR.apply(optimizer, 30)
-    assert rates == LINEAR.at(30)
-    assert [group["lr"] for group in optimizer.param_groups] == list(rates.lrs)
-    for group in optimizer.param_groups:
-        assert group.get("momentum", rates.momentum) == rates.momentum
-        assert group.get("betas", (0.937, 0.999)) == (0.937, 0.999)  # not warmed up
-
-
 # Skipped steps
-
-
-class Prepared:
-    """An optimizer as prepared by Accelerate."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self.step = optimizer, optimizer.step
-
-
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
-def test_a_skipped_step_changes_nothing(network: nn.Module, name: str) -> None:
-    """Neither does the first one, nor does it affect the next."""
-    other = copy.deepcopy(network)
-    plain, guarded = (
-        build_optimizer(model, name, Recipe(lr0=0.1, momentum=0.9, weight_decay=0.01), None, 64)
-        for model in (other, network)
-    )
-    prepared = Prepared(guarded)
-    start_momentum(prepared)
-    gradients = [torch.randn_like(parameter) for parameter in network.parameters()]
-    for taken in (False, True, False, True):
-        for model, broken in ((network, not taken), (other, False)):
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter.grad = torch.full_like(gradient, float("nan")) if broken else gradient.clone()
-        assert step_if(prepared, torch.tensor(taken)).item() is taken
-        if taken:
-            plain.step()
-    for actual, expected in zip(network.parameters(), other.parameters(), strict=True):
-        assert torch.equal(actual, expected)
-        for key, value in plain.state[expected].items():
-            assert torch.equal(guarded.state[actual][key], value), key
-
-
-def test_frozen_parameters_have_no_momentum(network: nn.Module) -> None:
-    network[0].requires_grad_(False)
-    optimizer = build_optimizer(network, "SGD", Recipe(lr0=0.1, momentum=0.9, weight_decay=0.01), None, 64)
-    start_momentum(Prepared(optimizer))
-    assert network[0].weight not in optimizer.state
-    assert not optimizer.state[network[4].weight]["momentum_buffer"].any()
 
 
 # The average of the weights
