@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from models.export import read_exported
 from models.loading import transfer
-from tests.conftest import ROOT, not_here
-from utils.batch import Batch
+from models.tasks import TASKS
+from models.weights import read_weights
+from tests.conftest import ROOT, RunScript, not_here
+from tests.curves import identical
+from tests.faults.fault_points import planted
+from tests.making import write_image, write_yaml
+from utils.batch import Batch, GlobalCounts
 from utils.files import read_yaml
 
 PACKAGE = ROOT / "examples" / "dfine"
@@ -123,7 +131,7 @@ def test_loss_of_transformers(parts: SimpleNamespace, kind: str) -> None:
         group = modeling.get_contrastive_denoising_training_group
         meta = group(labels, len(NAMES), QUERIES, torch.nn.Embedding(len(NAMES) + 1, 4), 12)[3]
         denoising = meta["dn_num_split"][0] if meta else 0
-        rows = torch.full((3, denoising), len(targets))
+        rows = torch.full((3, denoising), -1)
         for image, first in enumerate(torch.tensor([0, *counts]).cumsum(0).tolist()[:3]):
             if meta:
                 numbers = torch.arange(first, first + counts[image]).repeat(meta["dn_num_group"])
@@ -160,3 +168,142 @@ def test_loss_of_transformers(parts: SimpleNamespace, kind: str) -> None:
         ours, theirs = (torch.autograd.grad(each, values, materialize_grads=True) for each in (means.sum(), loss))
         for one, other in zip(ours, theirs, strict=True):
             assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+
+
+# Exactness
+
+
+def test_sampling_by_gathers(parts: SimpleNamespace) -> None:
+    """Values and gradients of `grid_sample`, also at places outside of the maps."""
+    maps, grid = torch.randn(2, 3, 5, 7, requires_grad=True), (torch.rand(2, 6, 4, 2) * 2.6 - 1.3).requires_grad_()
+    results = []
+    for exact in (False, True):
+        values = parts.network.sample(maps, grid, exact)
+        results.append((values, *torch.autograd.grad((values * torch.arange(4)).sum(), (maps, grid))))
+    torch.testing.assert_close(*results, rtol=0, atol=1e-5)
+
+
+def test_noise_of_an_image(parts: SimpleNamespace) -> None:
+    """Depends on the targets of the image alone; positive queries are near them, each group's apart from the others."""
+    noisy_targets = parts.denoising.noisy_targets
+    targets = targets_of([2, 0, 15, 5], 1, 3)
+    every = noisy_targets(targets, 4, 12, 3, 0.5, 1.0)
+    assert every.used[:, :12].sum(1).tolist() == [12, 0, 12, 10]
+    for image in range(4):
+        own = targets[targets[:, 0] == image]
+        alone = noisy_targets(torch.cat((own[:, :1] * 0, own[:, 1:]), 1), 1, 12, 3, 0.5, 1.0)
+        for name in ("labels", "boxes", "used", "groups"):
+            assert getattr(alone, name)[0].equal(getattr(every, name)[image])
+    first = every.boxes[0].view(2, 6, 2, 4)  # sign, group, target
+    moved = (parts.denoising.corners(first) - parts.denoising.corners(targets[:2, 2:6])).abs()
+    moved = moved / (targets[:2, 4:6].repeat(1, 2) / 2)
+    assert moved[0].max() <= 1.001
+    assert len(first[0, :, 0].unique(dim=0)) == 6
+    mask = parts.denoising.attention_mask(every.groups, 30, torch.float32)[:, 0]
+    assert mask.shape == (4, 54, 54)
+    assert (mask[:, :, 24:] == 0).all()
+    assert mask[:, 24:, :24].isinf().all()
+    assert mask[0, 0, :24].isfinite().nonzero()[:, 0].tolist() == [0, 1, 12, 13]
+
+
+@pytest.mark.parametrize("kind", ["d_fine", "rt_detr_v2"])
+def test_every_parameter_has_a_gradient(parts: SimpleNamespace, kind: str) -> None:
+    """With and without boxes; without hints every parameter is reached, and images of 64 pixels have fewer queries."""
+    model = parts.network.build(small_yaml(kind), NAMES, 64, "small").train()
+    task = parts.task.DFineTask(NAMES, parts.task.DFineRecipe())
+    criterion, images = task.criterion(model), torch.rand(2, 3, 64, 64)
+    assert len(task.loss_names_of(model)) == (5 if kind == "d_fine" else 3)
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    for targets in (targets_of([0, 3], 3, 3), torch.zeros(0, 7)):
+        batch = Batch(images, targets, ())
+        for hints in (criterion.hints(batch), ()):
+            terms = criterion(model(images, *hints), batch)
+            loss = criterion.objective(terms.local_means(), 2)
+            assert all(each.isfinite().all() for each in torch.autograd.grad(loss, parameters))
+    assert criterion.pairs(4, 3, False) == [(0, None), (1, 0), (2, 1), (3, 2)]
+
+
+def test_two_processes_have_the_loss_of_one(parts: SimpleNamespace) -> None:
+    """Sums and counts of parts of a batch add up, one of them without boxes; equal costs match the first query."""
+    model = parts.network.build(small_yaml(), NAMES, 96, "small").train()
+    criterion = parts.loss.DFineCriterion(model, (1.0, 5.0, 2.0, 0.15, 1.5))
+    for norm in model.modules():
+        if isinstance(norm, torch.nn.BatchNorm2d):
+            norm.eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)  # apart from the layers' equal outputs at the start
+    images, targets = torch.rand(4, 3, 96, 96), targets_of([3, 2, 0, 0], 5, 3)
+    with torch.no_grad():
+        whole, *shares = (
+            criterion(model(images[part], targets[rows]), Batch(images[part], targets[rows], ()))
+            for part, rows in ((slice(None), slice(None)), (slice(2), slice(5)), (slice(2, 4), slice(0)))
+        )
+    assert whole.counts.equal(sum(each.counts for each in shares))
+    means = sum(each.share_of(GlobalCounts(whole.counts)) for each in shares)
+    torch.testing.assert_close(means, whole.local_means(), rtol=1e-5, atol=1e-6)
+    logits, boxes = torch.zeros(1, 1, 5, 3), torch.full((1, 1, 5, 4), 0.5)
+    assert criterion.matched(logits, boxes, targets[:2, :6]).tolist() == [[[0, 1, -1, -1, -1]]]
+
+
+# Whole runs
+
+
+@pytest.fixture(scope="module")
+def train(run_script: RunScript, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Train on drawn images, most of them without boxes: a process has none in a batch; return the run folder."""
+    folder, rng = tmp_path_factory.mktemp("drawn"), np.random.default_rng(0)
+    for split, number in (("train", 12), ("val", 4)):
+        for k in range(number):
+            rows = [f"{k % 3} 0.5 {0.3 + 0.1 * (k % 4)} 0.4 0.3"] if k % 4 == 0 else []
+            write_image(folder / "images" / split / f"{k}.png", rng.integers(0, 256, (48, 64, 3), np.uint8), *rows)
+    content = {"path": str(folder), "train": "images/train", "val": "images/val", "names": NAMES}
+    data, cfg = write_yaml(folder / "set.yaml", content), write_yaml(folder / "small.yaml", small_yaml())
+    what = ("--task", str(PACKAGE), "--cfg", str(cfg), "--data", str(data))
+    how = ("--imgsz", "64", "--epochs", "2", "--batch-size", "8", "--workers", "0", "--device", "cpu")
+
+    def run(project: Path, *flags: str, **more: Any) -> Path:
+        run_script("train.py", *what, *how, "--project", str(project), *flags, **{"OMP_NUM_THREADS": "1", **more})
+        return project / "exp"
+
+    return run
+
+
+@pytest.mark.long
+def test_the_same_bytes(train: Callable[..., Path], run_script: RunScript, tmp_path: Path) -> None:
+    """On one process, two and four, and killed on two and continued on one."""
+    four = ("--logical-processes", "4")
+    alone = train(tmp_path / "1", *four)
+    for processes in ("2", "4"):
+        identical(train(tmp_path / processes, *four, "--processes", processes), alone)
+    fault = planted("SIGKILL", "optimizer step", 3)
+    train(tmp_path, *four, "--save-steps", "1", code=-signal.SIGKILL, **fault)
+    run_script("train.py", "--resume", str(tmp_path / "exp"), "--processes", "2", OMP_NUM_THREADS="1")
+    identical(tmp_path / "exp", alone)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["d_fine", "rt_detr_v2"])
+def test_published_weights(
+    parts: SimpleNamespace, run_script: RunScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A folder of transformers becomes a weight file with classes and licence; its exports predict the same."""
+    model = parts.network.build(small_yaml(kind), NAMES, 96, "small")
+    model.config.id2label = NAMES
+    outer = getattr(parts.network.modules_of(kind), f"{parts.network.CLASSES[kind]}ForObjectDetection")(model.config)
+    outer.save_pretrained(tmp_path / "hub")
+    (tmp_path / "hub" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    importlib.import_module("dfine.convert").convert(str(tmp_path / "hub"), str(tmp_path / "small.pt"))
+    weights = read_weights(tmp_path / "small.pt")
+    assert (weights.names, weights.origin.licence) == (NAMES, "apache-2.0")
+    how = ("--task-file", str(PACKAGE), "--imgsz", "96", "--include", "onnx", "torchscript")
+    run_script("export.py", "--weights", str(tmp_path / "small.pt"), *how)
+    monkeypatch.setitem(TASKS, "dfine", sys.modules["dfine"].TASKS["dfine"])
+    transfer(model, weights.state)
+    images = torch.rand(1, 3, 96, 96)
+    with torch.no_grad():
+        expected = parts.network.Scored(model).eval()(images)
+        for suffix in (".onnx", ".torchscript"):
+            rows = read_exported(tmp_path / f"small{suffix}")(images)
+            assert (rows[..., :4] - expected[..., :4]).abs().max() < 1e-2
+            assert (rows[..., 4:] - expected[..., 4:]).abs().max() < 1e-4

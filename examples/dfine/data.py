@@ -15,9 +15,7 @@ from data.sampler import SampleIndex
 
 NOISE_STREAM = 101  # first part of the seed, apart from those of data/sampler.py
 KEY_BITS = 24  # of a target's number: float32 holds such whole numbers exactly
-PLAIN = dict.fromkeys(
-    ("hsv_h", "hsv_s", "hsv_v", "degrees", "translate", "scale", "shear", "perspective", "mosaic", "mixup"), 0.0
-)
+OFF_AT_THE_END = ("hsv_h", "hsv_s", "hsv_v", "degrees", "translate", "scale", "shear", "perspective")
 
 
 @dataclass(eq=False)
@@ -26,7 +24,8 @@ class DFineTrainingItems(TrainingItems):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.unmixed = replace(self.augmenter, settings=replace(self.augment, **PLAIN, copy_paste=0.0))
+        plain = dict.fromkeys((*OFF_AT_THE_END, "mosaic", "mixup", "copy_paste"), 0.0)
+        self.unmixed = replace(self.augmenter, settings=replace(self.augment, **plain))
 
     def item(self, sample: SampleIndex, pixels: Tensor) -> Item:
         pixels, targets, info = super().item(sample, pixels)

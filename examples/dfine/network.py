@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,11 +17,13 @@ from torch.nn.functional import grid_sample
 
 from models.tasks.contract import Model
 from models.yolo import whole_strides
-from utils.errors import UserError, first_line, nearest
+from utils.errors import UserError, first_line
 
 from .denoising import attention_mask, corners, noisy_targets
 
 CLASSES = {"d_fine": "DFine", "rt_detr_v2": "RTDetrV2"}  # beginning of the names of transformers' classes
+# Of configs without these keys: a background class score, and BatchNorm that learns without trained statistics.
+DEFAULTS = {"initializer_bias_prior_prob": 0.01, "freeze_backbone_batch_norms": False}
 LOGIT_LIMIT = 1e-5  # nearest that a coordinate comes to 0 and 1 before its logit is taken
 
 
@@ -36,7 +39,7 @@ class Outputs(NamedTuple):
     references: Tensor | None  # (b, refined, d + q, 4): boxes that the distances are measured from
     encoder_logits: Tensor  # (b, q, classes)
     encoder_boxes: Tensor  # (b, q, 4)
-    rows: Tensor  # int64 (b, d): the target of a positive denoising query, else the number of targets
+    rows: Tensor  # int64 (b, d): the target of a positive denoising query, else -1
     used: Tensor  # bool (b, d): denoising queries that count
 
 
@@ -108,7 +111,7 @@ class DFine(Model):
             encoder_hidden_states=memory,
             encoder_attention_mask=mask,
             reference_points=points.detach(),
-            spatial_shapes=torch.tensor(shapes),  # on the host, where transformers compares them
+            spatial_shapes=torch.tensor(shapes),
             spatial_shapes_list=shapes,
         )
         refined = decoded.get("intermediate_predicted_corners"), decoded.get("initial_reference_points")
@@ -144,27 +147,18 @@ def pixel_boxes(outputs: Outputs, images: Tensor) -> Tensor:
 
 
 def build(yaml: Mapping[str, Any], names: Mapping[int, str], imgsz: int, source: str) -> DFine:
-    """Build the model of a YAML, whose `config` has the keys of a config.json of transformers, which the classes and
-    `initial` are added to. Raises `UserError`, which names `source`.
-    """
+    """Build the model of a YAML, whose `config` has keys of transformers' config.json. Raises `UserError`."""
     config = yaml.get("config")
     kind = config.get("model_type") if isinstance(config, dict) else None
-    if not isinstance(config, dict) or kind not in CLASSES:
+    if kind not in CLASSES:
         raise UserError(f"{source}: `config` must have the model_type {' or '.join(CLASSES)}")
     modeling = modules_of(kind)
     try:
         settings = getattr(modeling, f"{CLASSES[kind]}Config")
-        known = {key for key, _ in settings().__dict__.items()}
-        if unknown := [key for key in config if key not in known | {"model_type"}]:
-            raise UserError(f"{source}: config: unknown key '{unknown[0]}'{nearest(unknown[0], known)}; correct it")
-        outer = getattr(modeling, f"{CLASSES[kind]}ForObjectDetection")
-        network = outer(settings(**copy.deepcopy(config), num_labels=len(names))).model
-    except UserError:
-        raise
+        settings = settings(**{**DEFAULTS, **copy.deepcopy(config), "num_labels": len(names)})
+        network = getattr(modeling, f"{CLASSES[kind]}ForObjectDetection")(settings).model
     except Exception as error:  # transformers checks types and some of the sizes
-        raise UserError(
-            f"{source}: this `config` is not that of a network ({first_line(error)}); correct it"
-        ) from error
+        raise UserError(f"{source}: this `config` makes no network ({first_line(error)}); correct it") from error
     return DFine(network, {**copy.deepcopy(dict(yaml)), "task": "dfine", "nc": len(names)}, names, imgsz)
 
 
@@ -173,13 +167,11 @@ def modules_of(kind: str) -> Any:
     try:
         modeling: Any = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     except ImportError as error:
-        missing = f"{error.name or 'transformers'} cannot be imported ({first_line(error)})"
-        raise UserError(f"{missing}; pip install -r examples/dfine/requirements-dfine.txt") from error
+        reason = f"transformers cannot be imported ({first_line(error)})"
+        raise UserError(f"{reason}; pip install -r examples/dfine/requirements-dfine.txt") from error
+    os.environ.setdefault("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")  # of shapes on the device, for which the host waits
     modeling.multi_scale_deformable_attention_v2 = deformable_attention
     return modeling
-
-
-# Deformable attention
 
 
 def deformable_attention(
@@ -190,39 +182,32 @@ def deformable_attention(
     points: Sequence[int],
     method: str = "default",
 ) -> Tensor:
-    """Return the weighted sums (b, queries, heads * c) of maps at places: transformers' function of this name.
+    """Return the weighted sums (b, queries, heads * c) of values: transformers' function, with `sample`.
 
     Args:
-        value: maps (b, cells of all levels, heads, c)
+        value: maps of all levels, (b, cells, heads, c)
         shapes: height and width of each level
-        locations: places (b, queries, heads, points of all levels, 2), x and y from 0 to 1
-        weights: (b, queries, heads, points of all levels)
-        points: number of points on each level
+        locations: (b, queries, heads, points of all levels, 2), x and y from 0 to 1; weights are alike
     """
     if method != "default":
-        raise UserError("decoder_method: only `default` is supported; correct the model YAML")
+        raise UserError(f"decoder_method: {method} is not supported; only `default` is")
     images, _, heads, channels = value.shape
     levels = value.permute(0, 2, 3, 1).flatten(0, 1).split([height * width for height, width in shapes], 2)
     grids = (2 * locations - 1).transpose(1, 2).flatten(0, 1).split(list(points), 2)
     exact = value.is_cuda and torch.are_deterministic_algorithms_enabled()
-    sample = gathered_sample if exact else bilinear_sample
-    sampled = [
-        sample(level.unflatten(2, shape), grid) for level, shape, grid in zip(levels, shapes, grids, strict=True)
-    ]
-    sums = (torch.cat(sampled, 3) * weights.transpose(1, 2).flatten(0, 1)[:, None]).sum(3)
+    maps = [level.unflatten(2, shape) for level, shape in zip(levels, shapes, strict=True)]
+    sampled = torch.cat([sample(*each, exact) for each in zip(maps, grids, strict=True)], 3)
+    sums = (sampled * weights.transpose(1, 2).flatten(0, 1)[:, None]).sum(3)
     return sums.view(images, heads * channels, -1).transpose(1, 2).contiguous()
 
 
-def bilinear_sample(maps: Tensor, grid: Tensor) -> Tensor:
-    """Return the values (n, c, k, p) of maps (n, c, h, w) at places (n, k, p, 2) from -1 to 1; 0 outside."""
-    return grid_sample(maps, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+def sample(maps: Tensor, grid: Tensor, exact: bool) -> Tensor:
+    """Return the values (n, c, k, p) of maps (n, c, h, w) at places (n, k, p, 2) from -1 to 1, 0 outside.
 
-
-def gathered_sample(maps: Tensor, grid: Tensor) -> Tensor:
-    """Return what `bilinear_sample` returns, whose backward pass has no deterministic CUDA kernel.
-
-    The backward pass of an index adds in the order of the places.
+    The backward pass of torch's kernel adds in any order on a GPU; if `exact`, by an index, in the places' order.
     """
+    if not exact:
+        return grid_sample(maps, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
     count, _, height, width = maps.shape
     x, y = ((grid[..., 0] + 1) * width - 1) / 2, ((grid[..., 1] + 1) * height - 1) / 2
     cells = maps.flatten(2).transpose(1, 2).flatten(0, 1)

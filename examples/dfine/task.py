@@ -23,17 +23,14 @@ from utils.errors import UserError
 from .loss import LOSS_NAMES, DFineCriterion
 from .network import DFine, Outputs, Scored, build, pixel_boxes
 
-# Names in published files, and what transformers 5 calls the same tensors.
-RENAMED = {
-    "d_fine": (
-        (r"layers\.(\d+)\.fc1\.", r"layers.\1.mlp.layers.0."),
-        (r"layers\.(\d+)\.fc2\.", r"layers.\1.mlp.layers.1."),
-    ),
-    "rt_detr_v2": ((r"layers\.(\d+)\.fc(\d)\.", r"layers.\1.mlp.fc\2."),),
-}
-RENAMED_IN_BOTH = ((r"\bout_proj\b", "o_proj"), (r"encoder\.encoder\.(\d+)\.layers", r"encoder.aifi.\1.layers"))
-# Tensors of the heads, which transformers' outer class has twice: `class_embed` is `model.decoder.class_embed`.
-TIED = re.compile(r"(class_embed|bbox_embed)\.")
+# Names in published files and what transformers 5 calls the same tensors: of both families, of each.
+RENAMED = (
+    (r"\bout_proj\b", "o_proj"),
+    (r"encoder\.encoder\.(\d+)\.layers", r"encoder.aifi.\1.layers"),
+    (r"^(?=(class|bbox)_embed\.)", "model.decoder."),  # the heads, which transformers' outer class has twice
+)
+RENAMED_DFINE = ((r"(layers\.\d+)\.fc1\.", r"\1.mlp.layers.0."), (r"(layers\.\d+)\.fc2\.", r"\1.mlp.layers.1."))
+RENAMED_RTDETR = ((r"(layers\.\d+)\.(fc\d)\.", r"\1.mlp.\2."),)
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class DFineTask(BoxTask):
 
     loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
     recipe = DFineRecipe
-    recipes = Recipes(str(Path(__file__).with_name("hyp.yaml")), few=str(Path(__file__).with_name("scratch.yaml")))
+    recipes = Recipes(str(Path(__file__).with_name("hyp.yaml")))
     defaults: ClassVar[Mapping[str, Any]] = {"weights": "", "optimizer": "AdamW"}
     features = BoxTask.features - {"padding", "copies"}
 
@@ -63,15 +60,12 @@ class DFineTask(BoxTask):
     @classmethod
     def renamed(cls, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the tensors of a file of transformers by the names in `DFine`."""
-        family = "rt_detr_v2" if any("encoder_attn.value_proj" in name for name in state) else "d_fine"
-        tensors = {}
+        renamed, is_dfine = {}, any("lqe_layers" in name for name in state)
         for name, tensor in state.items():
-            if name.startswith("model.") or not TIED.match(name):
-                for old, new in (*RENAMED_IN_BOTH, *RENAMED[family]):
-                    name = re.sub(old, new, name)
-                tensors[name] = tensor
-        heads = {f"model.decoder.{name}": tensor for name, tensor in state.items() if TIED.match(name)}
-        return {**heads, **tensors}
+            for old, new in RENAMED + (RENAMED_DFINE if is_dfine else RENAMED_RTDETR):
+                name = re.sub(old, new, name)
+            renamed[name] = tensor
+        return renamed
 
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> Model:
         """Build the model of a YAML for this task's classes and images of about `imgsz` pixels."""
@@ -137,7 +131,5 @@ class DFinePostprocess(Postprocess):
             rows[..., 4] = rows[..., 4].double().sigmoid().float()
         if limits.classes:
             rows[..., 5] = torch.tensor(limits.classes)[rows[..., 5].long()].float()
-        order = rows[..., 4].argsort(1, descending=True, stable=True)
-        rows = rows.gather(1, order[..., None].expand_as(rows))
         detections = [image[image[:, 4] > limits.conf_thres] for image in rows]
         return box_predictions(detections, batch, self.names, limits)
