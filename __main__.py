@@ -14,20 +14,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 SCRIPTS = ("train.py", "val.py", "detect.py", "export.py")
-MODULES = ("data.split", "utils.plots")  # which `python -m` runs in the repository
+MODULES = ("data.split", "utils.plots.pictures")  # which `python -m` runs in the repository
 EXAMPLES = """examples:
   lockstep train --data my.yaml --weights yolov5n.pt    as python train.py
   lockstep data.split my.yaml --val 0.2                 as python -m data.split
   accelerate launch --num_processes 2 -m lockstep train --data my.yaml
 The flags of a command: lockstep train --help"""
-
-
-class _Folder(argparse.Action):
-    """Prints the folder with the scripts, models/, data/ and accelerate_configs/, and ends the process."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(ROOT)
-        parser.exit()
 
 
 def main() -> None:
@@ -41,7 +33,10 @@ def main() -> None:
     )
     version_line = f"lockstep {version()}"
     parser.add_argument("--version", action="version", version=version_line, help="print the version and exit")
-    parser.add_argument("--folder", action=_Folder, nargs=0, help="print the folder of the shipped files and exit")
+    # The action `version` prints any text.
+    parser.add_argument(
+        "--folder", action="version", version=str(ROOT), help="print the shipped files' folder and exit"
+    )
     names = (*scripts, *MODULES)
     parser.add_argument("command", choices=names, metavar="command", help=", ".join(names))
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="of the command")

@@ -21,17 +21,12 @@ from models.weights import Origin, Weights, read_weights
 from models.yolo import add_layers
 from utils.config.flags import ExportOptions, select
 from utils.config.parser import given_flags, over_defaults, refuse_flags
-from utils.console import show
+from utils.console import log
 from utils.distributed.failure import run_main
 from utils.distributed.launch import device_kind
 from utils.errors import Stopped, UserError, plural
 from utils.files import located
 from utils.python_api import call
-
-NEEDLESS_FLAGS = {
-    "simplify": "ONNX files are always simplified",
-    "inplace": "boxes are never decoded in place",
-}
 
 
 def export(given: Mapping[str, Any]) -> list[str]:
@@ -49,33 +44,32 @@ def export(given: Mapping[str, Any]) -> list[str]:
         add_tasks(options.task_file)
     files: list[Path] = []
     for name, path in weight_files(options.weights).items():
-        content = read_weights(path)
-        file = export_base(name, path)
-        entry = TASKS[common_task({name: content})]
+        weights = read_weights(path)
+        stem = export_base(name, path).with_suffix("")
+        entry = TASKS[common_task({name: weights})]
         kind = entry.load()
-        yaml = content.task_yaml
-        refuse_flags(ExportOptions, given, kind.features_of(yaml), model_words(yaml))
+        refuse_flags(ExportOptions, given, kind.features_of(weights.task_yaml), model_words(weights.task_yaml))
         source = data_source(options.data, entry.data) if options.data else None
-        show(located({"weights": [path], "data": [source.spec.file] if source else []}))
-        size = choose_size({name: content}, kind, options.imgsz)
-        job = prepare(name, content, options, size, device, source.names() if source else content.class_names)
-        log_rounding(size.sides, job.metadata.imgsz, job.metadata.stride)
-        show(*messages(options, job))
+        log(located({"weights": [path], "data": [source.spec.file] if source else []}))
+        size = choose_size({name: weights}, kind, options.imgsz)
+        job = prepare(name, weights, options, size, device, source.names() if source else weights.class_names)
+        log_export(options, size, job.metadata)
         for format_name in dict.fromkeys("onnx" if name == "engine" else name for name in options.include):
             began = time.perf_counter()
-            files.append(write(job, format_name, file.with_suffix("")))
-            size_mb, seconds = megabytes(files[-1]), time.perf_counter() - began
-            show(f"{format_name}: {files[-1]}, {size_mb:.1f} MB, {seconds:.1f} s")
+            file = write(job, format_name, stem)
+            files.append(file)
+            members = file.rglob("*") if file.is_dir() else [file]
+            megabytes = sum(member.stat().st_size for member in members if member.is_file()) / 1e6
+            log(f"{format_name}: {file}, {megabytes:.1f} MB, {time.perf_counter() - began:.1f} s")
         if "engine" in options.include:
-            show(f"warning: engine: not written; on the target machine, run {trtexec(job, file.with_suffix(''))}")
+            log(f"warning: engine: not written; on the target machine, run {trtexec(job.metadata, stem)}")
     if "engine" in options.include:
         raise Stopped(1)
     return list(map(str, files))
 
 
-def trtexec(job: ExportJob, stem: Path) -> str:
+def trtexec(metadata: ExportMetadata, stem: Path) -> str:
     """Return the command of TensorRT that makes an engine from an ONNX file."""
-    metadata = job.metadata
     command = ["trtexec", f"--onnx={stem}.onnx", f"--saveEngine={stem}.engine", *(["--fp16"] if metadata.half else [])]
     if metadata.dynamic:
         height, width = metadata.imgsz
@@ -85,68 +79,52 @@ def trtexec(job: ExportJob, stem: Path) -> str:
 
 
 def prepare(
-    name: str, content: Weights, options: ExportOptions, size: ImageSize, device: torch.device, names: dict[int, str]
+    name: str, weights: Weights, options: ExportOptions, size: ImageSize, device: torch.device, names: dict[int, str]
 ) -> ExportJob:
     """Build the model of the weight file `name` for its export, with class names by number. Raises `UserError`."""
-    task_name = common_task({name: content})
-    assert content.model is not None
+    task_name = common_task({name: weights})
+    assert weights.model is not None
     kind = TASKS[task_name].load()
     task = kind(names, kind.recipe())
-    model = load_model(task, content, max(size.sides), name, options.data or "its list of names")
+    model = load_model(task, weights, max(size.sides), name, options.data or "its list of names")
     most = options.topk_all
     limits = select(Thresholds, options, max_det=most, max_det_per_class=min(options.topk_per_class, most))
-    suppression = limits if options.nms else None
-    module = task.export_module(model, suppression)
-    half = options.half and device.type == "cuda"
-    (halve(module) if half else module).to(device).requires_grad_(False)
-    metadata = ExportMetadata(
-        task=task_name,
-        names=names,
-        stride=model.stride,
-        model=dict(content.model),
-        imgsz=size.rounded(model.stride).sides,
-        batch=options.batch_size,
-        dynamic=options.dynamic,
-        half=half,
-        device=device.type,
-        suppression=suppression_metadata(suppression) if suppression else None,
-        settings=dict(content.settings),
-        **content.origin.content(),
-    )
-    return ExportJob(module, metadata, options.opset, options.verbose, content.state)
-
-
-def suppression_metadata(limits: Thresholds) -> dict[str, Any]:
-    """Return the limits of the suppression in an exported file as the file has them."""
-    return {
+    suppression = {
         "conf_thres": limits.conf_thres,
         "iou_thres": limits.iou_thres,
         "most": limits.max_det,
         "most_per_class": limits.max_det_per_class,
         "agnostic": limits.agnostic_nms,
     }
+    module = task.export_module(model, limits if options.nms else None)
+    half = options.half and device.type == "cuda"
+    (halve(module) if half else module).to(device).requires_grad_(False)
+    metadata = ExportMetadata(
+        task=task_name,
+        names=names,
+        stride=model.stride,
+        model=dict(weights.model),
+        imgsz=size.rounded(model.stride).sides,
+        batch=options.batch_size,
+        dynamic=options.dynamic,
+        half=half,
+        device=device.type,
+        suppression=suppression if options.nms else None,
+        settings=dict(weights.settings),
+        **weights.origin.content(),
+    )
+    return ExportJob(module, metadata, options.opset, options.verbose, weights.state)
 
 
-def messages(options: ExportOptions, job: ExportJob) -> list[str]:
-    """Return lines for the console about the export."""
-    metadata = job.metadata
-    lines = [f"--{flag} changes nothing: {why}" for flag, why in NEEDLESS_FLAGS.items() if getattr(options, flag)]
+def log_export(options: ExportOptions, size: ImageSize, metadata: ExportMetadata) -> None:
+    """Print the size and the contents of the exported files, and warnings."""
+    log_rounding(size.sides, metadata.imgsz, metadata.stride)
     if options.half and not metadata.half:
-        lines.append("warning: --half needs CUDA, as in --device 0; exporting in full precision")
+        log("warning: --half needs CUDA, as in --device 0; exporting in full precision")
     height, width = metadata.imgsz
     count = "or other whole strides, any number" if metadata.dynamic else f"{metadata.batch}"
-    shape = f"images of {height}x{width}, {count} at a time"
-    return [
-        *lines,
-        f"{metadata.task}, {plural(len(metadata.names), 'class')}; {shape}",
-        f"licence: {Origin(metadata.licence, metadata.origin)}",
-    ]
-
-
-def megabytes(path: Path) -> float:
-    """Return the size of a file, or of all files in a folder, in MB."""
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file()) / 1e6
+    log(f"{metadata.task}, {plural(len(metadata.names), 'class')}; images of {height}x{width}, {count} at a time")
+    log(f"licence: {Origin(metadata.licence, metadata.origin)}")
 
 
 def main() -> None:

@@ -96,7 +96,7 @@ class Job(NamedTuple):
             task.build_model(start_from.yaml, largest, start_from.source)
         model = task.build_model(start_from.yaml, options.imgsz, start_from.source)
         weights = [start_from.weights_file] if start_from.weights_file else []
-        log(settings.choice, located({"weights": weights, "data": [source.spec.file]}))
+        log(located({"weights": weights, "data": [source.spec.file]}))
         load_and_freeze(model, start_from, task, options)
         if options.fitness:
             log(f"the best epoch is the one with the highest {options.fitness}")
@@ -119,7 +119,7 @@ class Job(NamedTuple):
             add_user_trackers(options.log_with, "log_with" in settings.given)
         with barrier(options.dist_timeout):
             splits = data.split("train", settings.hyp), data.split("val")
-        log(*data.messages(*splits))
+        data.report(*splits)
         return Data(data, *splits)
 
     def decide(self, run: Run, model: Model, data: Data, known: float | None) -> Decisions:

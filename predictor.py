@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from data.dataset import DataSet, Item, data_source, dataset_class
-from data.media import Frame, MediaItem, as_pixels, find_files, read_files
+from data.media import MediaItem, as_pixels, find_files, read_files
 from models.ensemble import Inference, for_inference, read_members
 from models.loading import ImageSize, log_rounding, sides_of
 from models.tasks.contract import Model, Prediction, Results, Task, Thresholds
@@ -40,91 +41,73 @@ THRESHOLDS = ("conf_thres", "iou_thres", "max_det", "classes", "agnostic_nms", "
 class Predictor:
     """A model, or an ensemble of several, for images of any size.
 
-    The arguments are flags of detect.py (`ARGUMENTS`), with their defaults. `bgr`, `as_list` and `THRESHOLDS` are
-    attributes that can be set. Prints how the image size was chosen, and warnings. Raises `UserError`, whose message
-    says what to do.
-
-    Args:
-        weights: one name or several, for an ensemble
-        imgsz: one number or (height, width)
-        bgr: whether arrays and tensors are BGR, as OpenCV reads them, instead of RGB
-        quiet: whether only warnings are printed
+    The arguments are flags of detect.py (`ARGUMENTS`), with their defaults: `weights` is one name or several, for an
+    ensemble, `imgsz` one number or (height, width). `bgr` is whether arrays and tensors are BGR, as OpenCV reads them.
+    `bgr`, `as_list` and `THRESHOLDS` are attributes that can be set. Prints how the image size was chosen. Raises
+    `UserError`.
     """
 
-    bgr: bool
+    bgr: bool = False
     as_list: bool = False  # whether the result for one image is a list too, as in YOLOv5
     thresholds: Thresholds
     task: Task
     data: type[DataSet[Any]]
     models: list[Model]
     device: torch.device
-    half: bool
     inference: Inference
     stride: int
     size: ImageSize
-    settings: dict[str, Any]  # settings of the run that trained the weights
-    files: dict[str, list[Path]]  # files that were read, by kind
 
     def __init__(
         self, weights: str | Path | Sequence[str | Path] = "yolov5s.pt", *, bgr: bool = False, **arguments: Any
     ) -> None:
         if isinstance(device := arguments.get("device"), torch.device):
             arguments["device"] = str(device)
-        given = checked_arguments(DetectOptions, {"weights": weights, **arguments}, "Predictor", ARGUMENTS)
-        self._build(given)
+        self._build(checked_arguments(DetectOptions, {"weights": weights, **arguments}, "Predictor", ARGUMENTS))
         self.bgr = bgr
 
     @classmethod
     def from_flags(cls, given: Mapping[str, Any]) -> Predictor:
-        """Make a predictor from flags of detect.py, by name; errors and printed lines name flags."""
+        """Make a predictor from flags of detect.py, by name; print where the files are."""
         predictor = cls.__new__(cls)
-        predictor._build(given, located_files=True)
-        predictor.bgr = False
+        predictor._build(given, logs_files=True)
         return predictor
 
-    def _build(self, given: Mapping[str, Any], located_files: bool = False) -> None:
-        """Set all attributes; log the size and warnings, and where the files are if `located_files`."""
+    def _build(self, given: Mapping[str, Any], logs_files: bool = False) -> None:
+        """Set all attributes; log the size and warnings."""
         options = DetectOptions(**given)
-        quiet, log.quiet = log.quiet, log.quiet or options.quiet
-        try:
-            self._read(options, given, located_files)
-        finally:
-            log.quiet = quiet
-
-    def _read(self, options: DetectOptions, given: Mapping[str, Any], located_files: bool) -> None:
         sides_of(options.imgsz)  # refuses a wrong size before weights are downloaded
         device = one_device("0" if options.device == "cuda" else str(options.device))
-        weights, own = list(map(str, options.weights)), (str(options.layers), str(options.task_file))
-        members = read_members(weights, *own, options.augment)
-        source = data_source(str(options.data), members.entry.data) if options.data else None
-        files = {"weights": [*members.files.values()], "data": [source.spec.file] if source else []}
-        log(located(files) if located_files else "")
-        kind = members.entry.load()
-        members.refuse(DetectOptions, given)
-        task = kind(source.names() if source else members.first.class_names, kind.recipe())
         half = options.half and device.type == "cuda"
-        size = members.image_size(options.imgsz)
-        models = members.build(task, max(size.sides), str(options.data) or "the names")
-        classes = class_numbers(options.classes, task.names)
-        thresholds = select(Thresholds, options, classes=classes, one_class=True)
-        postprocess = task.postprocess(models[0], thresholds)
-        stride = math.lcm(*(model.stride for model in models))
-        log_rounding(size.sides, size.rounded(stride).sides, stride)
-        size = size.rounded(stride)
-        vars(self).update(
-            thresholds=thresholds,
-            task=task,
-            data=dataset_class(members.entry.data),
-            models=[for_inference(model, device, half, fold=True) for model in models],
-            device=device,
-            half=half,
-            inference=Inference(task, postprocess, device, options.augment, half),
-            stride=stride,
-            size=size,
-            settings=dict(members.first.settings),
-            files=files,
-        )
-        members.log_notes(given, half)
+        with ExitStack() as closing:
+            closing.callback(setattr, log, "quiet", log.quiet)
+            log.quiet = log.quiet or options.quiet
+            weights, own = list(map(str, options.weights)), (str(options.layers), str(options.task_file))
+            members = read_members(weights, *own, options.augment)
+            source = data_source(str(options.data), members.entry.data) if options.data else None
+            if logs_files:
+                log(located({"weights": members.files.values(), "data": [source.spec.file] if source else []}))
+            kind = members.entry.load()
+            members.refuse(DetectOptions, given)
+            task = kind(source.names() if source else members.first.class_names, kind.recipe())
+            size = members.image_size(options.imgsz)
+            models = members.build(task, max(size.sides), str(options.data) or "the names")
+            classes = class_numbers(options.classes, task.names)
+            thresholds = select(Thresholds, options, classes=classes, one_class=True)
+            postprocess = task.postprocess(models[0], thresholds)
+            stride = math.lcm(*(model.stride for model in models))
+            log_rounding(size.sides, size.rounded(stride).sides, stride)
+            vars(self).update(
+                thresholds=thresholds,
+                task=task,
+                data=dataset_class(members.entry.data),
+                models=[for_inference(model, device, half, fold=True) for model in models],
+                device=device,
+                inference=Inference(task, postprocess, device, options.augment, half),
+                stride=stride,
+                size=size.rounded(stride),
+            )
+            members.log_notes(given, half)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a threshold, `bgr` or `as_list`. Raises `UserError` for any other name, and for a wrong value."""
@@ -169,30 +152,29 @@ class Predictor:
         For this call only, `size` is the image size, and `settings` are `THRESHOLDS`, `bgr` and `as_list`.
         """
         if settings or size is not None:
-            return self._changed({"imgsz": size, **settings})(images)
+            other = copy(self)
+            for name, value in {"imgsz": size, **settings}.items():
+                if value is not None and aliases(DetectOptions).get(name, name) == "imgsz":
+                    vars(other)["size"] = self._sized(value)
+                elif value is not None:
+                    setattr(other, name, value)
+            return other(images)
         if isinstance(images, (list, tuple)) or (isinstance(images, Tensor) and images.ndim == 4):
             results = [self(image) for image in images]
             return Results(one for result in results for one in (result if isinstance(result, list) else [result]))
         if isinstance(images, str | Path):
             items = find_files(str(images))
             single = items == [MediaItem("picture", str(images))]
-            predictions = Results(self._predict_frame(frame) for frame in read_files(items))
+            predictions = Results()
+            for frame in read_files(items):
+                name = frame.item.name if frame.item.kind == "picture" else f"{frame.item.name} ({frame.number + 1})"
+                predictions.append(self._predict_image(name, frame.image, frame._replace(image=NO_PIXELS).read))
         else:
             pixels, name = as_pixels(images, self.bgr), str(getattr(images, "filename", "") or "image")
             single, predictions = True, Results([self._predict_image(name, pixels, lambda: pixels)])
         return predictions[0] if single and not self.as_list else predictions
 
     predict = __call__  # the name in ultralytics
-
-    def _changed(self, settings: Mapping[str, Any]) -> Predictor:
-        """Return a predictor of the same models with other settings; None changes nothing. Raises `UserError`."""
-        other = copy(self)
-        for name, value in settings.items():
-            if value is not None and aliases(DetectOptions).get(name, name) == "imgsz":
-                vars(other)["size"] = self._sized(value)
-            elif value is not None:
-                setattr(other, name, value)
-        return other
 
     def _sized(self, imgsz: Any) -> ImageSize:
         """Return an image size in whole strides. Raises `UserError`, also for another size than an exported file's."""
@@ -203,10 +185,6 @@ class Predictor:
             height, width = self.size.sides
             raise UserError(f"size={imgsz}: the model was exported only for images of {height}x{width}; leave size out")
         return size
-
-    def _predict_frame(self, frame: Frame) -> Prediction:
-        name = frame.item.name if frame.item.kind == "picture" else f"{frame.item.name} ({frame.number + 1})"
-        return self._predict_image(name, frame.image, frame._replace(image=NO_PIXELS).read)
 
     def _predict_image(self, name: str, pixels: np.ndarray, read: Callable[[], np.ndarray]) -> Prediction:
         """Return the prediction for pixels, uint8 (h, w, 3) BGR, which `read` returns again."""

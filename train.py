@@ -31,9 +31,8 @@ from utils.python_api import call, write_result
 from utils.run import Run
 from utils.tracking.run_log import RunLog
 from utils.training import memory
-from utils.training.ema import ModelEMA
 from utils.training.log import log_best_epoch, log_epoch
-from utils.training.optimizer import Schedule, build_optimizer
+from utils.training.optimizer import ModelEMA, Schedule, build_optimizer
 from utils.training.steps import OptimizerSteps
 from val import Evaluator, evaluator
 

@@ -35,16 +35,7 @@ from utils.errors import UserError
 from utils.files import located, unique_stems, write_rows
 from utils.python_api import call, write_result
 from utils.run import Run
-from utils.summary import (
-    DRAWN_IMAGES,
-    POSTPROCESSING,
-    StageTimer,
-    Summary,
-    evenly_spaced,
-    format_times,
-    job_values,
-    without_warmup,
-)
+from utils.summary import DRAWN_IMAGES, POSTPROCESSING, StageTimer, Summary, evenly_spaced, log_times
 from utils.tracking import run_log
 
 MANY_CLASSES = 50  # with more, a row per class is printed only with --verbose
@@ -187,7 +178,8 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     # Open the run folder.
     run.open_folder(options.project, options.name, options.exist_ok)
     files = located({"weights": members.files.values(), "data": [source.spec.file]})
-    log(files, *source.spec.warnings, *split.report(split_name))
+    log(files, *source.spec.warnings)
+    split.report(split_name)
     log_rounding(size.sides, size.rounded(stride).sides, stride)
     members.log_validation(options.augment, half)
     members.first.compare_names(names, next(iter(members.files)))
@@ -202,7 +194,8 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     thresholds, draws, square = select(Thresholds, options), not options.noplots, options.square
     batch, criterion = options.batch_size, task.criterion(first)
     evaluate = evaluator(run, task, first, criterion, data, split, batch, draws, thresholds, square)
-    log(*([] if members.suppresses else evaluate.metrics.threshold_warnings(thresholds)))
+    if not members.suppresses:
+        evaluate.metrics.check_thresholds(thresholds)
     evaluate.inference = replace(evaluate.inference, augment=options.augment, half=half)
     coco_images: list[CocoImage] = []  # predictions of this process, with --save-json
     if options.save_json:
@@ -217,15 +210,15 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     # Write, draw and print.
     documents = evaluate.metrics.documents(summary)
     run.files.write_documents(documents)
-    run_log.log_validation(run, job_values(summary), documents)
+    run_log.log_validation(run, summary)
     run.plot(lambda: evaluate.metrics.pictures(summary, split, first.imgsz))
     run.charts()
     run.files.finish_writing()
     brief = options.quiet or (len(names) > MANY_CLASSES and not options.verbose)
     log(*summary.table(brief), f"{summary.rate:.1f} images/s; results in {run.path}", always=True)
-    batches = run.collectives.gather(without_warmup(evaluate.timer.batches))
+    times = run.collectives.gather([(evaluate.timer.images, evaluate.timer.seconds)])
     if times_speed or device.type == "cpu":
-        log(*format_times(batches, options.batch_size if times_speed else 0), always=times_speed)
+        log_times(times, options.batch_size if times_speed else 0, always=times_speed)
     run.on_main(lambda: write_result(summary, run.path))
     run.finish()
     if options.save_json:
@@ -266,13 +259,11 @@ def write_coco(
         from utils.coco import find_annotations
 
         file, missing = find_annotations(spec.roots, split.images)
-    made = report(file)
-    run.files.write_documents(made.documents)
-    log(*made.lines, missing)
-    log(*made.tables, always=True)
-    if made.problem and annotations:
-        raise UserError(made.problem)
-    log(f"warning: {made.problem}" if made.problem else "")
+    documents, problem = report(file)
+    run.files.write_documents(documents)
+    if problem and annotations:
+        raise UserError(problem)
+    log(missing, f"warning: {problem}" if problem else "")
 
 
 def start_validation(given: Mapping[str, Any]) -> None:

@@ -110,9 +110,7 @@ def warp_mosaic(
         positions: box of each image on the canvas, pixels
         load: returns the image for a position, by its number; its size may differ from the position's
         canvas: side of the canvas in pixels
-        matrix: 3x3 matrix from pixels of the canvas to pixels of the result
-        scale: scale factor of `matrix`
-        shape: shape of the result
+        matrix: 3x3 matrix from pixels of the canvas to pixels of the result, of the scale factor `scale`
         masks: whether boxes are the extents of the visible parts of the outlines
     """
     upright = not matrix[[0, 1, 2, 2], [1, 0, 0, 1]].any()
@@ -254,11 +252,8 @@ def random_matrix(
 ) -> tuple[np.ndarray, float]:
     """Return a random 3x3 matrix from pixels of `source` to pixels of `target`, and its scale.
 
-    It centres, tilts (perspective), rotates and scales, shears, and shifts, in that order.
-
-    Args:
-        zoom: factor of the random scale
-        unit: number of source pixels that count as one for perspective
+    It centres, tilts (perspective), rotates and scales, shears, and shifts, in that order. The random scale is times
+    `zoom`; `unit` pixels of the source count as one for perspective.
     """
     perspective = rng.uniform(-settings.perspective, settings.perspective, 2)
     angle = rng.uniform(-settings.degrees, settings.degrees)
@@ -283,12 +278,7 @@ def random_warp(
     unit: float = 1.0,
     masks: bool = False,
 ) -> Sample:
-    """Warp the image by a random matrix into `shape`, and drop boxes that are hardly visible.
-
-    Args:
-        unit: number of pixels that count as one for perspective
-        masks: whether boxes are the extents of the visible parts of the outlines
-    """
+    """Warp the image by a `random_matrix` into `shape`, and drop boxes that are hardly visible; see `warp_mosaic`."""
     matrix, scale = random_matrix(settings, sample.image.shape[:2], shape, rng, 1.0, unit)
     image = sample.image
     if image.shape[:2] != shape or not np.array_equal(matrix, np.eye(3)):
@@ -358,7 +348,12 @@ def copy_paste(sample: Sample, chance: float, rng: np.random.Generator) -> Sampl
         if (box[2:] - box[:2]).min() <= MIN_BOX_PIXELS or covered_shares(boxes, box).max() >= MAX_COVERED_SHARE:
             continue
         mirrored = cv2.flip(image, 1) if mirrored is None else mirrored  # before anything is pasted
-        _paste(image, mirrored, polygon, box)
+        left, top = np.floor(box[:2]).astype(int).tolist()
+        right, bottom = np.ceil(box[2:]).astype(int).tolist()
+        corners = np.stack((image.shape[1] - polygon[:, 0] - left, polygon[:, 1] - top), 1) - 0.5  # to pixels' centres
+        mask = np.zeros((bottom - top, right - left), np.uint8)
+        cv2.fillPoly(mask, [corners.round().astype(np.int32)], 1)
+        cv2.copyTo(mirrored[top:bottom, left:right], mask, image[top:bottom, left:right])
         boxes = np.concatenate((boxes, box[None].astype(np.float32)))
         classes = np.append(classes, classes[number])
         pasted.append(polygon * (-1, 1) + (image.shape[1], 0))
@@ -371,16 +366,6 @@ def covered_shares(boxes: np.ndarray, box: np.ndarray) -> np.ndarray:
     """Return the share of each of `boxes` (k, 4) that `box` (4,) covers, (k,)."""
     shared = (np.minimum(boxes[:, 2:], box[2:]) - np.maximum(boxes[:, :2], box[:2])).clip(0).prod(1)
     return shared / (boxes[:, 2:] - boxes[:, :2]).prod(1)
-
-
-def _paste(image: np.ndarray, mirrored: np.ndarray, polygon: np.ndarray, box: np.ndarray) -> None:
-    """Copy the pixels of `mirrored` inside the mirrored `polygon`, with the box `box` around it, to `image`."""
-    left, top = np.floor(box[:2]).astype(int).tolist()
-    right, bottom = np.ceil(box[2:]).astype(int).tolist()
-    corners = np.stack((image.shape[1] - polygon[:, 0] - left, polygon[:, 1] - top), 1) - 0.5  # to centres of pixels
-    mask = np.zeros((bottom - top, right - left), np.uint8)
-    cv2.fillPoly(mask, [corners.round().astype(np.int32)], 1)
-    cv2.copyTo(mirrored[top:bottom, left:right], mask, image[top:bottom, left:right])
 
 
 def random_hsv(sample: Sample, settings: Augmentation, rng: np.random.Generator) -> Sample:

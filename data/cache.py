@@ -176,7 +176,8 @@ class Images:
         self.sizes, self.imgsz, self.smooth, self.reduced, self.stretched = sizes, imgsz, smooth, reduced, stretched
         self.folder = f"{cache_folder() / 'images'}" if cache == "disk" else ""
         self.stores: list[ImageStore] = []
-        shapes, count, wanted = self._shapes(), len(files), min(capacity, len(files))
+        shapes = np.array([self.shape(*size)[::-1] for size in sizes.tolist()], np.int32).reshape(-1, 2)
+        count, wanted = len(files), min(capacity, len(files))
         if cache == "disk":
             total = shapes.prod(1, dtype=np.int64).sum() * 3 / 2**30
             log(f"--cache disk: {count} images, {total:.2f} GiB, in {self.folder}, while {DISK_FREE_SHARE:.0%} is free")
@@ -188,11 +189,6 @@ class Images:
             wanted = wanted if store.capacity < count else 0
         if wanted and fcntl:
             self.stores.append(ImageStore(shapes, wanted))
-
-    def _shapes(self) -> np.ndarray:
-        """Return height and width of the images as `read` returns them, int32 (n, 2)."""
-        sizes = [self.shape(*size) for size in self.sizes.tolist()]
-        return np.array(sizes, np.int32).reshape(-1, 2)[:, ::-1]
 
     def shape(self, width: int, height: int) -> tuple[int, int]:
         """Return width and height of a file's image as `read` returns it."""
@@ -229,7 +225,16 @@ class Images:
 
     def _read_from_disk(self, index: int) -> np.ndarray:
         """Return an image from the cache on disk, to which it is written if it is not there."""
-        path = self._cache_file(Path(self.name(index)))
+        name = self.name(index)
+        try:
+            status = os.stat(name)
+        except OSError as error:
+            raise unreadable(name, error) from None
+        # A program may set the modification time back after an edit, but not the change time.
+        stamp = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, self.imgsz, self.smooth, self.reduced)
+        key = f"{stamp} stretched" if self.stretched else repr(stamp)
+        digest = hashlib.sha256(os.fsencode(name) + key.encode()).hexdigest()
+        path = Path(self.folder, digest[:2], f"{digest}.npy")
         try:
             cached: np.ndarray = np.load(path, allow_pickle=False)
             return cached
@@ -244,14 +249,3 @@ class Images:
                 with replacing(path) as file:
                     file.write(content.getbuffer())
         return image
-
-    def _cache_file(self, file: Path) -> Path:
-        try:
-            status = os.stat(file)
-        except OSError as error:
-            raise unreadable(file, error) from None
-        # A program may set the modification time back after an edit, but not the change time.
-        stamp = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, self.imgsz, self.smooth, self.reduced)
-        key = f"{stamp} stretched" if self.stretched else repr(stamp)
-        digest = hashlib.sha256(os.fsencode(file) + key.encode()).hexdigest()
-        return Path(self.folder, digest[:2], f"{digest}.npy")

@@ -24,7 +24,7 @@ from data.augment import Sample, torch_seeded_by
 from data.augmentations import UserAugmentations
 from data.cache import Images
 from data.data_yaml import DataSpec, held_out
-from data.dataset import DataSet, Item, Items, labels_text, loader, problem_warnings, split_identity, stack_in_place
+from data.dataset import DataSet, Item, Items, labels_text, loader, log_split, split_identity, stack_in_place
 from data.formats import subfolders
 from data.images import images_below, read_image
 from data.labels import load_labels
@@ -162,19 +162,11 @@ def collate(items: Sequence[Item]) -> Batch:
 
 @dataclass(frozen=True)
 class ClassificationSplit(Split):
-    """The readable images of one split, and their classes.
-
-    Attributes:
-        images: image files
-        labels: class of each image, int64 (n,)
-        sizes: (n, 2), width and height in pixels
-        names: class names by number
-        problems: sentences about what is left out
-    """
+    """The readable images of one split, and their classes."""
 
     images: list[Path]
-    labels: np.ndarray
-    sizes: np.ndarray
+    labels: np.ndarray  # class of each image, int64 (n,)
+    sizes: np.ndarray  # (n, 2), width and height in pixels
     names: dict[int, str]
     problems: tuple[str, ...] = ()
 
@@ -182,12 +174,11 @@ class ClassificationSplit(Split):
         """Return hashes of the files' names and the classes."""
         return split_identity(self.images, self.labels.tobytes())
 
-    def report(self, title: str) -> list[str]:
-        """Return lines for the console: counts, and the first few problems."""
+    def report(self, title: str) -> None:
+        """Log counts, and the first few problems."""
         counts = np.bincount(self.labels, minlength=len(self.names))
         images, classes = plural(len(self.images), "image"), plural((counts > 0).sum(), "class")
-        summary = f"{title}: {images} of {classes}, {counts.min()} to {counts.max()} each"
-        return [summary, *problem_warnings(self.problems, title)]
+        log_split(title, f"{images} of {classes}, {counts.min()} to {counts.max()} each", self.problems)
 
     def instances(self) -> Instances:
         """Return each image and its class."""

@@ -6,15 +6,15 @@ Called by data/dataset.py and the data sets.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.download import archive_sources, copied, fetch_dataset, has_content, is_remote
+from data.builtin import DRAWN_SETS
 from data.formats import (
     EXPORTED_ANNOTATIONS,
     VOC_LISTS,
@@ -32,10 +32,10 @@ from utils.config.parser import suggested_defaults
 from utils.errors import UserError, nearest, plural, shortened, shown, without_secrets
 from utils.files import IS_INSTALLED, ROOT, file_name, find_file, read_yaml
 
+REMOTE = re.compile(r"[a-z][a-z0-9+.-]+://")  # `path:` of an object store or web server
 SPLITS = ("train", "val", "test")
 MAX_CLASSES = 4096  # classes of a model, at most
 HELD_OUT_SHARE = 0.2  # share of the images, or of each class, to hold out of a folder without validation images
-DRAWN_SETS = ("data.builtin.shapes", "data.builtin.shapes_cls", "data.builtin.shapes_seg")  # what `draw:` may name
 YAML_NAMES = ("data.yaml", "data.yml")
 DATA_KEYS = (
     *("path", *SPLITS, "images", "split", "split_seed", "names", "nc", "kpt_shape"),
@@ -149,9 +149,12 @@ class DataSpec:
 
     def locate(self, entry: str, title: str) -> Path:
         """Return the path of an entry, after a download if the data set has no files. Raises `UserError`."""
-        sources = archive_sources(self.download)
-        if sources and not any(map(has_content, self.roots)):
-            fetch_dataset(sources, self.roots[0], [entry for entries in self.entries.values() for entry in entries])
+        if self.download:
+            from data.download import archive_sources, fetch_dataset, has_content  # most data sets are there
+
+            sources = archive_sources(self.download)
+            if sources and not any(map(has_content, self.roots)):
+                fetch_dataset(sources, self.roots[0], [entry for entries in self.entries.values() for entry in entries])
         paths = _candidates(entry, self.roots)
         if path := next(filter(Path.exists, paths), None):
             return path
@@ -245,7 +248,7 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
         messages.append(f"{file}: `kpt_shape: {shape}`: label rows are read as boxes, without their key points")
     if share and "val" in named:
         messages.append(f"warning: {file}: `split: {share:g}` is not used, because there is a `val:`")
-    if path and is_remote(path):
+    if path and REMOTE.match(path):
         messages.append(f"{without_secrets(path)}: copied to {roots[0]}; delete this folder to copy it again")
     if not names:
         listed = [entry for paths in named.values() for entry in paths]
@@ -268,7 +271,9 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
 def _roots(file: Path, path: str | None) -> tuple[Path, ...]:
     """Return the folders that `path:` of a data YAML may mean, by precedence."""
     beside = file.resolve().parent
-    if path and is_remote(path):
+    if path and REMOTE.match(path):
+        from data.download import copied
+
         return (copied(path),)
     bases = [beside, Path.cwd()]
     if path and IS_INSTALLED and beside.is_relative_to(ROOT):  # a shipped file: as if the repository were here
@@ -279,17 +284,15 @@ def _roots(file: Path, path: str | None) -> tuple[Path, ...]:
 def _draw(value: Any, folder: Path) -> bool:
     """Draw a data set by a module and its seed, if it is absent; return whether that is valid.
 
-    A YAML may come from somebody else, so it can name only modules of data/builtin and of a task that the user runs.
+    A YAML may come from somebody else, so it can name only built-in sets, and modules of a task that the user runs.
     """
-    module, seed = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("", -1)
-    is_users = user_code.is_users(str(module))
-    if type(seed) is not int or seed < 0 or not (is_users or module in DRAWN_SETS):
+    name, seed = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("", -1)
+    is_users = user_code.is_users(str(name))
+    drawn: Any = user_code.load(name) if is_users else DRAWN_SETS.get(name)
+    if type(seed) is not int or seed < 0 or not hasattr(drawn, "draw_dataset"):
         return False
-    loaded = user_code.load(module) if is_users else importlib.import_module(module)
-    if hasattr(loaded, "draw_dataset"):
-        loaded.draw_dataset(folder, seed=seed)
-        return True
-    return False
+    drawn.draw_dataset(folder, seed=seed)
+    return True
 
 
 def _is_path(value: Any) -> bool:

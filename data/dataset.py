@@ -30,7 +30,7 @@ from data.data_yaml import DataSpec, read_data
 from data.sampler import GlobalBatches, SampleIndex, Sampling
 from utils.batch import Batch, Split
 from utils.config.hyperparameters import Recipe
-from utils.console import listed
+from utils.console import listed, log
 from utils.distributed.failure import init_worker
 from utils.errors import UserError, plural
 from utils.files import csv_text
@@ -92,11 +92,7 @@ def loader(
     collate: Callable[[Sequence[Any]], Batch],
     workers: int,
 ) -> DataLoader[Any]:
-    """Return a loader of `batches` of `items`.
-
-    Args:
-        workers: number of loader processes, at most one per batch, which end with this process; 0 loads in this process
-    """
+    """Return a loader of `batches` of `items`, which this process loads unless there are `workers` (one per batch)."""
     workers = min(workers, len(batches))
     if workers:
         get_temp_dir()  # the folder of multiprocessing's sockets: made here, loader processes share it and leave none
@@ -177,9 +173,7 @@ class DataSet(ABC, Generic[S]):
 
         Args:
             image: pixels, uint8 (h, w, 3) BGR
-            name: the image's name in messages and results
             sides: height and width to fit the image into, pixels
-            stride: divisor of the item's sides, pixels
             full: whether the item has exactly these sides; otherwise it may be smaller, in whole strides
         """
 
@@ -236,15 +230,26 @@ class DataSet(ABC, Generic[S]):
         """Return the same data set without a cache of decoded images."""
         return replace(self, options=replace(self.options, cache=""))
 
-    def messages(self, train: S, val: S) -> list[str]:
-        """Return lines for the console about both splits of a run, the classes, and how images are sampled."""
+    def report(self, train: S, val: S) -> None:
+        """Log both splits of a run, the classes and the rare ones, and how images are sampled."""
+        log(*self.spec.warnings)
+        train.report("train")
+        val.report("val")
         names = self.class_names(self.spec, self.options.single_cls)
-        counts = [np.bincount(split.instances().classes, minlength=len(names)) for split in (train, val)]
-        return [
-            *(*self.spec.warnings, *train.report("train"), *val.report("val"), *class_messages(names, *counts)),
-            *overlap(train.images, val.images),
-            *self.options.messages(train.instances(), len(train.images), self.imgsz),
-        ]
+        trained, validated = (np.bincount(split.instances().classes, minlength=len(names)) for split in (train, val))
+        rare = [k for k in np.argsort(trained, kind="stable").tolist() if trained[k] < FEW_LABELS]
+        texts = {
+            f"{plural(len(names), 'class')}: ": list(names.values()),
+            f"  fewer than {FEW_LABELS} training labels: ": [f"{names[k]} ({trained[k]})" for k in rare],
+            "  no validation labels: ": [name for k, name in names.items() if not validated[k]],
+        }
+        log(*(title + listed(classes) for title, classes in texts.items() if classes))
+        real = cache(os.path.realpath)  # each folder is resolved once, which is fast
+        paths = [{(real(folder), name) for folder, name in map(os.path.split, split.images)} for split in (train, val)]
+        if both := paths[0] & paths[1]:
+            count = f"{len(both)} of the {len(val.images)} validation images are training images too"
+            log(f"warning: {count}, such as {os.path.join(*min(both))}; the metrics will look better than they are")
+        self.options.report(train.instances(), len(train.images), self.imgsz)
 
 
 D = TypeVar("D", bound=DataSet[Any])
@@ -281,16 +286,6 @@ def data_source(data: str, kind: str) -> DataSource:
     return DataSource(read_data(data), dataset_class(kind))
 
 
-def overlap(train: Sequence[Path], val: Sequence[Path]) -> list[str]:
-    """Return a warning if the splits share images, whatever their paths, else an empty list."""
-    real = cache(os.path.realpath)  # each folder is resolved once, which is fast
-    both = set.intersection(*({(real(folder), name) for folder, name in map(os.path.split, s)} for s in (train, val)))
-    if not both:
-        return []
-    count = f"{len(both)} of the {len(val)} validation images are training images too"
-    return [f"warning: {count}, such as {os.path.join(*min(both))}; the metrics will look better than they are"]
-
-
 def labels_text(names: Mapping[int, str], train: Split, val: Split) -> str:
     """Return labels.csv: the number of images with each class, and of its instances, in both splits."""
     rows = []
@@ -299,17 +294,6 @@ def labels_text(names: Mapping[int, str], train: Split, val: Split) -> str:
         images, instances = (np.bincount(each, minlength=len(names)).tolist() for each in (present, label))
         rows += [(split, name, images[k], instances[k]) for k, name in names.items()]
     return csv_text(("split", "class", "images", "instances"), rows)
-
-
-def class_messages(names: Mapping[int, str], train: np.ndarray, val: np.ndarray) -> list[str]:
-    """Return lines about the classes and the rare ones, by the number of labels of each class, (classes,) each."""
-    rare = [k for k in np.argsort(train, kind="stable").tolist() if train[k] < FEW_LABELS]
-    texts = {
-        f"{plural(len(names), 'class')}: ": list(names.values()),
-        f"  fewer than {FEW_LABELS} training labels: ": [f"{names[k]} ({train[k]})" for k in rare],
-        "  no validation labels: ": [name for k, name in names.items() if not val[k]],
-    }
-    return [title + listed(classes) for title, classes in texts.items() if classes]
 
 
 def split_identity(images: Sequence[Path], labels: bytes) -> dict[str, str]:
@@ -324,10 +308,9 @@ def split_identity(images: Sequence[Path], labels: bytes) -> dict[str, str]:
     }
 
 
-def problem_warnings(problems: Sequence[str], title: str) -> list[str]:
-    """Return warnings of the first few problems of the split `title`, and of the number of further ones."""
-    messages = [f"warning: {problem}" for problem in problems[:PRINTED_PROBLEMS]]
+def log_split(title: str, summary: str, problems: Sequence[str]) -> None:
+    """Log a split's counts, its first few problems, and the number of further ones."""
+    log(f"{title}: {summary}", *(f"warning: {problem}" for problem in problems[:PRINTED_PROBLEMS]))
     if (more := len(problems) - PRINTED_PROBLEMS) > 0:
         count = plural(more, "more such problem")
-        messages.append(f"warning: {count} in {title}; problems.txt in the run folder lists all")
-    return messages
+        log(f"warning: {count} in {title}; problems.txt in the run folder lists all")

@@ -27,7 +27,7 @@ from data.dataset import (
     empty_pixels,
     labels_text,
     loader,
-    problem_warnings,
+    log_split,
     split_identity,
     stack_in_place,
 )
@@ -177,16 +177,17 @@ class DetectionSplit(BoxSplit):
         """Return hashes of the files' names, the boxes, and the image of each box."""
         return split_identity(self.images, self.labels.rows.tobytes() + self.labels.counts.tobytes())
 
-    def report(self, title: str) -> list[str]:
-        """Return lines for the console: counts, and the first few problems."""
+    def report(self, title: str) -> None:
+        """Log counts, and the first few problems."""
         counts = self.labels.counts
         images, boxes = plural(len(counts), "image"), plural(counts.sum(), "box")
-        summary = f"{title}: {images} ({(counts == 0).sum()} without boxes), {boxes}"
-        return [summary, *problem_warnings(self.problems, title)]
+        log_split(title, f"{images} ({(counts == 0).sum()} without boxes), {boxes}", self.problems)
 
     def side_lengths(self, imgsz: int) -> np.ndarray:
         """Return width and height of every box, (m, 2), in pixels of images whose longer side is `imgsz`."""
-        return self.labels.side_lengths(imgsz)
+        sizes = self.labels.sizes
+        scale = imgsz * sizes / sizes.max(1, keepdims=True)
+        return np.repeat(scale, self.labels.counts, axis=0) * self.labels.rows[:, 3:5]
 
     def shown(self, index: int, side: int) -> np.ndarray:
         """Return an image, uint8 (h, w, 3) BGR, shrunk if a side is longer than `side` pixels."""
@@ -211,14 +212,9 @@ class DetectionData(DataSet[DetectionSplit]):
     def class_names(spec: DataSpec, single_cls: bool) -> dict[int, str]:
         """Return the YAML's `names`, or the one class `item`. Raises `UserError` if there are no `names`."""
         if not spec.names:
-            if spec.file.is_dir():  # all other layouts of folders provide names
-                raise UserError(
-                    f"{spec.file} has a folder of images per class and no boxes, so it is for a classifier: add "
-                    "--weights yolov5s-cls.pt, or --weights '' --cfg resnet18.yaml to begin from scratch"
-                )
             raise UserError(
-                f"{spec.file}: `names` must list the classes, as `0: person` lines or as [person, ...]; for folders of "
-                "images per class give a classifier's --weights, such as yolov5s-cls.pt"
+                f"{spec.file}: `names` must list the classes, as [person, ...]; for a folder of images per class "
+                "train a classifier: add --weights yolov5s-cls.pt, or --weights '' --cfg resnet18.yaml"
             )
         return {0: "item"} if single_cls else spec.names
 
@@ -235,14 +231,9 @@ class DetectionData(DataSet[DetectionSplit]):
         return POLYGONS if isinstance(hyp, Augmentation) and hyp.copy_paste > 0 else BOXES
 
     def split(self, name: str, hyp: Recipe | None = None) -> DetectionSplit:
-        """Read and check a split.
+        """Read and check a split, with the labels' polygons if `hyp` has `copy_paste`: see `DataSet`.
 
         Raises `UserError` if no image can be used, if there is no label to train on, or for an unknown class.
-
-        Args:
-            name: `train`, `val` or `test`
-            hyp: hyperparameters of the run that trains on the split; with `copy_paste` the labels' polygons are read
-                too
         """
         listing, rules = self.spec.listing(name), self.spec.row_rules(self.row_rules(hyp))
         labels = load_labels(listing.images, f"{name} labels", self.options.workers, rules, listing.annotated)

@@ -6,7 +6,6 @@ Called by data/data_yaml.py.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import tarfile
@@ -17,9 +16,8 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 from urllib.parse import unquote
 
-from utils.download import SERVER_TIMEOUT_SECONDS, download, gigabytes, is_address
 from utils.errors import UserError, first_line, without_secrets
-from utils.files import cache_folder, one_at_a_time
+from utils.files import SERVER_TIMEOUT_SECONDS, cache_folder, download, gigabytes, is_address, one_at_a_time
 
 PROTOCOLS = ("http", "https", "s3", "s3a", "gs", "gcs", "hf", "file")  # some others of fsspec run an address's code
 LISTED_DEPTH = 32  # levels of folders that are listed on a web server
@@ -100,11 +98,6 @@ def unpack(archive: Path, folder: Path, dataset: str, expected: Sequence[str] = 
             os.replace(file, target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def is_remote(path: str) -> bool:
-    """Return whether `path:` of a data YAML is an address."""
-    return re.match(r"[a-z][a-z0-9+.-]+://", path) is not None
 
 
 def copied(address: str) -> Path:

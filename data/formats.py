@@ -9,7 +9,7 @@ import math
 import os
 import xml.etree.ElementTree as ET
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +23,6 @@ from PIL import Image
 from data.images import is_image
 from data.labels import ImageRows, label_name
 from data.polygons import joined, mask_outline
-from utils.coco import read_coco
 from utils.errors import UserError, nearest, plural, shortened
 from utils.files import file_name, file_stamps, read_lines, read_regular
 
@@ -44,12 +43,8 @@ Problems = defaultdict[str, list[Any]]
 def box_row(label: int, box: Sequence[float], size: tuple[int, int], problems: Problems, which: Any) -> str:
     """Return a label row, `class x y width height` as shares of the image, cut at its edge; '' if nothing remains.
 
-    Numbers have 6 significant digits, as in the published labels of COCO.
-
-    Args:
-        box: left, top, width and height in pixels
-        size: width and height of the image in pixels
-        which: the annotation, for `problems`
+    Numbers have 6 significant digits, as in the published labels of COCO. The box is left, top, width, height in pixels
+    of an image of `size` (width, height); `which` names the annotation.
     """
     x, y, width, height = box if len(box) == 4 and all(map(math.isfinite, box)) else (0, 0, 0, 0)
     if x < 0 or y < 0 or x + width > size[0] or y + height > size[1]:
@@ -61,6 +56,19 @@ def box_row(label: int, box: Sequence[float], size: tuple[int, int], problems: P
         return ""
     shares = ((x + width / 2) / size[0], (y + height / 2) / size[1], width / size[0], height / size[1])
     return f"{label} {' '.join(f'{share:.6g}' for share in shares)}\n"
+
+
+def image_rows(
+    objects: Iterable[tuple[int, int | None, Sequence[float]]], size: tuple[int, int], origin: str, problems: Problems
+) -> ImageRows:
+    """Return the rows of objects, each a number, a class (None if it is unknown), and a box as in `box_row`."""
+    rows = {}
+    for number, label, box in objects:
+        if label is None:
+            problems["boxes of classes that are not in `names`"].append(f"{origin} {number}")
+        elif row := box_row(label, box, size, problems, f"{origin} {number}"):
+            rows[number] = row
+    return ImageRows("".join(rows.values()), size, origin, list(rows))
 
 
 @dataclass(frozen=True)
@@ -104,9 +112,7 @@ def find_annotated(location: Path, folders: Sequence[Path], names: Sequence[str]
 
     Raises `UserError` if the annotations cannot be read, or have no images or none of the classes.
 
-    Args:
-        folders: folders that are searched for images first
-        names: class names of the data set
+    Images are searched for in `folders` first.
     """
     if is_coco(location):
         return _coco_images(location, [*folders, *_coco_folders(location, split)], names)
@@ -142,6 +148,8 @@ def is_coco(location: Path) -> bool:
 @lru_cache(4)
 def _contents(file: Path, stamp: bytes) -> Any:
     """Return `read_coco` of a file without its objects, read once as long as its stamp stays. Raises `UserError`."""
+    from utils.coco import read_coco  # only for COCO's files
+
     content = read_coco(file)
     if not content.categories:
         raise UserError(f"{file} has no categories, so there is nothing to learn from it; name another file")
@@ -187,6 +195,8 @@ def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> A
 
 def _read_coco(annotated: AnnotatedImages, outlines: bool, problems: Problems) -> dict[str, ImageRows]:
     """Read the objects of a COCO file; crowds are left out, as in the published labels of COCO."""
+    from utils.coco import read_coco
+
     content = read_coco(annotated.file, objects=True)
     paths = {name: path for path, name in annotated.images.items()}
     numbers = {name.strip(): number for number, name in enumerate(annotated.names)}
@@ -267,10 +277,8 @@ def read_voc(file: Path) -> tuple[tuple[int, int], list[VocObject]]:
             left, top, right, bottom = (float(_text(item, f"bndbox/{n}")) for n in ("xmin", "ymin", "xmax", "ymax"))
             box = (left - first, top - first, right - left + first, bottom - top + first)
             objects.append((_text(item, "name"), box, (item.findtext("difficult") or "0").strip() == "1"))
-    except (ET.ParseError, ValueError, OverflowError, LookupError) as error:
-        raise UserError(f"{file} is not a VOC annotation ({error}); fix it, or move it away") from None
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    except (OSError, ET.ParseError, ValueError, OverflowError, LookupError) as error:
+        raise UserError(f"{file} cannot be read as a VOC annotation ({error}); fix it, or move it away") from None
     return size, objects
 
 
@@ -285,15 +293,9 @@ def _read_voc(annotated: AnnotatedImages, outlines: bool, problems: Problems) ->
     """Read the objects of XML files; difficult ones are left out, as in the challenge."""
     numbers, images = {name: number for number, name in enumerate(annotated.names)}, {}
     for path, file in annotated.images.items():
-        size, objects = read_voc(Path(file))
-        rows = {}
-        for number, (name, box, is_difficult) in enumerate(objects, 1):
-            which = f"{file}: object {number}"
-            if name not in numbers:
-                problems["boxes of classes that are not in `names`"].append(which)
-            elif not is_difficult and (row := box_row(numbers[name], box, size, problems, which)):
-                rows[number] = row
-        images[path] = ImageRows("".join(rows.values()), size, f"{file}: object", list(rows))
+        size, found = read_voc(Path(file))
+        objects = [(k, numbers.get(name), box) for k, (name, box, difficult) in enumerate(found, 1) if not difficult]
+        images[path] = image_rows(objects, size, f"{file}: object", problems)
     return images
 
 
@@ -363,22 +365,19 @@ def _voc_folders(annotations: Path) -> list[Path]:
 
 def _read_visdrone(annotated: AnnotatedImages, outlines: bool, problems: Problems) -> dict[str, ImageRows]:
     """Read rows of left, top, width, height, score, category, ...; without ignored regions and the category others."""
-    images = {}
+    images, last = {}, min(VISDRONE_CLASSES, len(annotated.names))
     for path, file in annotated.images.items():
-        rows, size = {}, (1, 1)
+        objects, size = [], (1, 1)
         with suppress(Exception), Image.open(path) as opened:  # a damaged image is reported by the scan
             size = opened.size
         for number, line in enumerate(map(str.strip, read_lines(file)), 1):
-            which = f"{file}, line {number}"
             try:
                 *box, score, category = map(int, line.split(",")[:6]) if line else (0, 0, 0, 0, 0, 0)
+                if score and 1 <= category <= last:
+                    objects.append((number, category - 1, box))
             except ValueError:
-                problems["rows that are not VisDrone's"].append(which)
-                continue
-            known = score and 1 <= category <= min(VISDRONE_CLASSES, len(annotated.names))
-            if known and (row := box_row(category - 1, box, size, problems, which)):
-                rows[number] = row
-        images[path] = ImageRows("".join(rows.values()), None, f"{file}, line", list(rows))
+                problems["rows that are not VisDrone's"].append(f"{file}, line {number}")
+        images[path] = image_rows(objects, size, f"{file}, line", problems)._replace(size=None)
     return images
 
 

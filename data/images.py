@@ -75,10 +75,7 @@ def listed_images(file: Path) -> Iterator[str]:
 def read_image(path: Path, jpeg_divisor: int = 1) -> np.ndarray:
     """Return the pixels as displayed (EXIF orientation applied), uint8 (height, width, 3), BGR.
 
-    16 bits are scaled to 8. Raises a `UserError` that names the file if it cannot be read.
-
-    Args:
-        jpeg_divisor: 1, 2, 4 or 8, which divides both sides of a JPEG, rounded up
+    16 bits are scaled to 8; both sides of a JPEG are divided by 1, 2, 4 or 8. Raises a `UserError` that names the file.
     """
     try:
         data = read_regular(path)
@@ -124,12 +121,7 @@ def read_reduced(path: Path, width: int, height: int, size: int) -> np.ndarray:
 
     A JPEG of more than 2 megapixels is decoded at the smallest scale of 1, 1/2, 1/4, 1/8 that is not below `size`.
     Large photos that are then still twice as large are shrunk by averaging areas. Smaller images are read and resized
-    as usual. Raises `UserError` if the file cannot be read.
-
-    Args:
-        width: width of the file's image as displayed, pixels
-        height: height of the file's image as displayed, pixels
-        size: longer side of the returned image, pixels
+    as usual. `width` and `height` are those of the file's image as displayed. Raises `UserError`.
     """
     if width * height <= LARGE_PIXELS:
         return resize_long_side(read_image(path), size, smooth=False)

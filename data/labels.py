@@ -146,17 +146,14 @@ def _parse_row(words: Sequence[str], rules: RowRules) -> Row:
     tolerance = COORDINATE_TOLERANCE if is_box else rules.tolerance
     if not all(-tolerance <= value <= 1 + tolerance for value in values):
         raise ValueError("coordinates outside 0 to 1 (they are shares of the image's width and height, not pixels)")
-    box = values if is_box else _polygon_box(values)
     points = rules.outline([] if is_box else values) if rules.outlines or not is_box else []
-    if not is_box and points is not values:
-        box = _polygon_box(points)
-    x, y, width, height = box
+    x, y, width, height = values if is_box else box_around(points)
     if width <= 0 or height <= 0:
         raise ValueError("the box has no area")
     return Row((label, x, y, width, height), points)
 
 
-def _polygon_box(points: Sequence[float]) -> Sequence[float]:
+def box_around(points: Sequence[float]) -> Sequence[float]:
     """Return centre and size of the box around x1 y1 x2 y2 ..."""
     xs, ys = points[0::2], points[1::2]
     low_x, high_x, low_y, high_y = min(xs), max(xs), min(ys), max(ys)
@@ -207,11 +204,6 @@ class Labels:
         offsets = offsets_of(self.counts[chosen])
         return replace(self, rows=self.rows[of_rows], offsets=offsets, sizes=self.sizes[chosen], polygons=polygons)
 
-    def side_lengths(self, imgsz: int) -> np.ndarray:
-        """Return width and height of every box in pixels, (m, 2), with the longer side of its image at `imgsz`."""
-        scale = imgsz * self.sizes / self.sizes.max(1, keepdims=True)
-        return np.repeat(scale, self.counts, axis=0) * self.rows[:, 3:5]
-
 
 class ImageRows(NamedTuple):
     """The objects of an image.
@@ -238,18 +230,21 @@ def load_labels(
 ) -> Labels:
     """Return the labels of `images` from the cache if no file has changed, else scan them. Raises `UserError`.
 
-    Args:
-        title: title of the progress bar
-        workers: number of processes, at most
-        rules: rules for the rows; None to read no labels
-        annotated: images that have no label files
+    Without `rules` no labels are read; those of `annotated` images are not in label files.
     """
     cached = cache_folder() / "labels" / f"{_key(images, rules, annotated)}.npz"
     with one_at_a_time(cached.with_suffix(".lock")):  # one of several processes scans, the others read the cache
         labels = _read_cache(cached)
         if labels is None:
             labels = _scan(images, title, workers, rules, annotated)
-            _write_cache(cached, labels)
+            arrays = {"rows": labels.rows, "offsets": labels.offsets, "sizes": labels.sizes}
+            if labels.polygons:
+                arrays |= {"points": labels.polygons.points, "ends": labels.polygons.offsets}
+            try:
+                with replacing(cached) as file:
+                    np.savez(file, problems=np.array(labels.problems, np.str_), **arrays)  # type: ignore[arg-type]
+            except OSError as error:
+                log(f"warning: {cached} cannot be written ({error.strerror}): the next start checks the labels again")
     return labels
 
 
@@ -295,17 +290,6 @@ def _read_cache(path: Path) -> Labels | None:
         return Labels(arrays["rows"], arrays["offsets"], arrays["sizes"], problems, polygons)
     except Exception:  # numpy and zipfile raise many kinds for a damaged file
         return None
-
-
-def _write_cache(path: Path, labels: Labels) -> None:
-    arrays = {"rows": labels.rows, "offsets": labels.offsets, "sizes": labels.sizes}
-    if labels.polygons:
-        arrays |= {"points": labels.polygons.points, "ends": labels.polygons.offsets}
-    try:
-        with replacing(path) as file:
-            np.savez(file, problems=np.array(labels.problems, np.str_), **arrays)  # type: ignore[arg-type]
-    except OSError as error:
-        log(f"warning: {path} cannot be written ({error.strerror}): the next start checks the labels again")
 
 
 def _scan(

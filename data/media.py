@@ -24,7 +24,7 @@ from torch import Tensor
 from data.images import IMAGE_SUFFIXES, read_whole_image, unreadable
 from utils.console import show
 from utils.errors import UserError
-from utils.files import cache_folder, read_lines
+from utils.files import cache_folder, download, read_lines
 
 T = TypeVar("T")
 VIDEO_SUFFIXES = frozenset(
@@ -61,16 +61,21 @@ class Frame(NamedTuple):
 def find_media(source: str) -> list[MediaItem]:
     """Return the items of a source. Raises `UserError` if it does not exist or has no picture or video.
 
-    A file that cannot be read is an item too, so that reading it reports the problem.
-
-    Args:
-        source: a file, a folder, a glob, an address, a camera's number, or a `.txt` list of files and addresses
+    It is a file, a folder, a glob, an address, a camera's number, or a `.txt` list of files and addresses. A file that
+    cannot be read is an item too, so that reading it reports the problem.
     """
     text = source.strip()
     if "://" in text or (text.isdecimal() and len(text) < 5):
         return [_item(text)]
-    if text.endswith(".txt"):
-        return _read_list(Path(text))
+    if text.endswith(".txt"):  # paths relative to the working folder or to the list's, and addresses
+        try:
+            lines = [line.strip() for line in read_lines(Path(text)) if line.strip()]
+        except OSError as error:
+            raise UserError(f"the source {text} cannot be read as a list ({error.strerror})") from None
+        if not lines:
+            raise UserError(f"the source {text} is an empty list; write a path or an address per line")
+        beside = Path(text).parent
+        return [_item(line if os.path.exists(line) or "://" in line else str(beside / line)) for line in lines]
     pattern = os.path.join(glob.escape(text), "*") if os.path.isdir(text) else text
     paths = [text] if os.path.isfile(text) else glob.glob(pattern, recursive=True)
     items = [_item(path) for path in sorted(paths) if _kind(path) and not os.path.isdir(path)]
@@ -84,10 +89,7 @@ def find_media(source: str) -> list[MediaItem]:
 
 
 def find_files(source: str) -> list[MediaItem]:
-    """Return the items of a source that is no camera or stream. Raises `UserError`.
-
-    A file that is not a video counts as a picture, whatever its suffix.
-    """
+    """Return the items of a source as `find_media` does, but a file counts whatever its suffix. Refuses streams."""
     items = [_item(source)] if os.path.isfile(source) and not source.endswith(".txt") else find_media(source)
     for item in items:
         if item.kind == "live":
@@ -109,17 +111,6 @@ def _kind(path: str) -> str:
     """Return "picture" or "video" by the suffix of a path, else ''."""
     suffix = os.path.splitext(path)[1].lower()
     return "picture" if suffix in IMAGE_SUFFIXES else "video" if suffix in VIDEO_SUFFIXES else ""
-
-
-def _read_list(file: Path) -> list[MediaItem]:
-    """Return the items on the lines of a text file, relative to the working folder or to the file's folder."""
-    try:
-        lines = [line.strip() for line in read_lines(file) if line.strip()]
-    except OSError as error:
-        raise UserError(f"the source {file} cannot be read as a list ({error.strerror})") from None
-    if not lines:
-        raise UserError(f"the source {file} is an empty list; write a path or an address per line")
-    return [_item(line if os.path.exists(line) or "://" in line else str(file.parent / line)) for line in lines]
 
 
 @dataclass
@@ -162,26 +153,18 @@ class Media:
 
 
 def local_file(item: MediaItem) -> Path:
-    """Return the file of a picture or video, downloaded to the cache if it is an address.
-
-    Raises `UserError` if this fails, or for a pipe or device, on which reading may wait forever.
-    """
+    """Return the file of a picture or video, downloaded to the cache. Raises `UserError`, also for a pipe or device."""
     address = urlparse(item.name)
     if address.scheme not in WEB_SCHEMES:
         if os.path.exists(item.name) and not os.path.isfile(item.name):
             raise UserError(f"{item.name} is not a regular file; give the name of a picture or video")
         return Path(item.name)
-    from utils.download import download  # rarely needed
-
     folder = hashlib.sha256(os.fsencode(item.name)).hexdigest()[:16]  # files of one name are kept apart
     return download(item.name, cache_folder() / "media" / folder / Path(address.path).name)
 
 
 def read_files(items: Iterable[MediaItem]) -> Iterator[Frame]:
-    """Read pictures, and every frame of videos.
-
-    Raises `UserError` for an item that cannot be read; prints a warning for a video that ends early.
-    """
+    """Read pictures, and every frame of videos, with a warning for one that ends early. Raises `UserError`."""
     for item in items:
         media, frame = Media([item]), None
         for frame in media:

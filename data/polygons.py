@@ -184,12 +184,9 @@ def joined(parts: Sequence[Points]) -> Points:
 
 
 def mask_outline(mask: np.ndarray, tolerance: float = 0.0) -> Points:
-    """Return the outline of a mask, uint8 (h, w) of 0 and 1, along the edges of its pixels; [] if it is empty.
+    """Return the outline of a mask, uint8 (h, w) of 0 and 1, along the edges of its pixels, within `tolerance` pixels.
 
-    Parts and holes are joined into one outline; [] if there are too many of them.
-
-    Args:
-        tolerance: largest deviation of the outline, pixels
+    Parts and holes are joined into one outline; [] if there are none or too many of them.
     """
     # Of a mask twice as large, the pixels at an edge k are 2 k on its right and lower side, 2 k - 1 on the others.
     large = cv2.resize(mask, None, fx=2, fy=2, interpolation=cv2.INTER_NEAREST)
@@ -201,16 +198,13 @@ def mask_outline(mask: np.ndarray, tolerance: float = 0.0) -> Points:
     order = sorted(range(len(contours)), key=lambda number: (parents[number], levels[0, number, 3] >= 0))
     parts = []
     for number in order:
-        corners = _corners((contours[number][:, 0] + 1) // 2)
+        points = (contours[number][:, 0] + 1) // 2
+        points = points[(points != np.roll(points, 1, 0)).any(1)]
+        before, after = points - np.roll(points, 1, 0), np.roll(points, -1, 0) - points
+        is_corner = before[:, 0] * after[:, 1] != before[:, 1] * after[:, 0]  # not inside of a straight line
+        corners = points[is_corner].astype(np.int32)
         if tolerance:
             corners = cv2.approxPolyDP(corners[:, None], tolerance, True)[:, 0]
         if len(corners) > 2:
             parts.append([(float(x), float(y)) for x, y in corners.tolist()])
     return joined(parts) if parts else []
-
-
-def _corners(points: np.ndarray) -> np.ndarray:
-    """Return the points (k, 2) of an outline along pixel edges without the points inside of straight lines, int32."""
-    points = points[(points != np.roll(points, 1, 0)).any(1)]
-    before, after = points - np.roll(points, 1, 0), np.roll(points, -1, 0) - points
-    return points[before[:, 0] * after[:, 1] != before[:, 1] * after[:, 0]].astype(np.int32)

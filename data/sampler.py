@@ -14,6 +14,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from utils.batch import Instances
+from utils.console import log
 from utils.errors import UserError
 
 # The first part of a generator's seed: what its numbers are for.
@@ -84,19 +85,16 @@ class Sampling:
         weights = np.bincount(instances.images, weights=of_class[instances.classes], minlength=count)
         return weights / weights.sum()
 
-    def messages(self, instances: Instances, count: int, imgsz: int) -> list[str]:
-        """Return a line for the console for each flag that is on, for a split of `count` images."""
-        lines = []
+    def report(self, instances: Instances, count: int, imgsz: int) -> None:
+        """Log what each flag that is on does to a split of `count` images."""
         if self.image_weights:
             never = count - len(np.unique(instances.images))
-            lines.append(f"--image-weights: {count:,} samples per epoch; {never:,} images have no labels")
+            log(f"--image-weights: {count:,} samples per epoch; {never:,} images have no labels")
         if self.multi_scale:
-            sizes = f"{imgsz // 2} to {self.largest(imgsz)} pixels"
-            lines.append(f"--multi-scale: each batch at one of the sizes from {sizes}")
+            log(f"--multi-scale: each batch at one of the sizes from {imgsz // 2} to {self.largest(imgsz)} pixels")
         if self.close_mosaic:
             first = max(self.epochs - self.close_mosaic, 0) + 1
-            lines.append(f"--close-mosaic {self.close_mosaic}: no mixed images from epoch {first} on")
-        return lines
+            log(f"--close-mosaic {self.close_mosaic}: no mixed images from epoch {first} on")
 
 
 def images_in_use(batch_size: int, workers: int) -> int:
@@ -217,12 +215,7 @@ def training_batches(
     stride: int,
     mixed: int,
 ) -> GlobalBatches:
-    """Return the global batches for training.
-
-    Args:
-        image_sizes: (n, 2), width and height of each file's image, pixels
-        mixed: number of images that are mixed into an item, 0 if they are not taken from the epoch's order
-    """
+    """Return the global batches for training; `mixed` images of the epoch's order are mixed into each item."""
     count = len(image_sizes)
     return GlobalBatches(
         count,
@@ -241,9 +234,7 @@ def evaluation_batches(
 ) -> list[list[SampleIndex]]:
     """Return every image once, in batches that are the same for any number of processes: a process gets whole ones.
 
-    Args:
-        sizes: (n, 2), width and height of each image
-        square: whether every image has sides of `imgsz`; otherwise a batch has the smallest shape that holds its images
+    If they are not `square`, with sides of `imgsz`, a batch has the smallest shape that holds its images.
     """
     count = len(sizes)
     if square:
@@ -259,12 +250,7 @@ def evaluation_batches(
 def by_aspect(
     sizes: np.ndarray, batch_size: int, imgsz: int, stride: int, pad: float
 ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """Return the images sorted by height / width, and the shape of each batch.
-
-    Args:
-        sizes: (n, 2), width and height of each image
-        pad: number of strides added to both sides
-    """
+    """Return the images sorted by height / width, and the shape of each batch; see `batch_shape`."""
     aspects = sizes[:, 1] / sizes[:, 0]
     order = np.lexsort((-np.arange(len(aspects)), aspects))  # ties by falling index, so that every machine agrees
     starts = range(0, len(order), batch_size)
@@ -272,12 +258,9 @@ def by_aspect(
 
 
 def batch_shape(aspects: np.ndarray, imgsz: int, stride: int, pad: float) -> tuple[int, int]:
-    """Return height and width, in whole strides, of the smallest batch for images of these aspect ratios.
+    """Return height and width, in whole strides, of the smallest batch for images of these ratios of height to width.
 
-    Args:
-        aspects: height / width of each image
-        imgsz: longer side of the images, pixels
-        pad: number of strides added to both sides
+    Their longer side has `imgsz` pixels; `pad` strides are added to both sides.
     """
     height, width = min(float(aspects.max()), 1.0), min(1 / float(aspects.min()), 1.0)
     height, width = (math.ceil(side * imgsz / stride + pad) * stride for side in (height, width))

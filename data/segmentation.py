@@ -69,11 +69,7 @@ def _draw_all(polygons: Polygons, shape: tuple[int, int], ratio: int, value: int
     """Fill each polygon with `value` at the image's size, and shrink it bilinearly to 1 / `ratio`.
 
     If blocks of ratio x ratio pixels fill the image, a pixel of the result is made of one block, and only the blocks
-    around an object are drawn; otherwise whole images are drawn and shrunk.
-
-    Args:
-        polygons: outlines in pixels of the image
-        shape: height and width of the image
+    around an object are drawn; otherwise whole images are drawn and shrunk. `shape` is the image's height and width.
     """
     whole = polygons.at(polygons.points.astype(np.int32))
     extents = whole.extents()
@@ -136,15 +132,10 @@ def training_masks(
 
 
 def evaluation_masks(polygons: Polygons, targets: np.ndarray, shape: tuple[int, int]) -> TargetMasks:
-    """Return the masks of targets without regard to each other, in windows that hold all their pixels.
+    """Return the masks of targets, as `training_masks` takes them, each in a window that holds all its pixels.
 
     A pixel of the mask map is covered if the bilinear mean of the mask at the image's size is over 0.5, which is at
     least 3 of the 4 pixels in the middle of a block.
-
-    Args:
-        polygons: outlines of the targets in pixels of the image
-        targets: float32 (k, 5), class and normalised xywh
-        shape: height and width of the image
     """
     windows = box_windows(targets[:, 1:], shape[0] // MASK_STRIDE, shape[1] // MASK_STRIDE)
     masks = []

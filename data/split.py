@@ -18,6 +18,7 @@ import yaml
 
 from data.dataset import data_source
 from data.labels import BOXES, check_classes, load_labels
+from utils.console import log
 from utils.distributed.failure import run_main
 from utils.errors import UserError, plural
 
@@ -42,8 +43,8 @@ def assigned(counts: np.ndarray, shares: Sequence[float]) -> np.ndarray:
     return parts
 
 
-def split(data: str, val: float = 0.2, seed: int = 0, folds: int = 0) -> list[str]:
-    """Split the data set that `data` names, as for train.py --data, and return lines for the console.
+def split(data: str, val: float = 0.2, seed: int = 0, folds: int = 0) -> None:
+    """Split the data set that `data` names, as for train.py --data.
 
     Writes into `<name>-split`, or with `folds` into `<name>-folds`, in the working folder. Hashes of the images' names
     and of `seed` decide between equal choices. Raises `UserError`.
@@ -74,7 +75,7 @@ def split(data: str, val: float = 0.2, seed: int = 0, folds: int = 0) -> list[st
     with suppress(UserError):  # no `test:`, or its images are not here
         test = list(map(str, spec.locations("test")))
     kept = {"test": test, "kpt_shape": list(spec.kpt_shape), "defaults": dict(spec.defaults), "names": spec.names}
-    lines = [*spec.warnings]
+    log(*spec.warnings)
     for number in range(folds or 1):
         folder, validates = top / f"fold{number + 1}" if folds else top, parts == (number if folds else 1)
         files = {name: str(folder / f"{name}.txt") for name in ("train", "val")}
@@ -86,8 +87,7 @@ def split(data: str, val: float = 0.2, seed: int = 0, folds: int = 0) -> list[st
             (folder / "data.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
         except OSError as error:
             raise UserError(f"{folder} cannot be written ({error.strerror}); remove it, or call elsewhere") from None
-        lines.append(f"{folder / 'data.yaml'}: {plural((~validates).sum(), 'image')} train, {validates.sum()} validate")
-    return lines
+        log(f"{folder / 'data.yaml'}: {plural((~validates).sum(), 'image')} train, {validates.sum()} validate")
 
 
 def main() -> None:
@@ -98,7 +98,7 @@ def main() -> None:
     how.add_argument("--val", type=float, default=0.2, help="share of the images for validation; default: 0.2")
     how.add_argument("--folds", type=int, default=0, help="number of splits; each image validates in one of them")
     parser.add_argument("--seed", type=int, default=0, help="a different seed gives a different split; default: 0")
-    print(*split(**vars(parser.parse_args())), sep="\n")
+    split(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":

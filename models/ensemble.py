@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,13 +18,12 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from models.export import Exported, read_model
 from models.layers import Conv, RepConv
-from models.loading import ImageSize, gflops, in_words, sides_of, transfer
+from models.loading import ImageSize, in_words, sides_of, transfer
 from models.tasks import TASKS, TaskEntry, add_tasks, model_words, task_of
 from models.tasks.contract import Model, Postprocess, Task, View
 from models.weights import Weights, find_weights
-from models.yolo import YoloModel, add_layers, whole_strides
+from models.yolo import add_layers, whole_strides
 from utils.batch import Batch, layout
 from utils.config.parser import refuse_flags
 from utils.console import log
@@ -47,12 +45,8 @@ def weight_files(names: Sequence[str]) -> dict[str, Path]:
 
 
 def export_base(name: str, file: Path) -> Path:
-    """Return the path that exports of a weight file are named after: the file's own path, or for a file that was
-    downloaded into a cache a path in the working folder.
-
-    Args:
-        name: the file's name on the command line
-    """
+    """Return the path that exports of the weight file `name` are named after: the file's own path, or for a file that
+    was downloaded into a cache a path in the working folder."""
     return file if os.path.exists(name) else Path(file.name)
 
 
@@ -68,15 +62,11 @@ def common_task(weights: Mapping[str, Weights]) -> str:
         if content.task not in TASKS and (task_file := content.settings.get("task_file")):
             add_tasks(str(task_file), is_named=False, named_by=name)
     kinds = {name: (task_of({"task": content.task}, name), content.names) for name, content in weights.items()}
-    first, *others = weights
-    (task, classes) = kinds[first]
-    for other in others:
-        other_task, other_classes = kinds[other]
-        differing = [f"class {number}" for number in classes if classes[number] != other_classes.get(number)]
-        if task != other_task or len(classes) != len(other_classes) or differing:
-            what = f"their tasks are {task} and {other_task}" if task != other_task else "their classes differ"
-            raise UserError(f"{first} and {other} cannot be one ensemble: {', '.join([what, *differing[:1]])}")
-    return task
+    first = next(iter(weights))
+    for other, kind in kinds.items():
+        if kind != kinds[first]:
+            raise UserError(f"{first} and {other} cannot be one ensemble: their tasks or class names differ")
+    return kinds[first][0]
 
 
 def choose_size(
@@ -93,38 +83,32 @@ def choose_size(
         requested: value of --imgsz; 0 or empty if it is not given
         suggested: image size in the data set YAML; 0 if it names none
     """
-    sides = sides_of(requested)
-    fixed = {name: each.metadata.imgsz for name, each in weights.items() if each.metadata and not each.metadata.dynamic}
-    if fixed:
-        height, width = _common(fixed, "export them with --dynamic")
-        log(f"exported for images of {height}x{width} only")
-        return ImageSize((height, width), is_fixed=True)
-    if sides:
-        return ImageSize((sides[0], sides[-1]))
-    if sizes := {name: own for name, content in weights.items() if (own := content.image_sides)}:
-        own = _common(sizes, "give one with --imgsz")
-        log(f"images of {in_words(own)} px, the size in the weights")
-        return ImageSize(own)
-    default = suggested or int(task.defaults.get("imgsz", DEFAULT_SIDE_PIXELS))
-    return ImageSize((default, default))
-
-
-def _common(sizes: Mapping[str, tuple[int, int]], remedy: str) -> tuple[int, int]:
-    """Return the size that all weight files have. Raises `UserError` if they differ."""
+    files = {name: file for name, content in weights.items() if (file := content.metadata) and not file.dynamic}
+    sizes = {name: file.imgsz for name, file in files.items()}
+    if not files:
+        if requested_sides := sides_of(requested):
+            return ImageSize((requested_sides[0], requested_sides[-1]))
+        sizes = {name: sides for name, content in weights.items() if (sides := content.image_sides)}
     if len(set(sizes.values())) > 1:
-        each = ", ".join(f"{name} at {in_words(size)}" for name, size in sizes.items())
-        raise UserError(f"these models are for different image sizes ({each} px); {remedy}")
-    return next(iter(sizes.values()))
+        words = ", ".join(f"{name} at {in_words(size)}" for name, size in sizes.items())
+        raise UserError(
+            f"these models are for different image sizes ({words} px); give one with --imgsz, and export with --dynamic"
+        )
+    if not sizes:
+        default = suggested or int(task.defaults.get("imgsz", DEFAULT_SIDE_PIXELS))
+        return ImageSize((default, default))
+    size = next(iter(sizes.values()))
+    log(f"images of {in_words(size)} px, the {'only size' if files else 'size'} in the weights")
+    return ImageSize(size, is_fixed=bool(files))
 
 
 def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -> Model:
-    """Return the model of a weight file. Raises `UserError` if the data set has another number of classes.
+    """Return the model of the weight file `name` for about `imgsz` pixels.
 
-    Args:
-        imgsz: image size in pixels, rounded up to whole strides
-        name: name of the file in errors
-        data: name of the data set in errors
+    Raises `UserError` if the data set, `data`, has another number of classes.
     """
+    from models.export import Exported  # only here, because training does not need it
+
     assert weights.model is not None
     program = weights.program
     if isinstance(program, Exported) and len(weights.names) == len(task.names):
@@ -139,8 +123,6 @@ def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -
             f"{name} has {plural(weights.model.get('nc', 0), 'class')} and {data} has {len(task.names)}; "
             "give the data set that the weights were trained on"
         )
-    if not isinstance(model, YoloModel):  # a `YoloModel` has been tried with this size while it was built
-        gflops(model, model.imgsz, name)  # for its error: the model does not take images of this size
     return model
 
 
@@ -155,12 +137,7 @@ def halve(model: M) -> M:
 
 @dataclass(frozen=True)
 class Members:
-    """The weight files of an ensemble, or a single one.
-
-    Attributes:
-        files: paths of the files, by name on the command line
-        weights: contents of the files, by the same names
-    """
+    """The weight files of an ensemble, or a single one: their paths and contents, by name on the command line."""
 
     files: dict[str, Path]
     weights: dict[str, Weights]
@@ -178,12 +155,7 @@ class Members:
         return frozenset().union(*(kind.features_of(content.task_yaml) for content in self.weights.values()))
 
     def refuse(self, kind: type[DataclassInstance], given: Mapping[str, Any]) -> None:
-        """Raise `UserError` for a flag that does not apply to the models or to their predictions.
-
-        Args:
-            kind: class of the options
-            given: values of the given flags, by name
-        """
+        """Raise `UserError` for a given flag, of the options `kind`, that does not apply to the models."""
         refuse_flags(kind, given, self.features, model_words(self.first.task_yaml))
         prediction = self.entry.load().prediction
         for name, reason in (prediction.refused() if prediction else {}).items():
@@ -200,10 +172,9 @@ class Members:
         return any(content.metadata and content.metadata.suppression for content in self.weights.values())
 
     def log_notes(self, flags: Mapping[str, Any], half: bool) -> None:
-        """Log what follows from precision, and warn of flags that an exported file overrides, with the values it has.
+        """Warn of flags, given on the command line, that the device or an exported file overrides.
 
         Args:
-            flags: values given on the command line, by field name
             half: whether weights and images are in half precision
         """
         if flags.get("half") and not half:
@@ -211,20 +182,14 @@ class Members:
         for name, content in self.weights.items():
             if (file := content.metadata) is None:
                 continue
-            values: dict[str, Any] = {"half": file.half} if half else {}
-            if not file.dynamic and sides_of(flags.get("imgsz", 0)):
-                values["imgsz"] = file.imgsz
-            if own := file.suppression:
-                values |= {"iou_thres": own["iou_thres"], "agnostic_nms": own["agnostic"]}
-                values["conf_thres"] = max(flags.get("conf_thres", 0.0), own["conf_thres"])  # also of its detections
-                values["max_det"] = min(flags.get("max_det", own["most"]), own["most"])
-            shown = [
-                f"--{flag.replace('_', '-')} {_text(value)} (not {_text(flags[flag])})"
-                for flag, value in values.items()
-                if flag in flags and _text(flags[flag]) != _text(value)
-            ]
-            if shown:
-                log(f"warning: {name} was exported with its own values: {', '.join(shown)}")
+            overridden = ["half"] if half and not file.half else []
+            if not file.dynamic and sides_of(flags.get("imgsz", 0)) not in ((), file.imgsz, file.imgsz[:1]):
+                overridden.append("imgsz")
+            if file.suppression:
+                overridden += ["conf_thres", "iou_thres", "agnostic_nms", "max_det"]
+            if words := ", ".join(f"--{flag.replace('_', '-')}" for flag in overridden if flag in flags):
+                values = f"--imgsz {in_words(file.imgsz)} {file.suppression_flags}".rstrip()
+                log(f"warning: {name} was exported with {values}; {words} cannot override it")
 
     def log_validation(self, augment: bool, half: bool) -> None:
         """Log what the metrics depend on: precision, square images, an ensemble, --augment, and own suppression."""
@@ -243,11 +208,9 @@ class Members:
                 log(f"warning: {name} was exported with {file.suppression_flags}; {words}")
 
     def build(self, task: Task, imgsz: int, data: str) -> list[Model]:
-        """Return the model of each file, on the CPU, all for one image size: a multiple of every model's stride.
+        """Return the model of each file, on the CPU, all for about `imgsz` pixels: a multiple of every model's stride.
 
-        Args:
-            imgsz: image size in pixels, rounded up to the models' `imgsz`
-            data: name of the data set in errors
+        Raises `UserError` if the data set, `data`, has another number of classes.
         """
 
         def load(size: int) -> list[Model]:
@@ -259,23 +222,14 @@ class Members:
         return models if all(model.imgsz == common for model in models) else load(common)
 
 
-def _text(value: float | Sequence[int]) -> str:
-    """Format the value of a flag."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, (int, float)) else in_words(value)
-
-
 def read_members(names: Sequence[str], layers: str, task_file: str, augment: bool) -> Members:
     """Read the weight files that --weights names, downloaded if necessary.
 
-    Raises `UserError` if a file cannot be used, or not together with the others.
-
-    Args:
-        layers: Python file with the user's layers; '' for none
-        task_file: Python file or package with the user's task; '' for none
-        augment: whether --augment is given
+    Raises `UserError` if a file cannot be used, or not together with the others. The other arguments are values of
+    flags.
     """
+    from models.export import read_model
+
     if layers:
         add_layers(layers)
     if task_file:
@@ -292,13 +246,14 @@ def read_members(names: Sequence[str], layers: str, task_file: str, augment: boo
 
 
 def for_inference(model: Model, device: torch.device, half: bool, fold: bool = False) -> Model:
-    """Return the model on `device`, in evaluation mode.
+    """Return the model on `device`, in evaluation mode; an exported file as it is.
 
     Args:
-        half: whether to convert the weights to half precision; ignored for an exported file
         fold: whether to fold BatchNorm into convolutions, which changes results by rounding; always done for a model
-            with `RepConv`s, never for an exported file
+            with `RepConv`s
     """
+    from models.export import Exported
+
     fold = fold or any(isinstance(module, RepConv) for module in model.modules())
     if fold and not isinstance(model, Exported):
         model = fuse(model)
@@ -309,18 +264,13 @@ def for_inference(model: Model, device: torch.device, half: bool, fold: bool = F
 
 @dataclass(frozen=True)
 class Inference:
-    """Runs the models of an ensemble.
-
-    Attributes:
-        augment: whether the models also run on scaled and mirrored images
-        half: whether the models' weights, and hence their inputs, are in half precision
-    """
+    """Runs the models of an ensemble."""
 
     task: Task
     postprocess: Postprocess
     device: torch.device
-    augment: bool = False
-    half: bool = False
+    augment: bool = False  # whether the models also run on scaled and mirrored images
+    half: bool = False  # whether the models' weights, and hence their inputs, are in half precision
 
     def views(self, models: Sequence[Model], batch: Batch, timer: StageTimer) -> tuple[Batch, list[View]]:
         """Return the batch on the device and the models' outputs for it; `timer` measures both stages."""
@@ -339,22 +289,18 @@ class Inference:
 
 @torch.no_grad()
 def fuse(model: M) -> M:
-    """Return a copy of the model in evaluation mode, with the BatchNorms of `Conv`s and of nn.Sequential chains folded,
-    and each `RepConv` merged into one convolution.
-
-    BatchNorm(w x) = (g w / d) x + (b - g mean / d), with d = sqrt(variance + eps), is one convolution. Outputs are
-    equal up to rounding; state-dict keys differ.
-    """
+    """Return a copy of the model in evaluation mode, with the BatchNorms of `Conv`s folded into their convolutions, and
+    each `RepConv` merged into one convolution. Outputs are equal up to rounding; state-dict keys differ."""
     fused = copy.deepcopy(model).eval()
-    for module in list(fused.modules()):
-        if isinstance(module, Conv):
-            _fold(module, "conv", "bn")
-        elif isinstance(module, nn.Sequential):
-            for first, second in pairwise(list(module._modules)):
-                _fold(module, first, second)
-    for module in fused.modules():
-        if isinstance(module, RepConv):
-            _join(module)
+    layers = list(fused.modules())
+    for layer in layers:
+        if isinstance(layer, Conv) and isinstance(layer.bn, nn.BatchNorm2d):  # computed in float64
+            dtype = layer.conv.weight.dtype
+            layer.conv = fuse_conv_bn_eval(layer.conv.double(), layer.bn.double()).to(dtype)
+            layer.bn = nn.Identity()
+    for layer in layers:
+        if isinstance(layer, RepConv):
+            _join(layer)
     return fused
 
 
@@ -366,24 +312,9 @@ def _join(layer: RepConv) -> None:
     assert isinstance(layer.conv1, Conv)
     assert isinstance(layer.conv2, Conv)
     large, small = layer.conv1.conv, layer.conv2.conv
-    if large.bias is None or small.bias is None:  # a BatchNorm without running statistics
-        return
-    border = large.kernel_size[0] // 2
-    added = functional.pad(small.weight.double(), (border,) * 4)
+    assert large.bias is not None
+    assert small.bias is not None
+    added = functional.pad(small.weight.double(), (large.kernel_size[0] // 2,) * 4)
     large.weight.copy_(large.weight.double() + added)
     large.bias.copy_(large.bias.double() + small.bias.double())
     layer.conv1, layer.conv2 = large, None
-
-
-def _fold(parent: nn.Module, first: str, second: str) -> None:
-    """Fold child `second` into `first` if they are a convolution and a BatchNorm with running statistics.
-
-    The weights are computed in float64; they keep their dtype and memory format.
-    """
-    convolution, norm = getattr(parent, first), getattr(parent, second)
-    if type(convolution) is not nn.Conv2d or not isinstance(norm, nn.BatchNorm2d) or norm.running_var is None:
-        return
-    dtype, contiguous = convolution.weight.dtype, convolution.weight.is_contiguous()
-    folded = fuse_conv_bn_eval(convolution.double(), norm.double()).to(dtype)
-    setattr(parent, first, folded.to(memory_format=torch.contiguous_format if contiguous else torch.channels_last))
-    setattr(parent, second, nn.Identity())

@@ -84,13 +84,12 @@ class ExportMetadata:
     def parse(cls, text: str) -> ExportMetadata:
         """Parse `text`'s result. Raises ValueError, TypeError, KeyError or AttributeError for any other text."""
         content = json.loads(text)
-        version = content.pop("format", None)
-        if version != EXPORT_FORMAT:
-            raise ValueError(f"its format is {version}")
+        if content.pop("format", None) != EXPORT_FORMAT:
+            raise ValueError("another format")
         content.pop("shape", None)
-        content["names"] = {int(number): str(name) for number, name in content["names"].items()}
-        height, width = content["imgsz"]
-        return cls(**{**content, "imgsz": (int(height), int(width))})
+        names, (height, width) = content["names"], content["imgsz"]
+        values = {"names": {int(k): str(name) for k, name in names.items()}, "imgsz": (int(height), int(width))}
+        return cls(**{**content, **values})
 
 
 # Running
@@ -129,28 +128,26 @@ class Exported(Model):
         A file with a fixed batch size runs once per batch of that size; the last batch is padded with zeros.
         """
         file, (height, width) = self.metadata, images.shape[2:]
-        if not file.dynamic and (height, width) != file.imgsz:
-            takes = "x".join(map(str, file.imgsz))
-            raise UserError(
-                f"{self.name} takes images of {takes} (height x width), not {height}x{width}; "
-                f"give --imgsz {takes.replace('x', ' ')}, or export it with --dynamic"
-            )
-        inputs = images.half() if file.half else images.float()
+        batch, inputs = len(images), images.half() if file.half else images.float()
         if not file.dynamic:
-            inputs = torch.cat((inputs, inputs.new_zeros(-len(images) % file.batch, *images.shape[1:])))
+            if (height, width) != file.imgsz:
+                sides = " ".join(map(str, file.imgsz))
+                raise UserError(
+                    f"{self.name} takes images of {sides} (height, width), not {height} {width}; give --imgsz {sides}, "
+                    "or export it with --dynamic"
+                )
+            batch = file.batch
+            inputs = torch.cat((inputs, inputs.new_zeros(-len(images) % batch, *images.shape[1:])))
         with torch.autocast(images.device.type, enabled=False):
-            chunks = [inputs] if file.dynamic else inputs.split(file.batch)
-            parts = [self._run(chunk.contiguous()) for chunk in chunks]
-        outputs = tuple(torch.cat(each)[: len(images)].to(images.device) for each in zip(*parts, strict=True))
+            of_chunks = [self._run(chunk.contiguous()) for chunk in inputs.split(batch)]
+        outputs = tuple(torch.cat(chunks)[: len(images)].to(images.device) for chunks in zip(*of_chunks, strict=True))
         return outputs[0] if len(outputs) == 1 else outputs
 
 
 def read_exported(path: Path) -> Exported:
     """Read an exported file. Raises `UserError` if it is damaged or not export.py's, or if its runtime is missing."""
-    if not path.exists():
-        raise UserError(f"weights {path} do not exist; check the path")
+    read = next(reader for ending, reader in READERS.items() if path.name.endswith(ending))
     try:
-        read = next(reader for ending, reader in READERS.items() if path.name.endswith(ending))
         text, run = read(path)
     except ImportError as error:
         raise UserError(
@@ -159,12 +156,11 @@ def read_exported(path: Path) -> Exported:
     except Exception as error:  # each runtime has its own
         raise UserError(f"{path} cannot be read ({first_line(error)}); export it again with export.py") from error
     try:
-        metadata = ExportMetadata.parse(text)
+        return Exported(ExportMetadata.parse(text), run, path.name)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path} lacks export.py's metadata, or has that of another version ({error}); export it again from its .pt"
         ) from None
-    return Exported(metadata, run, path.name)
 
 
 # One reader per format: each returns the metadata's text ('' if there is none) and the runner.
@@ -257,13 +253,9 @@ class ExportJob:
         with torch.no_grad():
             outputs = self.model(self.example)
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        names = SUPPRESSED_NAMES if metadata.suppression else OUTPUT_NAMES
-        settings: dict[str, Any] = {
-            "input_names": [INPUT_NAME],
-            "output_names": list(names[: len(outputs)]),
-            "opset_version": self.opset,
-            "verbose": self.verbose,
-        }
+        names = (SUPPRESSED_NAMES if metadata.suppression else OUTPUT_NAMES)[: len(outputs)]
+        settings: dict[str, Any] = {"input_names": [INPUT_NAME], "output_names": list(names)}
+        settings |= {"opset_version": self.opset, "verbose": self.verbose}
         if self.opset < ONNX_OPSET:
             content, axes = io.BytesIO(), {INPUT_NAME: DYNAMIC_AXES} if metadata.dynamic else None
             settings |= {"dynamo": False, "dynamic_axes": axes}
@@ -276,34 +268,31 @@ class ExportJob:
         if (written := model.opset_import[0].version) != self.opset:
             raise UserError(f"--opset {self.opset} is not possible for this model; leave it out, or give {written}")
         _tidy(model, metadata, outputs)
-        classes, stride = str(metadata.names), str(metadata.stride)
-        for key, value in ((ONNX_METADATA_KEY, metadata.text()), ("names", classes), ("stride", stride)):
-            model.metadata_props.add(key=key, value=value)
+        for key, value in (
+            (ONNX_METADATA_KEY, metadata.text()),
+            ("names", metadata.names),
+            ("stride", metadata.stride),
+        ):
+            model.metadata_props.add(key=key, value=str(value))
         return model.SerializeToString(deterministic=True)
 
     def _program(self) -> torch.export.ExportedProgram:
         """Return the model as a graph of torch's operators."""
-        shapes = None
+        shapes, stride = None, self.metadata.stride
         if self.metadata.dynamic:
-            stride = self.metadata.stride
-            shapes = {0: torch.export.Dim("batch", min=1, max=MAX_EXPORT_BATCH)}
-            for axis, name in ((2, "height"), (3, "width")):
-                # At least two strides: torch.export makes sizes of 1 static.
-                strides = torch.export.Dim(f"{name}_in_strides", min=2, max=MAX_EXPORT_SIDE_PIXELS // stride)
-                shapes[axis] = stride * strides if stride > 1 else strides
-        dynamic = (shapes,) if shapes else None
-        program = torch.export.export(self.model, (self.example,), dynamic_shapes=dynamic, strict=False)
+            # At least two strides: torch.export makes sizes of 1 static.
+            most = MAX_EXPORT_SIDE_PIXELS // stride
+            sides = [torch.export.Dim(f"{name}_in_strides", min=2, max=most) for name in ("height", "width")]
+            height, width = (stride * side if stride > 1 else side for side in sides)
+            shapes = ({0: torch.export.Dim("batch", min=1, max=MAX_EXPORT_BATCH), 2: height, 3: width},)
+        program = torch.export.export(self.model, (self.example,), dynamic_shapes=shapes, strict=False)
         for node in program.graph.nodes:
             node.meta.pop("stack_trace", None)  # it names folders of this machine
         return program
 
 
 def _tidy(model: Any, metadata: ExportMetadata, outputs: Sequence[Tensor]) -> None:
-    """Remove metadata that depends on this machine, name the dynamic sizes, and fill in the static ones.
-
-    Args:
-        outputs: the model's outputs, whose shapes give the static sizes
-    """
+    """Remove metadata that depends on this machine, name the dynamic sizes, and fill in the outputs' static ones."""
     graph = model.graph
     for part in (model, graph, *graph.node, *graph.input, *graph.output, *graph.initializer, *model.functions):
         del part.metadata_props[:]
@@ -321,12 +310,9 @@ def _tidy(model: Any, metadata: ExportMetadata, outputs: Sequence[Tensor]) -> No
 
 
 def write(job: ExportJob, name: str, stem: Path) -> Path:
-    """Write one format to `stem` with its suffix, completely or not at all, and return the path.
+    """Write a format, a key of `WRITERS`, to `stem` with its suffix, completely or not at all, and return the path.
 
     Raises `UserError` if the format does not support the model.
-
-    Args:
-        name: name of the format, a key of `WRITERS`
     """
     path = stem.parent / (stem.name + SUFFIX_OF_FORMAT[name])
     try:
@@ -341,10 +327,8 @@ def write(job: ExportJob, name: str, stem: Path) -> Path:
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}; check the folder and the disk") from None
     except Exception as error:  # each exporter raises its own classes
-        hint = "leave out --dynamic, or " if job.metadata.dynamic else ""
-        hint += f"give --opset {ONNX_OPSET}, or " if name == "onnx" and job.opset < ONNX_OPSET else ""
         reason = f"{name} does not support this model ({first_line(error, 200)})"
-        raise UserError(f"{reason}; {hint}choose another format") from error
+        raise UserError(f"{reason}; leave out --dynamic and --opset, or choose another format") from error
     return path
 
 
@@ -388,10 +372,6 @@ def _takes_any_size(traced: torch.jit.ScriptModule, job: ExportJob) -> bool:
         return False
 
 
-def _write_onnx(job: ExportJob, path: Path) -> None:
-    _write_bytes(path, job.onnx)
-
-
 def _write_openvino(job: ExportJob, path: Path) -> None:
     import openvino
 
@@ -420,7 +400,7 @@ def _write_bytes(path: Path, content: bytes) -> None:
 
 WRITERS: dict[str, Callable[[ExportJob, Path], None]] = {
     "torchscript": _write_torchscript,
-    "onnx": _write_onnx,
+    "onnx": lambda job, path: _write_bytes(path, job.onnx),
     "openvino": _write_openvino,
     "safetensors": _write_safetensors,
 }

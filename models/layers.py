@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from types import ModuleType
@@ -35,13 +35,8 @@ def batch_norm(channels: int) -> nn.BatchNorm2d:
 
 def norm_and_activate(x: Tensor, norm: nn.Module, activation: nn.Module) -> Tensor:
     """Return activation(norm(x)); in training on a GPU by the fused kernels, if they do the same."""
-    # Not one of FakeTensorMode, and not while a graph is traced.
-    if (
-        type(x) is Tensor
-        and x.is_cuda
-        and norm.training
-        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-    ):
+    is_traced = type(x) is not Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if x.is_cuda and norm.training and not is_traced:
         fused = _fused_kernels(x.device)
         if fused and fused.can_fuse(x, norm, activation):
             return fused.FusedNormSiLU.apply(x, norm.weight, norm.bias, norm)
@@ -85,29 +80,18 @@ class Conv(nn.Module):
         super().__init__()
         padding = same_padding(kernel, dilation) if padding is None else padding
         self.conv = nn.Conv2d(c1, c2, kernel, stride, padding, dilation, groups, bias=False)
-        self.bn = batch_norm(c2)
+        self.bn: nn.Module = batch_norm(c2)
         self.act: nn.Module = nn.SiLU() if activate else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         return norm_and_activate(self.conv(x), self.bn, self.act)
 
-    def set_activation(self, make: Callable[[], nn.Module]) -> None:
-        """Replace the activation by a new one from `make`, if this layer has an activation."""
-        if not isinstance(self.act, nn.Identity):
-            self.act = make()
-
 
 def skip_norms(module: nn.Module) -> None:
     """Make the BatchNorm of each `Conv` return its input: on the "meta" device its kernel takes a millisecond."""
-    for part in module.modules():
-        if isinstance(part, Conv):
-            for child in part.children():
-                if isinstance(child, nn.BatchNorm2d):
-                    child.forward = _unchanged  # type: ignore[assignment, method-assign]
-
-
-def _unchanged(x: Tensor) -> Tensor:
-    return x
+    for layer in module.modules():
+        if isinstance(layer, Conv) and isinstance(layer.bn, nn.BatchNorm2d):
+            layer.bn.forward = nn.Identity().forward  # type: ignore[method-assign]
 
 
 class DWConv(Conv):
@@ -311,20 +295,10 @@ class BottleneckCSP(nn.Module):
     """Cross stage partial bottlenecks (CSPNet, arXiv 1911.11929): (b, c1, h, w) to (b, c2, h, w).
 
     `C3` replaced this layer in YOLOv5 4.0.
-
-    Args:
-        slope: negative slope of a LeakyReLU after the concatenation, as in older releases; None for a SiLU
     """
 
     def __init__(
-        self,
-        c1: int,
-        c2: int,
-        repeats: int = 1,
-        shortcut: bool = True,
-        groups: int = 1,
-        expansion: float = 0.5,
-        slope: float | None = None,
+        self, c1: int, c2: int, repeats: int = 1, shortcut: bool = True, groups: int = 1, expansion: float = 0.5
     ) -> None:
         super().__init__()
         hidden = int(c2 * expansion)
@@ -333,7 +307,7 @@ class BottleneckCSP(nn.Module):
         self.cv3 = nn.Conv2d(hidden, hidden, 1, bias=False)
         self.cv4 = Conv(2 * hidden, c2)
         self.bn = batch_norm(2 * hidden)
-        self.act: nn.Module = nn.SiLU() if slope is None else nn.LeakyReLU(slope)
+        self.act: nn.Module = nn.SiLU()
         self.m = nn.Sequential(*(Bottleneck(hidden, hidden, shortcut, groups, 1.0) for _ in range(repeats)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -481,10 +455,6 @@ class RepConv(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv1(x)
         return self.act(y if self.conv2 is None else y + self.conv2(x))
-
-    def set_activation(self, make: Callable[[], nn.Module]) -> None:
-        """Replace the activation by a new one from `make`."""
-        self.act = make()
 
 
 class RepBottleneck(nn.Module):

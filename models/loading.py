@@ -29,16 +29,13 @@ from models.weights import (
     find_weights,
     read_weights,
     same_names,
-    torchvision_weights,
 )
 from models.yolo import add_layers, whole_strides
 from utils.config.flags import IMGSZ, TrainOptions
 from utils.config.hyperparameters import Recipe
 from utils.console import log
-from utils.errors import UserError, first_line, nearest, plural, shown
+from utils.errors import UserError, nearest, plural, shown
 from utils.files import find_file, read_yaml
-
-GPU_WORDS = ("cuda", "cpu", "triton")  # in errors of layers that run on a GPU only
 
 # The image size
 
@@ -89,14 +86,10 @@ class ImageSize(NamedTuple):
         return max(self.sides)
 
 
-def gflops(model: nn.Module, imgsz: int, source: str = "the model") -> float:
+def gflops(model: nn.Module, imgsz: int) -> float:
     """Return the billions of floating-point operations for one image (3, imgsz, imgsz); a multiply-add counts as two.
 
-    The model is traced on the "meta" device: nothing is computed. Returns 0 if a layer cannot be traced; then the model
-    runs once. Raises `UserError` if it does not take images of this size.
-
-    Args:
-        source: name of the model in errors
+    The model is traced on the "meta" device: nothing is computed. Returns 0 if a layer cannot be traced.
     """
     with suppress(Exception):  # a user's layer can fail anywhere
         replaced = {id(tensor): tensor.to("meta") for tensor in (*model.parameters(), *model.buffers())}
@@ -105,32 +98,19 @@ def gflops(model: nn.Module, imgsz: int, source: str = "the model") -> float:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             traced(torch.empty(1, 3, imgsz, imgsz, device="meta"))
         return counter.get_total_flops() / 1e9
-    modes = {module: module.training for module in model.modules()}
-    try:
-        with torch.no_grad():
-            model.eval()(torch.zeros(1, 3, imgsz, imgsz, dtype=next(model.parameters()).dtype))
-    except Exception as error:
-        if not any(word in str(error).lower() for word in GPU_WORDS):
-            raise UserError(
-                f"{source} does not take images of {imgsz} pixels ({first_line(error)}); give another --imgsz"
-            ) from error
-    finally:
-        for module, training in modes.items():
-            module.training = training
     return 0.0
 
 
-# Parts of a model, for --freeze and `lr_factor`
+# Layers and parameters by name, for --freeze and `lr_factor`
 
 
-def layers_of(model: nn.Module) -> tuple[nn.Module, list[str], int]:
-    """Return the module whose children are the numbered layers of a model, their names, such as `model.0`, and the
-    number of layers up to and with the head; an auxiliary branch follows it."""
+def layers_of(model: nn.Module) -> tuple[list[str], int]:
+    """Return the names of the numbered layers of a model, such as `model.0`, and the number of layers up to and with
+    the head; an auxiliary branch follows it."""
     children = dict(model.named_children())
     parent, prefix = (children["model"], "model.") if "model" in children else (model, "")
     names, head = [prefix + name for name, _ in parent.named_children()], getattr(model, "head", None)
-    main = next((number for number, layer in enumerate(parent.children(), 1) if layer is head), len(names))
-    return parent, names, main
+    return names, next((number for number, layer in enumerate(parent.children(), 1) if layer is head), len(names))
 
 
 def parameters_of(model: nn.Module, word: str, flag: str) -> set[str]:
@@ -143,13 +123,12 @@ def parameters_of(model: nn.Module, word: str, flag: str) -> set[str]:
         flag: name of the flag in errors
     """
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # names of shared ones too
-    _, layers, main = layers_of(model)
+    layers, main = layers_of(model)
     if word in ("backbone", "head"):
         rows = getattr(model, "yaml", {}).get("backbone")
         named = sorted((name for name, _ in model.named_modules() if name.split(".")[-1] == "backbone"), key=len)
-        prefixes = layers[: len(rows)] if isinstance(rows, list) else named[:1]
-        if not prefixes:
-            prefixes = [name for name in layers if name != layers[main - 1]]
+        others = [name for name in layers if name != layers[main - 1]]
+        prefixes = layers[: len(rows)] if isinstance(rows, list) else named[:1] or others
         backbone = {name for name in parameters if name.startswith(tuple(f"{prefix}." for prefix in prefixes))}
         return backbone if word == "backbone" else {*parameters} - backbone
     pattern = layers[int(word)] if word.isdecimal() and int(word) < len(layers) else word
@@ -164,13 +143,12 @@ def parameters_of(model: nn.Module, word: str, flag: str) -> set[str]:
     return chosen
 
 
-def rate_factors(model: nn.Module, parts: Mapping[str, float]) -> dict[str, float]:
-    """Return the learning-rate factors of parameters by name, from the factors of parts.
+def rate_factors(model: nn.Module, factors: Mapping[str, float]) -> dict[str, float]:
+    """Return the learning-rate factors of parameters by name, from factors by words as for `parameters_of`.
 
-    A parameter in several parts has the last part's factor; a parameter in none is not in the result. Raises
-    `UserError` if a part matches no parameter.
+    The last word that selects a parameter decides. Raises `UserError` if a word selects none.
     """
-    return {name: factor for word, factor in parts.items() for name in parameters_of(model, word, "lr_factor:")}
+    return {name: factor for word, factor in factors.items() for name in parameters_of(model, word, "lr_factor:")}
 
 
 def freeze(model: nn.Module, words: Sequence[int | str]) -> None:
@@ -179,16 +157,16 @@ def freeze(model: nn.Module, words: Sequence[int | str]) -> None:
     Anything else are words as for `parameters_of`. Layers are numbered as in `layers_of`; the layers of an auxiliary
     branch, after the head, are not among the last N. Raises `UserError` for an unknown layer, or if all are frozen.
     """
-    parameters, (parent, names, main) = dict(model.named_parameters(remove_duplicate=False)), layers_of(model)
-    flag, chosen, frozen = f"--freeze {' '.join(map(str, words))}", list(words), set()
-    if len(words) == 1 and isinstance(number := words[0], int):
+    parameters, (names, main) = dict(model.named_parameters(remove_duplicate=False)), layers_of(model)
+    flag, chosen, number = f"--freeze {' '.join(map(str, words))}", list(words), words[0]
+    if len(words) == 1 and isinstance(number, int):
         if not -main <= number <= len(names):
             raise UserError(f"{flag}: the model has layers 0 to {len(names) - 1}; freeze fewer")
         chosen = list(range(number)) if number >= 0 else [*range(main + number), *range(main, len(names))]
-        if number < 0:  # outside of layers too, such as a transformer's class token
-            outside = {id(parameter) for parameter in parent.parameters(recurse=False)}
-            frozen = {name for name, parameter in parameters.items() if id(parameter) in outside}
-    frozen |= {name for word in chosen for name in parameters_of(model, str(word), "--freeze")}
+    frozen = {name for word in chosen for name in parameters_of(model, str(word), "--freeze")}
+    if len(words) == 1 and isinstance(number, int) and number < 0:  # outside of layers too, as a class token is
+        trained = tuple(f"{name}." for name in names[main + number : main])
+        frozen = {name for name in parameters if not name.startswith(trained)}
     if frozen == {*parameters}:
         raise UserError(f"{flag} freezes all parameters; freeze fewer")
     for name in frozen:
@@ -223,20 +201,6 @@ def transfer(model: nn.Module, state: Mapping[str, Tensor], exclude: tuple[str, 
     return Transfer(len(fitting), len(model_state), misfits)
 
 
-def known_share(model: Model, weights: Weights, names: Mapping[int, str]) -> float | None:
-    """Return the share of the classes that a weight file knows by name; None if the file is of another model.
-
-    A file is of another model if it has at most half of the tensors of `model`. The share is halved if the file lacks
-    part of the model's head, as a detector's file lacks the masks.
-    """
-    state = model.state_dict()
-    fitting = sum(name in weights.state and weights.state[name].shape == tensor.shape for name, tensor in state.items())
-    if fitting <= len(state) / 2:
-        return None
-    share = len(same_names(weights.names, names)) / len(names)
-    return share if all(name in weights.state for name in head_tensors(model)) else share / 2
-
-
 def head_tensors(model: Model) -> dict[str, Tensor]:
     """Return the tensors of a model's head by their names in the model; {} if it has none, as in torchvision."""
     head = getattr(model, "head", None)
@@ -269,12 +233,12 @@ class StartingPoint:
             return self
         file = find_weights(name, self.yaml, self.source)
         licence = LICENCES["torchvision"] if name == TORCHVISION_DEFAULT else ""
-        weights = self._renamed(read_weights(file, licence))
-        return replace(self, weights=weights, weights_name=name, weights_file=file)
+        return self.with_content(read_weights(file, licence), name, file)
 
-    def _renamed(self, weights: Weights) -> Weights:
-        """Return weights with the names that the task's models have."""
-        return replace(weights, state=dict(self.entry.load().renamed(weights.state)))
+    def with_content(self, weights: Weights, name: str, file: Path) -> StartingPoint:
+        """Start from the content of a weight file, whose tensors get the names that the task's models have."""
+        weights = replace(weights, state=dict(self.entry.load().renamed(weights.state)))
+        return replace(self, weights=weights, weights_name=name, weights_file=file)
 
     @property
     def origin(self) -> Origin:
@@ -294,7 +258,7 @@ class StartingPoint:
             log("training from scratch: no --weights are given")
             return scratch
         try:
-            torchvision_weights(self.yaml, self.source)
+            find_weights(TORCHVISION_DEFAULT, self.yaml, self.source)
         except UserError as error:
             problem = error
         if not agreed(problem is None):
@@ -306,8 +270,19 @@ class StartingPoint:
         return scratch.with_weights(TORCHVISION_DEFAULT)
 
     def known_share(self, model: Model, task: Task) -> float | None:
-        """Return the share of the task's classes that the weights know; None if the weights do not fit this model."""
-        return known_share(model, self.weights, task.names) if self.weights else None
+        """Return the share of the task's classes that the weights know by name; None if they are of another model.
+
+        They are if they have at most half of the tensors of `model`. The share is halved if they lack part of its head,
+        as a detector's file lacks the masks.
+        """
+        if not (file := self.weights):
+            return None
+        tensors = model.state_dict()
+        fitting = sum(name in file.state and file.state[name].shape == x.shape for name, x in tensors.items())
+        if fitting <= len(tensors) / 2:
+            return None
+        share = len(same_names(file.names, task.names)) / len(task.names)
+        return share if all(name in file.state for name in head_tensors(model)) else share / 2
 
 
 def starting_point(
@@ -325,31 +300,27 @@ def starting_point(
         add_layers(options.layers, "layers" in given)
     if options.task_file:
         add_tasks(options.task_file, "task_file" in given)
-    source, content, file = options.cfg or options.weights, None, None
-    if saved_yaml is not None:
-        yaml = dict(saved_yaml)
-    elif options.cfg:
-        yaml = read_yaml(find_file(options.cfg, "model", ["models", "models/hub"]))
-    else:
-        file = find_weights(options.weights) if options.weights else None
-        content = read_weights(file) if file else None
-        if content is None or content.model is None:
-            raise UserError("no model is given; name one with --cfg, such as --cfg yolov5n.yaml")
-        yaml = content.task_yaml
-    start = StartingPoint(TASKS[task_of(yaml, source)], yaml, source, bool(options.cfg))
-    if content is None:
-        return start
-    return replace(start, weights=start._renamed(content), weights_name=options.weights, weights_file=file)
+    source = options.cfg or options.weights
+    if saved_yaml is not None or options.cfg:
+        yaml = saved_yaml or read_yaml(find_file(options.cfg, "model", ["models", "models/hub"]))
+        return StartingPoint(TASKS[task_of(yaml, source)], dict(yaml), source, bool(options.cfg))
+    file = find_weights(options.weights) if options.weights else None
+    content = read_weights(file) if file else None
+    if file is None or content is None or content.model is None:
+        raise UserError("no model is given; name one with --cfg, such as --cfg yolov5n.yaml")
+    yaml = content.task_yaml
+    start = StartingPoint(TASKS[task_of(yaml, source)], yaml, source, from_yaml=False)
+    return start.with_content(content, options.weights, file)
 
 
 def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: TrainOptions) -> None:
     """Load the tensors that fit `model` and freeze layers; log the model, the tensors and the layers.
 
-    Raises `UserError` if no tensor fits, for an unknown layer, or if the model does not take the image size.
+    Raises `UserError` if no tensor fits, and for an unknown layer.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     layers = sum(not any(module.children()) for module in model.modules())
-    work = gflops(model, model.imgsz, start.source)
+    work = gflops(model, model.imgsz)
     size = f", {work:.3g} GFLOPs at {model.imgsz} px" if work else ""
     log(f"{start.source}: {layers} layers, {parameters:,} parameters{size}")
     log_rounding([options.imgsz], [model.imgsz], model.stride)
@@ -372,17 +343,14 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> N
     head = task.keep_head(model, weights.state, weights.names)
     if weights.task and TASKS.get(weights.task) is not start.entry:
         log(f"warning: {name} is a model for another task, '{weights.task}'")
-    of_another = loaded <= total / 2
     if misfits and not head:
-        tensor, of_file, of_model = misfits[0]
-        classes = len(weights.names) or (of_file[0] if of_model[:1] == (len(task.names),) else len(task.names))
-        if classes != len(task.names) and not of_another:
-            head = f"not its head: it is for {plural(classes, 'class')}"
-        else:
-            shapes = ("x".join(map(str, shape)) for shape in (of_file, of_model))
-            head = f"not {len(misfits)} with other shapes, such as {tensor} ({', here '.join(shapes)})"
-    warning = "warning: these are weights of another model: only " if of_another else ""
-    log(f"{warning}{loaded} of {total} tensors taken from {name}{', ' * bool(head)}{head}")
+        tensor, *shapes = misfits[0]
+        here = ", here ".join("x".join(map(str, shape)) for shape in shapes)
+        head = f"not {len(misfits)} with other shapes, such as {tensor} ({here})"
+        if len(weights.names) not in (0, len(task.names)):
+            head += f": they are for {plural(len(weights.names), 'class')}"
+    warning = "warning: these are weights of another model: only " if loaded <= total / 2 else ""
+    log(f"{warning}{loaded} of {total} tensors taken from {name}{', ' if head else ''}{head}")
     found = {**weights.state, **head_tensors(model)}  # another head is no surprise
     unneeded = (*fresh, "num_batches_tracked")  # which files of an old torch lack
     expected = [tensor for tensor in model.state_dict() if not any(part in tensor for part in unneeded)]

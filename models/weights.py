@@ -14,7 +14,7 @@ import re
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,9 +25,10 @@ from torch import Tensor
 from models.tasks import DEFAULT_TASK, TASKS
 from models.tasks.contract import Model
 from models.yolov5_pickle import (
+    MAX_PICKLE_BYTES,
+    NEEDLESS,
     Stub,
     UnusableFile,
-    check_pickle_size,
     class_name,
     is_module,
     plain_values,
@@ -39,9 +40,18 @@ from models.yolov5_pickle import (
 from utils.checkpoint import FORMAT, SAFETENSORS_SUFFIX, is_safetensors, read_safetensors
 from utils.config.flags import IMGSZ, is_number
 from utils.console import log
-from utils.download import HUB_PREFIX, download, fetch_from_hub
 from utils.errors import UserError, first_line, plural, shortened
-from utils.files import ROOT, cache_folder, looked_for, one_at_a_time, read_regular, read_yaml
+from utils.files import (
+    HUB_PREFIX,
+    ROOT,
+    cache_folder,
+    download,
+    fetch_from_hub,
+    looked_for,
+    one_at_a_time,
+    read_regular,
+    read_yaml,
+)
 
 if TYPE_CHECKING:
     from models.export import ExportMetadata
@@ -55,13 +65,10 @@ MODEL_KEYS = (
 CONTENT_TYPES: dict[str, Any] = {"task": str, "model": dict, "names": dict | list, "state": dict, "settings": dict}
 EXPORTED_SUFFIXES = (".onnx", ".torchscript", "_openvino_model")  # suffixes of the files that export.py writes
 
-# Licences
-
 # Identifiers from https://spdx.org/licenses, in lower case, by the program that wrote a file.
 LICENCES = {"yolov5": "agpl-3.0", "yolov9": "mit", "torchvision": "bsd-3-clause"}
 UNKNOWN = "unknown"
 YOURS = "yours"  # the licence of weights that were trained from scratch
-SHOWN_DIGITS = 8  # digits of a SHA-256 that messages show
 
 
 @dataclass(frozen=True)
@@ -76,11 +83,9 @@ class Origin:
 
     @classmethod
     def recorded(cls, content: Mapping[str, Any]) -> Origin:
-        """Return the origin recorded in a weight file, metadata or settings."""
-        licence, files = content.get("licence"), content.get("origin")
-        known = [each for each in files if isinstance(each, dict)] if isinstance(files, list | tuple) else []
-        files = [{key: str(each.get(key, "")) for key in ("file", "sha256")} for each in known]
-        return cls(licence, files) if isinstance(licence, str) else cls()
+        """Return the origin recorded in a weight file or settings."""
+        files = [{key: str(file.get(key, "")) for key in ("file", "sha256")} for file in content.get("origin") or ()]
+        return cls(str(content.get("licence") or UNKNOWN), files)
 
     def followed_by(self, file: str, sha256: str) -> Origin:
         """Return the origin of weights that are made from `file`, whose own origin this is."""
@@ -88,12 +93,11 @@ class Origin:
 
     def content(self) -> dict[str, Any]:
         """Return the entries that record the origin in a weight file, metadata and settings."""
-        return {"licence": self.licence, "origin": [dict(each) for each in self.files]}
+        return {"licence": self.licence, "origin": [dict(file) for file in self.files]}
 
     def __str__(self) -> str:
-        first = next(iter(self.files), None)
-        began = f" (began as {first['file']}, SHA-256 {first['sha256'][:SHOWN_DIGITS]}...)" if first else ""
-        return f"{self.licence}{began}"
+        began = [f" (began as {first['file']}, SHA-256 {first['sha256'][:8]}...)" for first in self.files[:1]]
+        return "".join([self.licence, *began])
 
     def require(self, allowed: Sequence[str]) -> None:
         """Raise `UserError` if --allow-licence lists licences, but not this one. Weights from scratch are allowed."""
@@ -144,12 +148,8 @@ class Weights:
         return self.names or {number: str(number) for number in range(int((self.model or {}).get("nc", 0)))}
 
     def compare_names(self, names: Mapping[int, str], file: str) -> None:
-        """Log a warning if a data set has as many classes but other names, so that their order may differ.
-
-        Args:
-            names: the data set's class names, by number
-            file: name of the weight file in the warning
-        """
+        """Log a warning, with the name of the file, if a data set has as many classes but other names, so that their
+        order may differ."""
         differing = [number for number in names if self.names.get(number, "").casefold() != names[number].casefold()]
         if differing and len(names) == len(self.names) > 1:  # a single class has no order
             first = differing[0]
@@ -162,13 +162,9 @@ class Weights:
 
 def same_names(names: Mapping[int, str], new: Mapping[int, str]) -> dict[int, int]:
     """Map the numbers of classes in `new` to the numbers of equally named classes in `names`, ignoring case."""
-    numbers = {key: number for number, key in reversed(list(zip(names, _keys(names.values()), strict=True)))}
-    found = {number: numbers.get(key) for number, key in zip(new, _keys(new.values()), strict=True)}
-    return {number: old for number, old in found.items() if old is not None}
-
-
-def _keys(names: Iterable[str]) -> list[str]:
-    return [name.strip().casefold() for name in names]
+    numbers = {name.strip().casefold(): number for number, name in reversed([*names.items()])}
+    keys = {number: name.strip().casefold() for number, name in new.items()}
+    return {number: numbers[key] for number, key in keys.items() if key in numbers}
 
 
 # Reading
@@ -187,10 +183,8 @@ def read_weights(path: str | Path, licence: str = "") -> Weights:
         raise UserError(f"{path} is an exported file, which has no weights to load; give the .pt that it was made from")
     try:
         data = read_regular(path)
-    except FileNotFoundError:
-        raise UserError(f"weights {path} do not exist; check the path (nothing is downloaded)") from None
     except OSError as error:
-        raise UserError(f"weights {path} cannot be read: {error.strerror}") from None
+        raise UserError(f"weights {path} cannot be read ({error.strerror}); check the path") from None
     try:
         weights = _interpret(_loaded(data, path.suffix))
         origin = weights.origin
@@ -201,10 +195,9 @@ def read_weights(path: str | Path, licence: str = "") -> Weights:
     except UnusableFile as error:
         raise UserError(f"{path} {error}") from None
     except Exception as error:  # a damaged or hostile file can fail anywhere
-        kind = SAFETENSORS_SUFFIX if path.suffix == SAFETENSORS_SUFFIX else "PyTorch weight"
-        reason = f"is not a complete {kind} file ({first_line(error).split('. ')[0]})"
+        reason = f"is not a complete weight file ({first_line(error).split('. ')[0]})"
         if data.isascii() and b"\0" not in data:
-            reason = "is text, not a weight file (a web page or a Git LFS pointer?)" if data else "is empty"
+            reason = "is text or empty, not a weight file (a web page or a Git LFS pointer?)"
         raise UserError(f"{path} {reason}; copy or download it again") from error
 
 
@@ -221,7 +214,8 @@ def _loaded(data: bytes, suffix: str) -> Any:
         reader = torch._C.PyTorchFileReader(io.BytesIO(data))
         if "constants.pkl" in reader.get_all_records():
             raise UnusableFile("is a TorchScript export, which cannot be trained; give the .pt that it was made from")
-        check_pickle_size(len(reader.get_record("data.pkl")))
+        if len(reader.get_record("data.pkl")) > MAX_PICKLE_BYTES:  # each byte may make an object
+            raise UnusableFile(f"was refused: its tensors are described in over {MAX_PICKLE_BYTES:,} bytes, {NEEDLESS}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the user cannot change how the file was written
         return unpickle(data, is_archive)
@@ -299,10 +293,6 @@ def _yolov5_yaml(network: Stub, state: Mapping[str, Tensor], classes: int) -> di
     """Return the model YAML of a network; None if the network has none and is not a YOLOv5 classifier.
 
     YOLOv5 saves classifiers without a YAML; the width of the first convolution identifies the size.
-
-    Args:
-        state: the network's state dict
-        classes: number of classes, for a classifier
     """
     yaml = network.state.get("yaml")
     if isinstance(yaml, dict):
@@ -385,53 +375,37 @@ def find_weights(
 
     Args:
         name: path of a file; a run folder, for its best.pt, else last.pt; the name of a release file of YOLOv5 or
-            YOLOv9; DEFAULT for torchvision's recommendation for the architecture in `yaml`;
+            YOLOv9; DEFAULT for torchvision's recommendation for the architecture in `yaml`, which `source` names;
             wandb:entity/project/name:alias for an artifact; or hf:owner/name for a repository of the Hugging Face Hub
-        yaml: model YAML that --cfg names, if any
-        source: name of the model YAML in errors
         training: whether train.py asks: only it knows DEFAULT and can start without weights
     """
     if name == TORCHVISION_DEFAULT and training:
         return torchvision_weights(yaml or {}, source)
     if name.startswith(WANDB_PREFIX):
-        return _artifact_weights(name.removeprefix(WANDB_PREFIX))
+        return _artifact_weights(name)
     if name.startswith(HUB_PREFIX):
         return fetch_from_hub(name.removeprefix(HUB_PREFIX))
     path, file = Path(name), Path(name).name
     if os.path.isfile(path) or (file.endswith(EXPORTED_SUFFIXES) and os.path.isdir(path)):
         return path
-    of_run = [path / "weights" / each for each in ("best.pt", "last.pt")]
-    if existing := [each for each in of_run if os.path.isfile(each)]:
-        return existing[0]
-    if os.path.isdir(path):
-        raise UserError(
-            f"--weights {name} is a folder without weights; give a file or a run's folder{looked_for(*of_run)}"
-        )
-    alternative = ", or start from scratch with --weights ''" * training
-    if any(re.fullmatch(entry.load().official_weights, file) for entry in TASKS.values()):
-        return _official_weights(name, file, f"{alternative} and --cfg" * training)
-    raise UserError(f"weights {name} are not a file; check the path{alternative}{looked_for(path)}")
-
-
-def _official_weights(name: str, file: str, alternative: str) -> Path:
-    """Download a release file of YOLOv5 or YOLOv9 into the cache and return its path. Raises `UserError`.
-
-    The environment variable LOCKSTEP_RELEASES may name the URL of a mirror.
-
-    Args:
-        name: value of --weights, for the error
-        file: name of the release file
-        alternative: end of the error's advice, such as another flag to use
-    """
+    of_run = [path / "weights" / best_or_last for best_or_last in ("best.pt", "last.pt")]
+    for weights in of_run:
+        if os.path.isfile(weights):
+            return weights
+    alternative = ", or start from scratch with --weights ''" if training else ""
+    if not any(re.fullmatch(entry.load().official_weights, file) for entry in TASKS.values()) or os.path.isdir(path):
+        tried = looked_for(path, *of_run)
+        raise UserError(f"weights {name} are neither a file nor a run's folder; check the path{alternative}{tried}")
+    # A release file of YOLOv5 or YOLOv9. LOCKSTEP_RELEASES may name the URL of a mirror.
     is_yolov9 = YOLOV9_FILE.fullmatch(file)
-    address = YOLOV9_ADDRESS if is_yolov9 else RELEASE_ADDRESS
-    folder, cached = os.environ.get("LOCKSTEP_RELEASES") or address, cache_folder() / "weights" / file
+    address = os.environ.get("LOCKSTEP_RELEASES") or (YOLOV9_ADDRESS if is_yolov9 else RELEASE_ADDRESS)
+    cached = cache_folder() / "weights" / file
     return download(
-        f"{folder.rstrip('/')}/{file}",
+        f"{address.rstrip('/')}/{file}",
         cached,
         sha256=RELEASE_SHA256.get(file, ""),
         usable=_is_whole,
-        advice=f"download it yourself to {Path(name).absolute()} or {cached}{alternative}",
+        advice=f"download it yourself to {path.absolute()} or {cached}{alternative}",
         licence=YOLOV9_LICENCE if is_yolov9 else RELEASE_LICENCE,
     )
 
@@ -448,10 +422,7 @@ def _is_whole(path: Path) -> bool:
 def torchvision_weights(yaml: Mapping[str, Any], source: str) -> Path:
     """Return the recommended weights for a YAML's `architecture`, downloaded into torch's cache if necessary.
 
-    Raises `UserError`.
-
-    Args:
-        source: name of the model YAML in errors
+    Raises `UserError`, which names the YAML, `source`.
     """
     from models.tasks import classify
 
@@ -464,24 +435,23 @@ def torchvision_weights(yaml: Mapping[str, Any], source: str) -> Path:
 
 
 def _artifact_weights(name: str) -> Path:
-    """Download a W&B artifact, entity/project/name:alias, into the cache and return the path of its weight file.
+    """Download a W&B artifact, wandb:entity/project/name:alias, into the cache and return the path of its weight file.
 
     Raises `UserError`. The first process of a machine downloads it; the others wait.
     """
     from utils.tracking.wandb import download_artifact
 
-    folder = cache_folder() / "wandb" / re.sub(r"[^\w.-]", "-", name)
+    artifact = name.removeprefix(WANDB_PREFIX)
+    folder, problem = cache_folder() / "wandb" / re.sub(r"[^\w.-]", "-", artifact), ""
     with one_at_a_time(folder.with_suffix(".lock")):
         try:
-            files = [file for file in download_artifact(name, folder) if file.suffix == ".pt"]
+            files = [file for file in download_artifact(artifact, folder) if file.suffix == ".pt"]
         except UserError as error:
-            raise UserError(
-                f"--weights {WANDB_PREFIX}{name} cannot be downloaded ({error}); check the key and the name "
-                "(entity/project/name:alias), or download the file and give its path"
-            ) from None
+            files, problem = [], f": {error}"
     chosen = [file for file in files if file.name == "best.pt"] or files
     if len(chosen) != 1:
         raise UserError(
-            f"--weights {WANDB_PREFIX}{name} holds {len(chosen)} .pt files; choose one with one .pt file or a best.pt"
+            f"--weights {name} gives {len(chosen)} .pt files{problem}; check the key and the name (entity/project/"
+            "name:alias) of an artifact with one .pt file or a best.pt, or download the file and give its path"
         )
     return chosen[0]

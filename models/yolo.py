@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from models.heads.anchors import Detect, Segment
 from models.heads.contract import DetectionHead
 from models.heads.dfl import DetectDFL
 from models.layers import Conv, Head, RepConv, skip_norms
-from models.tasks import TASKS, head_name, task_of
+from models.tasks import head_name, task_of
 from models.tasks.contract import Model
 from models.weights import MODEL_KEYS
 from utils.config.flags import is_number
@@ -47,13 +48,16 @@ MAX_MAP_VALUES = 1e8  # numbers in a layer's output for an image of PROBE_PIXELS
 PROBE_PIXELS = 128
 CHANNELS = 3  # channels of an image: RGB
 PYTHON_WORDS = {"None": None, "True": True, "False": False}  # arguments that mean null, true and false
-# Modules of torch.nn whose classes cannot be layers of a network.
-NOT_LAYERS = ("torch.nn.modules.loss", "torch.nn.modules.container", "torch.nn.modules.module", "torch.nn.parallel")
 
 
 def whole_strides(side: int, stride: int) -> int:
     """Return `side` in pixels, rounded up to whole strides: at least two strides if the stride is above 1."""
     return max(math.ceil(side / stride), 2 if stride > 1 else 1) * stride
+
+
+def is_count(value: Any) -> bool:
+    """Return whether `value` is a whole number from 1 to `MAX_COUNT`."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_COUNT
 
 
 # The layers that rows may name
@@ -114,12 +118,7 @@ def repeating(layer: Callable[..., nn.Module]) -> LayerMaker:
 
 def aggregating(layer: Callable[..., nn.Module]) -> LayerMaker:
     """Adapt `layer(c1, c2, part, process, repeats)`, with all channels scaled; `process` may be absent."""
-
-    def make(placement: LayerPlacement) -> nn.Module:
-        widths = [placement.scaled(count) for count in placement.args[1:3]]
-        return layer(placement.c1, placement.c2, *widths, *placement.args[3:], repeats=placement.repeats)
-
-    return LayerMaker(layer, make)
+    return LayerMaker(layer, lambda p: layer(p.c1, p.c2, *map(p.scaled, p.args[1:3]), *p.args[3:], repeats=p.repeats))
 
 
 def plain(layer: Callable[..., nn.Module]) -> LayerMaker:
@@ -137,9 +136,9 @@ def detecting(layer: Callable[..., nn.Module]) -> LayerMaker:
     return LayerMaker(layer, lambda p: layer(*p.args, p.channels))
 
 
-def _chain(parts: list[nn.Module]) -> nn.Module:
+def _chain(chain: list[nn.Module]) -> nn.Module:
     """Chain layers. A single layer is returned as it is, so that its state-dict keys stay the same."""
-    return parts[0] if len(parts) == 1 else nn.Sequential(*parts)
+    return chain[0] if len(chain) == 1 else nn.Sequential(*chain)
 
 
 def _segment(placement: LayerPlacement) -> nn.Module:
@@ -148,25 +147,21 @@ def _segment(placement: LayerPlacement) -> nn.Module:
     return Segment(nc, anchors, masks, placement.scaled(prototypes), placement.channels)
 
 
-LAYERS: dict[str, LayerMaker] = {
-    **{
-        layer.__name__: convolving(layer)
-        for layer in (
-            *(layers.Conv, layers.DWConv, layers.DWConvTranspose2d, layers.GhostConv, layers.CrossConv),
-            *(layers.MixConv2d, layers.Focus, layers.RepConv, layers.AConv, layers.ADown),
-            *(layers.Bottleneck, layers.GhostBottleneck, layers.C3SPP, layers.SPP, layers.SPPF),
-        )
-    },
-    **{
-        layer.__name__: repeating(layer)
-        for layer in (layers.BottleneckCSP, layers.C3, layers.C3x, layers.C3TR, layers.C3Ghost)
-    },
-    **{layer.__name__: aggregating(layer) for layer in (layers.ELAN, layers.RepNCSPELAN)},
-    **{layer.__name__: plain(layer) for layer in (layers.CBFuse, layers.Concat, layers.Contract, layers.Expand)},
-    **{layer.__name__: narrowing(layer) for layer in (layers.Proto, layers.Classify)},
+_ADAPTED: dict[Callable[[Callable[..., nn.Module]], LayerMaker], tuple[type[nn.Module], ...]] = {
+    convolving: (
+        *(layers.Conv, layers.DWConv, layers.DWConvTranspose2d, layers.GhostConv, layers.CrossConv, layers.MixConv2d),
+        *(layers.Focus, layers.RepConv, layers.AConv, layers.ADown, layers.Bottleneck, layers.GhostBottleneck),
+        *(layers.C3SPP, layers.SPP, layers.SPPF),
+    ),
+    repeating: (layers.BottleneckCSP, layers.C3, layers.C3x, layers.C3TR, layers.C3Ghost),
+    aggregating: (layers.ELAN, layers.RepNCSPELAN),
+    plain: (layers.CBFuse, layers.Concat, layers.Contract, layers.Expand),
+    narrowing: (layers.Proto, layers.Classify),
+    detecting: (Detect,),
+}
+LAYERS = {layer.__name__: adapt(layer) for adapt, classes in _ADAPTED.items() for layer in classes} | {
     "SPPELAN": LayerMaker(layers.SPPELAN, lambda p: layers.SPPELAN(p.c1, p.c2, *map(p.scaled, p.args[1:]))),
     "CBLinear": LayerMaker(layers.CBLinear, lambda p: layers.CBLinear(p.c1, [*map(p.scaled, p.args[0])])),
-    "Detect": detecting(Detect),
     "DetectDFL": LayerMaker(DetectDFL, lambda p: DetectDFL(p.args[0], p.channels, *p.args[1:])),
     "Segment": LayerMaker(Segment, _segment),
 }
@@ -191,7 +186,7 @@ def layer_maker(name: Any) -> LayerMaker:
             "layers, such as nn.MaxPool2d; to use your own, name their file with --layers"
         )
     layer: Any = getattr(nn, word, None)
-    is_layer = inspect.isclass(layer) and issubclass(layer, nn.Module) and not layer.__module__.startswith(NOT_LAYERS)
+    is_layer = inspect.isclass(layer) and issubclass(layer, nn.Module)
     if not is_layer or issubclass(layer, nn.modules.lazy.LazyModuleMixin):
         raise ValueError(f"unknown module 'nn.{word}'{nearest(word, vars(nn))}; name a layer such as nn.MaxPool2d")
     return TORCH_LAYERS.get(word, plain(layer))
@@ -206,7 +201,6 @@ def add_layers(file: str | Path, is_named: bool = True) -> list[str]:
     Raises `UserError` if the file does not load, defines no layer, or defines one whose name is taken.
 
     Args:
-        file: path of the Python file
         is_named: whether the user names the file now, not the settings of a run, see `utils.user_code.trust`
     """
     path = Path(file).resolve()
@@ -240,38 +234,23 @@ def _user_maker(layer: type[nn.Module]) -> LayerMaker:
     return plain(layer)
 
 
-def is_count(value: Any) -> bool:
-    """Return whether `value` is a whole number from 1 to `MAX_COUNT`."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_COUNT
-
-
 # The network
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a model YAML.
-
-    Attributes:
-        source: number of the row whose output is the input (-1 for the image), or several numbers for a list of maps
-        number: number of repetitions before scaling
-        args: arguments of the layer, with names replaced by values
-    """
+    """One row of a model YAML."""
 
     index: int
-    source: int | tuple[int, ...]
-    number: int
+    sources: tuple[int, ...]  # rows whose outputs are the inputs; -1 is the image
+    is_list: bool  # whether the layer takes a list of maps
+    number: int  # repetitions before scaling
     module: str
-    args: tuple[Any, ...]
-
-    @property
-    def sources(self) -> tuple[int, ...]:
-        """The rows whose outputs are the inputs."""
-        return self.source if isinstance(self.source, tuple) else (self.source,)
+    args: tuple[Any, ...]  # arguments of the layer, with names replaced by values
 
     def inputs(self, maps: Mapping[int, Any]) -> Any:
         """Return the layer's argument, given the outputs by row: one map, or a list of them."""
-        return [maps[j] for j in self.source] if isinstance(self.source, tuple) else maps[self.source]
+        return [maps[j] for j in self.sources] if self.is_list else maps[self.sources[0]]
 
 
 class YoloModel(Model):
@@ -350,18 +329,16 @@ def build_model(
         head: required class of the last layer, or several classes, one of which it must have; the first is the usual
         imgsz: image size in pixels, rounded up to whole strides, at least 2
     """
-    if isinstance(yaml, dict):
-        description = copy.deepcopy(yaml)
-    else:
+    if not isinstance(yaml, dict):
         path = find_file(str(yaml), "model YAML", ["models", "models/hub"])
-        source, description = str(path), read_yaml(path)
-    heads = (head,) if isinstance(head, type) else tuple(head)
-    description, with_anchors = _resolve(source, description, nc, heads)
-    values = {"nc": description["nc"], "anchors": description.get("anchors"), **PYTHON_WORDS}
-    auxiliary = description.get("auxiliary", [])
-    contents = [*description["backbone"], *description["head"], *auxiliary]
+        source, yaml = str(path), read_yaml(path)
+    yaml = _with_defaults(source, copy.deepcopy(yaml), nc)
+    values = {"nc": yaml["nc"], "anchors": yaml.get("anchors"), **PYTHON_WORDS}
+    auxiliary = yaml.get("auxiliary", [])
+    contents = [*yaml["backbone"], *yaml["head"], *auxiliary]
     rows = [_parse_row(source, index, row, values) for index, row in enumerate(contents)]
-    built, stride = _build_layers(source, rows, description, with_anchors, imgsz)
+    built, stride = _build_layers(source, rows, yaml, imgsz)
+    heads = (head,) if isinstance(head, type) else tuple(head)
     last = built[len(built) - len(auxiliary) - 1] if built else None
     # A subclass with its own `description` is a head of another kind.
     is_wanted = any(isinstance(last, kind) and last.description == kind.description for kind in heads)
@@ -375,42 +352,7 @@ def build_model(
             f"{source}: `auxiliary` is for training with a second DetectDFL head; end both `head` and `auxiliary` with "
             f"one, such as {DetectDFL.example}, or leave `auxiliary` out"
         )
-    return YoloModel(built, rows, description, stride, whole_strides(imgsz, stride))
-
-
-def _resolve(
-    source: str, yaml: dict[str, Any], nc: int | None, heads: tuple[type[Head], ...]
-) -> tuple[dict[str, Any], bool]:
-    """Return the checked YAML with all keys that `build_model` needs, and whether its head takes anchors."""
-    for key in yaml:
-        if key not in MODEL_KEYS:
-            known = ", ".join(MODEL_KEYS)
-            raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), MODEL_KEYS)}; known are {known}")
-    task = yaml["task"] if "task" in yaml else task_of(yaml, source)
-    sizes = {"task": task, "ch": CHANNELS, "depth_multiple": 1.0, "width_multiple": 1.0, "channel_multiple": 8}
-    yaml = {**sizes, **yaml, **({} if nc is None else {"nc": nc})}
-    last = head_class(yaml)
-    if heads and not (last and issubclass(last, heads)):
-        last = heads[0]  # `build_model` reports another head
-    with_anchors = last is not None and issubclass(last, DetectionHead) and last.takes_anchors
-    count = f"a whole number from 1 to {MAX_COUNT}"
-    multiple = f"a number above 0, at most {MAX_MULTIPLE}"
-    rows = "a list of rows [from, number, module, args]"
-    anchors = "a list of width, height pairs for each level, or the number of anchors per level"
-    checks: dict[str, tuple[str, Callable[[Any], bool]]] = {
-        "task": (f"one of {', '.join(TASKS)}", lambda value: isinstance(value, str)),
-        "ch": (f"{CHANNELS}, as images are read as RGB, or leave it out", lambda value: value == CHANNELS),
-        **dict.fromkeys(("nc", "channel_multiple"), (count, is_count)),
-        **dict.fromkeys(("depth_multiple", "width_multiple"), (multiple, _is_multiple)),
-        **dict.fromkeys(("backbone", "head"), (rows, _is_list)),
-        **({"auxiliary": (rows, _is_list)} if "auxiliary" in yaml else {}),
-        **({"anchors": (anchors, _are_anchors)} if with_anchors else {}),
-    }
-    for key, (what, holds) in checks.items():
-        if not holds(yaml.get(key)):
-            problem = f"is {yaml[key]!r}" if key in yaml else "is missing"
-            raise UserError(f"{source}: `{key}` {shortened(problem)}; give {what}")
-    return yaml, with_anchors
+    return YoloModel(built, rows, yaml, stride, whole_strides(imgsz, stride))
 
 
 def head_class(yaml: Mapping[str, Any]) -> type[nn.Module] | None:
@@ -422,12 +364,39 @@ def head_class(yaml: Mapping[str, Any]) -> type[nn.Module] | None:
     return layer if isinstance(layer, type) else None
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
+def _takes_anchors(yaml: Mapping[str, Any]) -> bool:
+    head = head_class(yaml)
+    return head is not None and issubclass(head, DetectionHead) and head.takes_anchors
 
 
-def _is_multiple(value: Any) -> bool:
-    return is_number(value) and 0 < value <= MAX_MULTIPLE
+def _with_defaults(source: str, yaml: dict[str, Any], nc: int | None) -> dict[str, Any]:
+    """Return the YAML with all keys that `build_model` needs. Raises `UserError` for an unknown key or wrong value."""
+    for key in yaml:
+        if key not in MODEL_KEYS:
+            known = ", ".join(MODEL_KEYS)
+            raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), MODEL_KEYS)}; known are {known}")
+    task = {"task": task_of(yaml, source)}
+    sizes = {"ch": CHANNELS, "depth_multiple": 1.0, "width_multiple": 1.0, "channel_multiple": 8}
+    yaml = {**task, **sizes, **yaml, **task, **({} if nc is None else {"nc": nc})}
+    count = f"a whole number from 1 to {MAX_COUNT}"
+    rows = "a list of rows [from, number, module, args]"
+    anchors = "a list of width, height pairs for each level, or the number of anchors per level"
+    checks: dict[str, tuple[bool, str]] = {
+        "ch": (yaml["ch"] == CHANNELS, f"{CHANNELS}, as images are read as RGB, or leave it out"),
+        **{key: (is_count(yaml.get(key)), count) for key in ("nc", "channel_multiple")},
+        **{
+            key: (is_number(yaml[key]) and 0 < yaml[key] <= MAX_MULTIPLE, f"a number above 0, at most {MAX_MULTIPLE}")
+            for key in ("depth_multiple", "width_multiple")
+        },
+        **{key: (isinstance(yaml.get(key), list), rows) for key in ("backbone", "head")},
+        "auxiliary": (isinstance(yaml.get("auxiliary", []), list), rows),
+        "anchors": (not _takes_anchors(yaml) or _are_anchors(yaml.get("anchors")), anchors),
+    }
+    for key, (is_valid, what) in checks.items():
+        if not is_valid:
+            problem = f"is {yaml[key]!r}" if key in yaml else "is missing"
+            raise UserError(f"{source}: `{key}` {shortened(problem)}; give {what}")
+    return yaml
 
 
 def _are_anchors(value: Any) -> bool:
@@ -443,7 +412,8 @@ def _parse_row(source: str, index: int, row: Any, values: dict[str, Any]) -> Row
     try:
         origin, number, module, args = row
         numbers = range(-1, index)  # of the rows before it, and -1 for the image
-        sources = [-1 if one == "image" else numbers[one if one < 0 else one + 1] for one in _listed(origin)]
+        origins = origin if isinstance(origin, list) else [origin]
+        sources = [-1 if one == "image" else numbers[one if one < 0 else one + 1] for one in origins]
         if not (sources and is_count(number) and isinstance(args, list)):
             raise ValueError
     except (ValueError, TypeError, IndexError):
@@ -456,74 +426,74 @@ def _parse_row(source: str, index: int, row: Any, values: dict[str, Any]) -> Row
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
     resolved = tuple(values.get(a, a) if isinstance(a, str) else a for a in args)
-    return Row(index, tuple(sources) if isinstance(origin, list) else sources[0], number, module, resolved)
+    return Row(index, tuple(sources), isinstance(origin, list), number, module, resolved)
 
 
-def _listed(origin: Any) -> list[Any]:
-    return origin if isinstance(origin, list) else [origin]
-
-
-def _build_layers(
-    source: str, rows: list[Row], yaml: dict[str, Any], with_anchors: bool, imgsz: int
-) -> tuple[list[nn.Module], int]:
+def _build_layers(source: str, rows: list[Row], yaml: dict[str, Any], imgsz: int) -> tuple[list[nn.Module], int]:
     """Return the layers of the rows, and the stride: the head's largest, doubled until an odd number of it runs.
 
     A draft of each layer runs on the "meta" device, without memory, to measure channels and strides and to find rows
     that do not fit.
     """
-    anchors = yaml["anchors"] if with_anchors else 0
+    anchors = yaml["anchors"] if _takes_anchors(yaml) else 0
     outputs = (anchors if isinstance(anchors, int) else len(anchors[0]) // 2) * (yaml["nc"] + 5)
-    scale = {"width": yaml["width_multiple"], "multiple": yaml["channel_multiple"], "outputs": outputs}
     activation = _parse_activation(source, yaml.get("activation"))
     built: list[nn.Module] = []
     drafts: list[nn.Module] = []
     maps: dict[int, Any] = {-1: torch.zeros(1, CHANNELS, PROBE_PIXELS, PROBE_PIXELS, device="meta")}
     largest = 1.0
+
+    def make(row: Row) -> nn.Module:
+        """Return a new layer for a row."""
+        channels = tuple(sum(x.shape[1] for x in _tensors(maps[j])) for j in row.sources)
+        repeats = max(round(row.number * yaml["depth_multiple"]), 1) if row.number > 1 else 1
+        scale = yaml["width_multiple"], yaml["channel_multiple"], outputs
+        layer = layer_maker(row.module).make(LayerPlacement(channels, repeats, row.args, *scale))
+        for module in layer.modules():
+            if activation and isinstance(module, (Conv, RepConv)) and not isinstance(module.act, nn.Identity):
+                module.act = activation()
+        return layer
+
     for row in rows:
-        inputs = [maps[j] for j in row.sources]
         with _naming(source, row):
             with torch.device("meta"), torch.no_grad():
-                draft = _build_layer(
-                    row, inputs, yaml["depth_multiple"], scale, activation
-                ).eval()  # BatchNorm must accept single values
+                draft = make(row).eval()  # BatchNorm must accept single values
                 skip_norms(draft)
                 maps[row.index] = draft(row.inputs(maps))
-            parameters, values = sum(map(torch.numel, draft.parameters())), _count_values(maps[row.index])
+            tensors = _tensors(maps[row.index])
+            parameters, values = (sum(map(torch.numel, numbers)) for numbers in (draft.parameters(), tensors))
             if parameters > MAX_LAYER_PARAMETERS or values > MAX_MAP_VALUES:  # a typing error
                 raise ValueError(f"it has {parameters:.2g} parameters and {values:.2g} outputs, more than fits memory")
+            for shape in (x.shape for x in tensors if x.ndim == 4):
+                if len({*shape[2:]}) > 1 or shape[0] != 1:
+                    raise ValueError(f"its map {list(shape)} is not one square map for a square image")
             drafts.append(draft)
-            built.append(layer := _build_layer(row, inputs, yaml["depth_multiple"], scale, activation))
+            built.append(layer := make(row))
             if isinstance(layer, Head):
-                layer.placed(strides := [_stride(x) for x in inputs])
+                layer.placed(strides := [_stride(maps[j], PROBE_PIXELS) for j in row.sources])
                 largest = largest if layer.any_size else max(largest, *strides)
     stride = 2 ** math.ceil(math.log2(largest))
     for multiple in (stride << doublings for doublings in range(8)):
         with suppress(UserError):
-            _try_drafts(source, rows, drafts, maps, ((imgsz // multiple | 1) + 2) * multiple)
+            _try_size(source, rows, drafts, maps, ((imgsz // multiple | 1) + 2) * multiple)
             return built, multiple
-    _try_drafts(source, rows, drafts, maps, whole_strides(imgsz, stride))  # perhaps it takes this size only
+    _try_size(source, rows, drafts, maps, whole_strides(imgsz, stride))  # perhaps it takes this size only
     return built, stride
 
 
-def _try_drafts(source: str, rows: list[Row], drafts: list[nn.Module], probed: Mapping[int, Any], side: int) -> None:
+def _try_size(source: str, rows: list[Row], drafts: list[nn.Module], probed: Mapping[int, Any], side: int) -> None:
     """Run the drafts for an image of `side` x `side` pixels; `probed` are the outputs for one of PROBE_PIXELS.
 
-    Raises `UserError` for a row that fails, or whose map reaches a head though it is that of two images or, unless the
-    head takes any size, not in proportion to the image.
+    Raises `UserError` for a row that fails, also for a head whose input is not in proportion to the image.
     """
     maps: dict[int, Any] = {-1: torch.zeros(1, CHANNELS, side, side, device="meta")}
-    faults: dict[int, Row] = {}  # the row at fault, by the row whose map a head cannot take
-    in_proportion = any(isinstance(draft, Head) and not draft.any_size for draft in drafts)
     for row, draft in zip(rows, drafts, strict=True):
-        fault = next((faults[j] for j in row.sources if j in faults), row)
-        with _naming(source, fault if isinstance(draft, Head) else row), torch.device("meta"), torch.no_grad():
-            if isinstance(draft, Head) and fault is not row:
-                raise ValueError(f"its map {list(maps[fault.index].shape)} does not fit an image of {side}x{side}")
-            maps[row.index] = output = draft(row.inputs(maps))
-        if isinstance(output, Tensor) and output.ndim == 4:
-            cells = side / _stride(probed[row.index])
-            if len(output) != 1 or (in_proportion and {*output.shape[2:]} != {cells}):
-                faults[row.index] = fault
+        with _naming(source, row), torch.device("meta"), torch.no_grad():
+            if isinstance(draft, Head) and not draft.any_size:
+                for j in row.sources:
+                    if _stride(maps[j], side) != _stride(probed[j], PROBE_PIXELS):
+                        raise ValueError(f"the map of row {j} does not fit an image of {side}x{side}")
+            maps[row.index] = draft(row.inputs(maps))
 
 
 @contextmanager
@@ -538,44 +508,31 @@ def _naming(source: str, row: Row) -> Iterator[None]:
         ) from error
 
 
-def _stride(output: Any) -> float:
-    """Return the stride in pixels of a layer's output for an image of PROBE_PIXELS; 1 if it is not a map."""
-    return PROBE_PIXELS / output.shape[2] if isinstance(output, Tensor) and output.ndim == 4 else 1.0
+def _stride(output: Any, side: int) -> float:
+    """Return the stride in pixels of a layer's output for an image of `side` pixels; 1 if it is not a map."""
+    return side / output.shape[2] if isinstance(output, Tensor) and output.ndim == 4 else 1.0
 
 
-def _build_layer(
-    row: Row, inputs: list[Any], depth: float, scale: Mapping[str, Any], activation: Callable[[], nn.Module] | None
-) -> nn.Module:
-    """Return a new layer for a row. Each of `inputs` is a map, or a `CBLinear`'s several maps."""
-    channels = tuple(sum(one.shape[1] for one in (x if isinstance(x, (list, tuple)) else [x])) for x in inputs)
-    repeats = max(round(row.number * depth), 1) if row.number > 1 else row.number
-    layer = layer_maker(row.module).make(LayerPlacement(channels, repeats, row.args, **scale))
-    if activation is not None:
-        for part in layer.modules():
-            if isinstance(part, (Conv, RepConv)):
-                part.set_activation(activation)
-    return layer
-
-
-def _count_values(output: Any) -> int:
-    """Return the number of values of a tensor, or of all tensors in nested lists."""
-    return sum(map(_count_values, output)) if isinstance(output, (list, tuple)) else output.numel()
+def _tensors(output: Any) -> list[Tensor]:
+    """Return a tensor, or all tensors in nested lists, as a list."""
+    return [x for part in output for x in _tensors(part)] if isinstance(output, (list, tuple)) else [output]
 
 
 def _parse_activation(source: str, text: Any) -> Callable[[], nn.Module] | None:
     """Return a constructor of activations from text such as `nn.LeakyReLU(0.1)`; None for None. Evaluates no code."""
     if text is None:
         return None
+    known = nn.modules.activation.__all__
     try:
         tree = ast.parse(str(text).strip(), mode="eval").body
         call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
         prefix, _, name = ast.unparse(call.func).rpartition(".")
-        if prefix not in ("nn", "torch.nn") or name not in nn.modules.activation.__all__:
-            raise ValueError(f"no activation of torch.nn{nearest(name, nn.modules.activation.__all__)}")
-        args = [ast.literal_eval(argument) for argument in call.args]
+        if prefix not in ("nn", "torch.nn") or name not in known:
+            raise ValueError(f"no activation of torch.nn{nearest(name, known)}")
         options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-        getattr(nn, name)(*args, **options)
+        make = partial(getattr(nn, name), *map(ast.literal_eval, call.args), **options)
+        make()
     except Exception as error:  # everything that ast and the activation raise
         reason = first_line(error)
         raise UserError(f"{source}: `activation` is {text!r} ({reason}); write it like nn.LeakyReLU(0.1)") from None
-    return lambda: getattr(nn, name)(*args, **options)
+    return make

@@ -10,7 +10,7 @@ import collections
 import io
 import pickle
 from _compat_pickle import IMPORT_MAPPING
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeGuard
@@ -43,8 +43,10 @@ WRAPPERS = {
     **dict.fromkeys(("DistributedDataParallel", "DataParallel"), "module"),
     **dict.fromkeys(("AutoShape", "autoShape", "DetectMultiBackend"), "model"),
     "ModelEMA": "ema",
+    "Ensemble": "0",
 }
 MAX_PICKLE_BYTES = 2**22  # largest pickle in a file; yolov5x has a pickle of 0.4 MB
+NEEDLESS = "which no weight file needs; use a file from a source that you trust"
 SUPPORTED_RELEASES = "give a file of YOLOv5 v5.0 or later, or bare tensors (a state dict)"
 CONVOLUTIONS = ("Conv", "DWConv")  # YOLOv5's layers that have the model's activation and may be fused
 BATCH_NORM_EPSILON = 1e-3  # eps of the BatchNorms in CONVOLUTIONS
@@ -86,11 +88,7 @@ class Stub:
 def unpickle(data: bytes, is_archive: bool) -> Any:
     """Return the content of a file from torch's safe loader or, if that refuses the file, with stubs for classes.
 
-    Raises `UnusableFile` if a file in the format before torch 1.6 holds classes.
-
-    Args:
-        data: bytes of the file
-        is_archive: whether the file is a zip archive, the format since torch 1.6
+    Raises `UnusableFile` if a file that is no zip archive, the format since torch 1.6, holds classes.
     """
     # Read from memory: torch would extract a tar archive on disk to the paths that it names.
     try:
@@ -103,20 +101,8 @@ def unpickle(data: bytes, is_archive: bool) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_RESTRICTED_PICKLE)
 
 
-def check_pickle_size(size: int) -> None:
-    """Raise `UnusableFile` if a pickle of `size` bytes is too large: each byte may make an object."""
-    if size > MAX_PICKLE_BYTES:
-        raise UnusableFile(
-            f"was refused: it describes its tensors in more than {MAX_PICKLE_BYTES / 2**20:.0f} MiB, which no weight "
-            "file needs; use a file from a source that you trust"
-        )
-
-
 def _refused(name: str) -> UnusableFile:
-    return UnusableFile(
-        f"was refused, and nothing in it was run: it names '{name}', which no weight file needs; "
-        "use a file from a source that you trust"
-    )
+    return UnusableFile(f"was refused, and nothing in it was run: it names '{name}', {NEEDLESS}")
 
 
 @lru_cache(maxsize=1000)
@@ -181,18 +167,11 @@ def unwrap(content: Any) -> Any:
     if not isinstance(content, Stub):
         return content
     kind, children = class_name(content), content.state.get("_modules") or {}
-    if kind == "Ensemble":
-        if len(children) != 1:
-            raise UnusableFile(f"is an ensemble of {len(children)} networks; give the weights of one")
-        return unwrap(next(iter(children.values())))
+    if kind == "Ensemble" and len(children) != 1:
+        raise UnusableFile(f"is an ensemble of {len(children)} networks; give the weights of one")
     if kind in WRAPPERS:
         return unwrap(children.get(WRAPPERS[kind], content.state.get(WRAPPERS[kind])))
     return content
-
-
-def state_dict(network: Stub) -> dict[str, Tensor]:
-    """Return the state dict of a network, with the BatchNorms of fused layers restored."""
-    return dict(_named_tensors(network, ""))
 
 
 def refuse_old_release(yaml: Mapping[str, Any], network: Stub) -> None:
@@ -204,38 +183,30 @@ def refuse_old_release(yaml: Mapping[str, Any], network: Stub) -> None:
     is_named = bool(yaml.get("activation")) and kind in CONVOLUTIONS
     if kind not in (*CONVOLUTIONS, "BottleneckCSP") or not isinstance(act, Stub) or is_named:
         return
-    if class_name(act) not in ("SiLU", "Identity"):
-        raise UnusableFile(
-            f"is from a YOLOv5 release before v5.0: its {kind} has {class_name(act)}, and its YAML does not say so; "
-            f"{SUPPORTED_RELEASES}"
-        )
+    if (name := class_name(act)) not in ("SiLU", "Identity"):
+        reason = f"is from a YOLOv5 release before v5.0: its {kind} has {name}, and its YAML does not say so"
+        raise UnusableFile(f"{reason}; {SUPPORTED_RELEASES}")
 
 
-def _named_tensors(module: Stub, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of a module's state dict."""
+def state_dict(module: Stub, prefix: str = "") -> dict[str, Tensor]:
+    """Return the state dict of a network, with the BatchNorms of fused layers restored, which add a bias only."""
     fields = module.state
     # Older files have a buffer anchor_grid, which is computed from the anchors.
     not_saved = {"anchor_grid", *fields.get("_non_persistent_buffers_set", ())}
-    for name, tensor in {**fields["_parameters"], **fields["_buffers"]}.items():
-        if isinstance(tensor, Tensor) and name not in not_saved:
-            yield prefix + name, tensor
-    if class_name(module) in CONVOLUTIONS and "bn" not in fields["_modules"]:
-        yield from _batch_norm_of_fused(fields["_modules"].get("conv"), prefix)
+    fields_by_name = {**fields["_parameters"], **fields["_buffers"]}
+    state = {prefix + name: x for name, x in fields_by_name.items() if isinstance(x, Tensor) and name not in not_saved}
+    convolution = fields["_modules"].get("conv")
+    if class_name(module) in CONVOLUTIONS and "bn" not in fields["_modules"] and is_module(convolution):
+        bias = convolution.state["_parameters"].get("bias")
+        if isinstance(bias, Tensor):
+            ones = torch.ones(bias.shape)
+            state |= {f"{prefix}bn.weight": ones, f"{prefix}bn.bias": bias}
+            state |= {f"{prefix}bn.running_mean": 0 * ones, f"{prefix}bn.running_var": ones - BATCH_NORM_EPSILON}
+            state[f"{prefix}bn.num_batches_tracked"] = torch.tensor(0)
     for name, child in fields["_modules"].items():
         if is_module(child):
-            yield from _named_tensors(child, f"{prefix}{name}.")
-
-
-def _batch_norm_of_fused(convolution: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a BatchNorm that only adds a fused convolution's bias."""
-    bias = convolution.state["_parameters"].get("bias") if is_module(convolution) else None
-    if isinstance(bias, Tensor):
-        ones = torch.ones(bias.shape)
-        yield f"{prefix}bn.weight", ones
-        yield f"{prefix}bn.bias", bias
-        yield f"{prefix}bn.running_mean", torch.zeros(bias.shape)
-        yield f"{prefix}bn.running_var", ones - BATCH_NORM_EPSILON
-        yield f"{prefix}bn.num_batches_tracked", torch.tensor(0)
+            state |= state_dict(child, f"{prefix}{name}.")
+    return state
 
 
 def plain_values(value: Any) -> Any:

@@ -271,7 +271,7 @@ def shared() -> Path:
 
 def data_yaml(folder: Path) -> Path:
     """Write the YAML of a drawn detection set beside its folder."""
-    names = dict(enumerate(shapes.NAMES))
+    names = dict(enumerate(shapes.names))
     content = {"path": str(folder), "train": "images/train", "val": "images/val", "names": names}
     return write_yaml(folder.with_suffix(".yaml"), content)
 

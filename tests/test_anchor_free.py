@@ -28,7 +28,7 @@ from tests.curves import ANCHOR_FREE, refused, rows, same_bytes_when_killed
 from tests.making import noise, tiny_anchor_free, write_image, write_yaml
 from utils.checkpoint import serialised, weights_content
 
-NAMES = dict(enumerate(shapes.NAMES))
+NAMES = dict(enumerate(shapes.names))
 Train = Callable[..., str]
 
 

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torchvision.models import resnet18
 
-from data.builtin.shapes import NAMES
+from data.builtin import NAMES
 from job import resolve, settings_of
 from models.tasks.classify import default_weights
 from models.weights import read_weights

@@ -161,6 +161,6 @@ def test_all_installed_commands(site: Path, elsewhere: Path) -> None:
     assert (elsewhere / "runs" / "spawned" / "weights" / "best.torchscript").is_file()
     lockstep(site, elsewhere, "data.split", str(site / "lockstep" / "data" / "shapes.yaml"), "--val", "0.2")
     assert read_yaml(elsewhere / "shapes-split" / "data.yaml")["names"]
-    lockstep(site, elsewhere, "utils.plots", "runs/spawned")
+    lockstep(site, elsewhere, "utils.plots.pictures", "runs/spawned")
     assert (elsewhere / "runs" / "spawned" / "results.png").is_file()
     assert before == sorted(path for path in site.rglob("*") if path.suffix != ".pyc" and path.name != "__pycache__")

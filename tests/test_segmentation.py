@@ -18,8 +18,8 @@ from PIL import Image
 import detect
 from data.builtin import shapes
 from data.images import read_image
-from models.tasks.masks import SegmentationPrediction
 from models.tasks.segment import SegmentationTask
+from models.tasks.segment_metrics import SegmentationPrediction
 from tests import wandb_files
 from tests.conftest import ROOT, RunScript
 from tests.curves import SEGMENTED, rows, same_curve
@@ -62,14 +62,14 @@ def test_the_run_folder(alone: Path) -> None:
     assert {"mask_F1_curve.png", "val_batch0_pred.jpg", "train_batch0.jpg"} <= files
     head = (alone / "classes.csv").read_text().splitlines()[0].split(",")
     assert head[-4:] == ["mask_precision", "mask_recall", "mask_AP50", "mask_AP50-95"]
-    assert (alone / "val_masks.csv").read_text().splitlines()[1].split(",")[2] in shapes.NAMES
+    assert (alone / "val_masks.csv").read_text().splitlines()[1].split(",")[2] in shapes.names
     pytest.importorskip("wandb")
     (file,) = wandb_files.runs(alone)
     drawn = [row for row in wandb_files.read(file).rows if "examples/validation/all_masks" in row]
     (truth, *_) = [masks["ground_truth"]["path"] for masks in drawn[-1]["examples/validation/all_masks"]]
     classes = {*np.unique(np.asarray(Image.open(file.parent / "files" / truth))).tolist()}
     assert len(classes) > 1
-    assert classes <= {*range(len(shapes.NAMES) + 1)}
+    assert classes <= {*range(len(shapes.names) + 1)}
 
 
 @pytest.mark.long
@@ -97,7 +97,7 @@ def test_val_on_two_processes(alone: Path, run_script: RunScript, drawn_outlines
 
 def test_detect_writes_outlines(tmp_path: Path) -> None:
     """They are the largest contours of the masks of the Python results; the weights find objects everywhere."""
-    names, weights = dict(enumerate(shapes.NAMES)), tmp_path / "segmenter.pt"
+    names, weights = dict(enumerate(shapes.names)), tmp_path / "segmenter.pt"
     model = SegmentationTask(names, Hyperparameters()).build_model({**tiny_segmenter(), "nc": len(names)}, 96)
     with torch.no_grad():
         for convolve in model.head.m:

@@ -60,20 +60,13 @@ def train(run_script: RunScript, small_data: Path, tmp_path_factory: pytest.Temp
 
 
 class Tracked(NamedTuple):
-    """A run with all trackers: its folder, what it printed, its W&B run and the rows of results.csv."""
+    """A run with all trackers: its folder, what it printed, its W&B run and files, and the rows of results.csv."""
 
     folder: Path
     printed: str
     run: Logged
+    files: Path
     rows: list[dict[str, float]]
-
-    def content(self, key: str) -> Any:
-        """Return the JSON content of a table or of boxes."""
-        return json.loads((self.files / self.run.summary.get(f"{key}/path", key)).read_text())
-
-    @property
-    def files(self) -> Path:
-        return wandb_files.runs(self.folder)[0].parent / "files"
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +78,8 @@ def tracked(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Tracked:
     variables = {"HOME": str(project), "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_NOTES": "why", **SHAPES}
     variables |= {"WANDB_TAGS": "one,two", "WANDB_NAME": "first"}
     printed = train(project, *flags.split(), launcher=UNSET, plots=True, **variables)
-    return Tracked(project / "exp", printed, only(project / "exp"), rows(project / "exp"))
+    files = wandb_files.runs(project / "exp")[0].parent / "files"
+    return Tracked(project / "exp", printed, only(project / "exp"), files, rows(project / "exp"))
 
 
 def only(folder: Path) -> Logged:
@@ -144,16 +138,6 @@ def test_its_epochs_are_the_rows_of_results_csv(tracked: Tracked) -> None:
     assert {key.split("/")[0] for key in run.hidden} == {"class"}
 
 
-def test_its_charts(tracked: Tracked) -> None:
-    run = tracked.run
-    classes = [line.partition(",")[0] for line in (tracked.folder / "classes.csv").read_text().splitlines()[1:]]
-    cells = tracked.content("charts/confusion_matrix_table")["data"]
-    assert len(cells) == (len(classes) + 1) ** 2
-    assert {row[0] for row in tracked.content("charts/PR_curve_table")["data"]} <= {*classes}
-    panels = {key for key in run.config if key.startswith("_wandb/visualize/")}
-    assert panels == {f"_wandb/visualize/charts/{name}" for name in ("PR_curve", "F1_curve", "confusion_matrix")}
-
-
 def test_its_profile(tracked: Tracked) -> None:
     """Of two steps, on both processes."""
     folder = tracked.folder / "profile"
@@ -172,7 +156,6 @@ def test_it_is_the_run_without_trackers_and_profile(tracked: Tracked, train: Tra
 
 # Keys of runs of another kind: on CUDA, in fp16, of a classifier, of a segmenter.
 OTHER_KEYS = {"step/gpu_memory", "step/loss_scale", "step/loss", "class/precision/NAME", "class/recall/NAME"}
-OTHER_KEYS |= {"charts/mask_PR_curve_table", "charts/mask_F1_curve_table"}
 
 
 def test_the_page_names_every_key(tracked: Tracked) -> None:
@@ -215,7 +198,8 @@ def test_its_pictures(tracked: Tracked) -> None:
     first, second = [row for row in run.rows if "examples/validation/captions" in row]
     assert first["examples/validation/captions"] == second["examples/validation/captions"]
     assert len(first["examples/validation/captions"]) == 8
-    boxes = tracked.content(first["examples/validation/all_boxes"][0]["ground_truth"]["path"])
+    file = tracked.files / first["examples/validation/all_boxes"][0]["ground_truth"]["path"]
+    boxes = json.loads(file.read_text())
     assert boxes["class_labels"]["0"] == "disc"
     assert all(0 <= side <= 1 for box in boxes["box_data"] for side in box["position"].values())
 
@@ -258,7 +242,7 @@ def test_an_evaluation_joins_the_training(tracked: Tracked, run_script: RunScrip
     data, training = read_yaml(tracked.folder / "settings.yaml")["data"], tracked.run
     flags = ("--data", data, "--weights", str(tracked.folder / "weights" / "best.pt"), "--imgsz", "64")
     how = ("--device", "cpu", "--workers", "0", "--project", str(tmp_path), "--log-with", "wandb")
-    printed = run_script("val.py", *flags, *how, OMP_NUM_THREADS="1", WANDB_MODE="offline", **SHAPES)
+    printed = run_script("val.py", *flags, *how, plots=True, OMP_NUM_THREADS="1", WANDB_MODE="offline", **SHAPES)
     run = only(tmp_path / "exp")
     assert (run.job, run.program, run.code) == ("val", str(ROOT / "val.py"), 0)
     assert (run.project, run.group, run.config["training_run"]) == ("shapes", "small", training.id)
@@ -266,7 +250,7 @@ def test_an_evaluation_joins_the_training(tracked: Tracked, run_script: RunScrip
     assert run.config["conf_thres"] == 0.001
     for name in ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95"):
         assert run.summary[f"metrics/{name}"]["max"] == pytest.approx(training.summary[f"best/{name}"], abs=0.02)
-    assert "charts/PR_curve_table/path" in run.summary
+    assert "pictures/PR_curve/path" in run.summary
     assert "warning" not in printed
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
@@ -16,7 +14,7 @@ from tests.web import running
 
 
 class Server:
-    """The received content of one project. The server stops answering once `silent` is set."""
+    """The received content of one project."""
 
     def __init__(self) -> None:
         self.config: dict[str, Any] = {}
@@ -26,8 +24,6 @@ class Server:
         self.artifacts: list[dict[str, Any]] = []  # as they were created
         self.inputs: list[str] = []  # ids of the artifacts that runs use: `a1` is the first of `artifacts`
         self.code: int | None = None
-        self.silent, self.gone = threading.Event(), threading.Event()
-        self.delay = 0.0  # seconds before each answer
         self.address = ""
 
     def graphql(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -126,10 +122,6 @@ def serve() -> Iterator[Server]:
             return gzip.decompress(content) if self.headers.get("Content-Encoding") == "gzip" else content
 
         def give(self, answer: dict[str, Any]) -> None:
-            if server.silent.is_set():
-                server.gone.wait()
-                return
-            time.sleep(server.delay)
             content = json.dumps(answer).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(content)))
@@ -147,12 +139,9 @@ def serve() -> Iterator[Server]:
                 name = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])
                 assert name
                 return self.give({"data": server.graphql(name[1], request.get("variables", {}))})
-            if self.path.endswith("/file_stream") and not server.silent.is_set():
+            if self.path.endswith("/file_stream"):
                 server.stream(json.loads(content))
             self.give({"limits": {}})
 
     with running(Handler) as server.address:
-        try:
-            yield server
-        finally:
-            server.gone.set()
+        yield server

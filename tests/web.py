@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -16,12 +15,12 @@ Answer = Callable[[BaseHTTPRequestHandler], None]
 
 
 class Server:
-    """A running server. answers: by path. asked: path and first byte of each request."""
+    """A running server. answers: by path. asked: path of each request."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.answers: dict[str, Answer] = {}
-        self.asked: list[tuple[str, int]] = []
+        self.asked: list[str] = []
 
     def give(self, name: str, answer: Answer) -> str:
         """Set the answer for `name`, and return its address."""
@@ -29,40 +28,18 @@ class Server:
         return f"{self.address}/{name}"
 
 
-def first_byte(handler: BaseHTTPRequestHandler) -> int:
-    """Return the first byte of a request's range, 0 without one."""
-    match = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range") or "")
-    return int(match[1]) if match else 0
-
-
-def sending(
-    content: bytes,
-    length: int | None = None,
-    *,
-    tag: str = "",
-    ranges: bool = True,
-    cut: int | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> Answer:
+def sending(content: bytes, length: int | None = None, cut: int | None = None) -> Answer:
     """Return an answer with this content.
 
-    length: Content-Length, by default the real one; -1 for none. tag: ETag. ranges: whether to serve a Range whose
-    If-Range is the tag or Last-Modified. cut: bytes after which each connection ends.
+    length: Content-Length, by default the real one; -1 for none. cut: bytes after which the connection ends.
     """
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
-        start = first_byte(handler)
-        if not ranges or handler.headers.get("If-Range") not in {tag, (headers or {}).get("Last-Modified")}:
-            start = 0
-        handler.send_response(206 if start else 200)
-        if start:
-            handler.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        handler.send_response(200)
         if length != -1:
-            handler.send_header("Content-Length", str(len(content) - start if length is None else length))
-        for name, value in {**({"ETag": tag} if tag else {}), **(headers or {})}.items():
-            handler.send_header(name, value)
+            handler.send_header("Content-Length", str(len(content) if length is None else length))
         handler.end_headers()
-        handler.wfile.write(content[start : None if cut is None else start + cut])
+        handler.wfile.write(content[:cut])
 
     return answer
 
@@ -101,7 +78,7 @@ def serving() -> Iterator[Server]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            server.asked.append((self.path, first_byte(self)))
+            server.asked.append(self.path)
             server.answers.get(self.path, lambda handler: handler.send_error(404))(self)
 
     with running(Handler) as address:

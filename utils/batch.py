@@ -73,18 +73,13 @@ class ClassInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of images, as the data set's loader delivers it.
+    """A batch of images, as the data set's loader delivers it."""
 
-    Attributes:
-        images: uint8 (b, 3, h, w), RGB
-        targets: float32; boxes are (m, 6): image in the batch, class, normalised xywh; classes of whole images are
-            (b, classes): shares that add up to 1
-        infos: description of each image; for every task it has `image`, the index in the split, and `path`
-    """
-
-    images: Tensor
+    images: Tensor  # uint8 (b, 3, h, w), RGB
+    # float32; boxes are (m, 6): image in the batch, class, normalised xywh; classes of whole images are (b, classes):
+    # shares that add up to 1
     targets: Tensor
-    infos: tuple[Any, ...]
+    infos: tuple[Any, ...]  # of each image; for every task with `image`, the index in the split, and `path`
 
     def to(self: B, device: torch.device | str, non_blocking: bool = False) -> B:
         """Return the batch with its tensors, including a subclass's, on `device`."""
@@ -111,17 +106,13 @@ class SegmentationBatch(Batch):
 
     `windows` and `host_targets` stay on the host, so that shapes that follow from them are known without waiting for
     the device.
-
-    Attributes:
-        mask_pixels: uint8 (s,), 0 or 1: the pixels of all windows, target after target, each row by row
-        windows: int32 (m, 4): left, top, right, bottom (exclusive) of each target's window on the map, maybe empty:
-            the pixels in the target's box, and in an evaluation all pixels of the mask
-        host_targets: float32 (m, 6), equal to `targets`
     """
 
-    mask_pixels: Tensor
+    mask_pixels: Tensor  # uint8 (s,), 0 or 1: the pixels of all windows, target after target, each row by row
+    # int32 (m, 4): left, top, right, bottom (exclusive) of each target's window on the map, maybe empty: the pixels in
+    # the target's box, and in an evaluation all pixels of the mask
     windows: np.ndarray
-    host_targets: np.ndarray
+    host_targets: np.ndarray  # float32 (m, 6), equal to `targets`
 
 
 class Instances(NamedTuple):
@@ -132,23 +123,18 @@ class Instances(NamedTuple):
 
 
 class Split(ABC):
-    """The usable images of one split, with their labels.
+    """The usable images of one split, with their labels."""
 
-    Attributes:
-        images: the split's image files, by image index
-        problems: sentences about what was left out, in the form `what is wrong; what is left out`
-    """
-
-    images: list[Path]
-    problems: tuple[str, ...]
+    images: list[Path]  # by image index
+    problems: tuple[str, ...]  # sentences of the form `what is wrong; what is left out`
 
     @abstractmethod
     def identity(self) -> dict[str, str]:
         """Return values that change with images or labels, but not if they are moved: see `split_identity`."""
 
     @abstractmethod
-    def report(self, title: str) -> list[str]:
-        """Return lines for the console about the split named `title`: counts, and the first few problems."""
+    def report(self, title: str) -> None:
+        """Log the counts of the split named `title`, and its first few problems."""
 
     @abstractmethod
     def instances(self) -> Instances:

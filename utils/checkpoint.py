@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from utils.config.flags import AUTO, BUILT_IN_JOB, NEWEST, TrainOptions
 from utils.config.parser import over_defaults
@@ -35,87 +36,17 @@ from utils.summary import Summary
 if TYPE_CHECKING:
     from utils.distributed.logical import DistributedModel
     from utils.run import Run, RunFolder
-    from utils.training.ema import ModelEMA
+    from utils.training.optimizer import ModelEMA
 
+FORMAT, STATE_FORMAT = "lockstep-1", "lockstep-state-2"  # of a weight file, and of a state
+SETTINGS, STATES = "settings.yaml", "checkpoint"  # file and folder in a run folder
 STATE_NAME = re.compile(r"\d{8,}-[0-9a-f]+\.pt")  # other files in the folder are the user's
-STATE_FORMAT = "lockstep-state-2"
 CHECKSUM_DIGITS = 16  # hexadecimal digits in the name of a file
-
-
-class StateFiles:
-    """The states in `checkpoint/` of a run: the two newest, or a finished run's only one, as NUMBER-CHECKSUM.pt.
-
-    The checksum reveals any damage.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.last: Path | None = None  # the file that was written or read last, which is intact
-
-    def files(self) -> list[Path]:
-        """Return the files, newest first."""
-        return sorted((file for file in self.folder.glob("*.pt") if STATE_NAME.fullmatch(file.name)), reverse=True)
-
-    def write(self, content: memoryview, final: bool = False) -> None:
-        """Write a state, whole or not at all; then remove all others except the last one known to be intact.
-
-        Args:
-            final: whether to remove the last intact state too
-        """
-        number = max((int(file.stem.partition("-")[0]) for file in self.files()), default=0) + 1
-        path = self.folder / f"{number:08d}-{_checksum(content)}.pt"
-        with replacing(path) as file:
-            file.write(content)
-        for old in self.files():
-            if old != path and (final or old != self.last):
-                old.unlink()
-        self.last = path
-
-    def read(self, warns: bool = True) -> dict[str, Any] | None:
-        """Return the newest intact state, None if there are no files; log a warning about each damaged file if `warns`.
-
-        Raises `UserError` if all files are damaged, or if one cannot be read.
-        """
-        files = self.files()
-        for file in files:
-            try:
-                content = read_regular(file)
-            except OSError as error:
-                raise UserError(f"{file} cannot be read: {error.strerror}") from None
-            if file.stem.partition("-")[2] == _checksum(content):
-                self.last = file
-                return _load(file, content)
-            if warns:
-                log(f"warning: {file} is damaged (its checksum does not match); trying the one before")
-        if files:
-            raise UserError(
-                f"all states in {self.folder} are damaged ({', '.join(file.name for file in files)}), so the run "
-                "cannot go on; start a new one from its weights/last.pt"
-            )
-        return None
-
-
-def _load(file: Path, content: bytes) -> dict[str, Any]:
-    try:
-        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except (UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
-        raise UserError(
-            f"{file} was refused, and nothing in it was run: this program has not written it "
-            f"({first_line(error)}); remove it"
-        ) from None
-    form = state.get("format") if isinstance(state, dict) else None
-    if form != STATE_FORMAT:
-        raise UserError(f"{file} has the format {form} of another version; resume with that version")
-    return state
-
-
-def _checksum(content: memoryview | bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:CHECKSUM_DIGITS]
-
-
-FORMAT = "lockstep-1"
 SAFETENSORS_SUFFIX = ".safetensors"
 SAFETENSORS_KEY = "lockstep"  # metadata key of everything but the tensors, as JSON
+
+
+# Weight files
 
 
 def serialised(content: Any) -> memoryview:
@@ -166,8 +97,6 @@ def weights_content(
     """Return the content of a weight file: the weights of `model` and all that is needed to use them.
 
     Args:
-        yaml: the model YAML, with its task
-        names: class names, by class number
         settings: the run's settings, for information
         half: whether to store floating-point tensors as float16, except tensors with values beyond its range
         origin: `licence` and `origin`, see models/weights.py
@@ -197,6 +126,9 @@ def contiguous(content: Any) -> Any:
     if isinstance(content, dict):
         return {key: contiguous(value) for key, value in content.items()}
     return [contiguous(value) for value in content] if isinstance(content, list) else content
+
+
+# The state of a run
 
 
 @dataclass(frozen=True)
@@ -285,7 +217,6 @@ class TrainingState:
 
     Args:
         parameters: the model's parameters, in the order of the optimizer's groups
-        optimizer: optimizer that Accelerate has prepared
         terms: number of loss terms
     """
 
@@ -307,11 +238,7 @@ class TrainingState:
         self._saved_progress: dict[str, Any] | None = None
 
     def save(self, files: RunFolder, keep_tensors: bool = True) -> None:
-        """Write the state into the run folder, unless it has just been written.
-
-        Args:
-            keep_tensors: False for a finished run, of which only the counters are kept
-        """
+        """Write the state into the run folder, unless it has just been written; of a finished run the counters only."""
         progress = {**self.progress.state(), "summary": None}  # the summary changes with the best epoch only
         if progress == self._saved_progress:
             return
@@ -336,7 +263,7 @@ class TrainingState:
             "optimizer": optimizer_state(self.optimizer, self.parameters),
             "rates": [group["lr"] for group in self.optimizer.param_groups],
             "scaler": self.scaler and self.scaler.state_dict(),
-            "shares": self.collectives.gather([self._share(number) for number in range(len(self.copies))]),
+            "shares": self.collectives.gather(tree_map(Tensor.cpu, self._shares())),
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
@@ -346,37 +273,26 @@ class TrainingState:
         anything copies `progress` or `loss_sums`, such as `NonFiniteGuard`.
         """
         vars(self.progress).update(vars(Progress.from_state(saved["progress"])))
-        self._load_shares(saved["shares"])
+        local, shares = self._shares(), saved["shares"]
+        if not (local_shares := self.collectives.local_part(shares, len(local))):
+            # Another number of logical processes: each gets the mean statistics, and an equal part of the sums. In
+            # float64 the mean of equal values is that value.
+            mean = tree_map(lambda *values: torch.stack([value.double() for value in values]).mean(0), *shares)
+            mean["totals"] *= len(shares) / (world_size() * len(local))
+            local_shares = [mean] * len(local)
+        tree_map(Tensor.copy_, local, list(local_shares))
         load_optimizer_state(self.optimizer, self.parameters, saved["optimizer"])
         for group, rate in zip(self.optimizer.param_groups, saved["rates"], strict=True):
             group["lr"] = rate
         if self.scaler is not None and saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
 
-    def _share(self, number: int) -> dict[str, Any]:
-        """Return a logical process's share: loss sums, and the BatchNorm statistics of the model and its EMA."""
-        statistics = {
-            name: {key: buffer.cpu() for key, buffer in floating_buffers(model).items()}
-            for name, model in self._models(number).items()
-        }
-        return {"totals": self.loss_sums[number].cpu(), **statistics}
-
-    def _load_shares(self, shares: Sequence[Mapping[str, Any]]) -> None:
-        """Load the shares of this process's logical processes.
-
-        If a different number of shares was saved, each logical process gets an equal part of the sums, and the mean
-        statistics.
-        """
-        local = len(self.copies)
-        own = self.collectives.local_part(shares, local) or [_mean_share(shares, world_size() * local)] * local
-        for number, share in enumerate(own):
-            self.loss_sums[number].copy_(share["totals"])
-            for name, model in self._models(number).items():
-                for key, buffer in floating_buffers(model).items():
-                    buffer.copy_(share[name][key])
-
-    def _models(self, number: int) -> dict[str, nn.Module]:
-        return {"model": self.copies[number], "ema": self.ema.replicas[number]}
+    def _shares(self) -> list[dict[str, Any]]:
+        """Return the tensors of each local logical process: loss sums, and the statistics of the model and its EMA."""
+        return [
+            {"totals": totals, "model": floating_buffers(model), "ema": floating_buffers(ema)}
+            for totals, model, ema in zip(self.loss_sums, self.copies, self.ema.replicas, strict=True)
+        ]
 
 
 def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -384,18 +300,77 @@ def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
 
 
-def _mean_share(shares: Sequence[Mapping[str, Any]], processes: int) -> dict[str, Any]:
-    mean: dict[str, Any] = {"totals": sum(share["totals"] for share in shares) / processes}
-    for name in ("model", "ema"):
-        mean[name] = {
-            # float64, so that the mean of equal values is that value
-            key: torch.stack([share[name][key].double() for share in shares]).mean(0)
-            for key in shares[0][name]
-        }
-    return mean
+# Its files
 
 
-SETTINGS, STATES = "settings.yaml", "checkpoint"  # file and folder in a run folder
+class StateFiles:
+    """The states in `checkpoint/` of a run: the two newest, or a finished run's only one, as NUMBER-CHECKSUM.pt.
+
+    The checksum reveals any damage.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.last: Path | None = None  # the file that was written or read last, which is intact
+
+    def files(self) -> list[Path]:
+        """Return the files, newest first."""
+        return sorted((file for file in self.folder.glob("*.pt") if STATE_NAME.fullmatch(file.name)), reverse=True)
+
+    def write(self, content: memoryview, final: bool = False) -> None:
+        """Write a state, whole or not at all; then remove all others, except the last intact one if not `final`."""
+        number = max((int(file.stem.partition("-")[0]) for file in self.files()), default=0) + 1
+        path = self.folder / f"{number:08d}-{_checksum(content)}.pt"
+        with replacing(path) as file:
+            file.write(content)
+        for old in self.files():
+            if old != path and (final or old != self.last):
+                old.unlink()
+        self.last = path
+
+    def read(self, warns: bool = True) -> dict[str, Any] | None:
+        """Return the newest intact state, None if there are no files; log a warning about each damaged file if `warns`.
+
+        Raises `UserError` if all files are damaged, or if one cannot be read.
+        """
+        files = self.files()
+        for file in files:
+            try:
+                content = read_regular(file)
+            except OSError as error:
+                raise UserError(f"{file} cannot be read: {error.strerror}") from None
+            if file.stem.partition("-")[2] == _checksum(content):
+                self.last = file
+                return _load(file, content)
+            if warns:
+                log(f"warning: {file} is damaged (its checksum does not match); trying the one before")
+        if files:
+            raise UserError(
+                f"all states in {self.folder} are damaged ({', '.join(file.name for file in files)}), so the run "
+                "cannot go on; start a new one from its weights/last.pt"
+            )
+        return None
+
+
+def _load(file: Path, content: bytes) -> dict[str, Any]:
+    try:
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
+        raise UserError(
+            f"{file} was refused, and nothing in it was run: this program has not written it "
+            f"({first_line(error)}); remove it"
+        ) from None
+    form = state.get("format") if isinstance(state, dict) else None
+    if form != STATE_FORMAT:
+        raise UserError(f"{file} has the format {form} of another version; resume with that version")
+    return state
+
+
+def _checksum(content: memoryview | bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:CHECKSUM_DIGITS]
+
+
+# What a run continues with
 
 
 def resolve_settings(given: Mapping[str, Any], recipe_of: RecipeOf) -> Settings:
@@ -406,7 +381,6 @@ def resolve_settings(given: Mapping[str, Any], recipe_of: RecipeOf) -> Settings:
 
     Args:
         given: flags by name; if they name no data, model, weights or hyperparameters, the built-in job gives the rest
-        recipe_of: returns a run's class of hyperparameters
     """
     settings = Settings(over_defaults(TrainOptions, given, BUILT_IN_JOB), given)
     options = settings.options
@@ -439,8 +413,8 @@ def read_saved_state(run: Run, settings: Settings, identity: Identity) -> dict[s
 
 def _settings_of_run(settings: Settings, recipe_of: RecipeOf) -> Settings:
     """Return the settings of the run that --resume names, overridden by the given flags."""
-    given = settings.options
-    run = find_run(given.resume, Path(given.project), given.name, given.exist_ok)
+    asked = settings.options
+    run = find_run(asked.resume, Path(asked.project), asked.name, asked.exist_ok)
     if run is None:
         return settings
     saved = read_yaml(run / SETTINGS)
@@ -452,7 +426,7 @@ def _settings_of_run(settings: Settings, recipe_of: RecipeOf) -> Settings:
     options = resumed_options(settings.given, run, saved, recipe_of, launched())
     if state is None:
         has_results = any(run.glob("weights/*.pt")) or (not options.nosave and (run / "results.csv").exists())
-        if given.resume == AUTO and not has_results:
+        if asked.resume == AUTO and not has_results:
             return Settings(options, settings.given, is_fixed=True)
         raise UserError(
             f"no state is in {states.folder}, so {run} cannot be resumed; restore the states, start a new run from its "
@@ -465,8 +439,7 @@ def _settings_of_run(settings: Settings, recipe_of: RecipeOf) -> Settings:
             f"it; start a new run from {run / 'weights' / 'last.pt'}"
         )
     if progress.finished or progress.epoch >= options.epochs:
-        trained = f"has trained {plural(progress.epoch, 'epoch')}; --epochs {options.epochs} leaves nothing to do"
-        print(f"{run} {'is finished: nothing to resume' if progress.finished else trained}", flush=True)
+        print(f"{run} is finished: it has trained {plural(progress.epoch, 'epoch')}", flush=True)
         raise Stopped(0)
     return Settings(options, settings.given, saved, is_fixed=True)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from utils.batch import CocoImage
-from utils.console import table
+from utils.console import log, table
 from utils.errors import UserError, first_line, nearest, plural, shown
 from utils.files import ROOT, csv_text, read_regular, read_yaml
 
@@ -47,36 +47,34 @@ def _decoder(objects: bool) -> Any:
     if objects:
         fields += [("id", Any, None), ("iscrowd", Any, 0), ("bbox", Any, None), ("segmentation", Raw, Raw())]
     annotation: Any = defstruct("Annotation", fields, gc=objects)
-    parts = [("categories", list[category]), ("images", list[image]), ("annotations", list[annotation])]  # type: ignore[valid-type]
-    return Decoder(defstruct("CocoFile", parts))
+    lists = [("categories", list[category]), ("images", list[image]), ("annotations", list[annotation])]  # type: ignore[valid-type]
+    return Decoder(defstruct("CocoFile", lists))
 
 
 def read_coco(file: Path, objects: bool = False) -> Any:
     """Return an annotation file as an object with `categories`, `images` and `annotations`. Raises `UserError`.
 
-    Repeated entries of images and categories count once; an id with two meanings is an error.
-
-    Args:
-        objects: whether annotations have boxes and outlines, not only the ids of their images and categories
+    `objects` is whether annotations have boxes and outlines, not only the ids of their images and categories. Repeated
+    entries of images and categories count once; an id with two meanings is an error.
     """
     import msgspec
 
     try:
-        content = _decoder(objects).decode(read_regular(file))
+        coco = _decoder(objects).decode(read_regular(file))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}; give a file of COCO annotations") from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise UserError(f"{file} is not JSON of COCO annotations ({error}); name another file") from None
-    for category in content.categories:
+    for category in coco.categories:
         category.name = str(category.name).strip()
-    for image in content.images:
+    for image in coco.images:
         image.file_name = image.file_name.replace("\\", "/")
-    _refuse_two_meanings(file, "category id", ((category.id, category.name) for category in content.categories))
-    _refuse_two_meanings(file, "image id", ((image.id, image.file_name) for image in content.images))
-    _refuse_two_meanings(file, "file_name", ((image.file_name, image.id) for image in content.images))
-    for entries in (content.images, content.categories):
+    _refuse_two_meanings(file, "category id", ((category.id, category.name) for category in coco.categories))
+    _refuse_two_meanings(file, "image id", ((image.id, image.file_name) for image in coco.images))
+    _refuse_two_meanings(file, "file_name", ((image.file_name, image.id) for image in coco.images))
+    for entries in (coco.images, coco.categories):
         entries[:] = {entry.id: entry for entry in entries}.values()
-    return content
+    return coco
 
 
 def _refuse_two_meanings(file: Path, noun: str, pairs: Iterable[tuple[Any, Any]]) -> None:
@@ -120,14 +118,14 @@ def annotated_ids(file: Path, names: Mapping[int, str], paths: Sequence[Path]) -
 
     Raises `UserError`, also for a file of other images or classes.
     """
-    content = read_coco(file)
-    categories = {category.name: category.id for category in content.categories}
+    coco = read_coco(file)
+    categories = {category.name: category.id for category in coco.categories}
     for name in names.values():
         if name not in categories:
             raise UserError(f"{file} has no category '{name}'{nearest(name, categories)}; give the data set's own")
-    known = {image.file_name: image.id for image in content.images}
+    known = {image.file_name: image.id for image in coco.images}
     endings = (("/".join(path.parts[start:]) for start in range(1, len(path.parts))) for path in paths)
-    images = tuple(next((known[ending] for ending in each if ending in known), None) for each in endings)
+    images = tuple(next((known[ending] for ending in of_path if ending in known), None) for of_path in endings)
     if not any(image is not None for image in images):
         raise UserError(f"{file} has none of the {len(paths)} images, such as {paths[0].name}; give the split's own")
     matched = ((image, str(path)) for image, path in zip(images, paths, strict=True) if image is not None)
@@ -164,11 +162,11 @@ def metrics(
     except ImportError:
         raise UserError("COCO's metrics need faster-coco-eval: pip install faster-coco-eval") from None
     try:
-        content = json.loads(read_regular(file))
+        annotations = json.loads(read_regular(file))
         # The annotations' own ids are replaced: the evaluator ignores id 0 and merges equal ids.
-        numbered = [{**one, "id": number} for number, one in enumerate(content["annotations"], 1)]
-        truth = COCO({**content, "annotations": numbered})
-        predicted = truth.loadRes(list(rows)) if rows else COCO({**content, "annotations": []})
+        numbered = [{**one, "id": number} for number, one in enumerate(annotations["annotations"], 1)]
+        truth = COCO({**annotations, "annotations": numbered})
+        predicted = truth.loadRes(list(rows)) if rows else COCO({**annotations, "annotations": []})
         for kind in kinds:
             evaluation = COCOeval_faster(truth, predicted, kind)
             evaluation.params.imgIds = [image for image in ids.images if image is not None]
@@ -184,38 +182,33 @@ def metrics(
         ) from error
 
 
-class Report(NamedTuple):
-    """What --save-json writes and prints."""
-
-    documents: dict[str, str]  # text files, by name
-    lines: list[str]  # for the console
-    tables: list[str]  # COCO's metrics, for the console
-    problem: str = ""  # the reason why there are no metrics; '' if there are, or if there are no annotations
-
-
 def report(
     file: Path | None, predictions: Sequence[CocoImage], names: Mapping[int, str], images: Sequence[Path], stem: str
-) -> Report:
-    """Return the predictions for `images` as COCO's results, <stem>_predictions.json, and metrics by a file, if any."""
+) -> tuple[dict[str, str], str]:
+    """Return text files by name, and the reason if an annotation file is given but gives no metrics; print the metrics.
+
+    The files are the predictions for `images` as COCO's results, <stem>_predictions.json, and the metrics.
+    """
     problem, ids = "", default_ids(names, images)
     try:
         ids = annotated_ids(file, names, images) if file else ids
     except UserError as error:
         file, problem = None, str(error)
     rows = results(predictions, ids)
-    documents, tables = {f"{stem}_predictions.json": json.dumps(rows)}, list[str]()
-    lines = [f"{plural(len(rows), 'result')} in {stem}_predictions.json; {ids.origin}"]
+    documents = {f"{stem}_predictions.json": json.dumps(rows)}
+    log(f"{plural(len(rows), 'result')} in {stem}_predictions.json; {ids.origin}")
     if missing := ids.images.count(None):
-        lines.append(f"warning: {file} lacks {missing} of the images; results and COCO's metrics exclude them")
+        log(f"warning: {file} lacks {missing} of the images; results and COCO's metrics exclude them")
     kinds = ["bbox", "segm"] if any(image.masks for image in predictions) else ["bbox"]
     try:
         for kind, values in metrics(file, ids, rows, kinds) if file else ():
             document, title = COCO_OUTPUTS[kind]
-            measured = list(zip(COCO_METRICS, values, strict=True))
-            of_file = ((*metric, f"{value:.9g}" if value >= 0 else "") for metric, value in measured)
-            documents[document] = csv_text(("metric", "iou", "area", "max_det", "value"), of_file)
-            printed = [(*metric, value if value >= 0 else "-") for metric, value in measured]
-            tables += table([(title, "IoU", "area", "most", "value"), *printed])
+            measured = [
+                (*metric, value if value >= 0 else "-") for metric, value in zip(COCO_METRICS, values, strict=True)
+            ]
+            cells = ((*metric, "" if value == "-" else f"{value:.9g}") for *metric, value in measured)
+            documents[document] = csv_text(("metric", "iou", "area", "max_det", "value"), cells)
+            log(*table([(title, "IoU", "area", "most", "value"), *measured]), always=True)
     except UserError as error:
         problem = str(error)
-    return Report(documents, lines, tables, problem)
+    return documents, problem

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from tqdm import tqdm
 
@@ -32,15 +32,16 @@ class Log:
     def __init__(self) -> None:
         self.reset()
 
-    def reset(self) -> None:
-        """Print all lines, as before a run."""
-        self.is_main, self.quiet = True, False
-        self._held: list[str] | None = None
-        self._listener: Callable[[str], object] = len
-
     def hold(self, is_main: bool, quiet: bool) -> None:
         """Start a run, and hold its lines."""
-        self.is_main, self.quiet, self._held, self._listener = is_main, quiet, [], len
+        self.is_main, self.quiet = is_main, quiet
+        self._held: list[str] | None = []
+        self._listener: Callable[[str], object] = len
+
+    def reset(self) -> None:
+        """Print all lines, as before a run."""
+        self.hold(True, False)
+        self._held = None
 
     def release(self, listener: Callable[[str], object]) -> None:
         """Print the lines that were held; from now on `listener` gets each line too."""
@@ -58,9 +59,6 @@ class Log:
             self._listener(printable(line))
 
 
-log = Log()
-
-
 def show(*lines: str) -> None:
     """Print lines above the progress bar; if nobody can read them, they are dropped.
 
@@ -71,6 +69,9 @@ def show(*lines: str) -> None:
         for line in lines:
             tqdm.write(printable(line).encode(encoding, "backslashreplace").decode(encoding), file=sys.stdout)
         sys.stdout.flush()
+
+
+log = Log()
 
 
 def columns() -> int:
@@ -84,16 +85,15 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_NAMES]) + more
 
 
-def table(rows: Sequence[Sequence[str | float]], width: int | None = None) -> list[str]:
-    """Return the lines of a table with right-aligned columns, at most `width` wide, by default `columns()`.
+def table(rows: Sequence[Sequence[str | float]]) -> list[str]:
+    """Return the lines of a table with right-aligned columns, the first of which has the rows' names.
 
-    The first column has the rows' names. Floats have four decimals, or three in a table that would be too wide; if that
-    is not enough, names are shortened.
+    Floats have four decimals, or three if the table would be wider than `columns()`; then names are shortened.
     """
     for digits in (4, 3):
         cells = [[f"{cell:.{digits}f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
         longest, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)] or [0]
-        room = (width or columns()) - sum(widths) - len(widths)
+        room = columns() - sum(widths) - len(widths)
         if longest <= room:
             break
     room = min(longest, max(room, SHORTEST_NAME))
@@ -114,16 +114,10 @@ class Bar:
     def over(self, batches: Iterable[T], size: Callable[[T], int]) -> Iterator[T]:
         """Iterate over `batches`; `size` maps a batch to its number of images."""
         started = self._last = asked = time.monotonic()
-        with tqdm(
-            total=self.images,
-            initial=self.done,
-            desc=self.title,
-            unit=" img",
-            disable=None if self.shown else True,  # None: on terminals only
-            leave=False,
-            dynamic_ncols=True,
-            bar_format=f"{BAR_FORMAT}{{rate_fmt}}",
-        ) as self._bar:
+        # On terminals only, if at all: `disable=None`.
+        how: Any = {"disable": None if self.shown else True, "leave": False, "dynamic_ncols": True, "unit": " img"}
+        form = f"{BAR_FORMAT}{{rate_fmt}}"
+        with tqdm(total=self.images, initial=self.done, desc=self.title, bar_format=form, **how) as self._bar:
             for batch in batches:
                 self.waited += time.monotonic() - asked
                 yield batch
@@ -173,14 +167,13 @@ class Background:
 
     def finish(self, patience: float) -> bool:
         """Wait for all jobs, at most `patience` seconds; return whether all have ended."""
-        if self.thread is None:
+        thread, self.thread = self.thread, None
+        if thread is None:
             return True
         self.jobs.put(None)
-        self.thread.join(patience)
-        done = not self.thread.is_alive()
-        Background.abandoned |= not done
-        self.thread = None
-        return done
+        thread.join(patience)
+        Background.abandoned |= thread.is_alive()
+        return not thread.is_alive()
 
     def _work(self) -> None:
         while job := self.jobs.get():

@@ -1,36 +1,54 @@
-"""Find, lock, read and atomically write files, and number folders. Imported everywhere."""
+"""Find, lock, read, download and atomically write files, and number folders. Imported everywhere.
+
+Downloads are made once per machine, checked and never partly written: from addresses, and weights of the Hub.
+"""
 
 from __future__ import annotations
 
 import csv
 import errno
+import hashlib
 import io
 import itertools
 import os
 import re
 import shutil
 import stat
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from http.client import HTTPException
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 from uuid import uuid4
 from weakref import WeakSet
 
 import yaml
 from filelock import FileLock, Timeout
+from tqdm import tqdm
 from yaml.error import MarkedYAMLError
 
-from utils.errors import UserError, first_line, nearest, shortened, shown
+from utils.errors import UserError, first_line, nearest, shown, without_secrets
 
-MAX_SHOWN_PATH = 240  # characters of a path in an error
 LOCK_FILE = ".lock"  # file in a run folder that a run writes to
 LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a little longer
 PART_SUFFIX = ".part"  # suffix of a file that is being written
-SUGGESTED_LIKENESS = 0.7  # least similarity, from 0 to 1, of a shipped file's name that an error suggests
 ILLEGAL_CHARACTERS = re.compile(r'[<>:"/\\|?*\x00-\x1f]')  # in file names of Linux, macOS or Windows
+SCHEMES = ("http", "https", "file")
+SERVER_TIMEOUT_SECONDS = 20.0  # longest wait for data from the server
+ATTEMPTS = 3
+RETRY_SECONDS = 1.0  # wait before the second attempt; doubled before the third
+BLOCK_BYTES = 2**20  # bytes read at once
+HUB_PREFIX = "hf:"  # prefix of --weights
+HUB_NAME = re.compile(r"(?://)?([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+))?")  # owner/name, revision, file
+HUB_TOKEN = re.compile(r"Bearer [^'\"]*|hf_\w+")  # in errors of a library
+WEIGHT_SUFFIXES = (".pt", ".pth", ".safetensors")
+BEST = "best.pt"
 _locks: WeakSet[FileLock] = WeakSet()  # this process's locks on run folders
 ROOT = Path(__file__).resolve().parents[1]  # the repository, or its copy that pip has installed
 PROJECT_FILE = ROOT / "pyproject.toml"
@@ -47,172 +65,9 @@ def version() -> str:
     return match[1] if match else "of an unknown version"
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file beside `path`; on success flush it and rename it to `path`, on failure remove it."""
-    path = Path(file_name(str(path)))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}-{uuid4().hex[:8]}{PART_SUFFIX}")
-    try:
-        with part.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def one_at_a_time(lock: Path) -> Iterator[None]:
-    """Hold an inter-process lock for the duration of the block, or none if the lock file cannot be made."""
-    with ExitStack() as stack:
-        with suppress(OSError, NotImplementedError):
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(FileLock(lock))
-            stack.callback(lock.unlink, missing_ok=True)
-        yield
-
-
-def lock_folder(folder: Path) -> FileLock:
-    """Lock a run folder until the lock is released, `release_locks` is called, or this process ends.
-
-    Raises `UserError` if another process has locked the folder, or if no files can be made in it.
-    """
-    lock = FileLock(folder / LOCK_FILE, timeout=LOCK_TIMEOUT_SECONDS)
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-        with suppress(NotImplementedError):  # a disk without locks
-            lock.acquire()
-    except Timeout:
-        raise UserError(f"another run is writing into {folder}; wait until it ends, or choose another --name") from None
-    except OSError as error:
-        raise UserError(f"the run folder {folder} cannot be written: {error.strerror}; choose another one") from None
-    _locks.add(lock)
-    return lock
-
-
-def release_locks() -> None:
-    """Release the locks of all run folders when a run called from Python ends, though its objects may still exist."""
-    while _locks:
-        _locks.pop().release()
-
-
-def remove_if_empty(folder: Path) -> None:
-    """Remove a run folder that contains only folders and its own released lock."""
-    if all(path.name == LOCK_FILE or path.is_dir() for path in folder.rglob("*")):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def find_file(name: str, what: str, folders: Sequence[str], kind: str = "a file") -> Path:
-    """Return the YAML file that a flag names: a path, or the name of a shipped file, with or without .yaml.
-
-    Raises `UserError`, which lists the shipped files.
-
-    Args:
-        what, kind: words for the error: what the file is for, and what `name` may be
-        folders: folders of shipped files, relative to the repository
-    """
-    if os.path.isfile(name):  # Path.is_file raises an error for a name that is too long
-        return Path(name)
-    shipped = sorted(path for folder in folders for path in (ROOT / folder).glob("*.yaml"))
-    for path in shipped:
-        if f"{name.removesuffix('.yaml')}.yaml" in (path.name, str(path.relative_to(ROOT))):
-            return path
-    hint, known = nearest(name, (path.stem for path in shipped), SUGGESTED_LIKENESS), [path.name for path in shipped]
-    raise UserError(
-        f"{what} '{name}' is not {kind}{hint}; give the path of {kind}, or one of the repository's: "
-        f"{', '.join(known)}{looked_for(Path(name))}"
-    )
-
-
-def looked_for(*paths: Path) -> str:
-    """Return the end of an error about a missing file: the paths that were tried."""
-    tried = dict.fromkeys(shortened(os.path.abspath(path), MAX_SHOWN_PATH) for path in paths)
-    return f" (looked for {' and '.join(tried)})"
-
-
-def located(files: Mapping[str, Iterable[Path]]) -> str:
-    """Return a line with the paths of files by kind; paths in the working folder are relative to it."""
-    here = f"{Path.cwd()}{os.sep}"
-    lists = {kind: ", ".join(os.path.abspath(path).removeprefix(here) for path in files[kind]) for kind in files}
-    return "; ".join(f"{kind}: {paths}" for kind, paths in lists.items() if paths)
-
-
-def require_regular(path: str | os.PathLike[str]) -> None:
-    """Raise OSError for a pipe, socket or device, which may never end. Links to files are files."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
-
-
-def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """Return the content of a file. Raises OSError as `require_regular` does."""
-    require_regular(path)
-    with open(path, "rb") as file:
-        return file.read()
-
-
-def read_lines(path: str | os.PathLike[str]) -> list[str]:
-    """Return the lines of a text file; invalid UTF-8 is replaced. Raises OSError as `require_regular` does."""
-    return read_regular(path).decode("utf-8-sig", errors="replace").splitlines()
-
-
-def file_stamps(paths: Iterable[str]) -> bytes:
-    """Return bytes that change with the content of any of the files, which may be absent; every process has the same.
-
-    A program may set the modification time back after an edit, but not the change time.
-    """
-    stamps: list[tuple[int, ...]] = []
-    for path in paths:
-        try:
-            status = os.stat(path)
-            stamps.append((status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
-        except (OSError, ValueError):  # the latter for a name that no file can have
-            stamps.append(())
-    return repr(stamps).encode()
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that occurs twice."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        keys = set()
-        for key, _ in node.value:
-            if (key.tag, str(key.value)) in keys:
-                raise MarkedYAMLError(problem=f"duplicate key {shown(key.value)}", problem_mark=key.start_mark)
-            keys.add((key.tag, str(key.value)))
-        return node
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file. Raises `UserError` with file and line if `_StrictLoader` refuses it."""
-    try:
-        content = yaml.load(read_regular(path).decode("utf-8-sig"), _StrictLoader)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"{path}{line}: {getattr(error, 'problem', None) or first_line(error)}; fix the YAML") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} has no `key: value` lines; it must be a YAML mapping")
-    return content
-
-
-def file_name(text: str) -> str:
-    """Convert a file name read from UTF-8 text to the form that os functions expect under the current locale."""
-    with suppress(UnicodeEncodeError):
-        return os.fsdecode(text.encode(errors="surrogateescape"))
-    return text.encode(errors="replace").decode()  # half a character, which no file name has
-
-
-def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return the content of a CSV file."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([head, *rows])
-    return text.getvalue()
+def cache_folder() -> Path:
+    """Return the folder of caches: `$XDG_CACHE_HOME/lockstep`, by default `~/.cache/lockstep`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
 
 
 def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:
@@ -233,6 +88,154 @@ def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:
     return folder
 
 
+def lock_folder(folder: Path) -> FileLock:
+    """Lock a run folder until the lock is released, `release_locks` is called, or this process ends.
+
+    Raises `UserError` if another process has locked the folder, or if no files can be made in it.
+    """
+    lock = FileLock(folder / LOCK_FILE, timeout=LOCK_TIMEOUT_SECONDS)
+    try:
+        with suppress(NotImplementedError):  # a disk without locks
+            lock.acquire()
+    except Timeout:
+        raise UserError(f"another run is writing into {folder}; wait until it ends, or choose another --name") from None
+    except OSError as error:
+        raise UserError(f"the run folder {folder} cannot be written: {error.strerror}; choose another one") from None
+    _locks.add(lock)
+    return lock
+
+
+def release_locks() -> None:
+    """Release the locks of all run folders when a run called from Python ends, though its objects may still exist."""
+    while _locks:
+        _locks.pop().release()
+
+
+@contextmanager
+def one_at_a_time(lock: Path) -> Iterator[None]:
+    """Hold an inter-process lock for the duration of the block, or none if the lock file cannot be made."""
+    with ExitStack() as stack:
+        with suppress(OSError, NotImplementedError):
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(lock))
+            stack.callback(lock.unlink, missing_ok=True)
+        yield
+
+
+def find_file(name: str, what: str, folders: Sequence[str], kind: str = "a file") -> Path:
+    """Return the YAML file that a flag names: a path, or the name of a file in `folders`, with or without .yaml.
+
+    Raises `UserError`, which lists the files of `folders`, says `what` the file is for, and what `kind` of name it is.
+    """
+    if os.path.isfile(name):  # Path.is_file raises an error for a name that is too long
+        return Path(name)
+    shipped = sorted(path for folder in folders for path in (ROOT / folder).glob("*.yaml"))
+    for path in shipped:
+        if f"{name.removesuffix('.yaml')}.yaml" in (path.name, str(path.relative_to(ROOT))):
+            return path
+    raise UserError(
+        f"{what} '{name}' is not {kind}{nearest(name, (path.stem for path in shipped), 0.7)}; give the path of {kind}, "
+        f"or one of the repository's: {', '.join(path.name for path in shipped)}{looked_for(Path(name))}"
+    )
+
+
+def looked_for(*paths: Path) -> str:
+    """Return the end of an error about a missing file: the paths that were tried."""
+    return f" (looked for {' and '.join(dict.fromkeys(map(os.path.abspath, paths)))})"
+
+
+def located(files: Mapping[str, Iterable[Path]]) -> str:
+    """Return a line with the paths of files by kind; paths in the working folder are relative to it."""
+    here = f"{Path.cwd()}{os.sep}"
+    lists = {kind: ", ".join(os.path.abspath(path).removeprefix(here) for path in files[kind]) for kind in files}
+    return "; ".join(f"{kind}: {paths}" for kind, paths in lists.items() if paths)
+
+
+def file_stamps(paths: Iterable[str]) -> bytes:
+    """Return bytes that change with the content of any of the files, which may be absent; every process has the same.
+
+    A program may set the modification time back after an edit, but not the change time.
+    """
+    stamps: list[tuple[int, ...]] = []
+    for path in paths:
+        try:
+            status = os.stat(path)
+            stamps.append((status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
+        except (OSError, ValueError):  # the latter for a name that no file can have
+            stamps.append(())
+    return repr(stamps).encode()
+
+
+def require_regular(path: str | os.PathLike[str]) -> None:
+    """Raise OSError for a pipe, socket or device, which may never end. Links to files are files."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+
+
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a file. Raises OSError as `require_regular` does."""
+    require_regular(path)
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def read_lines(path: str | os.PathLike[str]) -> list[str]:
+    """Return the lines of a text file; invalid UTF-8 is replaced. Raises OSError as `require_regular` does."""
+    return read_regular(path).decode("utf-8-sig", errors="replace").splitlines()
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that occurs twice."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = set()
+        for key, _ in node.value:
+            if (key.tag, str(key.value)) in keys:
+                raise MarkedYAMLError(problem=f"duplicate key {shown(key.value)}", problem_mark=key.start_mark)
+            keys.add((key.tag, str(key.value)))
+        return node
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file. Raises `UserError` with file and line if `_StrictLoader` refuses it."""
+    try:
+        mapping = yaml.load(read_regular(path).decode("utf-8-sig"), _StrictLoader)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise UserError(f"{path}{line}: {getattr(error, 'problem', None) or first_line(error)}; fix the YAML") from None
+    if not isinstance(mapping, dict):
+        raise UserError(f"{path} has no `key: value` lines; it must be a YAML mapping")
+    return mapping
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Open a temporary file beside `path`; on success flush it and rename it to `path`, on failure remove it."""
+    path = Path(file_name(str(path)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}-{uuid4().hex[:8]}{PART_SUFFIX}")
+    try:
+        with part.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def file_name(text: str) -> str:
+    """Convert a file name read from UTF-8 text to the form that os functions expect under the current locale."""
+    with suppress(UnicodeEncodeError):
+        return os.fsdecode(text.encode(errors="surrogateescape"))
+    return text.encode(errors="replace").decode()  # half a character, which no file name has
+
+
 def unique_stems(names: Iterable[str]) -> list[str]:
     """Return a file stem for each path or address: its own, with a number if an earlier name has the same.
 
@@ -248,11 +251,111 @@ def unique_stems(names: Iterable[str]) -> list[str]:
     return list(stems)
 
 
+def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return the content of a CSV file."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([head, *rows])
+    return text.getvalue()
+
+
 def write_rows(path: Path, rows: Iterable[str]) -> None:
     """Write a text file with these rows, in UTF-8; bytes of file names that are not UTF-8 stay as they are."""
     path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8", errors="surrogateescape")
 
 
-def cache_folder() -> Path:
-    """Return the folder of caches: `$XDG_CACHE_HOME/lockstep`, by default `~/.cache/lockstep`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
+def download(
+    address: str,
+    path: Path,
+    sha256: str = "",
+    usable: Callable[[Path], bool] = os.path.isfile,
+    advice: str = "",
+    licence: str = "",
+) -> Path:
+    """Download the file at `address` to `path` unless `path` exists, and return `path`; print its `licence`.
+
+    One process of a machine downloads, the others wait. Server errors and broken connections are tried again. `sha256`
+    has the first hex digits of the file's SHA-256, if known; `usable` checks the downloaded file. Raises `UserError`
+    with the address, the reason and `advice`.
+    """
+    with one_at_a_time(path.with_name(f"{path.name}.lock")):
+        for attempt in range(ATTEMPTS):
+            try:
+                if not path.is_file():
+                    _fetch(address, path, sha256, usable, licence)
+                break
+            except (OSError, ValueError, HTTPException) as error:  # URLError and socket errors are OSErrors
+                # Without an answer it fails at once, as on a machine without a network.
+                is_temporary = error.code >= 500 if isinstance(error, HTTPError) else not isinstance(error, URLError)
+                if attempt == ATTEMPTS - 1 or isinstance(error, ValueError) or not is_temporary:
+                    reason = str(getattr(error, "reason", error)) or type(error).__name__
+                    advice = advice or f"download it in another way and save it as {path}"
+                    raise UserError(f"{address} cannot be downloaded ({reason}); {advice}") from None
+                time.sleep(RETRY_SECONDS * 2**attempt)
+    return path
+
+
+def is_address(text: Any) -> bool:
+    """Return whether `text` is an address for `download`."""
+    return isinstance(text, str) and re.fullmatch(rf"(?:{'|'.join(SCHEMES)})://\S+", text) is not None
+
+
+def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool], licence: str) -> None:
+    """Download a file once. Raises OSError or HTTPException, or ValueError if it need not be tried again."""
+    if not is_address(address):
+        raise ValueError(f"it must begin with {', '.join(f'{scheme}://' for scheme in SCHEMES)} and have no spaces")
+    if "@" in urlsplit(address).netloc:
+        raise ValueError("it must have no user name and password")
+    request = Request(address, headers={"User-Agent": "lockstep"})
+    with urlopen(request, timeout=SERVER_TIMEOUT_SECONDS) as answer, replacing(path) as file:
+        licence = f" (licence: {licence})" if licence else ""
+        print(f"downloading {without_secrets(address)}{licence}", file=sys.stderr, flush=True)
+        length = int(answer.headers.get("Content-Length") or 0)
+        if length > (free := shutil.disk_usage(path.parent).free):
+            raise ValueError(f"it needs {gigabytes(length)}, and {gigabytes(free)} are free")
+        # disable=None: a progress bar on terminals only
+        with tqdm.wrapattr(answer, "read", length or None, desc=path.name, disable=None, leave=False) as source:
+            shutil.copyfileobj(source, file, BLOCK_BYTES)
+        if length and file.tell() != length:
+            raise OSError(f"the connection ended after {file.tell()} of {length} bytes")
+        file.flush()
+        written = Path(file.name)
+        is_other = sha256 and not hashlib.sha256(written.read_bytes()).hexdigest().startswith(sha256)
+        if is_other or not usable(written):
+            raise ValueError("the content is not the expected one, or damaged")
+
+
+def gigabytes(size: float) -> str:
+    """Format a number of bytes in MB or GB."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
+def fetch_from_hub(name: str) -> Path:
+    """Return a weight file of the Hugging Face Hub in the cache of huggingface_hub, downloaded if necessary.
+
+    One process of a machine downloads, the others wait. If the Hub does not give the file, a cached one is returned.
+    Raises `UserError`. The name is owner/name, owner/name/file, or with a revision owner/name@revision; without a file
+    it means best.pt, else the repository's only weight file.
+    """
+    import huggingface_hub as hub
+
+    flag, match = f"--weights {HUB_PREFIX}{name}", HUB_NAME.fullmatch(name)
+    if not match:
+        raise UserError(f"{flag} is not of the form {HUB_PREFIX}owner/name or {HUB_PREFIX}owner/name/file.pt")
+    repository, revision, file = match.groups()
+    hub.utils.logging.set_verbosity_error()
+    with one_at_a_time(cache_folder() / "hub" / f"{repository.replace('/', '--')}.lock"):
+        try:
+            info = hub.HfApi().model_info(repository, revision=revision, timeout=SERVER_TIMEOUT_SECONDS)
+            weights = [entry.rfilename for entry in info.siblings or [] if entry.rfilename.endswith(WEIGHT_SUFFIXES)]
+            file = file or (weights[0] if len(weights) == 1 else BEST)
+            licence = "".join(f" (licence: {tag[8:]})" for tag in info.tags or [] if tag.startswith("license:"))
+            print(f"{HUB_PREFIX}{repository}/{file}{licence}", file=sys.stderr, flush=True)
+            return Path(hub.hf_hub_download(repository, file, revision=revision))
+        except Exception as error:  # of any class, depending on the version
+            with suppress(Exception):
+                return Path(hub.hf_hub_download(repository, file or BEST, revision=revision, local_files_only=True))
+            reason = first_line(Exception(HUB_TOKEN.sub("...", str(error))))
+            raise UserError(
+                f"{flag} cannot be downloaded ({reason}); check the name and the network, and log in with "
+                "`hf auth login` or set HF_TOKEN if it is private or gated"
+            ) from None

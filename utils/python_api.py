@@ -43,7 +43,7 @@ def call(
     Returns the result that `write_result` wrote, or else the function's result, {} for None. Restores the signal
     handlers. Raises `UserError` if the command would end with an error, and KeyboardInterrupt if Ctrl-C has stopped it.
     """
-    given = arguments(OPTIONS_OF_SCRIPT[script], flags, f"{script}.run", hyperparameters=hyperparameters)
+    flags = arguments(OPTIONS_OF_SCRIPT[script], flags, f"{script}.run", hyperparameters=hyperparameters)
     in_main_thread = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS if in_main_thread}
     with tempfile.TemporaryDirectory() as folder:
@@ -51,7 +51,7 @@ def call(
         os.environ[RESULT] = str(file)
         try:
             with explained():
-                returned = start(given)
+                returned = start(flags)
         except SystemExit as end:  # this process or its children have printed the reason
             if end.code == 128 + signal.SIGINT:
                 raise KeyboardInterrupt from None
@@ -71,9 +71,8 @@ def call(
 def write_result(summary: Summary, folder: Path) -> None:
     """Write the metrics of a run and its folder for `call`, if the script was called from Python."""
     if file := os.environ.get(RESULT):
-        columns = {"metrics": summary.metrics, "val": summary.losses}
-        result = {f"{part}/{name}": value for part, values in columns.items() for name, value in values.items()}
-        Path(file).write_text(json.dumps({**result, "fitness": summary.fitness, "folder": str(folder)}))
+        result = {**summary.columns(), "fitness": summary.fitness, "folder": str(folder)}
+        Path(file).write_text(json.dumps(result))
 
 
 def aliases(kind: type[DataclassInstance]) -> dict[str, str]:
@@ -90,14 +89,12 @@ def arguments(
 ) -> dict[str, Any]:
     """Return the arguments of a call by the names of their flags in `kind`. None and False mean: not given.
 
-    Raises `UserError`, which names the `caller`, for an unknown name or a value that the flag refuses.
-
-    Args:
-        names: names of the flags that are allowed; all if empty
-        hyperparameters: returns the names that stand for flags such as --hyp.lr0; called only if a name is not a flag
+    `names` are the flags that are allowed, all if empty. `hyperparameters` returns the names that stand for flags such
+    as --hyp.lr0; it is called only if a name is not a flag. Raises `UserError`, which names the `caller`, for an
+    unknown name or a value that the flag refuses.
     """
     fields = {field.name: field for field in flags_of(kind) if not names or field.name in names}
-    given: dict[str, Any] = {}
+    by_flag: dict[str, Any] = {}
     overrides: dict[str, str] = {}
     for alias, value in values.items():
         name, key = aliases(kind).get(alias, alias), alias.removeprefix(OVERRIDE_PREFIX.lstrip("-"))
@@ -105,12 +102,12 @@ def arguments(
             continue
         if name in fields:
             const = fields[name].metadata["const"]
-            given[name] = const if value is True and const is not None else value
+            by_flag[name] = const if value is True and const is not None else value
         elif key in (known := hyperparameters()):
             overrides[key] = str(value)
         elif name in REFUSED:
             raise UserError(f"{caller}: {alias} {REFUSED[name]}")
         else:
             raise UserError(f"{caller}: unknown argument {alias}{nearest(alias, [*fields, *known])}")
-    given = checked(kind, given, f"{caller}: {{}}".format)
-    return {**given, "overrides": overrides} if overrides else given
+    by_flag = checked(kind, by_flag, f"{caller}: {{}}".format)
+    return {**by_flag, "overrides": overrides} if overrides else by_flag

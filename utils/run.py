@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
@@ -26,57 +26,51 @@ from utils.distributed.ranks import Collectives
 from utils.distributed.stop import GracefulStop, StopRequested
 from utils.errors import UserError, without_secrets
 from utils.files import PART_SUFFIX, lock_folder, numbered_folder, replacing
-from utils.plots.pictures import Plotter
-from utils.tracking.trackers import Tracker
-from utils.tracking.wandb import pictures
+
+if TYPE_CHECKING:
+    from utils.plots.pictures import Plotter
+    from utils.tracking.trackers import Tracker
 
 APPENDED = ("results.csv", "weights/epoch*.pt", "tensorboard/events*", ".wandb.json")  # a new run adds to these
-P = ParamSpec("P")
 Jobs = Mapping[Path, Callable[[], None]]  # path -> the function that writes it
 Errors = Mapping[Path, OSError]
 
 
-def on_main(method: Callable[Concatenate[RunFolder, P], None]) -> Callable[Concatenate[RunFolder, P], None]:
-    """Make a method do nothing on all processes but the main one."""
-
-    @wraps(method)
-    def call(self: RunFolder, *args: P.args, **kwargs: P.kwargs) -> None:
-        if self.is_main:
-            method(self, *args, **kwargs)
-
-    return call
-
-
 class RunFolder:
-    """The run folder. Every process makes the same calls; only the main one writes; it locks the folder."""
+    """The run folder. Every process makes the same calls; only the main one locks it and writes into it.
+
+    One thread writes while training continues, each file whole or not at all. The first failure of a file is a warning;
+    `finish_writing` repeats what has failed.
+    """
 
     def __init__(self, path: Path, is_main: bool) -> None:
         self.path, self.is_main = path, is_main
         self._lock = lock_folder(path) if is_main else None
         self._states = StateFiles(path / "checkpoint")
-        self._writer = BackgroundWriter()
         self._lines: list[str] = []  # lines of results.csv
+        self._thread = ThreadPoolExecutor(1)
+        self._running: Future[Errors] | None = None
+        self._failed: dict[Path, Callable[[], None]] = {}
+        self._warned: set[Path] = set()
 
-    @on_main
     def write_settings(self, settings: Mapping[str, Any]) -> None:
         """Write settings.yaml: all settings, defaults included."""
-        self._write_now("settings.yaml", yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True))
+        text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
+        self.write_documents({"settings.yaml": text})
 
-    @on_main
     def write_problems(self, problems: Sequence[str]) -> None:
         """Write problems.txt, which says what was left out of the data set; remove it if there are no problems."""
         if problems:
-            self._write_now("problems.txt", "".join(f"{without_secrets(problem)}\n" for problem in problems))
-        else:
+            self.write_documents({"problems.txt": "".join(f"{without_secrets(problem)}\n" for problem in problems)})
+        elif self.is_main:
             (self.path / "problems.txt").unlink(missing_ok=True)
 
-    @on_main
     def write_documents(self, documents: Mapping[str, str]) -> None:
-        """Write text files by name."""
-        for name, text in documents.items():
-            self._write_now(name, text)
+        """Write text files by name, and wait until they are written."""
+        # The names of a data set's files, which may be any bytes, stand in them.
+        self._write({self.path / name: text.encode(errors="surrogateescape") for name, text in documents.items()})
+        self.wait_for_writing()
 
-    @on_main
     def add_row(self, row: Mapping[str, float | int | None]) -> None:
         """Add a row to results.csv: 9 significant digits, empty for None. The first row's keys are the header.
 
@@ -87,39 +81,31 @@ class RunFolder:
         self._lines.append(",".join("" if value is None else f"{value:.9g}" for value in row.values()))
         self._write_rows()
 
-    @on_main
     def save_weights(
         self, files: Sequence[str], model: nn.Module, then: Callable[[], object] = lambda: None, **content: Any
     ) -> None:
-        """Write files with the same content into weights/ in the background, then call `then`.
+        """Write files of the same `weights_content` into weights/ in the background, then call `then`."""
+        if files and self.is_main:
+            data = serialised(weights_content(model, **content))
+            self._write({self.path / "weights" / name: data for name in files}, then)
 
-        Args:
-            content: keyword arguments of `weights_content`
-        """
-        if files:
-            paths = [self.path / "weights" / name for name in files]
-            self._writer.write(paths, serialised(weights_content(model, **content)), then)
-
-    @on_main
     def save_state(self, state: Mapping[str, Any], final: bool = False) -> None:
-        """Write a state for --resume into checkpoint/, with the rows of results.csv, in the background.
-
-        Args:
-            final: whether the state replaces all other states
-        """
-        content = serialised({**state, "rows": self._lines})
-        self._writer.submit({self._states.folder: lambda: self._states.write(content, final)})
+        """Write a state for --resume, with the rows of results.csv, in the background; a `final` one replaces all."""
+        if self.is_main:
+            data = serialised({**state, "rows": self._lines})
+            self._start({self._states.folder: lambda: self._states.write(data, final)})
 
     def read_state(self) -> dict[str, Any] | None:
         """Return the newest complete state on the main process, None if there is none and on the others."""
         return self._states.read() if self.is_main else None
 
-    @on_main
     def restore_to_state(self, state: Mapping[str, Any] | None) -> None:
         """Restore the rows of results.csv in `state`, and remove partly written files.
 
         If `state` is None, for a new run, the states, results and events of an earlier run in the folder are removed.
         """
+        if not self.is_main:
+            return
         for part in (*self.path.glob(f".*{PART_SUFFIX}"), *self.path.glob(f"*/.*{PART_SUFFIX}")):
             part.unlink(missing_ok=True)
         if state is None:
@@ -130,84 +116,53 @@ class RunFolder:
             self._lines = list(state["rows"])
             self._write_rows()
 
-    @on_main
     def wait_for_writing(self) -> None:
         """Wait until everything is written; an error is a warning."""
-        self._writer.wait()
-
-    @on_main
-    def finish_writing(self) -> None:
-        """Wait until everything is written. Raises `UserError` if a file cannot be written."""
-        self._writer.wait()
-        self._writer.finish(f"continue with --resume {self.path}" if self._states.files() else "start the run again")
-
-    def _write_rows(self) -> None:
-        self._write_now("results.csv", "".join(f"{line}\n" for line in self._lines))
-
-    def _write_now(self, name: str, text: str) -> None:
-        self._writer.write([self.path / name], text.encode(errors="surrogateescape"))  # file names may be any bytes
-        self._writer.wait()
-
-
-class BackgroundWriter:
-    """Writes files in a background thread while training continues, one set of jobs after another.
-
-    The first failure of a file is a warning; `finish` repeats failed jobs.
-    """
-
-    def __init__(self) -> None:
-        self.pool = ThreadPoolExecutor(1)
-        self.running: Future[Errors] | None = None
-        self.failed: dict[Path, Callable[[], None]] = {}
-        self.warned: set[Path] = set()
-
-    def write(
-        self, paths: Sequence[Path], content: memoryview | bytes, then: Callable[[], object] = lambda: None
-    ) -> None:
-        """Write `content` into each file, whole or not at all, and call `then` once all are written."""
-        self.submit({path: partial(_write, path, content) for path in paths}, then)
-
-    def submit(self, jobs: Jobs, then: Callable[[], object] = lambda: None) -> None:
-        """Start `jobs` once the previous ones have ended. Jobs write copies, because training changes the tensors."""
-        self.wait()
-        self.running = self.pool.submit(self._run, jobs, then)
-
-    def wait(self) -> None:
-        """Wait until the last jobs have ended, and warn if they failed."""
-        running, self.running = self.running, None
+        running, self._running = self._running, None
         for path, error in running.result().items() if running else ():
-            if path not in self.warned:
-                self.warned.add(path)
+            if path not in self._warned:
+                self._warned.add(path)
                 log(f"warning: {path} cannot be written now: {error.strerror or error}; training continues")
 
-    def finish(self, advice: str) -> None:
-        """Repeat the jobs that failed, after `wait`. Raises `UserError` with `advice` if one fails again."""
-        for path, error in self._run(dict(self.failed)).items():
+    def finish_writing(self) -> None:
+        """Wait until everything is written. Raises `UserError` if a file cannot be written."""
+        self.wait_for_writing()
+        advice = f"continue with --resume {self.path}" if self._states.files() else "start the run again"
+        for path, error in self._run(dict(self._failed)).items():
             raise UserError(f"{path} cannot be written: {error.strerror or error}; fix that, and {advice}")
+
+    def _write_rows(self) -> None:
+        self.write_documents({"results.csv": "".join(f"{line}\n" for line in self._lines)})
+
+    def _write(self, files: Mapping[Path, memoryview | bytes], then: Callable[[], object] = lambda: None) -> None:
+        self._start({path: partial(_replace, path, data) for path, data in files.items()}, then)
+
+    def _start(self, jobs: Jobs, then: Callable[[], object] = lambda: None) -> None:
+        """Start `jobs` once the previous ones have ended. Jobs write copies, because training changes the tensors."""
+        self.wait_for_writing()
+        if self.is_main:
+            self._running = self._thread.submit(self._run, jobs, then)
 
     def _run(self, jobs: Jobs, then: Callable[[], object] = lambda: None) -> Errors:
         errors = {}
         for path, job in jobs.items():
             try:
                 job()
-                self.failed.pop(path, None)
+                self._failed.pop(path, None)
             except OSError as error:
-                errors[path], self.failed[path] = error, job
+                errors[path], self._failed[path] = error, job
         if not errors:
             then()
         return errors
 
 
-def _write(path: Path, content: memoryview | bytes) -> None:
+def _replace(path: Path, data: memoryview | bytes) -> None:
     with replacing(path) as file:
-        file.write(content)
+        file.write(data)
 
 
 class Run:
     """A training or validation run. Every process makes the same calls; only the main one prints, draws and writes.
-
-    Args:
-        quiet: whether to print warnings and final results only
 
     Attributes:
         path: the run folder, after `open_folder`
@@ -222,6 +177,7 @@ class Run:
         self._is_main = accelerator.is_main_process
         self.path, self.files = Path(), RunFolder(Path(), False)  # until `open_folder`
         self._plotter: Plotter | None = None
+        self.trackers: list[Tracker] = []  # of the main process
         self._first_charts: tuple[str, ...] = ()  # not yet drawn
         self._watchdog = Watchdog(math.inf, self.path)
         self._stop = GracefulStop()
@@ -237,11 +193,7 @@ class Run:
         log.release(lambda line: self.with_wandb(lambda run: run.write_logs(f"{line}\n")))
 
     def bar(self, title: str, images: int, done: int = 0) -> Bar:
-        """Return a progress bar, drawn by the main process only.
-
-        Args:
-            done: number of images that were done before the start
-        """
+        """Return a progress bar, drawn by the main process only, with `done` images before the start."""
         return Bar(title, images, self._is_main and not self.quiet, done)
 
     def on_main(self, work: Callable[[], object]) -> None:
@@ -272,8 +224,8 @@ class Run:
 
     def stop_together(self, reason: str) -> None:
         """Raise `StopRequested` on every process if any has a reason. All processes must call this together."""
-        if shared := next(filter(None, self.collectives.gather([reason])), ""):
-            raise StopRequested(shared)
+        if first := next(filter(None, self.collectives.gather([reason])), ""):
+            raise StopRequested(first)
 
     def beat(self) -> None:
         """Reset the watchdog's timer: this process starts its next batch."""
@@ -284,6 +236,9 @@ class Run:
     def enable_plots(self, *documents: str) -> None:
         """Enable `plot` and `charts`; draw these text files after the first picture, so that no step is delayed."""
         if self._is_main:
+            from utils.plots.pictures import Plotter  # only here, because not every run draws
+            from utils.tracking.wandb import pictures
+
             self._plotter = Plotter(self.path, lambda files: self.log_media(partial(pictures, files)))
             self._first_charts = documents
 
@@ -303,25 +258,16 @@ class Run:
     # Trackers
 
     @property
-    def trackers(self) -> list[Tracker]:
-        """The trackers of the main process; other processes have none."""
-        return [tracker for tracker in self.accelerator.trackers if isinstance(tracker, Tracker)]
-
-    @property
     def is_tracked(self) -> bool:
         """Whether the main process has a tracker. All processes must read this together."""
         return self.collectives.broadcast(bool(self.trackers))
 
     def start_trackers(self, make: Callable[[], list[Tracker]], config: Mapping[str, Any], step: int) -> None:
-        """Start the trackers that `make` returns.
-
-        Args:
-            config: all settings; secrets are removed before the trackers get them
-            step: number of optimizer steps before the start
-        """
+        """Start the trackers that `make` returns, after `step` optimizer steps, with `config` without its secrets."""
         self.step = step
         if self._is_main:
-            self.accelerator.log_with = make()
+            self.trackers = make()
+            self.accelerator.log_with = self.trackers
             self.accelerator.init_trackers("", {name: _public(value) for name, value in config.items()})
             on_failure(self._fail_trackers)
 
@@ -347,7 +293,7 @@ class Run:
     def finish(self, patience: float = math.inf) -> None:
         """Wait for pictures and trackers, for each at most `patience` seconds and at most its own time limit."""
         if self._plotter and not self._plotter.finish(patience):
-            log(f"warning: the pictures are not finished; draw them with python -m utils.plots {self.path}")
+            log(f"warning: the pictures are not finished; draw them with python -m utils.plots.pictures {self.path}")
         for tracker in self.trackers:
             tracker.finish(patience)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from utils.console import table
+from utils.console import log, table
 from utils.errors import UserError, shown
 from utils.files import csv_text
 
@@ -42,6 +41,11 @@ class Summary:
         entries = [*self.overall, *([] if brief else self.details)]
         lines = iter(table([entry for entry in entries if not isinstance(entry, str)]))
         return [entry if isinstance(entry, str) else next(lines) for entry in entries]
+
+    def columns(self) -> dict[str, float]:
+        """Return metrics and losses by the names of results.csv."""
+        metrics = {f"metrics/{name}": value for name, value in self.metrics.items()}
+        return {**metrics, **{f"val/{name}": value for name, value in self.losses.items()}}
 
 
 @dataclass(frozen=True)
@@ -101,13 +105,6 @@ class Example(NamedTuple):
     prediction_outlines: Sequence[Sequence[float]] = ()
 
 
-def job_values(summary: Summary) -> dict[str, float]:
-    """Return the values of an evaluation for trackers, under the keys that training uses."""
-    values = {f"metrics/{name}": value for name, value in summary.metrics.items()}
-    values |= {f"val/{name}": value for name, value in summary.losses.items()}
-    return {**values, "epoch/images_per_second": summary.rate}
-
-
 def evenly_spaced(items: int, count: int) -> list[int]:
     """Return `count` evenly spaced, ascending indices below `items`, or all of them if there are fewer."""
     return [k * items // count for k in range(count)] if count < items else list(range(items))
@@ -133,27 +130,24 @@ def confusion_text(matrix: np.ndarray, names: Sequence[str]) -> str:
     return csv_text(("true \\ predicted", *names), rows)
 
 
-# Times of an evaluation
-
-
-class BatchTimes(NamedTuple):
-    """Number of images in a batch, and seconds by stage."""
-
-    images: int
-    seconds: dict[str, float]
-
-
 class StageTimer:
-    """Measures the stages of this process's batches; `synchronise` waits for the device before the clock is read."""
+    """Measures the stages of this process's batches, without the first, which warms up, unless it is the only one.
+
+    `synchronise` waits for the device before the clock is read.
+    """
 
     def __init__(self, synchronise: Callable[[], object] = lambda: None) -> None:
         self.synchronise = synchronise
-        self.batches: list[BatchTimes] = []
+        self.batches = self.images = 0
+        self.seconds: dict[str, float] = {}  # by stage
         self._last = 0.0
 
     def start_batch(self, images: int) -> None:
-        """Start a batch of `images` images."""
-        self.batches.append(BatchTimes(images, defaultdict(float)))
+        """Start a batch."""
+        if self.batches == 1:
+            self.images, self.seconds = 0, {}
+        self.batches += 1
+        self.images += images
         self.synchronise()
         self._last = time.perf_counter()
 
@@ -161,20 +155,18 @@ class StageTimer:
         """Add the time since the last reading of the clock to `stage`."""
         self.synchronise()
         now = time.perf_counter()
-        self.batches[-1].seconds[stage] += now - self._last
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
         self._last = now
 
 
-def without_warmup(batches: Sequence[BatchTimes]) -> list[BatchTimes]:
-    """Return all batches but the first, which may allocate memory and choose kernels, unless it is the only one."""
-    return list(batches[1:] or batches)
+def log_times(times: Sequence[tuple[int, Mapping[str, float]]], batch_size: int = 0, always: bool = True) -> None:
+    """Print the mean milliseconds per image of each stage; with a batch size the rate too.
 
-
-def format_times(batches: Sequence[BatchTimes], batch_size: int = 0) -> list[str]:
-    """Return the mean milliseconds per image of each printed stage in two lines; with a batch size the rate too."""
-    images = max(sum(batch.images for batch in batches), 1)
+    `times` has the images and the seconds by stage of each process.
+    """
+    images = max(sum(count for count, _ in times), 1)
     stages = (PREPARING, INFERENCE, POSTPROCESSING)
-    times = [1000 * sum(batch.seconds.get(stage, 0.0) for batch in batches) / images for stage in stages]
-    rate = f": {1000 / max(sum(times), 1e-9):.1f} images/s in batches of {batch_size}" if batch_size else ""
-    each = ", ".join(f"{milliseconds:.2f} ms {stage}" for milliseconds, stage in zip(times, stages, strict=True))
-    return [f"per image: {each},", f"  without loading and the warm-up{rate}"]
+    means = [1000 * sum(seconds.get(stage, 0.0) for _, seconds in times) / images for stage in stages]
+    rate = f": {1000 / max(sum(means), 1e-9):.1f} images/s in batches of {batch_size}" if batch_size else ""
+    words = ", ".join(f"{mean:.2f} ms {stage}" for mean, stage in zip(means, stages, strict=True))
+    log(f"per image: {words},", f"  without loading and the warm-up{rate}", always=always)

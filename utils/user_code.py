@@ -68,20 +68,20 @@ def imported(path: Path, flag: str) -> Iterator[ModuleType]:
     Its folder stays the last in `sys.path`, so that loader processes can import it too. Raises `UserError`, which names
     `flag`, if another module has its name, or for an error in the file or package.
     """
-    name, file, before = path.stem, path / "__init__.py" if path.is_dir() else path, list(sys.path)
-    if str(path.parent) not in sys.path:
+    name, file, search = path.stem, path / "__init__.py" if path.is_dir() else path, list(sys.path)
+    if str(path.parent) not in search:
         sys.path.append(str(path.parent))
     importlib.invalidate_caches()
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
-    is_named_alike = spec is None or spec.origin is None or Path(spec.origin).resolve() != file
+    is_found = spec is not None and spec.origin is not None and Path(spec.origin).resolve() == file
     try:
-        if is_named_alike:
+        if not is_found:
             raise UserError(f"{flag} {path}: '{name}' is not a valid module name, or another module has it; rename it")
         with running(path):
             yield importlib.import_module(name)
     except BaseException:
-        sys.path[:] = before
-        for loaded in [each for each in sys.modules if each.partition(".")[0] == name and not is_named_alike]:
+        sys.path[:] = search
+        for loaded in [module for module in sys.modules if module.partition(".")[0] == name and is_found]:
             del sys.modules[loaded]
         raise
 
@@ -112,8 +112,9 @@ def explained(place: object = "", context: str = "") -> Iterator[None]:
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        frames = [row for each in (error.__cause__, error) if each for row in traceback.extract_tb(each.__traceback__)]
-        users = [row for row in frames if {*_paths.values()} & {(file := Path(row.filename)), *file.parents}]
+        errors = [cause for cause in (error.__cause__, error) if cause]
+        frames = [frame for cause in errors for frame in traceback.extract_tb(cause.__traceback__)]
+        users = [frame for frame in frames if {*_paths.values()} & {(file := Path(frame.filename)), *file.parents}]
         where = f"{users[-1].filename}, line {users[-1].lineno}" if users else place
         if not where:
             raise

@@ -62,7 +62,7 @@ class Cluster:
             (folder / name).mkdir(parents=True)
         images = shapes.draw_dataset(folder / "data" / "images", train=28, val=8)
         content = {"path": str(images), "train": "images/train", "val": "images/val"}
-        data = write_yaml(folder / "data" / "data.yaml", {**content, "names": dict(enumerate(shapes.NAMES))})
+        data = write_yaml(folder / "data" / "data.yaml", {**content, "names": dict(enumerate(shapes.names))})
         recipe = write_yaml(folder / "data" / "hyp.yaml", RECIPE)
         what = ("--data", str(data), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", str(recipe), "--imgsz", "64")
         how = ("--epochs", str(epochs), "--batch-size", "4", "--workers", "1", "--device", "cpu", "--noplots")

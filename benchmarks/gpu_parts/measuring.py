@@ -65,7 +65,7 @@ class Machine:
         elif not folder.is_dir():
             shapes.draw_dataset(folder, train=24 if self.quick else 512, val=8 if self.quick else 128)
             content = {"path": str(folder), "train": "images/train", "val": "images/val"}
-            write_yaml(folder / "data.yaml", {**content, "names": dict(enumerate(shapes.NAMES))})
+            write_yaml(folder / "data.yaml", {**content, "names": dict(enumerate(shapes.names))})
         return folder / "data.yaml"
 
     def size(self, batch: int) -> tuple[int, int]:

@@ -19,7 +19,6 @@ from data.detection import DetectionData
 from models.export import read_exported
 from utils.config.hyperparameters import Hyperparameters
 from utils.distributed.launch import reset_accelerate
-from utils.summary import without_warmup
 
 FORMATS = {"torchscript": ".torchscript", "onnx": ".onnx"}
 
@@ -64,10 +63,8 @@ def validation(here: Machine) -> None:
         given |= {"batch_size": batch, "conf_thres": confidence, "device": here.device, "quiet": True, **how}
         given |= {"workers": 2, "noplots": True, "project": str(here.scratch / "val")}
         here.free_memory()
-        batches = without_warmup(val.validate(given).timer.batches)
-        images = sum(one.images for one in batches)
-        totals = {stage: sum(one.seconds[stage] for one in batches) for stage in batches[0].seconds}
-        columns = {stage: rounded(1000 * seconds / images) for stage, seconds in totals.items()}
+        timer = val.validate(given).timer
+        columns = {stage: rounded(1000 * seconds / timer.images) for stage, seconds in timer.seconds.items()}
         about = {"batch": batch, "conf": confidence, "precision": precision}
         row("Milliseconds per image of yolov5n", **about, **columns, **{"peak GiB": here.peak_gib()})
         reset_accelerate()

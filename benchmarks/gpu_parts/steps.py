@@ -204,7 +204,7 @@ def waits(here: Machine) -> None:
     """Name the operations of the loop that wait for the GPU, by task and precision."""
     outlines = shapes_seg.draw_dataset(here.scratch / "outlines", train=32, val=4)
     classes = shapes_cls.draw_dataset(here.scratch / "classes", train=32, val=4)
-    names = dict(enumerate(shapes_seg.NAMES))
+    names = dict(enumerate(shapes_seg.names))
     content = {"path": str(outlines), "train": "images/train", "val": "images/val", "names": names}
     segments = write_yaml(here.scratch / "outlines.yaml", content)
     folders = write_yaml(here.scratch / "classes.yaml", {"path": str(classes), "train": "train", "val": "val"})

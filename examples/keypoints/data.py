@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from data.cache import Images
 from data.data_yaml import DataSpec
-from data.dataset import DataSet, Item, Items, labels_text, loader, problem_warnings, split_identity, stack_in_place
+from data.dataset import DataSet, Item, Items, labels_text, loader, log_split, split_identity, stack_in_place
 from data.images import read_image, resize_long_side
 from data.labels import label_name, load_labels
 from data.sampler import SampleIndex, evaluation_batches, item_generator, training_batches
@@ -42,9 +42,8 @@ class HeatmapSplit(Split):
     def identity(self) -> dict[str, str]:
         return split_identity(self.images, b"".join(rows.tobytes() + b";" for rows in self.labels))
 
-    def report(self, title: str) -> list[str]:
-        points = sum(map(len, self.labels))
-        return [f"{title}: {len(self.images)} images, {points} points", *problem_warnings(self.problems, title)]
+    def report(self, title: str) -> None:
+        log_split(title, f"{len(self.images)} images, {sum(map(len, self.labels))} points", self.problems)
 
     def instances(self) -> Instances:
         images = np.repeat(np.arange(len(self.images)), [len(rows) for rows in self.labels])

@@ -1,25 +1,22 @@
 """A drawn data set of oriented boxes: plates, frames and ladders, rectangles at any angle that do not overlap.
 
-Backgrounds, colours and the camera are those of `data.builtin.shapes`. Every image has its own generator,
-`numpy.random.default_rng([seed, 4, split, index])`, so any image can be drawn alone.
+Backgrounds, colours and the camera are those of `data.builtin`.
 """
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import cv2
 import numpy as np
 import torch
 
-from data.builtin.shapes import SIDE_PIXELS, background, draw_builtin, encode, fill_colour, photograph, write_labelled
+from data.builtin import SIDE_PIXELS, Drawing, DrawnSet, background, fill_colour, photograph
 
 from .geometry import corners
 
 NAMES = ("plate", "frame", "ladder")
 
-_STREAM = 4  # in seeds at the position of the split, 0 or 1, in shapes.py: no generator is shared
 _FEWEST, _MOST, _TRIES = 3, 7, 12  # rectangles of an image, and positions that are tried for each
 _LONGEST, _SHORTEST, _LEAST_ASPECT, _MOST_ASPECT = 72.0, 24.0, 1.4, 4.0  # of the longer side, pixels
 _FRACTION_BITS = 4  # of the coordinates that OpenCV fills polygons by
@@ -47,9 +44,8 @@ def _parts(box: np.ndarray, label: int) -> np.ndarray:
     return whole.clip(0, 1)
 
 
-def draw_image(seed: int, split: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw one image, (160, 160, 3) uint8 BGR, and return it with its labels, (k, 9): class and corners in pixels."""
-    rng = np.random.default_rng([seed, _STREAM, split, index])
+def _draw(rng: np.random.Generator, index: int) -> Drawing:
+    """Draw an image and the corners of its objects, as shares of its side."""
     image, taken, rows = background(rng), np.zeros((SIDE_PIXELS, SIDE_PIXELS), bool), []
     for _ in range(int(rng.integers(_FEWEST, _MOST + 1))):
         label, width = int(rng.integers(len(NAMES))), rng.uniform(_SHORTEST, _LONGEST)
@@ -63,18 +59,10 @@ def draw_image(seed: int, split: int, index: int) -> tuple[np.ndarray, np.ndarra
             part = _parts(box, label)[..., None]
             image = image + part * (fill_colour(rng, image[_filled(box) > 0][None]) - image)
             taken |= _filled(box) > 0
-            rows.append([label, *points.ravel()])
+            rows.append(f"{label} {' '.join(f'{value / SIDE_PIXELS:.6f}' for value in points.ravel())}\n")
             break
-    return photograph(rng, image.astype(np.float32)), np.array(rows).reshape(-1, 9)
+    return photograph(rng, image.astype(np.float32)), rows
 
 
-def _write_image(folder: Path, seed: int, split: int, index: int) -> None:
-    image, rows = draw_image(seed, split, index)
-    rng = np.random.default_rng([seed, _STREAM, split, index, 1])  # another generator than that of `draw_image`
-    lines = [f"{int(row[0])} {' '.join(f'{value / SIDE_PIXELS:.6f}' for value in row[1:])}\n" for row in rows]
-    write_labelled(folder, split, index, encode(rng, image), lines)
-
-
-def draw_dataset(folder: Path, seed: int = 0, train: int = 640, val: int = 160) -> Path:
-    """Draw the data set into `folder` unless it exists, and return `folder`; see `draw_builtin`."""
-    return draw_builtin(folder, "rectangles", NAMES, seed, (train, val), _write_image)
+rectangles = DrawnSet("rectangles", NAMES, (4,), _draw)
+draw_dataset = rectangles.draw_dataset  # for `draw:` of a data YAML

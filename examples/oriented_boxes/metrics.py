@@ -17,7 +17,6 @@ from models.tasks.metrics import (
     matched_by,
     paired_by,
     shown_image,
-    unmatched,
 )
 from utils.batch import Batch
 
@@ -26,20 +25,20 @@ from .prediction import OrientedPrediction
 
 
 class OrientedMetrics(DetectionMetrics):
-    """The detector's metrics; sizes are those of the oriented boxes."""
+    """The detector's metrics, by the overlap of oriented boxes."""
 
     def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[ImageRecord]:
         """Return a record for each image."""
-        given = cast("Sequence[OrientedPrediction]", predictions)
-        true = [labelled_boxes(one) for one in given]
-        records = [
-            unmatched(
-                *(one.image, one.scores, one.array[:, 6], side(one.rows)),
-                *(info.rows[:, 0], side(boxes), shown(one, info.rows[:, 0]) if one.image in self.shown else None),
-            )
-            for one, boxes, info in zip(given, true, batch.infos, strict=True)
-        ]
-        every, every_true = torch.cat([one.rows[:, :5] for one in given]), torch.cat(true)
+        oriented = cast("Sequence[OrientedPrediction]", predictions)
+        records = []
+        for one, info in zip(oriented, batch.infos, strict=True):
+            labels = info.rows[:, 0]
+            shown = shown_boxes(one, labels) if one.image in self.shown else None
+            records.append(ImageRecord(one.image, one.scores, one.array[:, 6], labels, shown=shown))
+        every, every_true = (
+            torch.cat([one.rows[:, :5] for one in oriented]),
+            torch.cat([*map(labelled_boxes, oriented)]),
+        )
 
         def overlaps(detection: np.ndarray, label: np.ndarray) -> np.ndarray:
             return rotated_iou(every[torch.from_numpy(detection)], every_true[torch.from_numpy(label)]).numpy()
@@ -53,12 +52,7 @@ def labelled_boxes(prediction: OrientedPrediction) -> Tensor:
     return torch.from_numpy(smallest_boxes(outline * size for outline in prediction.label_outlines))
 
 
-def side(boxes: Tensor) -> np.ndarray:
-    """Return the square roots of the areas of boxes (k, 5 or more), float32 (k,)."""
-    return boxes[:, 2:4].prod(1).sqrt().float().numpy()
-
-
-def shown(prediction: OrientedPrediction, labels: np.ndarray) -> ShownImage:
+def shown_boxes(prediction: OrientedPrediction, labels: np.ndarray) -> ShownImage:
     """Return what is drawn of an image: the outlines of its labels, whose classes are (m,), and of its predictions."""
     true = np.stack([*prediction.label_outlines, np.zeros((4, 2))])[:-1] * prediction.size
     rows = np.concatenate((labels[:, None], true.min(1), true.max(1)), 1).astype(np.float32)

@@ -1,20 +1,19 @@
 """`Detect` and `Segment`, the heads of YOLOv5's detectors and segmenters: layer, assignment, loss and decoding.
 
-Registered in models/layer_registry.py.
+Registered in models/yolo.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.heads.auto_anchor import adapt_anchors
 from models.heads.contract import (
     BoxCriterion,
     Candidates,
@@ -29,7 +28,6 @@ from models.layers import Proto
 from models.tasks.contract import Criterion, LossTerms, Model, at_least_float32, device_constant
 from models.weights import same_names
 from utils.batch import Batch, BoxSplit
-from utils.config.flags import select
 from utils.config.hyperparameters import AnchorKeys, keys_of
 from utils.errors import plural
 
@@ -111,29 +109,11 @@ def map_sizes(outputs: Sequence[Tensor | Level]) -> MapSizes:
 # The loss
 
 
-@dataclass(frozen=True)
-class LossSettings:
-    """Gains and shape of the loss, named as in the hyperparameter file."""
-
-    box: float = 0.05
-    obj: float = 1.0
-    cls: float = 0.5
-    obj_pw: float = 1.0
-    cls_pw: float = 1.0
-    anchor_t: float = 4.0
-    fl_gamma: float = 0.0
-    label_smoothing: float = 0.0
-
-    def scaled(self, levels: int, classes: int, imgsz: int) -> LossSettings:
-        """Return the settings scaled to a model; a hyperparameter file's are for 3 levels, 80 classes and 640 px."""
-        share = 3 / levels
-        obj, cls = self.obj * share * (imgsz / 640) ** 2, self.cls * share * classes / 80
-        return replace(self, box=self.box * share, obj=obj, cls=cls)
-
-
-def loss_settings(hyp: AnchorKeys, label_smoothing: float) -> LossSettings:
-    """Return the settings in a hyperparameter file, not scaled to a model."""
-    return select(LossSettings, hyp, label_smoothing=label_smoothing)
+def scaled_gains(hyp: AnchorKeys, head: Detect, imgsz: int) -> AnchorKeys:
+    """Return hyperparameters with gains scaled to a model; a file's are for 3 levels, 80 classes and 640 px."""
+    share = 3 / head.nl
+    obj, cls = hyp.obj * share * (imgsz / 640) ** 2, hyp.cls * share * head.nc / 80
+    return replace(hyp, box=hyp.box * share, obj=obj, cls=cls)
 
 
 class DetectionCriterion(BoxCriterion):
@@ -142,14 +122,16 @@ class DetectionCriterion(BoxCriterion):
     Formulas, gains and level weights are YOLOv5's.
 
     Args:
-        settings: gains and shape of the loss, scaled to the model
+        hyp: gains, scaled to the model, and shape of the loss
         head: the model's head, whose anchors are read at each call because the model is moved to its device later
         class_weights: weight of an object in the box and class terms, by class number: an object of weight 2 counts as
             two equal objects; empty if all objects count the same
     """
 
-    def __init__(self, settings: LossSettings, head: Detect, class_weights: Sequence[float] = ()) -> None:
-        self.settings, self.classes, self._head = settings, head.nc, head
+    def __init__(
+        self, hyp: AnchorKeys, head: Detect, label_smoothing: float = 0.0, class_weights: Sequence[float] = ()
+    ) -> None:
+        self.hyp, self.classes, self._head, self.label_smoothing = hyp, head.nc, head, label_smoothing
         self.class_weights = tuple(class_weights)
         self._strides = head.stride.tolist()
 
@@ -160,18 +142,15 @@ class DetectionCriterion(BoxCriterion):
         return (near_cells(sizes, batch.targets).indices,)
 
     def __call__(self, outputs: Sequence[Tensor | Level], batch: Batch) -> LossTerms:
-        """Return the loss terms, whose parts are the levels.
-
-        Args:
-            outputs: for each level a raw map (b, anchors, h, w, 5 + classes), or the `Level` at the cells of `hints`
-        """
+        """Return the loss terms, whose parts are the levels, from raw maps (b, anchors, h, w, 5 + classes), or each
+        level's `Level` at the cells of `hints`."""
         return self.box_terms(outputs, batch.targets)[0]
 
     def box_terms(self, outputs: Sequence[Tensor | Level], targets: Tensor) -> tuple[LossTerms, Tensor]:
         """Return box, objectness and class terms, and all logits near the targets, (levels, k, anchors, outputs)."""
-        settings, anchors = self.settings, self._head.anchors.to(targets.device)
+        hyp, anchors = self.hyp, self._head.anchors.to(targets.device)
         cells = near_cells(map_sizes(outputs), targets)
-        matched = match(cells, anchors, settings.anchor_t)
+        matched = match(cells, anchors, hyp.anchor_t)
         levels = [
             output if isinstance(output, Level) else read_level(output, index)
             for output, index in zip(outputs, cells.indices, strict=True)
@@ -186,7 +165,7 @@ class DetectionCriterion(BoxCriterion):
         obj = []
         for level, *matches in zip(levels, cells.indices, matched, overlaps, strict=True):
             logits = at_least_float32(level.objectness)
-            obj.append(self._cross_entropy(logits, _overlap_map(logits.shape, *matches), settings.obj_pw).sum())
+            obj.append(self._cross_entropy(logits, _overlap_map(logits.shape, *matches), hyp.obj_pw).sum())
         cls = self._class_sums(rows[..., 5 : 5 + self.classes], targets[:, 1].long(), matched, weights)
         sums = torch.stack((box, torch.stack(obj), cls))
         match_counts = _match_sums(matched, matched, weights).to(sums)
@@ -194,7 +173,7 @@ class DetectionCriterion(BoxCriterion):
         counts = torch.stack((match_counts, cell_counts, match_counts * self.classes))
         level_weights = LEVEL_WEIGHTS.get(len(levels), LEVEL_WEIGHTS_DEEP[: len(levels)])
         equal = (1.0,) * len(levels)
-        gains = ((settings.box, equal), (settings.obj, level_weights), (settings.cls, equal))
+        gains = ((hyp.box, equal), (hyp.obj, level_weights), (hyp.cls, equal))
         shares = device_constant(tuple(tuple(gain * share for share in shares) for gain, shares in gains), sums.device)
         return LossTerms(sums, counts, shares.to(sums), min((1.0, *self.class_weights))), rows
 
@@ -206,22 +185,18 @@ class DetectionCriterion(BoxCriterion):
         return weights.repeat(len(NEIGHBOURS))[:, None]
 
     def _class_sums(self, logits: Tensor, labels: Tensor, matched: Tensor, weights: Tensor | None) -> Tensor:
-        """Return the class sums (levels,) over the matched ones of logits (levels, k, anchors, classes).
-
-        Args:
-            labels: class numbers (n,) of the targets
-            weights: result of `_match_weights`
-        """
+        """Return the class sums (levels,) over the matched ones of logits (levels, k, anchors, classes), from the class
+        numbers (n,) of the targets and the result of `_match_weights`."""
         if self.classes == 1:
             return logits.new_zeros(len(logits))  # a single class is always the right one
-        smoothing = self.settings.label_smoothing / 2
+        smoothing = self.label_smoothing / 2
         target = logits.new_full((len(labels), self.classes), smoothing).scatter_(1, labels[:, None], 1 - smoothing)
         target = target.repeat(len(NEIGHBOURS), 1)[:, None].expand_as(logits)
-        return _match_sums(self._cross_entropy(logits, target, self.settings.cls_pw).sum(3), matched, weights)
+        return _match_sums(self._cross_entropy(logits, target, self.hyp.cls_pw).sum(3), matched, weights)
 
     def _cross_entropy(self, logits: Tensor, target: Tensor, positive_weight: float) -> Tensor:
         """Return the binary cross-entropy of each logit, or the focal loss if fl_gamma is set (Lin et al. 2017)."""
-        gamma = self.settings.fl_gamma
+        gamma = self.hyp.fl_gamma
         weight = None if positive_weight == 1 else logits.new_full((), positive_weight)
         loss = functional.binary_cross_entropy_with_logits(logits, target, pos_weight=weight, reduction="none")
         if not gamma:
@@ -394,9 +369,7 @@ class Detect(DetectionHead):
     def forward(self, maps: Sequence[Tensor], cells: Tensor | None = None) -> list[Tensor] | list[Level]:
         """Map (batch, channels, height, width) of each level to logits (batch, anchors, height, width, 5 + nc).
 
-        Args:
-            cells: image, row and column of cells, (levels, 3, k); if given, the result is a `Level` per map, with the
-                objectness of all cells and the other logits of these cells only
+        With `cells`, (levels, 3, k): image, row and column, to a `Level`, with all logits of these cells only.
         """
         if cells is None:
             return [convolve(x) for convolve, x in zip(self.m, maps, strict=True)]
@@ -424,8 +397,7 @@ class Detect(DetectionHead):
         self, hyp: AnchorKeys, label_smoothing: float, imgsz: int, class_weights: Sequence[float] = ()
     ) -> Criterion:
         """Return YOLOv5's loss, with gains scaled to the head and the image size."""
-        settings = loss_settings(hyp, label_smoothing).scaled(self.nl, self.nc, imgsz)
-        return DetectionCriterion(settings, self, class_weights)
+        return DetectionCriterion(scaled_gains(hyp, self, imgsz), self, label_smoothing, class_weights)
 
     def candidates(self, view: HeadView, conf_thres: float) -> Iterator[Candidates]:
         """Iterate over the boxes of groups of images whose objectness exceeds the threshold; only these are decoded."""
@@ -471,7 +443,8 @@ class Detect(DetectionHead):
         for level, convolve in enumerate(self.m):
             parts = {f"{prefix}.m.{level}.{part}": target for part, target in convolve.named_parameters()}
             pairs = [(target, state.get(name, torch.zeros(0))) for name, target in parts.items()]
-            if not all(self._fits(source, target, BOX_ROWS + len(names)) for target, source in pairs):
+            fits = (source.shape[1:] == target.shape[1:] and not len(source) % self.na for target, source in pairs)
+            if not all(fits) or any(len(source) < self.na * (BOX_ROWS + len(names)) for _, source in pairs):
                 continue
             copied += 1
             for pair in pairs:
@@ -486,14 +459,10 @@ class Detect(DetectionHead):
             return "not its head: its layers differ"
         return f"from its head the boxes and {len(same) or 'none'} of {plural(len(new), 'class')}"
 
-    def _fits(self, source: Tensor, target: Tensor, outputs: int) -> bool:
-        """Return whether a file's weight or bias has at least `outputs` rows per anchor, each as wide as the head's."""
-        if source.dim() != target.dim() or source.shape[1:] != target.shape[1:] or len(source) % self.na:
-            return False
-        return len(source) // self.na >= outputs
-
     def adapt(self, model: Model, split: BoxSplit, hyp: AnchorKeys) -> None:
         """Run AutoAnchor."""
+        from models.heads.auto_anchor import adapt_anchors  # only here, because most runs keep their anchors
+
         adapt_anchors(self, model.yaml, split.side_lengths(model.imgsz), hyp.anchor_t, hyp.anchor_recall)
 
 

@@ -3,8 +3,6 @@
 train.py, val.py, detect.py and export.py call these methods and do not contain a task's name. A task is a module beside
 this one (or a file of the user's), a data set in data/, and one entry in `TASKS` (models/tasks/__init__.py). It may
 import utils, but not data/.
-
-`Result` is what Python users get of an image, as a line, a picture or a table; `Prediction` derives from it.
 """
 
 from __future__ import annotations
@@ -33,6 +31,8 @@ if TYPE_CHECKING:
     from utils.config.hyperparameters import Recipe, Recipes
     from utils.summary import Example, Summary
 
+Image = np.ndarray  # uint8 (h, w, 3), BGR
+Function = Callable[..., Any]
 SAVE_PROJECT = Path("runs/detect")  # folder that `save` writes into by default
 
 
@@ -48,6 +48,9 @@ class Model(nn.Module):
     def head(self) -> nn.Module | None:
         """The last layer, if its class decides the meaning of the outputs; None for an exported file."""
         return None
+
+
+# The loss
 
 
 @dataclass(frozen=True)
@@ -90,11 +93,9 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def weights_by_class(names: Mapping[int, str], weights: Mapping[str, float]) -> tuple[float, ...]:
-    """Return the weight of each class, by number; () if all are 1. Raises `UserError` for an unknown name.
+    """Return the weight of each class, by number, from `weights` by name; other classes have weight 1; () if all have.
 
-    Args:
-        names: class names, by number
-        weights: weights by class name; other classes have weight 1
+    Raises `UserError` for an unknown name.
     """
     known = set(names.values())
     for name in weights:
@@ -104,25 +105,6 @@ def weights_by_class(names: Mapping[int, str], weights: Mapping[str, float]) -> 
             )
     by_number = tuple(float(weights.get(names[k], 1.0)) for k in sorted(names))
     return by_number if set(by_number) - {1.0} else ()
-
-
-def refuse(wrong: bool, part: object, what: str) -> None:
-    """Raise `UserError` with the class of a task's part and what is wrong with it, if `wrong`."""
-    if wrong:
-        raise UserError(f"{type(part).__module__}.{type(part).__qualname__} {what}; fix that class")
-
-
-def terms_of(criterion: Criterion, outputs: Any, batch: Batch, names: Sequence[str], reads: bool) -> LossTerms:
-    """Return the loss terms of outputs. Raises `UserError` for wrong shapes or, if it `reads` them, wrong counts."""
-    terms = criterion(outputs, batch)
-    refuse(not isinstance(terms, LossTerms), criterion, f"returned {type(terms).__name__} instead of LossTerms")
-    shapes = [tuple(each.shape) for each in (terms.sums, terms.counts, terms.weights)]
-    wrong = len({*shapes}) > 1 or len(shapes[0]) != 2 or shapes[0][0] != len(names)
-    refuse(wrong, criterion, f"returned sums, counts and weights of shapes {shapes} for the terms {', '.join(names)}")
-    refuse(reads and not bool((terms.counts >= 0).all()), criterion, "returned a count that is negative or NaN")
-    scalar = not reads or criterion.objective(terms.local_means(), len(batch.infos)).numel() == 1
-    refuse(not scalar, criterion, "returned an objective that is not one number")
-    return terms
 
 
 class Criterion(ABC):
@@ -137,35 +119,40 @@ class Criterion(ABC):
         """Return the loss terms of the model's outputs for `batch`, computed with or without hints."""
 
     def for_gpu(self, recorded: Callable[[Function], Function]) -> Criterion:
-        """Return the criterion to train with on a GPU; by default this one.
-
-        Args:
-            recorded: takes a function of tensors, and returns one that replays its kernels if the shapes are known
-        """
+        """Return the criterion to train with on a GPU; by default this one. `recorded` takes a function of tensors, and
+        returns one that replays its kernels if the shapes are known."""
         return self
 
     @abstractmethod
     def objective(self, means: Tensor, images: int) -> Tensor:
-        """Return the scalar to differentiate.
-
-        Args:
-            means: means (terms,) of the loss terms
-            images: number of images of an optimizer step, over all processes
-        """
+        """Return the scalar to differentiate, from the means (terms,) of an optimizer step of `images` images, over all
+        processes."""
 
     @abstractmethod
     def weight(self, batch: Batch) -> float:
         """Return the weight of this batch's loss in the mean over a validation."""
 
 
-class View(Protocol):
-    """A model's outputs for one view of a batch: the images themselves, or scaled or mirrored copies (`augment`)."""
+def refuse(wrong: bool, part: object, what: str) -> None:
+    """Raise `UserError` with the class of a task's part and what is wrong with it, if `wrong`."""
+    if wrong:
+        raise UserError(f"{type(part).__module__}.{type(part).__qualname__} {what}; fix that class")
 
-    @property
-    def outputs(self) -> Any:
-        """The input of the criterion; None for an exported file, which returns no such outputs."""
-        ...
 
+def terms_of(criterion: Criterion, outputs: Any, batch: Batch, names: Sequence[str], reads: bool) -> LossTerms:
+    """Return the loss terms of outputs. Raises `UserError` for wrong shapes or, if it `reads` them, wrong counts."""
+    terms = criterion(outputs, batch)
+    refuse(not isinstance(terms, LossTerms), criterion, f"returned {type(terms).__name__} instead of LossTerms")
+    shapes = [tuple(values.shape) for values in (terms.sums, terms.counts, terms.weights)]
+    wrong = len({*shapes}) > 1 or len(shapes[0]) != 2 or shapes[0][0] != len(names)
+    refuse(wrong, criterion, f"returned sums, counts and weights of shapes {shapes} for the terms {', '.join(names)}")
+    refuse(reads and not bool((terms.counts >= 0).all()), criterion, "returned a count that is negative or NaN")
+    scalar = not reads or criterion.objective(terms.local_means(), len(batch.infos)).numel() == 1
+    refuse(not scalar, criterion, "returned an objective that is not one number")
+    return terms
+
+
+# The result for one image
 
 # The methods that a `Prediction` may leave out, with the flag that needs each and the reason why the flag is refused.
 OPTIONAL_METHODS = {
@@ -176,8 +163,11 @@ OPTIONAL_METHODS = {
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Result(ABC):
+class Prediction(ABC):
     """The result for one image, in pixels of its file: an iterable over its objects, each a dict of `columns`.
+
+    val.py and detect.py write it, and Python users get it. A subclass is a dataclass with more fields; it may leave out
+    `OPTIONAL_METHODS`.
 
     Attributes:
         image: index of the image in its split
@@ -189,7 +179,12 @@ class Result(ABC):
     image: int
     path: str
     names: Mapping[int, str]
-    pixels: Callable[[], np.ndarray] | None = field(default=None, kw_only=True)
+    pixels: Callable[[], Image] | None = field(default=None, kw_only=True)
+
+    @property
+    @abstractmethod
+    def array(self) -> np.ndarray:
+        """Return the whole result as one array."""
 
     @property
     @abstractmethod
@@ -206,8 +201,33 @@ class Result(ABC):
         """Format the result for the console: `2 persons, 1 dog`."""
 
     @abstractmethod
-    def draw(self, image: np.ndarray, style: Style) -> np.ndarray:
+    def draw(self, image: Image, style: Style) -> Image:
         """Return a copy of `image` with the result drawn on it."""
+
+    @abstractmethod
+    def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
+        """Return lines of a label file, with confidences or without; `corners`: boxes are xyxy in pixels instead of
+        normalised xywh."""
+
+    def crops(self, image: Image) -> list[tuple[str, Image]]:
+        """Return the part of `image` that each object covers, with the class name (--save-crop); no part is empty."""
+        raise _left_out("crops")
+
+    def with_labels(self) -> Prediction:
+        """Return the image's labels followed by the predictions that match no label (--save-hybrid)."""
+        raise _left_out("with_labels")
+
+    def coco_rows(self) -> CocoImage:
+        """Return the detections in COCO's results format (--save-json)."""
+        raise _left_out("coco_rows")
+
+    @classmethod
+    def refused(cls) -> dict[str, str]:
+        """Return the flags that need a method that this class leaves out, each with the reason."""
+        left_out = [name for name in OPTIONAL_METHODS if getattr(cls, name) is getattr(Prediction, name)]
+        return dict(OPTIONAL_METHODS[name] for name in left_out)
+
+    # For Python users
 
     @property
     def items(self) -> list[tuple[str, float]]:
@@ -237,12 +257,11 @@ class Result(ABC):
 
     def plot(
         self,
-        *,
         line_thickness: int = Style().thickness,
         hide_labels: bool = False,
         hide_conf: bool = False,
         bgr: bool = False,
-    ) -> np.ndarray:
+    ) -> Image:
         """Return the image with the result drawn on it, uint8 (h, w, 3) in RGB or BGR; see detect.py's flags."""
         if self.pixels is None:
             raise UserError(f"{self.path}: there is no image to draw on; use draw(image, style)")
@@ -342,53 +361,20 @@ def data_frame(data: Any, **options: Any) -> Any:
     return pandas.DataFrame(data, **options)
 
 
-Image = np.ndarray  # uint8 (h, w, 3), BGR
-Function = Callable[..., Any]
-
-
-class Prediction(Result):
-    """The result for one image, for val.py, detect.py and Python users.
-
-    A subclass is a dataclass, whose fields follow `Result`'s. `scores`, `classes`, `describe` and `draw` are abstract
-    too, in result.py. `OPTIONAL_METHODS` may be left out.
-    """
-
-    @property
-    @abstractmethod
-    def array(self) -> np.ndarray:
-        """Return the whole result as one array."""
-
-    @abstractmethod
-    def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
-        """Return lines of a label file.
-
-        Args:
-            with_confidence: whether each line has the confidence
-            corners: whether boxes, if there are any, are xyxy in pixels instead of normalised xywh
-        """
-
-    def crops(self, image: Image) -> list[tuple[str, Image]]:
-        """Return the part of `image` that each object covers, with the class name (--save-crop); no part is empty."""
-        raise _left_out("crops")
-
-    def with_labels(self) -> Prediction:
-        """Return the image's labels followed by the predictions that match no label (--save-hybrid)."""
-        raise _left_out("with_labels")
-
-    def coco_rows(self) -> CocoImage:
-        """Return the detections in COCO's results format (--save-json)."""
-        raise _left_out("coco_rows")
-
-    @classmethod
-    def refused(cls) -> dict[str, str]:
-        """Return the flags that need a method that this class leaves out, each with the reason."""
-        left_out = [name for name in OPTIONAL_METHODS if getattr(cls, name) is getattr(Prediction, name)]
-        return dict(OPTIONAL_METHODS[name] for name in left_out)
-
-
 def _left_out(method: str) -> UserError:
     flag, reason = OPTIONAL_METHODS[method]
     return UserError(f"--{flag.replace('_', '-')} {reason}")
+
+
+# From outputs to predictions and metrics
+
+
+class View(Protocol):
+    """A model's outputs for one view of a batch: the images themselves, or scaled or mirrored copies (`augment`)."""
+
+    @property
+    def outputs(self) -> Any:
+        """The input of the criterion; None for an exported file, which returns no such outputs."""
 
 
 @dataclass(frozen=True)
@@ -437,9 +423,8 @@ class Metrics(ABC):
     def documents(self, summary: Summary) -> dict[str, str]:
         """Return text files for the run folder, by name, such as confusion_matrix.csv. Charts are drawn from them."""
 
-    def threshold_warnings(self, thresholds: Thresholds) -> list[str]:
-        """Return warnings if the metrics at `thresholds` are not comparable with other runs'; none by default."""
-        return []
+    def check_thresholds(self, thresholds: Thresholds) -> None:  # noqa: B027  # most metrics are always comparable
+        """Log a warning if the metrics at `thresholds` are not comparable with other runs'."""
 
     def examples(self, summary: Summary) -> list[Example]:
         """Return images with labels and predictions, for trackers; none by default."""
@@ -448,6 +433,9 @@ class Metrics(ABC):
     def pictures(self, summary: Summary, split: Split, side: int) -> dict[str, Image]:
         """Return pictures for the run folder, by name, whose longer side is `side` pixels; none by default."""
         return {}
+
+
+# The task
 
 
 class Task(ABC):
@@ -467,13 +455,7 @@ class Task(ABC):
     official_weights: ClassVar[str] = r"(?!)"  # regular expression for the names of release files
 
     def __init__(self, names: Mapping[int, str], hyp: Recipe, label_smoothing: float = 0.0) -> None:
-        """Store the class names. Raises `UserError` if they or the hyperparameters do not suit the task.
-
-        Args:
-            names: class names, by number
-            hyp: hyperparameters of the task
-            label_smoothing: value of --label-smoothing
-        """
+        """Store the class names, by number. Raises `UserError` if they or the hyperparameters do not suit the task."""
         self.names = dict(names)
 
     @abstractmethod
@@ -485,11 +467,8 @@ class Task(ABC):
 
     @classmethod
     def renamed(cls, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the tensors of a weight file, by the names that this task's models have; unchanged by default.
-
-        Args:
-            state: tensors by their names in the file, which another program may have written
-        """
+        """Return the tensors of a weight file, which another program may have written, by the names that this task's
+        models have; unchanged by default."""
         return state
 
     @abstractmethod
@@ -542,18 +521,13 @@ class Task(ABC):
     def fresh_tensors(self, from_yaml: bool) -> tuple[str, ...]:
         """Return parts of names; tensors with such a part in their name are not loaded from a weight file.
 
-        Args:
-            from_yaml: whether --cfg is given
+        `from_yaml` says whether --cfg is given.
         """
         return ()
 
     def keep_head(self, model: Model, state: Mapping[str, Tensor], names: Mapping[int, str]) -> str:
-        """Load the usable parts of a weight file's last layer for other classes; return in words which, '' if none.
-
-        Args:
-            state: the file's tensors, by name
-            names: the file's class names, by number
-        """
+        """Load the usable parts of the last layer from the tensors of a weight file with other class `names`; return in
+        words which, '' if none."""
         return ""
 
     def adapt(self, model: Model, split: Any) -> None:  # noqa: B027  # most tasks adapt nothing

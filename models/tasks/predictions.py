@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,75 +21,54 @@ from utils.plots.drawing import Style, draw_boxes
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)  # COCO's thresholds
 CONFUSION_IOU = 0.45  # IoU above which the confusion matrix pairs a detection with a label of any class
 
-
 # A function that returns the floating-point overlaps (p,) of pairs, given the indices of detections and labels, (p,).
 Overlaps = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-class Matches(NamedTuple):
-    """The label that each of k detections is matched to; see `ImageRecord`."""
-
-    overlap: np.ndarray  # (k,) IoU with the matched label, 0 without one
-    partner: np.ndarray  # (k,) index of the matched label, 0 without one
-    beaten: np.ndarray  # (k,) largest IoU of a more confident detection with the matched label
-
-
-class Pairs(NamedTuple):
-    """All pairs of a detection and a label in the same group, by detection, then by label."""
-
-    paired: np.ndarray  # (d,) indices of the detections that have pairs
-    counts: np.ndarray  # (d,) number of pairs of each of these detections
-    detection: np.ndarray  # (p,) index of each pair's detection
-    label: np.ndarray  # (p,) index of each pair's label
-
-
-def match_by_overlap(overlaps: Overlaps, group: np.ndarray, true_group: np.ndarray) -> Matches:
+def match_by_overlap(overlaps: Overlaps, group: np.ndarray, true_group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Match each of k detections to the label that it overlaps most in its group (its class in its image).
 
-    At a threshold t a detection is correct if beaten < t <= overlap: it is the most confident of the label's detections
-    that reach t.
+    Returns the IoU with that label, 0 without one, and the largest IoU of a more confident detection with that label,
+    (k,) each. At a threshold t a detection is correct if the second number < t <= the first: it is the most confident
+    of the label's detections that reach t.
 
     Args:
         overlaps: function that returns the overlaps of pairs; called once, for all pairs of the same group
         group: group (k,) of each detection, an integer; a group's detections are in falling confidence
         true_group: group (m,) of each label, an integer
     """
-    paired, counts, detection, label = _pairs(group, true_group)
-    shared = overlaps(detection, label)
-    overlap, beaten = np.zeros((2, len(group)), shared.dtype)
-    partner = np.zeros(len(group), np.int64)
-    if not len(paired):
-        return Matches(overlap, partner, beaten)
-    starts = counts.cumsum() - counts
-    overlap[paired] = np.maximum.reduceat(shared, starts)
+    detection, label = _pairs(group, true_group)
+    pair_overlap = overlaps(detection, label)
+    overlap, rival_overlap = np.zeros((2, len(group)), pair_overlap.dtype)
+    if not len(detection):
+        return overlap, rival_overlap
+    starts = np.flatnonzero(np.diff(detection, prepend=-1))  # of the pairs of each detection that has pairs
+    paired, counts = detection[starts], np.diff(starts, append=len(detection))
+    overlap[paired] = np.maximum.reduceat(pair_overlap, starts)
     # The first of the labels with the largest overlap.
-    best = np.where(shared == np.repeat(overlap[paired], counts), np.arange(len(shared)), len(shared) - 1)
-    partner[paired] = np.where(overlap[paired] > 0, label[np.minimum.reduceat(best, starts)], 0)
+    best = np.where(pair_overlap == np.repeat(overlap[paired], counts), np.arange(len(label)), len(label) - 1)
+    matched = np.zeros(len(group), np.int64)
+    matched[paired] = label[np.minimum.reduceat(best, starts)]
     # The largest overlap so far among one label's detections in falling confidence, as a rank: sums of ranks are exact.
     near = np.flatnonzero(overlap >= IOU_THRESHOLDS[0])
-    near = near[np.argsort(partner[near], kind="stable")]
+    near = near[np.argsort(matched[near], kind="stable")]
     values, rank = np.unique(overlap[near], return_inverse=True)
-    contest = partner[near] * len(values)
+    contest = matched[near] * len(values)
     highest = np.maximum.accumulate(contest + rank)[:-1] - contest[:-1]
-    beaten[near[1:]] = np.where(contest[1:] == contest[:-1], values[highest], 0)
-    return Matches(overlap, partner, beaten)
+    rival_overlap[near[1:]] = np.where(contest[1:] == contest[:-1], values[highest], 0)
+    return overlap, rival_overlap
 
 
 def pair_by_overlap(overlaps: Overlaps, group: np.ndarray, true_group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Pair detections and labels of a group (an image) one to one in falling overlap, for the confusion matrix.
 
     Ties are ordered by label, then by detection. Returns the indices of the pairs' detections and labels, (p,) each,
-    group by group.
-
-    Args:
-        overlaps: function that returns the overlaps of pairs; called once, for all pairs of the same group
-        group: group (k,) of each detection, an integer
-        true_group: group (m,) of each label, an integer
+    group by group. The arguments are those of `match_by_overlap`; detections may be in any order.
     """
-    pairs = _pairs(group, true_group)
-    overlap = overlaps(pairs.detection, pairs.label)
+    detection, label = _pairs(group, true_group)
+    overlap = overlaps(detection, label)
     near = np.flatnonzero(overlap > CONFUSION_IOU)
-    detection, label = pairs.detection[near], pairs.label[near]
+    detection, label = detection[near], label[near]
     order = np.lexsort((detection, label, -overlap[near], true_group[label]))
     detection_of: dict[int, int] = {}  # label -> detection
     paired = set()
@@ -101,15 +80,14 @@ def pair_by_overlap(overlaps: Overlaps, group: np.ndarray, true_group: np.ndarra
     return np.fromiter(detection_of.values(), np.int64, count), np.fromiter(detection_of, np.int64, count)
 
 
-def _pairs(group: np.ndarray, true_group: np.ndarray) -> Pairs:
-    """Return the pairs of a detection and a label whose groups, (k,) and (m,), are equal."""
+def _pairs(group: np.ndarray, true_group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the detection and the label (p,) of all pairs whose groups are equal, by detection, then by label."""
     labels = np.argsort(true_group, kind="stable")
     first, last = (np.searchsorted(true_group, group, side, sorter=labels) for side in ("left", "right"))
-    paired = np.flatnonzero(last > first)
-    counts = (last - first)[paired]
+    counts = last - first
     starts = counts.cumsum() - counts
-    index = np.arange(counts.sum()) + np.repeat(first[paired] - starts, counts)
-    return Pairs(paired, counts, np.repeat(paired, counts), labels[index])
+    index = np.arange(counts.sum()) + np.repeat(first - starts, counts)
+    return np.repeat(np.arange(len(group)), counts), labels[index]
 
 
 def box_overlaps(boxes: np.ndarray, true_boxes: np.ndarray) -> Overlaps:
@@ -229,8 +207,8 @@ class DetectionPrediction(Prediction):
         """Return the rows of the detections that match no label, int64 (u,); see `with_labels`."""
         both = (self.rows, self.label_boxes())
         overlaps = box_overlaps(*(rows[:, :4].numpy() for rows in both))
-        matches = match_by_overlap(overlaps, *(rows[:, 5].long().numpy() for rows in both))
-        (rows,) = np.nonzero(matches.overlap <= self.iou_thres)
+        overlap, _ = match_by_overlap(overlaps, *(rows[:, 5].long().numpy() for rows in both))
+        (rows,) = np.nonzero(overlap <= self.iou_thres)
         return torch.from_numpy(rows)
 
     def coco_rows(self) -> CocoImage:

@@ -16,13 +16,12 @@ from torch.nn import functional
 from models.heads.anchors import (
     DetectionCriterion,
     Level,
-    LossSettings,
     MapSizes,
     Segment,
-    loss_settings,
     map_sizes,
     match,
     near_cells,
+    scaled_gains,
 )
 from models.heads.contract import EPSILON, BoxView, DecodedView, UnavailableCriterion, head_of
 from models.tasks.contract import (
@@ -45,18 +44,20 @@ from models.tasks.detect import (
     boxes_in_files,
     detect_with_more,
 )
-from models.tasks.masks import (
+from models.tasks.segment_metrics import (
+    SEGMENTATION_METRICS,
     DetectedMasks,
     Logits,
+    SegmentationMetrics,
     SegmentationPrediction,
     cut_by_boxes,
     known_masks,
     target_masks,
     weighted_prototypes,
 )
-from models.tasks.segment_metrics import SEGMENTATION_METRICS, SegmentationMetrics
 from models.yolo import YoloModel
 from utils.batch import MASK_STRIDE, Batch, ImageInfo, SegmentationBatch, box_windows
+from utils.config.hyperparameters import AnchorKeys
 from utils.errors import UserError
 from utils.plots.drawing import MAX_GRID_IMAGES, draw_targets, tint
 
@@ -260,8 +261,10 @@ class SegmentationCriterion(DetectionCriterion):
     criterion copies the anchors to the host when it is made.
     """
 
-    def __init__(self, settings: LossSettings, head: Segment, class_weights: Sequence[float] = ()) -> None:
-        super().__init__(settings, head, class_weights)
+    def __init__(
+        self, hyp: AnchorKeys, head: Segment, label_smoothing: float = 0.0, class_weights: Sequence[float] = ()
+    ) -> None:
+        super().__init__(hyp, head, label_smoothing, class_weights)
         self.masks = head.no - 5 - head.nc
         self._host_anchors = head.anchors.detach().cpu().clone()
 
@@ -285,7 +288,7 @@ class SegmentationCriterion(DetectionCriterion):
         coefficients = rows.flatten(0, 2)[:, 5 + self.classes :]
         sums = mask_sums(coefficients, at_least_float32(prototypes), with_masks.mask_pixels, plan)
         counts = device_constant((float(len(prototypes)),) * levels, device)
-        weights = device_constant((self.settings.box,) * levels, device)
+        weights = device_constant((self.hyp.box,) * levels, device)
         sums, counts, weights = (
             torch.cat((boxes[:1], masks[None].to(boxes), boxes[1:]))
             for boxes, masks in ((terms.sums, sums), (terms.counts, counts), (terms.weights, weights))
@@ -301,7 +304,7 @@ class SegmentationCriterion(DetectionCriterion):
             size: height and width of the mask maps
         """
         cells = near_cells(sizes, torch.from_numpy(targets))
-        matched = match(cells, self._host_anchors, self.settings.anchor_t).numpy()
+        matched = match(cells, self._host_anchors, self.hyp.anchor_t).numpy()
         level, cell, anchor = np.nonzero(matched)
         _, near, anchors = matched.shape
         target = cell % max(len(targets), 1)
@@ -434,8 +437,8 @@ class SegmentationTask(DetectionTask):
         """Return the loss of `model`, with gains scaled to it; for an exported file every term is NaN."""
         if not isinstance(head := model.head, Segment):
             return UnavailableCriterion(len(LOSS_NAMES))
-        settings = loss_settings(self.hyp, self.label_smoothing)
-        return SegmentationCriterion(settings.scaled(head.nl, head.nc, model.imgsz), head, self.class_weights)
+        hyp = scaled_gains(self.hyp, head, model.imgsz)
+        return SegmentationCriterion(hyp, head, self.label_smoothing, self.class_weights)
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> SegmentationPostprocess:
         """Return the conversion of outputs to instances. Raises `UserError` for an unknown class in `thresholds`."""

@@ -1,85 +1,284 @@
-"""`SegmentationMetrics`: the numbers, tables, documents and examples of a validation, for boxes and for masks.
+"""The masks of a segmenter's detections: on the network's maps for the metrics, in pixels of the files for people.
 
-Made by `SegmentationTask.metrics`; called by val.py and train.py.
+`SegmentationPrediction` is made by `SegmentationPostprocess` (segment.py). A mask is computed when it is asked for.
+`SegmentationMetrics` scores boxes and masks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
+import cv2
 import numpy as np
 import torch
 from torch import Tensor
 
 from models.heads.contract import EPSILON
-from models.tasks.contract import Prediction
-from models.tasks.masks import DetectedMasks, SegmentationPrediction, target_masks
-from models.tasks.metrics import (
-    CLASS_COLUMNS,
-    DETECTION_METRICS,
-    FITNESS_WEIGHTS,
-    DetectionMetrics,
-    ImageRecord,
-    ap_by_class,
-    class_rows,
-    curve_rows,
-    detection_evidence,
-    image_records,
-    join,
-    matched_by,
-    score_classes,
-    score_evidence,
-    score_sizes,
-    score_tables,
-)
-from models.tasks.predictions import Overlaps
-from utils.batch import Batch, SegmentationBatch
-from utils.files import csv_text
-from utils.summary import Example, Summary
+from models.tasks.contract import Image, Prediction
+from models.tasks.metrics import DETECTION_METRICS, DetectionMetrics, ImageRecord, image_records, matched_by
+from models.tasks.predictions import DetectionPrediction, Overlaps
+from utils.batch import MASK_STRIDE, Batch, CocoImage, Placement, SegmentationBatch
+from utils.errors import UserError
+from utils.plots.drawing import Style, tint
+from utils.summary import Row
 
+MAPS_AT_ONCE = 64  # maps that are in memory on the host at a time
+MIN_POLYGON_POINTS = 3
+CERTAIN_LOGIT = 1000.0  # its sigmoid is 1, that of its negative 0
 MAX_MASK_VALUES = 2**22  # pixels of the masks that are compared at a time, about 40 MB
 # Overlaps are fractions of small numbers of pixels and often equal a threshold. With this factor they then reach it, as
 # in YOLOv5's fp32 arithmetic, where `EPSILON` has no effect.
 TIE = 1 + 1e-7
-KINDS = ("B", "M")  # YOLOv5's suffixes for boxes and masks
-SEGMENTATION_METRICS = tuple(f"{name}({kind})" for kind in KINDS for name in DETECTION_METRICS)
-TITLES = ("Class", "Images", "Labels", "box P", "R", "mAP50", "50-95", "mask P", "R", "mAP50", "50-95")
+SETS = {"(B)": "", "(M)": "mask_"}  # YOLOv5's suffixes for boxes and masks, and the prefixes of their files
+SEGMENTATION_METRICS = tuple(f"{name}{suffix}" for suffix in SETS for name in DETECTION_METRICS)
 
-Outlines: TypeAlias = list[list[int]]  # x y x y ... in pixels of the file, for each object
-
-
-class SegmentationRecord(NamedTuple):
-    """The contribution of one image. The record of masks differs from the record of boxes in its matches only."""
-
-    boxes: ImageRecord
-    masks: ImageRecord
-    outlines: dict[str, Outlines] | None = None  # of `labels` and `predictions`; None if the image is not drawn
+Rows: TypeAlias = Sequence[int] | np.ndarray  # rows of an image's detections
+Logits: TypeAlias = Callable[[Rows], Tensor]  # returns the maps of some detections before the sigmoid, (r, h, w)
 
 
-def segmentation_records(
-    predictions: Sequence[SegmentationPrediction], batch: SegmentationBatch, shown: Collection[int] = ()
-) -> list[SegmentationRecord]:
-    """Return a record for each image of a batch; `shown` are the indices of the images to draw."""
-    of_boxes = image_records([one.rows for one in predictions], batch.infos, shown)
-    of_masks = matched_by(mask_overlaps(predictions, batch), [record._replace(shown=None) for record in of_boxes])
-    records = []
-    for boxes, masks, prediction in zip(of_boxes, of_masks, predictions, strict=True):
-        outlines = None
-        if boxes.shown:
-            confident = prediction.outlines_of(range(len(boxes.shown.predictions)))  # those that are drawn
-            sets = {"labels": prediction.label_outlines, "predictions": confident}
-            outlines = {name: [_pixels(points, prediction.size) for points in these] for name, these in sets.items()}
-        records.append(SegmentationRecord(boxes, masks, outlines))
-    return records
+def weighted_prototypes(coefficients: Tensor, view: Tensor, prototypes: Sequence[Tensor]) -> Logits:
+    """Return the function that computes an image's maps: sums of the prototypes of each detection's own view.
+
+    Args:
+        coefficients: weights (k, masks or more) of the prototypes; a view with fewer prototypes ignores the last ones
+        view: number (k,) of each detection's view
+        prototypes: prototypes (masks, h, w) of each view
+    """
+
+    def logits(rows: Rows) -> Tensor:
+        weights, (first, *others) = coefficients[rows].float(), prototypes
+        maps = _weighted(weights, first)
+        for number, of_view in enumerate(others, 1):
+            maps = torch.where((view[rows] == number)[:, None, None], _weighted(weights, of_view), maps)
+        return maps
+
+    return logits
 
 
-def _pixels(points: np.ndarray, size: tuple[int, int]) -> list[int]:
-    """Convert an outline (p, 2) from shares of width and height to x y x y ... in pixels."""
-    pixels: list[int] = (points * np.array(size, np.float32)).astype(np.int32).ravel().tolist()
-    return pixels
+def _weighted(weights: Tensor, prototypes: Tensor) -> Tensor:
+    flat = prototypes.detach().float().flatten(1)
+    return (weights[:, : len(flat)] @ flat).view(-1, *prototypes.shape[1:])
+
+
+def known_masks(masks: Tensor) -> Logits:
+    """Return the function that looks up an image's maps in masks (k, h, w) of 0 and 1, which an exported file made."""
+    return lambda rows: (masks[rows].float() * 2 - 1) * CERTAIN_LOGIT
+
+
+def cut_by_boxes(masks: Tensor, boxes: Tensor) -> Tensor:
+    """Crop masks, bool (r, h, w), to their boxes (r, 4), xyxy in pixels of the masks.
+
+    A pixel at column c is inside if x1 <= c < x2, as in YOLOv5.
+    """
+    x1, y1, x2, y2 = boxes[:, :4].unsqueeze(-1).unbind(1)
+    columns, rows = (torch.arange(side, device=masks.device) for side in (masks.shape[2], masks.shape[1]))
+    in_columns = torch.logical_and(columns >= x1, columns < x2)
+    in_rows = torch.logical_and(rows >= y1, rows < y2)
+    return masks.logical_and(in_rows[:, :, None]).logical_and(in_columns[:, None])
+
+
+def target_masks(batch: SegmentationBatch, targets: np.ndarray, size: tuple[int, int]) -> Tensor:
+    """Return the masks of some of a batch's targets on maps of `size` (h, w), float32 (n, h, w): 0 or 1."""
+    masks = torch.zeros(len(targets), *size, device=batch.mask_pixels.device)
+    sides = (batch.windows[:, 2:] - batch.windows[:, :2]).clip(min=0).astype(np.int64)
+    ends = sides.prod(1).cumsum()
+    for mask, target in zip(masks, targets.tolist(), strict=True):
+        (left, top, right, bottom), (width, height), end = batch.windows[target], sides[target], int(ends[target])
+        mask[top:bottom, left:right] = batch.mask_pixels[end - int(width * height) : end].view(height, width)
+    return masks
+
+
+class MaskPart(NamedTuple):
+    """The part of a file that contains a mask."""
+
+    left: int  # column of the part's first pixel
+    top: int  # row of the part's first pixel
+    pixels: np.ndarray  # bool (rows, columns)
+
+    def window(self, image: np.ndarray) -> np.ndarray:
+        """Return a view of the pixels of `image`, (h, w) or (h, w, 3), that the part covers."""
+        rows, columns = self.pixels.shape
+        return image[self.top : self.top + rows, self.left : self.left + columns]
+
+    def contour(self) -> np.ndarray:
+        """Return the pixels of the largest contour, int (p, 2): x and y in the file; (0, 2) for an empty mask."""
+        contours, _ = cv2.findContours(
+            self.pixels.astype(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE, offset=(self.left, self.top)
+        )
+        largest = max(contours, key=lambda one: (cv2.contourArea(one), len(one)), default=np.zeros((0, 2), np.int32))
+        return np.asarray(largest.reshape(-1, 2))
+
+    def run_lengths(self, size: tuple[int, int]) -> dict[str, Any]:
+        """Return the mask as COCO's compressed run lengths. Raises `UserError` if faster-coco-eval is not installed.
+
+        Args:
+            size: width and height of the file in pixels
+        """
+        try:
+            from faster_coco_eval import mask as encoder
+        except ImportError:
+            raise UserError("COCO results with masks need faster-coco-eval; pip install faster-coco-eval") from None
+        mask = np.zeros(size, np.uint8).T  # COCO counts down the columns
+        self.window(mask)[:] = self.pixels
+        coded = encoder.encode(mask)
+        counts = coded["counts"]
+        return {"size": list(mask.shape), "counts": counts.decode() if isinstance(counts, bytes) else counts}
+
+
+@dataclass(frozen=True, eq=False)
+class DetectedMasks:
+    """The masks of an image's detections.
+
+    In a file, a mask is the pixels whose probability, interpolated bilinearly, exceeds 1/2. With `retina` the map's
+    probabilities are interpolated at the pixels of the file, without the letterbox's padding, and the mask is cropped
+    to the box there. Otherwise they are cropped to the box on the map and interpolated at the pixels of the network's
+    image, and a pixel of the file takes the value of the network's pixel that contains its centre. YOLOv5 does the same
+    with and without --retina-masks, except that it multiplies the coefficients by the objectness first, which only
+    moves edges between pixels.
+    """
+
+    logits: Logits
+    map_size: tuple[int, int]  # height and width of the maps
+    boxes: Tensor  # (k, 4 or more): xyxy in pixels of the network's image, on the device of the maps
+    file_boxes: np.ndarray  # (k, 4): xyxy in pixels of the file
+    size: tuple[int, int]  # width and height of the file, pixels
+    placement: Placement
+    retina: bool = False
+
+    @property
+    def map_boxes(self) -> Tensor:
+        """The boxes in pixels of the maps, (k, 4)."""
+        return self.boxes[:, :4] / MASK_STRIDE
+
+    def on_map(self, rows: Rows) -> Tensor:
+        """Return the masks of some detections on the map, cropped to their boxes, bool (r, h, w)."""
+        return cut_by_boxes(self.logits(rows) > 0, self.map_boxes[rows])
+
+    def parts(self, rows: Sequence[int]) -> Iterator[MaskPart]:
+        """Iterate over the masks of some detections in the file."""
+        across, down = (self._weights(axis, cells) for axis, cells in enumerate((self.map_size[1], self.map_size[0])))
+        sides = self.size if self.retina else self.map_size[::-1]
+        for start in range(0, len(rows), MAPS_AT_ONCE):
+            chunk = rows[start : start + MAPS_AT_ONCE]
+            maps = self.logits(chunk).sigmoid_().cpu().numpy()
+            boxes = self.file_boxes[chunk] if self.retina else self.map_boxes[chunk].cpu().numpy()
+            corners = np.ceil(boxes).clip(0, sides * 2).astype(int).tolist()
+            for values, (left, top, right, bottom) in zip(maps, corners, strict=True):
+                columns, map_columns = self._spans(across, left, right)
+                lines, map_lines = self._spans(down, top, bottom)
+                cut = values[map_lines, map_columns]
+                pixels = down[lines, map_lines] @ cut @ across[columns, map_columns].T > 0.5
+                yield MaskPart(columns.start, lines.start, pixels)
+
+    def _weights(self, axis: int, cells: int) -> np.ndarray:
+        """Return the weight of each cell of a map in each pixel of the file along an axis, float32 (pixels, cells)."""
+        length, scale, offset = self.size[axis], self.placement.scale[axis], self.placement.offset[axis]
+        position = (np.arange(length) + 0.5) * scale + offset  # each pixel's centre on the network's image
+        first, last = 0.0, cells - 1.0
+        if self.retina:  # the cells that contain the image
+            first, last = offset // MASK_STRIDE, min(last, np.ceil((offset + length * scale) / MASK_STRIDE) - 1)
+        else:
+            position = np.floor(position).clip(0, cells * MASK_STRIDE - 1) + 0.5
+        place = (position / MASK_STRIDE - 0.5).clip(first, last)
+        return np.asarray((1 - abs(place[:, None] - np.arange(cells))).clip(min=0), np.float32)
+
+    def _spans(self, weights: np.ndarray, low: int, high: int) -> tuple[slice, slice]:
+        """Return the pixels of a mask along an axis, and the cells that they are computed from.
+
+        Args:
+            weights: see `_weights`
+            low: first pixel of the box in the file with `retina`, else its first cell on the map
+            high: end of the box, exclusive
+        """
+        if self.retina:
+            return slice(low, high), slice(None)
+        reached = np.flatnonzero(weights[:, low:high].any(1)).tolist() or [0, -1]
+        return slice(reached[0], reached[-1] + 1), slice(low, high)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SegmentationPrediction(DetectionPrediction):
+    """The instances in one image, in falling confidence. Masks are computed anew on each access."""
+
+    source: DetectedMasks
+    label_outlines: Sequence[np.ndarray]  # (p, 2) per label: x, y as shares of width and height; () if unknown
+    known_outlines: Sequence[np.ndarray] | None = None  # see `with_labels`
+
+    @property
+    def masks(self) -> np.ndarray:
+        """The masks, bool (k, height, width), in pixels of the file."""
+        width, height = self.size
+        masks = np.zeros((len(self.rows), height, width), bool)
+        for mask, part in zip(masks, self.source.parts(range(len(masks))), strict=True):
+            part.window(mask)[:] = part.pixels
+        return masks
+
+    @property
+    def outlines(self) -> list[np.ndarray]:
+        """The largest contour of each mask, float32 (p, 2): the centres of its pixels as shares of width and height.
+
+        An empty mask has no points.
+        """
+        return list(self.known_outlines) if self.known_outlines is not None else self.outlines_of(range(len(self.rows)))
+
+    def outlines_of(self, rows: Sequence[int]) -> list[np.ndarray]:
+        """Return the `outlines` of some instances."""
+        return [((part.contour() + 0.5) / self.size).astype(np.float32) for part in self.source.parts(rows)]
+
+    def draw(self, image: Image, style: Style) -> Image:
+        """Return a copy of `image` with masks, in the colours of their classes, and boxes drawn on it.
+
+        The most confident instances are on top.
+        """
+        drawn: Image = image.copy()
+        rows = range(len(self.rows))[::-1]
+        for label, part in zip(self.classes[::-1].tolist(), self.source.parts(rows), strict=True):
+            tint(part.window(drawn), part.pixels, label)
+        return super().draw(drawn, style)
+
+    def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
+        """Return lines of a label file: class, outline as normalised x y x y ..., and the confidence if requested.
+
+        The outline of a mask with too few pixels for a polygon is its box.
+
+        Args:
+            with_confidence: whether each line ends with the confidence
+            corners: whether lines have boxes, xyxy in pixels of the file, instead of outlines
+        """
+        if corners:
+            return super().label_rows(with_confidence, corners)
+        lines = []
+        for (*xyxy, confidence, label), outline in zip(self.rows.tolist(), self.outlines, strict=True):
+            points = outline if len(outline) >= MIN_POLYGON_POINTS else _rectangle(xyxy) / self.size
+            numbers = [*points.ravel().tolist(), *([confidence] if with_confidence else [])]
+            lines.append(f"{int(label)} {' '.join(f'{number:.6g}' for number in numbers)}")
+        return lines
+
+    def with_labels(self) -> SegmentationPrediction:
+        """Return the labels, with a confidence of 1, then the detections whose boxes overlap no label's box of the same
+        class by more than `iou_thres`: rows and outlines, for `label_rows`, but no masks."""
+        labels, unlabelled = self.label_boxes(), self.unlabelled().tolist()
+        outlines = self.label_outlines or [_rectangle(xyxy) / self.size for *xyxy, _, _ in labels.tolist()]
+        rows = torch.cat((labels, self.rows[unlabelled]))
+        return replace(self, rows=rows, known_outlines=[*outlines, *self.outlines_of(unlabelled)])
+
+    def coco_rows(self) -> CocoImage:
+        """Return the detections in COCO's results format, with masks as run lengths."""
+        masks = [part.run_lengths(self.size) for part in self.source.parts(range(len(self.rows)))]
+        return super().coco_rows()._replace(masks=masks)
+
+
+def _rectangle(xyxy: Sequence[float]) -> np.ndarray:
+    """Return the corners of a box, (4, 2)."""
+    left, top, right, bottom = xyxy
+    return np.array(((left, top), (right, top), (right, bottom), (left, bottom)))
+
+
+# Scores
 
 
 def mask_overlaps(predictions: Sequence[SegmentationPrediction], batch: SegmentationBatch) -> Overlaps:
@@ -128,93 +327,40 @@ def _count_pixels(source: DetectedMasks, rows: np.ndarray, batch: SegmentationBa
 
 
 class SegmentationMetrics(DetectionMetrics):
-    """The detector's metrics, for boxes and for masks."""
+    """The detector's metrics, for boxes and for masks. A record is a pair, whose items differ in their matches only."""
 
-    def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[Any]:
-        """Return a `SegmentationRecord` for each image."""
-        return segmentation_records(
-            cast("Sequence[SegmentationPrediction]", predictions), cast("SegmentationBatch", batch), self.shown
-        )
+    sets = SETS
+    titles: ClassVar[Row] = (
+        "Class",
+        "Images",
+        "Labels",
+        "box P",
+        "R",
+        "mAP50",
+        "50-95",
+        "mask P",
+        "R",
+        "mAP50",
+        "50-95",
+    )
+    headline: ClassVar[Mapping[str, str]] = {"mAP box": "mAP_0.5:0.95(B)", "mask": "mAP_0.5:0.95(M)"}
+    has_masks = True
 
-    def summarise(self, records: Sequence[Any]) -> Summary:
-        """Return the metrics of a split, tables by class and by object size, and the evidence for `documents`."""
-        ordered: list[SegmentationRecord] = sorted(records, key=lambda record: record.boxes.image)
-        of_boxes = [record.boxes for record in ordered]
-        joined = [join(of_boxes), join([record.masks for record in ordered])]
-        boxes, masks = scores = [score_classes(one) for one in joined]
-        metrics = dict(zip(SEGMENTATION_METRICS, [*boxes.means().values(), *masks.means().values()], strict=True))
-        fitness = sum(weight * metrics[f"{name}({kind})"] for kind in KINDS for name, weight in FITNESS_WEIGHTS.items())
-        sizes = [score_sizes(one) for one in joined]
-        overall, details = score_tables(TITLES, self.names, len(ordered), scores, sizes)
-        outlines = [record.outlines for record in ordered if record.outlines]
-        evidence = detection_evidence(of_boxes, boxes, len(self.names))
-        evidence["masks"] = {**score_evidence(masks), "outlines": outlines}
-        by_class = {
-            f"{name}({kind})": values
-            for kind, one in zip(KINDS, scores, strict=True)
-            for name, values in ap_by_class(one, self.names).items()
-        }
-        headline = {"mAP box": metrics["mAP_0.5:0.95(B)"], "mask": metrics["mAP_0.5:0.95(M)"]}
-        return Summary(
-            *(metrics, fitness, overall, details, evidence),
-            by_class=by_class,
-            headline=headline,
-            highest_fitness=float(len(KINDS)),
-        )
-
-    def documents(self, summary: Summary) -> dict[str, str]:
-        """Return the detector's CSV files, with mask columns in classes.csv, and the masks' curves and outlines."""
-        documents = super().documents(summary)
-        if not documents:
-            return {}
-        evidence, names = summary.evidence, list(self.names.values())
-        classes, masks = evidence["classes"], evidence["masks"]
-        curves = masks["curves"]
-        by_class = [
-            [*of_boxes, *of_masks[3:]]
-            for of_boxes, of_masks in zip(class_rows(names, classes), class_rows(names, masks["classes"]), strict=True)
-        ]
-        by_confidence = curve_rows(names, classes, curves["precision"], curves["recall"])
-        by_recall = curve_rows(names, classes, curves["envelope"])
-        outlines = _outline_rows(names, evidence["shown"], masks["outlines"])
-        return {
-            **documents,
-            "classes.csv": csv_text((*CLASS_COLUMNS, *(f"mask_{name}" for name in CLASS_COLUMNS[3:])), by_class),
-            "mask_curves.csv": csv_text(("class", "confidence", "precision", "recall"), by_confidence),
-            "mask_PR_curve.csv": csv_text(("class", "recall", "precision"), by_recall),
-            "val_masks.csv": csv_text(("image", "kind", "class", "confidence", "outline"), outlines),
-        }
-
-    def examples(self, summary: Summary) -> list[Example]:
-        """Return the images to draw, with their boxes and outlines, ordered by index."""
-        masks = summary.evidence.get("masks", {"outlines": []})
-        return [
-            example._replace(
-                label_outlines=_shares(outlines["labels"], example.size),
-                prediction_outlines=_shares(outlines["predictions"], example.size),
-            )
-            for example, outlines in zip(super().examples(summary), masks["outlines"], strict=True)
-        ]
-
-
-def _shares(outlines: Outlines, size: tuple[int, int]) -> list[tuple[float, ...]]:
-    """Convert outlines from pixels of the file to their centres as shares of its width and height."""
-    return [tuple((value + 0.5) / size[number % 2] for number, value in enumerate(outline)) for outline in outlines]
-
-
-def _outline_rows(
-    names: Sequence[str], shown: Sequence[Mapping[str, Any]], outlines: Sequence[Mapping[str, Outlines]]
-) -> Iterator[list[str]]:
-    """Iterate over the rows of val_masks.csv, one for each label and prediction of the images to draw.
-
-    Args:
-        names: class names, in the order of their numbers
-        shown: images to draw, see `detection_evidence`
-        outlines: outlines of the labels and predictions of each of these images
-    """
-    for image, of_image in zip(shown, outlines, strict=True):
-        for (label, *_), outline in zip(image["labels"], of_image["labels"], strict=True):
-            yield [image["path"], "label", names[int(label)], "", " ".join(map(str, outline))]
-        for (*_, confidence, label), outline in zip(image["predictions"], of_image["predictions"], strict=True):
-            row = [names[int(label)], f"{confidence:.6g}", " ".join(map(str, outline))]
-            yield [image["path"], "prediction", *row]
+    def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[tuple[ImageRecord, ImageRecord]]:
+        """Return the records of boxes and masks of each image; what is drawn of an image has the masks' outlines."""
+        instances = cast("Sequence[SegmentationPrediction]", predictions)
+        of_boxes = image_records([one.rows for one in instances], batch.infos, self.shown)
+        overlaps = mask_overlaps(instances, cast("SegmentationBatch", batch))
+        of_masks = matched_by(overlaps, [record._replace(shown=None) for record in of_boxes])
+        records = []
+        for boxes, masks, prediction in zip(of_boxes, of_masks, instances, strict=True):
+            if shown := boxes.shown:
+                size, confident = np.array(shown.size, np.float32), range(len(shown.predictions))
+                label_outlines, outlines = (
+                    [(points * size).astype(np.int32) for points in of_kind]
+                    for of_kind in (prediction.label_outlines, prediction.outlines_of(confident))
+                )
+                shown = shown._replace(label_outlines=label_outlines, prediction_outlines=outlines)
+                boxes = boxes._replace(shown=shown)
+            records.append((boxes, masks))
+        return records

@@ -7,7 +7,6 @@ import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,19 +14,13 @@ import torch
 
 from data.augment import Sample
 from data.augmentations import read_augmentations
-from data.dataset import DataOptions, data_source
 from data.polygons import Polygons
-from models.tasks.classify import ClassificationRecipe
 from tests.conftest import not_here
-from tests.making import noise, write_image, write_yaml
-from utils.batch import Batch
-from utils.config.hyperparameters import Hyperparameters, Recipe
+from tests.making import noise
 from utils.errors import UserError
-from utils.files import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-EXAMPLE = ROOT / "examples" / "own_augmentations.py"
 CLASSES = 3
 DRAWING = """
 import random
@@ -101,69 +94,6 @@ def test_random_numbers_come_from_the_generator_alone(tmp_path: Path) -> None:
     assert not np.array_equal(applied(file, sample(), seed=1).image, first.image)
 
 
-# Data sets
-
-
-def draw(folder: Path, kind: str) -> Path:
-    """Draw thirteen images with one to three diamonds, or with a class; return the YAML."""
-    rng = np.random.default_rng(0)
-    for number in range(13):
-        rows = []
-        for x, y in rng.uniform(0.4, 0.6, (number % 3 + 1, 2)):
-            diamond = (x, y - 0.2, x + 0.3, y, x, y + 0.2, x - 0.3, y)
-            rows.append(f"{number % 3} {' '.join(f'{value:.4f}' for value in diamond)}")
-        inner = "abc"[number % 3] if kind == "classification" else "images"
-        file = folder / inner / f"{number:02}.png"
-        write_image(file, noise(64, 48, seed=number), *(rows if kind != "classification" else ()))
-    if kind == "classification":
-        return write_yaml(folder / "data.yaml", {"path": ".", "split": 0.1})
-    return write_yaml(folder / "data.yaml", {"train": "images", "val": "images", "names": ["a", "b", "c"]})
-
-
-RECIPES: dict[str, Recipe] = {
-    "detection": Hyperparameters(mosaic=0.5, mixup=0.5, degrees=5.0, fliplr=0.5),
-    "segmentation": Hyperparameters(mosaic=0.5, mixup=0.5, degrees=5.0, fliplr=0.5),
-    "classification": ClassificationRecipe(crop_scale=0.5, fliplr=0.5, mixup=0.3, cutmix=0.3),
-}
-
-
-def epoch_of(file: Path, kind: str, augmentations: str, workers: int = 0, epoch: int = 0) -> list[Batch]:
-    name = f"data.{kind}:{kind.capitalize()}Data"
-    data = data_source(str(file), name).open(64, 32, DataOptions(workers=workers, augmentations=augmentations))
-    loader: Any = data.train_loader(data.split("train", RECIPES[kind]), 4, RECIPES[kind], seed=3)
-    loader.batch_sampler.set_epoch(epoch)
-    return list(loader)
-
-
-def is_same(one: list[Batch], other: list[Batch]) -> bool:
-    return all(
-        torch.equal(a.images, b.images) and torch.equal(a.targets, b.targets) for a, b in zip(one, other, strict=True)
-    )
-
-
-@pytest.mark.parametrize("kind", RECIPES)
-def test_batches_do_not_depend_on_the_workers(kind: str, tmp_path: Path) -> None:
-    """The epochs differ, and the built-in augmentation stays what it was."""
-    file = draw(tmp_path / "set", kind)
-    plain = epoch_of(file, kind, "")
-    for augmentations in (python(tmp_path, DRAWING), *([str(EXAMPLE)] if kind == "detection" else [])):
-        batches = epoch_of(file, kind, augmentations)
-        assert is_same(epoch_of(file, kind, augmentations, workers=2), batches)
-        assert not is_same(epoch_of(file, kind, augmentations, epoch=1), batches)
-        assert not is_same(batches, plain)
-    idle = python(tmp_path, "AUGMENTATIONS = [lambda image: image]", "own_2.py")
-    assert is_same(epoch_of(file, kind, idle), plain)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("error", ["StopIteration", "SystemExit(0)", "ValueError"])
-def test_what_it_raises_is_an_error_with_file_line_and_image(workers: int, error: str, tmp_path: Path) -> None:
-    """torch would take a StopIteration for the end of the loader, and SystemExit ends a loader process."""
-    own = python(tmp_path, f"def broken(image):\n    raise {error}\n\nAUGMENTATIONS = [broken]\n")
-    with pytest.raises(UserError, match=rf"^{own}, line 2: {error[:8]}.* 'broken' of {tmp_path}/set/images/\d\d\.png"):
-        epoch_of(draw(tmp_path / "set", "detection"), "detection", own, workers)
-
-
 # Errors
 
 
@@ -171,18 +101,10 @@ def test_what_it_raises_is_an_error_with_file_line_and_image(workers: int, error
 @pytest.mark.parametrize(
     ("parts", "value"),
     [
-        ("image", "None"),
-        ("image", "image / 255"),
-        ("image", "image[1:]"),
+        *(("image", value) for value in ("None", "image / 255", "image[1:]")),
+        *(("boxes", value) for value in ("boxes[1:]", "boxes[:, [2, 1, 0, 3]]", "boxes * np.nan", "boxes[:, :3]")),
+        *(("boxes", "'boxes'"), ("classes", "classes + 1"), ("classes", "classes - 1"), ("nothing", "nothing")),
         ("image, boxes", "(image, boxes, 3)"),
-        ("boxes", "boxes[1:]"),
-        ("boxes", "boxes[:, [2, 1, 0, 3]]"),
-        ("boxes", "boxes * np.nan"),
-        ("boxes", "boxes[:, :3]"),
-        ("boxes", "'boxes'"),
-        ("classes", "classes + 1"),
-        ("classes", "classes - 1"),
-        ("nothing", "nothing"),
     ],
 )
 def test_what_a_callable_must_not_return(parts: str, value: str, outlines: bool, tmp_path: Path) -> None:
@@ -207,14 +129,7 @@ def test_objects_with_outlines_stay_where_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "code",
-    [
-        "def f(image):\n  return = 3",
-        "import nothing_of_that_name",
-        "x = 3",
-        "AUGMENTATIONS = []",
-        "AUGMENTATIONS = [3]",
-    ],
+    "code", ["def f(image):\n  return = 3", "import no_name", "x = 3", "AUGMENTATIONS = []", "AUGMENTATIONS = [3]"]
 )
 def test_what_is_no_list_of_augmentations(code: str, tmp_path: Path) -> None:
     file = python(tmp_path, code)

@@ -6,17 +6,19 @@ import errno
 import multiprocessing
 import os
 import pickle
-import re
 import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
+from unittest.mock import Mock
 from weakref import WeakSet
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from data import cache
@@ -37,19 +39,8 @@ def same(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
     return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def sizes_of(files: list[Path]) -> np.ndarray:
-    """Return width and height of each image, or any if it cannot be read."""
-    sizes = []
-    for file in files:
-        try:
-            sizes.append(image_size(file))
-        except OSError:
-            sizes.append((16, 12))
-    return np.array(sizes)
-
-
-def opened(files: list[Path], imgsz: int, smooth: bool, way: str) -> Images:
-    return Images(files, sizes_of(files), imgsz, smooth, cache=way)
+def opened(files: list[Path], imgsz: int, smooth: bool, way: str, reduced: bool = False) -> Images:
+    return Images(files, np.array(list(map(image_size, files))), imgsz, smooth, reduced, cache=way)
 
 
 def cached_files(cache_home: Path) -> list[Path]:
@@ -61,13 +52,6 @@ def files(tmp_path: Path) -> list[Path]:
     """Four images: one of the right size, one to shrink, one to enlarge, one portrait."""
     sizes = ((32, 20), (64, 48), (16, 12), (21, 40))
     return [write_image(tmp_path / f"set/{k}.png", noise(*size, seed=k)) for k, size in enumerate(sizes)]
-
-
-@pytest.fixture
-def photos(tmp_path: Path) -> list[Path]:
-    """A large photo and a small one."""
-    sizes = ((2000, 1200), (64, 48))
-    return [write_image(tmp_path / f"set/{k}.jpg", noise(*size, seed=k)) for k, size in enumerate(sizes)]
 
 
 def unreadable(monkeypatch: pytest.MonkeyPatch, *files: Path) -> None:
@@ -83,10 +67,11 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, *files: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["", "ram", "disk"])
-def test_large_photos_are_reduced_on_request(photos: list[Path], way: str) -> None:
-    sizes = sizes_of(photos)
-    expected = [read_reduced(file, *size, 32) for file, size in zip(photos, sizes.tolist(), strict=True)]
-    images = Images(photos, sizes, 32, reduced=True, cache=way)
+def test_large_photos_are_reduced_on_request(tmp_path: Path, way: str) -> None:
+    sizes = ((2000, 1200), (64, 48))
+    photos = [write_image(tmp_path / f"set/{k}.jpg", noise(*size, seed=k)) for k, size in enumerate(sizes)]
+    expected = [read_reduced(file, *size, 32) for file, size in zip(photos, sizes, strict=True)]
+    images = opened(photos, 32, False, way, reduced=True)
     for _ in range(2):
         assert same(pixels(images), expected)
         images = pickle.loads(pickle.dumps(images))  # as for spawned processes
@@ -113,10 +98,10 @@ def test_images_that_do_not_fit_into_memory_are_read_from_their_files(
         images.read(10)
 
 
-def read_after_the_first(files: list[Path], sizes: np.ndarray) -> tuple[int, list[int]]:
+def read_after_the_first(files: list[Path]) -> tuple[int, list[int]]:
     """Return the size of the memory, and a sum of each image: read by the first process only, and then spoilt."""
     start("cpu", "no", 60.0)
-    images, store = Images(files, sizes, 32, True, cache="ram"), run_store()
+    images, store = opened(files, 32, True, "ram"), run_store()
     assert store is not None
     if ranks().rank == 0:
         store.wait_for_value("opened")  # a process that has ended shares no memory
@@ -131,7 +116,7 @@ def read_after_the_first(files: list[Path], sizes: np.ndarray) -> tuple[int, lis
 
 def test_memory_is_one_for_all_processes(on_processes: OnProcesses, files: list[Path]) -> None:
     expected = [int(image.sum()) for image in pixels(opened(files, 32, True, ""))]
-    first, second = on_processes(2, read_after_the_first, files, sizes_of(files))
+    first, second = on_processes(2, read_after_the_first, files)
     assert first == second
     assert first[1] == expected
 
@@ -139,44 +124,29 @@ def test_memory_is_one_for_all_processes(on_processes: OnProcesses, files: list[
 # Disk
 
 
-def test_disk_survives_a_restart(files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = pixels(opened(files, 32, True, "disk"))
-    assert len(cached_files(cache_home)) == 4
-    assert all((cache_home / "lockstep/images") in path.parents for path in cached_files(cache_home))
-    unreadable(monkeypatch, *files)
-    assert same(pixels(opened(files, 32, True, "disk")), first)
-
-
-def test_disk_notices_a_changed_file(files: list[Path]) -> None:
+def test_disk_survives_a_restart_and_notices_a_changed_file(
+    files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even an edit that keeps size and time."""
     images = opened(files, 32, True, "disk")
     first = pixels(images)
+    assert len(cached_files(cache_home)) == 4
+    assert all((cache_home / "lockstep/images") in path.parents for path in cached_files(cache_home))
     status = files[0].stat()
     write_image(files[0], noise(32, 20, seed=9))
     os.utime(files[0], ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    for way in (images, opened(files, 32, True, "disk")):
-        second = pixels(way)
-        assert np.array_equal(second[0], np.asarray(Image.open(files[0]))[..., ::-1])
-        assert not np.array_equal(second[0], first[0])
-        assert same(second[1:], first[1:])
+    again = opened(files, 32, True, "disk")
+    spoil(files[1])
+    unreadable(monkeypatch, *files[2:])
+    for way in (images, again):
+        assert np.array_equal(way.read(0), np.asarray(Image.open(files[0]))[..., ::-1])
+        assert not np.array_equal(way.read(0), first[0])
+        with pytest.raises(UserError, match=str(files[1])):
+            way.read(1)
+        assert same([way.read(2), way.read(3)], first[2:])
 
 
-def test_disk_notices_an_edit_that_keeps_size_and_time(files: list[Path]) -> None:
-    images = opened(files, 32, True, "disk")
-    pixels(images)
-    spoil(files[0])
-    with pytest.raises(UserError, match=re.escape(str(files[0]))):
-        images.read(0)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(lambda content: content[:-7], id="cut short"),
-        pytest.param(lambda content: content[:20], id="cut in its header"),
-        pytest.param(lambda content: b"", id="empty"),
-        pytest.param(lambda content: b"not an array", id="text"),
-    ],
-)
+@pytest.mark.parametrize("damage", [lambda whole: whole[:-7], lambda whole: whole[:20], lambda _: b"text"])
 def test_a_damaged_file_on_disk_is_replaced(
     files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]
 ) -> None:
@@ -199,18 +169,11 @@ def test_a_tenth_of_the_disk_stays_free(files: list[Path], cache_home: Path, mon
     assert len(cached_files(cache_home)) == 3
 
 
-def failing(file: int) -> NoReturn:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def test_a_full_disk_leaves_nothing(files: list[Path], cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = pixels(opened(files, 32, True, ""))
-    monkeypatch.setattr(os, "fsync", failing)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     assert same(pixels(opened(files, 32, True, "disk")), expected)
     assert cached_files(cache_home) == []
-
-
-# Paths
 
 
 # The ring
@@ -250,51 +213,28 @@ def in_another_process(work: Callable[[], Any]) -> None:
     assert os.WIFSIGNALED(status)
 
 
-def test_a_new_image_replaces_the_oldest() -> None:
-    ring = ImageStore(SHAPES, capacity=3)
-    assert stored(ring) == []
-    put(ring, 7, 1, 4)
-    assert stored(ring) == [1, 4, 7]
-    put(ring, 9, 0)
-    assert stored(ring) == [0, 4, 9]
-
-
-def test_an_image_that_is_being_read_stays() -> None:
-    ring = ImageStore(SHAPES, capacity=2)
-    put(ring, 0, 1)
-    pixels = ring.get(0)
-    assert pixels is not None
-    put(ring, 2, 3)  # both into the other place
-    assert np.array_equal(pixels, filled_image(0))
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(1, 5), st.lists(st.one_of(st.none(), st.integers(0, 39), st.integers(0, 39).map(str)), max_size=40))
+def test_a_new_image_replaces_the_oldest_that_is_not_being_read(capacity: int, steps: list[Any]) -> None:
+    """A number puts an image, a text reads one, and None releases what was read."""
+    ring, slots, following, held = ImageStore(SHAPES, capacity=capacity), {}, 0, {}
+    for step in steps:
+        if step is None:
+            ring.release()
+            held = {}
+        elif isinstance(step, str):
+            slot = next((slot for slot, image in slots.items() if image == int(step)), None)
+            found = ring.get(int(step))
+            assert (found is None) == (slot is None)
+            held |= {slot: found} if slot is not None else {}
+        elif step not in slots.values():
+            ring.put(step, filled_image(step))
+            free = [slot % capacity for slot in range(following, following + capacity) if slot % capacity not in held]
+            if free:
+                slots[free[0]], following = step, free[0] + 1
+        assert all(np.array_equal(image, filled_image(slots[slot])) for slot, image in held.items())
     ring.release()
-    assert stored(ring) == [0, 3]
-    first, second = ring.get(0), ring.get(3)
-    put(ring, 4)  # there is no place for it
-    assert first is not None
-    assert second is not None
-    ring.release()
-    assert stored(ring) == [0, 3]
-
-
-def test_an_image_that_another_process_reads_stays() -> None:
-    ring, both = ImageStore(SHAPES, capacity=2), multiprocessing.get_context("fork").Pipe()
-    put(ring, 0, 1)
-
-    def read_and_wait() -> None:
-        assert ring.get(0) is not None
-        both[1].send("reading")
-        both[1].recv()
-        os._exit(0)
-
-    process = multiprocessing.get_context("fork").Process(target=read_and_wait)
-    process.start()
-    both[0].recv()
-    put(ring, 2, 3)
-    assert stored(ring) == [0, 3]
-    both[0].send("stop")
-    process.join(60)
-    put(ring, 4, 5)
-    assert stored(ring) == [4, 5]
+    assert stored(ring) == sorted(slots.values())
 
 
 class DeadlyImage:

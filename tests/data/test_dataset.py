@@ -1,16 +1,21 @@
-"""The data sets of all tasks by name."""
+"""The data sets of all tasks by name, and what is logged about them."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from data.dataset import DataOptions, class_messages, data_source, problem_warnings, split_identity
+from data.data_yaml import read_spec
+from data.dataset import DataOptions, data_source, log_split, split_identity
+from data.detection import DetectionData
 from tests.making import label_file, plain, write_image, write_yaml
+from utils.batch import Instances
 from utils.config.flags import TrainOptions
 from utils.errors import UserError
 
@@ -26,8 +31,7 @@ def test_a_folder_with_a_folder_per_split_needs_no_yaml(tmp_path: Path, name: st
     source = data_source(str(tmp_path), "data.classification:ClassificationData")
     assert source.names() == {0: "cat", 1: "dog"}
     assert source.files() == {"train": images[:2], "val": images[2:]}
-    if name == "test":
-        assert source.spec.entries["test"] == ("test",)
+    assert source.spec.entries["val"] == (name,)
 
 
 def test_the_identity_of_a_split_takes_any_name(tmp_path: Path) -> None:
@@ -37,26 +41,40 @@ def test_the_identity_of_a_split_takes_any_name(tmp_path: Path) -> None:
         assert split_identity([tmp_path / name], b"labels")["files"].startswith(digest)
 
 
-def test_the_classes_are_named_the_rare_ones_by_their_labels() -> None:
-    names = {0: "cat", 1: "dog", 2: "pig"}
-    assert class_messages(names, np.array([10, 500, 60]), np.array([1, 2, 3])) == ["3 classes: cat, dog, pig"]
-    assert class_messages(names, np.array([9, 500, 0]), np.array([1, 0, 0])) == [
-        "3 classes: cat, dog, pig",
-        "  fewer than 10 training labels: pig (0), cat (9)",
-        "  no validation labels: dog, pig",
-    ]
-    assert class_messages({0: "item"}, np.array([10]), np.array([1])) == ["1 class: item"]
+def split_of(images: list[Path], counts: list[int]) -> Any:
+    """Return a split with so many labels of each class."""
+    classes = np.repeat(np.arange(len(counts)), counts)
+    instances = Instances(np.zeros(len(classes), int), classes)
+    return SimpleNamespace(images=images, instances=lambda: instances, report=lambda title: log_split(title, "", ()))
 
 
-def problems(count: int) -> list[str]:
-    return [f"{number}.png: torn; left out" for number in range(count)]
+def test_a_report_names_rare_classes_and_images_of_both_splits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Links to a folder are resolved."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    spec = read_spec(write_yaml(tmp_path / "data.yaml", {"train": "real", "names": ["cat", "dog", "pig"]}))
+    data = DetectionData(spec, 64, 32, DataOptions())
+    train, again = [tmp_path / "real/a.jpg", tmp_path / "real/b.jpg"], [tmp_path / f"link/{name}.jpg" for name in "bc"]
+    data.report(split_of(train, [10, 500, 60]), split_of(again[1:], [1, 2, 3]))
+    assert capsys.readouterr().out.splitlines()[2:] == ["3 classes: cat, dog, pig"]
+    data.report(split_of(train, [9, 500, 0]), split_of(again, [1, 0, 0]))
+    *_, rare, absent, both = capsys.readouterr().out.splitlines()
+    assert rare.endswith(": pig (0), cat (9)")
+    assert absent.endswith(": dog, pig")
+    assert both.startswith("warning: 1 of the 2 ")
+    assert f"{train[1]};" in both
 
 
-def test_the_first_five_of_many_problems_are_shown_and_the_others_counted() -> None:
-    assert problem_warnings(problems(7), "val") == [
-        *problem_warnings(problems(5), "val"),
-        "warning: 2 more such problems in val; problems.txt in the run folder lists all",
-    ]
+def test_the_first_five_of_many_problems_are_logged_and_the_others_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for count in (5, 7):
+        log_split("val", "x", [f"{number}.png: torn; left out" for number in range(count)])
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[:6] == ["val: x", *(f"warning: {number}.png: torn; left out" for number in range(5))]
+        assert [line.split()[1] for line in lines[6:]] == ["2"] * (count == 7)
 
 
 def test_strict_raises_the_first_problem_without_its_consequence(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The promises that all data sets share are in test_contract.py.
 
 from __future__ import annotations
 
+import math
 import mmap
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,8 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from PIL import ExifTags, Image
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.utils.data import get_worker_info
 
 from data import sampler
@@ -25,7 +27,7 @@ from data.dataset import DataOptions, empty_pixels
 from data.detection import DetectionData, collate, to_tensors
 from data.segmentation import SegmentationData
 from tests.making import label_file, plain, write_image, write_yaml
-from utils.batch import Batch, ImageInfo, Placement
+from utils.batch import Batch, Placement
 from utils.config.hyperparameters import Hyperparameters
 from utils.distributed import ranks
 from utils.errors import UserError
@@ -41,6 +43,10 @@ EVERYTHING = Hyperparameters(
 # Width and height of the images of the small data set; the fourth is background.
 SIZES = ((64, 64), (64, 48), (40, 64), (30, 30), (100, 50), (48, 96), (64, 20), (20, 64), (70, 61), (33, 47), (64, 64),
          (80, 60))  # fmt: skip
+
+
+class Stretched(DetectionData):
+    fit = "stretch"
 
 
 def data_of(folder: Path, names: int = 3, imgsz: int = 64, **options: Any) -> DetectionData:
@@ -60,12 +66,6 @@ def evaluation_batch(data: DetectionData, square: bool = True) -> Batch:
     split = data.split("val")
     (batch,) = data.evaluation_loader(split, data.evaluation_batches(split, batch_size=16, square=square))
     return batch
-
-
-def turned_clockwise() -> Image.Exif:
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6
-    return exif
 
 
 @pytest.fixture
@@ -177,18 +177,6 @@ def test_multi_scale_batches_have_the_usual_targets(folder: Path) -> None:
     assert equal > 8
 
 
-def outline(folder: Path) -> None:
-    """Replace each box of a data set by a diamond with the same bounds."""
-    for file in (folder / "labels").iterdir():
-        rows = [list(map(float, line.split())) for line in file.read_text().splitlines()]
-        file.write_text(
-            "\n".join(
-                f"{int(label)} {x} {y - h / 2} {x + w / 2} {y} {x} {y + h / 2} {x - w / 2} {y}"
-                for label, x, y, w, h in rows
-            )
-        )
-
-
 def test_objects_are_pasted_along_polygons(folder: Path) -> None:
     data, hyp = data_of(folder), replace(EVERYTHING, copy_paste=1.0)
 
@@ -196,11 +184,13 @@ def test_objects_are_pasted_along_polygons(folder: Path) -> None:
         return sum(len(batch.targets) for batch in epoch_of(data, replace(hyp, **changes)))
 
     assert targets() == targets(copy_paste=0.0)  # there are only boxes
-    outline(folder)
+    for file in (folder / "labels").iterdir():  # diamonds with the same bounds
+        rows = [list(map(float, line.split())) for line in file.read_text().splitlines()]
+        corners = [(n, x, y - h / 2, x + w / 2, y, x, y + h / 2, x - w / 2, y) for n, x, y, w, h in rows]
+        file.write_text("\n".join(f"{int(label)} {' '.join(map(str, points))}" for label, *points in corners))
     with_polygons, bare = data.split("train", hyp), data.split("train", EVERYTHING)
-    assert with_polygons.labels.polygons is not None
-    assert bare.labels.polygons is None
     assert with_polygons.identity() == bare.identity()
+    assert (with_polygons.labels.polygons is None, bare.labels.polygons) == (False, None)
     assert targets() > targets(copy_paste=0.0)
     assert targets(mosaic=0.0) == targets(mosaic=0.0, copy_paste=0.0)  # into mosaics only
 
@@ -223,120 +213,81 @@ def test_rows_with_key_points_are_boxes(tmp_path: Path, kind: type[DetectionData
     assert f"kpt_shape: {shape}" in message
 
 
-def test_a_pixel_of_the_file_is_found_in_the_batch_and_back(tmp_path: Path) -> None:
-    pixels = np.zeros((64, 128, 3), np.uint8)
-    pixels[20:24, 40:48] = 255
-    # x 40 to 48 of 128, y 20 to 24 of 64
-    file = write_image(tmp_path / "images/a.png", pixels, f"1 {44 / 128} {22 / 64} {8 / 128} {4 / 64}")
-    batch = evaluation_batch(data_of(tmp_path))
-    (info,) = batch.infos
-    assert info[:3] == (0, str(file), (128, 64))
-    assert info.rows.tolist() == [[1, 44 / 128, 22 / 64, 8 / 128, 4 / 64]]
-    # halved to 64x32, then 16 grey rows above and below
-    assert info.placement == Placement((0.5, 0.5), (0, 16))
-    wanted = torch.full((64, 64), 114, dtype=torch.uint8)
-    wanted[16:48] = 0
-    wanted[26:28, 20:24] = 255
-    assert torch.equal(batch.images[0], wanted.expand(3, 64, 64))
-    assert batch.targets.tolist() == [[0, 1, 22 / 64, 27 / 64, 4 / 64, 2 / 64]]
-    (scale_x, scale_y), (left, top) = info.placement
-    assert (40 * scale_x + left, 20 * scale_y + top) == (20, 26)
-    assert ((24 - left) / scale_x, (28 - top) / scale_y) == (48, 24)
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.integers(12, 200), st.integers(12, 200), st.booleans(), st.booleans(), st.integers(0, 2**32))
+def test_a_box_of_the_file_is_found_in_the_batch_and_back(
+    tmp_path_factory: pytest.TempPathFactory, width: int, height: int, is_square: bool, is_stretched: bool, seed: int
+) -> None:
+    """A white box on black, through a placement of one gain; images are never enlarged into half a stride more."""
+    folder = tmp_path_factory.getbasetemp() / "placed"
+    (x1, y1), (x2, y2) = np.sort(np.random.default_rng(seed).integers(0, (width, height), (2, 2)), 0).tolist()
+    x2, y2 = x2 + 1, y2 + 1
+    pixels = plain(width, height, 0)
+    pixels[y1:y2, x1:x2] = 255
+    sides = (x2 - x1) / width, (y2 - y1) / height
+    row = f"1 {(x1 + x2) / 2 / width} {(y1 + y2) / 2 / height} {sides[0]} {sides[1]}"
+    file = write_image(folder / "images/a.png", pixels, row)
+    data = data_of(folder)
+    batch = evaluation_batch(Stretched(data.spec, 64, 32, DataOptions()) if is_stretched else data, is_square)
+    (info,), (rows, columns) = batch.infos, batch.images.shape[2:]
+    assert (info.image, info.path, info.size, info.rows.tolist()) == (0, str(file), (width, height), [
+        [1, *pytest.approx([(x1 + x2) / 2 / width, (y1 + y2) / 2 / height, *sides])]
+    ])  # fmt: skip
+    (gain_x, gain_y), (left, top) = info.placement
+    if is_stretched:
+        assert ((gain_x, gain_y), (left, top)) == ((64 / width, 64 / height), (0, 0))
+        assert (rows, columns) == (64, 64)
+    else:
+        assert gain_x == gain_y == 64 / max(width, height)
+        needed = [side * 64 / max(width, height) / 32 for side in (height, width)]
+        assert (rows, columns) == ((64, 64) if is_square else tuple(32 * math.ceil(side + 0.5) for side in needed))
+        assert (left, top) == ((columns - math.ceil(width * gain_x)) // 2, (rows - math.ceil(height * gain_y)) // 2)
+    # The other side is rounded up, by less than a pixel.
+    box = batch.targets[0, 2:] * torch.tensor([columns, rows] * 2)
+    expected = [(x1 + x2) / 2 * gain_x + left, (y1 + y2) / 2 * gain_y + top, (x2 - x1) * gain_x, (y2 - y1) * gain_y]
+    assert box.tolist() == pytest.approx(expected, abs=1.01)
+    ys, xs = (batch.images[0, 0] > 200).nonzero(as_tuple=True)
+    if len(xs):
+        found = [xs.min(), ys.min(), xs.max() + 1, ys.max() + 1]
+        low, high = box[:2] - box[2:] / 2, box[:2] + box[2:] / 2
+        assert [float(edge) for edge in found] == pytest.approx([*low.tolist(), *high.tolist()], abs=1.5)
 
 
-def test_images_may_be_stretched(tmp_path: Path) -> None:
-    """In training, in evaluation, whose batches are square then, and for detect.py."""
+def test_images_may_be_stretched_in_training_and_for_detect(tmp_path: Path) -> None:
     pixels = np.zeros((64, 128, 3), np.uint8)
     pixels[16:32, 64:128] = 255
     write_image(tmp_path / "images/a.png", pixels, "1 0.75 0.375 0.5 0.25")
-
-    class Stretched(DetectionData):
-        fit = "stretch"
-
-    data = Stretched(data_of(tmp_path).spec, 64, 32, DataOptions())
-    (trained,) = epoch_of(data, NOTHING, batch_size=1)
-    evaluated = evaluation_batch(data, square=False)
+    (batch,) = epoch_of(Stretched(data_of(tmp_path).spec, 64, 32, DataOptions()), NOTHING, batch_size=1)
     wanted = torch.zeros(64, 64, dtype=torch.uint8)
     wanted[16:32, 32:] = 255
-    for batch in (trained, evaluated):
-        assert torch.equal(batch.images[0], wanted.expand(3, 64, 64))
-        assert batch.targets.tolist() == [[0, 1, 0.75, 0.375, 0.5, 0.25]]
-    assert evaluated.infos[0].placement == Placement((0.5, 1.0), (0, 0))
+    assert batch.targets.tolist() == [[0, 1, 0.75, 0.375, 0.5, 0.25]]
     image, _, info = Stretched.item(pixels, "a.png", (64, 64), 32)
+    assert torch.equal(batch.images[0], wanted.expand(3, 64, 64))
     assert torch.equal(image, wanted.expand(3, 64, 64))
     assert info.placement == Placement((0.5, 1.0), (0, 0))
-
-
-def test_a_rectangular_batch_has_half_a_stride_more_and_never_enlarges_into_it(tmp_path: Path) -> None:
-    write_image(tmp_path / "images/a.png", plain(128, 64, 0), "0 0.5 0.5 1 1")
-    batch = evaluation_batch(data_of(tmp_path), square=False)
-    # 32 / 32 + 0.5 and 64 / 32 + 0.5 strides, rounded up: 64 and 96, around an image of 64x32
-    assert batch.images.shape == (1, 3, 64, 96)
-    assert (batch.images[0, :, 16:48, 16:80] == 0).all()
-    assert (batch.images == 0).sum() == 3 * 32 * 64
-    assert batch.infos[0].placement == Placement((0.5, 0.5), (16, 16))
-    assert batch.targets[0].tolist() == pytest.approx([0, 0, 0.5, 0.5, 64 / 96, 32 / 64])
-
-
-def test_a_placement_has_one_gain(tmp_path: Path) -> None:
-    write_image(tmp_path / "images/a.png", plain(100, 33, 0), "0 0.5 0.5 1 1")
-    batch = evaluation_batch(data_of(tmp_path))
-    scale, offset = batch.infos[0].placement
-    assert scale == pytest.approx((0.64, 0.64))  # though 21.12 rows are rounded up
-    assert offset == (0, 21)
-    assert (batch.images[0, 0, :, 5] == 0).nonzero().ravel().tolist() == list(range(21, 43))
-    assert batch.targets[0].tolist() == pytest.approx([0, 0, 0.5, 0.5, 1, 22 / 64])
-
-
-def test_a_sideways_image_has_its_labels_where_its_upright_pixels_are(tmp_path: Path) -> None:
-    pixels = np.zeros((64, 128, 3), np.uint8)
-    pixels[:8, :16] = 255  # turned clockwise, this corner comes to the top right
-    # upright it is 64x128 with the white part at x 56 to 64, y 0 to 16
-    row = f"0 {60 / 64} {8 / 128} {8 / 64} {16 / 128}"
-    write_image(tmp_path / "images/a.tif", pixels, row, exif=turned_clockwise())
-    batch = evaluation_batch(data_of(tmp_path))
-    assert batch.infos[0].size == (64, 128)
-    assert batch.infos[0].placement == Placement((0.5, 0.5), (16, 0))
-    wanted = torch.full((64, 64), 114, dtype=torch.uint8)
-    wanted[:, 16:48] = 0
-    wanted[:8, 44:48] = 255
-    assert torch.equal(batch.images[0, 0], wanted)
-    assert batch.targets.tolist() == [[0, 0, 46 / 64, 4 / 64, 4 / 64, 8 / 64]]
 
 
 # Documents
 
 
-def labelled(tmp_path: Path) -> DetectionData:
+def test_documents(tmp_path: Path) -> None:
     """Training: classes 0, 0 and 2 in one image, 2 in another, nothing in a third. Validation: class 1."""
     write_image(tmp_path / "images/train/a.png", None, "0 .5 .5 .25 .5", "2 .5 .5 1 1", "0 0.123456 .5 .1 .2")
     write_image(tmp_path / "images/train/b.png", None, "2 .4 .5 .3 .2")
     write_image(tmp_path / "images/train/c.png")
-    write_image(tmp_path / "images/val/d.png", None, "1 .5 .5 .5 .5")
+    write_image(tmp_path / "images/val/d.png", plain(20, 10), "1 .5 .5 .5 .5")
     content = {"train": "images/train", "val": "images/val", "names": ['a, "b"', "car", "disc"]}
-    return DetectionData(read_spec(write_yaml(tmp_path / "data.yaml", content)), 64, 32, DataOptions())
-
-
-def test_documents(tmp_path: Path) -> None:
-    data = labelled(tmp_path)
-    assert data.documents(data.split("train"), data.split("val")) == {
-        "labels.csv": (
-            "split,class,images,instances\n"
-            'train,"a, ""b""",1,2\n'
-            "train,car,0,0\n"
-            "train,disc,2,2\n"
-            'val,"a, ""b""",0,0\n'
-            "val,car,1,1\n"
-            "val,disc,0,0\n"
-        ),
-        "boxes.csv": (
-            "class,x,y,width,height\n"
-            '"a, ""b""",0.5,0.5,0.25,0.5\n'
-            "disc,0.5,0.5,1,1\n"
-            '"a, ""b""",0.12346,0.5,0.1,0.2\n'
-            "disc,0.4,0.5,0.3,0.2\n"
-        ),
-    }
+    data = DetectionData(read_spec(write_yaml(tmp_path / "data.yaml", content)), 64, 32, DataOptions())
+    documents = data.documents(data.split("train"), data.split("val"))
+    assert documents["labels.csv"].split("\n") == [
+        *("split,class,images,instances", 'train,"a, ""b""",1,2', "train,car,0,0", "train,disc,2,2"),
+        *('val,"a, ""b""",0,0', "val,car,1,1", "val,disc,0,0", ""),
+    ]
+    assert documents["boxes.csv"].split("\n") == [
+        *("class,x,y,width,height", '"a, ""b""",0.5,0.5,0.25,0.5', "disc,0.5,0.5,1,1"),
+        *('"a, ""b""",0.12346,0.5,0.1,0.2', "disc,0.4,0.5,0.3,0.2", ""),
+    ]
+    assert data.split("val").side_lengths(100).tolist() == [[50, 25]]
 
 
 # Tensors
@@ -353,28 +304,13 @@ def test_targets_are_cut_at_the_edges_of_the_image() -> None:
     assert targets.numpy() == pytest.approx(np.array([[3, 0.375, 0.6, 0.75, 0.8], [1, 0.3, 0.75, 0.2, 0.5]]))
 
 
-def info(number: int) -> ImageInfo:
-    return ImageInfo(number, f"{number}.png", (8, 8), Placement((1, 1), (0, 0)), np.zeros((0, 5), np.float32))
-
-
 # Splits
-
-
-def test_an_unknown_class_is_an_error_that_names_the_label_file(tmp_path: Path) -> None:
-    write_image(tmp_path / "images/0.png").write_bytes(b"not an image")  # left out
-    write_image(tmp_path / "images/a.png", None, "2 .5 .5 .5 .5")
-    write_image(tmp_path / "images/b.png", None, "3 .5 .5 .5 .5")
-    with pytest.raises(UserError, match=r"/labels/b\.txt, line 1 has class 3, but `names` of .*data\.yaml ends at 2"):
-        data_of(tmp_path).split("train")
 
 
 def test_a_single_cls_takes_every_class_for_one(tmp_path: Path) -> None:
     write_image(tmp_path / "images/a.png", plain(64, 64), "7 .5 .5 .5 .5", "0 .25 .25 .5 .5")
     data = data_of(tmp_path, names=1, single_cls=True)
     assert data.split("train").labels.rows[:, 0].tolist() == [0, 0]
-    batch = evaluation_batch(data)
-    assert batch.targets.tolist() == [[0, 0, 0.5, 0.5, 0.5, 0.5], [0, 0, 0.25, 0.25, 0.5, 0.5]]
-    assert batch.infos[0].rows[:, 0].tolist() == [0, 0]
-    # the label cache has the classes of the file
-    with pytest.raises(UserError, match="has class 7"):
+    assert evaluation_batch(data).targets.tolist() == [[0, 0, 0.5, 0.5, 0.5, 0.5], [0, 0, 0.25, 0.25, 0.5, 0.5]]
+    with pytest.raises(UserError, match="class 7"):  # the label cache has the classes of the file
         data_of(tmp_path, names=1).split("train")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,23 +78,16 @@ def test_the_kind_of_a_camera_or_address(source: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    "source",
     [
-        ("", "does not exist"),
-        ("nowhere.jpg", "nowhere.jpg"),
-        ("nowhere/*.jpg", "does not exist"),
-        ("{folder}/notes.md", "has no picture or video"),
-        ("{folder}/empty.txt", "is an empty list"),
-        ("{folder}/nowhere.txt", "cannot be read as a list"),
-        ("{folder}/pipe.txt", "cannot be read as a list"),
-        ("9" * 20, "does not exist"),
-        ("\u00b2", "does not exist"),
+        *("nowhere", "nowhere.jpg", "nowhere/*.jpg", "{folder}/notes.md", "{folder}/empty.txt", "{folder}/nowhere.txt"),
+        *("{folder}/pipe.txt", "9" * 20, "\u00b2"),
     ],
 )
-def test_a_source_without_items_is_an_error(folder: Path, source: str, message: str) -> None:
+def test_a_source_without_items_is_an_error(folder: Path, source: str) -> None:
     (folder / "empty.txt").write_text("\n")
     os.mkfifo(folder / "pipe.txt")
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=re.escape(source.format(folder=folder))):
         find_media(source.format(folder=folder))
 
 
@@ -109,40 +103,24 @@ def test_frames_of_a_folder(folder: Path) -> None:
     assert [frame.fps for frame in frames] == [0.0] * 2 + [10.0] * FRAMES
 
 
-def test_every_third_frame(folder: Path) -> None:
-    media = Media([MediaItem("video", str(folder / "v.avi"))], stride=3)
-    frames = list(media)
-    assert [frame.number for frame in frames] == brightness(frames) == [0, 3, 6]
-
-
-def test_dangling_links_and_pipes_are_reported(folder: Path) -> None:
+def test_unreadable_items_are_reported_and_the_others_are_read(folder: Path) -> None:
     """A pipe is not opened: to read it may wait forever."""
+    (folder / "a.JPG").write_bytes(b"no picture")
+    (folder / "c.mp4").write_bytes(b"no video")
     (folder / "gone.jpg").symlink_to(folder / "nowhere.jpg")
     for name in ("pipe.jpg", "pipe.mp4"):
         os.mkfifo(folder / name)
-    media = Media(find_media(str(folder)))
-    assert len(list(media)) == 2 + FRAMES
-    gone, *pipes = media.problems
-    assert gone.startswith(f"{folder}/gone.jpg cannot be read as an image (")
-    advice = "is not a regular file; give the name of a picture or video"
-    assert pipes == [f"{folder}/pipe.jpg {advice}", f"{folder}/pipe.mp4 {advice}"]
-
-
-def test_unreadable_items_are_reported_and_the_others_are_read(folder: Path) -> None:
-    (folder / "a.JPG").write_bytes(b"no picture")
-    (folder / "c.mp4").write_bytes(b"no video")
     content = (folder / "v.avi").read_bytes()
     (folder / "w.avi").write_bytes(content[: len(content) // 2])
-    media = Media([*find_media(str(folder)), MediaItem("picture", "missing.png")])
-    read = [Path(frame.item.name).name for frame in media]
-    assert {"b.png", "v.avi"} <= set(read)
-    assert read.count("w.avi") < FRAMES
-    assert [problem.split(" cannot")[0] for problem in media.problems] == [
-        str(folder / "a.JPG"),
-        str(folder / "c.mp4"),
-        str(folder / "w.avi"),
-        "missing.png",
-    ]
+    media = Media([*find_media(str(folder)), MediaItem("picture", "missing.png")], stride=3)
+    frames = list(media)
+    read = [Path(frame.item.name).name for frame in frames]
+    assert [frame.number for frame in frames[1:4]] == brightness(frames[1:4]) == [0, 3, 6]
+    assert read[:4] == ["b.png", *["v.avi"] * 3]
+    assert read.count("w.avi") < 3
+    bad = ("a.JPG", "c.mp4", "gone.jpg", "pipe.jpg", "pipe.mp4", "w.avi")
+    named = [problem.split(" cannot")[0].split(" is not")[0] for problem in media.problems]
+    assert named == [*(str(folder / name) for name in bad), "missing.png"]
 
 
 # Streams

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import cv2
 import numpy as np
 import pytest
 
-from data.polygons import Polygons, is_inside, joined, mask_outline
+from data.polygons import Polygons, is_inside, mask_outline
 
 SQUARE = np.array(((2, 2), (6, 2), (6, 6), (2, 6)), np.float32)
 NONE = np.zeros((0, 2), np.float32)
@@ -16,33 +14,12 @@ NONE = np.zeros((0, 2), np.float32)
 BENT = np.array(((1, 4), (1, 6), (-3, 6), (-3, -3), (6, -3), (6, 1), (4, 1), (4, -2), (-2, -2), (-2, 4)), np.float32)
 
 
-def points_of(polygons: Polygons) -> list[list[list[float]]]:
-    return [points.tolist() for points in polygons.outlines()]
-
-
-def test_polygons_are_parts_of_flat_arrays() -> None:
-    polygons = Polygons.of((SQUARE, NONE, BENT))
-    assert polygons.counts.tolist() == [4, 0, 10]
-    assert points_of(polygons) == [SQUARE.tolist(), [], BENT.tolist()]
-    assert points_of(polygons.between(1, 3)) == [[], BENT.tolist()]
-    assert points_of(polygons.between(1, 1)) == []
-    assert points_of(polygons.subset(np.array((True, False, True)))) == [SQUARE.tolist(), BENT.tolist()]
-    assert points_of(Polygons.joined((polygons, Polygons.of(()), Polygons.of((SQUARE,))))) == [
-        *points_of(polygons), SQUARE.tolist(),
-    ]  # fmt: skip
-    assert polygons.extents().tolist() == [[2, 2, 6, 6], [0, 0, 0, 0], [-3, -3, 6, 6]]
-    assert points_of(polygons.at(polygons.points + 1))[0] == (SQUARE + 1).tolist()
-    assert Polygons.of(()).extents().shape == (0, 4)
-
-
 @pytest.mark.parametrize(
     ("outline", "bounds", "extent"),
     [
-        pytest.param(SQUARE, (0, 0, 9, 9), (2, 2, 6, 6), id="inside"),
         pytest.param(SQUARE, (2, 2, 6, 6), (2, 2, 6, 6), id="exactly inside"),
         pytest.param(SQUARE, (3, 1, 9, 5), (3, 2, 6, 5), id="two edges"),
         pytest.param(SQUARE, (3, 3, 4, 5), (3, 3, 4, 5), id="around the rectangle"),
-        pytest.param(SQUARE, (7, 0, 9, 9), (0, 0, 0, 0), id="outside"),
         pytest.param(SQUARE, (6, 0, 9, 9), (0, 0, 0, 0), id="only touching"),
         pytest.param(NONE, (0, 0, 9, 9), (0, 0, 0, 0), id="no points"),
         pytest.param(BENT, (0, 0, 9, 9), (0, 0, 6, 6), id="around a corner"),
@@ -93,15 +70,6 @@ def inside(points: list[tuple[float, float]], shape: tuple[int, int]) -> np.ndar
     outline = np.array(points)
     centres = [[(x + 0.5, y + 0.5) for x in range(shape[1])] for y in range(shape[0])]
     return np.array([[is_inside(np.array(centre), outline) for centre in row] for row in centres], np.uint8)
-
-
-def test_parts_are_joined_at_the_first_of_their_nearest_points() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        first, second = ([tuple(map(float, point)) for point in rng.integers(0, 6, (9, 2))] for _ in range(2))
-        _, here, there = min((math.dist(a, b), i, j) for i, a in enumerate(first) for j, b in enumerate(second))
-        expected = [*first[: here + 1], *second[there:], *second[: there + 1], *first[here:]]
-        assert joined([first, second]) == expected
 
 
 def test_the_outline_of_a_mask_goes_around_its_pixels_and_no_others() -> None:

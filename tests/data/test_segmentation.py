@@ -13,10 +13,11 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from data.data_yaml import read_spec
 from data.dataset import DataOptions
-from data.detection import DetectionData
 from data.polygons import Polygons
 from data.segmentation import SegmentationData, TargetMasks, evaluation_masks, training_masks
 from tests.making import noise, plain, write_image, write_yaml
@@ -50,17 +51,21 @@ def evaluation_batch(data: SegmentationData, square: bool = True) -> Segmentatio
     return batch
 
 
-def masks_of(batch: SegmentationBatch) -> list[np.ndarray]:
+def whole_masks(windows: np.ndarray, pixels: np.ndarray, height: int, width: int) -> list[np.ndarray]:
     """Return the mask of each target as a whole mask map, bool."""
-    height, width = batch.images.shape[2] // 4, batch.images.shape[3] // 4
     masks, start = [], 0
-    for left, top, right, bottom in batch.windows.tolist():
+    for left, top, right, bottom in windows.tolist():
         whole, end = np.zeros((height, width), bool), start + (right - left) * (bottom - top)
-        whole[top:bottom, left:right] = batch.mask_pixels[start:end].numpy().reshape(bottom - top, right - left)
+        whole[top:bottom, left:right] = pixels[start:end].reshape(bottom - top, right - left)
         masks.append(whole)
         start = end
-    assert start == len(batch.mask_pixels)
+    assert start == len(pixels)
     return masks
+
+
+def masks_of(batch: SegmentationBatch) -> list[np.ndarray]:
+    height, width = batch.images.shape[2:]
+    return whole_masks(batch.windows, batch.mask_pixels.numpy(), height // 4, width // 4)
 
 
 @pytest.fixture
@@ -116,17 +121,13 @@ def test_without_augmentation_masks_are_the_labels(tmp_path: Path) -> None:
     assert (masks_of(batch)[0] & masks_of(batch)[1]).sum() > 10
 
 
-def test_an_item_without_targets_has_no_masks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_item_without_targets_has_no_masks(tmp_path: Path, workers: int) -> None:
     write_image(tmp_path / "images/a.png", plain(64, 64))
     write_image(tmp_path / "images/b.png", plain(64, 64), "0 .5 .5 .5 .5")
-    batches = epoch_of(data_of(tmp_path), NOTHING, batch_size=1)
+    batches = epoch_of(data_of(tmp_path, workers=workers), NOTHING, batch_size=1)
     (empty,) = [batch for batch in batches if not len(batch.targets)]
     assert (empty.windows.shape, empty.mask_pixels.shape, empty.host_targets.shape) == ((0, 4), (0,), (0, 6))
-    for workers in (0, 1):
-        (background,) = [
-            batch for batch in epoch_of(data_of(tmp_path, workers=workers), NOTHING, 1) if not len(batch.targets)
-        ]
-        assert background.mask_pixels.shape == (0,)
 
 
 # Evaluation
@@ -146,84 +147,50 @@ def test_an_evaluated_mask_has_all_its_pixels_and_its_outline(diamonds: Path) ->
     assert info.outlines[0].tolist() == [[0.25, 0.25], [0.75, 0.25], [0.75, 0.75], [0.25, 0.75]]
     assert info.outlines[1].tolist() == [[0, 0], [0.5, 0], [0.5, 1], [0, 1]]
     assert len(info.rows) == 2
-    boxes = DetectionData(data_of(diamonds).spec, 64, 32, DataOptions())
-    split = boxes.split("val")
-    (same,) = boxes.evaluation_loader(split, boxes.evaluation_batches(split, 16, square=True))
-    assert torch.equal(same.images, batch.images)
-    assert torch.equal(same.targets, batch.targets)
-    assert [info[:4] for info in same.infos] == [info[:4] for info in batch.infos]
 
 
-# Labels
-
-
-def test_an_outline_that_crosses_itself_is_filled_where_it_goes_around_once(tmp_path: Path) -> None:
-    """A bow tie, and a square in a square in one outline: its inner part is a hole."""
-    write_image(
-        tmp_path / "images/a.png", plain(64, 64), "0 0 0 1 1 1 0 0 1",
-        "1 0 0 1 0 1 1 0 1 0 0 .25 .25 .75 .25 .75 .75 .25 .75 .25 .25",
-    )  # fmt: skip
-    bow, hollow = masks_of(evaluation_batch(data_of(tmp_path)))
-    assert bow[8, [1, 14]].all()
-    assert not bow[[1, 14], 8].any()
-    assert hollow[1:3].all()
-    assert not hollow[5:11, 6:11].any()
-
-
-# Masks of objects, compared pixel for pixel with masks of whole images
+# Masks of any outlines, compared pixel for pixel with masks of whole images
 
 SHAPE = (96, 128)  # height and width
+examples = settings(max_examples=40, deadline=None, derandomize=True)
+# Centre, radius and directions of corners, some at the image's edges.
+OUTLINE = st.tuples(
+    st.integers(0, 128), st.integers(0, 96), st.integers(1, 30), st.lists(st.floats(0, 6.28), min_size=3, max_size=9)
+)
+OUTLINES = st.lists(OUTLINE, min_size=1, max_size=12)
 
 
-def objects(seed: int, count: int = 12) -> tuple[Polygons, np.ndarray]:
-    """Return random outlines, half of them at the image's edges, and their targets."""
-    rng = np.random.default_rng(seed)
+def objects(drawn: list[Any]) -> tuple[Polygons, np.ndarray]:
+    """Return polygons and their targets."""
     outlines = []
-    for number in range(count):
-        centre = rng.uniform(0, SHAPE[::-1]) if number % 2 else rng.uniform(30, 60, 2)
-        angles = np.sort(rng.uniform(0, 2 * np.pi, rng.integers(3, 9)))
-        radii = rng.uniform(0.3, 1, len(angles)) * rng.choice((4, 12, 30))
-        points = centre + np.stack((np.cos(angles), np.sin(angles)), 1) * radii[:, None]
+    for x, y, radius, angles in drawn:
+        points = (x, y) + radius * np.stack((np.cos(angles), np.sin(angles)), 1)
         outlines.append(points.clip(0, SHAPE[::-1]).astype(np.float32))
     polygons = Polygons.of(outlines)
     return polygons, targets_of(polygons.extents())
 
 
 def targets_of(boxes: np.ndarray) -> np.ndarray:
-    sides = np.array((SHAPE[1], SHAPE[0]) * 2, np.float32)
-    shares = np.asarray(boxes, np.float32) / sides
+    shares = np.asarray(boxes, np.float32) / np.array((SHAPE[1], SHAPE[0]) * 2, np.float32)
     centre, size = (shares[:, :2] + shares[:, 2:]) / 2, shares[:, 2:] - shares[:, :2]
     return np.concatenate((np.arange(len(boxes), dtype=np.float32)[:, None], centre, size), 1)
 
 
-def whole_masks(polygons: Polygons, ratio: int) -> list[np.ndarray]:
-    """Return the masks of whole images: filled at full size, then shrunk bilinearly."""
-    masks = []
-    for outline in polygons.outlines():
-        mask = np.zeros(SHAPE, np.uint8)
-        cv2.fillPoly(mask, [outline.astype(np.int32)], 1)
-        masks.append(cv2.resize(mask, (SHAPE[1] // ratio, SHAPE[0] // ratio)))
-    return masks
+def filled(outline: np.ndarray, ratio: int, kind: type = np.uint8) -> np.ndarray:
+    """Return the mask of a whole image: filled at full size, then shrunk bilinearly."""
+    mask = np.zeros(SHAPE, kind)
+    cv2.fillPoly(mask, [outline.astype(np.int32)], 1)
+    return cv2.resize(mask, (SHAPE[1] // ratio, SHAPE[0] // ratio))
 
 
 def to_map(mask: np.ndarray) -> np.ndarray:
     """Bring a mask to a quarter of the image's size by nearest pixels."""
-    height, width = SHAPE[0] // 4, SHAPE[1] // 4
-    rows, columns = (np.arange(new) * old // new for new, old in zip((height, width), mask.shape, strict=True))
+    rows, columns = (np.arange(new // 4) * old // (new // 4) for new, old in zip(SHAPE, mask.shape, strict=True))
     return mask[rows][:, columns]
 
 
 def split_masks(masks: TargetMasks) -> list[np.ndarray]:
-    """Return the mask of each target as a whole mask map."""
-    wholes, start = [], 0
-    for left, top, right, bottom in masks.windows.tolist():
-        end = start + (right - left) * (bottom - top)
-        whole = np.zeros((SHAPE[0] // 4, SHAPE[1] // 4), np.uint8)
-        whole[top:bottom, left:right] = masks.pixels[start:end].reshape(bottom - top, right - left)
-        wholes.append(whole)
-        start = end
-    assert start == len(masks.pixels)
-    return wholes
+    return whole_masks(masks.windows, masks.pixels, SHAPE[0] // 4, SHAPE[1] // 4)
 
 
 def in_box(target: np.ndarray) -> np.ndarray:
@@ -235,38 +202,31 @@ def in_box(target: np.ndarray) -> np.ndarray:
     return (columns >= x1) & (columns < x2) & (rows >= y1) & (rows < y2)
 
 
-@pytest.mark.parametrize("ratio", [1, 2, 3, 4, 5, 8, 16])
-def test_training_masks_equal_those_of_whole_images(ratio: int) -> None:
-    for seed in range(8):
-        polygons, targets = objects(seed)
-        wholes = whole_masks(polygons, ratio)
-        order, masks = training_masks(polygons, targets, SHAPE, ratio, overlap=False)
-        assert order.tolist() == list(range(len(targets)))
-        for got, whole, target in zip(split_masks(masks), wholes, targets, strict=True):
-            assert np.array_equal(got, to_map(whole) * in_box(target))
-        order, masks = training_masks(polygons, targets, SHAPE, ratio, overlap=True)
-        assert order.tolist() == sorted(range(len(wholes)), key=lambda number: -int(wholes[number].sum()))
-        owners = np.zeros_like(wholes[0], int)
-        for place, number in enumerate(order.tolist(), 1):
-            owners[wholes[number] > 0] = place
-        for place, (got, target) in enumerate(zip(split_masks(masks), targets[order], strict=True), 1):
-            assert np.array_equal(got, (to_map(owners) == place) * in_box(target))
+@examples
+@given(st.sampled_from([1, 2, 3, 4, 5, 8, 16]), OUTLINES)
+def test_training_masks_equal_those_of_whole_images(ratio: int, drawn: list[Any]) -> None:
+    polygons, targets = objects(drawn)
+    wholes = [filled(outline, ratio) for outline in polygons.outlines()]
+    order, masks = training_masks(polygons, targets, SHAPE, ratio, overlap=False)
+    assert order.tolist() == list(range(len(targets)))
+    for got, whole, target in zip(split_masks(masks), wholes, targets, strict=True):
+        assert np.array_equal(got, to_map(whole) * in_box(target))
+    order, masks = training_masks(polygons, targets, SHAPE, ratio, overlap=True)
+    assert order.tolist() == sorted(range(len(wholes)), key=lambda number: -int(wholes[number].sum()))
+    owners = np.zeros_like(wholes[0], int)
+    for place, number in enumerate(order.tolist(), 1):
+        owners[wholes[number] > 0] = place
+    for place, (got, target) in enumerate(zip(split_masks(masks), targets[order], strict=True), 1):
+        assert np.array_equal(got, (to_map(owners) == place) * in_box(target))
 
 
-def test_evaluated_masks_equal_those_of_whole_images_with_all_their_pixels() -> None:
-    sums, outside = 0, 0
-    for seed in range(8):
-        polygons, targets = objects(seed)
-        masks = evaluation_masks(polygons, targets, SHAPE)
-        for got, outline, target in zip(split_masks(masks), polygons.outlines(), targets, strict=True):
-            mask = np.zeros(SHAPE, np.float32)
-            cv2.fillPoly(mask, [outline.astype(np.int32)], 1.0)
-            expected = cv2.resize(mask, (SHAPE[1] // 4, SHAPE[0] // 4)) > 0.5
-            assert np.array_equal(got, expected)
-            sums += expected.sum()
-            outside += (expected & ~in_box(target)).sum()
-    assert sums > 1000
-    assert outside > 0  # such as a pixel whose centre is left of the box
-    boxes = targets_of(np.array([[5, 5, 7, 7]]))
+@examples
+@given(OUTLINES)
+def test_evaluated_masks_equal_those_of_whole_images_with_all_their_pixels(drawn: list[Any]) -> None:
+    """Even pixels outside of the box, such as one whose centre is left of it."""
+    polygons, targets = objects(drawn)
+    masks = split_masks(evaluation_masks(polygons, targets, SHAPE))
+    for got, outline in zip(masks, polygons.outlines(), strict=True):
+        assert np.array_equal(got, filled(outline, 4, np.float32) > 0.5)
     tiny = Polygons.of((np.array(((5, 5), (7, 5), (7, 7)), np.float32),))
-    assert evaluation_masks(tiny, boxes, SHAPE).windows.tolist() == [[1, 1, 2, 2]]
+    assert evaluation_masks(tiny, targets_of(np.array([[5, 5, 7, 7]])), SHAPE).windows.tolist() == [[1, 1, 2, 2]]

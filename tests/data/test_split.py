@@ -83,32 +83,22 @@ def test_the_test_images_defaults_and_key_points_stay(tmp_path: Path, monkeypatc
     }
 
 
-def test_the_shares_of_classes_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """40 images with class a, of which 10 have b too and 5 have c; 20 without labels."""
-    classes = [(0, 1)] * 10 + [(0, 2)] * 5 + [(0,)] * 25 + [()] * 20
-    file = photos(tmp_path / "set", *classes)
-    choices = set()
-    for seed in range(4):
-        val = splits_of(split_in(tmp_path / f"{seed}", monkeypatch, file, 0.2, seed) / "my-split/data.yaml")[1]
-        assert len(val.images) == 12
-        assert np.bincount(val.instances().classes, minlength=3).tolist() == [8, 2, 1]
-        assert (val.labels.counts == 0).sum() == 4
-        choices.add(tuple(val.images))
-    assert len(choices) == 4
-
-
-def test_each_image_validates_in_one_of_the_folds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """40 images with class a, of which 10 have b too and 5 have c; 20 without labels."""
+@pytest.mark.parametrize("folds", [0, 5])
+def test_the_shares_of_classes_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folds: int) -> None:
+    """40 images with class a, of which 10 have b too and 5 have c; 20 without labels. Another seed, another split."""
     file = photos(tmp_path / "set", *[(0, 1)] * 10, *[(0, 2)] * 5, *[(0,)] * 25, *[()] * 20)
-    out = split_in(tmp_path / "out", monkeypatch, file, folds=5) / "my-folds"
-    folds = [splits_of(out / f"fold{number}/data.yaml") for number in range(1, 6)]
-    assert sorted(image for _, val in folds for image in val.images) == sorted((tmp_path / "set/images").glob("*.png"))
-    for train, val in folds:
-        assert not {*train.images} & {*val.images}
-        assert np.bincount(val.instances().classes, minlength=3).tolist() == [8, 2, 1]
-        assert (val.labels.counts == 0).sum() == 4
-    other = split_in(tmp_path / "other", monkeypatch, file, folds=5, seed=1) / "my-folds"
-    assert held(other / "fold1/data.yaml") != held(out / "fold1/data.yaml")
+    choices = set()
+    for seed in range(3):
+        out, every = split_in(tmp_path / f"{seed}", monkeypatch, file, folds=folds, seed=seed), []
+        for part in [f"my-folds/fold{number}" for number in range(1, folds + 1)] or ["my-split"]:
+            train, val = splits_of(out / part / "data.yaml")
+            every += val.images
+            assert (len(val.images), (val.labels.counts == 0).sum()) == (12, 4)
+            assert np.bincount(val.instances().classes, minlength=3).tolist() == [8, 2, 1]
+            assert not {*train.images} & {*val.images}
+        assert sorted(every) == sorted((tmp_path / "set/images").glob("*.png")) or not folds
+        choices.add(tuple(every))
+    assert len(choices) == 3
 
 
 def test_what_cannot_be_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +131,6 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         main()
         assert f"{tmp_path}/{file}" in capsys.readouterr().out.splitlines()[-1]
     assert 12 <= len(held(tmp_path / "animals-split/data.yaml")) <= 14
-    for refused in (["--folds", "3", "--val", "0.5"], ["--group", "x"], ["--out", "x"], ["--exist-ok"]):
-        monkeypatch.setattr(sys, "argv", ["split", "animals", *refused])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        assert caught.value.code == 2
+    monkeypatch.setattr(sys, "argv", ["split", "animals", "--folds", "3", "--val", "0.5"])
+    with pytest.raises(SystemExit, match="2"):
+        main()

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 from models.ensemble import (
     Members,
@@ -26,12 +24,12 @@ from models.ensemble import (
 from models.export import Exported, ExportMetadata
 from models.heads.contract import head_of
 from models.layers import RepConv
-from models.loading import ImageSize, transfer
+from models.loading import ImageSize
 from models.tasks import TASKS
 from models.tasks.classify import ClassificationTask
 from models.tasks.contract import Model, Task
 from models.tasks.detect import DetectionTask
-from models.weights import Weights, read_weights
+from models.weights import Weights
 from models.yolo import YoloModel, build_model
 from tests.making import tiny_anchor_free, tiny_detector
 from utils.config.hyperparameters import Hyperparameters
@@ -77,7 +75,6 @@ def build(weights: dict[str, Weights], imgsz: int, names: dict[int, str] = NAMES
     [
         content({0: "cat", 1: "cow"}),
         content({0: "cat"}),
-        content({0: "cat", 1: "dog", 2: "cow"}),
         content({0: "cat", 1: "dog"}, "classify"),
         Weights({}, None, {0: "cat", 1: "dog"}, "", {}, "tensors"),
     ],
@@ -89,10 +86,10 @@ def test_files_of_one_task_and_class_list_fit_together(other: Weights) -> None:
         common_task({"a.pt": first, "b.pt": other})
 
 
-@pytest.mark.parametrize("names", [(), ("",)])
-def test_weights_without_a_name(names: tuple[str, ...]) -> None:
-    with pytest.raises(UserError, match="--weights"):
-        weight_files(names)
+def test_weights_without_a_name() -> None:
+    for names in ((), ("",)):
+        with pytest.raises(UserError, match="--weights"):
+            weight_files(names)
 
 
 def test_exported_files_do_not_support_augmentation_nor_suppression_in_an_ensemble(
@@ -110,14 +107,15 @@ def test_exported_files_do_not_support_augmentation_nor_suppression_in_an_ensemb
 
 def test_what_exported_files_override_is_logged_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     members = ensemble({"a.onnx": exported((64, 64), False, LIMITS)})
-    members.log_notes({"weights": ("a.onnx",), "imgsz": 64, "conf_thres": 0.3, "max_det": 10}, half=False)
+    members.log_notes({"weights": ("a.onnx",), "imgsz": 64}, half=False)
     assert capsys.readouterr().out == ""
-    flags = {"imgsz": 320, "half": True, "iou_thres": 0.6, "agnostic_nms": True, "conf_thres": 0.001, "max_det": 300}
-    members.log_notes(flags, half=True)
+    members.log_notes({"imgsz": 320, "half": True, "iou_thres": 0.6, "conf_thres": 0.001}, half=True)
     (line,) = capsys.readouterr().out.splitlines()
-    assert all(value in line for value in ("64 (", "--half off", "0.45 (", "--agnostic-nms off", "0.25 (", "100 ("))
+    flags = "--imgsz 64 --nms --conf-thres 0.25 --iou-thres 0.45 --topk-all 100 --topk-per-class 50"
+    assert flags in line
+    assert all(f" {flag}" in line.partition(";")[2] for flag in ("--half", "--imgsz", "--iou-thres", "--conf-thres"))
     members.log_validation(augment=False, half=False)
-    assert "--nms --conf-thres 0.25 --iou-thres 0.45 --topk-all 100 --topk-per-class 50" in capsys.readouterr().out
+    assert flags.removeprefix("--imgsz 64 ") in capsys.readouterr().out
 
 
 # Image sizes
@@ -128,10 +126,7 @@ def test_what_exported_files_override_is_logged_in_one_line(capsys: pytest.Captu
     [
         (ClassificationTask, content(imgsz=64), 48, (64, 64)),
         (ClassificationTask, content(), 48, (48, 48)),
-        (ClassificationTask, content(), 0, (224, 224)),
-        (ClassificationTask, content(imgsz="64"), 0, (224, 224)),
-        (ClassificationTask, content(imgsz=-1), 0, (224, 224)),
-        (DetectionTask, content(imgsz=64), 320, (64, 64)),
+        *((ClassificationTask, content(imgsz=imgsz), 0, (224, 224)) for imgsz in (None, "64", -1)),
         (DetectionTask, content(), 0, (640, 640)),
         (DetectionTask, exported((32, 64), dynamic=True), 320, (32, 64)),
     ],
@@ -150,9 +145,9 @@ def test_an_ensemble_has_one_size() -> None:
     weights["d.pt"] = content(imgsz=224)
     assert choose_size(weights, DetectionTask, 96).sides == (96, 96)
     two = {"e.onnx": exported((64, 64), False), "d.pt": exported((32, 32), False)}
-    for each in (weights, two):
+    for files in (weights, two):
         with pytest.raises(UserError, match=r"d\.pt"):
-            choose_size(each, DetectionTask, 0)
+            choose_size(files, DetectionTask, 0)
 
 
 def test_the_models_of_an_ensemble_have_one_size() -> None:
@@ -220,44 +215,16 @@ def batch_norms(model: nn.Module) -> int:
     return sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
 
 
-def largest_difference(one: list[Tensor], other: list[Tensor]) -> float:
-    """Return the largest difference between maps, relative to the largest number of each map."""
-    return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(one, other, strict=True))
-
-
 @torch.no_grad()
 def test_folded_outputs_are_equal_up_to_rounding() -> None:
     model = with_statistics(build_model(tiny_detector()).to(memory_format=torch.channels_last))  # type: ignore[call-overload]
     before = {key: value.clone() for key, value in model.state_dict().items()}
     fused, images = fuse(model), torch.rand(2, 3, 32, 48)
-    assert largest_difference(model(images), fused(images)) < 1e-5
+    for ours, expected in zip(fused(images), model(images), strict=True):
+        assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-5
     assert (batch_norms(model), batch_norms(fused)) == (3, 0)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert fused.model[1].conv.weight.is_contiguous(memory_format=torch.channels_last)
-
-
-@torch.no_grad()
-def test_in_a_chain_only_batch_norm_after_a_convolution_is_folded() -> None:
-    chain = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4)).eval()
-    for k in (0, 2, 4):
-        nn.init.uniform_(chain[k].running_var, 0.5, 2)
-    fused, images = fuse(chain), torch.randn(2, 3, 5, 5)
-    torch.testing.assert_close(chain(images), fused(images))
-    assert [type(layer).__name__ for layer in fused] == ["BatchNorm2d", "Conv2d", "Identity", "ReLU", "BatchNorm2d"]
-
-
-@torch.no_grad()
-def test_official_weights_on_photos(shared: Path) -> None:
-    files = sorted((shared / "data" / "coco128").rglob("*.jpg"))[:4]
-    pixels = np.stack([np.asarray(Image.open(file).convert("RGB").resize((256, 320))) for file in files])
-    images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
-    weights = read_weights(shared / "weights" / "yolov5n.pt")
-    assert weights.model is not None
-    model = build_model(weights.model, nc=80)
-    transfer(model, weights.state)
-    fused = fuse(model.eval())
-    assert batch_norms(fused) == 0
-    assert largest_difference(model(images), fused(images)) < 1e-5
 
 
 @torch.no_grad()

@@ -73,7 +73,11 @@ def fixed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_size(name: str, dynamic: dict[str, Path]) -> None:
-    model, exported = detector(), read_exported(dynamic[name])
+    weights = read_model(dynamic[name])
+    values = (weights.task, weights.names, weights.source, weights.state, weights.model)
+    assert values == ("detect", NAMES, "exported", {}, YAML)
+    model, exported = detector(), weights.program
+    assert isinstance(exported, Exported)
     assert exported.metadata == METADATA
     assert (exported.stride, exported.names, exported.yaml, exported.imgsz) == (8, NAMES, YAML, 64)
     exported.resize(65)
@@ -100,19 +104,6 @@ def test_incomplete_batches_are_padded(name: str, fixed: dict[str, Path]) -> Non
             exported(images(1, 64, 64))
 
 
-SUPPRESSING = replace(METADATA, suppression=suppression_metadata(LIMITS))
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_exported_files_as_weights(name: str, dynamic: dict[str, Path]) -> None:
-    weights = read_model(dynamic[name])
-    assert (weights.task, weights.names, weights.source, weights.state) == ("detect", NAMES, "exported", {})
-    assert weights.model == YAML
-    assert isinstance(weights.program, Exported)
-    with pytest.raises(UserError, match=r"is an exported file, which has no weights to load; give the .pt"):
-        read_weights(dynamic[name])
-
-
 def test_half_and_to_do_not_change_an_exported_model(dynamic: dict[str, Path]) -> None:
     exported = read_exported(dynamic["torchscript"])
     exported.half().to("meta")
@@ -124,7 +115,8 @@ def test_half_and_to_do_not_change_an_exported_model(dynamic: dict[str, Path]) -
 def test_suppression_in_old_opsets(opset: int, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     suppressing = SuppressedDetector(detector(), LIMITS).eval()
-    path = write(ExportJob(suppressing, SUPPRESSING, opset), "onnx", tmp_path / "detections")
+    metadata = replace(METADATA, suppression=suppression_metadata(LIMITS))
+    path = write(ExportJob(suppressing, metadata, opset), "onnx", tmp_path / "detections")
     assert shapes(onnx.load(path))[1] == {"output0": ["batch", 20, 6], "count": ["batch"]}
     detections, counts = read_exported(path)(images(2, 32, 48))
     rows, numbers = suppressing(images(2, 32, 48))
@@ -188,10 +180,11 @@ def test_each_opset(opset: int, tmp_path: Path) -> None:
 
 
 def refused(path: Path) -> None:
-    with pytest.raises(UserError, match=re.escape(path.name)) as caught:
-        read_exported(path)
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 3000
+    for read in (read_exported, read_weights):  # an exported file is not trained
+        with pytest.raises(UserError, match=re.escape(path.name)) as caught:
+            read(path)
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 3000
 
 
 @pytest.mark.parametrize("name", FORMATS)

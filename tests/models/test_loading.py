@@ -15,7 +15,6 @@ from models.loading import (
     StartingPoint,
     freeze,
     gflops,
-    known_share,
     load_and_freeze,
     log_rounding,
     parameters_of,
@@ -35,11 +34,9 @@ from utils.errors import UserError
 # The image size
 
 
-@pytest.mark.parametrize(
-    ("side", "stride", "expected"), [(640, 32, 640), (641, 32, 672), (5, 32, 64), (33, 1, 33), (1, 1, 1)]
-)
-def test_whole_strides(side: int, stride: int, expected: int) -> None:
-    assert whole_strides(side, stride) == expected
+def test_whole_strides() -> None:
+    sizes = {(640, 32): 640, (641, 32): 672, (5, 32): 64, (33, 1): 33, (1, 1): 1}
+    assert {key: whole_strides(*key) for key in sizes} == sizes
 
 
 def test_a_rounded_size(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,19 +47,12 @@ def test_a_rounded_size(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "--imgsz 300 640 is rounded up to 320 640, whole strides of 32 pixels\n"
 
 
-@pytest.mark.parametrize(
-    ("imgsz", "sides"),
-    [
-        *((0, ()), ((), ()), (320, (320,)), ([320], (320,)), ((320, 640), (320, 640))),
-        *((wrong, None) for wrong in (-8, 2**15, (0, 320), (1, 2, 3))),
-    ],
-)
-def test_values_of_imgsz(imgsz: Any, sides: tuple[int, ...] | None) -> None:
-    if sides is not None:
+def test_values_of_imgsz() -> None:
+    for imgsz, sides in ((0, ()), ((), ()), (320, (320,)), ([320], (320,)), ((320, 640), (320, 640))):
         assert sides_of(imgsz) == sides
-        return
-    with pytest.raises(UserError, match="--imgsz"):
-        sides_of(imgsz)
+    for wrong in (-8, 2**15, (0, 320), (1, 2, 3)):
+        with pytest.raises(UserError, match="--imgsz"):
+            sides_of(wrong)
 
 
 # The work of a model
@@ -72,7 +62,6 @@ def test_the_work_of_a_convolution_by_hand() -> None:
     model = nn.Conv2d(3, 5, 3, padding=1)
     assert gflops(model, 10) == pytest.approx(2 * 3 * 5 * 9 * 100 / 1e9)
     assert next(model.parameters()).device.type == "cpu"
-    assert model.training
 
 
 @pytest.mark.parametrize(("name", "published"), [("yolov5n", 4.5), ("yolov5s", 16.5)])
@@ -82,7 +71,7 @@ def test_published_numbers(name: str, published: float) -> None:
 
 
 class Scaled(nn.Conv2d):
-    """A network with a buffer that no state dict contains, for images of at least 8 pixels; it may read values."""
+    """A network with a buffer that no state dict contains; it may read values."""
 
     def __init__(self, reads: bool) -> None:
         super().__init__(3, 5, 1)
@@ -90,20 +79,14 @@ class Scaled(nn.Conv2d):
         self.register_buffer("scale", torch.ones(()), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        if images.shape[2] < 8:
-            raise ValueError("too small")
         scale = torch.stack((self.scale, self.scale)).sum()
         return super().forward(images) * (float(scale) if self.reads else scale)
 
 
-def test_a_model_that_cannot_be_traced_or_takes_another_size() -> None:
+def test_a_model_that_cannot_be_traced() -> None:
     assert gflops(Scaled(reads=False), 10) == pytest.approx(2 * 3 * 5 * 100 / 1e9)
-    model = Scaled(reads=True)
-    assert gflops(model, 10) == 0
+    assert gflops(model := Scaled(reads=True), 10) == 0
     assert model.training
-    for reads in (True, False):
-        with pytest.raises(UserError, match=r"mine\.yaml .*--imgsz"):
-            gflops(Scaled(reads), 4, "mine.yaml")
 
 
 # Frozen layers, and factors of the learning rate
@@ -137,21 +120,16 @@ RESNET = {"layer2", "layer3", "layer4"}  # after conv1, bn1, relu, maxpool and l
 @pytest.mark.parametrize(
     ("build", "words", "expected"),
     [
-        *((layered, [count], {*map(str, range(count, 5))}) for count in (0, 1, 3)),
-        (layered, [1, 3], {"0", "2", "4"}),
+        *((layered, [count], {*map(str, range(count, 5))}) for count in (0, 3)),
         (layered, [-1], {"4"}),  # all but the last
-        (layered, [-4], {"1", "2", "3", "4"}),
         (layered, [-5], {"0", "1", "2", "3", "4"}),
         (lambda: build_model(tiny_anchor_free()), [-1], {"4"}),  # the auxiliary branch, rows 5 to 10, is frozen too
-        (lambda: on_meta(build_model, "yolov5n.yaml"), [-1], {"24"}),
-        (lambda: on_meta(build_model, "yolov5n-cls.yaml"), [-1], {"9"}),
         # Layers without parameters count too.
         (lambda: on_meta(resnet18), [5], {*RESNET, "fc"}),
         (lambda: on_meta(resnet18), [-3], {"layer4", "fc"}),
         (lambda: on_meta(resnet18), [0, 9], {"bn1", "layer1", *RESNET}),
         (lambda: on_meta(vit_b_32), [-1], {"heads"}),  # the class token is no layer
         (layered, ["1", 3], {"0", "2", "4"}),
-        (layered, ["model.1"], {"0", "2", "3", "4"}),
         (layered, ["head"], {"0", "1", "2", "3"}),
     ],
 )
@@ -161,17 +139,9 @@ def test_freeze(build: Callable[[], nn.Module], words: list[int | str], expected
     assert trainable(model) == expected
 
 
-@pytest.mark.parametrize(
-    ("words", "names"),
-    [
-        (["*.bias", "4"], {*(f"model.{k}.bias" for k in range(5)), "model.4.weight"}),
-        (["model.[0-1].w*"], {"model.0.weight", "model.1.weight"}),
-    ],
-)
-def test_patterns_of_layers_and_parameters(
-    words: list[str], names: set[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    freeze(model := layered(), words)
+def test_patterns_of_layers_and_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    freeze(model := layered(), ["*.bias", "4", "model.[0-1].w*"])
+    names = {*(f"model.{k}.bias" for k in range(5)), *(f"model.{k}.weight" for k in (0, 1, 4))}
     assert frozen(model) == names
     assert f"{len(names)} of 10 parameters are frozen" in capsys.readouterr().out
 
@@ -179,9 +149,8 @@ def test_patterns_of_layers_and_parameters(
 @pytest.mark.parametrize(
     "words",
     [
-        *([number] for number in (6, -6, 10**20, -(10**20), 5)),
-        *([1, 9], [2, -1], [0, 1, 2, 3, 4]),
-        *(["model.7"], ["backbone", "9"], ["model"], ["backbone", "head"]),
+        *([number] for number in (6, -6, 5)),
+        *([1, 9], [2, -1], [0, 1, 2, 3, 4], ["model.7"], ["backbone", "9"], ["model"], ["backbone", "head"]),
     ],
 )
 def test_layers_that_do_not_exist_and_all_layers(words: list[int | str]) -> None:
@@ -246,13 +215,17 @@ def test_the_share_of_the_classes_that_weights_know() -> None:
     """By name; for a segmenter a detector's file, without masks, knows half."""
     names, new = {0: "person", 1: "Car ", 2: "cell", 3: "dog"}, {0: "car", 1: "tree"}
     states = {name: build_model(f"{name}.yaml", nc=4).state_dict() for name in ("yolov5n", "yolov5n-seg")}
-    detector, segmenter = (Weights(state, None, names, "", {}, "tensors") for state in states.values())
-    assert known_share(build_model("yolov5n.yaml", nc=2), detector, new) == 0.5
-    assert known_share(build_model("yolov5n.yaml", nc=4), detector, names) == 1.0
-    assert known_share(build_model("yolov5n-seg.yaml", nc=4), detector, names) == 0.5
-    assert known_share(build_model("yolov5n-seg.yaml", nc=2), segmenter, new) == 0.5
-    assert known_share(build_model("yolov5n.yaml", nc=2), segmenter, new) == 0.5
-    assert known_share(build_model("yolov5s.yaml", nc=2), detector, new) is None
+    for name, file, wanted, share in (
+        ("yolov5n", "yolov5n", new, 0.5),
+        ("yolov5n", "yolov5n", names, 1.0),
+        ("yolov5n-seg", "yolov5n", names, 0.5),
+        ("yolov5n-seg", "yolov5n-seg", new, 0.5),
+        ("yolov5s", "yolov5n", new, None),
+    ):
+        weights = Weights(states[file], None, names, "", {}, "tensors")
+        start = StartingPoint(TASKS["detect"], {}, "", from_yaml=True, weights=weights)
+        model = build_model(f"{name}.yaml", nc=len(wanted))
+        assert start.known_share(model, DetectionTask(wanted, Hyperparameters())) == share
 
 
 class Prefixed(DetectionTask):

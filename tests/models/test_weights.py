@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import math
 import pickle
 import tarfile
@@ -49,10 +48,10 @@ def test_a_file_of_train_py(file: Path) -> None:
     state = {"w": torch.rand(2, 3), "n": torch.tensor(4), "h": torch.ones(2, dtype=torch.float16)}
     torch.save(content(state=state), file)
     weights = read_weights(str(file))
-    expected = {**state, "h": torch.ones(2)}
-    torch.testing.assert_close(weights.state, expected, rtol=0, atol=0, check_dtype=True)
-    assert (weights.model, weights.names, weights.task) == ({"nc": 1}, {0: "a"}, "detect")
-    assert (weights.settings, weights.source) == ({"epochs": 3}, "lockstep")
+    torch.testing.assert_close(weights.state, {**state, "h": torch.ones(2)}, rtol=0, atol=0, check_dtype=True)
+    values = (weights.model, weights.names, weights.task, weights.settings, weights.source)
+    assert values == ({"nc": 1}, {0: "a"}, "detect", {"epochs": 3}, "lockstep")
+    assert weights.origin.licence == "unknown"
 
 
 def test_a_safetensors_file_holds_what_a_pt_holds(file: Path) -> None:
@@ -71,11 +70,10 @@ def test_a_safetensors_file_holds_what_a_pt_holds(file: Path) -> None:
     assert weights.image_sides == (64, 64)
 
 
-@pytest.mark.parametrize("metadata", [{"format": "pt"}, None])
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-def test_safetensors_of_other_programs(metadata: dict[str, str] | None, suffix: str, file: Path) -> None:
+def test_safetensors_of_other_programs(suffix: str, file: Path) -> None:
     state = {"fc.weight": torch.rand(2, 3).half(), "format": torch.rand(1)}
-    file.with_suffix(suffix).write_bytes(save(state, metadata))
+    file.with_suffix(suffix).write_bytes(save(state, {"format": "pt"}))
     weights = read_weights(file.with_suffix(suffix))
     torch.testing.assert_close(weights.state["fc.weight"], state["fc.weight"].float(), rtol=0, atol=0)
     assert (weights.model, weights.names, weights.task, weights.source) == (None, {}, "", "tensors")
@@ -90,16 +88,10 @@ def test_other_names_of_classes_are_a_warning(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.startswith("warning: 2 of 2 classes have other names in a.pt")
 
 
-@pytest.mark.parametrize(
-    ("new", "expected"),
-    [
-        ({0: "dog", 1: "cell", 2: "PERSON"}, {0: 2, 2: 0}),  # the first of two with one name
-        ({0: "traffic light"}, {0: 1}),
-        ({5: "person", 7: "person"}, {5: 0, 7: 0}),
-    ],
-)
-def test_same_names(new: dict[int, str], expected: dict[int, int]) -> None:
-    assert same_names({0: "person", 1: "Traffic light ", 2: "dog", 3: "dog"}, new) == expected
+def test_same_names() -> None:
+    """Without case; the first of two classes with one name."""
+    names = {0: "person", 1: "Traffic light ", 2: "dog", 3: "dog"}
+    assert same_names(names, {0: "dog", 1: "cell", 2: "PERSON", 7: "traffic light"}) == {0: 2, 2: 0, 7: 1}
 
 
 # YOLOv9 (MIT)
@@ -129,9 +121,8 @@ def test_yolov9s_state_dict(size: str, file: Path) -> None:
     assert {name: x.shape for name, x in weights.state.items()} == {name: x.shape for name, x in expected.items()}
     # A model for other classes takes all but the class rows.
     rows = {name for name in other if other[name].shape != expected[name].shape}
-    assert {name.rpartition(".class_conv.2.")[0].rpartition(".")[0] for name in rows} == {
-        f"model.{row}.heads" for row in ((22, 38) if size in "mc" else (22, 30))
-    }
+    assert len(rows) == 2 * 3 * 2
+    assert all(".class_conv.2." in name for name in rows)
 
 
 def test_yolov9s_file_without_auxiliary_branch_and_with_other_classes(file: Path) -> None:
@@ -139,8 +130,8 @@ def test_yolov9s_file_without_auxiliary_branch_and_with_other_classes(file: Path
     weights = read_weights(file)
     assert weights.model is not None
     assert (weights.model["nc"], weights.names, set(weights.class_names)) == (5, {}, set(range(5)))
-    used = {key: rows for key, rows in weights.model.items() if key != "auxiliary"}
-    assert transfer(model := build_model(used), weights.state)[:2] == (len(model.state_dict()),) * 2
+    model = build_model({key: rows for key, rows in weights.model.items() if key != "auxiliary"})
+    assert transfer(model, weights.state)[:2] == (len(model.state_dict()),) * 2
 
 
 def test_a_lightning_checkpoint(file: Path) -> None:
@@ -170,17 +161,13 @@ def safetensors_with(text: str) -> bytes:
     [
         b"",
         safetensors_with("{}")[:-1],
-        safetensors_with("{}")[:50],
         safetensors_with("{"),
         safetensors_with("[1]"),
         safetensors_with('{"format": "lockstep-9"}'),
-        safetensors_with(json.dumps({"format": FORMAT, "task": "detect"})),
         save({}),
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
         b"<!DOCTYPE html><html></html>",
         b"\x40" + bytes(7) + b'{"w": {}}'.ljust(100),
         b"\x80\x02}q\x00.",
-        b"\x93NUMPY\x01\x00",
         b"PK\x03\x04 and no more \xff",
     ],
 )
@@ -194,21 +181,12 @@ def test_other_files(data: bytes, suffix: str, file: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "names"),
     [
-        ({}, "no model"),
-        ({"model": None}, "no model"),
-        ({"epoch": 1, "optimizer": {}}, "no model"),
-        ([1, 2], "no model"),
-        (torch.rand(3), "no model"),
-        (content(state=[1]), "`state`"),
-        (content(state={"w": 1}), "`state`"),
-        (content(state={3: torch.rand(2)}), "`state`"),
-        (content(state=None), "`state`"),
-        (content(settings="x"), "`settings`"),
-        (content(settings={1: "x"}), "`settings`"),
-        (content(model=[1]), "`model`"),
-        (content(names=3), "`names`"),
-        (content(task=3), "`task`"),
+        *((value, "no model") for value in ({}, {"model": None}, {"epoch": 1, "optimizer": {}}, [1, 2], torch.rand(3))),
+        *((content(state=state), "`state`") for state in ([1], {"w": 1}, {3: torch.rand(2)}, None)),
+        *((content(settings=settings), "`settings`") for settings in ("x", {1: "x"})),
+        *((content(**{key: 3}), f"`{key}`") for key in ("model", "names", "task")),
         (content(format="lockstep-9"), "lockstep-9"),
+        (content(licence="mit", origin=[3]), ""),
     ],
 )
 def test_content_without_a_model(value: Any, names: str, file: Path) -> None:
@@ -217,30 +195,24 @@ def test_content_without_a_model(value: Any, names: str, file: Path) -> None:
 
 
 @pytest.mark.parametrize("save", [save_zip, save_legacy])
-@pytest.mark.parametrize("share", [0.1, 0.99])
-def test_truncated_files(save: Callable[[Any, Path], None], share: float, file: Path) -> None:
+def test_a_truncated_file_and_a_changed_byte(save: Callable[[Any, Path], None], file: Path) -> None:
     save(content(state={"w": torch.rand(1000)}), file)
-    data = file.read_bytes()
-    file.write_bytes(data[: int(len(data) * share)])
-    refused(file)
-
-
-def test_a_changed_byte(file: Path) -> None:
-    save_zip(content(state={"w": torch.rand(1000)}), file)
     data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    refused(file, "data/0")
+    file.write_bytes(data[:-20])
+    refused(file)
+    if save is save_zip:
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        refused(file, "data/0")
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_values_that_are_not_finite(value: float, file: Path) -> None:
     mask = {"mask": torch.tensor([-math.inf])}
     save_zip(content(state=mask), file)
     assert list(read_weights(file).state) == ["mask"]
-    for kind in (torch.float32, torch.float16):
-        save_zip(content(state={**mask, "bad": torch.tensor([1, value], dtype=kind)}), file)
-        refused(file, "values in bad")
+    save_zip(content(state={**mask, "bad": torch.tensor([1, value], dtype=torch.float16)}), file)
+    refused(file, "values in bad")
 
 
 def test_torchscript_tar_archives_and_no_files(file: Path) -> None:
@@ -270,14 +242,9 @@ def test_three_generations_from_yolov5(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(as_safetensors(values)) if "safe" in name else torch.save(values, tmp_path / name)
         origin = read_weights(tmp_path / name).origin
     assert origin.licence == "agpl-3.0"
-    assert [each["file"] for each in origin.files] == ["mine.pt", "cells.pt", "free.safetensors", "ours.pt"]
-    digests = [hashlib.sha256((tmp_path / each["file"]).read_bytes()).hexdigest() for each in origin.files]
-    assert [each["sha256"] for each in origin.files] == digests
-
-
-@pytest.mark.parametrize("origin", ["x", [3], {"file": "a"}, None])
-def test_a_record_of_another_form(origin: Any) -> None:
-    assert Origin.recorded({"licence": "mit", "origin": origin}) == Origin("mit", [])
+    files = ["mine.pt", "cells.pt", "free.safetensors", "ours.pt"]
+    digests = {file: hashlib.sha256((tmp_path / file).read_bytes()).hexdigest() for file in files}
+    assert [*origin.files] == [{"file": file, "sha256": digests[file]} for file in files]
 
 
 def test_allowed_licences(file: Path) -> None:
@@ -335,7 +302,7 @@ def test_files_and_run_folders(folder: Path) -> None:
         assert find_weights("runs/exp") == Path("runs/exp/weights") / name
 
 
-@pytest.mark.parametrize("name", ["yolov5n.pt", "yolov5x6.pt", "yolov5s-cls.pt", "weights/yolov5m-seg.pt", "v9-t.pt"])
+@pytest.mark.parametrize("name", ["yolov5x6.pt", "weights/yolov5m-seg.pt", "v9-t.pt"])
 def test_official_weights_that_cannot_be_downloaded(name: str, folder: Path) -> None:
     """The error names the address and both places for the file."""
     with pytest.raises(UserError, match=Path(name).name) as caught:
@@ -348,22 +315,16 @@ def test_official_weights_that_cannot_be_downloaded(name: str, folder: Path) -> 
         assert find_weights(name).absolute() == path
 
 
-@pytest.mark.parametrize(
-    ("name", "address", "licence"),
-    [
-        ("v9-c.pt", "https://github.com/MultimediaTechLab/YOLO/releases/download/v1.0-alpha/", "MIT"),
-        ("yolov5s.pt", "https://github.com/ultralytics/yolov5/releases/download/v7.0/", "AGPL-3.0"),
-    ],
-)
-def test_address_and_licence_of_a_release(
-    name: str, address: str, licence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Any] = []
+def test_address_and_licence_of_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
     monkeypatch.delenv("LOCKSTEP_RELEASES", raising=False)
-    monkeypatch.setattr("models.weights.download", lambda url, path, **more: asked.append((url, more["licence"])))
-    find_weights(name)
-    assert asked[0][0] == f"{address}{name}"
-    assert asked[0][1].startswith(licence)
+    monkeypatch.setattr("models.weights.download", lambda url, path, **more: asked.append((url, more["licence"][:4])))
+    for name in ("v9-c.pt", "yolov5s.pt"):
+        find_weights(name)
+    assert asked == [
+        ("https://github.com/MultimediaTechLab/YOLO/releases/download/v1.0-alpha/v9-c.pt", "MIT,"),
+        ("https://github.com/ultralytics/yolov5/releases/download/v7.0/yolov5s.pt", "AGPL"),
+    ]
 
 
 def test_official_weights_are_checked_and_downloaded_once(server: Server, folder: Path, shared: Path) -> None:
@@ -384,13 +345,11 @@ def test_official_weights_are_checked_and_downloaded_once(server: Server, folder
     assert len(server.asked) == 4 + 2
 
 
-@pytest.mark.parametrize("name", ["mine.pt", "yolov5q.pt", "yolov5n-pose.pt", "xyolov5n.pt", "DEFAULT"])
+@pytest.mark.parametrize("name", ["yolov5q.pt", "yolov5n-pose.pt", "xyolov5n.pt", "DEFAULT"])
 def test_other_names_are_not_downloaded(name: str, folder: Path) -> None:
-    with pytest.raises(UserError, match=name):
-        find_weights(name)
-    with pytest.raises(UserError, match=name) as caught:
-        find_weights(name, training=False)  # only a training can start from scratch
-    assert "--weights ''" not in str(caught.value)
+    for training in (True, False):
+        with pytest.raises(UserError, match=name):
+            find_weights(name, training=training)
 
 
 def test_torchvisions_default_weights(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,11 +375,8 @@ def test_weights_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("files", "chosen"),
     [
-        (("epoch3.pt",), "epoch3.pt"),
-        (("last.pt", "best.pt"), "best.pt"),
-        (("a.pt", "b.pt"), ""),
-        (("a.txt",), ""),
-        ((), ""),
+        *((("epoch3.pt",), "epoch3.pt"), (("last.pt", "best.pt"), "best.pt")),
+        *((("a.pt", "b.pt"), ""), (("a.txt",), ""), ((), "")),
     ],
 )
 def test_artifacts_of_wandb(files: tuple[str, ...], chosen: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import functools
 import os
 import pathlib
 import pickle
-import subprocess
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.layers import Conv
+from models.layers import BottleneckCSP, Conv
 from models.loading import transfer
 from models.weights import Weights, read_weights
 from models.yolo import YoloModel, build_model
@@ -130,13 +129,9 @@ def test_official_file(shared: Path) -> None:
 @pytest.mark.parametrize(("ema", "expected"), [(Pickled(2.0), 2.0), (None, 1.0)])
 def test_the_ema_is_preferred_and_other_values_are_ignored(ema: Any, expected: float, file: Path) -> None:
     others = {
-        "best_fitness": np.float64(0.5),
-        "curve": np.arange(3),
+        **{"best_fitness": np.float64(0.5), "curve": np.arange(3), "date": datetime.datetime(2026, 1, 1)},
+        **{"size": torch.Size([1, 2]), "device": torch.device("cpu"), "dtype": torch.float16},
         "opt": argparse.Namespace(weights=pathlib.PosixPath("x"), evolve={1, 2}, imgsz=128),
-        "date": datetime.datetime(2026, 1, 1),
-        "size": torch.Size([1, 2]),
-        "device": torch.device("cpu"),
-        "dtype": torch.float16,
     }
     save_as_yolov5({"epoch": 3, "model": Pickled(1.0), "ema": ema, "optimizer": None, **others}, file)
     weights = read_weights(file)
@@ -145,10 +140,10 @@ def test_the_ema_is_preferred_and_other_values_are_ignored(ema: Any, expected: f
     assert (weights.task, weights.image_sides) == ("PoseModel", (128, 128))  # for no task of ours
 
 
-@pytest.mark.parametrize(("flags", "side"), [({"imgsz": 128, "weights": Path("x")}, 128), ({"imgsz": "128"}, 0)])
-def test_the_image_size_of_the_training(flags: Any, side: int, file: Path) -> None:
-    save_as_yolov5({"model": Pickled(1.0), "opt": flags}, file)
-    assert read_weights(file).image_sides == ((side, side) if side else None)
+@pytest.mark.parametrize(("imgsz", "sides"), [(128, (128, 128)), ("128", None)])
+def test_the_image_size_of_the_training(imgsz: Any, sides: Any, file: Path) -> None:
+    save_as_yolov5({"model": Pickled(1.0), "opt": {"imgsz": imgsz, "weights": Path("x")}}, file)
+    assert read_weights(file).image_sides == sides
 
 
 OLD: dict[str, Any] = {  # as up to release 4.0: Focus, BottleneckCSP and SPP
@@ -174,13 +169,9 @@ OLD: dict[str, Any] = {  # as up to release 4.0: Focus, BottleneckCSP and SPP
 }
 
 
-def network(activation: str = "nn.SiLU()", slope: float | None = None) -> Any:
-    """Build `OLD` with statistics as after training, and the buffers and YAML of older files.
-
-    slope: of the LeakyReLU in every `BottleneckCSP`.
-    """
-    rows = {part: [with_slope(row, slope) for row in OLD[part]] for part in ("backbone", "head")}
-    model = build_model({**OLD, **rows, "activation": activation}).eval()
+def network(activation: str = "nn.SiLU()") -> Any:
+    """Build `OLD` with statistics as after training, and the buffers and YAML of older files."""
+    model = build_model({**OLD, "activation": activation}).eval()
     for part in model.modules():
         if isinstance(part, torch.nn.BatchNorm2d):
             torch.nn.init.uniform_(part.running_mean, -0.5, 0.5)
@@ -192,10 +183,13 @@ def network(activation: str = "nn.SiLU()", slope: float | None = None) -> Any:
     return model
 
 
-def with_slope(row: list[Any], slope: float | None) -> list[Any]:
-    if row[2] != "BottleneckCSP":
-        return row
-    return [*row[:3], [row[3][0], len(row[3]) == 1, 1, 0.5, slope]]
+def older() -> Any:
+    """Return a network whose `BottleneckCSP`s have the activation of releases before v5.0."""
+    model = network()
+    for part in model.modules():
+        if isinstance(part, BottleneckCSP):
+            part.act = torch.nn.LeakyReLU(0.1)
+    return model
 
 
 @torch.no_grad()
@@ -211,11 +205,12 @@ def assert_same_outputs(model: Any, file: Path) -> Weights:
     return weights
 
 
-@pytest.mark.parametrize("key", [None, "model", "ema"])
+@pytest.mark.parametrize("key", [None, "model"])
 def test_older_layers_compute_the_same(key: str | None, file: Path) -> None:
+    """In half precision, as YOLOv5 saves them."""
     model = network()
-    save_as_yolov5({"epoch": -1, key: model} if key else model, file, YoloModel, "Model")
-    weights = assert_same_outputs(model, file)
+    save_as_yolov5({"epoch": -1, key: model.half()} if key else model.half(), file, YoloModel, "Model")
+    weights = assert_same_outputs(model.float(), file)
     assert (weights.task, weights.names) == ("detect", {0: "cat", 1: "dog"})
 
 
@@ -237,12 +232,6 @@ def test_an_activation_in_the_yaml_is_preferred(file: Path) -> None:
     assert (read_weights(file).model or {})["activation"] == "nn.ReLU()"
 
 
-def test_half_precision(file: Path) -> None:
-    model = network()
-    torch.save({"model": model.half(), "ema": None}, file)
-    assert_same_outputs(model.float(), file)
-
-
 @torch.no_grad()
 def test_fused_layers(file: Path) -> None:
     """A BatchNorm that YOLOv5 folded into its convolution is restored, so that the network can be trained."""
@@ -254,13 +243,12 @@ def test_fused_layers(file: Path) -> None:
             part.conv.weight *= scale.view(-1, 1, 1, 1)
             part.conv.bias = torch.nn.Parameter(part.bn.bias - part.bn.running_mean * scale)
             del part.bn
-            part.forward = part.set_activation  # a method, as in YOLOv5's files
+            part.forward = part.half  # a method, as in YOLOv5's files
     torch.save(fused, file)
     assert_same_outputs(model, file)
 
 
-@pytest.mark.parametrize("key", [None, "model", "ema", "state_dict"])
-@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize(("key", "prefix"), [(None, ""), ("ema", "module."), ("state_dict", "")])
 def test_bare_tensors(key: str | None, prefix: str, file: Path) -> None:
     state = {prefix + name: tensor for name, tensor in network().state_dict().items()}
     torch.save({key: state, "epoch": 3} if key else state, file)
@@ -270,18 +258,15 @@ def test_bare_tensors(key: str | None, prefix: str, file: Path) -> None:
     assert transfer(build_model(OLD), weights.state).misfits == []
 
 
-@pytest.mark.parametrize("name", ["yolov5n-cls.yaml", "yolov5m-cls.yaml"])
-def test_a_classifier_is_known_by_its_first_convolution(name: str, file: Path) -> None:
-    names = {0: "cat", 1: "dog", 2: "cow"}
-    model = build_model(name, nc=3)
+def test_a_classifier_is_known_by_its_first_convolution(file: Path) -> None:
+    model = build_model("yolov5m-cls.yaml", nc=2)
     pickled = Wrapper(model=model.model)
-    pickled.names = names
+    pickled.names = {0: "cat", 1: "dog"}
     save_as_yolov5({"model": pickled}, file, Wrapper, "ClassificationModel")
     weights = read_weights(file)
-    assert (weights.task, weights.names) == ("classify", names)
+    assert (weights.task, weights.names) == ("classify", pickled.names)
     assert weights.model is not None
-    again = build_model(weights.model)
-    assert transfer(again, weights.state) == (len(model.state_dict()), len(model.state_dict()), [])
+    assert transfer(build_model(weights.model), weights.state)[::2] == (len(model.state_dict()), [])
 
 
 # Refused files
@@ -291,7 +276,7 @@ def test_a_classifier_is_known_by_its_first_convolution(name: str, file: Path) -
     "save",
     [
         lambda file: save_as_yolov5({"model": network("nn.Hardswish()")}, file, YoloModel, "Model"),
-        lambda file: save_as_yolov5({"model": network(slope=0.1)}, file, YoloModel, "Model"),
+        lambda file: save_as_yolov5({"model": older()}, file, YoloModel, "Model"),
         lambda file: save_as_yolov5(Wrapper(**{"0": network(), "1": network()}), file, Wrapper, "Ensemble"),
         lambda file: save_legacy({"model": Pickled(1.0)}, file),  # classes in the format before torch 1.6
         lambda file: save_bytes(b"\x80\x02" + b"]" * 2**23, file),  # each byte makes an object
@@ -311,11 +296,8 @@ WRITE = "open('written', 'w').close()"
 CALLS = [
     (Call(os.system, "touch written"), "posix.system"),
     (Call(builtins.eval, WRITE), "builtins.eval"),
-    (Call(builtins.exec, WRITE), "builtins.exec"),
     (Call(builtins.open, "written", "w"), "(_?io).open"),
     (Call(builtins.__import__, "antigravity"), "builtins.__import__"),
-    (Call(subprocess.Popen, ["touch", "written"]), "subprocess.Popen"),
-    (Call(torch.hub.load, "a/b", "c"), "torch.hub.load"),
     (Call(functools.partial, os.system, "touch written"), "functools.partial"),
     (Call(torch.load, "other.pt"), "torch.serialization.load"),
     (Call(torch.storage._load_from_bytes, b""), "torch.storage._load_from_bytes"),
@@ -332,18 +314,14 @@ def test_calls_are_refused_by_name(save: Callable[[Any, Path], None], call: Call
 
 
 @pytest.mark.parametrize(
-    ("module", "name"),
+    "path",
     [
-        ("torch", "hub.load"),
-        ("torch", "serialization.os.system"),
-        ("torch.nn.modules", "module.torch.hub.load"),
-        ("models.yolo", "os.system"),
-        ("collections", "OrderedDict.fromkeys"),
-        ("modelsx", "Model"),
-        ("torch", "nn"),
+        *("torch hub.load", "torch serialization.os.system", "torch.nn.modules module.torch.hub.load"),
+        *("models.yolo os.system", "collections OrderedDict.fromkeys", "modelsx Model", "torch nn"),
     ],
 )
-def test_names_through_attributes_are_refused(module: str, name: str, file: Path) -> None:
+def test_names_through_attributes_are_refused(path: str, file: Path) -> None:
+    module, name = path.split()
     save_bytes(b"\x80\x04" + text(module) + text(name) + b"\x93.", file)
     refused(file, f"it names '{module}.{name}'")
 

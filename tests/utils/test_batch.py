@@ -16,9 +16,8 @@ def test_layout() -> None:
 def test_contiguous() -> None:
     weight = torch.arange(54.0).view(2, 3, 3, 3)
     last = weight.contiguous(memory_format=torch.channels_last)
-    content = contiguous({"a": [last, 3], 4: {"b": last}, "c": "text", "d": None, "e": (last,)})
-    assert torch.equal(content["a"][0], weight)
-    assert content["a"][0].is_contiguous()
-    assert content["a"][1] == 3
-    assert content[4]["b"].is_contiguous()
-    assert (content["c"], content["d"]) == ("text", None)
+    plain = contiguous({"a": [last, 3], 4: {"b": last}, "c": "text", "d": None, "e": (last,)})
+    assert torch.equal(plain["a"][0], weight)
+    assert plain["a"][0].is_contiguous()
+    assert plain[4]["b"].is_contiguous()
+    assert (plain["a"][1], plain["c"], plain["d"]) == (3, "text", None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +42,8 @@ def annotations(**changes: Any) -> dict[str, Any]:
     }
 
 
-def written(folder: Path, content: Any, name: str = "instances_val.json") -> Path:
-    file = folder / name
+def written(folder: Path, content: Any) -> Path:
+    file = folder / "instances_val.json"
     file.parent.mkdir(exist_ok=True)
     file.write_text(content if isinstance(content, str) else json.dumps(content))
     return file
@@ -54,7 +53,7 @@ def detections(image: int, *rows: tuple[float, ...]) -> CocoImage:
     return CocoImage(image, str(PATHS[image]), np.array(rows, np.float64).reshape(-1, 6))
 
 
-# Results
+# Ids and results
 
 
 def test_results_in_order_of_images() -> None:
@@ -78,26 +77,17 @@ def test_default_ids() -> None:
     assert (by_name["toothbrush"], len({*by_name.values()})) == (90, 80)
 
 
-# Annotations
-
-
-def test_the_annotations_of_a_split(tmp_path: Path) -> None:
-    roots, folder = (tmp_path / "none", tmp_path), tmp_path / "annotations"
-    paths = [tmp_path / "images" / "val2017" / "1.jpg"]
-    for other in ("captions_val2017.json", "instances_train2017.json"):
-        written(folder, {}, other)
-    file, message = find_annotations(roots, paths)
-    assert file is None
-    assert "instances_val2017.json" in message
-    file = written(folder, {}, "instances_val2017.json")
-    assert find_annotations(roots, paths) == (file, "")
-
-
-def test_ids_of_annotations(tmp_path: Path) -> None:
+def test_ids_of_annotations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """There are two b.png, so folders of a file_name count."""
-    file = written(tmp_path, annotations())
+    paths = [tmp_path / "images" / "val" / "1.jpg"]
+    file, message = find_annotations((tmp_path / "none", tmp_path), paths)
+    assert (file, "instances_val.json" in message) == (None, True)
+    file = written(tmp_path / "annotations", annotations())
+    assert find_annotations((tmp_path / "none", tmp_path), paths) == (file, "")
     assert annotated_ids(file, NAMES, PATHS)[:2] == ((3, 17), (9, 50, None))
-    assert [len(report(file, [], NAMES, paths, "best").lines) for paths in (PATHS, PATHS[:2])] == [2, 1]
+    for some, warnings in ((PATHS, 1), (PATHS[:2], 0)):
+        report(file, [], NAMES, some, "best")
+        assert capsys.readouterr().out.count("warning: ") == warnings
 
 
 def images(*pairs: tuple[int, str]) -> dict[str, Any]:
@@ -134,13 +124,13 @@ def test_two_images_of_one_name(tmp_path: Path) -> None:
 # Metrics
 
 
-def scores(file: Path, *found: CocoImage, kinds: Sequence[str] = ("bbox",)) -> dict[Any, float]:
+def scores(file: Path, *found: CocoImage) -> dict[Any, float]:
     ids = annotated_ids(file, NAMES, PATHS)
-    ((_, values),) = metrics(file, ids, results(found, ids), kinds)
+    ((_, values),) = metrics(file, ids, results(found, ids))
     return dict(zip(COCO_METRICS, values, strict=True))
 
 
-def test_metrics_by_hand(tmp_path: Path) -> None:
+def test_metrics_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One cat of two is detected, with more confidence than a false one; the dog only at IoU 0.6.
 
     Of COCO's 101 recalls the cats have a precision of 1 at 51.
@@ -155,11 +145,12 @@ def test_metrics_by_hand(tmp_path: Path) -> None:
     assert made["AR", "0.50:0.95", "all", 1] == pytest.approx((0.5 + 0.3) / 2)
     assert made["AP", "0.50:0.95", "small", 100] == -1
     assert [*scores(file).values()][:3] == [0, 0, 0]  # no detections
-    written_report = report(file, [detections(0, (10, 10, 50, 50, 0.9, 0))], NAMES, PATHS, "best")
-    document = list(csv.DictReader(written_report.documents["coco.csv"].splitlines()))
-    assert (len(document), document[1]["value"], document[3]["value"]) == (12, f"{cat / 2:.9g}", "")
-    assert written_report.tables[2].split() == ["AP", "0.50", "all", "100", f"{cat / 2:.4f}"]
-    assert written_report.tables[4].split() == ["AP", "0.50:0.95", "small", "100", "-"]
+    documents, problem = report(file, [detections(0, (10, 10, 50, 50, 0.9, 0))], NAMES, PATHS, "best")
+    table = list(csv.DictReader(documents["coco.csv"].splitlines()))
+    assert (len(table), table[1]["value"], table[3]["value"], problem) == (12, f"{cat / 2:.9g}", "", "")
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["AP", "0.50", "all", "100", f"{cat / 2:.4f}"] in printed
+    assert ["AP", "0.50:0.95", "small", "100", "-"] in printed
 
 
 @pytest.mark.filterwarnings("error")
@@ -174,12 +165,12 @@ def test_ids_of_annotations_change_nothing(ids: tuple[int | None, ...], tmp_path
 
 def test_annotations_that_cannot_be_scored(tmp_path: Path) -> None:
     """Boxes are scored before masks, so that missing outlines are an error of the masks alone."""
-    without = written(tmp_path, annotations(annotations=[{"id": 1, "image_id": 9, "category_id": 3}]), "other.json")
-    with pytest.raises(UserError, match=r"other\.json"):
-        scores(without, detections(0, (10, 10, 50, 50, 0.9, 0)))
-    file = written(tmp_path, annotations())
+    file, found = written(tmp_path, annotations()), detections(0, (10, 10, 50, 50, 0.9, 0))
     ids = annotated_ids(file, NAMES, PATHS)
-    made = metrics(file, ids, results([detections(0, (10, 10, 50, 50, 0.9, 0))], ids), ["bbox", "segm"])
+    made = metrics(file, ids, results([found], ids), ["bbox", "segm"])
     assert next(made)[0] == "bbox"
     with pytest.raises(UserError, match="segmentation"):
         next(made)
+    without = written(tmp_path, annotations(annotations=[{"id": 1, "image_id": 9, "category_id": 3}]))
+    with pytest.raises(UserError, match="instances_val"):
+        scores(without, found)

@@ -1,4 +1,4 @@
-"""Console output: bars and colours, on terminals only."""
+"""Console output: bars on terminals only, tables, and jobs in the background."""
 
 from __future__ import annotations
 
@@ -28,6 +28,26 @@ def test_names_of_files_are_printed_in_any_encoding(
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, encoding))
     show("\u00fc\udcff")
     assert output.getvalue() == expected
+
+
+def test_a_run_holds_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """Until its folder is open; a quiet one prints warnings, and what must be printed always."""
+    log, heard = console.Log(), list[str]()
+    log.hold(True, quiet=True)
+    log("held", "", "warning: held too")
+    assert capsys.readouterr().out == ""
+    log.release(heard.append)
+    log("quiet")
+    log("result", always=True)
+    assert capsys.readouterr().out == "warning: held too\nresult\n"
+    assert heard == ["held", "warning: held too", "quiet", "result"]
+    log.hold(False, quiet=False)
+    log.release(heard.append)
+    log("of another process")
+    assert (capsys.readouterr().out, heard[4:]) == ("", [])
+    log.reset()
+    log("after the run")
+    assert (capsys.readouterr().out, heard[4:]) == ("after the run\n", [])
 
 
 def test_a_bar_measures_times_without_a_terminal(
@@ -123,14 +143,12 @@ NUMBERS: list[str | float] = [12, *[1 / 3] * 8]  # 11 columns with their names; 
         (20, "x" * 40, "xxxxx...", "0.333"),
     ],
 )
-def test_a_table_fits(width: int, name: str, printed: str, number: str) -> None:
-    head, row = table([["Class", "n", *"abcdefgh"], [name, *NUMBERS]], width)
+def test_a_table_fits(width: int, name: str, printed: str, number: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "columns", lambda: width)
+    head, row = table([["Class", "n", *"abcdefgh"], [name, *NUMBERS]])
     assert row.split() == [printed, "12", *[number] * 8]
     assert len(head) == len(row)
     assert len(row) <= max(width, 60)
-
-
-def test_a_table_without_rows() -> None:
     assert table([]) == []
 
 
@@ -160,4 +178,5 @@ def test_finish_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     work = Background("it has failed", print)
     work.do(stuck.wait)
     assert not work.finish(0.05)
+    assert Background.abandoned
     stuck.set()

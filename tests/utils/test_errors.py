@@ -5,20 +5,13 @@ from __future__ import annotations
 from utils.errors import MAX_MESSAGE, UserError, first_line, nearest, plural, shown
 
 
-def test_plural() -> None:
+def test_words() -> None:
     assert [plural(1, "batch"), plural(2, "batch")] == ["1 batch", "2 batches"]
     assert [plural(2, noun) for noun in ("epoch", "process", "box")] == ["2 epochs", "2 processes", "2 boxes"]
-
-
-def test_nearest() -> None:
     known = ("epochs", "batch-size", "imgsz")
     assert nearest("epoch", known) == " (did you mean 'epochs'?)"
     assert nearest("imgs", known) == " (did you mean 'imgsz'?)"
-    assert nearest("weights", known) == ""
-    assert nearest("epochs", ()) == ""
-
-
-def test_first_line() -> None:
+    assert nearest("weights", known) == nearest("epochs", ()) == ""
     assert first_line(ValueError("one\ntwo")) == "one"
     assert first_line(ValueError("\n one two\n"), length=6) == "one..."
     assert first_line(ValueError()) == "ValueError"

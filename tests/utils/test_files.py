@@ -1,21 +1,33 @@
-"""Atomic writes, numbered and locked folders, shipped files, and errors in YAML files."""
+"""Atomic writes, numbered and locked folders, shipped files, YAML, downloads, and weights of the Hub."""
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
+import shutil
+import socket
 import stat
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tests.web import Answer, Server, failing, sending, serving
 from utils import files
 from utils.errors import UserError
 from utils.files import (
     cache_folder,
+    download,
+    fetch_from_hub,
     find_file,
+    is_address,
     located,
     lock_folder,
     numbered_folder,
@@ -28,7 +40,7 @@ from utils.files import (
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
@@ -78,19 +90,15 @@ def test_numbered_folders(tmp_path: Path) -> None:
     assert numbered_folder(project, "file", False).name == "file2"
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "/", "a/b", "a/"])
-def test_a_folder_without_a_name(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--name"):
-        numbered_folder(tmp_path / "runs", name, True)
-    assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize("exist_ok", [False, True])
-def test_a_project_that_cannot_be_made(tmp_path: Path, exist_ok: bool) -> None:
+def test_folders_that_cannot_be_made(tmp_path: Path) -> None:
     """Such as a link to a disk that is not mounted: trying other numbers would never end."""
+    for name in ("", ".", "..", "/", "a/b", "a/"):
+        with pytest.raises(UserError, match="--name"):
+            numbered_folder(tmp_path / "runs", name, True)
+    assert names(tmp_path) == []
     (tmp_path / "runs").symlink_to(tmp_path / "gone")
     (tmp_path / "file").touch()
-    for project in ("runs", "file"):
+    for project, exist_ok in (("runs", False), ("runs", True), ("file", False), ("file", True)):
         with pytest.raises(UserError, match=project):
             numbered_folder(tmp_path / project, "exp", exist_ok)
 
@@ -117,6 +125,8 @@ def test_a_folder_is_locked_until_the_process_ends(tmp_path: Path, monkeypatch: 
         other.join(30)
     lock_folder(tmp_path).release()
     assert lock_folder(tmp_path).is_locked
+    with pytest.raises(UserError, match="gone"):
+        lock_folder(Path("/proc/gone"))
 
 
 def test_a_disk_without_locks_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,9 +145,8 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with two shipped files; the current folder is another one."""
     root = tmp_path / "repository"
     (root / "data" / "hyps").mkdir(parents=True)
-    for name in ("low", "high"):
-        (root / "data" / "hyps" / f"{name}.yaml").touch()
-    (root / "README.yaml").touch()
+    for name in ("data/hyps/low", "data/hyps/high", "README"):
+        (root / f"{name}.yaml").touch()
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setattr(files, "ROOT", root)
@@ -169,7 +178,15 @@ def test_the_paths_of_files_are_relative_below_the_working_folder(repository: Pa
     )
 
 
-# YAML
+def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "lockstep"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder() == tmp_path / "home" / ".cache" / "lockstep"
+
+
+# YAML and names
 
 
 def test_read_yaml(tmp_path: Path) -> None:
@@ -209,12 +226,9 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
         read_yaml(path)
 
 
-# Names
-
-
 def test_stems_of_files_that_may_share_a_folder() -> None:
-    names = ["a/x+1.jpg", "b/x+1.png", "http://host/y.jpg?size=2", "a/pi\udcff.jpg", "", "c/a:b.jpg", "x+1-2.jpg"]
-    assert unique_stems(names) == ["x+1", "x+1-2", "y", "pi\udcff", "_", "a_b", "x+1-2-2"]
+    paths = ["a/x+1.jpg", "b/x+1.png", "http://host/y.jpg?size=2", "a/pi\udcff.jpg", "", "c/a:b.jpg", "x+1-2.jpg"]
+    assert unique_stems(paths) == ["x+1", "x+1-2", "y", "pi\udcff", "_", "a_b", "x+1-2-2"]
 
 
 def test_rows_with_names_that_are_not_utf8(tmp_path: Path) -> None:
@@ -222,9 +236,194 @@ def test_rows_with_names_that_are_not_utf8(tmp_path: Path) -> None:
     assert (tmp_path / "a.txt").read_bytes() == "0.5 \u00e4\n0.4 ".encode() + b"\xff\n"
 
 
-def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "lockstep"
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache_folder() == tmp_path / "home" / ".cache" / "lockstep"
+# Downloads
+
+CONTENT = bytes(range(256)) * 20000  # 5 MB: more than is read at once
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server, without a proxy, and short pauses between attempts."""
+    monkeypatch.setattr(files, "RETRY_SECONDS", 0.01)
+    monkeypatch.setenv("no_proxy", "*")
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of downloads, which does not exist yet."""
+    return tmp_path / "cache" / "checkpoints"
+
+
+@pytest.mark.parametrize("length", [None, -1])
+def test_threads_download_a_file_once(server: Server, folder: Path, length: int | None) -> None:
+    def slowly(handler: BaseHTTPRequestHandler) -> None:
+        time.sleep(0.3)
+        sending(CONTENT, length)(handler)
+
+    address = server.give("a.pth", slowly)
+    with ThreadPoolExecutor(3) as threads:
+        contents = list(threads.map(lambda _: download(address, folder / "a.pth").read_bytes(), range(3)))
+    assert contents == [CONTENT] * 3
+    assert (names(folder), server.asked) == (["a.pth"], ["/a.pth"])  # no lock, no part
+
+
+def test_server_errors_and_broken_connections_are_tried_again(server: Server, folder: Path) -> None:
+    cuts = [3_000_000, len(CONTENT)]
+    broken = failing(503, 1, lambda handler: sending(CONTENT, cut=cuts.pop(0))(handler))
+    assert download(server.give("a.bin", broken), folder / "a.bin").read_bytes() == CONTENT
+    assert len(server.asked) == 3
+
+
+def refused(address: str, path: Path, **known: Any) -> None:
+    """Check the error of a download that fails: it names address and path, and no file is left."""
+    with pytest.raises(UserError) as raised:
+        download(address, path, **known)
+    assert address in str(raised.value)
+    assert str(path) in str(raised.value)
+    assert [name for name in names(path.parent) if not name.endswith(".lock")] == []
+
+
+def in_chunks(handler: BaseHTTPRequestHandler) -> None:
+    """Answer in two chunks, the second incomplete."""
+    handler.protocol_version = "HTTP/1.1"
+    handler.send_response(200)
+    handler.send_header("Transfer-Encoding", "chunked")
+    handler.end_headers()
+    handler.wfile.write(b"4\r\nabcd\r\n8\r\nab")
+    handler.close_connection = True
+
+
+def nonsense(handler: BaseHTTPRequestHandler) -> None:
+    handler.wfile.write(b"who is there?\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("answer", "asked"),
+    [
+        (in_chunks, files.ATTEMPTS),
+        (nonsense, files.ATTEMPTS),
+        (sending(CONTENT[:999], 1000), files.ATTEMPTS),
+        (failing(500, 99, nonsense), files.ATTEMPTS),
+        (failing(404, 99, nonsense), 1),
+    ],
+)
+def test_what_servers_do_wrong(answer: Answer, asked: int, server: Server, folder: Path) -> None:
+    refused(server.give("a.pth", answer), folder / "a.pth")
+    assert len(server.asked) == asked
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_server_that_does_not_answer(
+    listens: bool, server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "SERVER_TIMEOUT_SECONDS", 0.1)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if listens:
+            silent.listen()
+        refused(f"http://127.0.0.1:{silent.getsockname()[1]}/a.pth", folder / "a.pth")
+
+
+def test_wrong_content_and_a_disk_that_is_too_small(
+    server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = server.give("a.pth", sending(CONTENT))
+    refused(address, folder / "a.pth", sha256="0123")
+    refused(address, folder / "a.pth", usable=lambda path: path.stat().st_size == 0)
+    digits = hashlib.sha256(CONTENT).hexdigest()
+    assert download(address, folder / "a.pth", sha256=digits[:8]).read_bytes() == CONTENT
+    usage = shutil.disk_usage("/")._replace(free=10**6)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: usage)
+    refused(address, folder / "b" / "b.pth")
+    assert len(server.asked) == 4
+
+
+def test_addresses(folder: Path, tmp_path: Path) -> None:
+    """A login in an address is neither used nor printed."""
+    (tmp_path / "a.bin").write_bytes(CONTENT)
+    assert download(f"file://{tmp_path}/a.bin", folder / "a.bin").read_bytes() == CONTENT
+    assert all(map(is_address, ["http://a/b.zip", "https://a.b/c?d=e", "file:///a"]))
+    words = ["", "a.zip", "bash get.sh", "import os", "http://a\nimport os", None, 3, "ftp://a/b"]
+    assert not any(map(is_address, words))
+    for address in ("ftp://127.0.0.1/a", "/etc/passwd", "http://a b/c", "data:,x", "http://[x/a"):
+        refused(address, folder / "b" / "a.pth")
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9/a\.pth") as caught:
+        download("http://me:secret@127.0.0.1:9/a.pth", folder / "a.pth")
+    assert "secret" not in str(caught.value)
+
+
+# The Hub
+
+
+class Hub:
+    """In place of huggingface_hub: repositories with their files, of which one is downloaded into `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.tags, self.error = folder, list[str](), ""
+        self.repositories: dict[str, list[str]] = {}
+
+    def model_info(self, repository: str, revision: str | None, timeout: float) -> SimpleNamespace:
+        if self.error or repository not in self.repositories:
+            raise OSError(self.error or "401: is it private?\nMore lines")
+        siblings = [SimpleNamespace(rfilename=file) for file in self.repositories[repository]]
+        return SimpleNamespace(siblings=siblings, tags=self.tags)
+
+    def download(self, repository: str, file: str, revision: str | None, local_files_only: bool = False) -> str:
+        path = self.folder / repository / (revision or "main") / file
+        if not local_files_only and file in self.repositories[repository]:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        if not path.is_file():
+            raise OSError("404: there is no such file")
+        return str(path)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    hub = Hub(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", hub.download)
+    return hub
+
+
+@pytest.mark.parametrize(
+    ("name", "repository", "chosen"),
+    [
+        ("me/mine", ("a.pt", "README.md"), "main/a.pt"),
+        ("me/mine", ("model.safetensors", "config.json"), "main/model.safetensors"),
+        ("me/mine", ("best.pt", "best.safetensors", "last.pt"), "main/best.pt"),
+        ("//me/mine/deep/b.pt", ("a.pt", "deep/b.pt"), "main/deep/b.pt"),
+        ("me/mine@v2", ("a.pt",), "v2/a.pt"),
+    ],
+)
+def test_weights_of_the_hub(
+    name: str, repository: list[str], chosen: str, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The licence is printed; a cached file is used if the Hub does not answer."""
+    hub.repositories, hub.tags = {"me/mine": repository}, ["pytorch", "license:agpl-3.0"]
+    assert fetch_from_hub(name) == hub.folder / "me" / "mine" / chosen
+    assert "agpl-3.0" in capsys.readouterr().err
+    hub.error = "the server is down"
+    file = chosen.partition("/")[2]
+    assert fetch_from_hub(name if file in name else f"{name}/{file}") == hub.folder / "me" / "mine" / chosen
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mine", "", "me/", "me mine", "https://huggingface.co/me/mine"),  # no names
+        *("me/mine", "me/mine/c.pt", "me/none"),  # two files, no such file, no such repository
+    ],
+)
+def test_refused_weights_of_the_hub(name: str, hub: Hub) -> None:
+    """One sentence, without the token."""
+    hub.repositories = {"me/mine": ["a.pt", "b.pt"]}
+    for hub.error in ("", "Bearer hf_abc is wrong: hf_abc"):
+        with pytest.raises(UserError) as caught:
+            fetch_from_hub(name)
+        assert str(caught.value).startswith(f"--weights hf:{name} ")
+        assert "\n" not in str(caught.value)
+        assert "hf_" not in str(caught.value)

@@ -36,34 +36,30 @@ def test_arguments_are_what_the_parser_makes_of_a_command_line() -> None:
     )  # fmt: skip
     assert given == given_flags(TrainOptions, [*words.split(), "--hyp.lr0=0.1", "--hyp.mosaic", "0"])
     assert isinstance(given["label_smoothing"], float)
-
-
-def test_several_weights() -> None:
     assert arguments(ValOptions, {"weights": ["a.pt", Path("b.pt")]}, "val.run") == {"weights": ("a.pt", "b.pt")}
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "named"),
     [
-        ({"epoch": 1}, "unknown argument epoch (did you mean 'epochs'?)"),
-        ({"mosiac": 1}, "unknown argument mosiac (did you mean 'mosaic'?)"),
-        ({"zzz": 1}, "unknown argument zzz"),
-        ({"epochs": "three"}, "epochs must be"),
-        ({"epochs": 1.5}, "epochs must be"),
-        ({"epochs": True}, "epochs must be"),
-        ({"epochs": [3]}, "epochs must be"),
+        ({"epoch": 1}, "epoch.*'epochs'"),
+        ({"mosiac": 1}, "mosiac.*'mosaic'"),
+        ({"zzz": 1}, "zzz"),
+        ({"epochs": "three"}, "epochs"),
+        ({"epochs": 1.5}, "epochs"),
+        ({"epochs": True}, "epochs"),
+        ({"epochs": [3]}, "epochs"),
         ({"label_smoothing": 1}, "label"),
-        ({"rect": 1}, "rect must be"),
-        ({"data": {"path": "x" * 99}}, "data must be"),
-        ({"optimizer": "Lion"}, "optimizer must be"),
-        ({"evolve": 300}, "evolve is not built in"),
-        ({"freeze": [0, 1.5]}, "freeze must be"),
+        ({"rect": 1}, "rect"),
+        ({"data": {"path": "x" * 99}}, "data"),
+        ({"optimizer": "Lion"}, "optimizer"),
+        ({"evolve": 300}, "evolve"),
+        ({"freeze": [0, 1.5]}, "freeze"),
     ],
 )
-def test_a_wrong_name_or_value_is_one_sentence(flags: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError) as caught:
+def test_a_wrong_name_or_value_is_one_sentence(flags: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=rf"^train\.run: .*{named}"):
         given_by(**flags)
-    assert str(caught.value).startswith(f"train.run: {message}")
 
 
 def test_hyperparameters_by_their_names() -> None:
@@ -96,6 +92,8 @@ def test_the_result_is_returned(tmp_path: Path) -> None:
     result = call(start, "train", {"epochs": 1})
     assert result == {"metrics/mAP_0.5": 0.5, "val/box_loss": 2.0, "fitness": 0.25, "folder": str(tmp_path)}
     assert RESULT not in os.environ
+    write_result(SUMMARY, tmp_path)  # without a call
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_a_script_of_one_process_returns_is_returned_in_any_thread() -> None:
@@ -105,29 +103,30 @@ def test_what_a_script_of_one_process_returns_is_returned_in_any_thread() -> Non
     thread.start()
     thread.join()
     assert results == [call(dict, "detect", {"source": "a"})] == [{"source": ("a",)}]
-
-
-def test_no_result_is_written_without_a_call(tmp_path: Path) -> None:
-    write_result(SUMMARY, tmp_path)
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"^val\.run: .*epochs"):
+        call(pytest.fail, "val", {"epochs": 1})
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("end", "raised"),
     [
-        (Stopped(0), ""),
-        (Stopped(143), "the run ended with exit code 143; see the messages above"),
-        (SystemExit(3), "the run ended with exit code 3; see the messages above"),
+        (Stopped(0), None),
+        (Stopped(143), UserError),
+        (SystemExit(3), UserError),
+        (Stopped(130), KeyboardInterrupt),  # Ctrl-C in this process
+        (SystemExit(130), KeyboardInterrupt),  # or in those that it has spawned
     ],
 )
-def test_the_end_of_a_script_is_an_error_and_restores_signal_handlers(error: BaseException, message: str) -> None:
+def test_the_end_of_a_script_is_an_error_and_restores_signal_handlers(
+    end: BaseException, raised: type[BaseException] | None
+) -> None:
     def start(given: Mapping[str, Any]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise error
+        raise end
 
     before = signal.getsignal(signal.SIGINT)
-    if message:
-        with pytest.raises(UserError, match=message):
+    if raised:
+        with pytest.raises(raised, match=None if raised is KeyboardInterrupt else str(end)):
             call(start, "train", {})
     else:
         assert call(start, "train", {}) == {}
@@ -143,23 +142,3 @@ def test_what_a_users_code_raises_is_an_error_with_its_line(error: str, tmp_path
         exec(compile(file.read_text(), file, "exec"), names)
     with pytest.raises(UserError, match=rf"^{file}, line 2: {error[:8]}"):
         call(names["go"], "train", {})
-
-
-@pytest.mark.parametrize("end", [Stopped(130), SystemExit(130)])
-def test_ctrl_c_is_a_keyboard_interrupt(end: BaseException) -> None:
-    """In this process, or in those that it has spawned."""
-
-    def start(given: Mapping[str, Any]) -> None:
-        raise end
-
-    with pytest.raises(KeyboardInterrupt):
-        call(start, "train", {})
-
-
-def test_each_script_has_its_own_flags() -> None:
-    calls: list[Mapping[str, Any]] = []
-    call(calls.append, "val", {"weights": ["a.pt", "b.pt"], "save_json": True})
-    assert calls == [{"weights": ("a.pt", "b.pt"), "save_json": True}]
-    with pytest.raises(UserError, match=r"^val\.run: unknown argument epochs"):
-        call(calls.append, "val", {"epochs": 1})
-    assert len(calls) == 1

@@ -1,9 +1,11 @@
-"""Runs on one process and on two: the main process prints, draws and logs."""
+"""Runs and their folders, on one process and on two: the main process prints, draws, logs and writes."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,14 +15,20 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
+import yaml
 from accelerate import Accelerator
+from torch import nn
 
+from models.weights import read_weights
 from tests.conftest import OnProcesses
+from tests.making import contents
 from utils.checkpoint import STATE_FORMAT
 from utils.console import log
 from utils.distributed.launch import Precision
 from utils.distributed.stop import StopRequested
-from utils.run import Run
+from utils.errors import UserError
+from utils.run import Run, RunFolder
 from utils.tracking.trackers import Tracker
 
 
@@ -55,6 +63,136 @@ def run_in(folder: Path, quiet: bool = False, exist_ok: bool = False) -> Run:
     run = Run(Accelerator(cpu=True), Precision("no", "the default on the CPU"), quiet)
     run.open_folder(str(folder), "exp", exist_ok)
     return run
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every write fail as on a full disk."""
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+
+
+# The folder
+
+WRITTEN = {"settings.yaml", "problems.txt", "classes.csv", "n\udcffmes.txt", "weights/last.pt", "weights/best.pt"}
+CONTENT: dict[str, Any] = {"yaml": {"task": "detect", "nc": 1}, "names": {0: "a"}, "settings": {"epochs": 3}}
+
+
+def fill(folder: RunFolder) -> None:
+    """Call every method that writes."""
+    folder.write_settings({"names": ["ä", "b"], "epochs": 3})
+    folder.write_problems(["a.jpg is empty; left out", "b\udcff.jpg too"])
+    folder.write_documents({"classes.csv": "a,b\n", "n\udcffmes.txt": "\udcff"})
+    folder.add_row({"epoch": 0, "loss": 1 / 3, "mAP": None})
+    folder.save_weights(["last.pt", "best.pt"], nn.Linear(2, 1), **CONTENT)
+    folder.save_weights([], nn.Linear(2, 1), **CONTENT)
+    folder.save_state({"format": STATE_FORMAT, "number": 7})
+    folder.finish_writing()
+
+
+def files(folder: Path) -> set[str]:
+    """Return the names of all files but states and the lock."""
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {".lock"}
+    return {name for name in names if not name.startswith("checkpoint/")}
+
+
+def test_files(tmp_path: Path) -> None:
+    """A new run in the same folder removes what it would add to, and leaves the user's files."""
+    folder = RunFolder(tmp_path, True)
+    fill(folder)
+    assert yaml.safe_load((tmp_path / "settings.yaml").read_text()) == {"names": ["ä", "b"], "epochs": 3}
+    assert (tmp_path / "problems.txt").read_bytes() == b"a.jpg is empty; left out\nb\xff.jpg too\n"
+    assert (tmp_path / "n\udcffmes.txt").read_bytes() == b"\xff"
+    assert (tmp_path / "results.csv").read_text() == "epoch,loss,mAP\n0,0.333333333,\n"
+    for name in ("last.pt", "best.pt"):
+        assert read_weights(tmp_path / "weights" / name).names == {0: "a"}
+    assert files(tmp_path) == WRITTEN | {"results.csv"}
+    (tmp_path / "notes.txt").touch()
+    folder.restore_to_state(None)
+    assert folder.read_state() is None
+    assert files(tmp_path) == WRITTEN | {"notes.txt"}
+
+
+def test_other_processes_write_nothing(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, False)
+    fill(folder)
+    folder.restore_to_state(None)
+    assert folder.read_state() is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resumed_run_restores_the_rows_of_its_state(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, True)
+    folder.add_row({"epoch": 0})
+    folder.save_state({"format": STATE_FORMAT, "weights": torch.ones(3)})
+    folder.add_row({"epoch": 1})
+    folder.write_problems(["of data that are better now"])
+    folder.write_problems([])
+    folder.finish_writing()
+    (tmp_path / "weights").mkdir()
+    for name in (".results.csv-abc.part", "weights/.last.pt-abc.part", "notes.txt"):
+        (tmp_path / name).touch()
+    folder.restore_to_state(folder.read_state())
+    assert files(tmp_path) == {"results.csv", "notes.txt"}
+    assert (tmp_path / "results.csv").read_text() == "epoch\n0\n"
+    folder.add_row({"epoch": 1})
+    assert (tmp_path / "results.csv").read_text() == "epoch\n0\n1\n"
+
+
+def test_a_file_is_written_in_the_background_and_then_something_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, go, done = RunFolder(tmp_path, True), threading.Event(), list[str]()
+    flush = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (go.wait(60), flush(file)))
+    folder.save_weights(["last.pt"], nn.Linear(2, 1), lambda: done.append("then"), **CONTENT)
+    assert (done, (tmp_path / "weights" / "last.pt").exists()) == ([], False)
+    go.set()
+    folder.wait_for_writing()
+    assert (done, (tmp_path / "weights" / "last.pt").exists()) == (["then"], True)
+
+
+def test_a_file_that_cannot_be_written_is_one_warning_and_finally_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest of what failed is written in the end; a later success ends a failure."""
+    folder, weights = RunFolder(tmp_path, True), tmp_path / "weights"
+    weights.touch()  # in place of the folder; root may write everywhere else
+    for number in range(3):
+        folder.save_weights(["last.pt", "best.pt"], nn.Linear(2, 1), **{**CONTENT, "names": {0: str(number)}})
+        folder.write_documents({"a.txt": "written"})
+    warnings = capsys.readouterr().out.splitlines()
+    assert len(warnings) == 2
+    assert all(f"{weights}/{name}.pt " in line for line, name in zip(warnings, ("last", "best"), strict=True))
+    with pytest.raises(UserError, match=r"last\.pt"):
+        folder.finish_writing()
+    folder.save_state({"format": STATE_FORMAT})
+    with pytest.raises(UserError, match=f"--resume {tmp_path}"):
+        folder.finish_writing()
+    weights.unlink()
+    folder.save_weights(["last.pt"], nn.Linear(2, 1), **{**CONTENT, "names": {0: "last"}})
+    folder.finish_writing()
+    assert [read_weights(weights / f"{name}.pt").names for name in ("last", "best")] == [{0: "last"}, {0: "2"}]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path, True)
+    folder.write_documents({"a.txt": "old"})
+    before = contents(tmp_path)
+    with monkeypatch.context() as patched:
+        fill_disk(patched)
+        folder.write_documents({"a.txt": "new"})
+        with pytest.raises(UserError, match=r"a\.txt"):
+            folder.finish_writing()
+        assert contents(tmp_path) == before
+    folder.finish_writing()  # there is space again
+    assert (tmp_path / "a.txt").read_text() == "new"
+
+
+# The run
 
 
 @pytest.mark.parametrize(("quiet", "printed"), [(False, "a\nwarning: b\nc\nd\n"), (True, "warning: b\nd\n")])

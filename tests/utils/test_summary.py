@@ -1,4 +1,4 @@
-"""The printed table, the fitness, evenly spaced indices, sparse counts, and the confusion matrix as text."""
+"""The printed table, the fitness, evenly spaced indices, sparse counts, and times of stages."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from utils.summary import (
     INFERENCE,
     POSTPROCESSING,
     PREPARING,
-    BatchTimes,
     Fitness,
     StageTimer,
     Summary,
     confusion_text,
     dense_counts,
     evenly_spaced,
-    format_times,
+    log_times,
     sparse_counts,
-    without_warmup,
 )
 
 
 def test_the_table_has_rows_and_lines() -> None:
-    summary = Summary({}, 0.0, [("Class", "Images"), ("all", 12)], ["  a line", ("disc", 0.5)])
+    summary = Summary({"recall": 1.0}, 0.0, [("Class", "Images"), ("all", 12)], ["  a line", ("disc", 0.5)])
     assert summary.table() == ["Class Images", "  all     12", "  a line", " disc 0.5000"]
     assert summary.table(brief=True) == ["Class Images", "  all     12"]
+    assert replace(summary, losses={"loss": 2.0}).columns() == {"metrics/recall": 1.0, "val/loss": 2.0}
 
 
 METRICS = ("precision", "recall", "mAP_0.5")
@@ -61,23 +60,13 @@ def test_weights_that_order_no_epochs(text: str) -> None:
         Fitness.parsed(text, METRICS)
 
 
-@pytest.mark.parametrize(
-    ("images", "count", "expected"),
-    [
-        (10, 5, [0, 2, 4, 6, 8]),
-        (10, 4, [0, 2, 5, 7]),
-        (7, 1, [0]),
-        (3, 3, [0, 1, 2]),
-        (3, 16, [0, 1, 2]),
-        (0, 16, []),
-        (5, 0, []),
-    ],
-)
-def test_evenly_spaced(images: int, count: int, expected: list[int]) -> None:
-    assert evenly_spaced(images, count) == expected
+def test_evenly_spaced() -> None:
+    assert [evenly_spaced(10, 5), evenly_spaced(10, 4), evenly_spaced(7, 1)] == [[0, 2, 4, 6, 8], [0, 2, 5, 7], [0]]
+    assert evenly_spaced(3, 3) == evenly_spaced(3, 16) == [0, 1, 2]
+    assert evenly_spaced(0, 16) == evenly_spaced(5, 0) == []
 
 
-def test_sparse_counts_have_no_zeros() -> None:
+def test_counts() -> None:
     matrix = np.array([[0, 3, 0], [0, 0, 0], [1, 0, 70000]])
     counts = sparse_counts(matrix)
     assert counts == [[0, 1, 3], [2, 0, 1], [2, 2, 70000]]
@@ -86,39 +75,31 @@ def test_sparse_counts_have_no_zeros() -> None:
     assert dense_counts(counts, 3).dtype == np.int64
     assert sparse_counts(np.zeros((2, 2), np.int64)) == []
     assert dense_counts([], 2).tolist() == [[0, 0], [0, 0]]
-
-
-def test_confusion_text() -> None:
     text = confusion_text(np.array([[2, 0], [10, 1]]), ["a", 'b, "c"'])
     assert text == 'true \\ predicted,a,"b, ""c"""\na,2,0\n"b, ""c""",10,1\n'
 
 
-# Times of the stages
-
-
 def test_a_stage_starts_at_the_last_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    readings, waits = iter([10.0, 11.0, 13.0, 20.0, 100.0, 101.0]), []
+    """The first batch counts only as long as it is the only one."""
+    readings, waits = iter([10.0, 11.0, 13.0, 20.0, 100.0, 101.0, 200.0, 202.0]), []
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(readings))
     timer = StageTimer(lambda: waits.append(1))
     timer.start_batch(2)
     for stage in (PREPARING, INFERENCE, "losses"):
         timer.end_stage(stage)
-    timer.start_batch(4)
-    timer.end_stage(PREPARING)
-    assert len(waits) == 6  # one per reading of the clock
-    first, second = timer.batches
-    assert (first.images, first.seconds) == (2, {PREPARING: 1.0, INFERENCE: 2.0, "losses": 7.0})
-    assert (second.images, second.seconds[PREPARING]) == (4, 1.0)
-    assert without_warmup(timer.batches) == [second]
-    assert without_warmup([first]) == [first]
+    assert (timer.images, timer.seconds) == (2, {PREPARING: 1.0, INFERENCE: 2.0, "losses": 7.0})
+    for images in (4, 3):
+        timer.start_batch(images)
+        timer.end_stage(PREPARING)
+    assert len(waits) == 8  # one per reading of the clock
+    assert (timer.batches, timer.images, timer.seconds) == (3, 7, {PREPARING: 3.0})
 
 
-def test_milliseconds_per_image_over_all_batches() -> None:
-    batches = [
-        BatchTimes(3, {PREPARING: 0.003, INFERENCE: 0.03, "losses": 9.0}),
-        BatchTimes(1, {INFERENCE: 0.01, POSTPROCESSING: 0.002}),
-    ]
-    each, rate = format_times(batches, 3)
-    assert [word for word in each.replace(",", "").split() if "." in word] == ["0.75", "10.00", "0.50"]
+def test_milliseconds_per_image_over_all_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    first = (3, {PREPARING: 0.003, INFERENCE: 0.03, "losses": 9.0})
+    log_times([first, (1, {INFERENCE: 0.01, POSTPROCESSING: 0.002})], 3)
+    line, rate = capsys.readouterr().out.splitlines()
+    assert [word for word in line.replace(",", "").split() if "." in word] == ["0.75", "10.00", "0.50"]
     assert "88.9" in rate
-    assert "0.00 ms" in format_times([])[0]
+    log_times([])
+    assert "0.00 ms" in capsys.readouterr().out

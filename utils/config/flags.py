@@ -12,7 +12,7 @@ import math
 import re
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, TypeVar
 
 import yaml
 
-from utils.errors import UserError, shortened
+from utils.errors import UserError, nearest, shortened
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -61,34 +61,24 @@ IMGSZ = Range(1, 2**14)  # the side of an image, in pixels
 NUMBER_OR_NAME = int | str
 PYTHON_SUFFIX = ".py"
 PYTHON_FILE = f"FILE{PYTHON_SUFFIX}"  # among the choices of a flag: any Python file
+WRONG_VALUE = (ValueError, TypeError, OverflowError, yaml.YAMLError)
 OPSETS = Range(12, 21)  # ONNX operator sets that torch's exporters write and ONNX Runtime 1.20 runs
 
 
-def typed(hint: Any, metadata: Mapping[str, Any], value: object) -> Any:
+def typed(hint: Any, metadata: Mapping[str, Any], value: Any) -> Any:
     """Return a value of a command line, a YAML or a Python call as a field's type.
 
-    Text may stand for a number, and one value for a tuple. Raises `ValueError` that says what is expected.
-
-    Args:
-        hint: the field's type
-        metadata: the field's metadata, see `flags.flag`
+    Text may stand for a number, and one value for a tuple. Raises one of `WRONG_VALUE` for any other value.
     """
-    try:
-        return _typed(hint, metadata, value)
-    except (ValueError, TypeError, OverflowError, yaml.YAMLError):
-        raise ValueError(expected(hint, metadata)) from None
-
-
-def _typed(hint: Any, metadata: Mapping[str, Any], value: Any) -> Any:
     origin = typing.get_origin(hint)
     if origin is Mapping:
         mapping = yaml.safe_load(value) if isinstance(value, str) else value
-        return {str(key): _typed(float, metadata, number) for key, number in dict(mapping).items()}
+        return {str(key): typed(float, metadata, number) for key, number in dict(mapping).items()}
     if origin is tuple:
         items = value if isinstance(value, (list, tuple)) else [value]
         if metadata.get("comma_separated"):
             items = [word for item in items for word in separated(str(item))]
-        return tuple(_typed(typing.get_args(hint)[0], {**metadata, "comma_separated": False}, item) for item in items)
+        return tuple(typed(typing.get_args(hint)[0], {**metadata, "comma_separated": False}, item) for item in items)
     if hint == NUMBER_OR_NAME:
         return int(value) if isinstance(value, int) or re.fullmatch(r"-?\d+", value) else value
     if hint in (int, float):
@@ -135,19 +125,28 @@ def expected(hint: Any, metadata: Mapping[str, Any]) -> str:
 
 
 def typed_values(
-    kind: type[DataclassInstance], values: Mapping[str, Any], named: Callable[[str], str]
+    kind: type[DataclassInstance],
+    values: Mapping[str, Any],
+    named: Callable[[str], str],
+    known: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Return values by field name as the types of the fields of `kind`. Raises `UserError`.
+    """Return values by field name as the types of the fields of `kind`. Raises `UserError`, also for an unknown name.
 
     Args:
         named: names a field in errors
+        known: names that are allowed; None for all fields
     """
     hints, result = typing.get_type_hints(kind), {}
+    known = kind.__dataclass_fields__ if known is None else known
     for key, value in values.items():
+        if key not in known:
+            raise UserError(f"{named(key)} is unknown{nearest(str(key), known)}; correct or remove it")
+        metadata = kind.__dataclass_fields__[key].metadata
         try:
-            result[key] = typed(hints[key], kind.__dataclass_fields__[key].metadata, value)
-        except ValueError as error:
-            raise UserError(f"{named(key)} must be {error}, not {shortened(repr(value), 80)}") from None
+            result[key] = typed(hints[key], metadata, value)
+        except WRONG_VALUE:
+            wanted = expected(hints[key], metadata)
+            raise UserError(f"{named(key)} must be {wanted}, not {shortened(repr(value), 80)}") from None
     return result
 
 
@@ -188,8 +187,6 @@ def flag(  # noqa: PLR0913 - a flag is one declaration
     """Return a dataclass field that is a flag of the command line, with these arguments as its metadata.
 
     Args:
-        text: the flag's help
-        group: one of `GROUPS`
         within: allowed range of a number
         synonyms: other words for some of `choices`
         const: value of the flag if it is given without an argument

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from utils.config.flags import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, typed_values
 from utils.console import log
-from utils.errors import UserError, nearest, plural
+from utils.errors import plural
 from utils.files import ROOT, find_file, read_yaml
 
 if TYPE_CHECKING:
@@ -209,12 +209,7 @@ class Recipes(NamedTuple):
     yolov5: str = ""  # with YOLOv5's own values; '' if the task has none
 
     def choose(self, trained: bool, images: Callable[[], int]) -> tuple[str, str, str]:
-        """Return the hyperparameter file for a run, the reason, and the file with YOLOv5's values.
-
-        Args:
-            trained: whether the run starts from trained weights
-            images: counts the training images; called only if their number matters
-        """
+        """Return the hyperparameter file for a run, the reason, and YOLOv5's file; count `images` if it matters."""
         if trained:
             return self.trained, "the run starts from trained weights", self.yolov5
         name, reason = self.few or self.trained, "the run starts from scratch"
@@ -229,10 +224,6 @@ def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] 
     """Read and check a hyperparameter YAML as a `kind`; absent keys keep its defaults.
 
     `defaults:` is left to parser.py, and keys that `Recipe.left_out` names are ignored. Raises `UserError`.
-
-    Args:
-        name: path, or the name of a file of data/hyps or of YOLOv5
-        overrides: values of flags such as --hyp.lr0, as text by key, which replace the file's values
     """
     path = find_hyperparameters(name)
     left_out = {DEFAULTS, *kind.left_out()}
@@ -254,9 +245,6 @@ def is_shipped(name: str) -> bool:
 
 def parse_overrides(kind: type[Recipe], overrides: Mapping[str, str]) -> dict[str, Any]:
     """Return the numbers of flags such as --hyp.lr0, by key. Raises `UserError` for a wrong flag."""
-    for key in overrides:
-        if key not in keys_of(kind):
-            raise UserError(f"unknown flag {OVERRIDE_PREFIX}{key}{nearest(key, kind.__dataclass_fields__)}")
     return typed_values(kind, overrides, (OVERRIDE_PREFIX + "{}").format)
 
 
@@ -268,7 +256,4 @@ def log_unread(hyp: Recipe, unread: Collection[str], model: str) -> None:
 
 def from_mapping(kind: type[T], values: Mapping[str, Any], source: Path | str) -> T:
     """Return a `kind` with the values of a YAML. Raises `UserError` for an unknown key or a wrong value."""
-    for key in values:
-        if key not in keys_of(kind):
-            raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), kind.__dataclass_fields__)}")
-    return kind(**typed_values(kind, values, lambda key: f"{source}: {key}"))
+    return kind(**typed_values(kind, values, f"{source}: {{}}".format))

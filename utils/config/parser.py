@@ -40,7 +40,6 @@ def checked(
 
     Args:
         kind: options class that declares the flags
-        named: names a flag in errors; by default as on the command line
     """
     for name, value in values.items():
         for word in value if isinstance(value, (list, tuple)) else [value]:
@@ -50,11 +49,7 @@ def checked(
 
 
 def over_defaults(kind: type[T], given: Mapping[str, Any], job: Mapping[str, Any] | None = None) -> T:
-    """Return given flags over their defaults as a `kind`.
-
-    Args:
-        job: defaults if no flag names data, model, weights or hyperparameters
-    """
+    """Return given flags over their defaults as a `kind`."""
     names_files = {"data", "cfg", "weights", "hyp"} & given.keys()
     return kind(**{**({} if names_files or job is None else job), **given})
 
@@ -88,8 +83,6 @@ def refuse_flags(
     Args:
         kind: options class that declares the flags
         given: values of the flags by name; a flag that is off or 0 asks for nothing
-        features: features of the model, see `Task.features`
-        model: the model's task and head, in words
     """
     for option in flags_of(kind):
         needed = option.metadata["needs"]
@@ -114,11 +107,7 @@ def suggested_defaults(values: object, source: Path, kind: str = "data") -> dict
     if not isinstance(values, dict):
         raise UserError(f"{source}: `defaults` must be lines such as `imgsz: 64`, not {values!r}")
     known = [field.name for field in flags_of(TrainOptions) if kind in field.metadata["suggested"]]
-    for key in values:
-        if key not in known:
-            hint = nearest(str(key), known)
-            raise UserError(f"{source}: unknown key '{key}' under `defaults`{hint}; known are {', '.join(known)}")
-    return checked(TrainOptions, values, f"{source}: `{{}}` under `defaults`".format)
+    return typed_values(TrainOptions, values, f"{source}: `{{}}` under `defaults`".format, known)
 
 
 def _build_parser(kind: type[DataclassInstance]) -> argparse.ArgumentParser:
@@ -183,8 +172,5 @@ class _Parser(argparse.ArgumentParser):
             if instead := REFUSED.get(name.removeprefix("--").replace("-", "_")):
                 self.exit(2, f"error: {name} {instead}\n")
             known = [name for name in self._option_string_actions if name.startswith("--") and "_" not in name]
-            name = name.replace("_", "-")
-            longer = [other for other in known if other.startswith(name) and len(name) > len("--")]
-            hint = nearest(name, longer, 0) if len(longer) == 1 else nearest(name, known)
-            message = f"unknown flag {wrong}{hint}"
+            message = f"unknown flag {wrong}{nearest(name.replace('_', '-'), known)}"
         self.exit(2, f"error: {message}; see {self.prog} --help\n")

@@ -17,7 +17,7 @@ from utils.config.flags import AUTO, TrainOptions, flags_of
 from utils.config.hyperparameters import OVERRIDE_PREFIX, Recipe, from_mapping, parse_overrides, read_hyperparameters
 from utils.config.parser import as_flag, checked, defaults_of_hyp, refuse_flags
 from utils.console import log
-from utils.errors import UserError, nearest, plural, shortened
+from utils.errors import UserError, plural, shortened
 
 # Maps a run's settings and the given flags to the class of its hyperparameters.
 RecipeOf = Callable[[Mapping[str, Any], Mapping[str, Any]], type[Recipe]]
@@ -40,7 +40,6 @@ class Settings:
         is_fixed: whether the options come from a resumed run and already include the defaults of task and data set
         hyp: hyperparameters of the task
         origin: licence and origin of the weights, which are stored in every file made from them
-        choice: line for the console about the file that --hyp auto chose and the reason; '' if the file was named
     """
 
     options: TrainOptions
@@ -49,16 +48,9 @@ class Settings:
     is_fixed: bool = False
     hyp: Recipe = field(default_factory=Recipe)
     origin: Mapping[str, Any] = field(default_factory=dict)
-    choice: str = ""
 
     def refuse(self, features: Collection[str], unread: Collection[str], model: str) -> None:
-        """Raise `UserError` for a flag or a hyperparameter on a new run's command line that its model does not use.
-
-        Args:
-            features: features of the model, see `refuse_flags`
-            unread: hyperparameters that are not read, see `Task.unread`
-            model: the model's task and head, in words
-        """
+        """Raise `UserError` for a flag or a hyperparameter on a new run's command line that its model does not use."""
         if self.saved:
             return
         refuse_flags(type(self.options), self.given, features, model)
@@ -77,10 +69,6 @@ class Settings:
 
         Such a flag is what the hyperparameters ask for, else a default of their file, else the last of `defaults` that
         has it, else its own default. Raises `UserError` for a wrong hyperparameter file or flag.
-
-        Args:
-            choose: chooses the file for --hyp auto
-            values: other fields of the settings
         """
         if self.saved:
             hyp = from_mapping(recipe, self.saved["hyperparameters"], f"settings.yaml of {self.options.resume}")
@@ -89,17 +77,17 @@ class Settings:
         if self.saved or self.is_fixed:
             return dataclasses.replace(self, hyp=hyp, **values)
         layers = {key: value for mapping in defaults for key, value in mapping.items()}
-        name, choice = {"hyp": self.options.hyp, **layers, **self.given}["hyp"], ""
+        name = {"hyp": self.options.hyp, **layers, **self.given}["hyp"]
         if name == AUTO and choose:
             name, reason, yolov5 = choose()
-            choice = f"hyperparameters: --hyp {name}, because {reason}"
-            choice += f"; --hyp {yolov5} has YOLOv5's values" if yolov5 not in ("", name) else ""
+            other = f"; --hyp {yolov5} has YOLOv5's values" if yolov5 not in ("", name) else ""
+            log(f"hyperparameters: --hyp {name}, because {reason}{other}")
         hyp = read_hyperparameters(name, recipe, self.options.overrides)
         layers |= defaults_of_hyp(name)
         layers |= hyp.flags({"epochs": self.options.epochs, **layers, **self.given}["epochs"])
         layers = {key: value for key, value in layers.items() if key not in self.given}
         options = dataclasses.replace(self.options, **{**layers, "hyp": name})
-        return dataclasses.replace(self, hyp=hyp, options=options, choice=choice, **values)
+        return dataclasses.replace(self, hyp=hyp, options=options, **values)
 
     def value(self, flag: str, *defaults: Mapping[str, Any]) -> Any:
         """Return the value that `resolve` gives a flag that no hyperparameter file sets."""
@@ -122,7 +110,6 @@ class Settings:
         Args:
             imgsz: the model's image size in pixels, a multiple of its stride
             batch_size: the size that --batch-size -1 has measured
-            run_id: the run's id in trackers
         """
         sizes = {"imgsz": imgsz} if self.options.batch_size > 0 else {"imgsz": imgsz, "batch_size": batch_size}
         parts = {"hyperparameters": vars(self.hyp), "model": model_yaml, **self.origin}
@@ -150,10 +137,6 @@ def resumed_options(
     """Return the options that a run continues with: its settings, overridden by the `given` flags.
 
     Raises `UserError` if a flag that the curve depends on differs from the settings.
-
-    Args:
-        settings: content of the run's settings.yaml
-        launched: whether a launcher started the processes
     """
     known = {field.name for field in dataclasses.fields(TrainOptions)}
     # Under a launcher the processes connect, with --dist-timeout, before the main one reads the settings.
@@ -185,16 +168,16 @@ def check_settings(settings: Mapping[str, Any], recorded: Mapping[str, Any], sou
 
     Args:
         recorded: the settings that a state of the run contains; {} if there is none
-        source: path of the settings.yaml
     """
     fields = {option.name: option for option in flags_of(TrainOptions)}
-    others = {key: value for key, value in settings.items() if key in fields and value != _plain(fields[key].default)}
-    checked(TrainOptions, others, f"{source}: `{{}}`".format)
+    values = {}
     for key, value in settings.items():
-        if key in (*SETTINGS_PARTS, "overrides") and not isinstance(value, dict):
-            raise UserError(f"{source}: `{key}` is {shortened(repr(value))}; it must be `key: value` lines")
-        if key not in (*fields, *SETTINGS_PARTS, "overrides") and recorded and key not in recorded:
-            raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), fields)}; correct or remove it")
+        if key in (*SETTINGS_PARTS, "overrides"):
+            if not isinstance(value, dict):
+                raise UserError(f"{source}: `{key}` is {shortened(repr(value))}; it must be `key: value` lines")
+        elif value != _plain(fields[key].default) if key in fields else recorded and key not in recorded:
+            values[key] = value
+    checked(TrainOptions, values, f"{source}: `{{}}`".format)
     now, then = _curve_settings(settings), _curve_settings(yaml.safe_load(yaml.safe_dump(recorded)))  # without tuples
     for key, value in then.items():
         _refuse_change(source.parent, f"`{key}` of {source}", now.get(key), value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,10 +23,7 @@ def exact_batchnorm(model: M, total: Total | None) -> M:
     """Replace the BatchNorm layers of `model` by exact ones with the same parameters, buffers and names.
 
     On the CPU the layers become `ExactBatchNorm`. On other devices they become torch's SyncBatchNorm if there is a
-    `total`, else they are unchanged.
-
-    Args:
-        total: adds up the statistics of the global batch (--sync-bn); None if each process normalises by its own
+    `total` of the processes' statistics (--sync-bn), else they are unchanged.
     """
     if next(iter(model.state_dict().values())).device.type != "cpu":
         return nn.SyncBatchNorm.convert_sync_batchnorm(model) if total else model
@@ -35,32 +32,6 @@ def exact_batchnorm(model: M, total: Total | None) -> M:
             if isinstance(child, _BatchNorm) and not isinstance(child, ExactBatchNorm):
                 module.register_module(name, ExactBatchNorm.of(child, total))
     return model
-
-
-@torch.no_grad()
-def average_statistics(
-    models: Sequence[nn.Module], total: Callable[[Sequence[Tensor]], Tensor], processes: int
-) -> None:
-    """Set the running statistics of all BatchNorm layers to their mean over logical processes.
-
-    The mean is computed in float64, so that equal statistics do not change by a bit.
-
-    Args:
-        models: models of the logical processes of this process
-        total: takes a tensor for each of `models` and returns the sum over all logical processes
-        processes: number of logical processes
-    """
-    layers = [[layer for layer in model.modules() if isinstance(layer, _BatchNorm)] for model in models]
-    statistics = [
-        [buffer for layer in of_model for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
-        for of_model in layers
-    ]
-    if processes == 1 or not statistics[0]:
-        return
-    means = total([torch.cat([buffer.double() for buffer in buffers]) for buffers in statistics]) / processes
-    for buffers in statistics:
-        for buffer, mean in zip(buffers, means.split([len(buffer) for buffer in buffers]), strict=True):
-            buffer.copy_(mean)
 
 
 class ExactBatchNorm(_BatchNorm):

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -75,58 +76,54 @@ def _wait(ready: Callable[[], bool], seconds: float) -> bool:
 def process_facts(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> Facts:
     """Return the facts about this process; the arguments are those of `run_doctor`."""
     kind, errors = "", []
-    job: Inputs = ({}, {})
+    inputs: Inputs = ({}, {})
     try:
         kind = launch.device_kind(flags["device"])
-        job = read()
+        inputs = read()
     except UserError as error:
         errors.append(str(error))
     gpu = torch.device("cuda", ranks().local_rank)
     hardware = launch.describe_device(gpu) if kind == "cuda" else torch.backends.cpu.get_cpu_capability()
-    installed = {each.metadata["Name"]: each.version for each in metadata.distributions()} | {
-        "torch": torch.__version__
-    }
-    packages = ("torch", "accelerate", "deepspeed")[: 3 if deepspeed.is_requested() else 2]
-    versions = {name: installed.get(name, "none") for name in packages}
+    versions = {"torch": torch.__version__, "accelerate": metadata.version("accelerate")}
+    if deepspeed.is_requested() and find_spec("deepspeed"):
+        versions["deepspeed"] = metadata.version("deepspeed")
+    code, files = code_hash(ROOT), {f"the data ({name})": fingerprint(paths) for name, paths in inputs[1].items()}
     settings = {f"--{name}".replace("_", "-"): value for name, value in flags.items() if name not in MACHINE_FLAGS}
-    texts = {name: str(value) for name, value in {**settings, **job[0]}.items()}
-    code, files = code_hash(ROOT), {f"the data ({name})": fingerprint(paths) for name, paths in job[1].items()}
-    compared = {
-        **{"the code": code, **files, **versions, **({"the kind of device": kind} if kind else {})},
-        **{name: text if len(text) <= MAX_VALUE_LENGTH else _hash(text) for name, text in texts.items()},
-    }
+    compared = {"the code": code, **files, **versions, **({"the kind of device": kind} if kind else {})}
+    for name, value in {**settings, **inputs[0]}.items():
+        compared[name] = text if len(text := str(value)) <= MAX_VALUE_LENGTH else _hash(text)
     names = {"host": socket.gethostname(), "rank": str(ranks().rank), "device": f"{kind or '-'} {hardware}"}
-    row = {**names, **versions, "code": code, "data": _hash(str(files))}
-    return {"row": row, "compared": compared, "errors": errors}
+    return {
+        "row": {**names, **versions, "code": code, "data": _hash(str(files))},
+        "compared": compared,
+        "errors": errors,
+    }
 
 
 def findings(facts: Sequence[Facts], timeout: float) -> list[str]:
     """Return a line for each error of a process, each missing process, and each difference."""
-    found = [f"error: on {_name(each)}: {error}" for each in facts for error in each["errors"]]
-    if missing := sorted({*map(str, range(world_size()))} - {each["row"]["rank"] for each in facts}, key=int):
+    by_name = {f"host {process['row']['host']} rank {process['row']['rank']}": process for process in facts}
+    lines = [f"error: on {name}: {error}" for name, process in by_name.items() for error in process["errors"]]
+    if missing := sorted(set(range(world_size())) - {int(process["row"]["rank"]) for process in facts}):
         address, port = launch.main_address()
-        found.append(
-            f"error: no answer from rank {', '.join(missing)} within {timeout:g} s: start the same command there, "
-            f"check its output, and open {address} port {port} to it"
+        lines.append(
+            f"error: no answer from rank {', '.join(map(str, missing))} within {timeout:g} s: start the same command "
+            f"there, check its output, and open {address} port {port} to it"
         )
-    whole = [each for each in facts if not each["errors"]]  # the others have read nothing
-    for name in dict.fromkeys(name for each in whole for name in each["compared"]):
-        values = {_name(each): each["compared"].get(name, "none") for each in whole}
+    whole = {name: process["compared"] for name, process in by_name.items() if not process["errors"]}
+    for key in dict.fromkeys(key for compared in whole.values() for key in compared):
+        values = {name: compared.get(key, "none") for name, compared in whole.items()}
         if len({*values.values()}) > 1:
-            listed = ", ".join(f"{who} has {value}" for who, value in values.items())
-            found.append(f"error: {name} differs: {listed}; use the same on all machines")
-    return found
-
-
-def _name(facts: Facts) -> str:
-    return f"host {facts['row']['host']} rank {facts['row']['rank']}"
+            listed = ", ".join(f"{name} has {value}" for name, value in values.items())
+            lines.append(f"error: {key} differs: {listed}; use the same on all machines")
+    return lines
 
 
 def table(facts: Sequence[Facts]) -> list[str]:
     """Return the lines of a table with a row for each process."""
-    cells = [list(facts[0]["row"]), *(list(each["row"].values()) for each in facts)]
+    cells = [list(facts[0]["row"]), *(list(process["row"].values()) for process in facts)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
 
 def _hash(text: str) -> str:

@@ -87,26 +87,26 @@ def start(device: str, mixed_precision: str, timeout: float) -> tuple[Accelerato
     ), precision
 
 
-def choose_precision(requested: str, device: str, by_zero: bool) -> Precision:
-    """Return the precision that a flag requests, else the launcher's, else the one in which the device is fast.
+def choose_precision(flag: str, device: str, by_zero: bool) -> Precision:
+    """Return the precision that a flag names, else the launcher's, else the one in which the device is fast.
 
     Raises `UserError` for one that is not supported: DeepSpeed's autocast has no loss scaling, so no fp16, and
     Accelerate would silently compute fp16 on a CPU in float32.
     """
     named = os.environ.get(LAUNCHER_PRECISION, "").lower()
-    if requested:
-        chosen = Precision(requested, "by a flag")
+    if flag:
+        chosen = Precision(flag, "by a flag")
     elif named not in ("", "no"):
         chosen = Precision(named, f"named by the launcher, {LAUNCHER_PRECISION}")
     elif device != "cuda":
-        chosen = Precision("no", f"the default on {'the CPU' if device == 'cpu' else 'an Apple GPU'}")
+        chosen = Precision("no", f"the default on {device}")
     elif torch.cuda.is_bf16_supported(including_emulation=False):
         chosen = Precision("bf16", "the default on this GPU")
     else:
         chosen = Precision("no" if by_zero else "fp16", "the default on this GPU, which has no fast bf16")
     supported = [name for name in PRECISIONS if name != "fp16" or not (by_zero or device == "cpu")]
     if chosen.name not in supported:
-        where = "with DeepSpeed" if by_zero else "on the CPU" if device == "cpu" else "here"
+        where = "with DeepSpeed" if by_zero else f"on {device}"
         raise UserError(f"{chosen} is not supported {where}; use one of {', '.join(supported)}")
     return chosen
 
@@ -146,13 +146,14 @@ def log_devices(accelerator: Accelerator, precision: Precision) -> list[str]:
     """
     device, hardware = accelerator.device, describe_device(accelerator.device)
     devices = gather_object([f"{socket.gethostname()} {device} ({hardware})"])
-    processes = plural(len(devices), "process")
+    line = f"torch {torch.__version__}, {device} ({hardware}), {plural(len(devices), 'process')}"
     if plugin := accelerator.state.deepspeed_plugin:
-        processes += f" under DeepSpeed ZeRO-{plugin.deepspeed_config['zero_optimization']['stage']}"
-    compiler = accelerator.state.dynamo_plugin.backend
-    compiled = [] if compiler == DynamoBackend.NO else [f"compiled by {compiler.value.lower()}"]
-    log(", ".join([f"torch {torch.__version__}", f"{device} ({hardware})", processes, str(precision), *compiled]))
-    log(*(f"  process {rank}: {each}" for rank, each in enumerate(devices) if len(devices) > 1))
+        line += f" under DeepSpeed ZeRO-{plugin.deepspeed_config['zero_optimization']['stage']}"
+    if (compiler := accelerator.state.dynamo_plugin.backend) != DynamoBackend.NO:
+        line += f", compiled by {compiler.value.lower()}"
+    log(f"{line}, {precision}")
+    if len(devices) > 1:
+        log(*(f"  process {rank}: {name}" for rank, name in enumerate(devices)))
     return devices
 
 
@@ -160,12 +161,7 @@ def log_devices(accelerator: Accelerator, precision: Precision) -> list[str]:
 
 
 def connect(device: str, timeout: float) -> str:
-    """Connect all processes, unless they are connected, and return the device's kind. Raises `UserError`.
-
-    Args:
-        device: value of --device; '' selects the best device
-        timeout: seconds that the processes wait for each other, now and later
-    """
+    """Connect all processes, unless they are connected, and return the device's kind. Raises `UserError`."""
     if PartialState._shared_state:
         return PartialState().device.type
     kind, by_zero = device_kind(device), deepspeed.is_requested()
@@ -193,12 +189,9 @@ def main_address() -> tuple[str, int]:
 
 
 def open_store(timeout: float, waits: bool = True) -> Store:
-    """Return the store that connects the processes, hosted by the launcher or by the main process.
+    """Return the store that connects the processes, hosted by the launcher, or by the main process, which `waits`.
 
-    Raises `UserError` if the main process cannot be reached; torch would print a warning for each attempt.
-
-    Args:
-        waits: whether the main process waits for all others
+    Raises OSError if the main process cannot be reached; torch would print a warning for each attempt.
     """
     (address, port), limit, end = main_address(), timedelta(seconds=timeout), time.monotonic() + timeout
     if world_size() == 1:
@@ -209,13 +202,9 @@ def open_store(timeout: float, waits: bool = True) -> Store:
         try:
             socket.create_connection((address, port), timeout=max(end - time.monotonic(), 0.1)).close()
             return TCPStore(address, port, world_size(), timeout=limit, wait_for_workers=waits)
-        except OSError as error:
+        except OSError:
             if time.monotonic() > end:
-                raise UserError(
-                    f"the main process at {address} port {port} cannot be reached within {timeout:g} s "
-                    f"({first_line(error).lower()}): start it, open the port, check the address, or raise "
-                    "--dist-timeout"
-                ) from None
+                raise
             time.sleep(0.2)
 
 
@@ -225,11 +214,11 @@ def rendezvous_errors(timeout: float) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:
+        address, port = main_address()
         raise UserError(
-            f"the processes cannot connect at {':'.join(map(str, main_address()))} within {timeout:g} s "
-            f"({first_line(error, 300)}): start all of them, give them a port that is free and open "
-            "(--main_process_port), or raise --dist-timeout; if a machine has several networks, name the interface in "
-            "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+            f"the processes cannot connect: {address} port {port} cannot be reached within {timeout:g} s by all of "
+            f"them ({first_line(error, 300)}): start all with one free and open port (--main_process_port), raise "
+            "--dist-timeout, or name the network's interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
         ) from None
 
 
@@ -279,10 +268,7 @@ def _kind(device: str) -> str:
         raise UserError("--device mps: this machine has no Apple GPU that torch can use; try --device cpu")
     available = torch.cuda.device_count() if device not in ("cpu", "mps") else 0
     if (numbers := device_numbers(device)) and max(numbers) >= available:
-        count = plural(available, "CUDA device") if available else "no CUDA device"
-        raise UserError(
-            f"--device {device}: torch sees {count} here; try --device {available - 1 if available else 'cpu'}"
-        )
+        raise UserError(f"--device {device}: torch sees {plural(available, 'CUDA device')} here; name one, or cpu")
     if numbers or (not device and torch.cuda.is_available()):
         return "cuda"
     return device or ("mps" if torch.backends.mps.is_available() else "cpu")
@@ -317,14 +303,14 @@ def _prepare_for_gloo() -> None:
         probe.connect((main_address()[0], 9))  # selects the route, sends nothing
         address = probe.getsockname()[0]
         for interface, addresses in psutil.net_if_addrs().items():
-            if any(each.address == address for each in addresses):
+            if any(known.address == address for known in addresses):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def loader_workers(requested: int) -> int:
-    """Return the loader processes per training process: `requested`, at most one per core of the machine in total."""
+def loader_workers(limit: int) -> int:
+    """Return the loader processes per training process: `limit`, but at most one per core of the machine in total."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(0, min(requested, cores // ranks().local_world_size))
+    return max(0, min(limit, cores // ranks().local_world_size))
 
 
 def describe_device(device: torch.device) -> str:
@@ -354,9 +340,6 @@ def spawn(main: Callable[[], object], processes: int, device: str = "") -> bool:
     """Start processes on this machine, each of which calls `main`, wait for all, and exit with a failed one's code.
 
     Returns False without starting any if one is enough or if a launcher has started this process. Raises `UserError`.
-
-    Args:
-        processes, device: values of the flags; 0 stands for a process for each device that is named
     """
     processes = processes_to_start(processes, device)
     if processes == 1 or world_size() > 1 or "LOCAL_RANK" in os.environ:

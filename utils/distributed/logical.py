@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from utils.batch import GlobalCounts, layout
 from utils.console import log
-from utils.distributed.batchnorm import all_reduced, average_statistics, exact_batchnorm
+from utils.distributed.batchnorm import all_reduced, exact_batchnorm
 from utils.distributed.deepspeed import configure, gathered_parameters, is_requested
 from utils.distributed.ranks import ranks, world_size
 from utils.errors import UserError
@@ -63,20 +64,17 @@ class LogicalProcesses:
 
         Logs what --logical-processes promises.
         """
-        if not self.exact:
-            return
-        torch.backends.cudnn.benchmark = False
-        if self.count < 2:
-            return
-        if device.type == "cpu":
-            torch.set_num_threads(1)
-        kind = "CPU, one thread each," if device.type == "cpu" else "GPU"
-        counts = [str(1 << power) for power in range(self.count.bit_length())]
-        log(
-            f"logical processes: {self.count}, {self.local} on each process; the same bytes on "
-            f"{', '.join(counts[:-1])} or {counts[-1]} processes with this type of {kind} and these versions of torch "
-            "and its libraries"
-        )
+        if self.exact:
+            torch.backends.cudnn.benchmark = False
+        if self.exact and self.count > 1:
+            if device.type == "cpu":
+                torch.set_num_threads(1)
+            counts = [str(1 << power) for power in range(self.count.bit_length())]
+            log(
+                f"logical processes: {self.count}, {self.local} on each process; the same bytes on "
+                f"{', '.join(counts[:-1])} or {counts[-1]} processes with this type of {device.type} and these "
+                "versions of torch and its libraries"
+            )
 
     def replicate(self, model: M) -> list[M]:
         """Return a module for each logical process of this process: `model`, and copies that share its parameters.
@@ -86,7 +84,7 @@ class LogicalProcesses:
         """
         copies = [model]
         for _ in range(1, self.local):
-            aliases = {id(each): nn.Parameter(each.detach(), each.requires_grad) for each in model.parameters()}
+            aliases = {id(old): nn.Parameter(old.detach(), old.requires_grad) for old in model.parameters()}
             copies.append(copy.deepcopy(model, aliases))
         return copies
 
@@ -133,17 +131,22 @@ class DistributedModel:
         self.copies, self.modules = copies, modules
         self.model, self.wrapped = copies[0], modules[0]
         self.parameters = list(self.model.parameters())
-        self.layers = [layer for each in copies for layer in each.modules()]  # of all copies
+        self.layers = [layer for model in copies for layer in model.modules()]  # of all copies
         self._generators: list[torch.Generator] = []  # of dropout, for each copy
         self.batches: Sequence[Batch] = ()  # while `each` iterates over them
         self.together = False  # whether autograd's graphs of the copies are one
         if logical.exact:
-            self._trained = [[each for each in model.parameters() if each.requires_grad] for model in copies]
-            self._flat, self._gradients = flat_like(self._trained[0])
+            self._trained = [[weight for weight in model.parameters() if weight.requires_grad] for model in copies]
+            sizes = [weight.numel() for weight in self._trained[0]]
+            self._flat = self._trained[0][0].new_empty(sum(sizes))  # the gradients, one after another
+            views = zip(self._flat.split(sizes), self._trained[0], strict=True)
+            self._gradients = [view.as_strided(weight.shape, weight.stride()) for view, weight in views]
             self._accumulated: list[tuple[Tensor, ...]] = []  # of each copy, over the batches of a step
-            for number, each in enumerate(copies):
-                self._generators.append(torch.Generator(accelerator.device))
-                draw_masks_of(each, logical.first + number, logical.count, self._generators[number])
+            self._generators = [torch.Generator(accelerator.device) for _ in copies]
+            for number, (model, generator) in enumerate(zip(copies, self._generators, strict=True), logical.first):
+                for layer in model.modules():
+                    if isinstance(layer, GlobalDropout):
+                        layer.number, layer.processes, layer.generator = number, logical.count, generator
 
     def train(self) -> None:
         """Set the modules to training mode; with `keeps_norms` BatchNorm normalises as in evaluation."""
@@ -158,11 +161,7 @@ class DistributedModel:
         return gathered_parameters(self.parameters)
 
     def sum(self, addends: Sequence[Tensor]) -> Tensor:
-        """Return the sum over all logical processes. All processes must call it together.
-
-        Args:
-            addends: a tensor of each logical process of this process
-        """
+        """Return the sum over all logical processes, of which `addends` are local. All must call it together."""
         if not self.logical.exact:
             return self.accelerator.reduce(addends[0], "sum")
         local = tree_sum(addends)
@@ -173,8 +172,11 @@ class DistributedModel:
         for generator in self._generators:
             generator.manual_seed(seed)
         self.batches = batches
+        device = self.accelerator.device
         for module, batch in zip(self.modules, batches, strict=True):
-            seed_torch(seed, self.accelerator.device)
+            torch.default_generator.manual_seed(seed)
+            if device.type != "cpu":  # `torch.manual_seed` takes a while for devices that are absent
+                torch.get_device_module(device).manual_seed(seed)
             yield module, batch
         self.batches = ()
 
@@ -184,29 +186,26 @@ class DistributedModel:
         The counts of all processes are added first, so that two processes have the gradient of one. All processes must
         call it together.
         """
-        counts = GlobalCounts(self.sum([each.counts for each in terms]))
-        return [each.share_of(counts) for each in terms]
+        counts = GlobalCounts(self.sum([local.counts for local in terms]))
+        return [local.share_of(counts) for local in terms]
 
     def backward(self, objectives: Sequence[Tensor]) -> None:
         """Add the gradients of this process's objectives, and in the last batch of a step all processes' gradients.
 
         All processes must call it together.
-
-        Args:
-            objectives: a scalar for each local logical process
         """
         accelerator = self.accelerator
         if not self.logical.exact:
             accelerator.backward(objectives[0] * accelerator.num_processes)  # DDP takes the mean over processes
             return
-        objectives = [each / accelerator.gradient_accumulation_steps for each in objectives]  # as Accelerate does
-        if accelerator.scaler:
-            objectives = [accelerator.scaler.scale(each) for each in objectives]
+        objectives = [objective / accelerator.gradient_accumulation_steps for objective in objectives]
+        if accelerator.scaler:  # both as Accelerate does
+            objectives = [accelerator.scaler.scale(objective) for objective in objectives]
         gradients = self._local_gradients(objectives)
         if self._accumulated:
             gradients = [torch._foreach_add(*pair) for pair in zip(gradients, self._accumulated, strict=True)]
         if not accelerator.sync_gradients:  # copies: the next batch may overwrite recorded gradients
-            self._accumulated = [torch._foreach_mul(each, 1.0) for each in gradients]
+            self._accumulated = [torch._foreach_mul(of_copy, 1.0) for of_copy in gradients]
             return
         self._accumulated = []
         torch._foreach_copy_(self._gradients, tree_sum(gradients, torch._foreach_add))
@@ -219,33 +218,35 @@ class DistributedModel:
         """Return the gradients of each local logical process. Two of them may be the same tensor."""
         if not self.together:
             pairs = zip(objectives, self._trained, strict=True)
-            return [torch.autograd.grad(each, trained, materialize_grads=True) for each, trained in pairs]
+            return [torch.autograd.grad(objective, trained, materialize_grads=True) for objective, trained in pairs]
         trained, count = [parameter for of_copy in self._trained for parameter in of_copy], len(self._trained[0])
         gradients = torch.autograd.grad(objectives, trained, materialize_grads=True)
         return [gradients[first : first + count] for first in range(0, len(gradients), count)]
 
+    @torch.no_grad()
     def average_statistics(self, averages: Sequence[nn.Module]) -> None:
-        """Average BatchNorm's statistics over logical processes; with --sync-bn they are equal already.
+        """Set BatchNorm's running statistics, and those of the EMAs, to their mean over logical processes.
 
-        Args:
-            averages: the EMA of each local logical process, whose statistics are averaged too
+        The mean is computed in float64, so that equal statistics, as with --sync-bn, do not change by a bit. All
+        processes must call it together.
         """
         for models in (self.copies, averages):
-            average_statistics(models, self.sum, self.logical.count)
-
-
-def seed_torch(seed: int, device: torch.device) -> None:
-    """Seed the generators of the CPU and of `device`; `torch.manual_seed` takes a while for devices that are absent."""
-    torch.default_generator.manual_seed(seed)
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)
-
-
-def flat_like(parameters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return a vector, and views of it with the shapes and memory formats of `parameters`, one after another."""
-    vector = torch.empty(sum(each.numel() for each in parameters), device=parameters[0].device)
-    parts = vector.split([each.numel() for each in parameters])
-    return vector, [part.as_strided(each.shape, each.stride()) for part, each in zip(parts, parameters, strict=True)]
+            layers = [[layer for layer in model.modules() if isinstance(layer, _BatchNorm)] for model in models]
+            statistics = [
+                [
+                    buffer
+                    for layer in of_model
+                    for buffer in (layer.running_mean, layer.running_var)
+                    if buffer is not None
+                ]
+                for of_model in layers
+            ]
+            if self.logical.count == 1 or not statistics[0]:
+                continue
+            means = self.sum([torch.cat([buffer.double() for buffer in buffers]) for buffers in statistics])
+            for buffers in statistics:
+                for buffer, mean in zip(buffers, means.split([len(buffer) for buffer in buffers]), strict=True):
+                    buffer.copy_(mean / self.logical.count)
 
 
 # One order of addition. Floating-point addition is commutative but not associative: neighbours are added, then
@@ -301,13 +302,6 @@ def synchronise_dropout(model: nn.Module) -> None:
                 module.register_module(name, GlobalDropout(layer.p, rows, maps).train(layer.training))
 
 
-def draw_masks_of(model: nn.Module, number: int, processes: int, generator: torch.Generator) -> None:
-    """Let the dropout layers of `model` draw the masks of logical process `number` of `processes` by `generator`."""
-    for module in model.modules():
-        if isinstance(module, GlobalDropout):
-            module.number, module.processes, module.generator = number, processes, generator
-
-
 class GlobalDropout(nn.Module):
     """Dropout with probability `p` of values, of whole images (`rows`), or of channels of an image (`maps`).
 
@@ -338,19 +332,10 @@ class GlobalDropout(nn.Module):
 # Placing and preparing
 
 
-class CollateShares:
-    """Collates the items of this process's batch as a list: the batch of each of its logical processes.
-
-    Args:
-        collate: joins the items of one batch
-    """
-
-    def __init__(self, collate: Callable[[list[Any]], Any], shares: int) -> None:
-        self.collate, self.shares = collate, shares
-
-    def __call__(self, items: list[Any]) -> list[Any]:
-        size = len(items) // self.shares
-        return [self.collate(items[start : start + size]) for start in range(0, len(items), size)]
+def collate_local(collate: Callable[[list[Any]], Any], local: int, items: list[Any]) -> list[Any]:
+    """Return the batch of each of `local` logical processes from the items of a process; `collate` joins a batch."""
+    size = len(items) // local
+    return [collate(items[start : start + size]) for start in range(0, len(items), size)]
 
 
 def place_model(accelerator: Accelerator, model: Model) -> None:
@@ -380,21 +365,14 @@ def prepare(
 
     In addition to Accelerate's `prepare`: a copy of the model for each logical process, DeepSpeed's configuration, and
     DDP's buffers and buckets. The loader then delivers lists: the batch of each logical process of this process.
-
-    Args:
-        batch_size: number of images of a batch of all processes
-        sync_bn: whether BatchNorm normalises by the statistics of the global batch
-        precision: precision of autocast
-        clip_norm: largest norm of the gradients, which DeepSpeed clips itself
-        keep_norms: whether BatchNorm's statistics stay unchanged
     """
     plugin = accelerator.state.deepspeed_plugin
     total = tree_sum_of_processes if logical.exact else all_reduced
     model = exact_batchnorm(model, total if sync_bn and accelerator.num_processes > 1 else None)
-    loader.collate_fn = CollateShares(loader.collate_fn, logical.local)
+    loader.collate_fn = partial(collate_local, loader.collate_fn, logical.local)
     if logical.exact:  # no DDP: `DistributedModel` adds the gradients
         copies = logical.replicate(model)
-        modules = [accelerator.prepare_model(each, device_placement=False, evaluation_mode=True) for each in copies]
+        modules = [accelerator.prepare_model(one, device_placement=False, evaluation_mode=True) for one in copies]
         optimizer, loader = accelerator.prepare(optimizer, loader)
         start_momentum(optimizer)
         return DistributedModel(accelerator, logical, copies, modules, keep_norms), optimizer, loader
@@ -412,11 +390,7 @@ def prepare(
 
 
 def start_momentum(optimizer: Any) -> None:
-    """Set SGD's momentum buffers to zero before the first step, so that they exist if it is skipped.
-
-    Args:
-        optimizer: optimizer that Accelerate has prepared
-    """
+    """Set the momentum buffers of a prepared SGD to zero before the first step: they exist even if it is skipped."""
     inner = getattr(optimizer, "optimizer", optimizer)
     for group in inner.param_groups if isinstance(inner, torch.optim.SGD) else ():
         for parameter in group["params"]:
@@ -429,14 +403,12 @@ def order_buckets(model: DistributedDataParallel, image_size: int) -> None:
 
     All processes must call it together, before their first step. Nothing else changes but the modules' mode.
 
-    DDP starts with buckets in the order of the parameters. In the first backward pass it records the order in which the
-    gradients arrive, and before the second forward pass it makes its final buckets from that order. All-reduce adds the
-    processes' numbers in an order that depends on their place in a bucket, so with three or more processes a resumed
-    run would round its first step differently from the same step of the uninterrupted run. With this pass every step of
-    a new or resumed run has the final buckets.
+    DDP makes its final buckets after the first backward pass, in the order in which the gradients arrive. All-reduce
+    adds in an order that depends on the place in a bucket, so with three or more processes a resumed run would round
+    its first step differently from the same step of the uninterrupted run.
 
-    BatchNorm runs as in evaluation, because a batch of one image has no statistics. The other layers run as in
-    training, because a layer may use its parameters only there.
+    BatchNorm runs as in evaluation, because a batch of one image has no statistics; other layers may use their
+    parameters in training only.
     """
     model.train()
     for module in model.modules():
@@ -444,6 +416,6 @@ def order_buckets(model: DistributedDataParallel, image_size: int) -> None:
             module.eval()
     image = torch.zeros(1, 3, image_size, image_size, device=next(model.parameters()).device)
     with torch.random.fork_rng([]):  # a GPU's generator is seeded for each batch
-        outputs = [each for each in tree_leaves(model(image)) if isinstance(each, Tensor) and each.requires_grad]
+        outputs = [leaf for leaf in tree_leaves(model(image)) if isinstance(leaf, Tensor) and leaf.requires_grad]
         torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
     model.zero_grad()

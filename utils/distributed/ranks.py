@@ -256,12 +256,9 @@ class SharedMemory:
 
 
 def shared_memory(size: Callable[[int], int]) -> SharedMemory:
-    """Return memory shared by all processes of this machine and those that they start.
+    """Return memory shared by all processes of this machine and those that they start; `size` maps the free bytes.
 
     All processes must make these calls in the same order.
-
-    Args:
-        size: maps the number of free bytes to the number of bytes to allocate
     """
     if in_use:
         gc.collect()  # loaders of an earlier run are in reference cycles

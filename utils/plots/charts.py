@@ -58,10 +58,10 @@ def render(make_figure: Callable[..., Figure], *arguments: Any) -> np.ndarray:
         warnings.simplefilter("ignore")
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(MATPLOTLIB_SETTINGS)
-        content = io.BytesIO()
-        figure = make_figure(*arguments)
-        figure.savefig(content, dpi=PIXELS_PER_INCH, bbox_inches="tight", pil_kwargs={"compress_level": 0})
-    return np.asarray(cv2.imdecode(np.frombuffer(content.getbuffer(), np.uint8), cv2.IMREAD_COLOR))
+        png = io.BytesIO()
+        how: Any = {"bbox_inches": "tight", "pil_kwargs": {"compress_level": 0}}
+        make_figure(*arguments).savefig(png, dpi=PIXELS_PER_INCH, **how)
+    return np.asarray(cv2.imdecode(np.frombuffer(png.getbuffer(), np.uint8), cv2.IMREAD_COLOR))
 
 
 def axis_text(name: str) -> str:
@@ -78,9 +78,6 @@ def colours(count: int) -> list[Any]:
     if count <= 20:
         return [colormaps["tab20"](index) for index in (*range(0, 20, 2), *range(1, 20, 2))][:count]
     return [colormaps["turbo"](share) for share in np.linspace(0.03, 0.97, count)]
-
-
-# Results by epoch
 
 
 def results_figure(results: Mapping[str, np.ndarray]) -> Figure:
@@ -101,7 +98,19 @@ def results_figure(results: Mapping[str, np.ndarray]) -> Figure:
     for number, row in enumerate(rows):
         for column, name in enumerate(row):
             axes, finite = figure.add_subplot(grid[number, column]), np.isfinite(results[name])
-            _draw_subplot(axes, name, results["epoch"][finite], results[name][finite])
+            epochs, values = results["epoch"][finite], results[name][finite]
+            is_exact = name.startswith("x/") or len(epochs) < 2  # learning rates are free of noise
+            size, opacity = 6 if len(epochs) < 60 else 3, 1 if is_exact else 0.35
+            axes.plot(epochs, values, color="C0", marker=".", ms=size, alpha=opacity)
+            if not is_exact:
+                axes.plot(epochs, smooth(epochs, values), color="C0", linewidth=1.6)
+            title = axis_text(name)
+            if name.startswith("metrics/") and len(values):
+                best = int(np.argmax(values))  # the first of equals
+                title += f"\nbest {values[best]:.4g} in epoch {epochs[best]:g}"
+            axes.set(title=title, xlabel="epoch")
+            axes.locator_params("x", nbins=6, integer=True, min_n_ticks=1)
+            axes.locator_params("y", nbins=6)
     return figure
 
 
@@ -114,29 +123,10 @@ def smooth(epochs: np.ndarray, values: np.ndarray) -> np.ndarray:
     return weights @ values / weights.sum(1)
 
 
-def _draw_subplot(axes: Axes, name: str, epochs: np.ndarray, values: np.ndarray) -> None:
-    """Plot the finite values of a column."""
-    is_exact = name.startswith("x/") or len(epochs) < 2  # learning rates are free of noise
-    axes.plot(epochs, values, color="C0", marker=".", ms=6 if len(epochs) < 60 else 3, alpha=1 if is_exact else 0.35)
-    if not is_exact:
-        axes.plot(epochs, smooth(epochs, values), color="C0", linewidth=1.6)
-    title = axis_text(name)
-    if name.startswith("metrics/") and len(values):
-        best = int(np.argmax(values))  # the first of equals
-        title += f"\nbest {values[best]:.4g} in epoch {epochs[best]:g}"
-    axes.set_title(title)
-    axes.set_xlabel("epoch")
-    axes.locator_params("x", nbins=6, integer=True, min_n_ticks=1)
-    axes.locator_params("y", nbins=6)
-
-
-# Confusion matrix
-
-
 def confusion_figure(counts: np.ndarray, names: Sequence[str]) -> Figure:
     """Draw the confusion matrix `counts` (c, c), true class by predicted class, as shares of the true class.
 
-    Cells have numbers; if there are many, only the largest.
+    The largest shares are written in their cells, but none that rounds to 0.
     """
     from matplotlib.figure import Figure
 
@@ -145,7 +135,7 @@ def confusion_figure(counts: np.ndarray, names: Sequence[str]) -> Figure:
     side = max(0.24 * size, 3.6 + 0.15 * size) if named else 12.0  # inches of the matrix
     figure = Figure((side, side))
     axes = figure.add_axes((0, 0, 1, 1))
-    shares, edges = shares_of(counts), np.arange(size + 1) - 0.5
+    shares, edges = counts / np.maximum(counts.sum(1, keepdims=True), 1), np.arange(size + 1) - 0.5
     borders = "0.85" if named else "none"
     mesh = axes.pcolormesh(edges, edges, shares, cmap="Blues", vmin=0, vmax=1, edgecolors=borders, linewidth=0.5)
     figure.colorbar(mesh, cax=axes.inset_axes((1 + 0.15 / side, 0, 0.2 / side, 1)), label="share of the true class")
@@ -156,26 +146,13 @@ def confusion_figure(counts: np.ndarray, names: Sequence[str]) -> Figure:
         labels, font_size = [axis_text(name) for name in names], 8 if size > 12 else 9
         axes.set_xticks(range(size), labels, rotation=90, fontsize=font_size)
         axes.set_yticks(range(size), labels, fontsize=font_size)
-        for true, predicted, text in cell_texts(shares):
-            colour = "white" if shares[true, predicted] > 0.55 else "black"
+        cells = np.argwhere(shares >= 0.005)
+        largest = cells[np.argsort(-shares[tuple(cells.T)], kind="stable")[:MAX_CELL_TEXTS]]
+        for true, predicted in largest.tolist():
+            share = shares[true, predicted]
+            text, colour = "1" if share >= 0.995 else f"{share:.2f}"[1:], "white" if share > 0.55 else "black"
             axes.text(predicted, true, text, ha="center", va="center", color=colour, fontsize=font_size - 1)
     return figure
-
-
-def cell_texts(shares: np.ndarray) -> list[tuple[int, int, str]]:
-    """Return row, column and text of the cells of `shares` (c, c), the largest first, without those that round to 0."""
-    cells = np.argwhere(shares >= 0.005)
-    largest = cells[np.argsort(-shares[tuple(cells.T)], kind="stable")[:MAX_CELL_TEXTS]].tolist()
-    texts = ("1" if shares[row, column] >= 0.995 else f"{shares[row, column]:.2f}"[1:] for row, column in largest)
-    return [(*cell, text) for cell, text in zip(largest, texts, strict=True)]
-
-
-def shares_of(counts: np.ndarray) -> np.ndarray:
-    """Divide each row of counts (c, c) by its sum; a row of zeros stays zero."""
-    return counts / np.maximum(counts.sum(1, keepdims=True), 1)
-
-
-# Curves of classes
 
 
 class Curves(NamedTuple):
@@ -185,25 +162,24 @@ class Curves(NamedTuple):
     x: np.ndarray  # (p,): confidences or recalls
     values: np.ndarray  # (c, p)
 
+    def mean(self) -> np.ndarray:
+        """Return the mean of the curves (p,) over the classes that have a value; 0 without any."""
+        finite = np.isfinite(self.values)
+        return np.where(finite, self.values, 0).sum(0) / np.maximum(finite.sum(0), 1)
+
 
 def f1(precision: np.ndarray, recall: np.ndarray) -> np.ndarray:
     """Return the harmonic mean of precision and recall; 0 if both are 0."""
     return 2 * precision * recall / np.maximum(precision + recall, 1e-12)
 
 
-def mean_curve(values: np.ndarray) -> np.ndarray:
-    """Return the mean of curves (c, p) over the classes that have a value, (p,)."""
-    finite = np.isfinite(values)
-    return np.where(finite, values, 0).sum(0) / np.maximum(finite.sum(0), 1)
-
-
 def confidence_figure(metric: str, curves: Curves, operating_point: int) -> Figure:
     """Plot the curves of a metric over the confidence; the one with the index `operating_point` is marked."""
-    mean = mean_curve(curves.values)
+    mean = curves.mean()
     top = int(np.argmax(mean))
     label = f"best {mean[top]:.3f} at {curves.x[top]:.3f}"
     heading = f"{metric} at {curves.x[operating_point]:.3f} (best F1)"
-    figure = _curves_figure(curves, curves.values[:, operating_point], mean, label, heading)
+    figure = _curves_figure(curves, curves.values[:, operating_point], label, heading)
     axes = figure.axes[0]
     axes.axvline(curves.x[operating_point], color=GREY, linewidth=1, linestyle=":")
     axes.plot(curves.x[top], mean[top], "o", color="black", markersize=5)
@@ -214,12 +190,12 @@ def confidence_figure(metric: str, curves: Curves, operating_point: int) -> Figu
 def recall_figure(curves: Curves, ap50: np.ndarray) -> Figure:
     """Plot precision over recall; `ap50`, (c,), has the AP of each class at an IoU of 0.5, or nan."""
     mean = float(np.mean(ap50[np.isfinite(ap50)])) if np.isfinite(ap50).any() else 0.0
-    figure = _curves_figure(curves, ap50, mean_curve(curves.values), f"mAP50 {mean:.3f}", "AP50")
+    figure = _curves_figure(curves, ap50, f"mAP50 {mean:.3f}", "AP50")
     figure.axes[0].set(xlabel="recall", ylabel="precision")
     return figure
 
 
-def _curves_figure(curves: Curves, scores: np.ndarray, mean: np.ndarray, label: str, heading: str) -> Figure:
+def _curves_figure(curves: Curves, scores: np.ndarray, label: str, heading: str) -> Figure:
     """Plot a thin line for each class and a thick one for their mean; a legend has the score (c,) of each class.
 
     In the legend, `label` is the text of the mean, and `heading` is above the classes. Many classes have no names.
@@ -229,7 +205,7 @@ def _curves_figure(curves: Curves, scores: np.ndarray, mean: np.ndarray, label: 
     figure, count = Figure((10, 6), layout="constrained"), len(curves.names)
     axes = figure.add_subplot(xlim=(0, 1), ylim=(0, 1.02))
     label = f"{axis_text(curves.names[0]) if count == 1 else 'all classes'}: {label}"
-    entries = axes.plot(curves.x, mean, color="black", linewidth=3, zorder=3, label=label)
+    entries = axes.plot(curves.x, curves.mean(), color="black", linewidth=3, zorder=3, label=label)
     if count > MAX_NAMED_CURVES:
         others = axes.plot(curves.x, curves.values.T, color=GREY, linewidth=0.5, alpha=0.5, label=f"{count} classes")
         entries.append(others[0])
@@ -242,75 +218,57 @@ def _curves_figure(curves: Curves, scores: np.ndarray, mean: np.ndarray, label: 
     return figure
 
 
-# Labels
-
-
-class Labels(NamedTuple):
-    """The number of labels of each class in each split."""
-
-    names: Sequence[str]  # c
-    splits: Sequence[str]  # s
-    counts: np.ndarray  # (s, c)
-
-
-def labels_figure(labels: Labels, classes: np.ndarray, boxes: np.ndarray) -> Figure:
-    """Plot the number of labels of each class and split; and sides, centres and sizes of `boxes`, if there are any.
+def labels_figure(
+    names: Sequence[str], counts: Mapping[str, np.ndarray], classes: np.ndarray, boxes: np.ndarray
+) -> Figure:
+    """Plot the labels of each class by split, `counts` (c,); and the sides, centres and sizes of `boxes`, if any.
 
     Boxes are normalised xywh, (n, 4), `classes` their class numbers, (n,).
     """
+    from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
 
-    count = len(labels.names)
-    figure = Figure((max(12.0, 0.14 * min(count, MAX_BAR_NAMES)), 7.5 if len(boxes) else 4.0), layout="constrained")
+    size = max(12.0, 0.14 * min(len(names), MAX_BAR_NAMES)), 7.5 if len(boxes) else 4.0
+    figure = Figure(size, layout="constrained")
     grid = figure.add_gridspec(2 if len(boxes) else 1, 3)
-    axes = figure.add_subplot(grid[0, :])
-    _draw_bars(axes, labels)
-    if count <= MAX_BAR_NAMES:
-        axes.set_xticks(range(count), [axis_text(name) for name in labels.names], rotation=90, fontsize=8)
-    else:
-        axes.set_xlabel("class")
+    _draw_bars(figure.add_subplot(grid[0, :]), names, counts)
     if len(boxes):
         shapes, centres, sizes = (figure.add_subplot(grid[1, column], box_aspect=1) for column in range(3))
-        _draw_boxes(shapes, classes, boxes, count)
+        some = np.linspace(0, len(boxes) - 1, min(len(boxes), MAX_DRAWN_BOXES)).astype(int)
+        corners = 0.5 + np.array([(-1, -1), (1, -1), (1, 1), (-1, 1), (-1, -1)]) / 2 * boxes[some, None, 2:]
+        shades = np.array(colours(len(names)))[classes[some]]
+        shapes.add_collection(LineCollection([*corners], linewidths=0.6, colors=shades, alpha=0.25))
+        title = f"{len(some)} boxes around one centre"
+        shapes.set(title=title, xlim=(0, 1), ylim=(0, 1), xlabel="width", ylabel="height")
         _draw_density(centres, boxes[:, :2], "centres", "x", "y")
         _draw_density(sizes, boxes[:, 2:], "sizes", "width", "height")
         centres.invert_yaxis()  # as in an image
     return figure
 
 
-def _draw_bars(axes: Axes, labels: Labels) -> None:
+def _draw_bars(axes: Axes, names: Sequence[str], counts: Mapping[str, np.ndarray]) -> None:
     """Draw a bar for each class and split, side by side."""
-    count, splits = len(labels.names), len(labels.splits)
-    width = 0.8 / splits
-    for number, (split, counts) in enumerate(zip(labels.splits, labels.counts, strict=True)):
-        left = np.arange(count) + (number - (splits - 1) / 2) * width
-        bars = axes.bar(left, counts, width, label=f"{axis_text(split)}: {counts.sum():.0f}", color=f"C{number}")
-        if count * splits <= 24:
+    width = 0.8 / len(counts)
+    for number, (split, labels) in enumerate(counts.items()):
+        left = np.arange(len(names)) + (number - (len(counts) - 1) / 2) * width
+        bars = axes.bar(left, labels, width, label=f"{axis_text(split)}: {labels.sum():.0f}", color=f"C{number}")
+        if len(names) * len(counts) <= 24:
             axes.bar_label(bars, fmt="%.0f", fontsize=8)
-    if any(counts.max() > LOG_SCALE_RATIO * counts[counts > 0].min(initial=np.inf) for counts in labels.counts):
+    if any(labels.max() > LOG_SCALE_RATIO * labels[labels > 0].min(initial=np.inf) for labels in counts.values()):
         axes.set_yscale("log")
         axes.set_ylim(0.7)
-    axes.set_ylabel("labels")
-    axes.set_xlim(-0.6, count - 0.4)
+    axes.set(ylabel="labels", xlim=(-0.6, len(names) - 0.4))
     axes.grid(False, axis="x")
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=splits, borderaxespad=0)
-
-
-def _draw_boxes(axes: Axes, classes: np.ndarray, boxes: np.ndarray, class_count: int) -> None:
-    """Draw boxes around one centre, coloured by class."""
-    from matplotlib.collections import LineCollection
-
-    some = np.linspace(0, len(boxes) - 1, min(len(boxes), MAX_DRAWN_BOXES)).astype(int)
-    corners = 0.5 + np.array([(-1, -1), (1, -1), (1, 1), (-1, 1), (-1, -1)]) / 2 * boxes[some, None, 2:]
-    class_colours = np.array(colours(class_count))
-    axes.add_collection(LineCollection([*corners], linewidths=0.6, colors=class_colours[classes[some]], alpha=0.25))
-    title = f"{len(some)} boxes around one centre"
-    axes.set(title=title, xlim=(0, 1), ylim=(0, 1), xlabel="width", ylabel="height")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(counts), borderaxespad=0)
+    if len(names) <= MAX_BAR_NAMES:
+        axes.set_xticks(range(len(names)), [axis_text(name) for name in names], rotation=90, fontsize=8)
+    else:
+        axes.set_xlabel("class")
 
 
 def _draw_density(axes: Axes, points: np.ndarray, title: str, xlabel: str, ylabel: str) -> None:
     """Draw a histogram of `points` (n, 2), whose coordinates are from 0 to 1."""
     counts, _, _ = np.histogram2d(points[:, 1], points[:, 0], DENSITY_BINS, [[0, 1], [0, 1]])
-    shown = np.sqrt(np.where(counts, counts, np.nan))  # rare positions stay visible
-    axes.imshow(shown, "viridis_r", origin="lower", extent=(0, 1, 0, 1), aspect="auto", vmin=0)
+    roots = np.sqrt(np.where(counts, counts, np.nan))  # rare positions stay visible
+    axes.imshow(roots, "viridis_r", origin="lower", extent=(0, 1, 0, 1), aspect="auto", vmin=0)
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)

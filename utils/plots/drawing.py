@@ -74,8 +74,7 @@ def draw_targets(images: np.ndarray, targets: np.ndarray, names: Mapping[int, st
     tiles = []
     for number, image in enumerate(images):
         tile = cv2.merge(list(image[::-1]))
-        if scale < 1:
-            tile = resize(tile, scale)
+        tile = resize(tile, scale) if scale < 1 else tile
         image_targets = targets[targets[:, 0] == number]
         centres, sides = image_targets[:, 2:4], image_targets[:, 4:6]
         boxes = np.concatenate((centres - sides / 2, centres + sides / 2), 1) * np.tile(tile.shape[1::-1], 2)
@@ -102,7 +101,9 @@ def captioned(image: np.ndarray, lines: Sequence[str], width: int) -> np.ndarray
     tile[:height, left : left + image_width] = image
     for number, line in enumerate(lines, 1):
         position = (3, height + line_height * number - line_height // 4)
-        write_text(tile, fit_text(line, width - 3, scale), position, (0, 0, 0), scale)
+        cv2.putText(
+            tile, fit_text(line, width - 3, scale), position, FONT, scale, (0, 0, 0), _stroke(scale), cv2.LINE_AA
+        )
     return tile
 
 
@@ -181,7 +182,8 @@ def _draw_label(image: np.ndarray, left: int, top: int, text: str, colour: Seque
     blue, green, red = colour
     luma = 0.114 * blue + 0.587 * green + 0.299 * red
     text_colour = (0, 0, 0) if luma > DARK_TEXT_LUMA else (255, 255, 255)
-    write_text(image, text, (left + margin, top + height + margin // 2), text_colour, scale)
+    position = (left + margin, top + height + margin // 2)
+    cv2.putText(image, text, position, FONT, scale, text_colour, _stroke(scale), cv2.LINE_AA)
 
 
 def _stroke(scale: float) -> int:
@@ -202,11 +204,6 @@ def fit_text(text: str, width: int, scale: float) -> str:
         length -= 1
         shortened = f"{text[: length // 2 - 1]}..{text[length // 2 - length + 1 :]}"
     return shortened
-
-
-def write_text(image: np.ndarray, text: str, position: tuple[int, int], colour: Sequence[int], scale: float) -> None:
-    """Draw one line of text; `position`: x and y of its lower left corner in pixels."""
-    cv2.putText(image, printable(text), position, FONT, scale, colour, _stroke(scale), cv2.LINE_AA)
 
 
 def write_picture(path: Path, picture: np.ndarray, jpeg_quality: int = 95, compact_png: bool = False) -> None:

@@ -1,10 +1,11 @@
-"""The pictures of a run folder, drawn from its text files by `python -m utils.plots runs/train/exp`.
+"""The pictures of a run folder, drawn from its text files: `python -m utils.plots.pictures runs/train/exp`.
 
 Training starts this command as a process of its own (`Plotter`). Imports no torch.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import os
 import subprocess
@@ -20,28 +21,7 @@ import numpy as np
 from utils.console import Background, log
 from utils.errors import first_line
 from utils.files import ROOT
-from utils.plots.charts import (
-    Curves,
-    Labels,
-    confidence_figure,
-    confusion_figure,
-    f1,
-    labels_figure,
-    mean_curve,
-    recall_figure,
-    render,
-    results_figure,
-)
-from utils.plots.drawing import (
-    MAX_GRID_IMAGES,
-    captioned,
-    draw_boxes,
-    draw_outlines,
-    grid,
-    printable,
-    resize,
-    write_picture,
-)
+from utils.plots import charts, drawing
 from utils.summary import DRAWN_IMAGES
 
 JPEG_QUALITY = 85
@@ -69,7 +49,7 @@ class Plotter:
 
         def write() -> None:
             for name, picture in pictures().items():
-                write_picture(self.folder / name, picture)
+                drawing.write_picture(self.folder / name, picture)
                 self.on_drawn({name: self.folder / name})
 
         self._background.do(write)
@@ -82,7 +62,7 @@ class Plotter:
         started = time.time()
         nice = "os.nice(5); " if names and hasattr(os, "nice") else ""  # named documents are drawn beside the training
         # Unlike `python -m`, this does not search the current folder for the module.
-        code = f"import os, sys; {nice}sys.path[0] = {str(ROOT)!r}; from utils.plots.__main__ import main; main()"
+        code = f"import os, sys; {nice}sys.path[0] = {str(ROOT)!r}; from utils.plots.pictures import main; main()"
         done = subprocess.run(
             [sys.executable, "-c", code, str(self.folder), *(["--only", *names] if names else [])],
             env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -103,17 +83,28 @@ class Plotter:
         return self._background.finish(min(patience, TIMEOUT_SECONDS))
 
 
-def draw_document(file: Path) -> int:
-    """Draw the pictures of a text file beside it, and print their names; return 1 after a warning, else 0."""
-    try:
-        for name, picture in DRAWINGS[file.name](file):
-            write_picture(file.with_name(name), picture, JPEG_QUALITY, compact_png=True)
-            print(name)
-    except Exception as error:  # the other pictures can be drawn
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        print(f"warning: {printable(str(file))} cannot be drawn ({printable(reason)})", file=sys.stderr)
-        return 1
-    return 0
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draw the pictures of a run folder, print their names, and exit: with 1 after a warning or an error."""
+    parser = argparse.ArgumentParser("python -m utils.plots.pictures", description="Draw the pictures of a run folder.")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="run folder")
+    parser.add_argument("--only", nargs="+", choices=list(DRAWINGS), help="text files to draw from")
+    options = parser.parse_args(argv)
+    os.environ.pop("MPLBACKEND", None)  # notebooks set it to a back end that matplotlib may not find here
+    cv2.setNumThreads(1)  # the other cores are the training's
+    files = [file for name in options.only or DRAWINGS if (file := options.folder / name).is_file()]
+    if not files:
+        sys.exit(f"error: {drawing.printable(str(options.folder))} has nothing to draw from, such as results.csv")
+    code = 0
+    for file in files:
+        try:
+            for name, picture in DRAWINGS[file.name](file):
+                drawing.write_picture(file.with_name(name), picture, JPEG_QUALITY, compact_png=True)
+                print(name)
+        except Exception as error:  # the other pictures can be drawn
+            reason = drawing.printable(f"{type(error).__name__}: {first_line(error)}")
+            print(f"warning: {drawing.printable(str(file))} cannot be drawn ({reason})", file=sys.stderr)
+            code = 1
+    sys.exit(code)
 
 
 # A function for each text file; a file without rows has no pictures
@@ -123,24 +114,25 @@ def _draw_results(file: Path) -> Pictures:
     table = read_columns(file)
     if table["epoch"]:
         results = {name: numbers(cells) for name, cells in table.items()}
-        yield "results.png", render(results_figure, {**results, "epoch": results["epoch"] + 1})
+        yield "results.png", charts.render(charts.results_figure, {**results, "epoch": results["epoch"] + 1})
 
 
 def _draw_confusion(file: Path) -> Pictures:
     (_, *names), *rows = read_rows(file)
     counts = np.array([[int(cell) for cell in row[1:]] for row in rows], np.int64).reshape(len(names), len(names))
     if names:
-        yield "confusion_matrix.png", render(confusion_figure, counts, names)
+        yield "confusion_matrix.png", charts.render(charts.confusion_figure, counts, names)
 
 
 def _draw_confidence(file: Path) -> Pictures:
     table, prefix = read_columns(file), file.name.removesuffix("curves.csv")
     if table["class"]:
         precision, recall = (curves_of(table, "confidence", name) for name in ("precision", "recall"))
-        f1_curves = precision._replace(values=f1(precision.values, recall.values))
-        operating_point = int(np.argmax(mean_curve(f1_curves.values)))
+        f1_curves = precision._replace(values=charts.f1(precision.values, recall.values))
+        operating_point = int(np.argmax(f1_curves.mean()))
         for letter, metric, curves in (("P", "precision", precision), ("R", "recall", recall), ("F1", "F1", f1_curves)):
-            yield f"{prefix}{letter}_curve.png", render(confidence_figure, metric, curves, operating_point)
+            picture = charts.render(charts.confidence_figure, metric, curves, operating_point)
+            yield f"{prefix}{letter}_curve.png", picture
 
 
 def _draw_precision_recall(file: Path) -> Pictures:
@@ -151,40 +143,37 @@ def _draw_precision_recall(file: Path) -> Pictures:
         classes = read_columns(file.with_name("classes.csv"))
         scores = dict(zip(classes["class"], numbers(classes.get(f"{prefix}AP50", [])), strict=False))
         ap50 = np.array([scores.get(name, np.nan) for name in curves.names])
-        yield f"{prefix}PR_curve.png", render(recall_figure, curves, ap50)
+        yield f"{prefix}PR_curve.png", charts.render(charts.recall_figure, curves, ap50)
 
 
 def _draw_labels(file: Path) -> Pictures:
     table = read_columns(file)
-    splits, names = (list(dict.fromkeys(table[column])) for column in ("split", "class"))
-    counts, numbers_of = np.zeros((len(splits), len(names))), {name: k for k, name in enumerate(names)}
+    classes = {name: k for k, name in enumerate(dict.fromkeys(table["class"]))}
+    counts = {split: np.zeros(len(classes)) for split in table["split"]}
     for split, name, count in zip(table["split"], table["class"], numbers(table["instances"]), strict=True):
-        counts[splits.index(split), numbers_of[name]] += count
-    if names:
+        counts[split][classes[name]] += count
+    if classes:
         boxes = read_columns(file.with_name("boxes.csv"))
-        classes = np.array([numbers_of[name] for name in boxes["class"]], int)
         xywh = np.stack([numbers(boxes.get(side, [])) for side in ("x", "y", "width", "height")], 1)
-        yield "labels.jpg", render(labels_figure, Labels(names, splits, counts), classes, xywh)
+        of_boxes = np.array([classes[name] for name in boxes["class"]], int)
+        yield "labels.jpg", charts.render(charts.labels_figure, list(classes), counts, of_boxes, xywh)
 
 
 def _draw_validation(file: Path) -> Pictures:
     """Draw grids of validation images with their labels, and with their predictions."""
     masks = defaultdict(list)
-    for row in _row_dicts(file.with_name("val_masks.csv")):
+    for row in read_dicts(file.with_name("val_masks.csv")):
         masks[row["image"], row["kind"]].append(row["outline"])
     rows: dict[str, list[dict[str, str]]] = defaultdict(list)
-    for row in _row_dicts(file):
-        of_image = masks[row["image"], row["kind"]]
-        rows[row["image"]].append({**row, "mask": of_image.pop(0) if of_image else ""})
+    for row in read_dicts(file):
+        outlines = masks[row["image"], row["kind"]]
+        rows[row["image"]].append({**row, "mask": outlines.pop(0) if outlines else ""})
     # All classes in order, so that colours match the pictures of training batches.
-    names = [
-        *read_columns(file.with_name("classes.csv"))["class"],
-        *(row["class"] for each in rows.values() for row in each),
-    ]
+    names = [*read_columns(file.with_name("classes.csv"))["class"], *read_columns(file)["class"]]
     classes = {name: k for k, name in enumerate(dict.fromkeys(names))}
     paths = list(rows)[:DRAWN_IMAGES]
-    for batch in range(0, len(paths), MAX_GRID_IMAGES):
-        images = {path: _read_resized(path) for path in paths[batch : batch + MAX_GRID_IMAGES]}
+    for batch in range(0, len(paths), drawing.MAX_GRID_IMAGES):
+        images = {path: _read_resized(path) for path in paths[batch : batch + drawing.MAX_GRID_IMAGES]}
         width = max([MIN_TILE_PIXELS, *(image.shape[1] for image, _ in images.values() if image is not None)])
         for kind, suffix in (("label", "labels"), ("prediction", "pred")):
             tiles = []
@@ -194,8 +183,8 @@ def _draw_validation(file: Path) -> Pictures:
                     name, tile = f"{name} (cannot be read)", np.full((width // 2, width, 3), UNREADABLE_GREY, np.uint8)
                 else:
                     tile = _with_boxes(image, scale, [row for row in rows[path] if row["kind"] == kind], classes)
-                tiles.append(captioned(tile, [name], width))
-            yield f"val_batch{batch // MAX_GRID_IMAGES}_{suffix}.jpg", grid(tiles)
+                tiles.append(drawing.captioned(tile, [name], width))
+            yield f"val_batch{batch // drawing.MAX_GRID_IMAGES}_{suffix}.jpg", drawing.grid(tiles)
 
 
 def _read_resized(path: str) -> tuple[np.ndarray | None, float]:
@@ -208,7 +197,7 @@ def _read_resized(path: str) -> tuple[np.ndarray | None, float]:
         return None, 1.0
     longer_side = max(image.shape[:2])
     scale = min(MAX_TILE_PIXELS, max(longer_side, MIN_TILE_PIXELS)) / longer_side
-    return (image if scale == 1 else resize(image, scale)), scale
+    return (image if scale == 1 else drawing.resize(image, scale)), scale
 
 
 def _with_boxes(
@@ -219,9 +208,10 @@ def _with_boxes(
     boxes = scale * np.array([[float(row[side]) for side in ("x1", "y1", "x2", "y2")] for row in rows]).reshape(-1, 4)
     classes = [numbers_of[row["class"]] for row in rows]
     texts = [f"{row['class']} {float(row['confidence']):.2f}" if row["confidence"] else row["class"] for row in rows]
+    masks, outlines = ([points(row.get(key, "")) * scale for row in rows] for key in ("mask", "outline"))
     image = image.copy()
-    draw_outlines(image, [points(row["mask"]) * scale for row in rows], classes)
-    draw_boxes(image, boxes, classes, texts, outlines=[points(row.get("outline", "")) * scale for row in rows])
+    drawing.draw_outlines(image, masks, classes)
+    drawing.draw_boxes(image, boxes, classes, texts, outlines=outlines)
     return image
 
 
@@ -243,25 +233,24 @@ DRAWINGS: dict[str, Callable[[Path], Pictures]] = {
 def read_rows(file: Path) -> list[list[str]]:
     """Return the rows of a CSV file, the first of which is its header."""
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as opened:
-        return [[cell.strip() for cell in row] if not number else row for number, row in enumerate(csv.reader(opened))]
+        return list(csv.reader(opened))
 
 
 def read_columns(file: Path) -> dict[str, list[str]]:
     """Return the columns of a CSV file by name; only an empty `class` if it does not exist."""
-    if not file.is_file():
-        return {"class": []}
-    head, *rows = read_rows(file)
+    head, *rows = read_rows(file) if file.is_file() else [["class"]]
     return {name: [row[number] for row in rows] for number, name in enumerate(head)}
 
 
-def _row_dicts(file: Path) -> list[dict[str, str]]:
-    head, *rows = read_rows(file) if file.is_file() else [[]]
-    return [dict(zip(head, row, strict=True)) for row in rows]
+def read_dicts(file: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file by column; none if it does not exist."""
+    columns = read_columns(file)
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def numbers(cells: Sequence[str]) -> np.ndarray:
     """Return cells as numbers, nan for an empty one."""
-    return np.array([float(cell.strip() or "nan") for cell in cells])
+    return np.array([float(cell or "nan") for cell in cells])
 
 
 def points(text: str) -> np.ndarray:
@@ -269,10 +258,14 @@ def points(text: str) -> np.ndarray:
     return np.array(text.split(), float).reshape(-1, 2)
 
 
-def curves_of(table: Mapping[str, Sequence[str]], over: str, column: str) -> Curves:
+def curves_of(table: Mapping[str, Sequence[str]], over: str, column: str) -> charts.Curves:
     """Return the curves of all classes over a column, which has the same rising values in each class."""
     classes, x = np.array(table["class"]), numbers(table[over])
     # `over` also starts again between two classes of the same name.
     starts = np.flatnonzero(np.append(True, (classes[1:] != classes[:-1]) | (x[1:] < x[:-1])))
     x = x.reshape(len(starts), -1)[0]
-    return Curves(classes[starts].tolist(), x, numbers(table[column]).reshape(len(starts), len(x)))
+    return charts.Curves(classes[starts].tolist(), x, numbers(table[column]).reshape(len(starts), len(x)))
+
+
+if __name__ == "__main__":
+    main()

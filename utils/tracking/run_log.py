@@ -21,17 +21,16 @@ from torch import nn
 
 from utils.files import IS_INSTALLED, ROOT
 from utils.summary import Example, Summary, evenly_spaced
-from utils.tracking.trackers import WANDB, Tracker, accelerate_tracker, requested_trackers
-from utils.tracking.wandb import ImageReader, WandbTracker, charts, example_images, log_artifact
 
 if TYPE_CHECKING:
     from utils.checkpoint import Progress
     from utils.config.flags import TrainOptions
     from utils.run import Run
+    from utils.tracking.trackers import Tracker
+    from utils.tracking.wandb import ImageReader
 
 LOGGED_IMAGES = 16  # validation images in the trackers, the same ones every time
 EXAMPLES_PER_RUN = 10  # how often examples are logged if no interval is given
-CHARTS = ("PR_curve.csv", "curves.csv", "mask_PR_curve.csv", "mask_curves.csv", "confusion_matrix.csv")
 DEFAULT_PROJECT = "train"  # the last folder of the default --project; the trackers' project is then "lockstep"
 
 
@@ -53,8 +52,11 @@ def start_trackers(
     project = "lockstep" if folder == DEFAULT_PROJECT else folder
 
     def make() -> list[Tracker]:
-        wandb = [WandbTracker(path, project, run_id, job, uploads) for name in names if name == WANDB]
-        return [*wandb, *(accelerate_tracker(name, project, path) for name in names if name != WANDB)]
+        from utils.tracking.trackers import WANDB, Tracker  # only here: Accelerate's trackers take a while to import
+        from utils.tracking.wandb import WandbTracker
+
+        wandb = partial(WandbTracker, path, project, run_id, job, uploads)
+        return [wandb() if name == WANDB else Tracker(name, project, path) for name in names]
 
     config = {**config, "git_commit": git_commit(), "command": shlex.join(sys.argv)}
     run.start_trackers(make, config, step)
@@ -78,6 +80,8 @@ class RunLog:
         run, options = self.run, self.options
         config = {**settings, "world_size": len(run.devices), "devices": [*run.devices], "dataset": dict(dataset)}
         step, uploads = saved["progress"]["step"] if saved else 0, options.upload_model or options.upload_dataset
+        from utils.tracking.trackers import requested_trackers
+
         names = requested_trackers(options.log_with, options.no_wandb)
         config = start_trackers(run, config, step, "train", self.run_id, options.project, names, uploads)
         self.metadata = {name: config[name] for name in ("dataset", "command", "git_commit")}
@@ -106,6 +110,8 @@ class RunLog:
         """
         due = self.examples_interval and (epoch % self.examples_interval == 0 or epoch + 1 == self.options.epochs)
         if due and self.run.trackers and (candidates := examples()):
+            from utils.tracking.wandb import example_images
+
             chosen = [candidates[k] for k in evenly_spaced(len(candidates), LOGGED_IMAGES)]
             images = partial(example_images, chosen, self.shown, self.class_names)
             self.run.log_media(lambda: {"examples/validation": images()})
@@ -126,20 +132,15 @@ class RunLog:
     def _upload(self, name: str, epoch: int, aliases: Sequence[str]) -> None:
         """Upload a file of the run's weights/, made in an epoch, if --upload-model is given."""
         if self.options.upload_model:
+            from utils.tracking.wandb import log_artifact
+
             file, aliases = self.run.path / "weights" / name, [*aliases, f"epoch-{epoch}"]
             metadata = {**self.metadata, "epoch": epoch, "metrics": self.metrics.get(epoch, {})}
             artifact = f"run_{self.run_id}_model"
             self.run.with_wandb(lambda run: log_artifact(run, artifact, "model", aliases, [file], metadata))
 
     def log_results(self, progress: Progress) -> None:
-        """Log the curves of the best epoch, and upload last.pt and best.pt.
-
-        The two files are one version with both aliases if the last epoch was the best.
-        """
-        if self.run.trackers:
-            files = [file for name in CHARTS if (file := self.run.path / name).is_file()]
-            documents = {file.name: file.read_text(errors="replace") for file in files}
-            self.run.log_media(partial(charts, documents))
+        """Upload best.pt and last.pt: one version with both aliases if the last epoch was the best."""
         best, last = progress.best_epoch, progress.epoch - 1
         if progress.summary:
             self.metrics[best] = dict(progress.summary.metrics)
@@ -158,35 +159,33 @@ class RunLog:
         """
         if not self.options.upload_dataset or not self.run.trackers:
             return
+        from utils.tracking.wandb import log_artifact
+
         references: list[tuple[Path, str]] = []
         for kind, paths in files().items():
             existing = [path.absolute() for path in paths if path.is_file()]
             root = os.path.commonpath([path.parent for path in existing]) if existing else ""
             references += [(path, f"{kind}/{path.relative_to(root)}") for path in existing]
         name, yaml = re.sub(r"[^\w.-]", "-", source.stem), [source] if source.is_file() else []
-        self.run.with_wandb(
-            lambda run: log_artifact(run, name, "dataset", ["latest"], yaml, identity, references, is_input=True)
-        )
+        self.run.with_wandb(lambda run: log_artifact(run, name, "dataset", ["latest"], yaml, identity, references))
 
 
 def start_validation(run: Run, flags: Mapping[str, Any], training: Mapping[str, Any]) -> None:
     """Start the trackers of a validation; `training`: settings of the run that made the weights."""
+    from utils.tracking.trackers import requested_trackers
+
     config, project = {**flags, "training_run": training.get("wandb_id", "")}, training.get("project")
     names = requested_trackers(flags["log_with"])
     start_trackers(run, config, 0, "val", wandb_run_id(), str(project or DEFAULT_PROJECT), names)
 
 
-def log_validation(run: Run, values: Mapping[str, Any], documents: Mapping[str, str]) -> None:
-    """Log the values of a validation by key, and its text files by name."""
-    run.log_point({**values, "epoch": 0}, 0)
-    run.log_media(partial(charts, {name: documents[name] for name in CHARTS if name in documents}))
+def log_validation(run: Run, summary: Summary) -> None:
+    """Log a validation under the keys that training uses."""
+    run.log_point({**summary.columns(), "epoch/images_per_second": summary.rate, "epoch": 0}, 0)
 
 
 def wandb_run_id() -> str:
-    """Return the id of a new run for trackers: WANDB_RUN_ID, which sweeps set, else a random one.
-
-    Random ids differ between processes, so the main process's id must be broadcast.
-    """
+    """Return the id of a new run: WANDB_RUN_ID, which sweeps set, else a random one, which must be broadcast."""
     return os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
 
 

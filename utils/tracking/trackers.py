@@ -1,7 +1,4 @@
-"""Accelerate's trackers, and trackers of the user's, each in a thread. Made by run_log.py on the main process.
-
-wandb.py has the richer tracker for Weights & Biases.
-"""
+"""Accelerate's trackers, and trackers of the user's, each in a thread. Made by run_log.py on the main process."""
 
 from __future__ import annotations
 
@@ -35,19 +32,16 @@ NAME_ARGUMENTS = {"mlflow": "run_name", "clearml": "task_name", "trackio": "name
 class Tracker(GeneralTracker):
     """A tracker of Accelerate: training never waits for it and never fails by it; the first failure is a warning.
 
-    `project` and `arguments` are for its class, `LOGGER_TYPE_TO_CLASS[name]`.
+    `name` is a key of `LOGGER_TYPE_TO_CLASS`, `folder` the run folder.
     """
 
-    main_process_only = True
     requires_logging_directory = False
 
-    def __init__(
-        self, name: str, project: str, arguments: Mapping[str, Any], finish_seconds: float = FINISH_SECONDS
-    ) -> None:
+    def __init__(self, name: str, project: str, folder: Path, finish_seconds: float = FINISH_SECONDS) -> None:
         self.name = name  # the base class requires it
-        self.title = "W&B" if name == WANDB else name  # in messages
         super().__init__()
-        self.project, self.arguments, self.finish_seconds = project, arguments, finish_seconds
+        self.project, self.folder, self.finish_seconds = project, folder, finish_seconds
+        self.title = "W&B" if name == WANDB else name  # in messages
         self.unsent = "what it has not sent is lost"  # end of the warning if the time is over
         self.inner: Any = None  # Accelerate's tracker, once it has started
         self._started = threading.Event()  # set once the run has started or failed to start
@@ -77,7 +71,7 @@ class Tracker(GeneralTracker):
         self.do(lambda: self._log(values, step or 0))
 
     def log_media(self, make: Callable[[], Mapping[str, Any]], step: int) -> None:
-        """Log what `make` returns: W&B's pictures and charts by key. Other trackers do nothing."""
+        """Log what `make` returns: W&B's pictures by key. Other trackers do nothing."""
 
     def with_wandb(self, job: Callable[[Any], object]) -> None:
         """Call `job` with W&B's run in the thread. Other trackers do nothing."""
@@ -86,24 +80,26 @@ class Tracker(GeneralTracker):
         """Do `job` in the thread after the earlier jobs, if the run has started by then."""
         self._background.do(lambda: self.inner and job())
 
-    def fail(self) -> None:
-        """Close the run of a process that ends with an error."""
-        self._close(FAIL_SECONDS)
-
-    def finish(self, patience: float = FINISH_SECONDS) -> None:
+    def finish(self, patience: float = FINISH_SECONDS, exit_code: int = 0) -> None:
         """Send the rest and close the run, within `patience` seconds and its own time limit."""
+        self.do(lambda: self._end(exit_code))
         patience = min(patience, self.finish_seconds)
-        if not self._close(patience):
+        if not self._background.finish(patience) and not exit_code:
             log(f"warning: {self.title} has not ended after {patience:.0f} s; {self.unsent}")
 
-    def _close(self, patience: float) -> bool:
-        self.do(self._end)
-        return self._background.finish(patience)
+    def fail(self) -> None:
+        """Close the run of a process that ends with an error."""
+        self.finish(FAIL_SECONDS, exit_code=1)
 
     # In the thread
 
     def _start(self, config: Mapping[str, Any]) -> Any:
-        tracker: Any = LOGGER_TYPE_TO_CLASS[self.name](self.project, **self.arguments)
+        kind: Any = LOGGER_TYPE_TO_CLASS[self.name]
+        arguments = {"logging_dir": str(self.folder)} if kind.requires_logging_directory else {}
+        if self.name in NAME_ARGUMENTS:
+            arguments[NAME_ARGUMENTS[self.name]] = self.folder.name
+        # TensorBoard's project is the name of its folder in the run folder.
+        tracker = kind(self.name if self.name == TENSORBOARD else self.project, **arguments)
         tracker.start()
         tracker.store_init_configuration(flat(config))
         return tracker
@@ -113,18 +109,8 @@ class Tracker(GeneralTracker):
         named = {re.sub(r"[^\w\-. :/]", "_", key): value for key, value in values.items() if key not in (STEP, EPOCH)}
         self.inner.log(named, step=step)
 
-    def _end(self) -> None:
+    def _end(self, exit_code: int) -> None:
         self.inner.finish()
-
-
-def accelerate_tracker(name: str, project: str, folder: Path) -> Tracker:
-    """Return a tracker of Accelerate by its name, for the run in `folder`."""
-    if name == TENSORBOARD:
-        project = name  # the name of its folder in the run folder
-    arguments = {"logging_dir": str(folder)} if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory else {}
-    if name in NAME_ARGUMENTS:
-        arguments[NAME_ARGUMENTS[name]] = folder.name
-    return Tracker(name, project, arguments)
 
 
 def requested_trackers(log_with: str, no_wandb: bool = False) -> list[str]:
@@ -132,18 +118,17 @@ def requested_trackers(log_with: str, no_wandb: bool = False) -> list[str]:
 
     '' is W&B if it is installed, `all` every tracker that is.
     """
-    given = [Path(word).stem if word.endswith(PYTHON_SUFFIX) else word for word in log_with.split(",")]
-    names = {"": [WANDB], "none": [], "all": list(TRACKERS)}.get(log_with, list(dict.fromkeys(given)))
+    words = {"": [WANDB], "none": [], "all": TRACKERS}.get(log_with, log_with.split(","))
+    names = dict.fromkeys(Path(word).stem if word.endswith(PYTHON_SUFFIX) else word for word in words)
     if no_wandb or os.environ.get("WANDB_MODE") == "disabled":
-        names = [name for name in names if name != WANDB]
-    missing = [] if log_with in ("", "all") else [name for name in names if not _is_installed(name)]
-    log(*(f"warning: {name} is not installed, so nothing is logged there: pip install {name}" for name in missing))
-    return [name for name in names if _is_installed(name)]
-
-
-def _is_installed(name: str) -> bool:
-    spec = importlib.util.find_spec(name)
-    return spec is not None and spec.origin is not None  # no origin: a folder of that name in the current one
+        names.pop(WANDB, None)
+    specs = {name: importlib.util.find_spec(name) for name in names}
+    # No origin: a folder of that name in the current one.
+    installed = [name for name, spec in specs.items() if spec is not None and spec.origin is not None]
+    for name in specs if log_with not in ("", "all") else ():
+        if name not in installed:
+            log(f"warning: {name} is not installed, so nothing is logged there: pip install {name}")
+    return installed
 
 
 def add_user_trackers(log_with: str, is_named: bool = True) -> None:
@@ -158,11 +143,11 @@ def add_user_trackers(log_with: str, is_named: bool = True) -> None:
             raise UserError(f"{flag} is not a file; give the path of a Python file with a tracker")
         trust(path, flag, is_named, "the run's settings.yaml")
         with imported(path, "--log-with") as module:
-            defined = [each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == path.stem]
-            trackers = [each for each in defined if issubclass(each, GeneralTracker)]
-            if len(trackers) != 1:
+            classes = [value for value in vars(module).values() if inspect.isclass(value)]
+            own = [kind for kind in classes if kind.__module__ == path.stem and issubclass(kind, GeneralTracker)]
+            if len(own) != 1:
                 raise UserError(f"{path} must define one class that extends accelerate.tracking.GeneralTracker")
-            LOGGER_TYPE_TO_CLASS[path.stem] = trackers[0]
+            LOGGER_TYPE_TO_CLASS[path.stem] = own[0]
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

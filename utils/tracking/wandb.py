@@ -1,11 +1,10 @@
-"""The tracker for Weights & Biases: Accelerate's, with pictures, charts, artifacts and resumed runs.
+"""The tracker for Weights & Biases: Accelerate's, with pictures, artifacts and resumed runs.
 
 Made by run_log.py. The package is imported when a run starts.
 """
 
 from __future__ import annotations
 
-import csv
 import inspect
 import json
 import math
@@ -23,7 +22,7 @@ from PIL import Image, ImageDraw
 from utils.console import log
 from utils.errors import UserError, first_line
 from utils.files import replacing
-from utils.summary import Box, Example, evenly_spaced
+from utils.summary import Box, Example
 from utils.tracking.trackers import EPOCH, FINISH_SECONDS, STEP, WANDB, Tracker
 
 UPLOAD_SECONDS = 900.0  # time to send the rest at the end of a run that uploads artifacts
@@ -31,7 +30,6 @@ CONNECT_SECONDS = 30.0  # time to reach the server, unless the variable WANDB_IN
 FLUSH_SECONDS = 0.01  # interval of the writes of W&B's file, so the most that a killed run loses
 POSITION_FILE = ".wandb.json"  # in the run folder: the last step and epoch in W&B's files
 BEST = {"metrics/": "max", "val/": "min"}  # which value of a key the table of runs shows, else the last
-MAX_ROWS = 10_000  # W&B draws no more rows of a table
 EXAMPLE_PIXELS = 640  # longer side of an example image
 ImageReader = Callable[[int, int], np.ndarray]  # returns an image by its index and longest side, uint8 (h, w, 3) BGR
 
@@ -46,7 +44,7 @@ class WandbTracker(Tracker):
     def __init__(self, folder: Path, project: str, run_id: str, job: str, uploads: bool = False) -> None:
         os.environ["WANDB_SILENT"] = "true"
         name = folder.name if job == "train" or job in folder.name else f"{job}-{folder.name}"
-        arguments = {
+        self.arguments = {
             "dir": os.environ.get("WANDB_DIR") or str(folder.absolute()),
             "name": os.environ.get("WANDB_NAME") or name,
             "job_type": os.environ.get("WANDB_JOB_TYPE") or job,
@@ -54,9 +52,8 @@ class WandbTracker(Tracker):
             "resume": "allow",
         }
         seconds = UPLOAD_SECONDS if uploads else FINISH_SECONDS
-        super().__init__(WANDB, os.environ.get("WANDB_PROJECT") or project, arguments, seconds)
-        self.unsent = f"upload it with: wandb sync --include-online {arguments['dir']}/wandb/*run-*-{run_id}"
-        self.folder, self.exit_code = folder, 0
+        super().__init__(WANDB, os.environ.get("WANDB_PROJECT") or project, folder, seconds)
+        self.unsent = f"upload it with: wandb sync --include-online {self.arguments['dir']}/wandb/*run-*-{run_id}"
         self._last: dict[str, float] = {}  # last position on each axis
         self._repeats = False  # whether the run repeats what an earlier process has logged
         self._defined: set[str] = set()
@@ -67,18 +64,14 @@ class WandbTracker(Tracker):
     def with_wandb(self, job: Callable[[Any], object]) -> None:
         self.do(lambda: job(self.inner.run))
 
-    def fail(self) -> None:
-        self.exit_code = 1
-        super().fail()
-
     # In the thread
 
     def _start(self, config: Mapping[str, Any]) -> Any:
         import wandb
 
         # What `log` prints is written by `with_wandb`, not captured.
-        settings: dict[str, Any] = {"console": "off", "init_timeout": connect_timeout()}
-        settings["finish_timeout"] = self.finish_seconds
+        timeouts = {"init_timeout": connect_timeout(), "finish_timeout": self.finish_seconds}
+        settings: dict[str, Any] = {"console": "off", **timeouts}
         if "x_transaction_log_flush_interval" in wandb.Settings.model_fields:  # wandb 0.28.2 lacks it
             settings["x_transaction_log_flush_interval"] = FLUSH_SECONDS
         arguments = {**self.arguments, "config": dict(config), "settings": wandb.Settings(**settings)}
@@ -88,24 +81,23 @@ class WandbTracker(Tracker):
             tracker.start()
             return tracker
 
-        mode, tracker = wandb.setup().settings.mode, None
+        mode, tracker, reason = wandb.setup().settings.mode, None, "the run is stored on this machine"
         if mode == "disabled":
             return None
-        reason = "the run is stored on this machine"
         if mode in ("offline", "dryrun"):
             reason = "offline"
         elif not has_key():
             reason = f"not logged in (wandb login), so {reason}"
         else:
-            parts = Path(self.arguments["dir"]) / "wandb"
-            before = set(parts.glob("run-*"))
+            folder = Path(self.arguments["dir"]) / "wandb"
+            earlier = set(folder.glob("run-*"))
             try:
                 tracker = started("online")
             except Exception as error:
                 log(f"warning: W&B: {first_line(error, 1000)}; training continues")
                 wandb.teardown(1)
-                for part in set(parts.glob("run-*")) - before:
-                    shutil.rmtree(part, ignore_errors=True)
+                for begun in set(folder.glob("run-*")) - earlier:
+                    shutil.rmtree(begun, ignore_errors=True)
         if tracker:
             log(f"W&B: {tracker.run.url}")
             if tracker.run.resumed:  # what an earlier process could not send is not here
@@ -142,8 +134,8 @@ class WandbTracker(Tracker):
         with replacing(self.folder / POSITION_FILE) as file:
             file.write(json.dumps(self._last).encode())
 
-    def _end(self) -> None:
-        self.inner.run.finish(exit_code=self.exit_code)
+    def _end(self, exit_code: int) -> None:
+        self.inner.run.finish(exit_code=exit_code)
         self._store_position()
 
 
@@ -175,9 +167,8 @@ def log_artifact(
     files: Sequence[Path],
     metadata: Mapping[str, Any],
     references: Sequence[tuple[Path, str]] = (),
-    is_input: bool = False,
 ) -> None:
-    """Log a version of an artifact: an output of the run, or an input.
+    """Log a version of an artifact: an output of the run, or an input if its kind is "dataset".
 
     It has uploaded files, and references: pairs of a path, whose file is not stored, and a name in the artifact.
     """
@@ -188,7 +179,7 @@ def log_artifact(
         artifact.add_file(str(file.absolute()))
     for path, title in references:
         artifact.add_reference(path.absolute().as_uri(), name=title, checksum=False, max_objects=10_000_000)
-    if is_input:  # `use_artifact` refuses to work offline, and online it waits for the upload
+    if kind == "dataset":  # `use_artifact` refuses to work offline, and online it waits for the upload
         run._log_artifact(artifact, aliases=list(aliases), is_user_created=True, use_after_commit=True)
     else:
         run.log_artifact(artifact, aliases=list(aliases))
@@ -235,15 +226,15 @@ def example_images(examples: Sequence[Example], shown: ImageReader, names: Seque
         sides, padding = np.array(photo.shape[1::-1]), [(0, height - photo.shape[0]), (0, width - photo.shape[1])]
         canvas = np.pad(photo[..., ::-1], [*padding, (0, 0)])
         boxes, masks = {}, {}
-        for kind, those, outlines in (
+        for kind, rows, outlines in (
             ("ground_truth", example.labels, example.label_outlines),
             ("predictions", example.predictions, example.prediction_outlines),
         ):
-            data = [_box_data(box, names, sides / (width, height)) for box in those]
+            data = [_box_data(box, names, sides / (width, height)) for box in rows]
             boxes[kind] = {"box_data": data, "class_labels": dict(enumerate(names))}
-            outlines = outlines or [box.outline for box in those]
+            outlines = outlines or [box.outline for box in rows]
             if any(map(len, outlines)):
-                mask = np.pad(_mask_data(those, outlines, sides), padding)
+                mask = np.pad(_mask_data(rows, outlines, sides), padding)
                 masks[kind] = {"mask_data": mask, "class_labels": dict(enumerate(names, 1))}
         images.append(wandb.Image(canvas, boxes=boxes, masks=masks or None, caption=example.name, file_type="jpg"))
     return images
@@ -252,11 +243,11 @@ def example_images(examples: Sequence[Example], shown: ImageReader, names: Seque
 def _box_data(box: Box, names: Sequence[str], scale: np.ndarray) -> dict[str, Any]:
     """Return a box in W&B's form; `scale` maps its fractions to those of the padded image."""
     left, top, right, bottom = np.multiply(box.xyxy, np.tile(scale, 2)).tolist()
-    data = {"position": {"minX": left, "minY": top, "maxX": right, "maxY": bottom}, "class_id": box.label}
-    if box.confidence is None:
-        return {**data, "box_caption": names[box.label]}
-    scores = {"confidence": box.confidence}
-    return {**data, "scores": scores, "box_caption": f"{names[box.label]} {box.confidence:.2f}"}
+    position = {"minX": left, "minY": top, "maxX": right, "maxY": bottom}
+    data = {"position": position, "class_id": box.label, "box_caption": names[box.label]}
+    if box.confidence is not None:
+        data |= {"scores": {"confidence": box.confidence}, "box_caption": f"{names[box.label]} {box.confidence:.2f}"}
+    return data
 
 
 def _mask_data(boxes: Sequence[Box], outlines: Sequence[Sequence[float]], sides: np.ndarray) -> np.ndarray:
@@ -271,43 +262,3 @@ def _mask_data(boxes: Sequence[Box], outlines: Sequence[Sequence[float]], sides:
         if len(points) > 1:  # Pillow cannot draw a polygon of one point
             pen.polygon(points, fill=box.label + 1)
     return np.asarray(image)
-
-
-def charts(documents: Mapping[str, str]) -> dict[str, Any]:
-    """Return W&B's charts by key, from a run folder's confusion_matrix.csv, PR_curve.csv and curves.csv by name."""
-    import wandb
-
-    made: dict[str, Any] = {}
-    for name, text in documents.items():
-        head: Any
-        head, *rows = csv.reader(text.splitlines())
-        prefix = "mask_" if name.startswith("mask_") else ""
-        of = " of masks" if prefix else ""
-        if name == "confusion_matrix.csv":
-            cells = [(row[0], *cell) for row in rows for cell in zip(head[1:], map(int, row[1:]), strict=True)]
-            if len(cells) > MAX_ROWS:
-                cells = sorted(cells, key=lambda cell: -cell[2])[:MAX_ROWS]
-            titles: list[Any] = ["Actual", "Predicted", "nPredictions"]  # as in wandb.plot.confusion_matrix
-            table, fields = wandb.Table(titles, [[*cell] for cell in cells]), {title: title for title in titles}
-            made["charts/confusion_matrix"] = wandb.plot_table("wandb/confusion_matrix/v1", table, fields)
-        elif name.endswith("PR_curve.csv"):
-            points = [(row[0], float(row[1]), float(row[2])) for row in rows]
-            made[f"charts/{prefix}PR_curve"] = line_chart(points, f"Precision over recall{of}", "recall", "precision")
-        elif name.endswith("curves.csv"):
-            values = ((name, float(x), float(p), float(r)) for name, x, p, r in rows)
-            points = [(name, x, 2 * p * r / (p + r or 1)) for name, x, p, r in values]
-            made[f"charts/{prefix}F1_curve"] = line_chart(points, f"F1 over confidence{of}", "confidence", "F1")
-    return made
-
-
-def line_chart(rows: Sequence[tuple[str, float, float]], title: str, x: str, y: str) -> Any:
-    """Return a chart with a line for each class, of at most `MAX_ROWS` points; rows are class, x and y."""
-    import wandb
-
-    points: dict[str, list[list[Any]]] = {}
-    for name, *point in rows:
-        points.setdefault(name, []).append([name, *(float(f"{value:.4g}") for value in point)])
-    most = max(MAX_ROWS // max(len(points), 1), 1)
-    data = [line[k] for line in points.values() for k in evenly_spaced(len(line), most)]
-    table, words = wandb.Table(["class", x, y], data), {"title": title, "x-axis-title": x, "y-axis-title": y}
-    return wandb.plot_table("wandb/area-under-curve/v0", table, {"x": x, "y": y, "class": "class"}, words)

@@ -34,7 +34,7 @@ CAPTURE_MODE = "thread_local"  # other threads, such as the one that pins batche
 
 
 def can_record(model: DistributedModel) -> bool:
-    """Return whether kernels of a training step can be recorded: on a GPU, where no layer waits for another process.
+    """Return whether kernels of a training step on a GPU can be recorded: no layer waits for another process.
 
     A user's layer may do what a recording does not repeat, such as counting its calls. A compiled model has kernels of
     its own.
@@ -43,13 +43,11 @@ def can_record(model: DistributedModel) -> bool:
     packages = {type(layer).__module__.partition(".")[0] for layer in model.layers}
     waits = state.deepspeed_plugin is not None or any(isinstance(layer, nn.SyncBatchNorm) for layer in model.layers)
     compiled = state.dynamo_plugin.backend != DynamoBackend.NO
-    return model.accelerator.device.type == "cuda" and packages <= RECORDABLE_PACKAGES and not (waits or compiled)
+    return packages <= RECORDABLE_PACKAGES and not (waits or compiled)
 
 
 def record_kernels(model: DistributedModel, task: Task, criterion: Criterion, enabled: bool) -> Criterion:
     """Let the networks and the loss of a training replay their kernels, if `enabled`; return the loss to train with."""
-    if model.accelerator.device.type != "cuda":
-        return criterion
     if not enabled:
         return criterion.for_gpu(lambda function: function)
     recorder = Recorder(log, copies=not model.logical.exact)
@@ -116,8 +114,7 @@ class RecordedRows:
 class RowsTogether:
     """Runs the rows of all logical processes' networks in one recording, at the same time: a share of a batch is small.
 
-    Args:
-        task: makes the inputs of the other networks when the first one is called
+    The task makes the inputs of the other networks when the first one is called.
     """
 
     def __init__(self, model: DistributedModel, task: Task, recorder: Recorder) -> None:
@@ -293,8 +290,7 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor | None]) -> None:
 class RecordedCall:
     """Calls a function of one tensor, and replays its kernels from the fourth call on, if they can be recorded.
 
-    Args:
-        call: function that changes the same tensors in place each time, and waits for nothing
+    The function changes the same tensors in place each time, and waits for nothing.
     """
 
     def __init__(self, call: Callable[[Tensor], object]) -> None:

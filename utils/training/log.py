@@ -65,15 +65,7 @@ class Point(NamedTuple):
 
 
 class StepLog:
-    """The curves of the optimizer steps, and the values beside the progress bar.
-
-    Args:
-        terms: names of the loss terms
-        batch_size: number of images of a batch of all processes
-        progress: progress of the run before this start
-        shares: number of logical processes of this process
-        window: value of --profile
-    """
+    """The curves of the optimizer steps, the values beside the progress bar, and the profile."""
 
     def __init__(
         self,
@@ -82,7 +74,6 @@ class StepLog:
         schedule: Schedule,
         batch_size: int,
         progress: Progress,
-        shares: int = 1,
         window: str = "",
     ) -> None:
         self.run, self.terms, self.batch_size, self.device = run, terms, batch_size, run.accelerator.device
@@ -91,7 +82,6 @@ class StepLog:
         self.enabled = run.is_tracked
         self.left = (schedule.epochs - progress.epoch) * schedule.batches - progress.batch  # batches at the start
         self.done, self.started = 0, time.monotonic()
-        self.sums = torch.zeros(shares, len(terms), device=self.device)
         self.norm: Any = None  # norm of the last step's gradient
         self.bar = Bar("", 0, False)
         self.first_step, last_step = profile_window(window)
@@ -108,11 +98,11 @@ class StepLog:
 
     def _restart(self) -> None:
         self.batches, self.waited, self.since = 0, self.bar.waited, time.monotonic()
-        self.sums = torch.zeros_like(self.sums)
+        self.sums: Any = 0  # of the loss terms, (local logical processes, k)
 
     def add(self, losses: Tensor) -> None:
-        """Add the share of each local logical process in the loss terms of a batch, (shares, k)."""
-        self.sums += losses
+        """Add the share of each local logical process in the loss terms of a batch, (local logical processes, k)."""
+        self.sums = self.sums + losses
         self.batches += 1
         self.done += 1
 
@@ -121,11 +111,7 @@ class StepLog:
         return self.enabled and (last or step % self.interval == 0)
 
     def point(self, step: int, epoch: float, optimizer: Any) -> Point:
-        """Return the point of this step. All processes must call it together.
-
-        Args:
-            epoch: fractional epoch, such as 2.5
-        """
+        """Return the point of this step, in a fractional epoch such as 2.5. All processes must call it together."""
         accelerator = self.run.accelerator
         seconds = max(time.monotonic() - self.since, 1e-9)
         rate = self.batches * self.batch_size / seconds
@@ -137,20 +123,16 @@ class StepLog:
         host_values["step/images_per_second_per_device"] = rate / accelerator.num_processes
         if accelerator.scaler is not None:
             host_values["step/loss_scale"] = accelerator.scaler.get_scale()
-        device_values = self._over_processes((self.bar.waited - self.waited) / seconds)
-        self._restart()
-        return Point(step, host_values, DeviceValue(device_values))
-
-    def _over_processes(self, waiting: float) -> Tensor:
-        """Return mean losses (k), gradient norm, mean share of waiting, the largest GPU memory in GiB: (k + 3,)."""
-        norm = torch.as_tensor(float("nan") if self.norm is None else self.norm, dtype=torch.float32)
-        on_host = torch.tensor([waiting, peak_memory(self.device)])
+        # Over processes: mean losses (k), gradient norm, mean share of waiting, the largest GPU memory in GiB.
+        norm = torch.as_tensor(math.nan if self.norm is None else self.norm, dtype=torch.float32)
+        on_host = torch.tensor([(self.bar.waited - self.waited) / seconds, peak_memory(self.device)])
         on_host = on_host.pin_memory() if self.device.type == "cuda" else on_host
         equal = torch.cat((norm.detach().to(self.device).view(1), on_host.to(self.device, non_blocking=True)))
-        shares = torch.cat((self.sums / self.batches, equal.expand(len(self.sums), -1)), 1)
-        gathered = self.run.accelerator.gather(shares)
-        losses, norms, waits, memory = gathered.split([len(self.terms), 1, 1, 1], 1)
-        return torch.cat((losses.sum(0), norms[0], waits.mean(0), memory.amax(0)))
+        local = torch.cat((self.sums / self.batches, equal.expand(len(self.sums), -1)), 1)
+        losses, norms, waits, memory = accelerator.gather(local).split([len(self.terms), 1, 1, 1], 1)
+        self._restart()
+        device_values = torch.cat((losses.sum(0), norms[0], waits.mean(0), memory.amax(0)))
+        return Point(step, host_values, DeviceValue(device_values))
 
     def values(self, point: Point) -> dict[str, float]:
         """Return the values of a point by key, without values that this device lacks."""
@@ -164,26 +146,19 @@ class StepLog:
         return values
 
     def update_bar(self, loss_sums: Tensor, batches: int, best: Summary | None) -> None:
-        """Show values beside the progress bar if it is time for that, which reads this process's losses.
-
-        Args:
-            loss_sums: loss terms of this process's logical processes over the epoch so far, (shares, k)
-            batches: number of batches of the epoch so far
-            best: summary of the best epoch
-        """
-        bar = self.bar
-        if not bar.due():
+        """Show values beside the progress bar if it is time for that, which reads the sums over an epoch's batches."""
+        if not self.bar.due():
             return
         means = loss_sums.sum(0) * self.run.accelerator.num_processes / batches  # estimated from this process
         losses = dict(zip(self.terms, means.tolist(), strict=True))
         left = (time.monotonic() - self.started) * (self.left / self.done - 1)  # seconds, validations included
         values = [f"left {tqdm.format_interval(left)}", _loss_text(losses, 3)]
         if best:
-            title, value = list(_headline(best).items())[-1]
+            title, value = list((best.headline or best.metrics).items())[-1]
             values.append(f"best {title} {value:.3f}")
         memory = peak_memory(self.device) or psutil.Process().memory_info().rss / BYTES_PER_GIB
-        speed = [f"{bar.rate:.0f} img/s", f"wait {bar.waiting:.0%}"]
-        bar.show([*values, *speed, f"memory {memory:.1f} GiB"])
+        values += [f"{self.bar.rate:.0f} img/s", f"wait {self.bar.waiting:.0%}", f"memory {memory:.1f} GiB"]
+        self.bar.show(values)
 
     def profile(self, step: int) -> None:
         """Start or end the profile after an optimizer step (--profile). All processes must call it together."""
@@ -236,24 +211,15 @@ def results_row(
 
 
 def epoch_line(epoch: int, epochs: int, losses: Mapping[str, float], summary: Summary | None, rate: float) -> str:
-    """Return the console line of an epoch, which is counted from 0 and printed from 1.
-
-    A line that is too wide for the terminal has fewer digits; if that is not enough, the rate is left out.
-
-    Args:
-        rate: images per second
-    """
-    scores = [" ".join(f"{title} {value:.3f}" for title, value in _headline(summary).items())] if summary else []
+    """Return the console line of an epoch, counted from 0; one wider than the terminal has fewer digits, or no rate."""
+    headline = (summary.headline or summary.metrics) if summary else {}
+    scores = [" ".join(f"{title} {value:.3f}" for title, value in headline.items())] if headline else []
     images = [f"{rate:.0f} img/s"] if rate else []
-    for digits, rest in ((4, images), (3, images), (4, []), (3, []), (2, [])):
+    for digits, rest in ((4, images), (3, images), (3, []), (2, [])):
         line = f"epoch {epoch + 1}/{epochs}: " + ", ".join([_loss_text(losses, digits), *scores, *rest])
         if len(line) <= columns():
             break
     return line
-
-
-def _headline(summary: Summary) -> dict[str, float]:
-    return summary.headline or summary.metrics
 
 
 def _loss_text(losses: Mapping[str, float], digits: int) -> str:
@@ -283,11 +249,7 @@ def log_epoch(
     """Write the epoch's row of results.csv and its documents, print its line, and log it to the trackers.
 
     Args:
-        losses: mean loss terms of the training
         summary: metrics of the validation; None if there was none
-        improved: whether the epoch is the best so far
-        metric_names: columns of results.csv
-        metrics: what has made the summary
         began: start of the validation, by `time.monotonic`
     """
     run, progress, bar = steps.run, steps.progress, steps.log.bar

@@ -16,7 +16,7 @@ from utils.batch import layout
 from utils.console import log
 from utils.distributed.launch import loader_workers
 from utils.distributed.ranks import launch_number, world_size
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from utils.distributed.ranks import Collectives
@@ -27,39 +27,29 @@ AUTO_BATCH_SHARE = 0.8  # share of a device's free memory to use, as in YOLOv5
 CPU_BATCH_SIZE = 16  # batch size for --batch-size -1 if there is no GPU to measure
 COPIES_OF_WEIGHTS = 3  # copies in addition to the memory of a step: EMA, and at most two of the optimizer (Adam)
 # Messages of out-of-memory errors for which torch has no type: of the machine, the driver and cuBLAS.
-MACHINE_FULL = "can't allocate memory"
-GPU_FULL = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 BYTES_PER_MIB = 2**20
 
 
 def check_batch_size(batch_size: int, logical_processes: int) -> None:
-    """Raise `UserError` with the two nearest sizes if the processes cannot share a batch evenly.
-
-    Args:
-        logical_processes: number of logical processes; 0 if each process is one
-    """
+    """Raise `UserError` with the two nearest sizes if the processes cannot share a batch evenly."""
     processes = logical_processes or world_size()
-    name = f"{processes} logical processes" if logical_processes else f"{processes} processes"
     if not batch_size:
         raise UserError("--batch-size 0 is too small; give 1 or more, or -1 for what the GPU holds")
     if batch_size % processes and batch_size > 0:
         lower = batch_size // processes * processes
-        sizes = f"{lower} or {lower + processes}" if lower else f"{processes}"
-        raise UserError(
-            f"--batch-size {batch_size} is the batch of all {name} and cannot be shared evenly; take {sizes}"
-        )
+        sizes = " or ".join(str(size) for size in (lower, lower + processes) if size)
+        name = f"{processes} {'logical ' if logical_processes else ''}processes"
+        raise UserError(f"--batch-size {batch_size} cannot be shared evenly by the {name}; take {sizes}")
 
 
-def loader_processes(requested: int, batch_bytes: int) -> int:
-    """Return the number of loader processes that this machine has cores and shared memory for; log if they are fewer.
+def loader_processes(limit: int, batch_bytes: int) -> int:
+    """Return how many loader processes, up to `limit`, this machine has cores and shared memory for; log if fewer.
 
     A process whose batches exceed the shared memory ends with a bus error. Raises `UserError` if a single batch exceeds
     the memory of the machine.
-
-    Args:
-        requested: largest number of loader processes
     """
-    workers, machine = loader_workers(requested), psutil.virtual_memory().total
+    workers, machine = loader_workers(limit), psutil.virtual_memory().total
     processes = launch_number("LOCAL_WORLD_SIZE", 1)
     if batch_bytes * processes > machine:
         raise UserError(
@@ -82,9 +72,8 @@ def loader_processes(requested: int, batch_bytes: int) -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that a device or the machine is out of memory."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return any(message in str(error) for message in (MACHINE_FULL, *GPU_FULL))
+    typed = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return typed or any(message in str(error) for message in OUT_OF_MEMORY)
 
 
 @contextmanager
@@ -95,14 +84,11 @@ def explain_out_of_memory(batch_size: int, imgsz: int) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        of_machine = isinstance(error, MemoryError) or MACHINE_FULL in str(error)
-        processes = world_size()
-        half = batch_size // processes // 2 * processes
+        half = batch_size // world_size() // 2 * world_size()
         instead = f"--batch-size {half}" if half else f"a smaller --imgsz than {imgsz}, or a smaller model"
-        device = "the machine" if of_machine else "a GPU"
         raise UserError(
-            f"out of memory of {device} with --batch-size {batch_size} at {imgsz} pixels; try {instead} (in a new run, "
-            "because a curve depends on the batch size)"
+            f"out of memory with --batch-size {batch_size} at {imgsz} pixels ({first_line(error, 300)}); try {instead} "
+            "(in a new run, because a curve depends on the batch size)"
         ) from None
 
 
@@ -121,11 +107,8 @@ def fitted_batch(
     halved until it fits every GPU. Nothing is tried on a CPU. The model is moved to `device` and otherwise unchanged.
 
     Args:
-        batch_size: requested batch size of all processes
         train_step: takes a number of images, runs forward and backward of `model` on a batch of that size, and drops
             the gradients
-        images: number of images in the training set
-        logical: number of logical processes, which share a batch evenly
     """
     processes, auto = world_size(), batch_size == -1
     if device.type != "cuda":
@@ -138,7 +121,6 @@ def fitted_batch(
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
 
     def fits(size: int) -> bool:
-        """Return whether every GPU has the memory for a batch of all processes."""
         torch.cuda.reset_peak_memory_stats(device)
         try:
             train_step(size // processes)
@@ -149,26 +131,15 @@ def fitted_batch(
             peak = 2 * free
         return all(collectives.gather([peak <= free * (AUTO_BATCH_SHARE if auto else 1)]))
 
-    size, parts = processes, 1
+    size, parts = processes if auto else batch_size, 1
+    while auto and 2 * size <= images and fits(2 * size):
+        size *= 2
+    while not auto and size % (2 * logical) == 0 and not fits(size):  # the smallest one is not tried
+        size, parts = size // 2, 2 * parts
     if auto:
-        while 2 * size <= images and fits(2 * size):
-            size *= 2
         log(f"--batch-size -1: taking {size}, by measurement")
-    else:
-        size, parts = halved(batch_size, logical, fits)
-        if parts > 1:
-            log(f"warning: out of memory: batches of {size} images, and {parts} times as many of them per step")
+    elif parts > 1:
+        log(f"warning: out of memory: batches of {size} images, and {parts} times as many of them per step")
     model.load_state_dict(before)
     torch.cuda.empty_cache()
     return size, parts
-
-
-def halved(batch_size: int, logical: int, fits: Callable[[int], bool]) -> tuple[int, int]:
-    """Return the largest of `batch_size`, its half, its quarter ... that fits, and what it was divided by.
-
-    The smallest one that `logical` processes can share evenly is returned without a try.
-    """
-    factor = 1
-    while batch_size // factor % (2 * logical) == 0 and not fits(batch_size // factor):
-        factor *= 2
-    return batch_size // factor, factor

@@ -1,11 +1,15 @@
-"""Parameter groups, the optimizer, and the schedule as a pure function of the step. Called by train.py."""
+"""Parameter groups, the optimizer, the schedule as a pure function of the step, and the average of the weights (EMA).
+
+Called by train.py.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +18,16 @@ from utils.config.hyperparameters import Recipe
 from utils.console import log
 from utils.errors import plural
 
+if TYPE_CHECKING:
+    from models.tasks.contract import Model
+
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 MIN_WARMUP_BATCHES = 100
 BIAS, WEIGHT, NORM = range(3)  # order of the groups, and of x/lr0, x/lr1, x/lr2 in results.csv
 PLAIN_GROUPS = ((1.0, BIAS), (1.0, WEIGHT), (1.0, NORM))  # the groups without `lr_factor`
 NO_FACTORS: Mapping[str, float] = {}
+DECAY = 0.9999  # of the average
+RAMP_UPDATES = 2000  # YOLOv5's decay is DECAY x (1 - exp(-updates / ramp)), so that early averages follow quickly
 
 Factors = Mapping[str, float]  # factor of the learning rate by parameter name; 1 for a parameter that is not in it
 GroupKey = tuple[float, int]  # factor of the learning rate; BIAS, WEIGHT or NORM
@@ -51,8 +60,6 @@ def build_optimizer(
 
     Args:
         known: share of the classes that the initial weights know, see `Recipe.weights_factor`
-        images: number of images of an optimizer step
-        factors: factors of the learning rates, by parameter name
     """
     lr, decay = hyp.lr0 * hyp.weights_factor(known), hyp.decay(images)
     groups = [
@@ -151,8 +158,9 @@ class Schedule:
         if batch >= self.warmup:
             return Rates((rate, rate, rate), hyp.momentum)
         done = batch / self.warmup
-        bias = _interpolate(hyp.warmup_bias_lr, rate, done)
-        return Rates((bias, rate * done, rate * done), _interpolate(hyp.warmup_momentum, hyp.momentum, done))
+        bias = hyp.warmup_bias_lr + (rate - hyp.warmup_bias_lr) * done
+        momentum = hyp.warmup_momentum + (hyp.momentum - hyp.warmup_momentum) * done
+        return Rates((bias, rate * done, rate * done), momentum)
 
     def apply(self, optimizer: torch.optim.Optimizer, batch: int) -> Rates:
         """Set the rates of a batch in the optimizer and return them. Adam's betas are not warmed up."""
@@ -164,5 +172,67 @@ class Schedule:
         return rates
 
 
-def _interpolate(start: float, end: float, share: float) -> float:
-    return start + (end - start) * share
+class ModelEMA:
+    """An average of the model's floating-point tensors, including buffers, in fp32, which is validated and saved.
+
+    Every process holds one.
+
+    Args:
+        share: share of the run's steps that the average spans at its end, 1 / (1 - decay) steps; 0 keeps YOLOv5's ramp
+    """
+
+    model: Model
+
+    def __init__(self, model: Model, share: float = 0.0, updates: int = 0) -> None:
+        self.ramp: float = RAMP_UPDATES
+        if share:
+            self.ramp = min(updates / max(math.log(max(share * updates, 1)), 1), RAMP_UPDATES)
+        if self.ramp < RAMP_UPDATES:
+            steps = plural(round(self.ramp), "step")
+            log(f"EMA: a ramp of {steps} instead of {RAMP_UPDATES}, because the run has only {updates:,}")
+        self.model = copy.deepcopy(model).float().eval().requires_grad_(False)
+        self.replicas: Sequence[nn.Module] = [self.model]
+        self._layers: dict[nn.Module, list[nn.Module]] = {}  # of each model
+        self.updates = torch.zeros((), device=next(model.parameters()).device)
+
+    @torch.no_grad()
+    def update(self, *models: nn.Module, taken: Tensor | bool = True) -> None:
+        """Update the average after an optimizer step by the models of `replicas`, whose parameters are equal.
+
+        A step that was not `taken`, bool () on the models' device, changes nothing.
+        """
+        self.updates += taken
+        # 1 - decay, written so that it is exact if it is small
+        share = ((1 - DECAY) + DECAY * (-self.updates / self.ramp).exp()) * taken
+        averages, live = self._floating(self.replicas), self._floating(models)
+        differences = torch._foreach_sub(live, averages)
+        torch._foreach_mul_(differences, share)
+        torch._foreach_add_(averages, differences)
+
+    def state(self) -> dict[str, Any]:
+        """Return the averaged tensors and the number of updates."""
+        return {"ema": self.model.state_dict(), "updates": int(self.updates)}
+
+    def load_state(self, saved: Mapping[str, Any]) -> None:
+        """Load what `state` returned; `saved` may contain more."""
+        self.model.load_state_dict(saved["ema"])
+        self.updates.fill_(saved["updates"])
+
+    def _floating(self, models: Sequence[nn.Module]) -> list[Tensor]:
+        """Return the floating-point tensors of the first model's state, and such buffers of the others.
+
+        `state_dict` would take the host a tenth of a training step on a GPU, so the layers are listed once.
+        """
+        floating: list[Tensor] = []
+        for model in models:
+            tensors: list[Tensor | None] = []
+            if model not in self._layers:
+                self._layers[model] = [layer for layer in model.modules() if layer._parameters or layer._buffers]
+            for layer in self._layers[model]:
+                if model is models[0]:
+                    tensors += layer._parameters.values()
+                hidden = layer._non_persistent_buffers_set
+                tensors += [value for name, value in layer._buffers.items() if name not in hidden]
+            once = {id(value): value for value in tensors if value is not None}  # they may stand under several modules
+            floating += [value.float() for value in once.values() if value.is_floating_point()]
+        return floating

@@ -16,7 +16,6 @@ from torch import Tensor
 from utils.checkpoint import TrainingState, floating_buffers
 from utils.distributed.logical import DistributedModel
 from utils.errors import UserError
-from utils.training.cuda_graph import RecordedCall, can_record, record_kernels
 from utils.training.log import DeviceValue, Point, StepLog
 from utils.training.optimizer import Schedule, step_if
 
@@ -43,8 +42,6 @@ class OptimizerSteps:
     """The optimizer steps of a run, over the parts that train.py has made and whose state is loaded.
 
     Args:
-        loss_names: names of the loss terms
-        window: steps to profile, see `profile_window`
         record: whether to record the kernels of what follows a step as a CUDA graph, if that is possible
     """
 
@@ -59,22 +56,34 @@ class OptimizerSteps:
         record: bool = False,
     ) -> None:
         self.run, self.model, self.state, self.schedule = run, model, state, schedule
-        shares, batch_size = model.logical.local, state.decisions.batch_size
-        self.log = StepLog(run, loss_names, schedule, batch_size, state.progress, shares, window)
+        self.log = StepLog(run, loss_names, schedule, state.decisions.batch_size, state.progress, window)
         self.optimizer, self.ema, self.progress = state.optimizer, state.ema, state.progress
         buffers = [buffer for copy in model.copies for buffer in floating_buffers(copy).values()]
         self.guard = NonFiniteGuard([state.loss_sums, *buffers])
         self.update_averages: Callable[[Tensor], object] = self._update_averages
-        self.record = record and can_record(model)
-        if self.record:
-            self.update_averages = RecordedCall(self._update_averages)
+        self.record = False
+        if record and self.on_gpu:
+            from utils.training.cuda_graph import RecordedCall, can_record  # only on a GPU
+
+            self.record = can_record(model)
+            if self.record:
+                self.update_averages = RecordedCall(self._update_averages)
         self.window: Window = []  # the batches since the last step
         self.ended: deque[EndedStep] = deque()
         self.points: deque[Point] = deque()  # points of the step curves that are not yet logged
 
     def recorded(self, task: Task, criterion: Criterion) -> Criterion:
         """Let the networks and the loss replay their kernels, if possible; return the loss to train with."""
+        if not self.on_gpu:
+            return criterion
+        from utils.training.cuda_graph import record_kernels
+
         return record_kernels(self.model, task, criterion, self.record)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a CUDA device."""
+        return self.model.accelerator.device.type == "cuda"
 
     @property
     def behind(self) -> int:
@@ -97,25 +106,16 @@ class OptimizerSteps:
         return torch.full((), taken, device=accelerator.device)
 
     def add(self, losses: Sequence[Tensor], batches: Iterable[Batch]) -> None:
-        """Add a batch to the sums of the epoch.
-
-        Args:
-            losses: share of each local logical process in the batch's loss terms, (k,) each
-            batches: the batch of each local logical process
-        """
-        shares = torch.stack(list(losses)).detach()
-        self.state.loss_sums += shares
-        self.log.add(shares)
+        """Add the batch and the share in its loss terms, (k,), of each local logical process to the epoch's sums."""
+        local = torch.stack(list(losses)).detach()
+        self.state.loss_sums += local
+        self.log.add(local)
         self.window += [
-            (share, [info.path for info in batch.infos]) for share, batch in zip(shares, batches, strict=True)
+            (terms, [info.path for info in batch.infos]) for terms, batch in zip(local, batches, strict=True)
         ]
 
     def finish(self, taken: Tensor, batches: int, epoch_batches: int) -> None:
-        """Update the EMA, or undo the changes of a skipped step, and log.
-
-        Args:
-            batches: number of batches of the epoch so far
-        """
+        """Update the EMA, or undo the changes of a skipped step, and log, after `batches` of the epoch."""
         progress = self.progress
         accumulated, progress.batch, progress.step = batches - progress.batch, batches, progress.step + 1
         self.update_averages(taken)
@@ -162,11 +162,7 @@ class OptimizerSteps:
         self.guard.snapshot()
 
     def save(self, keep_tensors: bool = True) -> None:
-        """Save everything that --resume needs to continue from here. All processes must call it together.
-
-        Args:
-            keep_tensors: False for a run that is finished, of which only the counters are kept
-        """
+        """Save what --resume needs, of a finished run the counters only. All processes must call it together."""
         self.flush()
         self.state.save(self.run.files, keep_tensors)
 
@@ -185,11 +181,7 @@ class OptimizerSteps:
 
 
 class NonFiniteGuard:
-    """Restores the tensors beside the weights that the batches of a skipped optimizer step have changed.
-
-    Args:
-        tensors: tensors that batches change in place, such as BatchNorm's statistics and loss sums
-    """
+    """Restores what the batches of a skipped step have changed in place: loss sums, BatchNorm's statistics."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.live = [tensor.detach() for tensor in tensors]
@@ -204,11 +196,7 @@ class NonFiniteGuard:
 
     @torch.no_grad()
     def keep_if(self, taken: Tensor) -> None:
-        """Save the values after an optimizer step that was taken, or restore them; nothing waits for the device.
-
-        Args:
-            taken: whether the step was taken, bool () on the device
-        """
+        """Save the values after a step that was `taken`, bool () on the device, or restore them, without waiting."""
         now = torch.cat([tensor.flatten() for tensor in self.live])
         self.saved.copy_(torch.where(taken, now, self.saved))
         torch._foreach_copy_(self.live, self._parts)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from models.heads.anchors import Detect, DetectionCriterion, LossSettings, match, near_cells, read_level
+from models.heads.anchors import Detect, DetectionCriterion, match, near_cells
 from models.heads.contract import xywh_to_xyxy
 from models.loading import transfer
-from models.tasks.contract import LossTerms
 from models.weights import read_weights
 from models.yolo import YoloModel, build_model
 from tests.making import grey_batch, tiny_detector
 from tests.models.reference import agrees_with_yolov5
 from utils.batch import Batch, GlobalCounts
+from utils.config.hyperparameters import AnchorKeys, keys_of
 
 THREE = math.log(3)  # the logit of 3/4; of 1/4 with a minus
 OLD = {0: "person", 1: "car", 2: "Dog", 3: "bowl"}
@@ -28,34 +28,23 @@ NEW = {0: "dog", 1: "cell", 2: "person"}
 # Assignment
 
 
-class TargetMatches(NamedTuple):
-    """The matches of one target, a row each."""
-
-    cells: list[tuple[int, int]]  # row and column
-    anchors: list[int]
-    boxes: list[list[float]]
-    images: list[int]
-
-
 def match_target(
     centre: tuple[float, float], size: tuple[float, float] = (1, 1), threshold: float = 4.0
-) -> TargetMatches:
-    """Match a target in cells, of image 3, on a map 6 cells wide and 4 high with anchors 1 x 1 and 8 x 8."""
+) -> tuple[dict[tuple[int, int], list[float]], list[int]]:
+    """Match a target in cells, of image 3, on a map 6 cells wide and 4 high with anchors 1 x 1 and 8 x 8.
+
+    Returns the target's box relative to each matched cell, by its row and column, and the anchors.
+    """
     grid = torch.tensor([6, 4])
     row = torch.cat((torch.tensor([3, 1]), torch.tensor(centre) / grid, torch.tensor(size) / grid))
     cells = near_cells(((4, 6),), row[None])
     matched = match(cells, torch.tensor([[[1.0, 1], [8, 8]]]), threshold)[0]
     assert matched.shape == (5, 2)
-    image, rows, columns = (part.tolist() for part in cells.indices[0])
-    assert all(0 <= row < 4 for row in rows)
-    assert all(0 <= column < 6 for column in columns)  # cells that do not match are on the map too
+    images, rows, columns = (part.tolist() for part in cells.indices[0])
+    # Cells that do not match are on the map too.
+    assert (set(images), set(rows) <= set(range(4)), set(columns) <= set(range(6))) == ({3}, True, True)
     which, anchors = (part.tolist() for part in matched.nonzero(as_tuple=True))
-    return TargetMatches(
-        [(rows[k], columns[k]) for k in which],
-        anchors,
-        [cells.box[0, k].tolist() for k in which],
-        [image[k] for k in which],
-    )
+    return {(rows[k], columns[k]): cells.box[0, k].tolist() for k in which}, anchors
 
 
 @pytest.mark.parametrize(
@@ -77,26 +66,19 @@ def match_target(
     ],
 )
 def test_cell_of_the_centre_and_near_neighbours(centre: tuple[float, float], neighbours: list[tuple[int, int]]) -> None:
-    centre_cell = (int(centre[1]), int(centre[0]))
-    cells, anchors, _, images = match_target(centre)
-    assert sorted(cells) == sorted([centre_cell, *neighbours])
-    assert set(images) == {3}
+    cells, anchors = match_target(centre)
+    assert set(cells) == {(int(centre[1]), int(centre[0])), *neighbours}
     assert set(anchors) == {0}  # the second anchor is 8 times as large
 
 
 def test_box_is_relative_to_the_matched_cell() -> None:
-    cells, _, boxes, _ = match_target((2.25, 1.75), (1, 1.5))
-    assert dict(zip(cells, boxes, strict=True)) == {
+    cells, _ = match_target((2.25, 1.75), (1, 1.5))
+    assert cells == {
         (1, 2): pytest.approx([0.25, 0.75, 1, 1.5]),
         (1, 1): pytest.approx([1.25, 0.75, 1, 1.5]),
         (2, 2): pytest.approx([0.25, -0.25, 1, 1.5]),
     }
-
-
-def test_a_centre_on_the_far_edge_belongs_to_the_last_cell() -> None:
-    cells, _, boxes, _ = match_target((6, 4), (1, 1))
-    assert set(cells) == {(3, 5)}
-    assert {tuple(box) for box in boxes} == {(1, 1, 1, 1)}
+    assert match_target((6, 4))[0] == {(3, 5): [1, 1, 1, 1]}  # the far edge belongs to the last cell
 
 
 @pytest.mark.parametrize(
@@ -115,26 +97,7 @@ def test_a_centre_on_the_far_edge_belongs_to_the_last_cell() -> None:
     ],
 )
 def test_anchor_threshold(size: tuple[float, float], anchors: list[int]) -> None:
-    assert match_target((2.5, 1.5), size).anchors == anchors
-
-
-def test_each_level_has_its_own_cells() -> None:
-    targets = torch.tensor([[0, 0, 0.25, 0.75, 0.5, 0.5], [1, 2, 0.5, 0.5, 0.1, 0.1]])
-    both = near_cells(((4, 8), (2, 2)), targets)
-    for level, size in enumerate(((4, 8), (2, 2))):
-        alone = near_cells((size,), targets)
-        assert all(torch.equal(one[level], other[0]) for one, other in zip(both, alone, strict=True))
-    assert both.indices.shape == (2, 3, 10)
-    assert both.indices[0, 0].tolist() == [0, 1] * 5  # the targets, neighbour by neighbour
-
-
-def test_a_level_of_a_raw_map() -> None:
-    raw = torch.arange(2 * 2 * 3 * 4 * 7).view(2, 2, 3, 4, 7)
-    level = read_level(raw, torch.tensor([[1, 0], [2, 0], [3, 1]]))
-    assert torch.equal(level.objectness, raw[..., 4])
-    assert level.rows.shape == (2, 2, 7)
-    assert torch.equal(level.rows[0], raw[1, :, 2, 3])
-    assert torch.equal(level.rows[1], raw[0, :, 0, 1])
+    assert match_target((2.5, 1.5), size)[1] == anchors
 
 
 # The loss
@@ -154,25 +117,18 @@ def zeros(batch: int, anchors: int, height: int, width: int, classes: int) -> Te
     return torch.zeros(batch, anchors, height, width, 5 + classes, requires_grad=True)
 
 
-def criterion_of(settings: LossSettings, classes: int, anchors: Tensor) -> DetectionCriterion:
+def criterion_of(
+    classes: int, anchors: Tensor, label_smoothing: float = 0.0, weights: Sequence[float] = (), **gains: float
+) -> DetectionCriterion:
     """Return the loss of a head with anchors (levels, anchors, 2), in cells."""
-    head = Detect(classes, anchors.shape[1], [1] * len(anchors))
+    head = Detect(classes, anchors.shape[1], [1] * len(anchors)).to(anchors.dtype)
     head.anchors.copy_(anchors)
-    return DetectionCriterion(settings, head)
+    return DetectionCriterion(AnchorKeys(**gains), head, label_smoothing, weights)
 
 
 def batch_of(targets: Tensor) -> Batch:
     """Return a batch with targets (n, 6): image, class, normalised xywh."""
     return grey_batch(targets=targets)
-
-
-def only_level(
-    settings: LossSettings, raw: Tensor, targets: list[list[float]], anchors: list[list[float]]
-) -> LossTerms:
-    """Return the loss of one level. targets: image, class, x, y, w, h in cells."""
-    height, width = raw.shape[2:4]
-    rows = torch.tensor(targets).reshape(-1, 6) / torch.tensor([1, 1, width, height, width, height])
-    return criterion_of(settings, raw.shape[-1] - 5, torch.tensor([anchors]))([raw], batch_of(rows))
 
 
 @pytest.mark.parametrize("mode", ["eval", "train"])  # of BatchNorm
@@ -182,9 +138,8 @@ def test_loss_and_gradients_are_those_of_yolov5(mode: str, shared: Path) -> None
     loaded, total, _ = transfer(model, read_weights(shared / "weights" / "yolov5n.pt").state)
     assert loaded == total
     model.train(mode == "train")
-    gains = {name: reference["hyp"][name] for name in vars(LossSettings()) if name in reference["hyp"]}
-    criterion = DetectionCriterion(LossSettings(**gains), model.head)
-
+    gains = {name: reference["hyp"][name] for name in keys_of(AnchorKeys) & {*reference["hyp"]}}
+    criterion = DetectionCriterion(AnchorKeys(**gains), model.head, reference["hyp"].get("label_smoothing", 0.0))
     images = reference["im_uint8"].float() / 255
     assert images.is_contiguous()
     terms = criterion(model(images), batch_of(reference["targets"]))
@@ -194,7 +149,7 @@ def test_loss_and_gradients_are_those_of_yolov5(mode: str, shared: Path) -> None
 def objectness_targets(raw: Tensor, targets: Tensor, anchors: Tensor) -> Tensor:
     """Return the objectness target of each cell, (b, anchors, h, w), from the gradient, which is sigmoid - target."""
     raw = raw.detach().requires_grad_()
-    criterion_of(LossSettings(), raw.shape[-1] - 5, anchors)([raw], batch_of(targets)).sums[1].sum().backward()
+    criterion_of(raw.shape[-1] - 5, anchors)([raw], batch_of(targets)).sums[1].sum().backward()
     assert raw.grad is not None
     return raw.detach()[..., 4].sigmoid() - raw.grad[..., 4]
 
@@ -240,7 +195,7 @@ def random_case() -> tuple[list[Tensor], Tensor, Tensor]:
 
 def test_halves_of_a_batch_add_up_to_the_whole() -> None:
     outputs, targets, anchors = random_case()
-    criterion = criterion_of(LossSettings(label_smoothing=0.1), 3, anchors)
+    criterion = criterion_of(3, anchors, label_smoothing=0.1)
     whole = criterion(outputs, batch_of(targets))
     halves = []
     for start in (0, 2):
@@ -272,10 +227,10 @@ def test_each_level_has_its_own_mean() -> None:
         ]
     )
     targets = torch.cat((targets, torch.tensor([[0, 1, 0.5, 0.5, 2.0, 1.0]])))  # in cells of the coarsest: .5, .5, 2, 1
-    terms = criterion_of(LossSettings(box=0.3, obj=2, cls=0.5, anchor_t=1.5), 2, anchors)(outputs, batch_of(targets))
+    terms = criterion_of(2, anchors, box=0.3, obj=2, cls=0.5, anchor_t=1.5)(outputs, batch_of(targets))
     # On the finest the third target's height is half the anchor's: a factor of 2, too much for 1.5.
     assert terms.counts.tolist() == [[2, 0, 0], [16, 4, 1], [4, 0, 0]]
-    terms = criterion_of(LossSettings(box=0.3, obj=2, cls=0.5, anchor_t=2.5), 2, anchors)(outputs, batch_of(targets))
+    terms = criterion_of(2, anchors, box=0.3, obj=2, cls=0.5, anchor_t=2.5)(outputs, batch_of(targets))
     assert terms.counts.tolist() == [[3, 0, 1], [16, 4, 1], [6, 0, 2]]
     shape = 4 / math.pi**2 * (math.atan(2) - math.atan(1)) ** 2
     missing = 0.5 + shape**2 / (shape + 0.5)  # 1 - CIoU
@@ -287,7 +242,7 @@ def test_each_level_has_its_own_mean() -> None:
 
 def test_without_any_targets() -> None:
     outputs, _, anchors = random_case()
-    terms = criterion_of(LossSettings(), 3, anchors)(outputs, batch_of(torch.zeros(0, 6)))
+    terms = criterion_of(3, anchors)(outputs, batch_of(torch.zeros(0, 6)))
     box, obj, cls = terms.local_means()
     assert (box.item(), cls.item()) == (0, 0)
     assert terms.counts[0].tolist() == terms.counts[2].tolist() == [0, 0, 0]
@@ -301,29 +256,10 @@ def test_without_any_targets() -> None:
         assert not raw.grad[..., 5:].any()
 
 
-def test_a_single_class_has_no_class_term() -> None:
-    raw = zeros(1, 1, 4, 4, 1)
-    terms = only_level(LossSettings(), raw, [[0, 0, 1.5, 1.5, 2, 1]], [[2, 2]])
-    assert terms.sums[2].item() == 0
-    assert terms.sums[0].item() > 0
-    terms.local_means().sum().backward()
-    assert raw.grad is not None
-    assert not raw.grad[..., 5].any()
-    assert raw.grad[..., 2].any()
-
-
 # Terms by hand, of one target in the cell of row 1 and column 1, which is predicted exactly.
 
 LOGITS = (2.0, -1.0, 0.5)  # of the classes in that cell; the target's class is 0
-TARGET = [[0, 0, 1.5, 1.5, 2, 2]]
-
-
-def terms_of(settings: LossSettings, objectness: float = 0.0) -> LossTerms:
-    """Return the loss of a map of 2 x 2 cells with one anchor, with `objectness` as the logit of every cell."""
-    raw = torch.zeros(1, 1, 2, 2, 8)
-    raw[..., 4] = objectness
-    raw[0, 0, 1, 1, 5:] = torch.tensor(LOGITS)
-    return only_level(settings, raw, TARGET, [[2, 2]])
+TARGET = [[0, 0, 0.75, 0.75, 1, 1]]
 
 
 def focal(x: float, t: float, gamma: float) -> float:
@@ -360,7 +296,10 @@ def focal(x: float, t: float, gamma: float) -> float:
     ],
 )
 def test_class_and_objectness_terms(settings: dict[str, float], cls: float, obj: float) -> None:
-    terms = terms_of(LossSettings(**settings), objectness=-1.0)
+    raw = torch.zeros(1, 1, 2, 2, 8)
+    raw[..., 4] = -1
+    raw[0, 0, 1, 1, 5:] = torch.tensor(LOGITS)
+    terms = criterion_of(3, torch.tensor([[[2.0, 2]]]), **settings)([raw], batch_of(torch.tensor(TARGET)))
     assert terms.sums[2].item() == pytest.approx(cls, rel=1e-5)
     assert terms.sums[1].item() == pytest.approx(obj, rel=1e-5)
     assert (terms.counts[2].item(), terms.counts[1].item()) == (3, 4)
@@ -371,7 +310,7 @@ def test_class_and_objectness_terms(settings: dict[str, float], cls: float, obj:
 def test_arithmetic_is_in_fp32(precision: torch.dtype) -> None:
     outputs, targets, anchors = random_case()
     low = [raw.detach().to(precision).requires_grad_() for raw in outputs]
-    criterion, given = criterion_of(LossSettings(), 3, anchors), batch_of(targets)
+    criterion, given = criterion_of(3, anchors), batch_of(targets)
     terms, expected = criterion(low, given), criterion([raw.float() for raw in low], given)
     loss = terms.local_means()
     assert terms.sums.dtype == loss.dtype == torch.float32
@@ -385,8 +324,8 @@ def test_arithmetic_is_in_fp32(precision: torch.dtype) -> None:
 )
 def test_balance_of_the_levels(levels: int, balance: tuple[float, ...] | None) -> None:
     outputs = [zeros(1, 1, 2, 2, 2) for _ in range(levels)]
-    settings = LossSettings(box=0.1, obj=0.5, cls=0.2)
-    terms = criterion_of(settings, 2, torch.ones(levels, 1, 2))(outputs, batch_of(torch.zeros(0, 6)))
+    criterion = criterion_of(2, torch.ones(levels, 1, 2), box=0.1, obj=0.5, cls=0.2)
+    terms = criterion(outputs, batch_of(torch.zeros(0, 6)))
     expected = torch.tensor(balance or (4.0, 1.0, 0.25, 0.06, 0.02))
     torch.testing.assert_close(
         terms.weights, torch.stack([0.1 * torch.ones(levels), 0.5 * expected, torch.full((levels,), 0.2)])
@@ -396,7 +335,7 @@ def test_balance_of_the_levels(levels: int, balance: tuple[float, ...] | None) -
 def test_hints_save_work_but_change_no_term() -> None:
     """With hints the head returns levels, without them raw maps."""
     model = build_model(tiny_detector())
-    criterion = DetectionCriterion(LossSettings(), model.head)
+    criterion = DetectionCriterion(AnchorKeys(), model.head)
     given = grey_batch(targets=torch.tensor([[1, 2, 0.4, 0.6, 0.3, 0.2], [0, 1, 0.1, 0.9, 0.1, 0.1]]), count=2)
     (cells,) = criterion.hints(given)
     assert (cells.dtype, cells.shape) == (torch.int64, (2, 3, 10))
@@ -409,7 +348,7 @@ def test_hints_save_work_but_change_no_term() -> None:
 def test_the_anchors_are_those_of_the_model_when_it_is_called() -> None:
     """Loading a state changes the anchors in place."""
     model = build_model(tiny_detector())
-    criterion = DetectionCriterion(LossSettings(anchor_t=1.5), model.head)
+    criterion = DetectionCriterion(AnchorKeys(anchor_t=1.5), model.head)
     given, images = batch_of(torch.tensor([[0, 0, 0.5, 0.5, 4 / 64, 4 / 64]])), torch.rand(1, 3, 64, 64)
     before = criterion(model(images), given).counts[0].tolist()
     model.head.anchors.fill_(100)
@@ -419,8 +358,8 @@ def test_the_anchors_are_those_of_the_model_when_it_is_called() -> None:
 
 def weighted_loss(weights: tuple[float, ...], raw: Tensor, targets: Tensor, **settings: float) -> tuple[Tensor, Tensor]:
     """Return the terms of a loss with class weights, and the gradient of the objective."""
-    criterion = criterion_of(LossSettings(**settings), 3, torch.tensor([[[1.0, 1], [2, 2]]], dtype=raw.dtype))
-    criterion = DetectionCriterion(criterion.settings, criterion._head.to(raw.dtype), weights)
+    anchors = torch.tensor([[[1.0, 1], [2, 2]]], dtype=raw.dtype)
+    criterion = criterion_of(3, anchors, weights=weights, **settings)
     raw = raw.clone().requires_grad_()
     terms = criterion([raw], batch_of(targets))
     means = terms.local_means()
@@ -429,9 +368,9 @@ def weighted_loss(weights: tuple[float, ...], raw: Tensor, targets: Tensor, **se
     return means.detach(), raw.grad
 
 
-def random_objects(count: int, images: int = 4) -> Tensor:
-    labels = torch.arange(count) % 3
-    image = torch.arange(count) * images // max(count, 1)  # ascending, as a loader's
+def random_objects(count: int) -> Tensor:
+    """Return targets of 4 images, whose numbers ascend as a loader's."""
+    labels, image = torch.arange(count) % 3, torch.arange(count) * 4 // count
     places = torch.rand(count, 4, dtype=torch.float64) * torch.tensor([1, 1, 0.5, 0.5])
     return torch.cat((torch.stack((image, labels), 1), places), 1)
 
@@ -445,13 +384,7 @@ def test_class_weights_are_duplicated_objects(settings: dict[str, float]) -> Non
     torch.testing.assert_close(means, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(gradient, duplicated, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(gradient, weighted_loss((), raw, targets, **settings)[1], atol=1e-3)
-
-
-def test_only_the_ratio_of_class_weights_matters() -> None:
-    """Also if the weights of all objects add up to less than 1."""
-    raw, targets = torch.randn(4, 2, 4, 4, 8, dtype=torch.float64), random_objects(6)
-    _, gradient = weighted_loss((1.0, 3.0, 2.0), raw, targets)
-    _, small = weighted_loss((0.01, 0.03, 0.02), raw, targets)
+    _, small = weighted_loss((0.01, 0.03, 0.02), raw, targets, **settings)  # only the ratio matters
     torch.testing.assert_close(small, gradient, rtol=1e-6, atol=1e-6)
 
 
@@ -549,7 +482,7 @@ def test_a_head_for_other_anchors_or_of_other_widths_is_not_taken() -> None:
         {**old.state_dict(), "model.24.anchors": old.head.anchors * 1.1},
         {},
         model_of(OLD, "yolov5s.yaml").state_dict(),
-        {**old.state_dict(), **broken, "model.24.m.0.bias": torch.tensor(1.0)},
+        {**old.state_dict(), **broken, "model.24.m.0.bias": torch.zeros(16)},
     ):
         assert "not its head" in new.head.keep("model.24", state, OLD, NEW)
     assert all(torch.equal(tensor, before[name]) for name, tensor in new.state_dict().items())

@@ -19,7 +19,7 @@ from torchvision import models as zoo
 from torchvision.ops import StochasticDepth
 
 from models.loading import transfer
-from models.tasks import TASKS, task_of
+from models.tasks import task_of
 from models.tasks.classify import (
     ClassificationCriterion,
     ClassificationPrediction,
@@ -40,7 +40,7 @@ from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 from utils.plots.drawing import Style, draw_captioned, draw_text_lines
 from utils.summary import Summary
-from utils.training.ema import ModelEMA
+from utils.training.optimizer import ModelEMA
 
 SEVEN = dict(enumerate("abcdefg"))
 LOGITS = torch.tensor([[5.0, 5.0, 5.0], [math.log(2), 0.0, 0.0]])  # probabilities 1/3 each, and 1/2, 1/4, 1/4
@@ -68,41 +68,25 @@ class Identity(Model):
 # The task
 
 
-def test_the_registered_task() -> None:
-    assert TASKS["classify"].load() is ClassificationTask
-    assert task_of({"task": "classify", "nc": 3}, "mine.yaml") == "classify"
+def test_the_task() -> None:
     assert task_of({"nc": 3, "head": [[-1, 1, "Classify", ["nc"]]]}, "mine.yaml") == "classify"
     with pytest.raises(UserError, match=r"mine\.yaml .* 'pose'"):
         task_of({"task": "pose"}, "mine.yaml")
     known = {field.name: type(field.default) for field in fields(TrainOptions)}
     assert {name: type(value) for name, value in ClassificationTask.defaults.items()}.items() <= known.items()
     assert find_hyperparameters(ClassificationTask.recipes.trained).is_file()
-    official = [
-        bool(re.fullmatch(ClassificationTask.official_weights, f"yolov5{name}.pt")) for name in ("s-cls", "x-cls", "s")
-    ]
-    assert official == [True, True, False]
+    names = ("yolov5s-cls.pt", "yolov5x-cls.pt", "yolov5s.pt")
+    assert [bool(re.fullmatch(ClassificationTask.official_weights, name)) for name in names] == [True, True, False]
 
 
-RANGES = {  # values that fit, and values that are refused
-    "crop_scale": ([0.001, 1], [0, 1.01]),
-    "hue": ([0, 0.5], [-0.1, 0.51]),
-    "randaugment": ([0, 16], [-1, 17, 1.5]),
-    "randaugment_magnitude": ([0, 30], [-1, 31, 0.5]),
-    "momentum": ([0, 0.99], [1]),
-    **dict.fromkeys(("fliplr", "flipud", "erasing", "mixup", "cutmix"), ([0, 1], [-0.1, 1.1])),
-    **dict.fromkeys(("brightness", "contrast", "saturation", "nbs", "weight_decay", "warmup_epochs"), ([0, 3], [-1])),
-    **dict.fromkeys(("mixup_alpha", "cutmix_alpha", "lr0"), ([0.01, 2], [0, -1])),
-}
+REFUSED = {"crop_scale": 0, "hue": 0.51, "randaugment": 1.5, "momentum": 1, "nbs": -1, "weight_decay": -1, "mixup": 1.1}
 
 
-@pytest.mark.parametrize("key", RANGES)
+@pytest.mark.parametrize("key", REFUSED)
 def test_ranges_of_the_recipe(key: str) -> None:
-    fits, refused = RANGES[key]
-    for value in fits:
-        assert getattr(from_mapping(ClassificationRecipe, {key: value}, Path("a.yaml")), key) == value
-    for value in refused:
-        with pytest.raises(UserError, match=rf"^a\.yaml: {key} "):
-            from_mapping(ClassificationRecipe, {key: value}, Path("a.yaml"))
+    from_mapping(ClassificationRecipe, {key: 0.5 if key == "crop_scale" else 0}, Path("a.yaml"))
+    with pytest.raises(UserError, match=rf"^a\.yaml: {key} "):
+        from_mapping(ClassificationRecipe, {key: REFUSED[key]}, Path("a.yaml"))
 
 
 def test_refused_tasks() -> None:
@@ -180,7 +164,6 @@ def test_shipped_yamls(name: str) -> None:
     assert (yaml["task"], yaml["nc"]) == ("classify", 1000)
     with torch.device("meta"):
         assert shapes(build_classifier(yaml, yaml["nc"], 224)) == shapes(zoo.get_model(name))
-    assert on_meta(name, nc=7)(torch.zeros(2, 3, 50, 41, device="meta")).shape == (2, 7)
 
 
 @pytest.mark.parametrize(("name", "side"), [("googlenet", 32), ("inception_v3", 75)])
@@ -222,25 +205,23 @@ def test_the_yaml_builds_it_again() -> None:
     model.yaml["args"]["dropout"] = 0.9
     assert yaml == given  # the model has a copy
     assert on_meta("mobilenet_v3_small", args=None).classifier[2].p == 0.2  # an empty `args:`
+    transformer = on_meta("vit_b_32", imgsz=96, args={"image_size": 96})
+    assert transformer.encoder.pos_embedding.shape == (1, 3 * 3 + 1, 768)
 
 
 @pytest.mark.parametrize(
     ("yaml", "named"),
     [
         ({"architecture": "resnt18"}, "'resnt18'.*'resnet18'"),
-        ({"architecture": 18}, "18"),
         ({"architecture": ["resnet18"]}, "architecture"),
         ({"architecture": "fcn_resnet50"}, "fcn_resnet50"),  # not a classifier
         ({"task": "classify"}, "architecture"),
         ({**ROWS, "head": []}, "classification head"),
         ({**ROWS, "architecture": "resnet18"}, "'backbone'"),
         ({"architecture": "resnet18", "arg": {}}, r"'arg'.*'args'"),
-        ({"architecture": "resnet18", 7: 1}, "'7'"),
         ({"architecture": "resnet18", "args": [0.3]}, r"\[0\.3\]"),
         ({"architecture": "resnet18", "args": {"weights": "DEFAULT"}}, "'weights'"),
-        ({"architecture": "resnet18", "args": {"num_classes": 3}}, "'num_classes'"),
         ({"architecture": "resnet18", "args": {"droput": 0.3}}, "droput"),
-        ({"architecture": "resnet18", "args": {1: 2}}, "1: 2"),
         ({"architecture": "resnet18", "args": {"norm_layer": "BatchNorm2d"}}, "BatchNorm2d"),
         ({"architecture": "googlenet", "args": {"aux_logits": True}}, "aux_logits"),
         ({"architecture": "mobilenet_v3_small", "args": {"dropout": 7}}, "dropout"),
@@ -253,11 +234,6 @@ def test_yaml_that_describes_no_classifier(yaml: dict[str, Any], named: str) -> 
     with pytest.raises(UserError, match=rf"^mine\.yaml.*{named}") as caught, torch.device("meta"):
         make().build_model(yaml, 64, "mine.yaml")
     assert "\n" not in str(caught.value)
-
-
-def test_a_transformer_of_another_image_size() -> None:
-    model = on_meta("vit_b_32", imgsz=96, args={"image_size": 96})
-    assert model.encoder.pos_embedding.shape == (1, 3 * 3 + 1, 768)
 
 
 @pytest.mark.long
@@ -288,8 +264,7 @@ def criterion(label_smoothing: float = 0.0) -> ClassificationCriterion:
 @pytest.mark.parametrize(
     ("smoothing", "targets", "expected"),
     [
-        (0.0, [[1, 0, 0], [1, 0, 0]], LN3 + LN2),
-        (0.0, [[0, 0, 1], [0, 1, 0]], LN3 + 2 * LN2),
+        (0.0, [[0, 0, 1], [1, 0, 0]], LN3 + LN2),
         (0.3, [[0, 0, 1], [0, 1, 0]], LN3 + 0.1 * LN2 + 0.9 * 2 * LN2),  # 0.7 for the class, and 0.1 for each
         (0.0, [[0.5, 0, 0.5], [0.25, 0.75, 0]], LN3 + 0.25 * LN2 + 0.75 * 2 * LN2),
         (0.3, [[0.5, 0, 0.5], [0.25, 0.75, 0]], LN3 + 0.275 * LN2 + 0.725 * 2 * LN2),  # 0.7 x 0.25 + 0.1, the others
@@ -320,14 +295,11 @@ def test_the_loss_equals_torchs_cross_entropy() -> None:
 
 @pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16])
 def test_arithmetic_is_in_fp32(precision: torch.dtype) -> None:
-    logits = torch.tensor([[3.0, 0.125, -2.0]], dtype=precision, requires_grad=True)
+    logits = torch.tensor([[3.0, 0.125, -2.0]], dtype=precision)
     terms = criterion()(logits, of_classes(2))
     assert terms.sums.dtype == torch.float32
     assert torch.equal(terms.sums, criterion()(logits.float(), of_classes(2)).sums)
-    terms.sums.sum().backward()
-    assert logits.grad is not None
-    assert logits.grad.dtype == precision
-    assert torch.equal(probabilities([ClassificationView(logits.detach())]), logits.detach().float().softmax(1))
+    assert torch.equal(probabilities([ClassificationView(logits)]), logits.float().softmax(1))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
@@ -455,18 +427,12 @@ def test_a_summary(summary: Summary) -> None:
     assert make().metrics().examples(few) == []
 
 
-def test_the_order_of_records_does_not_matter() -> None:
-    metrics = make(names=SEVEN).metrics()
-    records = [ImageRecord(n, n % 7, ((n * 5) % 7, n % 3, 4), n % 10 / 10) for n in range(40)]
-    expected = metrics.summarise(records)
-    assert metrics.summarise(records[::-1]) == expected
-    assert metrics.summarise(records[17:] + records[:17]) == expected
-
-
 def test_the_most_confident_mistakes() -> None:
     records = [ImageRecord(number, 0, (1, 0, 2), 0.5) for number in range(30)]
     records[20:22] = [ImageRecord(20, 2, (0, 1, 2), 0.75), ImageRecord(21, 2, (2, 1, 0), 1.0)]
-    mistakes = make().metrics().summarise(records).evidence["mistakes"]
+    metrics = make().metrics()
+    mistakes = metrics.summarise(records).evidence["mistakes"]
+    assert metrics.summarise(records[17:] + records[:17]) == metrics.summarise(records)  # the order does not matter
     assert mistakes[0] == [20, 2, 0, 0.75]
     assert mistakes[1:] == [[number, 0, 1, 0.5] for number in range(15)]  # of equal confidence the first; 16 in all
 

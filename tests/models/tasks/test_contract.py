@@ -1,4 +1,4 @@
-"""What a task may leave out of its predictions: the flags that need it are refused, before anything is written."""
+"""What tasks share: optional methods of predictions and the flags that need them, constants, class weights."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from models.ensemble import Members
 from models.tasks import TASKS, TaskEntry
 from models.tasks.classify import ClassificationTask
-from models.tasks.contract import Image, Prediction
-from models.tasks.masks import SegmentationPrediction
-from models.tasks.predictions import DetectionPrediction
+from models.tasks.contract import Image, Prediction, device_constant, weights_by_class
+from tests.making import CLASS_NAMES
 from utils.config.flags import ValOptions
 from utils.errors import UserError
 from utils.plots.drawing import Style
@@ -56,28 +56,38 @@ class CountingTask(ClassificationTask):
     features = ClassificationTask.features | {"boxes"}
 
 
-def test_what_is_left_out() -> None:
-    assert set(Count.refused()) == set(FLAGS)
-    assert DetectionPrediction.refused() == SegmentationPrediction.refused() == {}
-    classifier: Any = ClassificationTask.prediction
-    assert set(classifier.refused()) == {"save_hybrid", "save_json"}
-    assert {name: entry.load().prediction is not None for name, entry in TASKS.items()} == dict.fromkeys(TASKS, True)
+def test_what_each_task_leaves_out() -> None:
+    left_out: dict[str, Any] = {name: entry.load().prediction for name, entry in TASKS.items()}
+    refused = {name: set(prediction.refused()) for name, prediction in left_out.items()}
+    assert refused == {"detect": set(), "segment": set(), "classify": {"save_hybrid", "save_json"}}
 
 
-@pytest.mark.parametrize("flag", FLAGS)
-def test_flags_for_it_are_refused(flag: str) -> None:
-    """At the start."""
+@pytest.mark.parametrize(("flag", "method"), FLAGS.items())
+def test_flags_for_a_method_that_is_left_out_are_refused(flag: str, method: str) -> None:
+    """At the start; and when it is called, as a task may not name the class."""
     entry = TaskEntry(f"{__name__}:CountingTask", "data.classification:ClassificationData", "Classify")
     weights: Any = {"best.pt": SimpleNamespace(task_yaml={"task": "classify"})}
     members = Members({"best.pt": Path("best.pt")}, weights, entry)
     members.refuse(ValOptions, {flag: False})
-    with pytest.raises(UserError, match=f"^--{flag.replace('_', '-')} is not for this model: .*; leave it out$"):
+    with pytest.raises(UserError, match=f"^--{flag.replace('_', '-')} "):
         members.refuse(ValOptions, {flag: True})
-
-
-@pytest.mark.parametrize(("flag", "method"), FLAGS.items())
-def test_a_method_that_is_left_out_says_which_flag_it_is_for(flag: str, method: str) -> None:
-    """Its task may not have named the class."""
     prediction: Any = Count(0, "a.jpg", {0: "thing"}, 3)
-    with pytest.raises(UserError, match=f"^--{flag.replace('_', '-')} is not for this model: .*; leave it out$"):
+    with pytest.raises(UserError, match=f"^--{flag.replace('_', '-')} "):
         getattr(prediction, method)(*([np.zeros((4, 4, 3), np.uint8)] if method == "crops" else []))
+
+
+def test_a_constant_is_copied_once_and_serves_in_training() -> None:
+    with torch.inference_mode():
+        constant = device_constant((0.5, 2.0), torch.device("cpu"))
+    assert constant is device_constant((0.5, 2.0), torch.device("cpu"))
+    weight = torch.ones(2, requires_grad=True)
+    (weight * constant).sum().backward()  # a tensor of the inference mode would raise an error here
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [0.5, 2.0]
+
+
+def test_class_weights_in_the_order_of_the_classes() -> None:
+    assert weights_by_class(CLASS_NAMES, {"bar": 2, "disc": 0.5}) == (0.5, 1.0, 2.0)
+    assert weights_by_class(CLASS_NAMES, {}) == weights_by_class(CLASS_NAMES, {"bar": 1.0}) == ()
+    with pytest.raises(UserError, match=r"class_weights.*'bra'.*'bar'"):
+        weights_by_class(CLASS_NAMES, {"bra": 2})

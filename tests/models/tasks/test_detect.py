@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchvision.ops import box_iou
 
 from models.heads.anchors import Detect, DetectionCriterion
-from models.heads.contract import BoxCriterion, Candidates, DecodedView, HeadView, UnavailableCriterion, least_logit
+from models.heads.contract import BoxCriterion, Candidates, DecodedView, HeadView, least_logit
 from models.tasks import contract
 from models.tasks import detect as module
 from models.tasks.contract import Criterion, LossTerms, Model, Postprocess, Thresholds, View
@@ -113,12 +113,6 @@ def test_thresholds_by_hand(rows: Any, thresholds: dict[str, Any], expected: lis
         assert any(box == [x - w / 2, y - h / 2, x + w / 2, y + h / 2] for x, y, w, h, *_ in rows)
 
 
-def test_most_candidates_are_the_most_confident(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_CANDIDATES", 2)
-    rows = [(50 * k, 50, 20, 20, 1, score) for k, score in enumerate((0.2, 0.9, 0.5))]
-    assert run(*rows)[:, 4].tolist() == pytest.approx([0.9, 0.5])
-
-
 def test_detections_are_in_fp32_without_gradient_and_leave_the_maps_unchanged() -> None:
     raw = torch.randn(2, 1, 64, 64, 6).to(torch.bfloat16).requires_grad_()
     copy = raw.detach().clone()
@@ -140,16 +134,11 @@ def plain_detections(boxes: Tensor, thresholds: Thresholds, most: int) -> Tensor
     remaining: list[tuple] = []
     for negative, k, c in sorted(candidates)[:most]:
         x, y, w, h = boxes[k, :4]
-        box = torch.stack((x - w / 2, y - h / 2, x + w / 2, y + h / 2)).numpy()
-        if all(c != other[5] or iou(box, other[:4]) <= thresholds.iou_thres for other in remaining):
+        box = torch.stack((x - w / 2, y - h / 2, x + w / 2, y + h / 2))
+        others = torch.tensor(np.array([other[:4] for other in remaining if other[5] == c])).view(-1, 4)
+        if not (box_iou(box[None], others) > thresholds.iou_thres).any():
             remaining.append((*box, -negative, c))
     return torch.tensor(np.array(remaining[: thresholds.max_det], np.float32)).view(-1, 6)
-
-
-def iou(a: np.ndarray, b: tuple) -> float:
-    x, y = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
-    inside = max(x, 0) * max(y, 0)
-    return inside / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - inside)
 
 
 def random_view(seed: int, classes: int = 3, few: bool = False, max_side: int = 6) -> HeadView:
@@ -378,13 +367,9 @@ def test_augmented_views(model: YoloModel, postprocess: DetectionPostprocess) ->
     mean = images.flip(3)[..., :24].mean()
     torch.testing.assert_close(calls[1][..., :39, :20].mean(), mean, atol=0.03, rtol=0)
     assert len(postprocess(views, grey_batch(image_info()))) == 1
-
-
-def test_the_level_of_a_model_of_one_level_is_not_skipped(postprocess: DetectionPostprocess) -> None:
     head = [[[1], 1, "Detect", ["nc", "anchors"]]]
-    model = build_model({**tiny_detector(), "anchors": tiny_detector()["anchors"][:1], "head": head}).eval()
-    model.stride = 4
-    views: Any = postprocess.views(model, torch.rand(1, 3, 32, 32), augment=True)
+    one_level = build_model({**tiny_detector(), "anchors": tiny_detector()["anchors"][:1], "head": head}, imgsz=32)
+    views = postprocess.views(one_level.eval(), images, augment=True)
     assert [view.skipped_level for view in views] == [None] * 3
 
 
@@ -470,20 +455,18 @@ def task() -> DetectionTask:
     return DetectionTask(CLASS_NAMES, Hyperparameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "official"),
-    [("yolov5n.pt", True), ("yolov5x6.pt", True), ("yolov5n-cls.pt", False), ("yolov5n-seg.pt", False)],
-)
-def test_official_weights(name: str, official: bool) -> None:
-    assert bool(re.fullmatch(DetectionTask.official_weights, name)) == official
+def test_official_weights() -> None:
+    names = ("yolov5n.pt", "yolov5x6.pt", "v9-c.pt", "yolov5n-cls.pt", "yolov5n-seg.pt")
+    official = [bool(re.fullmatch(DetectionTask.official_weights, name)) for name in names]
+    assert official == [True] * 3 + [False] * 2
 
 
-@pytest.mark.parametrize(("asked", "taken"), [(64, 64), (60, 64), (65, 72), (3, 16), (16, 16)])
+@pytest.mark.parametrize(("imgsz", "rounded"), [(64, 64), (60, 64), (65, 72), (3, 16)])
 def test_the_model_has_the_tasks_classes_and_at_least_two_whole_strides(
-    task: DetectionTask, asked: int, taken: int
+    task: DetectionTask, imgsz: int, rounded: int
 ) -> None:
-    model = task.build_model({**tiny_detector(), "nc": 80}, asked)
-    assert (model.stride, model.imgsz, model.names) == (8, taken, CLASS_NAMES)
+    model = task.build_model({**tiny_detector(), "nc": 80}, imgsz)
+    assert (model.stride, model.imgsz, model.names) == (8, rounded, CLASS_NAMES)
     assert model.yaml["nc"] == model.head.nc == 3
 
 
@@ -530,30 +513,29 @@ def test_gains_are_scaled_to_the_model() -> None:
     task = DetectionTask(CLASS_NAMES, Hyperparameters(box=0.1, obj=0.7, cls=0.3, anchor_t=3.0), label_smoothing=0.2)
     criterion = task.criterion(task.build_model(tiny_detector(), 60))  # 2 levels, 3 classes, 64 pixels
     assert isinstance(criterion, DetectionCriterion)
-    settings = criterion.settings
-    gains = (settings.box, settings.obj, settings.cls)
+    gains = (criterion.hyp.box, criterion.hyp.obj, criterion.hyp.cls)
     assert gains == pytest.approx((0.1 * 1.5, 0.7 * 1.5 * 0.01, 0.3 * 1.5 * 3 / 80))
-    assert (settings.anchor_t, settings.label_smoothing, criterion.classes) == (3.0, 0.2, 3)
+    assert (criterion.hyp.anchor_t, criterion.label_smoothing, criterion.classes) == (3.0, 0.2, 3)
 
 
-def test_an_exported_file_has_no_criterion(task: DetectionTask) -> None:
-    exported = contract.Model()
-    exported.yaml = tiny_detector()
-    assert isinstance(task.criterion(exported), UnavailableCriterion)
-    assert task.loss_names_of(exported) == task.loss_names
+def test_exported_files(task: DetectionTask) -> None:
+    """Their losses are NaN, as they return no raw outputs."""
+    for suppression, kind in ((None, DecodedDetector), (Thresholds(), SuppressedDetector)):
+        exported = task.export_module(task.build_model(tiny_detector(), 64).eval(), suppression)
+        assert (type(exported), exported.training) == (kind, False)
+    model = Exported(torch.zeros(1, 0, 8))
+    criterion, names = task.criterion(model), task.loss_names_of(model)
+    assert names == task.loss_names
+    means = criterion(None, grey_batch()).local_means()
+    assert means.isnan().tolist() == [True] * len(names)
+    assert (criterion.hints(grey_batch()), criterion.weight(grey_batch())) == ((), 1)
+    assert criterion.objective(means, 16).isnan()
 
 
 def test_an_unknown_class_is_an_error(task: DetectionTask, model: YoloModel) -> None:
     task.postprocess(model, Thresholds(classes=(0, 2)))
     with pytest.raises(UserError, match="--classes 3"):
         task.postprocess(model, Thresholds(classes=(0, 4, 3)))
-
-
-def test_export_module(task: DetectionTask) -> None:
-    for suppression, kind in ((None, DecodedDetector), (Thresholds(), SuppressedDetector)):
-        exported = task.export_module(task.build_model(tiny_detector(), 64).eval(), suppression)
-        assert type(exported) is kind
-        assert not exported.training
 
 
 # A task of another network
@@ -636,14 +618,9 @@ def test_another_network_takes_metrics_predictions_inputs_and_pictures() -> None
     assert set(task.features) < set(DetectionTask.features)
 
 
-def test_only_losses_that_a_recording_repeats_are_padded(task: DetectionTask) -> None:
-    class Own(DetectionCriterion):
-        pass
-
+def test_the_loss_on_a_gpu_is_that_of_padded_targets(task: DetectionTask) -> None:
     model = task.build_model(tiny_detector(), 64)
     plain: Any = task.criterion(model)
-    own = Own(plain.settings, model.head)
-    assert own.for_gpu(lambda function: function) is own
     padded = plain.for_gpu(lambda function: function)
     assert isinstance(padded, BoxCriterion)
     assert padded is not plain

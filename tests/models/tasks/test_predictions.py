@@ -1,13 +1,15 @@
-"""The detections of one image in all their forms."""
+"""The detections of one image in all their forms, and their matching and pairing with labels."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
-from models.tasks.metrics import DetectionMetrics
-from tests.making import CLASS_NAMES, grey_batch, image_info
+from models.tasks.predictions import CONFUSION_IOU, IOU_THRESHOLDS, box_overlaps, match_by_overlap, pair_by_overlap
+from tests.making import image_info
 from tests.models.tasks.batches import labels, predictions
 from utils.plots.drawing import Style
 
@@ -55,8 +57,7 @@ def test_with_labels() -> None:
     assert second == ["1 0.05 0.05 0.1 0.1 0.5"]
     none = predictions([boxes[:0]] * 2, infos)
     assert [one.with_labels().label_rows(False) for one in none] == [["1 0.4 0.2 0.4 0.2"], []]
-    records = DetectionMetrics(CLASS_NAMES).update(predicted, grey_batch(*infos))
-    assert len(records[0].confidence) == 5  # metrics do not see the labels
+    assert len(predicted[0].rows) == 5  # of the metrics
 
 
 def test_coco_rows_are_in_pixels_of_the_file() -> None:
@@ -97,3 +98,116 @@ def test_drawing_copies_the_image_and_puts_the_most_confident_on_top(names: bool
     assert not image.any()
     assert (drawn[80, 50] == first.draw(image, style)[80, 50]).all()
     assert drawn[80, 50].any()
+
+
+# Matching for average precision
+
+
+def bar(height: float) -> list[float]:
+    """Return a box whose IoU with the one of height 1 at the same position is `height`, or 1e-7 less."""
+    return [0, 0, 1, height]
+
+
+def groups_of(boxes: Sequence[object], groups: Sequence[int]) -> np.ndarray:
+    return np.array(groups or [0] * len(boxes), np.int64)
+
+
+def test_of_two_detections_of_a_label_the_confident_one_is_correct_if_it_reaches_the_threshold() -> None:
+    boxes = np.array([bar(0.61), bar(0.92)])  # the first is more confident
+    overlap, rival_overlap = match_by_overlap(
+        box_overlaps(boxes, np.array([bar(1.0)])), np.zeros(2, int), np.zeros(1, int)
+    )
+    assert overlap.tolist() == pytest.approx([0.61, 0.92])
+    assert rival_overlap.tolist() == pytest.approx([0, 0.61])
+
+
+@pytest.mark.parametrize(("detections", "true"), [(0, 3), (3, 0), (0, 0)])
+def test_matching_and_pairing_nothing(detections: int, true: int) -> None:
+    overlaps = box_overlaps(np.zeros((detections, 4)), np.zeros((true, 4)))
+    groups = np.zeros(detections, np.int64), np.zeros(true, np.int64)
+    assert [values.tolist() for values in match_by_overlap(overlaps, *groups)] == [[0.0] * detections] * 2
+    assert [values.tolist() for values in pair_by_overlap(overlaps, *groups)] == [[], []]
+
+
+def plain_iou(a: np.ndarray, b: np.ndarray) -> float:
+    x, y = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    inside = max(x, 0) * max(y, 0)
+    return inside / ((b[2] - b[0]) * (b[3] - b[1]) + (a[2] - a[0]) * (a[3] - a[1]) - inside + 1e-7)
+
+
+def random_boxes(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Return boxes on a coarse grid, so that many overlaps are equal."""
+    low = rng.integers(0, 3, (count, 2)) * 2
+    return np.concatenate((low, low + rng.integers(4, 9, (count, 2))), 1).astype(np.float32)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_matching_as_the_plain_implementation(seed: int) -> None:
+    """At each threshold a detection is correct if no earlier one with the same best label was."""
+    rng = np.random.default_rng(seed)
+    detections, truth, groups = random_boxes(rng, 40), random_boxes(rng, rng.integers(12)), int(rng.integers(1, 5))
+    group, true_group = rng.integers(groups, size=len(detections)), rng.integers(groups, size=len(truth))
+    overlap, rival_overlap = match_by_overlap(box_overlaps(detections, truth), group, true_group)
+    for threshold in IOU_THRESHOLDS:
+        taken: set[int] = set()
+        for k, box in enumerate(detections):
+            overlaps = [(plain_iou(box, true), -m) for m, true in enumerate(truth) if true_group[m] == group[k]]
+            best, label = max(overlaps, default=(0.0, 0))
+            right = best >= threshold and -label not in taken
+            assert overlap[k] == best
+            assert right == (rival_overlap[k] < threshold <= overlap[k])
+            if right:
+                taken.add(-label)
+
+
+# Pairing for the confusion matrix
+
+
+def paired(
+    boxes: Sequence[Sequence[float]],
+    truth: Sequence[Sequence[float]],
+    group: Sequence[int] = (),
+    true_group: Sequence[int] = (),
+) -> list[tuple[int, int]]:
+    """Return detection and label of each pair; without groups all are of one image."""
+    groups = groups_of(boxes, group), groups_of(truth, true_group)
+    pairs = pair_by_overlap(box_overlaps(np.array(boxes).reshape(-1, 4), np.array(truth).reshape(-1, 4)), *groups)
+    return list(zip(*(part.tolist() for part in pairs), strict=True))
+
+
+def test_pairs_overlap_by_more_than_the_threshold() -> None:
+    assert CONFUSION_IOU == 0.45
+    assert paired([bar(0.45)], [bar(1)]) == []
+    assert paired([bar(0.450001)], [bar(1)]) == [(0, 0)]
+
+
+def test_of_equal_overlaps_the_earlier_label_and_then_the_earlier_detection_comes_first() -> None:
+    assert paired([bar(0.9), bar(0.9)], [bar(1)]) == [(0, 0)]
+    assert paired([bar(0.9)], [bar(1), bar(1)]) == [(0, 0)]
+    assert paired([bar(0.9)] * 3, [bar(1)] * 2) == [(0, 0), (1, 1)]
+
+
+def test_images_are_paired_separately_and_follow_each_other() -> None:
+    boxes, truth = [bar(0.7), bar(1), bar(0.9), bar(0.5)], [bar(1), bar(1), bar(1)]
+    # The second image has no label; overlaps 0.7 in the first, 0.9 and 0.5 in the third.
+    assert paired(boxes, truth, [0, 1, 2, 2], [0, 2, 2]) == [(0, 0), (2, 1), (3, 2)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_pairing_as_the_plain_implementation(seed: int) -> None:
+    """The largest remaining overlap, again and again."""
+    rng = np.random.default_rng(seed)
+    detected, truth = random_boxes(rng, 20), random_boxes(rng, rng.integers(12))
+    group, true_group = np.sort(rng.integers(3, size=20)), np.sort(rng.integers(3, size=len(truth)))
+    expected = []
+    for image in range(3):
+        detections, true = set(np.flatnonzero(group == image)), set(np.flatnonzero(true_group == image))
+        while remaining := [(plain_iou(detected[k], truth[m]), -m, -k) for k in detections for m in true]:
+            best, label, detection = max(remaining)
+            if best <= CONFUSION_IOU:
+                break
+            expected.append((-detection, -label))
+            detections.remove(-detection)
+            true.remove(-label)
+    pairs = pair_by_overlap(box_overlaps(detected, truth), group, true_group)
+    assert list(zip(*(part.tolist() for part in pairs), strict=True)) == expected

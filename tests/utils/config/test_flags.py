@@ -1,71 +1,51 @@
-"""The flags of the scripts: defaults, ranges, and the built-in job."""
+"""The flags of the scripts: defaults, ranges, what each says of itself, and values as the types of fields."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from models.tasks.classify import ClassificationRecipe
 from tests.making import options_of
-from utils.config.flags import BUILT_IN_JOB, REFUSED, TrainOptions, ValOptions, flags_of
+from utils.config.flags import (
+    BELOW_ONE,
+    BUILT_IN_JOB,
+    FINITE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    REFUSED,
+    SHARE,
+    WRONG_VALUE,
+    Range,
+    TrainOptions,
+    ValOptions,
+    flags_of,
+    is_number,
+    typed,
+)
 from utils.config.hyperparameters import Hyperparameters
 from utils.files import ROOT
 
 KINDS = (TrainOptions, ValOptions)
-# Of YOLOv5, except for the recipe.
+# Of YOLOv5, except for the recipe, and for --imgsz of val.py, whose default depends on the weights.
+BOTH = {"data": "data/coco128.yaml", "device": "", "workers": 8, "single_cls": False, "name": "exp", "exist_ok": False}
 YOLOV5_TRAIN = {
-    "weights": "yolov5s.pt",
-    "cfg": "",
-    "data": "data/coco128.yaml",
-    "hyp": "auto",
-    "epochs": 100,
-    "batch_size": 16,
-    "imgsz": 640,
-    "rect": False,
-    "multi_scale": False,
-    "image_weights": False,
-    "nosave": False,
-    "noval": False,
-    "noautoanchor": False,
-    "noplots": False,
-    "cache": "",
-    "device": "",
-    "single_cls": False,
-    "optimizer": "SGD",
-    "workers": 8,
-    "project": "runs/train",
-    "name": "exp",
-    "exist_ok": False,
-    "cos_lr": False,
-    "label_smoothing": 0.0,
-    "patience": 100,
-    "freeze": (0,),
-    "save_period": -1,
-    "seed": 0,
+    **BOTH,
+    **{"weights": "yolov5s.pt", "cfg": "", "hyp": "auto", "epochs": 100, "batch_size": 16, "imgsz": 640, "cache": ""},
+    **dict.fromkeys(("rect", "multi_scale", "image_weights", "nosave", "noval", "noautoanchor", "noplots"), False),
+    **{"optimizer": "SGD", "project": "runs/train", "cos_lr": False, "label_smoothing": 0.0, "patience": 100},
+    **{"freeze": (0,), "save_period": -1, "seed": 0},
 }
-YOLOV5_VAL = {  # beside --imgsz, whose default depends on the weights
-    "data": "data/coco128.yaml",
-    "weights": ("yolov5s.pt",),
-    "batch_size": 32,
-    "conf_thres": 0.001,
-    "iou_thres": 0.6,
-    "max_det": 300,
-    "task": "val",
-    "device": "",
-    "workers": 8,
-    "single_cls": False,
-    "augment": False,
-    "verbose": False,
-    "save_txt": False,
-    "save_hybrid": False,
-    "save_conf": False,
-    "save_json": False,
-    "half": False,
-    "project": "runs/val",
-    "name": "exp",
-    "exist_ok": False,
+YOLOV5_VAL = {
+    **BOTH,
+    **{"weights": ("yolov5s.pt",), "batch_size": 32, "conf_thres": 0.001, "iou_thres": 0.6, "max_det": 300},
+    **{"task": "val", "project": "runs/val"},
+    **dict.fromkeys(("augment", "verbose", "save_txt", "save_hybrid", "save_conf", "save_json", "half"), False),
 }
 
 
@@ -84,13 +64,8 @@ def test_defaults_are_in_their_ranges() -> None:
 
 
 def test_the_built_in_job_has_flags_and_files() -> None:
-    assert set(BUILT_IN_JOB) <= {field.name for field in fields(TrainOptions)}
-    assert {"data", "cfg", "weights", "hyp"} <= set(BUILT_IN_JOB)
-    for name in ("data", "cfg", "hyp"):
-        assert (ROOT / BUILT_IN_JOB[name]).is_file()
-
-
-# What a flag says of itself
+    assert {"data", "cfg", "weights", "hyp"} <= set(BUILT_IN_JOB) <= {field.name for field in fields(TrainOptions)}
+    assert all((ROOT / BUILT_IN_JOB[name]).is_file() for name in ("data", "cfg", "hyp"))
 
 
 def test_the_flags_of_train_are_frozen() -> None:
@@ -111,3 +86,69 @@ def test_a_refused_flag_is_not_a_flag_of_both_scripts() -> None:
     names = [{name for field in flags_of(kind) for name in (field.name, *field.metadata["aliases"])} for kind in KINDS]
     assert not set(REFUSED) & names[0] & names[1]
     assert all("-" not in name for name in REFUSED)  # the parser looks up names with underscores
+
+
+# Values
+
+
+def test_numbers() -> None:
+    assert all(map(is_number, [0, -3, 0.5, 1e300, 10**300]))
+    assert not any(map(is_number, [True, False, None, "1", [1], math.nan, math.inf, -math.inf, 10**400]))
+
+
+@pytest.mark.parametrize(
+    ("allowed", "inside", "outside"),
+    [
+        (FINITE, (-1e300, 0, 1e300), (math.inf, -math.inf, math.nan)),
+        (NOT_NEGATIVE, (0, 1, 1e300), (-1e-9, math.inf, math.nan)),
+        (POSITIVE, (1e-9, 1), (0, -1)),
+        (SHARE, (0, 0.5, 1), (-0.1, 1.1)),
+        (BELOW_ONE, (0, 0.999), (-0.1, 1)),
+        (Range(-1, 2, exclusive_minimum=True), (-0.9, 2), (-1, 2.1)),
+    ],
+)
+def test_bounds(allowed: Range, inside: tuple[float, ...], outside: tuple[float, ...]) -> None:
+    assert all(value in allowed for value in inside)
+    assert not any(value in allowed for value in outside)
+
+
+CHOICES = {"choices": ("none", "all", "wandb", "FILE.py"), "comma_separated": True}
+WRONG = object()  # in place of a result
+
+
+@pytest.mark.parametrize(
+    ("hint", "metadata", "value", "result"),
+    [
+        (int, {"within": NOT_NEGATIVE}, "7", 7),
+        (int, {}, 7.0, 7),
+        (float, {}, "1e-3", 0.001),
+        (float, {}, 3, 3.0),
+        (bool, {}, True, True),
+        (str, {}, Path("a/b"), str(Path("a/b"))),
+        (str, {}, 0, "0"),  # such as device=0
+        (str, CHOICES, " wandb , a/b.py,", "wandb,a/b.py"),
+        (tuple[int, ...], {}, "90", (90,)),
+        (tuple[int, ...], {}, [90, "128"], (90, 128)),
+        (tuple[str, ...], {"comma_separated": True}, ["a, b", "c"], ("a", "b", "c")),
+        (tuple[int | str, ...], {}, ["10", "*.bn", 3], (10, "*.bn", 3)),
+        (Mapping[str, float], {"within": POSITIVE}, "{cat: 2}", {"cat": 2.0}),
+        (Mapping[str, float], {}, {7: 1}, {"7": 1.0}),
+        *((int, {}, value, WRONG) for value in ("many", 2.5, True)),
+        (int, {"within": NOT_NEGATIVE}, -1, WRONG),
+        *((float, {}, value, WRONG) for value in ("nan", None)),
+        *((bool, {}, value, WRONG) for value in ("yes", 1)),
+        *((str, {}, value, WRONG) for value in (None, True)),
+        *((str, CHOICES, value, WRONG) for value in ("wandb,x", "none,wandb", ".py")),
+        (tuple[int, ...], {}, [1.5], WRONG),
+        (tuple[int | str, ...], {}, [1.5], WRONG),
+        *((Mapping[str, float], {"within": POSITIVE}, value, WRONG) for value in ({"cat": 0}, "cat", [1])),
+    ],
+)
+def test_values_of_a_command_line_of_yaml_and_of_python(
+    hint: Any, metadata: dict[str, Any], value: object, result: object
+) -> None:
+    try:
+        read = typed(hint, metadata, value)
+    except WRONG_VALUE:
+        read = WRONG
+    assert (read, type(read)) == (result, type(result))

@@ -40,29 +40,20 @@ def test_numbers_are_converted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "named"),
     [
-        ("lr0: 0.01\nmosiac: 1", "mosiac"),
-        ("5: 1", "5"),
-        ("lr0: fast", "lr0"),
-        ("lr0:", "lr0"),
-        ("lr0: [0.1]", "lr0"),
-        ("mosaic: yes", "mosaic"),
-        ("nbs: 1.5", "nbs"),
-        ("nbs: .nan", "nbs"),
-        ("lr0: 0", "lr0"),
-        ("momentum: 1", "momentum"),
-        ("perspective: 0.01", "perspective"),
+        *(("lr0: 0.01\nmosiac: 1", "mosiac"), ("5: 1", "5"), ("lr0:", "lr0"), ("lr0: [0.1]", "lr0"), ("lr0: 0", "lr0")),
+        *(("mosaic: yes", "mosaic"), ("nbs: 1.5", "nbs"), ("nbs: .nan", "nbs"), ("perspective: 0.01", "perspective")),
         ("crop_scale: 0.5", "crop_scale"),  # of another task
     ],
 )
-def test_an_error_names_the_file_and_the_key(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(UserError, match=rf"mine\.yaml: .*{message}"):
+def test_an_error_names_the_file_and_the_key(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(UserError, match=rf"mine\.yaml: .*{named}"):
         hyperparameters(tmp_path, text)
 
 
 def test_a_missing_file() -> None:
-    with pytest.raises(UserError, match=r"hyperparameter file 'x' is not a file.*high\.yaml, low\.yaml, med\.yaml"):
+    with pytest.raises(UserError, match=r"'x'.*high\.yaml, low\.yaml, med\.yaml"):
         read_hyperparameters("x", Hyperparameters)
 
 
@@ -77,14 +68,12 @@ def test_overrides_replace_values_of_the_file(tmp_path: Path) -> None:
     assert read_hyperparameters("classify", ClassificationRecipe, {"crop_scale": "0.5"}).crop_scale == 0.5
 
 
-@pytest.mark.parametrize("kind", [Hyperparameters, ClassificationRecipe])
-def test_every_hyperparameter_can_be_overridden(kind: type[Recipe]) -> None:
-    name = "low" if kind is Hyperparameters else "classify"
+@pytest.mark.parametrize(("kind", "name"), [(Hyperparameters, "low"), (ClassificationRecipe, "classify")])
+def test_every_hyperparameter_can_be_overridden(kind: type[Recipe], name: str) -> None:
     for field in fields(kind):
-        if field.name in ("class_weights", "lr_factor"):
-            continue  # names with numbers: see below
-        value = next(value for value in (1, 0.5, 0.0005, 2) if value in field.metadata["within"])
-        assert getattr(read_hyperparameters(name, kind, {field.name: str(value)}), field.name) == value
+        if field.name not in ("class_weights", "lr_factor"):  # names with numbers: see below
+            value = next(value for value in (1, 0.5, 0.0005, 2) if value in field.metadata["within"])
+            assert getattr(read_hyperparameters(name, kind, {field.name: str(value)}), field.name) == value
 
 
 def test_class_weights_by_name(tmp_path: Path) -> None:
@@ -92,36 +81,19 @@ def test_class_weights_by_name(tmp_path: Path) -> None:
     assert read_hyperparameters(str(path), Hyperparameters).class_weights == {"cat": 2.0, "7": 0.5}
     override = {"class_weights": "{traffic light: 1.5}"}
     assert read_hyperparameters(str(path), Hyperparameters, override).class_weights == {"traffic light": 1.5}
-    assert read_hyperparameters("classify", ClassificationRecipe, override).class_weights == {"traffic light": 1.5}
 
 
 @pytest.mark.parametrize(
-    "text", ["2", "[1, 2]", "{cat: 0}", "{cat: many}", "{cat: 101}", "{cat", "cat=2", "{cat: true}"]
-)
-def test_wrong_class_weights(text: str) -> None:
-    with pytest.raises(
-        UserError, match=r"^--hyp\.class_weights must be names with numbers, 0\.01 to 100, such as {cat: 2"
-    ):
-        read_hyperparameters("low", Hyperparameters, {"class_weights": text})
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("key", "text"),
     [
-        ({"lr0": "abc"}, "--hyp.lr0"),
-        ({"lr0": ""}, "--hyp.lr0"),
-        ({"nbs": "1.5"}, "--hyp.nbs"),
-        ({"degrees": "-3"}, "--hyp.degrees"),
-        ({"box": "1", "mosaic": "2"}, "--hyp.mosaic"),
-        ({"weightdecay": "1"}, "--hyp.weightdecay"),
-        ({"": "1"}, "--hyp."),
-        ({"cutmix": "0.5"}, "--hyp.cutmix"),  # of another task
+        *(("lr0", "abc"), ("lr0", ""), ("nbs", "1.5"), ("degrees", "-3"), ("weightdecay", "1"), ("", "1")),
+        *(("class_weights", text) for text in ("2", "{cat: 0}", "{cat: many}", "{cat: 101}", "{cat", "{cat: true}")),
+        ("cutmix", "0.5"),  # of another task
     ],
 )
-def test_an_error_names_the_override(overrides: dict[str, str], message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        read_hyperparameters("low", Hyperparameters, overrides)
-    assert message in str(caught.value)
+def test_an_error_names_the_override(key: str, text: str) -> None:
+    with pytest.raises(UserError, match=rf"--hyp\.{key}"):
+        read_hyperparameters("low", Hyperparameters, {"box": "1", key: text})
 
 
 # Keys without effect
@@ -139,7 +111,7 @@ def test_a_task_takes_augmentation_without_the_losses_of_detectors() -> None:
     recipe = read_hyperparameters("high", SpotRecipe, {"spot": "2"})
     assert (recipe.mixup, recipe.scale, recipe.lrf, recipe.spot) == (0.1, 0.9, 0.1, 2.0)
     assert not {"box", "tal_box", "keep_head"} & set(vars(recipe))
-    with pytest.raises(UserError, match=r"^unknown flag --hyp\.box$"):
+    with pytest.raises(UserError, match=r"--hyp\.box"):
         read_hyperparameters("low", SpotRecipe, {"box": "0.1"})
 
 
@@ -148,7 +120,7 @@ def test_keys_of_a_file_without_effect_are_named_if_they_are_not_the_defaults(
 ) -> None:
     hyp = Hyperparameters(box=0.1, obj=0.7, lr0=0.1)
     log_unread(hyp, ("box", "cls", "obj"), "this model")
-    assert capsys.readouterr().out == "hyperparameters without effect on this model: box, obj\n"
+    assert capsys.readouterr().out.endswith(": box, obj\n")
     log_unread(hyp, ("cls",), "this model")
     assert capsys.readouterr().out == ""
 
@@ -195,43 +167,29 @@ def test_the_recipe_classify_states_the_defaults() -> None:
     assert {**types, **by_name} == typing.get_type_hints(ClassificationRecipe)
 
 
-@pytest.mark.parametrize(
-    ("yolov5_name", "name"),
-    [
-        ("hyp.scratch-low.yaml", "low"),
-        ("hyp.scratch-med.yaml", "med"),
-        ("hyp.scratch-high.yaml", "high"),
-        ("hyp.no-augmentation.yaml", "none"),
-        ("hyp.VOC.yaml", "VOC"),
-        ("hyp.Objects365.yaml", "Objects365"),
-    ],
-)
-def test_file_names_of_yolov5(yolov5_name: str, name: str) -> None:
-    expected = read_hyperparameters(name, Hyperparameters)
-    for path in (yolov5_name, f"data/hyps/{yolov5_name}"):
-        assert read_hyperparameters(path, Hyperparameters) == expected
-
-
-KEPT = "BatchNorm statistics are kept from the weights: few images estimate them worse"
+def test_file_names_of_yolov5() -> None:
+    yolov5 = {"scratch-low": "low", "scratch-med": "med", "scratch-high": "high", "no-augmentation": "none"}
+    for old, name in {**yolov5, "VOC": "VOC", "Objects365": "Objects365"}.items():
+        expected = read_hyperparameters(name, Hyperparameters)
+        for path in (f"hyp.{old}.yaml", f"data/hyps/hyp.{old}.yaml"):
+            assert read_hyperparameters(path, Hyperparameters) == expected
 
 
 @pytest.mark.parametrize(
-    ("known", "factor", "norms", "messages"),
-    [
-        (0, 1, 1, [KEPT]),
-        (1, 0.04, 1, [KEPT, "learning rate 0.0004 instead of 0.01: the weights know 100% of the classes and outputs"]),
-        (0.5, 0.2, 1, [KEPT, "learning rate 0.002 instead of 0.01: the weights know 50% of the classes and outputs"]),
-        (None, 1, 0, ["BatchNorm statistics are learnt: no weights to keep them of"]),
-    ],
+    ("known", "factor", "norms", "named"),
+    [(0, 1, 1, []), (1, 0.04, 1, ["0.0004", "100%"]), (0.5, 0.2, 1, ["0.002", "50%"]), (None, 1, 0, [])],
 )
 def test_hyperparameters_for_weights(
-    known: float | None, factor: float, norms: int, messages: list[str], capsys: pytest.CaptureFixture[str]
+    known: float | None, factor: float, norms: int, named: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = Hyperparameters(keep_norms=1, known_lr=0.04)
     assert recipe.weights_factor(known) == pytest.approx(factor)
     assert recipe.keeps_norms(known) == norms
     recipe.log_weights_rules(known)
-    assert capsys.readouterr().out.splitlines() == messages
+    about_norms, *about_rates = capsys.readouterr().out.splitlines()
+    assert "BatchNorm" in about_norms
+    assert len(about_rates) == bool(named)
+    assert all(text in about_rates[0] for text in named)
 
 
 @pytest.mark.parametrize(("share", "epochs", "unmixed"), [(1, 20, 0), (0.75, 20, 5), (0.75, 1, 0), (0, 3, 3)])

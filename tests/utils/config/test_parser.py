@@ -64,59 +64,45 @@ def test_every_field_is_a_flag(kind: type, field: dataclasses.Field[Any]) -> Non
 
 
 @pytest.mark.parametrize("kind", SCRIPTS)
-def test_the_help_has_every_flag_and_default(kind: type, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help(kind: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It opens with three examples, which are right, has every flag with its default, and fits 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as caught:
         options_of(kind, ["--help"])
     assert caught.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())
+    printed = capsys.readouterr().out
+    lines, text = printed.splitlines(), " ".join(printed.split())
+    assert max(map(len, lines)) <= 80
+    for example in lines[3:6]:
+        program, script, *words = shlex.split(example, comments=True)
+        assert (program, OPTIONS_OF_SCRIPT[script.removesuffix(".py")]) == ("python", kind)
+        assert isinstance(options_of(kind, words), kind)
     for field in flags_of(kind):
-        assert f"--{field.name.replace('_', '-')}" in text
+        name = field.name.replace("_", "-")
+        assert f"--{name}" in text
         assert field.metadata["help"] in text
-    assert {TrainOptions: "(default 640)", ValOptions: "or 640 (default 0)"}.get(kind, "or 640 (default none)") in text
+        assert field.default is not False or not re.search(rf"--{name} {field.name.upper()}\b", text)
     assert text.count("(default ") == len(flags_of(kind))
     assert ("--hyp.lr0 0.005" in text) == (kind is TrainOptions)
-    switches = [field.name for field in flags_of(kind) if field.default is False]
     assert "--device DEVICE " in text
-    assert not [name for name in switches if re.search(rf"--{name.replace('_', '-')} {name.upper()}\b", text)]
 
 
-@pytest.mark.parametrize("kind", SCRIPTS)
-def test_the_help_opens_with_three_examples(
-    kind: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("flag", "code"), [("--help", 0), ("--version", 0), ("--epohcs=3", 2), ("--evolve", 2), ("--epochs=0", 2)]
+)
+def test_only_one_process_of_a_machine_prints(
+    flag: str, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are right, and the whole help fits 80 columns."""
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        options_of(kind, ["--help"])
-    lines = capsys.readouterr().out.splitlines()
-    usage, _, head, *examples = lines[:6]
-    assert usage.endswith(" [flags]")
-    assert head == "examples:"
-    for example in examples:
-        program, script, *words = shlex.split(example, comments=True)
-        assert (program, OPTIONS_OF_SCRIPT.get(script.removesuffix(".py"), kind)) == ("python", kind)
-        assert (ROOT / script).is_file()
-        assert isinstance(options_of(kind, words), kind)
-    assert max(map(len, lines)) <= 80
-
-
-def test_the_version_is_that_of_the_project(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        options_of(TrainOptions, ["--version"])
-    assert caught.value.code == 0
-    name, number = capsys.readouterr().out.split()
-    assert f'name = "{name}"\nversion = "{number}"\n' in (ROOT / "pyproject.toml").read_text()
-
-
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["--epohcs", "3"], ["--evolve"], ["--epochs", "0"]])
-def test_a_silent_process_prints_nothing(
-    argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("utils.config.parser.log.is_main", False)
-    with pytest.raises(SystemExit) as caught:
-        options_of(TrainOptions, argv)
-    assert caught.value.code == (0 if argv in (["--help"], ["--version"]) else 2)
-    assert capsys.readouterr() == ("", "")
+    for is_main in (True, False):
+        monkeypatch.setattr("utils.config.parser.log.is_main", is_main)
+        with pytest.raises(SystemExit) as caught:
+            options_of(TrainOptions, [flag])
+        assert caught.value.code == code
+        printed = "".join(capsys.readouterr())
+        assert bool(printed) == is_main
+        if flag == "--version" and is_main:
+            name, number = printed.split()
+            assert f'name = "{name}"\nversion = "{number}"\n' in (ROOT / "pyproject.toml").read_text()
 
 
 @pytest.mark.parametrize("argv", ["--batch 4 --img 320", "--batch_size 4 --img-size=320", "--batch-size=4 --imgsz 320"])
@@ -126,23 +112,22 @@ def test_aliases_of_yolov5(kind: type, argv: str) -> None:
     assert (options.batch_size, options.imgsz) == (4, 320)
 
 
-def test_cache_without_a_value_is_ram() -> None:
-    assert train("--cache").cache == "ram"
-    assert train("--cache", "--rect").cache == "ram"
-    assert [train("--cache", where).cache for where in ("disk", "val")] == ["disk", "val"]
-
-
-def test_freeze_takes_several_numbers() -> None:
-    assert train("--freeze", "10").freeze == (10,)
-    assert train("--freeze", "-1").freeze == train("--freeze=-1").freeze == (-1,)
-    assert train("--freeze", "backbone", "3", "*.bn").freeze == ("backbone", 3, "*.bn")
-    assert train("--freeze", "1", "2", "3", "--epochs", "5") == TrainOptions(freeze=(1, 2, 3), epochs=5)
-
-
-def test_words_are_separated_by_spaces_or_commas() -> None:
-    for words in (["a", "b", "c"], ["a,b,c"], ["a,b", "c"], ["a, b", ",c,"]):
-        assert train("--allow-licence", *words) == TrainOptions(allow_licence=("a", "b", "c"))
-    assert train("--allow-licence", "").allow_licence == ()
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        ("--cache", "cache", "ram"),
+        ("--cache val", "cache", "val"),
+        ("--freeze 10", "freeze", (10,)),
+        ("--freeze -1", "freeze", (-1,)),
+        ("--freeze=-1", "freeze", (-1,)),
+        ("--freeze backbone 3 *.bn", "freeze", ("backbone", 3, "*.bn")),
+        ("--allow-licence a b c", "allow_licence", ("a", "b", "c")),
+        ("--allow-licence a,b c", "allow_licence", ("a", "b", "c")),
+        ("--allow-licence=", "allow_licence", ()),
+    ],
+)
+def test_words_of_a_flag(argv: str, name: str, value: object) -> None:
+    assert train(*argv.split(), "--rect") == TrainOptions(**{name: value}, rect=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -151,16 +136,13 @@ def test_words_are_separated_by_spaces_or_commas() -> None:
         (["--epohcs=3"], "--epochs"),
         # no abbreviations: they change their meaning with a new flag
         (["--optim", "SGD"], "--optimizer"),
-        (["--optimizer", "sgd"], "--optimizer"),
         (["--cache", "all"], "--cache"),
-        (["--epochs", "many"], "--epochs"),
         (["--epochs"], "--epochs"),
         (["--epochs", "0"], "--epochs"),
         (["--dist-timeout", "inf"], "--dist-timeout"),
         (["--log-with", "none,wandb"], "--log-with"),
         (["--allow-licence"], "--allow-licence"),
         (["--hyp.lr0"], "--hyp.lr0"),
-        (["--hyp.lr0", "--epochs", "3"], "--hyp.lr0"),
         (["--hyp.lr0", "0.1", "0.2"], "0.2"),
         (["--evolve-population=data/hyps"], "--evolve-population"),
         (["--lr0", "0.1"], "--hyp.lr0"),
@@ -186,18 +168,12 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(
 # The built-in job
 
 
-def test_the_built_in_job_applies_if_no_file_is_named() -> None:
-    assert options_of(TrainOptions, [], BUILT_IN_JOB) == TrainOptions(**BUILT_IN_JOB)
+@pytest.mark.parametrize("flag", ["data", "cfg", "weights", "hyp"])
+def test_the_built_in_job_applies_if_no_file_is_named(flag: str) -> None:
     options = options_of(TrainOptions, ["--epochs", "3", "--hyp.lr0", "0.01"], BUILT_IN_JOB)
     assert options == TrainOptions(**{**BUILT_IN_JOB, "epochs": 3, "overrides": {"lr0": "0.01"}})
-
-
-@pytest.mark.parametrize("flag", ["data", "cfg", "weights", "hyp"])
-def test_the_defaults_of_yolov5_apply_if_a_file_is_named(flag: str) -> None:
-    assert options_of(TrainOptions, [f"--{flag}", "x"], BUILT_IN_JOB) == TrainOptions(**{flag: "x"})
-    default = getattr(TrainOptions(), flag)
-    assert options_of(TrainOptions, [f"--{flag}", default], BUILT_IN_JOB) == TrainOptions()  # even if it is the default
-    assert options_of(TrainOptions, [f"--{flag}="], BUILT_IN_JOB) == TrainOptions(**{flag: ""})
+    for value in ("x", "", getattr(TrainOptions(), flag)):  # even if it is the default
+        assert options_of(TrainOptions, [f"--{flag}={value}"], BUILT_IN_JOB) == TrainOptions(**{flag: value})
 
 
 # Single hyperparameters
@@ -206,21 +182,17 @@ def test_the_defaults_of_yolov5_apply_if_a_file_is_named(flag: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "overrides"),
     [
-        ([], {}),
-        (["--hyp.lr0", "0.005"], {"lr0": "0.005"}),
-        (["--hyp.degrees", "-3", "--hyp.box", "-1e-3"], {"degrees": "-3", "box": "-1e-3"}),
-        (
-            ["--hyp.degrees", "-.5", "--hyp.box=-1e-3", "--hyp.cls", "-inf"],
-            {"degrees": "-.5", "box": "-1e-3", "cls": "-inf"},
-        ),
-        (["--hyp", "low", "--hyp.nonsense", "x=y"], {"nonsense": "x=y"}),  # the task checks the name
-        (["--hyp.weight-decay=1", "--hyp.weight_decay=2", "--hyp.lr0="], {"weight_decay": "2", "lr0": ""}),
+        ("", {}),
+        ("--hyp.lr0 0.005", {"lr0": "0.005"}),
+        ("--hyp.degrees -.5 --hyp.box=-1e-3 --hyp.cls -inf", {"degrees": "-.5", "box": "-1e-3", "cls": "-inf"}),
+        ("--hyp.nonsense x=y", {"nonsense": "x=y"}),  # the task checks the name
+        ("--hyp.weight-decay=1 --hyp.weight_decay=2 --hyp.lr0=", {"weight_decay": "2", "lr0": ""}),
     ],
 )
-def test_overrides_are_text(argv: list[str], overrides: dict[str, str]) -> None:
-    options = train(*argv)
-    assert options == TrainOptions(hyp=options.hyp, epochs=options.epochs, overrides=overrides)
-    assert given_flags(TrainOptions, argv).get("overrides", {}) == overrides
+def test_overrides_are_text(argv: str, overrides: dict[str, str]) -> None:
+    options = train(*argv.split())
+    assert options == TrainOptions(overrides=overrides)
+    assert given_flags(TrainOptions, argv.split()).get("overrides", {}) == overrides
     assert TrainOptions(**yaml.safe_load(yaml.safe_dump(vars(options)))).overrides == overrides
 
 

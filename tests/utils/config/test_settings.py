@@ -45,19 +45,14 @@ def settings_of(*flags: str) -> Settings:
 
 
 def test_defaults_of_task_and_data_set(stripes: str) -> None:
-    settings = settings_of("--data", "mine.yaml", "--imgsz", "96", "--hyp", stripes)
-    complete = settings.resolve(
-        StripesRecipe, {"imgsz": 224, "epochs": 50, "optimizer": "Adam"}, {"imgsz": 64, "epochs": 20}
+    settings = settings_of("--data", "mine.yaml", "--imgsz", "96", "--hyp.stripes", "5", "--hyp.lr0=0.25")
+    defaults = (
+        {"imgsz": 224, "epochs": 50, "optimizer": "Adam", "hyp": NONE},
+        {"imgsz": 64, "epochs": 20, "hyp": stripes},
     )
-    options = complete.options
-    assert options == replace(settings.options, imgsz=96, epochs=20, optimizer="Adam")
-    assert complete.hyp == StripesRecipe(lr0=0.5, nbs=32, stripes=7.0)
-
-
-def test_a_default_may_name_the_hyperparameters(stripes: str) -> None:
-    assert settings_of("--data", "a").resolve(StripesRecipe, {"hyp": stripes}).hyp.lr0 == 0.5
-    flags = ["--data", "a", "--hyp", stripes, "--hyp.stripes", "5", "--hyp.lr0=0.25"]
-    assert settings_of(*flags).resolve(StripesRecipe, {"hyp": NONE}).hyp == StripesRecipe(lr0=0.25, nbs=32, stripes=5.0)
+    complete = settings.resolve(StripesRecipe, *defaults)
+    assert complete.options == replace(settings.options, imgsz=96, epochs=20, optimizer="Adam", hyp=stripes)
+    assert complete.hyp == StripesRecipe(lr0=0.25, nbs=32, stripes=5.0)
 
 
 # --hyp auto
@@ -84,29 +79,18 @@ def chosen(*flags: str, **defaults: str) -> Settings:
 
 
 @pytest.mark.parametrize("flags", [(), ("--hyp", "auto")])
-def test_what_auto_chose_is_recorded_and_said(flags: tuple[str, ...]) -> None:
+def test_what_auto_chose_is_recorded_and_said(flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """A named file wins, by a flag or by the data YAML; --hyp auto wins over the latter."""
     settings = chosen(*flags)
     assert (settings.options.hyp, settings.options.optimizer, settings.options.cos_lr) == ("finetune", "AdamW", True)
     assert settings.hyp == read_hyperparameters("finetune", Hyperparameters)
-    assert "--hyp finetune" in settings.choice
-    other = chosen(*flags, "--optimizer", "SGD", "--cos-lr")
-    assert (other.options.optimizer, other.options.cos_lr) == ("SGD", True)
-    assert other.choice == settings.choice
-
-
-def test_a_named_file_wins_over_the_choice() -> None:
-    """By a flag, or by the data YAML; --hyp auto wins over the latter."""
-    for settings in (chosen("--hyp", "low"), chosen(hyp="low")):
-        assert (settings.options.hyp, settings.choice) == ("low", "")
+    assert "--hyp finetune" in capsys.readouterr().out
+    other = chosen(*flags, "--optimizer", "SGD").options
+    assert (other.hyp, other.optimizer, other.cos_lr) == ("finetune", "SGD", True)
     assert chosen("--hyp", "auto", hyp="low").options.hyp == "finetune"
-
-
-@dataclass(frozen=True)
-class HalvingRecipe(Hyperparameters):
-    """Hyperparameters from which a flag follows."""
-
-    def flags(self, epochs: int) -> dict[str, Any]:
-        return {"close_mosaic": epochs // 2}
+    capsys.readouterr()
+    assert chosen("--hyp", "low").options.hyp == chosen(hyp="low").options.hyp == "low"
+    assert capsys.readouterr().out == ""
 
 
 def test_defaults_of_the_hyperparameter_file(tmp_path: Path) -> None:
@@ -127,12 +111,17 @@ def test_wrong_defaults_of_the_hyperparameter_file(tmp_path: Path, defaults: obj
         settings_of("--hyp", hyp).resolve(Recipe)
 
 
-def test_flags_that_follow_from_the_hyperparameters() -> None:
-    assert settings_of("--hyp", NONE, "--epochs", "9").resolve(HalvingRecipe).options.close_mosaic == 4
-    given = ["--hyp", NONE, "--epochs", "9", "--close-mosaic", "1"]
-    assert settings_of(*given).resolve(HalvingRecipe).options.close_mosaic == 1
-    fixed = Settings(TrainOptions(hyp=NONE, epochs=9), is_fixed=True)
-    assert fixed.resolve(HalvingRecipe).options.close_mosaic == 0
+@pytest.mark.parametrize(
+    ("flags", "is_fixed", "final"), [((), False, 4), (("--close-mosaic", "1"), False, 1), ((), True, 0)]
+)
+def test_flags_that_follow_from_the_hyperparameters(flags: tuple[str, ...], is_fixed: bool, final: int) -> None:
+    @dataclass(frozen=True)
+    class HalvingRecipe(Hyperparameters):
+        def flags(self, epochs: int) -> dict[str, Any]:
+            return {"close_mosaic": epochs // 2}
+
+    settings = replace(settings_of("--hyp", NONE, "--epochs", "9", *flags), is_fixed=is_fixed)
+    assert settings.resolve(HalvingRecipe).options.close_mosaic == final
 
 
 @pytest.mark.parametrize(("key", "value"), [("lr0", "high"), ("lr0", -1), ("lr9", 1)])
@@ -158,17 +147,10 @@ def test_flags_that_a_new_runs_model_does_not_use_are_refused() -> None:
 
 def test_the_content_of_settings_yaml() -> None:
     settings = Settings(TrainOptions(imgsz=100, overrides={"lr0": "0.1"}), hyp=StripesRecipe(lr0=0.1))
-    assert settings.flags() == vars(settings.options)
     content = settings.content({"nc": 3}, 128, 8, "abc")
-    assert list(content)[: len(settings.flags())] == list(settings.flags())
-    assert content == {
-        **settings.flags(),
-        "imgsz": 128,
-        "wandb_id": "abc",
-        "hyperparameters": vars(StripesRecipe(lr0=0.1)),
-        "model": {"nc": 3},
-    }
-    assert settings.options.imgsz == 100
+    parts = {"hyperparameters": vars(StripesRecipe(lr0=0.1)), "model": {"nc": 3}}
+    assert content == {**vars(settings.options), "imgsz": 128, "wandb_id": "abc", **parts}
+    assert list(content)[: len(vars(settings.options))] == list(vars(settings.options))
     measured = Settings(TrainOptions(batch_size=-1)).content({}, 128, 24, "abc")
     assert measured["batch_size"] == 24
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from tests.conftest import OnProcesses
-from utils.distributed.batchnorm import ExactBatchNorm, all_reduced, average_statistics, exact_batchnorm
+from utils.distributed.batchnorm import ExactBatchNorm, all_reduced, exact_batchnorm
 from utils.distributed.ranks import ranks
 
 PARTS = {2: (3, 5), 3: (4, 1, 2)}  # images of each process
@@ -78,27 +76,11 @@ def names_and_evaluation() -> tuple[list[str], bool, bool]:
     return list(model.state_dict()), torch.equal(before, after), model[1][0].weight is weight
 
 
-def total(addends: Sequence[Tensor]) -> Tensor:
-    distributed.all_reduce(addends[0])
-    return addends[0]
-
-
-def averaged() -> list[Tensor]:
-    model = nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(1))
-    rank = ranks().rank
-    model[0].running_mean.copy_(torch.tensor([1.0, -2.0]) * rank)
-    model[0].running_var.fill_(1 / 3)
-    model[1].running_var.fill_(rank + 1.0)
-    average_statistics([model], total, distributed.get_world_size())
-    return [model[0].running_mean, model[0].running_var, model[1].running_mean, model[1].running_var]
-
-
 def results(processes: int) -> dict[str, Any]:
     distributed.init_process_group("gloo")
     return {
         "cases": [local_results(processes, *case[:3]) for case in CASES[processes]],
         "evaluation": names_and_evaluation(),
-        "averaged": averaged(),
     }
 
 
@@ -111,11 +93,6 @@ def test_several_processes_equal_one_layer_on_the_whole_batch(processes: int, on
     names = list(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.BatchNorm2d(4))).state_dict())
     for result in by_rank:
         assert result["evaluation"] == (names, True, True)
-        if processes == 3:  # the mean of 0, 1, 2 times (1, -2), and of 1, 2, 3; equal values keep their bits
-            mean, same, zero, var = result["averaged"]
-            assert mean.tolist() == [1.0, -2.0]
-            assert torch.equal(same, torch.full((2,), 1 / 3))
-            assert (zero.tolist(), var.tolist()) == ([0.0], [2.0])
 
 
 def results_on_gpus() -> list[Tensor]:
@@ -128,14 +105,6 @@ def results_on_gpus() -> list[Tensor]:
 def test_two_gpus_equal_one_layer_on_the_whole_batch(on_processes: OnProcesses) -> None:
     parts = on_processes(2, results_on_gpus)
     compare(parts, two_steps(layer(torch.float32), *batch(2, 0.0, torch.float32)), 1e-5)
-
-
-def test_one_process_averages_nothing() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
-    before = copy.deepcopy(model)
-    assert exact_batchnorm(model, all_reduced) is model
-    average_statistics([model], total, 1)
-    assert all(torch.equal(value, before.state_dict()[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])

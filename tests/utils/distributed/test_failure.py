@@ -13,8 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +34,6 @@ from utils.distributed.failure import (
     barrier,
     end_workers,
     init_worker,
-    keep_freed_memory,
     known_cause,
     on_failure,
     run_main,
@@ -78,25 +77,23 @@ def test_exit_codes(error: BaseException | None, code: int, message: str, capsys
     assert called == (["of this run"] if message else [])
 
 
-def test_a_wrong_launch_is_an_error_before_anything_runs(
+def test_a_wrong_launch_and_an_unexpected_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The latter keeps its traceback."""
+    with pytest.raises(ZeroDivisionError):
+        run_main(lambda: 1 / 0)
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(SystemExit) as raised:
         run_main(lambda: pytest.fail("it ran"))
     assert raised.value.code == 1
-    assert "WORLD_SIZE is 'two'" in capsys.readouterr().err
-
-
-def test_an_unexpected_error_keeps_its_traceback() -> None:
-    with pytest.raises(ZeroDivisionError):
-        run_main(lambda: 1 / 0)
+    assert "WORLD_SIZE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
-        ("SystemExit(0)", "error: {}, line 2: SystemExit: 0"),
+        ("SystemExit(0)", "error: {}, line 2: "),
         ("RuntimeError('gloo/pair.cc: Connection closed by peer [10.0.0.2]:5540')", "error: the connection to"),
     ],
 )
@@ -213,27 +210,27 @@ def test_a_killed_loader_process_is_one_line(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit) as caught:
         run_main(lambda: list(DataLoader(Deadly(), num_workers=1, worker_init_fn=init_worker)))
     assert caught.value.code == 1
-    assert capsys.readouterr().err.startswith("error: a loader process was killed")
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ")
+    assert "--workers" in printed
 
 
-# Processes
+# Loader processes
 
 FORK = multiprocessing.get_context("fork")
 LIFE_SECONDS = 60  # of a process that nothing ends
 
 
-def gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+def ends(pid: int, seconds: float = 30.0) -> bool:
+    """Return whether a process ends soon."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.02)
+                continue
         return True
-
-
-def ends(pid: int) -> bool:
-    end = time.monotonic() + 30
-    while not gone(pid) and time.monotonic() < end:
-        time.sleep(0.02)
-    return gone(pid)
+    return False
 
 
 def load(sender: Connection) -> None:
@@ -249,87 +246,64 @@ def train(sender: Connection) -> None:
     time.sleep(LIFE_SECONDS)
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., tuple[Any, int]]]:
+def started(target: Callable[[Connection], None]) -> tuple[Any, int]:
     """Start a process; return it and the number of the loader process, which may be the same."""
-    started: list[int] = []
-
-    def run(target: Callable[[Connection], None]) -> tuple[Any, int]:
-        receiver, sender = FORK.Pipe(duplex=False)
-        process = FORK.Process(target=target, args=(sender,))
-        process.start()
-        assert receiver.poll(30)
-        worker = receiver.recv()
-        started.extend([process.pid or 0, worker])
-        return process, worker
-
-    yield run
-    for pid in started:
-        if not gone(pid):
-            os.kill(pid, signal.SIGKILL)
+    receiver, sender = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=target, args=(sender,))
+    process.start()
+    assert receiver.poll(30)
+    return process, receiver.recv()
 
 
-def test_a_loader_process_ends_on_its_parents_signal_only(start: Callable[..., tuple[Any, int]]) -> None:
+def test_a_loader_process_ends_on_its_parents_signal_only() -> None:
     with GracefulStop() as stop:
-        process, worker = start(load)
+        process, worker = started(load)
         for number in STOP_SIGNALS:
             subprocess.run(["kill", f"-{number}", str(worker)], check=True)
-        process.join(0.5)
-        assert process.is_alive()
+        assert not ends(worker, 0.5)
         assert stop.requested() == ""
     process.terminate()
     process.join(30)
     assert process.exitcode == 0
 
 
-def test_a_loader_process_ends_with_its_training_process(start: Callable[..., tuple[Any, int]]) -> None:
-    process, worker = start(train)
-    assert not gone(worker)
+def test_a_loader_process_ends_with_its_training_process() -> None:
+    process, worker = started(train)
+    assert not ends(worker, 0.1)
     process.kill()
     process.join(30)
     assert ends(worker)
 
 
-def test_end_workers(start: Callable[..., tuple[Any, int]]) -> None:
-    _, worker = start(load)
+def test_end_workers() -> None:
+    _, worker = started(load)
     end_workers()
-    assert gone(worker)
+    assert ends(worker, 0.1)
 
 
 # Memory
 
-BYTES = 2**26  # of a block, larger than glibc reuses by itself
 
-
-def count_pages_of_blocks(result: Connection) -> None:
-    """Send the pages that the system gives to a process for each of two blocks, of which one is freed first.
-
-    Then the pages for the images of a hundred items of a loader process.
-    """
-    keep_freed_memory()
-    pages = []
-    for _ in range(2):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        b"1" * BYTES
-        pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+def count_pages(result: Connection) -> None:
+    """Send the pages that the system gives to a process for the images of its first items, and of a hundred others."""
     init_worker(0)
-    for number in range(110):
-        if number == 10:
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        images = [np.ones((480, 640, 3), np.uint8) for _ in range(4)]
-        del images
-    result.send([*pages, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before])
+    pages = []
+    for items in (1, 10, 100):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(items):
+            [np.ones((480, 640, 3), np.uint8) for _ in range(4)]
+        pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    result.send(pages)
 
 
 def test_freed_memory_is_reused() -> None:
     """The images would need 90,000 new pages, each filled with zeros."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(target=count_pages_of_blocks, args=(sender,))
+    process = multiprocessing.get_context("spawn").Process(target=count_pages, args=(sender,))
     process.start()
-    first, second, images = receiver.recv()
+    first, _, others = receiver.recv()
     process.join(60)
-    assert second < first / 4
-    assert images < 9000
+    assert others < min(9000, 20 * first)
 
 
 def test_a_package_is_imported_while_wandb_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ import os
 import signal
 import socket
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -33,6 +33,7 @@ from utils.distributed.launch import (
     one_device,
     open_store,
     processes_to_start,
+    rendezvous_errors,
     reset_accelerate,
     seed_everything,
     spawn,
@@ -88,7 +89,7 @@ def test_deterministic_kernels(cuda: bool, deterministic: bool, monkeypatch: pyt
         assert torch.are_deterministic_algorithms_enabled() == (cuda and deterministic)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert int(torch.randint(10**9, ())) == int(torch.randint(10**9, (), generator=torch.Generator().manual_seed(7)))
+    assert torch.initial_seed() == 7
 
 
 # Precision: the same rule for every way to launch, every launch file and every device
@@ -134,36 +135,28 @@ def test_deepspeed_has_no_fp16_and_fp8_is_unknown(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("device", "numbers"), [("", []), ("cpu", []), ("mps", []), ("0", [0]), ("2,3", [2, 3]), ("cuda:1, cuda:0", [1, 0])]
+    ("device", "numbers"),
+    [
+        *(("", []), ("cpu", []), ("mps", []), ("0", [0]), ("2,3", [2, 3]), ("cuda:1, cuda:0", [1, 0])),
+        *((device, None) for device in ("gpu", "0,", "0,0", "-1", "0;1", "cuda")),
+    ],
 )
-def test_device_numbers(device: str, numbers: list[int]) -> None:
-    assert device_numbers(device) == numbers
-
-
-@pytest.mark.parametrize("device", ["gpu", "0,", "0,0", "-1", "0;1", "cuda"])
-def test_an_invalid_device_is_refused(device: str) -> None:
-    with pytest.raises(UserError, match=f"--device {device}"):
-        device_numbers(device)
+def test_device_numbers(device: str, numbers: list[int] | None) -> None:
+    with pytest.raises(UserError, match=f"--device {device}") if numbers is None else nullcontext():
+        assert device_numbers(device) == numbers
 
 
 @pytest.mark.parametrize(
-    ("device", "processes", "expected"),
-    [("", 0, 1), ("cpu", 0, 1), ("0", 0, 1), ("0,1", 0, 2), ("0,1", 2, 2), ("cpu", 3, 3), ("0", 1, 1),
-     ("0,1", 3, None), ("0", 2, None), ("mps", 2, None), ("0,1", 1, None)],
+    ("device", "processes", "launched_processes", "expected"),
+    [("", 0, 1, 1), ("0", 0, 1, 1), ("0,1", 0, 1, 2), ("0,1", 2, 1, 2), ("cpu", 3, 1, 3), ("cpu", 4, 4, 4),
+     ("0,1", 3, 1, None), ("0", 2, 1, None), ("mps", 2, 1, None), ("0,1", 1, 1, None), ("cpu", 2, 4, None)],
 )  # fmt: skip
-def test_processes_to_start(device: str, processes: int, expected: int | None) -> None:
-    if expected:
+def test_processes_to_start(
+    device: str, processes: int, launched_processes: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched(monkeypatch, launched_processes, launched_processes)
+    with nullcontext() if expected else pytest.raises(UserError, match=f"--processes {processes}"):
         assert processes_to_start(processes, device) == expected
-        return
-    with pytest.raises(UserError, match=f"--processes {processes} --device {device}"):
-        processes_to_start(processes, device)
-
-
-def test_processes_must_match_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched(monkeypatch, 4, 4)
-    with pytest.raises(UserError, match="--processes 2"):
-        processes_to_start(2, "cpu")
-    assert processes_to_start(4, "cpu") == 4
 
 
 def set_devices(monkeypatch: pytest.MonkeyPatch, devices: int, apple: bool = False) -> None:
@@ -179,23 +172,15 @@ def set_devices(monkeypatch: pytest.MonkeyPatch, devices: int, apple: bool = Fal
 def test_only_the_named_devices_are_visible(
     visible: str, device: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_devices(monkeypatch, visible.count(",") + 1 if visible else 4)
-    launched(monkeypatch, device.count(",") + 1, device.count(",") + 1)
+    """A second run of the process gets the same ones, though CUDA numbers the devices anew once some are hidden."""
+    count = device.count(",") + 1
+    launched(monkeypatch, count, count)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert device_kind(device) == "cuda"
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
-
-
-def test_a_second_run_of_a_process_gets_the_same_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA numbers the devices anew once some are hidden."""
-    set_devices(monkeypatch, 4)
-    assert device_kind("1") == "cuda"
-    set_devices(monkeypatch, 1)
-    assert device_kind("1") == "cuda"
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
-    with pytest.raises(UserError, match="--device 2"):
-        device_kind("2")
+    for devices in (visible.count(",") + 1 if visible else 4, count):
+        set_devices(monkeypatch, devices)
+        assert device_kind(device) == "cuda"
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
 
 
 def test_the_best_device_or_the_requested_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +237,7 @@ def test_an_unreachable_main_process_is_an_error(monkeypatch: pytest.MonkeyPatch
         port = closed.getsockname()[1]
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(UserError, match=f"127.0.0.1 port {port}"):
+        with pytest.raises(UserError, match=f"127.0.0.1 port {port}"), rendezvous_errors(0.1):
             open_store(0.1)
 
 
@@ -289,16 +274,12 @@ def test_spawn_does_nothing_for_one_process_or_under_a_launcher(monkeypatch: pyt
 # The end of processes: functions that they run
 
 
-def fail_before_meeting() -> None:
-    raise UserError("an error of process 0, 1 and 2")
-
-
 def end_one(culprit: int, how: str) -> None:
-    connect("cpu", 60.0)
-    if how == "error" and ranks().rank == culprit:
-        raise UserError(f"an error of process {culprit}")
-    if how == "error on all":
+    if how == "before meeting":
         raise UserError("an error of process 0, 1 and 2")
+    connect("cpu", 60.0)
+    if how == "error" and culprit in (ranks().rank, -1):
+        raise UserError(f"an error of process {culprit}")
     if ranks().rank == culprit:
         time.sleep(1)  # the others are waiting for it
         os.kill(os.getpid(), signal.SIGKILL) if how == "killed" else os._exit(0)
@@ -306,23 +287,23 @@ def end_one(culprit: int, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("work", "part"),
+    ("culprit", "how", "named"),
     [
-        (partial(end_one, 0, "error on all"), "an error of process 0"),
-        (partial(end_one, 2, "leaves"), "process 2 on"),
-        pytest.param(fail_before_meeting, "an error of process 0", marks=pytest.mark.long),
-        pytest.param(partial(end_one, 0, "error"), "an error of process 0", marks=pytest.mark.long),
-        pytest.param(partial(end_one, 2, "error"), "an error of process 2", marks=pytest.mark.long),
-        pytest.param(partial(end_one, 2, "killed"), "process 2 on", marks=pytest.mark.long),
+        (-1, "error", "an error of process"),  # on all
+        (2, "leaves", "process 2 on"),
+        pytest.param(0, "before meeting", "an error of process 0", marks=pytest.mark.long),
+        pytest.param(0, "error", "an error of process 0", marks=pytest.mark.long),
+        pytest.param(2, "error", "an error of process 2", marks=pytest.mark.long),
+        pytest.param(2, "killed", "process 2 on", marks=pytest.mark.long),
     ],
 )
-def test_a_failed_run_prints_one_line(work: Any, part: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_run_prints_one_line(culprit: int, how: str, named: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        run_main(lambda: spawn(work, 3))
+        run_main(lambda: spawn(partial(end_one, culprit, how), 3))
     assert caught.value.code == 1
     printed = capfd.readouterr()
     assert printed.err.startswith("error: ")
-    assert part in printed.err
+    assert named in printed.err
     assert printed.err.count("\n") == 1
     assert without_greetings(printed.out) == ""
 

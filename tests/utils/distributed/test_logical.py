@@ -12,21 +12,21 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor, distributed, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.ops import StochasticDepth
 
 from tests.conftest import OnProcesses
 from tests.making import without_launcher
-from utils.checkpoint import Decisions, Identity, TrainingState
+from tests.utils.test_checkpoint import same
+from tests.utils.training.test_steps import steps_of
 from utils.config.hyperparameters import Recipe
 from utils.distributed.launch import start
 from utils.distributed.logical import (
-    CollateShares,
     DistributedModel,
     GlobalDropout,
     LogicalProcesses,
     check_logical_processes,
+    collate_local,
     place_model,
     prepare,
     synchronise_dropout,
@@ -37,9 +37,6 @@ from utils.distributed.logical import (
 from utils.distributed.ranks import ranks
 from utils.errors import UserError
 from utils.run import Run
-from utils.training.ema import ModelEMA
-from utils.training.optimizer import Schedule, build_optimizer
-from utils.training.steps import OptimizerSteps
 
 
 @pytest.fixture(autouse=True)
@@ -98,8 +95,8 @@ def test_replicas_share_the_parameters_only() -> None:
 
 
 def test_a_batch_is_collated_in_equal_parts() -> None:
-    assert CollateShares(list, 3)([*"abcdef"]) == [["a", "b"], ["c", "d"], ["e", "f"]]
-    assert CollateShares(list, 1)([*"ab"]) == [["a", "b"]]
+    assert collate_local(list, 3, [*"abcdef"]) == [["a", "b"], ["c", "d"], ["e", "f"]]
+    assert collate_local(list, 1, [*"ab"]) == [["a", "b"]]
 
 
 # Training
@@ -139,56 +136,31 @@ class Network(nn.Module):
 
 def take_steps(folder: str, optimizer: str, precision: str, dropout: float, accumulated: int) -> dict[str, Any]:
     """Train an epoch as train.py does; return the state of the run and its means."""
-    accelerator, chosen = start("cpu", precision, 60.0)
-    accelerator.gradient_accumulation_steps = accumulated
-    run = Run(accelerator, chosen)
-    run.path = Path(folder)
+    run = Run(*start("cpu", precision, 60.0))
+    run.accelerator.gradient_accumulation_steps, run.path = accumulated, Path(folder)
     torch.manual_seed(0)
-    model: Any = Network(dropout)
     images = torch.randn(BATCH * BATCHES, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    loader: Any = DataLoader(TensorDataset(images, torch.arange(len(images))), batch_size=BATCH)
-    logical = LogicalProcesses.of(COUNT, accelerator)
     hyp = Recipe(lr0=0.05, momentum=0.5, weight_decay=0.01, warmup_epochs=0.0, nbs=0)
-    place_model(accelerator, model)
-    made: Any = build_optimizer(model, optimizer, hyp, None, BATCH * accumulated)
-    parameters = [parameter for group in made.param_groups for parameter in group["params"]]
-    schedule, ema = Schedule.of(hyp, None, 1, BATCHES, False, model), ModelEMA(model)
-    prepared, made, loader = prepare(
-        accelerator, logical, model, made, loader, batch_size=BATCH, sync_bn=False, precision="no", clip_norm=10.0
-    )
-    ema.replicas = logical.replicate(ema.model)
-    identity = Identity({0: "disc"}, 32, {"train": {"count": "20"}})
-    decisions = Decisions(BATCH, accumulated, None, "abc")
-    state = TrainingState(identity, decisions, prepared, parameters, ema, made, 1)
-    steps = OptimizerSteps(run, prepared, state, schedule, ["loss"])
-    prepared.train()
-    for number, shares in enumerate(loader):
-        with accelerator.accumulate(prepared.wrapped):
-            schedule.apply(made, number)
-            batches: Any = [Batch(*share) for share in shares]
-            losses = [batch.loss(module) for module, batch in prepared.each(batches, number)]
-            prepared.backward(losses)
-            taken = steps.step() if accelerator.sync_gradients else None
-            made.zero_grad()
+    data = DataLoader(TensorDataset(images, torch.arange(len(images))), batch_size=BATCH)
+    steps, loader = steps_of(run, Network(dropout), data, hyp, optimizer=optimizer, logical_processes=COUNT)
+    model, state = steps.model, steps.state
+    model.train()
+    for number, local in enumerate(loader):
+        with run.accelerator.accumulate(model.wrapped):
+            steps.schedule.apply(steps.optimizer, number)
+            batches: Any = [Batch(*batch) for batch in local]
+            losses = [batch.loss(module) for module, batch in model.each(batches, number)]
+            model.backward(losses)
+            taken = steps.step() if run.accelerator.sync_gradients else None
+            steps.optimizer.zero_grad()
         steps.add([loss[None] for loss in losses], batches)
         if taken is not None:
             steps.finish(taken, number + 1, BATCHES)
     steps.flush()
-    means = prepared.sum(list(state.loss_sums))
-    before = copy.deepcopy(state.state())
-    prepared.average_statistics(ema.replicas)
-    averaged = [buffer.clone() for each in prepared.copies for buffer in each.buffers()]
-    return {"state": before, "means": means, "averaged": averaged[:3], "skipped": steps.progress.skipped}
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list):
-        return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
-    return bool(one == other)
+    means, before = model.sum(list(state.loss_sums)), copy.deepcopy(state.state())
+    model.average_statistics(steps.ema.replicas)
+    averaged = [buffer.clone() for buffer in model.copies[0].buffers()]
+    return {"state": before, "means": means, "averaged": averaged, "skipped": steps.progress.skipped}
 
 
 def test_the_same_bits_on_one_and_two_processes(on_processes: OnProcesses, tmp_path: Path) -> None:
@@ -250,30 +222,18 @@ def test_several_processes_add_by_the_same_tree(processes: int, on_processes: On
 # Dropout with the masks of the global batch
 
 
-def dropping_network() -> nn.Sequential:
-    """Make a network with layers to replace, at two depths, and layers to leave as they are."""
-    inner = nn.Sequential(nn.Dropout(0.25, inplace=True), StochasticDepth(0.75, "row"))
-    return nn.Sequential(
-        nn.Linear(3, 3), nn.Dropout(0.5), inner, nn.Dropout(0.0), nn.Dropout2d(0.5), StochasticDepth(0.5, "batch")
-    )
-
-
 def test_dropout_layers_are_replaced() -> None:
-    model = dropping_network()
-    names, state = [name for name, _ in model.named_modules()], model.state_dict()
-    inner = model[2]
+    """At any depth, without a change of names; not those of probability 0, or that drop by batch."""
+    inner = nn.Sequential(nn.Dropout(0.25, inplace=True), StochasticDepth(0.75, "row"))
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), inner, nn.Dropout2d(0.5))
+    model.extend([nn.Dropout(0.0), StochasticDepth(0.5, "batch")])
+    names, kept = [name for name, _ in model.named_modules()], [*model[4:]]
     synchronise_dropout(model)
     assert [name for name, _ in model.named_modules()] == names
-    assert model.state_dict().keys() == state.keys()
-    assert model[2] is inner
-    replaced = [part for part in model.modules() if isinstance(part, GlobalDropout)]
-    assert [(part.p, part.rows, part.maps) for part in replaced] == [
-        (0.5, False, False),
-        (0.25, False, False),
-        (0.75, True, False),
-        (0.5, False, True),
-    ]
-    assert [type(part) for part in model[3:]] == [nn.Dropout, GlobalDropout, StochasticDepth]  # p is 0, or not by row
+    assert [*model[4:]] == kept
+    replaced = [layer for layer in model.modules() if isinstance(layer, GlobalDropout)]
+    expected = [(0.5, False, False), (0.25, False, False), (0.75, True, False), (0.5, False, True)]
+    assert [(layer.p, layer.rows, layer.maps) for layer in replaced] == expected
 
 
 def test_evaluation_and_the_limits_of_dropout() -> None:
@@ -282,7 +242,6 @@ def test_evaluation_and_the_limits_of_dropout() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert GlobalDropout(1.0)(torch.ones(3, 4)).tolist() == [[0] * 4] * 3
     assert GlobalDropout(0.25)(torch.ones(3, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    torch.manual_seed(0)
     dropped = GlobalDropout(0.5, maps=True)(torch.ones(50, 8, 3, 4)) == 0
     assert torch.equal(dropped.all((2, 3)), dropped.any(3).any(2))  # whole channels
     assert 0 < dropped[0].float().mean() < 1
@@ -290,7 +249,6 @@ def test_evaluation_and_the_limits_of_dropout() -> None:
 
 @pytest.mark.parametrize("rows", [True, False])
 def test_the_mean_stays(rows: bool) -> None:
-    torch.manual_seed(0)
     values = GlobalDropout(0.2, rows)(torch.full((40_000, 2, 1), 4.0))
     assert values.unique().tolist() == [0, 5]  # 4 / 0.8
     assert values.mean().item() == pytest.approx(4, abs=0.06)  # 6 standard deviations of the mean of 40000 rows
@@ -371,10 +329,11 @@ def test_training_may_keep_the_statistics_of_batchnorm(keep_norms: bool) -> None
 # Two processes
 
 
-def trained() -> dict[str, Any]:
-    """Return the results of a process after a backward pass on its part of the first batch."""
-    accelerator, _ = start("cpu", "no", 60.0)
-    distributed, _, loader = prepared(accelerator, network())
+def place_and_train() -> dict[str, Any]:
+    """Return the results of a process: placed weights, and a backward pass on its part of the first batch."""
+    (accelerator, _), model = start("cpu", "no", 60.0), network(seed=ranks().rank)  # each draws its own weights
+    distributed, _, loader = prepared(accelerator, model)
+    placed = {name: value.clone() for name, value in model.state_dict().items()}
     distributed.wrapped.train()
     ((batch,),) = next(iter(loader))
     torch.manual_seed(2)  # of the dropout
@@ -382,40 +341,29 @@ def trained() -> dict[str, Any]:
     statistics = distributed.model.get_buffer("1.running_mean").clone()
     ema = copy.deepcopy(distributed.model)
     ema.get_buffer("1.running_mean").fill_(1.0 + ranks().rank)
+    ema.get_buffer("1.running_var").fill_(1 / 3)
     distributed.average_statistics([ema])
     return {
-        "wrapped": isinstance(distributed.wrapped, DistributedDataParallel),
+        "placed": placed,
         "broadcast": distributed.wrapped.broadcast_buffers,
         "batch": batch,
         "gradients": {name: parameter.grad for name, parameter in distributed.model.named_parameters()},
         "statistics": statistics,
         "averaged": [model.get_buffer("1.running_mean") for model in (distributed.model, ema)],
+        "equal": ema.get_buffer("1.running_var"),
     }
-
-
-def place_and_train() -> dict[str, Any]:
-    """Return the weights of a process after drawing its own, and its results of training in three ways."""
-    (accelerator, _), model = start("cpu", "no", 60.0), network(seed=ranks().rank)
-    place_model(accelerator, model)  # type: ignore[arg-type]
-    return {"placed": model.state_dict(), **trained()}
 
 
 def test_two_processes(on_processes: OnProcesses) -> None:
     first, second = on_processes(2, place_and_train)
-    for state in (first["placed"], second["placed"]):  # the main process's
-        assert all(torch.equal(state[name], value) for name, value in network().state_dict().items())
-    check_plain(first, second)
-
-
-def check_plain(first: dict[str, Any], second: dict[str, Any]) -> None:
-    for process in (first, second):
-        assert process["wrapped"]
-        assert not process["broadcast"]
+    for process in (first, second):  # the weights of the main process
+        assert all(torch.equal(process["placed"][name], value) for name, value in network().state_dict().items())
+        assert process["broadcast"] is False  # of DDP
+        assert torch.equal(process["equal"], torch.full((6,), 1 / 3))  # equal statistics keep their bits
     assert torch.equal(torch.cat((first["batch"], second["batch"])), images()[:SMALL_BATCH])  # each has its slice
-    assert all(torch.equal(gradient, second["gradients"][name]) for name, gradient in first["gradients"].items())
+    assert same(first["gradients"], second["gradients"])
     assert not torch.equal(first["statistics"], second["statistics"])  # of each slice
     mean, average = first["averaged"]
     assert torch.allclose(mean, (first["statistics"] + second["statistics"]) / 2)
     assert average.tolist() == [1.5] * 6
-    assert torch.equal(mean, second["averaged"][0])
-    assert torch.equal(average, second["averaged"][1])
+    assert same(first["averaged"], second["averaged"])

@@ -12,20 +12,17 @@ import pytest
 
 from utils.plots.charts import (
     Curves,
-    Labels,
     axis_text,
     colours,
     confidence_figure,
     confusion_figure,
     f1,
     labels_figure,
-    mean_curve,
     recall_figure,
     render,
     results_figure,
     smooth,
 )
-from utils.plots.drawing import printable
 
 NAN, INF = math.nan, math.inf
 TERMS = ("box_loss", "obj_loss", "cls_loss")
@@ -39,8 +36,8 @@ CLASSIFIER = ["train/loss", "metrics/accuracy_top1", "metrics/accuracy_top5", "v
 ODD = ["$x_$", "$$", "a $", "\\$1", "猫", "line\nbreak", "lone \udcff", "", "{}", "long " * 30]
 
 
-def run(names: list[str], epochs: int, seed: int = 0) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
+def run(names: list[str], epochs: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
     return {"epoch": np.arange(epochs, dtype=float), **{name: rng.random(epochs) for name in names}}
 
 
@@ -60,83 +57,59 @@ def points(line: Any) -> list[tuple[float, float]]:
     return list(zip(line.get_xdata().tolist(), line.get_ydata().tolist(), strict=True))
 
 
-# Results
-
-
 @pytest.mark.parametrize(("epochs", "width"), [(range(81), 2), (range(1000), 4), (range(11), 1), (range(5), 0.4)])
 def test_smoothing(epochs: range, width: float) -> None:
     """Weights are a Gaussian's of a width that depends on the epochs."""
-    given, values = np.array(epochs, float), np.random.default_rng(0).random(len(epochs))
-    weights = np.exp(-0.5 * ((given - given[0]) / width) ** 2)
-    assert smooth(given, values)[0] == pytest.approx(weights @ values / weights.sum())
-
-
-def test_validation_losses_are_below_training_losses() -> None:
-    figure = results_figure(run(DETECTOR, 2))
-    place = dict(zip(titles(figure), (axes.get_subplotspec() for axes in figure.axes), strict=True))
-    positions = [(place[name].rowspan.start, place[name].colspan.start) for name in DETECTOR]
-    assert positions[:3] == [(0, 0), (0, 1), (0, 2)]  # training losses
-    assert positions[3:7] == [(0, 3), (0, 4), (1, 3), (1, 4)]  # metrics
-    assert positions[7:] == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]  # validation losses, rates
+    x, values = np.array(epochs, float), np.random.default_rng(0).random(len(epochs))
+    weights = np.exp(-0.5 * ((x - x[0]) / width) ** 2)
+    assert smooth(x, values)[0] == pytest.approx(weights @ values / weights.sum())
 
 
 @pytest.mark.parametrize("names", [DETECTOR, CLASSIFIER])
 @pytest.mark.parametrize("epochs", [1, 300])
 def test_every_column_has_a_subplot(names: list[str], epochs: int) -> None:
-    given = run(names, epochs)
-    figure = results_figure(given)
+    """Validation losses are below the training losses."""
+    results = run(names, epochs)
+    figure = results_figure(results)
     assert sorted(titles(figure)) == sorted(names)
     for name in names:
         values, *smoothed = subplot(figure, name).get_lines()
-        assert points(values) == list(zip(range(epochs), given[name].tolist(), strict=True))
+        assert points(values) == list(zip(range(epochs), results[name].tolist(), strict=True))
         assert len(smoothed) == (epochs > 1 and not name.startswith("x/"))  # learning rates are not smoothed
-    assert not figure.legends
+    place = dict(zip(titles(figure), (axes.get_subplotspec() for axes in figure.axes), strict=True))
+    positions = [(place[name].rowspan.start, place[name].colspan.start) for name in names]
+    if names == DETECTOR:
+        assert positions[:3] == [(0, 0), (0, 1), (0, 2)]  # training losses
+        assert positions[3:7] == [(0, 3), (0, 4), (1, 3), (1, 4)]  # metrics
+        assert positions[7:] == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]  # validation losses, rates
 
 
 def test_values_that_are_not_finite_are_omitted() -> None:
-    given = {
-        "epoch": np.arange(4.0),
-        "train/loss": np.array([1, INF, NAN, 3]),
-        "val/loss": np.full(4, NAN),
-        "metrics/accuracy_top1": np.full(4, NAN),
-        "metrics/accuracy_top5": np.array([NAN, 0.5, -INF, 0.5]),
-    }
-    figure = results_figure(given)
+    values = {"train/loss": [1, INF, NAN, 3], "val/loss": [NAN] * 4, "metrics/top1": [NAN] * 4}
+    values |= {"metrics/top5": [NAN, 0.5, -INF, 0.5], "epoch": [0, 1, 2, 3]}
+    figure = results_figure({name: np.array(column, float) for name, column in values.items()})
     assert points(subplot(figure, "train/loss").get_lines()[0]) == [(0, 1), (3, 3)]
     assert points(subplot(figure, "val/loss").get_lines()[0]) == []
-    assert {"metrics/accuracy_top1", "metrics/accuracy_top5\nbest 0.5 in epoch 1"} <= {
-        axes.get_title() for axes in figure.axes
-    }
+    best = {"metrics/top1", "metrics/top5\nbest 0.5 in epoch 1"}
+    assert best <= {axes.get_title() for axes in figure.axes}
     figure.savefig(io.BytesIO())
 
 
-# Confusion matrix
-
-COUNTS = np.array([[8, 1, 1], [0, 12345, 5], [3, 1, 0]])  # the last is the background
-
-
-def test_the_matrix_shows_shares() -> None:
+def test_the_confusion_matrix_shows_shares() -> None:
     """The largest numbers first, without zeros and shares that round to 0."""
+    counts = np.array([[8, 1, 1], [0, 12345, 5], [3, 1, 0]])  # the last is the background
     names = ["disc", "intermediate hinged traffic-sign", "background"]
-    axes = confusion_figure(COUNTS, names).axes[0]
+    axes = confusion_figure(counts, names).axes[0]
     (mesh,) = axes.collections
-    assert np.array_equal(mesh.get_array(), COUNTS / [[10], [12350], [4]])
+    assert np.array_equal(mesh.get_array(), counts / [[10], [12350], [4]])
     assert axes.yaxis_inverted()  # the first class is on top
-    assert [label.get_text() for label in axes.get_xticklabels()] == names
-    assert [label.get_text() for label in axes.get_yticklabels()] == names
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("predicted class", "true class")
+    for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
+        assert [label.get_text() for label in labels] == names
     written = [(*text.get_position()[::-1], text.get_text()) for text in axes.texts]
     assert written == [(1, 1, "1"), (0, 0, ".80"), (2, 0, ".75"), (2, 1, ".25"), (0, 1, ".10"), (0, 2, ".10")]
 
 
 # Curves
-
-
-def test_f1_and_means_by_hand() -> None:
-    """The mean is over classes that have a value."""
-    values = f1(np.array([1, 0.5, 0, 0.25, NAN]), np.array([1, 0.25, 0, 0, 1]))
-    assert values == pytest.approx([1, 1 / 3, 0, 0, NAN], nan_ok=True)
-    assert mean_curve(np.array([[1, NAN, NAN], [0.5, 0.25, NAN]])) == pytest.approx([0.75, 0.25, 0])
 
 
 def curves(classes: int, positions: int = 5) -> Curves:
@@ -146,115 +119,88 @@ def curves(classes: int, positions: int = 5) -> Curves:
     return Curves([f"c{k}" for k in range(classes)], np.linspace(0, 1, positions), heights[:, None] * tent)
 
 
-def thick(figure: Any) -> Any:
-    (line,) = [line for line in figure.axes[0].get_lines() if line.get_linewidth() == 3]
-    return line
+def test_f1_and_means_by_hand() -> None:
+    """The mean is over classes that have a value."""
+    values = f1(np.array([1, 0.5, 0, 0.25, NAN]), np.array([1, 0.25, 0, 0, 1]))
+    assert values == pytest.approx([1, 1 / 3, 0, 0, NAN], nan_ok=True)
+    mean = curves(2)._replace(values=np.array([[1, NAN, NAN], [0.5, 0.25, NAN]])).mean()
+    assert mean == pytest.approx([0.75, 0.25, 0])
 
 
-def test_curves_of_three_classes() -> None:
+def test_curves_of_classes() -> None:
+    """Many have no names; the mean AP is over the classes that have one."""
     figure = confidence_figure("recall", curves(3), 1)
-    assert legend(figure) == [
-        "all classes: best 0.667 at 0.500",
-        "recall at 0.250 (best F1)",
-        "c0 0.167",
-        "c1 0.333",
-        "c2 0.500",
-    ]
-    assert thick(figure).get_ydata() == pytest.approx([0, 1 / 3, 2 / 3, 1 / 3, 0])
-    thin = [line for line in figure.axes[0].get_lines() if line.get_linewidth() == pytest.approx(1.1)]
-    assert np.array([line.get_ydata() for line in thin]) == pytest.approx(curves(3).values)
-    assert len({line.get_color() for line in thin}) == 3
-    assert (figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel()) == ("confidence", "recall")
-
-
-def test_many_classes_have_no_names() -> None:
+    names = ["c0 0.167", "c1 0.333", "c2 0.500"]
+    assert legend(figure) == ["all classes: best 0.667 at 0.500", "recall at 0.250 (best F1)", *names]
+    lines = {width: [] for width in (3, 1.1)}  # type: ignore[var-annotated]
+    for line in figure.axes[0].get_lines():
+        lines.setdefault(line.get_linewidth(), []).append(line)
+    assert lines[3][0].get_ydata() == pytest.approx([0, 1 / 3, 2 / 3, 1 / 3, 0])
+    assert np.array([line.get_ydata() for line in lines[1.1]]) == pytest.approx(curves(3).values)
+    assert len({line.get_color() for line in lines[1.1]}) == 3
     figure = confidence_figure("precision", curves(80), 2)
     assert legend(figure) == ["all classes: best 0.506 at 0.500", "80 classes"]
     assert len([line for line in figure.axes[0].get_lines() if line.get_linewidth() == 0.5]) == 80
-
-
-def test_precision_over_recall() -> None:
-    """The mean AP is over the classes that have one."""
     figure = recall_figure(curves(3), np.array([0.5, NAN, 0.25]))
     assert legend(figure) == ["all classes: mAP50 0.375", "AP50", "c0 0.500", "c1 nan", "c2 0.250"]
-    assert (figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel()) == ("recall", "precision")
     assert legend(recall_figure(curves(2), np.full(2, NAN)))[0] == "all classes: mAP50 0.000"
 
 
 # Labels
 
-LABELS = Labels(["disc", "bar"], ["train", "val"], np.array([[30.0, 4.0], [10.0, 0.0]]))
-BOXES = np.array([[0.5, 0.25, 0.2, 0.4], [0.5, 0.25, 1.0, 0.5]])  # xywh
+NO_BOXES = np.zeros(0, int), np.zeros((0, 4))
 
 
 def test_bars_are_the_counts() -> None:
-    figure = labels_figure(LABELS, np.zeros(0, int), np.zeros((0, 4)))
-    (axes,) = figure.axes  # without boxes
+    counts = {"train": np.array([30.0, 4.0]), "val": np.array([10.0, 0.0])}
+    (axes,) = labels_figure(["disc", "bar"], counts, *NO_BOXES).axes
     assert [[bar.get_height() for bar in bars] for bars in axes.containers] == [[30, 4], [10, 0]]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["train: 34", "val: 10"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["disc", "bar"]
     train, val = (bars[0] for bars in axes.containers)
     assert train.get_x() + train.get_width() == pytest.approx(val.get_x())  # side by side
-    assert axes.get_yscale() == "linear"
+    for row, scale in (([500, 10, 0], "linear"), ([501, 10, 0], "log"), ([0, 0, 0], "linear")):
+        figure = labels_figure(["a", "b", "c"], {"train": np.array(row, float)}, *NO_BOXES)
+        assert figure.axes[0].get_yscale() == scale
+        figure.savefig(io.BytesIO())
 
 
-@pytest.mark.parametrize(("counts", "scale"), [([500, 10, 0], "linear"), ([501, 10, 0], "log"), ([0, 0, 0], "linear")])
-def test_scale_of_the_counts(counts: list[float], scale: str) -> None:
-    labels = Labels(["a", "b", "c"], ["train"], np.array([counts], float))
-    figure = labels_figure(labels, np.zeros(0, int), np.zeros((0, 4)))
-    assert figure.axes[0].get_yscale() == scale
-    figure.savefig(io.BytesIO())
-
-
-def test_boxes_have_one_centre() -> None:
-    outlines = labels_figure(LABELS, np.array([1, 0]), BOXES).axes[1]
+def test_boxes_and_densities() -> None:
+    """Boxes have one centre; colours of densities depend on the root of the count."""
+    boxes = np.array([[0.5, 0.25, 0.2, 0.4], [0.5, 0.25, 1.0, 0.5]])  # xywh
+    _, outlines, centres, sizes = labels_figure(["a", "b"], {"train": np.ones(2)}, np.array([1, 0]), boxes).axes
     (lines,) = outlines.collections
     corners = np.array([line[:4] for line in lines.get_segments()])
     assert corners.min(1) == pytest.approx(np.array([[0.4, 0.3], [0, 0.25]]))
     assert corners.max(1) == pytest.approx(np.array([[0.6, 0.7], [1, 0.75]]))
-    shades = np.array(colours(2))[[1, 0]]
-    assert lines.get_colors()[:, :3] == pytest.approx(shades[:, :3])
-
-
-def test_densities_of_centres_and_sizes() -> None:
-    """Colours depend on the root of the count."""
-    _, _, centres, sizes = labels_figure(LABELS, np.array([1, 0]), BOXES).axes
+    assert lines.get_colors()[:, :3] == pytest.approx(np.array(colours(2))[[1, 0], :3])
     values = np.asarray(centres.get_images()[0].get_array().filled(0))
     assert np.argwhere(values).tolist() == [[12, 25]]  # row, column of 50: y 0.25, x 0.5
     assert values[12, 25] == pytest.approx(2**0.5)
     assert centres.yaxis_inverted()  # y goes down, as in an image
     values = np.asarray(sizes.get_images()[0].get_array().filled(0))
     assert np.argwhere(values).tolist() == [[20, 10], [25, 49]]
-    assert (sizes.get_xlabel(), sizes.get_ylabel()) == ("width", "height")
     assert not sizes.yaxis_inverted()
 
 
 # Names and settings
 
 
-def test_names_are_printable_and_short() -> None:
-    assert printable("a\nb\udcff\x00猫$") == "a?b??猫$"
+def test_unusual_names_cause_no_warnings(capfd: pytest.CaptureFixture[str]) -> None:
+    """They are printable, short and no formulas; the user's settings are neither used nor changed."""
     assert axis_text("$x$") == r"\$x\$"
     assert axis_text("x" * 40) == "x" * 40
     assert axis_text("a" * 30 + "b" * 30) == "a" * 20 + "…" + "b" * 19
-
-
-def test_unusual_names_cause_no_warnings(capfd: pytest.CaptureFixture[str]) -> None:
-    size = len(ODD)
+    size, results = len(ODD), run(["train/$loss$", *ODD], 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         render(confusion_figure, np.eye(size, dtype=int), ODD)
         render(recall_figure, curves(size)._replace(names=ODD), np.ones(size))
-        render(labels_figure, Labels(ODD, ODD, np.ones((size, size))), np.zeros(0, int), np.zeros((0, 4)))
-        render(results_figure, run(["train/$loss$", *ODD], 2))
+        render(labels_figure, ODD, dict.fromkeys(ODD, np.ones(size)), *NO_BOXES)
+        expected = render(results_figure, results)
     assert capfd.readouterr() == ("", "")
-
-
-def test_the_users_settings_are_neither_used_nor_changed() -> None:
     import matplotlib
 
-    given = run(["train/loss"], 5)
-    expected = render(results_figure, given)
     with matplotlib.rc_context({"font.size": 30, "lines.linewidth": 9, "axes.facecolor": "red"}):
-        assert np.array_equal(render(results_figure, given), expected)
+        assert np.array_equal(render(results_figure, results), expected)
         assert matplotlib.rcParams["font.size"] == 30

@@ -9,39 +9,29 @@ import numpy as np
 import pytest
 
 from utils.errors import UserError
-from utils.plots.drawing import draw_captioned, draw_targets, write_picture
-
-NO_TARGETS = np.zeros((0, 6), np.float32)
+from utils.plots.drawing import draw_captioned, draw_targets, printable, write_picture
 
 
-def test_positions_and_colours_of_images() -> None:
-    images = np.zeros((3, 3, 8, 8), np.uint8)
+def test_boxes_are_drawn_on_their_own_image_alone() -> None:
+    images = np.zeros((3, 3, 64, 64), np.uint8)
     images[0, 0] = 200  # red, and blue comes first in the picture
-    images[1] = 50
-    picture = draw_targets(images, NO_TARGETS, {})
-    assert picture[4, 4].tolist() == [0, 0, 200]
-    assert picture[4, 12].tolist() == [50, 50, 50]
-    assert picture[12, 4].tolist() == [0, 0, 0]
-    assert picture[12, 12].tolist() == [255, 255, 255]  # no image
-
-
-def test_a_box_is_drawn_on_its_own_image_alone() -> None:
-    images = np.zeros((2, 3, 64, 64), np.uint8)
     target = np.array([[1, 3, 0.5, 0.5, 0.5, 0.25]], np.float32)  # 16, 24, 48, 40
     picture = draw_targets(images, target, {3: "x"})
-    assert not picture[:, :64].any()
-    second = picture[:, 64:]
+    assert (picture[:64, :64] == (0, 0, 200)).all()
+    assert not picture[64:, :64].any()
+    assert (picture[64:, 64:] == 255).all()  # no image
+    second = picture[:64, 64:]
     for row, column in ((30, 16), (30, 48), (24, 30), (40, 30)):
         assert second[row, column].any()
     assert not second[27:38, 19:46].any()  # lines have soft edges
-    assert not images.any()  # copies are drawn on
+    assert not images[1].any()  # copies are drawn on
 
 
 # Captions: two lines of 16 pixels and a gap of 4 below each image, a gap to its right
 
 
-def grey_images(*values: int, height: int = 40, width: int = 200) -> list[np.ndarray]:
-    return [np.full((height, width, 3), value, np.uint8) for value in values]
+def grey_images(*values: int) -> list[np.ndarray]:
+    return [np.full((40, 200, 3), value, np.uint8) for value in values]
 
 
 def test_each_image_is_above_its_caption() -> None:
@@ -66,43 +56,28 @@ def test_captions_are_cut_to_two_lines_and_to_the_width() -> None:
     assert not np.array_equal(draw_captioned(images, ["a\nb"]), draw_captioned(images, ["a\nc"]))
     assert (draw_captioned(images, ["long " * 50])[:, 200:] == 255).all()
     assert not images[0].any()  # a copy is drawn on
+    assert printable("a\nb\udcff\x00猫$") == "a?b??猫$"
 
 
 # Files
 
 
-@pytest.fixture
-def picture() -> np.ndarray:
-    smooth = np.linspace(0, 255, 64).astype(np.uint8)
-    return np.dstack([np.tile(smooth, (64, 1))] * 3)
-
-
-def test_a_picture_is_written_in_the_format_of_its_name(picture: np.ndarray, tmp_path: Path) -> None:
+def test_a_picture_is_written_in_the_format_of_its_name(tmp_path: Path) -> None:
+    picture = np.dstack([np.tile(np.linspace(0, 255, 64).astype(np.uint8), (64, 1))] * 3)
     write_picture(tmp_path / "folder" / "a.png", picture)
     write_picture(tmp_path / "folder" / "a.bmp", picture)
-    for name in ("a.png", "a.bmp"):
+    write_picture(tmp_path / "folder" / "b.png", picture, compact_png=True)
+    for name in ("a.png", "a.bmp", "b.png"):
         assert np.array_equal(cv2.imread(str(tmp_path / "folder" / name)), picture)
-    assert len(list((tmp_path / "folder").iterdir())) == 2  # no temporary file
-
-
-def test_a_compact_png_has_the_same_pixels(picture: np.ndarray, tmp_path: Path) -> None:
-    write_picture(tmp_path / "a.png", picture, compact_png=True)
-    assert np.array_equal(cv2.imread(str(tmp_path / "a.png")), picture)
+    assert len(list((tmp_path / "folder").iterdir())) == 3  # no temporary file
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "problem"),
-    [
-        ("a.nothing", (4, 4), ""),
-        ("a.jpg", (0, 4), ""),
-        ("a.jpg", (70_000, 4), ""),
-        ("file/a.jpg", (4, 4), "File exists"),
-    ],
+    ("name", "shape"), [("a.nothing", (4, 4)), ("a.jpg", (0, 4)), ("a.jpg", (70_000, 4)), ("file/a.jpg", (4, 4))]
 )
-def test_a_picture_that_cannot_be_written(name: str, shape: tuple[int, int], problem: str, tmp_path: Path) -> None:
+def test_a_picture_that_cannot_be_written(name: str, shape: tuple[int, int], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError) as caught:
         write_picture(tmp_path / name, np.zeros((*shape, 3), np.uint8))
-    assert str(caught.value).startswith(f"{tmp_path / name} cannot be written: ")
-    assert problem in str(caught.value)
+    assert str(tmp_path / name) in str(caught.value)
     assert not (tmp_path / name).exists()

@@ -22,7 +22,7 @@ class Recorder:
     """The methods of a run that log, and what they get."""
 
     def __init__(self, folder: Path, tracked: bool) -> None:
-        self.path, self.step, self.trackers = folder, 7, [None] if tracked else []
+        self.path, self.trackers = folder, [None] if tracked else []
         self.points: list[tuple[Any, int]] = []
         self.media: list[dict[str, Any]] = []
         self.artifacts: list[tuple[Any, ...]] = []
@@ -39,8 +39,7 @@ class Recorder:
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """W&B's pictures, charts and artifacts are what they are made from."""
-    monkeypatch.setattr(run_log, "charts", lambda documents: documents)
+    """W&B's pictures and artifacts are what they are made from."""
     monkeypatch.setattr(run_log, "example_images", lambda examples, *_: examples)
     artifact = lambda run, *given, **more: run.artifacts.append((*given, *more.values()))  # noqa: E731
     monkeypatch.setattr(run_log, "log_artifact", artifact)
@@ -84,14 +83,6 @@ def test_the_point_of_an_epoch() -> None:
     assert run.points == [({**values, **best}, 12), ({"epoch": 1}, 0)]
 
 
-def test_the_text_files_of_the_best_epoch(tmp_path: Path) -> None:
-    for name in ("classes.csv", "curves.csv", "val_boxes.csv"):
-        (tmp_path / name).write_text(name)
-    log, run = make_log(tmp_path)
-    log.log_results(Progress(epoch=3, step=9, best=0.4, best_epoch=2))
-    assert run.media == [{"curves.csv": "curves.csv"}]
-
-
 def test_uploaded_weights() -> None:
     """They say what they are: the epoch and its metrics, the data set and the command."""
     log, run = make_log(upload_model=True)
@@ -109,13 +100,6 @@ def test_uploaded_weights() -> None:
     ]
 
 
-def test_nothing_is_uploaded_without_the_flags(tmp_path: Path) -> None:
-    log, run = make_log()
-    log.log_results(Progress(epoch=3, best_epoch=1))
-    log.upload_dataset(tmp_path / "a.yaml", dict, {})
-    assert run.artifacts == []
-
-
 def test_a_data_set_as_references(tmp_path: Path) -> None:
     for name in ("a/0.jpg", "b/0.jpg", "0.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -125,7 +109,11 @@ def test_a_data_set_as_references(tmp_path: Path) -> None:
     log.upload_dataset(tmp_path / "my set.yaml", lambda: files, {"count": 2})
     references = [(tmp_path / "a/0.jpg", "train/a/0.jpg"), (tmp_path / "b/0.jpg", "train/b/0.jpg")]
     references.append((tmp_path / "0.txt", "labels/0.txt"))
-    assert run.artifacts == [("my-set", "dataset", ["latest"], [], {"count": 2}, references, True)]
+    assert run.artifacts == [("my-set", "dataset", ["latest"], [], {"count": 2}, references)]
+    log, run = make_log()  # without the flags
+    log.log_results(Progress(epoch=3, best_epoch=1))
+    log.upload_dataset(tmp_path / "a.yaml", dict, {})
+    assert run.artifacts == []
 
 
 def test_the_id_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

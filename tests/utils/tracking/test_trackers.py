@@ -12,7 +12,7 @@ import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from utils.errors import UserError
-from utils.tracking.trackers import Tracker, accelerate_tracker, add_user_trackers, requested_trackers
+from utils.tracking.trackers import Tracker, add_user_trackers, requested_trackers
 
 TRACKER = """
 from accelerate.tracking import GeneralTracker
@@ -55,7 +55,7 @@ def test_a_tracker_of_the_users(file: Path, tmp_path: Path, capsys: pytest.Captu
     """It is named like its file, and gets the project, the run folder, flat settings, and points without their axis."""
     add_user_trackers(f"wandb,{file}")
     assert requested_trackers(f"{file},{file}") == ["own_mine"]
-    tracker = accelerate_tracker("own_mine", "cats", tmp_path)
+    tracker = Tracker("own_mine", "cats", tmp_path)
     tracker.store_init_configuration({"hyperparameters": {"lr0": 0.1}, "sizes": [1]})
     tracker.log({"step": 1, "step/loss": 2.0, "metrics/mAP_0.5(B)": 0.5}, step=1)
     tracker.finish()
@@ -70,7 +70,7 @@ def test_a_tracker_that_fails_is_one_warning(
 ) -> None:
     file.write_text(TRACKER.replace(failing, f"raise OSError('no disk'); {failing}"))
     add_user_trackers(str(file))
-    tracker = accelerate_tracker("own_mine", "cats", tmp_path)
+    tracker = Tracker("own_mine", "cats", tmp_path)
     tracker.store_init_configuration({})
     for step in (1, 2):
         tracker.log({"step": step, "step/loss": 2.0}, step=step)
@@ -79,12 +79,20 @@ def test_a_tracker_that_fails_is_one_warning(
     assert printed.count("warning") == printed.count("no disk") == 1
 
 
-def test_training_does_not_wait(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_does_not_wait(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For a tracker that hangs; at the end it has its time limit."""
     ends = threading.Event()
-    slow = SimpleNamespace(start=ends.wait, store_init_configuration=len, log=dict, finish=str)
-    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "slow", lambda project: slow)
-    tracker = Tracker("slow", "cats", {}, finish_seconds=0.1)
+
+    class Slow:
+        requires_logging_directory = False
+
+        def __init__(self, project: str) -> None:
+            self.start = ends.wait
+
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "slow", Slow)
+    tracker = Tracker("slow", "cats", tmp_path, finish_seconds=0.1)
     tracker.store_init_configuration({})
     tracker.log({"step": 1}, step=1)
     tracker.finish()

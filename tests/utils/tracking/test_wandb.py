@@ -1,11 +1,10 @@
-"""The tracker of W&B: resumed runs, artifacts, the key, pictures, charts; tests/test_tracking.py has whole runs."""
+"""The tracker of W&B: resumed runs, artifacts, the key, pictures; tests/test_tracking.py has whole runs."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +12,11 @@ import pytest
 
 from tests.wandb_files import read, runs
 from tests.wandb_server import serve
-from utils.files import csv_text
 from utils.summary import Box, Example
 from utils.tracking import trackers
-from utils.tracking.wandb import MAX_ROWS, WandbTracker, charts, example_images, has_key, log_artifact
+from utils.tracking.wandb import WandbTracker, example_images, has_key, log_artifact
 
 wandb = pytest.importorskip("wandb")
-CONFUSION = "true,cat,background\ncat,1,0\nbackground,0,0\n"
 
 
 @pytest.fixture(autouse=True)
@@ -31,24 +28,24 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_nothing_is_logged_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resumed run repeats steps and an epoch, its pictures and tables too."""
+    """A resumed run repeats steps and an epoch, its pictures too."""
     monkeypatch.setenv("WANDB_MODE", "offline")
+    grey = np.zeros((4, 4, 3), np.uint8)
     for first, last in ((1, 3), (2, 4)):
         tracker = WandbTracker(tmp_path, "p", "abc", "train")
         tracker.store_init_configuration({"epochs": 3})
         for epoch in range(first, last):
             tracker.log({"step": 10 * epoch, "step/a.b": 0.5}, step=10 * epoch)
             tracker.log({"epoch": epoch, "val/box_loss": epoch / 10}, step=10 * epoch)
-            tracker.log_media(partial(charts, {"confusion_matrix.csv": CONFUSION}), 10 * epoch)
+            tracker.log_media(lambda: {"pictures/grey": wandb.Image(grey)}, 10 * epoch)
         assert isinstance(tracker.tracker, wandb.Run)
         tracker.finish()
         wandb.teardown()
         time.sleep(1.1)  # W&B names folders by the second
     rows = [row for file in runs(tmp_path) for row in read(file).rows]
-    assert [(row["step"], row["epoch"], row["val/box_loss"]) for row in rows] == [
-        (10 * epoch, epoch, epoch / 10) for epoch in (1, 2, 3)
-    ]
-    assert all("charts/confusion_matrix_table/path" in row for row in rows)
+    expected = [(10 * epoch, epoch, epoch / 10) for epoch in (1, 2, 3)]
+    assert [(row["step"], row["epoch"], row["val/box_loss"]) for row in rows] == expected
+    assert all("pictures/grey/path" in row for row in rows)
 
 
 def test_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +69,7 @@ def test_lineage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         tracker = WandbTracker(tmp_path, "p", "abc", "train")
         tracker.store_init_configuration({})
         data, weights = [(tmp_path / "a.jpg", "train/a.jpg")], [tmp_path / "best.pt"]
-        tracker.with_wandb(lambda run: log_artifact(run, "cats", "dataset", ["latest"], [], {}, data, is_input=True))
+        tracker.with_wandb(lambda run: log_artifact(run, "cats", "dataset", ["latest"], [], {}, data))
         tracker.with_wandb(lambda run: log_artifact(run, "run_abc_model", "model", ["best"], weights, {"epoch": 1}))
         tracker.finish()
     assert f"{server.address}/me/p/runs/abc" in capsys.readouterr().out
@@ -95,44 +92,7 @@ def test_the_key_is_found(host: str, found: bool, tmp_path: Path, monkeypatch: p
     assert has_key() == found
 
 
-# Charts
-
-
-def test_curves() -> None:
-    documents = {
-        "PR_curve.csv": csv_text(("class", "recall", "precision"), [("cat", 0.0, 1.0), ("cat", 1.0, 0.5)]),
-        "curves.csv": csv_text(("class", "confidence", "precision", "recall"), [("cat", 0.5, 0.0, 0.0)]),
-        "mask_curves.csv": csv_text(("class", "confidence", "precision", "recall"), [("cat", 0.5, 1.0, 0.5)]),
-    }
-    made = charts(documents)
-    assert list(made) == ["charts/PR_curve", "charts/F1_curve", "charts/mask_F1_curve"]
-    curve = made["charts/PR_curve"]
-    assert curve.table.data == [["cat", 0.0, 1.0], ["cat", 1.0, 0.5]]
-    assert curve.spec.fields == {"x": "recall", "y": "precision", "class": "class"}
-    assert made["charts/mask_F1_curve"].table.data == [["cat", 0.5, pytest.approx(2 / 3, rel=1e-3)]]
-    assert made["charts/F1_curve"].table.data == [["cat", 0.5, 0.0]]
-
-
-def test_large_tables_are_thinned() -> None:
-    """W&B cuts longer ones off, so that the last classes would be missing."""
-    names = [f"class {k}" for k in range(101)]
-    points = [(name, x / 1000, 0.123456) for name in names for x in range(1001)]
-    counts = [(name, *(int(j == k) for j in range(101))) for k, name in enumerate(names)]
-    made = charts(
-        {
-            "PR_curve.csv": csv_text(("class", "recall", "precision"), points),
-            "confusion_matrix.csv": csv_text(("", *names), counts),
-        }
-    )
-    curve, confusion = (made[f"charts/{name}"].table.data for name in ("PR_curve", "confusion_matrix"))
-    assert MAX_ROWS * 0.9 < len(curve) <= MAX_ROWS
-    assert {name for name, *_ in curve} == {*names}
-    assert {y for *_, y in curve} == {0.1235}
-    assert len(confusion) == MAX_ROWS
-    assert sum(count for *_, count in confusion) == 101
-
-
-# Examples: of two images, whose sizes differ
+# Examples
 
 SQUARE, TILTED = (0.2, 0.2, 0.8, 0.2, 0.8, 0.8, 0.2, 0.8), (0.5, 0.1, 0.9, 0.5, 0.5, 0.9, 0.1, 0.5)
 

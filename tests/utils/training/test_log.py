@@ -17,7 +17,6 @@ from torch import nn
 from models.tasks.classify import ClassificationTask, ImageRecord
 from models.tasks.contract import Task
 from models.tasks.detect import DetectionTask
-from models.tasks.metrics import image_records
 from models.tasks.segment import SegmentationTask
 from tests.utils.test_run import run_in
 from tests.utils.training.test_steps import prepared, train
@@ -40,31 +39,18 @@ def optimizer() -> torch.optim.Optimizer:
 
 
 def test_a_row_of_results_csv(optimizer: torch.optim.Optimizer) -> None:
+    """Without a validation its columns are empty."""
+    trained = {"epoch": 3, "train/box_loss": 0.5, "train/cls_loss": 0.25}
+    validated = {"metrics/recall": 0.75, "metrics/mAP": 0.5, "val/box_loss": 1.0, "val/cls_loss": 2.0}
+    rates = {"x/lr0": 0.1, "x/lr1": 0.02, "x/lr2": 0.03}
     row = results_row(3, LOSSES, SUMMARY, ("recall", "mAP"), optimizer)
-    assert list(row.items()) == [
-        ("epoch", 3),
-        ("train/box_loss", 0.5),
-        ("train/cls_loss", 0.25),
-        ("metrics/recall", 0.75),
-        ("metrics/mAP", 0.5),
-        ("val/box_loss", 1.0),
-        ("val/cls_loss", 2.0),
-        ("x/lr0", 0.1),
-        ("x/lr1", 0.02),
-        ("x/lr2", 0.03),
-    ]
-
-
-def test_a_row_of_an_epoch_without_validation(optimizer: torch.optim.Optimizer) -> None:
-    row = results_row(0, LOSSES, None, ("recall", "mAP"), optimizer)
-    assert list(row) == list(results_row(0, LOSSES, SUMMARY, ("recall", "mAP"), optimizer))
-    assert {name for name, value in row.items() if value is None} == {
-        *("metrics/recall", "metrics/mAP", "val/box_loss", "val/cls_loss")
-    }
+    assert list(row.items()) == list({**trained, **validated, **rates}.items())
+    row = results_row(3, LOSSES, None, ("recall", "mAP"), optimizer)
+    assert list(row.items()) == list({**trained, **dict.fromkeys(validated), **rates}.items())
 
 
 TASKS: Any = [
-    (DetectionTask, image_records([], [])),
+    (DetectionTask, []),
     (SegmentationTask, []),
     (ClassificationTask, [ImageRecord(0, 0, (0,), 1.0)]),
 ]
@@ -123,40 +109,28 @@ def test_the_interval_of_points(batches: int, expected: int) -> None:
     assert not step_log(batches, tracked=False).is_due(expected, last=True)
 
 
-def test_means_since_the_last_point() -> None:
-    log = step_log()
-    for losses in ([1.0, 2.0], [3.0, 4.0]):
-        log.add(torch.tensor(losses))
-    log.norm = torch.tensor(5.0)
-    first = log.values(log.point(1, 0.25, sgd()))
-    log.add(torch.tensor([7.0, 8.0]))
-    second = log.values(log.point(2, 0.5, sgd(0.05)))
-    assert (first["step"], first["step/epoch"], first["step/a"], first["step/b"]) == (1, 0.25, 2.0, 3.0)
-    assert (second["step/a"], second["step/b"], second["step/gradient_norm"]) == (7.0, 8.0, 5.0)
-    assert [second[f"step/lr{k}"] for k in (0, 1)] == [0.05, 0.1]
-    assert [second[f"step/momentum{k}"] for k in (0, 1)] == [0.9, 0.8]
-    assert "step/loss_scale" not in first
-    assert "step/gpu_memory" not in first
-
-
-def test_speed_waiting_and_values_that_are_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Means since the last point, speed, waiting, and values that are not finite."""
     now = [100.0]
     monkeypatch.setattr("utils.training.log.time.monotonic", lambda: now[0])
     log, bar = step_log(), Bar("", 0, False)
     bar.waited = 3.0
     log.start_epoch(bar)
-    log.add(torch.zeros(2))
-    log.add(torch.tensor([math.nan, math.inf]))
+    for losses in ([1.0, 2.0], [3.0, math.inf]):
+        log.add(torch.tensor([losses]))
     now[0], bar.waited = 104.0, 4.0
-    values = log.values(log.point(1, 1.0, sgd()))
-    assert values["step/images_per_second"] == values["step/images_per_second_per_device"] == 8.0
-    assert values["step/data_wait"] == 0.25
-    assert "step/gradient_norm" not in values
-    assert math.isnan(values["step/a"])
-    assert values["step/b"] == math.inf
-    log.norm = math.inf
-    log.add(torch.zeros(2))
-    assert log.values(log.point(2, 1.0, sgd()))["step/gradient_norm"] == math.inf
+    first = log.values(log.point(1, 0.25, sgd()))
+    assert (first["step"], first["step/epoch"], first["step/a"], first["step/b"]) == (1, 0.25, 2.0, math.inf)
+    assert first["step/images_per_second"] == first["step/images_per_second_per_device"] == 8.0
+    assert first["step/data_wait"] == 0.25
+    assert not {"step/gradient_norm", "step/loss_scale", "step/gpu_memory"} & first.keys()
+    for norm in (5.0, math.inf):
+        log.add(torch.tensor([[7.0, 8.0]]))
+        log.norm = torch.tensor(norm)
+        second = log.values(log.point(2, 0.5, sgd(0.05)))
+        assert (second["step/a"], second["step/b"], second["step/gradient_norm"]) == (7.0, 8.0, norm)
+    assert [second[f"step/lr{k}"] for k in (0, 1)] == [0.05, 0.1]
+    assert [second[f"step/momentum{k}"] for k in (0, 1)] == [0.9, 0.8]
 
 
 # The profile
@@ -164,12 +138,7 @@ def test_speed_waiting_and_values_that_are_not_finite(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("window", "expected"),
-    [
-        ("", (0, 0)),
-        ("1:1", (1, 1)),
-        ("010:15", (10, 15)),
-        *((text, None) for text in ("0:3", "5:4", "5", "a:b", "1:2:3")),
-    ],
+    [("", (0, 0)), ("010:15", (10, 15)), *((text, None) for text in ("0:3", "5:4", "5", "a:b", "1:2:3"))],
 )
 def test_windows(window: str, expected: tuple[int, int] | None) -> None:
     with nullcontext() if expected else pytest.raises(UserError, match=f"--profile {window}"):

@@ -1,11 +1,11 @@
-"""Parameter groups, skipped steps, and the schedule by YOLOv5's formulas."""
+"""Parameter groups, skipped steps, the schedule by YOLOv5's formulas, and the average of the weights (EMA)."""
 
 from __future__ import annotations
 
 import copy
 import math
-import random
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from utils.config.hyperparameters import Recipe
 from utils.distributed.logical import start_momentum
-from utils.training.optimizer import Schedule, build_optimizer, grouped_parameters, step_if
+from utils.training.optimizer import ModelEMA, Schedule, build_optimizer, grouped_parameters, step_if
 
 # Groups
 
@@ -34,45 +34,38 @@ def names(network: nn.Module, group: dict) -> list[str]:
     return sorted(known[id(parameter)] for parameter in group["params"])
 
 
-def test_groups(network: nn.Module) -> None:
-    biases, weights, norms = build_optimizer(network, "SGD", HYP, None, 64).param_groups
-    assert names(network, biases) == ["0.bias", "1.1.bias", "2.bias", "3.bias", "4.bias"]
-    assert names(network, weights) == ["0.weight", "1.0.weight", "4.weight"]
-    assert names(network, norms) == ["1.1.weight", "2.weight", "3.weight"]
-    assert [group["weight_decay"] for group in (biases, weights, norms)] == [0, HYP.decay(64), 0]
-
-
 HYP = Recipe(lr0=0.01, momentum=0.9, weight_decay=0.1)
 
 
-def test_a_shared_parameter_is_in_one_group() -> None:
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("SGD", {"momentum": 0.9, "nesterov": True}),
+        ("Adam", {"betas": (0.9, 0.999)}),
+        ("AdamW", {"betas": (0.9, 0.999)}),
+    ],
+)
+def test_groups(network: nn.Module, name: str, values: dict[str, Any]) -> None:
+    """Biases, weights and norms; only weights decay."""
+    optimizer = build_optimizer(network, name, HYP, None, 64)
+    assert type(optimizer).__name__ == name
+    assert [names(network, group) for group in optimizer.param_groups] == [
+        ["0.bias", "1.1.bias", "2.bias", "3.bias", "4.bias"],
+        ["0.weight", "1.0.weight", "4.weight"],
+        ["1.1.weight", "2.weight", "3.weight"],
+    ]
+    for group, decay in zip(optimizer.param_groups, (0, 0.1, 0), strict=True):
+        expected = {"lr": 0.01, "weight_decay": decay, **values}
+        assert {key: group[key] for key in expected} == expected
+
+
+def test_a_shared_parameter_is_in_one_group_and_other_ones_decay() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
+    model.register_parameter("gamma", nn.Parameter(torch.ones(3)))
+    assert [len(parameters) for parameters in grouped_parameters(model).values()] == [2, 2, 0]
     optimizer = build_optimizer(model, "SGD", HYP, None, 64, {"1.weight": 0.1})
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == 3
-
-
-def test_other_parameters_decay() -> None:
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gamma = nn.Parameter(torch.ones(3))
-
-    assert [len(parameters) for parameters in grouped_parameters(Scale()).values()] == [0, 1, 0]
-
-
-def test_optimizers(network: nn.Module) -> None:
-    sgd = build_optimizer(network, "SGD", HYP, None, 64)
-    assert isinstance(sgd, torch.optim.SGD)
-    assert [(g["lr"], g["momentum"], g["nesterov"], g["weight_decay"]) for g in sgd.param_groups] == [
-        (0.01, 0.9, True, decay) for decay in (0, 0.1, 0)
-    ]
-    for name in ("Adam", "AdamW"):
-        optimizer = build_optimizer(network, name, HYP, None, 64)
-        assert type(optimizer).__name__ == name
-        assert [(g["betas"], g["weight_decay"]) for g in optimizer.param_groups] == [
-            ((0.9, 0.999), decay) for decay in (0, 0.1, 0)
-        ]
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 4
 
 
 # Factors of the learning rate
@@ -80,11 +73,10 @@ def test_optimizers(network: nn.Module) -> None:
 FACTORS = {"0.weight": 0.1, "0.bias": 0.1, "1.1.weight": 0.1, "4.weight": 2.0}
 
 
-def test_groups_by_factor(network: nn.Module) -> None:
+def test_groups_and_rates_by_factor(network: nn.Module) -> None:
     """The smallest factor first, biases, weights and norms of each; none is empty, as DeepSpeed requires."""
-    assert [
-        (key, names(network, {"params": group})) for key, group in grouped_parameters(network, FACTORS).items()
-    ] == [
+    groups = grouped_parameters(network, FACTORS)
+    assert [(key, names(network, {"params": group})) for key, group in groups.items()] == [
         ((0.1, 0), ["0.bias"]),
         ((0.1, 1), ["0.weight"]),
         ((0.1, 2), ["1.1.weight"]),
@@ -93,15 +85,10 @@ def test_groups_by_factor(network: nn.Module) -> None:
         ((1.0, 2), ["2.weight", "3.weight"]),
         ((2.0, 1), ["4.weight"]),
     ]
-
-
-def test_rates_by_factor(network: nn.Module) -> None:
     optimizer = build_optimizer(network, "SGD", HYP, None, 64, FACTORS)
-    schedule = replace(LINEAR, groups=tuple(grouped_parameters(network, FACTORS)))
-    bias, weight, norm = schedule.apply(optimizer, 50).lrs
-    assert [group["lr"] for group in optimizer.param_groups] == [
-        *(0.1 * bias, 0.1 * weight, 0.1 * norm, bias, weight, norm, 2 * weight)
-    ]
+    bias, weight, norm = replace(LINEAR, groups=tuple(groups)).apply(optimizer, 50).lrs
+    rates = [0.1 * bias, 0.1 * weight, 0.1 * norm, bias, weight, norm, 2 * weight]
+    assert [group["lr"] for group in optimizer.param_groups] == rates
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0, 0.1, 0, 0, 0.1, 0, 0.1]
 
 
@@ -146,22 +133,22 @@ def test_cosine(epoch: int, rate: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("epochs", "batches", "warmup"), [(3, 50, 150), (3, 10, 100), (0.1, 50, 100), (2.5, 61, 152), (0, 50, 0)]
+    ("epochs", "batches", "share", "warmup"),
+    [
+        *((3, 50, 0, 150), (3, 10, 0, 100), (0.1, 50, 0, 100), (2.5, 61, 0, 152), (0, 50, 0, 0)),
+        *((3, 50, 0.1, 50), (3, 50, 1, 150)),
+    ],
 )
-def test_warmup_has_at_least_100_batches_or_none(epochs: float, batches: int, warmup: int) -> None:
-    schedule = linear(batches, warmup_epochs=epochs, warmup_bias_lr=0.5)
+def test_warmup_has_at_least_100_batches_or_none_but_at_most_a_share(
+    epochs: float, batches: int, share: float, warmup: int
+) -> None:
+    schedule = linear(batches, warmup_epochs=epochs, warmup_bias_lr=0.5, warmup_share=share)
     assert schedule.warmup == warmup
     full = schedule.at(warmup)
     assert full.lrs[0] == full.lrs[1] == schedule.epoch_rate(warmup // batches)
     assert full.momentum == 0.937
     if warmup:
         assert schedule.at(warmup - 1).lrs[0] > full.lrs[0] * 1.1
-
-
-@pytest.mark.parametrize(("share", "warmup"), [(0, 150), (0.1, 50), (1, 150)])
-def test_warmup_is_at_most_a_share_of_the_run(share: float, warmup: int) -> None:
-    schedule = linear(warmup_share=share)
-    assert schedule.warmup == warmup
 
 
 @pytest.mark.parametrize(("rise", "peak"), [(0, 0.01), (0.0002, 0.01), (0.0001, 0.005)])
@@ -175,23 +162,18 @@ def test_a_short_warmup_lowers_the_rate(rise: float, peak: float) -> None:
 
 def test_the_schedule_is_a_pure_function_of_the_batch() -> None:
     forwards = [LINEAR.at(batch) for batch in range(500)]
-    order = list(range(500))
-    random.Random(0).shuffle(order)
-    assert all(LINEAR.at(batch) == forwards[batch] for batch in order)
-    with pytest.raises(FrozenInstanceError):
-        LINEAR.epochs = 1  # type: ignore[misc]
+    assert [LINEAR.at(batch) for batch in reversed(range(500))] == forwards[::-1]
 
 
-def test_rates_are_set_in_the_optimizer(network: nn.Module) -> None:
-    sgd = build_optimizer(network, "SGD", Recipe(momentum=0.937, weight_decay=0.0), None, 64)
-    assert LINEAR.apply(sgd, 30) == LINEAR.at(30)
-    assert [group["lr"] for group in sgd.param_groups] == list(LINEAR.at(30).lrs)
-    assert [group["momentum"] for group in sgd.param_groups] == [LINEAR.at(30).momentum] * 3
-    adam = build_optimizer(network, "Adam", Recipe(momentum=0.937, weight_decay=0.0), None, 64)
-    LINEAR.apply(adam, 30)
-    assert [group["lr"] for group in adam.param_groups] == list(LINEAR.at(30).lrs)
-    assert [group["betas"] for group in adam.param_groups] == [(0.937, 0.999)] * 3
-    assert all("momentum" not in group for group in adam.param_groups)
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_rates_are_set_in_the_optimizer(network: nn.Module, name: str) -> None:
+    optimizer = build_optimizer(network, name, Recipe(momentum=0.937, weight_decay=0.0), None, 64)
+    rates = LINEAR.apply(optimizer, 30)
+    assert rates == LINEAR.at(30)
+    assert [group["lr"] for group in optimizer.param_groups] == list(rates.lrs)
+    for group in optimizer.param_groups:
+        assert group.get("momentum", rates.momentum) == rates.momentum
+        assert group.get("betas", (0.937, 0.999)) == (0.937, 0.999)  # not warmed up
 
 
 # Skipped steps
@@ -234,3 +216,70 @@ def test_frozen_parameters_have_no_momentum(network: nn.Module) -> None:
     start_momentum(Prepared(optimizer))
     assert network[0].weight not in optimizer.state
     assert not optimizer.state[network[4].weight]["momentum_buffer"].any()
+
+
+# The average of the weights
+
+
+def decay(update: int) -> float:
+    """Return YOLOv5's decay: 0.9999 (1 - exp(-updates / 2000))."""
+    return 0.9999 * (1 - math.exp(-update / 2000))
+
+
+def averaged_network(value: float) -> Any:
+    """Return two linear layers of one weight, and a BatchNorm, with all floating-point values equal to `value`."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    model[2].weight = model[0].weight
+    return filled(model, value)
+
+
+def filled(model: Any, value: float) -> Any:
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.fill_(value)
+    return model
+
+
+def average_of(ema: ModelEMA) -> float:
+    """Return the value that all floating-point tensors have; the average is in fp32."""
+    floating = [value for value in ema.model.state_dict().values() if value.is_floating_point()]
+    assert len(floating) == 8
+    assert all(value.dtype == torch.float32 for value in floating)
+    (value,) = {round(number, 6) for value in floating for number in value.flatten().tolist()}
+    return value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_updates_by_hand(dtype: torch.dtype) -> None:
+    """A shared parameter is averaged once, integers are not, a skipped step changes nothing, nor does the model."""
+    model = averaged_network(1).to(dtype).train()
+    ema, expected = ModelEMA(model), 1.0
+    ema.model[1].num_batches_tracked.fill_(7)  # type: ignore[index, union-attr]
+    for value, taken, updates in ((3, True, 1), (9, False, 1), (-5, True, 2)):
+        before = copy.deepcopy(filled(model, value).state_dict())
+        ema.update(model, taken=torch.tensor(taken))
+        if taken:
+            expected = decay(updates) * expected + (1 - decay(updates)) * value
+        assert average_of(ema) == pytest.approx(expected, abs=2e-6)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert ema.updates == 2
+    assert ema.model[2].weight is ema.model[0].weight  # type: ignore[index]
+    assert ema.model[1].num_batches_tracked == 7  # type: ignore[index]
+    assert model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("share", "updates"), [(0.1, 260), (0.05, 1000), (0.1, 5000)])
+def test_the_average_spans_a_share_of_a_short_run(share: float, updates: int) -> None:
+    model: Any = nn.Linear(2, 2)
+    ema = ModelEMA(model, share, updates)
+    assert math.exp(updates / ema.ramp) == pytest.approx(share * updates)
+    filled(ema.model, 0.0)
+    ema.updates.fill_(updates - 1)
+    ema.update(filled(model, 1.0))
+    torch.testing.assert_close(ema.model.weight, torch.full((2, 2), 1 / (share * updates)), rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize(("share", "updates"), [(0, 100), (0.1, 1_000_000), (0.1, 20_000)])
+def test_long_runs_and_other_recipes_have_the_usual_ramp(share: float, updates: int) -> None:
+    assert ModelEMA(nn.Linear(2, 2), share, updates).ramp == 2000  # type: ignore[arg-type]

@@ -23,8 +23,7 @@ from utils.distributed.logical import LogicalProcesses, place_model, prepare
 from utils.distributed.ranks import ranks
 from utils.errors import UserError
 from utils.run import Run
-from utils.training.ema import ModelEMA
-from utils.training.optimizer import Schedule, build_optimizer
+from utils.training.optimizer import ModelEMA, Schedule, build_optimizer
 from utils.training.steps import MAX_SKIPS, NonFiniteGuard, OptimizerSteps
 
 BATCH, BATCHES = 4, 5  # of all processes; of an epoch
@@ -48,32 +47,48 @@ class Network(nn.Module):
         return scores
 
 
-def prepared(
-    run: Run, saved: dict[str, Any] | None = None, of_images: bool = False, batch: int = BATCH, window: str = ""
+def steps_of(
+    run: Run,
+    model: Any,
+    loader: Any,
+    hyp: Recipe = HYP,
+    saved: dict[str, Any] | None = None,
+    optimizer: str = "SGD",
+    logical_processes: int = 0,
+    window: str = "",
 ) -> tuple[OptimizerSteps, DataLoader[Any]]:
-    """Return the steps and the loader of a small network, of vectors or of images, made as in train.py."""
-    torch.manual_seed(0)
-    model: Any = Network() if of_images else nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    shape = (3, 8, 8) if of_images else (3,)
-    images = torch.rand(batch * BATCHES, *shape, generator=torch.Generator().manual_seed(1))
-    loader: Any = DataLoader(TensorDataset(images), batch_size=batch)
-    logical = LogicalProcesses.of(0, run.accelerator)
+    """Return the steps and the loader of a training of `model`, made as in train.py."""
+    batch, accumulated = loader.batch_size, run.accelerator.gradient_accumulation_steps
+    logical = LogicalProcesses.of(logical_processes, run.accelerator)
     place_model(run.accelerator, model)
-    optimizer: Any = build_optimizer(model, "SGD", HYP, None, batch)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    schedule, ema = Schedule.of(HYP, None, EPOCHS, BATCHES, False, model), ModelEMA(model)
+    built: Any = build_optimizer(model, optimizer, hyp, None, batch * accumulated)
+    parameters = [parameter for group in built.param_groups for parameter in group["params"]]
+    schedule, ema = Schedule.of(hyp, None, EPOCHS, len(loader), False, model), ModelEMA(model)
     if saved:
         model.load_state_dict(saved["model"])
         ema.load_state(saved)
-    how: Any = {"batch_size": batch, "sync_bn": False, "precision": "no", "clip_norm": HYP.clip_norm}
-    made, optimizer, loader = prepare(run.accelerator, logical, model, optimizer, loader, **how)
+    how: Any = {"batch_size": batch, "sync_bn": False, "precision": "no", "clip_norm": hyp.clip_norm}
+    made, built, loader = prepare(run.accelerator, logical, model, built, loader, **how)
     ema.replicas = logical.replicate(ema.model)
-    decisions = Decisions(batch, run.accelerator.gradient_accumulation_steps, None, "abc")
-    identity = Identity({0: "disc"}, 32, {"train": {"count": "20"}})
-    state = TrainingState(identity, decisions, made, parameters, ema, optimizer, 1)
+    identity, decisions = (
+        Identity({0: "disc"}, 32, {"train": {"count": "20"}}),
+        Decisions(batch, accumulated, None, "a"),
+    )
+    state = TrainingState(identity, decisions, made, parameters, ema, built, 1)
     if saved:
         state.load(saved)
     return OptimizerSteps(run, made, state, schedule, ["loss"], window), loader
+
+
+def prepared(
+    run: Run, saved: dict[str, Any] | None = None, of_images: bool = False, batch: int = BATCH, window: str = ""
+) -> tuple[OptimizerSteps, DataLoader[Any]]:
+    """Return the steps and the loader of a small network, of vectors or of images."""
+    torch.manual_seed(0)
+    model = Network() if of_images else nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    shape = (3, 8, 8) if of_images else (3,)
+    images = torch.rand(batch * BATCHES, *shape, generator=torch.Generator().manual_seed(1))
+    return steps_of(run, model, DataLoader(TensorDataset(images), batch_size=batch), saved=saved, window=window)
 
 
 def train(
@@ -130,22 +145,17 @@ def test_gradients_are_clipped(scale: float, is_clipped: bool, tmp_path: Path) -
     assert float(length) == pytest.approx(HYP.lr0 * nesterov * min(norm, HYP.clip_norm), rel=1e-4)
 
 
-def test_taken_and_skipped_steps(tmp_path: Path) -> None:
+def test_a_skipped_step_changes_nothing(tmp_path: Path) -> None:
     steps, loader = prepared(run_in(tmp_path))
-    losses = train(steps, loader, not_finite=[3, 4])[:3]
-    progress = steps.progress
+    losses = train(steps, loader, not_finite=[3], stop=4)[:3]
+    before, progress = values(steps), steps.progress
+    assert (progress.step, progress.batch, progress.taken, progress.skipped) == (4, 4, 3, 1)
+    train(steps, loader, not_finite=[4], start=4)
+    assert equal(values(steps), before)
     assert (progress.step, progress.batch, progress.taken, progress.skipped) == (BATCHES, BATCHES, 3, 2)
     assert (steps.log.left, steps.log.done, int(steps.ema.updates)) == (EPOCHS * BATCHES, BATCHES, 3)
     assert steps.state.loss_sums.flatten().tolist() == pytest.approx([sum(losses)])
-
-
-def test_a_skipped_step_changes_nothing(tmp_path: Path) -> None:
-    steps, loader = prepared(run_in(tmp_path))
-    train(steps, loader)
-    before = values(steps)
-    train(steps, loader, not_finite=[BATCHES - 1], start=BATCHES - 1)
-    assert equal(values(steps), before)
-    train(steps, loader, start=BATCHES - 1)
+    train(steps, loader, start=4)
     assert not equal(values(steps), before)
     assert all(tensor.isfinite().all() for tensor in values(steps))
 
@@ -185,17 +195,20 @@ def test_points_of_the_step_curves(tmp_path: Path) -> None:
     assert all(point["step/gradient_norm"] > 0 for point, _ in recorder.points)
 
 
+def stored(steps: OptimizerSteps) -> dict[str, Any]:
+    """Return the state as it is read from a file."""
+    file = io.BytesIO()
+    torch.save(steps.state.state(), file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)  # type: ignore[no-any-return]
+
+
 def test_steps_continue_from_a_saved_state(tmp_path: Path) -> None:
     first, loader = prepared(run_in(tmp_path))
     train(first, loader)
     first.progress.next_epoch()
-    file = io.BytesIO()
-    torch.save(first.state.state(), file)
-    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    second, loader_again = prepared(run_in(tmp_path), saved)
-    assert second.progress == first.progress
+    second, loader_again = prepared(run_in(tmp_path), stored(first))
+    assert (second.progress, second.log.left) == (first.progress, BATCHES)
     assert equal(values(second), values(first))
-    assert second.log.left == BATCHES
     assert train(second, loader_again) == train(first, loader)
     assert equal(values(second), values(first))
 
@@ -230,10 +243,7 @@ def continued(folder: str) -> list[bool]:
     options: Any = {"of_images": True, "batch": 6}
     steps, loader = prepared(run, **options)
     train(steps, loader, stop=3)
-    file = io.BytesIO()
-    torch.save(steps.state.state(), file)
-    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    again, loader_again = prepared(run, saved, **options)
+    again, loader_again = prepared(run, stored(steps), **options)
     after_three = values(again)
     train(steps, loader, start=3)
     train(again, loader_again, start=3)
@@ -248,9 +258,6 @@ def test_three_processes_continue_bit_by_bit(tmp_path: Path, on_processes: OnPro
 # Steps that are not finite
 
 
-TAKEN, SKIPPED = torch.tensor(True), torch.tensor(False)
-
-
 def test_a_skipped_step_is_undone() -> None:
     """In loss sums, statistics and a parameter, and after the sums were set to zero at the end of an epoch."""
     weight = nn.Parameter(torch.ones(2))
@@ -259,12 +266,12 @@ def test_a_skipped_step_is_undone() -> None:
     for value, taken in ((1, True), (torch.nan, False), (3, True), (torch.inf, False)):
         for tensor in tensors:
             tensor += value
-        guard.keep_if(TAKEN if taken else SKIPPED)
-        expected = [each + value * taken if taken else each for each in expected]
-        assert [tensor.unique().tolist() for tensor in tensors] == [[each] for each in expected]
+        guard.keep_if(torch.tensor(taken))
+        expected = [number + value if taken else number for number in expected]
+        assert [tensor.unique().tolist() for tensor in tensors] == [[number] for number in expected]
     tensors[0].zero_()
     guard.snapshot()
     tensors[0] += torch.nan
-    guard.keep_if(SKIPPED)
+    guard.keep_if(torch.tensor(False))
     assert tensors[0].tolist() == [0.0] * 3
     assert weight.requires_grad

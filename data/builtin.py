@@ -1,8 +1,8 @@
-"""The built-in data set "shapes": objects whose class is their shape, drawn from a seed in a few seconds.
+"""The built-in data sets: objects whose class is their shape, drawn from a seed in a few seconds.
 
-Every image has its own generator, by seed, split and index, so any image can be drawn alone. On one machine the same
-seed gives the same bytes; another build of OpenCV may round a few pixels or encode a JPEG differently. Called by
-data/data_yaml.py for `draw:` of a data YAML; shapes_cls.py and shapes_seg.py draw with these functions.
+`shapes` has boxes, `shapes_seg` the outlines of the visible parts of shapes that cover each other, and `shapes_cls` an
+image of one shape per class in turn. On one machine the same seed gives the same bytes; another build of OpenCV may
+round a few pixels or encode a JPEG differently. Called by data/data_yaml.py for `draw:` of a data YAML.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +19,18 @@ import cv2
 import numpy as np
 from tqdm import tqdm
 
+from data.polygons import mask_outline
 from utils.errors import UserError
 
 DRAWING_VERSION = 1  # increase with every change of a pixel or a label: folders of older versions are refused
-SIDE_PIXELS = 160  # height and width of every image
 DRAWN_SPLITS = ("train", "val")  # a split's number is its index here
+SIDE_PIXELS, CLS_SIDE_PIXELS = 160, 64  # height and width of every image; of `shapes_cls`
 SUBPIXELS = 4  # sub-pixels per pixel along one side while a shape is drawn
 FRACTION_BITS = 4  # fractional bits of OpenCV's drawing coordinates, so a vertex lies on a grid of 1/64 pixel
 MIN_PIXELS, MAX_PIXELS = 8.3, 99.5  # a box's longer side; filling adds up to a sub-pixel: boxes stay within 8 to 100
+CLS_MIN_PIXELS, CLS_MAX_PIXELS = 22.0, 56.0  # the same of `shapes_cls`, drawn log-uniformly
+SEG_MIN_PIXELS = 14.0  # the least of `shapes_seg`: a quarter of it, at which masks are learned, shows the form
+OUTLINE_TOLERANCE = 1.5  # sub-pixels
 SIZE_EXPONENT = 0.6  # 1 draws sizes log-uniformly; less favours large ones, as crowding shrinks some of these
 OUTLINED_PIXELS = 24.0  # the outline of a smaller shape would hide it
 EMPTY_SHARE = 0.02  # share of images without an object
@@ -38,7 +42,7 @@ MIN_CONTRAST_LEVELS = 80.0  # grey levels; see `fill_colour`
 POSITIONS_PER_SIZE = 30  # positions to try before an object is drawn smaller
 
 Rng = np.random.Generator
-Corners = tuple[float, float, float, float]  # x1, y1, x2, y2 in pixels
+Drawing = tuple[np.ndarray, list[str]]  # an image, uint8 (h, w, 3) BGR, and the rows of its label file
 Contours = list[np.ndarray]  # each (k, 2) float64 x, y in any unit; a pixel inside an odd number of contours is filled
 
 
@@ -86,15 +90,15 @@ class PlacedShape:
     left: int  # pixels, may be outside of the image
     top: int
     mask: np.ndarray  # (160, 160) bool, every pixel that the shape touches
-    box: Corners  # around the visible part, in steps of 1/4 pixel
+    box: tuple[float, float, float, float]  # x1, y1, x2, y2 around the visible part, in steps of 1/4 pixel
 
 
 def draw_stencil(rng: Rng, label: int, size: float) -> Stencil:
     """Draw shape number `label`, `size` pixels long, with a random angle, variant and offset within one pixel."""
     thick = rng.uniform(0.04, 0.07) * size if size >= OUTLINED_PIXELS and rng.random() < 0.4 else 0.0
     contours, angle = _SHAPES[NAMES[label]](rng), rng.uniform(0, 2 * np.pi)
-    cos, sin = np.cos(angle), np.sin(angle)
-    contours = [points @ np.array([[cos, sin], [-sin, cos]]) for points in contours]
+    turned = np.array([[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]])
+    contours = [points @ turned for points in contours]
     low, high = np.concatenate(contours).min(axis=0), np.concatenate(contours).max(axis=0)
     contours = [(points - (low + high) / 2) * ((size - thick) / (high - low).max()) for points in contours]
     pixels = int(np.ceil(size)) + 4
@@ -118,11 +122,8 @@ def draw_stencil(rng: Rng, label: int, size: float) -> Stencil:
 def place_at(stencil: Stencil, left: int, top: int) -> PlacedShape | None:
     """Place a stencil at (`left`, `top`); return None if too little of it is inside the image."""
     x1, y1, x2, y2 = stencil.window(left, top, SIDE_PIXELS)
-    rows, columns = (
-        slice((y1 - top) * SUBPIXELS, (y2 - top) * SUBPIXELS),
-        slice((x1 - left) * SUBPIXELS, (x2 - left) * SUBPIXELS),
-    )
-    fine = stencil.fine[rows, columns]
+    first, last = (SUBPIXELS * (y1 - top), SUBPIXELS * (x1 - left)), (SUBPIXELS * (y2 - top), SUBPIXELS * (x2 - left))
+    fine = stencil.fine[first[0] : last[0], first[1] : last[1]]
     if np.count_nonzero(fine) < MIN_INSIDE_SHARE * np.count_nonzero(stencil.fine):
         return None
     x, y, wide, high = cv2.boundingRect(fine)
@@ -132,21 +133,16 @@ def place_at(stencil: Stencil, left: int, top: int) -> PlacedShape | None:
     return PlacedShape(stencil, left, top, mask, box)
 
 
-def iou(one: Corners, other: Corners) -> float:
-    """Return the IoU of two boxes."""
-    width, height = (min(one[k + 2], other[k + 2]) - max(one[k], other[k]) for k in (0, 1))
-    shared = max(width, 0.0) * max(height, 0.0)
-    return shared / (sum((x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in (one, other)) - shared)
-
-
 def _fits(new: PlacedShape, placed: list[PlacedShape]) -> bool:
     """Return whether enough of `new` and of every placed shape stays visible, in any order of painting."""
-    overlaps = [iou(new.box, old.box) for old in placed]
-    if max(overlaps, default=0.0) > MAX_BOX_IOU:
+    boxes, box = np.array([shape.box for shape in placed]).reshape(-1, 4), np.array(new.box)
+    common = (np.minimum(boxes[:, 2:], box[2:]) - np.maximum(boxes[:, :2], box[:2])).clip(0).prod(1)
+    areas = (boxes[:, 2:] - boxes[:, :2]).prod(1) + (box[2:] - box[:2]).prod()
+    if (common / (areas - common) > MAX_BOX_IOU).any():
         return False
-    touched = [old.mask for old, overlap in zip(placed, overlaps, strict=True) if overlap > 0]
-    shared = np.sum([old.mask for old in placed] + [new.mask], axis=0, dtype=np.uint8) > 1
-    return all(np.count_nonzero(shared & m) <= MAX_HIDDEN_SHARE * np.count_nonzero(m) for m in [*touched, new.mask])
+    hidden = np.sum([*(shape.mask for shape in placed), new.mask], axis=0, dtype=np.uint8) > 1
+    masks = [*(placed[k].mask for k in np.flatnonzero(common)), new.mask]
+    return all(np.count_nonzero(hidden & mask) <= MAX_HIDDEN_SHARE * np.count_nonzero(mask) for mask in masks)
 
 
 def _find_room(rng: Rng, label: int, size: float, placed: list[PlacedShape], min_pixels: float) -> PlacedShape | None:
@@ -154,11 +150,10 @@ def _find_room(rng: Rng, label: int, size: float, placed: list[PlacedShape], min
     while size >= min_pixels:
         stencil = draw_stencil(rng, label, size)
         over = 0.25 if size >= OUTLINED_PIXELS and rng.random() < CLIPPED_SHARE else 0.0  # share of the box's side
-        ranges = [
-            (round(-over * side), round(SIDE_PIXELS - (1 - over) * side) + 1) for side in stencil.fill.shape[::-1]
-        ]
+        sides = stencil.fill.shape[::-1]
+        ranges = [(round(-over * side), round(SIDE_PIXELS - (1 - over) * side) + 1) for side in sides]
         for _ in range(POSITIONS_PER_SIZE):
-            left, top = (int(rng.integers(*each)) for each in ranges)
+            left, top = (int(rng.integers(*bounds)) for bounds in ranges)
             new = place_at(stencil, left, top)
             if new is not None and _fits(new, placed):
                 return new
@@ -258,78 +253,116 @@ def photograph(rng: Rng, image: np.ndarray) -> np.ndarray:
     return np.clip(np.round(image), 0, 255).astype(np.uint8)
 
 
-def encode(rng: Rng, image: np.ndarray) -> bytes:
-    """Encode an image as a JPEG of a random quality, 70 to 95."""
-    _, jpeg = cv2.imencode(".jpg", image, [cv2.IMWRITE_JPEG_QUALITY, int(rng.integers(70, 96))])
-    return jpeg.tobytes()
+@dataclass(frozen=True)
+class DrawnSet:
+    """A data set that is drawn: images with label files, or in a folder per class.
+
+    Attributes:
+        title: name in messages, and of the file that tells how a folder was drawn
+        names: class names by number
+        stream: first numbers after the seed of each image's generator: no two sets share a generator
+        draw: draws an image by its generator and index
+        counts: number of images of each split, unless `draw_dataset` is passed others
+        by_class: whether image k is in the folder of class k modulo the number of classes, and has no label file
+    """
+
+    title: str
+    names: tuple[str, ...]
+    stream: tuple[int, ...]
+    draw: Callable[[Rng, int], Drawing]
+    counts: tuple[int, int] = (640, 160)
+    by_class: bool = False
+
+    def draw_image(self, seed: int, split: int, index: int) -> Drawing:
+        """Draw one image of a split, 0 for training, 1 for validation."""
+        return self.draw(np.random.default_rng([seed, *self.stream, split, index]), index)
+
+    def draw_dataset(self, folder: Path, seed: int = 0, train: int = 0, val: int = 0) -> Path:
+        """Draw the data set into `folder` unless it exists, and return `folder`.
+
+        The images are drawn into a hidden folder beside it, which is then renamed: `folder` is complete or absent, and
+        the first of several processes wins. Without numbers of images the set has the usual ones. Raises `UserError` if
+        `folder` has other content, or cannot be written.
+        """
+        numbers = dict(zip(DRAWN_SPLITS, (train or self.counts[0], val or self.counts[1]), strict=True))
+        made = {"drawing": DRAWING_VERSION, "seed": seed, **numbers, "names": list(self.names)}
+        # mkdtemp would make a folder that only its owner may read, and that mode would survive the rename.
+        part = folder.parent / f".{folder.name}-{os.getpid()}-{secrets.token_hex(4)}"
+        file, marker = folder / f"{self.title}.json", json.dumps(made, indent=2) + "\n"
+        if not os.path.lexists(folder):
+            work = [(split, index) for split, name in enumerate(DRAWN_SPLITS) for index in range(numbers[name])]
+            try:
+                part.mkdir(parents=True)
+                for split, index in tqdm(work, f"drawing {self.title}", unit="image", disable=None):
+                    self._write(part, seed, split, index)
+                (part / file.name).write_text(marker, encoding="utf-8")
+                os.rename(part, folder)
+            except OSError as error:
+                if not os.path.lexists(folder):  # not drawn by a faster process
+                    raise UserError(f"cannot write {self.title} to '{folder}' ({error.strerror})") from error
+            finally:
+                shutil.rmtree(part, ignore_errors=True)  # absent after the rename
+        if not file.is_file() or file.read_text(encoding="utf-8", errors="replace") != marker:
+            raise UserError(f"'{folder}' exists, but not as {self.title} of seed {seed}: remove it, or name another")
+        return folder
+
+    def _write(self, folder: Path, seed: int, split: int, index: int) -> None:
+        image, rows = self.draw_image(seed, split, index)
+        rng = np.random.default_rng([seed, *self.stream, split, index, 1])  # not the generator of the image
+        _, jpeg = cv2.imencode(".jpg", image, [cv2.IMWRITE_JPEG_QUALITY, int(rng.integers(70, 96))])
+        name = DRAWN_SPLITS[split]
+        image_folder = f"{name}/{self.names[index % len(self.names)]}" if self.by_class else f"images/{name}"
+        files = {f"{image_folder}/{index:06d}.jpg": jpeg.tobytes()}
+        if not self.by_class:  # an image without objects has an empty label file
+            files[f"labels/{name}/{index:06d}.txt"] = "".join(rows).encode()
+        for path, content in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content)
 
 
-def draw_image(seed: int, split: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw one image, (160, 160, 3) uint8 BGR, and its labels, (n, 5) float32 rows of class, xc, yc, w, h in 0..1."""
-    rng = np.random.default_rng([seed, split, index])
+def _draw_boxes(rng: Rng, index: int) -> Drawing:
+    """Draw an image and the boxes of its shapes, as shares of its side."""
     image, rows = background(rng), []
     for shape in arrange(rng):
         paint(rng, image, shape.stencil, shape.left, shape.top)
         x1, y1, x2, y2 = shape.box
         box = np.array(((x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1)) / SIDE_PIXELS
-        rows.append((shape.stencil.label, *box))
-    return photograph(rng, image), np.array(rows, np.float32).reshape(-1, 5)
+        rows.append(f"{shape.stencil.label} {' '.join(f'{value:.6f}' for value in box.astype(np.float32))}\n")
+    return photograph(rng, image), rows
 
 
-def write_labelled(folder: Path, split: int, index: int, jpeg: bytes, rows: Sequence[str]) -> None:
-    """Write an image and its label file, which is empty for an image without objects."""
-    for kind, suffix, content in (("images", "jpg", jpeg), ("labels", "txt", "".join(rows).encode())):
-        file = folder / kind / DRAWN_SPLITS[split] / f"{index:06d}.{suffix}"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
+def _draw_outlines(rng: Rng, index: int) -> Drawing:
+    """Draw an image and the outlines of the visible parts of its shapes, as shares of its side."""
+    image, placed = background(rng), arrange(rng, 5, 9, SEG_MIN_PIXELS)
+    on_top = np.zeros((SIDE_PIXELS * SUBPIXELS, SIDE_PIXELS * SUBPIXELS), np.uint8)  # sub-pixels: the number of a shape
+    windows, rows = [], []
+    for number, shape in enumerate(placed, 1):
+        paint(rng, image, shape.stencil, shape.left, shape.top)
+        left, top = SUBPIXELS * shape.left, SUBPIXELS * shape.top
+        x1, y1, x2, y2 = (SUBPIXELS * side for side in shape.stencil.window(shape.left, shape.top, SIDE_PIXELS))
+        on_top[y1:y2, x1:x2][shape.stencil.fine[y1 - top : y2 - top, x1 - left : x2 - left] > 0] = number
+        windows.append((x1, y1, x2, y2))
+    for number, (x1, y1, x2, y2) in enumerate(windows, 1):
+        outline = mask_outline((on_top[y1:y2, x1:x2] == number).view(np.uint8), OUTLINE_TOLERANCE)
+        points = [((x + x1) / SUBPIXELS, (y + y1) / SUBPIXELS) for x, y in outline]
+        values = " ".join(f"{value / SIDE_PIXELS:.5f}" for point in points for value in point)
+        rows.append(f"{placed[number - 1].stencil.label} {values}\n")
+    return photograph(rng, image), rows
 
 
-def draw_builtin(
-    folder: Path,
-    title: str,
-    names: Sequence[str],
-    seed: int,
-    counts: tuple[int, int],
-    write: Callable[[Path, int, int, int], None],
-) -> Path:
-    """Draw a data set into `folder` unless it exists, and return `folder`.
-
-    The images are drawn into a hidden folder beside it, which is then renamed: `folder` is complete or absent, and the
-    first of several processes wins. Raises `UserError` if `folder` has other content, or cannot be written.
-
-    Args:
-        counts: number of images of each split
-        write: draws one image into the data set's folder by seed, split and index
-    """
-    numbers = dict(zip(DRAWN_SPLITS, counts, strict=True))
-    marker = json.dumps({"drawing": DRAWING_VERSION, "seed": seed, **numbers, "names": list(names)}, indent=2) + "\n"
-    # mkdtemp would make a folder that only its owner may read, and that mode would survive the rename.
-    file, part = folder / f"{title}.json", folder.parent / f".{folder.name}-{os.getpid()}-{secrets.token_hex(4)}"
-    if not os.path.lexists(folder):
-        work = [(split, index) for split, count in enumerate(counts) for index in range(count)]
-        try:
-            part.mkdir(parents=True)
-            for split, index in tqdm(work, desc=f"drawing {title}", unit="image", disable=None):  # None: if a terminal
-                write(part, seed, split, index)
-            (part / file.name).write_text(marker, encoding="utf-8")
-            os.rename(part, folder)
-        except OSError as error:
-            if not os.path.lexists(folder):  # not drawn by a faster process
-                raise UserError(f"cannot write the {title} data set to '{folder}' ({error.strerror})") from error
-        finally:
-            shutil.rmtree(part, ignore_errors=True)  # absent after the rename
-    if not file.is_file() or file.read_text(encoding="utf-8", errors="replace") != marker:
-        raise UserError(f"'{folder}' exists, but not as {title} of seed {seed}: remove it, or name another folder")
-    return folder
+def _draw_class(rng: Rng, index: int) -> Drawing:
+    """Draw an image with one whole shape, of the class of its index."""
+    image = background(rng, CLS_SIDE_PIXELS)
+    size = CLS_MIN_PIXELS * (CLS_MAX_PIXELS / CLS_MIN_PIXELS) ** rng.random()
+    stencil = draw_stencil(rng, index % len(NAMES), size)
+    height, width = stencil.fill.shape
+    left, top = (int(rng.integers(CLS_SIDE_PIXELS - side + 1)) for side in (width, height))
+    paint(rng, image, stencil, left, top)
+    return photograph(rng, image), []
 
 
-def _write_image(folder: Path, seed: int, split: int, index: int) -> None:
-    image, labels = draw_image(seed, split, index)
-    rng = np.random.default_rng([seed, split, index, 1])  # not the generator of `draw_image`
-    rows = [f"{int(row[0])} " + " ".join(f"{value:.6f}" for value in row[1:]) + "\n" for row in labels]
-    write_labelled(folder, split, index, encode(rng, image), rows)
-
-
-def draw_dataset(folder: Path, seed: int = 0, train: int = 640, val: int = 160) -> Path:
-    """Draw the data set into `folder` unless it exists, and return `folder`; see `draw_builtin`."""
-    return draw_builtin(folder, "shapes", NAMES, seed, (train, val), _write_image)
+shapes = DrawnSet("shapes", NAMES, (), _draw_boxes)
+shapes_cls = DrawnSet("shapes-cls", NAMES, (2,), _draw_class, (1200, 300), by_class=True)
+shapes_seg = DrawnSet("shapes-seg", NAMES, (3,), _draw_outlines)
+# What `draw:` of a data YAML may name.
+DRAWN_SETS = {f"data.builtin.{drawn.title.replace('-', '_')}": drawn for drawn in (shapes, shapes_cls, shapes_seg)}

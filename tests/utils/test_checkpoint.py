@@ -1,0 +1,566 @@
+"""Weight files, the state of a run and its files, and what --resume continues with."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import io
+import math
+import os
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from torch import nn
+
+from models.weights import read_weights
+from models.yolo import build_model
+from tests.conftest import OnProcesses
+from tests.making import tiny_detector
+from tests.utils.test_run import fill_disk, run_in
+from utils.checkpoint import (
+    STATE_FORMAT,
+    Decisions,
+    Identity,
+    Progress,
+    StateFiles,
+    TrainingState,
+    find_run,
+    read_saved_state,
+    resolve_settings,
+    serialised,
+    weights_content,
+)
+from utils.config.flags import BUILT_IN_JOB, TrainOptions
+from utils.config.hyperparameters import Hyperparameters, Recipe
+from utils.config.parser import given_flags, over_defaults
+from utils.config.settings import Settings
+from utils.distributed.logical import DistributedModel, LogicalProcesses
+from utils.distributed.ranks import SPAWNED, ranks
+from utils.errors import Stopped, UserError
+from utils.files import ROOT, read_yaml
+from utils.run import RunFolder
+from utils.summary import Summary
+from utils.training.optimizer import ModelEMA, build_optimizer
+
+NAMES = {0: "disc", 1: "ring", 2: "bar"}
+TRAIN, VAL = ({"count": count, "file sizes": "aaaa", "labels": "bbbb"} for count in ("28", "8"))
+IDENTITY = Identity(NAMES, 96, {"train": TRAIN, "val": VAL})
+DECISIONS = Decisions(batch_size=8, accumulation=2, known=0.5, run_id="abc")
+
+# Weight files
+
+
+def test_weights_are_read_as_they_were_written(tmp_path: Path) -> None:
+    """In half precision numbers beyond its range keep their tensor in float32, and counts stay integers."""
+    model = build_model(tiny_detector())
+    name = next(name for name, _ in model.named_buffers() if name.endswith("running_var"))
+    model.get_buffer(name).fill_(1e6)
+    for half in (False, True):
+        content = weights_content(model, model.yaml, NAMES, vars(TrainOptions()), half)
+        (tmp_path / "a.pt").write_bytes(serialised(content))
+        weights = read_weights(tmp_path / "a.pt")
+        assert (weights.source, weights.task, weights.names, weights.model) == ("lockstep", "detect", NAMES, model.yaml)
+        assert weights.settings == vars(TrainOptions())
+        for key, value in weights.state.items():
+            torch.testing.assert_close(value, model.state_dict()[key], atol=1e-7 * half, rtol=1e-3 * half)
+    stored = torch.load(tmp_path / "a.pt", weights_only=True)["state"]
+    assert stored.pop(name).dtype == torch.float32
+    assert {value.dtype for value in stored.values()} == {torch.float16, torch.int64}
+
+
+# The state of a run
+
+
+class Folder(RunFolder):
+    """Stores saved states as the bytes of a file."""
+
+    def __init__(self) -> None:
+        self.states: list[memoryview] = []
+
+    def save_state(self, state: Any, final: bool = False) -> None:
+        self.states.append(serialised(state))
+        self.final = final
+
+    def last(self) -> dict[str, Any]:
+        return torch.load(io.BytesIO(self.states[-1]), weights_only=True)
+
+
+class Scaler:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale = state["scale"]
+
+
+def made(seed: int, saved: dict[str, Any] | None = None, optimizer: str = "SGD") -> TrainingState:
+    """Return a run that begins or continues from `saved`, as train.py makes it."""
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    built = build_optimizer(model, optimizer, Recipe(lr0=0.1, momentum=0.9, weight_decay=0.01), None, 64)
+    ema = ModelEMA(model)  # type: ignore[arg-type]
+    if saved:
+        model.load_state_dict(saved["model"])
+        ema.load_state(saved)
+    parameters = [parameter for group in built.param_groups for parameter in group["params"]]
+    logical = LogicalProcesses.of(0, accelerator)
+    prepared = DistributedModel(accelerator, logical, [model], [model])  # type: ignore[list-item]
+    state = TrainingState(IDENTITY, DECISIONS, prepared, parameters, ema, accelerator.prepare(built), 2)
+    state.scaler = Scaler(2.0**seed)  # type: ignore[assignment]
+    if saved:
+        state.load(saved)
+    return state
+
+
+def train(state: TrainingState, seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    loss = state.copies[0](torch.rand(8, 3)).square().sum()
+    loss.backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    state.ema.update(state.copies[0])
+    state.loss_sums += loss.detach()
+    state.progress.step += 1
+
+
+def saved(state: TrainingState) -> dict[str, Any]:
+    folder = Folder()
+    state.save(folder)
+    return folder.last()
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_a_resumed_run_is_identical_bit_by_bit(optimizer: str) -> None:
+    first = made(1, optimizer=optimizer)
+    first.optimizer.param_groups[0]["lr"] = 0.025
+    train(first)
+    state = saved(first)
+    second = made(2, state, optimizer)
+    assert same(saved(second), state)
+    for run in (first, second):
+        train(run, seed=1)
+    assert same(saved(second), saved(first))
+    assert (second.optimizer.param_groups[0]["lr"], second.scaler.scale) == (0.025, 2.0)  # type: ignore[union-attr]
+    assert Decisions(**state["decisions"]) == DECISIONS
+    second.scaler = None  # a run without one loads any state
+    second.load(state)
+    assert saved(second)["scaler"] is None
+
+
+def test_a_run_is_saved_if_it_has_changed_and_finally_its_counters_only() -> None:
+    run, folder = made(1), Folder()
+    run.save(folder)
+    run.progress.summary = Summary({}, 0.5, [], [])  # the summary never changes alone
+    run.save(folder)
+    assert len(folder.states) == 1
+    run.progress.step += 1
+    run.save(folder)
+    assert (folder.last()["progress"]["step"], folder.final) == (1, False)
+    run.progress.finished = True
+    run.save(folder, keep_tensors=False)
+    assert folder.final
+    assert set(folder.last()) == {"format", *vars(IDENTITY), "decisions", "progress"}
+
+
+def state_and_shares() -> tuple[dict[str, Any], list[Any]]:
+    """Return the state of two processes whose sums and statistics differ, and the share that this process loads."""
+    run = made(1)
+    run.loss_sums += torch.tensor([1.0, 10.0]) * (ranks().rank + 1)
+    run.copies[0].get_buffer("1.running_mean").fill_(1.0 + ranks().rank)
+    run.ema.model.get_buffer("1.running_mean").fill_(3.0 + ranks().rank)
+    state = saved(run)
+    return state, share(state)
+
+
+def share(state: dict[str, Any]) -> list[Any]:
+    """Return what a process loads of the shares in a state."""
+    run = made(2, state)
+    mean, average = (float(model.get_buffer("1.running_mean")[0]) for model in (run.copies[0], run.ema.model))
+    return [run.loss_sums[0].tolist(), mean, average]
+
+
+def test_each_process_loads_its_share(on_processes: OnProcesses) -> None:
+    (state, first), (other_state, second) = on_processes(2, state_and_shares)
+    assert same(state["shares"], other_state["shares"])
+    assert [first, second] == [[[1.0, 10.0], 1.0, 3.0], [[2.0, 20.0], 2.0, 4.0]]
+    assert share(state) == [[3.0, 30.0], 1.5, 3.5]  # one process: the whole sums, the mean statistics
+
+
+def test_the_mean_of_equal_statistics_is_exact() -> None:
+    run = made(1)
+    train(run)
+    state = saved(run)
+    state["shares"] = [copy.deepcopy(state["shares"][0]) for _ in range(3)]
+    again = made(2, state)
+    assert same(saved(again)["model"], state["model"])
+    assert torch.equal(again.loss_sums, 3 * run.loss_sums)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({}, ""),
+        ({"names": {0: "disc", 1: "bar", 2: "ring"}}, "3 then, 3 now"),
+        ({"names": {**NAMES, 3: "dot"}}, "3 then, 4 now"),
+        ({"imgsz": 128}, "--imgsz"),
+        ({"splits": {"train": {**TRAIN, "count": "27"}, "val": VAL}}, "count of `train:`"),
+        ({"splits": {"train": TRAIN, "val": {**VAL, "file sizes": "c"}}}, "file sizes of `val:`"),
+    ],
+)
+def test_changed_classes_sizes_images_and_labels_are_refused(changed: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named) if named else nullcontext():
+        Identity(**{**vars(IDENTITY), **changed}).check(vars(IDENTITY))
+
+
+@pytest.mark.parametrize(
+    ("fitness", "improved", "best", "patience", "stalled"),
+    [
+        # a fitness of 0 is better than none; the first of equals is the best
+        ([0.0, 0.2, 0.2, 0.1, 0.3], [1, 1, 0, 0, 1], 4, 2, [0, 0, 0, 1, 0]),
+        ([0.1, 0.5, 0.4, 0.5, 0.3], [1, 1, 0, 0, 0], 1, 3, [0, 0, 0, 0, 1]),
+        ([0.5, 0.4, 0.6, 0.5], [1, 0, 1, 0], 2, 1, [0, 1, 0, 1]),
+        ([math.nan, 0.1, math.nan], [0, 1, 0], 1, 0, [0, 0, 0]),
+        ([-math.inf, -math.inf, -5.0], [1, 0, 1], 2, 0, [0, 0, 0]),
+    ],
+)
+def test_the_best_epoch_and_patience(
+    fitness: list[float], improved: list[int], best: int, patience: int, stalled: list[int]
+) -> None:
+    progress, ways = Progress(), []
+    assert not progress.stalled(1)
+    for epoch, value in enumerate(fitness):
+        progress.epoch = epoch
+        ways.append((progress.record(Summary({}, value, [], [])), progress.stalled(patience)))
+    assert ways == list(zip(map(bool, improved), map(bool, stalled), strict=True))
+    assert (progress.best, progress.best_epoch, progress.validated) == (fitness[best], best, len(fitness) - 1)
+    progress.epoch += 1
+    assert not progress.record(None)  # not validated
+    assert progress.validated == len(fitness) - 1
+
+
+def test_the_progress_is_stored_as_plain_values() -> None:
+    """They can be read with `weights_only=True`, -inf included, the best of a run without a validation."""
+    summary = Summary({"mAP_0.5": 0.25}, 0.25, ["class images", "all 8"], ["disc 8"], {"val/box_loss": 0.1}, 9.5)
+    for progress in (Progress(), Progress(epoch=10, finished=True, best=0.25, summary=summary)):
+        state = torch.load(io.BytesIO(serialised(progress.state())), weights_only=True)
+        assert Progress.from_state(state) == progress
+
+
+# Its files
+
+
+def state_file(number: int) -> memoryview:
+    return serialised({"format": STATE_FORMAT, "number": number, "weights": torch.full((1000,), float(number))})
+
+
+@pytest.fixture
+def states(tmp_path: Path) -> StateFiles:
+    """The files of a run after three states were written."""
+    states = StateFiles(tmp_path / "checkpoint")
+    for number in range(3):
+        states.write(state_file(number))
+    return states
+
+
+def read(states: StateFiles) -> int:
+    """Return the number of the state that another process reads."""
+    content = StateFiles(states.folder).read()
+    assert content is not None
+    assert content["weights"].eq(content["number"]).all()
+    return int(content["number"])
+
+
+def test_the_two_newest_states_remain_or_a_final_one(states: StateFiles) -> None:
+    """Files of the user's are left alone."""
+    mine = [states.folder / name for name in ("1abc-x.pt", "copy of 00000003-1.pt", "00000009-note.pt", "9999-ab.pt")]
+    for file in mine:
+        file.write_text("mine")
+    assert read(states) == 2
+    assert [file.name[:8] for file in states.files()] == ["00000003", "00000002"]
+    states.write(state_file(3), final=True)
+    assert [file.name[:8] for file in states.files()] == ["00000004"]
+    assert read(states) == 3
+    assert all(file.read_text() == "mine" for file in mine)
+    assert StateFiles(states.folder / "nothing").read() is None
+
+
+def flip(content: bytes) -> bytes:
+    return content[:-500] + bytes([content[-500] ^ 1]) + content[-499:]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda content: content[:1000], flip, lambda content: b"", lambda content: content + b"0"]
+)
+def test_a_damaged_state_is_named_and_then_removed(
+    states: StateFiles, damage: Callable[[bytes], bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest, before = states.files()
+    newest.write_bytes(damage(newest.read_bytes()))
+    assert read(states) == 1
+    assert capsys.readouterr().out.startswith(f"warning: {newest} ")
+    again = StateFiles(states.folder)
+    again.read(warns=False)
+    again.write(state_file(7))
+    assert read(states) == 7
+    assert capsys.readouterr().out == ""
+    assert before in again.files()
+    assert newest not in again.files()
+    for file in again.files():
+        file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(UserError, match=before.name):
+        read(states)
+
+
+def test_a_state_that_cannot_be_written_leaves_the_others(states: StateFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = states.files()
+    fill_disk(monkeypatch)
+    with pytest.raises(OSError, match="No space"):
+        states.write(state_file(3))
+    assert sorted(states.folder.iterdir(), reverse=True) == files
+    assert read(states) == 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pickle.dumps(errno.errorcode.get),
+        b"PK\x03\x04 no archive",
+        serialised([1, 2]),
+        serialised({"format": "lockstep-state-0"}),
+    ],
+)
+def test_other_files_are_refused_although_their_checksums_match(content: bytes, states: StateFiles) -> None:
+    states.write(memoryview(content))
+    with pytest.raises(UserError, match=rf"^{states.files()[0]} [^\n]*$"):
+        states.read()
+
+
+@pytest.mark.parametrize("source", ["pipe", "/dev/zero"])
+def test_a_state_that_has_no_end_is_an_error(states: StateFiles, source: str) -> None:
+    path = states.folder / f"{99:08d}-{'0' * 16}.pt"
+    os.mkfifo(path) if source == "pipe" else path.symlink_to(source)
+    with pytest.raises(UserError, match=path.name):
+        states.read()
+
+
+# What a run continues with
+
+LOW = str(ROOT / "data" / "hyps" / "low.yaml")
+BEGUN = {"epochs": 10, "batch_size": 8, "imgsz": 96, "hyp": LOW, "freeze": (0, 2), "workers": 1, "device": "cpu"}
+AUTO = ("--resume", "auto", "--project")
+STATE = {
+    **{"format": STATE_FORMAT, "names": NAMES, "imgsz": 96, "splits": IDENTITY.splits, "model": {}},
+    **{"progress": Progress(epoch=3, batch=2, step=11).state(), "rows": ["epoch", "0", "1", "2"]},
+}
+
+
+def begin(run: Path, state: dict[str, Any] | None = None, written: float = 0.0, **settings: Any) -> Path:
+    """Make a run folder as train.py does, whose files are `written` at a time in seconds."""
+    run.mkdir(parents=True)
+    content = {**vars(TrainOptions()), "project": str(run.parent), "name": run.name, **BEGUN, **settings}
+    content |= {"hyperparameters": vars(Hyperparameters()), "model": {"task": "detect", "nc": 3}}
+    (run / "settings.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    if state:
+        StateFiles(run / "checkpoint").write(serialised(state))
+    for file in (run / "settings.yaml", *(run / "checkpoint").glob("*.pt")):
+        os.utime(file, (written, written))
+    return run
+
+
+def resumed(*flags: str) -> Settings:
+    """Return the settings that train.py starts or continues with."""
+    return resolve_settings(given_flags(TrainOptions, flags), lambda *_: Hyperparameters)
+
+
+def named(*flags: str) -> Path | None:
+    """Return the run folder that --resume names."""
+    options = over_defaults(TrainOptions, given_flags(TrainOptions, flags))
+    return find_run(options.resume, Path(options.project), options.name, options.exist_ok)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run of 10 epochs that stopped in its fourth, whose results.csv has one row more."""
+    run = begin(tmp_path / "runs" / "exp", STATE)
+    (run / "results.csv").write_text("epoch\n0\n1\n2\n3\n")
+    return run
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project of several runs: `exp10` was written last of those named exp and a number, `other` of all."""
+    for name, written in {"exp": 100.0, "exp2": 300.0, "exp10": 400.0, "other": 500.0, "expert": 450.0}.items():
+        begin(tmp_path / name, written=written)
+    (tmp_path / "exp11").mkdir()  # of a run that had not begun
+    return tmp_path
+
+
+def test_the_newest_run_is_the_last_written_one(project: Path) -> None:
+    newest, auto = ("--project", str(project), "--resume"), (*AUTO, str(project))
+    assert [named(*newest), named(*auto)] == [project / "other", project / "exp10"]
+    assert [named(*auto, "--exist-ok"), named(*auto, "--name", "other")] == [project / "exp", project / "other"]
+    os.utime(project / "exp" / "settings.yaml", (600, 600))
+    assert [named(*newest), named(*auto)] == [project / "exp"] * 2
+    for number, file in enumerate(("exp2/results.csv", "exp10/checkpoint/00000001-0123456789abcdef.pt")):
+        (project / file).parent.mkdir(exist_ok=True)
+        (project / file).touch()
+        os.utime(project / file, (700 + number, 700 + number))
+        assert named(*newest) == project / Path(file).parts[0]
+
+
+def test_auto_takes_a_name_literally_and_may_find_nothing(tmp_path: Path) -> None:
+    begin(tmp_path / "axb")
+    assert named(*AUTO, str(tmp_path), "--name", "a.b") is None
+    assert begin(tmp_path / "a.b2") == named(*AUTO, str(tmp_path), "--name", "a.b")
+    flags = (*AUTO, str(tmp_path / "none"))
+    given = given_flags(TrainOptions, flags)
+    assert resumed(*flags) == Settings(over_defaults(TrainOptions, given, BUILT_IN_JOB), given)
+    with pytest.raises(UserError, match=str(tmp_path / "none")):
+        named("--project", str(tmp_path / "none"), "--resume")
+
+
+@pytest.mark.parametrize("inside", ["", "settings.yaml", "checkpoint", "weights/last.pt", "checkpoint/1-a.pt"])
+def test_a_path_to_a_run_or_into_it(project: Path, inside: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = project / "exp2" / inside
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    assert named("--resume", str(path)) == project / "exp2"
+    monkeypatch.chdir(project)
+    assert (named("--resume", str(path.relative_to(project))) or Path()).absolute() == project / "exp2"
+
+
+@pytest.mark.parametrize("path", ["", "exp3", "exp/a/b/c"])
+def test_a_path_that_is_not_a_run(path: str, project: Path) -> None:
+    (project / "exp" / "a" / "b" / "c").mkdir(parents=True)
+    with pytest.raises(UserError, match=f"--resume {project / path}: "):
+        named("--resume", str(project / path))
+
+
+def test_settings_that_are_not_of_a_training_run(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text("epochs: 3\n")
+    with pytest.raises(UserError, match=str(tmp_path)):
+        resumed("--resume", str(tmp_path))
+
+
+def test_a_run_continues_with_its_settings(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = resumed("--resume", str(run))
+    assert (settings.saved, settings.is_fixed) == (read_yaml(run / "settings.yaml"), True)
+    assert settings.given == {"resume": str(run)}
+    folder: dict[str, Any] = {"project": str(run.parent), "name": "exp", "exist_ok": True, "resume": str(run)}
+    assert settings.options == TrainOptions(**BEGUN, **folder)  # type: ignore[arg-type]
+    options = resumed("--resume", str(run), "--workers", "3", "--epochs", "20").options
+    assert (options.workers, options.epochs, options.device, options.name) == (3, 20, "cpu", "exp")
+    monkeypatch.setattr("utils.checkpoint.launched", lambda: True)
+    assert resumed("--resume", str(run)).options.device == ""
+    with pytest.raises(UserError, match="--seed"):
+        resumed("--resume", str(run), "--seed", "1")
+
+
+@pytest.mark.parametrize("settings", [{}, {"nosave": True}])
+def test_a_run_that_never_saved_starts_anew_in_its_folder(settings: dict[str, bool], tmp_path: Path) -> None:
+    run = begin(tmp_path / "exp", **settings)
+    if settings:
+        (run / "results.csv").touch()  # with --nosave there are rows before there is a state
+    with pytest.raises(UserError, match=f"{run}/checkpoint"):
+        resumed("--resume", str(run))
+    resuming = resumed(*AUTO, str(tmp_path))
+    assert (resuming.saved, resuming.is_fixed) == (None, True)  # its settings contain all defaults
+    options = resuming.options
+    assert (options.project, options.name, options.exist_ok, options.epochs) == (str(tmp_path), "exp", True, 10)
+    assert read_saved_state(run_in(tmp_path, exist_ok=True), resuming, IDENTITY) is None
+
+
+@pytest.mark.parametrize("auto", [False, True])
+@pytest.mark.parametrize("damage", ["cut", "removed"])
+def test_a_run_whose_states_are_all_lost(damage: str, auto: bool, run: Path) -> None:
+    """Nothing is overwritten, and the error names the files."""
+    (state,) = StateFiles(run / "checkpoint").files()
+    state.unlink() if damage == "removed" else state.write_bytes(state.read_bytes()[:100])
+    with pytest.raises(UserError, match=f"{run}/checkpoint" if damage == "removed" else state.name):
+        resumed(*((*AUTO, str(run.parent)) if auto else ("--resume", str(run))))
+
+
+def test_edited_settings(tmp_path: Path) -> None:
+    """test_settings.py tests the check."""
+    run = begin(tmp_path / "exp")
+    settings = read_yaml(run / "settings.yaml")
+    StateFiles(run / "checkpoint").write(serialised({**STATE, "settings": {**settings, "freeze": (0, 2)}}))
+    assert resumed("--resume", str(run)).options.freeze == (0, 2)
+    (run / "settings.yaml").write_text(yaml.safe_dump({**settings, "batch_size": 16}))
+    with pytest.raises(UserError, match="batch_size"):
+        resumed("--resume", str(run))
+
+
+def test_a_finished_run(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finished = begin(tmp_path / "exp", {**STATE, "progress": Progress(epoch=10, finished=True).state()})
+    name, fewer = ("--resume", str(finished)), ("--epochs", "3")
+    project = ("--project", str(tmp_path))
+    for flags in (
+        name,
+        (*name, *fewer),
+        (*project, "--resume"),
+        (*AUTO, str(tmp_path)),
+        ("--resume", str(run), *fewer),
+    ):
+        with pytest.raises(Stopped) as stopped:
+            resumed(*flags)
+        assert stopped.value.code == 0
+        assert str(tmp_path) in capsys.readouterr().out
+    with pytest.raises(UserError, match="--epochs 11"):
+        resumed(*name, "--epochs", "11")
+    assert resumed("--resume", str(run), "--epochs", "4").options.epochs == 4
+
+
+def test_the_state_that_a_run_continues_from(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings, opened = resumed("--resume", str(run), "--epochs", "12"), run_in(run.parent, exist_ok=True)
+    with pytest.raises(UserError, match="--imgsz"):
+        read_saved_state(opened, settings, Identity(NAMES, 128, IDENTITY.splits))
+    assert (run / "results.csv").read_text() == "epoch\n0\n1\n2\n3\n"  # unchanged
+    capsys.readouterr()
+    assert read_saved_state(opened, settings, IDENTITY) == STATE
+    printed = capsys.readouterr().out
+    assert "--epochs is 12 and was 10" in printed
+    assert f"{run} in epoch 4, after batch 2" in printed
+    assert (run / "results.csv").read_text() == "epoch\n0\n1\n2\n"  # of the state
+
+
+def test_a_new_run_has_no_state_and_removes_that_of_an_earlier_one(run: Path) -> None:
+    settings = resumed("--project", str(run.parent), "--exist-ok")
+    assert read_saved_state(run_in(run.parent, exist_ok=True), settings, IDENTITY) is None
+    assert StateFiles(run / "checkpoint").files() == []
+
+
+def decided(project: str) -> list[Any]:
+    """Return the settings of a process; other processes than the main one have no such project, as on a machine."""
+    del os.environ[SPAWNED]  # as under a launcher
+    project = project if ranks().rank == 0 else "nowhere"
+    settings = resumed("--project", project, "--resume", "--epochs", "12", "--device", "cpu")
+    return [vars(settings.options), settings.saved, settings.is_fixed]
+
+
+def test_the_main_process_decides_for_all(run: Path, on_processes: OnProcesses) -> None:
+    """tests/utils/distributed/test_ranks.py tests its errors."""
+    expected = resumed("--project", str(run.parent), "--resume", "--epochs", "12", "--device", "cpu")
+    assert on_processes(2, decided, str(run.parent)) == [[vars(expected.options), expected.saved, True]] * 2
