@@ -11,7 +11,6 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from models.ensemble import fuse
 from models.heads.contract import UnavailableCriterion
 from models.tasks.contract import Criterion, Model, Postprocess, Thresholds, View
 from models.tasks.detect import BoxTask, DetectionPrediction, box_predictions
@@ -89,7 +88,7 @@ class DFineTask(BoxTask):
         """Return the module that maps images (b, 3, h, w), in 0 to 1, to boxes. Raises `UserError` with --nms."""
         if suppression:
             raise UserError("--nms is not for this model, whose boxes need no suppression; leave it out")
-        return Scored(cast(DFine, fuse(model))).eval()
+        return Scored(cast(DFine, model)).eval()
 
 
 class DFineView(NamedTuple):
