@@ -8,7 +8,7 @@ REQUIREMENTS := requirements.txt requirements-dev.txt requirements-deepspeed.txt
 	requirements-tune.txt
 
 .PHONY: setup train test test-long test-gpu test-gpu2 test-floors \
-	lint image constraints soak gpu gpu2 gpu-data readme bench-processes bench-versus
+	lint image same-bytes constraints soak gpu gpu2 gpu-data readme bench-processes bench-versus
 
 # Everything: for DeepSpeed, exports, tests and linters too.
 setup: $(FULL)
@@ -112,6 +112,22 @@ lint: setup
 	$(VENV)/bin/codespell
 	@test ! -x $(VENV)/bin/hadolint || $(VENV)/bin/hadolint Dockerfile
 	@! command -v actionlint >/dev/null || actionlint
+
+# The built-in job, shortened to 20 steps, on 1, 2 and 4 processes, and killed on one and resumed on two: compared step by
+# step. EXPECT: the SHA-256 that the weights must have, see docs/exact.md
+SAME := runs/same-bytes
+STEPS := OMP_NUM_THREADS=1 $(RUN) train.py --epochs 2 --imgsz 64 --batch-size 64 --device cpu --workers 0 --noplots \
+	--logical-processes 4 --hashes --save-steps 2 --project $(SAME) --name
+
+same-bytes: $(LEAN)
+	rm -rf $(SAME)
+	for count in 1 2 4; do $(STEPS) $$count --processes $$count || exit 1; done
+	@$(STEPS) killed & run=$$!; \
+	while kill -0 $$run 2>/dev/null && [ "$$(cat $(SAME)/killed/hashes.csv 2>/dev/null | wc -l)" -lt 8 ]; do sleep 0.1; done; \
+	kill -KILL $$run
+	OMP_NUM_THREADS=1 $(RUN) train.py --resume $(SAME)/killed --processes 2
+	for name in 2 4 killed; do \
+		$(RUN) -m utils.compare_runs $(SAME)/1 $(SAME)/$$name $(if $(EXPECT),--expect $(EXPECT)) || exit 1; done
 
 # The built-in job, and the picture, caption and row of the README from it
 readme: $(LEAN)

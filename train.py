@@ -112,7 +112,8 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
         if saved:
             state.load(saved)
     record = not (options.no_cuda_graph or options.rect or options.multi_scale)  # images of one size
-    steps = OptimizerSteps(run, distributed, state, schedule, evaluate.loss_names, options.profile, record)
+    names, window = evaluate.loss_names, options.profile
+    steps = OptimizerSteps(run, distributed, state, schedule, names, window, record, options.hashes)
     criterion = steps.recorded(task, criterion)
     progress, half = steps.progress, accelerator.mixed_precision != "no"
     flags = {**settings.flags(), "imgsz": model.imgsz, "wandb_id": decisions.run_id}

@@ -19,7 +19,8 @@ Runs these jobs in both checkouts, with this Python, on one thread per process, 
     json        yolov5n.pt on the COCO annotations of data/coco128 of --shared at 160 px, 2 epochs
 
 --keep: a folder for the runs, in a folder per checkout; existing ones of `before` are reused, by several comparisons at
-the same time too. Exits with 1 if anything differs. Jobs that need --shared are skipped if that folder is missing.
+the same time too. If both checkouts know --hashes, the first different step is named. Exits with 1 if anything differs.
+Jobs that need --shared are skipped if that folder is missing.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ import torch
 import yaml
 from filelock import FileLock
 
+from utils.compare_runs import HASHES, compare, described
 from utils.files import ROOT
 
 CLASSES = ["WBC", "RBC", "Platelets"]  # of data/bccd
@@ -141,7 +143,8 @@ class Jobs:
 
     def _common(self, name: str) -> tuple[str, ...]:
         here = ("--project", str(self.project), "--name", name, "--device", "cpu")
-        return (*here, "--workers", "1", "--noplots")
+        hashes = ("--hashes",) if name != "zero" and (self.checkout / "utils" / "compare_runs.py").is_file() else ()
+        return (*here, "--workers", "1", "--noplots", *hashes)
 
     def _photos(self) -> tuple[str, ...]:
         return self._fine_tuning("bccd", {"train": "images/train", "val": "images/val", "names": CLASSES})
@@ -189,10 +192,13 @@ def main() -> None:
                 print(f"{name:<10} skipped: {options.shared} does not exist", flush=True)
                 continue
             start = time.monotonic()
-            different = differences(*_both(name, before, after))
+            folders = _both(name, before, after)
+            different = differences(*folders)
             wrong += bool(different)
             result = f"differs in {', '.join(different[:5])}" if different else "identical"
             print(f"{name:<10} {result} ({time.monotonic() - start:.0f} s)", flush=True)
+            if different and all((folder / HASHES).is_file() for folder in folders):
+                print(*described(compare(*folders)), sep="\n")
     sys.exit(bool(wrong))
 
 

@@ -172,11 +172,7 @@ class Members:
         return any(content.metadata and content.metadata.suppression for content in self.weights.values())
 
     def log_notes(self, flags: Mapping[str, Any], half: bool) -> None:
-        """Warn of flags, given on the command line, that the device or an exported file overrides.
-
-        Args:
-            half: whether weights and images are in half precision
-        """
+        """Warn of `flags` on the command line that the device, which decides `half`, or an exported file overrides."""
         if flags.get("half") and not half:
             log("warning: --half is for CUDA; using full precision")
         for name, content in self.weights.items():
@@ -248,9 +244,7 @@ def read_members(names: Sequence[str], layers: str, task_file: str, augment: boo
 def for_inference(model: Model, device: torch.device, half: bool, fold: bool = False) -> Model:
     """Return the model on `device`, in evaluation mode; an exported file as it is.
 
-    Args:
-        fold: whether to fold BatchNorm into convolutions, which changes results by rounding; always done for a model
-            with `RepConv`s
+    `fold` folds BatchNorm into convolutions, which changes results by rounding; `RepConv`s are always folded.
     """
     from models.export import Exported
 

@@ -248,10 +248,7 @@ class StartingPoint:
     def with_default_weights(self, agreed: Callable[[bool], bool]) -> StartingPoint:
         """Load the weights that torchvision recommends for the model, if the main process can get them; log it.
 
-        Raises `UserError` if only this machine cannot.
-
-        Args:
-            agreed: returns the main process's value on every process
+        `agreed` returns the main process's value on every process. Raises `UserError` if only this machine cannot.
         """
         scratch, problem = replace(self, weights=None, weights_name="", weights_file=None), None
         if "architecture" not in self.yaml:
@@ -290,11 +287,8 @@ def starting_point(
 ) -> StartingPoint:
     """Read the model that --cfg names, else the one in --weights.
 
-    If --cfg is given, `with_weights` reads the weights later. Raises `UserError`.
-
-    Args:
-        saved_yaml: model YAML of the run that is resumed; None for a new run
-        given: names of the flags on the command line; other values may come from the resumed run's settings
+    If --cfg is given, `with_weights` reads the weights later. A resumed run has its model in `saved_yaml`, and the
+    values of flags that are not `given` now in its settings. Raises `UserError`.
     """
     if options.layers:
         add_layers(options.layers, "layers" in given)
@@ -360,13 +354,9 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> N
 
 
 def recipe_of(settings: Mapping[str, Any], given: Mapping[str, Any]) -> type[Recipe]:
-    """Return the class of a run's hyperparameters.
+    """Return the class of the hyperparameters of a run, from its settings and the flags that replace some of them.
 
     Raises `UserError` if the task does not exist, or if its file may not be run.
-
-    Args:
-        settings: content of the run's settings.yaml
-        given: values of flags, by name, that replace settings
     """
     if task_file := {**settings, **given}.get("task_file"):
         add_tasks(task_file, "task_file" in given)

@@ -173,10 +173,8 @@ def same_names(names: Mapping[int, str], new: Mapping[int, str]) -> dict[int, in
 def read_weights(path: str | Path, licence: str = "") -> Weights:
     """Read a file from train.py, a YOLOv5 or YOLOv9 `.pt`, a `.safetensors` file or a saved state dict.
 
-    Raises `UserError` for any other file, before calling anything that it names.
-
-    Args:
-        licence: licence of the file if it records none and its program does not imply one; '' if that is unknown
+    `licence` is that of a file that records none and whose program does not imply one. Raises `UserError` for any other
+    file, before calling anything that it names.
     """
     path = Path(path)
     if path.name.endswith(EXPORTED_SUFFIXES):

@@ -198,10 +198,8 @@ def add_layers(file: str | Path, is_named: bool = True) -> list[str]:
     A layer is a class in the file that extends nn.Module. The names of its parameters decide how it is called:
     (c1, c2, *args[1:]), with c2 scaled, and with repeats after c2 if the third parameter is `n` or `repeats`;
     (c1, *args); (channels, *args) or (*args, channels=...), with the channels of all input maps; else (*args).
-    Raises `UserError` if the file does not load, defines no layer, or defines one whose name is taken.
-
-    Args:
-        is_named: whether the user names the file now, not the settings of a run, see `utils.user_code.trust`
+    Raises `UserError` if the file does not load, defines no layer, or defines one whose name is taken, or if it is not
+    to be trusted: the settings of a run name it, not the user (`is_named`).
     """
     path = Path(file).resolve()
     if not os.path.isfile(path):
@@ -297,10 +295,9 @@ class YoloModel(Model):
         return outputs if until == self._head_row + 1 else (outputs, maps[until - 1])
 
     def run_rows(self, maps: Mapping[int, Any], first: int, until: int, hints: Sequence[Tensor] = ()) -> dict[int, Any]:
-        """Run the rows from `first` to before `until`; return the outputs that later rows read, and the heads'.
+        """Run the rows from `first` to before `until`, which read `maps`, the outputs by row; row -1 is the images.
 
-        Args:
-            maps: outputs by row that these rows read; row -1 is the images
+        Returns the outputs that later rows read, and the heads'.
         """
         maps = dict(maps)
         for row, layer in zip(self.rows[first:until], self.model[first:until], strict=True):

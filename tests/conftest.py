@@ -16,20 +16,21 @@ import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
-from uuid import uuid4
 
 import numpy as np
 import pytest
 import torch
 from filelock import FileLock
-from torch.multiprocessing.spawn import start_processes
 
+import train
+import val
 from data.builtin import shapes, shapes_cls, shapes_seg
-from tests.machines import left_behind, machines
+from tests import processes
+from tests.machines import machines
 from tests.making import write_yaml
 from utils.console import Background, log
 from utils.distributed.failure import run_main
-from utils.distributed.launch import reset_accelerate, spawn
+from utils.distributed.launch import reset_accelerate
 from utils.distributed.ranks import ranks
 from utils.distributed.stop import STOP_SIGNALS
 from utils.errors import Stopped
@@ -52,14 +53,12 @@ pytest.register_assert_rewrite("tests.curves")
 
 def pytest_collection_finish() -> None:
     """Keep what imports have made out of later garbage collections, each of which would take 0.2 s."""
-    import train  # noqa: F401
-    import val  # noqa: F401
-
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
+    processes.stop_server()
     gc.unfreeze()  # otherwise C++ modules report leaks at the end
 
 
@@ -139,22 +138,9 @@ def run_script(tmp_path_factory: pytest.TempPathFactory) -> RunScript:
         **variables: str,
     ) -> str:
         quick = [] if plots or script not in ("train.py", "val.py") else ["--noplots"]
-        mark = f"LOCKSTEP_TEST={uuid4()}"  # launchers start sessions and groups of their own, but keep the environment
-        started = subprocess.Popen(
-            ["env", "--default-signal=HUP,INT", mark, *launcher, str(ROOT / script), *flags, *quick],
-            env={**os.environ, **cache, **variables},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            printed = "".join(started.communicate(timeout=900))
-        finally:
-            left = left_behind(mark)
-            for process in left:
-                process.kill()
-        assert started.returncode in ((1, 2) if fails else (code,)), printed
+        environment, folder = {**os.environ, **cache, **variables}, tmp_path_factory.mktemp("printed")
+        ended, printed, left = processes.run_script(script, [*flags, *quick], launcher, environment, folder)
+        assert ended in ((1, 2) if fails else (code,)), printed
         assert not left, printed
         return printed
 
@@ -169,9 +155,6 @@ def call_main(
 
     It returns the exit code and what was printed. Instead of training, all images are loaded once.
     """
-    import train
-    import val
-
     cache = tmp_path_factory.mktemp("cache")
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     made: list[val.Evaluator] = []
@@ -214,16 +197,10 @@ def on_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnProcesses
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def run(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        work = functools.partial(_keep, tmp_path / "returned", function, arguments)
-        if not spawn(work, count):
-            start_processes(_alone, (work,), nprocs=1, start_method="spawn")
+        processes.run_function(functools.partial(_keep, tmp_path / "returned", function, arguments), count)
         return [torch.load(tmp_path / "returned" / f"{rank}.pt", weights_only=False) for rank in range(count)]
 
     return run
-
-
-def _alone(rank: int, work: Callable[[], object]) -> None:
-    work()
 
 
 def _keep(folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,17 +89,17 @@ def identical(folder: Path, other: Path) -> None:
     assert {**one["progress"], "summary": None} == {**two["progress"], "summary": None}
 
 
-def same_bytes_when_killed(train: Callable[..., str], resume: Callable[..., str], project: Path) -> None:
-    """Check that a run that is killed on one process, and continues on two, equals one on two processes.
+def killed_and_moved(train: Callable[..., str], run_script: Callable[..., str], alone: Path, *more: str) -> None:
+    """Check that a run that is killed on two processes, and continues on one, equals one that nothing has disturbed.
 
-    train: of train.py with flags besides its own. resume: runs a script.
+    train: of train.py, for two logical processes. alone: the undisturbed run. more: flags of the resumed run.
     """
-    logical, two = ("--logical-processes", "2"), ("--processes", "2")
-    train(project, *logical, *two, "--name", "straight")
-    fault = planted("SIGKILL", "optimizer step", 3)
-    train(project, *logical, "--name", "killed", "--save-steps", "1", **fault, code=-signal.SIGKILL)
-    assert "resuming " in resume("train.py", "--resume", str(project / "killed"), *two, OMP_NUM_THREADS="1")
-    identical(project / "killed", project / "straight")
+    fault = planted("SIGKILL", "optimizer step", 3, rank=1)
+    train(alone.parent, "--processes", "2", "--name", "killed", "--save-steps", "1", **fault, code=1)
+    killed = alone.with_name("killed")
+    resume = ("train.py", "--resume", str(killed), "--processes", "1", *more)
+    assert "resuming " in run_script(*resume, OMP_NUM_THREADS="1")
+    identical(killed, alone)
 
 
 def state(folder: Path) -> dict[str, Any]:

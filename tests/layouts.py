@@ -20,25 +20,14 @@ WIDTH, HEIGHT = 64, 48
 COLOURS = ((230, 60, 60), (60, 230, 60), (60, 60, 230))  # of the classes
 
 
-class DrawnObject(NamedTuple):
-    """A rectangle in the colour of its class. box: left, top, width and height in pixels."""
-
-    label: int
-    box: tuple[int, int, int, int]
-
-
 class DrawnImage(NamedTuple):
-    """An image without its file. Every third one has no object."""
+    """An image without its file: a rectangle per object, in the colour of its class. Every third has none.
+
+    objects: class and box of each: left, top, width and height in pixels.
+    """
 
     stem: str
-    objects: list[DrawnObject]
-
-    def write(self, folder: Path, suffix: str = ".jpg") -> Path:
-        """Write the image file."""
-        pixels = plain(WIDTH, HEIGHT)
-        for label, (x, y, width, height) in self.objects:
-            pixels[y : y + height, x : x + width] = COLOURS[label]
-        return write_image(folder / f"{self.stem}{suffix}", pixels)
+    objects: list[tuple[int, tuple[int, int, int, int]]]
 
     def label_rows(self) -> list[str]:
         """Return the rows of the image's label file."""
@@ -48,7 +37,7 @@ class DrawnImage(NamedTuple):
         )
         return [" ".join(f"{number:.6g}" for number in row) for row in shares]
 
-    def xml(self, suffix: str = ".jpg") -> str:
+    def xml(self, suffix: str) -> str:
         """Return the image's annotation in VOC's form, with edges counted from 0."""
         objects = "".join(
             f"<object><name>{NAMES[label]}</name><bndbox><xmin>{x}</xmin><ymin>{y}</ymin>"
@@ -63,13 +52,25 @@ def drawn(split: str) -> list[DrawnImage]:
     """Return the images of a split."""
     rng = np.random.default_rng(list(split.encode()))
 
-    def objects(number: int) -> Iterator[DrawnObject]:
+    def objects(number: int) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
         for k in range(number % 3):
             width, height = (int(side) for side in rng.integers(12, 24, 2))
             box = (int(rng.integers(0, WIDTH - width)), int(rng.integers(0, HEIGHT - height)), width, height)
-            yield DrawnObject((number // 3 + k) % len(NAMES), box)
+            yield (number // 3 + k) % len(NAMES), box
 
     return [DrawnImage(f"{split}_{number}", list(objects(number))) for number in range(COUNTS[split])]
+
+
+def write_split(split: str, images: Path, annotations: Path | None = None, suffix: str = ".jpg") -> list[DrawnImage]:
+    """Write the images of a split into a folder, and VOC's annotations into another; return the images."""
+    for image in drawn(split):
+        pixels = plain(WIDTH, HEIGHT)
+        for label, (x, y, width, height) in image.objects:
+            pixels[y : y + height, x : x + width] = COLOURS[label]
+        write_image(images / f"{image.stem}{suffix}", pixels)
+        if annotations:
+            write_text(annotations / f"{image.stem}.xml", image.xml(suffix))
+    return drawn(split)
 
 
 def write_text(file: Path, text: str) -> None:
@@ -79,134 +80,91 @@ def write_text(file: Path, text: str) -> None:
 
 # Layouts
 
+SPLITS = {"train": "train", "val": "valid", "test": "test"}  # folders of Roboflow's exports
 
-def coco_text(images: Sequence[DrawnImage], first_id: int = 1, group: str = "") -> str:
+
+def coco_text(images: Sequence[DrawnImage], group: str = "") -> str:
     """Return a COCO annotation file. group: a category without objects, the supercategory of the others, with id 0."""
     categories = [{"id": 0, "name": group, "supercategory": "none"}] if group else []
-    categories += [{"id": first_id + k, "name": name, "supercategory": group} for k, name in enumerate(NAMES)]
+    categories += [{"id": k, "name": name, "supercategory": group} for k, name in enumerate(NAMES, 1)]
     annotations = [
-        {"image_id": number, "category_id": first_id + label, "bbox": box, "area": box[2] * box[3], "iscrowd": 0}
+        {"image_id": number, "category_id": 1 + label, "bbox": box, "area": box[2] * box[3], "iscrowd": 0}
         for number, image in enumerate(images)
         for label, box in image.objects
     ]
-    described = [
+    files = [
         {"id": number, "file_name": f"{image.stem}.jpg", "width": WIDTH, "height": HEIGHT}
         for number, image in enumerate(images)
     ]
     numbered = [{"id": number, **annotation} for number, annotation in enumerate(annotations)]
-    return json.dumps({"categories": categories, "images": described, "annotations": numbered})
+    return json.dumps({"categories": categories, "images": files, "annotations": numbered})
 
 
 def roboflow_coco(folder: Path) -> Path:
     """Roboflow's COCO export: annotations with the images of each split, and an empty supercategory."""
-    for split, name in (("train", "train"), ("val", "valid"), ("test", "test")):
-        for image in drawn(split):
-            image.write(folder / name)
-        write_text(folder / name / "_annotations.coco.json", coco_text(drawn(split), group="animals"))
+    for split, name in SPLITS.items():
+        write_text(folder / name / "_annotations.coco.json", coco_text(write_split(split, folder / name), "animals"))
     return folder
 
 
-def coco(folder: Path, images: str = "images/{}2017") -> Path:
-    """COCO's own layout. images: the folder of the images of a split."""
-    for split in ("train", "val"):
-        for image in drawn(split):
-            image.write(folder / images.format(split))
-        write_text(folder / f"annotations/instances_{split}2017.json", coco_text(drawn(split)))
-    return folder
-
-
-def coco_flat(folder: Path) -> Path:
+def coco(folder: Path) -> Path:
     """COCO's annotations, with the images of both splits in one folder."""
-    return coco(folder, "images")
+    for split in ("train", "val"):
+        images = write_split(split, folder / "images")
+        write_text(folder / f"annotations/instances_{split}2017.json", coco_text(images))
+    return folder
 
 
 def coco_file(folder: Path) -> Path:
     """A COCO file alone, with its images in the folder `images` beside it."""
-    for image in drawn("train"):
-        image.write(folder / "images")
-    write_text(folder / "export.json", coco_text(drawn("train")))
+    write_text(folder / "export.json", coco_text(write_split("train", folder / "images")))
     return folder / "export.json"
 
 
-def voc(folder: Path, images: str = "JPEGImages") -> Path:
+def voc(folder: Path) -> Path:
     """VOC's layout with its lists."""
     for split in ("train", "val"):
-        for image in drawn(split):
-            image.write(folder / images)
-            write_text(folder / f"Annotations/{image.stem}.xml", image.xml())
-        stems = [image.stem for image in drawn(split)]
-        write_text(folder / f"ImageSets/Main/{split}.txt", "\n".join(stems))
-    return folder
-
-
-def voc_without_jpegimages(folder: Path) -> Path:
-    """VOC's layout, with the images in another folder."""
-    return voc(folder, "images")
-
-
-def voc_beside(folder: Path) -> Path:
-    """VOC's layout, with the images beside the folders of annotations and lists."""
-    return voc(folder, "")
-
-
-def voc_without_lists(folder: Path) -> Path:
-    """VOC's folders of images and annotations, without a split."""
-    for image in drawn("train"):
-        image.write(folder / "JPEGImages")
-        write_text(folder / f"Annotations/{image.stem}.xml", image.xml())
+        images = write_split(split, folder / "JPEGImages", folder / "Annotations")
+        write_text(folder / f"ImageSets/Main/{split}.txt", "\n".join(image.stem for image in images))
     return folder
 
 
 def kaggle(folder: Path) -> Path:
     """Kaggle's `images` and `annotations`, without a split; PNG files."""
-    for image in drawn("train"):
-        image.write(folder / "images", ".png")
-        write_text(folder / f"annotations/{image.stem}.xml", image.xml(".png"))
-    return folder
-
-
-def labelimg(folder: Path) -> Path:
-    """What labelImg writes: each XML file beside its image."""
-    for image in drawn("train"):
-        image.write(folder)
-        write_text(folder / f"{image.stem}.xml", image.xml())
+    write_split("train", folder / "images", folder / "annotations", ".png")
     return folder
 
 
 def roboflow_voc(folder: Path) -> Path:
     """Roboflow's Pascal VOC export: images and XML files in the folder of each split."""
-    for split, name in (("train", "train"), ("val", "valid"), ("test", "test")):
-        for image in drawn(split):
-            image.write(folder / name)
-            write_text(folder / name / f"{image.stem}.xml", image.xml())
+    for split, name in SPLITS.items():
+        write_split(split, folder / name, folder / name)
     write_text(folder / "README.roboflow.txt", "an export\n")
     return folder
 
 
 def roboflow_yolo(folder: Path) -> Path:
     """Roboflow's YOLO export: a data.yaml whose paths lead out of its folder."""
-    for split, name in (("train", "train"), ("val", "valid"), ("test", "test")):
-        for image in drawn(split):
-            image.write(folder / name / "images")
+    for split, name in SPLITS.items():
+        for image in write_split(split, folder / name / "images"):
             write_text(folder / name / f"labels/{image.stem}.txt", "\n".join(image.label_rows()))
     content = {"train": "../train/images", "val": "../valid/images", "test": "../test/images", "nc": 3}
-    origin = {"workspace": "me", "project": "animals", "version": 1, "license": "CC BY 4.0", "url": "https://x.org/1"}
-    write_yaml(folder / "data.yaml", {**content, "names": list(NAMES), "roboflow": origin})
+    write_yaml(folder / "data.yaml", {**content, "names": list(NAMES), "roboflow": {"version": 1}})
     return folder
 
 
-def class_folders(folder: Path) -> Path:
+def class_folders(folder: Path, split: str = "train") -> Path:
     """A folder of images per class."""
-    for image in drawn("train"):
-        image.write(folder / NAMES[int(image.stem.split("_")[1]) % len(NAMES)])
+    for file in [folder / f"{image.stem}.jpg" for image in write_split(split, folder)]:
+        (folder / (name := NAMES[int(file.stem.split("_")[1]) % len(NAMES)])).mkdir(exist_ok=True)
+        file.rename(folder / name / file.name)
     return folder
 
 
 def class_folders_by_split(folder: Path) -> Path:
     """A folder of images per class in the folder of each split, as Roboflow exports it."""
-    for split, name in (("train", "train"), ("val", "valid"), ("test", "test")):
-        for image in drawn(split):
-            image.write(folder / name / NAMES[int(image.stem.split("_")[1]) % len(NAMES)])
+    for split, name in SPLITS.items():
+        class_folders(folder / name, split)
     return folder
 
 
@@ -214,7 +172,7 @@ Layout = Callable[[Path], Path]  # draws a data set into a folder; returns what 
 
 # By whether they have images for validation; those that have none hold a share out.
 BOX_LAYOUTS: dict[Layout, bool] = {
-    roboflow_coco: True, coco: True, coco_flat: True, coco_file: False, voc: True, voc_without_jpegimages: True,
-    voc_beside: True, voc_without_lists: False, kaggle: False, labelimg: False, roboflow_voc: True, roboflow_yolo: True,
-}  # fmt: skip
+    **dict.fromkeys((roboflow_coco, coco, voc, roboflow_voc, roboflow_yolo), True),
+    **dict.fromkeys((coco_file, kaggle), False),
+}
 CLASS_LAYOUTS: dict[Layout, bool] = {class_folders: False, class_folders_by_split: True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -51,18 +52,19 @@ def on_machine(host: str, rank: int) -> tuple[str, ...]:
     return ("ip", "netns", "exec", host, *ACCELERATE, "--config_file", str(CONFIGS / "2node.yaml"), *rendezvous)
 
 
-def living(mark: str, *more: str) -> Iterator[psutil.Process]:
-    """Yield the living processes that have variables, each `NAME=value`, in their environment."""
+def living(mark: str, *more: str, session: int = 0) -> Iterator[psutil.Process]:
+    """Yield the living processes that have variables, each `NAME=value`, in their environment, or are of a session."""
     wanted = dict(variable.split("=", 1) for variable in (mark, *more))
     for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if wanted.items() <= process.environ().items() and process.status() != psutil.STATUS_ZOMBIE:
+        with suppress(psutil.Error, OSError):
+            is_wanted = 0 < session == os.getsid(process.pid) or wanted.items() <= process.environ().items()
+            if is_wanted and process.status() != psutil.STATUS_ZOMBIE:
                 yield process
 
 
-def left_behind(mark: str, patience: float = 10.0) -> list[psutil.Process]:
-    """Return the processes with a mark in their environment that outlive `patience` seconds; loaders need up to 5."""
+def left_behind(mark: str, patience: float = 10.0, session: int = 0) -> list[psutil.Process]:
+    """Return the processes of `living` that outlive `patience` seconds; loaders need up to 5."""
     end = time.monotonic() + patience
-    while (alive := list(living(mark))) and time.monotonic() < end:
+    while (alive := list(living(mark, session=session))) and time.monotonic() < end:
         time.sleep(0.1)
     return alive

@@ -116,13 +116,3 @@ def test_data_yamls(path: Path) -> None:
     assert list(content["names"]) == list(range(len(content["names"])))
     assert all(isinstance(name, str) for name in content["names"].values())
     assert len(set(content["names"].values())) == len(content["names"])
-
-
-@pytest.mark.parametrize("name", ["coco", "coco128"])
-def test_cocos_names_end_the_file_in_block_style(name: str) -> None:
-    """Other programs read them line by line."""
-    path = ROOT / "data" / f"{name}.yaml"
-    names = read_yaml(path)["names"]
-    assert list(read_yaml(path))[-1] == "names"
-    assert path.read_text().rstrip().splitlines()[-81:] == ["names:", *(f"  {k}: {v}" for k, v in names.items())]
-    assert (len(names), names[0], names[79]) == (80, "person", "toothbrush")

@@ -4,47 +4,42 @@ and changes no file."""
 from __future__ import annotations
 
 import io
-import os
-import pickle
-import struct
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
 from PIL import Image
-from safetensors.torch import save
 
 from models.yolo import build_model
 from tests.conftest import CallMain, RunScript
 from tests.curves import untouched
-from tests.making import tiny_detector
+from tests.making import noise, tiny_detector
 from tests.models.tasks.mask_batches import tiny_segmenter
 from utils.checkpoint import weights_content
 
-PIXELS = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
-ROW = "0 0.5 0.5 0.25 0.25\n"
+ROW, OUTLINE = "0 0.5 0.5 0.25 0.25\n", "0 0.1 0.1 0.9 0.1 0.9 0.9\n"
 WEIGHTS, WEIGHT = "--weights {set}/weights.pt", "model.0.conv.weight"
-ROTATED, NONSENSE = 6, 99  # values of EXIF's orientation
 
 
 class Inputs:
     """The files of a user: `set/` with a data YAML, images and labels, a model YAML, hyperparameters and weights."""
 
-    def __init__(self, folder: Path, model: dict[str, Any]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.data: dict[str, Any] = {"train": "images/train", "val": "images/val", "names": ["cat", "dog", "cow"]}
-        self.model, self.hyp = model, {"lr0": 0.01}
+        self.model = tiny_detector()
         for split, count in (("train", 4), ("val", 2)):
             for number in range(count):
-                self.image(f"{number}.jpg", encoded("JPEG"), ROW, split)
+                self.image(f"{number}.jpg", encoded("JPEG"), split)
+        (folder / "empty").mkdir()
         self.write("data.yaml", self.data)
-        self.write("model.yaml", model)
-        self.write("hyp.yaml", self.hyp)
+        self.write("other.yaml", {**self.data, "val": "bad.txt"})
+        self.write("bad.txt", "model.jpg")
+        self.write("model.yaml", self.model)
+        self.write("hyp.yaml", {"lr0": 0.01})
 
     def write(self, name: str, content: Any) -> None:
         """Write a file of `set/`: bytes, text, or the content of a YAML."""
@@ -54,34 +49,52 @@ class Inputs:
             content = yaml.safe_dump(content, sort_keys=False)
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
 
-    def image(self, name: str, content: bytes, rows: str | bytes = ROW, split: str = "train") -> None:
+    def image(self, name: str, content: bytes, split: str = "train") -> None:
+        """Write an image with a label."""
         self.write(f"images/{split}/{name}", content)
-        self.write(f"labels/{split}/{Path(name).stem}.txt", rows)
+        self.write(f"labels/{split}/{Path(name).stem}.txt", ROW)
 
-    def label(self, rows: str | bytes, split: str = "train") -> None:
+    def label(self, rows: str, split: str = "train") -> None:
         """Replace the label file of the first image."""
         self.write(f"labels/{split}/0.txt", rows)
+
+    def labels(self, rows: str, *splits: str) -> None:
+        """Replace all label files of splits."""
+        for split in splits:
+            for file in (self.folder / "labels" / split).iterdir():
+                file.write_text(rows)
 
     def change(self, **keys: Any) -> None:
         """Change values of the data YAML; None removes a key."""
         self.write("data.yaml", {key: value for key, value in {**self.data, **keys}.items() if value is not None})
 
     def row(self, number: int, row: Any) -> None:
-        """Add a row to the model's backbone."""
+        """Replace a row of the model's backbone."""
         self.model["backbone"][number] = row
         self.write("model.yaml", self.model)
 
-    def cut(self, name: str) -> None:
-        self.write(name, half((self.folder / name).read_bytes()))
+    def segmenter(self, rows: str) -> None:
+        """Train a segmenter, on these labels of the first image."""
+        self.write("model.yaml", tiny_segmenter())
+        self.labels(OUTLINE, "train", "val")
+        self.label(rows)
+
+    def listed(self, line: str) -> None:
+        """Train on a list file with the first images and another line."""
+        self.write("train.txt", f"images/train/0.jpg\nimages/train/1.jpg\n{line}")
+        self.change(train="train.txt")
 
     def weights(self, **changes: Any) -> None:
         content = weights_content(build_model(self.model), {**self.model, "task": "detect"}, {0: "cat"}, {})
         torch.save({**content, **changes}, self.folder / "weights.pt")
 
+    def bare_weights(self) -> None:
+        torch.save(build_model(self.model).state_dict(), self.folder / "weights.pt")
 
-def encoded(kind: str, mode: str = "RGB", **options: Any) -> bytes:
+
+def encoded(kind: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
-    Image.fromarray(PIXELS).convert(mode).save(buffer, kind, **options)
+    Image.fromarray(noise(64, 48)).save(buffer, kind, **options)
     return buffer.getvalue()
 
 
@@ -89,251 +102,110 @@ def half(content: bytes) -> bytes:
     return content[: len(content) // 2]
 
 
-def exif(orientation: int) -> bytes:
-    block = Image.Exif()
-    block[0x0112] = orientation
-    return encoded("JPEG", exif=block)
+MANY_ROWS = "\n".join(f"0 0.5 0.5 0.{n} 0" for n in range(1, 9)) + "\n" + ROW  # without a height
+Plant = Callable[[Inputs], object]
+Case = tuple[Plant | None, str, str]  # spoils the inputs; what the message names; flags, {set}: the folder
 
-
-def bomb() -> bytes:
-    """Return a PNG of a few bytes whose header says 3.6 billion pixels."""
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-    size = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
-
-
-def animated() -> bytes:
-    buffer = io.BytesIO()
-    frames = [Image.fromarray(PIXELS), Image.fromarray(255 - PIXELS)]
-    frames[0].save(buffer, "WEBP", save_all=True, append_images=frames[1:])
-    return buffer.getvalue()
-
-
-class Payload:
-    """Writes a file where it is unpickled."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (self.file,))
-
-
-def loop(inputs: Inputs) -> None:
-    (inputs.folder / "images/train/again").symlink_to(inputs.folder / "images/train")
-
-
-def link(inputs: Inputs) -> None:
-    (inputs.folder / "images/train/gone.jpg").symlink_to(inputs.folder / "nowhere.jpg")
-
-
-def roboflow(inputs: Inputs) -> None:
-    """Move the files to where Roboflow's exports have them."""
-    for name, split in (("train", "train"), ("valid", "val")):
-        (inputs.folder / name).mkdir()
-        for kind in ("images", "labels"):
-            (inputs.folder / kind / split).rename(inputs.folder / name / kind)
-    inputs.change(train="../train/images", val="../valid/images", test="../test/images", nc=3, roboflow={"version": 1})
-
-
-def listed(*lines: str) -> Callable[[Inputs], None]:
-    """Train on a list file with the first images and these lines."""
-
-    def plant(inputs: Inputs) -> None:
-        inputs.write("train.txt", "\n".join(["images/train/0.jpg", "images/train/1.jpg", *lines]))
-        inputs.change(train="train.txt")
-
-    return plant
-
-
-def image(name: str, content: Callable[[], bytes]) -> Callable[[Inputs], None]:
-    return lambda inputs: inputs.image(name, content())
-
-
-def label(rows: str | bytes, split: str = "train") -> Callable[[Inputs], None]:
-    return lambda inputs: inputs.label(rows, split)
-
-
-def every_label(rows: str, split: str = "train") -> Callable[[Inputs], None]:
-    def plant(inputs: Inputs) -> None:
-        for file in (inputs.folder / "labels" / split).iterdir():
-            file.write_text(rows)
-
-    return plant
-
-
-def data(**keys: Any) -> Callable[[Inputs], None]:
-    return lambda inputs: inputs.change(**keys)
-
-
-def text(name: str, content: str | bytes) -> Callable[[Inputs], None]:
-    return lambda inputs: inputs.write(name, content)
-
-
-def row(number: int, row: Any) -> Callable[[Inputs], None]:
-    return lambda inputs: inputs.row(number, row)
-
-
-def outline(points: str, *others: str) -> Callable[[Inputs], None]:
-    """Train a segmenter on the outline of an object of the first image; others: more rows."""
-
-    def plant(inputs: Inputs) -> None:
-        inputs.write("model.yaml", tiny_segmenter())
-        every_label("0 0.1 0.1 0.9 0.1 0.9 0.9\n")(inputs)
-        every_label("0 0.1 0.1 0.9 0.1 0.9 0.9\n", "val")(inputs)
-        inputs.label("\n".join((f"0 {points}", *others)))
-
-    return plant
-
-
-def nothing(inputs: Inputs) -> None:
-    """Leave the files as they are: the flags are wrong."""
-
-
-Case = tuple[
-    Callable[[Inputs], object], str, str
-]  # spoils the inputs; what the message names; flags, {set}: the folder
-
-
-def of_flags(table: dict[str, str]) -> dict[str, Case]:
-    """Return cases of flags, by what the message names: the files are as they should be."""
-    return {flags: (nothing, named, flags) for flags, named in table.items()}
-
-
-def of_weights(**cases: tuple[Callable[[Inputs], object], str]) -> dict[str, Case]:
-    """Return cases of a weight file: weights.pt or w.pt."""
-    return {name: (plant, named, "--weights {set}/" + named.split()[0]) for name, (plant, named) in cases.items()}
-
-
-def saved(name: str, content: Callable[[Inputs], object]) -> Callable[[Inputs], object]:
-    return lambda inputs: torch.save(content(inputs), inputs.folder / name)
-
-
+# By the flags: the files are as they should be.
+OF_FLAGS = {
+    # files
+    "--data {set}/none.yaml": "{set}/none.yaml",
+    "--data {set}/other.yaml": "`val:`",  # no image of it is one
+    f"--data {'x' * 5000}": "'xxx",
+    "--data data/xView": "xView",
+    "--hyp finetun": "'finetune'",
+    "--hyp.lr0 abc": "--hyp.lr0",
+    "--cfg absent.yaml": "absent.yaml",
+    "--cfg=": "--cfg",
+    "--weights {set}/none.pt": "{set}/none.pt",
+    "--weights yolov5s.pt": "releases/download",
+    "--weights hf:mine": "hf:mine",
+    # values
+    "--epoch 3": "'--epochs'",
+    "--batch-size 0": "--batch-size 0",
+    "--batch-size 6 --logical-processes 4": "all 4 logical processes",
+    "--batch-size 1000000000": "--batch-size",
+    "--no-deterministic --logical-processes 2": "--no-deterministic",
+    "--name=": "--name",
+    "--profile 3:2": "--profile 3:2",
+    "--device 7": "--device 7",
+    "--device gpu": "--device gpu",
+    "--freeze 99": "--freeze 99",
+    "--freeze backbon": "--freeze 'backbon'",
+    "--hyp.lr_factor 0.1": "--hyp.lr_factor",
+    '--hyp.lr_factor {{"neck":1}}': "lr_factor: 'neck'",
+    "--fitness recal=1": "recal=1",
+    "--fitness recall=high": "--fitness 'recall=high'",
+    "--imgsz -8": "--imgsz",
+    "val.py --conf-thres 2": "--conf-thres",
+}
 ERRORS: dict[str, Case] = {
-    **of_flags({
-        # files
-        "--data {set}/none.yaml": "{set}/none.yaml",
-        "--data {set}/other.yaml": "`val:`",  # no image of it is one
-        f"--data {'x' * 5000}": "'xxx",
-        "--data data/xView": "xView",
-        "--hyp finetun": "'finetune'",
-        "--hyp lowest": "'lowest'",
-        "--hyp.lr0 abc": "--hyp.lr0",
-        "--cfg absent.yaml": "absent.yaml",
-        "--cfg=": "--cfg",
-        "--weights {set}/none.pt": "{set}/none.pt",
-        f"--weights {'x' * 5000}": "xxx",
-        "--weights yolov5s.pt": "releases/download",
-        "--weights hf:mine": "hf:mine",
-        # values
-        "--epoch 3": "'--epochs'",
-        "--batch-size 0": "--batch-size 0",
-        "--batch-size 6 --logical-processes 4": "all 4 logical processes",
-        "--batch-size 1000000000": "--batch-size",
-        "--no-deterministic --logical-processes 2": "--no-deterministic",
-        "--name=": "--name",
-        "--profile 3:2": "--profile 3:2",
-        "--device 7": "--device 7",
-        "--device gpu": "--device gpu",
-        "--freeze 99": "--freeze 99",
-        "--freeze backbon": "--freeze 'backbon'",
-        "--hyp.lr_factor 0.1": "--hyp.lr_factor",
-        '--hyp.lr_factor {{"neck":1}}': "lr_factor: 'neck'",
-        "--fitness recal=1": "recal=1",
-        "--fitness recall=high": "--fitness 'recall=high'",
-        "--imgsz -8": "--imgsz",
-        "val.py --conf-thres 2": "--conf-thres",
-    }),
+    **{flags: (None, named, flags) for flags, named in OF_FLAGS.items()},
     # labels and images
-    "class of train": (label("3 0.5 0.5 0.2 0.2"), "train/0.txt, line 1 has class 3", ""),
-    "class of val": (label("7 0.5 0.5 0.2 0.2", "val"), "val/0.txt, line 1 has class 7", ""),
-    "all in pixels": (every_label("0 10 10 20 20"), ".txt, line 1", ""),
-    "strict": (label("0 10 10 20 20"), "train/0.txt, line 1", "--strict"),
-    "strict image": (image("bad.jpg", lambda: b""), "bad.jpg", "--strict"),
+    "class of train": (lambda i: i.label("3 0.5 0.5 0.2 0.2"), "train/0.txt, line 1 has class 3", ""),
+    "class of val": (lambda i: i.label("7 0.5 0.5 0.2 0.2", "val"), "val/0.txt, line 1 has class 7", ""),
+    "all in pixels": (lambda i: i.labels("0 10 10 20 20", "train"), ".txt, line 1", ""),
+    "strict": (lambda i: i.label("0 10 10 20 20"), "train/0.txt, line 1", "--strict"),
+    "strict image": (lambda i: i.image("bad.jpg", b""), "bad.jpg", "--strict"),
     # data sets and hyperparameters
-    "empty split": (data(val="empty"), "`val:`", ""),
-    "missing folder": (data(val="images/none"), "`val: images/none`", ""),
-    "missing split": (data(val=None), "data.yaml has no `val:`", ""),
-    "no labels": (every_label(""), "`train:`", ""),
-    "names too few": (data(nc=5), "`nc` is 5", ""),
-    "out of range": (lambda inputs: inputs.write("hyp.yaml", {"mosaic": 2}), "hyp.yaml: mosaic", ""),
+    "empty split": (lambda i: i.change(val="empty"), "`val:`", ""),
+    "missing folder": (lambda i: i.change(val="images/none"), "`val: images/none`", ""),
+    "missing split": (lambda i: i.change(val=None), "data.yaml has no `val:`", ""),
+    "no labels": (lambda i: i.labels("", "train"), "`train:`", ""),
+    "names too few": (lambda i: i.change(nc=5), "`nc` is 5", ""),
+    "out of range": (lambda i: i.write("hyp.yaml", {"mosaic": 2}), "hyp.yaml: mosaic", ""),
     # models and a user's files
-    "no augmentations": (text("own.py", "AUGMENTATIONS = []"), "{set}/own.py", "--augmentations {set}/own.py"),
-    "bad module": (row(1, [-1, 1, "Cnov", [8, 3, 2]]), "model.yaml, row 1: unknown module 'Cnov'", ""),
-    "bad channels": (row(1, [-1, 1, "Conv", [-8]]), "model.yaml, row 1", ""),
-    "joined over the height": (row(2, [[1, 1], 1, "Concat", [2]]), "model.yaml, row 2: Concat", ""),
+    "no augmentations": (lambda i: i.write("own.py", "A = []"), "{set}/own.py", "--augmentations {set}/own.py"),
+    "bad module": (lambda i: i.row(1, [-1, 1, "Cnov", [8, 3, 2]]), "model.yaml, row 1: unknown module 'Cnov'", ""),
+    "bad channels": (lambda i: i.row(1, [-1, 1, "Conv", [-8]]), "model.yaml, row 1", ""),
+    "joined over the height": (lambda i: i.row(2, [[1, 1], 1, "Concat", [2]]), "model.yaml, row 2: Concat", ""),
     # weights
-    **of_weights(
-        empty=(text("w.pt", b""), "w.pt is empty"),
-        text=(text("w.pt", "<html>"), "w.pt is text"),
-        truncated=(lambda inputs: (inputs.weights(), inputs.cut("weights.pt")), "weights.pt is not a complete"),
-        tensors=(lambda inputs: inputs.write("w.safetensors", half(save({"w": torch.zeros(9)}))), "w.safetensors"),
-        malicious=(lambda inputs: inputs.write("w.pt", pickle.dumps(Payload(inputs.folder / "ran"), 2)), "w.pt"),
-        another_models=(saved("w.pt", lambda _: {"fc.weight": torch.zeros(2, 2)}), "w.pt"),
-        not_finite=(lambda inputs: inputs.weights(state={WEIGHT: torch.full((8, 3, 3, 3), torch.nan)}), "weights.pt"),
+    "no weights": (lambda i: i.write("weights.pt", b""), "weights.pt", WEIGHTS),
+    "a page": (lambda i: i.write("weights.pt", "<html>"), "weights.pt", WEIGHTS),
+    "not finite": (
+        lambda i: i.weights(state={WEIGHT: torch.full((8, 3, 3, 3), torch.nan)}), "weights.pt", WEIGHTS,
     ),
     "another task's": (
-        lambda inputs: inputs.weights(task="pose", model={**inputs.model, "task": "pose"}),
-        "'pose'", f"{WEIGHTS} --cfg=",
+        lambda i: i.weights(task="pose", model={**i.model, "task": "pose"}), "'pose'", f"{WEIGHTS} --cfg=",
     ),
-    "bare tensors": (
-        saved("weights.pt", lambda inputs: build_model(inputs.model).state_dict()), "--cfg", f"{WEIGHTS} --cfg=",
-    ),
+    "bare tensors": (lambda i: i.bare_weights(), "--cfg", f"{WEIGHTS} --cfg="),
     "other classes": (
-        lambda inputs: (inputs.weights(), inputs.change(names=["cat"]), every_label("")(inputs)),
+        lambda i: (i.weights(), i.change(names=["cat"]), i.labels("", "train", "val")),
         "weights.pt has 3 classes", f"val.py {WEIGHTS}",
     ),
 }  # fmt: skip
-MANY_ROWS = "\n".join(f"0 0.5 0.5 0.{n} 0" for n in range(1, 9))[:-1] + "0\n" + ROW
 WARNINGS: dict[str, Case] = {
-    "truncated image": (image("bad.jpg", lambda: half(encoded("JPEG"))), "bad.jpg", ""),
-    "truncated TIFF": (image("bad.tif", lambda: half(encoded("TIFF"))), "bad.tif", ""),
-    "zero bytes": (image("bad.jpg", lambda: b""), "bad.jpg", ""),
-    "bomb": (image("bad.png", bomb), "bad.png", ""),
-    "dangling link": (link, "gone.jpg", ""),
-    "pixels": (label("0 32 24 10 10"), "0.txt, line 1", ""),
-    "list with missing images": (listed("images/train/9.jpg"), "9.jpg", ""),
-    "list with other lines": (listed("notes"), "notes", ""),
-    "overlap": (data(val="images/train"), "4 of the 4 validation images", ""),
-    "no labels in val": (every_label("", "val"), "`val:`", ""),
-    "more than are shown": (every_label(MANY_ROWS), "27 more such problems in train", ""),
-    "boxes in segmentation": (outline("0.5 0.5 0.2 0.2", ROW), "train: 2 of 5 labels are boxes", ""),
+    "truncated image": (lambda i: i.image("bad.jpg", half(encoded("JPEG"))), "bad.jpg", ""),
+    "truncated TIFF": (lambda i: i.image("bad.tif", half(encoded("TIFF"))), "bad.tif", ""),
+    "pixels": (lambda i: i.label("0 32 24 10 10"), "0.txt, line 1", ""),
+    "list with missing images": (lambda i: i.listed("images/train/9.jpg"), "9.jpg", ""),
+    "list with other lines": (lambda i: i.listed("notes"), "notes", ""),
+    "overlap": (lambda i: i.change(val="images/train"), "4 of the 4 validation images", ""),
+    "no labels in val": (lambda i: i.labels("", "val"), "`val:`", ""),
+    "more than are shown": (lambda i: i.labels(MANY_ROWS, "train"), "27 more such problems", ""),
+    "boxes in segmentation": (lambda i: i.segmenter(ROW * 2), "train: 2 of 5 labels are boxes", ""),
     "of other layers": (
-        lambda inputs: (inputs.weights(), [inputs.row(k, [-1, 1, "Conv", [16, 3, 2]]) for k in range(2)]),
+        lambda i: (i.weights(), [i.row(k, [-1, 1, "Conv", [16, 3, 2]]) for k in range(2)]),
         "weights of another model", WEIGHTS,
     ),
-    "of the same layers": (lambda inputs: inputs.weights(task="segment"), "'segment'", WEIGHTS),
+    "of the same layers": (lambda i: i.weights(task="segment"), "'segment'", WEIGHTS),
     "classes in another order": (
-        lambda inputs: inputs.weights(names={0: "dog", 1: "cat", 2: "cow"}), "2 of 3 classes", WEIGHTS,
+        lambda i: i.weights(names={0: "dog", 1: "cat", 2: "cow"}), "2 of 3 classes", WEIGHTS,
     ),
 }  # fmt: skip
-FINE = {
-    "animated": image("x.webp", animated),
-    "nonsense in EXIF": image("x.jpg", lambda: exif(NONSENSE)),
-    "damaged EXIF": image(
-        "x.jpg", lambda: exif(ROTATED).replace(b"II*\x00", b"II*\x07").replace(b"MM\x00*", b"MM\x07*")
-    ),
-    "empty label file": label(""),
-    "boxes and polygons": label(ROW + "1 0.1 0.1 0.9 0.1 0.9 0.9\n"),
-    "an outline that crosses itself": outline("0.1 0.1 0.9 0.9 0.9 0.1 0.1 0.9"),
-    "loop of links": loop,
-    "Roboflow's layout": roboflow,
-    "a key of another program": data(flip_idx=[1, 0]),
-    "key points": lambda inputs: (inputs.change(kpt_shape=[1, 3]), inputs.label("0 .7 .3 .1 .2 .7 .3 2\n" + ROW))[0],
-    "plain state dict": saved("weights.pt", lambda inputs: build_model(inputs.model).state_dict()),
+FINE: dict[str, Plant] = {
+    "empty label file": lambda i: i.label(""),
+    "boxes and polygons": lambda i: i.label(ROW + "1 0.1 0.1 0.9 0.1 0.9 0.9\n"),
+    "an outline that crosses itself": lambda i: i.segmenter("0 0.1 0.1 0.9 0.9 0.9 0.1 0.1 0.9"),
+    "a key of another program": lambda i: i.change(flip_idx=[1, 0]),
+    "key points": lambda i: (i.change(kpt_shape=[1, 3]), i.label("0 .7 .3 .1 .2 .7 .3 2\n" + ROW)),
+    "plain state dict": lambda i: i.bare_weights(),
 }
 
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> Inputs:
-    inputs = Inputs(tmp_path / "set", tiny_detector())
-    (inputs.folder / "empty").mkdir()
-    inputs.write("other.yaml", {**inputs.data, "val": "bad.txt"})
-    inputs.write("bad.txt", "model.jpg")
-    return inputs
+    return Inputs(tmp_path / "set")
 
 
 def arguments(flags: str, inputs: Inputs) -> list[str]:
@@ -346,37 +218,29 @@ def arguments(flags: str, inputs: Inputs) -> list[str]:
     return [script, *own, *(more if script == "train.py" else []), *project, *words]
 
 
-def check_error(printed: str, named: str, inputs: Inputs) -> None:
-    assert printed.startswith("error: ")
-    assert printed.count("\n") == 1
-    assert named.format(set=inputs.folder) in printed
-    assert not (inputs.folder.parent / "runs").exists()  # no run folder for a run that never began
-
-
-def check_warning(printed: str, named: str, inputs: Inputs) -> None:
-    warnings = [line for line in printed.splitlines() if line.startswith("warning: ")]
-    assert sum(named.format(set=inputs.folder) in warning for warning in warnings) == 1, printed
-    assert "Traceback" not in printed
-
-
-@pytest.mark.parametrize("name", ERRORS, ids=lambda name: name[:60])
-def test_an_error(name: str, inputs: Inputs, call_main: CallMain) -> None:
-    plant, named, flags = ERRORS[name]
-    plant(inputs)
+def check(name: str, inputs: Inputs, run: Callable[[list[str]], tuple[int, str]]) -> None:
+    """Plant a case, and check what a run prints and leaves."""
+    plant, named, flags = {**WARNINGS, **ERRORS}[name]
+    if plant:
+        plant(inputs)
+    named = named.format(set=inputs.folder)
     with untouched(inputs.folder):
-        code, printed = call_main(*arguments(flags, inputs))
-    assert code in (1, 2)
-    check_error(printed, named, inputs)
+        code, printed = run(arguments(flags, inputs))
+    if name in ERRORS:
+        assert code in (1, 2)
+        assert printed.startswith("error: ")
+        assert printed.count("\n") == 1
+        assert named in printed
+        assert not (inputs.folder.parent / "runs").exists()  # no run folder for a run that never began
+    else:
+        assert code == 0, printed
+        assert sum(line.startswith("warning: ") and named in line for line in printed.splitlines()) == 1, printed
+        assert "Traceback" not in printed
 
 
-@pytest.mark.parametrize("name", WARNINGS)
-def test_a_warning(name: str, inputs: Inputs, call_main: CallMain) -> None:
-    plant, named, flags = WARNINGS[name]
-    plant(inputs)
-    with untouched(inputs.folder):
-        code, printed = call_main(*arguments(flags, inputs))
-    assert code == 0, printed
-    check_warning(printed, named, inputs)
+@pytest.mark.parametrize("name", [*ERRORS, *WARNINGS], ids=lambda name: name[:60])
+def test_bad_input(name: str, inputs: Inputs, call_main: CallMain) -> None:
+    check(name, inputs, lambda words: call_main(*words))
 
 
 @pytest.mark.parametrize("name", FINE)
@@ -394,30 +258,8 @@ LONG = [pytest.param(name, marks=pytest.mark.long, id=name[:60]) for name in [*E
 
 @pytest.mark.parametrize("name", ["--batch-size 0", *LONG])
 def test_two_processes(name: str, inputs: Inputs, run_script: RunScript) -> None:
-    plant, named, flags = {**WARNINGS, **ERRORS}[name]
-    plant(inputs)
-    many = [] if "--device" in flags else ["--processes", "2"]
-    with untouched(inputs.folder):
-        printed = run_script(*arguments(flags, inputs), *many, fails=name in ERRORS, OMP_NUM_THREADS="1")
-    (check_error if name in ERRORS else check_warning)(printed, named, inputs)
+    def run(words: list[str]) -> tuple[int, str]:
+        many = [] if words.count("--device") > 1 else ["--processes", "2"]
+        return int(name in ERRORS), run_script(*words, *many, fails=name in ERRORS, OMP_NUM_THREADS="1")
 
-
-def test_without_permission(inputs: Inputs, call_main: CallMain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root may read everything, so for root the system's answer is simulated."""
-    closed = inputs.folder / "images/train/0.jpg"
-    closed.chmod(0)
-    if os.geteuid() == 0:
-
-        def refusing(opened: Callable[..., Any]) -> Callable[..., Any]:
-            def open_or_refuse(file: Any, *more: Any, **named: Any) -> Any:
-                if file in (closed, str(closed)):
-                    raise PermissionError(13, "Permission denied", str(file))
-                return opened(file, *more, **named)
-
-            return open_or_refuse
-
-        for module in (os, Image):
-            monkeypatch.setattr(module, "open", refusing(module.open))
-    code, printed = call_main(*arguments("", inputs))
-    assert code == 0
-    assert "0.jpg" in printed
+    check(name, inputs, run)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,16 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torchvision.models import resnet18
 
-from data.builtin import NAMES
 from job import resolve, settings_of
 from models.tasks.classify import default_weights
-from models.weights import read_weights
 from tests.conftest import VAL, CallMain, OnProcesses, RunScript
 from tests.curves import CLASSIFIED, floats, refused, rows, same_curve
-from tests.making import noise, write_yaml
+from tests.making import write_yaml
 from utils.distributed.launch import start
 from utils.distributed.ranks import ranks
 from utils.files import read_yaml
@@ -83,6 +78,7 @@ def test_the_run_folder(alone: Path) -> None:
 # One curve. Measured: losses within 5e-7, weights within 1e-7, scores equal.
 
 
+@pytest.mark.long
 def test_two_processes_by_a_flag(train: Train, alone: Path, tmp_path: Path) -> None:
     printed = train(tmp_path, "--sync-bn", "--processes", "2")
     same_curve(tmp_path / "exp", alone)
@@ -90,29 +86,7 @@ def test_two_processes_by_a_flag(train: Train, alone: Path, tmp_path: Path) -> N
     assert "warn" not in printed.lower()
 
 
-def test_resume_looks_at_the_recipe(call_main: CallMain, alone: Path, tmp_path: Path) -> None:
-    """The recipe's keys are those of this task."""
-    other = write_yaml(tmp_path / "other.yaml", {**GENTLE, "lr0": 0.5})
-    code, printed = call_main("train.py", "--resume", str(alone), "--hyp", str(other))
-    assert code == 1
-    refused(printed, "lr0")
-
-
 # From other weights
-
-
-@pytest.mark.long
-def test_fine_tuning_the_head_alone(train: Train, drawn_classes: Path, alone: Path, tmp_path: Path) -> None:
-    """Weights of other classes: tensors that fit are loaded, a line says which do not, and only the head is trained."""
-    spec = read_yaml(drawn_classes)
-    names = [*reversed(NAMES), "weeds"]  # another order, one more
-    data = write_yaml(tmp_path / "seven.yaml", {**spec, "names": names})
-    weights = str(alone / "weights" / "last.pt")
-    printed = train(tmp_path, "--data", str(data), "--weights", weights, "--freeze", "-1")
-    assert "it is for 6 classes" in printed
-    before, after = (read_weights(run / "weights" / "last.pt").state for run in (alone, tmp_path / "exp"))
-    assert torch.equal(before["model.8.cv3.conv.weight"], after["model.8.cv3.conv.weight"])
-    assert after["model.9.linear.weight"].shape == (7, 1280)
 
 
 def write_default_weights(torch_home: Path) -> None:
@@ -128,11 +102,10 @@ def write_default_weights(torch_home: Path) -> None:
         ("a file", "{file}", "120 of 122 tensors taken from {file}"),
         ("recommended", "DEFAULT", "120 of 122 tensors taken from DEFAULT"),
         ("no network", "", "training from scratch"),
-        ("a detector", "{learned}", "'detect'"),
     ],
 )
 def test_first_weights(
-    case: str, weights: str, message: str, begin: Callable[..., tuple[int, str]], learned: Path, tmp_path: Path,
+    case: str, weights: str, message: str, begin: Callable[..., tuple[int, str]], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """A file of tensors in torchvision's form; by default the recommended weights, or none without a network."""
@@ -144,13 +117,11 @@ def test_first_weights(
         flags += ["--weights", str(file)]
     elif case == "recommended":
         write_default_weights(tmp_path / "torch")
-    elif case == "a detector":
-        flags = ["--weights", str(learned)]
     code, printed = begin(*flags)
     assert code == 0, printed
     assert printed.count(message.format(file=file)) == 1
     settings = read_yaml(tmp_path / "runs" / "exp" / "settings.yaml")
-    assert settings["weights"] == weights.format(file=file, learned=learned)
+    assert settings["weights"] == weights.format(file=file)
     assert ("taken from" in printed) == (case != "no network")
 
 
@@ -179,30 +150,6 @@ def weights_on_one_machine(flags: list[str], folder: str) -> str:
 
 
 @pytest.mark.long
-def test_one_folder(drawn_classes: Path, train: Train, call_main: CallMain, tmp_path: Path) -> None:
-    """Images of several modes and a broken one; the split and the class numbers are written to files."""
-    folder, pixels = tmp_path / "photos", noise(50, 40)
-    shutil.copytree(drawn_classes.with_suffix("") / "train", folder)
-    for mode, name in {"L": "ring/grey.png", "CMYK": "ring/cmyk.jpg", "RGBA": "bar/alpha.png"}.items():
-        Image.fromarray(pixels).convert(mode).save(folder / name)
-    (folder / "bar" / "broken.jpg").write_bytes(b"\xff\xd8nothing")
-    data = write_yaml(tmp_path / "photos.yaml", {"path": str(folder), "split": 0.25})
-    printed = train(tmp_path, "--data", str(data), "--epochs", "1", "--cos-lr")
-    assert "train: 29 images of 6 classes" in printed
-    assert "val: 11 images of 6 classes" in printed
-    run = tmp_path / "exp"
-    indices = json.loads((run / "class_indices.json").read_text())
-    assert indices == {str(k): name for k, name in enumerate(sorted(NAMES))}
-    _, *table = [line.split(",") for line in (run / "split.csv").read_text().splitlines()]
-    assert len({image for _, _, image in table}) == len(table) == 40
-    assert all(label == Path(image).parent.name for _, label, image in table)
-    assert "broken.jpg" in (run / "problems.txt").read_text()
-    how = ("--data", str(data), "--imgsz", "64", "--device", "cpu", "--workers", "0", "--noplots")
-    code, printed = call_main("val.py", *how, "--weights", str(run / "weights" / "last.pt"), "--project", str(tmp_path))
-    assert (code, "val: 11 images of 6 classes" in printed) == (0, True)
-
-
-@pytest.mark.long
 def test_the_built_in_job_learns(run_script: RunScript, tmp_path: Path) -> None:
     """`python train.py --cfg models/resnet18.yaml --data data/shapes-cls.yaml`, as a new user types it."""
     what = ("--cfg", "models/resnet18.yaml", "--data", "data/shapes-cls.yaml", "--device", "cpu")
@@ -210,21 +157,11 @@ def test_the_built_in_job_learns(run_script: RunScript, tmp_path: Path) -> None:
     assert rows(tmp_path / "exp")[-1]["metrics/accuracy_top1"] > 0.8
 
 
-def test_defaults(begin: Callable[..., tuple[int, str]], drawn_classes: Path, tmp_path: Path) -> None:
-    """Defaults come from the task, the data YAML overrides them, and the command line overrides both."""
-    given = {"imgsz": 48, "batch_size": 64, "hyp": "data/hyps/shapes-cls.yaml"}
-    data = write_yaml(tmp_path / "data.yaml", {**read_yaml(drawn_classes), "defaults": given})
-    code, printed = begin("--data", str(data), "--imgsz", "32")
-    assert code == 0, printed
-    settings = read_yaml(tmp_path / "runs" / "exp" / "settings.yaml")
-    assert [settings[name] for name in ("imgsz", "batch_size", "epochs", "hyp")] == [32, 8, 30, given["hyp"]]
-
-
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
         (("--cfg", "resnet43.yaml"), "resnet43.yaml"),
-        (("--data", "data/shapes.yaml"), "shapes.yaml"),
+        (("--data", "DETECTION"), "small.yaml"),
         (("--single-cls",), "--single-cls"),
         (("--rect",), "--rect"),
         (("--noautoanchor",), "--noautoanchor"),
@@ -235,8 +172,8 @@ def test_defaults(begin: Callable[..., tuple[int, str]], drawn_classes: Path, tm
         (("--weights", "yolov5n-cls.pt"), "yolov5n-cls.pt"),
     ],
 )
-def test_bad_input(flags: tuple[str, ...], named: str, begin: Callable[..., tuple[int, str]]) -> None:
-    code, printed = begin(*flags)
+def test_bad_input(flags: tuple[str, ...], named: str, begin: Callable[..., tuple[int, str]], small_data: Path) -> None:
+    code, printed = begin(*(str(small_data) if flag == "DETECTION" else flag for flag in flags))
     assert code in (1, 2)
     refused(printed, named)
 

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +32,6 @@ from models.yolo import build_model
 from tests.conftest import RunScript
 from tests.making import contents, noise, plain, tiny_detector, write_image, write_yaml
 from utils.checkpoint import serialised, weights_content
-from utils.distributed.failure import run_main
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 from utils.plots.drawing import Style
@@ -86,23 +84,6 @@ def truncated(file: Path) -> Path:
     content = write_image(file, noise(160, 120)).read_bytes()
     file.write_bytes(content[: len(content) // 2])
     return file
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Call detect.py's `main` in this process; return the exit code and what was printed."""
-
-    def call(*flags: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["detect.py", *flags])
-        capfd.readouterr()
-        code = 0
-        try:
-            run_main(detect.main)
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return code, "".join(capfd.readouterr())
-
-    return call
 
 
 def write_video(file: Path, code: str, *frames: np.ndarray) -> Path:
@@ -332,7 +313,7 @@ def test_the_size_is_that_of_the_training(detector: Path, classifier: str, capsy
         assert printed in out
 
 
-def test_a_classifier(classifier: str, tmp_path: Path, command: Callable[..., tuple[int, str]]) -> None:
+def test_a_classifier(classifier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its probabilities; without a size, images have that of the training."""
     image, model = noise(90, 70), Predictor(classifier, device="cpu")
     result, probabilities = model(image), model(image).probs
@@ -347,13 +328,11 @@ def test_a_classifier(classifier: str, tmp_path: Path, command: Callable[..., tu
     assert str(result).startswith(f"image: {model.names[int(result.classes[0])]} 0.")
     assert (result.plot() != image).any()
     file = write_image(tmp_path / "a.png", image)
-    how = ("--device", "cpu", "--project", str(tmp_path), "--save-txt", "--save-conf")
-    code, printed = command("--weights", classifier, "--source", str(file), *how)
-    assert code == 0
+    detect.run(weights=classifier, source=file, device="cpu", project=tmp_path, save_txt=True, save_conf=True)
     words = (tmp_path / "exp" / "labels" / "a.txt").read_text().split()
     assert words[1::2] == [name for name, _ in result.top5]
     np.testing.assert_allclose([*map(float, words[::2])], result.scores, atol=1e-4)
-    assert f"{words[1]} {float(words[0]):.2f}" in printed
+    assert f"{words[1]} {float(words[0]):.2f}" in capsys.readouterr().out
 
 
 def test_invalid_images(predictor: Predictor, tmp_path: Path) -> None:
@@ -477,9 +456,8 @@ def test_a_folder_with_everything(
 
 
 def test_from_python(
-    detector: Path, photo: Path, predictor: Predictor, tmp_path: Path, command: Callable[..., tuple[int, str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    detector: Path, photo: Path, predictor: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """detect.run writes the files of the command, and returns where they are; a run without files leaves no folder."""
     source, runs = tmp_path / "in", tmp_path / "runs"
     source.mkdir()
@@ -506,11 +484,9 @@ def test_from_python(
     assert (len(passes), [images for images, _ in times]) == (2, [1])  # the times are those of a warm model
     assert contents(runs) == before
     assert [folder.name for folder in runs.iterdir()] == ["exp"]
-    with pytest.raises(UserError, match="'source'"):
-        detect.run(sauce=source)
-    code, printed = command("--source", "nowhere")
-    assert (code, printed.count("\n")) == (1, 1)
-    assert printed.startswith("error: the source 'nowhere'")
+    for wrong, named in (({"sauce": source}, "'source'"), ({"source": "nowhere"}, "'nowhere'")):
+        with pytest.raises(UserError, match=named):
+            detect.run(**wrong)
 
 
 @pytest.mark.gpu

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import functools
 import io
 import re
 import shlex
@@ -12,13 +10,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from accelerate.commands.launch import launch_command_parser
-from torch.distributed.run import get_args_parser
 
-from models.tasks import TASKS, head_name, task_of
 from tests.making import options_of
 from utils.config.flags import DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
-from utils.files import ROOT, read_yaml
+from utils.files import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CONTRIBUTORS_PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.md"]
@@ -109,43 +104,21 @@ def commands(page: Path) -> list[str]:
     ]
 
 
-def check_script(script: str, *flags: str) -> None:
-    """Raise SystemExit if a script of ours does not take the flags, AssertionError if it does not exist."""
-    assert (ROOT / script).is_file(), f"{script} does not exist"
-    if script in SCRIPTS:
-        options_of(SCRIPTS[script], list(flags))
-
-
-def check_module(module: str, *flags: str) -> None:
-    """Raise AssertionError if there is no module of ours, or if its file names one of the flags nowhere."""
-    stem = ROOT.joinpath(*module.split("."))
-    file = next((file for file in (stem.with_suffix(".py"), stem / "__main__.py") if file.is_file()), None)
-    assert file, f"{module} does not exist"
-    unknown = [flag for flag in flags if flag.startswith("--") and f'"{flag}"' not in text_of(file)]
-    assert not unknown, f"{module} has no {unknown}"
-
-
-def check_launcher(parser: argparse.ArgumentParser, *words: str) -> None:
-    given = parser.parse_args(words)
-    check_script(given.training_script, *given.training_script_args)
-
-
-def check(program: str, *rest: str) -> None:
-    """Raise SystemExit or AssertionError for programs, modules or flags of a command that do not exist."""
+def check(program: str, *words: str) -> None:
+    """Raise SystemExit or AssertionError if a script or module of ours does not exist, or does not take the flags."""
+    script = next((number for number, word in enumerate(words) if word in SCRIPTS), None)
     if program == "sbatch":
-        check_script("train.py", *rest[1 + next(n for n, word in enumerate(rest) if word.endswith(".sbatch")) :])
-    elif program.endswith("start.sh"):
-        check_launcher(launch_command_parser(), *rest)
-    elif program == "accelerate":
-        check_launcher(launch_command_parser(), *rest[1:])
-    elif program == "python" and rest[0] != "-m":
-        check_script(*rest)
-    elif program == "python" and rest[1].startswith("torch.distributed."):
-        check_launcher(get_args_parser(), *rest[2:])
-    elif program == "python" and rest[1].partition(".")[0] in ("utils", "data", "models", "benchmarks"):
-        check_module(*rest[1:])
-    elif program == "python":  # another program starts the script
-        check_script(*rest[next(n for n, word in enumerate(rest) if word in SCRIPTS) :])
+        script = next(number for number, word in enumerate(words) if word.endswith(".sbatch"))
+    if script is not None:  # a launcher's own flags come before it
+        options_of(SCRIPTS.get(words[script], TrainOptions), words[script + 1 :])
+    elif program == "python" and words[0] != "-m":
+        assert (ROOT / words[0]).is_file(), f"{words[0]} does not exist"
+    elif program == "python" and words[1].partition(".")[0] in ("utils", "data", "models", "benchmarks"):
+        stem = ROOT.joinpath(*words[1].split("."))
+        file = next((file for file in (stem.with_suffix(".py"), stem / "__main__.py") if file.is_file()), None)
+        assert file, f"{words[1]} does not exist"
+        unknown = [flag for flag in words[2:] if flag.startswith("--") and f'"{flag}"' not in text_of(file)]
+        assert not unknown, f"{words[1]} has no {unknown}"
 
 
 def command_errors(command: str) -> list[str]:
@@ -181,42 +154,21 @@ def default_of(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value) or "''"
 
 
-@functools.cache
-def models_with(subject: str) -> str:
-    """Return the tasks whose models have what a flag needs, as docs/flags.md names them: `segment, detect (Detect)`.
-
-    subject: the needed feature, '' for a flag that applies to every model. Heads are named if only some have it.
-    """
-    if not subject:
-        return ""
-    heads: dict[str, dict[object, bool]] = {task: {} for task in TASKS}
-    for yaml in map(read_yaml, (ROOT / "models").glob("*.yaml")):
-        task = task_of(yaml, "a shipped model")
-        heads[task][head_name(yaml)] = subject in TASKS[task].load().features_of(yaml)
-    return ", ".join(
-        task if all(having.values()) else f"{task} ({', '.join(sorted(str(k) for k, has in having.items() if has))})"
-        for task, having in heads.items()
-        if any(having.values())
-    )
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_page_of_flags_agrees_with_the_parser(script: str) -> None:
-    """Every flag with its other names, in its group of --help, with its default and the models that it applies to."""
+    """Every flag with its other names, in its group of --help, with its default."""
     section = text_of(ROOT / "docs" / "flags.md").partition(f"\n## {script}\n")[2].partition("\n## ")[0]
     (table,) = tables(section)
     group, listed = "", {}
-    for first, default, meaning in table[1:]:
+    for first, default, _ in table[1:]:
         if first.startswith("**"):
             group = first.strip("*")
         else:
-            concerned = re.match(r"\*([^*]+):\* ", meaning)
-            listed[tuple(names(first))] = (group, default, concerned[1] if concerned else "")
+            listed[tuple(names(first))] = (group, default)
     parsed = {
         tuple(f"--{name.replace('_', '-')}" for name in (option.name, *option.metadata["aliases"])): (
             option.metadata["group"],
             default_of(option.default),
-            models_with(option.metadata["needs"]),
         )
         for option in flags_of(SCRIPTS[script])
     }

@@ -14,12 +14,6 @@ from tests.conftest import ROOT, RunScript, not_here
 
 EXAMPLES = ROOT / "examples"
 NOTEBOOK = EXAMPLES / "train.ipynb"
-MAX_LINES = 60
-
-
-@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("own_*.py")), ids=lambda file: file.name)
-def test_examples_are_short(file: Path) -> None:
-    assert len(file.read_text().splitlines()) < MAX_LINES
 
 
 def test_a_layer_and_a_tracker(run_script: RunScript, small_data: Path, tmp_path: Path) -> None:

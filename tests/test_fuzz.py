@@ -1,16 +1,13 @@
-"""Random label files and data, hyperparameter and model YAMLs are read correctly or refused with one sentence."""
+"""Random label files and data and hyperparameter YAMLs are read correctly or refused with one sentence."""
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,18 +16,13 @@ from PIL import Image
 from data.data_yaml import read_spec
 from data.dataset import dataset_class
 from data.labels import COORDINATE_TOLERANCE, scan_image
-from models.heads.anchors import Detect
-from models.layers import Classify
 from models.tasks import TASKS
-from models.tasks.classify import build_classifier
-from models.yolo import build_model
 from utils.config.flags import TrainOptions, flags_of
 from utils.config.hyperparameters import read_hyperparameters
 from utils.errors import UserError
 
 # In time: a hang is an error too.
 many = settings(max_examples=200, deadline=20_000, suppress_health_check=list(HealthCheck), derandomize=True)
-few = settings(many, max_examples=60)
 
 numbers = st.one_of(st.integers(), st.floats(), st.sampled_from([0, 1, -1, 0.5, 1e308, 2**63, 10**400]))
 words = st.one_of(
@@ -82,8 +74,6 @@ def test_label_files(content: bytes) -> None:
         (folder / "labels/a.txt").write_bytes(content)
         labels = scan_image(folder / "images/a.png")
     assert labels.size == ((20, 20) if len(labels.rows) or not labels.problems else (0, 0))
-    assert labels.rows.shape[1:] == (5,)
-    assert np.isfinite(labels.rows).all()
     classes, centres, sides = labels.rows[:, 0], labels.rows[:, 1:3], labels.rows[:, 3:]
     assert ((classes >= 0) & (classes == classes.round())).all()
     assert (abs(centres - 0.5) <= 0.5 + 2 * COORDINATE_TOLERANCE).all()
@@ -156,65 +146,3 @@ def test_hyperparameters(content: Any) -> None:
                 value = getattr(hyp, field.name)
                 for number in value.values() if isinstance(value, dict) else [value]:
                     assert number in field.metadata["within"]
-
-
-# Models
-
-SOUND: dict[str, Any] = {
-    "nc": 2,
-    "anchors": [[4, 4, 8, 4], [16, 16, 32, 24]],
-    "backbone": [[-1, 1, "Conv", [8, 3, 2]], [-1, 1, "C3", [8]], [-1, 1, "Conv", [8, 3, 2]], [-1, 1, "SPPF", [8, 5]]],
-    "head": [
-        [-1, 1, "nn.Upsample", [None, 2, "nearest"]],
-        [[-1, 1], 1, "Concat", [1]],
-        [[1, 3], 1, "Detect", ["nc", "anchors"]],
-    ],
-}
-small = st.one_of(st.integers(-2, 40), st.floats(-2, 4), scalars)
-modules = st.sampled_from(
-    ["Conv", "DWConv", "C3", "SPP", "SPPF", "Bottleneck", "Concat", "nn.Upsample", "Detect", "Classify", "C4", 3, None]
-)
-arguments = st.one_of(st.lists(st.one_of(small, st.lists(small, max_size=3)), max_size=4), anything)
-origins = st.one_of(st.integers(-4, 7), st.lists(st.integers(-4, 7), max_size=3), anything)
-rows = st.one_of(st.tuples(origins, small, modules, arguments).map(list), anything)
-places = st.tuples(st.sampled_from(["backbone", "head"]), st.integers(0, 3))
-model_keys = ["task", "nc", "anchors", "depth_multiple", "width_multiple", "activation", "ch", "head"]
-keys = st.dictionaries(st.one_of(st.sampled_from(model_keys), words), st.one_of(small, anything), max_size=2)
-
-
-@few
-@given(st.dictionaries(places, rows, min_size=1, max_size=2), keys)
-def test_models(changed: dict[tuple[str, int], Any], more: dict[Any, Any]) -> None:
-    description = copy.deepcopy(SOUND)
-    for (part, number), row in changed.items():
-        description[part][number % len(description[part])] = row
-    head = Classify if more.get("task") == "classify" else Detect
-    model = sentence_or(lambda: build_model({**description, **more}, head=head))
-    if model is not None:
-        maps = model(torch.zeros(1, int(model.yaml["ch"]), 64, 64))
-        if model.yaml["task"] == "classify":
-            assert maps.shape == (1, model.yaml["nc"])
-        else:
-            assert len(maps) == len(model.head.stride)
-
-
-@few
-@given(anything)
-def test_models_of_anything(content: Any) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        sentence_or(lambda: build_model(write(Path(name), content)))
-
-
-options = st.one_of(anything, st.dictionaries(st.sampled_from(["dropout", "width_per_group"]), scalars))
-architectures = st.one_of(st.sampled_from(["resnet18", "squeezenet1_1"]), anything)
-
-
-@few
-@given(
-    st.fixed_dictionaries({"architecture": architectures}, optional={"args": options}),
-    st.dictionaries(words, anything, max_size=1),
-)
-def test_classifiers(content: Any, more: dict[str, Any]) -> None:
-    model = sentence_or(lambda: build_classifier({**content, **more}, 3, 64))
-    if model is not None:
-        assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 3)

@@ -18,7 +18,7 @@ from tests.layouts import (
     NAMES,
     Layout,
     class_folders,
-    coco_flat,
+    coco,
     drawn,
     roboflow_voc,
 )
@@ -70,7 +70,7 @@ def test_classes_are_the_same_from_every_layout(layout: Layout, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("layout", "cfg"),
-    [(coco_flat, "yolov5n.yaml"), (roboflow_voc, "yolov5n.yaml"), (class_folders, "yolov5n-cls.yaml")],
+    [(coco, "yolov5n.yaml"), (roboflow_voc, "yolov5n.yaml"), (class_folders, "yolov5n-cls.yaml")],
 )
 def test_a_training(call_main: CallMain, layout: Layout, cfg: str, tmp_path: Path) -> None:
     data = layout(tmp_path / "data" / "set")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.conftest import RunScript
 from tests.curves import same_curve
@@ -37,9 +35,6 @@ EXPORT = """
     simplify mlmodel opset verbose workspace nms agnostic-nms topk-per-class topk-all iou-thres conf-thres
     include
 """
-CLASSIFY = ["model", "pretrained", "lr0", "decay", "cutoff", "dropout"]
-# Files of YOLOv5 with a row in the page
-OTHERS = "hubconf.py segment/train.py segment/val.py segment/predict.py classify/ opt.yaml hyp.yaml detect.py export.py"
 FATES = ("as there", "differs", "refused")
 
 
@@ -110,96 +105,17 @@ def test_a_flag_is_what_the_page_says(kind: type, name: str, fate: str, capsys: 
             assert getattr(options, field.name) != field.default or (words and words[0] in str(field.default))
 
 
-def test_the_flags_of_classification_say_what_replaces_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [name for row in rows("### classify/train.py") for name in flags(row[0])] == CLASSIFY
-    for name in CLASSIFY:
-        with pytest.raises(SystemExit):
-            options_of(TrainOptions, [f"--{name}", "1"])
-        assert f"--{name} " in capsys.readouterr().err
-
-
-def test_the_fate_of_a_file() -> None:
-    named = " ".join(row[0] for row in rows("## Files and programs"))
-    assert [name for name in OTHERS.split() if name not in named] == []
-
-
-def test_what_is_new_is_a_flag() -> None:
-    for script in ("train.py", "detect.py"):
-        new = flags(section(f"### {script}").partition("\nNew here:")[2])
-        assert new
-        known = {field.name for field in flags_of(SCRIPTS[script][0])}
-        assert {name.replace("-", "_") for name in new} <= known
-
-
-# A run with a habit
-
-LAYER = """
-import torch
-from torch import nn
-
-
-class Gate(nn.Module):
-    def __init__(self, c1, c2):
-        super().__init__()
-        self.cv = nn.Conv2d(c1, c2, 1)
-
-    def forward(self, x):
-        return x * torch.sigmoid(self.cv(x))
-"""
-MODEL = {
-    "nc": 80,
-    "depth_multiple": 0.33,
-    "width_multiple": 0.25,
-    "anchors": [[10, 13, 16, 30, 33, 23], [30, 61, 62, 45, 59, 119]],
-    "backbone": [
-        *([-1, 1, "Conv", [channels, 3, 2]] for channels in (64, 128, 256)),
-        [-1, 1, "nn.Dropout2d", [0.1]],
-        [-1, 1, "Gate", [256]],
-        [-1, 1, "Conv", [512, 3, 2]],
-    ],
-    "head": [[-1, 1, "nn.Identity", []], [[4, 6], 1, "Detect", ["nc", "anchors"]]],
-}
-
-
-@pytest.fixture
-def habit(small_data: Path, tmp_path: Path) -> tuple[str, ...]:
-    """Flags of a job with the user's own model, layer and recipe, on labels that are polygons."""
-    content = yaml.safe_load(small_data.read_text())
-    shutil.copytree(content["path"], tmp_path / "set")
-    for file in (tmp_path / "set" / "labels").rglob("*.txt"):
-        rows = [list(map(float, line.split())) for line in file.read_text().splitlines()]
-        corners = [
-            (label, x - w / 2, y - h / 2, x + w / 2, y - h / 2, x + w / 2, y + h / 2, x - w / 2, y + h / 2)
-            for label, x, y, w, h in rows
-        ]
-        file.write_text("".join(f"{' '.join(f'{min(max(v, 0), v):g}' for v in row)}\n" for row in corners))
-    (tmp_path / "set.yaml").write_text(yaml.safe_dump({**content, "path": str(tmp_path / "set")}))
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(MODEL))
-    (tmp_path / "mine.py").write_text(LAYER)
-    (tmp_path / "hyp.yaml").write_text("copy_paste: 0.5\nwarmup_epochs: 1\nnbs: 8\n")
-    files = {"cfg": "mine.yaml", "layers": "mine.py", "data": "set.yaml", "hyp": "hyp.yaml"}
-    return tuple(word for flag, name in files.items() for word in (f"--{flag}", str(tmp_path / name)))
-
-
 @pytest.mark.long
-def test_the_curve_with_them_all(habit: tuple[str, ...], run_script: RunScript, tmp_path: Path) -> None:
-    """The curve is the same on one process and two; val.py needs --layers too."""
-    flags = (
-        *habit,
-        "--weights=",
-        "--img_size=64",
-        "--batch=4",
-        "--epochs=2",
-        "--workers=0",
-        "--device=cpu",
-        "--sync_bn",
-    )
+def test_the_curve_with_them_all(run_script: RunScript, small_data: Path, tmp_path: Path) -> None:
+    """YOLOv5's habits on one process and two, with the user's own model and layer; val.py needs --layers too."""
+    layers = ("--layers", str(ROOT / "examples" / "own_layer.py"))
+    what = ("--data", str(small_data), "--cfg", str(ROOT / "examples" / "own_layer.yaml"), "--weights=", *layers)
+    how = ("--img_size=64", "--batch=4", "--epochs=2", "--workers=0", "--device=cpu", "--sync_bn", "--hyp.nbs=8")
     more = ("--multi-scale", "--image_weights", "--close_mosaic=1", "--cache=val", "--project", str(tmp_path))
-    printed = run_script("train.py", *flags, *more, "--name=one", OMP_NUM_THREADS="1")
-    for message in ("--image-weights: ", "--multi-scale: each batch at one of ", "--close-mosaic 1: ", "--cache "):
-        assert message in printed
-    run_script("train.py", *flags, *more, "--name=two", "--processes=2", OMP_NUM_THREADS="1")
+    for name, processes in (("one", "1"), ("two", "2")):
+        run_script("train.py", *what, *how, *more, "--name", name, "--processes", processes, OMP_NUM_THREADS="1")
     same_curve(tmp_path / "two", tmp_path / "one")
     best = ("--weights", str(tmp_path / "one" / "weights" / "best.pt"), "--imgsz=64", "--device=cpu", "--workers=0")
-    assert "--layers" in run_script("val.py", *habit[4:6], *best, fails=True)
-    assert "mAP50" in run_script("val.py", *habit[2:6], *best, "--project", str(tmp_path / "val"))
+    validate = ("val.py", "--data", str(small_data), *best, "--project", str(tmp_path / "val"))
+    assert "--layers" in run_script(*validate, fails=True)
+    assert "mAP50" in run_script(*validate, *layers)

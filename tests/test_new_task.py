@@ -20,21 +20,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
-from PIL import Image
 
 import detect
 import export
+import hubconf
+import train
 import val
 from data.dataset import DataOptions, data_source
-from models.tasks import TASKS, add_tasks, model_words, task_of
+from models.tasks import TASKS, add_tasks
 from models.tasks.contract import Task, Thresholds
 from models.weights import read_weights
-from tests.conftest import ROOT, CallMain, OnProcesses, RunScript
-from tests.curves import refused, rows, same_bytes_when_killed
+from tests.conftest import ROOT, CallMain, RunScript
+from tests.curves import killed_and_moved, refused, rows
+from tests.making import plain, write_image, write_yaml
 from tests.whole_runs import Parts, within
-from utils.config.flags import DetectOptions, TrainOptions
-from utils.config.parser import refuse_flags
+from utils.distributed.launch import reset_accelerate
 from utils.errors import UserError
 from utils.files import read_yaml
 
@@ -45,28 +45,21 @@ TRAIN_IMAGES, VAL_IMAGES = 37, 13  # primes, so that no batch size divides them
 
 @pytest.fixture(scope="module")
 def keypoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Draw dark images with a red and a blue disc each; return the data YAML."""
+    """Draw dark images with a red disc on the left and a blue one on the right; return the data YAML."""
     folder = tmp_path_factory.mktemp("keypoints")
     rng = np.random.default_rng(0)
     for split, count in {"train": TRAIN_IMAGES, "val": VAL_IMAGES}.items():
-        (folder / "images" / split).mkdir(parents=True)
-        (folder / "labels" / split).mkdir(parents=True)
         for number in range(count):
             width, height = int(rng.integers(60, 100)), int(rng.integers(60, 100))
-            pixels = rng.integers(0, 60, (height, width, 3), np.uint8)
-            lines = []
+            pixels, labels = plain(width, height, 30), []
             for label, colour in enumerate(COLOURS.values()):
-                # The red disc is on the left, so that the discs do not overlap.
                 x, y = rng.uniform(0.1 + 0.45 * label, 0.4 + 0.45 * label), rng.uniform(0.15, 0.85)
-                near = np.hypot(np.arange(width) - x * width, np.arange(height)[:, None] - y * height) < 5
-                pixels[near] = colour
-                lines.append(f"{label} {x:.6f} {y:.6f}")
-            Image.fromarray(pixels).save(folder / "images" / split / f"{number:02}.png")
-            (folder / "labels" / split / f"{number:02}.txt").write_text("\n".join(lines))
-    file = folder / "keypoints.yaml"
+                distance = np.hypot(np.arange(width) - x * width, np.arange(height)[:, None] - y * height)
+                pixels[distance < 5] = colour
+                labels.append(f"{label} {x:.6f} {y:.6f}")
+            write_image(folder / f"images/{split}/{number:02}.png", pixels, *labels)
     content = {"path": str(folder), "train": "images/train", "val": "images/val", "names": dict(enumerate(COLOURS))}
-    file.write_text(yaml.safe_dump(content))
-    return file
+    return write_yaml(folder / "keypoints.yaml", content)
 
 
 def copied(folder: Path, file: str = "", more: str = "") -> Path:
@@ -86,7 +79,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train_flags(package: Path, data: Path, project: Path, *more: str) -> list[str]:
     what = ["train.py", "--task", str(package), "--cfg", str(package / "model.yaml"), "--data", str(data)]
     how = ["--epochs", "2", "--batch-size", "8", "--workers", "0", "--device", "cpu", "--project", str(project)]
-    return [*what, *how, *more]
+    return [*what, *how, "--logical-processes", "2", *more]
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +122,6 @@ def task(user: None, package: Path, keypoints: Path) -> Iterator[Task]:
 # The parts of the task, without the scripts
 
 
-def test_flags_of_the_task(task: Task, package: Path) -> None:
-    content = read_yaml(package / "model.yaml")
-    assert task_of(content, "model.yaml") == task_of({"head": content["head"]}, "model.yaml") == "keypoints"
-    refuse_flags(DetectOptions, {"conf_thres": 0.5}, task.features_of(content), model_words(content))
-    with pytest.raises(UserError, match="--noautoanchor"):
-        refuse_flags(TrainOptions, {"noautoanchor": True}, task.features_of(content), model_words(content))
-
-
 def test_training_steps_and_predictions(task: Task, package: Path, keypoints: Path) -> None:
     """Every parameter learns; the target maps themselves are rated 1; records add up in any order."""
     from keypoints.loss import heat
@@ -170,19 +155,6 @@ def test_training_steps_and_predictions(task: Task, package: Path, keypoints: Pa
     assert metrics.summarise(ideal).fitness == 1  # the highest cells of the target maps are the keypoints
 
 
-def test_target_maps(task: Task) -> None:
-    """Each keypoint has its peak in its cell, and of two near each other the higher one counts in every cell."""
-    from keypoints.loss import heat
-
-    rows = torch.tensor([[0, 1, 0.125, 0.375], [0, 1, 0.625, 0.375], [1, 0, 0.25, 0.5]])  # image, class, x, y
-    shape = torch.Size((2, 2, 4, 4))
-    maps, by_distance = heat(rows, shape), torch.exp(-torch.tensor([0.0, 1, 0, 1]) / 2)
-    torch.testing.assert_close(maps[0, 1, 1], by_distance)
-    torch.testing.assert_close(maps[0, 1, 3], by_distance * np.exp(-2))
-    torch.testing.assert_close(maps[1, 0, 1:3, 0:2], torch.full((2, 2), np.exp(-0.25)).float())
-    assert heat(rows[:0], shape).eq(0).all()
-
-
 # Whole runs
 
 
@@ -191,23 +163,11 @@ def test_training(trained: Path, package: Path) -> None:
     assert [list(row)[:5] for row in rows(trained)] == [names] * 2
     files = {path.name for path in trained.iterdir()}
     assert {"points.csv", "labels.csv", "keypoints.jpg", "train_batch0.jpg", "results.png"} <= files
-    settings = yaml.safe_load((trained / "settings.yaml").read_text())
+    settings = read_yaml(trained / "settings.yaml")
     assert (settings["task_file"], settings["imgsz"], settings["hyperparameters"]["fliplr"]) == (str(package), 64, 0.5)
     weights = read_weights(trained / "weights" / "last.pt")
     assert (weights.task, weights.settings["task_file"]) == ("keypoints", str(package))
     assert not list(package.rglob("__pycache__"))
-
-
-def test_the_same_bytes_on_one_and_two_processes(
-    run_script: RunScript, package: Path, keypoints: Path, tmp_path: Path
-) -> None:
-    def train(project: Path, *flags: str, **more: Any) -> str:
-        return run_script(*train_flags(package, keypoints, project, *flags), OMP_NUM_THREADS="1", **more)
-
-    def resume(*flags: str, **more: Any) -> str:  # the hyperparameters are compared with the package's
-        return run_script(*flags, "--hyp", str(package / "hyp.yaml"), **more)
-
-    same_bytes_when_killed(train, resume, tmp_path)
 
 
 def points_of(folder: Path) -> list[list[str]]:
@@ -215,14 +175,16 @@ def points_of(folder: Path) -> list[list[str]]:
         return list(csv.reader(file))
 
 
-def test_validation_on_two_processes(run_script: RunScript, keypoints: Path, trained: Path, tmp_path: Path) -> None:
-    """Of the best weights, which name their task."""
-    what = ("--weights", str(trained / "weights" / "best.pt"), "--data", str(keypoints), "--project", str(tmp_path))
-    how = ("--processes", "2", "--batch-size", "4", "--device", "cpu", "--workers", "0")
-    printed = run_script("val.py", *what, *how, "--save-txt", "--save-conf", OMP_NUM_THREADS="1")
-    assert "PCK" in printed
-    assert points_of(tmp_path / "exp") == points_of(trained)
-    assert len(list((tmp_path / "exp" / "labels").iterdir())) == VAL_IMAGES
+def test_the_same_bytes_on_one_and_two_processes(
+    run_script: RunScript, package: Path, keypoints: Path, trained: Path
+) -> None:
+    """When it is resumed, the hyperparameters are compared with the package's."""
+
+    def train(project: Path, *flags: str, **more: Any) -> str:
+        return run_script(*train_flags(package, keypoints, project, *flags), OMP_NUM_THREADS="1", **more)
+
+    killed_and_moved(train, run_script, trained, "--hyp", str(package / "hyp.yaml"))
+    assert points_of(trained.with_name("killed")) == points_of(trained)
 
 
 def test_the_other_scripts(user: None, trained: Path, package: Path, keypoints: Path, tmp_path: Path) -> None:
@@ -245,8 +207,7 @@ def test_the_other_scripts(user: None, trained: Path, package: Path, keypoints: 
         keep: dict[str, Any] = {"save_txt": True, "save_csv": True, "save_crop": True}
         detect.run(weights=best, source=source, name="found", conf_thres=0.001, **keep, **how)
     found = tmp_path / "found"
-    pictures = [file for file in found.iterdir() if file.suffix in (".jpg", ".png")]
-    assert len(pictures) == len(list((found / "labels").iterdir())) == VAL_IMAGES
+    assert len(list(found.glob("*.png"))) == len(list((found / "labels").iterdir())) == VAL_IMAGES
     assert {path.name for path in (found / "crops").iterdir()} == set(COLOURS)
 
 
@@ -276,25 +237,16 @@ HeatmapMetrics.summarise = lambda self, records: replace(self.right(records), fi
 """
 
 
-def test_python(keypoints: Path, run_script: RunScript, tmp_path: Path) -> None:
+def test_python(user: None, keypoints: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Hyperparameters of the task are arguments. A fitness of NaN is the worst, and the run has its best weights."""
     package = copied(tmp_path, "metrics.py", NAN_FITNESS)
-    code = f"""
-from pathlib import Path
-
-import train
-from hubconf import custom
-
-result = train.run(task={str(package)!r}, cfg={str(package / "model.yaml")!r}, data={str(keypoints)!r}, fliplr=0.25,
-                   epochs=2, device="cpu", workers=0, noplots=True, project={str(tmp_path)!r})
-predictor = custom(Path(result["folder"], "weights", "best.pt"), task_file={str(package)!r}, device="cpu")
-print(type(predictor.task).__name__, sorted(result)[:2])
-"""
-    (tmp_path / "code.py").write_text(code)
-    printed = run_script(str(tmp_path / "code.py"), PYTHONPATH=str(ROOT))
-    assert "HeatmapTask ['fitness', 'folder']" in printed
-    assert "best epoch: 1 of 2" in printed
-    assert yaml.safe_load((tmp_path / "exp" / "settings.yaml").read_text())["hyperparameters"]["fliplr"] == 0.25
+    quiet: dict[str, Any] = {"device": "cpu", "workers": 0, "noplots": True, "log_with": "none", "project": tmp_path}
+    with another_process():
+        result = train.run(task=package, cfg=package / "model.yaml", data=keypoints, fliplr=0.25, epochs=2, **quiet)
+        best = Path(result["folder"], "weights", "best.pt")
+        assert type(hubconf.custom(best, task_file=package, device="cpu").task).__name__ == "HeatmapTask"
+    assert "best epoch: 1 of 2" in capfd.readouterr().out
+    assert read_yaml(tmp_path / "exp" / "settings.yaml")["hyperparameters"]["fliplr"] == 0.25
 
 
 # What a task does wrong
@@ -314,7 +266,7 @@ def wrong(real: Any, method: str, change: Callable[[Any], Any]) -> Any:
 # By the part that does it: the method, and what it returns instead.
 WRONG = {
     "fewer predictions": ("postprocess", "__call__", lambda made: made[1:]),
-    "an image twice": ("postprocess", "__call__", lambda made: [replace(each, image=0) for each in made]),
+    "an image twice": ("postprocess", "__call__", lambda made: [replace(one, image=0) for one in made]),
     "fewer records": ("metrics", "update", lambda made: made[1:]),
     "other metrics": ("metrics", "summarise", lambda made: replace(made, metrics={"PCK": 0.5})),
     "another image": ("items", "__getitem__", lambda made: (*made[:2], made[2]._replace(image=made[2].image + 1))),
@@ -323,11 +275,6 @@ WRONG = {
     "no terms": ("criterion", "__call__", lambda terms: terms.sums.sum()),
     "two objectives": ("criterion", "objective", lambda scalar: scalar.expand(2)),
 }
-
-
-def refusals(flags: list[str]) -> dict[str, str]:
-    """Return the error of a validation, of a batch or of an epoch, by what is wrong in it."""
-    return within(flags, refusals_of)
 
 
 def refusals_of(parts: Parts) -> dict[str, str]:
@@ -362,11 +309,12 @@ def refusals_of(parts: Parts) -> dict[str, str]:
     return {**errors, "fewer batches": str(caught.value)}
 
 
-def test_what_a_task_returns_is_checked(
-    on_processes: OnProcesses, package: Path, keypoints: Path, tmp_path: Path
-) -> None:
+def test_what_a_task_returns_is_checked(user: None, package: Path, keypoints: Path, tmp_path: Path) -> None:
     """Each fault is one sentence that names the class."""
-    (errors,) = on_processes(1, refusals, train_flags(package, keypoints, tmp_path, "--noplots")[1:])
+    flags = train_flags(package, keypoints, tmp_path, "--noplots", "--no-wandb", "--logical-processes", "1")
+    with another_process():
+        errors = within(flags[1:], refusals_of)
+    reset_accelerate()
     assert errors.pop("fewer batches").startswith("keypoints.data.KeypointItems gave 2 of 5 batches")
     named = {fault: error.partition(" ")[0].rpartition(".")[2] for fault, error in errors.items()}
     assert named == dict.fromkeys(WRONG, "Wrong")
@@ -391,7 +339,11 @@ HeatmapCriterion.__call__ = leave
 
 
 @pytest.mark.parametrize(
-    ("file", "more", "flags"), [("data.py", STOP, ("--workers", "1")), ("loss.py", LEAVE, ("--processes", "2"))]
+    ("file", "more", "flags"),
+    [
+        ("data.py", STOP, ("--workers", "1")),
+        pytest.param("loss.py", LEAVE, ("--processes", "2"), marks=pytest.mark.long),
+    ],
 )
 def test_what_a_task_raises_ends_the_run(
     file: str, more: str, flags: tuple[str, ...], run_script: RunScript, keypoints: Path, tmp_path: Path

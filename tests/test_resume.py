@@ -15,24 +15,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.conftest import NOT_HERE, RECIPE, ROOT, CallMain, RunScript, data_yaml, left_behind
+from tests.conftest import NOT_HERE, RECIPE, ROOT, CallMain, RunScript, data_yaml
 from tests.curves import identical, refused, same_curve, untouched
 from tests.faults.fault_points import planted
-from tests.machines import ACCELERATE, CONFIGS, on_machine
+from tests.machines import ACCELERATE, CONFIGS, left_behind, on_machine
+from tests.making import write_yaml
 from utils.checkpoint import StateFiles
 from utils.files import lock_folder
 
 HERE = ("--processes", "2")
+FILES_OF_DATA = {
+    f"{folder}/{split}": f"the {what} of `{split}:`"
+    for folder, what in (("images", "file sizes"), ("labels", "labels"))
+    for split in ("train", "val")
+}
 Train = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
 def flags(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Three epochs of seven batches of four images: optimizer steps after the second, fourth, sixth and seventh."""
-    recipe = tmp_path_factory.mktemp("hyp") / "often.yaml"
-    recipe.write_text(yaml.safe_dump({**RECIPE, "nbs": 8}))
+    recipe = write_yaml(tmp_path_factory.mktemp("hyp") / "often.yaml", {**RECIPE, "nbs": 8})
     what = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", str(recipe))
     how = ("--imgsz", "64", "--epochs", "3", "--batch-size", "4", "--workers", "1", "--device", "cpu")
     return *what, *how, "--noautoanchor", "--noplots"
@@ -86,27 +90,6 @@ def test_killed_in_an_epoch_and_later(train: Train, resume: Train, undisturbed: 
 
 
 @pytest.mark.long
-def test_one_of_two_processes_is_killed(train: Train, resume: Train, undisturbed_on_two: Path, tmp_path: Path) -> None:
-    """Four times. Both end, and the resumed run starts from the last state."""
-    printed = train(tmp_path, *HERE, "--save-steps", "1", **planted("SIGKILL", "optimizer step", 3, rank=1), code=1)
-    assert "was killed by SIGKILL" in printed
-    for point, number in (("validation batch", 1), ("file replacement", 1), ("flush to disk", 3)):
-        resume(tmp_path, **planted("SIGKILL", point, number, rank=0), code=1)
-    assert "resuming " in resume(tmp_path)
-    identical(tmp_path / "exp", undisturbed_on_two)
-
-
-@pytest.mark.long
-def test_more_than_two_processes(train: Train, resume: Train, tmp_path: Path) -> None:
-    """An image per process, and three batches per optimizer step; utils/training/test_optimizer_steps.py is faster."""
-    flags = ("--processes", "3", "--batch-size", "3", "--sync-bn")
-    train(tmp_path / "undisturbed", *flags)
-    train(tmp_path, *flags, "--save-steps", "1", **planted("SIGKILL", "optimizer step", 6, rank=1), code=1)
-    assert "warning" not in resume(tmp_path)
-    identical(tmp_path / "exp", tmp_path / "undisturbed" / "exp")
-
-
-@pytest.mark.long
 def test_a_launcher_starts_it_again(train: Train, undisturbed_on_two: Path, tmp_path: Path) -> None:
     """With --max_restarts and --resume auto a killed process is started again and resumes the run."""
     launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"), "--max_restarts", "1")
@@ -114,17 +97,6 @@ def test_a_launcher_starts_it_again(train: Train, undisturbed_on_two: Path, tmp_
     printed = train(tmp_path, "--resume", "auto", launcher=launcher, **fault)
     assert "resuming " in printed
     identical(tmp_path / "exp", undisturbed_on_two)
-
-
-@pytest.mark.long
-def test_a_damaged_state(train: Train, resume: Train, undisturbed: Path, tmp_path: Path) -> None:
-    """The previous state is read instead, and the end is the same."""
-    train(tmp_path, **planted("SIGKILL", "optimizer step", 10), code=-signal.SIGKILL)
-    newest = StateFiles(tmp_path / "exp" / "checkpoint").files()[0]
-    content = newest.read_bytes()
-    newest.write_bytes(content[: len(content) // 2] + b"?" + content[len(content) // 2 + 1 :])
-    assert resume(tmp_path).count(f"warning: {newest}") == 1
-    identical(tmp_path / "exp", undisturbed)
 
 
 # Asked to end
@@ -146,26 +118,6 @@ def test_asked_to_end(word: str, code: int, train: Train, resume: Train, undistu
     assert not (tmp_path / "exp" / "results.csv").exists()
     resume(tmp_path)
     identical(tmp_path / "exp", undisturbed)
-
-
-@pytest.mark.long
-def test_asked_to_end_in_validation_on_two(
-    train: Train, resume: Train, undisturbed_on_two: Path, tmp_path: Path
-) -> None:
-    """One process gets the signal during the validation; no training step is repeated."""
-    printed = train(tmp_path, *HERE, **planted("SIGTERM", "validation batch", rank=0), code=143)
-    assert "stopped by SIGTERM in epoch 1, after batch 7; " in printed
-    resume(tmp_path)
-    identical(tmp_path / "exp", undisturbed_on_two)
-
-
-@pytest.mark.long  # tests/test_same_bytes.py does it with --logical-processes each time
-def test_on_other_processes(train: Train, undisturbed: Path, tmp_path: Path) -> None:
-    """Two processes stop in mid-epoch and one resumes: the curve is that of one process."""
-    printed = train(tmp_path, *HERE, "--sync-bn", **planted("SIGTERM", "loss", 9, rank=1), code=143)
-    assert "in epoch 2, after batch 4" in printed
-    train(tmp_path, "--sync-bn", "--resume", "auto")
-    same_curve(tmp_path / "exp", undisturbed)
 
 
 @pytest.mark.long
@@ -235,8 +187,7 @@ def test_other_classes_photos_and_labels_are_refused(
     call_main: CallMain, flags: tuple[str, ...], train: Train, small_data: Path, tmp_path: Path
 ) -> None:
     """Files of the same names, in either split, moved to another folder."""
-    killed = planted("SIGKILL", "optimizer step", 3)
-    train(tmp_path, "--save-steps", "1", **killed, code=-signal.SIGKILL)
+    train(tmp_path, "--save-steps", "1", **planted("SIGKILL", "optimizer step", 2), code=-signal.SIGKILL)
     data = data_yaml(shutil.copytree(small_data.with_suffix(""), tmp_path / "data"))
 
     def resume(*more: str) -> tuple[int, str]:
@@ -244,19 +195,12 @@ def test_other_classes_photos_and_labels_are_refused(
 
     with untouched(tmp_path / "exp"):
         refused(resume("--imgsz", "96")[1], "--imgsz (it was")
-        for split in ("train", "val"):
-            for folder, what in (("images", "file sizes"), ("labels", "labels")):
-                file = sorted((tmp_path / "data" / folder / split).iterdir())[0]
-                content = file.read_bytes()
-                file.write_bytes(content + b"0 0.5 0.5 0.5 0.5\n")
-                code, printed = resume()
-                assert code == 1
-                refused(printed, f"the {what} of `{split}:`")
-                file.write_bytes(content)
-        content = data.read_bytes()
-        data.write_text(content.decode().replace("0: disc", "0: disk").replace("- disc", "- disk"))
-        refused(resume()[1], "the classes")
-        data.write_bytes(content)
+        first = {folder: sorted((data.with_suffix("") / folder).iterdir())[0] for folder in FILES_OF_DATA}
+        for file, named in [*((file, FILES_OF_DATA[folder]) for folder, file in first.items()), (data, "the classes")]:
+            content = file.read_bytes()
+            file.write_bytes(content.replace(b"disc", b"disk") if file == data else content + b"0 0.5 0.5 0.5 0.5\n")
+            refused(resume()[1], named)
+            file.write_bytes(content)
     assert resume()[0] == 0
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import cv2
 import numpy as np
@@ -22,34 +20,24 @@ from models.tasks.segment import SegmentationTask
 from models.tasks.segment_metrics import SegmentationPrediction
 from tests import wandb_files
 from tests.conftest import ROOT, RunScript
-from tests.curves import SEGMENTED, rows, same_curve
+from tests.curves import SEGMENTED, rows
 from tests.making import noise, write_image
 from tests.models.tasks.mask_batches import tiny_segmenter
 from utils.checkpoint import serialised, weights_content
 from utils.config.hyperparameters import Hyperparameters
 
-Train = Callable[..., str]
-
 
 @pytest.fixture(scope="module")
-def train(run_script: RunScript, drawn_outlines: Path, learned: Path, recipe: Path) -> Train:
-    """Train yolov5n-seg for two epochs from a detector's weights, on one thread per process; return the output."""
+def alone(
+    run_script: RunScript, drawn_outlines: Path, learned: Path, recipe: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The run folder of yolov5n-seg, from a detector's weights, with pictures and W&B's files."""
+    project = tmp_path_factory.mktemp("alone")
     what = ("--data", str(drawn_outlines), "--cfg", "yolov5n-seg.yaml", "--weights", str(learned), "--hyp", str(recipe))
     how = ("--imgsz", "96", "--noautoanchor", "--epochs", "2", "--batch-size", "8", "--workers", "1", "--device", "cpu")
-
-    def run(project: Path, *flags: str, **more: Any) -> str:
-        given = (*what, *how, "--project", str(project), *flags)
-        return run_script("train.py", *given, **{"OMP_NUM_THREADS": "1", **more})
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def alone(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of one process, with pictures and W&B's files."""
-    project = tmp_path_factory.mktemp("alone")
-    home = {"HOME": str(project), "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    printed = train(project, launcher=("env", "-u", "WANDB_MODE", sys.executable), plots=True, **home)
+    home = {"HOME": str(project), "WANDB_BASE_URL": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
+    launcher = ("env", "-u", "WANDB_MODE", sys.executable)
+    printed = run_script("train.py", *what, *how, "--project", str(project), launcher=launcher, plots=True, **home)
     assert "tensors taken" in printed
     return project / "exp"
 
@@ -72,27 +60,7 @@ def test_the_run_folder(alone: Path) -> None:
     assert classes <= {*range(len(shapes.names) + 1)}
 
 
-@pytest.mark.long
-def test_two_processes(train: Train, alone: Path, tmp_path: Path) -> None:
-    train(tmp_path, "--sync-bn", "--processes", "2")
-    same_curve(tmp_path / "exp", alone)
-
-
 # The other scripts
-
-
-def overall(printed: str) -> list[str]:
-    (line,) = (line.split() for line in printed.splitlines() if line.split()[:1] == ["all"])
-    return line
-
-
-@pytest.mark.long
-def test_val_on_two_processes(alone: Path, run_script: RunScript, drawn_outlines: Path, tmp_path: Path) -> None:
-    """Its table is that of the training's last epoch on one process."""
-    what = ("--data", str(drawn_outlines), "--weights", str(alone / "weights" / "last.pt"), "--imgsz", "96")
-    how = ("--processes", "2", "--batch-size", "5", "--workers", "0", "--device", "cpu", "--project", str(tmp_path))
-    printed, last = run_script("val.py", *what, *how, OMP_NUM_THREADS="1"), rows(alone)[-1]
-    assert overall(printed)[3:] == [f"{last[name]:.4f}" for name in SEGMENTED if name.startswith("metrics/")]
 
 
 def test_detect_writes_outlines(tmp_path: Path) -> None:
@@ -148,7 +116,8 @@ def test_scores_of_yolov5(shared: Path, run_script: RunScript, tmp_path: Path) -
     (tmp_path / "data.yaml").write_text(yaml.safe_dump({**spec, "images": "images/train"}))
     what = ("--data", str(tmp_path / "data.yaml"), "--weights", str(shared / "weights" / "yolov5n-seg-coco128.pt"))
     how = ("--imgsz", "320", "--square", "--workers", "1", "--device", "cpu", "--project", str(tmp_path))
-    *_, box50, box, mask_p, mask_r, mask50, mask = map(float, overall(run_script("val.py", *what, *how))[1:])
+    (overall,) = (line.split() for line in run_script("val.py", *what, *how).splitlines() if " all " in f" {line}")
+    *_, box50, box, mask_p, mask_r, mask50, mask = map(float, overall[1:])
     assert (box50, box) == pytest.approx((0.6212, 0.3863), abs=0.003)
     assert (mask50, mask) == pytest.approx((0.3964, 0.1825), abs=0.0003)
     assert min(mask_p, mask_r) > 0.3

@@ -27,7 +27,7 @@ class Summary:
     fitness: float  # highest in the best epoch
     # Rows of the printed table, which start with a name; a string is a line of its own.
     overall: list[Row | str]  # titles, and the row of all classes
-    details: list[Row | str]  # rows of classes, object sizes, ...
+    details: list[Row | str]  # rows of classes
     evidence: dict[str, Any] = field(default_factory=dict)  # plain values, for documents and pictures
     losses: dict[str, float] = field(default_factory=dict)  # mean of each loss term over the batches
     rate: float = 0.0  # images per second
@@ -89,7 +89,7 @@ class Box(NamedTuple):
     label: int  # class number
     confidence: float | None  # None for a label
     xyxy: tuple[float, float, float, float]
-    outline: tuple[float, ...] = ()  # x, y, x, y, ..., drawn instead of the enclosing box; () for an upright box
+    outline: tuple[float, ...] = ()  # x, y, x, y, ... of what the box surrounds, such as a mask; () for an upright box
 
 
 class Example(NamedTuple):
@@ -100,9 +100,6 @@ class Example(NamedTuple):
     size: tuple[int, int]  # width and height of the file's image in pixels
     labels: list[Box]
     predictions: list[Box]  # the most confident first
-    # Outlines of the masks, as those of boxes; () without masks
-    label_outlines: Sequence[Sequence[float]] = ()
-    prediction_outlines: Sequence[Sequence[float]] = ()
 
 
 def evenly_spaced(items: int, count: int) -> list[int]:

@@ -1,6 +1,6 @@
 """`DetectDFL`, the anchor-free head of YOLOv9's detectors: layer, assignment, loss and decoding.
 
-Registered in models/layer_registry.py.
+Registered in models/yolo.py.
 """
 
 from __future__ import annotations

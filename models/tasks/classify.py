@@ -56,11 +56,7 @@ AUXILIARY_ARGUMENTS = {name: {"aux_logits": False, "init_weights": True} for nam
 
 
 def architecture(yaml: Mapping[str, Any], source: str) -> str:
-    """Return the `architecture` of a YAML. Raises `UserError` if torchvision does not have such a classifier.
-
-    Args:
-        source: name of the YAML in errors
-    """
+    """Return the `architecture` of a YAML. Raises `UserError`, which names `source`, if torchvision lacks it."""
     from torchvision import models as torchvision_models
 
     name, known = yaml.get("architecture"), torchvision_models.list_models(module=torchvision_models)
@@ -82,11 +78,8 @@ def build_classifier(yaml: Mapping[str, Any], nc: int, imgsz: int, source: str =
     """Build the network that a YAML names, for `nc` classes and images of `imgsz` pixels.
 
     It maps (b, 3, h, w) to logits (b, nc). State-dict keys are torchvision's. The YAML's `args` are arguments of
-    torchvision's function, such as `dropout: 0.3`. Raises `UserError` if the network cannot be built or does not accept
-    such images.
-
-    Args:
-        source: name of the YAML in errors
+    torchvision's function, such as `dropout: 0.3`. Raises `UserError`, which names `source`, if the network cannot be
+    built or does not accept such images.
     """
     from torchvision.models import get_model
 
@@ -127,10 +120,7 @@ class ClassificationPrediction(Prediction):
         """Return the probability of each class, float32 (classes,)."""
         return self.probabilities.numpy().astype(np.float32)
 
-    @property
-    def probs(self) -> np.ndarray:
-        """The probability of each class, float32 (classes,)."""
-        return self.array
+    probs = array
 
     @property
     def top5(self) -> list[tuple[str, float]]:
@@ -194,11 +184,8 @@ class ClassificationPostprocess(Postprocess):
 class ClassificationCriterion(Criterion):
     """Cross-entropy of logits (b, classes) against targets (b, classes): shares of the classes, which add up to 1.
 
-    Args:
-        classes: number of classes
-        label_smoothing: value of --label-smoothing
-        class_weights: weight of an image, by class number: an image of weight 2 counts as two equal images, and each
-            share of a mixture has its class's weight; empty if all images count the same
+    With `class_weights`, by class number, an image of weight 2 counts as two equal images, and each share of a mixture
+    has its class's weight.
     """
 
     def __init__(self, classes: int, label_smoothing: float = 0.0, class_weights: Sequence[float] = ()) -> None:

@@ -332,13 +332,8 @@ class SuppressedDetector(nn.Module):
         return self.select(self.decoding.head.scored(self.decoding(images)))[:2]
 
     def select(self, decoded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return detections and numbers like `forward`, and the index of each detection's box, int64 (b, max_det).
-
-        The index of a padding row is any number below n.
-
-        Args:
-            decoded: boxes (b, n, 5 + classes) with objectness and class scores
-        """
+        """Return detections and numbers like `forward`, and the index of each detection's box, int64 (b, max_det), from
+        boxes (b, n, 5 + classes) with objectness and class scores. The index of a padding row is any number below n."""
         boxes, label, confidence, box = self._candidates(decoded)
         confidence = confidence * self._not_suppressed(boxes, label, confidence)
         if self.thresholds.max_det_per_class < self.thresholds.max_det:

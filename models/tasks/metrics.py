@@ -309,11 +309,7 @@ class DetectionMetrics(Metrics):
     """Precision, recall and mean average precision.
 
     A subclass may have several sets of scores, such as boxes' and masks'; its records are tuples of `ImageRecord`, one
-    for each set, and the first set's have the confusion matrix and the images to draw.
-
-    Args:
-        names: class names, by number
-        shown: indices of the images to draw
+    for each set, and the first set's have the confusion matrix and the images to draw, whose indices are `shown`.
     """
 
     sets: ClassVar[Mapping[str, str]] = {"": ""}  # suffix of a set's metrics -> prefix of its files and columns

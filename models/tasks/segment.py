@@ -118,14 +118,7 @@ def window_table(batch: SegmentationBatch, size: tuple[int, int]) -> np.ndarray:
 def plan_masks(
     matches: MaskMatches, table: np.ndarray, levels: int, masks: int, map_width: int, device: torch.device
 ) -> MaskPlan:
-    """Return the plan for a batch of m targets.
-
-    Args:
-        matches: pairs of a target and an output
-        table: result of `window_table`
-        levels: number of levels
-        masks: number of coefficients
-    """
+    """Return the plan for a batch of m targets, whose `window_table` is `table`; `masks`: number of coefficients."""
     counts, pixels = np.bincount(matches.target, minlength=len(table)), table[:, 2]
     grouped = [*_similar(counts, pixels, masks)]
     targets = np.concatenate([np.zeros(0, np.int64), *grouped])
@@ -151,14 +144,9 @@ def plan_masks(
 
 
 def _similar(counts: np.ndarray, pixels: np.ndarray, masks: int) -> Iterator[np.ndarray]:
-    """Iterate over groups of targets, by index, with similar numbers of matches and pixels.
+    """Iterate over groups of targets, by index, with similar numbers of matches `counts` and of `pixels`, (m,) each.
 
     Targets without matches or pixels are left out.
-
-    Args:
-        counts: number of matches of each target, (m,)
-        pixels: number of pixels of each target, (m,)
-        masks: number of coefficients
     """
     (used,) = np.nonzero((counts > 0) & (pixels > 0))
     edge = np.searchsorted(MATCH_EDGES, counts[used])
@@ -275,10 +263,8 @@ class SegmentationCriterion(DetectionCriterion):
 
         The mask term is the sum over the images of the mean over an image's matches on a level; its count is the number
         of images. A match's value is the sum of the cross-entropies in its box, divided by the number of the map's
-        pixels and by the box's normalised area.
-
-        Args:
-            outputs: maps as for `DetectionCriterion`, with 5 + classes + masks outputs, and prototypes (b, masks, h, w)
+        pixels and by the box's normalised area. Outputs are maps as for `DetectionCriterion`, with 5 + classes + masks
+        outputs, and prototypes (b, masks, h, w).
         """
         with_masks, (maps, prototypes) = cast("SegmentationBatch", batch), outputs
         terms, rows = self.box_terms(maps, batch.targets)
@@ -296,13 +282,8 @@ class SegmentationCriterion(DetectionCriterion):
         return LossTerms(sums, counts, weights, terms.least)
 
     def _mask_matches(self, sizes: MapSizes, targets: np.ndarray, size: tuple[int, int]) -> MaskMatches:
-        """Match targets on the host, as the detector does on the device.
-
-        Args:
-            sizes: height and width of each level's map
-            targets: image, class and normalised xywh of the targets, (m, 6)
-            size: height and width of the mask maps
-        """
+        """Match targets (m, 6) on the host, as the detector does on the device; `size`: height and width of the masks'
+        maps."""
         cells = near_cells(sizes, torch.from_numpy(targets))
         matched = match(cells, self._host_anchors, self.hyp.anchor_t).numpy()
         level, cell, anchor = np.nonzero(matched)

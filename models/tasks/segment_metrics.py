@@ -24,7 +24,6 @@ from models.tasks.predictions import DetectionPrediction, Overlaps
 from utils.batch import MASK_STRIDE, Batch, CocoImage, Placement, SegmentationBatch
 from utils.errors import UserError
 from utils.plots.drawing import Style, tint
-from utils.summary import Row
 
 MAPS_AT_ONCE = 64  # maps that are in memory on the host at a time
 MIN_POLYGON_POINTS = 3
@@ -113,10 +112,9 @@ class MaskPart(NamedTuple):
         return np.asarray(largest.reshape(-1, 2))
 
     def run_lengths(self, size: tuple[int, int]) -> dict[str, Any]:
-        """Return the mask as COCO's compressed run lengths. Raises `UserError` if faster-coco-eval is not installed.
+        """Return the mask as COCO's compressed run lengths; `size`: width and height of the file in pixels.
 
-        Args:
-            size: width and height of the file in pixels
+        Raises `UserError` if faster-coco-eval is not installed.
         """
         try:
             from faster_coco_eval import mask as encoder
@@ -241,13 +239,9 @@ class SegmentationPrediction(DetectionPrediction):
         return super().draw(drawn, style)
 
     def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
-        """Return lines of a label file: class, outline as normalised x y x y ..., and the confidence if requested.
+        """Return lines of a label file: class, outline as normalised x y x y ..., and the confidence if asked for.
 
-        The outline of a mask with too few pixels for a polygon is its box.
-
-        Args:
-            with_confidence: whether each line ends with the confidence
-            corners: whether lines have boxes, xyxy in pixels of the file, instead of outlines
+        The outline of a mask with too few pixels for a polygon is its box. With `corners`: the lines of a detector.
         """
         if corners:
             return super().label_rows(with_confidence, corners)
@@ -330,19 +324,7 @@ class SegmentationMetrics(DetectionMetrics):
     """The detector's metrics, for boxes and for masks. A record is a pair, whose items differ in their matches only."""
 
     sets = SETS
-    titles: ClassVar[Row] = (
-        "Class",
-        "Images",
-        "Labels",
-        "box P",
-        "R",
-        "mAP50",
-        "50-95",
-        "mask P",
-        "R",
-        "mAP50",
-        "50-95",
-    )
+    titles = ("Class", "Images", "Labels", "box P", "R", "mAP50", "50-95", "mask P", "R", "mAP50", "50-95")
     headline: ClassVar[Mapping[str, str]] = {"mAP box": "mAP_0.5:0.95(B)", "mask": "mAP_0.5:0.95(M)"}
     has_masks = True
 

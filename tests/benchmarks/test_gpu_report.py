@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_data, gpu_report
-from benchmarks.gpu_report import MARKER, PAIR_PARTS, PARTS, Part, append, run_part, section
+from benchmarks.gpu_report import MARKER, PAIR_PARTS, PARTS, Part, run_part
 from tests.making import write_image
 from utils.files import ROOT
 
@@ -77,24 +77,6 @@ def test_rows_are_kept_whatever_happens(
     assert rows == [{}]
     assert problem in actual
     assert bool(problem) == bool(actual)
-
-
-def test_a_section_of_the_page(tmp_path: Path) -> None:
-    rows = [{"table": "T", "a": 1.23456789, "b": "x|y"}, {"table": "T", "a": None, "c": 2}, {"table": "U", "d": 3}]
-    text = section("steps", "a GPU", rows, "failed: no memory")
-    assert "| a | b | c |\n|---|---|---|\n| 1.23457 | x/y | - |\n| - | - | 2 |" in text
-    assert "failed: no memory" in text
-    page = tmp_path / "page.md"
-    for _ in range(2):
-        append(page, text)
-    assert page.read_text() == MARKER + 2 * text
-    page.write_text("no marker")
-    with pytest.raises(SystemExit, match=r"page\.md"):
-        append(page, text)
-
-
-def test_the_page_has_the_marker() -> None:
-    assert (ROOT / "docs" / "gpu.md").read_text().count(MARKER) == 1
 
 
 def test_data_are_gathered(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_shrinking_is_smooth_by_the_mean_of_the_area_or_quick_by_the_four_pixels
         (2559, 1920, 640, (1280, 960)),  # a quarter of 2559 is less than 640, though rounded up it would be 640
         (4032, 3024, 320, (504, 378)),
         (1999, 1013, 320, (500, 254)),
-        (1221, 2001, 900, (1221, 2001)),
+        (1221, 2001, 900, (611, 1001)),
         (8000, 500, 320, (1000, 63)),  # less than an eighth is not possible
         (2048, 1371, 1280, (2048, 1371)),
     ],

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.web import Answer, Server, failing, sending, serving
+from tests.web import Server, failing, sending, serving
 from utils import files
 from utils.errors import UserError
 from utils.files import (
@@ -45,36 +45,30 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
 def test_readers_see_the_old_file_until_the_new_one_is_complete(tmp_path: Path, mask: int, mode: int) -> None:
-    """The folder is made, and permissions follow the umask."""
+    """The folder is made, and permissions follow the umask. A failure leaves the old file only."""
     path, before = tmp_path / "a" / "file.bin", os.umask(mask)
+
+    def write(content: bytes, error: type[BaseException] | None = None) -> None:
+        with replacing(path) as file:
+            file.write(content)
+            assert not path.exists() or path.read_bytes() == b"old"
+            if error:
+                raise error
+
     try:
-        for content in (b"old", b"new and longer"):
-            with replacing(path) as file:
-                file.write(content)
-                assert not path.exists() or path.read_bytes() == b"old"
-            assert path.read_bytes() == content
+        write(b"old")
+        for error in (ValueError, KeyboardInterrupt):
+            with pytest.raises(error):
+                write(b"half", error)
+            assert (path.read_bytes(), names(path.parent)) == (b"old", ["file.bin"])
+        write(b"new and longer")
     finally:
         assert os.umask(before) == mask
-    assert names(path.parent) == ["file.bin"]
+    assert (path.read_bytes(), names(path.parent)) == (b"new and longer", ["file.bin"])
     assert stat.S_IMODE(path.stat().st_mode) == mode
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_failure_leaves_the_old_file_only(tmp_path: Path, error: type[BaseException]) -> None:
-    path = tmp_path / "file.bin"
-    path.write_bytes(b"old")
-
-    def write() -> None:
-        with replacing(path) as file:
-            file.write(b"half")
-            raise error
-
-    with pytest.raises(error):
-        write()
-    assert (path.read_bytes(), names(tmp_path)) == (b"old", ["file.bin"])
     with pytest.raises(OSError), replacing(tmp_path) as file:  # noqa: PT011  # IsADirectoryError or another
         file.write(b"new")
-    assert names(tmp_path) == ["file.bin"]
+    assert names(tmp_path) == ["a"]
 
 
 # Folders
@@ -256,11 +250,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "cache" / "checkpoints"
 
 
-@pytest.mark.parametrize("length", [None, -1])
-def test_threads_download_a_file_once(server: Server, folder: Path, length: int | None) -> None:
+def test_threads_download_a_file_once(server: Server, folder: Path) -> None:
     def slowly(handler: BaseHTTPRequestHandler) -> None:
         time.sleep(0.3)
-        sending(CONTENT, length)(handler)
+        sending(CONTENT, length=-1)(handler)
 
     address = server.give("a.pth", slowly)
     with ThreadPoolExecutor(3) as threads:
@@ -285,45 +278,23 @@ def refused(address: str, path: Path, **known: Any) -> None:
     assert [name for name in names(path.parent) if not name.endswith(".lock")] == []
 
 
-def in_chunks(handler: BaseHTTPRequestHandler) -> None:
-    """Answer in two chunks, the second incomplete."""
-    handler.protocol_version = "HTTP/1.1"
-    handler.send_response(200)
-    handler.send_header("Transfer-Encoding", "chunked")
-    handler.end_headers()
-    handler.wfile.write(b"4\r\nabcd\r\n8\r\nab")
-    handler.close_connection = True
-
-
 def nonsense(handler: BaseHTTPRequestHandler) -> None:
     handler.wfile.write(b"who is there?\r\n\r\n")
 
 
-@pytest.mark.parametrize(
-    ("answer", "asked"),
-    [
-        (in_chunks, files.ATTEMPTS),
-        (nonsense, files.ATTEMPTS),
-        (sending(CONTENT[:999], 1000), files.ATTEMPTS),
-        (failing(500, 99, nonsense), files.ATTEMPTS),
-        (failing(404, 99, nonsense), 1),
-    ],
-)
-def test_what_servers_do_wrong(answer: Answer, asked: int, server: Server, folder: Path) -> None:
-    refused(server.give("a.pth", answer), folder / "a.pth")
-    assert len(server.asked) == asked
-
-
-@pytest.mark.parametrize("listens", [True, False])
-def test_a_server_that_does_not_answer(
-    listens: bool, server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_servers_do_wrong(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    many, cut = files.ATTEMPTS, sending(CONTENT[:999], 1000)
+    for answer, asked in ((nonsense, many), (cut, many), (failing(500, 99, cut), many), (failing(404, 99, cut), 1)):
+        server.asked.clear()
+        refused(server.give("a.pth", answer), folder / "a.pth")
+        assert len(server.asked) == asked
     monkeypatch.setattr(files, "SERVER_TIMEOUT_SECONDS", 0.1)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
-        if listens:
-            silent.listen()
-        refused(f"http://127.0.0.1:{silent.getsockname()[1]}/a.pth", folder / "a.pth")
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}/a.pth"
+        refused(address, folder / "a.pth")  # nobody listens
+        silent.listen()
+        refused(address, folder / "a.pth")  # nobody answers
 
 
 def test_wrong_content_and_a_disk_that_is_too_small(

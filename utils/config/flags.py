@@ -305,6 +305,7 @@ class TrainOptions:
     upload_model: bool = flag(False, "upload weights to W&B: each --save-period, and last.pt and best.pt", "logging")
     upload_dataset: bool = flag(False, "make the data set a W&B artifact of references to its files", "logging")
     profile: str = flag("", "profile the optimizer steps START:STOP, both included, such as 10:15", "training")
+    hashes: bool = flag(False, "write hashes.csv: hashes of what each step reads and changes", "saving")
     doctor: bool = flag(False, "do not train: check all processes and hosts for what would go wrong", "processes")
     # The values of flags such as --hyp.lr0, as text by key; the model's task knows which keys there are.
     overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)

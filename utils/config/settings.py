@@ -178,12 +178,12 @@ def check_settings(settings: Mapping[str, Any], recorded: Mapping[str, Any], sou
         elif value != _plain(fields[key].default) if key in fields else recorded and key not in recorded:
             values[key] = value
     checked(TrainOptions, values, f"{source}: `{{}}`".format)
-    now, then = _curve_settings(settings), _curve_settings(yaml.safe_load(yaml.safe_dump(recorded)))  # without tuples
+    now, then = curve_settings(settings), curve_settings(yaml.safe_load(yaml.safe_dump(recorded)))  # without tuples
     for key, value in then.items():
         _refuse_change(source.parent, f"`{key}` of {source}", now.get(key), value)
 
 
-def _curve_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+def curve_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that the curve depends on; hyperparameters and model settings as `hyperparameters: lr0`."""
     parts = {f"{part}: {key}": value for part in SETTINGS_PARTS for key, value in settings.get(part, {}).items()}
     return {name: settings[name] for name in CURVE_FLAGS if name in settings} | parts

@@ -226,15 +226,11 @@ def example_images(examples: Sequence[Example], shown: ImageReader, names: Seque
         sides, padding = np.array(photo.shape[1::-1]), [(0, height - photo.shape[0]), (0, width - photo.shape[1])]
         canvas = np.pad(photo[..., ::-1], [*padding, (0, 0)])
         boxes, masks = {}, {}
-        for kind, rows, outlines in (
-            ("ground_truth", example.labels, example.label_outlines),
-            ("predictions", example.predictions, example.prediction_outlines),
-        ):
-            data = [_box_data(box, names, sides / (width, height)) for box in rows]
+        for kind, objects in (("ground_truth", example.labels), ("predictions", example.predictions)):
+            data = [_box_data(box, names, sides / (width, height)) for box in objects]
             boxes[kind] = {"box_data": data, "class_labels": dict(enumerate(names))}
-            outlines = outlines or [box.outline for box in rows]
-            if any(map(len, outlines)):
-                mask = np.pad(_mask_data(rows, outlines, sides), padding)
+            if any(box.outline for box in objects):
+                mask = np.pad(_mask_data(objects, sides), padding)
                 masks[kind] = {"mask_data": mask, "class_labels": dict(enumerate(names, 1))}
         images.append(wandb.Image(canvas, boxes=boxes, masks=masks or None, caption=example.name, file_type="jpg"))
     return images
@@ -250,15 +246,12 @@ def _box_data(box: Box, names: Sequence[str], scale: np.ndarray) -> dict[str, An
     return data
 
 
-def _mask_data(boxes: Sequence[Box], outlines: Sequence[Sequence[float]], sides: np.ndarray) -> np.ndarray:
-    """Return the class of each pixel plus one, 0 for none, int (h, w).
-
-    Each box has an outline, x, y, x, y, ... as fractions of `sides`, width and height; the first is in front.
-    """
+def _mask_data(boxes: Sequence[Box], sides: np.ndarray) -> np.ndarray:
+    """Return the class of each pixel plus one, 0 for none, int (h, w); the first box's outline is in front."""
     image = Image.new("I", sides.tolist())
     pen = ImageDraw.Draw(image)
-    for box, outline in reversed([*zip(boxes, outlines, strict=True)]):
-        points = [tuple(point) for point in (np.reshape(outline, (-1, 2)) * sides).tolist()]
+    for box in reversed(boxes):
+        points = [tuple(point) for point in (np.reshape(box.outline, (-1, 2)) * sides).tolist()]
         if len(points) > 1:  # Pillow cannot draw a polygon of one point
             pen.polygon(points, fill=box.label + 1)
     return np.asarray(image)

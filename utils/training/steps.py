@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
@@ -54,8 +54,14 @@ class OptimizerSteps:
         loss_names: Sequence[str],
         window: str = "",
         record: bool = False,
+        hashes: bool = False,
     ) -> None:
         self.run, self.model, self.state, self.schedule = run, model, state, schedule
+        self.hashes = None
+        if hashes:  # write hashes.csv
+            from utils.training.hashes import StepHashes
+
+            self.hashes = StepHashes(run, model, loss_names, state)
         self.log = StepLog(run, loss_names, schedule, state.decisions.batch_size, state.progress, window)
         self.optimizer, self.ema, self.progress = state.optimizer, state.ema, state.progress
         buffers = [buffer for copy in model.copies for buffer in floating_buffers(copy).values()]
@@ -96,6 +102,8 @@ class OptimizerSteps:
         The norm is computed from the reduced gradients, so all processes skip the same steps.
         """
         accelerator, optimizer = self.run.accelerator, self.optimizer
+        if self.hashes:
+            self.hashes.add_gradients()
         norm = self.log.norm = accelerator.clip_grad_norm_(self.model.parameters, self.schedule.hyp.clip_norm)
         if accelerator.scaler is None and isinstance(norm, Tensor) and norm.device.type in ("cpu", "cuda"):
             return step_if(optimizer, norm.isfinite())
@@ -105,11 +113,13 @@ class OptimizerSteps:
         taken = finite and not accelerator.optimizer_step_was_skipped
         return torch.full((), taken, device=accelerator.device)
 
-    def add(self, losses: Sequence[Tensor], batches: Iterable[Batch]) -> None:
+    def add(self, losses: Sequence[Tensor], batches: Sequence[Batch]) -> None:
         """Add the batch and the share in its loss terms, (k,), of each local logical process to the epoch's sums."""
         local = torch.stack(list(losses)).detach()
         self.state.loss_sums += local
         self.log.add(local)
+        if self.hashes:
+            self.hashes.add(self.model.sum(list(local)), batches)
         self.window += [
             (terms, [info.path for info in batch.infos]) for terms, batch in zip(local, batches, strict=True)
         ]
@@ -119,6 +129,8 @@ class OptimizerSteps:
         progress = self.progress
         accumulated, progress.batch, progress.step = batches - progress.batch, batches, progress.step + 1
         self.update_averages(taken)
+        if self.hashes:
+            self.hashes.finish(progress)
         window, self.window = self.window, []
         self.ended.append(EndedStep(DeviceValue(taken), accumulated, progress.step, window))
         if self.log.is_due(progress.step, last=batches == epoch_batches):
@@ -144,6 +156,8 @@ class OptimizerSteps:
             progress.skipped += not taken
             if self.guard.count(taken):
                 self._fail(ended)
+        if self.hashes:
+            self.hashes.write(keep)
         while self.points and self.points[0].step <= progress.step - keep:
             point = self.points.popleft()
             self.run.log_point(self.log.values(point), point.step)

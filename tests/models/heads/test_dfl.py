@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from models.heads import dfl
 from models.heads.contract import xywh_to_xyxy
-from models.heads.dfl import Assignment, DetectDFL, DFLCriterion, DFLLevel, assign, cell_geometry
+from models.heads.dfl import DetectDFL, DFLCriterion, DFLLevel, assign, cell_geometry
 from models.tasks.contract import Thresholds
 from models.tasks.detect import DetectionTask, detect
 from models.yolo import YoloModel, build_model
@@ -57,12 +57,7 @@ def test_a_cell_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("scale", "mirrored_width", "expected"),
-    [
-        ((1.0, 1.0), 0, [12, -4, 44, 12]),
-        ((1.0, 1.0), 48, [4, -4, 36, 12]),
-        ((0.5, 0.8), 0, [24, -5, 88, 15]),
-        ((0.5, 0.8), 96, [8, -5, 72, 15]),
-    ],
+    [((1.0, 1.0), 48, [4, -4, 36, 12]), ((0.5, 0.8), 0, [24, -5, 88, 15]), ((0.5, 0.8), 96, [8, -5, 72, 15])],
 )
 def test_scaled_and_mirrored_views(scale: tuple[float, float], mirrored_width: int, expected: list[float]) -> None:
     view = head_of(8).view([point(level(3, 4), 1, 2, (1, 2, 3, 0), 0.0)])
@@ -198,23 +193,12 @@ def test_without_boxes_every_output_has_a_gradient() -> None:
         torch.testing.assert_close(level.scores.grad, level.scores.detach().sigmoid() / 2)
 
 
-def equal_cells(targets: Tensor, corners: list[list[float]], overlap: float = 1.0) -> Assignment:
-    """Assign to the 6 x 6 cells of stride 8 of one image, whose predictions are all one box with equal scores."""
+def test_of_equal_cells_and_of_equal_targets_the_first_ones_are_taken() -> None:
     cells = cell_geometry(torch.zeros(1, 1, 6, 6), torch.tensor(8.0))
-    boxes = torch.tensor([24.0, 24, 40 * overlap, 40]).expand(1, 36, 4)
-    return assign(boxes, torch.zeros(1, 36, 3), cells, targets, torch.tensor(corners))
-
-
-def test_of_equal_cells_the_first_ones_are_taken() -> None:
-    assigned = equal_cells(torch.zeros(1, 6), [[4.0, 4, 44, 44]])
-    inside = [row * 6 + column for row in range(6) for column in range(6) if 4 <= 8 * row + 4 <= 44]
-    assert assigned.cell.tolist() == [inside[:10]]
-    assert assigned.weight.tolist() == [[pytest.approx(1.0)] * 10]
-
-
-def test_of_equal_targets_the_first_gets_the_cells() -> None:
-    assigned = equal_cells(torch.zeros(2, 6), [[4.0, 4, 44, 44]] * 2)
-    assert (assigned.weight > 0).tolist() == [[True] * 10, [False] * 10]
+    boxes = torch.tensor([24.0, 24, 40, 40]).expand(1, 36, 4)
+    assigned = assign(boxes, torch.zeros(1, 36, 3), cells, torch.zeros(2, 6), torch.tensor([[4.0, 4, 44, 44]] * 2))
+    assert assigned.cell.tolist() == [[*range(10)], [0] * 10]
+    assert assigned.weight.tolist() == [[pytest.approx(1.0)] * 10, [0] * 10]
 
 
 def test_a_target_without_a_cell_inside_takes_its_best_cell() -> None:

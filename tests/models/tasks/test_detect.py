@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torchvision.ops import box_iou
 
 from models.heads.anchors import Detect, DetectionCriterion
-from models.heads.contract import BoxCriterion, Candidates, DecodedView, HeadView, least_logit
+from models.heads.contract import BoxCriterion, Candidates, DecodedView, HeadView
 from models.tasks import contract
 from models.tasks import detect as module
-from models.tasks.contract import Criterion, LossTerms, Model, Postprocess, Thresholds, View
+from models.tasks.contract import Criterion, Model, Postprocess, Thresholds, View
 from models.tasks.detect import (
     PADDING_GREY,
     BoxTask,
@@ -32,7 +32,6 @@ from models.tasks.detect import (
     SuppressedView,
     allowed_rows,
     box_predictions,
-    boxes_in_files,
     detect,
     detect_with_more,
     nms_by_image,
@@ -186,16 +185,6 @@ def test_the_detections_of_an_image_do_not_depend_on_the_others(threads: int) ->
         assert all(torch.equal(*pair) for pair in zip(together, detections, strict=True))
 
 
-@pytest.mark.parametrize("probability", [0.0, 1e-30, 0.001, 0.5, 0.999999, 1 - 1e-7, 1.0])
-def test_least_logit(probability: float) -> None:
-    logits = torch.cat((torch.linspace(-110, 20, 200_001), torch.linspace(-17, 17, 200_001)))
-    exceed = logits.sigmoid() > probability
-    taken = logits > least_logit(probability)
-    assert (taken | ~exceed).all()
-    if 0 < probability < 0.99:  # near 1 a sigmoid hardly rises
-        assert (taken & ~exceed).sum() < 20
-
-
 # Several views
 
 
@@ -323,29 +312,17 @@ def postprocess() -> DetectionPostprocess:
     return DetectionPostprocess(CLASS_NAMES, Thresholds())
 
 
-def test_predictions_are_in_pixels_of_the_file(model: YoloModel, postprocess: DetectionPostprocess) -> None:
-    outputs = [torch.full((2, 2, 16, 16, 8), -20.0), torch.full((2, 2, 8, 8, 8), -20.0)]
-    # Image 1, anchor 16 x 16, cell (column 3, row 5) of stride 8: centre (28, 44), so 20, 36, 36, 52
-    outputs[1][1, 0, 5, 3] = torch.tensor([0, 0, 0, 0, 0, -20, 20, -20])
-    info = image_info(7, size=(100, 70), placement=Placement((0.5, 0.8), (4, 12)), path="/data/b.jpg")
-    empty, prediction = postprocess([model.head.view(outputs)], grey_batch(image_info(), info))
-    assert empty.rows.shape == (0, 6)
-    expected = torch.tensor([[32, 30, 64, 50, 0.5, 1.0]])
-    torch.testing.assert_close(prediction.rows, expected, rtol=1e-5, atol=1e-4, check_dtype=False)
-    assert (prediction.image, prediction.path, prediction.size) == (7, "/data/b.jpg", (100, 70))
-
-
-def test_boxes_in_files_undo_the_placement_and_are_cut_at_the_edges() -> None:
-    info = image_info(size=(100, 50), placement=Placement((2.0, 0.5), (10, 20)))
+def test_predictions_undo_the_placement_and_are_cut_at_the_edges() -> None:
+    info = image_info(7, size=(100, 50), placement=Placement((2.0, 0.5), (10, 20)), path="/data/b.jpg")
     detections = torch.tensor([[30, 25, 110, 40, 0.9, 2], [0, 0, 300, 100, 0.5, 1], [-20, 10, 5, 15, 0.4, 0]])
     expected = torch.tensor([[10, 10, 50, 40, 0.9, 2], [0, 0, 100, 50, 0.5, 1], [0, 0, 0, 0, 0.4, 0]])
-    exact, empty, boxes = boxes_in_files(
-        [torch.tensor([[1, 2, 3, 4, 0.5, 0]]), torch.zeros(0, 6), detections], [image_info(), info, info]
-    )
-    assert exact.tolist() == [[1, 2, 3, 4, 0.5, 0]]
-    assert empty.shape == (0, 6)
-    torch.testing.assert_close(boxes, expected, check_dtype=False)
-    assert boxes_in_files([], []) == []
+    batch = grey_batch(image_info(), info, info)
+    given = [torch.tensor([[1, 2, 3, 4, 0.5, 0]]), torch.zeros(0, 6), detections]
+    exact, empty, last = box_predictions(given, batch, CLASS_NAMES, Thresholds())
+    assert exact.rows.tolist() == [[1, 2, 3, 4, 0.5, 0]]
+    assert empty.rows.shape == (0, 6)
+    torch.testing.assert_close(last.rows, expected, check_dtype=False)
+    assert (last.image, last.path, last.size) == (7, "/data/b.jpg", (100, 50))
 
 
 def test_augmented_views(model: YoloModel, postprocess: DetectionPostprocess) -> None:
@@ -401,19 +378,6 @@ def test_an_exported_file_returns_boxes_or_detections(
 # Exported modules
 
 
-def test_boxes_by_hand(model: YoloModel, images: Tensor) -> None:
-    """YOLOv5's formula for one box."""
-    boxes = DecodedDetector(model)(images)
-    assert boxes.shape == (3, 2 * (8 * 12 + 4 * 6), 8)
-    raw = model(images)[1].sigmoid()  # of stride 8: after the two anchors of stride 4
-    anchor, row, column = 1, 2, 3
-    given, one = raw[2, anchor, row, column], boxes[2, 2 * 8 * 12 + (anchor * 4 + row) * 6 + column]
-    x, y = (2 * given[0] - 0.5 + column) * 8, (2 * given[1] - 0.5 + row) * 8
-    width, height = (2 * given[2]) ** 2 * 32, (2 * given[3]) ** 2 * 24
-    torch.testing.assert_close(one[:4], torch.stack((x, y, width, height)))
-    assert torch.equal(one[4:], given[4:])
-
-
 @pytest.mark.parametrize(
     ("limits", "fewest"),
     [(Thresholds(0.3, 0.45, 5), 3), (Thresholds(0.3, 0.45, 40), 3), (Thresholds(1.0, 0.45, 40), 0)],
@@ -455,12 +419,6 @@ def task() -> DetectionTask:
     return DetectionTask(CLASS_NAMES, Hyperparameters())
 
 
-def test_official_weights() -> None:
-    names = ("yolov5n.pt", "yolov5x6.pt", "v9-c.pt", "yolov5n-cls.pt", "yolov5n-seg.pt")
-    official = [bool(re.fullmatch(DetectionTask.official_weights, name)) for name in names]
-    assert official == [True] * 3 + [False] * 2
-
-
 @pytest.mark.parametrize(("imgsz", "rounded"), [(64, 64), (60, 64), (65, 72), (3, 16)])
 def test_the_model_has_the_tasks_classes_and_at_least_two_whole_strides(
     task: DetectionTask, imgsz: int, rounded: int
@@ -468,9 +426,15 @@ def test_the_model_has_the_tasks_classes_and_at_least_two_whole_strides(
     model = task.build_model({**tiny_detector(), "nc": 80}, imgsz)
     assert (model.stride, model.imgsz, model.names) == (8, rounded, CLASS_NAMES)
     assert model.yaml["nc"] == model.head.nc == 3
+    names = ("yolov5n.pt", "yolov5x6.pt", "v9-c.pt", "yolov5n-cls.pt", "yolov5n-seg.pt")
+    assert [bool(re.fullmatch(task.official_weights, name)) for name in names] == [True] * 3 + [False] * 2
 
 
-def test_anchors_that_a_yaml_or_the_hyperparameters_ask_for(task: DetectionTask) -> None:
+def test_what_hyperparameters_change_in_a_yaml(task: DetectionTask) -> None:
+    yaml = read_yaml(ROOT / "models" / "yolov9t.yaml")
+    for weight in (0.25, 0.0):
+        changed = DetectionTask(CLASS_NAMES, Hyperparameters(tal_aux=weight)).model_yaml(yaml)
+        assert changed == {key: rows for key, rows in yaml.items() if weight or key != "auxiliary"}
     assert task.model_yaml(tiny_detector()) == tiny_detector()
     assert task.fresh_tensors(from_yaml=False) == ()
     assert task.fresh_tensors(from_yaml=True) == ("anchors",)
@@ -479,21 +443,12 @@ def test_anchors_that_a_yaml_or_the_hyperparameters_ask_for(task: DetectionTask)
     assert more.fresh_tensors(from_yaml=False) == ("anchors",)
 
 
-def test_an_auxiliary_branch_without_weight_is_left_out() -> None:
-    yaml = read_yaml(ROOT / "models" / "yolov9t.yaml")
-    for weight in (0.25, 0.0):
-        changed = DetectionTask(CLASS_NAMES, Hyperparameters(tal_aux=weight)).model_yaml(yaml)
-        assert changed == {key: rows for key, rows in yaml.items() if weight or key != "auxiliary"}
-
-
 def test_the_head_is_kept_if_the_recipe_says_so_and_a_part_is_new(task: DetectionTask) -> None:
     """A segmenter takes boxes and classes from a detector of the same classes."""
     detector = task.build_model(read_yaml(ROOT / "models/yolov5n.yaml"), 64)
     segmenter = SegmentationTask(CLASS_NAMES, Hyperparameters(keep_head=1))
     model = segmenter.build_model(read_yaml(ROOT / "models/yolov5n-seg.yaml"), 64)
     assert "3 of 3" in segmenter.keep_head(model, detector.state_dict(), CLASS_NAMES)
-    rows = [each.head.m[0].weight.view(3, -1, 64)[:, : 5 + 3] for each in (detector, model)]
-    assert torch.equal(*rows)
     assert segmenter.keep_head(model, model.state_dict(), CLASS_NAMES) == ""
     assert task.keep_head(detector, detector.state_dict(), {0: "other"}) == ""
     keeping = DetectionTask(CLASS_NAMES, Hyperparameters(keep_head=1))
@@ -541,20 +496,6 @@ def test_an_unknown_class_is_an_error(task: DetectionTask, model: YoloModel) -> 
 # A task of another network
 
 
-class Boxes(Criterion):
-    """The distance of a network's one box per image from the first target."""
-
-    def __call__(self, outputs: Tensor, batch: Batch) -> LossTerms:
-        distance = (outputs - batch.targets[:1, 2:]).abs().sum().view(1, 1)
-        return LossTerms(distance, torch.ones(1, 1), torch.ones(1, 1))
-
-    def objective(self, means: Tensor, images: int) -> Tensor:
-        return means.sum()
-
-    def weight(self, batch: Batch) -> float:
-        return 1.0
-
-
 class OneBox(Model):
     """A network without rows or a head: one normalised box, xywh, for every image."""
 
@@ -588,7 +529,7 @@ class OneBoxTask(BoxTask):
         return OneBox()
 
     def criterion(self, model: Model) -> Criterion:
-        return Boxes()
+        raise NotImplementedError
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> Postprocess:
         return OneBoxPostprocess()
@@ -600,12 +541,10 @@ class OneBoxTask(BoxTask):
 def test_another_network_takes_metrics_predictions_inputs_and_pictures() -> None:
     task = OneBoxTask(CLASS_NAMES, Augmentation())
     model = task.build_model({}, 64)
-    rows = np.float32([[0, 0.5, 0.5, 0.5, 0.25]])
-    targets = torch.tensor([[0, 0, 0.5, 0.5, 0.5, 0.25]])
-    batch = grey_batch(image_info(3, (64, 64), rows=rows), targets=targets)
+    info = image_info(3, (64, 64), rows=np.float32([[0, 0.5, 0.5, 0.5, 0.25]]))
+    batch = grey_batch(info, targets=torch.tensor([[0, 0, 0.5, 0.5, 0.5, 0.25]]))
     inputs = task.inputs(batch)
     torch.testing.assert_close(inputs, torch.full((1, 3, 64, 64), 0.2))
-    assert task.criterion(model)(model(inputs), batch).local_means().item() == 0
     postprocess = task.postprocess(model, Thresholds())
     predictions = postprocess(postprocess.views(model, inputs, False), batch)
     metrics = task.metrics(frozenset([3]))

@@ -229,20 +229,6 @@ def test_scores_as_the_plain_implementation(seed: int, classes: int) -> None:
     assert np.array_equal(np.trapezoid(envelope[:, ::2], AP_RECALLS, axis=1), scores.ap[:, 0])
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_curves_at_the_confidence_of_a_detection_count_what_is_above(seed: int) -> None:
-    """Each has a different confidence, which is among the points."""
-    rng = np.random.default_rng(seed)
-    points = rng.permutation(200)[:30]
-    right = rng.random(30) < 0.6
-    detections = [hit(c) if good else miss(c) for c, good in zip(CURVE_POINTS[points], right, strict=True)]
-    curves = score_classes([record(0, sorted(detections, key=lambda row: -row[0]), [0] * 40)]).curves
-    for point in points:
-        above = points >= point
-        assert curves.recall[0, point] == pytest.approx(right[above].sum() / 40)
-        assert curves.precision[0, point] == pytest.approx(right[above].mean())
-
-
 # The summary
 
 
@@ -333,19 +319,6 @@ def test_confusion_by_hand(rows: list[tuple[float, ...]], boxes: list[tuple[floa
     assert summary.evidence["confusion"] == expected
 
 
-@pytest.mark.parametrize("seed", [0, 1, 3, 4])
-def test_confusion_adds_up_to_labels_and_detections(seed: int) -> None:
-    boxes, infos = random_images(seed)
-    matrix = np.zeros((4, 4), int)
-    for true, predicted, count in summary_of(METRICS, boxes, *infos).evidence["confusion"]:
-        matrix[true, predicted] = count
-    truth = np.concatenate([info.rows[:, 0] for info in infos]).astype(int)
-    confident = np.concatenate([image[image[:, 4] > 0.25, 5] for image in boxes]).astype(int)
-    assert matrix[:3].sum(1).tolist() == np.bincount(truth, minlength=3).tolist()
-    assert matrix[:, :3].sum(0).tolist() == np.bincount(confident, minlength=3).tolist()
-    assert 0 < matrix[:3, :3].sum() < min(len(truth), len(confident))
-
-
 # Documents and examples
 
 
@@ -385,14 +358,6 @@ def test_documents() -> None:
         *(f"disc,{point},{int(float(point) < 1)}" for point in points),
         *(f"traffic light,{point},0" for point in points),
     ]
-
-
-def test_documents_without_any_label() -> None:
-    boxes = [torch.tensor([box(10, 30, 0.9, 1)]), torch.zeros(0, 6)]
-    documents = METRICS.documents(summary_of(METRICS, boxes, image_info(0, IMAGE), image_info(1, IMAGE)))
-    assert documents["classes.csv"].splitlines()[1:] == ["disc,0,0,,,,", "traffic light,0,0,,,,", "bar,0,0,,,,"]
-    assert documents["confusion_matrix.csv"].splitlines()[-1] == "background,0,1,0,0"
-    assert [len(documents[name].splitlines()) for name in ("curves.csv", "PR_curve.csv", "val_boxes.csv")] == [1, 1, 1]
 
 
 def test_examples() -> None:

@@ -125,7 +125,6 @@ def test_run_lengths() -> None:
 SIZE = (100, 80)
 LEFT, RIGHT = (10.0, 20.0, 40.0, 60.0), (60.0, 20.0, 90.0, 60.0)
 LEFT_OUTLINE = [0.105, 0.25625, 0.105, 0.74375, 0.395, 0.74375, 0.395, 0.25625]  # centres of the corners' pixels
-SQUARE = Style(thickness=1, names=False)
 
 
 def prediction(*boxes: tuple[float, ...], labels: int = 0) -> SegmentationPrediction:
@@ -144,8 +143,7 @@ def test_arrays() -> None:
     given = prediction(LEFT, RIGHT)
     assert (given.array.shape, given.scores.dtype, given.classes.tolist()) == ((2, 6), np.float32, [0, 1])
     assert (given.masks.dtype, given.masks.shape) == (bool, (2, 80, 100))
-    rows, columns = np.nonzero(given.masks[1])
-    assert (rows.min(), rows.max(), columns.min(), columns.max(), len(rows)) == (20, 59, 60, 89, 1200)
+    assert (given.masks[1].sum(), given.masks[1, 20:60, 60:90].sum()) == (1200, 1200)
     assert given.outlines[0].ravel().tolist() == pytest.approx(LEFT_OUTLINE)
     nothing = prediction()
     assert nothing.masks.shape == (0, 80, 100)
@@ -155,7 +153,7 @@ def test_arrays() -> None:
 def test_masks_are_drawn_in_the_colour_of_their_class() -> None:
     """The most confident one is on top."""
     image = np.full((80, 100, 3), 100, np.uint8)
-    drawn = prediction(LEFT, LEFT, RIGHT).draw(image, SQUARE)
+    drawn = prediction(LEFT, LEFT, RIGHT).draw(image, Style(thickness=1, names=False))
     assert (image == 100).all()
     assert drawn[40, 75].tolist() == [int(100 * 0.6 + value * 0.4) for value in COLOURS[2]]
     below = [int(100 * 0.6 + value * 0.4) for value in COLOURS[1]]
@@ -287,15 +285,6 @@ def test_boxes_and_masks_are_scored_separately() -> None:
     assert summary.by_class["AP(M)"] == {"disc": pytest.approx(0.6965)}
 
 
-@pytest.mark.parametrize("twentieths", range(10, 20))
-def test_an_overlap_that_equals_a_threshold_reaches_it(twentieths: int) -> None:
-    """20 rows of a label, of which the detection has some."""
-    detected = Instance(0, (0, 0, 20, 20), (0, 0, 20, twentieths))
-    predictions, batch = made(Case([Instance(0, (0, 0, 20, 20))], [detected]), side=20)
-    metrics = METRICS.summarise(METRICS.update(predictions, batch)).metrics
-    assert metrics["mAP_0.5:0.95(M)"] == pytest.approx(0.0995 * (twentieths - 9))
-
-
 def test_of_several_detections_of_a_label_the_best_masks_count() -> None:
     """The more confident detection has the better box, the other one the better mask."""
     better_box, better_mask = Instance(0, WHOLE, HALF, 0.9), Instance(0, (2, 2, 10, 9), (2, 2, 10, 9), 0.8)
@@ -383,7 +372,6 @@ def test_tables_and_documents() -> None:
     assert head[-4:] == ["mask_precision", "mask_recall", "mask_AP50", "mask_AP50-95"]
     assert [float(x) for x in disc[5:]] == pytest.approx([0.995, 0.995, 1, 1, 0.995, 0.6965])
     assert light == ["traffic light", "0", "0", *[""] * 8]
-    assert documents["mask_PR_curve.csv"].splitlines()[0] == "class,recall,precision"
     rows = documents["val_masks.csv"].splitlines()
     assert rows[:2] == ["image,kind,class,confidence,outline", "/data/0.jpg,label,disc,,8 8 24 8 24 40 8 40"]
     (prediction,) = rows[2:]

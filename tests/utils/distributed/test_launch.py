@@ -20,6 +20,7 @@ from torch import distributed
 
 from tests.conftest import OnProcesses, without_greetings
 from tests.making import launched, without_launcher
+from tests.processes import forking
 from utils.distributed import launch
 from utils.distributed.failure import run_main
 from utils.distributed.launch import (
@@ -310,7 +311,7 @@ def test_a_failed_run_prints_one_line(culprit: int, how: str, named: str, capfd:
 
 def test_a_killed_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "SHUTDOWN_SECONDS", 0.1)
-    with pytest.raises(UserError, match=r"process 1 on \S+ was killed by SIGKILL"):
+    with forking(), pytest.raises(UserError, match=r"process 1 on \S+ was killed by SIGKILL"):
         spawn(kill_the_second, 2)
 
 
@@ -322,7 +323,7 @@ def kill_the_second() -> None:
 
 def test_the_second_ctrl_c_kills_processes_that_ignore_the_first(tmp_path: Path) -> None:
     before = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
+    with forking(), pytest.raises(KeyboardInterrupt):
         spawn(partial(press_ctrl_c_twice, tmp_path / "survived"), 2)
     assert (tmp_path / "survived").exists()
     assert time.monotonic() - before < 300  # far less than the processes sleep

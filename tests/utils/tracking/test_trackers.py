@@ -80,47 +80,36 @@ def test_a_tracker_that_fails_is_one_warning(
 
 
 def test_training_does_not_wait(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a tracker that hangs; at the end it has its time limit."""
     ends = threading.Event()
-
-    class Slow:
-        requires_logging_directory = False
-
-        def __init__(self, project: str) -> None:
-            self.start = ends.wait
-
-    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "slow", Slow)
-    tracker = Tracker("slow", "cats", tmp_path, finish_seconds=0.1)
+    add_user_trackers(str(file))
+    monkeypatch.setattr(LOGGER_TYPE_TO_CLASS["own_mine"], "start", lambda self: ends.wait())
+    tracker = Tracker("own_mine", "cats", tmp_path, finish_seconds=0.1)
     tracker.store_init_configuration({})
     tracker.log({"step": 1}, step=1)
     tracker.finish()
-    assert "warning: slow" in capsys.readouterr().out
+    assert "warning: own_mine" in capsys.readouterr().out
     ends.set()
     monkeypatch.setattr("utils.console.Background.abandoned", False)
 
 
-@pytest.mark.parametrize(
-    "text", ["x = 1\n", TRACKER + "\nclass Other(Mine):\n    pass\n", "import accelerate\n1 / 0\n", ""]
-)
-def test_files_without_a_tracker(file: Path, text: str) -> None:
-    file.write_text(text)
-    if not text:
-        file.unlink()
-    with pytest.raises(UserError, match="own_mine"):
-        add_user_trackers(str(file))
-
-
-def test_a_file_that_only_a_run_folder_names(file: Path) -> None:
-    """It is run for a user who has run it before, with the same content."""
-    with pytest.raises(UserError, match="own_mine"):
-        add_user_trackers(str(file), is_named=False)
+def test_files_that_are_refused(file: Path) -> None:
+    """Without one tracker; and a file that only a run folder names is run only for a user who has run it before."""
+    other = TRACKER + "\nclass Other(Mine):\n    pass\n"
+    for text, is_named in (("x = 1\n", True), (other, True), ("import accelerate\n1 / 0\n", True), (TRACKER, False)):
+        file.write_text(text)
+        with pytest.raises(UserError, match="own_mine"):
+            add_user_trackers(str(file), is_named)
     add_user_trackers(str(file))
     add_user_trackers(str(file), is_named=False)
     file.write_text(TRACKER + "# changed\n")
     with pytest.raises(UserError, match="own_mine"):
         add_user_trackers(str(file), is_named=False)
+    file.unlink()
+    with pytest.raises(UserError, match="own_mine"):
+        add_user_trackers(str(file))
 
 
 @pytest.mark.parametrize(

@@ -98,15 +98,12 @@ SQUARE, TILTED = (0.2, 0.2, 0.8, 0.2, 0.8, 0.8, 0.2, 0.8), (0.5, 0.1, 0.9, 0.5, 
 
 
 @pytest.mark.parametrize(
-    ("box", "outlines", "value", "corner"),
-    [
-        (Box(1, None, (0.1, 0.1, 0.9, 0.9), TILTED), [], 2, 0),
-        (Box(0, None, (0.2, 0.2, 0.8, 0.8)), [SQUARE], 1, 1),
-    ],
+    ("box", "value", "corner"),
+    [(Box(1, None, (0.1, 0.1, 0.9, 0.9), TILTED), 2, 0), (Box(0, None, (0.2, 0.2, 0.8, 0.8), SQUARE), 1, 1)],
 )
-def test_masks(box: Box, outlines: list[tuple[float, ...]], value: int, corner: int) -> None:
-    """Masks, and outlines of boxes, are filled with the class's number plus one."""
-    example = Example("a.png", 0, (100, 100), [box], [], outlines)
+def test_masks(box: Box, value: int, corner: int) -> None:
+    """Outlines are filled with the class's number plus one."""
+    example = Example("a.png", 0, (100, 100), [box], [])
     (image,) = example_images([example], lambda *_: np.zeros((100, 100, 3), np.uint8), ["disc", "ring"])
     mask = np.asarray(image._masks["ground_truth"]._val["mask_data"])
     assert {*np.unique(mask).tolist()} == {0, value}
@@ -117,11 +114,8 @@ def test_images_are_padded_to_one_size() -> None:
     """Boxes and masks stay where they were; pixels are BGR as everywhere, and W&B takes RGB."""
     sizes = [(20, 10), (25, 40)]
     outline = (0, 0, 1, 0, 1, 1, 0, 1)
-    predicted = [Box(0, 0.5, (0, 0, 0.5, 1))]
-    examples = [
-        Example(f"{k}.png", k, size, [Box(1, None, (0, 0, 1, 1))], predicted, [outline], [outline])
-        for k, size in enumerate(sizes)
-    ]
+    labels, predicted = [Box(1, None, (0, 0, 1, 1), outline)], [Box(0, 0.5, (0, 0, 0.5, 1), outline)]
+    examples = [Example(f"{k}.png", k, size, labels, predicted) for k, size in enumerate(sizes)]
     blue = lambda image, _: np.full((*sizes[image][::-1], 3), (255, 0, 0), np.uint8)  # noqa: E731
     image, _ = example_images(examples, blue, ["disc", "ring"])
     pixels = np.asarray(image.image).astype(int)

@@ -1,0 +1,132 @@
+"""Run scripts, and functions on several processes.
+
+To import torch takes longer than most of the runs here, so scripts and the processes of `on_processes` are forked from
+a server that has imported them: not on a machine with a GPU, and not with another number of threads than the server's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.multiprocessing.spawn import start_processes
+
+import detect  # noqa: F401
+import export  # noqa: F401
+import train  # noqa: F401
+import val  # noqa: F401
+from tests.faults.fault_points import plant
+from tests.machines import left_behind
+from utils.distributed import launch
+from utils.files import ROOT
+
+MARK = "LOCKSTEP_TEST"  # launchers start sessions and groups of their own, but keep the environment
+RUN_SECONDS = 900
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload([__name__])
+AT_IMPORT = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")}
+
+
+def can_fork(variables: Mapping[str, str]) -> bool:
+    """Return whether a forked process is what a new one with these environment variables would be."""
+    same = all(variables.get(name) == value for name, value in AT_IMPORT.items())
+    return sys.platform == "linux" and same and not torch.cuda.is_available()
+
+
+def stop_server() -> None:
+    """End the server and wait for it, so that its time counts as that of this process."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+def run_script(
+    script: str, flags: Sequence[str], launcher: Sequence[str], variables: Mapping[str, str], folder: Path
+) -> tuple[int | None, str, list[psutil.Process]]:
+    """Run a script to its end; return its exit code, what it printed, and the processes that it has left behind.
+
+    folder: for what it prints; its name marks the processes.
+    """
+    words, variables = [str(ROOT / script), *flags], {**variables, MARK: str(folder)}
+    outputs = [folder / "stdout", folder / "stderr"]
+    if tuple(launcher) == (sys.executable,) and (ROOT / script).parent == ROOT and can_fork(variables):
+        process = FORKED.Process(target=_become_script, args=(words, variables, outputs))
+        process.start()
+        process.join(RUN_SECONDS)
+        session, code = process.pid or 0, process.exitcode
+    else:
+        with ExitStack() as files:
+            stdout, stderr = (files.enter_context(file.open("w")) for file in outputs)
+            command = ["env", "--default-signal=HUP,INT", *launcher, *words]
+            started = subprocess.Popen(command, env=variables, cwd=ROOT, stdout=stdout, stderr=stderr)
+        with suppress(subprocess.TimeoutExpired):
+            started.wait(RUN_SECONDS)
+        session, code = 0, started.returncode
+    left = left_behind(f"{MARK}={folder}", session=session)
+    for other in left:
+        other.kill()
+    return code, "".join(file.read_text(errors="replace") for file in outputs), left
+
+
+def _become_script(words: Sequence[str], variables: Mapping[str, str], outputs: Sequence[Path]) -> None:
+    os.setsid()
+    multiprocessing.set_start_method(None, force=True)  # it is the server's
+    for number, file in enumerate(outputs, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    sys.argv = list(words)
+    if fault := variables.get("FAULT"):
+        plant(fault)
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
+
+
+def run_function(function: Callable[[], object], count: int) -> None:
+    """Call a function of a test module on `count` connected processes."""
+    with forking() as (method, variables):
+        if not launch.spawn(function, count):
+            start_processes(_alone, (function, variables), nprocs=1, start_method=method)
+
+
+@contextmanager
+def forking() -> Iterator[tuple[str, dict[str, str]]]:
+    """Let `launch.spawn` fork its processes. Yields the method, and the variables that the server lacks."""
+    method = "forkserver" if can_fork(os.environ) else "spawn"
+    variables = {name: value for name, value in os.environ.items() if name not in AT_IMPORT}
+    context = multiprocessing.get_context
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", lambda name=None: context(method if name == "spawn" else name))
+        patch.setattr(launch, "_enter", functools.partial(_enter, variables))
+        yield method, variables
+
+
+def _enter(variables: Mapping[str, str], *arguments: Any) -> None:
+    parent = multiprocessing.parent_process()
+    os.getppid = lambda: parent.pid or 0 if parent else 0  # not the server
+    os.environ.update(variables)
+    launch._enter(*arguments)  # not patched here
+
+
+def _alone(rank: int, function: Callable[[], object], variables: Mapping[str, str]) -> None:
+    os.environ.update(variables)
+    multiprocessing.set_start_method(None, force=True)
+    function()

@@ -1,0 +1,109 @@
+"""Name the first difference of two runs trained with --hashes: `python -m utils.compare_runs A B`.
+
+Differences of settings, data, versions or threads come first, then the first step whose hashes differ and what differs
+in it, in the order of a step. Exit code 0 if all steps are equal, 1 if not, 2 if the runs cannot be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from utils.config.settings import curve_settings
+from utils.errors import UserError, plural, shortened
+from utils.files import read_yaml
+
+HASHES, MACHINE = "hashes.csv", "hashes.yaml"  # in a run folder
+COUNTERS = ("step", "epoch", "batch")  # columns of hashes.csv that are no hashes; the batch is the step's last
+BY_PARAMETER = ("gradients", "weights")  # columns with the sum of the columns of all parameters: `gradients NAME`
+
+
+def read_hashes(run: Path) -> list[dict[str, str]]:
+    """Return the rows of a run's hashes.csv, one per optimizer step; a row cut off by a kill is left out."""
+    if not (run / HASHES).is_file():
+        raise UserError(f"{run} has no {HASHES}; train both runs with --hashes")
+    with (run / HASHES).open(newline="") as file:
+        return [row for row in csv.DictReader(file) if None not in row.values()]
+
+
+def compare(*runs: Path) -> dict[str, Any]:
+    """Return whether two runs are the `same`, known `causes` of a difference, and the first step that differs.
+
+    Of that step: `equal` and `different` columns, and the `parameters` whose gradients and weights differ.
+    """
+    before = [{**curve_settings(read_yaml(run / "settings.yaml")), **read_yaml(run / MACHINE)} for run in runs]
+    pairs = {key: [values.get(key) for values in before] for key in dict.fromkeys([*before[0], *before[1]])}
+    causes = {key: [one, two] for key, (one, two) in pairs.items() if one != two}
+    steps = [read_hashes(run) for run in runs]
+    result = {"same": len(steps[0]) == len(steps[1]), "steps": [len(rows) for rows in steps], "causes": causes}
+    for row, other in zip(*steps, strict=False):
+        if row != other:
+            different = [name for name in row if row[name] != other.get(name)]
+            by_parameter = [name.split(" ") for name in different if " " in name]
+            return {
+                **result,
+                "same": False,
+                **{name: int(row[name]) for name in COUNTERS},
+                "equal": [name for name in row if name not in (*different, *COUNTERS) and " " not in name],
+                "different": [name for name in different if " " not in name],
+                "parameters": {kind: [name for of, name in by_parameter if of == kind] for kind in BY_PARAMETER},
+            }
+    return result
+
+
+def described(result: Mapping[str, Any]) -> list[str]:
+    """Return the lines that say what `compare` has found."""
+    causes, (shorter, longer) = result["causes"].items(), sorted(result["steps"])
+    lines = [f"{key} differs: {' and '.join(shortened(repr(each), 60) for each in pair)}" for key, pair in causes]
+    if "step" not in result:
+        rest = "" if result["same"] else f", then one run goes on to step {longer}"
+        return [*lines, f"the same: {plural(shorter, 'step')}{rest}"]
+    found = []
+    for name in result["different"]:
+        first, *others = result["parameters"].get(name) or [""]
+        more = f" and {plural(len(others), 'other')}" if others else ""
+        found.append(f"{name} in {first}{more}" if first else name)
+    equal = f"{', '.join(result['equal'])} are equal; " if result["equal"] else ""
+    place = f"step {result['step']} (epoch {result['epoch']}, batch {result['batch']})"
+    return [*lines, f"{place}: {equal}different are {', '.join(found)}"]
+
+
+def weights_hash(run: Path) -> str:
+    """Return the SHA-256 of the names and the bytes of all tensors in weights/last.pt."""
+    import torch  # only here, because a comparison needs none
+
+    digest = sha256()
+    for name, tensor in torch.load(run / "weights" / "last.pt", map_location="cpu")["state"].items():
+        digest.update(name.encode() + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Compare two runs, or final weights with a hash, print the result and exit."""
+    parser = argparse.ArgumentParser(
+        "python -m utils.compare_runs", description="Name the first difference of two runs."
+    )
+    parser.add_argument("run", type=Path, metavar="A", help="run folder, trained with --hashes")
+    parser.add_argument("other", type=Path, nargs="?", metavar="B", help="run folder to compare with")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--expect", metavar="HASH", help="SHA-256 that the final weights of A must have")
+    options = parser.parse_args(argv)
+    try:
+        result = compare(options.run, options.other or options.run)
+        result["weights"] = weights_hash(options.run)
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    lines = described(result) if options.other else []
+    print(json.dumps(result) if options.json else "\n".join([*lines, f"SHA-256 of A's weights: {result['weights']}"]))
+    sys.exit(not result["same"] or options.expect not in (None, result["weights"]))
+
+
+if __name__ == "__main__":
+    main()
