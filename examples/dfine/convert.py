@@ -31,18 +31,17 @@ def convert(source: str, target: str) -> None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     names = {int(number): str(name) for number, name in config.pop("id2label").items()}
     yaml = {"task": "dfine", "config": {key: value for key, value in config.items() if key != "label2id"}}
-    card = folder / "README.md"
-    licence = re.search(r"^license: *(\S+)", card.read_text(encoding="utf-8") if card.is_file() else "", re.MULTILINE)
     weights = read_weights(folder / "model.safetensors")
     model, state = (
         DFineTask(names, DFineRecipe()).build_model(yaml, IMAGE_SIZE, source),
         DFineTask.renamed(weights.state),
     )
     transfer(model, state)
-    lacking = [name for name in model.state_dict() if name not in state and "num_batches_tracked" not in name]
-    if lacking:
-        raise UserError(f"{source} lacks {len(lacking)} tensors, such as {lacking[0]}; give a model of this family")
-    origin = Origin(licence[1].lower() if licence else UNKNOWN, weights.origin.files).content()
+    if missing := [name for name in model.state_dict() if name not in state and "num_batches" not in name]:
+        raise UserError(f"{source} lacks {len(missing)} tensors of this network, such as {missing[0]}")
+    card = (folder / "README.md").read_text(encoding="utf-8") if (folder / "README.md").is_file() else ""
+    licence = re.search(r"^license: *(\S+)", card, re.MULTILINE)
+    origin = Origin(licence[1] if licence else UNKNOWN, weights.origin.files).content()
     settings = {"imgsz": IMAGE_SIZE, "task_file": str(Path(__file__).parent)}
     Path(target).write_bytes(serialised(weights_content(model, model.yaml, names, settings, **origin)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ class DFineTrainingItems(TrainingItems):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        plain = dict.fromkeys((*OFF_AT_THE_END, "mosaic", "mixup", "copy_paste"), 0.0)
+        plain: dict[str, Any] = dict.fromkeys((*OFF_AT_THE_END, "mosaic", "mixup", "copy_paste"), 0.0)
         self.unmixed = replace(self.augmenter, settings=replace(self.augment, **plain))
 
     def item(self, sample: SampleIndex, pixels: Tensor) -> Item:

@@ -91,8 +91,8 @@ class DFineCriterion(Criterion):
             numbers = positive.expand(3)
             if refined:
                 fine = [(number, layer) for number, (_, layer) in enumerate(pairs) if layer is not None]
-                of_fine = (torch.stack([each[number] for number, _ in fine]) for each in (rows, overlaps))
-                edges = self._edge_terms(outputs, part, [layer for _, layer in fine], *of_fine, used, table)
+                matches, ious = (torch.stack([each[number] for number, _ in fine]) for each in (rows, overlaps))
+                edges = self._edge_terms(outputs, part, [layer for _, layer in fine], matches, ious, used, table)
                 terms = torch.cat((terms, edges))
                 numbers = torch.cat((numbers, positive, 4 * positive, 4 * (used.sum() - positive)))
             every.append((terms, numbers))
@@ -153,7 +153,7 @@ class DFineCriterion(Criterion):
         self,
         outputs: Outputs,
         part: slice,
-        layers: Sequence[int],
+        layers: list[int],
         rows: Tensor,
         overlaps: Tensor,
         used: Tensor,

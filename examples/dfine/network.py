@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -49,10 +49,12 @@ class DFine(Model):
     The network's parameters have the names that they have in transformers' files.
     """
 
+    model: Any
+    config: Any
+
     def __init__(self, network: nn.Module, yaml: dict[str, Any], names: Mapping[int, str], imgsz: int) -> None:
         super().__init__()
-        self.model: Any = network
-        self.config: Any = network.config
+        self.model, self.config = network, network.config
         self.yaml, self.names = yaml, dict(names)
         self.stride = max(self.config.feat_strides)
         self.imgsz = whole_strides(imgsz, self.stride)
@@ -60,7 +62,8 @@ class DFine(Model):
     @property
     def head(self) -> nn.Module:
         """The class scores of the decoder's layers."""
-        return self.model.decoder.class_embed  # type: ignore[no-any-return]
+        head: nn.Module = self.model.decoder.class_embed
+        return head
 
     def train(self, mode: bool = True) -> DFine:
         """Set the mode; the decoder returns all layers in both, and the encoder does not wait for the device."""
@@ -72,10 +75,9 @@ class DFine(Model):
         return self
 
     def forward(self, images: Tensor, targets: Tensor | None = None) -> Outputs:
-        """Run the network on images (b, 3, h, w) in 0 to 1.
+        """Run the network on images (b, 3, h, w) in 0 to 1; in training with denoising queries.
 
-        Args:
-            targets: (m, 7), see `noisy_targets`; in training there are denoising queries, without targets unused ones
+        They are made of the targets (m, 7), see `noisy_targets`; by default there are none.
         """
         network, config = self.model, self.config
         maps = network.backbone.model(images).feature_maps
@@ -114,16 +116,10 @@ class DFine(Model):
             spatial_shapes=torch.tensor(shapes),
             spatial_shapes_list=shapes,
         )
+        heads = decoded.intermediate_logits, decoded.intermediate_reference_points
         refined = decoded.get("intermediate_predicted_corners"), decoded.get("initial_reference_points")
-        return Outputs(
-            decoded.intermediate_logits,
-            decoded.intermediate_reference_points,
-            *refined,
-            logits.gather(1, best.expand(-1, -1, logits.shape[2])),
-            encoder_boxes,
-            rows,
-            used.bool(),
-        )
+        encoded = logits.gather(1, best.expand(-1, -1, logits.shape[2])), encoder_boxes
+        return Outputs(*heads, *refined, *encoded, rows, used.bool())
 
 
 class Scored(nn.Module):
@@ -148,7 +144,7 @@ def pixel_boxes(outputs: Outputs, images: Tensor) -> Tensor:
 
 def build(yaml: Mapping[str, Any], names: Mapping[int, str], imgsz: int, source: str) -> DFine:
     """Build the model of a YAML, whose `config` has keys of transformers' config.json. Raises `UserError`."""
-    config = yaml.get("config")
+    config: Any = yaml.get("config")
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind not in CLASSES:
         raise UserError(f"{source}: `config` must have the model_type {' or '.join(CLASSES)}")
@@ -175,12 +171,7 @@ def modules_of(kind: str) -> Any:
 
 
 def deformable_attention(
-    value: Tensor,
-    shapes: Sequence[tuple[int, int]],
-    locations: Tensor,
-    weights: Tensor,
-    points: Sequence[int],
-    method: str = "default",
+    value: Tensor, shapes: Any, locations: Tensor, weights: Tensor, points: list[int], method: str = "default"
 ) -> Tensor:
     """Return the weighted sums (b, queries, heads * c) of values: transformers' function, with `sample`.
 
@@ -193,7 +184,7 @@ def deformable_attention(
         raise UserError(f"decoder_method: {method} is not supported; only `default` is")
     images, _, heads, channels = value.shape
     levels = value.permute(0, 2, 3, 1).flatten(0, 1).split([height * width for height, width in shapes], 2)
-    grids = (2 * locations - 1).transpose(1, 2).flatten(0, 1).split(list(points), 2)
+    grids = (2 * locations - 1).transpose(1, 2).flatten(0, 1).split(points, 2)
     exact = value.is_cuda and torch.are_deterministic_algorithms_enabled()
     maps = [level.unflatten(2, shape) for level, shape in zip(levels, shapes, strict=True)]
     sampled = torch.cat([sample(*each, exact) for each in zip(maps, grids, strict=True)], 3)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from models.heads.contract import UnavailableCriterion
 from models.tasks.contract import Criterion, Model, Postprocess, Thresholds, View
-from models.tasks.detect import BoxTask, DetectionPrediction, box_predictions
+from models.tasks.detect import BoxTask, box_predictions
+from models.tasks.predictions import DetectionPrediction
 from utils.batch import Batch
 from utils.config.flags import NOT_NEGATIVE
 from utils.config.hyperparameters import Augmentation, Recipes, number
