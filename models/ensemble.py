@@ -286,29 +286,16 @@ def fuse(model: M) -> M:
     """Return a copy of the model in evaluation mode, with the BatchNorms of `Conv`s folded into their convolutions, and
     each `RepConv` merged into one convolution. Outputs are equal up to rounding; state-dict keys differ."""
     fused = copy.deepcopy(model).eval()
-    layers = list(fused.modules())
-    for layer in layers:
+    for layer in fused.modules():
         if isinstance(layer, Conv) and isinstance(layer.bn, nn.BatchNorm2d):  # computed in float64
             dtype = layer.conv.weight.dtype
             layer.conv = fuse_conv_bn_eval(layer.conv.double(), layer.bn.double()).to(dtype)
             layer.bn = nn.Identity()
-    for layer in layers:
-        if isinstance(layer, RepConv):
-            _join(layer)
+    merged: list[Any] = [layer for layer in fused.modules() if isinstance(layer, RepConv)]
+    for layer in merged:  # the 1x1 kernel is added to the middle of the larger kernel, in float64
+        large, small = layer.conv1.conv, layer.conv2.conv
+        border = large.kernel_size[0] // 2
+        large.weight.copy_(large.weight.double() + functional.pad(small.weight.double(), (border,) * 4))
+        large.bias.copy_(large.bias.double() + small.bias.double())
+        layer.conv1, layer.conv2 = large, None
     return fused
-
-
-def _join(layer: RepConv) -> None:
-    """Merge the two convolutions of a `RepConv` with folded BatchNorms into one, computed in float64.
-
-    The 1x1 kernel is added to the middle of the larger kernel.
-    """
-    assert isinstance(layer.conv1, Conv)
-    assert isinstance(layer.conv2, Conv)
-    large, small = layer.conv1.conv, layer.conv2.conv
-    assert large.bias is not None
-    assert small.bias is not None
-    added = functional.pad(small.weight.double(), (large.kernel_size[0] // 2,) * 4)
-    large.weight.copy_(large.weight.double() + added)
-    large.bias.copy_(large.bias.double() + small.bias.double())
-    layer.conv1, layer.conv2 = large, None

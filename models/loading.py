@@ -34,7 +34,7 @@ from models.yolo import add_layers, whole_strides
 from utils.config.flags import IMGSZ, TrainOptions
 from utils.config.hyperparameters import Recipe
 from utils.console import log
-from utils.errors import UserError, nearest, plural, shown
+from utils.errors import UserError, first_line, nearest, plural, shown
 from utils.files import find_file, read_yaml
 
 # The image size
@@ -99,6 +99,21 @@ def gflops(model: nn.Module, imgsz: int) -> float:
             traced(torch.empty(1, 3, imgsz, imgsz, device="meta"))
         return counter.get_total_flops() / 1e9
     return 0.0
+
+
+def check_size(model: nn.Module, imgsz: int, source: str) -> None:
+    """Run the model on a black image. Raises `UserError` if it does not take images of `imgsz` pixels."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, 3, imgsz, imgsz, dtype=next(model.parameters()).dtype))
+    except Exception as error:
+        if "cuda" not in str(error).lower():  # of a layer that runs on a GPU only
+            reason = first_line(error)
+            raise UserError(f"{source} does not take images of {imgsz} pixels ({reason}); change --imgsz") from error
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 # Layers and parameters by name, for --freeze and `lr_factor`
@@ -310,12 +325,14 @@ def starting_point(
 def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: TrainOptions) -> None:
     """Load the tensors that fit `model` and freeze layers; log the model, the tensors and the layers.
 
-    Raises `UserError` if no tensor fits, and for an unknown layer.
+    Raises `UserError` if no tensor fits, for an unknown layer, or if the model does not take the image size.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     layers = sum(not any(module.children()) for module in model.modules())
     work = gflops(model, model.imgsz)
     size = f", {work:.3g} GFLOPs at {model.imgsz} px" if work else ""
+    if not work:  # it cannot be traced, perhaps because of the size
+        check_size(model, model.imgsz, start.source)
     log(f"{start.source}: {layers} layers, {parameters:,} parameters{size}")
     log_rounding([options.imgsz], [model.imgsz], model.stride)
     if start.weights:

@@ -94,7 +94,7 @@ def killed_and_moved(train: Callable[..., str], run_script: Callable[..., str], 
 
     train: of train.py, for two logical processes. alone: the undisturbed run. more: flags of the resumed run.
     """
-    fault = planted("SIGKILL", "optimizer step", 3, rank=1)
+    fault = planted("SIGKILL", "optimizer step", 2, rank=1)  # of the first one there is a state
     train(alone.parent, "--processes", "2", "--name", "killed", "--save-steps", "1", **fault, code=1)
     killed = alone.with_name("killed")
     resume = ("train.py", "--resume", str(killed), "--processes", "1", *more)

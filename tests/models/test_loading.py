@@ -13,6 +13,7 @@ from torchvision.models import resnet18, vit_b_32
 from models.loading import (
     ImageSize,
     StartingPoint,
+    check_size,
     freeze,
     gflops,
     load_and_freeze,
@@ -79,14 +80,20 @@ class Scaled(nn.Conv2d):
         self.register_buffer("scale", torch.ones(()), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
+        if images.shape[2] < 8:
+            raise ValueError("too small")
         scale = torch.stack((self.scale, self.scale)).sum()
         return super().forward(images) * (float(scale) if self.reads else scale)
 
 
 def test_a_model_that_cannot_be_traced() -> None:
     assert gflops(Scaled(reads=False), 10) == pytest.approx(2 * 3 * 5 * 100 / 1e9)
-    assert gflops(model := Scaled(reads=True), 10) == 0
+    model = Scaled(reads=True)
+    assert gflops(model, 10) == 0
+    check_size(model, 10, "mine.yaml")
     assert model.training
+    with pytest.raises(UserError, match=r"mine\.yaml .*--imgsz"):
+        check_size(model, 4, "mine.yaml")
 
 
 # Frozen layers, and factors of the learning rate
