@@ -288,7 +288,9 @@ def test_published_weights(
     parts: SimpleNamespace, run_script: RunScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """A folder of transformers becomes a weight file with classes and licence; its exports predict the same."""
-    model = parts.network.build(small_yaml(kind), NAMES, 96, "small")
+    yaml = small_yaml(kind)
+    yaml["config"]["num_queries"] = 200  # all cells: rounding decides about the order of those with equal scores
+    model = parts.network.build(yaml, NAMES, 96, "small")
     model.config.id2label = NAMES
     outer = getattr(parts.network.modules_of(kind), f"{parts.network.CLASSES[kind]}ForObjectDetection")(model.config)
     outer.save_pretrained(tmp_path / "hub")
@@ -305,5 +307,5 @@ def test_published_weights(
         expected = parts.network.Scored(model).eval()(images)
         for suffix in (".onnx", ".torchscript"):
             rows = read_exported(tmp_path / f"small{suffix}")(images)
-            assert (rows[..., :4] - expected[..., :4]).abs().max() < 1e-2
-            assert (rows[..., 4:] - expected[..., 4:]).abs().max() < 1e-4
+            gaps = (rows[0, :, None] - expected[0]).abs()
+            assert ((gaps[..., :4].amax(-1) < 1e-2) & (gaps[..., 4:].amax(-1) < 1e-4)).any(1).all()
