@@ -89,13 +89,6 @@ def prepare(
     model = load_model(task, weights, max(size.sides), name, options.data or "its list of names")
     most = options.topk_all
     limits = select(Thresholds, options, max_det=most, max_det_per_class=min(options.topk_per_class, most))
-    suppression = {
-        "conf_thres": limits.conf_thres,
-        "iou_thres": limits.iou_thres,
-        "most": limits.max_det,
-        "most_per_class": limits.max_det_per_class,
-        "agnostic": limits.agnostic_nms,
-    }
     module = task.export_module(model, limits if options.nms else None)
     half = options.half and device.type == "cuda"
     (halve(module) if half else module).to(device).requires_grad_(False)
@@ -109,11 +102,22 @@ def prepare(
         dynamic=options.dynamic,
         half=half,
         device=device.type,
-        suppression=suppression if options.nms else None,
+        suppression=suppression_metadata(limits) if options.nms else None,
         settings=dict(weights.settings),
         **weights.origin.content(),
     )
     return ExportJob(module, metadata, options.opset, options.verbose, weights.state)
+
+
+def suppression_metadata(limits: Thresholds) -> dict[str, Any]:
+    """Return the limits of the suppression in an exported file as the file has them."""
+    return {
+        "conf_thres": limits.conf_thres,
+        "iou_thres": limits.iou_thres,
+        "most": limits.max_det,
+        "most_per_class": limits.max_det_per_class,
+        "agnostic": limits.agnostic_nms,
+    }
 
 
 def log_export(options: ExportOptions, size: ImageSize, metadata: ExportMetadata) -> None:

@@ -123,7 +123,7 @@ OF_FLAGS = {
     # values
     "--epoch 3": "'--epochs'",
     "--batch-size 0": "--batch-size 0",
-    "--batch-size 6 --logical-processes 4": "all 4 logical processes",
+    "--batch-size 6 --logical-processes 4": "--batch-size 6",
     "--batch-size 1000000000": "--batch-size",
     "--no-deterministic --logical-processes 2": "--no-deterministic",
     "--name=": "--name",
@@ -183,7 +183,7 @@ WARNINGS: dict[str, Case] = {
     "overlap": (lambda i: i.change(val="images/train"), "4 of the 4 validation images", ""),
     "no labels in val": (lambda i: i.labels("", "val"), "`val:`", ""),
     "more than are shown": (lambda i: i.labels(MANY_ROWS, "train"), "27 more such problems", ""),
-    "boxes in segmentation": (lambda i: i.segmenter(ROW * 2), "train: 2 of 5 labels are boxes", ""),
+    "boxes in segmentation": (lambda i: i.segmenter(f"{ROW}0 0.5 0.5 0.2 0.2\n"), "train: 2 of 5 labels are boxes", ""),
     "of other layers": (
         lambda i: (i.weights(), [i.row(k, [-1, 1, "Conv", [16, 3, 2]]) for k in range(2)]),
         "weights of another model", WEIGHTS,

@@ -165,7 +165,7 @@ def test_pixels_and_targets_do_not_depend_on_workers_or_the_global_seed(
     drawing: tuple[Kind, Path], tmp_path: Path, code: str
 ) -> None:
     """Neither do augmentations of a user, which change no other random choice."""
-    file = tmp_path / "speckle.py"
+    file, idle = (tmp_path / f"{tmp_path.name}{number}.py" for number in (1, 2))  # names of modules, each once
     file.write_text(code)
     options = {"augmentations": str(file)} if code else {}
     expected = two_epochs(drawing, **options)
@@ -173,8 +173,8 @@ def test_pixels_and_targets_do_not_depend_on_workers_or_the_global_seed(
     for workers in (0, 1, 4):
         torch.manual_seed(workers)
         check_same(two_epochs(drawing, workers=workers, **options), expected)
-    file.write_text("AUGMENTATIONS = [lambda image: image]")
-    check_same(epoch_of(train_loader(drawing, augmentations=str(file)), 0), epoch_of(train_loader(drawing), 0))
+    idle.write_text("AUGMENTATIONS = [lambda image: image]")
+    check_same(epoch_of(train_loader(drawing, augmentations=str(idle)), 0), epoch_of(train_loader(drawing), 0))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -183,7 +183,7 @@ def test_an_error_of_a_user_names_file_line_and_image(
     drawing: tuple[Kind, Path], tmp_path: Path, workers: int, error: str
 ) -> None:
     """torch would take a StopIteration for the end of the loader, and SystemExit ends a loader process."""
-    file = tmp_path / "broken.py"
+    file = tmp_path / f"{tmp_path.name}.py"
     file.write_text(f"def broken(image):\n    raise {error}\n\nAUGMENTATIONS = [broken]\n")
     with pytest.raises(UserError, match=rf"^{file}, line 2: {error[:8]}.* 'broken' of {drawing[1].parent}/.*\.png"):
         epoch_of(train_loader(drawing, workers=workers, augmentations=str(file)), 0)

@@ -30,10 +30,7 @@ def test_label_rows() -> None:
 
 
 def test_with_labels() -> None:
-    """Detections that overlap a label of their class by more than the threshold are dropped.
-
-    The label is 20, 20, 60, 60.
-    """
+    """Detections that overlap a label of their class, here 20, 20, 60, 60, by more than the threshold are dropped."""
     infos = (image_info(size=(100, 200), rows=labels((1, 0.4, 0.2, 0.4, 0.2))), image_info())
     boxes = torch.tensor(
         [
