@@ -203,6 +203,7 @@ def test_gradients_and_counts(parts: SimpleNamespace, kind: str) -> None:
     task = parts.task.DFineTask(NAMES, parts.task.DFineRecipe())
     model = task.build_model(small_yaml(kind), 64).train()
     criterion, images, targets = task.criterion(model), torch.rand(4, 3, 64, 64), targets_of([3, 2, 0, 0])
+    assert criterion.pairs(4, 3, False) == [(0, None), (1, 0), (2, 1), (3, 2)]  # before its refinement a layer has none
     parameters = [each for each in model.parameters() if each.requires_grad]
     for boxes, hints in ((targets, True), (targets, False), (targets[:0], True), (targets[:0], False)):
         batch = Batch(images, boxes, ())
