@@ -152,6 +152,7 @@ def build(yaml: Mapping[str, Any], names: Mapping[int, str], imgsz: int, source:
     try:
         settings = getattr(modeling, f"{CLASSES[kind]}Config")
         settings = settings(**{**DEFAULTS, **copy.deepcopy(config), "num_labels": len(names)})
+        settings._attn_implementation = "eager"  # CUDA's fused kernels add in any order in the backward pass
         network = getattr(modeling, f"{CLASSES[kind]}ForObjectDetection")(settings).model
     except Exception as error:  # transformers checks types and some of the sizes
         raise UserError(f"{source}: this `config` makes no network ({first_line(error)}); correct it") from error
