@@ -1,6 +1,7 @@
-"""The job of a training: what the flags of train.py name, read and checked. Called by train.py, in this order.
+"""The job of a training: what the flags of train.py name, read and checked.
 
-`resolve` returns the settings with every default of the task, the data YAML and a resumed run; nothing replaces them.
+train.py calls `resolve`, which returns the settings with every default of the task, the data YAML and a resumed run
+(nothing replaces them), then `load_model`, `open_data`, `decide` and `write_inputs`.
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
         if saved:
             state.load(saved)
     record = not (options.no_cuda_graph or options.rect or options.multi_scale)  # images of one size
-    names, window = evaluate.loss_names, options.profile
-    steps = OptimizerSteps(run, distributed, state, schedule, names, window, record, options.hashes)
+    names, profile_steps = evaluate.loss_names, options.profile
+    steps = OptimizerSteps(run, distributed, state, schedule, names, profile_steps, record, options.hashes)
     criterion = steps.recorded(task, criterion)
     progress, half = steps.progress, accelerator.mixed_precision != "no"
     flags = {**settings.flags(), "imgsz": model.imgsz, "wandb_id": decisions.run_id}
@@ -172,20 +172,20 @@ def train_one_epoch(
     steps.log.start_epoch(bar)
     first = progress.batch  # the first batch of this process checks the criterion
     remaining = loader if progress.batch < batches else ()  # nothing if only the validation is missing
-    for number, shares in enumerate(bar.over(remaining, lambda _: size), progress.batch):
+    for number, local_batches in enumerate(bar.over(remaining, lambda _: size), progress.batch):
         run.beat()
         batches_so_far = progress.epoch * batches + number
         with accelerator.accumulate(model.wrapped):
             steps.schedule.apply(steps.optimizer, batches_so_far)
             terms = []
-            for module, batch in model.each(shares, options.seed + batches_so_far):
+            for module, batch in model.each(local_batches, options.seed + batches_so_far):
                 outputs = module(task.inputs(batch), *criterion.hints(batch))
                 terms.append(terms_of(criterion, outputs, batch, steps.log.terms, number == first))
             losses = model.global_means(terms)  # divided by the counts of all processes: two have the gradient of one
             model.backward([criterion.objective(each, step_images) for each in losses])
             taken = steps.step() if accelerator.sync_gradients else None  # None: only accumulated
             steps.optimizer.zero_grad()
-        steps.add(losses, shares)
+        steps.add(losses, local_batches)
         if taken is not None:
             steps.finish(taken, number + 1, batches)
             run.check_stop(progress.step, steps.behind)  # every process leaves after the same step
@@ -193,7 +193,7 @@ def train_one_epoch(
                 steps.save()
         steps.log.update_bar(steps.state.loss_sums, number + 1, progress.summary)
         if progress.epoch == 0 and number < DRAWN_BATCHES:
-            run.plot(partial(job.draw_batch, shares[0], number))
+            run.plot(partial(job.draw_batch, local_batches[0], number))
     refuse(progress.batch < batches, loader.dataset, f"gave {progress.batch} of {batches} batches of an epoch")
     return steps.end_epoch()
 

@@ -263,7 +263,7 @@ class TrainingState:
             "optimizer": optimizer_state(self.optimizer, self.parameters),
             "rates": [group["lr"] for group in self.optimizer.param_groups],
             "scaler": self.scaler and self.scaler.state_dict(),
-            "shares": self.collectives.gather(tree_map(Tensor.cpu, self._shares())),
+            "shares": self.collectives.gather(tree_map(Tensor.cpu, self._per_logical())),
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
@@ -273,21 +273,21 @@ class TrainingState:
         anything copies `progress` or `loss_sums`, such as `NonFiniteGuard`.
         """
         vars(self.progress).update(vars(Progress.from_state(saved["progress"])))
-        local, shares = self._shares(), saved["shares"]
-        if not (local_shares := self.collectives.local_part(shares, len(local))):
+        local, saved_values = self._per_logical(), saved["shares"]
+        if not (own_values := self.collectives.local_part(saved_values, len(local))):
             # Another number of logical processes: each gets the mean statistics, and an equal part of the sums. In
             # float64 the mean of equal values is that value.
-            mean = tree_map(lambda *values: torch.stack([value.double() for value in values]).mean(0), *shares)
-            mean["totals"] *= len(shares) / (world_size() * len(local))
-            local_shares = [mean] * len(local)
-        tree_map(Tensor.copy_, local, list(local_shares))
+            mean = tree_map(lambda *values: torch.stack([value.double() for value in values]).mean(0), *saved_values)
+            mean["totals"] *= len(saved_values) / (world_size() * len(local))
+            own_values = [mean] * len(local)
+        tree_map(Tensor.copy_, local, list(own_values))
         load_optimizer_state(self.optimizer, self.parameters, saved["optimizer"])
         for group, rate in zip(self.optimizer.param_groups, saved["rates"], strict=True):
             group["lr"] = rate
         if self.scaler is not None and saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
 
-    def _shares(self) -> list[dict[str, Any]]:
+    def _per_logical(self) -> list[dict[str, Any]]:
         """Return the tensors of each local logical process: loss sums, and the statistics of the model and its EMA."""
         return [
             {"totals": totals, "model": floating_buffers(model), "ema": floating_buffers(ema)}

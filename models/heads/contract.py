@@ -207,7 +207,10 @@ class BoxCriterion(Criterion):
     """The loss of a detector, with YOLOv5's objective. Targets outside of the images must not change it."""
 
     def for_gpu(self, recorded: Callable[[Function], Function]) -> Criterion:
-        """Return the loss with padded targets; a subclass's subclass, which may read what is not recorded, as it is."""
+        """Return the loss with padded targets if this class derives from `BoxCriterion` itself, as ours do.
+
+        A class derived further may read what is not recorded: it returns itself, neither padded nor recorded.
+        """
         return PaddedCriterion(self, recorded) if BoxCriterion in type(self).__bases__ else self
 
     def objective(self, means: Tensor, images: int) -> Tensor:

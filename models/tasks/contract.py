@@ -125,8 +125,13 @@ class Criterion(ABC):
 
     @abstractmethod
     def objective(self, means: Tensor, images: int) -> Tensor:
-        """Return the scalar to differentiate, from the means (terms,) of an optimizer step of `images` images, over all
-        processes."""
+        """Return the scalar to differentiate, from a share of one batch's mean terms (`LossTerms.share_of`).
+
+        It must be linear in them, because the gradients of all shares are added.
+
+        Args:
+            images: number of images of an optimizer step
+        """
 
     @abstractmethod
     def weight(self, batch: Batch) -> float:
@@ -312,7 +317,7 @@ class Results(list[Any]):
     """A list of the results for several images, in order. An attribute such as `boxes` is the list of its members'."""
 
     def show(self, **style: Any) -> None:
-        """Show each image, see `Result.show`."""
+        """Show each image, see `Prediction.show`."""
         for result in self:
             result.show(**style)
 

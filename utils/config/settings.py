@@ -175,7 +175,9 @@ def check_settings(settings: Mapping[str, Any], recorded: Mapping[str, Any], sou
         if key in (*SETTINGS_PARTS, "overrides"):
             if not isinstance(value, dict):
                 raise UserError(f"{source}: `{key}` is {shortened(repr(value))}; it must be `key: value` lines")
-        elif value != _plain(fields[key].default) if key in fields else recorded and key not in recorded:
+            continue
+        is_unknown = recorded and key not in recorded  # another version may have recorded it
+        if value != _plain(fields[key].default) if key in fields else is_unknown:
             values[key] = value
     checked(TrainOptions, values, f"{source}: `{{}}`".format)
     now, then = curve_settings(settings), curve_settings(yaml.safe_load(yaml.safe_dump(recorded)))  # without tuples

@@ -1,7 +1,8 @@
 """How a run ends: an error, a lost process or a stalled one ends all processes, and one of them prints the reason.
 
 Every script ends in `run_main`. A process that fails raises an alarm in the run's store, which a thread of each process
-polls, because the main thread may be waiting for the one that failed. Loader processes end with their parent.
+polls, because the main thread may be waiting for the one that failed. A killed process cannot: the others notice it by
+a broken collective, by `launch.spawn`, or by the `Watchdog`. Loader processes end with their parent.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def fitted_batch(
     collectives: Collectives,
     logical: int,
 ) -> tuple[int, int]:
-    """Try the memory before the first step; return the batch that fits, and how many have the images of `batch_size`.
+    """Try the memory before the first step. Return the batch size that fits, and how many such batches replace one.
 
     -1 is replaced by the largest power of two per process that every GPU holds. Any other batch is tried once, and
     halved until it fits every GPU. Nothing is tried on a CPU. The model is moved to `device` and otherwise unchanged.

@@ -203,10 +203,10 @@ class ModelEMA:
         """
         self.updates += taken
         # 1 - decay, written so that it is exact if it is small
-        share = ((1 - DECAY) + DECAY * (-self.updates / self.ramp).exp()) * taken
+        weight = ((1 - DECAY) + DECAY * (-self.updates / self.ramp).exp()) * taken
         averages, live = self._floating(self.replicas), self._floating(models)
         differences = torch._foreach_sub(live, averages)
-        torch._foreach_mul_(differences, share)
+        torch._foreach_mul_(differences, weight)
         torch._foreach_add_(averages, differences)
 
     def state(self) -> dict[str, Any]:

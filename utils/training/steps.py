@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_SKIPS = 20  # consecutive optimizer steps whose gradients are not finite, after which a run ends
 MAX_NAMED_IMAGES = 5  # images that a message names
-Window = list[tuple[Tensor, list[str]]]  # loss terms and image paths of each batch between two optimizer steps
+StepBatches = list[tuple[Tensor, list[str]]]  # loss terms and image paths of each batch between two optimizer steps
 
 
 class EndedStep(NamedTuple):
@@ -35,7 +35,7 @@ class EndedStep(NamedTuple):
     taken: DeviceValue  # bool
     batches: int  # number of batches accumulated in the step
     step: int
-    window: Window
+    step_batches: StepBatches
 
 
 class OptimizerSteps:
@@ -52,7 +52,7 @@ class OptimizerSteps:
         state: TrainingState,
         schedule: Schedule,
         loss_names: Sequence[str],
-        window: str = "",
+        profile_steps: str = "",
         record: bool = False,
         hashes: bool = False,
     ) -> None:
@@ -62,7 +62,7 @@ class OptimizerSteps:
             from utils.training.hashes import StepHashes
 
             self.hashes = StepHashes(run, model, loss_names, state)
-        self.log = StepLog(run, loss_names, schedule, state.decisions.batch_size, state.progress, window)
+        self.log = StepLog(run, loss_names, schedule, state.decisions.batch_size, state.progress, profile_steps)
         self.optimizer, self.ema, self.progress = state.optimizer, state.ema, state.progress
         buffers = [buffer for copy in model.copies for buffer in floating_buffers(copy).values()]
         self.guard = NonFiniteGuard([state.loss_sums, *buffers])
@@ -74,7 +74,7 @@ class OptimizerSteps:
             self.record = can_record(model)
             if self.record:
                 self.update_averages = RecordedCall(self._update_averages)
-        self.window: Window = []  # the batches since the last step
+        self.step_batches: StepBatches = []  # the batches since the last step
         self.ended: deque[EndedStep] = deque()
         self.points: deque[Point] = deque()  # points of the step curves that are not yet logged
 
@@ -120,7 +120,7 @@ class OptimizerSteps:
         self.log.add(local)
         if self.hashes:
             self.hashes.add(self.model.sum(list(local)), batches)
-        self.window += [
+        self.step_batches += [
             (terms, [info.path for info in batch.infos]) for terms, batch in zip(local, batches, strict=True)
         ]
 
@@ -131,8 +131,8 @@ class OptimizerSteps:
         self.update_averages(taken)
         if self.hashes:
             self.hashes.finish(progress)
-        window, self.window = self.window, []
-        self.ended.append(EndedStep(DeviceValue(taken), accumulated, progress.step, window))
+        batches_of_step, self.step_batches = self.step_batches, []
+        self.ended.append(EndedStep(DeviceValue(taken), accumulated, progress.step, batches_of_step))
         if self.log.is_due(progress.step, last=batches == epoch_batches):
             self.points.append(self.log.point(progress.step, progress.epoch + batches / epoch_batches, self.optimizer))
         self.flush(keep=self.behind)
@@ -182,7 +182,7 @@ class OptimizerSteps:
 
     def _fail(self, ended: EndedStep) -> NoReturn:
         run, terms, images = self.run, dict[str, None](), list[str]()
-        for losses, paths in run.collectives.gather([(losses.tolist(), paths) for losses, paths in ended.window]):
+        for losses, paths in run.collectives.gather([(losses.tolist(), paths) for losses, paths in ended.step_batches]):
             if bad := [name for name, value in zip(self.log.terms, losses, strict=True) if not math.isfinite(value)]:
                 terms, images = terms | dict.fromkeys(bad), images + paths
         suspects = f" (not finite: {', '.join(terms)} of {', '.join(images[:MAX_NAMED_IMAGES])})" if terms else ""
