@@ -385,12 +385,12 @@ def test_the_layers_of_the_docs_are_called_as_their_parameters_are_named(user_fi
     assert sorted(path.name for path in user_file.parent.iterdir()) == ["beside.py", "mine.py"]  # no __pycache__
     model = build_model(yaml.safe_load(description))
     assert [m.shape for m in model(torch.rand(1, 3, 32, 32))] == [(1, 3, 4, 4, 85)]
-    rows = [[-1, 1, "Conv", [64, 3, 2]], [-1, 2, "Squeeze", [8]], [-1, 3, "Stack", [128, 5]]]
+    rows = [[-1, 1, "Conv", [64, 3, 2]], [-1, 1, "Squeeze", [8]], [-1, 3, "Stack", [128, 5]]]
     rows += [[-1, 2, "Gate", [256, 3]], [-1, 1, "Scale", [7]], [-1, 1, "Wide", [2]]]
     head = [[[-1, -1], 1, "Weighted", []], [[-1], 1, "Detect", ["nc", 2]]]
     model = build_model({**tiny_detector(), "anchors": 2, "width_multiple": 0.25, "backbone": rows, "head": head})
     squeezed, stack, gates, scale, wide, weighted, _ = model.model[1:]
-    assert [layer.weigh[0].out_features for layer in squeezed] == [2, 2]  # 16 channels by 8
+    assert squeezed.weigh[0].out_features == 2  # 16 channels by 8
     kernels = [(conv.conv.out_channels, conv.conv.kernel_size[0]) for conv in stack.m]
     assert [(gate.conv.in_channels, gate.conv.out_channels) for gate in gates] == [(32, 64), (64, 64)]
     assert (gates[0].conv.kernel_size, scale.factor, wide.factor) == ((3, 3), 7, (2, [64]))
