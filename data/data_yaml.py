@@ -240,7 +240,6 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
     roots, named = _roots(file, path), {split: paths for split, paths in entries.items() if paths}
     if "draw" in content:
         check("draw", _draw(content["draw"], roots[0]), "a drawn set and its seed, such as {data.builtin.shapes: 0}")
-
     messages = list(messages)
     if unknown:
         messages.append(f"warning: {file}: {shortened(', '.join(map(repr, unknown)))}: unknown, and not used")
