@@ -388,3 +388,15 @@ def test_artifacts_of_wandb(files: tuple[str, ...], chosen: str, folder: Path, m
     else:
         with pytest.raises(UserError, match="wandb:me/mine/model:best"):
             find_weights("wandb:me/mine/model:best")
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        *(("yolov8n.pt", "v9-t.pt"), ("yolo11n.pt", "v9-t.pt"), ("rf-detr-nano.pth", "v9-t.pt")),
+        *(("yolov5n", "'yolov5n.pt'"), ("yolov9t.pt", "'v9-t.pt'"), ("yolov9-c.pt", "'v9-c.pt'")),
+    ],
+)
+def test_other_families_and_near_names(name: str, named: str) -> None:
+    with pytest.raises(UserError, match=f"{name}.*{named}"):
+        find_weights(name)

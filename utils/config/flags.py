@@ -478,11 +478,14 @@ REFUSED = {
     "decay": "is a hyperparameter: give --hyp.weight_decay",
     "cutoff": "is not built in: a model has the layers of its YAML; give another YAML with --cfg",
     "dropout": "is the second argument of the row Classify in the model YAML; give your own YAML with --cfg",
+    # ultralytics
+    "format": "is --include here",
+    "stream": "is not needed: results come one by one",
     # launchers, and earlier versions of this repository
     "local_rank": "is in the environment: start with torchrun, accelerate launch or --processes",
     "image_padding": "has left: val.py --square pads each image alike at any batch size",
     "repeat_factor": "has left: --image-weights draws images of rare classes more often",
-    **dict.fromkeys(("scale_lr", "lr0"), "is the hyperparameter lr0 here: give --hyp.lr0"),
+    **dict.fromkeys(("scale_lr", "lr0", "learning_rate"), "is the hyperparameter lr0 here: give --hyp.lr0"),
     **dict.fromkeys(("class_weights", "lr_factor"), "is a key of the hyperparameter file; see docs/recipes.md"),
     **dict.fromkeys(
         (

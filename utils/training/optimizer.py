@@ -189,7 +189,7 @@ class ModelEMA:
             self.ramp = min(updates / max(math.log(max(share * updates, 1)), 1), RAMP_UPDATES)
         if self.ramp < RAMP_UPDATES:
             steps = plural(round(self.ramp), "step")
-            log(f"EMA: a ramp of {steps} instead of {RAMP_UPDATES}, because the run has only {updates:,}")
+            log(f"EMA: tau {steps} (default {RAMP_UPDATES}) for a run of {updates:,} steps")
         self.model = copy.deepcopy(model).float().eval().requires_grad_(False)
         self.replicas: Sequence[nn.Module] = [self.model]
         self._layers: dict[nn.Module, list[nn.Module]] = {}  # of each model
