@@ -33,10 +33,7 @@ def read_hashes(run: Path) -> list[dict[str, str]]:
 
 
 def compare(*runs: Path) -> dict[str, Any]:
-    """Return whether two runs are the `same`, known `causes` of a difference, and the first step that differs.
-
-    Of that step: `equal` and `different` columns, and the `parameters` whose gradients and weights differ.
-    """
+    """Return whether two runs are the `same`, known `causes`, and what differs in the first step that does."""
     before = [{**curve_settings(read_yaml(run / "settings.yaml")), **read_yaml(run / MACHINE)} for run in runs]
     pairs = {key: [values.get(key) for values in before] for key in dict.fromkeys([*before[0], *before[1]])}
     causes = {key: [one, two] for key, (one, two) in pairs.items() if one != two}
@@ -86,9 +83,7 @@ def weights_hash(run: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare two runs, or final weights with a hash, print the result and exit."""
-    parser = argparse.ArgumentParser(
-        "python -m utils.compare_runs", description="Name the first difference of two runs."
-    )
+    parser = argparse.ArgumentParser("python -m utils.compare_runs", description="Name what differs first.")
     parser.add_argument("run", type=Path, metavar="A", help="run folder, trained with --hashes")
     parser.add_argument("other", type=Path, nargs="?", metavar="B", help="run folder to compare with")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

@@ -1,7 +1,6 @@
 """--hashes: a row of hashes.csv per optimizer step, which `python -m utils.compare_runs` reads. Called by steps.py.
 
-A hash is 64 bits: words of 64 bits times odd factors, added without regard to overflow. So its value does not depend on
-the order of addition, processes can add up theirs, and a changed bit changes it.
+A hash is a sum of 64-bit words times odd factors that wraps around: no order of addition changes it, a bit does.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class StepHashes:
         run.on_main(lambda: self._open(header, state.identity, state.progress.step))
 
     def _open(self, header: Sequence[str], identity: Identity, step: int) -> None:
-        earlier = [row.values() for row in read_hashes(self.run.path) if int(row["step"]) <= step] if step else []
+        rows = read_hashes(self.run.path) if step and (self.run.path / HASHES).is_file() else []
         machine = {
             **{f"data of `{split}`": dict(values) for split, values in identity.splits.items()},
             "code": code_hash(ROOT),
@@ -80,7 +79,7 @@ class StepHashes:
         }
         (self.run.path / MACHINE).write_text(yaml.safe_dump(machine, sort_keys=False))
         self.file = (self.run.path / HASHES).open("w", newline="")
-        csv.writer(self.file).writerows([header, *earlier])
+        csv.writer(self.file).writerows([header, *(row.values() for row in rows if int(row["step"]) <= step)])
 
     def add(self, losses: Tensor, batches: Sequence[Batch]) -> None:
         """Add the loss terms of a global batch, (terms,), and the batch of each local logical process to the step."""
