@@ -59,7 +59,7 @@ def run_script(
 
     folder: for what it prints; its name marks the processes.
     """
-    words, variables = [str(ROOT / script), *flags], {**variables, MARK: str(folder)}
+    words, variables = [str(ROOT / script), *map(str, flags)], {**variables, MARK: str(folder)}
     outputs = [folder / "stdout", folder / "stderr"]
     if tuple(launcher) == (sys.executable,) and (ROOT / script).parent == ROOT and can_fork(variables):
         process = FORKED.Process(target=_become_script, args=(words, variables, outputs))

@@ -230,7 +230,7 @@ def test_validation_and_detection(
     _, model = oriented_model(parts)
     weights, settings = tmp_path / "found.pt", {"task_file": str(PACKAGE), "imgsz": 64}
     weights.write_bytes(serialised(weights_content(model, {**model.yaml, "task": "oriented"}, NAMES, settings)))
-    task, project = ("--task", str(PACKAGE)), ("--device", "cpu", "--project", str(tmp_path))
+    task, project = ("--task-file", str(PACKAGE)), ("--device", "cpu", "--project", str(tmp_path))
     run_script("export.py", "--weights", str(weights), *task, "--include", "onnx", "--imgsz", "64")
     how = ("--data", str(drawn_rectangles), "--square", "--workers", "0", *task, *project)
     for name, file, more in (

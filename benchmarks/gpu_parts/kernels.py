@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu_parts.measuring import Machine, rounded, row, run
 from benchmarks.gpu_parts.steps import take_steps, timed
 from models import triton_kernels
+from models.layers import norm_and_activate
 from models.yolo import build_model
 from tests.whole_runs import Parts
 
@@ -84,7 +85,7 @@ def fused(wanted: bool) -> Iterator[None]:
 def maps(here: Machine, model: str, imgsz: int) -> Counter[tuple[int, ...]]:
     """Return the shapes (c, h, w) that a network normalises before a SiLU, and how often."""
     shapes: Counter[tuple[int, ...]] = Counter()
-    plain = triton_kernels.norm_and_activate
+    plain = norm_and_activate
 
     def recorded(x: Tensor, norm: nn.Module, activation: nn.Module) -> Tensor:
         if isinstance(activation, nn.SiLU):
@@ -132,7 +133,7 @@ def map_seconds(here: Machine, shape: tuple[int, ...], wanted: bool) -> float:
 
     def call() -> None:
         for x, gradient in zip(inputs, upstream, strict=True):
-            y = triton_kernels.norm_and_activate(x.requires_grad_(), norm, activation)
+            y = norm_and_activate(x.requires_grad_(), norm, activation)
             torch.autograd.grad(y, [x, norm.weight, norm.bias], gradient)
 
     with fused(wanted):
