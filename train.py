@@ -112,9 +112,8 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
         if saved:
             state.load(saved)
     record = not (options.no_cuda_graph or options.rect or options.multi_scale)  # images of one size
-    names, profile_steps = evaluate.loss_names, options.profile
-    steps = OptimizerSteps(run, distributed, state, schedule, names, profile_steps, record, options.hashes)
-    criterion = steps.recorded(task, criterion)
+    steps = OptimizerSteps(run, distributed, state, schedule, evaluate.loss_names, options.profile, options.hashes)
+    criterion = steps.recorded(task, criterion, record)
     progress, half = steps.progress, accelerator.mixed_precision != "no"
     flags = {**settings.flags(), "imgsz": model.imgsz, "wandb_id": decisions.run_id}
     weights = {"yaml": model.yaml, "names": task.names, "settings": flags, "half": half, **settings.origin}

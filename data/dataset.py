@@ -38,6 +38,8 @@ from utils.user_code import class_named, explained
 
 # Pixels, uint8 (3, h, w) RGB; targets; the description of the image: see `Batch`.
 Item = tuple[Tensor, Tensor, Any]
+PRINTED_PROBLEMS = 5  # printed problems of a split, at most
+FEW_LABELS = 10  # training labels of a class; classes with fewer are named at the start
 
 
 class Items(Dataset[Item]):
@@ -110,15 +112,13 @@ def loader(
 
 
 def first_batch(loader: Any) -> Batch:
-    """Return the first batch of a training loader's epoch at its largest size, loaded by this process."""
+    """Load the first batch of an epoch in this process, at the loader's largest image size."""
     items = [loader.dataset[sample] for sample in loader.batch_sampler.largest()]
     batch: Batch = loader.collate_fn(items)
     return batch
 
 
 S = TypeVar("S", bound=Split)
-PRINTED_PROBLEMS = 5  # printed problems of a split, at most
-FEW_LABELS = 10  # training labels of a class; classes with fewer are named at the start
 
 
 @dataclass(frozen=True)

@@ -364,8 +364,11 @@ RELEASE_SHA256 = {"yolov5n.pt": "4f180cf23ba0717ada0badd6c685026d73d48f184d00fc1
 YOLOV9_FILE = re.compile(r"v9-[tsmc]\.pt")
 YOLOV9_ADDRESS = "https://github.com/MultimediaTechLab/YOLO/releases/download/v1.0-alpha/"
 YOLOV9_LICENCE = "MIT, published by MultimediaTechLab"
-# Families of other programs whose files are not read, by the start of a file's name in lower case.
-UNREAD_FAMILY = re.compile(r"yolov?(?:6|7|8|10|11|12)|yolox|rf-?detr")
+UNREAD_FAMILY = re.compile(r"yolov?(?:6|7|8|10|11|12)|yolox|rf-?detr")  # start of the names of files that are not read
+
+
+def _is_released(file: str) -> bool:
+    return any(re.fullmatch(entry.load().official_weights, file) for entry in TASKS.values())
 
 
 def find_weights(
@@ -393,11 +396,11 @@ def find_weights(
         if os.path.isfile(weights):
             return weights
     alternative = ", or start from scratch with --weights ''" if training else ""
-    if not any(re.fullmatch(entry.load().official_weights, file) for entry in TASKS.values()) or os.path.isdir(path):
+    if not _is_released(file) or os.path.isdir(path):
         if family := UNREAD_FAMILY.match(file.lower()):
             raise UserError(f"weights {name}: {family[0]} models are not supported; nearest: v9-t.pt{alternative}")
         official = f"{file.removesuffix('.pt').replace('yolov9-', 'v9-').replace('yolov9', 'v9-')}.pt"
-        if official != file and any(re.fullmatch(entry.load().official_weights, official) for entry in TASKS.values()):
+        if official != file and _is_released(official):
             alternative = f" (did you mean '{official}'?){alternative}"
         tried = looked_for(path, *of_run)
         raise UserError(f"weights {name} are neither a file nor a run's folder; check the path{alternative}{tried}")

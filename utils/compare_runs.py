@@ -20,7 +20,7 @@ from utils.errors import UserError, plural, shortened
 from utils.files import read_yaml
 
 HASHES, MACHINE = "hashes.csv", "hashes.yaml"  # in a run folder
-COUNTERS = ("step", "epoch", "batch")  # columns of hashes.csv that are no hashes; the batch is the step's last
+COUNTERS = ("step", "epoch", "batch")  # columns of hashes.csv that are not hashes; the batch is the step's last
 BY_PARAMETER = ("gradients", "weights")  # columns with the sum of the columns of all parameters: `gradients NAME`
 
 
@@ -65,10 +65,10 @@ def described(result: Mapping[str, Any]) -> list[str]:
     for name in result["different"]:
         first, *others = result["parameters"].get(name) or [""]
         more = f" and {plural(len(others), 'other')}" if others else ""
-        found.append(f"{name} in {first}{more}" if first else name)
+        found.append(f"{name} of {first}{more}" if first else name)
     equal = f"{', '.join(result['equal'])} are equal; " if result["equal"] else ""
     place = f"step {result['step']} (epoch {result['epoch']}, batch {result['batch']})"
-    return [*lines, f"{place}: {equal}different are {', '.join(found)}"]
+    return [*lines, f"{place}: {equal}these differ: {', '.join(found)}"]
 
 
 def weights_hash(run: Path) -> str:

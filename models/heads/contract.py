@@ -23,6 +23,8 @@ EPSILON = 1e-7  # keeps divisors above 0
 VECTOR_NUMBERS = 64  # at least as many as any CPU's vector register holds
 SPAN_NUMBERS = 2**14  # a multiple of VECTOR_NUMBERS below torch's threshold for several threads
 IMAGES_AT_ONCE = 64  # on a GPU; bounds the memory
+MIN_TARGETS = 16  # of a padded batch
+OUTSIDE = (0.0, 0.0, -1.0, -1.0, 0.0, 0.0)  # image, class, xywh of a target that matches nothing
 
 
 def xywh_to_xyxy(boxes: Tensor) -> Tensor:
@@ -197,10 +199,6 @@ def head_of(model: Model) -> DetectionHead:
     if not isinstance(model.head, DetectionHead):
         raise TypeError(f"{type(model).__name__} has no detection head")
     return model.head
-
-
-MIN_TARGETS = 16
-OUTSIDE = (0.0, 0.0, -1.0, -1.0, 0.0, 0.0)  # image, class, xywh of a target that matches nothing
 
 
 class BoxCriterion(Criterion):

@@ -30,6 +30,8 @@ from torch import distributed
 from utils.errors import Stopped, UserError, shown
 
 T = TypeVar("T")
+CGROUP = Path("/sys/fs/cgroup")  # files of a container's cgroup, version 2
+MEMORY_NAME = "lockstep"  # name of memory files in /proc
 SPAWNED = "LOCKSTEP_SPAWNED"  # environment variable of the processes that `spawn` starts
 # Variables with the number of tasks that srun and MPI's launchers have started.
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -218,8 +220,6 @@ class Collectives:
         return items[start : start + count] if len(items) == self._world_size * count else ()
 
 
-CGROUP = Path("/sys/fs/cgroup")  # files of a container's cgroup, version 2
-MEMORY_NAME = "lockstep"  # name of memory files in /proc
 in_use: WeakSet[SharedMemory] = WeakSet()  # this process's memory, whose pages count as free until they are written
 _memory_calls = itertools.count()
 

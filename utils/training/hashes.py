@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
 from typing import IO, TYPE_CHECKING
 
 import torch
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 FACTORS = (-0x61C8864680B583EB, -0x4B47D0C5A1B2E295)  # odd, with about as many ones as zeros among their 64 bits
 
 
+@cache
 def multipliers(count: int, device: torch.device) -> Tensor:
     """Return odd numbers that look random, int64 (count,)."""
     numbers = torch.arange(1, count + 1, device=device) * FACTORS[0]

@@ -39,11 +39,7 @@ class EndedStep(NamedTuple):
 
 
 class OptimizerSteps:
-    """The optimizer steps of a run, over the parts that train.py has made and whose state is loaded.
-
-    Args:
-        record: whether to record the kernels of what follows a step as a CUDA graph, if that is possible
-    """
+    """The optimizer steps of a run, over the parts that train.py has made and whose state is loaded."""
 
     def __init__(
         self,
@@ -53,7 +49,6 @@ class OptimizerSteps:
         schedule: Schedule,
         loss_names: Sequence[str],
         profile_steps: str = "",
-        record: bool = False,
         hashes: bool = False,
     ) -> None:
         self.run, self.model, self.state, self.schedule = run, model, state, schedule
@@ -67,24 +62,20 @@ class OptimizerSteps:
         buffers = [buffer for copy in model.copies for buffer in floating_buffers(copy).values()]
         self.guard = NonFiniteGuard([state.loss_sums, *buffers])
         self.update_averages: Callable[[Tensor], object] = self._update_averages
-        self.record = False
-        if record and self.on_gpu:
-            from utils.training.cuda_graph import RecordedCall, can_record  # only on a GPU
-
-            self.record = can_record(model)
-            if self.record:
-                self.update_averages = RecordedCall(self._update_averages)
         self.step_batches: StepBatches = []  # the batches since the last step
         self.ended: deque[EndedStep] = deque()
         self.points: deque[Point] = deque()  # points of the step curves that are not yet logged
 
-    def recorded(self, task: Task, criterion: Criterion) -> Criterion:
-        """Let the networks and the loss replay their kernels, if possible; return the loss to train with."""
+    def recorded(self, task: Task, criterion: Criterion, wanted: bool) -> Criterion:
+        """Let networks, loss and averages replay their kernels, if `wanted` and possible; return the loss to use."""
         if not self.on_gpu:
             return criterion
-        from utils.training.cuda_graph import record_kernels
+        from utils.training.cuda_graph import RecordedCall, can_record, record_kernels
 
-        return record_kernels(self.model, task, criterion, self.record)
+        record = wanted and can_record(self.model)
+        if record:
+            self.update_averages = RecordedCall(self._update_averages)
+        return record_kernels(self.model, task, criterion, record)
 
     @property
     def on_gpu(self) -> bool:
@@ -94,7 +85,7 @@ class OptimizerSteps:
     @property
     def behind(self) -> int:
         """Number of steps whose counting may wait: one on a GPU, so that the next is queued before the host waits."""
-        return int(self.state.loss_sums.is_cuda)
+        return int(self.on_gpu)
 
     def step(self) -> Tensor:
         """Clip the gradients and take a step if they are finite; return whether it was taken, bool () on the device.
