@@ -130,7 +130,7 @@ OF_FLAGS = {
     "--profile 3:2": "--profile 3:2",
     "--device 7": "--device 7",
     "--device gpu": "--device gpu",
-    "--freeze 99": "--freeze 99",
+    "--freeze 99": "--freeze '99'",
     "--freeze backbon": "--freeze 'backbon'",
     "--hyp.lr_factor 0.1": "--hyp.lr_factor",
     '--hyp.lr_factor {{"neck":1}}': "lr_factor: 'neck'",
@@ -156,7 +156,7 @@ ERRORS: dict[str, Case] = {
     "out of range": (lambda i: i.write("hyp.yaml", {"mosaic": 2}), "hyp.yaml: mosaic", ""),
     # models and a user's files
     "no augmentations": (lambda i: i.write("own.py", "A = []"), "{set}/own.py", "--augmentations {set}/own.py"),
-    "bad module": (lambda i: i.row(1, [-1, 1, "Cnov", [8, 3, 2]]), "model.yaml, row 1: unknown module 'Cnov'", ""),
+    "bad module": (lambda i: i.row(1, [-1, 1, "Cnov", [8, 3, 2]]), "model.yaml, row 1: Cnov", ""),
     "bad channels": (lambda i: i.row(1, [-1, 1, "Conv", [-8]]), "model.yaml, row 1", ""),
     "joined over the height": (lambda i: i.row(2, [[1, 1], 1, "Concat", [2]]), "model.yaml, row 2: Concat", ""),
     # weights

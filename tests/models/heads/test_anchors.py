@@ -444,5 +444,5 @@ def test_a_head_for_other_anchors_or_of_other_widths_is_not_taken() -> None:
         model_of(OLD, "yolov5s.yaml").state_dict(),
         {**old.state_dict(), **broken, "model.24.m.0.bias": torch.zeros(16)},
     ):
-        assert "not its head" in new.head.keep("model.24", state, OLD, NEW)
+        assert "not its" in new.head.keep("model.24", state, OLD, NEW)
     assert all(torch.equal(tensor, before[name]) for name, tensor in new.state_dict().items())
