@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from data.dataset import data_source
-from models.ensemble import choose_size, common_task, export_base, halve, load_model, weight_files
+from models.ensemble import Members, common_task, export_base, halve, load_model, weight_files
 from models.export import INPUT_NAME, ExportJob, ExportMetadata, write
 from models.loading import ImageSize, log_rounding
-from models.tasks import TASKS, add_tasks, model_words
+from models.tasks import TASKS, add_tasks
 from models.tasks.contract import Thresholds
 from models.weights import Origin, Weights, read_weights
 from models.yolo import add_layers
 from utils.config.flags import ExportOptions, select
-from utils.config.parser import given_flags, over_defaults, refuse_flags
+from utils.config.parser import given_flags, over_defaults
 from utils.console import log
 from utils.distributed.failure import run_main
 from utils.distributed.launch import device_kind
@@ -46,20 +46,19 @@ def export(given: Mapping[str, Any]) -> list[str]:
     for name, path in weight_files(options.weights).items():
         weights = read_weights(path)
         stem = export_base(name, path).with_suffix("")
-        entry = TASKS[common_task({name: weights})]
-        kind = entry.load()
-        refuse_flags(ExportOptions, given, kind.features_of(weights.task_yaml), model_words(weights.task_yaml))
-        source = data_source(options.data, entry.data) if options.data else None
+        members = Members({name: path}, {name: weights}, TASKS[common_task({name: weights})])
+        members.refuse(ExportOptions, given)
+        source = data_source(options.data, members.entry.data) if options.data else None
         log(located({"weights": [path], "data": [source.spec.file] if source else []}))
-        size = choose_size({name: weights}, kind, options.imgsz)
+        size = members.image_size(options.imgsz)
         job = prepare(name, weights, options, size, device, source.names() if source else weights.class_names)
         log_export(options, size, job.metadata)
         for format_name in dict.fromkeys("onnx" if name == "engine" else name for name in options.include):
             began = time.perf_counter()
             file = write(job, format_name, stem)
             files.append(file)
-            members = file.rglob("*") if file.is_dir() else [file]
-            megabytes = sum(member.stat().st_size for member in members if member.is_file()) / 1e6
+            written = file.rglob("*") if file.is_dir() else [file]
+            megabytes = sum(member.stat().st_size for member in written if member.is_file()) / 1e6
             log(f"{format_name}: {file}, {megabytes:.1f} MB, {time.perf_counter() - began:.1f} s")
         if "engine" in options.include:
             log(f"warning: engine: not written; on the target machine, run {trtexec(job.metadata, stem)}")

@@ -181,7 +181,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     log(files, *source.spec.warnings)
     split.report(split_name)
     log_rounding(size.sides, size.rounded(stride).sides, stride)
-    members.log_validation(options.augment, half)
+    members.log_validation(half)
     members.first.compare_names(names, next(iter(members.files)))
     members.log_notes(given, half)
     run.files.write_problems(split.problems)
