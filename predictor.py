@@ -61,9 +61,11 @@ class Predictor:
     ) -> None:
         if isinstance(device := arguments.get("device"), torch.device):
             arguments["device"] = str(device)
-        arguments["weights"] = weights
-        given = checked_arguments(DetectOptions, arguments, "Predictor", ARGUMENTS) if flags is None else flags
-        options = DetectOptions(**given)
+        logs_files = flags is not None
+        if flags is None:
+            arguments["weights"] = weights
+            flags = checked_arguments(DetectOptions, arguments, "Predictor", ARGUMENTS)
+        options = DetectOptions(**flags)
         sides_of(options.imgsz)  # refuses a wrong size before weights are downloaded
         self.device = one_device("0" if options.device == "cuda" else options.device)
         half = options.half and self.device.type == "cuda"
@@ -72,10 +74,10 @@ class Predictor:
             log.quiet = log.quiet or options.quiet
             members = read_members(options.weights, options.layers, options.task_file, options.augment)
             source = data_source(options.data, members.entry.data) if options.data else None
-            if flags is not None:
+            if logs_files:
                 log(located({"weights": members.files.values(), "data": [source.spec.file] if source else []}))
             kind = members.entry.load()
-            members.refuse(DetectOptions, given)
+            members.refuse(DetectOptions, flags)
             self.task = kind(source.names() if source else members.first.class_names, kind.recipe())
             self.data = dataset_class(members.entry.data)
             size = members.image_size(options.imgsz)
@@ -83,7 +85,7 @@ class Predictor:
             self.models = [for_inference(model, self.device, half, fold=True) for model in models]
             self.stride = math.lcm(*(model.stride for model in models))
             log_rounding(size.sides, size.rounded(self.stride).sides, self.stride)
-            members.log_notes(given, half)
+            members.log_notes(flags, half)
         classes = class_numbers(options.classes, self.task.names)
         self.thresholds = select(Thresholds, options, classes=classes, one_class=True)
         postprocess = self.task.postprocess(self.models[0], self.thresholds)
@@ -100,9 +102,9 @@ class Predictor:
             raise UserError(f"Predictor: {name} must be True or False, not {value!r}")
         if name in ARGUMENTS and name not in THRESHOLDS:
             raise UserError(f"Predictor: {name} cannot be changed; make another Predictor with {name}={value!r}")
-        given = checked_arguments(DetectOptions, {name: value}, "Predictor", THRESHOLDS)
+        changed = checked_arguments(DetectOptions, {name: value}, "Predictor", THRESHOLDS)
         name = aliases(DetectOptions).get(name, name)
-        value = given.get(name, getattr(DetectOptions(), name))  # None is the default
+        value = changed.get(name, getattr(DetectOptions(), name))  # None is the default
         value = class_numbers(value, self.task.names) if name == "classes" else value
         vars(self)["thresholds"] = replace(self.thresholds, **{name: value})
         postprocess = self.task.postprocess(self.models[0], self.thresholds)

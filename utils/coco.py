@@ -211,7 +211,7 @@ def report(
             raise UserError(problem)
         for kind, values in metrics(file, ids, rows, kinds) if file else ():
             document, title = COCO_OUTPUTS[kind]
-            measured = [(*of, "" if value < 0 else value) for of, value in zip(COCO_METRICS, values, strict=True)]
+            measured = [(*key, "" if value < 0 else value) for key, value in zip(COCO_METRICS, values, strict=True)]
             write({document: csv_text(("metric", "iou", "area", "max_det", "value"), measured)})
             log(*table([(title, "IoU", "area", "most", "value"), *measured]), always=True)
     except UserError as error:
