@@ -157,7 +157,7 @@ class StepLog:
             title, value = list((best.headline or best.metrics).items())[-1]
             values.append(f"best {title} {value:.3f}")
         memory = peak_memory(self.device) or psutil.Process().memory_info().rss / BYTES_PER_GIB
-        values += [f"{self.bar.rate:.0f} img/s", f"wait {self.bar.waiting:.0%}", f"memory {memory:.1f} GiB"]
+        values += [f"wait {self.bar.waiting:.0%}", f"memory {memory:.1f} GiB"]
         self.bar.show(values)
 
     def profile(self, step: int) -> None:
