@@ -126,8 +126,10 @@ def log_export(options: ExportOptions, size: ImageSize, metadata: ExportMetadata
     if options.half and not metadata.half:
         log("warning: --half needs CUDA, as in --device 0; exporting in full precision")
     height, width = metadata.imgsz
-    count = "or other whole strides, any number" if metadata.dynamic else f"{metadata.batch}"
-    log(f"{metadata.task}, {plural(len(metadata.names), 'class')}; images of {height}x{width}, {count} at a time")
+    shape = f"{metadata.batch}x3x{height}x{width}"
+    if metadata.dynamic:
+        shape = f"Nx3xHxW, H and W multiples of {metadata.stride}"
+    log(f"task {metadata.task}, {plural(len(metadata.names), 'class')}, input shape {shape}")
     log(f"licence: {Origin(metadata.licence, metadata.origin)}")
 
 
