@@ -98,7 +98,7 @@ def choose_size(
         default = suggested or int(task.defaults.get("imgsz", DEFAULT_SIDE_PIXELS))
         return ImageSize((default, default))
     size = next(iter(sizes.values()))
-    log(f"images of {in_words(size)} px, the {'only size' if files else 'size'} in the weights")
+    log(f"image size {in_words(size)} ({'fixed by the exported file' if files else 'stored in the checkpoint'})")
     return ImageSize(size, is_fixed=bool(files))
 
 

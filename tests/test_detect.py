@@ -434,7 +434,7 @@ def test_a_folder_with_everything(
     for raw in ("Corrupt JPEG data", "moov atom", "[mov", "BytesIO"):
         assert raw not in printed
     assert f"weights: {detector}\n" in printed
-    assert "\nper image: " in printed
+    assert "per image: " in printed
     assert "\n4 images; results in " in printed
     line = next(line for line in printed.splitlines() if line.startswith(str(folder / "photo.png")))
     names = [predictor.names[int(row[5])] for row in expected]

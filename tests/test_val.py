@@ -196,7 +196,7 @@ def test_a_model_is_validated_at_the_size_of_its_training(
     printed = "".join(capsys.readouterr())
     assert f"weights: {best}; data: {data}\n" in printed
     assert read_yaml(tmp_path / "exp" / "settings.yaml")["imgsz"] == 40
-    assert "images of 40 px, the size in the weights" in printed
+    assert "image size 40 " in printed
     assert "warning: " not in printed
 
 

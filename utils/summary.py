@@ -16,7 +16,7 @@ from utils.errors import UserError, shown
 from utils.files import csv_text
 
 Row = Sequence[str | float]
-PREPARING, INFERENCE, POSTPROCESSING = "preparing", "inference", "post-processing"  # stages of an evaluation
+PREPARING, INFERENCE, POSTPROCESSING = "preprocess", "inference", "postprocess"  # stages of an evaluation
 DRAWN_IMAGES = 48  # validation images that are drawn with their predictions
 
 
@@ -156,6 +156,6 @@ def log_times(times: Sequence[tuple[int, Mapping[str, float]]], batch_size: int 
     images = max(sum(count for count, _ in times), 1)
     stages = (PREPARING, INFERENCE, POSTPROCESSING)
     means = [1000 * sum(seconds.get(stage, 0.0) for _, seconds in times) / images for stage in stages]
-    rate = f": {1000 / max(sum(means), 1e-9):.1f} images/s in batches of {batch_size}" if batch_size else ""
-    words = ", ".join(f"{mean:.2f} ms {stage}" for mean, stage in zip(means, stages, strict=True))
-    log(f"per image: {words},", f"  without loading and the warm-up{rate}", always=always)
+    rate = f"; {1000 / max(sum(means), 1e-9):.1f} images/s at batch size {batch_size}" if batch_size else ""
+    words = ", ".join(f"{mean:.1f} ms {stage}" for mean, stage in zip(means, stages, strict=True))
+    log(f"speed per image: {words}; image loading and warm-up excluded{rate}", always=always)

@@ -456,8 +456,8 @@ class Detect(DetectionHead):
                 if names and masks.shape == file_masks.shape:
                     masks.copy_(file_masks)
         if not copied:
-            return "not its head: its layers differ"
-        return f"from its head the boxes and {len(same) or 'none'} of {plural(len(new), 'class')}"
+            return "head: new, because its layers differ"
+        return f"head: box and objectness outputs kept, {plural(len(new) - len(same), 'class output')} new"
 
     def adapt(self, model: Model, split: BoxSplit, hyp: AnchorKeys) -> None:
         """Run AutoAnchor."""

@@ -429,5 +429,5 @@ class DetectDFL(DetectionHead):
                     for row, of_file in same.items():
                         target[row] = source[of_file]
         if not copied:
-            return "from its head the boxes, not the classes: the layers before them differ"
-        return f"from its head the boxes and {len(same) or 'none'} of {plural(len(new), 'class')}"
+            return "head: box outputs kept, class outputs new, because the layers before them differ"
+        return f"head: box outputs kept, {plural(len(new) - len(same), 'class output')} new"
