@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.dataset import DataOptions, DataSet, DataSource, data_source, first_batch
-from models.loading import StartingPoint, load_and_freeze, rate_factors, recipe_of, starting_point
+from models.loading import StartingPoint, load_and_freeze, recipe_of, starting_point
 from models.tasks import hyperparameters, model_words
 from models.tasks.contract import Model, Task, terms_of
 from models.weights import Origin
@@ -32,7 +32,7 @@ from utils.distributed.ranks import world_size
 from utils.errors import UserError
 from utils.files import located
 from utils.run import Run
-from utils.summary import Fitness
+from utils.summary import fitness_weights
 from utils.tracking.run_log import RunLog, wandb_run_id
 from utils.training import memory
 from utils.training.log import profile_window
@@ -70,16 +70,12 @@ class Job(NamedTuple):
     source: DataSource
     start: StartingPoint
     task: Task
-    fitness: Fitness
+    fitness: Mapping[str, float]  # weights of metrics; {} for the task's own
 
     @property
     def options(self) -> TrainOptions:
         """The flags of train.py."""
         return self.settings.options
-
-    def rate_factors(self, model: Model) -> dict[str, float]:
-        """Return the factor of the learning rate of each parameter that has one, by the parameter's name."""
-        return rate_factors(model, self.settings.hyp.lr_factor)
 
     def draw_batch(self, batch: Batch, number: int) -> dict[str, np.ndarray]:
         """Draw a training batch as the model sees it; return the picture by its file name."""
@@ -196,7 +192,7 @@ def resolve(requested: Settings, agreed: Callable[[bool], bool] = bool) -> Job:
     task = kind(source.names(options.single_cls), settings.hyp, options.label_smoothing)
     settings.refuse(kind.features_of(start_from.yaml), task.unread(start_from.yaml), words)
     yaml = start_from.yaml if saved else task.model_yaml(start_from.yaml)
-    fitness = Fitness.parsed(options.fitness, task.metric_names)
+    fitness = fitness_weights(options.fitness, task.metric_names)
     memory.check_batch_size(options.batch_size, options.logical_processes)
     check_logical_processes(options.logical_processes, options.batch_size, options.sync_bn)
     profile_window(options.profile)

@@ -19,6 +19,7 @@ if __name__ == "__main__":
     gc.disable()  # the imports make 400,000 objects and hardly any garbage; `run_main` turns it on again
 
 from job import VALIDATION_BATCH, Job, hyperparameter_names, resolve, settings_from, settings_of
+from models.loading import rate_factors
 from models.tasks.contract import Criterion, refuse, terms_of
 from utils.checkpoint import Decisions, Identity, TrainingState, read_saved_state
 from utils.config.settings import Settings
@@ -58,7 +59,7 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
     logical.fix_kernels(accelerator.device)
     seed_everything(options.seed, not options.no_deterministic)
     model, known = job.load_model()
-    factors = job.rate_factors(model)  # of the learning rate
+    factors = rate_factors(model, hyp.lr_factor)  # of the learning rate
     data = job.open_data(model)
 
     # Open the run folder: a new one, or the folder of the run that is resumed.
@@ -127,7 +128,7 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
                         steps.save()  # written while the epoch is validated; only its scores are missing
                     began, summary = time.monotonic(), None
                     if progress.epoch + 1 == options.epochs or not options.noval:
-                        summary = job.fitness.of(evaluate([ema.model], run.stop_requested))  # equal on every process
+                        summary = evaluate([ema.model], run.stop_requested).weighed(job.fitness)  # equal on every rank
                     improved = progress.record(summary)
                     progress.finished = progress.epoch + 1 == options.epochs or progress.stalled(options.patience)
                     log_epoch(

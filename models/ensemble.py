@@ -154,7 +154,7 @@ class Members:
             default = suggested or int(self.entry.load().defaults.get("imgsz", DEFAULT_SIDE_PIXELS))
             return ImageSize((default, default))
         size = next(iter(sizes.values()))
-        log(f"images of {in_words(size)} px, the {'only size' if fixed else 'size'} in the weights")
+        log(f"image size {in_words(size)} ({'fixed by the exported file' if fixed else 'stored in the checkpoint'})")
         return ImageSize(size, is_fixed=bool(fixed))
 
     @property

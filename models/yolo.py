@@ -14,7 +14,6 @@ import ast
 import copy
 import inspect
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -35,8 +34,8 @@ from models.tasks.contract import Model
 from models.weights import MODEL_KEYS
 from utils.config.flags import is_number
 from utils.errors import UserError, first_line, nearest, shortened
-from utils.files import find_file, looked_for, read_yaml
-from utils.user_code import imported, trust
+from utils.files import find_file, read_yaml
+from utils.user_code import imported
 
 MAX_COUNT = 4096  # largest number of classes, channels or repetitions; a larger one is a typing error
 MAX_MULTIPLE = 16  # largest depth or width multiple
@@ -137,19 +136,14 @@ def add_layers(file: str | Path, is_named: bool = True) -> list[str]:
     Raises `UserError` if the file does not load, defines no layer, or defines one whose name is taken, or if it is not
     to be trusted: the settings of a run name it, not the user (`is_named`).
     """
-    path = Path(file).resolve()
-    if not os.path.isfile(path):
-        where = looked_for(Path(file))
-        raise UserError(f"--layers {file} is not a file; give the path of a Python file that defines layers{where}")
-    trust(path, f"--layers {file}", is_named, "the run's settings.yaml")
-    with imported(path, "--layers") as module:
+    with imported(file, "--layers", is_named) as module:
         classes = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, nn.Module)]
         defined = {layer.__name__: layer for layer in classes if layer.__module__ == module.__name__}
         if not defined:
-            raise UserError(f"{path} defines no layer; write a class that extends torch.nn.Module")
+            raise UserError(f"{file} defines no layer; write a class that extends torch.nn.Module")
         for word, layer in defined.items():
             if LAYERS.get(word, layer) is not layer:
-                raise UserError(f"{path} defines a layer '{word}', but that name is taken; give it another name")
+                raise UserError(f"{file} defines a layer '{word}', but that name is taken; give it another name")
     LAYERS.update(defined)
     return list(defined)
 

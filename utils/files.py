@@ -23,7 +23,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 from urllib.error import HTTPError, URLError
-from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 from uuid import uuid4
 from weakref import WeakSet
@@ -39,7 +38,6 @@ LOCK_FILE = ".lock"  # file in a run folder that a run writes to
 LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a little longer
 PART_SUFFIX = ".part"  # suffix of a file that is being written
 ILLEGAL_CHARACTERS = re.compile(r'[<>:"/\\|?*\x00-\x1f]')  # in file names of Linux, macOS or Windows
-SCHEMES = ("http", "https", "file")
 SERVER_TIMEOUT_SECONDS = 20.0  # longest wait for data from the server
 ATTEMPTS = 3
 RETRY_SECONDS = 1.0  # wait before the second attempt; doubled before the third
@@ -295,20 +293,18 @@ def download(
 
 
 def is_address(text: Any) -> bool:
-    """Return whether `text` is an address for `download`."""
-    return isinstance(text, str) and re.fullmatch(rf"(?:{'|'.join(SCHEMES)})://\S+", text) is not None
+    """Return whether `text` is an address for `download`: one with spaces, a user name or a password is not."""
+    return isinstance(text, str) and re.fullmatch(r"(?:https?|file)://[^\s/@?#]*(?:[/?#]\S*)?", text) is not None
 
 
 def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool], licence: str) -> None:
     """Download a file once. Raises OSError or HTTPException, or ValueError if it need not be tried again."""
     if not is_address(address):
-        raise ValueError(f"it must begin with {', '.join(f'{scheme}://' for scheme in SCHEMES)} and have no spaces")
-    if "@" in urlsplit(address).netloc:
-        raise ValueError("it must have no user name and password")
+        raise ValueError("it must begin with http://, https:// or file:// and have no spaces and no password")
     request = Request(address, headers={"User-Agent": "lockstep"})
     with urlopen(request, timeout=SERVER_TIMEOUT_SECONDS) as answer, replacing(path) as file:
-        licence = f" (licence: {licence})" if licence else ""
-        print(f"downloading {without_secrets(address)}{licence}", file=sys.stderr, flush=True)
+        terms = f" (licence: {licence})" if licence else ""
+        print(f"downloading {without_secrets(address)}{terms}", file=sys.stderr, flush=True)
         length = int(answer.headers.get("Content-Length") or 0)
         if length > (free := shutil.disk_usage(path.parent).free):
             raise ValueError(f"it needs {gigabytes(length)}, and {gigabytes(free)} are free")
@@ -332,9 +328,8 @@ def gigabytes(size: float) -> str:
 def fetch_from_hub(name: str) -> Path:
     """Return a weight file of the Hugging Face Hub in the cache of huggingface_hub, downloaded if necessary.
 
-    One process of a machine downloads, the others wait. If the Hub does not give the file, a cached one is returned.
-    Raises `UserError`. The name is owner/name, owner/name/file, or with a revision owner/name@revision; without a file
-    it means best.pt, else the repository's only weight file.
+    The name is owner/name, owner/name/file, or with a revision owner/name@revision; without a file it means best.pt,
+    else the repository's only weight file. Raises `UserError`.
     """
     import huggingface_hub as hub
 
@@ -343,19 +338,17 @@ def fetch_from_hub(name: str) -> Path:
         raise UserError(f"{flag} is not of the form {HUB_PREFIX}owner/name or {HUB_PREFIX}owner/name/file.pt")
     repository, revision, file = match.groups()
     hub.utils.logging.set_verbosity_error()
-    with one_at_a_time(cache_folder() / "hub" / f"{repository.replace('/', '--')}.lock"):
-        try:
-            info = hub.HfApi().model_info(repository, revision=revision, timeout=SERVER_TIMEOUT_SECONDS)
-            weights = [entry.rfilename for entry in info.siblings or [] if entry.rfilename.endswith(WEIGHT_SUFFIXES)]
-            file = file or (weights[0] if len(weights) == 1 else BEST)
-            licence = "".join(f" (licence: {tag[8:]})" for tag in info.tags or [] if tag.startswith("license:"))
-            print(f"{HUB_PREFIX}{repository}/{file}{licence}", file=sys.stderr, flush=True)
-            return Path(hub.hf_hub_download(repository, file, revision=revision))
-        except Exception as error:  # of any class, depending on the version
-            with suppress(Exception):
-                return Path(hub.hf_hub_download(repository, file or BEST, revision=revision, local_files_only=True))
-            reason = first_line(Exception(HUB_TOKEN.sub("...", str(error))))
-            raise UserError(
-                f"{flag} cannot be downloaded ({reason}); check the name and the network, and log in with "
-                "`hf auth login` or set HF_TOKEN if it is private or gated"
-            ) from None
+    with suppress(Exception):  # of any class, depending on the version; the file may be in the cache
+        info = hub.HfApi().model_info(repository, revision=revision, timeout=SERVER_TIMEOUT_SECONDS)
+        weights = [entry.rfilename for entry in info.siblings or [] if entry.rfilename.endswith(WEIGHT_SUFFIXES)]
+        file = file or (weights[0] if len(weights) == 1 else BEST)
+        licence = "".join(f" (licence: {tag[8:]})" for tag in info.tags or [] if tag.startswith("license:"))
+        print(f"{HUB_PREFIX}{repository}/{file}{licence}", file=sys.stderr, flush=True)
+    try:
+        return Path(hub.hf_hub_download(repository, file or BEST, revision=revision))
+    except Exception as error:
+        reason = first_line(Exception(HUB_TOKEN.sub("...", str(error))))
+        raise UserError(
+            f"{flag} cannot be downloaded ({reason}); check the name and the network, and log in with "
+            "`hf auth login` or set HF_TOKEN if it is private or gated"
+        ) from None

@@ -105,9 +105,8 @@ def arguments(
             by_flag[name] = const if value is True and const is not None else value
         elif key in (known := hyperparameters()):
             overrides[key] = str(value)
-        elif name in REFUSED:
-            raise UserError(f"{caller}: {alias} {REFUSED[name]}")
         else:
-            raise UserError(f"{caller}: unknown argument {alias}{nearest(alias, [*fields, *known])}")
+            reason = REFUSED.get(name, f"is not known{nearest(alias, [*fields, *known])}")
+            raise UserError(f"{caller}: {alias} {reason}")
     by_flag = checked(kind, by_flag, f"{caller}: {{}}".format)
     return {**by_flag, "overrides": overrides} if overrides else by_flag

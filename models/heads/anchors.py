@@ -426,7 +426,7 @@ class Detect(DetectionHead):
         """Copy the outputs that fit, as every head does, if the file has the same anchors."""
         anchors = state.get(f"{prefix}.anchors", torch.zeros(0)).to(self.anchors)
         if anchors.shape != self.anchors.shape or not torch.allclose(anchors, self.anchors, rtol=ANCHOR_TOLERANCE):
-            return "not its head: it has other anchors"
+            return "head: new, because the file's has other anchors"
         return super().keep(prefix, state, names, new)
 
     def adapt(self, model: Model, split: BoxSplit, hyp: AnchorKeys) -> None:

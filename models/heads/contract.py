@@ -210,8 +210,9 @@ class DetectionHead(Head):
                 if names and others.shape == file_others.shape:
                     others.copy_(file_others)
         if not copied:
-            return "not its head's classes: the layers before them differ"
-        return f"from its head the boxes and {len(same) or 'none'} of {plural(len(new), 'class')}"
+            return "head: no class outputs kept, because the layers before them differ"
+        kept = "box and objectness outputs" if start else "box outputs"
+        return f"head: {kept} kept, {plural(len(new) - len(same), 'class output')} new"
 
     def adapt(self, model: Model, split: BoxSplit, hyp: Any) -> None:
         """Adapt the head, and the model's YAML, to the training boxes before the first step; log how."""
