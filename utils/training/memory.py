@@ -32,15 +32,13 @@ BYTES_PER_MIB = 2**20
 
 
 def check_batch_size(batch_size: int, logical_processes: int) -> None:
-    """Raise `UserError` with the two nearest sizes if the processes cannot share a batch evenly."""
+    """Raise `UserError` if the processes cannot share a batch evenly."""
     processes = logical_processes or world_size()
-    if not batch_size:
-        raise UserError("--batch-size 0 is too small; give 1 or more, or -1 for what the GPU holds")
-    if batch_size % processes and batch_size > 0:
-        lower = batch_size // processes * processes
-        sizes = " or ".join(str(size) for size in (lower, lower + processes) if size)
-        name = f"{processes} {'logical ' if logical_processes else ''}processes"
-        raise UserError(f"--batch-size {batch_size} cannot be shared evenly by the {name}; take {sizes}")
+    if not batch_size or (batch_size > 0 and batch_size % processes):
+        raise UserError(
+            f"--batch-size {batch_size} cannot be shared evenly; give a multiple of {processes}, the number of "
+            f"{'logical ' if logical_processes else ''}processes, or -1 for what the GPU holds"
+        )
 
 
 def loader_processes(limit: int, batch_bytes: int) -> int:

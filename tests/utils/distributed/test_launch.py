@@ -188,7 +188,7 @@ def test_the_best_device_or_the_requested_one(monkeypatch: pytest.MonkeyPatch) -
     for gpus, apple, expected in ((0, False, "cpu"), (0, True, "mps"), (2, False, "cuda")):
         set_devices(monkeypatch, gpus, apple)
         assert device_kind("") == expected
-        assert one_device("") == torch.device(expected)
+        assert one_device("").type == expected
         assert device_kind("cpu") == "cpu"
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")  # by accelerate launch --cpu
     assert device_kind("") == "cpu"
@@ -260,10 +260,9 @@ def my_ranks() -> tuple[Ranks, str, str, int, set[str]]:
 
 def test_spawn(on_processes: OnProcesses) -> None:
     """The start method, that of loader processes, is the system's default; no other machine can connect."""
-    method, environment = multiprocessing.get_start_method(), dict(os.environ)
+    method = multiprocessing.get_start_method()
     everywhere = ("1", method, 6, {"127.0.0.1"})
     assert on_processes(3, my_ranks) == [(Ranks(rank, 3, rank, 3), *everywhere) for rank in range(3)]
-    assert dict(os.environ) == environment  # a later run of this process may have other numbers
 
 
 # The end of processes: functions that they run
