@@ -185,6 +185,10 @@ def read_weights(path: str | Path, licence: str = "") -> Weights:
         raise UserError(f"weights {path} cannot be read ({error.strerror}); check the path") from None
     try:
         weights = _interpret(_loaded(data, path.suffix))
+        for task, entry in TASKS.items() if weights.source == "tensors" else ():
+            if described := entry.load().described(path.parent):
+                model, names, licence = described
+                weights = replace(weights, model=model, names=names, task=task)
         origin = weights.origin
         if weights.source != "lockstep":
             origin = Origin(LICENCES.get(weights.source, licence or UNKNOWN))

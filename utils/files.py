@@ -340,10 +340,13 @@ def fetch_from_hub(name: str) -> Path:
     hub.utils.logging.set_verbosity_error()
     with suppress(Exception):  # of any class, depending on the version; the file may be in the cache
         info = hub.HfApi().model_info(repository, revision=revision, timeout=SERVER_TIMEOUT_SECONDS)
-        weights = [entry.rfilename for entry in info.siblings or [] if entry.rfilename.endswith(WEIGHT_SUFFIXES)]
+        names = [entry.rfilename for entry in info.siblings or []]
+        weights = [name for name in names if name.endswith(WEIGHT_SUFFIXES)]
         file = file or (weights[0] if len(weights) == 1 else BEST)
         licence = "".join(f" (licence: {tag[8:]})" for tag in info.tags or [] if tag.startswith("license:"))
         print(f"{HUB_PREFIX}{repository}/{file}{licence}", file=sys.stderr, flush=True)
+        for description in {"config.json", "README.md"}.intersection(names):  # see `Task.described`
+            hub.hf_hub_download(repository, description, revision=revision)
     try:
         return Path(hub.hf_hub_download(repository, file or BEST, revision=revision))
     except Exception as error:

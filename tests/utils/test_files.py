@@ -369,7 +369,9 @@ def test_weights_of_the_hub(
 ) -> None:
     """The licence is printed; a cached file is used if the Hub does not answer."""
     hub.repositories, hub.tags = {"me/mine": repository}, ["pytorch", "license:agpl-3.0"]
-    assert fetch_from_hub(name) == hub.folder / "me" / "mine" / chosen
+    path = fetch_from_hub(name)
+    assert path == hub.folder / "me" / "mine" / chosen
+    assert path.with_name("config.json").is_file() == ("config.json" in repository)
     assert "agpl-3.0" in capsys.readouterr().err
     hub.error = "the server is down"
     file = chosen.partition("/")[2]
