@@ -430,7 +430,7 @@ def test_boxes_objectness_and_classes_of_the_same_name(yaml: str) -> None:
     assert "1 class output new" in segmenter.head.keep("model.24", detector.state_dict(), OLD, NEW)
     assert torch.equal(rows(segmenter, "weight")[:, 8:], masks)
     fresh = model_of(NEW, yaml, seed=2)
-    assert "3 class outputs new" in fresh.head.keep("model.24", old.state_dict(), {}, NEW)  # the file may have no names at all
+    assert "3 class outputs new" in fresh.head.keep("model.24", old.state_dict(), {}, NEW)  # a file without names
     assert torch.equal(rows(fresh, "bias")[:, :5], rows(old, "bias")[:, :5])
 
 
