@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import io
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from data.images import image_size
 from data.polygons import Polygons, offsets_of
 from utils.console import log
 from utils.errors import UserError, plural, shortened
-from utils.files import cache_folder, file_stamps, one_at_a_time, read_regular, replacing, require_regular
+from utils.files import cache_folder, file_stamps, one_at_a_time, read_regular, replacing
 
 if TYPE_CHECKING:
     from data.formats import AnnotatedImages
@@ -282,8 +283,7 @@ def _key(images: Sequence[Path], rules: RowRules | None, annotated: Sequence[Ann
 def _read_cache(path: Path) -> Labels | None:
     """Return cached labels, or None if the file is absent or damaged."""
     try:
-        require_regular(path)
-        with np.load(path, allow_pickle=False) as file:
+        with np.load(io.BytesIO(read_regular(path)), allow_pickle=False) as file:
             arrays = dict(file)
         polygons = Polygons(arrays["points"], arrays["ends"]) if "ends" in arrays else None
         problems = tuple(map(str, arrays["problems"]))

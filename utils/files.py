@@ -164,21 +164,16 @@ def file_stamps(paths: Iterable[str]) -> bytes:
     return repr(stamps).encode()
 
 
-def require_regular(path: str | os.PathLike[str]) -> None:
-    """Raise OSError for a pipe, socket or device, which may never end. Links to files are files."""
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a file. Raises OSError for a pipe, socket or device too, which may never end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
-
-
-def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """Return the content of a file. Raises OSError as `require_regular` does."""
-    require_regular(path)
     with open(path, "rb") as file:
         return file.read()
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[str]:
-    """Return the lines of a text file; invalid UTF-8 is replaced. Raises OSError as `require_regular` does."""
+    """Return the lines of a text file; invalid UTF-8 is replaced. Raises OSError as `read_regular` does."""
     return read_regular(path).decode("utf-8-sig", errors="replace").splitlines()
 
 
