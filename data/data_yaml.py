@@ -286,8 +286,7 @@ def _draw(value: Any, folder: Path) -> bool:
     A YAML may come from somebody else, so it can name only built-in sets, and modules of a task that the user runs.
     """
     name, seed = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("", -1)
-    is_users = user_code.is_users(str(name))
-    drawn: Any = user_code.load(name) if is_users else DRAWN_SETS.get(name)
+    drawn: Any = user_code.load(str(name)) or DRAWN_SETS.get(name)
     if type(seed) is not int or seed < 0 or not hasattr(drawn, "draw_dataset"):
         return False
     drawn.draw_dataset(folder, seed=seed)
