@@ -126,9 +126,8 @@ def log_export(options: ExportOptions, size: ImageSize, metadata: ExportMetadata
     if options.half and not metadata.half:
         log("warning: --half needs CUDA, as in --device 0; exporting in full precision")
     height, width = metadata.imgsz
-    shape = f"{metadata.batch}x3x{height}x{width}"
-    if metadata.dynamic:
-        shape = f"Nx3xHxW, H and W multiples of {metadata.stride}"
+    fixed, dynamic = f"{metadata.batch}x3x{height}x{width}", f"Nx3xHxW, H and W multiples of {metadata.stride}"
+    shape = dynamic if metadata.dynamic else fixed
     log(f"task {metadata.task}, {plural(len(metadata.names), 'class')}, input shape {shape}")
     log(f"licence: {Origin(metadata.licence, metadata.origin)}")
 

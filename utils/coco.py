@@ -208,7 +208,7 @@ def report(
             ]
             cells = ((*metric, "" if value == "-" else f"{value:.9g}") for *metric, value in measured)
             documents[document] = csv_text(("metric", "iou", "area", "max_det", "value"), cells)
-            log(*table([(title, "IoU", "area", "most", "value"), *measured]), always=True)
+            log(*table([(title, "IoU", "area", "maxDets", "value"), *measured]), always=True)
     except UserError as error:
         problem = str(error)
     return documents, problem
