@@ -47,7 +47,7 @@ def run_doctor(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> None:
     """
     timeout = flags["dist_timeout"]
     with launch.rendezvous_errors(timeout):
-        store = run_store() or RunStore(launch.open_store(timeout, waits=False))  # with --resume there is one
+        store = run_store() or RunStore(launch.open_store(timeout))  # with --resume there is one
     store.write("doctor/facts", process_facts(flags, read))
     if ranks().rank == 0:
         _wait(lambda: len(store.values("doctor/facts")) == world_size(), timeout)
