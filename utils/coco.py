@@ -213,7 +213,7 @@ def report(
             document, title = COCO_OUTPUTS[kind]
             measured = [(*key, "" if value < 0 else value) for key, value in zip(COCO_METRICS, values, strict=True)]
             write({document: csv_text(("metric", "iou", "area", "max_det", "value"), measured)})
-            log(*table([(title, "IoU", "area", "most", "value"), *measured]), always=True)
+            log(*table([(title, "IoU", "area", "maxDets", "value"), *measured]), always=True)
     except UserError as error:
         if is_named:
             raise

@@ -42,6 +42,7 @@ SERVER_TIMEOUT_SECONDS = 20.0  # longest wait for data from the server
 ATTEMPTS = 3
 RETRY_SECONDS = 1.0  # wait before the second attempt; doubled before the third
 BLOCK_BYTES = 2**20  # bytes read at once
+UNKNOWN_LENGTH_BYTES = 2**30  # limit of a download whose length the server does not name: it may never end
 HUB_PREFIX = "hf:"  # prefix of --weights
 HUB_NAME = re.compile(r"(?://)?([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+))?")  # owner/name, revision, file
 HUB_TOKEN = re.compile(r"Bearer [^'\"]*|hf_\w+")  # in errors of a library
@@ -129,7 +130,7 @@ def find_file(name: str, what: str, folders: Sequence[str], kind: str = "a file"
         return Path(name)
     shipped = sorted(path for folder in folders for path in (ROOT / folder).glob("*.yaml"))
     for path in shipped:
-        if f"{name.removesuffix('.yaml')}.yaml" in (path.name, str(path.relative_to(ROOT))):
+        if f"{name.removesuffix('.yml').removesuffix('.yaml')}.yaml" in (path.name, str(path.relative_to(ROOT))):
             return path
     raise UserError(
         f"{what} '{name}' is not {kind}{nearest(name, (path.stem for path in shipped), 0.7)}; give the path of {kind}, "
@@ -303,9 +304,13 @@ def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool]
         length = int(answer.headers.get("Content-Length") or 0)
         if length > (free := shutil.disk_usage(path.parent).free):
             raise ValueError(f"it needs {gigabytes(length)}, and {gigabytes(free)} are free")
+        limit = min(length or UNKNOWN_LENGTH_BYTES, free)
         # disable=None: a progress bar on terminals only
         with tqdm.wrapattr(answer, "read", length or None, desc=path.name, disable=None, leave=False) as source:
-            shutil.copyfileobj(source, file, BLOCK_BYTES)
+            while block := source.read(BLOCK_BYTES):
+                file.write(block)
+                if file.tell() > limit:
+                    raise ValueError(f"it has more than {gigabytes(limit)}")
         if length and file.tell() != length:
             raise OSError(f"the connection ended after {file.tell()} of {length} bytes")
         file.flush()

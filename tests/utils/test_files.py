@@ -263,6 +263,15 @@ def test_server_errors_and_broken_connections_are_tried_again(server: Server, fo
     assert len(server.asked) == 3
 
 
+def test_a_download_without_a_length_has_a_limit(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = server.give("a.bin", sending(CONTENT, length=-1))
+    monkeypatch.setattr(files, "UNKNOWN_LENGTH_BYTES", len(CONTENT) - 1)
+    refused(address, folder / "a.bin")
+    assert len(server.asked) == 1
+    monkeypatch.setattr(files, "UNKNOWN_LENGTH_BYTES", len(CONTENT))
+    assert download(address, folder / "a.bin").read_bytes() == CONTENT
+
+
 def refused(address: str, path: Path, **known: Any) -> None:
     """Check the error of a download that fails: it names address and path, and no file is left."""
     with pytest.raises(UserError) as raised:
