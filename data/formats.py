@@ -159,7 +159,7 @@ def annotated_names(locations: Sequence[Path]) -> dict[int, str]:
     return dict(enumerate(sorted({item[0] for file in files for item in read_voc(Path(file))[1]})))
 
 
-def _only_filled(*folders: Path) -> list[Path]:
+def _only_filled(folders: Iterable[Path]) -> list[Path]:
     """Return the folder that has images, if there is one and no other has any; else []."""
     filled = [folder for folder in folders if folder.is_dir() and any(True for _ in images_below(folder))]
     return filled if len(filled) == 1 else []
@@ -196,7 +196,7 @@ def _contents(file: Path, stamp: bytes) -> Any:
         content = read_coco(file)
     except UserError:
         if (name := json_format(file)) not in ("", "COCO"):
-            raise UserError(f"{file} is {name}'s; {EXPORT}") from None
+            raise UserError(f"{file} is JSON of {name}, which is not read; {EXPORT}") from None
         raise
     if not content.categories:
         raise UserError(f"{file} has no categories, so there is nothing to learn from it; name another file")
@@ -209,7 +209,7 @@ def _coco_folders(file: Path, split: str) -> list[Path]:
     bases = [file.parent, *([file.parent.parent] if file.parent.name.lower().startswith("annotation") else [])]
     names = (part, f"images/{part}", f"images/{split}2017", f"images/{split}", split, "images")
     folders = [base / name for base in bases for name in names if (base / name).is_dir()]
-    return [*(folders or _only_filled(*(folder for base in bases for folder in subfolders(base)))), *bases]
+    return [*(folders or _only_filled(folder for base in bases for folder in subfolders(base))), *bases]
 
 
 def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> AnnotatedImages:
@@ -424,12 +424,12 @@ def _voc_folders(annotations: Path) -> list[Path]:
     """
     parts = annotations.parts
     number = next((k for k in (-1, -2) if parts[k:] and parts[k].lower() in ANNOTATION_FOLDERS), 0)
-    if not number and _only_filled(annotations):
+    if not number and _only_filled([annotations]):
         return [annotations, *(annotations / name for name in IMAGE_FOLDERS)]
     number = len(parts) + (number or (-2 if annotations.name in chain(*SPLIT_FOLDERS.values()) else -1))
     above, below = Path(*parts[:number]), parts[number + 1 :]
     folders = [above.joinpath(name, *below) for name in IMAGE_FOLDERS] + [above / name for name in IMAGE_FOLDERS]
-    others = _only_filled(*(folder.joinpath(*below) for folder in subfolders(above)))
+    others = _only_filled(folder.joinpath(*below) for folder in subfolders(above))
     return [*folders, annotations, above.joinpath(*below), above, *others]
 
 
@@ -479,7 +479,7 @@ def data_yaml(folder: Path) -> Path | None:
     for file in [] if files else sorted(folder.glob("*.y*ml")):
         with suppress(UserError):  # a file for another program may be damaged
             keys = set(read_yaml(file))
-            files += [file] if "train" in keys and keys & {"names", "nc"} else []
+            files += [file] if keys & {*SPLIT_FOLDERS} and keys & {"names", "nc"} else []
     if len(files) > 1:
         raise UserError(f"{folder} has several data YAMLs ({', '.join(file.name for file in files)}); name one of them")
     return files[0] if files else None
@@ -505,7 +505,7 @@ def _one_file(file: Path) -> dict[str, Any]:
         return _with_classes(file.parent, {"train": file.name})
     faults = {
         ".csv": f"a CSV file, which is not read; {EXPORT}",
-        ".xml": f"a single .xml file; give its folder if it is VOC's, otherwise {EXPORT}",
+        ".xml": f"a single .xml file; give the folder of all if they are VOC's, otherwise {EXPORT}",
         ".txt": "a list without an image that exists and has a label file; fix it",
     }
     raise UserError(f"{file} is {faults.get(suffix, 'an archive; unpack it and give its folder')}")

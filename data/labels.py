@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,7 +37,7 @@ COORDINATE_TOLERANCE = 1e-3  # how far outside [0, 1] a coordinate may be by rou
 OUTLINE_TOLERANCE = 0.01  # how far outside an outline's points may be; they are moved to the image's edge
 MAX_CLASS = 2**20  # exclusive bound of a class, which float32 holds exactly
 MIN_OUTLINE_WIDTH = 1e-5  # share of a side: an outline that is narrower is a line
-_label_folders: set[str] = set()  # folders of label files that exist, each of which is looked for once
+_is_folder = lru_cache(None)(os.path.isdir)  # each folder of label files is looked for once
 
 
 # Rows
@@ -172,10 +172,7 @@ def label_name(image: str) -> str:
     if not images:
         return beside
     name = f"{before}{os.sep}labels{os.sep}{after}"[len(os.sep) :]
-    folder = os.path.dirname(name)
-    if folder not in _label_folders and os.path.isdir(folder):
-        _label_folders.add(folder)
-    return beside if folder not in _label_folders and os.path.isfile(beside) else name
+    return name if _is_folder(os.path.dirname(name)) or not os.path.isfile(beside) else beside
 
 
 # All images of a split

@@ -174,11 +174,8 @@ def darknet_file(folder: Path) -> Path:
 
 
 def list_file(folder: Path) -> Path:
-    """A list with the paths of a computer with Windows, and the names of classes beside it."""
-    images = write_labels("train", folder / "images", folder / "labels")
-    write_text(folder / "photos.txt", "\r\n".join(f"C:\\me\\set\\images\\{image.stem}.jpg" for image in images))
-    write_text(folder / "classes.txt", "\n".join(NAMES))
-    return folder / "photos.txt"
+    """The list of the same, of another name."""
+    return (cvat_yolo(folder) / "train.txt").rename(folder / "photos.txt")
 
 
 def label_studio(folder: Path) -> Path:

@@ -164,8 +164,8 @@ def metrics(
     try:
         annotations = json.loads(read_regular(file))
         # The annotations' own ids are replaced: the evaluator ignores id 0 and merges equal ids.
-        boxed = (one for one in annotations["annotations"] if one.get("bbox"))  # training leaves out the others too
-        numbered = [{**one, "id": number} for number, one in enumerate(boxed, 1)]
+        boxed = [one for one in annotations["annotations"] if one.get("bbox")]  # training leaves out the others too
+        numbered = [{**one, "id": number} for number, one in enumerate(boxed or annotations["annotations"], 1)]
         truth = COCO({**annotations, "annotations": numbered})
         predicted = truth.loadRes(list(rows)) if rows else COCO({**annotations, "annotations": []})
         for kind in kinds:
