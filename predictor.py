@@ -22,7 +22,7 @@ from models.tasks.contract import Model, Prediction, Results, Task, Thresholds
 from utils.batch import Batch
 from utils.config.flags import DetectOptions, select
 from utils.console import log
-from utils.distributed.launch import one_device
+from utils.distributed.launch import devices_named
 from utils.errors import UserError, nearest, plural
 from utils.files import located
 from utils.python_api import aliases
@@ -77,7 +77,7 @@ class Predictor:
         """Set all attributes; log the size and warnings."""
         options = DetectOptions(**given)
         sides_of(options.imgsz)  # refuses a wrong size before weights are downloaded
-        device = one_device("0" if options.device == "cuda" else str(options.device))
+        device = devices_named("0" if options.device == "cuda" else str(options.device))[0]
         half = options.half and device.type == "cuda"
         with ExitStack() as closing:
             closing.callback(setattr, log, "quiet", log.quiet)
