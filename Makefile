@@ -34,11 +34,13 @@ train: $(LEAN)
 	$(RUN) train.py
 
 # Two at a time, on one thread each; a file's tests one after another: they share what they have trained.
+TWO_AT_A_TIME := OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: setup
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not gpu2"
+	$(TWO_AT_A_TIME) -m "not long and not gpu and not gpu2"
 
 test-long: setup
-	$(RUN) -m pytest -m "long and not gpu and not gpu2"
+	$(TWO_AT_A_TIME) -m "long and not gpu and not gpu2"
 
 test-gpu: setup
 	$(RUN) -m pytest -m gpu

@@ -43,7 +43,7 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
     options = over_defaults(DetectOptions, given)
     items = dict.fromkeys(item for source in options.source or ("",) for item in find_media(source))
     media = Media(list(items), options.vid_stride)
-    predictor = Predictor.from_flags(given)
+    predictor = Predictor(flags=given)
     timer = StageTimer(torch.accelerator.synchronize if predictor.device.type != "cpu" else lambda: None)
     frames_done = 0
     with run_folder(options) as folder:
@@ -59,7 +59,7 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
                 for (frame, _), prediction in zip(group, predictions, strict=True):
                     output.write(frame, prediction)
                     if not options.quiet:
-                        log(f"{frame_name(frame)}: {prediction.describe()}, {milliseconds:.1f} ms")
+                        log(f"{frame.title}: {prediction.describe()}, {milliseconds:.1f} ms")
                 frames_done += len(group)
         finally:
             output.close()
@@ -68,9 +68,6 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
     log(*(f"warning: {problem}" for problem in media.problems))
     log_times([(timer.images, timer.seconds)])
     log(f"{plural(frames_done, 'image')}{f'; results in {folder}' if folder.is_dir() else ''}")
-    if media.problems:
-        bad, count = len(media.problems), len(media.items)
-        log(f"warning: {bad} of the {count} sources could not be read completely; see above")
     return {"folder": str(folder) if folder.is_dir() else None, "images": frames_done, "problems": media.problems}
 
 
@@ -110,12 +107,6 @@ def groups(frames: Iterable[tuple[Frame, Item]], most: int) -> Iterator[list[tup
         yield group
 
 
-def frame_name(frame: Frame) -> str:
-    """Return the name of a frame for the console."""
-    name = without_secrets(frame.item.name)
-    return name if frame.item.kind == "picture" else f"{name} ({frame.number + 1})"
-
-
 class Output:
     """The files that the flags request, and the window of --view-img."""
 
@@ -124,7 +115,7 @@ class Output:
         self.stems = dict(zip(items, unique_stems([item.name for item in items]), strict=True))
         self.style = Style(options.line_thickness, not options.hide_labels, not options.hide_conf)
         self.item: MediaItem | None = None  # the video that is being written
-        self.video: Any = None
+        self.video: Any = cv2.VideoWriter()  # closed
         self.rows: list[tuple[str, str, str]] | None = None  # of predictions.csv; None before the first frame
 
     def write(self, frame: Frame, prediction: Prediction) -> None:
@@ -138,7 +129,8 @@ class Output:
             if rows := prediction.label_rows(options.save_conf, options.save_format == 1):
                 write_rows(self.folder / "labels" / f"{stem}.txt", rows)
         if options.save_csv:
-            name = Path(frame_name(frame)).name if is_picture else frame_name(frame)
+            name = without_secrets(frame.title)
+            name = Path(name).name if is_picture else name
             self.rows = self.rows or []
             self.rows += [(name, label, f"{score:.4f}") for label, score in prediction.items]
         for number, (label, crop) in enumerate(prediction.crops(frame.image) if options.save_crop else (), 1):
@@ -164,19 +156,15 @@ class Output:
             write_picture(self.folder / f"{stem}{suffix if suffix in ('.png', '.bmp') else '.jpg'}", picture)
             return
         if frame.item != self.item:
-            self._close_video()
+            self.video.release()
             code, rate = cv2.VideoWriter.fourcc(*"mp4v"), frame.fps / self.options.vid_stride
             self.video = cv2.VideoWriter(str(self.folder / f"{stem}.mp4"), code, rate, picture.shape[1::-1])
             self.item = frame.item
         self.video.write(picture)
 
-    def _close_video(self) -> None:
-        if self.video is not None:
-            self.video.release()
-
     def close(self) -> None:
         """Close the last video, and write predictions.csv if there were frames."""
-        self._close_video()
+        self.video.release()
         if self.rows is not None:
             with replacing(self.folder / "predictions.csv") as file:
                 text = csv_text(("Image Name", "Prediction", "Confidence"), self.rows)

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from data.dataset import data_source
-from models.ensemble import choose_size, common_task, export_base, halve, load_model, weight_files
+from models.ensemble import Members, common_task, export_base, halve, load_model, weight_files
 from models.export import INPUT_NAME, ExportJob, ExportMetadata, write
 from models.loading import ImageSize, log_rounding
-from models.tasks import TASKS, add_tasks, model_words
+from models.tasks import TASKS, add_tasks
 from models.tasks.contract import Thresholds
-from models.weights import Origin, Weights, read_weights
+from models.weights import Weights, read_weights
 from models.yolo import add_layers
 from utils.config.flags import ExportOptions, select
-from utils.config.parser import given_flags, over_defaults, refuse_flags
+from utils.config.parser import given_flags, over_defaults
 from utils.console import log
 from utils.distributed.failure import run_main
 from utils.distributed.launch import device_kind
@@ -46,20 +46,18 @@ def export(given: Mapping[str, Any]) -> list[str]:
     for name, path in weight_files(options.weights).items():
         weights = read_weights(path)
         stem = export_base(name, path).with_suffix("")
-        entry = TASKS[common_task({name: weights})]
-        kind = entry.load()
-        refuse_flags(ExportOptions, given, kind.features_of(weights.task_yaml), model_words(weights.task_yaml))
-        source = data_source(options.data, entry.data) if options.data else None
+        members = Members({name: path}, {name: weights}, TASKS[common_task({name: weights})])
+        members.refuse(ExportOptions, given)
+        source = data_source(options.data, members.entry.data) if options.data else None
         log(located({"weights": [path], "data": [source.spec.file] if source else []}))
-        size = choose_size({name: weights}, kind, options.imgsz)
+        size = members.image_size(options.imgsz)
         job = prepare(name, weights, options, size, device, source.names() if source else weights.class_names)
-        log_export(options, size, job.metadata)
         for format_name in dict.fromkeys("onnx" if name == "engine" else name for name in options.include):
             began = time.perf_counter()
             file = write(job, format_name, stem)
             files.append(file)
-            members = file.rglob("*") if file.is_dir() else [file]
-            megabytes = sum(member.stat().st_size for member in members if member.is_file()) / 1e6
+            written = file.rglob("*") if file.is_dir() else [file]
+            megabytes = sum(member.stat().st_size for member in written if member.is_file()) / 1e6
             log(f"{format_name}: {file}, {megabytes:.1f} MB, {time.perf_counter() - began:.1f} s")
         if "engine" in options.include:
             log(f"warning: engine: not written; on the target machine, run {trtexec(job.metadata, stem)}")
@@ -89,6 +87,13 @@ def prepare(
     model = load_model(task, weights, max(size.sides), name, options.data or "its list of names")
     most = options.topk_all
     limits = select(Thresholds, options, max_det=most, max_det_per_class=min(options.topk_per_class, most))
+    suppression = {
+        "conf_thres": limits.conf_thres,
+        "iou_thres": limits.iou_thres,
+        "most": limits.max_det,
+        "most_per_class": limits.max_det_per_class,
+        "agnostic": limits.agnostic_nms,
+    }
     module = task.export_module(model, limits if options.nms else None)
     half = options.half and device.type == "cuda"
     (halve(module) if half else module).to(device).requires_grad_(False)
@@ -102,33 +107,19 @@ def prepare(
         dynamic=options.dynamic,
         half=half,
         device=device.type,
-        suppression=suppression_metadata(limits) if options.nms else None,
+        suppression=suppression if options.nms else None,
         settings=dict(weights.settings),
         **weights.origin.content(),
     )
-    return ExportJob(module, metadata, options.opset, options.verbose, weights.state)
-
-
-def suppression_metadata(limits: Thresholds) -> dict[str, Any]:
-    """Return the limits of the suppression in an exported file as the file has them."""
-    return {
-        "conf_thres": limits.conf_thres,
-        "iou_thres": limits.iou_thres,
-        "most": limits.max_det,
-        "most_per_class": limits.max_det_per_class,
-        "agnostic": limits.agnostic_nms,
-    }
-
-
-def log_export(options: ExportOptions, size: ImageSize, metadata: ExportMetadata) -> None:
-    """Print the size and the contents of the exported files, and warnings."""
-    log_rounding(size.sides, metadata.imgsz, metadata.stride)
-    if options.half and not metadata.half:
+    log_rounding(size.sides, metadata.imgsz, model.stride)
+    if options.half and not half:
         log("warning: --half needs CUDA, as in --device 0; exporting in full precision")
-    height, width = metadata.imgsz
-    count = "or other whole strides, any number" if metadata.dynamic else f"{metadata.batch}"
-    log(f"{metadata.task}, {plural(len(metadata.names), 'class')}; images of {height}x{width}, {count} at a time")
-    log(f"licence: {Origin(metadata.licence, metadata.origin)}")
+    shape = "x".join(map(str, (metadata.batch, 3, *metadata.imgsz)))
+    if options.dynamic:
+        shape = f"Nx3xHxW, H and W multiples of {model.stride}"
+    log(f"task {task_name}, {plural(len(names), 'class')}, input shape {shape}")
+    log(f"licence: {weights.origin}")
+    return ExportJob(module, metadata, options.opset, options.verbose, weights.state)
 
 
 def main() -> None:

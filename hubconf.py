@@ -6,12 +6,10 @@ The names are `custom` and those of the release files: yolov5n to yolov5x, also 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from predictor import Predictor
-
-dependencies = ["torch", "torchvision", "cv2", "numpy", "PIL", "yaml", "filelock", "tqdm"]
+from predictor import Predictor
+from utils.errors import UserError
 
 
 def custom(path: Any = "yolov5s.pt", *, pretrained: bool = True, _verbose: bool = True, **arguments: Any) -> Predictor:
@@ -19,9 +17,6 @@ def custom(path: Any = "yolov5s.pt", *, pretrained: bool = True, _verbose: bool 
 
     `pretrained` and `_verbose` are YOLOv5's: the first must be true, and without the second only warnings are printed.
     """
-    from predictor import Predictor
-    from utils.errors import UserError
-
     if not pretrained:
         raise UserError("pretrained=False: a model without training detects nothing; train one with train.py")
     predictor = Predictor(path, **{"quiet": not _verbose, **arguments})

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from data.dataset import DataOptions, DataSet, DataSource, data_source, first_batch
-from models.loading import StartingPoint, load_and_freeze, rate_factors, recipe_of, starting_point
+from models.loading import StartingPoint, load_and_freeze, recipe_of, starting_point
 from models.tasks import hyperparameters, model_words
 from models.tasks.contract import Model, Task, terms_of
 from models.weights import Origin
@@ -32,7 +31,7 @@ from utils.distributed.ranks import world_size
 from utils.errors import UserError
 from utils.files import located
 from utils.run import Run
-from utils.summary import Fitness
+from utils.summary import fitness_weights
 from utils.tracking.run_log import RunLog, wandb_run_id
 from utils.training import memory
 from utils.training.log import profile_window
@@ -70,16 +69,12 @@ class Job(NamedTuple):
     source: DataSource
     start: StartingPoint
     task: Task
-    fitness: Fitness
+    fitness: Mapping[str, float]  # weights of metrics; {} for the task's own
 
     @property
     def options(self) -> TrainOptions:
         """The flags of train.py."""
         return self.settings.options
-
-    def rate_factors(self, model: Model) -> dict[str, float]:
-        """Return the factor of the learning rate of each parameter that has one, by the parameter's name."""
-        return rate_factors(model, self.settings.hyp.lr_factor)
 
     def draw_batch(self, batch: Batch, number: int) -> dict[str, np.ndarray]:
         """Draw a training batch as the model sees it; return the picture by its file name."""
@@ -120,6 +115,7 @@ class Job(NamedTuple):
             add_user_trackers(options.log_with, "log_with" in settings.given)
         with barrier(options.dist_timeout):
             splits = data.split("train", settings.hyp), data.split("val")
+        memory.check_repeats(options.batch_size, len(splits[0].images))
         data.report(*splits)
         return Data(data, *splits)
 
@@ -188,7 +184,16 @@ def resolve(requested: Settings, agreed: Callable[[bool], bool] = bool) -> Job:
     if kind.prefers_trained and not requested.names("weights", source.spec.defaults):
         start_from = start_from.with_default_weights(agreed)
         named = {"weights": start_from.weights_name}
-    choose = partial(kind.recipes.choose, bool(start_from.weights), lambda: len(source.spec.images("train")))
+
+    def choose() -> tuple[str, str, str]:
+        """Return the recipe of a new run. Weights of which few tensors fit do not count."""
+        trained = start_from.weights is not None
+        if trained and start_from.from_yaml:  # else the model is the file's own
+            task = kind(source.names(requested.options.single_cls), kind.recipe())
+            model = task.build_model(start_from.yaml, requested.value("imgsz", *defaults), start_from.source)
+            trained = start_from.known_share(model, task) is not None
+        return kind.recipes.choose(trained, lambda: len(source.spec.images("train")))
+
     origin = Origin.recorded(saved) if saved else start_from.origin
     settings = requested.resolve(kind.recipe, *defaults, named, choose=choose, origin=origin.content())
     options = settings.options
@@ -196,7 +201,7 @@ def resolve(requested: Settings, agreed: Callable[[bool], bool] = bool) -> Job:
     task = kind(source.names(options.single_cls), settings.hyp, options.label_smoothing)
     settings.refuse(kind.features_of(start_from.yaml), task.unread(start_from.yaml), words)
     yaml = start_from.yaml if saved else task.model_yaml(start_from.yaml)
-    fitness = Fitness.parsed(options.fitness, task.metric_names)
+    fitness = fitness_weights(options.fitness, task.metric_names)
     memory.check_batch_size(options.batch_size, options.logical_processes)
     check_logical_processes(options.logical_processes, options.batch_size, options.sync_bn)
     profile_window(options.profile)

@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.dataset import DataSet, Item, data_source, dataset_class
+from data.dataset import Item, data_source, dataset_class
 from data.media import MediaItem, as_pixels, find_files, read_files
 from models.ensemble import Inference, for_inference, read_members
 from models.loading import ImageSize, log_rounding, sides_of
-from models.tasks.contract import Model, Prediction, Results, Task, Thresholds
+from models.tasks.contract import Prediction, Results, Thresholds
 from utils.batch import Batch
 from utils.config.flags import DetectOptions, select
 from utils.console import log
 from utils.distributed.launch import devices_named
-from utils.errors import UserError, nearest, plural
+from utils.errors import UserError, nearest
 from utils.files import located
 from utils.python_api import aliases
 from utils.python_api import arguments as checked_arguments
@@ -43,87 +43,70 @@ class Predictor:
 
     The arguments are flags of detect.py (`ARGUMENTS`), with their defaults: `weights` is one name or several, for an
     ensemble, `imgsz` one number or (height, width). `bgr` is whether arrays and tensors are BGR, as OpenCV reads them.
-    `bgr`, `as_list` and `THRESHOLDS` are attributes that can be set. Prints how the image size was chosen. Raises
+    `bgr`, `as_list` and `THRESHOLDS` are attributes that can be set. `flags` are all flags of detect.py, checked, in
+    place of other arguments; then it prints where the files are. Prints how the image size was chosen. Raises
     `UserError`.
     """
 
     bgr: bool = False
     as_list: bool = False  # whether the result for one image is a list too, as in YOLOv5
-    thresholds: Thresholds
-    task: Task
-    data: type[DataSet[Any]]
-    models: list[Model]
-    device: torch.device
-    inference: Inference
-    stride: int
-    size: ImageSize
 
     def __init__(
-        self, weights: str | Path | Sequence[str | Path] = "yolov5s.pt", *, bgr: bool = False, **arguments: Any
+        self,
+        weights: str | Path | Sequence[str | Path] = "yolov5s.pt",
+        *,
+        bgr: bool = False,
+        flags: Mapping[str, Any] | None = None,
+        **arguments: Any,
     ) -> None:
         if isinstance(device := arguments.get("device"), torch.device):
             arguments["device"] = str(device)
-        self._build(checked_arguments(DetectOptions, {"weights": weights, **arguments}, "Predictor", ARGUMENTS))
-        self.bgr = bgr
-
-    @classmethod
-    def from_flags(cls, given: Mapping[str, Any]) -> Predictor:
-        """Make a predictor from flags of detect.py, by name; print where the files are."""
-        predictor = cls.__new__(cls)
-        predictor._build(given, logs_files=True)
-        return predictor
-
-    def _build(self, given: Mapping[str, Any], logs_files: bool = False) -> None:
-        """Set all attributes; log the size and warnings."""
-        options = DetectOptions(**given)
+        logs_files = flags is not None
+        if flags is None:
+            arguments["weights"] = weights
+            flags = checked_arguments(DetectOptions, arguments, "Predictor", ARGUMENTS)
+        options = DetectOptions(**flags)
         sides_of(options.imgsz)  # refuses a wrong size before weights are downloaded
-        device = devices_named("0" if options.device == "cuda" else str(options.device))[0]
-        half = options.half and device.type == "cuda"
+        self.device = devices_named("0" if options.device == "cuda" else options.device)[0]
+        half = options.half and self.device.type == "cuda"
         with ExitStack() as closing:
             closing.callback(setattr, log, "quiet", log.quiet)
             log.quiet = log.quiet or options.quiet
-            weights, own = list(map(str, options.weights)), (str(options.layers), str(options.task_file))
-            members = read_members(weights, *own, options.augment)
-            source = data_source(str(options.data), members.entry.data) if options.data else None
+            members = read_members(options.weights, options.layers, options.task_file, options.augment)
+            source = data_source(options.data, members.entry.data) if options.data else None
             if logs_files:
                 log(located({"weights": members.files.values(), "data": [source.spec.file] if source else []}))
             kind = members.entry.load()
-            members.refuse(DetectOptions, given)
-            task = kind(source.names() if source else members.first.class_names, kind.recipe())
+            members.refuse(DetectOptions, flags)
+            self.task = kind(source.names() if source else members.first.class_names, kind.recipe())
+            self.data = dataset_class(members.entry.data)
             size = members.image_size(options.imgsz)
-            models = members.build(task, max(size.sides), str(options.data) or "the names")
-            classes = class_numbers(options.classes, task.names)
-            thresholds = select(Thresholds, options, classes=classes, one_class=True)
-            postprocess = task.postprocess(models[0], thresholds)
-            stride = math.lcm(*(model.stride for model in models))
-            log_rounding(size.sides, size.rounded(stride).sides, stride)
-            vars(self).update(
-                thresholds=thresholds,
-                task=task,
-                data=dataset_class(members.entry.data),
-                models=[for_inference(model, device, half, fold=True) for model in models],
-                device=device,
-                inference=Inference(task, postprocess, device, options.augment, half),
-                stride=stride,
-                size=size.rounded(stride),
-            )
-            members.log_notes(given, half)
+            models = members.build(self.task, max(size.sides), options.data or "the names")
+            self.models = [for_inference(model, self.device, half, fold=True) for model in models]
+            self.stride = math.lcm(*(model.stride for model in models))
+            log_rounding(size.sides, size.rounded(self.stride).sides, self.stride)
+            members.log_notes(flags, half)
+        classes = class_numbers(options.classes, self.task.names)
+        self.thresholds = select(Thresholds, options, classes=classes, one_class=True)
+        postprocess = self.task.postprocess(self.models[0], self.thresholds)
+        self.inference = Inference(self.task, postprocess, self.device, options.augment, half)
+        self.size = size.rounded(self.stride)  # the last: from here on `__setattr__` checks
+        self.bgr = bgr
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a threshold, `bgr` or `as_list`. Raises `UserError` for any other name, and for a wrong value."""
-        if name in ("bgr", "as_list"):
-            if not isinstance(value, bool):
-                raise UserError(f"Predictor: {name} must be True or False, not {value!r}")
+        if "size" not in vars(self) or (name in ("bgr", "as_list") and isinstance(value, bool)):
             vars(self)[name] = value
             return
+        if name in ("bgr", "as_list"):
+            raise UserError(f"Predictor: {name} must be True or False, not {value!r}")
         if name in ARGUMENTS and name not in THRESHOLDS:
             raise UserError(f"Predictor: {name} cannot be changed; make another Predictor with {name}={value!r}")
-        given = checked_arguments(DetectOptions, {name: value}, "Predictor", THRESHOLDS)
+        changed = checked_arguments(DetectOptions, {name: value}, "Predictor", THRESHOLDS)
         name = aliases(DetectOptions).get(name, name)
-        given = given or {name: getattr(DetectOptions(), name)}  # None is the default
-        if "classes" in given:
-            given["classes"] = class_numbers(given["classes"], self.task.names)
-        vars(self)["thresholds"] = replace(self.thresholds, **given)
+        value = changed.get(name, getattr(DetectOptions(), name))  # None is the default
+        value = class_numbers(value, self.task.names) if name == "classes" else value
+        vars(self)["thresholds"] = replace(self.thresholds, **{name: value})
         postprocess = self.task.postprocess(self.models[0], self.thresholds)
         vars(self)["inference"] = replace(self.inference, postprocess=postprocess)
 
@@ -133,16 +116,12 @@ class Predictor:
             return getattr(self.thresholds, name)
         raise AttributeError(f"Predictor has no attribute {name}")
 
-    def __repr__(self) -> str:
-        height, width = self.size.sides
-        return f"<Predictor of {plural(len(self.task.names), 'class')}, images of {height}x{width}, on {self.device}>"
-
     @property
     def names(self) -> dict[int, str]:
         """Class names by class number."""
         return dict(self.task.names)
 
-    def __call__(self, images: Any, size: int | Sequence[int] | None = None, **settings: Any) -> Any:
+    def __call__(self, images: Any = None, size: int | Sequence[int] | None = None, **settings: Any) -> Any:
         """Return the `Prediction` for an image, or `Results`, a list of predictions, for several or if `as_list`.
 
         An image is a path or address, a PIL image, an array (h, w, 3) or (h, w) of uint8, or a tensor (3, h, w) of
@@ -151,6 +130,8 @@ class Predictor:
 
         For this call only, `size` is the image size, and `settings` are `THRESHOLDS`, `bgr` and `as_list`.
         """
+        if "source" in settings:
+            raise UserError(f"Predictor: source is the first argument here: predictor({settings['source']!r})")
         if settings or size is not None:
             other = copy(self)
             for name, value in {"imgsz": size, **settings}.items():
@@ -167,8 +148,8 @@ class Predictor:
             single = items == [MediaItem("picture", str(images))]
             predictions = Results()
             for frame in read_files(items):
-                name = frame.item.name if frame.item.kind == "picture" else f"{frame.item.name} ({frame.number + 1})"
-                predictions.append(self._predict_image(name, frame.image, frame._replace(image=NO_PIXELS).read))
+                read = frame._replace(image=NO_PIXELS).read
+                predictions.append(self._predict_image(frame.title, frame.image, read))
         else:
             pixels, name = as_pixels(images, self.bgr), str(getattr(images, "filename", "") or "image")
             single, predictions = True, Results([self._predict_image(name, pixels, lambda: pixels)])

@@ -19,6 +19,7 @@ if __name__ == "__main__":
     gc.disable()  # the imports make 400,000 objects and hardly any garbage; `run_main` turns it on again
 
 from job import VALIDATION_BATCH, Job, hyperparameter_names, resolve, settings_from, settings_of
+from models.loading import rate_factors
 from models.tasks.contract import Criterion, refuse, terms_of
 from utils.checkpoint import Decisions, Identity, TrainingState, read_saved_state
 from utils.config.settings import Settings
@@ -32,7 +33,7 @@ from utils.run import Run
 from utils.tracking.run_log import RunLog
 from utils.training import memory
 from utils.training.log import log_best_epoch, log_epoch
-from utils.training.optimizer import ModelEMA, Schedule, build_optimizer
+from utils.training.optimizer import ModelEMA, Schedule, build_optimizer, log_optimizer
 from utils.training.steps import OptimizerSteps
 from val import Evaluator, evaluator
 
@@ -58,7 +59,7 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
     logical.fix_kernels(accelerator.device)
     seed_everything(options.seed, not options.no_deterministic)
     model, known = job.load_model()
-    factors = job.rate_factors(model)  # of the learning rate
+    factors = rate_factors(model, hyp.lr_factor)  # of the learning rate
     data = job.open_data(model)
 
     # Open the run folder: a new one, or the folder of the run that is resumed.
@@ -91,6 +92,7 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         hyp.log_weights_rules(known)
         schedule = Schedule.of(hyp, known, options.epochs, len(loader), options.cos_lr, model, factors)
+        log_optimizer(optimizer, schedule)
         ema = ModelEMA(model, hyp.ema_share, options.epochs * math.ceil(len(loader) / decisions.accumulation))
         if saved:
             ema.load_state(saved)  # before `prepare`, in which ZeRO-3 partitions them
@@ -127,7 +129,7 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
                         steps.save()  # written while the epoch is validated; only its scores are missing
                     began, summary = time.monotonic(), None
                     if progress.epoch + 1 == options.epochs or not options.noval:
-                        summary = job.fitness.of(evaluate([ema.model], run.stop_requested))  # equal on every process
+                        summary = evaluate([ema.model], run.stop_requested).weighed(job.fitness)  # equal on every rank
                     improved = progress.record(summary)
                     progress.finished = progress.epoch + 1 == options.epochs or progress.stalled(options.patience)
                     log_epoch(

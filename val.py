@@ -20,7 +20,6 @@ if __name__ == "__main__":
 import torch
 from torch.utils.data import DataLoader
 
-from data.data_yaml import DataSpec
 from data.dataset import DataOptions, DataSet, data_source
 from models.ensemble import Inference, for_inference, read_members
 from models.loading import log_rounding
@@ -181,7 +180,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     log(files, *source.spec.warnings)
     split.report(split_name)
     log_rounding(size.sides, size.rounded(stride).sides, stride)
-    members.log_validation(options.augment, half)
+    members.log_validation(half)
     members.first.compare_names(names, next(iter(members.files)))
     members.log_notes(given, half)
     run.files.write_problems(split.problems)
@@ -224,10 +223,12 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     if options.save_json:
         from utils import coco  # only here, because most validations do not need it
 
-        images = run.collectives.gather(coco_images)
+        images, named = run.collectives.gather(coco_images), options.annotations
+        file = Path(named) if named else source.spec.annotation_file(split_name)
+        file = file or coco.find_annotations(source.spec.roots, split.images)
         stem = next(iter(members.files.values())).stem
-        report = partial(coco.report, predictions=images, names=names, images=split.images, stem=stem)
-        run.on_main(lambda: write_coco(run, options.annotations, source.spec, split_name, split, report))
+        write = run.files.write_documents
+        run.on_main(lambda: coco.report(write, file, bool(named), images, names, split.images, stem))
     return evaluate
 
 
@@ -245,25 +246,6 @@ def label_writer(options: ValOptions, folder: Path, images: Sequence[Path]) -> C
             write_rows(files[info.image], kept.label_rows(options.save_conf))
 
     return write
-
-
-def write_coco(
-    run: Run, annotations: str, spec: DataSpec, split_name: str, split: Split, report: Callable[..., Any]
-) -> None:
-    """Write what `report` makes of the annotations: all predictions in COCO's format, and COCO's metrics.
-
-    Raises `UserError` for unsuitable annotations that --annotations names, after the results are written.
-    """
-    file, missing = Path(annotations) if annotations else spec.annotation_file(split_name), ""
-    if file is None:
-        from utils.coco import find_annotations
-
-        file, missing = find_annotations(spec.roots, split.images)
-    documents, problem = report(file)
-    run.files.write_documents(documents)
-    if problem and annotations:
-        raise UserError(problem)
-    log(missing, f"warning: {problem}" if problem else "")
 
 
 def start_validation(given: Mapping[str, Any]) -> None:

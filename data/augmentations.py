@@ -10,7 +10,6 @@ import inspect
 import os
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import cv2
@@ -18,7 +17,7 @@ import numpy as np
 
 from data.augment import MIN_AREA_SHARE, Sample, torch_seeded_by
 from utils.errors import UserError
-from utils.user_code import explained, imported, trust
+from utils.user_code import explained, imported
 
 
 class UserAugmentations(NamedTuple):
@@ -69,16 +68,12 @@ def read_augmentations(file: str, classes: int, is_named: bool = True) -> UserAu
     """
     if not file:
         return UserAugmentations()
-    path, flag = Path(file).resolve(), "--augmentations"
-    if not path.is_file() or path.suffix != ".py":
-        raise UserError(f"{flag} {file} is not a Python file; give the path of a .py file with a list AUGMENTATIONS")
-    trust(path, f"{flag} {file}", is_named, "the run's settings.yaml")
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # importing it must not ask a server for a newer version
-    with imported(path, flag) as module:
+    with imported(file, "--augmentations", is_named) as module:
         listed = getattr(module, "AUGMENTATIONS", ())
         listed = listed if isinstance(listed, (list, tuple)) else [listed]  # an albumentations Compose
         if not listed or not all(map(callable, listed)):
-            raise UserError(f"{path} has no list AUGMENTATIONS = [my_function]")
+            raise UserError(f"{file} has no list AUGMENTATIONS = [my_function]")
         named = ((str(getattr(call, "__name__", type(call).__name__)), _adapted(call)) for call in listed)
         return UserAugmentations(file, classes, tuple(named))
 

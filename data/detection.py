@@ -180,8 +180,8 @@ class DetectionSplit(BoxSplit):
     def report(self, title: str) -> None:
         """Log counts, and the first few problems."""
         counts = self.labels.counts
-        images, boxes = plural(len(counts), "image"), plural(counts.sum(), "box")
-        log_split(title, f"{images} ({(counts == 0).sum()} without boxes), {boxes}", self.problems)
+        images, backgrounds = plural(len(counts), "image"), plural((counts == 0).sum(), "background")
+        log_split(title, f"{images}, {backgrounds}, {plural(counts.sum(), 'instance')}", self.problems)
 
     def side_lengths(self, imgsz: int) -> np.ndarray:
         """Return width and height of every box, (m, 2), in pixels of images whose longer side is `imgsz`."""

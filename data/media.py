@@ -49,6 +49,11 @@ class Frame(NamedTuple):
     number: int = 0  # index among all frames of the video or stream
     fps: float = 0.0  # frame rate of the video or stream; 0 for a picture
 
+    @property
+    def title(self) -> str:
+        """The name of the file, address or camera; of a video or stream with the number of the frame, from 1."""
+        return self.item.name if self.item.kind == "picture" else f"{self.item.name} ({self.number + 1})"
+
     def read(self) -> np.ndarray:
         """Return the pixels of a file's picture or frame again, skipping the frames before it. Raises `UserError`."""
         media = Media([self.item], max(self.number, 1))

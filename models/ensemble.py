@@ -33,6 +33,8 @@ from utils.summary import INFERENCE, PREPARING, StageTimer
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from models.export import ExportMetadata
+
 DEFAULT_SIDE_PIXELS = 640  # image side for a task whose `defaults` lack imgsz
 M = TypeVar("M", bound=nn.Module)
 
@@ -67,39 +69,6 @@ def common_task(weights: Mapping[str, Weights]) -> str:
         if kind != kinds[first]:
             raise UserError(f"{first} and {other} cannot be one ensemble: their tasks or class names differ")
     return kinds[first][0]
-
-
-def choose_size(
-    weights: Mapping[str, Weights], task: type[Task], requested: int | Sequence[int], suggested: int = 0
-) -> ImageSize:
-    """Return the image size of a model or an ensemble, not rounded, and log a size that the weights decide.
-
-    The first of these decides: the size that an exported file requires; `requested`; the size in the weights, see
-    `Weights.image_sides`; `suggested`; the task's `defaults`. Raises `UserError` for a wrong --imgsz, and if the files
-    of an ensemble disagree.
-
-    Args:
-        weights: contents of the weight files, by name on the command line
-        requested: value of --imgsz; 0 or empty if it is not given
-        suggested: image size in the data set YAML; 0 if it names none
-    """
-    files = {name: file for name, content in weights.items() if (file := content.metadata) and not file.dynamic}
-    sizes = {name: file.imgsz for name, file in files.items()}
-    if not files:
-        if requested_sides := sides_of(requested):
-            return ImageSize((requested_sides[0], requested_sides[-1]))
-        sizes = {name: sides for name, content in weights.items() if (sides := content.image_sides)}
-    if len(set(sizes.values())) > 1:
-        words = ", ".join(f"{name} at {in_words(size)}" for name, size in sizes.items())
-        raise UserError(
-            f"these models are for different image sizes ({words} px); give one with --imgsz, and export with --dynamic"
-        )
-    if not sizes:
-        default = suggested or int(task.defaults.get("imgsz", DEFAULT_SIDE_PIXELS))
-        return ImageSize((default, default))
-    size = next(iter(sizes.values()))
-    log(f"images of {in_words(size)} px, the {'only size' if files else 'size'} in the weights")
-    return ImageSize(size, is_fixed=bool(files))
 
 
 def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -> Model:
@@ -162,22 +131,47 @@ class Members:
             if given.get(name):
                 raise UserError(f"--{name.replace('_', '-')} {reason}")
 
-    def image_size(self, requested: int | Sequence[int], suggested: int = 0) -> ImageSize:
-        """Return the image size, not rounded: see `choose_size`. Raises `UserError` if the files disagree."""
-        return choose_size(self.weights, self.entry.load(), requested, suggested)
+    def image_size(self, imgsz: int | Sequence[int], suggested: int = 0) -> ImageSize:
+        """Return the image size, not rounded, and log a size that the weights decide.
+
+        The first of these decides: the size that an exported file requires; `imgsz`, the value of --imgsz; the size in
+        the weights, see `Weights.image_sides`; `suggested`, by the data set YAML; the task's `defaults`. 0 is none.
+        Raises `UserError` for a wrong --imgsz, and if the files disagree.
+        """
+        fixed = {name: file.imgsz for name, file in self.exported.items() if not file.dynamic}
+        sides, sizes = sides_of(imgsz), fixed
+        if not fixed and sides:
+            return ImageSize((sides[0], sides[-1]))
+        if not fixed:
+            sizes = {name: size for name, content in self.weights.items() if (size := content.image_sides)}
+        if len(set(sizes.values())) > 1:
+            words = ", ".join(f"{name} at {in_words(size)}" for name, size in sizes.items())
+            raise UserError(
+                f"these models are for different image sizes ({words} px); give one with --imgsz, and export with "
+                "--dynamic"
+            )
+        if not sizes:
+            default = suggested or int(self.entry.load().defaults.get("imgsz", DEFAULT_SIDE_PIXELS))
+            return ImageSize((default, default))
+        size = next(iter(sizes.values()))
+        log(f"image size {in_words(size)} ({'fixed by the exported file' if fixed else 'stored in the checkpoint'})")
+        return ImageSize(size, is_fixed=bool(fixed))
+
+    @property
+    def exported(self) -> dict[str, ExportMetadata]:
+        """The metadata of the exported files, by name on the command line."""
+        return {name: content.metadata for name, content in self.weights.items() if content.metadata}
 
     @property
     def suppresses(self) -> bool:
         """Whether an exported file suppresses boxes itself."""
-        return any(content.metadata and content.metadata.suppression for content in self.weights.values())
+        return any(file.suppression for file in self.exported.values())
 
     def log_notes(self, flags: Mapping[str, Any], half: bool) -> None:
         """Warn of `flags` on the command line that the device, which decides `half`, or an exported file overrides."""
         if flags.get("half") and not half:
             log("warning: --half is for CUDA; using full precision")
-        for name, content in self.weights.items():
-            if (file := content.metadata) is None:
-                continue
+        for name, file in self.exported.items():
             overridden = ["half"] if half and not file.half else []
             if not file.dynamic and sides_of(flags.get("imgsz", 0)) not in ((), file.imgsz, file.imgsz[:1]):
                 overridden.append("imgsz")
@@ -187,17 +181,15 @@ class Members:
                 values = f"--imgsz {in_words(file.imgsz)} {file.suppression_flags}".rstrip()
                 log(f"warning: {name} was exported with {values}; {words} cannot override it")
 
-    def log_validation(self, augment: bool, half: bool) -> None:
-        """Log what the metrics depend on: precision, square images, an ensemble, --augment, and own suppression."""
-        exported = {name: content.metadata for name, content in self.weights.items() if content.metadata}
+    def log_validation(self, half: bool) -> None:
+        """Log what the metrics depend on: precision, square images, an ensemble, and own suppression."""
+        exported = self.exported
         if half and len(exported) < len(self.files):
             log("weights and images in half precision")
         if "padding" in self.features and not all(file.dynamic for file in exported.values()):
             log("images are square: the metrics are comparable with a .pt file's under --square")
         if len(self.files) > 1:
             log(f"an ensemble of {len(self.files)} models; the losses come from {next(iter(self.files))}")
-        if augment:
-            log("--augment: the model runs on scaled and mirrored copies of each image too")
         for name, file in exported.items():
             if file.suppression:
                 words = "the metrics are comparable only among files that were exported alike"
@@ -232,13 +224,13 @@ def read_members(names: Sequence[str], layers: str, task_file: str, augment: boo
         add_tasks(task_file)
     files = weight_files(names)
     weights = {name: read_model(file) for name, file in files.items()}
-    entry = TASKS[common_task(weights)]
-    for name, content in weights.items():
-        if content.metadata and augment:
+    members = Members(files, weights, TASKS[common_task(weights)])
+    for name, file in members.exported.items():
+        if augment:
             raise UserError(f"--augment needs maps of all sizes, which the exported {name} does not give; use its .pt")
-        if content.metadata and content.metadata.suppression and len(weights) > 1:
+        if file.suppression and len(weights) > 1:
             raise UserError(f"{name} was exported with --nms and cannot be in an ensemble; export it without")
-    return Members(files, weights, entry)
+    return members
 
 
 def for_inference(model: Model, device: torch.device, half: bool, fold: bool = False) -> Model:

@@ -10,7 +10,6 @@ import math
 import warnings
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -18,19 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-Size = int | tuple[int, int]  # a kernel, stride or padding: one number, or (height, width)
+BATCH_NORM = (1e-3, 0.03)  # eps and momentum
 CLASSIFY_CHANNELS = 1280  # inputs of a classifier's last layer at every width, as in EfficientNet-B0
-
-
-def same_padding(kernel: Size, dilation: int = 1) -> tuple[int, int]:
-    """Return the padding that keeps height and width at stride 1, for odd kernels."""
-    height, width = (kernel, kernel) if isinstance(kernel, int) else kernel
-    return (dilation * (height - 1) + 1) // 2, (dilation * (width - 1) + 1) // 2
 
 
 def batch_norm(channels: int) -> nn.BatchNorm2d:
     """Return BatchNorm with the eps and momentum that the official weights were trained with."""
-    return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.03)
+    return nn.BatchNorm2d(channels, *BATCH_NORM)
 
 
 def norm_and_activate(x: Tensor, norm: nn.Module, activation: nn.Module) -> Tensor:
@@ -61,24 +54,22 @@ def _fused_kernels(device: torch.device) -> ModuleType | None:
 class Conv(nn.Module):
     """Convolution without bias, BatchNorm, activation: (b, c1, h, w) to (b, c2, h / stride, w / stride).
 
-    Args:
-        padding: padding on each side; None keeps height and width at stride 1
-        activate: whether an activation follows BatchNorm
+    The default padding keeps height and width at stride 1 for odd kernels.
     """
 
     def __init__(
         self,
         c1: int,
         c2: int,
-        kernel: Size = 1,
-        stride: Size = 1,
-        padding: Size | None = None,
+        kernel: int = 1,
+        stride: int = 1,
+        padding: int | None = None,
         groups: int = 1,
         dilation: int = 1,
         activate: bool = True,
     ) -> None:
         super().__init__()
-        padding = same_padding(kernel, dilation) if padding is None else padding
+        padding = (dilation * (kernel - 1) + 1) // 2 if padding is None else padding
         self.conv = nn.Conv2d(c1, c2, kernel, stride, padding, dilation, groups, bias=False)
         self.bn: nn.Module = batch_norm(c2)
         self.act: nn.Module = nn.SiLU() if activate else nn.Identity()
@@ -98,21 +89,9 @@ class DWConv(Conv):
     """A `Conv` in gcd(c1, c2) groups: depth-wise if c1 == c2."""
 
     def __init__(
-        self, c1: int, c2: int, kernel: Size = 1, stride: Size = 1, dilation: int = 1, activate: bool = True
+        self, c1: int, c2: int, kernel: int = 1, stride: int = 1, dilation: int = 1, activate: bool = True
     ) -> None:
         super().__init__(c1, c2, kernel, stride, None, math.gcd(c1, c2), dilation, activate)
-
-
-class DWConvTranspose2d(nn.ConvTranspose2d):
-    """A transposed convolution with bias, in gcd(c1, c2) groups.
-
-    (b, c1, h, w) to (b, c2, (h - 1) * stride - 2 * padding + kernel + output_padding, ...).
-    """
-
-    def __init__(
-        self, c1: int, c2: int, kernel: int = 1, stride: int = 1, padding: int = 0, output_padding: int = 0
-    ) -> None:
-        super().__init__(c1, c2, kernel, stride, padding, output_padding, groups=math.gcd(c1, c2))
 
 
 class Focus(nn.Module):
@@ -122,86 +101,12 @@ class Focus(nn.Module):
     replaced this layer by a `Conv` with kernel 6, stride 2, padding 2.
     """
 
-    def __init__(
-        self,
-        c1: int,
-        c2: int,
-        kernel: Size = 1,
-        stride: Size = 1,
-        padding: Size | None = None,
-        groups: int = 1,
-        activate: bool = True,
-    ) -> None:
+    def __init__(self, c1: int, c2: int, kernel: int = 1, stride: int = 1) -> None:
         super().__init__()
-        self.conv = Conv(4 * c1, c2, kernel, stride, padding, groups, activate=activate)
+        self.conv = Conv(4 * c1, c2, kernel, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(torch.cat([x[..., row::2, column::2] for column in (0, 1) for row in (0, 1)], 1))
-
-
-class Contract(nn.Module):
-    """Turn blocks of `gain` x `gain` pixels into channels: (b, c, h, w) to (b, c * gain^2, h / gain, w / gain).
-
-    Output channels are ordered by row and column of the pixel, then by channel, unlike in nn.PixelUnshuffle.
-    """
-
-    def __init__(self, gain: int = 2) -> None:
-        super().__init__()
-        self.gain = gain
-
-    def forward(self, x: Tensor) -> Tensor:
-        cells = x.unflatten(3, (-1, self.gain)).unflatten(2, (-1, self.gain))  # b, c, h, row, w, column
-        return cells.permute(0, 3, 5, 1, 2, 4).flatten(1, 3)
-
-
-class Expand(nn.Module):
-    """The inverse of `Contract`: (b, c, h, w) to (b, c / gain^2, h * gain, w * gain)."""
-
-    def __init__(self, gain: int = 2) -> None:
-        super().__init__()
-        self.gain = gain
-
-    def forward(self, x: Tensor) -> Tensor:
-        cells = x.unflatten(1, (self.gain, self.gain, -1))  # b, row, column, c, h, w
-        return cells.permute(0, 3, 4, 1, 5, 2).flatten(4, 5).flatten(2, 3)
-
-
-class MixConv2d(nn.Module):
-    """Parallel convolutions with several odd kernels (MixConv, arXiv 1907.09595), BatchNorm, SiLU.
-
-    (b, c1, h, w) to (b, c2, h / stride, w / stride). The output channels are divided equally among the kernels or, if
-    `equal_channels` is False, so that all kernels have about the same number of weights.
-    """
-
-    def __init__(
-        self, c1: int, c2: int, kernels: Sequence[int] = (1, 3), stride: int = 1, equal_channels: bool = True
-    ) -> None:
-        super().__init__()
-        widths = _equal_widths(c2, len(kernels)) if equal_channels else _widths_by_weights(c2, kernels)
-        self.m = nn.ModuleList(
-            nn.Conv2d(c1, width, kernel, stride, kernel // 2, groups=math.gcd(c1, width), bias=False)
-            for width, kernel in zip(widths, kernels, strict=True)
-        )
-        self.bn = batch_norm(c2)
-        self.act = nn.SiLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return norm_and_activate(torch.cat([convolve(x) for convolve in self.m], 1), self.bn, self.act)
-
-
-def _equal_widths(channels: int, parts: int) -> list[int]:
-    """Divide `channels` into `parts` as YOLOv5 does: at multiples of (channels - 1) / parts, rounded up."""
-    widths = [0] * parts
-    for channel in range(channels):
-        widths[max(math.ceil(channel * parts / max(channels - 1, 1)) - 1, 0)] += 1
-    return widths
-
-
-def _widths_by_weights(channels: int, kernels: Sequence[int]) -> list[int]:
-    """Divide `channels` in proportion to 1 / kernel^2, rounded without changing the sum."""
-    shares = [1 / kernel**2 for kernel in kernels]
-    ends = [round(channels * sum(shares[: part + 1]) / sum(shares)) for part in range(len(shares))]
-    return [end - start for start, end in pairwise([0, *ends])]
 
 
 class Bottleneck(nn.Module):
@@ -222,33 +127,6 @@ class Bottleneck(nn.Module):
         return x + y if self.add else y
 
 
-class CrossConv(nn.Module):
-    """A convolution along rows and one along columns, through `expansion` * c2 channels.
-
-    (b, c1, h, w) to (b, c2, h / stride, w / stride). The input is added if `shortcut` and c1 == c2.
-    """
-
-    def __init__(
-        self,
-        c1: int,
-        c2: int,
-        kernel: int = 3,
-        stride: int = 1,
-        groups: int = 1,
-        expansion: float = 1.0,
-        shortcut: bool = False,
-    ) -> None:
-        super().__init__()
-        hidden = int(c2 * expansion)
-        self.cv1 = Conv(c1, hidden, (1, kernel), (1, stride))
-        self.cv2 = Conv(hidden, c2, (kernel, 1), (stride, 1), groups=groups)
-        self.add = shortcut and c1 == c2
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.cv2(self.cv1(x))
-        return x + y if self.add else y
-
-
 class GhostConv(nn.Module):
     """A `Conv` for half of the channels, and a depth-wise 5x5 one of these for the rest (GhostNet, arXiv 1911.11907).
 
@@ -256,7 +134,7 @@ class GhostConv(nn.Module):
     """
 
     def __init__(
-        self, c1: int, c2: int, kernel: Size = 1, stride: Size = 1, groups: int = 1, activate: bool = True
+        self, c1: int, c2: int, kernel: int = 1, stride: int = 1, groups: int = 1, activate: bool = True
     ) -> None:
         super().__init__()
         half = c2 // 2
@@ -269,26 +147,19 @@ class GhostConv(nn.Module):
 
 
 class GhostBottleneck(nn.Module):
-    """Two `GhostConv`s through c2 / 2 channels, with a depth-wise convolution between them if `stride` is above 1.
+    """Two `GhostConv`s through channels / 2 channels, and their input: (b, channels, h, w) to the same shape."""
 
-    (b, c1, h, w) to (b, c2, h / stride, w / stride). A shortcut is added, the identity at stride 1 (requires c1 == c2)
-    and two convolutions otherwise.
-    """
-
-    def __init__(self, c1: int, c2: int, kernel: int = 3, stride: int = 1) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
-        half, strided = c2 // 2, stride > 1
+        half = channels // 2
         self.conv = nn.Sequential(
-            GhostConv(c1, half),
-            DWConv(half, half, kernel, stride, activate=False) if strided else nn.Identity(),
-            GhostConv(half, c2, activate=False),
+            GhostConv(channels, half),
+            nn.Identity(),  # where YOLOv5's layer has its stride
+            GhostConv(half, channels, activate=False),
         )
-        self.shortcut: nn.Module = nn.Identity()
-        if strided:
-            self.shortcut = nn.Sequential(DWConv(c1, c1, kernel, stride, activate=False), Conv(c1, c2, activate=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x) + self.shortcut(x)
+        return self.conv(x) + x
 
 
 class BottleneckCSP(nn.Module):
@@ -339,18 +210,11 @@ class C3(nn.Module):
         return self.cv3(torch.cat((self.m(self.cv1(x)), self.cv2(x)), 1))
 
 
-class C3x(C3):
-    """`C3` around `CrossConv`s."""
-
-    def inner(self, hidden: int, repeats: int, shortcut: bool, groups: int) -> nn.Module:
-        return nn.Sequential(*(CrossConv(hidden, hidden, 3, 1, groups, 1.0, shortcut) for _ in range(repeats)))
-
-
 class C3Ghost(C3):
     """`C3` around `GhostBottleneck`s."""
 
     def inner(self, hidden: int, repeats: int, shortcut: bool, groups: int) -> nn.Module:
-        return nn.Sequential(*(GhostBottleneck(hidden, hidden) for _ in range(repeats)))
+        return nn.Sequential(*(GhostBottleneck(hidden) for _ in range(repeats)))
 
 
 class C3TR(C3):
@@ -358,15 +222,6 @@ class C3TR(C3):
 
     def inner(self, hidden: int, repeats: int, shortcut: bool, groups: int) -> nn.Module:
         return Transformer(hidden, 4, repeats)
-
-
-class C3SPP(C3):
-    """`C3` around one `SPP`."""
-
-    def __init__(self, c1: int, c2: int, kernels: Sequence[int] = (5, 9, 13), expansion: float = 0.5) -> None:
-        super().__init__(c1, c2, 0, expansion=expansion)
-        hidden = int(c2 * expansion)
-        self.m = SPP(hidden, hidden, kernels)
 
 
 class TransformerLayer(nn.Module):
@@ -494,10 +349,8 @@ class ELAN(nn.Module):
     a 1x1 convolution joins both halves and both blocks' outputs. Subclasses override `block`.
     """
 
-    def __init__(self, c1: int, c2: int, part: int, process: int | None = None, repeats: int = 1) -> None:
+    def __init__(self, c1: int, c2: int, repeats: int, part: int, process: int | None = None) -> None:
         super().__init__()
-        if part % 2:
-            raise ValueError(f"it halves its {part} inner channels; give an even number")
         process = part // 2 if process is None else process
         self.conv1 = Conv(c1, part)
         self.conv2 = self.block(part // 2, process, repeats)
@@ -552,8 +405,7 @@ class ADown(nn.Module):
 class SPPELAN(nn.Module):
     """`SPPF` with the attribute names of the MIT implementation of YOLOv9: (b, c1, h, w) to (b, c2, h, w).
 
-    Args:
-        neck: number of channels of each pool; c2 / 2 if None
+    The pools have `neck` channels, by default c2 / 2.
     """
 
     def __init__(self, c1: int, c2: int, neck: int | None = None) -> None:
@@ -587,10 +439,7 @@ class CBLinear(nn.Module):
 class CBFuse(nn.Module):
     """The sum of the last input and one map of each `CBLinear` before it, resized by nearest neighbours.
 
-    The last input is a map (b, c, h, w), as is the output; the chosen maps must have c channels too.
-
-    Args:
-        index: number of the map to take from each `CBLinear`
+    The last input is a map (b, c, h, w), as is the output; the maps that `index` chooses must have c channels too.
     """
 
     def __init__(self, index: Sequence[int]) -> None:

@@ -28,6 +28,7 @@ from models.weights import (
     Weights,
     find_weights,
     read_weights,
+    refuse_unread_family,
     same_names,
 )
 from models.yolo import add_layers, whole_strides
@@ -119,43 +120,48 @@ def check_size(model: nn.Module, imgsz: int, source: str) -> None:
 # Layers and parameters by name, for --freeze and `lr_factor`
 
 
-def layers_of(model: nn.Module) -> tuple[list[str], int]:
-    """Return the names of the numbered layers of a model, such as `model.0`, and the number of layers up to and with
-    the head; an auxiliary branch follows it."""
-    children = dict(model.named_children())
-    parent, prefix = (children["model"], "model.") if "model" in children else (model, "")
-    names, head = [prefix + name for name, _ in parent.named_children()], getattr(model, "head", None)
-    return names, next((number for number, layer in enumerate(parent.children(), 1) if layer is head), len(names))
+def layers_of(model: nn.Module) -> list[str]:
+    """Return the names of the numbered layers of a model, such as `model.0`."""
+    parent = "model" if "model" in dict(model.named_children()) else ""
+    return [f"{parent}.{name}".strip(".") for name, _ in model.get_submodule(parent).named_children()]
+
+
+def head_prefix(model: nn.Module) -> str:
+    """Return the name of the head among a model's modules; if none is known, of the last layer."""
+    head = getattr(model, "head", None)
+    return next((name for name, module in model.named_modules() if module is head), layers_of(model)[-1])
 
 
 def parameters_of(model: nn.Module, word: str, flag: str) -> set[str]:
     """Return the names of the parameters that a word of a flag selects. Raises `UserError` if it names no layer.
 
-    Args:
-        word: `backbone` (the rows of that list in the model YAML; without one the module of that name, or all but the
-            last layer), `head` (the rest), the number of a layer, or a pattern such as `model.2`, `*.bn` or `*.bias`,
-            which selects the parameters whose names it matches and all parameters of the modules whose names it matches
-        flag: name of the flag in errors
+    A word is `backbone` (the rows of that list in the model YAML; without one the modules of that name, or as -1),
+    `head` (the rest), -1 (all but the head), the number of a layer, or a pattern such as `model.2`, `*.bn` or `*.bias`
+    for parameters, and for modules with all their parameters.
     """
-    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # names of shared ones too
-    layers, main = layers_of(model)
-    if word in ("backbone", "head"):
-        rows = getattr(model, "yaml", {}).get("backbone")
-        named = sorted((name for name, _ in model.named_modules() if name.split(".")[-1] == "backbone"), key=len)
-        others = [name for name in layers if name != layers[main - 1]]
-        prefixes = layers[: len(rows)] if isinstance(rows, list) else named[:1] or others
-        backbone = {name for name in parameters if name.startswith(tuple(f"{prefix}." for prefix in prefixes))}
-        return backbone if word == "backbone" else {*parameters} - backbone
-    pattern = layers[int(word)] if word.isdecimal() and int(word) < len(layers) else word
-    modules = tuple(f"{name}." for name, _ in model.named_modules() if name and fnmatchcase(name, pattern))
-    chosen = {name for name in parameters if fnmatchcase(name, pattern) or name.startswith(modules)}
-    if not chosen and pattern == word:
-        known = [*parameters, *(name for name, _ in model.named_modules())]
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}  # names of shared ones too
+    modules, layers = [name for name, _ in model.named_modules() if name], layers_of(model)
+    rows = getattr(model, "yaml", {}).get("backbone")
+    if word == "head":
+        return parameters - parameters_of(model, "backbone", flag)
+    is_number = word.isdecimal() and int(word) < len(layers)
+    if is_number:
+        prefixes = [layers[int(word)]]
+    elif word == "backbone" and isinstance(rows, list):
+        prefixes = layers[: len(rows)]
+    else:
+        pattern = "*backbone" if word == "backbone" else word
+        prefixes = [name for name in modules if fnmatchcase(name, pattern)]
+    inside = tuple(f"{prefix}." for prefix in prefixes)
+    selected = {name for name in parameters if fnmatchcase(name, word) or name.startswith(inside)}
+    if not selected and word in ("backbone", "-1"):
+        return {name for name in parameters if not name.startswith(f"{head_prefix(model)}.")}
+    if not selected and not is_number:
         raise UserError(
-            f"{flag} {shown(word)} matches no layer or parameter of the model{nearest(word, known)}; give backbone, "
-            f"head, the number of a layer, 0 to {len(layers) - 1}, or a pattern such as {parameters[0]} or *.bias"
+            f"{flag} {shown(word)} matches no layer or parameter of the model{nearest(word, [*parameters, *modules])}; "
+            f"give backbone, head, a number from -1 to {len(layers) - 1}, or a pattern such as {modules[0]} or *.bias"
         )
-    return chosen
+    return selected
 
 
 def rate_factors(model: nn.Module, factors: Mapping[str, float]) -> dict[str, float]:
@@ -167,29 +173,17 @@ def rate_factors(model: nn.Module, factors: Mapping[str, float]) -> dict[str, fl
 
 
 def freeze(model: nn.Module, words: Sequence[int | str]) -> None:
-    """Freeze parameters, and log which: a single number N means the first N layers, -N all but the last N.
-
-    Anything else are words as for `parameters_of`. Layers are numbered as in `layers_of`; the layers of an auxiliary
-    branch, after the head, are not among the last N. Raises `UserError` for an unknown layer, or if all are frozen.
-    """
-    parameters, (names, main) = dict(model.named_parameters(remove_duplicate=False)), layers_of(model)
-    flag, chosen, number = f"--freeze {' '.join(map(str, words))}", list(words), words[0]
-    if len(words) == 1 and isinstance(number, int):
-        if not -main <= number <= len(names):
-            raise UserError(f"{flag}: the model has layers 0 to {len(names) - 1}; freeze fewer")
-        chosen = list(range(number)) if number >= 0 else [*range(main + number), *range(main, len(names))]
+    """Freeze parameters, and log how many: of the first N layers for a single number N, else of all `words`, see
+    `parameters_of`. Raises `UserError` for an unknown layer, or if all are frozen."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    flag, count = f"--freeze {' '.join(map(str, words))}", words[0] if len(words) == 1 else None
+    chosen = range(count) if isinstance(count, int) and 0 <= count <= len(layers_of(model)) else words
     frozen = {name for word in chosen for name in parameters_of(model, str(word), "--freeze")}
-    if len(words) == 1 and isinstance(number, int) and number < 0:  # outside of layers too, as a class token is
-        trained = tuple(f"{name}." for name in names[main + number : main])
-        frozen = {name for name in parameters if not name.startswith(trained)}
     if frozen == {*parameters}:
         raise UserError(f"{flag} freezes all parameters; freeze fewer")
     for name in frozen:
         parameters[name].requires_grad_(False)
-    if all(isinstance(word, int) for word in words):
-        log(f"layers {', '.join(map(str, chosen))} are frozen" if chosen else "")
-    else:
-        log(f"{len(frozen)} of {len(parameters)} parameters are frozen: {', '.join(map(str, words))}")
+    log(f"{flag}: {len(frozen)} of {len(parameters)} parameters are frozen" if frozen else "")
 
 
 # Transfer
@@ -203,28 +197,27 @@ class Transfer(NamedTuple):
     misfits: list[tuple[str, tuple[int, ...], tuple[int, ...]]]  # name, shape in the file, shape in the model
 
 
+@torch.no_grad()
 def transfer(model: nn.Module, state: Mapping[str, Tensor], exclude: tuple[str, ...] = ()) -> Transfer:
     """Load the tensors whose names and shapes fit the model, except for names that contain a part in `exclude`."""
-    model_state = model.state_dict()
-    shared = [name for name in model_state if name in state and not any(part in name for part in exclude)]
-    fitting = type(model_state)((name, state[name]) for name in shared if model_state[name].shape == state[name].shape)
-    fitting._metadata = model_state._metadata  # type: ignore[attr-defined]  # the versions of layers, which some layers check
-    misfits = [
-        (name, tuple(state[name].shape), tuple(model_state[name].shape)) for name in shared if name not in fitting
-    ]
-    model.load_state_dict(fitting, strict=False)
-    return Transfer(len(fitting), len(model_state), misfits)
+    tensors = model.state_dict()
+    misfits = []
+    loaded = 0
+    for name, tensor in tensors.items():
+        if name not in state or any(part in name for part in exclude):
+            continue
+        if state[name].shape == tensor.shape:
+            tensor.copy_(state[name])
+            loaded += 1
+        else:
+            misfits.append((name, tuple(state[name].shape), tuple(tensor.shape)))
+    return Transfer(loaded, len(tensors), misfits)
 
 
 def head_tensors(model: Model) -> dict[str, Tensor]:
     """Return the tensors of a model's head by their names in the model; {} if it has none, as in torchvision."""
     head = getattr(model, "head", None)
     return head.state_dict(prefix=f"{head_prefix(model)}.") if isinstance(head, nn.Module) else {}
-
-
-def head_prefix(model: Model) -> str:
-    """Return the name of the head among a model's modules; the model must have one."""
-    return next(name for name, module in model.named_modules() if module is model.head)
 
 
 # The start of training
@@ -310,6 +303,8 @@ def starting_point(
     if options.task_file:
         add_tasks(options.task_file, "task_file" in given)
     source = options.cfg or options.weights
+    if saved_yaml is None:
+        refuse_unread_family(f"--cfg {options.cfg}", options.cfg, "yolov9t.yaml")
     if saved_yaml is not None or options.cfg:
         yaml = saved_yaml or read_yaml(find_file(options.cfg, "model", ["models", "models/hub"]))
         return StartingPoint(TASKS[task_of(yaml, source)], dict(yaml), source, bool(options.cfg))
@@ -352,14 +347,10 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> N
             "--weights '' to start from scratch"
         )
     head = task.keep_head(model, weights.state, weights.names)
-    if weights.task and TASKS.get(weights.task) is not start.entry:
-        log(f"warning: {name} is a model for another task, '{weights.task}'")
     if misfits and not head:
         tensor, *shapes = misfits[0]
         here = ", here ".join("x".join(map(str, shape)) for shape in shapes)
         head = f"not {len(misfits)} with other shapes, such as {tensor} ({here})"
-        if len(weights.names) not in (0, len(task.names)):
-            head += f": they are for {plural(len(weights.names), 'class')}"
     warning = "warning: these are weights of another model: only " if loaded <= total / 2 else ""
     log(f"{warning}{loaded} of {total} tensors taken from {name}{', ' if head else ''}{head}")
     found = {**weights.state, **head_tensors(model)}  # another head is no surprise

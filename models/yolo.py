@@ -5,8 +5,7 @@ input: the number of a row (-1 for the row before, `image` for the image), or a 
 `LAYERS`, a layer of torch.nn, or a layer in a user's file (`add_layers`). `auxiliary` may follow: rows that run in
 training only, the last of which is a second head.
 
-A new layer is a class in models/layers.py and a line in `LAYERS`, with the adapter that says which arguments its
-constructor takes.
+A new layer is a class in models/layers.py and its name in `LAYERS`; `add_layers` says how layers are called.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
-import itertools
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -37,8 +34,8 @@ from models.tasks.contract import Model
 from models.weights import MODEL_KEYS
 from utils.config.flags import is_number
 from utils.errors import UserError, first_line, nearest, shortened
-from utils.files import find_file, looked_for, read_yaml
-from utils.user_code import imported, trust
+from utils.files import find_file, read_yaml
+from utils.user_code import imported
 
 MAX_COUNT = 4096  # largest number of classes, channels or repetitions; a larger one is a typing error
 MAX_MULTIPLE = 16  # largest depth or width multiple
@@ -62,174 +59,93 @@ def is_count(value: Any) -> bool:
 
 # The layers that rows may name
 
-
-@dataclass(frozen=True)
-class LayerPlacement:
-    """The inputs of a layer's constructor: the row, the channels of its input maps, and the scale of the network."""
-
-    channels: tuple[int, ...]  # channels of each input map
-    repeats: int
-    args: tuple[Any, ...]
-    width: float  # factor of numbers of channels
-    multiple: int  # channels are rounded up to a multiple of it
-    outputs: int  # anchors per level * (5 + nc); this number of channels is not scaled
-
-    def scaled(self, count: Any) -> int:
-        """Return the scaled number of channels. Raises ValueError if `count` is not a valid number."""
-        if not is_count(count):
-            raise ValueError(f"the first argument is the number of output channels, 1 to {MAX_COUNT}, not {count!r}")
-        return count if count == self.outputs else math.ceil(count * self.width / self.multiple) * self.multiple
-
-    @property
-    def c1(self) -> int:
-        """Channels of the only input map. Raises ValueError if there are several."""
-        if len(self.channels) != 1:
-            raise ValueError(f"it takes one input, not {len(self.channels)}: join them with Concat first")
-        return self.channels[0]
-
-    @property
-    def c2(self) -> int:
-        """Output channels: the first argument, scaled. Raises ValueError if there is none."""
-        return self.scaled(self.args[0] if self.args else None)
-
-
-@dataclass(frozen=True)
-class LayerMaker:
-    """A layer's class, or a function that returns an instance, and the function that makes the layer of a row."""
-
-    layer: Callable[..., nn.Module]
-    make: Callable[[LayerPlacement], nn.Module]
-
-
-def convolving(layer: Callable[..., nn.Module]) -> LayerMaker:
-    """Adapt `layer(c1, c2, *args[1:])`; repetitions are chained."""
-
-    def make(placement: LayerPlacement) -> nn.Module:
-        widths = [placement.c1] + [placement.c2] * placement.repeats
-        return _chain([layer(c1, c2, *placement.args[1:]) for c1, c2 in itertools.pairwise(widths)])
-
-    return LayerMaker(layer, make)
-
-
-def repeating(layer: Callable[..., nn.Module]) -> LayerMaker:
-    """Adapt `layer(c1, c2, repeats, *args[1:])`, which repeats its inner blocks."""
-    return LayerMaker(layer, lambda p: layer(p.c1, p.c2, p.repeats, *p.args[1:]))
-
-
-def aggregating(layer: Callable[..., nn.Module]) -> LayerMaker:
-    """Adapt `layer(c1, c2, part, process, repeats)`, with all channels scaled; `process` may be absent."""
-    return LayerMaker(layer, lambda p: layer(p.c1, p.c2, *map(p.scaled, p.args[1:3]), *p.args[3:], repeats=p.repeats))
-
-
-def plain(layer: Callable[..., nn.Module]) -> LayerMaker:
-    """Adapt `layer(*args)`, which takes no channels; repetitions are chained."""
-    return LayerMaker(layer, lambda p: _chain([layer(*p.args) for _ in range(p.repeats)]))
-
-
-def narrowing(layer: Callable[..., nn.Module]) -> LayerMaker:
-    """Adapt `layer(c1, *args)`, which takes the input channels only."""
-    return LayerMaker(layer, lambda p: layer(p.c1, *p.args))
-
-
-def detecting(layer: Callable[..., nn.Module]) -> LayerMaker:
-    """Adapt `layer(*args, channels)`, which takes the channels of all its inputs."""
-    return LayerMaker(layer, lambda p: layer(*p.args, p.channels))
-
-
-def _chain(chain: list[nn.Module]) -> nn.Module:
-    """Chain layers. A single layer is returned as it is, so that its state-dict keys stay the same."""
-    return chain[0] if len(chain) == 1 else nn.Sequential(*chain)
-
-
-def _segment(placement: LayerPlacement) -> nn.Module:
-    """Make `Segment` with scaled prototype channels."""
-    nc, anchors, masks, prototypes = placement.args
-    return Segment(nc, anchors, masks, placement.scaled(prototypes), placement.channels)
-
-
-_ADAPTED: dict[Callable[[Callable[..., nn.Module]], LayerMaker], tuple[type[nn.Module], ...]] = {
-    convolving: (
-        *(layers.Conv, layers.DWConv, layers.DWConvTranspose2d, layers.GhostConv, layers.CrossConv, layers.MixConv2d),
-        *(layers.Focus, layers.RepConv, layers.AConv, layers.ADown, layers.Bottleneck, layers.GhostBottleneck),
-        *(layers.C3SPP, layers.SPP, layers.SPPF),
-    ),
-    repeating: (layers.BottleneckCSP, layers.C3, layers.C3x, layers.C3TR, layers.C3Ghost),
-    aggregating: (layers.ELAN, layers.RepNCSPELAN),
-    plain: (layers.CBFuse, layers.Concat, layers.Contract, layers.Expand),
-    narrowing: (layers.Proto, layers.Classify),
-    detecting: (Detect,),
+LAYERS: dict[str, Callable[..., nn.Module]] = {
+    layer.__name__: layer
+    for layer in (
+        *(layers.Conv, layers.DWConv, layers.GhostConv, layers.Focus, layers.RepConv, layers.AConv, layers.ADown),
+        *(layers.Bottleneck, layers.BottleneckCSP, layers.C3, layers.C3TR, layers.C3Ghost),
+        *(layers.ELAN, layers.RepNCSPELAN, layers.SPP, layers.SPPF, layers.SPPELAN, layers.CBLinear, layers.CBFuse),
+        *(layers.Concat, layers.Proto, layers.Classify, Detect, DetectDFL, Segment),
+    )
 }
-LAYERS = {layer.__name__: adapt(layer) for adapt, classes in _ADAPTED.items() for layer in classes} | {
-    "SPPELAN": LayerMaker(layers.SPPELAN, lambda p: layers.SPPELAN(p.c1, p.c2, *map(p.scaled, p.args[1:]))),
-    "CBLinear": LayerMaker(layers.CBLinear, lambda p: layers.CBLinear(p.c1, [*map(p.scaled, p.args[0])])),
-    "DetectDFL": LayerMaker(DetectDFL, lambda p: DetectDFL(p.args[0], p.channels, *p.args[1:])),
-    "Segment": LayerMaker(Segment, _segment),
-}
-# Layers of torch.nn that need the input channels; all others are called with the arguments of the row.
-TORCH_LAYERS = {
-    "BatchNorm2d": LayerMaker(
-        nn.BatchNorm2d, lambda p: nn.BatchNorm2d(p.c1, *p.args) if p.args else layers.batch_norm(p.c1)
-    ),
-    "Conv2d": convolving(nn.Conv2d),
-    "ConvTranspose2d": convolving(nn.ConvTranspose2d),
+# Positions, in a row's arguments, of numbers of channels besides c2.
+CHANNEL_ARGUMENTS = {"ELAN": (1, 2), "RepNCSPELAN": (1, 2), "SPPELAN": (1,), "CBLinear": (0,), "Segment": (3,)}
+# The layers of torch.nn that get the input channels, and their first parameters.
+TORCH_PARAMETERS: dict[Any, list[str]] = {
+    nn.BatchNorm2d: ["c1"],
+    nn.Conv2d: ["c1", "c2"],
+    nn.ConvTranspose2d: ["c1", "c2"],
 }
 
 
-def layer_maker(name: Any) -> LayerMaker:
-    """Return the maker of the layer that a row names. Raises ValueError, with part of a sentence, if it is unknown."""
+def layer_named(name: Any) -> Callable[..., nn.Module]:
+    """Return the layer that a row names. Raises ValueError, with part of a sentence, if it is unknown."""
     if isinstance(name, str) and name in LAYERS:
         return LAYERS[name]
     prefix, _, word = str(name).rpartition(".")
-    if prefix not in ("nn", "torch.nn"):
-        raise ValueError(
-            f"unknown module '{name}'{nearest(str(name), LAYERS)}; known are {', '.join(LAYERS)}, and torch.nn's "
-            "layers, such as nn.MaxPool2d; to use your own, name their file with --layers"
-        )
-    layer: Any = getattr(nn, word, None)
+    layer: Any = getattr(nn, word, None) if prefix in ("nn", "torch.nn") else None
     is_layer = inspect.isclass(layer) and issubclass(layer, nn.Module)
     if not is_layer or issubclass(layer, nn.modules.lazy.LazyModuleMixin):
-        raise ValueError(f"unknown module 'nn.{word}'{nearest(word, vars(nn))}; name a layer such as nn.MaxPool2d")
-    return TORCH_LAYERS.get(word, plain(layer))
+        near = nearest(str(name), [*LAYERS, *(f"nn.{known}" for known in vars(nn))])
+        raise ValueError(f"unknown module{near}; docs/models.md lists the layers; --layers names a file with your own")
+    return layer
+
+
+def make_layer(row: Row, channels: list[int], repeats: int, scaled: Callable[[Any], int]) -> nn.Module:
+    """Return the layer of a row, called as the names of its parameters decide: see `add_layers`.
+
+    Raises ValueError, with part of a sentence, for a wrong number of inputs or output channels.
+
+    Args:
+        channels: channels of each input map
+        scaled: returns the scaled number of channels
+    """
+    layer, args = layer_named(row.module), list(row.args)
+    for position in CHANNEL_ARGUMENTS.get(row.module, ()):
+        if position < len(args):
+            count = args[position]
+            args[position] = [*map(scaled, count)] if isinstance(count, list) else scaled(count)
+    names = TORCH_PARAMETERS.get(layer) or list(inspect.signature(layer).parameters)
+    if names[:1] == ["c1"]:
+        if len(channels) != 1:
+            raise ValueError(f"it takes one input, not {len(channels)}: join them with Concat first")
+        if names[1:2] != ["c2"]:
+            return layer(*channels, *(args or layers.BATCH_NORM if layer is nn.BatchNorm2d else args))
+        c2 = scaled(args[0] if args else None)
+        if names[2:3] in (["n"], ["repeats"]):
+            return layer(*channels, c2, repeats, *args[1:])
+        return chain([layer(c1, c2, *args[1:]) for c1 in [*channels, *[c2] * (repeats - 1)]])
+    if names[:1] == ["channels"]:
+        return layer(channels, *args)
+    if "channels" in names:
+        return layer(*args, channels=channels)
+    return chain([layer(*args) for _ in range(repeats)])
+
+
+def chain(modules: list[nn.Module]) -> nn.Module:
+    """Chain layers. A single layer is returned as it is, so that its state-dict keys stay the same."""
+    return modules[0] if len(modules) == 1 else nn.Sequential(*modules)
 
 
 def add_layers(file: str | Path, is_named: bool = True) -> list[str]:
     """Register the layers that a user's Python file defines, and return their names. The file is run once.
 
-    A layer is a class in the file that extends nn.Module. The names of its parameters decide how it is called:
-    (c1, c2, *args[1:]), with c2 scaled, and with repeats after c2 if the third parameter is `n` or `repeats`;
+    A layer is a class in the file that extends nn.Module. The names of its parameters decide how it is called, as for
+    ours: (c1, c2, *args[1:]), with c2 scaled, and with repeats after c2 if the third parameter is `n` or `repeats`;
     (c1, *args); (channels, *args) or (*args, channels=...), with the channels of all input maps; else (*args).
     Raises `UserError` if the file does not load, defines no layer, or defines one whose name is taken, or if it is not
     to be trusted: the settings of a run name it, not the user (`is_named`).
     """
-    path = Path(file).resolve()
-    if not os.path.isfile(path):
-        where = looked_for(Path(file))
-        raise UserError(f"--layers {file} is not a file; give the path of a Python file that defines layers{where}")
-    trust(path, f"--layers {file}", is_named, "the run's settings.yaml")
-    with imported(path, "--layers") as module:
+    with imported(file, "--layers", is_named) as module:
         classes = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, nn.Module)]
-        makers = {layer.__name__: _user_maker(layer) for layer in classes if layer.__module__ == module.__name__}
-        if not makers:
-            raise UserError(f"{path} defines no layer; write a class that extends torch.nn.Module")
-        for word, maker in makers.items():
-            if word in LAYERS and LAYERS[word].layer is not maker.layer:
-                raise UserError(f"{path} defines a layer '{word}', but that name is taken; give it another name")
-    LAYERS.update(makers)
-    return list(makers)
-
-
-def _user_maker(layer: type[nn.Module]) -> LayerMaker:
-    """Choose the adapter of a user's layer by the names of its parameters."""
-    names = list(inspect.signature(layer).parameters)
-    if names[:2] == ["c1", "c2"]:
-        return repeating(layer) if names[2:3] in (["n"], ["repeats"]) else convolving(layer)
-    if names[:1] == ["c1"]:
-        return narrowing(layer)
-    if names[:1] == ["channels"]:
-        return LayerMaker(layer, lambda p: layer(list(p.channels), *p.args))
-    if "channels" in names:
-        return LayerMaker(layer, lambda p: layer(*p.args, channels=list(p.channels)))
-    return plain(layer)
+        defined = {layer.__name__: layer for layer in classes if layer.__module__ == module.__name__}
+        if not defined:
+            raise UserError(f"{file} defines no layer; write a class that extends torch.nn.Module")
+        for word, layer in defined.items():
+            if LAYERS.get(word, layer) is not layer:
+                raise UserError(f"{file} defines a layer '{word}', but that name is taken; give it another name")
+    LAYERS.update(defined)
+    return list(defined)
 
 
 # The network
@@ -322,9 +238,8 @@ def build_model(
     Args:
         yaml: path of the YAML, name of a shipped file, or the content
         nc: number of classes, which overrides the YAML's; None to keep that number
-        source: name of the content in errors
         head: required class of the last layer, or several classes, one of which it must have; the first is the usual
-        imgsz: image size in pixels, rounded up to whole strides, at least 2
+        imgsz: image size in pixels, which is rounded up
     """
     if not isinstance(yaml, dict):
         path = find_file(str(yaml), "model YAML", ["models", "models/hub"])
@@ -336,13 +251,12 @@ def build_model(
     rows = [_parse_row(source, index, row, values) for index, row in enumerate(contents)]
     built, stride = _build_layers(source, rows, yaml, imgsz)
     heads = (head,) if isinstance(head, type) else tuple(head)
-    last = built[len(built) - len(auxiliary) - 1] if built else None
+    last = built[len(built) - len(auxiliary) - 1]
     # A subclass with its own `description` is a head of another kind.
-    is_wanted = any(isinstance(last, kind) and last.description == kind.description for kind in heads)
-    if last is None or (heads and not is_wanted):
-        kind = heads[0] if heads else Detect
+    if heads and not any(isinstance(last, kind) and last.description == kind.description for kind in heads):
         raise UserError(
-            f"{source}: the last row of `head` is not a {kind.description}; end it with one, such as {kind.example}"
+            f"{source}: the last row of `head` is not a {heads[0].description}; end it with one, such as "
+            f"{heads[0].example}"
         )
     if auxiliary and not (isinstance(built[-1], DetectDFL) and isinstance(last, DetectDFL)):
         raise UserError(
@@ -352,18 +266,10 @@ def build_model(
     return YoloModel(built, rows, yaml, stride, whole_strides(imgsz, stride))
 
 
-def head_class(yaml: Mapping[str, Any]) -> type[nn.Module] | None:
-    """Return the class of the layer that the last row of `head` names; None if it does not name a class."""
-    try:
-        layer = layer_maker(head_name(yaml)).layer
-    except ValueError:  # `_parse_row` reports it
-        return None
-    return layer if isinstance(layer, type) else None
-
-
-def _takes_anchors(yaml: Mapping[str, Any]) -> bool:
-    head = head_class(yaml)
-    return head is not None and issubclass(head, DetectionHead) and head.takes_anchors
+def detection_head(yaml: Mapping[str, Any]) -> type[DetectionHead] | None:
+    """Return the class that the last row of `head` names; None if it is not a detection head."""
+    layer = LAYERS.get(str(head_name(yaml)))
+    return layer if isinstance(layer, type) and issubclass(layer, DetectionHead) else None
 
 
 def _with_defaults(source: str, yaml: dict[str, Any], nc: int | None) -> dict[str, Any]:
@@ -375,19 +281,24 @@ def _with_defaults(source: str, yaml: dict[str, Any], nc: int | None) -> dict[st
     task = {"task": task_of(yaml, source)}
     sizes = {"ch": CHANNELS, "depth_multiple": 1.0, "width_multiple": 1.0, "channel_multiple": 8}
     yaml = {**task, **sizes, **yaml, **task, **({} if nc is None else {"nc": nc})}
+    head = detection_head(yaml)
     count = f"a whole number from 1 to {MAX_COUNT}"
+    multiple = f"a number above 0, at most {MAX_MULTIPLE}"
     rows = "a list of rows [from, number, module, args]"
-    anchors = "a list of width, height pairs for each level, or the number of anchors per level"
     checks: dict[str, tuple[bool, str]] = {
         "ch": (yaml["ch"] == CHANNELS, f"{CHANNELS}, as images are read as RGB, or leave it out"),
         **{key: (is_count(yaml.get(key)), count) for key in ("nc", "channel_multiple")},
         **{
-            key: (is_number(yaml[key]) and 0 < yaml[key] <= MAX_MULTIPLE, f"a number above 0, at most {MAX_MULTIPLE}")
+            key: (is_number(yaml[key]) and 0 < yaml[key] <= MAX_MULTIPLE, multiple)
             for key in ("depth_multiple", "width_multiple")
         },
-        **{key: (isinstance(yaml.get(key), list), rows) for key in ("backbone", "head")},
+        "backbone": (isinstance(yaml.get("backbone"), list), rows),
+        "head": (isinstance(yaml.get("head"), list) and bool(yaml["head"]), rows),
         "auxiliary": (isinstance(yaml.get("auxiliary", []), list), rows),
-        "anchors": (not _takes_anchors(yaml) or _are_anchors(yaml.get("anchors")), anchors),
+        "anchors": (
+            not (head and head.takes_anchors) or _are_anchors(yaml.get("anchors")),
+            "a list of width, height pairs for each level, or the number of anchors per level",
+        ),
     }
     for key, (is_valid, what) in checks.items():
         if not is_valid:
@@ -405,7 +316,6 @@ def _are_anchors(value: Any) -> bool:
 
 def _parse_row(source: str, index: int, row: Any, values: dict[str, Any]) -> Row:
     """Check row `index` and return it, with names among its arguments replaced by `values`."""
-    where = f"{source}, row {index}"
     try:
         origin, number, module, args = row
         numbers = range(-1, index)  # of the rows before it, and -1 for the image
@@ -415,13 +325,9 @@ def _parse_row(source: str, index: int, row: Any, values: dict[str, Any]) -> Row
             raise ValueError
     except (ValueError, TypeError, IndexError):
         raise UserError(
-            f"{where}: {shortened(repr(row))} is not a row; write [from, number, module, args], with `from` the number "
-            f"of a row before it, -1 for the last of these, image, or a list; number 1 to {MAX_COUNT}; args a list"
+            f"{source}, row {index}: {shortened(repr(row))} is not a row; write [from, number, module, args]; from is "
+            f"a row before it, -1 for the last, image, or a list; number 1 to {MAX_COUNT}; args a list"
         ) from None
-    try:
-        layer_maker(module)
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from None
     resolved = tuple(values.get(a, a) if isinstance(a, str) else a for a in args)
     return Row(index, tuple(sources), isinstance(origin, list), number, module, resolved)
 
@@ -432,7 +338,8 @@ def _build_layers(source: str, rows: list[Row], yaml: dict[str, Any], imgsz: int
     A draft of each layer runs on the "meta" device, without memory, to measure channels and strides and to find rows
     that do not fit.
     """
-    anchors = yaml["anchors"] if _takes_anchors(yaml) else 0
+    head = detection_head(yaml)
+    anchors = yaml["anchors"] if head and head.takes_anchors else 0
     outputs = (anchors if isinstance(anchors, int) else len(anchors[0]) // 2) * (yaml["nc"] + 5)
     activation = _parse_activation(source, yaml.get("activation"))
     built: list[nn.Module] = []
@@ -440,12 +347,18 @@ def _build_layers(source: str, rows: list[Row], yaml: dict[str, Any], imgsz: int
     maps: dict[int, Any] = {-1: torch.zeros(1, CHANNELS, PROBE_PIXELS, PROBE_PIXELS, device="meta")}
     largest = 1.0
 
+    def scaled(count: Any) -> int:
+        """Return the scaled number of channels. Raises ValueError if `count` is not a valid number."""
+        if not is_count(count):
+            raise ValueError(f"the first argument is the number of output channels, 1 to {MAX_COUNT}, not {count!r}")
+        multiple = yaml["channel_multiple"]
+        return count if count == outputs else math.ceil(count * yaml["width_multiple"] / multiple) * multiple
+
     def make(row: Row) -> nn.Module:
         """Return a new layer for a row."""
-        channels = tuple(sum(x.shape[1] for x in _tensors(maps[j])) for j in row.sources)
+        channels = [sum(x.shape[1] for x in _tensors(maps[j])) for j in row.sources]
         repeats = max(round(row.number * yaml["depth_multiple"]), 1) if row.number > 1 else 1
-        scale = yaml["width_multiple"], yaml["channel_multiple"], outputs
-        layer = layer_maker(row.module).make(LayerPlacement(channels, repeats, row.args, *scale))
+        layer = make_layer(row, channels, repeats, scaled)
         for module in layer.modules():
             if activation and isinstance(module, (Conv, RepConv)) and not isinstance(module.act, nn.Identity):
                 module.act = activation()

@@ -267,7 +267,7 @@ def test_a_server_that_cannot_be_reached(answers: bool, train: Train, plain: Pat
         printed = train(tmp_path, "--profile", "1:2", launcher=UNSET, **key)
     identical(tmp_path / "exp", plain)
     assert (tmp_path / "exp" / "profile" / "profile_0.json").is_file()
-    assert printed.count("warning") == printed.count("warning: W&B: ") == printed.count("wandb sync") == 1
+    assert printed.count("warning: W&B: ") == printed.count("wandb sync") == 1
     run = only(tmp_path / "exp")
     epochs(run.rows, plain)
     assert run.code == 0

@@ -6,10 +6,7 @@ import csv
 import json
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +15,6 @@ import torch
 import yaml
 
 from data.builtin import NAMES
-from data.dataset import data_source
 from models.ensemble import Members
 from models.tasks import TASKS
 from models.tasks.classify import ClassificationRecipe, ClassificationTask
@@ -28,15 +24,13 @@ from models.weights import Weights
 from tests.conftest import RunScript
 from tests.curves import untouched
 from tests.making import noise, tiny_detector, write_image, write_yaml
-from utils import coco
-from utils.batch import CocoImage
 from utils.checkpoint import serialised, weights_content
 from utils.config.flags import ValOptions
 from utils.config.hyperparameters import Hyperparameters
 from utils.config.parser import given_flags
 from utils.errors import UserError
 from utils.files import read_yaml
-from val import run, write_coco
+from val import run
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -202,7 +196,7 @@ def test_a_model_is_validated_at_the_size_of_its_training(
     printed = "".join(capsys.readouterr())
     assert f"weights: {best}; data: {data}\n" in printed
     assert read_yaml(tmp_path / "exp" / "settings.yaml")["imgsz"] == 40
-    assert "images of 40 px, the size in the weights" in printed
+    assert "image size 40 " in printed
     assert "warning: " not in printed
 
 
@@ -248,29 +242,3 @@ def test_flags_that_a_task_refuses(task: str, flags: list[str], monkeypatch: pyt
     monkeypatch.setattr("val.read_members", lambda *_: members)
     with pytest.raises(UserError, match=f"^{flags[0]} "):
         run(**given_flags(ValOptions, flags), device="cpu")
-
-
-# COCO's results
-
-
-def test_results_are_written_even_if_annotations_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Such annotations are an error if the command line names them, else a warning."""
-    (tmp_path / "annotations").mkdir()
-    wrong = tmp_path / "annotations" / "instances_val.json"
-    wrong.write_text("{")
-    predictions = [CocoImage(0, "7.jpg", np.array([[0, 0, 2, 1, 0.5, 0]]))]
-    (tmp_path / "images").mkdir()
-    data = write_yaml(tmp_path / "data.yaml", {"val": "images", "names": ["cat"]})
-    source = data_source(str(data), "data.detection:DetectionData")
-    for named in ("", str(wrong)):
-        written: dict[str, str] = {}
-        files = SimpleNamespace(write_documents=written.update)
-        recorded: Any = SimpleNamespace(path=tmp_path, files=files)
-        with pytest.raises(UserError, match="instances_val") if named else nullcontext():
-            split: Any = SimpleNamespace(images=[Path("val/7.jpg")])
-            report = partial(coco.report, predictions=predictions, names={0: "cat"}, images=split.images, stem="best")
-            write_coco(recorded, named, source.spec, "val", split, report)
-        rows = json.loads(written["best_predictions.json"])
-        assert rows == [{"image_id": 7, "category_id": 0, "bbox": [0, 0, 2, 1], "score": 0.5}]
-        assert ("instances_val" in capsys.readouterr().out) == (not named)
-        assert list(written) == ["best_predictions.json"]

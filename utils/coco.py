@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,7 +61,7 @@ def read_coco(file: Path, objects: bool = False) -> Any:
     import msgspec
 
     try:
-        coco = _decoder(objects).decode(read_regular(file))
+        coco = _decoder(objects).decode(read_regular(file).removeprefix(codecs.BOM_UTF8))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}; give a file of COCO annotations") from None
     except (msgspec.DecodeError, RecursionError) as error:
@@ -85,12 +86,13 @@ def _refuse_two_meanings(file: Path, noun: str, pairs: Iterable[tuple[Any, Any]]
             raise UserError(f"{file}: {noun} {shown(key)} stands for both {both}; give each one of its own")
 
 
-def find_annotations(roots: Sequence[Path], paths: Sequence[Path]) -> tuple[Path | None, str]:
-    """Return annotations/instances_<folder of the images>.json in one of `roots`, or None with the reason."""
+def find_annotations(roots: Sequence[Path], paths: Sequence[Path]) -> Path | None:
+    """Return annotations/instances_<folder of the images>.json in one of `roots`, or log that there is none."""
     name = f"instances_{paths[0].parent.name}.json"
-    folders = [root / "annotations" for root in roots]
-    file = next((folder / name for folder in folders if (folder / name).is_file()), None)
-    return file, "" if file else f"no {name} in {folders[0]}; give a file with --annotations"
+    files = [root / "annotations" / name for root in roots]
+    file = next(filter(Path.is_file, files), None)
+    log("" if file else f"no {name} in {files[0].parent}; give a file with --annotations")
+    return file
 
 
 # Results
@@ -155,16 +157,15 @@ def metrics(
 ) -> Iterator[tuple[str, list[float]]]:
     """Iterate over `kinds` ("bbox", "segm") and the `COCO_METRICS` of results; a value is -1 if nothing is measured.
 
-    Raises `UserError` if faster-coco-eval is not installed, or cannot use the annotations.
+    Raises `UserError` if faster-coco-eval cannot use the annotations.
     """
-    try:
-        from faster_coco_eval import COCO, COCOeval_faster
-    except ImportError:
-        raise UserError("COCO's metrics need faster-coco-eval: pip install faster-coco-eval") from None
+    from faster_coco_eval import COCO, COCOeval_faster
+
     try:
         annotations = json.loads(read_regular(file))
         # The annotations' own ids are replaced: the evaluator ignores id 0 and merges equal ids.
-        numbered = [{**one, "id": number} for number, one in enumerate(annotations["annotations"], 1)]
+        boxed = (one for one in annotations["annotations"] if one.get("bbox"))  # training leaves out the others too
+        numbered = [{**one, "id": number} for number, one in enumerate(boxed, 1)]
         truth = COCO({**annotations, "annotations": numbered})
         predicted = truth.loadRes(list(rows)) if rows else COCO({**annotations, "annotations": []})
         for kind in kinds:
@@ -183,32 +184,39 @@ def metrics(
 
 
 def report(
-    file: Path | None, predictions: Sequence[CocoImage], names: Mapping[int, str], images: Sequence[Path], stem: str
-) -> tuple[dict[str, str], str]:
-    """Return text files by name, and the reason if an annotation file is given but gives no metrics; print the metrics.
+    write: Callable[[Mapping[str, str]], object],
+    file: Path | None,
+    is_named: bool,
+    predictions: Sequence[CocoImage],
+    names: Mapping[int, str],
+    images: Sequence[Path],
+    stem: str,
+) -> None:
+    """Write the predictions for `images` as COCO's results, <stem>_predictions.json; write and print COCO's metrics.
 
-    The files are the predictions for `images` as COCO's results, <stem>_predictions.json, and the metrics.
+    An annotation file that does not fit is a warning, or if the user names it (`is_named`) a `UserError`, raised once
+    the results are written. `write` writes text files by name.
     """
-    problem, ids = "", default_ids(names, images)
+    ids, problem = default_ids(names, images), ""
     try:
         ids = annotated_ids(file, names, images) if file else ids
     except UserError as error:
-        file, problem = None, str(error)
+        problem = str(error)
     rows = results(predictions, ids)
-    documents = {f"{stem}_predictions.json": json.dumps(rows)}
+    write({f"{stem}_predictions.json": json.dumps(rows)})
     log(f"{plural(len(rows), 'result')} in {stem}_predictions.json; {ids.origin}")
     if missing := ids.images.count(None):
         log(f"warning: {file} lacks {missing} of the images; results and COCO's metrics exclude them")
     kinds = ["bbox", "segm"] if any(image.masks for image in predictions) else ["bbox"]
     try:
+        if problem:
+            raise UserError(problem)
         for kind, values in metrics(file, ids, rows, kinds) if file else ():
             document, title = COCO_OUTPUTS[kind]
-            measured = [
-                (*metric, value if value >= 0 else "-") for metric, value in zip(COCO_METRICS, values, strict=True)
-            ]
-            cells = ((*metric, "" if value == "-" else f"{value:.9g}") for *metric, value in measured)
-            documents[document] = csv_text(("metric", "iou", "area", "max_det", "value"), cells)
-            log(*table([(title, "IoU", "area", "most", "value"), *measured]), always=True)
+            measured = [(*key, "" if value < 0 else value) for key, value in zip(COCO_METRICS, values, strict=True)]
+            write({document: csv_text(("metric", "iou", "area", "max_det", "value"), measured)})
+            log(*table([(title, "IoU", "area", "maxDets", "value"), *measured]), always=True)
     except UserError as error:
-        problem = str(error)
-    return documents, problem
+        if is_named:
+            raise
+        log(f"warning: {error}")

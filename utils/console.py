@@ -17,7 +17,7 @@ from utils.errors import first_line, printable, shortened
 
 T = TypeVar("T")
 REFRESH_SECONDS = 1.0  # between two updates of the values beside a bar; each synchronises the device
-BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:5}| "
+BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:5}| {rate_fmt}{postfix}"
 LEAST_COLUMNS = 80  # minimum width of tables and of the line of an epoch, and the width if the output is not a terminal
 MAX_NAMES = 10  # names in a line of names
 SHORTEST_NAME = 8  # characters that a name in a table keeps, however narrow the table
@@ -114,10 +114,9 @@ class Bar:
     def over(self, batches: Iterable[T], size: Callable[[T], int]) -> Iterator[T]:
         """Iterate over `batches`; `size` maps a batch to its number of images."""
         started = self._last = asked = time.monotonic()
-        # On terminals only, if at all: `disable=None`.
-        how: Any = {"disable": None if self.shown else True, "leave": False, "dynamic_ncols": True, "unit": " img"}
-        form = f"{BAR_FORMAT}{{rate_fmt}}"
-        with tqdm(total=self.images, initial=self.done, desc=self.title, bar_format=form, **how) as self._bar:
+        how: Any = {"leave": False, "dynamic_ncols": True, "unit": " img", "bar_format": BAR_FORMAT}
+        how["disable"] = None if self.shown else True  # None: on terminals only
+        with tqdm(total=self.images, initial=self.done, desc=self.title, **how) as self._bar:
             for batch in batches:
                 self.waited += time.monotonic() - asked
                 yield batch
@@ -144,7 +143,7 @@ class Bar:
     def show(self, values: Sequence[str]) -> None:
         """Show values beside the bar."""
         self._last = time.monotonic()
-        self._bar.bar_format = BAR_FORMAT + ", ".join(values)
+        self._bar.set_postfix_str(", ".join(values), refresh=False)
 
 
 class Background:

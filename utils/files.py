@@ -23,7 +23,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 from urllib.error import HTTPError, URLError
-from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 from uuid import uuid4
 from weakref import WeakSet
@@ -39,11 +38,11 @@ LOCK_FILE = ".lock"  # file in a run folder that a run writes to
 LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a little longer
 PART_SUFFIX = ".part"  # suffix of a file that is being written
 ILLEGAL_CHARACTERS = re.compile(r'[<>:"/\\|?*\x00-\x1f]')  # in file names of Linux, macOS or Windows
-SCHEMES = ("http", "https", "file")
 SERVER_TIMEOUT_SECONDS = 20.0  # longest wait for data from the server
 ATTEMPTS = 3
 RETRY_SECONDS = 1.0  # wait before the second attempt; doubled before the third
 BLOCK_BYTES = 2**20  # bytes read at once
+UNKNOWN_LENGTH_BYTES = 2**30  # limit of a download whose length the server does not name: it may never end
 HUB_PREFIX = "hf:"  # prefix of --weights
 HUB_NAME = re.compile(r"(?://)?([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+))?")  # owner/name, revision, file
 HUB_TOKEN = re.compile(r"Bearer [^'\"]*|hf_\w+")  # in errors of a library
@@ -131,7 +130,7 @@ def find_file(name: str, what: str, folders: Sequence[str], kind: str = "a file"
         return Path(name)
     shipped = sorted(path for folder in folders for path in (ROOT / folder).glob("*.yaml"))
     for path in shipped:
-        if f"{name.removesuffix('.yaml')}.yaml" in (path.name, str(path.relative_to(ROOT))):
+        if f"{name.removesuffix('.yml').removesuffix('.yaml')}.yaml" in (path.name, str(path.relative_to(ROOT))):
             return path
     raise UserError(
         f"{what} '{name}' is not {kind}{nearest(name, (path.stem for path in shipped), 0.7)}; give the path of {kind}, "
@@ -166,21 +165,16 @@ def file_stamps(paths: Iterable[str]) -> bytes:
     return repr(stamps).encode()
 
 
-def require_regular(path: str | os.PathLike[str]) -> None:
-    """Raise OSError for a pipe, socket or device, which may never end. Links to files are files."""
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a file. Raises OSError for a pipe, socket or device too, which may never end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
-
-
-def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """Return the content of a file. Raises OSError as `require_regular` does."""
-    require_regular(path)
     with open(path, "rb") as file:
         return file.read()
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[str]:
-    """Return the lines of a text file; invalid UTF-8 is replaced. Raises OSError as `require_regular` does."""
+    """Return the lines of a text file; invalid UTF-8 is replaced. Raises OSError as `read_regular` does."""
     return read_regular(path).decode("utf-8-sig", errors="replace").splitlines()
 
 
@@ -295,26 +289,28 @@ def download(
 
 
 def is_address(text: Any) -> bool:
-    """Return whether `text` is an address for `download`."""
-    return isinstance(text, str) and re.fullmatch(rf"(?:{'|'.join(SCHEMES)})://\S+", text) is not None
+    """Return whether `text` is an address for `download`: one with spaces, a user name or a password is not."""
+    return isinstance(text, str) and re.fullmatch(r"(?:https?|file)://[^\s/@?#]*(?:[/?#]\S*)?", text) is not None
 
 
 def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool], licence: str) -> None:
     """Download a file once. Raises OSError or HTTPException, or ValueError if it need not be tried again."""
     if not is_address(address):
-        raise ValueError(f"it must begin with {', '.join(f'{scheme}://' for scheme in SCHEMES)} and have no spaces")
-    if "@" in urlsplit(address).netloc:
-        raise ValueError("it must have no user name and password")
+        raise ValueError("it must begin with http://, https:// or file:// and have no spaces and no password")
     request = Request(address, headers={"User-Agent": "lockstep"})
     with urlopen(request, timeout=SERVER_TIMEOUT_SECONDS) as answer, replacing(path) as file:
-        licence = f" (licence: {licence})" if licence else ""
-        print(f"downloading {without_secrets(address)}{licence}", file=sys.stderr, flush=True)
+        terms = f" (licence: {licence})" if licence else ""
+        print(f"downloading {without_secrets(address)}{terms}", file=sys.stderr, flush=True)
         length = int(answer.headers.get("Content-Length") or 0)
         if length > (free := shutil.disk_usage(path.parent).free):
             raise ValueError(f"it needs {gigabytes(length)}, and {gigabytes(free)} are free")
+        limit = min(length or UNKNOWN_LENGTH_BYTES, free)
         # disable=None: a progress bar on terminals only
         with tqdm.wrapattr(answer, "read", length or None, desc=path.name, disable=None, leave=False) as source:
-            shutil.copyfileobj(source, file, BLOCK_BYTES)
+            while block := source.read(BLOCK_BYTES):
+                file.write(block)
+                if file.tell() > limit:
+                    raise ValueError(f"it has more than {gigabytes(limit)}")
         if length and file.tell() != length:
             raise OSError(f"the connection ended after {file.tell()} of {length} bytes")
         file.flush()
@@ -332,9 +328,8 @@ def gigabytes(size: float) -> str:
 def fetch_from_hub(name: str) -> Path:
     """Return a weight file of the Hugging Face Hub in the cache of huggingface_hub, downloaded if necessary.
 
-    One process of a machine downloads, the others wait. If the Hub does not give the file, a cached one is returned.
-    Raises `UserError`. The name is owner/name, owner/name/file, or with a revision owner/name@revision; without a file
-    it means best.pt, else the repository's only weight file.
+    The name is owner/name, owner/name/file, or with a revision owner/name@revision; without a file it means best.pt,
+    else the repository's only weight file. Raises `UserError`.
     """
     import huggingface_hub as hub
 
@@ -343,19 +338,20 @@ def fetch_from_hub(name: str) -> Path:
         raise UserError(f"{flag} is not of the form {HUB_PREFIX}owner/name or {HUB_PREFIX}owner/name/file.pt")
     repository, revision, file = match.groups()
     hub.utils.logging.set_verbosity_error()
-    with one_at_a_time(cache_folder() / "hub" / f"{repository.replace('/', '--')}.lock"):
-        try:
-            info = hub.HfApi().model_info(repository, revision=revision, timeout=SERVER_TIMEOUT_SECONDS)
-            weights = [entry.rfilename for entry in info.siblings or [] if entry.rfilename.endswith(WEIGHT_SUFFIXES)]
-            file = file or (weights[0] if len(weights) == 1 else BEST)
-            licence = "".join(f" (licence: {tag[8:]})" for tag in info.tags or [] if tag.startswith("license:"))
-            print(f"{HUB_PREFIX}{repository}/{file}{licence}", file=sys.stderr, flush=True)
-            return Path(hub.hf_hub_download(repository, file, revision=revision))
-        except Exception as error:  # of any class, depending on the version
-            with suppress(Exception):
-                return Path(hub.hf_hub_download(repository, file or BEST, revision=revision, local_files_only=True))
-            reason = first_line(Exception(HUB_TOKEN.sub("...", str(error))))
-            raise UserError(
-                f"{flag} cannot be downloaded ({reason}); check the name and the network, and log in with "
-                "`hf auth login` or set HF_TOKEN if it is private or gated"
-            ) from None
+    with suppress(Exception):  # of any class, depending on the version; the file may be in the cache
+        info = hub.HfApi().model_info(repository, revision=revision, timeout=SERVER_TIMEOUT_SECONDS)
+        names = [entry.rfilename for entry in info.siblings or []]
+        weights = [name for name in names if name.endswith(WEIGHT_SUFFIXES)]
+        file = file or (weights[0] if len(weights) == 1 else BEST)
+        licence = "".join(f" (licence: {tag[8:]})" for tag in info.tags or [] if tag.startswith("license:"))
+        print(f"{HUB_PREFIX}{repository}/{file}{licence}", file=sys.stderr, flush=True)
+        for description in {"config.json", "README.md"}.intersection(names):  # see `Task.described`
+            hub.hf_hub_download(repository, description, revision=revision)
+    try:
+        return Path(hub.hf_hub_download(repository, file or BEST, revision=revision))
+    except Exception as error:
+        reason = first_line(Exception(HUB_TOKEN.sub("...", str(error))))
+        raise UserError(
+            f"{flag} cannot be downloaded ({reason}); check the name and the network, and log in with "
+            "`hf auth login` or set HF_TOKEN if it is private or gated"
+        ) from None

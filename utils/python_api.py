@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from utils.config.flags import OPTIONS_OF_SCRIPT, REFUSED, flags_of
+from utils.config.flags import IGNORED, OPTIONS_OF_SCRIPT, REFUSED, flags_of
 from utils.config.hyperparameters import OVERRIDE_PREFIX
 from utils.config.parser import checked
 from utils.console import log
@@ -98,16 +98,15 @@ def arguments(
     overrides: dict[str, str] = {}
     for alias, value in values.items():
         name, key = aliases(kind).get(alias, alias), alias.removeprefix(OVERRIDE_PREFIX.lstrip("-"))
-        if value is None or (value is False and name in fields):
+        if value is None or (value is False and name in {*fields, *REFUSED}) or str(value) == IGNORED.get(name):
             continue
         if name in fields:
             const = fields[name].metadata["const"]
             by_flag[name] = const if value is True and const is not None else value
         elif key in (known := hyperparameters()):
             overrides[key] = str(value)
-        elif name in REFUSED:
-            raise UserError(f"{caller}: {alias} {REFUSED[name]}")
         else:
-            raise UserError(f"{caller}: unknown argument {alias}{nearest(alias, [*fields, *known])}")
+            reason = REFUSED.get(name, f"is not known{nearest(alias, [*fields, *known])}")
+            raise UserError(f"{caller}: {alias} {reason}")
     by_flag = checked(kind, by_flag, f"{caller}: {{}}".format)
     return {**by_flag, "overrides": overrides} if overrides else by_flag

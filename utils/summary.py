@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from utils.errors import UserError, shown
 from utils.files import csv_text
 
 Row = Sequence[str | float]
-PREPARING, INFERENCE, POSTPROCESSING = "preparing", "inference", "post-processing"  # stages of an evaluation
+PREPARING, INFERENCE, POSTPROCESSING = "preprocess", "inference", "postprocess"  # stages of an evaluation
 DRAWN_IMAGES = 48  # validation images that are drawn with their predictions
 
 
@@ -47,40 +48,31 @@ class Summary:
         metrics = {f"metrics/{name}": value for name, value in self.metrics.items()}
         return {**metrics, **{f"val/{name}": value for name, value in self.losses.items()}}
 
+    def weighed(self, weights: Mapping[str, float]) -> Summary:
+        """Return the summary with the sum of its metrics with `weights` as its fitness, if any; NaN becomes -inf."""
+        if not weights:
+            return self if self.fitness > -math.inf else replace(self, fitness=-math.inf)
+        value = sum(weight * self.metrics[name] for name, weight in weights.items())
+        highest = sum(max(weight, 0.0) for weight in weights.values()) or 1.0
+        headline = {**(self.headline or self.metrics), "fitness": value}
+        return replace(self, fitness=max(-math.inf, value), highest_fitness=highest, headline=headline)
 
-@dataclass(frozen=True)
-class Fitness:
-    """The number by which epochs are compared: the sum of metrics with `weights`, by name; without, the task's own."""
 
-    weights: dict[str, float] = field(default_factory=dict)
+def fitness_weights(text: str, metrics: Sequence[str]) -> dict[str, float]:
+    """Return the weights of --fitness by metric, such as `mAP_0.5=0.2,recall=0.8`; {} for '', the task's own fitness.
 
-    @classmethod
-    def parsed(cls, text: str, metrics: Sequence[str]) -> Fitness:
-        """Read --fitness, such as `mAP_0.5=0.2,recall=0.8` of the task's metrics; '' is the task's own fitness.
-
-        Raises `UserError`.
-        """
-        if not text:
-            return cls()
-        terms = [term.rpartition("=") for term in text.split(",")]
-        try:
-            weights = {name.strip().removeprefix("metrics/"): float(number) for name, _, number in terms}
-        except ValueError:
-            weights = {}
-        are_metrics = {*weights} <= {*metrics} and len(weights) == len(terms)
-        if are_metrics and all(map(math.isfinite, weights.values())) and any(weights.values()):
-            return cls(weights)
-        example = f"such as {metrics[0]}=0.2,{metrics[-1]}=0.8"
-        raise UserError(f"--fitness {shown(text)}: give finite weights, not all 0, of {', '.join(metrics)}, {example}")
-
-    def of(self, summary: Summary) -> Summary:
-        """Return the summary of an epoch with this fitness, also at the end of its console line; NaN becomes -inf."""
-        if not self.weights:
-            return summary if summary.fitness > -math.inf else replace(summary, fitness=-math.inf)
-        value = sum(weight * summary.metrics[name] for name, weight in self.weights.items())
-        highest = sum(max(weight, 0.0) for weight in self.weights.values()) or 1.0
-        headline = {**(summary.headline or summary.metrics), "fitness": value}
-        return replace(summary, fitness=max(-math.inf, value), highest_fitness=highest, headline=headline)
+    Raises `UserError` for anything but finite weights, not all 0, of the task's `metrics`.
+    """
+    if not text:
+        return {}
+    terms = [term.split("=") for term in text.split(",")]
+    with suppress(ValueError):
+        weights = {name.strip().removeprefix("metrics/"): float(number) for name, number in terms}
+        are_finite = all(map(math.isfinite, weights.values()))
+        if are_finite and any(weights.values()) and {*weights} <= {*metrics} and len(weights) == len(terms):
+            return weights
+    example = f"such as {metrics[0]}=0.2,{metrics[-1]}=0.8"
+    raise UserError(f"--fitness {shown(text)}: give finite weights, not all 0, of {', '.join(metrics)}, {example}")
 
 
 class Box(NamedTuple):
@@ -164,6 +156,6 @@ def log_times(times: Sequence[tuple[int, Mapping[str, float]]], batch_size: int 
     images = max(sum(count for count, _ in times), 1)
     stages = (PREPARING, INFERENCE, POSTPROCESSING)
     means = [1000 * sum(seconds.get(stage, 0.0) for _, seconds in times) / images for stage in stages]
-    rate = f": {1000 / max(sum(means), 1e-9):.1f} images/s in batches of {batch_size}" if batch_size else ""
-    words = ", ".join(f"{mean:.2f} ms {stage}" for mean, stage in zip(means, stages, strict=True))
-    log(f"per image: {words},", f"  without loading and the warm-up{rate}", always=always)
+    rate = f"; {1000 / max(sum(means), 1e-9):.1f} images/s at batch size {batch_size}" if batch_size else ""
+    words = ", ".join(f"{mean:.1f} ms {stage}" for mean, stage in zip(means, stages, strict=True))
+    log(f"speed per image: {words}; image loading and warm-up excluded{rate}", always=always)

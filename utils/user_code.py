@@ -29,76 +29,61 @@ def class_named(place: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def is_users(module: str) -> bool:
-    """Return whether a module is a file of the user's, or in a package of the user's."""
+def load(module: str) -> ModuleType | None:
+    """Import a module of a user's file or package that has been imported; return None for any other module.
+
+    Raises `UserError` with file and line for any error in it.
+    """
     name = module.partition(".")[0]
-    return name in _paths and name in sys.modules
-
-
-def load(module: str) -> ModuleType:
-    """Import a module of the user's. Raises `UserError` if that fails."""
-    with running(_paths[module.partition(".")[0]]):
+    if name not in _paths or name not in sys.modules:
+        return None
+    with explained(_paths[name]):
         return importlib.import_module(module)
 
 
-def trust(path: Path, flag: str, is_named: bool, named_by: str) -> None:
-    """Remember that this user runs a Python file or package, at this path and with this content.
+@contextmanager
+def imported(
+    place: str | Path, flag: str, is_named: bool = True, named_by: str = "the run's settings.yaml"
+) -> Iterator[ModuleType]:
+    """Import the Python file or package at `place`, and run a block with it; if that fails, forget the module.
 
-    Raises `UserError` if the user has neither given `flag`, as `is_named` says, nor run the same code before. Otherwise
-    `named_by` names the path: a weight file or a run folder, perhaps somebody else's.
+    Its folder stays the last in `sys.path`, so that loader processes can import it too. If not the user names it
+    (`is_named`) but a file, `named_by`, perhaps somebody else's, it is run only if this user has run the same code at
+    the same path before. Raises `UserError`, also if another module has its name, or for any error in it or the block.
     """
+    path = Path(place).resolve()
+    file, name = path / "__init__.py" if os.path.isdir(path) else path, path.stem
+    if not os.path.isfile(file) or file.suffix != ".py":
+        subject = "" if is_named else f"{named_by} names "
+        raise UserError(
+            f"{subject}{flag} {place}: give a .py file, or a folder with an __init__.py (looked for {file})"
+        )
     digest = hashlib.sha256(os.fsencode(path))
-    for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-        digest.update(os.fsencode(file) + hashlib.sha256(file.read_bytes()).digest())
+    for code in [path] if file == path else sorted(path.rglob("*.py")):
+        digest.update(os.fsencode(code) + hashlib.sha256(code.read_bytes()).digest())
     mark = cache_folder() / "trusted" / digest.hexdigest()
     if not is_named and not mark.is_file():
         raise UserError(
             f"{named_by} names {path}, a Python file or package that would be run and that you have not run before; "
-            f"read it, and if you trust it add {flag}"
+            f"read it, and if you trust it add {flag} {place}"
         )
     with suppress(OSError):  # without the record the user must name it each time
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
-
-
-@contextmanager
-def imported(path: Path, flag: str) -> Iterator[ModuleType]:
-    """Import a Python file or package by its resolved path, and run a block with it; if that fails, forget the module.
-
-    Its folder stays the last in `sys.path`, so that loader processes can import it too. Raises `UserError`, which names
-    `flag`, if another module has its name, or for an error in the file or package.
-    """
-    name, file, search = path.stem, path / "__init__.py" if path.is_dir() else path, list(sys.path)
-    if str(path.parent) not in search:
+    if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     importlib.invalidate_caches()
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
-    is_found = spec is not None and spec.origin is not None and Path(spec.origin).resolve() == file
-    try:
-        if not is_found:
-            raise UserError(f"{flag} {path}: '{name}' is not a valid module name, or another module has it; rename it")
-        with running(path):
-            yield importlib.import_module(name)
-    except BaseException:
-        sys.path[:] = search
-        for loaded in [module for module in sys.modules if module.partition(".")[0] == name and is_found]:
-            del sys.modules[loaded]
-        raise
-
-
-@contextmanager
-def running(path: Path) -> Iterator[None]:
-    """Run a block that imports a user's file or package, without writing bytecode into its folder.
-
-    Raises `UserError` with file and line for any error in it.
-    """
-    _paths[path.stem] = path
-    dont_write, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    if spec is None or Path(spec.origin or "").resolve() != file:
+        raise UserError(f"{flag} {path}: '{name}' is not a valid module name, or another module has it; rename it")
+    _paths[name] = path
     try:
         with explained(path):
-            yield
-    finally:
-        sys.dont_write_bytecode = dont_write
+            yield importlib.import_module(name)
+    except BaseException:
+        for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+            del sys.modules[module]
+        raise
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from models.layers import Head
-from models.yolo import LAYERS, narrowing
+from models.yolo import LAYERS
 
 
 class Heatmap(Head):
@@ -27,4 +27,4 @@ class Heatmap(Head):
         return logits
 
 
-LAYERS["Heatmap"] = narrowing(Heatmap)
+LAYERS["Heatmap"] = Heatmap

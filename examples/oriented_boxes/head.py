@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from models.layers import Conv, Head
 from models.tasks.contract import Model, at_least_float32
-from models.yolo import LAYERS, detecting
+from models.yolo import LAYERS
 
 from .geometry import canonical, unspun
 
@@ -98,4 +98,4 @@ class DecodedOriented(nn.Module):
         return torch.cat((canonical(unspun(decode(raw, places))), raw[..., BOX_OUTPUTS:].sigmoid()), 2)
 
 
-LAYERS["OrientedDetect"] = detecting(OrientedDetect)
+LAYERS["OrientedDetect"] = OrientedDetect

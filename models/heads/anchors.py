@@ -26,10 +26,8 @@ from models.heads.contract import (
 )
 from models.layers import Proto
 from models.tasks.contract import Criterion, LossTerms, Model, at_least_float32, device_constant
-from models.weights import same_names
 from utils.batch import Batch, BoxSplit
 from utils.config.hyperparameters import AnchorKeys, keys_of
-from utils.errors import plural
 
 LOSS_NAMES = ("box_loss", "obj_loss", "cls_loss")  # names of the terms, in the order of `LossTerms`
 # Offsets (x, y) of the cells that a target may be assigned to: its centre's cell, then left, above, right and below.
@@ -39,7 +37,6 @@ NEIGHBOUR_DISTANCE_CELLS = 0.5  # largest distance from a target's centre to a n
 LEVEL_WEIGHTS = {3: (4.0, 1.0, 0.4)}
 LEVEL_WEIGHTS_DEEP = (4.0, 1.0, 0.25, 0.06, 0.02)
 FOCAL_ALPHA = 0.25
-BOX_ROWS = 5  # number of an anchor's first outputs: box and objectness
 ANCHOR_TOLERANCE = 0.01  # relative difference of equal anchors: official files hold half precision
 MapSizes = tuple[tuple[int, int], ...]  # height and width of the map of each level
 
@@ -331,10 +328,8 @@ class Detect(DetectionHead):
     The buffer `anchors` (levels, anchors, 2) is in stride units after `placed`.
 
     Args:
-        nc: number of classes
         anchors: for each level a flat list [w, h, w, h, ...] in pixels, or the number of anchors per level, which
             AutoAnchor then computes
-        channels: number of channels of each input map
         more: number of outputs per anchor after the class scores
     """
 
@@ -344,6 +339,8 @@ class Detect(DetectionHead):
     hyperparameters = keys_of(AnchorKeys)
     features = frozenset({"anchors", "label smoothing"})
     takes_anchors = True
+    last_layers = "m.{level}"
+    box_outputs = 5  # box and objectness
     anchors: Tensor
 
     def __init__(
@@ -352,13 +349,9 @@ class Detect(DetectionHead):
         super().__init__()
         if isinstance(anchors, int):
             anchors = [list(range(1, 2 * anchors + 1))] * len(channels)
-        if len(anchors) != len(channels):
-            raise ValueError(
-                f"Detect has {len(channels)} input maps, but `anchors` has {len(anchors)} rows: give one row per map"
-            )
         lengths = {len(level) for level in anchors}
-        if len(lengths) != 1 or 0 in lengths or lengths.pop() % 2:
-            raise ValueError("every row of `anchors` needs the same number of width, height pairs")
+        if len(anchors) != len(channels) or len(lengths) > 1 or lengths.pop() % 2:
+            raise ValueError(f"`anchors` needs {len(channels)} rows, one per input map, of equally many pairs of sides")
         self.nc, self.nl, self.na, self.no = nc, len(channels), len(anchors[0]) // 2, nc + 5 + more
         self._sides = [[float(side) for side in level] for level in anchors]  # width, height, width ... in pixels
         self.register_buffer("anchors", torch.tensor(self._sides).view(self.nl, self.na, 2))
@@ -429,35 +422,12 @@ class Detect(DetectionHead):
             if number != view.skipped_level
         ]
 
-    @torch.no_grad()
     def keep(self, prefix: str, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]) -> str:
-        """Copy the outputs that fit from a file's head; return in words which were copied, or why none were.
-
-        Box and objectness are copied from the same anchor, a class from the class of the same name, whatever its
-        number; other classes are left unchanged. A segmenter's mask outputs are copied if the file has them.
-        """
+        """Copy the outputs that fit, as every head does, if the file has the same anchors."""
         anchors = state.get(f"{prefix}.anchors", torch.zeros(0)).to(self.anchors)
         if anchors.shape != self.anchors.shape or not torch.allclose(anchors, self.anchors, rtol=ANCHOR_TOLERANCE):
-            return "not its head: it has other anchors"
-        same, copied = same_names(names, new), 0
-        for level, convolve in enumerate(self.m):
-            parts = {f"{prefix}.m.{level}.{part}": target for part, target in convolve.named_parameters()}
-            pairs = [(target, state.get(name, torch.zeros(0))) for name, target in parts.items()]
-            fits = (source.shape[1:] == target.shape[1:] and not len(source) % self.na for target, source in pairs)
-            if not all(fits) or any(len(source) < self.na * (BOX_ROWS + len(names)) for _, source in pairs):
-                continue
-            copied += 1
-            for pair in pairs:
-                target, source = (tensor.reshape(self.na, -1, *tensor.shape[1:]) for tensor in pair)
-                target[:, :BOX_ROWS] = source[:, :BOX_ROWS]
-                for number, of_file in same.items():
-                    target[:, BOX_ROWS + number] = source[:, BOX_ROWS + of_file]
-                masks, file_masks = target[:, BOX_ROWS + self.nc :], source[:, BOX_ROWS + len(names) :]
-                if names and masks.shape == file_masks.shape:
-                    masks.copy_(file_masks)
-        if not copied:
-            return "not its head: its layers differ"
-        return f"from its head the boxes and {len(same) or 'none'} of {plural(len(new), 'class')}"
+            return "head: new, because the file's has other anchors"
+        return super().keep(prefix, state, names, new)
 
     def adapt(self, model: Model, split: BoxSplit, hyp: AnchorKeys) -> None:
         """Run AutoAnchor."""
@@ -467,11 +437,8 @@ class Detect(DetectionHead):
 
 
 class Segment(Detect):
-    """The segmentation head: `Detect` with `masks` coefficients per anchor, and the mask prototypes that they weight.
-
-    Args:
-        prototypes: number of hidden channels of `Proto`, which runs on the first map
-    """
+    """The segmentation head: `Detect` with `masks` coefficients per anchor, and the mask prototypes that they weight:
+    a `Proto` with `prototypes` hidden channels on the first map."""
 
     description = "segmentation head"
     example = "[[17, 20, 23], 1, Segment, [nc, anchors, 32, 256]]"

@@ -16,7 +16,6 @@ from utils.console import log
 if TYPE_CHECKING:
     from models.heads.anchors import Detect
 
-SUFFICIENT_RECALL = 0.98  # best possible recall above which anchors are kept
 MUTATION_ROUNDS = 1000
 MUTATION_PROBABILITY = 0.9  # probability that a side mutates
 MUTATION_SPREAD = 0.1  # largest standard deviation of a mutation's factor
@@ -34,7 +33,7 @@ class Fit(NamedTuple):
 
 
 def adapt_anchors(
-    head: Detect, yaml: dict[str, Any], sides: np.ndarray, threshold: float, sufficient: float = SUFFICIENT_RECALL
+    head: Detect, yaml: dict[str, Any], sides: np.ndarray, threshold: float, sufficient: float = 0.98
 ) -> None:
     """Replace the anchors of a head and of its model's YAML if they fit too few boxes; log what was done.
 
@@ -47,8 +46,7 @@ def adapt_anchors(
         return
     strides = head.stride[:, None, None].to(head.anchors)
     current = (head.anchors * strides).reshape(-1, 2).numpy()
-    before = fit(sides, current, threshold)
-    outcome = f"; kept, as `anchor_recall` is {sufficient:g}" if before.recall <= SUFFICIENT_RECALL else ""
+    before, outcome = fit(sides, current, threshold), ""
     if before.recall <= sufficient:
         better = find_anchors(sides, len(current), threshold)
         after, outcome = fit(sides, better, threshold), "; no better anchors found"
@@ -59,8 +57,10 @@ def adapt_anchors(
             head.anchors.copy_(anchors / strides)
             yaml["anchors"] = anchors.reshape(head.nl, -1).tolist()
             outcome = f"; new anchors: {after.recall:.1%}, {after.anchors_per_box:.2f} per box"
-    per_box = f"{before.anchors_per_box:.2f} anchors per box"
-    log(f"AutoAnchor: {before.recall:.1%} of the boxes match an anchor, {per_box}{outcome}")
+    log(
+        f"AutoAnchor: {before.recall:.1%} of the boxes match an anchor, {before.anchors_per_box:.2f} anchors per box"
+        f"{outcome}"
+    )
 
 
 def fit(sides: np.ndarray, anchors: np.ndarray, threshold: float) -> Fit:

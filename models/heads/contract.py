@@ -17,7 +17,9 @@ from torch import Tensor
 
 from models.layers import Head
 from models.tasks.contract import Criterion, Function, LossTerms, Model, device_constant
+from models.weights import same_names
 from utils.batch import Batch, BoxSplit
+from utils.errors import plural
 
 EPSILON = 1e-7  # keeps divisors above 0
 VECTOR_NUMBERS = 64  # at least as many as any CPU's vector register holds
@@ -140,7 +142,10 @@ class DetectionHead(Head):
     hyperparameters: ClassVar[frozenset[str]] = frozenset()
     features: ClassVar[frozenset[str]] = frozenset()  # features beyond the task's, see `Task.features`
     takes_anchors: ClassVar[bool]  # whether model YAMLs with it need `anchors`
+    last_layers: ClassVar[str]  # name of the last convolution of a `level`, whose outputs `keep` copies
+    box_outputs: ClassVar[int] = 0  # number of its outputs, for each anchor, before the class scores
     nc: int  # number of classes
+    na: int = 1  # number of anchors of a cell
     stride: Tensor  # buffer (levels,), pixels per cell
 
     @abstractmethod
@@ -149,13 +154,9 @@ class DetectionHead(Head):
 
     @abstractmethod
     def criterion(self, hyp: Any, label_smoothing: float, imgsz: int, class_weights: Sequence[float] = ()) -> Criterion:
-        """Return the loss of the head's raw outputs.
+        """Return the loss of the head's raw outputs, by the keys of `hyp` in `hyperparameters`.
 
-        Args:
-            hyp: hyperparameters of the task, with the keys in `hyperparameters`
-            label_smoothing: value of --label-smoothing
-            imgsz: the model's image size in pixels
-            class_weights: weight of an object, by class number; empty if all objects count the same
+        `class_weights` are the weights of objects by class number; empty if all count the same.
         """
 
     def view(self, outputs: Any, more: int = 0) -> HeadView:
@@ -179,16 +180,39 @@ class DetectionHead(Head):
         """Add objectness to boxes of `decode` that lack it: (b, n, 5 + classes + more), as suppression needs."""
         return decoded
 
-    @abstractmethod
+    @torch.no_grad()
     def keep(self, prefix: str, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]) -> str:
-        """Copy the parts that fit from the head of a weight file for other classes; return in words which.
+        """Copy the outputs that fit from the head of a weight file for other classes; return in words which.
+
+        Of each anchor the first `box_outputs` are copied, a class from the class of the same name, whatever its number,
+        and the outputs after the classes if the file has as many; other classes are left unchanged.
 
         Args:
-            prefix: prefix of the head's tensors in `state`
-            state: the file's tensors, by name
+            prefix: prefix of the names of the head's tensors in `state`, the file's tensors
             names: the file's class names, by number
             new: the model's class names, by number
         """
+        same, start, copied = same_names(names, new), self.box_outputs, 0
+        for level in range(len(self.stride)):
+            layer = self.last_layers.format(level=level)
+            tensors = self.get_submodule(layer).named_parameters()
+            pairs = [(target, state.get(f"{prefix}.{layer}.{part}", torch.zeros(0))) for part, target in tensors]
+            fits = (source.shape[1:] == target.shape[1:] and not len(source) % self.na for target, source in pairs)
+            if not all(fits) or any(len(source) < self.na * (start + len(names)) for _, source in pairs):
+                continue
+            copied += 1
+            for pair in pairs:
+                target, source = (tensor.reshape(self.na, -1, *tensor.shape[1:]) for tensor in pair)
+                target[:, :start] = source[:, :start]
+                for number, of_file in same.items():
+                    target[:, start + number] = source[:, start + of_file]
+                others, file_others = target[:, start + self.nc :], source[:, start + len(names) :]
+                if names and others.shape == file_others.shape:
+                    others.copy_(file_others)
+        if not copied:
+            return "head: no class outputs kept, because the layers before them differ"
+        kept = "box and objectness outputs" if start else "box outputs"
+        return f"head: {kept} kept, {plural(len(new) - len(same), 'class output')} new"
 
     def adapt(self, model: Model, split: BoxSplit, hyp: Any) -> None:
         """Adapt the head, and the model's YAML, to the training boxes before the first step; log how."""

@@ -6,7 +6,7 @@ Registered in models/yolo.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,10 +26,8 @@ from models.heads.contract import (
 )
 from models.layers import Conv
 from models.tasks.contract import Criterion, LossTerms, at_least_float32, device_constant
-from models.weights import same_names
 from utils.batch import Batch
 from utils.config.hyperparameters import AlignmentKeys, keys_of
-from utils.errors import plural
 
 LOSS_NAMES = ("box_loss", "cls_loss", "dfl_loss")  # names of the terms, in the order of `LossTerms`
 SIDES = 4  # left, top, right, bottom
@@ -342,13 +340,8 @@ class DetectDFL(DetectionHead):
     """An anchor-free head: for each cell, distributions of the distances to the box's sides, and class scores.
 
     It is trained with the generalized focal loss (arXiv 2006.04388) and task-aligned assignment (arXiv 2108.07755), as
-    in YOLOv9 (arXiv 2402.13616).
-
-    Args:
-        nc: number of classes
-        channels: number of channels of each input map
-        score_channels: number of hidden channels of the class branches; if None, the larger of the first map's channels
-            and min(2 nc, 128)
+    in YOLOv9 (arXiv 2402.13616). The class branches have as many hidden channels as the first map, or min(2 nc, 128) if
+    that is more.
     """
 
     description = "detection head"
@@ -356,12 +349,13 @@ class DetectDFL(DetectionHead):
     loss_names = LOSS_NAMES
     hyperparameters = keys_of(AlignmentKeys)
     takes_anchors = False
+    last_layers = "heads.{level}.class_conv.2"
 
-    def __init__(self, nc: int, channels: Sequence[int], score_channels: int | None = None) -> None:
+    def __init__(self, nc: int, channels: Sequence[int]) -> None:
         super().__init__()
         self.nc = nc
         box = max(math.ceil(channels[0] // 4 / SIDES) * SIDES, SIDES * BINS)
-        score = score_channels or max(channels[0], min(2 * nc, MAX_SCORE_CHANNELS))
+        score = max(channels[0], min(2 * nc, MAX_SCORE_CHANNELS))
         self.register_buffer("stride", torch.ones(len(channels)), persistent=False)
         self.heads = nn.ModuleList(DFLBranches(c1, box, score, nc) for c1 in channels)
 
@@ -409,25 +403,3 @@ class DetectDFL(DetectionHead):
     def scored(decoded: Tensor) -> Tensor:
         """Return boxes (b, n, 4 + classes) with an objectness of 1, (b, n, 5 + classes)."""
         return torch.cat((decoded[..., :4], torch.ones_like(decoded[..., :1]), decoded[..., 4:]), -1)
-
-    @torch.no_grad()
-    def keep(self, prefix: str, state: Mapping[str, Tensor], names: Mapping[int, str], new: Mapping[int, str]) -> str:
-        """Copy the class rows of a file's head into this one, and return in words which were copied, or why none were.
-
-        `transfer` has already loaded the box branches and, if they are as wide, the first layers of the class branches.
-        Each row of the last layer is copied from the class of the same name, whatever its number; other classes are
-        left unchanged.
-        """
-        same, copied = same_names(names, new), 0
-        for level, branches in enumerate(self.heads):
-            parts = [f"class_conv.2.{part}" for part in ("weight", "bias")]
-            sources = [state.get(f"{prefix}.heads.{level}.{part}", torch.zeros(0)) for part in parts]
-            pairs = list(zip(map(branches.get_parameter, parts), sources, strict=True))
-            if all(source.shape[1:] == target.shape[1:] and len(source) >= len(names) for target, source in pairs):
-                copied += 1
-                for target, source in pairs:
-                    for row, of_file in same.items():
-                        target[row] = source[of_file]
-        if not copied:
-            return "from its head the boxes, not the classes: the layers before them differ"
-        return f"from its head the boxes and {len(same) or 'none'} of {plural(len(new), 'class')}"

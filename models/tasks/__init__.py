@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from utils.errors import UserError
-from utils.files import looked_for
-from utils.user_code import class_named, imported, trust
+from utils.user_code import class_named, imported
 
 if TYPE_CHECKING:
     from models.tasks.contract import Task
@@ -99,24 +97,18 @@ def add_tasks(place: str, is_named: bool = True, named_by: str = "the run's sett
         is_named: whether the user names `place` now; if not, it is run only if this user has run the same code before
         named_by: name, in errors, of the file that names `place` if the user does not
     """
-    path = Path(place).resolve()
-    if not (path / "__init__.py").is_file() and not (path.is_file() and path.suffix == ".py"):
-        subject = "" if is_named else f"{named_by} names "
-        hint = looked_for(Path(place))
-        raise UserError(f"{subject}--task-file {place}: give a .py file or a folder with an __init__.py{hint}")
-    trust(path, f"--task-file {place}", is_named, named_by)
-    with imported(path, "--task-file") as module:
+    with imported(place, "--task-file", is_named, named_by) as module:
         entries = getattr(module, "TASKS", None)
         if not entries or not isinstance(entries, dict) or {*map(type, entries.values())} != {TaskEntry}:
             raise UserError(
-                f'{path} defines no task; write `TASKS = {{"name": TaskEntry(...)}}`, with models.tasks.TaskEntry'
+                f'{place} defines no task; write `TASKS = {{"name": TaskEntry(...)}}`, with models.tasks.TaskEntry'
             )
         for name, entry in entries.items():
             if name in TASKS and TASKS[name] is not entry:
-                raise UserError(f"{path} defines a task '{name}', but that name is taken; give it another name")
+                raise UserError(f"{place} defines a task '{name}', but that name is taken; give it another name")
             for kind in (entry.load(), class_named(entry.data)):
                 if missing := ", ".join(sorted(kind.__abstractmethods__)):
-                    raise UserError(f"{path}: the class {kind.__name__} of '{name}' lacks {missing}; define them")
+                    raise UserError(f"{place}: the class {kind.__name__} of '{name}' lacks {missing}; define them")
     TASKS.update(entries)
     return list(entries)
 

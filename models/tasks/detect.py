@@ -21,7 +21,6 @@ from models.heads.contract import (
     BoxView,
     Candidates,
     DecodedView,
-    DetectionHead,
     UnavailableCriterion,
     head_of,
     xywh_to_xyxy,
@@ -42,7 +41,7 @@ from models.tasks.contract import (
 )
 from models.tasks.metrics import DETECTION_METRICS, DetectionMetrics
 from models.tasks.predictions import DetectionPrediction
-from models.yolo import YoloModel, build_model, head_class
+from models.yolo import YoloModel, build_model, detection_head
 from utils.batch import Batch, BoxSplit, ImageInfo, layout
 from utils.config.hyperparameters import Augmentation, Hyperparameters, Recipes, keys_of
 from utils.plots.drawing import draw_targets
@@ -195,12 +194,6 @@ def _of_classes(labels: Tensor, thresholds: Thresholds) -> Tensor:
 # From outputs to predictions
 
 
-def _detection_head(yaml: Mapping[str, Any]) -> type[DetectionHead] | None:
-    """Return the class of a model YAML's head; None if it is not a detection head, which building the model reports."""
-    head = head_class(yaml)
-    return head if head and issubclass(head, DetectionHead) else None
-
-
 def boxes_in_files(detections: Sequence[Tensor], infos: Sequence[ImageInfo]) -> list[Tensor]:
     """Convert each image's detections (k, 6) from pixels of the batch to the file's, clipped, in fp64 on the CPU."""
     if not detections:
@@ -282,7 +275,7 @@ class DetectionPostprocess(Postprocess):
             return head_of(model).view(outputs)
         if not isinstance(outputs, Tensor):
             return SuppressedView(*outputs)
-        head = _detection_head(model.yaml)
+        head = detection_head(model.yaml)
         return DecodedView(head.scored(outputs) if head else outputs)
 
     def __call__(self, views: Sequence[View], batch: Batch) -> list[DetectionPrediction]:
@@ -435,7 +428,7 @@ class DetectionTask(BoxTask):
     @classmethod
     def features_of(cls, yaml: Mapping[str, Any]) -> frozenset[str]:
         """Return `features` and the features of the head of a YAML's model."""
-        head = _detection_head(yaml)
+        head = detection_head(yaml)
         return cls.features | (head.features if head else frozenset())
 
     def unread(self, yaml: Mapping[str, Any]) -> tuple[str, ...]:
@@ -443,7 +436,7 @@ class DetectionTask(BoxTask):
 
         Keys that a derived task adds are not among them.
         """
-        if not (head := _detection_head(yaml)):
+        if not (head := detection_head(yaml)):
             return ()
         read = keys_of(Augmentation) | {"keep_head"} | head.hyperparameters
         return tuple(key for key in Hyperparameters.__dataclass_fields__ if key not in read)
@@ -467,7 +460,7 @@ class DetectionTask(BoxTask):
 
     def loss_names_of(self, model: Model) -> tuple[str, ...]:
         """Return the names of the terms of the loss of `model`'s head."""
-        head = _detection_head(model.yaml)
+        head = detection_head(model.yaml)
         return head.loss_names if head else self.loss_names
 
     def criterion(self, model: Model) -> Criterion:

@@ -314,7 +314,7 @@ class DetectionMetrics(Metrics):
 
     sets: ClassVar[Mapping[str, str]] = {"": ""}  # suffix of a set's metrics -> prefix of its files and columns
     titles: ClassVar[Row] = ("Class", "Images", "Instances", "P", "R", "mAP50", "mAP50-95")
-    headline: ClassVar[Mapping[str, str]] = {"mAP50": "mAP_0.5", "mAP": "mAP_0.5:0.95"}
+    headline: ClassVar[Mapping[str, str]] = {"mAP50": "mAP_0.5", "mAP50-95": "mAP_0.5:0.95"}
     has_masks: ClassVar[bool] = False  # whether outlines are filled in pictures; otherwise drawn instead of the boxes
 
     def __init__(self, names: Mapping[int, str], shown: frozenset[int] = frozenset()) -> None:

@@ -12,7 +12,6 @@ from torch import nn
 
 from models.ensemble import (
     Members,
-    choose_size,
     common_task,
     for_inference,
     fuse,
@@ -102,13 +101,13 @@ def test_exported_files_do_not_support_augmentation_nor_suppression_in_an_ensemb
 def test_an_ensemble_has_one_size() -> None:
     """Files without a size go along with the others."""
     weights = {"a.pt": content(), "b.pt": content(imgsz=64), "c.onnx": exported((64, 64), dynamic=True)}
-    assert choose_size(weights, DetectionTask, 0).sides == (64, 64)
+    assert ensemble(weights).image_size(0).sides == (64, 64)
     weights["d.pt"] = content(imgsz=224)
-    assert choose_size(weights, DetectionTask, 96).sides == (96, 96)
+    assert ensemble(weights).image_size(96).sides == (96, 96)
     two = {"e.onnx": exported((64, 64), False), "d.pt": exported((32, 32), False)}
     for files in (weights, two):
         with pytest.raises(UserError, match=r"d\.pt"):
-            choose_size(files, DetectionTask, 0)
+            ensemble(files).image_size(0)
 
 
 def test_the_models_of_an_ensemble_have_one_size() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +81,13 @@ def test_default_ids() -> None:
 def test_ids_of_annotations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """There are two b.png, so folders of a file_name count."""
     paths = [tmp_path / "images" / "val" / "1.jpg"]
-    file, message = find_annotations((tmp_path / "none", tmp_path), paths)
-    assert (file, "instances_val.json" in message) == (None, True)
+    assert find_annotations((tmp_path / "none", tmp_path), paths) is None
+    assert "instances_val.json" in capsys.readouterr().out
     file = written(tmp_path / "annotations", annotations())
-    assert find_annotations((tmp_path / "none", tmp_path), paths) == (file, "")
+    assert find_annotations((tmp_path / "none", tmp_path), paths) == file
     assert annotated_ids(file, NAMES, PATHS)[:2] == ((3, 17), (9, 50, None))
     for some, warnings in ((PATHS, 1), (PATHS[:2], 0)):
-        report(file, [], NAMES, some, "best")
+        report(len, file, True, [], NAMES, some, "best")
         assert capsys.readouterr().out.count("warning: ") == warnings
 
 
@@ -145,12 +146,13 @@ def test_metrics_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert made["AR", "0.50:0.95", "all", 1] == pytest.approx((0.5 + 0.3) / 2)
     assert made["AP", "0.50:0.95", "small", 100] == -1
     assert [*scores(file).values()][:3] == [0, 0, 0]  # no detections
-    documents, problem = report(file, [detections(0, (10, 10, 50, 50, 0.9, 0))], NAMES, PATHS, "best")
+    documents: dict[str, str] = {}
+    report(documents.update, file, True, [detections(0, (10, 10, 50, 50, 0.9, 0))], NAMES, PATHS, "best")
     table = list(csv.DictReader(documents["coco.csv"].splitlines()))
-    assert (len(table), table[1]["value"], table[3]["value"], problem) == (12, f"{cat / 2:.9g}", "", "")
+    assert (len(table), float(table[1]["value"]), table[3]["value"]) == (12, pytest.approx(cat / 2), "")
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["AP", "0.50", "all", "100", f"{cat / 2:.4f}"] in printed
-    assert ["AP", "0.50:0.95", "small", "100", "-"] in printed
+    assert ["AP", "0.50:0.95", "small", "100"] in printed
 
 
 @pytest.mark.filterwarnings("error")
@@ -174,3 +176,15 @@ def test_annotations_that_cannot_be_scored(tmp_path: Path) -> None:
     without = written(tmp_path, annotations(annotations=[{"id": 1, "image_id": 9, "category_id": 3}]))
     with pytest.raises(UserError, match="instances_val"):
         scores(without, found)
+
+
+def test_results_are_written_even_if_annotations_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such annotations are an error if the command line names them, else a warning."""
+    wrong, found = written(tmp_path, "{"), [detections(2, (0, 0, 2, 1, 0.5, 0))]
+    for is_named in (False, True):
+        documents: dict[str, str] = {}
+        with pytest.raises(UserError, match="instances_val") if is_named else nullcontext():
+            report(documents.update, wrong, is_named, found, NAMES, PATHS, "best")
+        (row,) = json.loads(documents.pop("best_predictions.json"))
+        assert row == {"image_id": 7, "category_id": 0, "bbox": [0, 0, 2, 1], "score": 0.5}
+        assert (documents, "instances_val" in capsys.readouterr().out) == ({}, not is_named)

@@ -153,6 +153,8 @@ def log_devices(accelerator: Accelerator, precision: Precision) -> list[str]:
     log(f"{line}, {precision}")
     if len(devices) > 1:
         log(*(f"  process {rank}: {name}" for rank, name in enumerate(devices)))
+    elif {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys():  # set together if it was to start several
+        log("warning: accelerate launch started one process only; give the script --processes N instead")
     return devices
 
 
@@ -187,8 +189,8 @@ def main_address() -> tuple[str, int]:
     return os.environ.get("MASTER_ADDR", LOOPBACK), launch_number("MASTER_PORT", 29500)
 
 
-def open_store(timeout: float, waits: bool = True) -> Store:
-    """Return the store that connects the processes, hosted by the launcher, or by the main process, which `waits`.
+def open_store(timeout: float) -> Store:
+    """Return the store that connects the processes, hosted by the launcher, or by the main process.
 
     Raises OSError if the main process cannot be reached; torch would print a warning for each attempt.
     """
@@ -196,11 +198,11 @@ def open_store(timeout: float, waits: bool = True) -> Store:
     if world_size() == 1:
         return HashStore()
     if ranks().rank == 0 and not store_is_hosted():
-        return TCPStore(LOOPBACK, port, world_size(), is_master=True, timeout=limit, wait_for_workers=waits)
+        return TCPStore(LOOPBACK, port, world_size(), is_master=True, timeout=limit, wait_for_workers=False)
     while True:
         try:
             socket.create_connection((address, port), timeout=max(end - time.monotonic(), 0.1)).close()
-            return TCPStore(address, port, world_size(), timeout=limit, wait_for_workers=waits)
+            return TCPStore(address, port, world_size(), timeout=limit, wait_for_workers=False)
         except OSError:
             if time.monotonic() > end:
                 raise
@@ -223,7 +225,17 @@ def rendezvous_errors(timeout: float) -> Iterator[None]:
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
     """Connect to the store as torch does, but not find the addresses of before a restart in a launcher's store."""
-    store = open_store(timeout.total_seconds() - COLLECTIVE_MARGIN_SECONDS)
+    seconds = timeout.total_seconds() - COLLECTIVE_MARGIN_SECONDS
+    store, keys = open_store(seconds), [restart_key(f"connected/{rank}") for rank in range(world_size())]
+    store.set(keys[ranks().rank], "")
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except RuntimeError:
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        raise UserError(
+            f"{len(keys) - len(missing)} of {len(keys)} processes have connected within {seconds:g} s; rank "
+            f"{', '.join(missing)} has not: start it, or raise --dist-timeout"
+        ) from None
     yield PrefixStore(restart_key("torch"), store), ranks().rank, world_size()
 
 

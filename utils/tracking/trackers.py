@@ -18,7 +18,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from utils.config.flags import PYTHON_SUFFIX, TRACKERS
 from utils.console import Background, log
 from utils.errors import UserError
-from utils.user_code import imported, trust
+from utils.user_code import imported
 
 WANDB, TENSORBOARD = "wandb", "tensorboard"
 STEP, EPOCH = "step", "epoch"  # the two axes: optimizer steps since the start of the run, and its epochs
@@ -138,16 +138,12 @@ def add_user_trackers(log_with: str, is_named: bool = True) -> None:
     load, or does not define one class that extends `GeneralTracker`.
     """
     for file in [word for word in log_with.split(",") if word.endswith(PYTHON_SUFFIX)]:
-        path, flag = Path(file).resolve(), f"--log-with {file}"
-        if not path.is_file():
-            raise UserError(f"{flag} is not a file; give the path of a Python file with a tracker")
-        trust(path, flag, is_named, "the run's settings.yaml")
-        with imported(path, "--log-with") as module:
+        with imported(file, "--log-with", is_named) as module:
             classes = [value for value in vars(module).values() if inspect.isclass(value)]
-            own = [kind for kind in classes if kind.__module__ == path.stem and issubclass(kind, GeneralTracker)]
+            own = [kind for kind in classes if kind.__module__ == module.__name__ and issubclass(kind, GeneralTracker)]
             if len(own) != 1:
-                raise UserError(f"{path} must define one class that extends accelerate.tracking.GeneralTracker")
-            LOGGER_TYPE_TO_CLASS[path.stem] = own[0]
+                raise UserError(f"{file} must define one class that extends accelerate.tracking.GeneralTracker")
+            LOGGER_TYPE_TO_CLASS[module.__name__] = own[0]
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

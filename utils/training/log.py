@@ -157,7 +157,7 @@ class StepLog:
             title, value = list((best.headline or best.metrics).items())[-1]
             values.append(f"best {title} {value:.3f}")
         memory = peak_memory(self.device) or psutil.Process().memory_info().rss / BYTES_PER_GIB
-        values += [f"{self.bar.rate:.0f} img/s", f"wait {self.bar.waiting:.0%}", f"memory {memory:.1f} GiB"]
+        values += [f"wait {self.bar.waiting:.0%}", f"memory {memory:.1f} GiB"]
         self.bar.show(values)
 
     def profile(self, step: int) -> None:
@@ -229,8 +229,8 @@ def _loss_text(losses: Mapping[str, float], digits: int) -> str:
 def log_best_epoch(progress: Progress, best: Summary) -> None:
     """Print the table of the best epoch, with a hint if the fitness is near 0."""
     share = progress.best / best.highest_fitness
-    of = f" ({progress.best:.4f} of {best.highest_fitness:g})" if best.highest_fitness != 1 else ""
-    log(f"best epoch: {progress.best_epoch + 1} of {progress.epoch}, fitness {share:.4f}{of}", *best.table())
+    terms = f" (a sum, 0 to {best.highest_fitness:g})" if best.highest_fitness != 1 else ""
+    log(f"best epoch: {progress.best_epoch + 1} of {progress.epoch}, fitness {progress.best:.4f}{terms}", *best.table())
     if 0 <= share < LOW_FITNESS:
         log("the fitness is near 0: docs/map-is-zero.md lists the causes")
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tests.processes import forking
 from utils.distributed import launch
 from utils.distributed.failure import run_main
 from utils.distributed.launch import (
+    COLLECTIVE_MARGIN_SECONDS,
     LAUNCHER_PRECISION,
     RENDEZVOUS,
     choose_precision,
@@ -240,6 +242,17 @@ def test_an_unreachable_main_process_is_an_error(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(UserError, match=f"127.0.0.1 port {port}"), rendezvous_errors(0.1):
             open_store(0.1)
+
+
+def test_a_missing_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, 3, 1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    limit = timedelta(seconds=COLLECTIVE_MARGIN_SECONDS + 0.2)
+    with pytest.raises(UserError, match=r"1 of 3 .*rank 1, 2 "):
+        distributed.init_process_group("gloo", init_method=f"{RENDEZVOUS}://", timeout=limit)
 
 
 # A process per device
