@@ -22,7 +22,7 @@ from models.tasks.contract import Prediction, Results, Thresholds
 from utils.batch import Batch
 from utils.config.flags import DetectOptions, select
 from utils.console import log
-from utils.distributed.launch import one_device
+from utils.distributed.launch import devices_named
 from utils.errors import UserError, nearest
 from utils.files import located
 from utils.python_api import aliases
@@ -67,7 +67,7 @@ class Predictor:
             flags = checked_arguments(DetectOptions, arguments, "Predictor", ARGUMENTS)
         options = DetectOptions(**flags)
         sides_of(options.imgsz)  # refuses a wrong size before weights are downloaded
-        self.device = one_device("0" if options.device == "cuda" else options.device)
+        self.device = devices_named("0" if options.device == "cuda" else options.device)[0]
         half = options.half and self.device.type == "cuda"
         with ExitStack() as closing:
             closing.callback(setattr, log, "quiet", log.quiet)

@@ -124,8 +124,7 @@ class Settings:
             if name not in skipped and saved.get(name, now) != now:
                 log(f"{as_flag(name)} is {now!r} and was {saved[name]!r}")
                 if name == "epochs":
-                    epochs = plural(self.options.epochs, "epoch")
-                    log(f"from here on the learning rate follows the schedule for {epochs}")
+                    log(f"from here on the learning rate follows the schedule for {plural(value, 'epoch')}")
 
 
 # A resumed run

@@ -10,7 +10,6 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ def process_facts(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> Facts
     gpu = torch.device("cuda", ranks().local_rank)
     hardware = launch.describe_device(gpu) if kind == "cuda" else torch.backends.cpu.get_cpu_capability()
     versions = {"torch": torch.__version__, "accelerate": metadata.version("accelerate")}
-    if deepspeed.is_requested() and find_spec("deepspeed"):
+    if deepspeed.is_requested():
         versions["deepspeed"] = metadata.version("deepspeed")
     code, files = code_hash(ROOT), {f"the data ({name})": fingerprint(paths) for name, paths in inputs[1].items()}
     settings = {f"--{name}".replace("_", "-"): value for name, value in flags.items() if name not in MACHINE_FLAGS}

@@ -292,13 +292,6 @@ def device_numbers(device: str) -> list[int]:
     return list(map(int, words))
 
 
-def one_device(device: str) -> torch.device:
-    """Return the device that `--device` names, for a single-process program; '' selects the best one."""
-    if len(device_numbers(device)) > 1:
-        raise UserError(f"--device {device}: one device is enough here; name one of them")
-    return devices_named(device)[0]
-
-
 def _prepare_processes() -> None:
     """Set the number of threads, and gloo's network interface to the one with a route to the main process.
 

@@ -12,7 +12,6 @@ import copy
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,7 +28,7 @@ from torch.utils.data import DataLoader
 from utils.batch import GlobalCounts, layout
 from utils.console import log
 from utils.distributed.batchnorm import all_reduced, exact_batchnorm
-from utils.distributed.deepspeed import configure, gathered_parameters, is_requested
+from utils.distributed.deepspeed import configure, is_requested
 from utils.distributed.ranks import ranks, world_size
 from utils.errors import UserError, plural
 
@@ -138,10 +137,6 @@ class DistributedModel:
             for layer in module.modules() if self.keeps_norms else ():
                 if isinstance(layer, _BatchNorm):
                     layer.eval()
-
-    def gathered(self) -> AbstractContextManager[None]:
-        """Return a context with unpartitioned parameters (ZeRO-3). All processes must enter it together."""
-        return gathered_parameters(self.parameters)
 
     def sum(self, addends: Sequence[Tensor]) -> Tensor:
         """Return the sum over all logical processes, of which `addends` are local. All must call it together."""

@@ -50,7 +50,7 @@ def record_kernels(model: DistributedModel, task: Task, criterion: Criterion, en
     """Let the networks and the loss of a training replay their kernels, if `enabled`; return the loss to train with."""
     if not enabled:
         return criterion.for_gpu(lambda function: function)
-    recorder = Recorder(log, copies=not model.logical.exact)
+    recorder = Recorder(copies=not model.logical.exact)
     networks: Any = model.copies
     if hasattr(networks[0], "recorder"):  # only a `YoloModel` has rows
         together = RowsTogether(model, task, recorder) if len(networks) > 1 else None
@@ -63,12 +63,11 @@ class Recorder:
     """Records the functions of a training step, as long as there is memory for it and none fails.
 
     Args:
-        warn: is called with a sentence if a recording fails
         copies: whether the gradients of parameters are copied, as the next replay overwrites them
     """
 
-    def __init__(self, warn: Callable[[str], object], copies: bool = True) -> None:
-        self.warn, self.copies, self.enabled = warn, copies, True
+    def __init__(self, copies: bool = True) -> None:
+        self.copies, self.enabled = copies, True
         self.memory: set[int] = set()  # addresses of recorded outputs, which other recordings read where they are
 
     def recorded(self, function: Function, module: nn.Module | None = None, turns: int = 1) -> Function:
@@ -89,7 +88,7 @@ class Recorder:
     def fail(self, error: Exception) -> None:
         """Make no further recording."""
         self.enabled, cause = False, str(error).splitlines()[0]
-        self.warn(f"warning: kernels cannot be recorded as a CUDA graph, which is slower: {cause}")
+        log(f"warning: kernels cannot be recorded as a CUDA graph, which is slower: {cause}")
 
 
 class RecordedRows:
@@ -210,7 +209,6 @@ class Recording:
             themselves may belong to autograd's graph of this step, or to DDP
         inputs: tensors that a replay reads, which are filled before it
         structure: the nested lists, tuples and dicts that `inputs` are the leaves of
-        pool: memory that the recording may use
         copies: see `Recorder`
     """
 
@@ -301,16 +299,13 @@ class RecordedCall:
         """Call the function, or replay it with the value of `given`."""
         self.calls += 1
         if self.calls == WARM_UP_CALLS + 1:
-            self._record(given)
+            self.given, graph = given.clone(), torch.cuda.CUDAGraph()
+            with suppress(RuntimeError):
+                with torch.cuda.graph(graph, capture_error_mode=CAPTURE_MODE):
+                    self.call(self.given)
+                self.graph = graph
         if self.graph is None:
             self.call(given)
         else:
             self.given.copy_(given)
             self.graph.replay()
-
-    def _record(self, given: Tensor) -> None:
-        self.given, graph = given.clone(), torch.cuda.CUDAGraph()
-        with suppress(RuntimeError):
-            with torch.cuda.graph(graph, capture_error_mode=CAPTURE_MODE):
-                self.call(self.given)
-            self.graph = graph

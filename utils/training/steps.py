@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from utils.checkpoint import TrainingState, floating_buffers
+from utils.distributed.deepspeed import gathered_parameters
 from utils.distributed.logical import DistributedModel
 from utils.errors import UserError
 from utils.training.log import DeviceValue, Point, StepLog
@@ -131,7 +132,7 @@ class OptimizerSteps:
 
     def _update_averages(self, taken: Tensor) -> None:
         self.guard.keep_if(taken)
-        with self.model.gathered():
+        with gathered_parameters(self.model.parameters):
             self.ema.update(*self.model.copies, taken=taken)
 
     def flush(self, keep: int = 0) -> None:

@@ -32,8 +32,8 @@ from utils.distributed.launch import (
     connect,
     device_kind,
     device_numbers,
+    devices_named,
     loader_workers,
-    one_device,
     open_store,
     processes_to_start,
     rendezvous_errors,
@@ -190,11 +190,11 @@ def test_the_best_device_or_the_requested_one(monkeypatch: pytest.MonkeyPatch) -
     for gpus, apple, expected in ((0, False, "cpu"), (0, True, "mps"), (2, False, "cuda")):
         set_devices(monkeypatch, gpus, apple)
         assert device_kind("") == expected
-        assert one_device("").type == expected
+        assert devices_named("")[0].type == expected
         assert device_kind("cpu") == "cpu"
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")  # by accelerate launch --cpu
     assert device_kind("") == "cpu"
-    for choose in (one_device, device_kind):
+    for choose in (devices_named, device_kind):
         with pytest.raises(UserError, match="--device mps"):
             choose("mps")
 
