@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,6 +115,7 @@ class Job(NamedTuple):
             add_user_trackers(options.log_with, "log_with" in settings.given)
         with barrier(options.dist_timeout):
             splits = data.split("train", settings.hyp), data.split("val")
+        memory.check_repeats(options.batch_size, len(splits[0].images))
         data.report(*splits)
         return Data(data, *splits)
 
@@ -184,7 +184,16 @@ def resolve(requested: Settings, agreed: Callable[[bool], bool] = bool) -> Job:
     if kind.prefers_trained and not requested.names("weights", source.spec.defaults):
         start_from = start_from.with_default_weights(agreed)
         named = {"weights": start_from.weights_name}
-    choose = partial(kind.recipes.choose, bool(start_from.weights), lambda: len(source.spec.images("train")))
+
+    def choose() -> tuple[str, str, str]:
+        """Return the recipe of a new run. Weights of which few tensors fit do not count."""
+        trained = start_from.weights is not None
+        if trained and start_from.from_yaml:  # else the model is the file's own
+            task = kind(source.names(requested.options.single_cls), kind.recipe())
+            model = task.build_model(start_from.yaml, requested.value("imgsz", *defaults), start_from.source)
+            trained = start_from.known_share(model, task) is not None
+        return kind.recipes.choose(trained, lambda: len(source.spec.images("train")))
+
     origin = Origin.recorded(saved) if saved else start_from.origin
     settings = requested.resolve(kind.recipe, *defaults, named, choose=choose, origin=origin.content())
     options = settings.options

@@ -121,7 +121,7 @@ class Predictor:
         """Class names by class number."""
         return dict(self.task.names)
 
-    def __call__(self, images: Any, size: int | Sequence[int] | None = None, **settings: Any) -> Any:
+    def __call__(self, images: Any = None, size: int | Sequence[int] | None = None, **settings: Any) -> Any:
         """Return the `Prediction` for an image, or `Results`, a list of predictions, for several or if `as_list`.
 
         An image is a path or address, a PIL image, an array (h, w, 3) or (h, w) of uint8, or a tensor (3, h, w) of
@@ -130,6 +130,8 @@ class Predictor:
 
         For this call only, `size` is the image size, and `settings` are `THRESHOLDS`, `bgr` and `as_list`.
         """
+        if "source" in settings:
+            raise UserError(f"Predictor: source is the first argument here: predictor({settings['source']!r})")
         if settings or size is not None:
             other = copy(self)
             for name, value in {"imgsz": size, **settings}.items():

@@ -33,7 +33,7 @@ from utils.run import Run
 from utils.tracking.run_log import RunLog
 from utils.training import memory
 from utils.training.log import log_best_epoch, log_epoch
-from utils.training.optimizer import ModelEMA, Schedule, build_optimizer
+from utils.training.optimizer import ModelEMA, Schedule, build_optimizer, log_optimizer
 from utils.training.steps import OptimizerSteps
 from val import Evaluator, evaluator
 
@@ -92,6 +92,7 @@ def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the orde
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         hyp.log_weights_rules(known)
         schedule = Schedule.of(hyp, known, options.epochs, len(loader), options.cos_lr, model, factors)
+        log_optimizer(optimizer, schedule)
         ema = ModelEMA(model, hyp.ema_share, options.epochs * math.ceil(len(loader) / decisions.accumulation))
         if saved:
             ema.load_state(saved)  # before `prepare`, in which ZeRO-3 partitions them

@@ -23,12 +23,12 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import yaml
 
+from benchmarks.same_results import CELLS
 from tests.curves import rows
 from utils.errors import plural
 from utils.files import ROOT
 
 SHARED = ROOT.parent / "shared"
-CELLS = {"path": str(SHARED / "data" / "bccd"), "train": "images/train", "val": "images/val"}
 EPOCHS = (1, 2, 5, 10, 20)
 WAYS = {"sync-bn": ["--sync-bn"], "logical": ["--logical-processes", "4"]}
 SCORE = "metrics/mAP_0.5:0.95"
@@ -96,7 +96,7 @@ def main() -> None:
         project = (options.keep or Path(temporary)).resolve()
         project.mkdir(parents=True, exist_ok=True)
         cells = project / "cells.yaml"
-        cells.write_text(yaml.safe_dump({**CELLS, "names": ["WBC", "RBC", "Platelets"]}))
+        cells.write_text(yaml.safe_dump({"path": str(SHARED / "data" / "bccd"), **CELLS}))
         job = ["--data", str((options.data or cells).resolve()), "--weights", str(options.weights.resolve())]
         job += ["--imgsz", options.imgsz, "--batch-size", "16", "--epochs", str(EPOCHS[-1]), "--workers", "1"]
         job += ["--noplots", "--log-with", "none", "--mixed-precision", "no", *extra]

@@ -56,26 +56,31 @@ class ImageStore:
         self.starts = tables + np.concatenate(([0], np.cumsum(places)))
         share = RING_MEMORY_SHARE if self.is_ring else CACHE_MEMORY_SHARE
         self.memory = shared_memory(lambda free: int(self.starts[self.starts <= free * share].max(initial=tables)))
-        self.capacity = int((self.starts[1:] <= len(self.memory.bytes)).sum())
+        self.capacity = int((self.starts[1:] <= self.memory.size).sum())
         self.reading: set[int] = set()  # slots of a ring that this process has locked
+
+    @property
+    def bytes(self) -> np.ndarray:
+        """The memory, uint8 (n,)."""
+        return np.frombuffer(self.memory.buffer, np.uint8)
 
     # The tables at the start of the memory, int32. An image and its slot must name each other.
 
     @property
     def next_slot(self) -> np.ndarray:
         """The slot of a ring to be replaced next, (1,)."""
-        return self.memory.bytes[:4].view(np.int32)
+        return self.bytes[:4].view(np.int32)
 
     @property
     def slots(self) -> np.ndarray:
         """The slot of each image plus one, 0 for none, (n,)."""
-        return self.memory.bytes[4 : 4 + 4 * len(self.shapes)].view(np.int32)
+        return self.bytes[4 : 4 + 4 * len(self.shapes)].view(np.int32)
 
     @property
     def images(self) -> np.ndarray:
         """The image in each slot plus one, 0 for none, (capacity,)."""
         first = 4 + 4 * len(self.shapes)
-        return self.memory.bytes[first : first + 4 * self.capacity].view(np.int32)
+        return self.bytes[first : first + 4 * self.capacity].view(np.int32)
 
     def get(self, index: int) -> np.ndarray | None:
         """Return an image, uint8 (h, w, 3), which does not change until `release`; None if it is not stored."""
@@ -130,18 +135,18 @@ class ImageStore:
 
     def _pixels(self, slot: int, index: int) -> np.ndarray:
         start = int(self.starts[slot])
-        return self.memory.bytes[start : start + int(self.sizes[index])].reshape(*self.shapes[index].tolist(), 3)
+        return self.bytes[start : start + int(self.sizes[index])].reshape(*self.shapes[index].tolist(), 3)
 
     def _lock(self, byte: int, kind: int) -> bool:
         """Lock a byte for this process; return False if another process has locked it."""
         try:
-            fcntl.lockf(self.memory.file, kind | fcntl.LOCK_NB, 1, byte)
+            fcntl.lockf(self.memory.fd, kind | fcntl.LOCK_NB, 1, byte)
         except OSError:
             return False
         return True
 
     def _unlock(self, first: int, count: int = 1) -> None:
-        fcntl.lockf(self.memory.file, fcntl.LOCK_UN, count, first)
+        fcntl.lockf(self.memory.fd, fcntl.LOCK_UN, count, first)
 
 
 def _whole_pages(size: int) -> int:
@@ -183,7 +188,7 @@ class Images:
             log(f"--cache disk: {count} images, {total:.2f} GiB, in {self.folder}, while {DISK_FREE_SHARE:.0%} is free")
         elif cache:
             store = ImageStore(shapes)
-            room = f"room for {store.capacity} of {count} images, {len(store.memory.bytes) / 2**30:.2f} GiB"
+            room = f"room for {store.capacity} of {count} images, {store.memory.size / 2**30:.2f} GiB"
             log(f"--cache {cache}: {room}, at most {CACHE_MEMORY_SHARE:.0%} of the memory that is free")
             self.stores.append(store)
             wanted = wanted if store.capacity < count else 0

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 
 from data.builtin import DRAWN_SETS
 from data.formats import (
-    EXPORTED_ANNOTATIONS,
-    VOC_LISTS,
+    OTHER_FILES,
     AnnotatedImages,
     annotated_names,
+    data_yaml,
     find_annotated,
     is_coco,
+    only_folder,
     recognise,
 )
 from data.images import images_below, listed_images
@@ -36,7 +37,6 @@ REMOTE = re.compile(r"[a-z][a-z0-9+.-]+://")  # `path:` of an object store or we
 SPLITS = ("train", "val", "test")
 MAX_CLASSES = 4096  # classes of a model, at most
 HELD_OUT_SHARE = 0.2  # share of the images, or of each class, to hold out of a folder without validation images
-YAML_NAMES = ("data.yaml", "data.yml")
 DATA_KEYS = (
     *("path", *SPLITS, "images", "split", "split_seed", "names", "nc", "kpt_shape"),
     *("draw", "download", "defaults"),
@@ -180,30 +180,24 @@ def held_out(images: Sequence[Path], share: float, seed: int) -> set[Path]:
 
 
 def read_data(data: str) -> DataSpec:
-    """Read the YAML, the folder or the COCO annotation file that --data names. Raises `UserError`."""
+    """Read the YAML, the folder, the list or the annotation file that --data names. Raises `UserError`."""
     path = Path(data)
-    if is_coco(path):
-        return _described(path, path.parent, "is a data set of one file", {"train": path.name})
     if not os.path.isdir(data):  # Path.is_dir raises an error for a name that is too long
-        return read_spec(find_file(data, "data set", ["data"], kind="a file or a folder"))
-    for name in YAML_NAMES:
-        if (path / name).is_file():
-            return read_spec(path / name)
-    if layout := recognise(path):
-        return _described(path, path, f"has {layout[0]}", layout[1])
-    raise UserError(
-        f"{path} is not recognised as a data set: it has no {YAML_NAMES[0]}, no COCO annotations "
-        f"(train/{EXPORTED_ANNOTATIONS}, annotations/instances_train*.json), no VOC annotations ({VOC_LISTS}/train.txt "
-        "or .xml files), no folder of images per class, also not in train; write a data YAML (docs/data.md)"
-    )
-
-
-def _described(file: Path, folder: Path, title: str, content: dict[str, Any]) -> DataSpec:
-    """Return the data set in a folder for which `content` is the YAML. Without `val:` a share is held out."""
+        if not os.path.isfile(data) or path.suffix.lower() not in OTHER_FILES:
+            return read_spec(find_file(data, "data set", ["data"], kind="a file or a folder"))
+    elif file := data_yaml(path):
+        return read_spec(file)
+    elif inner := only_folder(path):
+        return read_data(str(inner))
+    title, content = recognise(path)
+    folder = path if path.is_dir() else path.parent
     if "val" not in content:
         content["split"] = HELD_OUT_SHARE
-    entries = ", ".join(f"{key}: {value}" for key, value in content.items())
-    return checked_spec(file, {**content, "path": os.path.abspath(folder)}, [f"{file} {title} ({entries})"])
+    entries = ", ".join(f"{key}: {value}" for key, value in content.items() if key != "names")
+    messages = [f"{path}: {title} ({entries})"]
+    if "nc" in content:
+        messages.append(f"warning: {folder} has no classes.txt that names the classes; they are numbered from 0")
+    return checked_spec(path, {**content, "path": os.path.abspath(folder)}, messages)
 
 
 def read_spec(file: Path) -> DataSpec:
@@ -277,7 +271,8 @@ def _roots(file: Path, path: str | None) -> tuple[Path, ...]:
     bases = [beside, Path.cwd()]
     if path and IS_INSTALLED and beside.is_relative_to(ROOT):  # a shipped file: as if the repository were here
         bases = [Path.cwd() / beside.relative_to(ROOT)]
-    return tuple(Path(os.path.normpath(base / os.path.expanduser(file_name(path or "")))) for base in bases)
+    name = os.path.expanduser(os.path.expandvars(file_name(path or "")))
+    return tuple(Path(os.path.normpath(base / name)) for base in bases)
 
 
 def _draw(value: Any, folder: Path) -> bool:
@@ -286,8 +281,7 @@ def _draw(value: Any, folder: Path) -> bool:
     A YAML may come from somebody else, so it can name only built-in sets, and modules of a task that the user runs.
     """
     name, seed = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("", -1)
-    is_users = user_code.is_users(str(name))
-    drawn: Any = user_code.load(name) if is_users else DRAWN_SETS.get(name)
+    drawn: Any = user_code.load(str(name)) or DRAWN_SETS.get(name)
     if type(seed) is not int or seed < 0 or not hasattr(drawn, "draw_dataset"):
         return False
     drawn.draw_dataset(folder, seed=seed)
@@ -309,7 +303,7 @@ def _candidates(entry: str, roots: Sequence[Path]) -> list[Path]:
 
     Roboflow writes `../train/images` into a data.yaml that is beside `train`; as in YOLOv5, the `../` may be dropped.
     """
-    names = dict.fromkeys((os.path.expanduser(entry), entry.removeprefix("../")))
+    names = dict.fromkeys((os.path.expanduser(os.path.expandvars(entry)), entry.removeprefix("../")))
     return [Path(os.path.normpath(root / name)) for root in roots for name in names]
 
 
@@ -318,8 +312,14 @@ def _names(file: Path, content: Mapping[str, Any]) -> dict[int, str]:
     given, count = content.get("names"), content.get("nc")
     if given is None and count is None:
         return {}
+    if isinstance(count, str) and count.isdecimal():
+        count = int(count)
     names: Any = list(range(min(count, MAX_CLASSES + 1))) if given is None and type(count) is int else given
     names = dict(enumerate(names)) if isinstance(names, list) else names
+    if isinstance(names, dict):
+        names = {int(key) if str(key).isdecimal() else key: name for key, name in names.items()}
+        if any(isinstance(name, bool) for name in names.values()):
+            raise UserError(f"{file}: `names` has true or false, as YAML reads yes, no, on and off; quote them: 'no'")
     is_valid = isinstance(names, dict) and 0 < len(names) <= MAX_CLASSES and {*names} == {*range(len(names))}
     if not is_valid or not all(isinstance(name, (str, int, float)) and str(name).strip() for name in names.values()):
         raise UserError(

@@ -5,26 +5,28 @@ Called by data/data_yaml.py; data/labels.py reads the objects of an `AnnotatedIm
 
 from __future__ import annotations
 
+import codecs
 import math
 import os
+import re
 import xml.etree.ElementTree as ET
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from data.images import is_image
+from data.images import holds_results, images_below, is_image, listed_images
 from data.labels import ImageRows, label_name
 from data.polygons import joined, mask_outline
 from utils.errors import UserError, nearest, plural, shortened
-from utils.files import file_name, file_stamps, read_lines, read_regular
+from utils.files import file_name, file_stamps, read_lines, read_regular, read_yaml
 
 MAX_MASK_PIXELS = 2**28
 VOC_LISTS = Path("ImageSets", "Main")
@@ -32,8 +34,28 @@ ANNOTATION_FOLDERS = ("annotations", "annotation", "xmls", "xml", "labels")  # n
 IMAGE_FOLDERS = ("JPEGImages", "images", "Images")  # folders of images beside them
 CHALLENGE_MARK = b"<database>The VOC20"  # in the XML files of the challenge itself, whose coordinates start at 1
 VISDRONE_CLASSES = 10  # categories 1 to 10; 0 is for regions to ignore, 11 for other objects
-EXPORTED_ANNOTATIONS = "_annotations.coco.json"  # file in each folder of Roboflow's COCO export
-SPLIT_FOLDERS = {"train": ("train",), "val": ("val", "valid", "test"), "test": ("test",)}
+SPLIT_FOLDERS = {
+    "train": ("train", "training", "train2017"),
+    "val": ("val", "valid", "validation", "val2017", "test"),
+    "test": ("test", "testing"),
+}
+CLASS_FILES = ("classes.txt", "*.names", "_darknet.labels")  # class names, one per line
+# Keys of a JSON file, or of its first record, by the format or program that writes them.
+JSON_KEYS = {
+    "COCO": {"images", "annotations", "categories"},
+    "LabelMe": {"shapes", "imagePath"},
+    "VIA": {"filename", "regions"},
+    "VIA project": {"_via_img_metadata"},
+    "Label Studio": {"data", "annotations"},
+    "Supervisely": {"objects", "size"},
+}
+ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".7z", ".rar")
+OTHER_FILES = (".json", ".txt", ".data", ".csv", ".xml", *ARCHIVES)  # what --data may name besides YAMLs
+EXPORT = "export the data set as COCO or YOLO"
+OUTSIDE_FACTOR = 1.1  # a box that reaches beyond this share of its image's side is far outside
+MIN_OUTSIDE_SHARE = 0.25  # exclusive: with more boxes far outside, all of which could be corners, they are
+SAMPLED_FILES = 1000  # files that are looked at to recognise a folder, at most
+SAMPLED_JSON_FILES = 20  # and in each folder that may have a COCO file
 
 VocObject = tuple[str, tuple[float, float, float, float], bool]  # name, box (left, top, width, height), is it difficult
 # The annotations that are left out, by kind, such as `boxes without an area`.
@@ -137,6 +159,12 @@ def annotated_names(locations: Sequence[Path]) -> dict[int, str]:
     return dict(enumerate(sorted({item[0] for file in files for item in read_voc(Path(file))[1]})))
 
 
+def _only_filled(*folders: Path) -> list[Path]:
+    """Return the folder that has images, if there is one and no other has any; else []."""
+    filled = [folder for folder in folders if folder.is_dir() and any(True for _ in images_below(folder))]
+    return filled if len(filled) == 1 else []
+
+
 # COCO
 
 
@@ -145,12 +173,31 @@ def is_coco(location: Path) -> bool:
     return location.suffix.lower() == ".json" and os.path.isfile(location)
 
 
+def json_format(file: Path) -> str:
+    """Return the format of a JSON file by its keys, or '' if it is not known."""
+    from msgspec import Raw
+    from msgspec.json import decode
+
+    keys: set[str] = set()
+    with suppress(Exception):  # of any class, for a file that is not JSON
+        content = decode(read_regular(file).removeprefix(codecs.BOM_UTF8), type=dict[str, Raw] | list[Raw])
+        records = list(content.values()) if isinstance(content, dict) else content
+        keys |= set(content) if isinstance(content, dict) else set()
+        keys |= set(decode(records[0], type=dict[str, Raw]))
+    return next((name for name, known in JSON_KEYS.items() if known <= keys), "")
+
+
 @lru_cache(4)
 def _contents(file: Path, stamp: bytes) -> Any:
     """Return `read_coco` of a file without its objects, read once as long as its stamp stays. Raises `UserError`."""
     from utils.coco import read_coco  # only for COCO's files
 
-    content = read_coco(file)
+    try:
+        content = read_coco(file)
+    except UserError:
+        if (name := json_format(file)) not in ("", "COCO"):
+            raise UserError(f"{file} is {name}'s; {EXPORT}") from None
+        raise
     if not content.categories:
         raise UserError(f"{file} has no categories, so there is nothing to learn from it; name another file")
     return content
@@ -160,8 +207,9 @@ def _coco_folders(file: Path, split: str) -> list[Path]:
     """Return the folders where a file's images usually are, beside the file or beside its folder `annotations`."""
     part = file.stem.removeprefix("instances_")  # such as train2017
     bases = [file.parent, *([file.parent.parent] if file.parent.name.lower().startswith("annotation") else [])]
-    names = (part, f"images/{part}", f"images/{split}2017", f"images/{split}", split, "images", "")
-    return [base / name for base in bases for name in names if (base / name).is_dir()]
+    names = (part, f"images/{part}", f"images/{split}2017", f"images/{split}", split, "images")
+    folders = [base / name for base in bases for name in names if (base / name).is_dir()]
+    return [*(folders or _only_filled(*(folder for base in bases for folder in subfolders(base)))), *bases]
 
 
 def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> AnnotatedImages:
@@ -202,32 +250,53 @@ def _read_coco(annotated: AnnotatedImages, outlines: bool, problems: Problems) -
     numbers = {name.strip(): number for number, name in enumerate(annotated.names)}
     labels = {category.id: numbers.get(category.name) for category in content.categories}
     by_image: dict[Any, list[Any]] = {image.id: [] for image in content.images}
+    sizes = {image.id: (int(image.width or 0), int(image.height or 0)) for image in content.images}
     for item in content.annotations:
+        try:
+            left, top, width, height = map(float, item.bbox)
+            item.bbox = left, top, width, height
+        except (TypeError, ValueError):
+            item.bbox = ()
         if item.image_id not in by_image:
             problems["boxes of images that the file lacks"].append(f"annotation {item.id}")
         elif not item.iscrowd:
             by_image[item.image_id].append(item)
+    boxes = ((*item.bbox, *sizes[key]) for key, items in by_image.items() for item in items if item.bbox)
+    _check_boxes(annotated.file, np.fromiter(boxes, np.dtype((float, 6))))
     del content.annotations  # frees the objects of each image once its rows are made
     rows = {}
     for image in content.images:
-        items, size = by_image.pop(image.id), (int(image.width or 0), int(image.height or 0))
-        made = [(_coco_row(item, labels.get(item.category_id), size, outlines, problems), item.id) for item in items]
+        items, size = by_image.pop(image.id), sizes[image.id]
+        made = [(_coco_row(item, labels, size, outlines, problems), item.id) for item in items]
         if path := paths.get(file_name(image.file_name)):
             ids = [number for row, number in made if row]
             rows[path] = ImageRows("".join(row for row, _ in made), size, f"{annotated.file}: annotation", ids)
     return rows
 
 
-def _coco_row(item: Any, label: int | None, size: tuple[int, int], outlines: bool, problems: Problems) -> str:
-    which = f"annotation {item.id}"
-    if label is None or min(size) < 1:
-        kind = "categories that are not in `names`" if label is None else "images without a width and height"
-        problems[f"boxes of {kind}"].append(which)
+def _check_boxes(file: Path, rows: np.ndarray) -> None:
+    """Raise a `UserError` if boxes are shares of the image, or corners. rows: box, width and height, (n, 6)."""
+    low, far, size = rows[:, :2], rows[:, 2:4], rows[:, 4:]
+    is_outside = (low + far > OUTSIDE_FACTOR * size).any(1)
+    are_corners = ((far > low) & (far <= size + 1)).all() and is_outside.mean() > MIN_OUTSIDE_SHARE if len(rows) else 0
+    if are_corners or 0 < rows[:, :4].max(initial=0) <= 1:
+        what = "corners, x1 y1 x2 y2" if are_corners else "shares of the image, or all smaller than a pixel"
+        raise UserError(f"{file}: its boxes seem to be {what}; a `bbox` must be left, top, width, height in pixels")
+
+
+def _coco_row(
+    item: Any, labels: Mapping[int, int | None], size: tuple[int, int], outlines: bool, problems: Problems
+) -> str:
+    which, label = f"annotation {item.id}", labels.get(item.category_id)
+    kind = ""
+    if label is None:
+        kind = "of categories that " + ("are not in `names`" if item.category_id in labels else "the file lacks")
+    elif min(size) < 1 or not item.bbox:
+        kind = "that are not four numbers" if min(size) else "of images without a width and height"
+    if label is None or kind:
+        problems[f"boxes {kind}"].append(which)
         return ""
-    box: tuple[float, ...] = ()
-    with suppress(TypeError, ValueError):
-        box = tuple(map(float, item.bbox))
-    row = box_row(label, box, size, problems, which)
+    row = box_row(label, item.bbox, size, problems, which)
     if not outlines or not row:
         return row
     outline = np.zeros((0, 2))
@@ -269,6 +338,8 @@ def read_voc(file: Path) -> tuple[tuple[int, int], list[VocObject]]:
         text = read_regular(file)
         # The challenge counts pixels from 1, and the last one belongs to the box; most programs count from 0.
         first, root = int(CHALLENGE_MARK in text), ET.fromstring(text)
+        if root.tag == "annotations":
+            raise UserError(f"{file} is CVAT's XML for images; {EXPORT}")
         size = int(float(_text(root, "size/width"))), int(float(_text(root, "size/height")))
         if min(size) < 1:
             raise ValueError("its <size> is not positive")
@@ -352,12 +423,14 @@ def _voc_folders(annotations: Path) -> list[Path]:
     For `.../annotations/train` they are `.../images/train`, `.../images`, the folder itself, `.../train`, and `...`.
     """
     parts = annotations.parts
-    number = next((k for k in (-1, -2) if parts[k:] and parts[k].lower() in ANNOTATION_FOLDERS), 0) + len(parts)
-    if number == len(parts):
+    number = next((k for k in (-1, -2) if parts[k:] and parts[k].lower() in ANNOTATION_FOLDERS), 0)
+    if not number and _only_filled(annotations):
         return [annotations, *(annotations / name for name in IMAGE_FOLDERS)]
+    number = len(parts) + (number or (-2 if annotations.name in chain(*SPLIT_FOLDERS.values()) else -1))
     above, below = Path(*parts[:number]), parts[number + 1 :]
     folders = [above.joinpath(name, *below) for name in IMAGE_FOLDERS] + [above / name for name in IMAGE_FOLDERS]
-    return [*folders, annotations, above.joinpath(*below), above]
+    others = _only_filled(*(folder.joinpath(*below) for folder in subfolders(above)))
+    return [*folders, annotations, above.joinpath(*below), above, *others]
 
 
 # VisDrone
@@ -397,22 +470,61 @@ def _visdrone_images(location: Path, names: Sequence[str]) -> AnnotatedImages:
     return AnnotatedImages(location, sources, tuple(names), described, _read_visdrone, problems)
 
 
-# Folders as --data
+# Folders and files as --data
 
 
-def recognise(folder: Path) -> tuple[str, dict[str, Any]] | None:
-    """Return the title of a folder's layout and the entries of its splits, if any; None if it is not recognised."""
-    layouts = ((title, find(folder)) for title, find in LAYOUTS.items())
-    return next(((title, content) for title, content in layouts if content is not None), None)
+def data_yaml(folder: Path) -> Path | None:
+    """Return the `data.yaml` of a folder, or its only data YAML of another name. Raises `UserError` for several."""
+    files = sorted(filter(Path.is_file, folder.glob("data.y*ml")))[:1]
+    for file in [] if files else sorted(folder.glob("*.y*ml")):
+        with suppress(UserError):  # a file for another program may be damaged
+            keys = set(read_yaml(file))
+            files += [file] if "train" in keys and keys & {"names", "nc"} else []
+    if len(files) > 1:
+        raise UserError(f"{folder} has several data YAMLs ({', '.join(file.name for file in files)}); name one of them")
+    return files[0] if files else None
+
+
+def recognise(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return the title and the data YAML of the layout of a folder or file. Raises `UserError` if it is unknown."""
+    if not path.is_dir():
+        return "a data set of one file", _one_file(path)
+    for title, find in LAYOUTS.items():
+        if (content := find(path)) is not None:
+            return title, content
+    raise _unrecognised(path)
+
+
+def _one_file(file: Path) -> dict[str, Any]:
+    suffix = file.suffix.lower()
+    if is_coco(file) or is_voc(file):
+        return {"train": file.name}
+    if suffix == ".data" or file.name == "train.txt":
+        return recognise(file.parent)[1]
+    if suffix == ".txt" and _is_labelled(file):
+        return _with_classes(file.parent, {"train": file.name})
+    faults = {
+        ".csv": f"a CSV file, which is not read; {EXPORT}",
+        ".xml": f"a single .xml file; give its folder if it is VOC's, otherwise {EXPORT}",
+        ".txt": "a list without an image that exists and has a label file; fix it",
+    }
+    raise UserError(f"{file} is {faults.get(suffix, 'an archive; unpack it and give its folder')}")
+
+
+def only_folder(path: Path) -> Path | None:
+    """Return the folder that an archive was unpacked into, if there is nothing else and it is no split."""
+    known, folders = {*chain(*SPLIT_FOLDERS.values()), *ANNOTATION_FOLDERS, "images"}, subfolders(path)
+    names = [name for name in os.listdir(path) if not name.startswith((".", "__"))]
+    return folders[0] if folders and names == [folders[0].name] and names[0].lower() not in known else None
 
 
 def subfolders(folder: Path) -> list[Path]:
-    """Return the subfolders that are not hidden, sorted by name; [] for anything but a folder. Raises `UserError`."""
+    """Return the subfolders, sorted by name, but hidden ones and results of runs; [] for a file. Raises `UserError`."""
     try:
         entries = sorted(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
         raise UserError(f"the folder {folder} cannot be read: {error.strerror}; fix its permissions") from None
-    return [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    return [entry for entry in entries if entry.is_dir() and entry.name[0] != "." and not holds_results(entry)]
 
 
 def _splits(folder: Path, fits: Callable[[Path], bool], *forms: str) -> dict[str, Any] | None:
@@ -425,10 +537,62 @@ def _splits(folder: Path, fits: Callable[[Path], bool], *forms: str) -> dict[str
     return None
 
 
+def _images(path: Path) -> Iterator[str]:
+    return filter(os.path.isfile, listed_images(path)) if path.is_file() else images_below(path)
+
+
+def _classes(images: Iterable[str]) -> Iterator[int]:
+    """Yield the class of each row in the images' label files, if they exist; a row has five numbers at least."""
+    for file in map(label_name, images):
+        with suppress(OSError):
+            for words in map(str.split, read_lines(file)):
+                with suppress(ValueError, OverflowError):
+                    if len(words) > 4 and all(map(math.isfinite, map(float, words))):
+                        yield int(float(words[0]))
+
+
+def _is_labelled(path: Path) -> bool:
+    """Return whether one of the first images of a folder or a list has a label file with rows."""
+    return path.exists() and any(True for _ in _classes(islice(_images(path), SAMPLED_FILES)))
+
+
+def _with_classes(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """Add the names in a file of class names, or else the number of classes in the labels. Raises `UserError`."""
+    files = [file for pattern in CLASS_FILES for file in sorted(folder.rglob(pattern)) if file.is_file()]
+    lists = {"\n".join(map(str.strip, read_lines(file))).rstrip(): file for file in files}
+    if len(lists) > 1:
+        raise UserError(f"{' and '.join(map(str, lists.values()))} differ; remove the wrong one, or write a data YAML")
+    if lists:
+        return {**content, "names": next(iter(lists)).split("\n")}
+    return {**content, "nc": 1 + max(_classes(image for path in content.values() for image in _images(folder / path)))}
+
+
+def _label_files(folder: Path) -> dict[str, Any] | None:
+    content = _splits(folder, _is_labelled, "{}.txt", "images/{}", "{}/images", "{}")
+    content = content or next(({"train": name} for name in ("images", ".") if _is_labelled(folder / name)), None)
+    return content and _with_classes(folder, content)
+
+
 def _coco_layout(folder: Path) -> dict[str, Any] | None:
     files = {split: sorted((folder / "annotations").glob(f"instances_{split}*.json")) for split in SPLIT_FOLDERS}
     content = {split: f"annotations/{paths[0].name}" for split, paths in files.items() if len(paths) == 1}
     return content if "train" in content else None
+
+
+def _coco_files(folder: Path) -> dict[str, Any] | None:
+    """Return the only COCO file in a folder and its subfolders, or the one for each split by the words of its path."""
+    places = [sorted(place.glob("*.json"))[:SAMPLED_JSON_FILES] for place in (folder, *subfolders(folder))]
+    files = [str(file.relative_to(folder)) for file in chain(*places) if json_format(file) == "COCO"]
+    words = {file: re.split("[^a-z]+", file.lower()) for file in files}
+    named = {
+        split: next((file for name in names for file in files if name in words[file]), None)
+        for split, names in SPLIT_FOLDERS.items()
+    }
+    if len(files) < 2:
+        return {"train": files[0]} if files else None
+    if not named["train"]:
+        raise UserError(f"{folder} has several COCO files ({', '.join(files)}), none of them named `train`; name one")
+    return {split: file for split, file in named.items() if file}
 
 
 def _voc_layout(folder: Path) -> dict[str, Any] | None:
@@ -452,6 +616,11 @@ def _xml_folder(folder: Path) -> dict[str, Any] | None:
     return {"train": name} if name and not has_lists else None
 
 
+def _other_xml_folder(folder: Path) -> dict[str, Any] | None:
+    names = [path.name for path in subfolders(folder) if path.name.lower() not in ANNOTATION_FOLDERS and is_voc(path)]
+    return {"train": names} if names else None
+
+
 def _has_classes(folder: Path, least: int = 1) -> bool:
     """Return whether a folder has at least `least` folders with images, apart from folders of splits, YOLO or VOC."""
     folders, splits = subfolders(folder), {name for names in SPLIT_FOLDERS.values() for name in names}
@@ -462,15 +631,44 @@ def _has_classes(folder: Path, least: int = 1) -> bool:
     return len(list(islice(classes, least))) == least
 
 
-XML_FORMS = ("{}", "annotations/{}", "Annotations/{}", "{}/annotations", "{}/Annotations")
+# By precedence.
 LAYOUTS: dict[str, Callable[[Path], dict[str, Any] | None]] = {
     "COCO annotations in the folder of each split": lambda folder: _splits(
-        folder, is_coco, f"{{}}/{EXPORTED_ANNOTATIONS}"
+        folder, is_coco, "{}/_annotations.coco.json"
     ),
     "COCO's layout": _coco_layout,
     "VOC's layout": _voc_layout,
-    "VOC's .xml files for each split": lambda folder: _splits(folder, is_voc, *XML_FORMS),
+    "VOC's .xml files for each split": lambda folder: _splits(
+        folder, is_voc, "{}", *(f"{path.name}/{{}}" for path in subfolders(folder)), "{}/annotations", "{}/Annotations"
+    ),
     "VOC's .xml files": _xml_folder,
+    "label files": _label_files,
+    "COCO annotations": _coco_files,
+    "VOC's .xml files in a folder of another name": _other_xml_folder,
     "a folder of images per class in the folder of each split": lambda folder: _splits(folder, _has_classes, "{}"),
     "a folder of images per class": lambda folder: {} if _has_classes(folder, 2) else None,
 }
+
+
+def _unrecognised(folder: Path) -> UserError:
+    """Return the error for a folder: what it has, and what is missing."""
+    walked = (Path(path, name) for path, _, names in os.walk(folder) for name in sorted(names))
+    files: dict[str, list[Path]] = {}
+    for file in islice(walked, SAMPLED_FILES):
+        kind = "image" if is_image(file.name) else f"{file.suffix.lower()} file".strip()
+        files.setdefault(file.name if any(map(file.match, CLASS_FILES)) else kind, []).append(file)
+    image, jsons = str(files.get("image", [folder])[0]), files.get(".json file", [])[:SAMPLED_JSON_FILES]
+    program = next(filter(None, map(json_format, jsons)), "CSV" if ".csv file" in files else "")
+    if program:
+        advice = "; give the COCO file itself" if program == "COCO" else f"; {program} is not read: {EXPORT}"
+    elif "image" not in files:
+        is_packed = any(f"{suffix} file" in files for suffix in ARCHIVES)
+        advice = "; unpack the archive" if is_packed else ", but no images" if files else ""
+    elif ".xml file" in files:
+        advice = f", but no {VOC_LISTS}/train.txt"
+    elif ".txt file" in files:
+        advice = f", but no label file where it belongs: that of {image} is expected at {label_name(image)}"
+    else:
+        advice = ", but no label files, no annotations, and no folder of images for each class (docs/data.md)"
+    counts = [kind if kind == paths[0].name else plural(len(paths), kind) for kind, paths in files.items()]
+    return UserError(f"{folder} is not recognised as a data set: it has {' and '.join(counts) or 'no files'}{advice}")

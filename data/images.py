@@ -23,7 +23,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 
 from utils.errors import UserError
-from utils.files import read_regular
+from utils.files import LOCK_FILE, read_regular
 
 cv2.setNumThreads(0)  # loader processes are parallel already; their threads would compete for the cores
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)  # Pillow reads what OpenCV cannot, or raises
@@ -33,6 +33,7 @@ JPEG_START, JPEG_END, PNG_END = b"\xff\xd8", b"\xff\xd9", b"IEND\xaeB`\x82"
 # Flags that decode a JPEG at 1/1, 1/2, 1/4, 1/8 of its size, from the low frequencies of each block only.
 REDUCED = (cv2.IMREAD_REDUCED_COLOR_2, cv2.IMREAD_REDUCED_COLOR_4, cv2.IMREAD_REDUCED_COLOR_8)
 JPEG_FLAGS = dict(zip((1, 2, 4, 8), (cv2.IMREAD_COLOR, *REDUCED), strict=True))
+RUN_FOLDERS = ("train", "val", "detect", "segment", "classify", "predict", "exp")  # names in `runs` begin so
 LARGE_PIXELS = 2_000_000  # inclusive upper bound of a photo that `read_reduced` reads like any image
 
 
@@ -42,11 +43,11 @@ def is_image(name: str) -> bool:
 
 
 def images_below(folder: Path) -> Iterator[str]:
-    """Yield every image below a folder. Links are followed; a folder with several paths is read once."""
+    """Yield every image below a folder, without results of runs. Links are followed; each folder is read once."""
     visited = set()
     for path, folders, files in os.walk(folder, followlinks=True, onerror=_refuse):
         real = os.path.realpath(path)
-        if real in visited:
+        if real in visited or (path != os.fspath(folder) and holds_results(path)):
             folders.clear()
             continue
         visited.add(real)
@@ -54,12 +55,22 @@ def images_below(folder: Path) -> Iterator[str]:
         yield from (os.path.join(path, name) for name in sorted(files) if is_image(name))
 
 
+def holds_results(folder: str | Path) -> bool:
+    """Return whether a folder is a run's, or `runs` with such folders; their pictures are no part of a data set."""
+    if os.path.basename(folder) != "runs":
+        return os.path.exists(os.path.join(folder, LOCK_FILE))
+    return any(entry.is_dir() and entry.name.startswith(RUN_FOLDERS) for entry in os.scandir(folder))
+
+
 def _refuse(error: OSError) -> NoReturn:
     raise UserError(f"the folder {error.filename} cannot be read: {error.strerror}; fix its permissions") from None
 
 
 def listed_images(file: Path) -> Iterator[str]:
-    """Yield the images that a text file lists, one per line, relative to its folder or to the working folder."""
+    """Yield the images that a text file lists, one per line, relative to its folder or to the working folder.
+
+    A list of another machine names folders that are not here: what is left without the first of them may be.
+    """
     try:
         content = read_regular(file)
     except OSError:
@@ -69,7 +80,15 @@ def listed_images(file: Path) -> Iterator[str]:
     for line in content.removeprefix(codecs.BOM_UTF8).splitlines():  # names may be any bytes
         if name := os.fsdecode(line.strip()):
             beside = os.path.normpath(os.path.join(file.parent, name))
-            yield beside if os.path.exists(beside) else os.path.abspath(name)
+            here = os.path.abspath(name)
+            yield next(filter(os.path.exists, (beside, here)), None) or _moved(name, file.parent) or here
+
+
+def _moved(name: str, folder: Path) -> str | None:
+    """Return the file in `folder`, or in the one above, that a path of another machine ends with, if any."""
+    words = name.replace("\\", "/").split("/")
+    paths = (os.path.join(base, *words[k:]) for k in range(len(words)) for base in (folder, folder.parent))
+    return next(filter(os.path.isfile, map(os.path.normpath, paths)), None)
 
 
 def read_image(path: Path, jpeg_divisor: int = 1) -> np.ndarray:

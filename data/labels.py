@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import io
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -23,12 +24,12 @@ from data.images import image_size
 from data.polygons import Polygons, offsets_of
 from utils.console import log
 from utils.errors import UserError, plural, shortened
-from utils.files import cache_folder, file_stamps, one_at_a_time, read_regular, replacing, require_regular
+from utils.files import cache_folder, file_stamps, one_at_a_time, read_regular, replacing
 
 if TYPE_CHECKING:
     from data.formats import AnnotatedImages
 
-CACHE_VERSION = 9
+CACHE_VERSION = 10
 IMAGES_PER_CHUNK = 64  # images that a scanning process takes at a time
 IMAGES_PER_PROCESS = 500  # with fewer, starting another process takes longer than it saves
 MIN_IMAGE_SIDE_PIXELS = 10  # a smaller image is left out
@@ -36,6 +37,7 @@ COORDINATE_TOLERANCE = 1e-3  # how far outside [0, 1] a coordinate may be by rou
 OUTLINE_TOLERANCE = 0.01  # how far outside an outline's points may be; they are moved to the image's edge
 MAX_CLASS = 2**20  # exclusive bound of a class, which float32 holds exactly
 MIN_OUTLINE_WIDTH = 1e-5  # share of a side: an outline that is narrower is a line
+_label_folders: set[str] = set()  # folders of label files that exist, each of which is looked for once
 
 
 # Rows
@@ -161,10 +163,19 @@ def box_around(points: Sequence[float]) -> Sequence[float]:
 
 
 def label_name(image: str) -> str:
-    """Return the path of an image's label file: the last folder `images` becomes `labels`, and the suffix .txt."""
-    before, images, after = f"{os.sep}{image}".rpartition(f"{os.sep}images{os.sep}")
-    name = f"{before}{os.sep}labels{os.sep}{after}"[len(os.sep) :] if images else image
-    return f"{os.path.splitext(name)[0]}.txt"
+    """Return the path of an image's label file: the last folder `images` becomes `labels`, and the suffix .txt.
+
+    Without that folder `labels`, it is a file beside the image if there is one.
+    """
+    beside = f"{os.path.splitext(image)[0]}.txt"
+    before, images, after = f"{os.sep}{beside}".rpartition(f"{os.sep}images{os.sep}")
+    if not images:
+        return beside
+    name = f"{before}{os.sep}labels{os.sep}{after}"[len(os.sep) :]
+    folder = os.path.dirname(name)
+    if folder not in _label_folders and os.path.isdir(folder):
+        _label_folders.add(folder)
+    return beside if folder not in _label_folders and os.path.isfile(beside) else name
 
 
 # All images of a split
@@ -258,9 +269,12 @@ def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: 
     with suppress(OSError, UnicodeDecodeError):
         rows = enumerate(read_regular(file).decode("utf-8-sig").splitlines(), 1)
         line = next((f", line {k}" for k, row in rows if row.split()[:1] in ([f"{number}"], [f"{number}.0"])), "")
+    fix = "fix the label or add the class"
+    if labels.rows[:, 0].min() == 1 and labels.rows[:, 0].max() == classes:
+        fix = "the labels count from 1, but classes count from 0: subtract 1"
     raise UserError(
         f"{file}{line} has class {number}, but `names` of {source} ends at {classes - 1}; "
-        f"fix the label or add the class ({plural(len(wrong), 'such row')} in all)"
+        f"{fix} ({plural(len(wrong), 'such row')} in all)"
     )
 
 
@@ -282,8 +296,7 @@ def _key(images: Sequence[Path], rules: RowRules | None, annotated: Sequence[Ann
 def _read_cache(path: Path) -> Labels | None:
     """Return cached labels, or None if the file is absent or damaged."""
     try:
-        require_regular(path)
-        with np.load(path, allow_pickle=False) as file:
+        with np.load(io.BytesIO(read_regular(path)), allow_pickle=False) as file:
             arrays = dict(file)
         polygons = Polygons(arrays["points"], arrays["ends"]) if "ends" in arrays else None
         problems = tuple(map(str, arrays["problems"]))

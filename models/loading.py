@@ -28,6 +28,7 @@ from models.weights import (
     Weights,
     find_weights,
     read_weights,
+    refuse_unread_family,
     same_names,
 )
 from models.yolo import add_layers, whole_strides
@@ -302,6 +303,8 @@ def starting_point(
     if options.task_file:
         add_tasks(options.task_file, "task_file" in given)
     source = options.cfg or options.weights
+    if saved_yaml is None:
+        refuse_unread_family(f"--cfg {options.cfg}", options.cfg, "yolov9t.yaml")
     if saved_yaml is not None or options.cfg:
         yaml = saved_yaml or read_yaml(find_file(options.cfg, "model", ["models", "models/hub"]))
         return StartingPoint(TASKS[task_of(yaml, source)], dict(yaml), source, bool(options.cfg))

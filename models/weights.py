@@ -185,6 +185,10 @@ def read_weights(path: str | Path, licence: str = "") -> Weights:
         raise UserError(f"weights {path} cannot be read ({error.strerror}); check the path") from None
     try:
         weights = _interpret(_loaded(data, path.suffix))
+        for task, entry in TASKS.items() if weights.source == "tensors" else ():
+            if described := entry.load().described(path.parent):
+                model, names, licence = described
+                weights = replace(weights, model=model, names=names, task=task)
         origin = weights.origin
         if weights.source != "lockstep":
             origin = Origin(LICENCES.get(weights.source, licence or UNKNOWN))
@@ -364,11 +368,19 @@ RELEASE_SHA256 = {"yolov5n.pt": "4f180cf23ba0717ada0badd6c685026d73d48f184d00fc1
 YOLOV9_FILE = re.compile(r"v9-[tsmc]\.pt")
 YOLOV9_ADDRESS = "https://github.com/MultimediaTechLab/YOLO/releases/download/v1.0-alpha/"
 YOLOV9_LICENCE = "MIT, published by MultimediaTechLab"
-UNREAD_FAMILY = re.compile(r"yolov?(?:6|7|8|10|11|12)|yolox|rf-?detr")  # start of the names of files that are not read
+UNREAD_FAMILY = re.compile(
+    r"yolov?(?:6|7|8|1\d|26)|yolo(?:x|[-_]?nas|[-_]?world)|rf-?detr"
+)  # start of their files' names
 
 
 def _is_released(file: str) -> bool:
     return any(re.fullmatch(entry.load().official_weights, file) for entry in TASKS.values())
+
+
+def refuse_unread_family(what: str, file: str, instead: str) -> None:
+    """Raise `UserError` if a missing file's name is that of a family of models that are not read, as yolov8n.pt."""
+    if not os.path.isfile(file) and (family := UNREAD_FAMILY.match(Path(file).name.lower())):
+        raise UserError(f"{what}: {family[0]} models are not supported; nearest: {instead}")
 
 
 def find_weights(
@@ -397,8 +409,7 @@ def find_weights(
             return weights
     alternative = ", or start from scratch with --weights ''" if training else ""
     if not _is_released(file) or os.path.isdir(path):
-        if family := UNREAD_FAMILY.match(file.lower()):
-            raise UserError(f"weights {name}: {family[0]} models are not supported; nearest: v9-t.pt{alternative}")
+        refuse_unread_family(f"weights {name}", name, f"v9-t.pt{alternative}")
         official = f"{file.removesuffix('.pt').replace('yolov9-', 'v9-').replace('yolov9', 'v9-')}.pt"
         if official != file and _is_released(official):
             alternative = f" (did you mean '{official}'?){alternative}"

@@ -146,10 +146,100 @@ def roboflow_voc(folder: Path) -> Path:
 def roboflow_yolo(folder: Path) -> Path:
     """Roboflow's YOLO export: a data.yaml whose paths lead out of its folder."""
     for split, name in SPLITS.items():
-        for image in write_split(split, folder / name / "images"):
-            write_text(folder / name / f"labels/{image.stem}.txt", "\n".join(image.label_rows()))
+        write_labels(split, folder / name / "images", folder / name / "labels")
     content = {"train": "../train/images", "val": "../valid/images", "test": "../test/images", "nc": 3}
     write_yaml(folder / "data.yaml", {**content, "names": list(NAMES), "roboflow": {"version": 1}})
+    return folder
+
+
+def write_labels(split: str, images: Path, labels: Path) -> list[DrawnImage]:
+    """Write the images of a split into a folder, and YOLO's label files into another; return the images."""
+    for image in drawn(split):
+        write_text(labels / f"{image.stem}.txt", "\n".join(image.label_rows()))
+    return write_split(split, images)
+
+
+def cvat_yolo(folder: Path) -> Path:
+    """CVAT's YOLO 1.1, as of Darknet: a list whose paths begin with a folder `data`, and images beside their labels."""
+    images = write_labels("train", folder / "obj_train_data", folder / "obj_train_data")
+    write_text(folder / "train.txt", "".join(f"data/obj_train_data/{image.stem}.jpg\n" for image in images))
+    write_text(folder / "obj.data", "classes = 3\nnames = data/obj.names\ntrain = data/train.txt\nbackup = backup/\n")
+    write_text(folder / "obj.names", "\n".join(NAMES))
+    return folder
+
+
+def darknet_file(folder: Path) -> Path:
+    """The .data file of the same."""
+    return cvat_yolo(folder) / "obj.data"
+
+
+def list_file(folder: Path) -> Path:
+    """A list with the paths of a computer with Windows, and the names of classes beside it."""
+    images = write_labels("train", folder / "images", folder / "labels")
+    write_text(folder / "photos.txt", "\r\n".join(f"C:\\me\\set\\images\\{image.stem}.jpg" for image in images))
+    write_text(folder / "classes.txt", "\n".join(NAMES))
+    return folder / "photos.txt"
+
+
+def label_studio(folder: Path) -> Path:
+    """Label Studio's YOLO, unpacked into a folder of its own."""
+    write_labels("train", folder / "project-1/images", folder / "project-1/labels")
+    write_text(folder / "project-1/classes.txt", "\n".join(NAMES) + "\n\n")
+    write_text(folder / "project-1/notes.json", '{"categories": [], "info": {}}')
+    return folder
+
+
+def labelimg(folder: Path) -> Path:
+    """labelImg's label files beside the photos, here in a folder `images`, with the results of a run among them."""
+    folder = folder / "images"
+    write_labels("train", folder, folder)
+    write_text(folder / "classes.txt", "\n".join(NAMES))
+    for name in ("runs/detect/exp2", "results/exp"):
+        write_labels("val", folder / name, folder / name)
+    write_text(folder / "results/exp/.lock", "")
+    return folder
+
+
+def other_yaml(folder: Path) -> Path:
+    """FiftyOne's or Supervisely's YOLO: the data YAML has another name."""
+    bare_yolo(folder).joinpath("classes.txt").unlink()
+    content = {"path": str(folder), "train": "./images/train/", "val": "./images/val/"}
+    write_yaml(folder / "dataset.yaml", {**content, "names": dict(enumerate(NAMES))})
+    write_yaml(folder / "other.yaml", {"train": 3})
+    return folder
+
+
+def bare_yolo(folder: Path) -> Path:
+    """YOLO's folders without a data YAML."""
+    for split in ("train", "val"):
+        write_labels(split, folder / "images" / split, folder / "labels" / split)
+    write_text(folder / "classes.txt", "\n".join(NAMES))
+    return folder
+
+
+def cvat_coco(folder: Path) -> Path:
+    """CVAT's COCO 1.0, with a byte order mark."""
+    text = coco_text(write_split("train", folder / "images/default"))
+    write_text(folder / "annotations/instances_default.json", f"\ufeff{text}")
+    return folder
+
+
+def coco_beside_photos(folder: Path) -> Path:
+    """Roboflow's COCO without a split."""
+    write_text(folder / "_annotations.coco.json", coco_text(write_split("train", folder)))
+    return folder
+
+
+def coco_by_name(folder: Path) -> Path:
+    """COCO files named after their splits, with the images in one folder of any name."""
+    for split in ("train", "val"):
+        write_text(folder / f"{split}_coco.json", coco_text(write_split(split, folder / "photos")))
+    return folder
+
+
+def voc_of_any_name(folder: Path) -> Path:
+    """VOC's annotations and their images in folders of any name."""
+    write_split("train", folder / "photos", folder / "annots")
     return folder
 
 
@@ -173,6 +263,8 @@ Layout = Callable[[Path], Path]  # draws a data set into a folder; returns what 
 # By whether they have images for validation; those that have none hold a share out.
 BOX_LAYOUTS: dict[Layout, bool] = {
     **dict.fromkeys((roboflow_coco, coco, voc, roboflow_voc, roboflow_yolo), True),
-    **dict.fromkeys((coco_file, kaggle), False),
+    **dict.fromkeys((other_yaml, bare_yolo, coco_by_name), True),
+    **dict.fromkeys((coco_file, kaggle, cvat_yolo, darknet_file, list_file, label_studio, labelimg), False),
+    **dict.fromkeys((cvat_coco, coco_beside_photos, voc_of_any_name), False),
 }
 CLASS_LAYOUTS: dict[Layout, bool] = {class_folders: False, class_folders_by_split: True}

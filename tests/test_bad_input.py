@@ -116,6 +116,8 @@ OF_FLAGS = {
     "--hyp finetun": "'finetune'",
     "--hyp.lr0 abc": "--hyp.lr0",
     "--cfg absent.yaml": "absent.yaml",
+    "--cfg yolov8n.yaml": "yolov9t.yaml",
+    "--task classify": "classify",
     "--cfg=": "--cfg",
     "--weights {set}/none.pt": "{set}/none.pt",
     "--weights yolov5s.pt": "releases/download",
@@ -125,12 +127,16 @@ OF_FLAGS = {
     "--batch-size 0": "--batch-size 0",
     "--batch-size 6 --logical-processes 4": "--batch-size 6",
     "--batch-size 1000000000": "--batch-size",
+    "--batch-size 65": "--batch-size 65",  # of fewer images
+    "--optimizer adamw": "'AdamW'?",
+    "--local_rank 1": "--local_rank",
     "--no-deterministic --logical-processes 2": "--no-deterministic",
     "--name=": "--name",
     "--profile 3:2": "--profile 3:2",
     "--device 7": "--device 7",
     "--device gpu": "--device gpu",
     "--freeze 99": "--freeze '99'",
+    "--freeze -99": "--freeze '-99'",
     "--freeze backbon": "--freeze 'backbon'",
     "--hyp.lr_factor 0.1": "--hyp.lr_factor",
     '--hyp.lr_factor {{"neck":1}}': "lr_factor: 'neck'",
@@ -251,6 +257,16 @@ def test_nothing_wrong(name: str, inputs: Inputs, call_main: CallMain) -> None:
     assert code == 0, printed
     assert "warning" not in printed.lower()
     assert "error" not in printed.lower()
+
+
+@pytest.mark.parametrize(("other", "recipe"), [(False, "finetune"), (True, "scratch-small")])
+def test_weights_that_do_not_fit_do_not_choose_the_recipe(
+    other: bool, recipe: str, inputs: Inputs, call_main: CallMain
+) -> None:
+    plant = WARNINGS["of other layers"][0] if other else lambda i: i.weights()
+    plant(inputs)  # type: ignore[misc]
+    _, printed = call_main(*arguments(f"{WEIGHTS} --hyp auto", inputs))
+    assert f"--hyp {recipe}, " in printed
 
 
 LONG = [pytest.param(name, marks=pytest.mark.long, id=name[:60]) for name in [*ERRORS, *WARNINGS]]

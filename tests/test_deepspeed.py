@@ -12,8 +12,6 @@ from tests.conftest import RunScript
 from tests.curves import SCORES, refused, rows, same_curve
 from tests.machines import ACCELERATE, CONFIGS
 from tests.wandb_files import one_run
-from utils.distributed import deepspeed as zero
-from utils.errors import UserError
 
 
 def by(name: str) -> tuple[str, ...]:
@@ -79,9 +77,3 @@ def test_fp16_without_a_scaler_is_refused(fine_tune: Callable[..., str], tmp_pat
     printed = fine_tune(tmp_path, "--mixed-precision", "fp16", launcher=by("zero2"), fails=True, DS_ACCELERATOR="cpu")
     refused(printed, "use one of no, bf16")
     assert not (tmp_path / "exp").exists()
-
-
-def test_absent_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero, "find_spec", lambda name: None if name == "transformers" else object())
-    with pytest.raises(UserError, match=r"transformers cannot be imported; run pip install"):
-        zero.prepare_environment(on_cpu=True)

@@ -247,6 +247,7 @@ REFUSED = [
     ({"bgr": 1}, "bgr"),
     ({"augment": "yes"}, "augment"),
     ({"save_txt": True}, "save_txt"),
+    ({"stream": True}, "stream"),
 ]
 SIZES = [({"imgsz": "big"}, "imgsz"), ({"imgsz": -8}, "imgsz"), ({"imgsz": (1, 2, 3)}, "--imgsz 1 2 3")]
 
@@ -264,6 +265,8 @@ def test_wrong_settings(detector: Path, photo: Path, predictor: Predictor) -> No
     for how, named in [*REFUSED, ({"imgsz": 96}, "imgsz=96")]:
         with pytest.raises(UserError, match=named):
             setattr(predictor, *how.popitem())
+    with pytest.raises(UserError, match="source"):
+        predictor.predict(source=photo)
     with pytest.raises(AttributeError, match="conf_tres"):
         _ = predictor.conf_tres
     assert predictor.thresholds == before

@@ -28,7 +28,7 @@ from utils.config.settings import RecipeOf, Settings, check_settings, resumed_op
 from utils.console import log
 from utils.distributed.deepspeed import gathered_parameters, load_optimizer_state, optimizer_state
 from utils.distributed.launch import connect
-from utils.distributed.ranks import Collectives, broadcast_from_main, launched, world_size
+from utils.distributed.ranks import Collectives, broadcast_from_main, world_size
 from utils.errors import Stopped, UserError, first_line, plural
 from utils.files import read_regular, read_yaml, replacing
 from utils.summary import Summary
@@ -386,7 +386,7 @@ def resolve_settings(given: Mapping[str, Any], recipe_of: RecipeOf) -> Settings:
     options = settings.options
     if not options.resume:
         return settings
-    if not launched():  # the processes that `spawn` starts get the settings from their parent
+    if world_size() == 1:  # the processes that `spawn` starts get the settings from their parent
         return _settings_of_run(settings, recipe_of)
     if options.doctor and options.resume == AUTO:  # the flags are complete; the doctor names who cannot be reached
         return settings
@@ -423,7 +423,7 @@ def _settings_of_run(settings: Settings, recipe_of: RecipeOf) -> Settings:
     states = StateFiles(run / STATES)
     state = states.read(warns=False)  # `read_saved_state` reads it again
     check_settings(saved, state.get("settings", {}) if state else {}, run / SETTINGS)
-    options = resumed_options(settings.given, run, saved, recipe_of, launched())
+    options = resumed_options(settings.given, run, saved, recipe_of, world_size() > 1)
     if state is None:
         has_results = any(run.glob("weights/*.pt")) or (not options.nosave and (run / "results.csv").exists())
         if asked.resume == AUTO and not has_results:

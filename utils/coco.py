@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -60,7 +61,7 @@ def read_coco(file: Path, objects: bool = False) -> Any:
     import msgspec
 
     try:
-        coco = _decoder(objects).decode(read_regular(file))
+        coco = _decoder(objects).decode(read_regular(file).removeprefix(codecs.BOM_UTF8))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}; give a file of COCO annotations") from None
     except (msgspec.DecodeError, RecursionError) as error:
@@ -163,7 +164,8 @@ def metrics(
     try:
         annotations = json.loads(read_regular(file))
         # The annotations' own ids are replaced: the evaluator ignores id 0 and merges equal ids.
-        numbered = [{**one, "id": number} for number, one in enumerate(annotations["annotations"], 1)]
+        boxed = (one for one in annotations["annotations"] if one.get("bbox"))  # training leaves out the others too
+        numbered = [{**one, "id": number} for number, one in enumerate(boxed, 1)]
         truth = COCO({**annotations, "annotations": numbered})
         predicted = truth.loadRes(list(rows)) if rows else COCO({**annotations, "annotations": []})
         for kind in kinds:
@@ -213,7 +215,7 @@ def report(
             document, title = COCO_OUTPUTS[kind]
             measured = [(*key, "" if value < 0 else value) for key, value in zip(COCO_METRICS, values, strict=True)]
             write({document: csv_text(("metric", "iou", "area", "max_det", "value"), measured)})
-            log(*table([(title, "IoU", "area", "most", "value"), *measured]), always=True)
+            log(*table([(title, "IoU", "area", "maxDets", "value"), *measured]), always=True)
     except UserError as error:
         if is_named:
             raise

@@ -58,5 +58,6 @@ def plural(number: int, noun: str) -> str:
 
 def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
     """Return ` (did you mean 'x'?)` for the most similar of `known`, or '' if none reaches `likeness`, from 0 to 1."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
-    return f" (did you mean '{matches[0]}'?)" if matches else ""
+    by_lower = {name.lower(): name for name in known}
+    matches = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=likeness)
+    return f" (did you mean '{by_lower[matches[0]]}'?)" if matches else ""

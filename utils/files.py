@@ -42,6 +42,7 @@ SERVER_TIMEOUT_SECONDS = 20.0  # longest wait for data from the server
 ATTEMPTS = 3
 RETRY_SECONDS = 1.0  # wait before the second attempt; doubled before the third
 BLOCK_BYTES = 2**20  # bytes read at once
+UNKNOWN_LENGTH_BYTES = 2**30  # limit of a download whose length the server does not name: it may never end
 HUB_PREFIX = "hf:"  # prefix of --weights
 HUB_NAME = re.compile(r"(?://)?([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+))?")  # owner/name, revision, file
 HUB_TOKEN = re.compile(r"Bearer [^'\"]*|hf_\w+")  # in errors of a library
@@ -129,7 +130,7 @@ def find_file(name: str, what: str, folders: Sequence[str], kind: str = "a file"
         return Path(name)
     shipped = sorted(path for folder in folders for path in (ROOT / folder).glob("*.yaml"))
     for path in shipped:
-        if f"{name.removesuffix('.yaml')}.yaml" in (path.name, str(path.relative_to(ROOT))):
+        if f"{name.removesuffix('.yml').removesuffix('.yaml')}.yaml" in (path.name, str(path.relative_to(ROOT))):
             return path
     raise UserError(
         f"{what} '{name}' is not {kind}{nearest(name, (path.stem for path in shipped), 0.7)}; give the path of {kind}, "
@@ -164,21 +165,16 @@ def file_stamps(paths: Iterable[str]) -> bytes:
     return repr(stamps).encode()
 
 
-def require_regular(path: str | os.PathLike[str]) -> None:
-    """Raise OSError for a pipe, socket or device, which may never end. Links to files are files."""
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a file. Raises OSError for a pipe, socket or device too, which may never end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
-
-
-def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """Return the content of a file. Raises OSError as `require_regular` does."""
-    require_regular(path)
     with open(path, "rb") as file:
         return file.read()
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[str]:
-    """Return the lines of a text file; invalid UTF-8 is replaced. Raises OSError as `require_regular` does."""
+    """Return the lines of a text file; invalid UTF-8 is replaced. Raises OSError as `read_regular` does."""
     return read_regular(path).decode("utf-8-sig", errors="replace").splitlines()
 
 
@@ -308,9 +304,13 @@ def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool]
         length = int(answer.headers.get("Content-Length") or 0)
         if length > (free := shutil.disk_usage(path.parent).free):
             raise ValueError(f"it needs {gigabytes(length)}, and {gigabytes(free)} are free")
+        limit = min(length or UNKNOWN_LENGTH_BYTES, free)
         # disable=None: a progress bar on terminals only
         with tqdm.wrapattr(answer, "read", length or None, desc=path.name, disable=None, leave=False) as source:
-            shutil.copyfileobj(source, file, BLOCK_BYTES)
+            while block := source.read(BLOCK_BYTES):
+                file.write(block)
+                if file.tell() > limit:
+                    raise ValueError(f"it has more than {gigabytes(limit)}")
         if length and file.tell() != length:
             raise OSError(f"the connection ended after {file.tell()} of {length} bytes")
         file.flush()
@@ -340,10 +340,13 @@ def fetch_from_hub(name: str) -> Path:
     hub.utils.logging.set_verbosity_error()
     with suppress(Exception):  # of any class, depending on the version; the file may be in the cache
         info = hub.HfApi().model_info(repository, revision=revision, timeout=SERVER_TIMEOUT_SECONDS)
-        weights = [entry.rfilename for entry in info.siblings or [] if entry.rfilename.endswith(WEIGHT_SUFFIXES)]
+        names = [entry.rfilename for entry in info.siblings or []]
+        weights = [name for name in names if name.endswith(WEIGHT_SUFFIXES)]
         file = file or (weights[0] if len(weights) == 1 else BEST)
         licence = "".join(f" (licence: {tag[8:]})" for tag in info.tags or [] if tag.startswith("license:"))
         print(f"{HUB_PREFIX}{repository}/{file}{licence}", file=sys.stderr, flush=True)
+        for description in {"config.json", "README.md"}.intersection(names):  # see `Task.described`
+            hub.hf_hub_download(repository, description, revision=revision)
     try:
         return Path(hub.hf_hub_download(repository, file or BEST, revision=revision))
     except Exception as error:

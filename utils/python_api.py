@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from utils.config.flags import OPTIONS_OF_SCRIPT, REFUSED, flags_of
+from utils.config.flags import IGNORED, OPTIONS_OF_SCRIPT, REFUSED, flags_of
 from utils.config.hyperparameters import OVERRIDE_PREFIX
 from utils.config.parser import checked
 from utils.console import log
@@ -98,7 +98,7 @@ def arguments(
     overrides: dict[str, str] = {}
     for alias, value in values.items():
         name, key = aliases(kind).get(alias, alias), alias.removeprefix(OVERRIDE_PREFIX.lstrip("-"))
-        if value is None or (value is False and name in fields):
+        if value is None or (value is False and name in {*fields, *REFUSED}) or str(value) == IGNORED.get(name):
             continue
         if name in fields:
             const = fields[name].metadata["const"]

@@ -29,15 +29,15 @@ def class_named(place: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def is_users(module: str) -> bool:
-    """Return whether a module is a file of the user's, or in a package of the user's."""
+def load(module: str) -> ModuleType | None:
+    """Import a module of a user's file or package that has been imported; return None for any other module.
+
+    Raises `UserError` with file and line for any error in it.
+    """
     name = module.partition(".")[0]
-    return name in _paths and name in sys.modules
-
-
-def load(module: str) -> ModuleType:
-    """Import a module of the user's. Raises `UserError` with file and line for any error in it."""
-    with explained(_paths[module.partition(".")[0]]):
+    if name not in _paths or name not in sys.modules:
+        return None
+    with explained(_paths[name]):
         return importlib.import_module(module)
 
 

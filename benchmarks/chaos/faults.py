@@ -23,12 +23,13 @@ import psutil
 from benchmarks.chaos.cluster import ADDRESSES, HOSTS, Attempt, Cluster, Start
 from tests import wandb_server
 from tests.machines import ip
-from tests.web import running
+from tests.web import running, sending
 
 MEMORY_GROUP = Path("/sys/fs/cgroup/memory") / HOSTS[1]
 BACK_SECONDS = 60.0  # in which a machine must be back, or the training is finished
 SHORT_SECONDS = 3.0  # of a fault that passes: less than --dist-timeout
 OTHER_ADDRESS = "10.77.0.77"  # of the main machine
+LOSSY = "rate 40mbit burst 4kb limit 6kb"  # a queue of a few packets, which drops the others
 
 
 class NotHere(Exception):
@@ -96,12 +97,6 @@ def machine_gone(attempt: Attempt) -> Iterator[None]:
 
 
 @contextmanager
-def elastic(cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
-    """torch's launcher goes on with the machines that are there."""
-    yield Start(elastic=True, variables={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-
-
-@contextmanager
 def one_machine_only(cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
     """One of the machines has not come back: the job goes on with --num_machines 1."""
     yield Start(machines=(random.randrange(2),))
@@ -139,12 +134,6 @@ def another_address(cluster: Cluster, run: str, random: Random) -> Iterator[Star
         yield Start(address=OTHER_ADDRESS)
     finally:
         ip("-n", HOSTS[0], "addr", "del", f"{OTHER_ADDRESS}/24", "dev", "cable")
-
-
-@contextmanager
-def other_main_machine(cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
-    """The scheduler has made the second machine the main one."""
-    yield Start(machines=(1, 0), address=ADDRESSES[1])
 
 
 # The disk, and the states on it
@@ -197,11 +186,7 @@ class Lying(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        page = b"<html>Welcome to the hotel's network</html>"
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(page)))
-        self.end_headers()
-        self.wfile.write(page)
+        sending(b"<html>Welcome to the hotel's network</html>")(self)
 
     do_GET = do_PUT = do_POST
 
@@ -306,6 +291,7 @@ def catalogue() -> list[Fault]:
         faults.append(Fault(f"{kind} is stopped", True, stopped))
     for kind in ("is dead", "is slow", "is silent", "lies"):
         faults.append(Fault(f"W&B's server {kind}", False, before=partial(wandb_online, kind)))
+    elastic = Start(elastic=True, variables={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     return [
         *faults,
         Fault("SIGKILL to a whole machine", True, partial(signalled, "a machine", signal.SIGKILL)),
@@ -313,14 +299,11 @@ def catalogue() -> list[Fault]:
         Fault("the cable is cut for 3 s", False, cut_cable, SHORT_SECONDS),
         Fault("the cable is cut", True, cut_cable),
         Fault("the cable is slow for 10 s", False, partial(shaped_cable, "rate 4mbit burst 16kb latency 200ms"), 10.0),
-        # A queue of a few packets, which drops the others.
-        Fault(
-            "the cable loses packets for 10 s", False, partial(shaped_cable, "rate 40mbit burst 4kb limit 6kb"), 10.0
-        ),
+        Fault("the cable loses packets for 10 s", False, partial(shaped_cable, LOSSY), 10.0),
         Fault("the main machine has another address", False, before=another_address),
-        Fault("another machine is the main one", False, before=other_main_machine),
+        Fault("another machine is the main one", False, before=lambda *_: nullcontext(Start((1, 0), ADDRESSES[1]))),
         Fault("a machine does not come back", False, before=one_machine_only),
-        Fault("a machine leaves and comes back", False, machine_gone, before=elastic),
+        Fault("a machine leaves and comes back", False, machine_gone, before=lambda *_: nullcontext(elastic)),
         Fault("the disk is full for 3 s", False, full_disk, SHORT_SECONDS, disk=True),
         Fault("the disk is full", False, full_disk, disk=True),
         Fault("the disk is read-only for 3 s", False, read_only_disk, SHORT_SECONDS, disk=True),

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.gpu_parts.measuring import Machine, rounded, row, run, script
-from benchmarks.same_results import differences
+from benchmarks.same_results import differences, kill_at
 from tests.curves import floats, rows
+from tests.machines import by_hand
 from utils.files import ROOT
 
-KILL_AFTER_STATES, START_SECONDS = 3, 120.0
+KILL_AT = 3  # optimizer step
 STAGES = ("zero1", "zero2", "zero3")
 # NCCL refuses two processes on one GPU. As two machines of one GPU each, over gloo, they share it.
 OVER_GLOO = """
@@ -53,15 +52,13 @@ def train_over_gloo(here: Machine, name: str, precision: str, *more: str) -> Pat
         del flags[(place := flags.index("--device")) : place + 2]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    given = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    given["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        port = str(free.getsockname()[1])
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", OVER_GLOO, str(ROOT / "train.py"), *flags],
             cwd=ROOT,
-            env={**os.environ, **given, "RANK": str(rank)},
+            env={**os.environ, **by_hand(rank, port), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -78,14 +75,8 @@ def train_killed(here: Machine, name: str, precision: str) -> Path:
     """Start a run that saves every step, kill it, and resume it."""
     folder = here.scratch / "runs" / name
     command = [sys.executable, str(ROOT / "train.py"), *run_flags(here, name, precision, "--save-steps", "1")]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.monotonic() + START_SECONDS
-    while not any(int(file.name[:8]) >= KILL_AFTER_STATES for file in folder.glob("checkpoint/[0-9]*.pt")):
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"{folder} did not save {KILL_AFTER_STATES} states")
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True, text=True)
+    kill_at(process, folder, KILL_AT)
     script("train.py", "--resume", str(folder))
     return folder
 

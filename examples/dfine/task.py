@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,26 +13,28 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from models.heads.contract import UnavailableCriterion
+from models.heads.contract import UnavailableCriterion, row_sigmoids
 from models.tasks.contract import Criterion, Model, Postprocess, Thresholds, View
 from models.tasks.detect import BoxTask, box_predictions
 from models.tasks.predictions import DetectionPrediction
 from utils.batch import Batch
 from utils.config.flags import NOT_NEGATIVE
 from utils.config.hyperparameters import Augmentation, Recipes, number
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 
 from .loss import LOSS_NAMES, DFineCriterion
-from .network import DFine, Outputs, Scored, build, pixel_boxes
+from .network import CLASSES, DFine, Outputs, Scored, modules_of, pixel_boxes
 
-# Names in published files and what transformers 5 calls the same tensors: of both families, of each.
+# Of configs without these keys: a background class score, and BatchNorm that learns without trained statistics.
+DEFAULTS = {"initializer_bias_prior_prob": 0.01, "freeze_backbone_batch_norms": False}
+# Names in published files and what transformers 5 calls the same tensors: of both families, then of D-FINE.
 RENAMED = (
     (r"\bout_proj\b", "o_proj"),
     (r"encoder\.encoder\.(\d+)\.layers", r"encoder.aifi.\1.layers"),
     (r"^(?=(class|bbox)_embed\.)", "model.decoder."),  # the heads, which transformers' outer class has twice
+    (r"(layers\.\d+)\.(fc\d)\.", r"\1.mlp.\2."),
 )
-RENAMED_DFINE = ((r"(layers\.\d+)\.fc1\.", r"\1.mlp.layers.0."), (r"(layers\.\d+)\.fc2\.", r"\1.mlp.layers.1."))
-RENAMED_RTDETR = ((r"(layers\.\d+)\.(fc\d)\.", r"\1.mlp.\2."),)
+RENAMED_DFINE = ((r"\.mlp\.fc1\.", ".mlp.layers.0."), (r"\.mlp\.fc2\.", ".mlp.layers.1."))
 
 
 @dataclass(frozen=True)
@@ -62,14 +66,40 @@ class DFineTask(BoxTask):
         """Return the tensors of a file of transformers by the names in `DFine`."""
         renamed, is_dfine = {}, any("lqe_layers" in name for name in state)
         for name, tensor in state.items():
-            for old, new in RENAMED + (RENAMED_DFINE if is_dfine else RENAMED_RTDETR):
+            for old, new in RENAMED + RENAMED_DFINE * is_dfine:
                 name = re.sub(old, new, name)
             renamed[name] = tensor
         return renamed
 
-    def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> Model:
-        """Build the model of a YAML for this task's classes and images of about `imgsz` pixels."""
-        return build(yaml, self.names, imgsz, source)
+    @classmethod
+    def described(cls, folder: Path) -> tuple[dict[str, Any], dict[int, str], str] | None:
+        """Return the model YAML and class names in config.json, and the licence in the header of README.md."""
+        file, card = folder / "config.json", folder / "README.md"
+        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if config.get("model_type") not in CLASSES:
+            return None
+        names = {int(number): str(name) for number, name in config.pop("id2label").items()}
+        config.pop("label2id", None)
+        header = card.read_text(encoding="utf-8") if card.is_file() else ""
+        licence = re.search(r"^license: *(\S+)", header, re.MULTILINE)
+        return {"task": "dfine", "config": config}, names, licence[1] if licence else ""
+
+    def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> DFine:
+        """Build the model of a YAML, whose `config` has keys of transformers' config.json. Raises `UserError`."""
+        config: Any = yaml.get("config")
+        kind = config.get("model_type") if isinstance(config, dict) else None
+        if kind not in CLASSES:
+            raise UserError(f"{source}: `config` must have the model_type {' or '.join(CLASSES)}")
+        modeling = modules_of(kind)
+        try:
+            settings = getattr(modeling, f"{CLASSES[kind]}Config")
+            settings = settings(**{**DEFAULTS, **copy.deepcopy(config), "num_labels": len(self.names)})
+            settings._attn_implementation = "eager"  # CUDA's fused kernels add in any order in the backward pass
+            network = getattr(modeling, f"{CLASSES[kind]}ForObjectDetection")(settings).model
+        except Exception as error:  # transformers checks types and some of the sizes
+            raise UserError(f"{source}: this `config` makes no network ({first_line(error)}); correct it") from error
+        yaml = {**copy.deepcopy(dict(yaml)), "task": "dfine", "nc": len(self.names)}
+        return DFine(network, yaml, self.names, imgsz)
 
     def loss_names_of(self, model: Model) -> tuple[str, ...]:
         """Return the names of the terms: RT-DETRv2 predicts no distributions of edges."""
@@ -78,7 +108,7 @@ class DFineTask(BoxTask):
     def criterion(self, model: Model) -> Criterion:
         """Return the loss of `model`; for an exported file every term is NaN."""
         if isinstance(model, DFine):
-            return DFineCriterion(model, self.gains)
+            return DFineCriterion(model, self.gains[: len(self.loss_names_of(model))])
         return UnavailableCriterion(len(self.loss_names_of(model)))
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> DFinePostprocess:
@@ -96,8 +126,7 @@ class DFineView(NamedTuple):
     """The outputs of a network, or of an exported file."""
 
     outputs: Outputs | None  # None of an exported file
-    boxes: Tensor  # (b, q, 4): xyxy in pixels
-    scores: Tensor  # (b, q, classes): logits, or confidences of an exported file
+    scored: Tensor  # float32 (b, q, 4 + classes): xyxy in pixels, confidences
 
 
 class DFinePostprocess(Postprocess):
@@ -112,24 +141,22 @@ class DFinePostprocess(Postprocess):
         """Run `model` on `inputs`."""
         outputs = model(inputs)
         if isinstance(outputs, Outputs):
-            return [DFineView(outputs, pixel_boxes(outputs, inputs), outputs.logits[:, -1].float())]
-        return [DFineView(None, outputs[..., :4], outputs[..., 4:].float())]
+            logits = outputs.logits[:, -1]
+            scores = row_sigmoids([logits.flatten(0, 1)]).view_as(logits)
+            return [DFineView(outputs, torch.cat((pixel_boxes(outputs, inputs), scores), 2))]
+        return [DFineView(None, outputs.float())]
 
     def __call__(self, views: Sequence[View], batch: Batch) -> list[DetectionPrediction]:
         """Return the detections of each image. Raises `UserError` for several models: nothing joins their boxes."""
         if len(views) > 1:
             raise UserError("--weights: models of this task suppress no boxes, so they make no ensemble; give one file")
-        view, limits = cast(DFineView, views[0]), self.thresholds
-        boxes, scores = view.boxes, view.scores
+        scored, limits = cast(DFineView, views[0]).scored, self.thresholds
+        scores = scored[..., 4:].clone()
         if limits.classes:
-            scores = scores[..., list(limits.classes)]
+            scores[..., [label for label in self.names if label not in limits.classes]] = 0
         best, pair = scores.flatten(1).topk(min(limits.max_det, scores[0].numel()))
         query, label = pair.div(scores.shape[2], rounding_mode="floor"), pair % scores.shape[2]
-        rows = torch.cat((boxes.gather(1, query[..., None].expand(-1, -1, 4)), best[..., None], label[..., None]), 2)
-        rows = rows.cpu()  # the only copy from the device
-        if view.outputs is not None:  # float64: kernels of float32 round differently at the end of a tensor
-            rows[..., 4] = rows[..., 4].double().sigmoid().float()
-        if limits.classes:
-            rows[..., 5] = torch.tensor(limits.classes)[rows[..., 5].long()].float()
+        boxes = scored.gather(1, query[..., None].expand(-1, -1, 4))
+        rows = torch.cat((boxes, best[..., None], label[..., None]), 2).cpu()  # the only copy from the device
         detections = [image[image[:, 4] > limits.conf_thres] for image in rows]
         return box_predictions(detections, batch, self.names, limits)

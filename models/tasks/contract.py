@@ -476,6 +476,12 @@ class Task(ABC):
         models have; unchanged by default."""
         return state
 
+    @classmethod
+    def described(cls, folder: Path) -> tuple[dict[str, Any], dict[int, str], str] | None:
+        """Return the model YAML, class names and licence ('' if unknown) of another program's tensors, from the files
+        beside them in `folder`; None, the default, if these describe no model of this task."""
+        return None
+
     @abstractmethod
     def criterion(self, model: Model) -> Criterion:
         """Return the loss of `model`, after `adapt`."""

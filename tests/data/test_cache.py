@@ -9,6 +9,8 @@ import pickle
 import shutil
 import signal
 from collections.abc import Callable
+from multiprocessing.heap import Arena
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +29,7 @@ from data.images import image_size, read_reduced
 from tests.conftest import OnProcesses
 from tests.making import noise, spoil, write_image
 from utils.distributed.launch import start
-from utils.distributed.ranks import SharedMemory, ranks, run_store
+from utils.distributed.ranks import ranks, run_store
 from utils.errors import UserError
 
 
@@ -74,7 +76,7 @@ def test_large_photos_are_reduced_on_request(tmp_path: Path, way: str) -> None:
     images = opened(photos, 32, False, way, reduced=True)
     for _ in range(2):
         assert same(pixels(images), expected)
-        images = pickle.loads(pickle.dumps(images))  # as for spawned processes
+        images = pickle.loads(ForkingPickler.dumps(images))  # as for spawned processes
     assert not same(pixels(opened(photos, 32, False, way)), expected)
 
 
@@ -87,7 +89,7 @@ def test_images_that_do_not_fit_into_memory_are_read_from_their_files(
     files = [write_image(tmp_path / f"set/{k}.bmp", noise(12, 12, seed=k)) for k in range(20)]
     expected = pixels(opened(files, 12, True, ""))
     free = round((10 * 12 * 12 * 3 + cache.PAGE_BYTES) / cache.CACHE_MEMORY_SHARE) + 1  # and a page for the tables
-    monkeypatch.setattr(cache, "shared_memory", lambda size: SharedMemory.of_size(size(free)))
+    monkeypatch.setattr(cache, "shared_memory", lambda size: Arena(size(free)))
     images = opened(files, 12, True, "ram")
     assert "room for 10 of 20 images" in capsys.readouterr().out
     assert same(pixels(images), expected)
@@ -111,7 +113,7 @@ def read_after_the_first(files: list[Path]) -> tuple[int, list[int]]:
     else:
         store.write_once("opened", True)
         store.wait_for_value("filled")
-    return len(images.stores[0].memory.bytes), [int(image.sum()) for image in pixels(images)]
+    return images.stores[0].memory.size, [int(image.sum()) for image in pixels(images)]
 
 
 def test_memory_is_one_for_all_processes(on_processes: OnProcesses, files: list[Path]) -> None:
@@ -305,6 +307,6 @@ def test_the_capacity_follows_from_the_free_memory(free: int, capacity: int, mon
     monkeypatch.setattr("utils.distributed.ranks.in_use", WeakSet())
     ring = ImageStore(SHAPES, capacity=40)
     assert ring.capacity == capacity
-    assert len(ring.memory.bytes) <= max(free * cache.RING_MEMORY_SHARE, cache.PAGE_BYTES)
+    assert ring.memory.size <= max(free * cache.RING_MEMORY_SHARE, cache.PAGE_BYTES)
     put(ring, *range(40))
     assert len(stored(ring)) == capacity

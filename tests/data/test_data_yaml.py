@@ -48,6 +48,7 @@ def yaml_file(tmp_path: Path) -> Path:
         ({"names": {k: f"class {k}" for k in range(12)}}, {k: f"class {k}" for k in range(12)}),
         ({"names": {0: 7, 1: 1.5}}, {0: "7", 1: "1.5"}),
         ({"names": None, "nc": 3}, {0: "0", 1: "1", 2: "2"}),
+        ({"names": {"0": "cat", "1": "no"}, "nc": "2"}, {0: "cat", 1: "no"}),
         ({"names": None}, {}),
     ],
 )
@@ -56,8 +57,20 @@ def test_names_may_be_a_mapping_a_list_or_a_count(yaml_file: Path, content: dict
 
 
 WRONG: dict[str, list[Any]] = {
-    "names": [[], {}, "cat", [None], [["a"]], [" "], ["a"] * 5000, {1: "a", 2: "b"}, {0: "a", 2: "b"}, {"0": "a"}],
-    "nc": [1, 3, 0, "2", True],
+    "names": [
+        [],
+        {},
+        "cat",
+        [None],
+        [["a"]],
+        [" "],
+        ["a"] * 5000,
+        {1: "a", 2: "b"},
+        {0: "a", 2: "b"},
+        {"1": "a"},
+        [True, False],
+    ],
+    "nc": [1, 3, 0, "3", "two", True],
     "split": [1, -0.1, 20, True, "20%", [0.2], float("nan"), float("inf")],
     "split_seed": [-1, 0.5, 1.0, True, "one"],
     "train": [3, {"folder": "a"}, ["a", 3], "images\ntrain", "images\0train", [["a" * 9999]]],
@@ -153,6 +166,7 @@ def test_draw_needs_a_known_name_and_a_seed(yaml_file: Path, drawn: Calls, draw:
         pytest.param(None, "here", "work/here", id="without path, below the working folder"),
         pytest.param("none", "{tmp_path}/far/train", "far/train", id="absolute entry"),
         pytest.param("~/store", "train", "home/store/train", id="home folder"),
+        pytest.param("$HOME/store", "train", "home/store/train", id="variable"),
     ],
 )
 def test_entries_are_relative_to_path_and_path_to_the_yaml_or_the_working_folder(
@@ -222,14 +236,17 @@ def test_a_list_file_names_images_relative_to_itself_or_to_the_working_folder(
     beside = touch(tmp_path / "set/lists/images", "a.jpg", "b.jpg", "c.jpg", "d.jpg", "e.jpg", "f.jpg")
     touch(tmp_path / "set/images", "a.jpg")
     working = touch(tmp_path / "work/images", "g.JPG")
-    absolute = touch(tmp_path / "far", "h.png")
+    absolute, above = touch(tmp_path / "far", "h.png"), touch(tmp_path / "set/val", "i.jpg")
     lines = ["./images/a.jpg", "images/b.jpg/", "images/c.jpg/.", "images/./d.jpg", "images//e.jpg"]
     lines += ["../lists/images/f.jpg", "images/g.JPG", str(absolute[0]), "", "  ", "notes.md"]
+    lines += ["data/images/a.jpg", "/elsewhere/lists/images/b.jpg", "D:\\set\\val\\i.jpg"]  # of another machine
     (tmp_path / "set/lists/train.txt").write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8", newline="")
     monkeypatch.chdir(tmp_path / "work")
     spec = read_spec(write_spec(tmp_path / "set/data.yaml", path=".", train="lists/train.txt"))
     images, problems, _ = spec.listing("train")
-    assert images == sorted([*beside, *working, *absolute, tmp_path / "work/notes.md"])  # the scan leaves it out
+    assert images == sorted(
+        [*beside, *working, *absolute, *above, tmp_path / "work/notes.md"]
+    )  # the scan leaves it out
     assert problems == []
 
 

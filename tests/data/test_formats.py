@@ -113,8 +113,15 @@ def test_wrong_annotations_are_counted_by_kind_with_the_first_of_each(tmp_path: 
     split = split_of(tmp_path)
     assert len(split.labels.rows) == 1
     named = {problem.partition("annotation ")[2][:2]: problem for problem in split.problems}
-    assert set(named) == {"71", "72", "78", "79"}
-    assert named["71"].startswith(f"{file}: 6 ")
+    assert set(named) == {"71", "72", "74", "78", "79"}
+    assert [named[number].startswith(f"{file}: {count} ") for number, count in (("71", 2), ("74", 4))] == [True] * 2
+
+
+@pytest.mark.parametrize("boxes", [[0.1, 0.2, 0.1, 0.2], [12, 12, 18, 19]], ids=["shares", "corners"])
+def test_boxes_that_are_not_in_cocos_form_are_an_error(tmp_path: Path, boxes: list[float]) -> None:
+    file = export(tmp_path / "train", annotations=objects((0, 1, boxes), (1, 1, boxes)))
+    with pytest.raises(UserError, match=rf"^{file}: .*`bbox`"):
+        split_of(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["missing.png", "../secret.png", "a/../../secret.png", "{}/secret.png", "/etc/passwd"])
@@ -303,6 +310,8 @@ def test_absent_images_and_annotations_are_left_out(tmp_path: Path) -> None:
     listing = read_spec(write_yaml(animals / "my.yaml", {"train": "annotations"})).listing("train")
     assert "train_2" in listing.problems[0]
     (animals / "images").rename(animals / "photos")
+    assert len(read_spec(animals / "my.yaml").images("train")) == len(listing.images)  # the only folder with images
+    write_image(animals / "more/a.png")
     with pytest.raises(UserError, match="`images:`"):
         read_spec(animals / "my.yaml").images("train")
 

@@ -279,6 +279,10 @@ def test_an_unknown_class_is_named_with_its_file_and_line(tmp_path: Path) -> Non
         file.write_text("")  # it has changed since the scan
     with pytest.raises(UserError, match=r"/labels/c\.txt has class 3"):
         check_classes(three_boxes().subset(np.array([False, True, True])), images[1:], 3, Path("data.yaml"))
+    labels = three_boxes()
+    from_one = replace(labels, rows=labels.rows - np.array((labels.rows[:, 0].min() - 1, 0, 0, 0, 0), np.float32))
+    with pytest.raises(UserError, match="count from 0"):
+        check_classes(from_one, images, int(from_one.rows[:, 0].max()), Path("data.yaml"))
 
 
 # Polygons

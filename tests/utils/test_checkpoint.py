@@ -41,7 +41,7 @@ from utils.config.hyperparameters import Hyperparameters, Recipe
 from utils.config.parser import given_flags, over_defaults
 from utils.config.settings import Settings
 from utils.distributed.logical import DistributedModel, LogicalProcesses
-from utils.distributed.ranks import SPAWNED, ranks
+from utils.distributed.ranks import ranks
 from utils.errors import Stopped, UserError
 from utils.files import ROOT, read_yaml
 from utils.run import RunFolder
@@ -480,7 +480,6 @@ def test_a_finished_run(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture
 
 def decided(project: str) -> list[Any]:
     """Return the settings of a process; other processes than the main one have no such project, as on a machine."""
-    del os.environ[SPAWNED]  # as under a launcher
     project = project if ranks().rank == 0 else "nowhere"
     settings = resumed("--project", project, "--resume", "--epochs", "12", "--device", "cpu")
     return [vars(settings.options), settings.saved, settings.is_fixed]

@@ -263,6 +263,15 @@ def test_server_errors_and_broken_connections_are_tried_again(server: Server, fo
     assert len(server.asked) == 3
 
 
+def test_a_download_without_a_length_has_a_limit(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = server.give("a.bin", sending(CONTENT, length=-1))
+    monkeypatch.setattr(files, "UNKNOWN_LENGTH_BYTES", len(CONTENT) - 1)
+    refused(address, folder / "a.bin")
+    assert len(server.asked) == 1
+    monkeypatch.setattr(files, "UNKNOWN_LENGTH_BYTES", len(CONTENT))
+    assert download(address, folder / "a.bin").read_bytes() == CONTENT
+
+
 def refused(address: str, path: Path, **known: Any) -> None:
     """Check the error of a download that fails: it names address and path, and no file is left."""
     with pytest.raises(UserError) as raised:
@@ -369,7 +378,9 @@ def test_weights_of_the_hub(
 ) -> None:
     """The licence is printed; a cached file is used if the Hub does not answer."""
     hub.repositories, hub.tags = {"me/mine": repository}, ["pytorch", "license:agpl-3.0"]
-    assert fetch_from_hub(name) == hub.folder / "me" / "mine" / chosen
+    path = fetch_from_hub(name)
+    assert path == hub.folder / "me" / "mine" / chosen
+    assert path.with_name("config.json").is_file() == ("config.json" in repository)
     assert "agpl-3.0" in capsys.readouterr().err
     hub.error = "the server is down"
     file = chosen.partition("/")[2]

@@ -98,8 +98,7 @@ def test_a_stage_starts_at_the_last_reading(monkeypatch: pytest.MonkeyPatch) -> 
 def test_milliseconds_per_image_over_all_processes(capsys: pytest.CaptureFixture[str]) -> None:
     first = (3, {PREPARING: 0.003, INFERENCE: 0.03, "losses": 9.0})
     log_times([first, (1, {INFERENCE: 0.01, POSTPROCESSING: 0.002})], 3)
-    line, rate = capsys.readouterr().out.splitlines()
-    assert [word for word in line.replace(",", "").split() if "." in word] == ["0.75", "10.00", "0.50"]
-    assert "88.9" in rate
+    (line,) = capsys.readouterr().out.splitlines()
+    assert [word for word in line.replace(",", "").split() if "." in word] == ["0.8", "10.0", "0.5", "88.9"]
     log_times([])
-    assert "0.00 ms" in capsys.readouterr().out
+    assert "0.0 ms" in capsys.readouterr().out

@@ -130,11 +130,9 @@ def typed_values(
     named: Callable[[str], str],
     known: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Return values by field name as the types of the fields of `kind`. Raises `UserError`, also for an unknown name.
+    """Return values by field name as the types of the fields of `kind`, or of those in `known`.
 
-    Args:
-        named: names a field in errors
-        known: names that are allowed; None for all fields
+    Raises `UserError`, in which `named` names a field, also for an unknown name.
     """
     hints, result = typing.get_type_hints(kind), {}
     known = kind.__dataclass_fields__ if known is None else known
@@ -145,8 +143,8 @@ def typed_values(
         try:
             result[key] = typed(hints[key], metadata, value)
         except WRONG_VALUE:
-            wanted = expected(hints[key], metadata)
-            raise UserError(f"{named(key)} must be {wanted}, not {shortened(repr(value), 80)}") from None
+            wanted, hint = expected(hints[key], metadata), nearest(str(value), metadata.get("choices") or ())
+            raise UserError(f"{named(key)} must be {wanted}, not {shortened(repr(value), 80)}{hint}") from None
     return result
 
 
@@ -211,13 +209,13 @@ LAYERS = partial(flag, "", "Python file with your own layers, which the model ma
 TASK_FILE = partial(flag, "", "Python file or package with the model's task; it is executed", "model")
 ENSEMBLE = partial(flag, ("yolov5s.pt",), "files, run folders or hf:owner/name; several are an ensemble", "model")
 SIDES = partial(
-    flag, (), "pixels: one number, or height and width; none: the weights' or 640", within=IMGSZ, aliases=SIZES
+    flag, (), "pixels: one number, or height and width; none: the checkpoint's or 640", within=IMGSZ, aliases=SIZES
 )
-CONF_THRES = partial(flag, text="lowest confidence of a detection", within=SHARE)
-IOU_THRES = partial(flag, text="overlap above which NMS drops the weaker box", within=SHARE, needs="suppression")
+CONF_THRES = partial(flag, text="confidence threshold", within=SHARE)
+IOU_THRES = partial(flag, text="IoU threshold of NMS", within=SHARE, needs="suppression")
 MAX_DET = partial(flag, text="maximum detections per image", group="predictions", within=Range(1), needs="detections")
 AUGMENT = partial(flag, False, "test-time augmentation: several sizes, mirrored", "predictions", needs="copies")
-HALF = partial(flag, False, "half precision on CUDA; other devices use full precision", "model")
+HALF = partial(flag, False, "FP16 inference, on CUDA only", "model")
 PRECISION = partial(flag, "", "autocast; '' is the launch file's, else bf16 or fp16 on CUDA", choices=PRECISIONS)
 
 
@@ -231,37 +229,39 @@ class TrainOptions:
         "python train.py --resume      # continues the newest run",
     )
     weights: str = flag(
-        "yolov5s.pt", "file or hf:owner/name to start from; '' is none", "model", curve=True, suggested=BY_DATA
+        "yolov5s.pt", "initial weights, a file or hf:owner/name; '' is none", "model", curve=True, suggested=BY_DATA
     )
     cfg: str = flag("", "model YAML; '' takes the one inside --weights", "model", curve=True)
     allow_licence: tuple[str, ...] = flag((), "licences that --weights may have", "model", comma_separated=True)
     layers: str = LAYERS()
     task_file: str = flag("", "Python file or package with your own task; it is executed", "model", aliases=TASK)
     data: str = flag("data/coco128.yaml", "data set YAML", "data")
-    hyp: str = flag("auto", "hyperparameter YAML; auto chooses, low is YOLOv5's", "training", suggested=BY_DATA)
+    hyp: str = flag("auto", "recipe, a YAML of data/hyps; auto chooses, low is YOLOv5's", "training", suggested=BY_DATA)
     epochs: int = flag(100, "passes over the training images", "training", Range(1), suggested=BY_FILES)
     batch_size: int = flag(
-        16, "images per batch; -1: what fits", "training", Range(-1), aliases=BATCH, curve=True, suggested=BY_FILES
+        16, "total batch size; -1: what fits", "training", Range(-1), aliases=BATCH, curve=True, suggested=BY_FILES
     )
-    imgsz: int = flag(640, "pixels of the square's side", "data", IMGSZ, aliases=SIZES, suggested=BY_FILES)
-    rect: bool = flag(False, "batches of similar shape; no shuffling or mosaic", "data", needs="padding", curve=True)
-    multi_scale: bool = flag(False, "0.5 to 1.5 times --imgsz, at random for each batch", "training", curve=True)
-    image_weights: bool = flag(False, "draw images by the rarity of their classes, not in turn", "data", curve=True)
+    imgsz: int = flag(640, "image size in pixels", "data", IMGSZ, aliases=SIZES, suggested=BY_FILES)
+    rect: bool = flag(False, "rectangular batches; no shuffling or mosaic", "data", needs="padding", curve=True)
+    multi_scale: bool = flag(False, "vary the image size, 0.5 to 1.5 times --imgsz", "training", curve=True)
+    image_weights: bool = flag(False, "sample images of rare classes more often", "data", curve=True)
     close_mosaic: int = flag(
         0, "final epochs without mosaic and mixup", "data", NOT_NEGATIVE, needs="mixing", curve=True, suggested=("hyp",)
     )
     augmentations: str = flag(
         "", "your augmentations: a Python file, which is executed", "data", needs="augmentation", curve=True
     )
-    mask_ratio: int = flag(4, "pixels per mask pixel, along a side", "data", Range(1, 32), needs="masks", curve=True)
-    no_overlap: bool = flag(False, "whole masks, also below smaller objects", "data", needs="masks", curve=True)
-    strict: bool = flag(False, "problems in single images and label rows are errors instead of warnings", "data")
+    mask_ratio: int = flag(4, "masks at 1/N of the image size", "data", Range(1, 32), needs="masks", curve=True)
+    no_overlap: bool = flag(
+        False, "do not merge overlapping masks (overlap_mask=False in ultralytics)", "data", needs="masks", curve=True
+    )
+    strict: bool = flag(False, "bad images and label rows are errors, not warnings", "data")
     resume: str = flag(
         "", "the newest run of --project, or a run folder; auto: of --name, if there is one", "training", const=NEWEST
     )
     nosave: bool = flag(False, "write weights only at the end", "saving")
     noval: bool = flag(False, "validate only after the last epoch", "training")
-    noautoanchor: bool = flag(False, "do not check the anchors by the data", "model", needs="anchors", curve=True)
+    noautoanchor: bool = flag(False, "disable AutoAnchor", "model", needs="anchors", curve=True)
     noplots: bool = flag(False, "write no pictures into the run folder", "saving")
     cache: str = flag(
         "", "decoded images in memory or on disk; val: the validation images only", "data", choices=CACHES, const="ram"
@@ -269,31 +269,35 @@ class TrainOptions:
     device: str = DEVICE()
     processes: int = flag(0, "processes to start on this machine without a launcher", "processes", Range(1))
     logical_processes: int = flag(
-        0, "compute as this many, a power of two; 0: as many as there are", "processes", Range(1, 1024), curve=True
+        0,
+        "emulate N processes (a power of two): bitwise equal results on 1, 2, 4 ... N real ones",
+        "processes",
+        Range(1, 1024),
+        curve=True,
     )
     dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", "processes", Range(1, 1e6))
-    sync_bn: bool = flag(False, "BatchNorm over all processes: one process's curve, up to rounding", "processes")
+    sync_bn: bool = flag(False, "SyncBatchNorm over all processes, on CPU too", "processes")
     single_cls: bool = flag(False, "treat all classes as one", "model", curve=True)
     optimizer: str = flag("SGD", "optimizer", "training", choices=OPTIMIZERS, curve=True, suggested=BY_FILES)
     workers: int = flag(8, "loader processes per training process, at most one per CPU core", "data", NOT_NEGATIVE)
     project: str = flag("runs/train", "folder in which run folders are made", "saving")
     name: str = flag("exp", "name of the run folder; a number is added if it is taken", "saving")
     exist_ok: bool = flag(False, "write into project/name even if it exists", "saving")
-    cos_lr: bool = flag(False, "cosine, not linear, learning rate", "training", curve=True, suggested=BY_FILES)
+    cos_lr: bool = flag(False, "cosine learning rate, not linear", "training", curve=True, suggested=BY_FILES)
     label_smoothing: float = flag(
         0.0, "label smoothing epsilon", "training", BELOW_ONE, needs="label smoothing", curve=True, suggested=BY_FILES
     )
-    patience: int = flag(100, "stop after so many epochs without a better fitness; 0: never", "training", NOT_NEGATIVE)
+    patience: int = flag(100, "early stopping: epochs without a better fitness; 0: never", "training", NOT_NEGATIVE)
     fitness: str = flag("", "metrics of the best epoch, such as mAP_0.5=0.2,recall=0.8", "training", curve=True)
     freeze: tuple[int | str, ...] = flag(
-        (0,), "the first N layers; -1: all but the last; or several numbers, backbone, head, *.bn", "model", curve=True
+        (0,), "first N layers; -N: all but the last N; or layer numbers, backbone, head, *.bn", "model", curve=True
     )
-    save_period: int = flag(-1, "epochs between two additional files weights/epochN.pt; -1 writes none", "saving")
-    save_steps: int = flag(0, "optimizer steps between two saves; 0: after each epoch", "saving", NOT_NEGATIVE)
+    save_period: int = flag(-1, "save weights/epochN.pt every N epochs; -1: never", "saving")
+    save_steps: int = flag(0, "save for --resume every N steps, not only every epoch", "saving", NOT_NEGATIVE)
     time_limit: float = flag(0.0, "hours after which a run stops and validates; 0: never", "training", NOT_NEGATIVE)
     seed: int = flag(0, "seed of every random choice", "training", Range(0, 2**32 - 1), curve=True)
-    no_deterministic: bool = flag(False, "CUDA kernels that may round differently each time: often faster", "training")
-    no_cuda_graph: bool = flag(False, "launch GPU kernels one by one: the same bytes, but slower", "training")
+    no_deterministic: bool = flag(False, "allow nondeterministic CUDA kernels: often faster", "training")
+    no_cuda_graph: bool = flag(False, "disable CUDA graphs: same bytes, but slower", "training")
     mixed_precision: str = PRECISION(group="training")
     log_with: str = flag(
         "", "none, all or trackers; '' is wandb if installed", "logging", choices=LOG_WITH, comma_separated=True
@@ -304,7 +308,7 @@ class TrainOptions:
     )
     upload_model: bool = flag(False, "upload weights to W&B: each --save-period, and last.pt and best.pt", "logging")
     upload_dataset: bool = flag(False, "make the data set a W&B artifact of references to its files", "logging")
-    profile: str = flag("", "profile the optimizer steps START:STOP, both included, such as 10:15", "training")
+    profile: str = flag("", "profile the optimizer steps START:STOP, such as 10:15", "training")
     hashes: bool = flag(False, "write hashes.csv: hashes of what each step reads and changes", "saving")
     doctor: bool = flag(False, "do not train: check all processes and hosts for what would go wrong", "processes")
     # The values of flags such as --hyp.lr0, as text by key; the model's task knows which keys there are.
@@ -326,7 +330,7 @@ class ValOptions:
     task_file: str = TASK_FILE()
     batch_size: int = flag(32, "images per batch", "data", Range(1), aliases=BATCH)
     imgsz: int = flag(
-        0, "side of the square, in pixels; 0: the weights', the data's or 640", "data", Range(0, 2**14), aliases=SIZES
+        0, "image size in pixels; 0: the checkpoint's, the data's or 640", "data", Range(0, 2**14), aliases=SIZES
     )
     conf_thres: float = CONF_THRES(0.001, group="predictions", aliases=CONF, needs="detections")
     iou_thres: float = IOU_THRES(0.6, group="predictions", aliases=IOU)
@@ -338,12 +342,12 @@ class ValOptions:
     dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", "processes", Range(1, 1e6))
     workers: int = flag(8, "loader processes, at most one per CPU core", "data", NOT_NEGATIVE)
     single_cls: bool = flag(False, "treat all classes as one", "data")
-    square: bool = flag(False, "square batches, instead of similar shapes with less padding", "data", needs="padding")
-    strict: bool = flag(False, "problems in single images and label rows are errors instead of warnings", "data")
+    square: bool = flag(False, "square batches (rect=False in ultralytics)", "data", needs="padding")
+    strict: bool = flag(False, "bad images and label rows are errors, not warnings", "data")
     log_with: str = flag(
         "none", "trackers: none, all, or several with commas", "logging", choices=LOG_WITH, comma_separated=True
     )
-    verbose: bool = flag(False, "one row per class and per object size, even if there are many classes", "console")
+    verbose: bool = flag(False, "a row per class, even if there are many", "console")
     quiet: bool = flag(False, "print only warnings and the row of all classes", "console")
     noplots: bool = flag(False, "write no pictures into the run folder", "saving")
     save_txt: bool = flag(False, "write detections as labels/*.txt into the run folder", "saving")
@@ -374,7 +378,7 @@ class DetectOptions:
     conf_thres: float = CONF_THRES(0.25, group="predictions", aliases=CONF, needs="detections")
     iou_thres: float = IOU_THRES(0.45, group="predictions", aliases=IOU)
     max_det: int = MAX_DET(1000)
-    batch_size: int = flag(1, "consecutive images of one shape per batch", "images", Range(1), aliases=BATCH)
+    batch_size: int = flag(1, "batch size, of consecutive images of one shape", "images", Range(1), aliases=BATCH)
     device: str = flag("", "cpu, mps or the number of a CUDA device; '' takes the best available", "model")
     layers: str = LAYERS()
     task_file: str = TASK_FILE(aliases=TASK)
@@ -383,11 +387,11 @@ class DetectOptions:
     save_format: int = flag(0, "in labels: 0 is x y w h, 1 is pixels x y x y", "saving", Range(0, 1), needs="boxes")
     save_csv: bool = flag(False, "write detections into predictions.csv", "saving")
     save_conf: bool = flag(False, "with --save-txt: add the confidence", "saving")
-    save_crop: bool = flag(False, "write the content of each box as crops/CLASS/*.jpg", "saving")
-    retina_masks: bool = flag(False, "masks at the size of the file; slower", "predictions", needs="masks")
+    save_crop: bool = flag(False, "save each box's crop as crops/CLASS/*.jpg", "saving")
+    retina_masks: bool = flag(False, "masks at the original image size; slower", "predictions", needs="masks")
     nosave: bool = flag(False, "write no pictures or videos", "saving")
     classes: tuple[str, ...] = flag((), "names or numbers of classes; none: all", "predictions", needs="detections")
-    agnostic_nms: bool = flag(False, "boxes of all classes suppress each other", "predictions", needs="suppression")
+    agnostic_nms: bool = flag(False, "class-agnostic NMS", "predictions", needs="suppression")
     augment: bool = AUGMENT()
     project: str = flag("runs/detect", "folder in which run folders are made", "saving")
     name: str = flag("exp", "name of the run folder; a number is added if it is taken", "saving")
@@ -418,23 +422,23 @@ class ExportOptions:
     device: str = flag("cpu", "cpu or the number of the CUDA device on which a .torchscript will run", "model")
     include: tuple[str, ...] = flag(
         ("torchscript",),
-        "formats; every script reads safetensors; engine is an ONNX, and TensorRT's command for it",
+        "formats; engine: an ONNX file, and the trtexec command for TensorRT",
         "format",
         choices=("torchscript", "onnx", "openvino", "safetensors", "engine"),
         synonyms={"tensorrt": "engine", "trt": "engine"},
     )
-    dynamic: bool = flag(False, "ONNX, OpenVINO: any number and size of images, in whole strides", "format")
+    dynamic: bool = flag(False, "dynamic batch and image size (ONNX, OpenVINO)", "format")
     half: bool = flag(False, "half precision, on CUDA only", "format")
     opset: int = flag(18, "ONNX operator set", "format", OPSETS)
     nms: bool = flag(False, "include NMS: the file outputs detections", "NMS", needs="suppression")
-    agnostic_nms: bool = flag(False, "with --nms: over all classes, not within each", "NMS", needs="suppression")
+    agnostic_nms: bool = flag(False, "with --nms: class-agnostic", "NMS", needs="suppression")
     topk_per_class: int = flag(100, "with --nms: detections per class and image", "NMS", Range(1), needs="suppression")
     topk_all: int = flag(100, "with --nms: maximum detections per image", "NMS", Range(1, 10_000), needs="suppression")
     iou_thres: float = IOU_THRES(0.45, group="NMS")
     conf_thres: float = CONF_THRES(0.25, group="NMS", needs="suppression")
     simplify: bool = flag(False, "has no effect: ONNX files are always simplified", "format")
     inplace: bool = flag(False, "has no effect: boxes are never decoded in place", "format")
-    verbose: bool = flag(False, "show the messages of the exporters", "console")
+    verbose: bool = flag(False, "show the exporters' messages", "console")
 
 
 OPTIONS_OF_SCRIPT = {"train": TrainOptions, "val": ValOptions, "detect": DetectOptions, "export": ExportOptions}
@@ -452,6 +456,8 @@ BUILT_IN_JOB: Mapping[str, Any] = {
 
 # Formats that other programs make of an exported file.
 CONVERTED = ("saved_model", "pb", "tflite", "edgetpu", "tfjs", "tensorflow", "paddle", "ncnn", "coreml", "mlmodel")
+# Flags of YOLOv5 that are accepted with this value, which asks for nothing.
+IGNORED = {"local_rank": "-1", "artifact_alias": "latest"}
 # Keys: a flag with underscores, or a flag and its value. The error message is the flag and the text; a script that has
 # the flag accepts it.
 REFUSED = {
@@ -472,6 +478,10 @@ REFUSED = {
     "cache": "is a flag of train.py; TensorRT's timing cache is trtexec --timingCacheFile=FILE --onnx=best.onnx",
     **dict.fromkeys(("include exported", "include pt2"), "has left: torchscript and onnx are programs too"),
     "task study": "is not built in: call val.py once for each --imgsz, and compare their tables",
+    **dict.fromkeys(
+        (f"{flag} {task}" for flag in ("task", "task_file") for task in ("detect", "segment", "classify")),
+        "is not needed: the model decides, such as --weights yolov5n.pt, yolov5n-seg.pt or yolov5n-cls.pt",
+    ),
     # YOLOv5's classify/train.py
     "model": "is --weights here, or --cfg for a model from scratch, such as --cfg yolov5s-cls.yaml",
     "pretrained": "is not needed: --weights names what to start from, and --weights '' starts from scratch",
@@ -479,8 +489,8 @@ REFUSED = {
     "cutoff": "is not built in: a model has the layers of its YAML; give another YAML with --cfg",
     "dropout": "is the second argument of the row Classify in the model YAML; give your own YAML with --cfg",
     # ultralytics
-    "format": "is --include here",
-    "stream": "is not needed: results come one by one",
+    "format": "is --include of export.py here",
+    "stream": "is not needed: detect.py writes results one by one, and a Predictor takes an image or frame per call",
     # launchers, and earlier versions of this repository
     "local_rank": "is in the environment: start with torchrun, accelerate launch or --processes",
     "image_padding": "has left: val.py --square pads each image alike at any batch size",

@@ -85,11 +85,9 @@ class Recipe:
     def log_weights_rules(self, known: float | None) -> None:
         """Log each rule that follows from the weights."""
         if self.keep_norms:
-            kept = "BatchNorm statistics are kept from the weights: few images estimate them worse"
-            log("BatchNorm statistics are learnt: no weights to keep them of" if known is None else kept)
+            log(f"BatchNorm running statistics {'learned' if known is None else 'frozen at the pretrained values'}")
         if (factor := self.weights_factor(known)) != 1:
-            rate = f"learning rate {self.lr0 * factor:.2g} instead of {self.lr0:.2g}"
-            log(f"{rate}: the weights know {known:.0%} of the classes and outputs")
+            log(f"learning rate times {factor:.2g}: the pretrained model has {known:.0%} of the classes and outputs")
 
     @classmethod
     def left_out(cls) -> frozenset[str]:
@@ -212,7 +210,7 @@ class Recipes(NamedTuple):
         """Return the hyperparameter file for a run, the reason, and YOLOv5's file; count `images` if it matters."""
         if trained:
             return self.trained, "the run starts from trained weights", self.yolov5
-        name, reason = self.few or self.trained, "the run starts from scratch"
+        name, reason = self.few or self.trained, "the run starts without trained weights that fit"
         if self.many not in ("", name):
             count = images()
             name, bound = (name, "fewer than") if count < FEW_IMAGES else (self.many, "at least")

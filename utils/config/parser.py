@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from utils.config.flags import GROUPS, REFUSED, TrainOptions, flags_of, typed_values
+from utils.config.flags import GROUPS, IGNORED, REFUSED, TrainOptions, flags_of, typed_values
 from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, find_hyperparameters
 from utils.console import log
-from utils.errors import UserError, nearest
+from utils.errors import UserError, nearest, printable
 from utils.files import read_yaml, version
 
 if TYPE_CHECKING:
@@ -36,11 +36,7 @@ def as_flag(name: str) -> str:
 def checked(
     kind: type[DataclassInstance], values: Mapping[str, Any], named: Callable[[str], str] = as_flag
 ) -> dict[str, Any]:
-    """Return the values of flags as their types. Raises `UserError` for a value that a flag refuses.
-
-    Args:
-        kind: options class that declares the flags
-    """
+    """Return the values of flags as their types. Raises `UserError` for a value that a flag refuses."""
     for name, value in values.items():
         for word in value if isinstance(value, (list, tuple)) else [value]:
             if instead := REFUSED.get(f"{name} {word}"):
@@ -59,17 +55,20 @@ def given_flags(kind: type[DataclassInstance], argv: Sequence[str]) -> dict[str,
     parser, others, overrides = _build_parser(kind), [], {}
     words = iter(argv)
     for word in words:
-        if not (word.startswith(OVERRIDE_PREFIX) and "overrides" in kind.__dataclass_fields__):
+        name, has_value, value = word.partition("=")  # not by argparse, which takes the value -1e-1 for a flag
+        ignored = IGNORED.get(name.removeprefix("--").replace("-", "_"))
+        if not ignored and not (word.startswith(OVERRIDE_PREFIX) and "overrides" in kind.__dataclass_fields__):
             others.append(word)
             continue
-        name, has_value, value = word.partition("=")  # not by argparse, which takes the value -1e-1 for a flag
         value = value if has_value else next(words, "--")
+        if ignored:
+            others += [] if value == ignored else [name]
+            continue
         if not has_value and value.startswith("--"):
             parser.error(f"argument {name}: expected one argument")
         overrides[name.removeprefix(OVERRIDE_PREFIX).replace("-", "_")] = value
-    given = vars(parser.parse_args(others))
     try:
-        given = checked(kind, given)
+        given = checked(kind, vars(parser.parse_args(others)))
     except UserError as error:
         parser.error(str(error))
     return {**given, "overrides": overrides} if overrides else given
@@ -78,12 +77,7 @@ def given_flags(kind: type[DataclassInstance], argv: Sequence[str]) -> dict[str,
 def refuse_flags(
     kind: type[DataclassInstance], given: Mapping[str, Any], features: Collection[str], model: str
 ) -> None:
-    """Raise `UserError` for a flag that needs a feature which a model does not have.
-
-    Args:
-        kind: options class that declares the flags
-        given: values of the flags by name; a flag that is off or 0 asks for nothing
-    """
+    """Raise `UserError` for a given flag, neither off nor 0, that needs a feature which a model does not have."""
     for option in flags_of(kind):
         needed = option.metadata["needs"]
         if needed and needed not in features and given.get(option.name):
@@ -97,12 +91,9 @@ def defaults_of_hyp(name: str) -> dict[str, Any]:
 
 
 def suggested_defaults(values: object, source: Path, kind: str = "data") -> dict[str, Any]:
-    """Return the `defaults:` of a YAML, by field name of `TrainOptions`.
+    """Return the `defaults:` of a YAML of a kind, "data" or "hyp", by field name of `TrainOptions`.
 
-    Raises `UserError` for an unknown key or a wrong value.
-
-    Args:
-        kind: kind of the YAML, "data" or "hyp"; a flag says which of them may set it
+    Raises `UserError` for a key that such a YAML may not set, and for a wrong value.
     """
     if not isinstance(values, dict):
         raise UserError(f"{source}: `defaults` must be lines such as `imgsz: 64`, not {values!r}")
@@ -120,8 +111,8 @@ def _build_parser(kind: type[DataclassInstance]) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    version_line = f"lockstep {version()}"
-    parser.add_argument("--version", action="version", version=version_line, help="print the version and exit")
+    line = f"lockstep {version()}"
+    parser.add_argument("--version", action="version", version=line, help="print the version and exit")
     hints = typing.get_type_hints(kind)
     groups = {title: parser.add_argument_group(title) for title in GROUPS}  # empty ones are not shown
     for option in flags_of(kind):
@@ -130,7 +121,8 @@ def _build_parser(kind: type[DataclassInstance]) -> argparse.ArgumentParser:
             f"--{word}" for name in names for word in (name.replace("_", "-"), name.replace("-", "_"))
         )
         default = " ".join(map(str, option.default)) if isinstance(option.default, tuple) else repr(option.default)
-        text = f"{option.metadata['help']} (default {default or 'none'})"
+        recipe = ", or the recipe's" if "hyp" in option.metadata["suggested"] else ""
+        text = f"{option.metadata['help']} (default {default or 'none'}{recipe})"
         groups[option.metadata["group"]].add_argument(
             *flags, dest=option.name, help=text, **_argument(hints[option.name], option.metadata)
         )
@@ -173,4 +165,4 @@ class _Parser(argparse.ArgumentParser):
                 self.exit(2, f"error: {name} {instead}\n")
             known = [name for name in self._option_string_actions if name.startswith("--") and "_" not in name]
             message = f"unknown flag {wrong}{nearest(name.replace('_', '-'), known)}"
-        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+        self.exit(2, f"error: {printable(message)}; see {self.prog} --help\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -60,25 +60,29 @@ class ExactBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
-        count = input.numel() / input.shape[1]
+        local_count = input.numel() / input.shape[1]
+        count: float | Tensor = local_count
         mean, variance = _local_moments(input.detach())
+        dtype = mean.dtype
         if self.total:
-            moments = _global_moments(self.total(_sums(count, mean, variance)), mean.dtype)
-        elif count > 1:
-            moments = _Moments.of(count, mean, variance, mean.dtype)
-        else:
+            sums = self.total(_sums(local_count, mean, variance))
+            count = sums[0]
+            mean, square = (sums[1:] / count).chunk(2)
+            variance = (square - mean**2).clamp(min=0)
+        elif count == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
-        self._update_running_statistics(moments)
-        return _Normalise.apply(input, self.weight, self.bias, moments, self.eps, self.total)
+        self._update_running_statistics(mean, variance * (count / (count - 1)))
+        moments = mean.to(dtype), variance.to(dtype)
+        return _Normalise.apply(input, self.weight, self.bias, *moments, count, self.eps, self.total)
 
     @torch.no_grad()
-    def _update_running_statistics(self, moments: _Moments) -> None:
+    def _update_running_statistics(self, mean: Tensor, unbiased_variance: Tensor) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked += 1
         share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(moments.mean.to(self.running_mean), share)
-        self.running_var.lerp_(moments.unbiased.to(self.running_var), share)
+        self.running_mean.lerp_(mean.to(self.running_mean), share)
+        self.running_var.lerp_(unbiased_variance.to(self.running_var), share)
 
 
 def _widened(values: Tensor) -> Tensor:
@@ -105,25 +109,6 @@ def _local_moments(input: Tensor) -> tuple[Tensor, Tensor]:
     return mean, variances.mean(0).add_(between)
 
 
-class _Moments(NamedTuple):
-    """Mean, biased and unbiased variance per channel of a batch, and the number of values per channel."""
-
-    values: float | Tensor
-    mean: Tensor
-    variance: Tensor
-    unbiased: Tensor
-
-    @classmethod
-    def of(cls, count: float | Tensor, mean: Tensor, variance: Tensor, dtype: torch.dtype) -> _Moments:
-        return cls(count, mean.to(dtype), variance.to(dtype), (variance * (count / (count - 1))).to(dtype))
-
-
-def _global_moments(sums: Tensor, dtype: torch.dtype) -> _Moments:
-    """Return the moments of the global batch from the total of all processes' `_sums`."""
-    mean, square = (sums[1:] / sums[0]).chunk(2)
-    return _Moments.of(sums[0], mean, (square - mean**2).clamp(min=0), dtype)
-
-
 def _sums(count: float, mean: Tensor, variance: Tensor) -> Tensor:
     """Return the number of values, their sums and their sums of squares, float64 (1 + 2 channels,).
 
@@ -142,11 +127,19 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, moments: _Moments, eps: float, total: Total | None
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        count: float | Tensor,
+        eps: float,
+        total: Total | None,
     ) -> Tensor:
-        ctx.save_for_backward(input, weight, moments.mean, moments.variance)
-        ctx.eps, ctx.values, ctx.total = eps, moments.values, total
-        return nn.functional.batch_norm(input, moments.mean, moments.variance, weight, bias, False, 0.0, eps)
+        ctx.save_for_backward(input, weight, mean, variance)
+        ctx.count, ctx.eps, ctx.total = count, eps, total
+        return nn.functional.batch_norm(input, mean, variance, weight, bias, False, 0.0, eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -158,18 +151,18 @@ class _Normalise(torch.autograd.Function):
             mask = [True, weight is not None, weight is not None]
             statistics = (None, None, mean, (variance + ctx.eps).rsqrt())
             gradients = backward(grad, input, weight, *statistics, train=True, eps=ctx.eps, output_mask=mask)
-            return *gradients, None, None, None
+            return *gradients, None, None, None, None, None
         gains = torch.ones_like(mean) if weight is None else weight
         _, for_weight, for_bias = backward(
             grad, input, gains, mean, variance, None, None, train=False, eps=ctx.eps, output_mask=[False, True, True]
         )
 
         sums = ctx.total(torch.cat((for_weight, for_bias)).double())
-        slope, shift = (part.to(mean) for part in (sums / ctx.values).chunk(2))  # mean(g x) and mean(g)
+        slope, shift = (part.to(mean) for part in (sums / ctx.count).chunk(2))  # mean(g x) and mean(g)
         scale = (variance + ctx.eps).rsqrt() * gains
         slope, shift = -scale * slope, -scale * shift
         # -scale (x slope + shift), with the normalised input x, is a normalisation too; addcmul_ adds scale g.
         for_input = nn.functional.batch_norm(input, mean, variance, slope, shift, False, 0.0, ctx.eps)
         for_input.addcmul_(grad, scale.view(-1, *[1] * (input.dim() - 2)).to(input.dtype))
         parameters = (None, None) if weight is None else (for_weight, for_bias)
-        return for_input, *parameters, None, None, None
+        return for_input, *parameters, None, None, None, None, None

@@ -10,14 +10,12 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from utils.distributed.ranks import ranks
-from utils.errors import UserError
 
 
 def is_requested() -> bool:
@@ -26,12 +24,7 @@ def is_requested() -> bool:
 
 
 def prepare_environment(on_cpu: bool) -> None:
-    """Prepare the environment for an Accelerator with DeepSpeed. Raises `UserError` for missing packages."""
-    if missing := [package for package in ("deepspeed", "transformers") if find_spec(package) is None]:
-        raise UserError(
-            f"the launch file requests DeepSpeed, but {' and '.join(missing)} cannot be imported; run "
-            "pip install -r requirements-deepspeed.txt, or use another file of accelerate_configs"
-        )
+    """Prepare the environment for an Accelerator with DeepSpeed."""
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"

@@ -1,6 +1,6 @@
 """The doctor (`train.py --doctor`): compares all processes of a launch before a job starts.
 
-They exchange facts through the run's store, which needs only the main process's port. Called by train.py.
+Called by train.py.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
@@ -16,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
 
+from utils.console import show, table
 from utils.distributed import deepspeed, launch
-from utils.distributed.failure import hard_exit
-from utils.distributed.ranks import RunStore, ranks, run_store, world_size
-from utils.errors import UserError, plural
+from utils.distributed.ranks import ranks
+from utils.errors import Stopped, UserError, plural
 from utils.files import ROOT
 
-MARGIN_SECONDS = 30.0  # after its time-out, in which the main process must answer
-LEAVE_SECONDS = 5.0  # time that the main process, which may host the store, waits for the others to leave it
 MAX_VALUE_LENGTH = 40  # characters of a setting; a longer one is hashed
 # Flags that may differ between machines. The files that they name are compared by content.
 MACHINE_FLAGS = (
@@ -32,7 +31,7 @@ MACHINE_FLAGS = (
     *("exist_ok", "nosave", "noplots", "doctor"),
 )
 CODE_FILES = ("train.py", "job.py", "val.py", "models/**/*.py", "models/**/*.yaml", "data/**/*.py", "utils/**/*.py")
-Facts = dict[str, Any]  # of a process, as JSON: its `row` of the table, what is `compared` by name, and `errors`
+Facts = dict[str, Any]  # of a process: its `row` of the table, what is `compared` by name, and `errors`
 Inputs = tuple[Mapping[str, Any], Mapping[str, Sequence[Path]]]  # settings of a job by name, its files by purpose
 
 
@@ -45,32 +44,16 @@ def run_doctor(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> None:
         flags: flags of the command line by name, including `device` and `dist_timeout`
         read: reads the inputs of the job, and logs lines about them; raises `UserError`
     """
-    timeout = flags["dist_timeout"]
-    with launch.rendezvous_errors(timeout):
-        store = run_store() or RunStore(launch.open_store(timeout, waits=False))  # with --resume there is one
-    store.write("doctor/facts", process_facts(flags, read))
+    launch.connect("cpu", flags["dist_timeout"])  # `process_facts` looks at the devices
+    facts = gather_object([process_facts(flags, read)])
+    errors = findings(facts)
     if ranks().rank == 0:
-        _wait(lambda: len(store.values("doctor/facts")) == world_size(), timeout)
-        facts = list(store.values("doctor/facts").values())
-        lines = findings(facts, timeout)
-        verdict = f"the job would fail: {plural(len(lines), 'error')} to fix first" if lines else "the job can start"
-        print(*table(facts), *lines, verdict, sep="\n", flush=True)
-        store.write_once("doctor/errors", len(lines))
-        _wait(lambda: store.count("doctor/left", 0) >= len(facts) - 1, LEAVE_SECONDS)
-    elif not _wait(lambda: store.value("doctor/errors") is not None, timeout + MARGIN_SECONDS):
-        raise UserError(f"the main process has not answered for {timeout:g} s: check its output, and the network")
-    errors = store.value("doctor/errors")
-    store.count("doctor/left")
+        rows = [list(facts[0]["row"]), *(list(process["row"].values()) for process in facts)]
+        verdict = f"the job would fail: {plural(len(errors), 'error')} to fix first" if errors else "the job can start"
+        show(*table(rows), *errors, verdict)
+    PartialState().wait_for_everyone()  # a launcher ends all processes once one has failed
     if errors:
-        hard_exit("")
-
-
-def _wait(ready: Callable[[], bool], seconds: float) -> bool:
-    """Wait until `ready` returns True, for at most `seconds`; return whether it did."""
-    end = time.monotonic() + seconds
-    while not (done := ready()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return done
+        raise Stopped(1)
 
 
 def process_facts(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> Facts:
@@ -100,16 +83,10 @@ def process_facts(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> Facts
     }
 
 
-def findings(facts: Sequence[Facts], timeout: float) -> list[str]:
-    """Return a line for each error of a process, each missing process, and each difference."""
+def findings(facts: Sequence[Facts]) -> list[str]:
+    """Return a line for each error of a process and each difference."""
     by_name = {f"host {process['row']['host']} rank {process['row']['rank']}": process for process in facts}
     lines = [f"error: on {name}: {error}" for name, process in by_name.items() for error in process["errors"]]
-    if missing := sorted(set(range(world_size())) - {int(process["row"]["rank"]) for process in facts}):
-        address, port = launch.main_address()
-        lines.append(
-            f"error: no answer from rank {', '.join(map(str, missing))} within {timeout:g} s: start the same command "
-            f"there, check its output, and open {address} port {port} to it"
-        )
     whole = {name: process["compared"] for name, process in by_name.items() if not process["errors"]}
     for key in dict.fromkeys(key for compared in whole.values() for key in compared):
         values = {name: compared.get(key, "none") for name, compared in whole.items()}
@@ -117,13 +94,6 @@ def findings(facts: Sequence[Facts], timeout: float) -> list[str]:
             listed = ", ".join(f"{name} has {value}" for name, value in values.items())
             lines.append(f"error: {key} differs: {listed}; use the same on all machines")
     return lines
-
-
-def table(facts: Sequence[Facts]) -> list[str]:
-    """Return the lines of a table with a row for each process."""
-    cells = [list(facts[0]["row"]), *(list(process["row"].values()) for process in facts)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
 
 def _hash(text: str) -> str:

@@ -11,7 +11,6 @@ import atexit
 import ctypes
 import faulthandler
 import gc
-import itertools
 import multiprocessing
 import os
 import re
@@ -22,33 +21,31 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import NoReturn
 
+from accelerate import PartialState
 from torch import distributed
 
 from utils.console import Background, log
-from utils.distributed.ranks import check_launch, query_store, ranks, run_store, store_is_hosted, world_size
+from utils.distributed.ranks import RunStore, check_launch, ranks, run_store, store_is_hosted, world_size
 from utils.errors import UserError, first_line
 from utils.user_code import explained
 
 EXPLAIN_SECONDS = 5.0  # time that a failing process waits for another one to print the reason
 POLL_SECONDS = 1.0  # interval of the checks whether another process has failed, or the parent has ended
-ROLL_CALL_SECONDS = 2.5  # time for the other processes to write that they are present
+ROLL_CALL_SECONDS = 2.5  # time for all processes to write that they are present
+ANSWER_SECONDS = 3.0  # time that the store may take besides; if the network is down, its answer takes many minutes
 # Code that waits for other processes: a collective, or backward, which ends in one.
 WAITING = ("torch/distributed/", "torch/autograd/", "deepspeed/comm/")
 PR_SET_PDEATHSIG = 1  # option of Linux's prctl
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of glibc's mallopt
-LOADER_DIED = (
-    r"DataLoader worker (\(pid.*(killed by signal|exited unexpectedly)|(?s:.*)unable to allocate shared memory)"
-)
+LOADER_DIED = r"DataLoader worker \(pid|unable to allocate shared memory"
 LOADER_MEMORY_BYTES = 2**28  # freed memory that a loader process keeps
-PARENT = os.getppid()
 
-_barrier_numbers = itertools.count()  # the same on all processes
 _on_failure: list[Callable[[], object]] = []  # at most one listener, see `on_failure`
 
 
@@ -57,29 +54,19 @@ def run_main(main: Callable[[], object]) -> None:
 
     Only one of all processes prints the line, also for a process that was lost.
     """
-    if is_script := not gc.isenabled():  # it has turned the garbage collector off for its imports
+    code = 1
+    if not gc.isenabled():  # a script, which has turned the garbage collector off for its imports
         gc.freeze()
         gc.enable()
-    code = 1
-    try:
-        code = _run(main)
-    finally:
-        if is_script:  # once threads have ended
-            atexit.register(_leave, code)
+        atexit.register(lambda: hard_exit("", code))  # Python's own clean-up takes a second
+    code = _run(main)
     if code:
         sys.exit(code)
 
 
-def _leave(code: int) -> None:
-    """Exit after all other `atexit` functions, without Python's clean-up, which takes a second."""
-    atexit.unregister(_leave)
-    atexit._run_exitfuncs()
-    hard_exit("", code)
-
-
 def _run(main: Callable[[], object]) -> int:
     """Call `main`, and print its error, if it has one; return the exit code, or end the process with all others."""
-    message, code, lost, processes = "", 1, False, 1
+    message, culprit, code, processes = "", "", 1, 1
     try:
         check_launch()
         processes = world_size()
@@ -96,21 +83,20 @@ def _run(main: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         message, code = "interrupted", 130
     except Exception as error:
-        cause = known_cause(error) or known_cause(error.__cause__ or error)  # in a user's layer, perhaps
-        message, lost = f"error: {cause or error}", bool(cause)
-        if not cause and not isinstance(error, UserError):
-            reason = f"{ranks()} failed: {type(error).__name__}: {first_line(error, 1000)}"
+        message = f"error: {error}"
+        if cause := known_cause(error.__cause__ or error):  # the former in a user's layer
+            message, culprit = f"error: {cause}", "ended without an error message, or cannot be reached"
+        elif not isinstance(error, UserError):
             notify_failure()  # before a traceback, which may be the end
             if processes == 1 and not Background.abandoned:
                 raise
             traceback.print_exc()
-            message = f"error: {reason}" if processes > 1 else ""
+            message = f"error: {ranks()} failed: {type(error).__name__}: {first_line(error, 1000)}"
     finally:
         log.reset()  # it refers to the run, with its loaders
-        end_workers()
     connected = distributed.is_initialized()
     if message and processes > 1:
-        end_together(message, code, "ended without an error message, or cannot be reached" if lost else "")
+        end_together(message, code, culprit)
     if message:
         notify_failure()
         print(message, file=sys.stderr)
@@ -135,16 +121,15 @@ def notify_failure() -> None:
 
 def known_cause(error: BaseException) -> str:
     """Describe an error of torch's communication between processes or of its loader processes; '' for any other."""
-    if not isinstance(error, RuntimeError):
-        return ""
-    if isinstance(error, distributed.DistError) or re.search(r"(?i)gloo|nccl", str(error)):
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    if re.search(r"(?i)gloo|nccl", text) or isinstance(error, distributed.DistError):
         return f"the connection to the other processes broke ({first_line(error, 1000)}); see their output"
-    if not re.search(LOADER_DIED, str(error)):
-        return ""
-    return (
-        "a loader process was killed, possibly by the system because memory or /dev/shm ran out; if so, lower "
-        "--workers, or make /dev/shm larger (docker --shm-size)"
-    )
+    if re.search(LOADER_DIED, text):
+        return (
+            "a loader process was killed, possibly by the system because memory or /dev/shm ran out; if so, lower "
+            "--workers, or make /dev/shm larger (docker --shm-size)"
+        )
+    return ""
 
 
 # Who failed, and who is lost
@@ -155,29 +140,33 @@ def end_together(message: str, code: int = 1, culprit: str = "", stalled: bool =
 
     Args:
         culprit: what is wrong with processes that do not answer the alarm; they are named instead of the message
-        stalled: whether to name the processes that the others wait for, if all answer
+        stalled: whether only processes that wait for others answer
     """
-    waits = is_waiting()
+
+    def explain(store: RunStore) -> None:
+        with suppress(RuntimeError):  # the store's process has ended
+            store.write_once("alarm", stalled)
+            time.sleep(ROLL_CALL_SECONDS if culprit else 0)
+            if store.write_once("reason", ranks().rank) == ranks().rank:
+                answers, names = store.values("present"), store.values("names")
+                late = [names.get(rank, f"process {rank}") for rank in range(world_size()) if rank not in answers]
+                is_named = culprit and answers and late
+                hard_exit(f"error: {' and '.join(late)} {culprit}" if is_named else message, code)
+            time.sleep(EXPLAIN_SECONDS)  # if it exits earlier, the first one may be ended before it has printed
+            hard_exit("", code)
+
     notify_failure()
-    query_store(lambda store: store.write_once("alarm", True), None)
-    query_store(lambda store: store.write("present", waits), None)
-    time.sleep(ROLL_CALL_SECONDS if culprit else 0)
-    calls = query_store(lambda store: store.count("failed"), 0)
-    if calls == 1 or (not calls and not ranks().local_rank):
-        answers: dict[int, bool] = {**query_store(lambda store: store.values("present"), {}), ranks().rank: waits}
-        late = set(range(world_size())) - set(answers)
-        late = late or {rank for rank, waits in answers.items() if stalled and not waits}
-        named = culprit and 0 < len(late) < world_size()
-        hard_exit(f"error: {names(late)} {culprit}" if named else message, code)
-    time.sleep(EXPLAIN_SECONDS)  # if this process exits earlier, the first one may be ended before it has printed
-    hard_exit("", code)
+    if store := run_store():
+        thread = threading.Thread(target=explain, args=(store,), daemon=True)
+        thread.start()
+        thread.join(ROLL_CALL_SECONDS + EXPLAIN_SECONDS + ANSWER_SECONDS)
+    hard_exit("" if ranks().local_rank else message, code)
 
 
 def hard_exit(message: str, code: int = 1) -> NoReturn:
-    """Print `message` if it is not empty, end the loader processes and exit without waiting for other threads."""
+    """Print `message` if it is not empty, and exit without waiting for threads; loader processes end with this one."""
     if message:
         print(message, file=sys.stderr, flush=True)
-    end_workers()
     if multiprocessing.parent_process() is None:  # else the folder belongs to the parent
         shutil.rmtree(get_temp_dir(), ignore_errors=True)
     with suppress(OSError):  # its reader has ended, or its disk is full
@@ -185,23 +174,17 @@ def hard_exit(message: str, code: int = 1) -> NoReturn:
     os._exit(code)  # not sys.exit: destroying the process group may wait for processes that have ended
 
 
-def names(numbers: Iterable[int]) -> str:
-    """Return the names of ranks: `process 1 on a and process 2 on b`."""
-    known: dict[int, str] = query_store(lambda store: store.values("names"), {})
-    return " and ".join(known.get(rank, f"process {rank}") for rank in sorted(numbers))
-
-
 def _watch_others() -> None:
     """End this process if another one fails, or with its launcher: a killed one passes no signal on."""
-    parent = multiprocessing.parent_process()
-    launcher = (parent.pid if parent else PARENT) if store_is_hosted() else None
+    launcher = os.getppid() if store_is_hosted() else None
     with suppress(RuntimeError, ValueError):  # the process group is just being destroyed
-        while not ((store := run_store()) and store.value("alarm")):
+        while (store := run_store()) is None or (stalled := store.value("alarm")) is None:
             if launcher and os.getppid() != launcher:
                 end_together(f"error: the launcher of {ranks()} has ended, so the run ends too; continue with --resume")
             time.sleep(POLL_SECONDS)
+        if is_waiting() or not stalled:
+            store.write("present", True)
         notify_failure()
-        query_store(lambda store: store.write("present", is_waiting()), None)
         time.sleep(ROLL_CALL_SECONDS + EXPLAIN_SECONDS)
         hard_exit("")
 
@@ -213,30 +196,22 @@ def _watch_others() -> None:
 def barrier(seconds: float) -> Iterator[None]:
     """Let each process run the `with` block, then wait until all have finished it.
 
-    Raises a `UserError` that names the processes that have not finished it `seconds` after this one.
+    If one has not finished it `seconds` after this one, all processes end.
     """
     yield
-    store, name, end = run_store(), f"barrier/{next(_barrier_numbers)}", time.monotonic() + seconds
-    if store is None:
-        return
-    store.write(name, True)
-    while missing := set(range(world_size())) - set(store.values(name)):
-        if time.monotonic() > end:
-            raise UserError(
-                f"{names(missing)} did not read the data within {seconds:g} s of the others, or cannot be reached; if "
-                "a download or the label scan takes longer there, raise --dist-timeout"
-            )
-        time.sleep(0.02)
+    if distributed.is_initialized():
+        with Watchdog(seconds):
+            PartialState().wait_for_everyone()
 
 
 class Watchdog:
     """Ends all processes if `beat` is not called for `timeout` seconds within the `with`; names the one at fault.
 
-    Each process writes its Python stacks into `folder`/stacks. A run of a single process is not watched.
+    Each process writes its Python stacks into `folder`/stacks if there is one. A run of one process is not watched.
     """
 
-    def __init__(self, timeout: float, folder: Path) -> None:
-        self.timeout, self.folder, self.on = timeout, folder / "stacks", False
+    def __init__(self, timeout: float, folder: Path | None = None) -> None:
+        self.timeout, self.folder, self.on = timeout, folder, False
 
     def beat(self) -> None:
         """Reset the timer: this process starts its next batch."""
@@ -257,11 +232,14 @@ class Watchdog:
             time.sleep(min(self.timeout / 10, 1.0))
             if not self.on:
                 return
-        with suppress(OSError):  # the process must end on a full disk too
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / f"process{ranks().rank}.txt").open("w") as file:
-                faulthandler.dump_traceback(file, all_threads=True)
-        reason = f"for {self.timeout:g} s (--dist-timeout); the stack of each process is in {self.folder}"
+        reason = f"for {self.timeout:g} s (--dist-timeout)"
+        if self.folder:
+            stacks = self.folder / "stacks"
+            reason += f"; the stack of each process is in {stacks}"
+            with suppress(OSError):  # the process must end on a full disk too
+                stacks.mkdir(parents=True, exist_ok=True)
+                with (stacks / f"process{ranks().rank}.txt").open("w") as file:
+                    faulthandler.dump_traceback(file, all_threads=True)
         culprit = f"made no progress, or cannot be reached, {reason}"
         end_together(f"error: no process made progress {reason}", culprit=culprit, stalled=True)
 
@@ -296,17 +274,6 @@ def _await_end() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)
-
-
-def end_workers() -> None:
-    """Kill the loader processes of this process, which is about to end."""
-    with suppress(AttributeError, ValueError):  # Windows has no SIGCHLD, and only the main thread may set handlers
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would report killed ones as an error
-    workers = multiprocessing.active_children()
-    for worker in workers:
-        worker.kill()
-    for worker in workers:
-        worker.join(1)
 
 
 def keep_freed_memory(most_bytes: int = -1) -> None:

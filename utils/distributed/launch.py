@@ -33,7 +33,6 @@ from utils.console import log
 from utils.distributed import deepspeed
 from utils.distributed.failure import keep_freed_memory, run_main
 from utils.distributed.ranks import (
-    SPAWNED,
     TASKS,
     RunStore,
     broadcast_from_main,
@@ -154,6 +153,8 @@ def log_devices(accelerator: Accelerator, precision: Precision) -> list[str]:
     log(f"{line}, {precision}")
     if len(devices) > 1:
         log(*(f"  process {rank}: {name}" for rank, name in enumerate(devices)))
+    elif {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys():  # set together if it was to start several
+        log("warning: accelerate launch started one process only; give the script --processes N instead")
     return devices
 
 
@@ -188,8 +189,8 @@ def main_address() -> tuple[str, int]:
     return os.environ.get("MASTER_ADDR", LOOPBACK), launch_number("MASTER_PORT", 29500)
 
 
-def open_store(timeout: float, waits: bool = True) -> Store:
-    """Return the store that connects the processes, hosted by the launcher, or by the main process, which `waits`.
+def open_store(timeout: float) -> Store:
+    """Return the store that connects the processes, hosted by the launcher, or by the main process.
 
     Raises OSError if the main process cannot be reached; torch would print a warning for each attempt.
     """
@@ -197,11 +198,11 @@ def open_store(timeout: float, waits: bool = True) -> Store:
     if world_size() == 1:
         return HashStore()
     if ranks().rank == 0 and not store_is_hosted():
-        return TCPStore(LOOPBACK, port, world_size(), is_master=True, timeout=limit, wait_for_workers=waits)
+        return TCPStore(LOOPBACK, port, world_size(), is_master=True, timeout=limit, wait_for_workers=False)
     while True:
         try:
             socket.create_connection((address, port), timeout=max(end - time.monotonic(), 0.1)).close()
-            return TCPStore(address, port, world_size(), timeout=limit, wait_for_workers=waits)
+            return TCPStore(address, port, world_size(), timeout=limit, wait_for_workers=False)
         except OSError:
             if time.monotonic() > end:
                 raise
@@ -224,7 +225,17 @@ def rendezvous_errors(timeout: float) -> Iterator[None]:
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
     """Connect to the store as torch does, but not find the addresses of before a restart in a launcher's store."""
-    store = open_store(timeout.total_seconds() - COLLECTIVE_MARGIN_SECONDS)
+    seconds = timeout.total_seconds() - COLLECTIVE_MARGIN_SECONDS
+    store, keys = open_store(seconds), [restart_key(f"connected/{rank}") for rank in range(world_size())]
+    store.set(keys[ranks().rank], "")
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except RuntimeError:
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        raise UserError(
+            f"{len(keys) - len(missing)} of {len(keys)} processes have connected within {seconds:g} s; rank "
+            f"{', '.join(missing)} has not: start it, or raise --dist-timeout"
+        ) from None
     yield PrefixStore(restart_key("torch"), store), ranks().rank, world_size()
 
 
@@ -242,36 +253,33 @@ def device_kind(device: str) -> str:
     """
     if not device and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":  # set by accelerate launch --cpu
         device = "cpu"
-    numbers, here = device_numbers(device), ranks().local_world_size
-    if numbers and _chosen == [device, os.environ.get(VISIBLE_DEVICES)]:
+    if world_size() > 1:
+        _prepare_processes()
+    if _chosen == [device, os.environ.get(VISIBLE_DEVICES)]:
         return "cuda"
-    kind = _kind(device)
-    if kind == "mps" and not device and world_size() > 1:
-        kind = "cpu"
-    if kind == "cpu" and world_size() > 1:
-        _prepare_for_gloo()
-    if kind == "cuda" and (available := len(numbers) or torch.cuda.device_count()) < here:
+    devices, here = devices_named(device), ranks().local_world_size
+    kind = devices[0].type
+    if kind == "cuda" and len(devices) < here:
         raise UserError(
-            f"{f'--device {device} names' if numbers else 'torch sees'} {plural(available, 'CUDA device')} for the "
+            f"{f'--device {device} names' if device else 'torch sees'} {plural(len(devices), 'CUDA device')} for the "
             f"{here} processes of this machine; use one for each, or --device cpu"
         )
-    if numbers:
+    if kind == "cuda" and device:
         visible = os.environ.get(VISIBLE_DEVICES) or ",".join(map(str, range(torch.cuda.device_count())))
-        os.environ[VISIBLE_DEVICES] = ",".join(visible.split(",")[number] for number in numbers)
+        os.environ[VISIBLE_DEVICES] = ",".join(visible.split(",")[named.index] for named in devices)
         _chosen[:] = device, os.environ[VISIBLE_DEVICES]
     return kind
 
 
-def _kind(device: str) -> str:
-    """Return the kind of devices that `--device` names, or of the best ones. Raises `UserError` if one is absent."""
-    if device == "mps" and not torch.backends.mps.is_available():
-        raise UserError("--device mps: this machine has no Apple GPU that torch can use; try --device cpu")
-    available = torch.cuda.device_count() if device not in ("cpu", "mps") else 0
-    if (numbers := device_numbers(device)) and max(numbers) >= available:
-        raise UserError(f"--device {device}: torch sees {plural(available, 'CUDA device')} here; name one, or cpu")
-    if numbers or (not device and torch.cuda.is_available()):
-        return "cuda"
-    return device or ("mps" if torch.backends.mps.is_available() else "cpu")
+def devices_named(device: str) -> list[torch.device]:
+    """Return the devices that `--device` names, or all of the best kind. Raises `UserError` if one is absent."""
+    numbers, has_apple_gpu = device_numbers(device), torch.backends.mps.is_available()
+    count = 0 if device in ("cpu", "mps") else torch.cuda.device_count()
+    if (device == "mps" and not has_apple_gpu) or max(numbers, default=-1) >= count:
+        raise UserError(f"--device {device}: torch sees {plural(count, 'CUDA device')} here; name one, or cpu")
+    if numbers or (count and not device):
+        return [torch.device("cuda", number) for number in numbers or range(count)]
+    return [torch.device(device or ("mps" if has_apple_gpu and world_size() == 1 else "cpu"))]
 
 
 def device_numbers(device: str) -> list[int]:
@@ -286,12 +294,12 @@ def device_numbers(device: str) -> list[int]:
 
 def one_device(device: str) -> torch.device:
     """Return the device that `--device` names, for a single-process program; '' selects the best one."""
-    if len(numbers := device_numbers(device)) > 1:
+    if len(device_numbers(device)) > 1:
         raise UserError(f"--device {device}: one device is enough here; name one of them")
-    return torch.device(_kind(device), *numbers)
+    return devices_named(device)[0]
 
 
-def _prepare_for_gloo() -> None:
+def _prepare_processes() -> None:
     """Set the number of threads, and gloo's network interface to the one with a route to the main process.
 
     By default gloo uses the interface of the host name: the loopback, or one that others on the network can reach.
@@ -327,12 +335,12 @@ def describe_device(device: torch.device) -> str:
 def processes_to_start(processes: int, device: str) -> int:
     """Return the number of processes to start: one for each named device, or `processes`. Raises `UserError`."""
     named, launched = len(device_numbers(device)), world_size()
-    if processes and (processes != (named or processes) or (processes > 1 and device == "mps")):
+    expected = launched if launched > 1 else 1 if device == "mps" else named or processes
+    if processes and processes != expected:
         raise UserError(
-            f"--processes {processes} --device {device}: one process runs per GPU; name one for each, such as 0,1"
+            f"--processes {processes}: it is {expected}, by the launcher or by --device {device} with one process per "
+            "GPU; leave out --processes"
         )
-    if processes and launched > 1 and processes != launched:
-        raise UserError(f"--processes {processes}: the launcher has started {launched}; pass the number to it only")
     return processes or max(named, 1)
 
 
@@ -351,36 +359,22 @@ def spawn(main: Callable[[], object], processes: int, device: str = "") -> bool:
     environment = {
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
-        SPAWNED: "1",
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # tells torch that the store is already hosted
-        "TORCHELASTIC_RESTART_COUNT": "0",
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
     }
-    at_import = {  # variables that are read when torch is imported, before `_enter`
-        "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // processes, 1)),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else each process prints a stack if another one ends
-    }
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each process prints a stack if another one ends
     get_temp_dir()  # the folder of multiprocessing's sockets, made here for all processes
-    context, method = multiprocessing.get_context("spawn"), multiprocessing.get_start_method()
-    started = [context.Process(target=_enter, args=(rank, main, environment, method)) for rank in range(processes)]
-    before = dict(os.environ)
-    os.environ.update({**at_import, **before})
-    try:
-        for process in started:
-            process.start()
-    finally:
-        for name in at_import.keys() - before.keys():
-            del os.environ[name]
+    context = multiprocessing.get_context("spawn")
+    started = [context.Process(target=_enter, args=(rank, main, environment)) for rank in range(processes)]
+    for process in started:
+        process.start()
     _wait(started, RunStore(store))
     return True
 
 
-def _enter(rank: int, main: Callable[[], object], environment: dict[str, str], loader_start_method: str) -> None:
-    # A spawned process would spawn its loader processes too, each with a copy of the data set.
-    multiprocessing.set_start_method(loader_start_method, force=True)
-    with suppress(OSError, AttributeError):  # Windows has no process groups
-        os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the parent only, which passes it on
+def _enter(rank: int, main: Callable[[], object], environment: dict[str, str]) -> None:
+    multiprocessing.set_start_method(None, force=True)  # a spawned loader process would have its own copy of the data
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until GracefulStop handles it
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     run_main(main)
@@ -389,7 +383,7 @@ def _enter(rank: int, main: Callable[[], object], environment: dict[str, str], l
 def _wait(started: Sequence[SpawnProcess], store: RunStore) -> None:
     """Wait for all processes; if one fails, exit with its code, or raise a `UserError` that names it."""
     received: list[int] = []  # numbers of the received signals
-    killed, end = "", math.inf
+    killed = ""
 
     def pass_on(number: int, _: object) -> None:
         again = bool(received) and number == signal.SIGINT
@@ -400,13 +394,14 @@ def _wait(started: Sequence[SpawnProcess], store: RunStore) -> None:
 
     before = {number: signal.signal(number, pass_on) for number in stop_signals()}
     try:
-        while time.monotonic() <= end and (alive := [process for process in started if process.is_alive()]):
-            wait([process.sentinel for process in alive], timeout=1.0)
-            for rank, code in enumerate(process.exitcode for process in started):
-                if code and end == math.inf:
-                    end = time.monotonic() + SHUTDOWN_SECONDS
-                    if code < 0 and not received and store.count("failed") == 1:  # nobody has printed the reason
-                        killed = f"process {rank} on {socket.gethostname()} was killed by {signal.Signals(-code).name}"
+        while not any(process.exitcode for process in started) and any(process.is_alive() for process in started):
+            wait([process.sentinel for process in started if process.is_alive()], timeout=1.0)
+        for rank, code in enumerate(process.exitcode or 0 for process in started):
+            if code < 0 and not received and store.write_once("reason", "killed") == "killed":  # nobody has printed it
+                killed = f"process {rank} on {socket.gethostname()} was killed by {signal.Signals(-code).name}"
+        end = time.monotonic() + SHUTDOWN_SECONDS
+        for process in started:
+            process.join(max(end - time.monotonic(), 0))
     finally:
         for process in started:
             process.kill()

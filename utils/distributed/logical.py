@@ -31,7 +31,7 @@ from utils.console import log
 from utils.distributed.batchnorm import all_reduced, exact_batchnorm
 from utils.distributed.deepspeed import configure, gathered_parameters, is_requested
 from utils.distributed.ranks import ranks, world_size
-from utils.errors import UserError
+from utils.errors import UserError, plural
 
 if TYPE_CHECKING:
     from models.tasks.contract import LossTerms, Model
@@ -60,21 +60,12 @@ class LogicalProcesses:
         return cls(requested or processes, local, local * accelerator.process_index, bool(requested))
 
     def fix_kernels(self, device: torch.device) -> None:
-        """Prevent kernels that are chosen by timing, or that add in an order that depends on the number of threads.
-
-        Logs what --logical-processes promises.
-        """
+        """Prevent kernels that are chosen by timing, or that add in an order that depends on the number of threads."""
         if self.exact:
             torch.backends.cudnn.benchmark = False
-        if self.exact and self.count > 1:
-            if device.type == "cpu":
-                torch.set_num_threads(1)
-            counts = [str(1 << power) for power in range(self.count.bit_length())]
-            log(
-                f"logical processes: {self.count}, {self.local} on each process; the same bytes on "
-                f"{', '.join(counts[:-1])} or {counts[-1]} processes with this type of {device.type} and these "
-                "versions of torch and its libraries"
-            )
+            log(f"logical processes: {self.count}, {self.local} on each process")
+        if self.exact and self.count > 1 and device.type == "cpu":
+            torch.set_num_threads(1)
 
     def replicate(self, model: M) -> list[M]:
         """Return a module for each logical process of this process: `model`, and copies that share its parameters.
@@ -90,22 +81,14 @@ class LogicalProcesses:
 
 
 def check_logical_processes(count: int, batch_size: int, sync_bn: bool) -> None:
-    """Raise `UserError` for flags that --logical-processes `count` excludes, and for numbers that do not fit."""
-    processes, below, reason = world_size(), 1 << max(count.bit_length() - 1, 0), ""
-    if not count:
-        return
-    if count & (count - 1):
-        reason = f"it must be a power of two; give {below} or {2 * below}"
-    elif count % processes:
-        reason = f"{processes} processes cannot share them evenly; start a power of two up to {count}"
-    elif sync_bn and processes < count:
-        reason = f"--sync-bn needs as many processes; start {count}, or leave out --sync-bn"
-    elif is_requested():
-        reason = "DeepSpeed adds gradients in an order of its own; use another launch file"
-    elif batch_size == -1:
-        reason = "--batch-size -1 depends on the memory of this machine; give a number"
-    if reason:
-        raise UserError(f"--logical-processes {count}: {reason}")
+    """Raise `UserError` if --logical-processes `count`, 0 if it is not given, does not fit the processes or flags."""
+    processes = world_size()
+    fits = count.bit_count() < 2 and count % processes == 0 and not (sync_bn and processes < count)
+    if count and not (fits and batch_size != -1 and not is_requested()):
+        raise UserError(
+            f"--logical-processes {count} on {plural(processes, 'process')}: give a power of two, and start a power of "
+            "two of processes up to it, with --sync-bn as many; leave out --batch-size -1 and DeepSpeed"
+        )
 
 
 class DistributedModel:
@@ -231,15 +214,9 @@ class DistributedModel:
         processes must call it together.
         """
         for models in (self.copies, averages):
-            layers = [[layer for layer in model.modules() if isinstance(layer, _BatchNorm)] for model in models]
             statistics = [
-                [
-                    buffer
-                    for layer in of_model
-                    for buffer in (layer.running_mean, layer.running_var)
-                    if buffer is not None
-                ]
-                for of_model in layers
+                [buffer for name, buffer in model.named_buffers() if name.endswith(("running_mean", "running_var"))]
+                for model in models
             ]
             if self.logical.count == 1 or not statistics[0]:
                 continue
@@ -401,14 +378,10 @@ def start_momentum(optimizer: Any) -> None:
 def order_buckets(model: DistributedDataParallel, image_size: int) -> None:
     """Run a forward and a backward pass on one black image of `image_size` pixels, so that DDP orders its buckets.
 
-    All processes must call it together, before their first step. Nothing else changes but the modules' mode.
-
     DDP makes its final buckets after the first backward pass, in the order in which the gradients arrive. All-reduce
     adds in an order that depends on the place in a bucket, so with three or more processes a resumed run would round
-    its first step differently from the same step of the uninterrupted run.
-
-    BatchNorm runs as in evaluation, because a batch of one image has no statistics; other layers may use their
-    parameters in training only.
+    its first step differently from the same step of the uninterrupted run. BatchNorm runs as in evaluation, because a
+    batch of one image has no statistics. All processes must call it together.
     """
     model.train()
     for module in model.modules():

@@ -9,19 +9,15 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import mmap
 import os
 import socket
-import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.reduction import DupFd
+from multiprocessing.heap import Arena
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet, finalize
 
-import numpy as np
 import psutil
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather_object
@@ -32,10 +28,8 @@ from utils.errors import Stopped, UserError, shown
 T = TypeVar("T")
 CGROUP = Path("/sys/fs/cgroup")  # files of a container's cgroup, version 2
 MEMORY_NAME = "lockstep"  # name of memory files in /proc
-SPAWNED = "LOCKSTEP_SPAWNED"  # environment variable of the processes that `spawn` starts
 # Variables with the number of tasks that srun and MPI's launchers have started.
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-ANSWER_SECONDS = 3.0  # time that `query_store` waits; the store's process may have ended, or the network may be down
 
 
 class Ranks(NamedTuple):
@@ -61,11 +55,6 @@ def world_size() -> int:
     return ranks().world_size
 
 
-def launched() -> bool:
-    """Return whether a launcher, not `spawn`, has started this process as one of several."""
-    return world_size() > 1 and SPAWNED not in os.environ
-
-
 def launch_number(name: str, default: int = 0) -> int:
     """Return a number that a launcher sets in the environment. Raises `UserError` if the value is not a number."""
     text = os.environ.get(name) or str(default)
@@ -80,16 +69,13 @@ def check_launch() -> None:
     WORLD_SIZE=1 says that it should; each trial of a W&B sweep does.
     """
     rank, processes, *_ = ranks()
-    if rank >= processes or (processes > 1 and not os.environ.get("RANK")):
+    tasks = [name for name in TASKS if launch_number(name, 1) > 1]
+    forgotten = tasks and not any(map(os.environ.get, ("WORLD_SIZE", "WANDB_SWEEP_ID")))
+    if forgotten or rank >= processes or (processes > 1 and not os.environ.get("RANK")):
+        named = [f"{name} {os.environ[name]}" for name in ("RANK", "WORLD_SIZE", *tasks) if os.environ.get(name)]
         raise UserError(
-            f"the environment has WORLD_SIZE {processes} and RANK {os.environ.get('RANK', 'unset')}; correct them, or "
-            "unset both"
-        )
-    tasks = [f"{name} {os.environ[name]}" for name in TASKS if launch_number(name, 1) > 1]
-    if tasks and not any(map(os.environ.get, ("WORLD_SIZE", "WANDB_SWEEP_ID"))):
-        raise UserError(
-            f"the environment has {tasks[0]} and no RANK; start accelerate_configs/start.sh on each machine, or set "
-            "WORLD_SIZE=1 for a run of this process alone"
+            f"the environment has {', '.join(named)}, which is not a whole launch; start accelerate_configs/start.sh "
+            "on each machine, or set WORLD_SIZE=1 and unset RANK for a run of this process alone"
         )
 
 
@@ -107,14 +93,12 @@ def restart_key(name: str) -> str:
 
 
 class RunStore:
-    """Values and counters of the processes of a run, in one of torch's stores.
+    """Values of the processes of a run, in one of torch's stores.
 
     Every value is JSON: nothing that arrives is a path or code. The names are:
-        names, alarm, present, failed    names of all processes; how they end (failure)
-        barrier/<number>                 who has arrived (failure)
+        names, alarm, present, reason    names of all processes; how they end (failure)
         stop                             step and reason of a stop (stop)
         memory/<host>/<number>           handles of shared memory (shared_memory)
-        doctor/...                       facts about each process (doctor)
     Its methods raise `DistError` if the store does not answer, after many minutes if the network is down.
     """
 
@@ -130,9 +114,9 @@ class RunStore:
         keys = {rank: restart_key(f"{name}/{rank}") for rank in range(self._ranks.world_size)}
         return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
-    def write_once(self, name: str, value: Any) -> None:
-        """Write one value for all processes, which must not be None, unless a process has already written one."""
-        self._store.compare_set(restart_key(name), "", json.dumps(value))
+    def write_once(self, name: str, value: Any) -> Any:
+        """Write one value for all processes, unless a process has already written one; return the one that counts."""
+        return json.loads(self._store.compare_set(restart_key(name), "", json.dumps(value)))
 
     def value(self, name: str) -> Any:
         """Return the value of `write_once`, None if there is none."""
@@ -141,10 +125,6 @@ class RunStore:
     def wait_for_value(self, name: str) -> Any:
         """Wait for the value of `write_once`. Raises `DistError` after the store's time-out."""
         return json.loads(self._store.get(restart_key(name)))
-
-    def count(self, name: str, by: int = 1) -> int:
-        """Add to a counter; return its new value."""
-        return self._store.add(restart_key(name), by)
 
 
 def run_store() -> RunStore | None:
@@ -157,21 +137,6 @@ def run_store() -> RunStore | None:
     return RunStore(store)
 
 
-def query_store(question: Callable[[RunStore], T], otherwise: T) -> T:
-    """Return the result of `question` for the run's store, or `otherwise` if there is none or it does not answer."""
-    answer = [otherwise]
-
-    def ask() -> None:
-        with suppress(RuntimeError):
-            if store := run_store():
-                answer.append(question(store))
-
-    thread = threading.Thread(target=ask, daemon=True)  # if the network is down, the call takes many minutes
-    thread.start()
-    thread.join(ANSWER_SECONDS)
-    return answer[-1]
-
-
 # Collective operations: all processes must call them in the same order, after `utils.distributed.launch.connect`
 
 
@@ -181,8 +146,6 @@ def broadcast_from_main(decide: Callable[[], T]) -> T:
     Other machines may see a new file later, so only one process may decide by files. A `UserError` or `Stopped` of the
     main process is raised on every process.
     """
-    if world_size() == 1:
-        return decide()
     answer: list[Any] = [None, None]
     if ranks().rank == 0:
         try:
@@ -220,76 +183,60 @@ class Collectives:
         return items[start : start + count] if len(items) == self._world_size * count else ()
 
 
-in_use: WeakSet[SharedMemory] = WeakSet()  # this process's memory, whose pages count as free until they are written
+in_use: WeakSet[Arena] = WeakSet()  # this process's memory, whose pages count as free until they are written
 _memory_calls = itertools.count()
 
 
-class SharedMemory:
-    """Zeroed bytes, uint8 (n,), of a nameless file that exists as long as any process has it open.
+def shared_memory(size: Callable[[int], int]) -> Arena:
+    """Return zeroed memory of all processes of this machine and those that they start; `size` maps the free bytes.
 
-    The object can be sent to processes that are being started.
-    """
-
-    def __init__(self, file: int) -> None:
-        self.file = file  # descriptor, through which parts can be locked
-        self.bytes = np.frombuffer(mmap.mmap(file, 0), np.uint8)
-        finalize(self, os.close, file)
-
-    @classmethod
-    def of_size(cls, size: int) -> SharedMemory:
-        """Return `size` new bytes, but at least one. Pages take memory only once they are written."""
-        if hasattr(os, "memfd_create"):
-            file = os.memfd_create(MEMORY_NAME, 0)
-        else:
-            with tempfile.TemporaryFile() as temporary:
-                file = os.dup(temporary.fileno())
-        os.ftruncate(file, max(size, 1))
-        return cls(file)
-
-    @classmethod
-    def received(cls, file: Any) -> SharedMemory:
-        """Return the memory that another process has sent."""
-        return cls(file.detach())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SharedMemory.received, (DupFd(self.file),)
-
-
-def shared_memory(size: Callable[[int], int]) -> SharedMemory:
-    """Return memory shared by all processes of this machine and those that they start; `size` maps the free bytes.
-
-    All processes must make these calls in the same order.
+    It is a nameless file, which exists as long as any process has it open. Pages take memory only once they are
+    written. All processes must make these calls in the same order.
     """
     if in_use:
         gc.collect()  # loaders of an earlier run are in reference cycles
-    free = max(available_bytes() - sum(len(memory.bytes) for memory in in_use), 0)
+    free = max(available_bytes() - sum(memory.size for memory in in_use), 0)
     store, here, name = run_store(), ranks(), f"memory/{socket.gethostname()}/{next(_memory_calls)}"
     if store is None or here.local_world_size < 2 or not hasattr(os, "memfd_create"):
-        memory = SharedMemory.of_size(size(free // here.local_world_size))
+        memory = _new_memory(size(free // here.local_world_size))
     elif here.local_rank == 0:
-        memory = SharedMemory.of_size(size(free))
-        store.write_once(name, [os.getpid(), memory.file])
+        memory = _new_memory(size(free))
+        store.write_once(name, [os.getpid(), memory.fd])
     else:
         try:
-            memory = SharedMemory(_open_shared(store.wait_for_value(name)))
+            memory = _opened_memory(store.wait_for_value(name))
         except (OSError, ValueError, TypeError):  # the process is in another container with the same host name
-            memory = SharedMemory.of_size(size(free // here.local_world_size))
+            memory = _new_memory(size(free // here.local_world_size))
     in_use.add(memory)
     return memory
 
 
-def _open_shared(handle: Any) -> int:
-    """Open another process's memory by a handle from the run's store: the number of the process and of a descriptor.
+def _new_memory(size: int) -> Arena:
+    if not hasattr(os, "memfd_create"):
+        return Arena(max(size, 1))
+    file = os.memfd_create(MEMORY_NAME, 0)
+    os.ftruncate(file, max(size, 1))
+    return _memory_of(file)
 
-    Anybody on the network may reach the store, so only memory that `of_size` has made is used, never a file. Raises
-    OSError, or ValueError for anything else.
+
+def _opened_memory(handle: Any) -> Arena:
+    """Return another process's memory by a handle from the run's store: the numbers of the process and a descriptor.
+
+    Anybody on the network may reach the store, so only memory that `_new_memory` has made is used, never a file. Raises
+    OSError, or ValueError or TypeError for anything else.
     """
     process, descriptor = map(int, handle)
     file = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
     if os.readlink(f"/proc/self/fd/{file}").startswith(f"/memfd:{MEMORY_NAME} "):
-        return file
+        return _memory_of(file)
     os.close(file)
     raise ValueError("not shared memory")
+
+
+def _memory_of(file: int) -> Arena:
+    memory = Arena(os.fstat(file).st_size, file)
+    finalize(memory, os.close, file)
+    return memory
 
 
 def available_bytes() -> int:

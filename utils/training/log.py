@@ -230,8 +230,7 @@ def log_best_epoch(progress: Progress, best: Summary) -> None:
     """Print the table of the best epoch, with a hint if the fitness is near 0."""
     share = progress.best / best.highest_fitness
     terms = f" (a sum, 0 to {best.highest_fitness:g})" if best.highest_fitness != 1 else ""
-    fitness = f"fitness {progress.best:.4f}{terms}"
-    log(f"best epoch: {progress.best_epoch + 1} of {progress.epoch}, {fitness}", *best.table())
+    log(f"best epoch: {progress.best_epoch + 1} of {progress.epoch}, fitness {progress.best:.4f}{terms}", *best.table())
     if 0 <= share < LOW_FITNESS:
         log("the fitness is near 0: docs/map-is-zero.md lists the causes")
 

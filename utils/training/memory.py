@@ -16,7 +16,7 @@ from utils.batch import layout
 from utils.console import log
 from utils.distributed.launch import loader_workers
 from utils.distributed.ranks import launch_number, world_size
-from utils.errors import UserError, first_line
+from utils.errors import UserError, first_line, plural
 
 if TYPE_CHECKING:
     from utils.distributed.ranks import Collectives
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 SHARED_MEMORY = "/dev/shm"
 BATCHES_PER_WORKER = 3  # batches that a loader process holds: two prefetched, one that is being trained on
 AUTO_BATCH_SHARE = 0.8  # share of a device's free memory to use, as in YOLOv5
+REPEATING_BATCH = 64  # largest batch that may have more images than the training set
 CPU_BATCH_SIZE = 16  # batch size for --batch-size -1 if there is no GPU to measure
 COPIES_OF_WEIGHTS = 3  # copies in addition to the memory of a step: EMA, and at most two of the optimizer (Adam)
 # Messages of out-of-memory errors for which torch has no type: of the machine, the driver and cuBLAS.
@@ -32,15 +33,19 @@ BYTES_PER_MIB = 2**20
 
 
 def check_batch_size(batch_size: int, logical_processes: int) -> None:
-    """Raise `UserError` with the two nearest sizes if the processes cannot share a batch evenly."""
+    """Raise `UserError` if the processes cannot share a batch evenly."""
     processes = logical_processes or world_size()
-    if not batch_size:
-        raise UserError("--batch-size 0 is too small; give 1 or more, or -1 for what the GPU holds")
-    if batch_size % processes and batch_size > 0:
-        lower = batch_size // processes * processes
-        sizes = " or ".join(str(size) for size in (lower, lower + processes) if size)
-        name = f"{processes} {'logical ' if logical_processes else ''}processes"
-        raise UserError(f"--batch-size {batch_size} cannot be shared evenly by the {name}; take {sizes}")
+    if not batch_size or (batch_size > 0 and batch_size % processes):
+        raise UserError(
+            f"--batch-size {batch_size} cannot be shared evenly; give a multiple of {processes}, the number of "
+            f"{'logical ' if logical_processes else ''}processes, or -1 for what the GPU holds"
+        )
+
+
+def check_repeats(batch_size: int, images: int) -> None:
+    """Raise `UserError` for a large batch that would have the same training images several times."""
+    if batch_size > (most := max(images, REPEATING_BATCH)):
+        raise UserError(f"--batch-size {batch_size} of {plural(images, 'training image')}: give {most} or less")
 
 
 def loader_processes(limit: int, batch_bytes: int) -> int:

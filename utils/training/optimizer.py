@@ -72,6 +72,19 @@ def build_optimizer(
     return kind(groups, lr=lr, betas=(hyp.momentum, 0.999), fused=True)
 
 
+def log_optimizer(optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
+    """Log the optimizer, its highest rate, the schedule's shape, and the number of trained tensors of each kind."""
+    tensors = [0, 0, 0]
+    for group, (_, kind) in zip(optimizer.param_groups, schedule.groups, strict=True):
+        tensors[kind] += sum(parameter.requires_grad for parameter in group["params"])
+    decay = max(group["weight_decay"] for group in optimizer.param_groups)
+    shape = "cosine" if schedule.cosine else "linear"
+    log(
+        f"optimizer: {type(optimizer).__name__}(lr={schedule.peak:.3g}, {shape}), {plural(tensors[WEIGHT], 'weight')} "
+        f"with decay {decay:.3g}, {tensors[NORM]} without, {tensors[BIAS]} biases"
+    )
+
+
 def step_if(optimizer: Any, finite: Tensor) -> Tensor:
     """Take a step of a fused optimizer, prepared by Accelerate, if `finite`, bool (); return `finite`.
 
@@ -123,12 +136,10 @@ class Schedule:
         scale = hyp.weights_factor(known)
         hyp = replace(hyp, lr0=hyp.lr0 * scale, warmup_bias_lr=hyp.warmup_bias_lr * scale)
         schedule = cls(epochs, batches, cosine, hyp, tuple(grouped_parameters(model, factors)))
-        if schedule.warmup < (usual := replace(schedule, hyp=replace(hyp, warmup_share=0.0)).warmup):
-            share = f"{hyp.warmup_share:.0%} of the run's {epochs * batches:,}"
-            log(f"warm-up: {plural(schedule.warmup, 'batch')} instead of {usual}, limited to {share}")
+        if schedule.warmup < replace(schedule, hyp=replace(hyp, warmup_share=0.0)).warmup:
+            log(f"warm-up: {schedule.warmup:,} of {epochs * batches:,} iterations")
         if schedule.peak < hyp.lr0:
-            lower = f"learning rate {schedule.peak:.2g} instead of {hyp.lr0:.2g}"
-            log(f"{lower}, as the warm-up is too short for more")
+            log(f"learning rate lowered to {schedule.peak:.2g} because of the short warm-up")
         return schedule
 
     @property
@@ -188,8 +199,7 @@ class ModelEMA:
         if share:
             self.ramp = min(updates / max(math.log(max(share * updates, 1)), 1), RAMP_UPDATES)
         if self.ramp < RAMP_UPDATES:
-            steps = plural(round(self.ramp), "step")
-            log(f"EMA: tau {steps} (default {RAMP_UPDATES}) for a run of {updates:,} steps")
+            log(f"EMA: tau {self.ramp:.0f} (default {RAMP_UPDATES}) for a run of {plural(updates, 'step')}")
         self.model = copy.deepcopy(model).float().eval().requires_grad_(False)
         self.replicas: Sequence[nn.Module] = [self.model]
         self._layers: dict[nn.Module, list[nn.Module]] = {}  # of each model

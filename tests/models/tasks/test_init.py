@@ -23,7 +23,7 @@ from utils.config.flags import OPTIONS_OF_SCRIPT, DetectOptions, TrainOptions, f
 from utils.config.hyperparameters import Augmentation, Hyperparameters, Recipe, keys_of
 from utils.config.parser import refuse_flags
 from utils.errors import UserError
-from utils.user_code import is_users
+from utils.user_code import load
 
 # Flags and hyperparameters
 
@@ -174,7 +174,7 @@ def test_files_and_packages(name: str, module: str, folder: Path) -> None:
     entry = TASKS["mine"]
     assert (entry.load().metric_names, entry.load().__module__, entry.yolov5_class) == (("one",), module, "")
     assert dataset_class(entry.data).__name__ == "MyData"
-    assert (is_users(module), is_users("data.builtin.shapes"), sys.path[-1]) == (True, False, str(folder))
+    assert (load(module), load("data.builtin"), sys.path[-1]) == (sys.modules[module], None, str(folder))
 
 
 def test_a_task_may_draw_its_data(folder: Path) -> None:

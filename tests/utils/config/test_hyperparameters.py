@@ -164,7 +164,7 @@ def test_file_names_of_yolov5() -> None:
 
 @pytest.mark.parametrize(
     ("known", "factor", "norms", "named"),
-    [(0, 1, 1, []), (1, 0.04, 1, ["0.0004", "100%"]), (0.5, 0.2, 1, ["0.002", "50%"]), (None, 1, 0, [])],
+    [(0, 1, 1, []), (1, 0.04, 1, ["0.04", "100%"]), (0.5, 0.2, 1, ["0.2", "50%"]), (None, 1, 0, [])],
 )
 def test_hyperparameters_for_weights(
     known: float | None, factor: float, norms: int, named: list[str], capsys: pytest.CaptureFixture[str]

@@ -124,6 +124,8 @@ def test_words_of_a_flag(argv: str, name: str, value: object) -> None:
         (["--comm_hook", "bf16"], "--comm_hook"),
         ([""], "''"),
         (["--name", "--hyp.lr0", "0.1"], "--name"),
+        (["--artifact_alias", "v3"], "--artifact_alias"),
+        (["x" * 500_000], "xxx"),
     ],
 )
 def test_a_wrong_flag_is_one_line_and_exit_code_2(
@@ -137,6 +139,12 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(
     assert err.startswith("error: ")
     assert named in err
     assert err.count("\n") == 1
+    assert len(err) < 3000
+
+
+def test_values_of_yolov5_that_ask_for_nothing() -> None:
+    words = ["--local_rank", "-1", "--artifact_alias=latest", "--epochs", "3"]
+    assert options_of(TrainOptions, words) == TrainOptions(epochs=3)
 
 
 # The built-in job

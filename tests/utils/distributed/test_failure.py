@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import multiprocessing
 import os
 import resource
@@ -11,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -32,14 +30,13 @@ from utils.distributed import failure
 from utils.distributed.failure import (
     Watchdog,
     barrier,
-    end_workers,
     init_worker,
     known_cause,
     on_failure,
     run_main,
 )
 from utils.distributed.launch import connect, spawn
-from utils.distributed.ranks import RunStore, ranks
+from utils.distributed.ranks import ranks
 from utils.distributed.stop import STOP_SIGNALS, GracefulStop
 from utils.errors import Stopped, UserError
 from utils.files import ROOT
@@ -116,25 +113,6 @@ run_main(module.go)
     assert done.stderr.count("\n") == 1
 
 
-# The barrier
-
-
-def test_all_wait_for_the_slowest_process_and_name_one_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = distributed.HashStore()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    store = RunStore(shared)
-    monkeypatch.setattr(failure, "run_store", lambda: store)
-    monkeypatch.setattr(failure, "_barrier_numbers", itertools.repeat(0))
-    with pytest.raises(UserError, match="process 1 "), barrier(0.2):
-        pass
-    monkeypatch.setenv("RANK", "1")
-    other, begun = RunStore(shared), time.monotonic()
-    threading.Timer(0.5, other.write, ("barrier/0", True)).start()
-    with barrier(60):
-        pass
-    assert time.monotonic() - begun > 0.4
-
-
 # Three processes
 
 
@@ -142,8 +120,21 @@ def hang() -> None:
     time.sleep(1e6)
 
 
+def hang_while_reading(_: Path) -> None:
+    """Hang on the second process, after all have waited for it once."""
+    failure.ROLL_CALL_SECONDS = failure.EXPLAIN_SECONDS = 1.0
+    failure.POLL_SECONDS = 0.1
+    connect("cpu", 60.0)
+    with barrier(60.0):
+        time.sleep(ranks().rank / 2)
+    with barrier(2.0):
+        if ranks().rank == 1:
+            hang()
+
+
 def hang_on_the_second(folder: Path) -> None:
     failure.ROLL_CALL_SECONDS = failure.EXPLAIN_SECONDS = 1.0
+    failure.POLL_SECONDS = 0.1
     connect("cpu", 60.0)
     with Watchdog(2.0, folder) as watched:
         for step in range(10):
@@ -153,17 +144,23 @@ def hang_on_the_second(folder: Path) -> None:
             distributed.all_reduce(torch.ones(1))
 
 
+@pytest.mark.parametrize("work", [hang_on_the_second, hang_while_reading])
 def test_a_process_that_hangs_is_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    work: Callable[[Path], None],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with pytest.raises(SystemExit) as caught:
-        run_main(lambda: spawn(functools.partial(hang_on_the_second, tmp_path), 3))
+        run_main(lambda: spawn(functools.partial(work, tmp_path), 3))
     assert caught.value.code == 1
     printed = capfd.readouterr()
     assert without_greetings(printed.out) == ""
     assert printed.err.startswith(f"error: process 1 on {socket.gethostname()} made no progress")
     assert printed.err.count("\n") == 1
+    if work == hang_while_reading:
+        return
     stacks = {file.name: file.read_text() for file in (tmp_path / "stacks").iterdir()}
     assert set(stacks) == {f"process{rank}.txt" for rank in range(3)}
     assert [name for name, text in stacks.items() if "in hang\n" in text] == ["process1.txt"]
@@ -259,12 +256,6 @@ def test_a_loader_process_ends_on_its_parents_signal_only() -> None:
     process.terminate()
     process.join(30)
     assert process.exitcode == 0
-
-
-def test_end_workers() -> None:
-    _, worker = started(load)
-    end_workers()
-    assert ends(worker, 0.1)
 
 
 # Memory

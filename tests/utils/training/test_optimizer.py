@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from utils.config.hyperparameters import Recipe
-from utils.training.optimizer import ModelEMA, Schedule, build_optimizer, grouped_parameters
+from utils.training.optimizer import ModelEMA, Schedule, build_optimizer, grouped_parameters, log_optimizer
 
 # Groups
 
@@ -56,6 +56,16 @@ def test_groups(network: nn.Module, name: str, values: dict[str, Any]) -> None:
     for group, decay in zip(optimizer.param_groups, (0, 0.1, 0), strict=True):
         expected = {"lr": 0.01, "weight_decay": decay, **values}
         assert {key: group[key] for key in expected} == expected
+
+
+def test_the_optimizer_as_it_is_used(network: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the rate after the warm-up; frozen parameters are not counted."""
+    network[0].requires_grad_(False)
+    hyp = replace(HYP, warmup_rise=1e-5, warmup_epochs=1)
+    schedule = Schedule.of(hyp, None, 10, 200, True, network)
+    log_optimizer(build_optimizer(network, "AdamW", hyp, None, 64), schedule)
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert all(words in line for words in ("AdamW", "0.002", "cosine", "2 weights", "0.1", "3 without", "4 biases"))
 
 
 def test_a_shared_parameter_is_in_one_group_and_other_ones_decay() -> None:
