@@ -139,11 +139,9 @@ class Members:
         Raises `UserError` for a wrong --imgsz, and if the files disagree.
         """
         fixed = {name: file.imgsz for name, file in self.exported.items() if not file.dynamic}
-        sides, sizes = sides_of(imgsz), fixed
-        if not fixed and sides:
+        if not fixed and (sides := sides_of(imgsz)):
             return ImageSize((sides[0], sides[-1]))
-        if not fixed:
-            sizes = {name: size for name, content in self.weights.items() if (size := content.image_sides)}
+        sizes = fixed or {name: size for name, content in self.weights.items() if (size := content.image_sides)}
         if len(set(sizes.values())) > 1:
             words = ", ".join(f"{name} at {in_words(size)}" for name, size in sizes.items())
             raise UserError(

@@ -246,7 +246,7 @@ def build_model(
         source, yaml = str(path), read_yaml(path)
     yaml = _with_defaults(source, copy.deepcopy(yaml), nc)
     values = {"nc": yaml["nc"], "anchors": yaml.get("anchors"), **PYTHON_WORDS}
-    auxiliary = yaml.get("auxiliary", [])
+    auxiliary = yaml.get("auxiliary") or []
     contents = [*yaml["backbone"], *yaml["head"], *auxiliary]
     rows = [_parse_row(source, index, row, values) for index, row in enumerate(contents)]
     built, stride = _build_layers(source, rows, yaml, imgsz)
@@ -281,27 +281,21 @@ def _with_defaults(source: str, yaml: dict[str, Any], nc: int | None) -> dict[st
     task = {"task": task_of(yaml, source)}
     sizes = {"ch": CHANNELS, "depth_multiple": 1.0, "width_multiple": 1.0, "channel_multiple": 8}
     yaml = {**task, **sizes, **yaml, **task, **({} if nc is None else {"nc": nc})}
-    head = detection_head(yaml)
-    count = f"a whole number from 1 to {MAX_COUNT}"
-    multiple = f"a number above 0, at most {MAX_MULTIPLE}"
-    rows = "a list of rows [from, number, module, args]"
-    checks: dict[str, tuple[bool, str]] = {
-        "ch": (yaml["ch"] == CHANNELS, f"{CHANNELS}, as images are read as RGB, or leave it out"),
-        **{key: (is_count(yaml.get(key)), count) for key in ("nc", "channel_multiple")},
-        **{
-            key: (is_number(yaml[key]) and 0 < yaml[key] <= MAX_MULTIPLE, multiple)
-            for key in ("depth_multiple", "width_multiple")
-        },
-        "backbone": (isinstance(yaml.get("backbone"), list), rows),
-        "head": (isinstance(yaml.get("head"), list) and bool(yaml["head"]), rows),
-        "auxiliary": (isinstance(yaml.get("auxiliary", []), list), rows),
-        "anchors": (
-            not (head and head.takes_anchors) or _are_anchors(yaml.get("anchors")),
-            "a list of width, height pairs for each level, or the number of anchors per level",
-        ),
+    whole = is_count, f"a whole number from 1 to {MAX_COUNT}"
+    multiple = lambda value: is_number(value) and 0 < value <= MAX_MULTIPLE, f"a number above 0, at most {MAX_MULTIPLE}"
+    rows = lambda value: isinstance(value, list) and bool(value), "a list of rows [from, number, module, args]"
+    checks: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "ch": (lambda value: value == CHANNELS, f"{CHANNELS}, as images are read as RGB, or leave it out"),
+        **dict.fromkeys(("nc", "channel_multiple"), whole),
+        **dict.fromkeys(("depth_multiple", "width_multiple"), multiple),
+        **dict.fromkeys(("backbone", "head"), rows),
     }
+    if yaml.get("auxiliary"):
+        checks["auxiliary"] = rows
+    if (head := detection_head(yaml)) and head.takes_anchors:
+        checks["anchors"] = _are_anchors, "a list of width, height pairs for each level, or their number per level"
     for key, (is_valid, what) in checks.items():
-        if not is_valid:
+        if not is_valid(yaml.get(key)):
             problem = f"is {yaml[key]!r}" if key in yaml else "is missing"
             raise UserError(f"{source}: `{key}` {shortened(problem)}; give {what}")
     return yaml

@@ -91,12 +91,6 @@ def match(cells: Cells, anchors: Tensor, threshold: float) -> Tensor:
     return (torch.maximum(ratio, 1 / ratio).amax(3) < threshold) & cells.near[..., None]
 
 
-def read_level(raw: Tensor, index: Tensor) -> Level:
-    """Return the `Level` of a raw map (b, anchors, h, w, 5 + classes) at cells `index` (3, k)."""
-    image, row, column = index
-    return Level(raw[..., 4], raw[image, :, row, column])
-
-
 def map_sizes(outputs: Sequence[Tensor | Level]) -> MapSizes:
     """Return the height and width of each level's map."""
     maps = [output.objectness if isinstance(output, Level) else output for output in outputs]
@@ -149,8 +143,8 @@ class DetectionCriterion(BoxCriterion):
         cells = near_cells(map_sizes(outputs), targets)
         matched = match(cells, anchors, hyp.anchor_t)
         levels = [
-            output if isinstance(output, Level) else read_level(output, index)
-            for output, index in zip(outputs, cells.indices, strict=True)
+            output if isinstance(output, Level) else Level(output[..., 4], output[image, :, row, column])
+            for output, (image, row, column) in zip(outputs, cells.indices, strict=True)
         ]
         rows = at_least_float32(torch.stack([level.rows for level in levels]))
         centre = rows[..., :2].sigmoid() * 2 - 0.5

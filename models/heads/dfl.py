@@ -244,12 +244,8 @@ class DFLCriterion(BoxCriterion):
         self.settings, self._head, self.class_weights = settings, head, tuple(class_weights)
 
     def __call__(self, outputs: Sequence[DFLLevel] | tuple[Sequence[DFLLevel], ...], batch: Batch) -> LossTerms:
-        """Return the loss terms, whose parts are the heads.
-
-        Args:
-            outputs: levels of the head; in training with an auxiliary branch a pair, the main head's levels and the
-                auxiliary head's
-        """
+        """Return the loss terms, whose parts are the heads: two in training with an auxiliary branch, when `outputs` is
+        the pair of their levels."""
         heads = outputs if isinstance(outputs, tuple) else (outputs,)
         parts = [self.head_sums(levels, batch) for levels in heads]
         sums, counts = (torch.stack(each, 1) for each in zip(*parts, strict=True))

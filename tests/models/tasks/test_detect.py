@@ -448,11 +448,11 @@ def test_the_head_is_kept_if_the_recipe_says_so_and_a_part_is_new(task: Detectio
     detector = task.build_model(read_yaml(ROOT / "models/yolov5n.yaml"), 64)
     segmenter = SegmentationTask(CLASS_NAMES, Hyperparameters(keep_head=1))
     model = segmenter.build_model(read_yaml(ROOT / "models/yolov5n-seg.yaml"), 64)
-    assert "3 of 3" in segmenter.keep_head(model, detector.state_dict(), CLASS_NAMES)
+    assert "0 class outputs new" in segmenter.keep_head(model, detector.state_dict(), CLASS_NAMES)
     assert segmenter.keep_head(model, model.state_dict(), CLASS_NAMES) == ""
     assert task.keep_head(detector, detector.state_dict(), {0: "other"}) == ""
     keeping = DetectionTask(CLASS_NAMES, Hyperparameters(keep_head=1))
-    assert "none of 3" in keeping.keep_head(detector, detector.state_dict(), {0: "a", 1: "b", 2: "c"})
+    assert "3 class outputs new" in keeping.keep_head(detector, detector.state_dict(), {0: "a", 1: "b", 2: "c"})
 
 
 def test_anchors_are_adapted_to_the_split_at_the_models_size(task: DetectionTask) -> None:
