@@ -82,7 +82,7 @@ def photos(source: Source, checkout: Path, names: list[str]) -> Iterator[tuple[P
 
 
 def write(source: Source, checkout: Path, folder: Path) -> None:
-    """Write the data set. Of the copies of a photo that Roboflow augmented, the first by name counts."""
+    """Write the data set: the first by name of the copies of a photo that Roboflow augmented, and equal rows once."""
     locations = sorted(checkout.glob(source.annotations))
     names = source.names.split(", ") if source.names else list(annotated_names(locations).values())
     originals: dict[str, tuple[Path, str]] = {}
@@ -97,7 +97,7 @@ def write(source: Source, checkout: Path, folder: Path) -> None:
         picture = ImageOps.exif_transpose(Image.open(image)).convert("RGB")
         picture.thumbnail((LONG_SIDE, LONG_SIDE))
         picture.save(folder / "images" / split / f"{number:03}.jpg", quality=JPEG_QUALITY)
-        (folder / "labels" / split / f"{number:03}.txt").write_text(rows)
+        (folder / "labels" / split / f"{number:03}.txt").write_text("".join(dict.fromkeys(rows.splitlines(True))))
     data = {"path": str(folder.resolve()), "train": "images/train", "val": "images/val", "names": names}
     (folder / "data.yaml").write_text(yaml.safe_dump(data, sort_keys=False))
     print(f"{folder}: {len(drawn) - held_out} and {held_out} photos, {len(names)} classes")
