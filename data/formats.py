@@ -639,7 +639,11 @@ LAYOUTS: dict[str, Callable[[Path], dict[str, Any] | None]] = {
     "COCO's layout": _coco_layout,
     "VOC's layout": _voc_layout,
     "VOC's .xml files for each split": lambda folder: _splits(
-        folder, is_voc, "{}", *(f"{path.name}/{{}}" for path in subfolders(folder)), "{}/annotations", "{}/Annotations"
+        folder,
+        is_voc,
+        "{}",
+        *(f"{path.name}/{{}}" for path in subfolders(folder)),
+        *(f"{{}}/{path.name}" for split in subfolders(folder) for path in subfolders(split)),
     ),
     "VOC's .xml files": _xml_folder,
     "label files": _label_files,
