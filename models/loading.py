@@ -173,12 +173,15 @@ def rate_factors(model: nn.Module, factors: Mapping[str, float]) -> dict[str, fl
 
 
 def freeze(model: nn.Module, words: Sequence[int | str]) -> None:
-    """Freeze parameters, and log how many: of the first N layers for a single number N, else of all `words`, see
-    `parameters_of`. Raises `UserError` for an unknown layer, or if all are frozen."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    """Freeze the parameters of layers, and log how many. Raises `UserError` for an unknown layer, or if all are frozen.
+
+    A single number N stands for the first N layers, -N for all but the last N; else see `parameters_of`.
+    """
+    parameters, layers = dict(model.named_parameters(remove_duplicate=False)), len(layers_of(model))
     flag, count = f"--freeze {' '.join(map(str, words))}", words[0] if len(words) == 1 else None
-    chosen = range(count) if isinstance(count, int) and 0 <= count <= len(layers_of(model)) else words
-    frozen = {name for word in chosen for name in parameters_of(model, str(word), "--freeze")}
+    if isinstance(count, int) and -layers < count <= layers and count != -1:  # -1 is a word: all but the head
+        words = range(count if count >= 0 else layers + count)
+    frozen = {name for word in words for name in parameters_of(model, str(word), "--freeze")}
     if frozen == {*parameters}:
         raise UserError(f"{flag} freezes all parameters; freeze fewer")
     for name in frozen:

@@ -95,7 +95,7 @@ RESNET = {"layer2", "layer3", "layer4"}  # after conv1, bn1, relu, maxpool and l
     ("build", "words", "expected"),
     [
         *((layered, [count], {*map(str, range(count, 5))}) for count in (0, 3)),
-        (layered, [-1], {"4"}),  # all but the last
+        *((layered, [count], {*map(str, range(count + 5, 5))}) for count in (-1, -3)),
         (lambda: build_model(tiny_anchor_free()), [-1], {"4"}),  # the auxiliary branch, rows 5 to 10, is frozen too
         # Layers without parameters count too.
         (lambda: on_meta(resnet18), [5], {*RESNET, "fc"}),
@@ -122,7 +122,7 @@ def test_patterns_of_layers_and_parameters(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     "words",
     [
-        *([number] for number in (6, -2, 5)),
+        *([number] for number in (6, -5, 5)),
         *([1, 9], [0, 1, 2, 3, 4], ["model.7"], ["backbone", "9"], ["model"], ["backbone", "head"]),
     ],
 )

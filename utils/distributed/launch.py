@@ -233,8 +233,8 @@ def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store,
     except RuntimeError:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         raise UserError(
-            f"{len(keys) - len(missing)} of {len(keys)} processes have connected within {seconds:g} s; rank "
-            f"{', '.join(missing)} has not: start it, or raise --dist-timeout"
+            f"{len(keys) - len(missing)} of {len(keys)} processes have connected within {seconds:g} s; not connected: "
+            f"rank {', '.join(missing)}; start what is missing, or raise --dist-timeout"
         ) from None
     yield PrefixStore(restart_key("torch"), store), ranks().rank, world_size()
 

@@ -251,7 +251,7 @@ def test_a_missing_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     limit = timedelta(seconds=COLLECTIVE_MARGIN_SECONDS + 0.2)
-    with pytest.raises(UserError, match=r"1 of 3 .*rank 1, 2 "):
+    with pytest.raises(UserError, match=r"1 of 3 .*rank 1, 2;"):
         distributed.init_process_group("gloo", init_method=f"{RENDEZVOUS}://", timeout=limit)
 
 
