@@ -88,7 +88,7 @@ def batches(media: Media, predictor: Predictor, batch_size: int) -> Iterator[lis
     """Iterate over the frames of all media with their items, in batches, with a progress bar."""
     frames = ((frame, predictor.item(frame.image, without_secrets(frame.item.name))) for frame in media)
     kinds = {item.kind for item in media.items}
-    bar = Bar("detecting", len(media.items) if kinds == {"picture"} else 0, shown=True)
+    bar = Bar("detecting", len(media.items) if kinds == {"picture"} else 0, visible=True)
     return bar.over(groups(frames if "live" in kinds else prefetched(frames), batch_size), len)
 
 

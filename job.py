@@ -157,7 +157,7 @@ class Job(NamedTuple):
         run.files.write_settings(content)
         run.files.write_documents(data.set.documents(data.train, data.val))
         options, names = self.options, list(self.task.names.values())
-        run_log = RunLog(run, options, content["wandb_id"], data.val.shown, names)
+        run_log = RunLog(run, options, content["wandb_id"], data.val.display_image, names)
         run_log.start(content, source, saved)
         run_log.upload_dataset(self.source.spec.file, self.source.files, source)
         if not options.noplots:
@@ -165,7 +165,7 @@ class Job(NamedTuple):
         return run_log
 
 
-def resolve(requested: Settings, agreed: Callable[[bool], bool] = bool) -> Job:
+def resolve(unresolved: Settings, agreed: Callable[[bool], bool] = bool) -> Job:
     """Read the files that the flags name, and return the settings with every default in them; nothing replaces them.
 
     Downloads what is missing. Raises `UserError`.
@@ -173,15 +173,15 @@ def resolve(requested: Settings, agreed: Callable[[bool], bool] = bool) -> Job:
     Args:
         agreed: returns the main process's value: one machine may lack weights that no flag names
     """
-    saved = requested.saved
-    start_from = starting_point(requested.options, saved and saved["model"], requested.given)
+    saved = unresolved.saved
+    start_from = starting_point(unresolved.options, saved and saved["model"], unresolved.given)
     kind, words = start_from.entry.load(), model_words(start_from.yaml)
-    source = data_source(requested.options.data, start_from.entry.data)
+    source = data_source(unresolved.options.data, start_from.entry.data)
     defaults = (kind.defaults, source.spec.defaults)
     if not saved:
-        start_from = start_from.with_weights(requested.value("weights", *defaults))
+        start_from = start_from.with_weights(unresolved.value("weights", *defaults))
     named = {}
-    if kind.prefers_trained and not requested.names("weights", source.spec.defaults):
+    if kind.prefers_trained and not unresolved.names("weights", source.spec.defaults):
         start_from = start_from.with_default_weights(agreed)
         named = {"weights": start_from.weights_name}
 
@@ -189,13 +189,13 @@ def resolve(requested: Settings, agreed: Callable[[bool], bool] = bool) -> Job:
         """Return the recipe of a new run. Weights of which few tensors fit do not count."""
         trained = start_from.weights is not None
         if trained and start_from.from_yaml:  # else the model is the file's own
-            task = kind(source.names(requested.options.single_cls), kind.recipe())
-            model = task.build_model(start_from.yaml, requested.value("imgsz", *defaults), start_from.source)
+            task = kind(source.names(unresolved.options.single_cls), kind.recipe())
+            model = task.build_model(start_from.yaml, unresolved.value("imgsz", *defaults), start_from.source)
             trained = start_from.known_share(model, task) is not None
         return kind.recipes.choose(trained, lambda: len(source.spec.images("train")))
 
     origin = Origin.recorded(saved) if saved else start_from.origin
-    settings = requested.resolve(kind.recipe, *defaults, named, choose=choose, origin=origin.content())
+    settings = unresolved.resolve(kind.recipe, *defaults, named, choose=choose, origin=origin.content())
     options = settings.options
     origin.require(options.allow_licence)
     task = kind(source.names(options.single_cls), settings.hyp, options.label_smoothing)

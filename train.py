@@ -41,19 +41,19 @@ DRAWN_BATCHES = 3  # training batches that are drawn into the run folder
 TRACKER_SECONDS = 10.0  # time for trackers to send their last data when a run must end
 
 
-def train(requested: Settings) -> None:  # noqa: PLR0915 - one page, in the order of a run
+def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the order of a run
     """Train as one of the run's processes.
 
     Raises `UserError` before anything is written if the settings, data or weights cannot be used, and `StopRequested`
     once everything is saved after a signal or at the time limit.
     """
-    options = requested.options
+    options = unresolved.options
     accelerator, precision = start(options.device, options.mixed_precision, options.dist_timeout)
     run = Run(accelerator, precision)  # folder, console and trackers: what only the main process does
 
     # Read and check all input. Nothing is written yet, and what is printed waits for the run folder.
     with barrier(options.dist_timeout):  # one machine may have more to download than another
-        job = resolve(requested, run.collectives.broadcast)
+        job = resolve(unresolved, run.collectives.broadcast)
     settings, task, options, hyp = job.settings, job.task, job.options, job.settings.hyp
     logical = LogicalProcesses.of(options.logical_processes, accelerator)
     logical.fix_kernels(accelerator.device)
@@ -183,7 +183,7 @@ def train_one_epoch(
                 outputs = module(task.inputs(batch), *criterion.hints(batch))
                 terms.append(terms_of(criterion, outputs, batch, steps.log.terms, number == first))
             losses = model.global_means(terms)  # divided by the counts of all processes: two have the gradient of one
-            model.backward([criterion.objective(each, step_images) for each in losses])
+            model.backward([criterion.objective(loss, step_images) for loss in losses])
             taken = steps.step() if accelerator.sync_gradients else None  # None: only accumulated
             steps.optimizer.zero_grad()
         steps.add(losses, local_batches)
@@ -233,15 +233,15 @@ def finish(run: Run, job: Job, data: Any, evaluate: Evaluator, run_log: RunLog, 
     run.finish(TRACKER_SECONDS if run.stop_requested() else math.inf)  # a launcher waits for 30 s
 
 
-def launch(requested: Settings) -> None:
+def launch(unresolved: Settings) -> None:
     """Start a run, or continue one, on as many processes as the settings say; or examine the machines (--doctor)."""
-    work = partial(train, requested)
-    if requested.options.doctor:
+    work = partial(train, unresolved)
+    if unresolved.options.doctor:
         from job import doctor_inputs
         from utils.distributed.doctor import run_doctor  # only here, because training does not need it
 
-        work = partial(run_doctor, requested.flags(), partial(doctor_inputs, requested))
-    if not spawn(work, requested.options.processes, requested.options.device):
+        work = partial(run_doctor, unresolved.flags(), partial(doctor_inputs, unresolved))
+    if not spawn(work, unresolved.options.processes, unresolved.options.device):
         work()
 
 

@@ -184,7 +184,7 @@ class ClassificationSplit(Split):
         """Return each image and its class."""
         return Instances(np.arange(len(self.images)), self.labels)
 
-    def shown(self, index: int, side: int) -> np.ndarray:
+    def display_image(self, index: int, side: int) -> np.ndarray:
         """Return the centre crop of an image, as in an evaluation, uint8 (side, side, 3) BGR."""
         return to_array(centre_crop(to_tensor(read_image(self.images[index])), side))
 

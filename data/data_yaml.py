@@ -30,7 +30,7 @@ from data.labels import RowRules, label_name
 from utils import user_code
 from utils.config.flags import is_number
 from utils.config.parser import suggested_defaults
-from utils.errors import UserError, nearest, plural, shortened, shown, without_secrets
+from utils.errors import UserError, nearest, plural, quoted, shortened, without_secrets
 from utils.files import IS_INSTALLED, ROOT, file_name, find_file, read_yaml
 
 REMOTE = re.compile(r"[a-z][a-z0-9+.-]+://")  # `path:` of an object store or web server
@@ -210,7 +210,7 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
 
     def check(key: str, is_valid: bool, expected: str) -> None:
         if not is_valid:
-            raise UserError(f"{file}: `{key}` must be {expected}, not {shown(content.get(key))}")
+            raise UserError(f"{file}: `{key}` must be {expected}, not {quoted(content.get(key))}")
 
     unknown = [str(key) for key in content if key not in DATA_KEYS and key not in OTHER_KEYS]
     for key in unknown:
@@ -323,8 +323,8 @@ def _names(file: Path, content: Mapping[str, Any]) -> dict[int, str]:
     is_valid = isinstance(names, dict) and 0 < len(names) <= MAX_CLASSES and {*names} == {*range(len(names))}
     if not is_valid or not all(isinstance(name, (str, int, float)) and str(name).strip() for name in names.values()):
         raise UserError(
-            f"{file}: `names` must list 1 to {MAX_CLASSES} classes, as [person, car, ...], not {shown(given)}"
+            f"{file}: `names` must list 1 to {MAX_CLASSES} classes, as [person, car, ...], not {quoted(given)}"
         )
     if count not in (None, len(names)):
-        raise UserError(f"{file}: `nc` is {shown(count)} but `names` has {plural(len(names), 'class')}; fix either")
+        raise UserError(f"{file}: `nc` is {quoted(count)} but `names` has {plural(len(names), 'class')}; fix either")
     return {number: str(names[number]) for number in range(len(names))}

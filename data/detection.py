@@ -189,7 +189,7 @@ class DetectionSplit(BoxSplit):
         scale = imgsz * sizes / sizes.max(1, keepdims=True)
         return np.repeat(scale, self.labels.counts, axis=0) * self.labels.rows[:, 3:5]
 
-    def shown(self, index: int, side: int) -> np.ndarray:
+    def display_image(self, index: int, side: int) -> np.ndarray:
         """Return an image, uint8 (h, w, 3) BGR, shrunk if a side is longer than `side` pixels."""
         image = read_image(self.images[index])
         return resize_long_side(image, min(side, max(image.shape[:2])), smooth=True)

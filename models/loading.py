@@ -35,7 +35,7 @@ from models.yolo import add_layers, whole_strides
 from utils.config.flags import IMGSZ, TrainOptions
 from utils.config.hyperparameters import Recipe
 from utils.console import log
-from utils.errors import UserError, first_line, nearest, plural, shown
+from utils.errors import UserError, first_line, nearest, plural, quoted
 from utils.files import find_file, read_yaml
 
 # The image size
@@ -59,10 +59,10 @@ def in_words(sides: Sequence[int]) -> str:
     return " ".join(map(str, sides if len(set(sides)) > 1 else sides[:1]))
 
 
-def log_rounding(requested: Sequence[int], sides: Sequence[int], stride: int) -> None:
+def log_rounding(asked: Sequence[int], sides: Sequence[int], stride: int) -> None:
     """Log that --imgsz was rounded to `sides`, if it was. Each is one side, or height and width, in pixels."""
-    if (requested[0], requested[-1]) != (sides[0], sides[-1]):
-        log(f"--imgsz {in_words(requested)} is rounded up to {in_words(sides)}, whole strides of {stride} pixels")
+    if (asked[0], asked[-1]) != (sides[0], sides[-1]):
+        log(f"--imgsz {in_words(asked)} is rounded up to {in_words(sides)}, whole strides of {stride} pixels")
 
 
 class ImageSize(NamedTuple):
@@ -158,7 +158,7 @@ def parameters_of(model: nn.Module, word: str, flag: str) -> set[str]:
         return {name for name in parameters if not name.startswith(f"{head_prefix(model)}.")}
     if not selected and not is_number:
         raise UserError(
-            f"{flag} {shown(word)} matches no layer or parameter of the model{nearest(word, [*parameters, *modules])}; "
+            f"{flag} {quoted(word)} matches no layer or parameter{nearest(word, [*parameters, *modules])}; "
             f"give backbone, head, a number from -1 to {len(layers) - 1}, or a pattern such as {modules[0]} or *.bias"
         )
     return selected

@@ -185,12 +185,12 @@ def _normalise(x, out, moments, weight, bias, pixels, channels, width, tiles, EV
 
 
 @triton.jit
-def _upstream(value, given, mean, scale, shift):
+def _upstream(value, incoming, mean, scale, shift):
     """Return x - mean, and the gradient of BatchNorm's output y, by SiLU's derivative s (1 + y (1 - s))."""
     apart = value.to(tl.float32) - mean
     y = apart * scale + shift
     s = tl.sigmoid(y)
-    return apart, given.to(tl.float32) * (s * (1.0 + y * (1.0 - s)))
+    return apart, incoming.to(tl.float32) * (s * (1.0 + y * (1.0 - s)))
 
 
 @triton.jit
@@ -219,8 +219,8 @@ def _column_gradients(
     for tile in tl.range(0, tl.cdiv(end, height), num_stages=STAGES):
         inside = _inside(offsets, end - tile * height, EVEN)
         value = tl.load(x + (first + tile) * height + offsets, inside, 0.0)
-        given = tl.load(gradient + (first + tile) * (spread * TILE_ROWS) + sources, inside, 0.0)
-        apart, g = _upstream(value, given, mean, scale, shift)
+        incoming = tl.load(gradient + (first + tile) * (spread * TILE_ROWS) + sources, inside, 0.0)
+        apart, g = _upstream(value, incoming, mean, scale, shift)
         plain += g
         product += g * apart
     fold = width // channels
@@ -256,8 +256,8 @@ def _input_gradient(
     for tile in tl.range(0, tl.cdiv(end, height), num_stages=STAGES):
         inside = _inside(offsets, end - tile * height, EVEN)
         value = tl.load(x + (first + tile) * height + offsets, inside, 0.0)
-        given = tl.load(gradient + (first + tile) * (spread * TILE_ROWS) + sources, inside, 0.0)
-        apart, g = _upstream(value, given, mean, scale, shift)
+        incoming = tl.load(gradient + (first + tile) * (spread * TILE_ROWS) + sources, inside, 0.0)
+        apart, g = _upstream(value, incoming, mean, scale, shift)
         result = (scale * (g - constant - apart * slope)).to(out.dtype.element_ty)
         tl.store(out + (first + tile) * height + offsets, result, inside)
 

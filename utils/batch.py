@@ -141,7 +141,7 @@ class Split(ABC):
         """Return the image and class of each label, from which --image-weights and --repeat-factor follow."""
 
     @abstractmethod
-    def shown(self, index: int, side: int) -> np.ndarray:
+    def display_image(self, index: int, side: int) -> np.ndarray:
         """Return an image for display, uint8 (h, w, 3) BGR, with no side longer than `side` pixels."""
 
 

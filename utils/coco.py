@@ -13,7 +13,7 @@ import numpy as np
 
 from utils.batch import CocoImage
 from utils.console import log, table
-from utils.errors import UserError, first_line, nearest, plural, shown
+from utils.errors import UserError, first_line, nearest, plural, quoted
 from utils.files import ROOT, csv_text, read_regular, read_yaml
 
 UNUSED_CATEGORY_IDS = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # COCO's 80 classes use the other ids from 1 to 90
@@ -82,8 +82,8 @@ def _refuse_two_meanings(file: Path, noun: str, pairs: Iterable[tuple[Any, Any]]
     known: dict[Any, Any] = {}
     for key, value in pairs:
         if known.setdefault(key, value) != value:
-            both = f"{shown(known[key])} and {shown(value)}"
-            raise UserError(f"{file}: {noun} {shown(key)} stands for both {both}; give each one of its own")
+            both = f"{quoted(known[key])} and {quoted(value)}"
+            raise UserError(f"{file}: {noun} {quoted(key)} stands for both {both}; give each one of its own")
 
 
 def find_annotations(roots: Sequence[Path], paths: Sequence[Path]) -> Path | None:

@@ -106,8 +106,8 @@ class Bar:
     Times are measured in any case.
     """
 
-    def __init__(self, title: str, images: int, shown: bool, done: int = 0) -> None:
-        self.title, self.images, self.shown, self.done = title, images, shown, done
+    def __init__(self, title: str, images: int, visible: bool, done: int = 0) -> None:
+        self.title, self.images, self.visible, self.done = title, images, visible, done
         self.passed = 0  # images of this pass
         self.waited = self.seconds = 0.0  # time that this process waited for batches, and that it took
 
@@ -115,7 +115,7 @@ class Bar:
         """Iterate over `batches`; `size` maps a batch to its number of images."""
         started = self._last = asked = time.monotonic()
         how: Any = {"leave": False, "dynamic_ncols": True, "unit": " img", "bar_format": BAR_FORMAT}
-        how["disable"] = None if self.shown else True  # None: on terminals only
+        how["disable"] = None if self.visible else True  # None: on terminals only
         with tqdm(total=self.images, initial=self.done, desc=self.title, **how) as self._bar:
             for batch in batches:
                 self.waited += time.monotonic() - asked

@@ -45,7 +45,7 @@ def shortened(text: str, length: int = 160) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
-def shown(value: object) -> str:
+def quoted(value: object) -> str:
     """Return a value of a file or flag as Python writes it, shortened for a message."""
     return shortened(repr(value))
 

@@ -32,7 +32,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 from yaml.error import MarkedYAMLError
 
-from utils.errors import UserError, first_line, nearest, shown, without_secrets
+from utils.errors import UserError, first_line, nearest, quoted, without_secrets
 
 LOCK_FILE = ".lock"  # file in a run folder that a run writes to
 LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a little longer
@@ -75,7 +75,7 @@ def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:
     With `exist_ok` it may exist. Raises `UserError`. Two runs that start together get different folders.
     """
     if name in ("", "..") or Path(name).name != name:
-        raise UserError(f"--name {shown(name)} is not a valid run name; give one without a slash, such as --name exp")
+        raise UserError(f"--name {quoted(name)} is not a valid run name; give one without a slash, such as --name exp")
     try:
         project.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
@@ -186,7 +186,7 @@ class _StrictLoader(yaml.SafeLoader):
         keys = set()
         for key, _ in node.value:
             if (key.tag, str(key.value)) in keys:
-                raise MarkedYAMLError(problem=f"duplicate key {shown(key.value)}", problem_mark=key.start_mark)
+                raise MarkedYAMLError(problem=f"duplicate key {quoted(key.value)}", problem_mark=key.start_mark)
             keys.add((key.tag, str(key.value)))
         return node
 

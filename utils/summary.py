@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from utils.console import log, table
-from utils.errors import UserError, shown
+from utils.errors import UserError, quoted
 from utils.files import csv_text
 
 Row = Sequence[str | float]
@@ -72,7 +72,7 @@ def fitness_weights(text: str, metrics: Sequence[str]) -> dict[str, float]:
         if are_finite and any(weights.values()) and {*weights} <= {*metrics} and len(weights) == len(terms):
             return weights
     example = f"such as {metrics[0]}=0.2,{metrics[-1]}=0.8"
-    raise UserError(f"--fitness {shown(text)}: give finite weights, not all 0, of {', '.join(metrics)}, {example}")
+    raise UserError(f"--fitness {quoted(text)}: give finite weights, not all 0, of {', '.join(metrics)}, {example}")
 
 
 class Box(NamedTuple):

@@ -49,7 +49,7 @@ class HeatmapSplit(Split):
         images = np.repeat(np.arange(len(self.images)), [len(rows) for rows in self.labels])
         return Instances(images, np.concatenate(self.labels)[:, 0].astype(np.int64))
 
-    def shown(self, index: int, side: int) -> np.ndarray:
+    def display_image(self, index: int, side: int) -> np.ndarray:
         return resize_long_side(read_image(self.images[index]), side, smooth=True)
 
 

@@ -24,12 +24,12 @@ MISSED = 1.0  # distance of a keypoint that is not predicted
 class ImageRecord(NamedTuple):
     image: int
     distances: list[tuple[int, float]]  # class and distance of each labelled keypoint
-    shown: list[tuple[float, float]] | None  # predicted keypoints, normalised, of an image to draw
+    drawn: list[tuple[float, float]] | None  # predicted keypoints, normalised, of an image to draw
 
 
 class HeatmapMetrics(Metrics):
-    def __init__(self, names: Mapping[int, str], shown: frozenset[int]) -> None:
-        self.names, self.shown = names, shown
+    def __init__(self, names: Mapping[int, str], drawn: frozenset[int]) -> None:
+        self.names, self.drawn = names, drawn
 
     def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[ImageRecord]:
         return [self._record(prediction) for prediction in cast(Sequence[HeatmapPrediction], predictions)]
@@ -43,8 +43,8 @@ class HeatmapMetrics(Metrics):
         for label, x, y in prediction.labels.tolist():
             point = points.get(int(label))
             distances.append((int(label), MISSED if point is None else float(np.hypot(point[0] - x, point[1] - y))))
-        shown = list(points.values()) if prediction.image in self.shown else None
-        return ImageRecord(prediction.image, distances, shown)
+        drawn = list(points.values()) if prediction.image in self.drawn else None
+        return ImageRecord(prediction.image, distances, drawn)
 
     def summarise(self, records: Sequence[ImageRecord]) -> Summary:
         records = sorted(records, key=lambda record: record.image)
@@ -55,7 +55,7 @@ class HeatmapMetrics(Metrics):
         rows = [(name, len(values), sum(values)) for name, values in by_class.items()]
         evidence = {
             "classes": [list(row) for row in rows],
-            "shown": [[record.image, [list(point) for point in record.shown]] for record in records if record.shown],
+            "drawn": [[record.image, [list(point) for point in record.drawn]] for record in records if record.drawn],
         }
         overall: list[Row | str] = [("Class", "Points", *METRIC_NAMES), ("all", len(pairs), distance, near)]
         details: list[Row | str] = [(name, count, total / max(count, 1), "-") for name, count, total in rows]
@@ -68,8 +68,8 @@ class HeatmapMetrics(Metrics):
 
     def pictures(self, summary: Summary, split: Split, side: int) -> dict[str, Image]:
         images, captions = [], []
-        for index, points in summary.evidence["shown"][:4]:
-            image = cv2.resize(split.shown(index, side), (side, side))
+        for index, points in summary.evidence["drawn"][:4]:
+            image = cv2.resize(split.display_image(index, side), (side, side))
             for x, y in points:
                 cv2.circle(image, (int(x * side), int(y * side)), 3, (255, 255, 255))
             images.append(image)

@@ -56,8 +56,8 @@ class HeatmapTask(Task):
     def postprocess(self, model: Model, thresholds: Thresholds) -> HeatmapPostprocess:
         return HeatmapPostprocess(self.names, thresholds)
 
-    def metrics(self, shown: frozenset[int] = frozenset()) -> HeatmapMetrics:
-        return HeatmapMetrics(self.names, shown)
+    def metrics(self, drawn: frozenset[int] = frozenset()) -> HeatmapMetrics:
+        return HeatmapMetrics(self.names, drawn)
 
     def inputs(self, batch: Batch) -> Tensor:
         return batch.images.float().div_(255)

@@ -12,11 +12,11 @@ from torch import Tensor
 from models.tasks.contract import Prediction
 from models.tasks.metrics import (
     DetectionMetrics,
+    DrawnImage,
     ImageRecord,
-    ShownImage,
+    drawn_image,
     matched_by,
     paired_by,
-    shown_image,
 )
 from utils.batch import Batch
 
@@ -33,8 +33,8 @@ class OrientedMetrics(DetectionMetrics):
         records = []
         for one, info in zip(oriented, batch.infos, strict=True):
             labels = info.rows[:, 0]
-            shown = shown_boxes(one, labels) if one.image in self.shown else None
-            records.append(ImageRecord(one.image, one.scores, one.array[:, 6], labels, shown=shown))
+            drawn = drawn_boxes(one, labels) if one.image in self.drawn else None
+            records.append(ImageRecord(one.image, one.scores, one.array[:, 6], labels, drawn=drawn))
         every, every_true = (
             torch.cat([one.rows[:, :5] for one in oriented]),
             torch.cat([*map(labelled_boxes, oriented)]),
@@ -52,10 +52,10 @@ def labelled_boxes(prediction: OrientedPrediction) -> Tensor:
     return torch.from_numpy(smallest_boxes(outline * size for outline in prediction.label_outlines))
 
 
-def shown_boxes(prediction: OrientedPrediction, labels: np.ndarray) -> ShownImage:
+def drawn_boxes(prediction: OrientedPrediction, labels: np.ndarray) -> DrawnImage:
     """Return what is drawn of an image: the outlines of its labels, whose classes are (m,), and of its predictions."""
     true = np.stack([*prediction.label_outlines, np.zeros((4, 2))])[:-1] * prediction.size
     rows = np.concatenate((labels[:, None], true.min(1), true.max(1)), 1).astype(np.float32)
     found = prediction.corners
     detections = np.concatenate((found.min(1), found.max(1), prediction.array[:, 5:]), 1)
-    return shown_image(prediction.path, prediction.size, rows, detections, list(true), list(found))
+    return drawn_image(prediction.path, prediction.size, rows, detections, list(true), list(found))

@@ -67,9 +67,9 @@ class OrientedTask(BoxTask):
         """Return the conversion of outputs to boxes. Raises `UserError` for an unknown class in `thresholds`."""
         return OrientedPostprocess(self.names, thresholds)
 
-    def metrics(self, shown: frozenset[int] = frozenset()) -> OrientedMetrics:
-        """Return precision, recall and mean average precision. shown: indices of the images to draw."""
-        return OrientedMetrics(self.names, shown)
+    def metrics(self, drawn: frozenset[int] = frozenset()) -> OrientedMetrics:
+        """Return precision, recall and mean average precision. drawn: indices of the images to draw."""
+        return OrientedMetrics(self.names, drawn)
 
     def export_module(self, model: Model, suppression: Thresholds | None) -> nn.Module:
         """Return the module that maps images (b, 3, h, w), in 0 to 1, to all boxes. Raises `UserError` with --nms."""

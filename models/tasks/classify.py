@@ -279,7 +279,7 @@ class ClassificationMetrics(Metrics):
         mistakes = summary.evidence["mistakes"]
         if not mistakes:
             return {}
-        images = [split.shown(image, max(side, MIN_PICTURE_SIDE_PIXELS)) for image, *_ in mistakes]
+        images = [split.display_image(image, max(side, MIN_PICTURE_SIDE_PIXELS)) for image, *_ in mistakes]
         captions = [
             f"{self.names[predicted]} {confidence:.2f}\nis {self.names[label]}"
             for _, label, predicted, confidence in mistakes
@@ -364,8 +364,8 @@ class ClassificationTask(Task):
         """Return the averaging of probabilities over views; no threshold applies."""
         return ClassificationPostprocess(self.names)
 
-    def metrics(self, shown: frozenset[int] = frozenset()) -> ClassificationMetrics:
-        """Return the metrics; only mistakes are drawn, whichever images are `shown`."""
+    def metrics(self, drawn: frozenset[int] = frozenset()) -> ClassificationMetrics:
+        """Return the metrics; only mistakes are drawn, whichever images are `drawn`."""
         return ClassificationMetrics(self.names)
 
     def inputs(self, batch: Batch) -> Tensor:

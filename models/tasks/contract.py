@@ -494,8 +494,8 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def metrics(self, shown: frozenset[int] = frozenset()) -> Metrics:
-        """Return the metrics; `shown` are the indices of the images to draw, whose predictions are stored."""
+    def metrics(self, drawn: frozenset[int] = frozenset()) -> Metrics:
+        """Return the metrics; `drawn` are the indices of the images to draw, whose predictions are stored."""
 
     @abstractmethod
     def inputs(self, batch: Batch) -> Tensor:

@@ -98,11 +98,11 @@ def detect_with_more(views: Sequence[BoxView], thresholds: Thresholds) -> list[D
     """
     width = max(view.more for view in views)
     detected: list[Detected] = []
-    for parts in zip(*(view.candidates(thresholds.conf_thres) for view in views), strict=True):
-        scores, image = _joined([part.scores for part in parts]), _joined([part.image for part in parts])
-        more = _joined([functional.pad(part.more, (0, width - part.more.shape[1])) for part in parts])
-        view = _joined([part.image.new_full((len(part.image),), number) for number, part in enumerate(parts)])
-        boxes, row, counts = suppress(Candidates(parts[0].images, image, scores, more), thresholds)
+    for group in zip(*(view.candidates(thresholds.conf_thres) for view in views), strict=True):
+        scores, image = _joined([part.scores for part in group]), _joined([part.image for part in group])
+        more = _joined([functional.pad(part.more, (0, width - part.more.shape[1])) for part in group])
+        view = _joined([part.image.new_full((len(part.image),), number) for number, part in enumerate(group)])
+        boxes, row, counts = suppress(Candidates(group[0].images, image, scores, more), thresholds)
         detected += map(Detected, *(torch.split(column, counts) for column in (boxes, more[row], view[row])))
     return detected
 
@@ -114,15 +114,15 @@ def allowed_rows(view: SuppressedView, thresholds: Thresholds) -> list[Tensor]:
     return [mask.nonzero()[: thresholds.max_det, 0] for mask in allowed]
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors; a single one is not copied."""
-    return torch.cat([*parts]) if len(parts) > 1 else parts[0]
+    return torch.cat([*tensors]) if len(tensors) > 1 else tensors[0]
 
 
-def suppress(given: Candidates, thresholds: Thresholds) -> tuple[Tensor, Tensor, list[int]]:
-    """Return the detections (k, 6) of images, their rows in `given`, int64 (k,), and the number in each image."""
-    nms = _batch_nms(thresholds.max_det) if given.scores.is_cuda and thresholds.max_det <= MAX_TOGETHER else None
-    scores, image = _allowed_scores(given.scores, thresholds), given.image
+def suppress(candidates: Candidates, thresholds: Thresholds) -> tuple[Tensor, Tensor, list[int]]:
+    """Return the detections (k, 6) of images, their rows in `candidates`, int64 (k,), and the number in each image."""
+    nms = _batch_nms(thresholds.max_det) if candidates.scores.is_cuda and thresholds.max_det <= MAX_TOGETHER else None
+    scores, image = _allowed_scores(candidates.scores, thresholds), candidates.image
     offset = 0 if thresholds.agnostic_nms else CLASS_OFFSET_PIXELS
     confidence = scores[:, 5:] * scores[:, 4:5]
     row, label = (confidence > thresholds.conf_thres).nonzero(as_tuple=True)
@@ -131,7 +131,7 @@ def suppress(given: Candidates, thresholds: Thresholds) -> tuple[Tensor, Tensor,
     order = order[by_image]  # by image, then in falling confidence
     row = row[order]
     boxes = torch.cat((xywh_to_xyxy(scores[row, :4]), confidence[by_image, None], label[order, None].float()), 1)
-    starts = torch.searchsorted(image, torch.arange(given.images + 1, device=image.device))
+    starts = torch.searchsorted(image, torch.arange(candidates.images + 1, device=image.device))
     planes = boxes[:, :4] + boxes[:, 5:] * offset
     remaining = (nms or nms_by_image)(planes, starts, thresholds.iou_thres, MAX_CANDIDATES, thresholds.max_det)
     is_box = remaining >= 0
@@ -391,9 +391,9 @@ class BoxTask(Task):
     prediction: ClassVar[type[Prediction] | None] = DetectionPrediction
     features = frozenset({"mixing", "augmentation", "padding", "detections", "boxes", "copies", "examples"})
 
-    def metrics(self, shown: frozenset[int] = frozenset()) -> DetectionMetrics:
-        """Return precision, recall and mean average precision; `shown` are the indices of the images to draw."""
-        return DetectionMetrics(self.names, shown)
+    def metrics(self, drawn: frozenset[int] = frozenset()) -> DetectionMetrics:
+        """Return precision, recall and mean average precision; `drawn` are the indices of the images to draw."""
+        return DetectionMetrics(self.names, drawn)
 
     def inputs(self, batch: Batch) -> Tensor:
         """Return the images as float32 (b, 3, h, w) in 0 to 1."""

@@ -48,8 +48,8 @@ NO_NUMBERS, NO_PAIRS = np.zeros(0, np.float32), np.zeros((0, 2), np.int32)
 # Records of images
 
 
-class ShownImage(NamedTuple):
-    """Labels and confident detections of an image to draw, in pixels of the file, see `shown_image`."""
+class DrawnImage(NamedTuple):
+    """Labels and confident detections of an image to draw, in pixels of the file, see `drawn_image`."""
 
     path: str
     size: tuple[int, int]  # width and height of the file's image, pixels
@@ -73,7 +73,7 @@ class ImageRecord(NamedTuple):
     overlap: np.ndarray = NO_NUMBERS  # (k,) overlap with the label that the detection is matched to, 0 without one
     rival_overlap: np.ndarray = NO_NUMBERS  # (k,) largest overlap of a more confident detection with that label
     paired: np.ndarray = NO_PAIRS  # (p, 2) class of a label and of the detection paired with it
-    shown: ShownImage | None = None  # None if the image is not drawn
+    drawn: DrawnImage | None = None  # None if the image is not drawn
 
 
 # Concatenated with the others, so that there is at least one record.
@@ -108,30 +108,30 @@ def paired_by(overlaps: Overlaps, records: Sequence[ImageRecord]) -> list[ImageR
     return [record._replace(paired=of_image) for record, of_image in zip(records, np.split(pairs, ends), strict=True)]
 
 
-def shown_image(
+def drawn_image(
     path: str,
     size: tuple[int, int],
     labels: np.ndarray,
     predictions: np.ndarray,
     label_outlines: Sequence[np.ndarray] = (),
     prediction_outlines: Sequence[np.ndarray] = (),
-) -> ShownImage:
+) -> DrawnImage:
     """Return what is drawn of an image: its labels, and the confident ones of `predictions`, in any order."""
     confident = np.flatnonzero(predictions[:, 4] >= CONFIDENT_THRESHOLD)
     order = confident[np.argsort(-predictions[confident, 4], kind="stable")]
     outlines = [prediction_outlines[k] for k in order] if prediction_outlines else ()
-    return ShownImage(path, size, labels, predictions[order], label_outlines, outlines)
+    return DrawnImage(path, size, labels, predictions[order], label_outlines, outlines)
 
 
 def image_records(
-    boxes_of: Sequence[Tensor], infos: Sequence[ImageInfo], shown: Collection[int] = ()
+    boxes_of: Sequence[Tensor], infos: Sequence[ImageInfo], drawn: Collection[int] = ()
 ) -> list[ImageRecord]:
     """Return a record for each image of a batch.
 
     Args:
         boxes_of: detections (k, 6) of each image in falling confidence: xyxy in pixels of its file, confidence, class
         infos: origin and labels of each image
-        shown: indices of the images to draw
+        drawn: indices of the images to draw
     """
     records = []
     detections, true_boxes = [boxes.numpy() for boxes in boxes_of], []
@@ -140,9 +140,9 @@ def image_records(
         corners = xywh_to_xyxy(torch.from_numpy(info.rows[:, 1:5])).numpy() * limits
         confidence, label = rows[:, 4:].astype(np.float32).T.copy()
         record = ImageRecord(info.image, confidence, label, info.rows[:, 0])
-        if info.image in shown:
+        if info.image in drawn:
             labels = np.concatenate((info.rows[:, :1], corners.clip(0, limits)), 1)
-            record = record._replace(shown=shown_image(info.path, info.size, labels, rows.astype(np.float32)))
+            record = record._replace(drawn=drawn_image(info.path, info.size, labels, rows.astype(np.float32)))
         records.append(record)
         true_boxes.append(corners)
     overlaps = box_overlaps(np.concatenate(detections)[:, :4], np.concatenate(true_boxes))
@@ -309,7 +309,7 @@ class DetectionMetrics(Metrics):
     """Precision, recall and mean average precision.
 
     A subclass may have several sets of scores, such as boxes' and masks'; its records are tuples of `ImageRecord`, one
-    for each set, and the first set's have the confusion matrix and the images to draw, whose indices are `shown`.
+    for each set, and the first set's have the confusion matrix and the images to draw, whose indices are `drawn`.
     """
 
     sets: ClassVar[Mapping[str, str]] = {"": ""}  # suffix of a set's metrics -> prefix of its files and columns
@@ -317,13 +317,13 @@ class DetectionMetrics(Metrics):
     headline: ClassVar[Mapping[str, str]] = {"mAP50": "mAP_0.5", "mAP50-95": "mAP_0.5:0.95"}
     has_masks: ClassVar[bool] = False  # whether outlines are filled in pictures; otherwise drawn instead of the boxes
 
-    def __init__(self, names: Mapping[int, str], shown: frozenset[int] = frozenset()) -> None:
-        self.names, self.shown = dict(names), shown
+    def __init__(self, names: Mapping[int, str], drawn: frozenset[int] = frozenset()) -> None:
+        self.names, self.drawn = dict(names), drawn
 
     def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[Any]:
         """Return a record for each image."""
         boxes = [prediction.rows for prediction in cast("Sequence[DetectionPrediction]", predictions)]
-        return image_records(boxes, batch.infos, self.shown)
+        return image_records(boxes, batch.infos, self.drawn)
 
     def summarise(self, records: Sequence[Any]) -> Summary:
         """Return the metrics of a split, the table by class, and the evidence for `documents` and `examples`."""
@@ -345,7 +345,7 @@ class DetectionMetrics(Metrics):
             (self.names[row[0]], *row[1:], *(score for other in others for score in other[3:]))
             for row, *others in zip(*tables, strict=True)
         ]
-        shown = sorted(((record.image, record.shown) for record in record_sets[0] if record.shown), key=itemgetter(0))
+        images = sorted(((record.image, record.drawn) for record in record_sets[0] if record.drawn), key=itemgetter(0))
         evidence = {
             "scores": [
                 {
@@ -355,7 +355,7 @@ class DetectionMetrics(Metrics):
                 for of_set, table in zip(scores, tables, strict=True)
             ],
             "confusion": sparse_counts(confusion_matrix(record_sets[0], len(self.names))),
-            "shown": [{"image": image, **_plain(drawn)} for image, drawn in shown],
+            "drawn": [{"image": image, **_plain(drawn)} for image, drawn in images],
         }
         instances = sum(row[2] for row in tables[0])
         return Summary(
@@ -391,7 +391,7 @@ class DetectionMetrics(Metrics):
             by_recall = _curve_rows(names, scores, "envelope")
             documents[f"{prefix}curves.csv"] = csv_text(("class", "confidence", "precision", "recall"), by_confidence)
             documents[f"{prefix}PR_curve.csv"] = csv_text(("class", "recall", "precision"), by_recall)
-        objects = list(_object_rows(names, evidence["shown"]))
+        objects = list(_object_rows(names, evidence["drawn"]))
         if self.has_masks:
             outlines = ((*row[:4], row[-1]) for row in objects if row[1] != "image")
             documents["val_masks.csv"] = csv_text(("image", "kind", "class", "confidence", "outline"), outlines)
@@ -403,7 +403,7 @@ class DetectionMetrics(Metrics):
     def examples(self, summary: Summary) -> list[Example]:
         """Return the images to draw, with their boxes and outlines as shares of width and height, ordered by index."""
         examples = []
-        for image in summary.evidence["shown"]:
+        for image in summary.evidence["drawn"]:
             boxes: dict[str, list[Box]] = {"label": [], "prediction": []}
             for kind, label, confidence, *points in image["objects"]:
                 xyxy, outline = (tuple(x / image["size"][k % 2] for k, x in enumerate(of_kind)) for of_kind in points)
@@ -413,14 +413,14 @@ class DetectionMetrics(Metrics):
         return examples
 
 
-def _plain(shown: ShownImage) -> dict[str, Any]:
+def _plain(drawn: DrawnImage) -> dict[str, Any]:
     """Return an image to draw as plain values; an object is its kind, class, confidence, box and outline x y x y ..."""
-    objects = [["label", int(label), None, box] for label, *box in shown.labels.tolist()]
-    objects += [["prediction", int(label), score, box] for *box, score, label in shown.predictions.tolist()]
-    outlines = [*(shown.label_outlines or [NO_NUMBERS] * len(shown.labels)), *shown.prediction_outlines]
+    objects = [["label", int(label), None, box] for label, *box in drawn.labels.tolist()]
+    objects += [["prediction", int(label), score, box] for *box, score, label in drawn.predictions.tolist()]
+    outlines = [*(drawn.label_outlines or [NO_NUMBERS] * len(drawn.labels)), *drawn.prediction_outlines]
     outlines += [NO_NUMBERS] * (len(objects) - len(outlines))
     objects = [[*row, outline.ravel().tolist()] for row, outline in zip(objects, outlines, strict=True)]
-    return {"path": shown.path, "size": list(shown.size), "objects": objects}
+    return {"path": drawn.path, "size": list(drawn.size), "objects": objects}
 
 
 def _class_rows(names: Sequence[str], evidence: Mapping[str, Any]) -> Iterator[list[Any]]:

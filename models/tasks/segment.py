@@ -425,9 +425,9 @@ class SegmentationTask(DetectionTask):
         """Return the conversion of outputs to instances. Raises `UserError` for an unknown class in `thresholds`."""
         return SegmentationPostprocess(self.names, thresholds)
 
-    def metrics(self, shown: frozenset[int] = frozenset()) -> SegmentationMetrics:
-        """Return precision, recall and mean average precision of boxes and masks; `shown` are images to draw."""
-        return SegmentationMetrics(self.names, shown)
+    def metrics(self, drawn: frozenset[int] = frozenset()) -> SegmentationMetrics:
+        """Return precision, recall and mean average precision of boxes and masks; `drawn` are images to draw."""
+        return SegmentationMetrics(self.names, drawn)
 
     def draw_batch(self, batch: Batch) -> Image:
         """Draw a grid of the batch's images with their boxes and masks."""

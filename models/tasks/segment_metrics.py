@@ -331,18 +331,18 @@ class SegmentationMetrics(DetectionMetrics):
     def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[tuple[ImageRecord, ImageRecord]]:
         """Return the records of boxes and masks of each image; what is drawn of an image has the masks' outlines."""
         instances = cast("Sequence[SegmentationPrediction]", predictions)
-        of_boxes = image_records([one.rows for one in instances], batch.infos, self.shown)
+        of_boxes = image_records([one.rows for one in instances], batch.infos, self.drawn)
         overlaps = mask_overlaps(instances, cast("SegmentationBatch", batch))
-        of_masks = matched_by(overlaps, [record._replace(shown=None) for record in of_boxes])
+        of_masks = matched_by(overlaps, [record._replace(drawn=None) for record in of_boxes])
         records = []
         for boxes, masks, prediction in zip(of_boxes, of_masks, instances, strict=True):
-            if shown := boxes.shown:
-                size, confident = np.array(shown.size, np.float32), range(len(shown.predictions))
+            if drawn := boxes.drawn:
+                size, confident = np.array(drawn.size, np.float32), range(len(drawn.predictions))
                 label_outlines, outlines = (
                     [(points * size).astype(np.int32) for points in of_kind]
                     for of_kind in (prediction.label_outlines, prediction.outlines_of(confident))
                 )
-                shown = shown._replace(label_outlines=label_outlines, prediction_outlines=outlines)
-                boxes = boxes._replace(shown=shown)
+                drawn = drawn._replace(label_outlines=label_outlines, prediction_outlines=outlines)
+                boxes = boxes._replace(drawn=drawn)
             records.append((boxes, masks))
         return records

@@ -188,7 +188,7 @@ def test_evaluation_items_are_pillows_centre_crops(folder: Path) -> None:
             assert np.abs(image.permute(1, 2, 0).numpy() - middle(info.path, 32).astype(int)).max() <= 1
             assert target.tolist() == [info.label == number for number in range(3)]
             assert info.label == {"cat": 0, "dog": 1, "owl": 2}[Path(info.path).parent.name]
-            assert np.array_equal(split.shown(info.image, 32), image.permute(1, 2, 0).numpy()[..., ::-1])
+            assert np.array_equal(split.display_image(info.image, 32), image.permute(1, 2, 0).numpy()[..., ::-1])
     image = torch.from_numpy(noise(48, 32).transpose(2, 0, 1).copy())
     # 28 / 0.875 = 32: not resized; 2 rows and 10 columns on either side are cut off
     assert torch.equal(centre_crop(image, 28), image[:, 2:30, 10:38])

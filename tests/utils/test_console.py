@@ -85,7 +85,7 @@ def test_a_bar_shows_values_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     assert "box 0.1234, wait 3%" in terminal.getvalue()
     hidden = Terminal()
     monkeypatch.setattr("sys.stderr", hidden)
-    assert list(Bar("epoch", 8, shown=False).over([1], lambda _: 8)) == [1]
+    assert list(Bar("epoch", 8, visible=False).over([1], lambda _: 8)) == [1]
     assert hidden.getvalue() == ""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from utils.errors import MAX_MESSAGE, UserError, first_line, nearest, plural, shown
+from utils.errors import MAX_MESSAGE, UserError, first_line, nearest, plural, quoted
 
 
 def test_words() -> None:
@@ -18,8 +18,8 @@ def test_words() -> None:
 
 
 def test_a_message_is_short_whatever_it_quotes() -> None:
-    assert shown(["a"]) == "['a']"
-    assert len(shown("a" * 10**6)) == 160
+    assert quoted(["a"]) == "['a']"
+    assert len(quoted("a" * 10**6)) == 160
     text = str(UserError(f"data.yaml: `train` must be a path, not {'a' * 10**6}; fix it"))
     assert len(text) < MAX_MESSAGE + 10
     assert text.startswith("data.yaml: `train` must be a path, not aaa")

@@ -136,8 +136,8 @@ def _argument(hint: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
     if typing.get_origin(hint) is tuple:
         return {"nargs": "+"}
     few = metadata["choices"] and not metadata["comma_separated"]
-    shown = {"metavar": f"{{{','.join(metadata['choices'])}}}"} if few else {}
-    return {**shown, "nargs": "?", "const": metadata["const"]} if metadata["const"] is not None else shown
+    metavar = {"metavar": f"{{{','.join(metadata['choices'])}}}"} if few else {}
+    return {**metavar, "nargs": "?", "const": metadata["const"]} if metadata["const"] is not None else metavar
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

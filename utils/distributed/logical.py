@@ -52,11 +52,11 @@ class LogicalProcesses:
     exact: bool  # whether sums are added by the tree
 
     @classmethod
-    def of(cls, requested: int, accelerator: Accelerator) -> LogicalProcesses:
+    def of(cls, count: int, accelerator: Accelerator) -> LogicalProcesses:
         """Return the logical processes that --logical-processes requests, 0 for one per process."""
         processes = accelerator.num_processes
-        local = requested // processes if requested else 1
-        return cls(requested or processes, local, local * accelerator.process_index, bool(requested))
+        local = count // processes if count else 1
+        return cls(count or processes, local, local * accelerator.process_index, bool(count))
 
     def fix_kernels(self, device: torch.device) -> None:
         """Prevent kernels that are chosen by timing, or that add in an order that depends on the number of threads."""

@@ -23,7 +23,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import distributed
 
-from utils.errors import Stopped, UserError, shown
+from utils.errors import Stopped, UserError, quoted
 
 T = TypeVar("T")
 CGROUP = Path("/sys/fs/cgroup")  # files of a container's cgroup, version 2
@@ -59,7 +59,9 @@ def launch_number(name: str, default: int = 0) -> int:
     """Return a number that a launcher sets in the environment. Raises `UserError` if the value is not a number."""
     text = os.environ.get(name) or str(default)
     if not text.isdecimal():
-        raise UserError(f"the environment variable {name} is {shown(text)} instead of a number; correct it or unset it")
+        raise UserError(
+            f"the environment variable {name} is {quoted(text)} instead of a number; correct it or unset it"
+        )
     return int(text)
 
 

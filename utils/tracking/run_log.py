@@ -64,12 +64,13 @@ def start_trackers(
 
 
 class RunLog:
-    """The log of a training, under `run_id` in trackers; `shown` is the validation split's (see `Split.shown`)."""
+    """The log of a training, under `run_id` in trackers; `read_image` is `display_image` of the validation split."""
 
     def __init__(
-        self, run: Run, options: TrainOptions, run_id: str, shown: ImageReader, class_names: Sequence[str]
+        self, run: Run, options: TrainOptions, run_id: str, read_image: ImageReader, class_names: Sequence[str]
     ) -> None:
-        self.run, self.options, self.run_id, self.shown, self.class_names = run, options, run_id, shown, class_names
+        self.run, self.options, self.run_id = run, options, run_id
+        self.read_image, self.class_names = read_image, class_names
         self.metadata: dict[str, Any] = {}  # metadata of uploaded weights
         self.metrics: dict[int, dict[str, float]] = {}  # metrics of this process's epochs
         interval = options.bbox_interval
@@ -113,7 +114,7 @@ class RunLog:
             from utils.tracking.wandb import example_images
 
             chosen = [candidates[k] for k in evenly_spaced(len(candidates), LOGGED_IMAGES)]
-            images = partial(example_images, chosen, self.shown, self.class_names)
+            images = partial(example_images, chosen, self.read_image, self.class_names)
             self.run.log_media(lambda: {"examples/validation": images()})
 
     # Artifacts

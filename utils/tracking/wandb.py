@@ -212,14 +212,14 @@ def pictures(files: Mapping[str, Path]) -> dict[str, Any]:
     return {f"pictures/{Path(name).stem}": wandb.Image(str(path)) for name, path in files.items()}
 
 
-def example_images(examples: Sequence[Example], shown: ImageReader, names: Sequence[str]) -> list[Any]:
+def example_images(examples: Sequence[Example], read_image: ImageReader, names: Sequence[str]) -> list[Any]:
     """Return W&B's images of one size, whose boxes and masks of labels and predictions can be switched on and off.
 
     W&B's boxes are upright: other outlines become masks, and the boxes around them carry the captions.
     """
     import wandb
 
-    photos = [shown(example.image, EXAMPLE_PIXELS) for example in examples]
+    photos = [read_image(example.image, EXAMPLE_PIXELS) for example in examples]
     height, width = np.max([photo.shape[:2] for photo in photos], axis=0)  # W&B warns of several sizes
     images = []
     for example, photo in zip(examples, photos, strict=True):

@@ -153,7 +153,7 @@ class Recorded:
 
     def __init__(self, function: Function, module: nn.Module | None, recorder: Recorder, turns: int) -> None:
         self.part, self.recorder, self.turns, self.turn = _Part(function, module), recorder, turns, 0
-        self.parameters = {name: each for name, each in self.part.named_parameters() if each.requires_grad}
+        self.parameters = {name: tensor for name, tensor in self.part.named_parameters() if tensor.requires_grad}
         self.calls: Counter[Any] = Counter()
         self.recordings: dict[Any, Recording] = {}
         self.pools: list[Any] = [None] * turns  # of memory: only one recording of a turn is used in a step
@@ -162,7 +162,7 @@ class Recorded:
         """Call the function, or replay it with these inputs; a replay's outputs are overwritten by the next one."""
         leaves, structure = tree_flatten(inputs)
         turn, self.turn = self.turn, (self.turn + 1) % self.turns
-        key = (turn, *((each.shape, each.dtype, each.requires_grad) for each in leaves))
+        key = (turn, *((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in leaves))
         if key not in self.recordings:
             self.calls[key] += 1
             full = len(self.recordings) >= MAX_RECORDINGS * self.turns
@@ -180,10 +180,10 @@ class Recorded:
     def _record(self, leaves: Sequence[Tensor], structure: Any, turn: int) -> Recording:
         self.pools[turn] = self.pools[turn] or torch.cuda.graph_pool_handle()
         memory = self.recorder.memory
-        inputs = [each.detach() if each.data_ptr() in memory else torch.empty_like(each) for each in leaves]
-        inputs = [kept.requires_grad_(each.requires_grad) for kept, each in zip(inputs, leaves, strict=True)]
+        inputs = [tensor.detach() if tensor.data_ptr() in memory else torch.empty_like(tensor) for tensor in leaves]
+        inputs = [kept.requires_grad_(tensor.requires_grad) for kept, tensor in zip(inputs, leaves, strict=True)]
         recording = Recording(self.part, self.parameters, inputs, structure, self.pools[turn], self.recorder.copies)
-        memory.update(each.data_ptr() for each in recording.outputs)
+        memory.update(tensor.data_ptr() for tensor in recording.outputs)
         return recording
 
 
@@ -222,7 +222,7 @@ class Recording:
         copies: bool,
     ) -> None:
         self.copies = copies
-        self.inputs, aliases = inputs, {name: each.detach().requires_grad_() for name, each in parameters.items()}
+        self.inputs, aliases = inputs, {name: tensor.detach().requires_grad_() for name, tensor in parameters.items()}
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         dtype = torch.get_autocast_dtype("cuda")
         # Without autocast's cache: a replay must convert the weights anew.
@@ -232,17 +232,17 @@ class Recording:
         ):
             outputs = functional_call(part, aliases, tree_unflatten(inputs, structure))
         leaves, self.structure = tree_flatten(outputs)
-        trained, sources = ([each for each in some if each.requires_grad] for some in (leaves, inputs))
-        self.upstream = [torch.zeros_like(each) for each in trained]
-        self.is_trained = [each.requires_grad for each in leaves]
-        self.outputs = [each.detach() for each in leaves]
+        trained, sources = ([tensor for tensor in some if tensor.requires_grad] for some in (leaves, inputs))
+        self.upstream = [torch.zeros_like(tensor) for tensor in trained]
+        self.is_trained = [tensor.requires_grad for tensor in leaves]
+        self.outputs = [tensor.detach() for tensor in leaves]
         sources += aliases.values()
         gradients: Sequence[Tensor | None] = [None] * len(sources)
         if trained and sources:
             with torch.cuda.graph(self.backward, pool, capture_error_mode=CAPTURE_MODE):
                 gradients = torch.autograd.grad(trained, sources, self.upstream, allow_unused=True)
         of_inputs = iter(gradients[: len(sources) - len(aliases)])
-        self.of_inputs = [next(of_inputs) if each.requires_grad else None for each in inputs]
+        self.of_inputs = [next(of_inputs) if tensor.requires_grad else None for tensor in inputs]
         self.of_parameters = gradients[len(sources) - len(aliases) :]
 
 
@@ -250,39 +250,39 @@ class _Replay(torch.autograd.Function):
     """Replays a `Recording`. It takes inputs and parameters so that autograd asks for their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, recording: Recording, count: int, *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, recording: Recording, count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.recording = recording
         ctx.set_materialize_grads(False)
-        _copy(recording.inputs, given[:count])
+        _copy(recording.inputs, inputs[:count])
         recording.forward.replay()
-        outputs = [each.detach() for each in recording.outputs]
-        untrained = [each for each, trained in zip(outputs, recording.is_trained, strict=True) if not trained]
+        outputs = [tensor.detach() for tensor in recording.outputs]
+        untrained = [tensor for tensor, trained in zip(outputs, recording.is_trained, strict=True) if not trained]
         ctx.mark_non_differentiable(*untrained)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         recording = ctx.recording
-        given = [each for each, trained in zip(upstream, recording.is_trained, strict=True) if trained]
-        for kept, each in zip(recording.upstream, given, strict=True):
-            if each is None:
+        received = [tensor for tensor, trained in zip(upstream, recording.is_trained, strict=True) if trained]
+        for kept, tensor in zip(recording.upstream, received, strict=True):
+            if tensor is None:
                 kept.zero_()
-        _copy(recording.upstream, given)
+        _copy(recording.upstream, received)
         recording.backward.replay()
         of_parameters = recording.of_parameters
-        used = [each for each in of_parameters if each is not None]
+        used = [tensor for tensor in of_parameters if tensor is not None]
         if used and recording.copies:
             copies = iter(torch._foreach_mul(used, 1.0))
-            of_parameters = [None if each is None else next(copies) for each in of_parameters]
+            of_parameters = [None if tensor is None else next(copies) for tensor in of_parameters]
         return None, None, *recording.of_inputs, *of_parameters
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor | None]) -> None:
     """Copy the sources that are not where they are to be already."""
-    pairs = [(target, each) for target, each in zip(targets, sources, strict=True) if each is not None]
-    pairs = [(target, each) for target, each in pairs if target.data_ptr() != each.data_ptr()]
+    pairs = [(target, tensor) for target, tensor in zip(targets, sources, strict=True) if tensor is not None]
+    pairs = [(target, tensor) for target, tensor in pairs if target.data_ptr() != tensor.data_ptr()]
     if pairs:
-        torch._foreach_copy_([target for target, _ in pairs], [each for _, each in pairs])
+        torch._foreach_copy_([target for target, _ in pairs], [tensor for _, tensor in pairs])
 
 
 class RecordedCall:
@@ -295,17 +295,17 @@ class RecordedCall:
         self.call, self.calls = call, 0
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self, given: Tensor) -> None:
-        """Call the function, or replay it with the value of `given`."""
+    def __call__(self, value: Tensor) -> None:
+        """Call the function, or replay it with the content of `value`."""
         self.calls += 1
         if self.calls == WARM_UP_CALLS + 1:
-            self.given, graph = given.clone(), torch.cuda.CUDAGraph()
+            self.input, graph = value.clone(), torch.cuda.CUDAGraph()
             with suppress(RuntimeError):
                 with torch.cuda.graph(graph, capture_error_mode=CAPTURE_MODE):
-                    self.call(self.given)
+                    self.call(self.input)
                 self.graph = graph
         if self.graph is None:
-            self.call(given)
+            self.call(value)
         else:
-            self.given.copy_(given)
+            self.input.copy_(value)
             self.graph.replay()

@@ -51,7 +51,7 @@ def box(low: float, high: float, confidence: float, label: int) -> list[float]:
     return [low, low, high, high, confidence, label]
 
 
-def shown_images() -> list[ImageRecord]:
+def drawn_images() -> list[ImageRecord]:
     """Return records of an empty image, a detected disc, a missed light next to a false bar, and one not to draw."""
     infos = (
         image_info(7, IMAGE, rows=labels((1, 0.9, 0.5, 0.4, 0.25)), path="/data/c.jpg"),  # 70, 37.5, 110, 62.5
@@ -65,4 +65,4 @@ def shown_images() -> list[ImageRecord]:
         torch.tensor([[0, 0, 9, 9, 0.9, 2.0]]).double(),
         torch.tensor([[75, 25, 125, 75, 0.5, 0], [10, 20, 30, 40, 0.5, 2]]).double(),
     ]
-    return image_records(boxes, infos, shown={2, 4, 7})
+    return image_records(boxes, infos, drawn={2, 4, 7})

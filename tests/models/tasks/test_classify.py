@@ -437,9 +437,9 @@ def test_documents() -> None:
 @pytest.mark.parametrize(("imgsz", "side"), [(64, 160), (224, 224)])
 def test_mistakes_are_drawn_the_most_confident_first(imgsz: int, side: int, summary: Summary) -> None:
     metrics = make(names=SEVEN).metrics()
-    split: Any = SimpleNamespace(shown=lambda index, side: np.full((side, side, 3), index, np.uint8))
+    split: Any = SimpleNamespace(display_image=lambda index, side: np.full((side, side, 3), index, np.uint8))
     pictures = metrics.pictures(summary, split, imgsz)
-    expected = draw_captioned([split.shown(index, side) for index in (2, 1)], ["a 0.80\nis g", "a 0.60\nis b"])
+    expected = draw_captioned([split.display_image(index, side) for index in (2, 1)], ["a 0.80\nis g", "a 0.60\nis b"])
     assert list(pictures) == ["mistakes.jpg"]
     assert np.array_equal(pictures["mistakes.jpg"], expected)
     assert metrics.pictures(metrics.summarise(FOUR[:1]), split, imgsz) == {}

@@ -23,15 +23,15 @@ from models.tasks.metrics import (
     ClassScores,
     DetectionMetrics,
     ImageRecord,
+    drawn_image,
     image_records,
     join,
     matched_by,
     paired_by,
-    shown_image,
 )
 from models.tasks.predictions import IOU_THRESHOLDS
 from tests.making import CLASS_NAMES, grey_batch, image_info
-from tests.models.tasks.batches import DISC, IMAGE, LIGHT, box, labels, predictions, random_images, shown_images
+from tests.models.tasks.batches import DISC, IMAGE, LIGHT, box, drawn_images, labels, predictions, random_images
 from utils.batch import ImageInfo
 from utils.console import LEAST_COLUMNS, table
 from utils.summary import Box, Example, Summary
@@ -323,7 +323,7 @@ def test_confusion_by_hand(rows: list[tuple[float, ...]], boxes: list[tuple[floa
 
 
 def test_documents() -> None:
-    documents = METRICS.documents(METRICS.summarise(shown_images()))
+    documents = METRICS.documents(METRICS.summarise(drawn_images()))
     assert set(documents) == {"classes.csv", "confusion_matrix.csv", "curves.csv", "PR_curve.csv", "val_boxes.csv"}
     assert documents["classes.csv"] == (
         "class,images,instances,precision,recall,AP50,AP50-95\n"
@@ -361,7 +361,7 @@ def test_documents() -> None:
 
 
 def test_examples() -> None:
-    empty, detected, missed = METRICS.examples(METRICS.summarise(shown_images()))
+    empty, detected, missed = METRICS.examples(METRICS.summarise(drawn_images()))
     assert empty == Example('a, "b".jpg', 2, (64, 48), [], [])
     assert detected == Example(
         "b.jpg",
@@ -381,10 +381,10 @@ def test_what_is_drawn_is_confident_and_in_falling_confidence() -> None:
     found = np.float32([(0, 0, 1, 1, 0.5, 0), (0, 0, 2, 2, 0.1, 0), (0, 0, 20, 40, 0.7, 2), (0, 0, 3, 3, 0.5, 1)])
     corners = np.float32([(20, 0), (30, 10), (20, 20), (10, 10)])
     outlines = [corners, corners, corners * 2, corners]
-    outlined = shown_image("/data/a.jpg", (40, 80), np.float32([(1, 10, 0, 30, 20)]), found, [corners], outlines)
-    empty = shown_image("/data/b.jpg", (9, 9), np.zeros((0, 5)), found[:0])
+    outlined = drawn_image("/data/a.jpg", (40, 80), np.float32([(1, 10, 0, 30, 20)]), found, [corners], outlines)
+    empty = drawn_image("/data/b.jpg", (9, 9), np.zeros((0, 5)), found[:0])
     nothing = np.zeros(0, np.float32)
-    records = [ImageRecord(k, nothing, nothing, nothing, shown=shown) for k, shown in enumerate((outlined, empty))]
+    records = [ImageRecord(k, nothing, nothing, nothing, drawn=drawn) for k, drawn in enumerate((outlined, empty))]
     summary = METRICS.summarise(records)
     head, label, first, *others, last = METRICS.documents(summary)["val_boxes.csv"].splitlines()
     assert head == "image,kind,class,confidence,x1,y1,x2,y2,outline"
@@ -401,8 +401,8 @@ def test_evidence_survives_a_state_file() -> None:
     """Saved as tensors and plain values; a path may contain any bytes."""
     with torch.inference_mode():
         records = [
-            one._replace(shown=one.shown._replace(path="/data/\udcff.jpg")) if one.shown else one
-            for one in shown_images()
+            one._replace(drawn=one.drawn._replace(path="/data/\udcff.jpg")) if one.drawn else one
+            for one in drawn_images()
         ]
         summary = METRICS.summarise(records)
     file = io.BytesIO()
