@@ -194,7 +194,6 @@ WARNINGS: dict[str, Case] = {
         lambda i: (i.weights(), [i.row(k, [-1, 1, "Conv", [16, 3, 2]]) for k in range(2)]),
         "weights of another model", WEIGHTS,
     ),
-    "of the same layers": (lambda i: i.weights(task="segment"), "'segment'", WEIGHTS),
     "classes in another order": (
         lambda i: i.weights(names={0: "dog", 1: "cat", 2: "cow"}), "2 of 3 classes", WEIGHTS,
     ),

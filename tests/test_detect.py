@@ -305,7 +305,7 @@ def test_a_folder_with_videos(
 def test_the_size_is_that_of_the_training(detector: Path, classifier: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The default is in the weights; another is rounded up to whole strides. Both are printed, unless `quiet`."""
     how: list[tuple[str | Path, dict[str, Any], tuple[int, int], str]] = [
-        (detector, {}, (96, 96), "96 px"), (classifier, {}, (64, 64), "64 px"),
+        (detector, {}, (96, 96), "96"), (classifier, {}, (64, 64), "64"),
         (detector, {"quiet": True}, (96, 96), ""), (detector, {"imgsz": 128}, (128, 128), ""),
         (detector, {"imgsz": (90, 128)}, (96, 128), "96 128"),
     ]  # fmt: skip

@@ -70,17 +70,20 @@ def imported(
     with suppress(OSError):  # without the record the user must name it each time
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
-    if str(path.parent) not in sys.path:
+    search = list(sys.path)
+    if str(path.parent) not in search:
         sys.path.append(str(path.parent))
     importlib.invalidate_caches()
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or Path(spec.origin or "").resolve() != file:
+        sys.path[:] = search
         raise UserError(f"{flag} {path}: '{name}' is not a valid module name, or another module has it; rename it")
     _paths[name] = path
     try:
         with explained(path):
             yield importlib.import_module(name)
     except BaseException:
+        sys.path[:] = search
         for module in [module for module in sys.modules if module.partition(".")[0] == name]:
             del sys.modules[module]
         raise

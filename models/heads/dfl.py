@@ -336,8 +336,8 @@ class DetectDFL(DetectionHead):
     """An anchor-free head: for each cell, distributions of the distances to the box's sides, and class scores.
 
     It is trained with the generalized focal loss (arXiv 2006.04388) and task-aligned assignment (arXiv 2108.07755), as
-    in YOLOv9 (arXiv 2402.13616). The class branches have as many hidden channels as the first map, or min(2 nc, 128) if
-    that is more.
+    in YOLOv9 (arXiv 2402.13616). The class branches have `score_channels` hidden channels, by default as many as the
+    first map, or min(2 nc, 128) if that is more.
     """
 
     description = "detection head"
@@ -347,11 +347,11 @@ class DetectDFL(DetectionHead):
     takes_anchors = False
     last_layers = "heads.{level}.class_conv.2"
 
-    def __init__(self, nc: int, channels: Sequence[int]) -> None:
+    def __init__(self, nc: int, score_channels: int | None = None, *, channels: Sequence[int]) -> None:
         super().__init__()
         self.nc = nc
         box = max(math.ceil(channels[0] // 4 / SIDES) * SIDES, SIDES * BINS)
-        score = max(channels[0], min(2 * nc, MAX_SCORE_CHANNELS))
+        score = score_channels or max(channels[0], min(2 * nc, MAX_SCORE_CHANNELS))
         self.register_buffer("stride", torch.ones(len(channels)), persistent=False)
         self.heads = nn.ModuleList(DFLBranches(c1, box, score, nc) for c1 in channels)
 

@@ -42,7 +42,7 @@ def point(given: DFLLevel, row: int, column: int, reach: tuple[int, int, int, in
 
 
 def head_of(*strides: int, classes: int = 2) -> DetectDFL:
-    head = DetectDFL(classes, (8,) * len(strides))
+    head = DetectDFL(classes, channels=(8,) * len(strides))
     head.placed(strides)
     return head
 

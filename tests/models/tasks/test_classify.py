@@ -207,7 +207,7 @@ def test_the_yaml_builds_it_again() -> None:
         ({"architecture": "resnt18"}, "'resnt18'.*'resnet18'"),
         ({"architecture": ["resnet18"]}, "architecture"),
         ({"architecture": "fcn_resnet50"}, "fcn_resnet50"),  # not a classifier
-        ({**ROWS, "head": []}, "classification head"),
+        ({**ROWS, "head": []}, "`head`"),
         ({**ROWS, "architecture": "resnet18"}, "'backbone'"),
         ({"architecture": "resnet18", "arg": {}}, r"'arg'.*'args'"),
         ({"architecture": "resnet18", "args": {"droput": 0.3}}, "droput"),
