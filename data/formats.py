@@ -669,7 +669,7 @@ def _unrecognised(folder: Path) -> UserError:
         is_packed = any(f"{suffix} file" in files for suffix in ARCHIVES)
         advice = "; unpack the archive" if is_packed else ", but no images" if files else ""
     elif ".xml file" in files:
-        advice = f", but no {VOC_LISTS}/train.txt"
+        advice = ", but no folder of VOC's .xml files with their images beside it"
     elif ".txt file" in files:
         advice = f", but no label file where it belongs: that of {image} is expected at {label_name(image)}"
     else:
