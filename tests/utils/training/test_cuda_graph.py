@@ -204,7 +204,7 @@ def test_a_call_is_replayed_from_the_fourth_on(recordable: bool, monkeypatch: py
     """With the values that it is then given; without a recording it is called as before."""
     calls: list[float] = []
     replays: list[float] = []
-    graph = SimpleNamespace(replay=lambda: replays.append(float(recorded.given)))
+    graph = SimpleNamespace(replay=lambda: replays.append(float(recorded.input)))
 
     @contextmanager
     def recording(*given: object, **more: object) -> Iterator[None]:
