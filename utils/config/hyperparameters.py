@@ -210,11 +210,11 @@ class Recipes(NamedTuple):
         """Return the hyperparameter file for a run, the reason, and YOLOv5's file; count `images` if it matters."""
         if trained:
             return self.trained, "the run starts from trained weights", self.yolov5
-        name, reason = self.few or self.trained, "the run starts without trained weights that fit"
+        name, reason = self.few or self.trained, "no trained weights are given or fit"
         if self.many not in ("", name):
             count = images()
             name, bound = (name, "fewer than") if count < FEW_IMAGES else (self.many, "at least")
-            reason += f" on {plural(count, 'image')}, {bound} {FEW_IMAGES}"
+            reason += f", and there are {plural(count, 'training image')}, {bound} {FEW_IMAGES}"
         return name, reason, self.yolov5
 
 
