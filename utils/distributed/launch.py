@@ -276,7 +276,7 @@ def devices_named(device: str) -> list[torch.device]:
     numbers, has_apple_gpu = device_numbers(device), torch.backends.mps.is_available()
     count = 0 if device in ("cpu", "mps") else torch.cuda.device_count()
     if (device == "mps" and not has_apple_gpu) or max(numbers, default=-1) >= count:
-        raise UserError(f"--device {device}: torch sees {plural(count, 'CUDA device')} here; name one, or cpu")
+        raise UserError(f"--device {device} is absent; torch sees {plural(count, 'CUDA device')}; name one, or cpu")
     if numbers or (count and not device):
         return [torch.device("cuda", number) for number in numbers or range(count)]
     return [torch.device(device or ("mps" if has_apple_gpu and world_size() == 1 else "cpu"))]
