@@ -1,4 +1,4 @@
-"""Write the small public data sets of docs/recipes.md as YOLO folders, from checkouts of their repositories.
+"""Write small public data sets as YOLO folders, from checkouts of their repositories.
 
     python -m benchmarks.recipe_sets OUT NAME=CHECKOUT ...
 

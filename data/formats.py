@@ -512,7 +512,7 @@ def _one_file(file: Path) -> dict[str, Any]:
 
 
 def only_folder(path: Path) -> Path | None:
-    """Return the folder that an archive was unpacked into, if there is nothing else and it is no split."""
+    """Return the only subfolder, as of an unpacked archive; None if it is a split or other files are beside it."""
     known, folders = {*chain(*SPLIT_FOLDERS.values()), *ANNOTATION_FOLDERS, "images"}, subfolders(path)
     names = [name for name in os.listdir(path) if not name.startswith((".", "__"))]
     return folders[0] if folders and names == [folders[0].name] and names[0].lower() not in known else None

@@ -56,7 +56,7 @@ def images_below(folder: Path) -> Iterator[str]:
 
 
 def holds_results(folder: str | Path) -> bool:
-    """Return whether a folder is a run's, or `runs` with such folders; their pictures are no part of a data set."""
+    """Return whether a folder is a run folder, or `runs` with run folders in it: a data set leaves out their images."""
     if os.path.basename(folder) != "runs":
         return os.path.exists(os.path.join(folder, LOCK_FILE))
     return any(entry.is_dir() and entry.name.startswith(RUN_FOLDERS) for entry in os.scandir(folder))

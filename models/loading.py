@@ -200,21 +200,14 @@ class Transfer(NamedTuple):
     misfits: list[tuple[str, tuple[int, ...], tuple[int, ...]]]  # name, shape in the file, shape in the model
 
 
-@torch.no_grad()
 def transfer(model: nn.Module, state: Mapping[str, Tensor], exclude: tuple[str, ...] = ()) -> Transfer:
     """Load the tensors whose names and shapes fit the model, except for names that contain a part in `exclude`."""
     tensors = model.state_dict()
-    misfits = []
-    loaded = 0
-    for name, tensor in tensors.items():
-        if name not in state or any(part in name for part in exclude):
-            continue
-        if state[name].shape == tensor.shape:
-            tensor.copy_(state[name])
-            loaded += 1
-        else:
-            misfits.append((name, tuple(state[name].shape), tuple(tensor.shape)))
-    return Transfer(loaded, len(tensors), misfits)
+    named = [name for name in tensors if name in state and not any(part in name for part in exclude)]
+    fitting = {name: state[name] for name in named if state[name].shape == tensors[name].shape}
+    misfits = [(name, tuple(state[name].shape), tuple(tensors[name].shape)) for name in named if name not in fitting]
+    model.load_state_dict(fitting, strict=False)
+    return Transfer(len(fitting), len(tensors), misfits)
 
 
 def head_tensors(model: Model) -> dict[str, Tensor]:

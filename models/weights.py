@@ -187,8 +187,8 @@ def read_weights(path: str | Path, licence: str = "") -> Weights:
         weights = _interpret(_loaded(data, path.suffix))
         for task, entry in TASKS.items() if weights.source == "tensors" else ():
             if described := entry.load().described(path.parent):
-                model, names, licence = described
-                weights = replace(weights, model=model, names=names, task=task)
+                model, names, named_licence = described
+                weights, licence = replace(weights, model=model, names=names, task=task), named_licence or licence
         origin = weights.origin
         if weights.source != "lockstep":
             origin = Origin(LICENCES.get(weights.source, licence or UNKNOWN))

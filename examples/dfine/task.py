@@ -64,9 +64,10 @@ class DFineTask(BoxTask):
     @classmethod
     def renamed(cls, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the tensors of a file of transformers by the names in `DFine`."""
-        renamed, is_dfine = {}, any("lqe_layers" in name for name in state)
+        is_dfine = any("lqe_layers" in name for name in state)
+        renamed, rules = {}, RENAMED + RENAMED_DFINE if is_dfine else RENAMED
         for name, tensor in state.items():
-            for old, new in RENAMED + RENAMED_DFINE * is_dfine:
+            for old, new in rules:
                 name = re.sub(old, new, name)
             renamed[name] = tensor
         return renamed

@@ -111,8 +111,8 @@ def _build_parser(kind: type[DataclassInstance]) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    line = f"lockstep {version()}"
-    parser.add_argument("--version", action="version", version=line, help="print the version and exit")
+    version_line = f"lockstep {version()}"
+    parser.add_argument("--version", action="version", version=version_line, help="print the version and exit")
     hints = typing.get_type_hints(kind)
     groups = {title: parser.add_argument_group(title) for title in GROUPS}  # empty ones are not shown
     for option in flags_of(kind):
