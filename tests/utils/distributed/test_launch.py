@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -34,9 +35,6 @@ from utils.distributed.launch import (
     device_numbers,
     devices_named,
     loader_workers,
-    open_store,
-    processes_to_start,
-    rendezvous_errors,
     reset_accelerate,
     seed_everything,
     spawn,
@@ -151,15 +149,23 @@ def test_device_numbers(device: str, numbers: list[int] | None) -> None:
 
 @pytest.mark.parametrize(
     ("device", "processes", "launched_processes", "expected"),
-    [("", 0, 1, 1), ("0", 0, 1, 1), ("0,1", 0, 1, 2), ("0,1", 2, 1, 2), ("cpu", 3, 1, 3), ("cpu", 4, 4, 4),
+    [("", 0, 1, 0), ("0", 0, 1, 0), ("0,1", 0, 1, 2), ("0,1", 2, 1, 2), ("cpu", 3, 1, 3), ("cpu", 4, 4, 0),
      ("0,1", 3, 1, None), ("0", 2, 1, None), ("mps", 2, 1, None), ("0,1", 1, 1, None), ("cpu", 2, 4, None)],
 )  # fmt: skip
-def test_processes_to_start(
-    device: str, processes: int, launched_processes: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+def test_the_number_of_processes_to_start(
+    device: str, processes: int, launched_processes: int, expected: int | None, monkeypatch: Any, tmp_path: Path
 ) -> None:
     launched(monkeypatch, launched_processes, launched_processes)
-    with nullcontext() if expected else pytest.raises(UserError, match=f"--processes {processes}"):
-        assert processes_to_start(processes, device) == expected
+    if launched_processes == 1:
+        monkeypatch.delenv("LOCAL_RANK")
+    refused = pytest.raises(UserError, match=f"--processes {processes}")
+    with forking(), nullcontext() if expected is not None else refused:
+        assert spawn(partial(write_rank, tmp_path), processes, device) == bool(expected)
+    assert {file.name for file in tmp_path.iterdir()} == {str(rank) for rank in range(expected or 0)}
+
+
+def write_rank(folder: Path) -> None:
+    (folder / str(ranks().rank)).touch()
 
 
 def set_devices(monkeypatch: pytest.MonkeyPatch, devices: int, apple: bool = False) -> None:
@@ -240,8 +246,9 @@ def test_an_unreachable_main_process_is_an_error(monkeypatch: pytest.MonkeyPatch
         port = closed.getsockname()[1]
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(UserError, match=f"127.0.0.1 port {port}"), rendezvous_errors(0.1):
-            open_store(0.1)
+        with pytest.raises(UserError, match=f"127.0.0.1 port {port}"):
+            connect("cpu", 0.1)
+    reset_accelerate()
 
 
 def test_a_missing_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
