@@ -233,7 +233,7 @@ class TrainingState:
         accelerator = model.accelerator
         self.identity, self.decisions, self.progress = identity, decisions, Progress()
         self.copies, self.parameters, self.ema, self.optimizer = model.copies, parameters, ema, optimizer
-        self.scaler, self.collectives = accelerator.scaler, Collectives(accelerator)
+        self.scaler, self.collectives = accelerator.scaler, Collectives()
         self.loss_sums = torch.zeros(model.logical.local, terms, device=accelerator.device)  # over the epoch's batches
         self._saved_progress: dict[str, Any] | None = None
 
