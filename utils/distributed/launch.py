@@ -167,7 +167,7 @@ def connect(device: str, timeout: float) -> str:
         return PartialState().device.type
     kind, by_zero = device_kind(device), deepspeed.is_requested()
     if world_size() > 1:
-        os.environ.setdefault("LOCAL_RANK", "0")  # needed by Accelerate, and not set on some clusters
+        _prepare_processes()
     for name in TASKS if world_size() == 1 else ():
         os.environ.pop(name, None)  # Accelerate would wait for the other tasks of mpirun
     if by_zero:
@@ -189,6 +189,21 @@ def connect(device: str, timeout: float) -> str:
     if store := run_store():
         store.write("names", str(ranks()))
     return kind
+
+
+def _prepare_processes() -> None:
+    """Set the number of threads, and gloo's network interface to the one with a route to the main process.
+
+    By default gloo uses the interface of the host name: the loopback, or one that others on the network can reach.
+    """
+    os.environ.setdefault("LOCAL_RANK", "0")  # needed by Accelerate, and not set on some clusters
+    if not os.environ.get("OMP_NUM_THREADS"):
+        os.environ["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // ranks().local_world_size, 1))
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    interfaces = {known.address: name for name, addresses in psutil.net_if_addrs().items() for known in addresses}
+    with suppress(OSError, KeyError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((main_address()[0], 9))  # selects the route, sends nothing
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces[probe.getsockname()[0]])
 
 
 def main_address() -> tuple[str, int]:
@@ -246,8 +261,6 @@ def device_kind(device: str) -> str:
     """
     if not device and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":  # set by accelerate launch --cpu
         device = "cpu"
-    if world_size() > 1:
-        _prepare_processes()
     if _chosen == [device, os.environ.get(VISIBLE_DEVICES)]:
         return "cuda"
     devices, here = devices_named(device), ranks().local_world_size
@@ -283,20 +296,6 @@ def device_numbers(device: str) -> list[int]:
     if not all(map(str.isdecimal, words)) or len(set(words)) < len(words):
         raise UserError(f"--device {device}: give cpu, mps, or the numbers of CUDA devices such as 0 or 0,1")
     return list(map(int, words))
-
-
-def _prepare_processes() -> None:
-    """Set the number of threads, and gloo's network interface to the one with a route to the main process.
-
-    By default gloo uses the interface of the host name: the loopback, or one that others on the network can reach.
-    """
-    if not os.environ.get("OMP_NUM_THREADS"):
-        os.environ["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // ranks().local_world_size, 1))
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    interfaces = {known.address: name for name, addresses in psutil.net_if_addrs().items() for known in addresses}
-    with suppress(OSError, KeyError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((main_address()[0], 9))  # selects the route, sends nothing
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces[probe.getsockname()[0]])
 
 
 def loader_workers(limit: int) -> int:

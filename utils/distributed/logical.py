@@ -165,10 +165,7 @@ class DistributedModel:
         return [local.share_of(counts) for local in terms]
 
     def backward(self, objectives: Sequence[Tensor]) -> None:
-        """Add the gradients of this process's objectives, and in the last batch of a step all processes' gradients.
-
-        All processes must call it together.
-        """
+        """Add this process's gradients, in a step's last batch those of all processes, which must call it together."""
         accelerator = self.accelerator
         if not self.logical.exact:
             accelerator.backward(objectives[0] * accelerator.num_processes)  # DDP takes the mean over processes
@@ -231,10 +228,7 @@ def tree_sum(addends: Sequence[T], add: Callable[[T, T], T] = operator.add) -> T
 
 
 def tree_sum_of_processes(addend: Tensor) -> Tensor:
-    """Return the sum of all processes' tensors. They should be small, because each is sent to all processes.
-
-    All processes must call it together.
-    """
+    """Return the sum of all processes' tensors, small ones: each is sent to all. All must call it together."""
     gathered = [torch.empty_like(addend) for _ in range(distributed.get_world_size())]
     distributed.all_gather(gathered, addend.contiguous())
     return tree_sum(gathered)
@@ -336,9 +330,8 @@ def prepare(
     model = exact_batchnorm(model, total if sync_bn and accelerator.num_processes > 1 else None)
     loader.collate_fn = partial(collate_local, loader.collate_fn, logical.local)
     copies = logical.replicate(model)
-    if plugin := accelerator.state.deepspeed_plugin:
-        local_batch = batch_size // accelerator.num_processes
-        configure(plugin, local_batch, accelerator.gradient_accumulation_steps, clip_norm, precision)
+    if accelerator.state.deepspeed_plugin:
+        configure(accelerator, batch_size, clip_norm, precision)
     if logical.exact:  # no DDP: `DistributedModel` adds the gradients
         modules = [accelerator.prepare_model(one, device_placement=False, evaluation_mode=True) for one in copies]
         optimizer, loader = accelerator.prepare(optimizer, loader)

@@ -176,11 +176,6 @@ class Collectives:
         """Return every `world_size`-th item, from this process's rank on."""
         return list(items[ranks().rank :: world_size()])
 
-    def local_part(self, items: Sequence[T], count: int) -> Sequence[T]:
-        """Return this process's `count` items of all processes' `items`, by rank; () if their number does not fit."""
-        start = ranks().rank * count
-        return items[start : start + count] if len(items) == world_size() * count else ()
-
 
 in_use: WeakSet[Arena] = WeakSet()  # this process's memory, whose pages count as free until they are written
 _memory_calls = itertools.count()

@@ -59,11 +59,12 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 # The Accelerator
 
 
-def start_twice() -> tuple[str, int]:
+def start_twice() -> tuple[str, int, str]:
     """Start as if the launcher had restarted the processes with the same store, the second one late.
 
-    The launchers of the processes name different precisions.
+    The launchers of the processes name different precisions, and no network.
     """
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
     os.environ[LAUNCHER_PRECISION] = ("bf16", "fp16")[ranks().rank]
     _, precision = start("cpu", "", 60.0)
     distributed.destroy_process_group()
@@ -72,11 +73,13 @@ def start_twice() -> tuple[str, int]:
     if ranks().rank == 1:
         time.sleep(1)
     accelerator, _ = start("cpu", "no", 10.0)
-    return precision.name, int(accelerator.reduce(torch.tensor([ranks().rank + 1]))[0])
+    total = int(accelerator.reduce(torch.tensor([ranks().rank + 1]))[0])
+    return precision.name, total, os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def test_a_restart_ignores_old_addresses_and_all_take_the_main_processs_precision(on_processes: OnProcesses) -> None:
-    assert on_processes(2, start_twice) == [("bf16", 3)] * 2
+    """Gloo uses the interface with a route to the main process."""
+    assert on_processes(2, start_twice) == [("bf16", 3, "lo")] * 2
 
 
 @pytest.mark.parametrize(("cuda", "deterministic"), [(True, True), (False, True), (True, False)])
@@ -223,19 +226,6 @@ def test_processes_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch)
 
 
 # The rendezvous
-
-
-def test_gloo_uses_the_interface_with_a_route_to_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    device_kind("cpu")
-    assert "GLOO_SOCKET_IFNAME" not in os.environ  # not needed by one process
-    for processes, given in ((2, ""), (4, ""), (4, "mine")):  # on one machine, and on two
-        launched(monkeypatch, processes, 2)
-        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-        if given:
-            monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
-        device_kind("cpu")
-        assert os.environ["GLOO_SOCKET_IFNAME"] == (given or "lo")
 
 
 def test_an_unreachable_main_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
