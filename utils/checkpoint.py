@@ -377,11 +377,9 @@ def _checksum(content: memoryview | bytes) -> str:
 def resolve_settings(given: Mapping[str, Any], recipe_of: RecipeOf) -> Settings:
     """Return the settings that a run starts or continues with; the main process decides for all.
 
+    `given` are flags by name; if they name no data, model, weights or hyperparameters, the built-in job gives the rest.
     Raises `Stopped` with exit code 0 if the run is finished, and `UserError` if there is nothing to resume or a flag
     must not change.
-
-    Args:
-        given: flags by name; if they name no data, model, weights or hyperparameters, the built-in job gives the rest
     """
     settings = Settings(over_defaults(TrainOptions, given, BUILT_IN_JOB), given)
     options = settings.options
