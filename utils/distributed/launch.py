@@ -200,8 +200,8 @@ def _prepare_processes() -> None:
     if not os.environ.get("OMP_NUM_THREADS"):
         os.environ["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // ranks().local_world_size, 1))
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    interfaces = {known.address: name for name, addresses in psutil.net_if_addrs().items() for known in addresses}
     with suppress(OSError, KeyError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        interfaces = {known.address: name for name, addresses in psutil.net_if_addrs().items() for known in addresses}
         probe.connect((main_address()[0], 9))  # selects the route, sends nothing
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces[probe.getsockname()[0]])
 
