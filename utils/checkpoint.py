@@ -233,7 +233,7 @@ class TrainingState:
         accelerator = model.accelerator
         self.identity, self.decisions, self.progress = identity, decisions, Progress()
         self.copies, self.parameters, self.ema, self.optimizer = model.copies, parameters, ema, optimizer
-        self.scaler, self.collectives = accelerator.scaler, Collectives(accelerator)
+        self.scaler, self.logical, self.collectives = accelerator.scaler, model.logical, Collectives()
         self.loss_sums = torch.zeros(model.logical.local, terms, device=accelerator.device)  # over the epoch's batches
         self._saved_progress: dict[str, Any] | None = None
 
@@ -273,14 +273,15 @@ class TrainingState:
         anything copies `progress` or `loss_sums`, such as `NonFiniteGuard`.
         """
         vars(self.progress).update(vars(Progress.from_state(saved["progress"])))
-        local, saved_values = self._per_logical(), saved["shares"]
-        if not (own_values := self.collectives.local_part(saved_values, len(local))):
+        logical, saved_values = self.logical, saved["shares"]
+        local_values = saved_values[logical.first : logical.first + logical.local]
+        if len(saved_values) != logical.count:
             # Another number of logical processes: each gets the mean statistics, and an equal part of the sums. In
             # float64 the mean of equal values is that value.
             mean = tree_map(lambda *values: torch.stack([value.double() for value in values]).mean(0), *saved_values)
-            mean["totals"] *= len(saved_values) / (world_size() * len(local))
-            own_values = [mean] * len(local)
-        tree_map(Tensor.copy_, local, list(own_values))
+            mean["totals"] *= len(saved_values) / logical.count
+            local_values = [mean] * logical.local
+        tree_map(Tensor.copy_, self._per_logical(), local_values)
         load_optimizer_state(self.optimizer, self.parameters, saved["optimizer"])
         for group, rate in zip(self.optimizer.param_groups, saved["rates"], strict=True):
             group["lr"] = rate
@@ -376,11 +377,9 @@ def _checksum(content: memoryview | bytes) -> str:
 def resolve_settings(given: Mapping[str, Any], recipe_of: RecipeOf) -> Settings:
     """Return the settings that a run starts or continues with; the main process decides for all.
 
+    `given` are flags by name; if they name no data, model, weights or hyperparameters, the built-in job gives the rest.
     Raises `Stopped` with exit code 0 if the run is finished, and `UserError` if there is nothing to resume or a flag
     must not change.
-
-    Args:
-        given: flags by name; if they name no data, model, weights or hyperparameters, the built-in job gives the rest
     """
     settings = Settings(over_defaults(TrainOptions, given, BUILT_IN_JOB), given)
     options = settings.options

@@ -172,7 +172,7 @@ class Run:
 
     def __init__(self, accelerator: Accelerator, precision: Precision, quiet: bool = False) -> None:
         self.accelerator, self.quiet = accelerator, quiet
-        self.collectives = Collectives(accelerator)
+        self.collectives = Collectives()
         self.step = 0  # optimizer step at which pictures are logged
         self._is_main = accelerator.is_main_process
         self.path, self.files = Path(), RunFolder(Path(), False)  # until `open_folder`

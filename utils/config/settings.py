@@ -105,12 +105,7 @@ class Settings:
         return dict(vars(self.options))
 
     def content(self, model_yaml: Mapping[str, Any], imgsz: int, batch_size: int, run_id: str) -> dict[str, Any]:
-        """Return the content of settings.yaml.
-
-        Args:
-            imgsz: the model's image size in pixels, a multiple of its stride
-            batch_size: the size that --batch-size -1 has measured
-        """
+        """Return the content of settings.yaml, with the model's image size and what --batch-size -1 has measured."""
         sizes = {"imgsz": imgsz} if self.options.batch_size > 0 else {"imgsz": imgsz, "batch_size": batch_size}
         parts = {"hyperparameters": vars(self.hyp), "model": model_yaml, **self.origin}
         return {**self.flags(), **sizes, "wandb_id": run_id, **parts}
@@ -161,12 +156,10 @@ def resumed_options(
 
 
 def check_settings(settings: Mapping[str, Any], recorded: Mapping[str, Any], source: Path) -> None:
-    """Check a settings.yaml, which may have been edited. `Settings.resolve` checks its hyperparameters further.
+    """Check a settings.yaml, which may have been edited, by the settings `recorded` in a state of the run, if any.
 
-    Raises `UserError` for a wrong value, an unknown key, and a change that the curve depends on.
-
-    Args:
-        recorded: the settings that a state of the run contains; {} if there is none
+    Raises `UserError` for a wrong value, an unknown key, and a change that the curve depends on. `Settings.resolve`
+    checks the hyperparameters further.
     """
     fields = {option.name: option for option in flags_of(TrainOptions)}
     values = {}

@@ -39,12 +39,9 @@ class ExactBatchNorm(_BatchNorm):
 
     Input and output are (b, channels, ...). torch's CPU kernel for channels_last accumulates each channel in one
     float32: on a map of 160 x 160 the relative error of the variance is 7e-5, and depends on the number of threads.
-
-    Attributes:
-        total: adds up the sums of all processes, which then must call the layer together, forward and backward; None
-            for the statistics of this process's batch
     """
 
+    # With it all processes must call the layer together, forward and backward; None: statistics of this process's batch
     total: Total | None = None
 
     @classmethod
@@ -65,24 +62,21 @@ class ExactBatchNorm(_BatchNorm):
         mean, variance = _local_moments(input.detach())
         dtype = mean.dtype
         if self.total:
-            sums = self.total(_sums(local_count, mean, variance))
-            count = sums[0]
-            mean, square = (sums[1:] / count).chunk(2)
+            mean, variance = mean.double(), variance.double()  # else the sums of squares would add an error
+            sums = [mean.new_full((1,), local_count), local_count * mean, local_count * (variance + mean**2)]
+            total = self.total(torch.cat(sums))
+            count = total[0]
+            mean, square = (total[1:] / count).chunk(2)
             variance = (square - mean**2).clamp(min=0)
         elif count == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
-        self._update_running_statistics(mean, variance * (count / (count - 1)))
+        if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+            self.num_batches_tracked += 1
+            share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean.to(self.running_mean), share)
+            self.running_var.lerp_((variance * (count / (count - 1))).to(self.running_var), share)
         moments = mean.to(dtype), variance.to(dtype)
         return _Normalise.apply(input, self.weight, self.bias, *moments, count, self.eps, self.total)
-
-    @torch.no_grad()
-    def _update_running_statistics(self, mean: Tensor, unbiased_variance: Tensor) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked += 1
-        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean), share)
-        self.running_var.lerp_(unbiased_variance.to(self.running_var), share)
 
 
 def _widened(values: Tensor) -> Tensor:
@@ -107,15 +101,6 @@ def _local_moments(input: Tensor) -> tuple[Tensor, Tensor]:
         return means[0], variances[0]
     between, mean = torch.var_mean(means, 0, correction=0)
     return mean, variances.mean(0).add_(between)
-
-
-def _sums(count: float, mean: Tensor, variance: Tensor) -> Tensor:
-    """Return the number of values, their sums and their sums of squares, float64 (1 + 2 channels,).
-
-    In float64 the sums of squares add a negligible error to each process's moments.
-    """
-    mean, variance = mean.double(), variance.double()
-    return torch.cat((mean.new_full((1,), count), count * mean, count * (variance + mean**2)))
 
 
 class _Normalise(torch.autograd.Function):

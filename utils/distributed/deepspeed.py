@@ -1,18 +1,19 @@
 """DeepSpeed's ZeRO, if `accelerate launch` requests it: the engine's settings, partitioned parameters and states.
 
-Called by launch, prepare, doctor and utils/checkpoint.py. The package deepspeed is imported
-only if it is used; Accelerate then needs transformers too.
+Called by launch, logical, doctor and utils/checkpoint.py. The package deepspeed is imported only if it is used;
+Accelerate then needs transformers too.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from utils.distributed.ranks import ranks
@@ -35,15 +36,15 @@ def prepare_environment(on_cpu: bool) -> None:
     deepspeed.utils.logger.setLevel(logging.ERROR)
 
 
-def configure(plugin: Any, batch_size: int, accumulation: int, clip: float, precision: str) -> None:
+def configure(accelerator: Accelerator, batch_size: int, clip: float, precision: str) -> None:
     """Set the engine's batch size per process, batches per step, gradient norm for clipping, and autocast.
 
     The engine's autocast leaves parameters, buffers and norms in fp32.
     """
-    plugin.deepspeed_config.update(
+    accelerator.state.deepspeed_plugin.deepspeed_config.update(
         {
-            "gradient_accumulation_steps": accumulation,
-            "train_micro_batch_size_per_gpu": batch_size,
+            "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
+            "train_micro_batch_size_per_gpu": batch_size // accelerator.num_processes,
             "gradient_clipping": clip,
             "zero_force_ds_cpu_optimizer": False,  # the same optimizer and steps with offload and without
             "torch_autocast": {"enabled": precision == "bf16", "dtype": "bfloat16"},
@@ -131,13 +132,10 @@ def _link(optimizer: Any) -> None:
                 parameter._hp_mapping.set_optim_state_fragment(flat, zero.optimizer.state[flat])
 
 
-@contextmanager
-def gathered_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def gathered_parameters(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
     """Gather those parameters that ZeRO-3 partitions over the processes. All processes must call this together."""
-    if parts := [parameter for parameter in parameters if hasattr(parameter, "ds_id")]:
-        import deepspeed
+    if not (parts := [parameter for parameter in parameters if hasattr(parameter, "ds_id")]):
+        return nullcontext()
+    import deepspeed
 
-        with deepspeed.zero.GatheredParameters(parts):
-            yield
-    else:
-        yield
+    return deepspeed.zero.GatheredParameters(parts)

@@ -35,13 +35,10 @@ Inputs = tuple[Mapping[str, Any], Mapping[str, Sequence[Path]]]  # settings of a
 
 
 def run_doctor(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> None:
-    """Check all processes of this launch; the main one prints a table and errors.
+    """Check all processes of a launch with these flags, by name; the main one prints a table and errors.
 
-    If the job would fail, all processes end here with exit code 1.
-
-    Args:
-        flags: flags of the command line by name, including `device` and `dist_timeout`
-        read: reads the inputs of the job, and logs lines about them; raises `UserError`
+    `read` reads the job's inputs, logs lines about them, and raises `UserError`. If the job would fail, all processes
+    end here with exit code 1.
     """
     launch.connect("cpu", flags["dist_timeout"])  # `process_facts` looks at the devices
     facts = gather_object([process_facts(flags, read)])
@@ -75,11 +72,8 @@ def process_facts(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> Facts
     for name, value in {**settings, **inputs[0]}.items():
         compared[name] = text if len(text := str(value)) <= MAX_VALUE_LENGTH else _hash(text)
     names = {"host": socket.gethostname(), "rank": str(ranks().rank), "device": f"{kind or '-'} {hardware}"}
-    return {
-        "row": {**names, **versions, "code": code, "data": _hash(str(files))},
-        "compared": compared,
-        "errors": errors,
-    }
+    row = {**names, **versions, "code": code, "data": _hash(str(files))}
+    return {"row": row, "compared": compared, "errors": errors}
 
 
 def findings(facts: Sequence[Facts]) -> list[str]:

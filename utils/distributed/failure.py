@@ -138,9 +138,8 @@ def known_cause(error: BaseException) -> str:
 def end_together(message: str, code: int = 1, culprit: str = "", stalled: bool = False) -> NoReturn:
     """End all processes; the first that calls this prints the message; without the store, one of each machine does.
 
-    Args:
-        culprit: what is wrong with processes that do not answer the alarm; they are named instead of the message
-        stalled: whether only processes that wait for others answer
+    Processes that do not answer the alarm are named with `culprit`, if it is not empty, instead of the message. In a
+    `stalled` run only processes that wait for others answer.
     """
 
     def explain(store: RunStore) -> None:

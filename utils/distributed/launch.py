@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
@@ -92,10 +92,10 @@ def choose_precision(flag: str, device: str, by_zero: bool) -> Precision:
     Raises `UserError` for one that is not supported: DeepSpeed's autocast has no loss scaling, so no fp16, and
     Accelerate would silently compute fp16 on a CPU in float32.
     """
-    named = os.environ.get(LAUNCHER_PRECISION, "").lower()
+    named = (os.environ.get(LAUNCHER_PRECISION) or "no").lower()
     if flag:
         chosen = Precision(flag, "by a flag")
-    elif named not in ("", "no"):
+    elif named != "no":
         chosen = Precision(named, f"named by the launcher, {LAUNCHER_PRECISION}")
     elif device != "cuda":
         chosen = Precision("no", f"the default on {device}")
@@ -167,21 +167,43 @@ def connect(device: str, timeout: float) -> str:
         return PartialState().device.type
     kind, by_zero = device_kind(device), deepspeed.is_requested()
     if world_size() > 1:
-        os.environ.setdefault("LOCAL_RANK", "0")  # needed by Accelerate, and not set on some clusters
+        _prepare_processes()
     for name in TASKS if world_size() == 1 else ():
         os.environ.pop(name, None)  # Accelerate would wait for the other tasks of mpirun
     if by_zero:
         deepspeed.prepare_environment(kind == "cpu")
-    with rendezvous_errors(timeout):
+    try:
         PartialState(
             cpu=kind == "cpu" and not by_zero,  # with cpu=True Accelerate would silently not use DeepSpeed
             timeout=timedelta(seconds=timeout + COLLECTIVE_MARGIN_SECONDS),
             backend="gloo" if by_zero and kind == "cpu" else None,
             init_method=f"{RENDEZVOUS}://",
         )
+    except (RuntimeError, OSError) as error:
+        address, port = main_address()
+        raise UserError(
+            f"the processes cannot connect: {address} port {port} cannot be reached within {timeout:g} s by all of "
+            f"them ({first_line(error, 300)}): start all with one free and open port (--main_process_port), raise "
+            "--dist-timeout, or name the network's interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+        ) from None
     if store := run_store():
         store.write("names", str(ranks()))
     return kind
+
+
+def _prepare_processes() -> None:
+    """Set the number of threads, and gloo's network interface to the one with a route to the main process.
+
+    By default gloo uses the interface of the host name: the loopback, or one that others on the network can reach.
+    """
+    os.environ.setdefault("LOCAL_RANK", "0")  # needed by Accelerate, and not set on some clusters
+    if not os.environ.get("OMP_NUM_THREADS"):
+        os.environ["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // ranks().local_world_size, 1))
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    with suppress(OSError, KeyError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        interfaces = {known.address: name for name, addresses in psutil.net_if_addrs().items() for known in addresses}
+        probe.connect((main_address()[0], 9))  # selects the route, sends nothing
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces[probe.getsockname()[0]])
 
 
 def main_address() -> tuple[str, int]:
@@ -207,20 +229,6 @@ def open_store(timeout: float) -> Store:
             if time.monotonic() > end:
                 raise
             time.sleep(0.2)
-
-
-@contextmanager
-def rendezvous_errors(timeout: float) -> Iterator[None]:
-    """Turn errors of the rendezvous within the `with` into a `UserError`."""
-    try:
-        yield
-    except (RuntimeError, OSError) as error:
-        address, port = main_address()
-        raise UserError(
-            f"the processes cannot connect: {address} port {port} cannot be reached within {timeout:g} s by all of "
-            f"them ({first_line(error, 300)}): start all with one free and open port (--main_process_port), raise "
-            "--dist-timeout, or name the network's interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
-        ) from None
 
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
@@ -253,8 +261,6 @@ def device_kind(device: str) -> str:
     """
     if not device and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":  # set by accelerate launch --cpu
         device = "cpu"
-    if world_size() > 1:
-        _prepare_processes()
     if _chosen == [device, os.environ.get(VISIBLE_DEVICES)]:
         return "cuda"
     devices, here = devices_named(device), ranks().local_world_size
@@ -292,22 +298,6 @@ def device_numbers(device: str) -> list[int]:
     return list(map(int, words))
 
 
-def _prepare_processes() -> None:
-    """Set the number of threads, and gloo's network interface to the one with a route to the main process.
-
-    By default gloo uses the interface of the host name: the loopback, or one that others on the network can reach.
-    """
-    if not os.environ.get("OMP_NUM_THREADS"):
-        os.environ["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // ranks().local_world_size, 1))
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((main_address()[0], 9))  # selects the route, sends nothing
-        address = probe.getsockname()[0]
-        for interface, addresses in psutil.net_if_addrs().items():
-            if any(known.address == address for known in addresses):
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
-
 def loader_workers(limit: int) -> int:
     """Return the loader processes per training process: `limit`, but at most one per core of the machine in total."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -325,8 +315,12 @@ def describe_device(device: torch.device) -> str:
 # A process per device
 
 
-def processes_to_start(processes: int, device: str) -> int:
-    """Return the number of processes to start: one for each named device, or `processes`. Raises `UserError`."""
+def spawn(main: Callable[[], object], processes: int, device: str = "") -> bool:
+    """Start processes on this machine, each of which calls `main`, wait for all, and exit with a failed one's code.
+
+    Their number is `processes`, or that of the named devices. Returns False without starting any if one is enough or if
+    a launcher has started this process. Raises `UserError`.
+    """
     named, launched = len(device_numbers(device)), world_size()
     expected = launched if launched > 1 else 1 if device == "mps" else named or processes
     if processes and processes != expected:
@@ -334,16 +328,8 @@ def processes_to_start(processes: int, device: str) -> int:
             f"--processes {processes}: it is {expected}, by the launcher or by --device {device} with one process per "
             "GPU; leave out --processes"
         )
-    return processes or max(named, 1)
-
-
-def spawn(main: Callable[[], object], processes: int, device: str = "") -> bool:
-    """Start processes on this machine, each of which calls `main`, wait for all, and exit with a failed one's code.
-
-    Returns False without starting any if one is enough or if a launcher has started this process. Raises `UserError`.
-    """
-    processes = processes_to_start(processes, device)
-    if processes == 1 or world_size() > 1 or "LOCAL_RANK" in os.environ:
+    processes = processes or named
+    if processes < 2 or launched > 1 or "LOCAL_RANK" in os.environ:
         return False
     # The parent hosts the store, on the loopback only: its port is taken from now on, and it outlives the processes.
     listener = socket.create_server((LOOPBACK, 0))
@@ -398,10 +384,9 @@ def _wait(started: Sequence[SpawnProcess], store: RunStore) -> None:
     finally:
         for process in started:
             process.kill()
+            process.join()
         for number, handler in before.items():
             signal.signal(number, handler)
-    for process in started:
-        process.join()
     codes = [process.exitcode or 0 for process in started]
     if killed:
         raise UserError(f"{killed}, possibly by the system because memory ran out")

@@ -94,11 +94,6 @@ class DistributedModel:
     """A model in training, as each logical process of this process calls it.
 
     `parameters` and `layers` are listed once: every step needs them, and yolov9t has 1,400 modules.
-
-    Attributes:
-        copies: the model of each logical process of this process; they share all parameters
-        modules: what Accelerate made of `copies`
-        model, wrapped: the first of each; Accelerate's `unwrap_model` would import deepspeed if that is installed
     """
 
     def __init__(
@@ -110,7 +105,9 @@ class DistributedModel:
         keeps_norms: bool = False,
     ) -> None:
         self.accelerator, self.logical, self.keeps_norms = accelerator, logical, keeps_norms
-        self.copies, self.modules = copies, modules
+        self.copies = copies  # the model of each logical process of this process; they share all parameters
+        self.modules = modules  # what Accelerate made of `copies`
+        # Accelerate's `unwrap_model` would import deepspeed if that is installed.
         self.model, self.wrapped = copies[0], modules[0]
         self.parameters = list(self.model.parameters())
         self.layers = [layer for model in copies for layer in model.modules()]  # of all copies
@@ -168,10 +165,7 @@ class DistributedModel:
         return [local.share_of(counts) for local in terms]
 
     def backward(self, objectives: Sequence[Tensor]) -> None:
-        """Add the gradients of this process's objectives, and in the last batch of a step all processes' gradients.
-
-        All processes must call it together.
-        """
+        """Add this process's gradients, in a step's last batch those of all processes, which must call it together."""
         accelerator = self.accelerator
         if not self.logical.exact:
             accelerator.backward(objectives[0] * accelerator.num_processes)  # DDP takes the mean over processes
@@ -234,10 +228,7 @@ def tree_sum(addends: Sequence[T], add: Callable[[T, T], T] = operator.add) -> T
 
 
 def tree_sum_of_processes(addend: Tensor) -> Tensor:
-    """Return the sum of all processes' tensors. They should be small, because each is sent to all processes.
-
-    All processes must call it together.
-    """
+    """Return the sum of all processes' tensors, small ones: each is sent to all. All must call it together."""
     gathered = [torch.empty_like(addend) for _ in range(distributed.get_world_size())]
     distributed.all_gather(gathered, addend.contiguous())
     return tree_sum(gathered)
@@ -278,12 +269,9 @@ class GlobalDropout(nn.Module):
     """Dropout with probability `p` of values, of whole images (`rows`), or of channels of an image (`maps`).
 
     Input and output are (b, ...): the slice of process `number` of `processes` of the global batch.
-
-    Attributes:
-        generator: draws the masks; None takes torch's own generator
     """
 
-    generator: torch.Generator | None = None
+    generator: torch.Generator | None = None  # draws the masks; None takes torch's own generator
 
     def __init__(self, p: float, rows: bool = False, maps: bool = False) -> None:
         super().__init__()
@@ -338,27 +326,24 @@ def prepare(
     In addition to Accelerate's `prepare`: a copy of the model for each logical process, DeepSpeed's configuration, and
     DDP's buffers and buckets. The loader then delivers lists: the batch of each logical process of this process.
     """
-    plugin = accelerator.state.deepspeed_plugin
     total = tree_sum_of_processes if logical.exact else all_reduced
     model = exact_batchnorm(model, total if sync_bn and accelerator.num_processes > 1 else None)
     loader.collate_fn = partial(collate_local, loader.collate_fn, logical.local)
+    copies = logical.replicate(model)
+    if accelerator.state.deepspeed_plugin:
+        configure(accelerator, batch_size, clip_norm, precision)
     if logical.exact:  # no DDP: `DistributedModel` adds the gradients
-        copies = logical.replicate(model)
         modules = [accelerator.prepare_model(one, device_placement=False, evaluation_mode=True) for one in copies]
         optimizer, loader = accelerator.prepare(optimizer, loader)
-        start_momentum(optimizer)
-        return DistributedModel(accelerator, logical, copies, modules, keep_norms), optimizer, loader
-    if plugin:
-        local_batch = batch_size // accelerator.num_processes
-        configure(plugin, local_batch, accelerator.gradient_accumulation_steps, clip_norm, precision)
-    wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    else:
+        *modules, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     start_momentum(optimizer)
-    ddp = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile wraps DDP
+    ddp = getattr(modules[0], "_orig_mod", modules[0])  # torch.compile wraps DDP
     if isinstance(ddp, DistributedDataParallel):
         ddp.broadcast_buffers = False  # --sync-bn or `average_statistics` makes the statistics equal
         if accelerator.num_processes > 2:  # the sum of two numbers does not depend on their order
             order_buckets(ddp, model.imgsz)
-    return DistributedModel(accelerator, logical, [model], [wrapped], keep_norms), optimizer, loader
+    return DistributedModel(accelerator, logical, copies, modules, keep_norms), optimizer, loader
 
 
 def start_momentum(optimizer: Any) -> None:

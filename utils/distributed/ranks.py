@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet, finalize
 
 import psutil
-from accelerate import Accelerator, PartialState
+from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import distributed
 
@@ -164,9 +164,6 @@ def broadcast_from_main(decide: Callable[[], T]) -> T:
 class Collectives:
     """Collective operations on Python values; with one process they return their argument."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
-
     def broadcast(self, value: T) -> T:
         """Return the main process's value on every process."""
         return broadcast_object_list([value])[0]
@@ -177,12 +174,7 @@ class Collectives:
 
     def shard(self, items: Sequence[T]) -> list[T]:
         """Return every `world_size`-th item, from this process's rank on."""
-        return list(items[self._rank :: self._world_size])
-
-    def local_part(self, items: Sequence[T], count: int) -> Sequence[T]:
-        """Return this process's `count` items of all processes' `items`, by rank; () if their number does not fit."""
-        start = self._rank * count
-        return items[start : start + count] if len(items) == self._world_size * count else ()
+        return list(items[ranks().rank :: world_size()])
 
 
 in_use: WeakSet[Arena] = WeakSet()  # this process's memory, whose pages count as free until they are written
@@ -228,11 +220,10 @@ def _opened_memory(handle: Any) -> Arena:
     OSError, or ValueError or TypeError for anything else.
     """
     process, descriptor = map(int, handle)
-    file = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
-    if os.readlink(f"/proc/self/fd/{file}").startswith(f"/memfd:{MEMORY_NAME} "):
-        return _memory_of(file)
-    os.close(file)
-    raise ValueError("not shared memory")
+    path = f"/proc/{process}/fd/{descriptor}"
+    if not os.readlink(path).startswith(f"/memfd:{MEMORY_NAME} "):
+        raise ValueError("not shared memory")
+    return _memory_of(os.open(path, os.O_RDWR))
 
 
 def _memory_of(file: int) -> Arena:

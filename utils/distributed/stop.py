@@ -79,10 +79,8 @@ class GracefulStop:
         """Return the reason for all processes to stop at the end of this optimizer step, '' to continue.
 
         The process that receives a signal writes a later step to the store. No process can have ended that step before,
-        because gradients are reduced over all processes, so all processes read it in time.
-
-        Args:
-            behind: number of steps, up to this one, whose end this process has not waited for
+        because gradients are reduced over all processes, so all processes read it in time. This process has not waited
+        for the end of the last `behind` steps.
         """
         reason = self.signal or (TIME_LIMIT if ranks().rank == 0 and time.time() > self.deadline else "")
         if (store := run_store()) is None:

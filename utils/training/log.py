@@ -248,9 +248,7 @@ def log_epoch(
 ) -> None:
     """Write the epoch's row of results.csv and its documents, print its line, and log it to the trackers.
 
-    Args:
-        summary: metrics of the validation; None if there was none
-        began: start of the validation, by `time.monotonic`
+    The validation, without a `summary` if there was none, `began` at a time of `time.monotonic`.
     """
     run, progress, bar = steps.run, steps.progress, steps.log.bar
     row = results_row(progress.epoch, losses, summary, metric_names, steps.optimizer)

@@ -109,11 +109,8 @@ def fitted_batch(
     """Try the memory before the first step. Return the batch size that fits, and how many such batches replace one.
 
     -1 is replaced by the largest power of two per process that every GPU holds. Any other batch is tried once, and
-    halved until it fits every GPU. Nothing is tried on a CPU. The model is moved to `device` and otherwise unchanged.
-
-    Args:
-        train_step: takes a number of images, runs forward and backward of `model` on a batch of that size, and drops
-            the gradients
+    halved until it fits every GPU. Nothing is tried on a CPU. The model is moved to `device` and otherwise unchanged:
+    `train_step` takes a number of images, runs forward and backward on such a batch, and drops the gradients.
     """
     processes, auto = world_size(), batch_size == -1
     if device.type != "cuda":

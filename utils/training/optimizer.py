@@ -56,10 +56,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build SGD (with Nesterov momentum), Adam or AdamW over the groups; only weights decay.
 
-    `momentum` is Adam's first beta.
-
-    Args:
-        known: share of the classes that the initial weights know, see `Recipe.weights_factor`
+    `momentum` is Adam's first beta; `known` is that of `Recipe.weights_factor`.
     """
     lr, decay = hyp.lr0 * hyp.weights_factor(known), hyp.decay(images)
     groups = [
@@ -129,10 +126,7 @@ class Schedule:
         model: nn.Module,
         factors: Factors = NO_FACTORS,
     ) -> Schedule:
-        """Return the schedule of a run; log what is lower or shorter than usual.
-
-        The arguments are those of `build_optimizer`.
-        """
+        """Return the schedule for an optimizer with these arguments; log what is lower or shorter than usual."""
         scale = hyp.weights_factor(known)
         hyp = replace(hyp, lr0=hyp.lr0 * scale, warmup_bias_lr=hyp.warmup_bias_lr * scale)
         schedule = cls(epochs, batches, cosine, hyp, tuple(grouped_parameters(model, factors)))
@@ -186,10 +180,7 @@ class Schedule:
 class ModelEMA:
     """An average of the model's floating-point tensors, including buffers, in fp32, which is validated and saved.
 
-    Every process holds one.
-
-    Args:
-        share: share of the run's steps that the average spans at its end, 1 / (1 - decay) steps; 0 keeps YOLOv5's ramp
+    Every process holds one. At its end it spans a `share` of the run's steps, 1 / (1 - decay); 0 keeps YOLOv5's ramp.
     """
 
     model: Model

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -34,9 +35,6 @@ from utils.distributed.launch import (
     device_numbers,
     devices_named,
     loader_workers,
-    open_store,
-    processes_to_start,
-    rendezvous_errors,
     reset_accelerate,
     seed_everything,
     spawn,
@@ -61,11 +59,12 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 # The Accelerator
 
 
-def start_twice() -> tuple[str, int]:
+def start_twice() -> tuple[str, int, str]:
     """Start as if the launcher had restarted the processes with the same store, the second one late.
 
-    The launchers of the processes name different precisions.
+    The launchers of the processes name different precisions, and no network.
     """
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
     os.environ[LAUNCHER_PRECISION] = ("bf16", "fp16")[ranks().rank]
     _, precision = start("cpu", "", 60.0)
     distributed.destroy_process_group()
@@ -74,11 +73,13 @@ def start_twice() -> tuple[str, int]:
     if ranks().rank == 1:
         time.sleep(1)
     accelerator, _ = start("cpu", "no", 10.0)
-    return precision.name, int(accelerator.reduce(torch.tensor([ranks().rank + 1]))[0])
+    total = int(accelerator.reduce(torch.tensor([ranks().rank + 1]))[0])
+    return precision.name, total, os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def test_a_restart_ignores_old_addresses_and_all_take_the_main_processs_precision(on_processes: OnProcesses) -> None:
-    assert on_processes(2, start_twice) == [("bf16", 3)] * 2
+    """Gloo uses the interface with a route to the main process."""
+    assert on_processes(2, start_twice) == [("bf16", 3, "lo")] * 2
 
 
 @pytest.mark.parametrize(("cuda", "deterministic"), [(True, True), (False, True), (True, False)])
@@ -151,15 +152,23 @@ def test_device_numbers(device: str, numbers: list[int] | None) -> None:
 
 @pytest.mark.parametrize(
     ("device", "processes", "launched_processes", "expected"),
-    [("", 0, 1, 1), ("0", 0, 1, 1), ("0,1", 0, 1, 2), ("0,1", 2, 1, 2), ("cpu", 3, 1, 3), ("cpu", 4, 4, 4),
+    [("", 0, 1, 0), ("0", 0, 1, 0), ("0,1", 0, 1, 2), ("0,1", 2, 1, 2), ("cpu", 3, 1, 3), ("cpu", 4, 4, 0),
      ("0,1", 3, 1, None), ("0", 2, 1, None), ("mps", 2, 1, None), ("0,1", 1, 1, None), ("cpu", 2, 4, None)],
 )  # fmt: skip
-def test_processes_to_start(
-    device: str, processes: int, launched_processes: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+def test_the_number_of_processes_to_start(
+    device: str, processes: int, launched_processes: int, expected: int | None, monkeypatch: Any, tmp_path: Path
 ) -> None:
     launched(monkeypatch, launched_processes, launched_processes)
-    with nullcontext() if expected else pytest.raises(UserError, match=f"--processes {processes}"):
-        assert processes_to_start(processes, device) == expected
+    if launched_processes == 1:
+        monkeypatch.delenv("LOCAL_RANK")
+    refused = pytest.raises(UserError, match=f"--processes {processes}")
+    with forking(), nullcontext() if expected is not None else refused:
+        assert spawn(partial(write_rank, tmp_path), processes, device) == bool(expected)
+    assert {file.name for file in tmp_path.iterdir()} == {str(rank) for rank in range(expected or 0)}
+
+
+def write_rank(folder: Path) -> None:
+    (folder / str(ranks().rank)).touch()
 
 
 def set_devices(monkeypatch: pytest.MonkeyPatch, devices: int, apple: bool = False) -> None:
@@ -219,19 +228,6 @@ def test_processes_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch)
 # The rendezvous
 
 
-def test_gloo_uses_the_interface_with_a_route_to_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    device_kind("cpu")
-    assert "GLOO_SOCKET_IFNAME" not in os.environ  # not needed by one process
-    for processes, given in ((2, ""), (4, ""), (4, "mine")):  # on one machine, and on two
-        launched(monkeypatch, processes, 2)
-        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-        if given:
-            monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
-        device_kind("cpu")
-        assert os.environ["GLOO_SOCKET_IFNAME"] == (given or "lo")
-
-
 def test_an_unreachable_main_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, 2, 1)
     monkeypatch.setenv("RANK", "1")
@@ -240,8 +236,9 @@ def test_an_unreachable_main_process_is_an_error(monkeypatch: pytest.MonkeyPatch
         port = closed.getsockname()[1]
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(UserError, match=f"127.0.0.1 port {port}"), rendezvous_errors(0.1):
-            open_store(0.1)
+        with pytest.raises(UserError, match=f"127.0.0.1 port {port}"):
+            connect("cpu", 0.1)
+    reset_accelerate()
 
 
 def test_a_missing_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

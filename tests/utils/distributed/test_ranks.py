@@ -114,7 +114,8 @@ def fail() -> NoReturn:
 
 def exchange() -> dict[str, Any]:
     """Return the results of each operation on this process."""
-    collectives, rank = Collectives(start("cpu", "no", 60.0)[0]), ranks().rank
+    start("cpu", "no", 60.0)
+    collectives, rank = Collectives(), ranks().rank
     decisions: list[Any] = []
     for decide in (lambda: {ranks().rank: ("a",)}, stop, fail):
         try:  # only the main process may decide
@@ -125,26 +126,18 @@ def exchange() -> dict[str, Any]:
         "broadcast": collectives.broadcast({"rank": rank}),
         "gather": collectives.gather([f"{rank}a", f"{rank}b"]),
         "shard": collectives.shard([1, 2, 3, 4, 5]),
-        "part of four": collectives.local_part(["w", "x", "y", "z"], 2),
-        "part of five": collectives.local_part(["v", "w", "x", "y", "z"], 2),
         "decisions": decisions,
     }
 
 
 @pytest.mark.parametrize(
-    ("gathered", "shards", "parts"),
-    [
-        (["0a", "0b"], [[1, 2, 3, 4, 5]], [()]),
-        (["0a", "0b", "1a", "1b"], [[1, 3, 5], [2, 4]], [["w", "x"], ["y", "z"]]),
-    ],
+    ("gathered", "shards"),
+    [(["0a", "0b"], [[1, 2, 3, 4, 5]]), (["0a", "0b", "1a", "1b"], [[1, 3, 5], [2, 4]])],
 )
-def test_collectives(gathered: list[str], shards: list[Any], parts: list[Any], on_processes: OnProcesses) -> None:
+def test_collectives(gathered: list[str], shards: list[Any], on_processes: OnProcesses) -> None:
     decisions = [{0: ("a",)}, "3", "no"]
-    alike = {"broadcast": {"rank": 0}, "part of five": (), "decisions": decisions}
-    assert on_processes(len(shards), exchange) == [
-        {**alike, "gather": gathered, "shard": shard, "part of four": part}
-        for shard, part in zip(shards, parts, strict=True)
-    ]
+    alike = {"broadcast": {"rank": 0}, "gather": gathered, "decisions": decisions}
+    assert on_processes(len(shards), exchange) == [{**alike, "shard": shard} for shard in shards]
 
 
 # Shared memory
