@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-SCRIPTS = ("train", "val", "detect", "export")
+SCRIPTS = ("train.py", "val.py", "detect.py", "export.py")
 MODULES = ("data.split", "utils.plots.pictures")  # which `python -m` runs in the repository
 EXAMPLES = """examples:
   lockstep train --data my.yaml --weights yolov5n.pt    as python train.py
@@ -36,12 +36,12 @@ def main() -> None:
     parser.add_argument(
         "--folder", action="version", version=str(ROOT), help="print the shipped files' folder and exit"
     )
-    names = (*SCRIPTS, *MODULES)
+    names = (*(file.removesuffix(".py") for file in SCRIPTS), *MODULES)
     parser.add_argument("command", choices=names, metavar="command", help=", ".join(names))
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="of the command")
     given = parser.parse_args(sys.argv[1:] or ["--help"])
-    if given.command in SCRIPTS:
-        sys.argv = [str(ROOT / f"{given.command}.py"), *given.flags]
+    if (script := f"{given.command}.py") in SCRIPTS:
+        sys.argv = [str(ROOT / script), *given.flags]
         runpy.run_path(sys.argv[0], run_name="__main__")
     else:
         sys.argv[1:] = given.flags

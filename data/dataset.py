@@ -30,7 +30,7 @@ from data.data_yaml import DataSpec, read_data
 from data.sampler import GlobalBatches, SampleIndex, Sampling
 from utils.batch import Batch, Split
 from utils.config.hyperparameters import Recipe
-from utils.console import listed, log
+from utils.console import log
 from utils.distributed.failure import init_worker
 from utils.errors import UserError, plural
 from utils.files import csv_text
@@ -39,6 +39,7 @@ from utils.user_code import class_named, explained
 # Pixels, uint8 (3, h, w) RGB; targets; the description of the image: see `Batch`.
 Item = tuple[Tensor, Tensor, Any]
 PRINTED_PROBLEMS = 5  # printed problems of a split, at most
+PRINTED_NAMES = 10  # printed names of classes, at most
 FEW_LABELS = 10  # training labels of a class; classes with fewer are named at the start
 
 
@@ -232,7 +233,9 @@ class DataSet(ABC, Generic[S]):
             f"  fewer than {FEW_LABELS} training labels: ": [f"{names[k]} ({trained[k]})" for k in rare],
             "  no validation labels: ": [name for k, name in names.items() if not validated[k]],
         }
-        log(*(title + listed(classes) for title, classes in texts.items() if classes))
+        for title, classes in texts.items():
+            more = f" and {len(classes) - PRINTED_NAMES} more" if len(classes) > PRINTED_NAMES else ""
+            log(f"{title}{', '.join(classes[:PRINTED_NAMES])}{more}" if classes else "")
         real = cache(os.path.realpath)  # each folder is resolved once, which is fast
         paths = [{(real(folder), name) for folder, name in map(os.path.split, split.images)} for split in (train, val)]
         if both := paths[0] & paths[1]:

@@ -19,7 +19,6 @@ T = TypeVar("T")
 REFRESH_SECONDS = 1.0  # between two updates of the values beside a bar; each synchronises the device
 BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:5}| {rate_fmt}{postfix}"
 LEAST_COLUMNS = 80  # minimum width of tables and of the line of an epoch, and the width if the output is not a terminal
-MAX_NAMES = 10  # names in a line of names
 SHORTEST_NAME = 8  # characters that a name in a table keeps, however narrow the table
 
 
@@ -72,12 +71,6 @@ log = Log()
 def columns() -> int:
     """Return the width of tables and lines: $COLUMNS, else the terminal's width; at least `LEAST_COLUMNS`."""
     return max(shutil.get_terminal_size((LEAST_COLUMNS, 24)).columns, LEAST_COLUMNS)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first `MAX_NAMES` names, and how many more there are."""
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def table(rows: Sequence[Sequence[str | float]]) -> list[str]:
