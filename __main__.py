@@ -27,7 +27,6 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from utils.files import version
 
-    scripts = {Path(file).stem: str(ROOT / file) for file in SCRIPTS}
     parser = argparse.ArgumentParser(
         prog="lockstep", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -37,12 +36,12 @@ def main() -> None:
     parser.add_argument(
         "--folder", action="version", version=str(ROOT), help="print the shipped files' folder and exit"
     )
-    names = (*scripts, *MODULES)
+    names = (*(file.removesuffix(".py") for file in SCRIPTS), *MODULES)
     parser.add_argument("command", choices=names, metavar="command", help=", ".join(names))
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="of the command")
     given = parser.parse_args(sys.argv[1:] or ["--help"])
-    if given.command in scripts:
-        sys.argv = [scripts[given.command], *given.flags]
+    if (script := f"{given.command}.py") in SCRIPTS:
+        sys.argv = [str(ROOT / script), *given.flags]
         runpy.run_path(sys.argv[0], run_name="__main__")
     else:
         sys.argv[1:] = given.flags

@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from utils.config.parser import given_flags, over_defaults
 from utils.console import Bar, log
 from utils.distributed.failure import run_main
 from utils.errors import Stopped, UserError, plural, without_secrets
-from utils.files import LOCK_FILE, csv_text, lock_folder, numbered_folder, replacing, unique_stems, write_rows
+from utils.files import LOCK_FILE, csv_text, lock_folder, numbered_folder, unique_stems, write_rows
 from utils.plots.drawing import Style, write_picture
 from utils.python_api import call
 from utils.summary import StageTimer, log_times
@@ -44,52 +44,32 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
     items = dict.fromkeys(item for source in options.source or ("",) for item in find_media(source))
     media = Media(list(items), options.vid_stride)
     predictor = Predictor(flags=given)
+    frames = ((frame, predictor.item(frame.image, without_secrets(frame.item.name))) for frame in media)
+    kinds = {item.kind for item in media.items}
+    grouped = groups(frames if "live" in kinds else prefetched(frames), options.batch_size)
+    bar = Bar("detecting", len(media.items) if kinds == {"picture"} else 0, visible=True)
     timer = StageTimer(torch.accelerator.synchronize if predictor.device.type != "cpu" else lambda: None)
     frames_done = 0
-    with run_folder(options) as folder:
-        output = Output(folder, media.items, options)
-        try:
-            for group in batches(media, predictor, options.batch_size):
-                batch = predictor.data.collate([item for _, item in group])
-                if not timer.batches:
-                    predictor.predict_batch(batch, timer)  # a warm-up, which the timer does not count
-                began = time.perf_counter()
-                predictions = predictor.predict_batch(batch, timer)
-                milliseconds = 1000 * (time.perf_counter() - began) / len(group)
-                for (frame, _), prediction in zip(group, predictions, strict=True):
-                    output.write(frame, prediction)
-                    if not options.quiet:
-                        log(f"{frame.title}: {prediction.describe()}, {milliseconds:.1f} ms")
-                frames_done += len(group)
-        finally:
-            output.close()
+    with closing(Output(media.items, options)) as output:
+        for group in bar.over(grouped, len):
+            batch = predictor.data.collate([item for _, item in group])
+            if not timer.batches:
+                predictor.predict_batch(batch, timer)  # a warm-up, which the timer does not count
+            began = time.perf_counter()
+            predictions = predictor.predict_batch(batch, timer)
+            milliseconds = 1000 * (time.perf_counter() - began) / len(group)
+            for (frame, _), prediction in zip(group, predictions, strict=True):
+                output.write(frame, prediction)
+                if not options.quiet:
+                    log(f"{frame.title}: {prediction.describe()}, {milliseconds:.1f} ms")
+            frames_done += len(group)
     if not frames_done:
         raise UserError("; ".join(media.problems))
     log(*(f"warning: {problem}" for problem in media.problems))
     log_times([(timer.images, timer.seconds)])
-    log(f"{plural(frames_done, 'image')}{f'; results in {folder}' if folder.is_dir() else ''}")
-    return {"folder": str(folder) if folder.is_dir() else None, "images": frames_done, "problems": media.problems}
-
-
-@contextmanager
-def run_folder(options: DetectOptions) -> Iterator[Path]:
-    """Make and lock the run folder. It is removed if nothing is written into it."""
-    folder = numbered_folder(Path(options.project), options.name, options.exist_ok)
-    lock = lock_folder(folder)
-    try:
-        yield folder
-    finally:
-        lock.release()
-        if all(path.name == LOCK_FILE or path.is_dir() for path in folder.rglob("*")):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def batches(media: Media, predictor: Predictor, batch_size: int) -> Iterator[list[tuple[Frame, Item]]]:
-    """Iterate over the frames of all media with their items, in batches, with a progress bar."""
-    frames = ((frame, predictor.item(frame.image, without_secrets(frame.item.name))) for frame in media)
-    kinds = {item.kind for item in media.items}
-    bar = Bar("detecting", len(media.items) if kinds == {"picture"} else 0, visible=True)
-    return bar.over(groups(frames if "live" in kinds else prefetched(frames), batch_size), len)
+    folder = str(output.folder) if output.folder.is_dir() else None
+    log(f"{plural(frames_done, 'image')}{f'; results in {folder}' if folder else ''}")
+    return {"folder": folder, "images": frames_done, "problems": media.problems}
 
 
 def groups(frames: Iterable[tuple[Frame, Item]], most: int) -> Iterator[list[tuple[Frame, Item]]]:
@@ -108,10 +88,12 @@ def groups(frames: Iterable[tuple[Frame, Item]], most: int) -> Iterator[list[tup
 
 
 class Output:
-    """The files that the flags request, and the window of --view-img."""
+    """The run folder with the files that the flags request, and the window of --view-img."""
 
-    def __init__(self, folder: Path, items: list[MediaItem], options: DetectOptions) -> None:
-        self.folder, self.options, self.window = folder, options, options.view_img
+    def __init__(self, items: list[MediaItem], options: DetectOptions) -> None:
+        self.options, self.window = options, options.view_img
+        self.folder = numbered_folder(Path(options.project), options.name, options.exist_ok)
+        self.lock = lock_folder(self.folder)
         self.stems = dict(zip(items, unique_stems([item.name for item in items]), strict=True))
         self.style = Style(options.line_thickness, not options.hide_labels, not options.hide_conf)
         self.item: MediaItem | None = None  # the video that is being written
@@ -163,12 +145,14 @@ class Output:
         self.video.write(picture)
 
     def close(self) -> None:
-        """Close the last video, and write predictions.csv if there were frames."""
+        """Close the last video, and write predictions.csv if there were frames; remove a folder without files."""
         self.video.release()
         if self.rows is not None:
-            with replacing(self.folder / "predictions.csv") as file:
-                text = csv_text(("Image Name", "Prediction", "Confidence"), self.rows)
-                file.write(text.encode(errors="surrogateescape"))
+            text = csv_text(("Image Name", "Prediction", "Confidence"), self.rows)
+            (self.folder / "predictions.csv").write_text(text, encoding="utf-8", errors="surrogateescape")
+        self.lock.release()
+        if all(path.name == LOCK_FILE or path.is_dir() for path in self.folder.rglob("*")):
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def main() -> None:

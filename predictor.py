@@ -17,7 +17,7 @@ from torch import Tensor
 from data.dataset import Item, data_source, dataset_class
 from data.media import MediaItem, as_pixels, find_files, read_files
 from models.ensemble import Inference, for_inference, read_members
-from models.loading import ImageSize, log_rounding, sides_of
+from models.loading import ImageSize, in_words, log_rounding, sides_of
 from models.tasks.contract import Prediction, Results, Thresholds
 from utils.batch import Batch
 from utils.config.flags import DetectOptions, select
@@ -29,13 +29,11 @@ from utils.python_api import aliases
 from utils.python_api import arguments as checked_arguments
 from utils.summary import POSTPROCESSING, StageTimer
 
-# The flags of detect.py that are arguments of `Predictor`, and the ones that can be changed later.
-ARGUMENTS = (
-    *("weights", "imgsz", "conf_thres", "iou_thres", "max_det", "classes", "agnostic_nms", "augment", "retina_masks"),
-    *("half", "device", "data", "layers", "task_file", "quiet"),
-)
-NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
+# The flags of detect.py that are arguments of `Predictor`; `SETTINGS` can be changed later.
 THRESHOLDS = ("conf_thres", "iou_thres", "max_det", "classes", "agnostic_nms", "retina_masks")
+SETTINGS = (*THRESHOLDS, "imgsz")
+ARGUMENTS = (*SETTINGS, "weights", "augment", "half", "device", "data", "layers", "task_file", "quiet")
+NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
 
 
 class Predictor:
@@ -43,7 +41,7 @@ class Predictor:
 
     The arguments are flags of detect.py (`ARGUMENTS`), with their defaults: `weights` is one name or several, for an
     ensemble, `imgsz` one number or (height, width). `bgr` is whether arrays and tensors are BGR, as OpenCV reads them.
-    `bgr`, `as_list` and `THRESHOLDS` are attributes that can be set. `flags` are all flags of detect.py, checked, in
+    `bgr`, `as_list` and `SETTINGS` are attributes that can be set. `flags` are all flags of detect.py, checked, in
     place of other arguments; then it prints where the files are. Prints how the image size was chosen. Raises
     `UserError`.
     """
@@ -66,7 +64,6 @@ class Predictor:
             arguments["weights"] = weights
             flags = checked_arguments(DetectOptions, arguments, "Predictor", ARGUMENTS)
         options = DetectOptions(**flags)
-        sides_of(options.imgsz)  # refuses a wrong size before weights are downloaded
         self.device = devices_named("0" if options.device == "cuda" else options.device)[0]
         half = options.half and self.device.type == "cuda"
         with ExitStack() as closing:
@@ -90,21 +87,22 @@ class Predictor:
         self.thresholds = select(Thresholds, options, classes=classes, one_class=True)
         postprocess = self.task.postprocess(self.models[0], self.thresholds)
         self.inference = Inference(self.task, postprocess, self.device, options.augment, half)
-        self.size = size.rounded(self.stride)  # the last: from here on `__setattr__` checks
         self.bgr = bgr
+        self.size = size.rounded(self.stride)  # the last: from here on `__setattr__` checks
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a threshold, `bgr` or `as_list`. Raises `UserError` for any other name, and for a wrong value."""
-        if "size" not in vars(self) or (name in ("bgr", "as_list") and isinstance(value, bool)):
+        """Set `bgr`, `as_list` or one of `SETTINGS`, None for its default. Raises `UserError` for anything else."""
+        if name in ("bgr", "as_list") or "size" not in vars(self):
             vars(self)[name] = value
             return
-        if name in ("bgr", "as_list"):
-            raise UserError(f"Predictor: {name} must be True or False, not {value!r}")
-        if name in ARGUMENTS and name not in THRESHOLDS:
+        if name in ARGUMENTS and name not in SETTINGS:
             raise UserError(f"Predictor: {name} cannot be changed; make another Predictor with {name}={value!r}")
-        changed = checked_arguments(DetectOptions, {name: value}, "Predictor", THRESHOLDS)
+        checked = checked_arguments(DetectOptions, {name: value}, "Predictor", SETTINGS)
         name = aliases(DetectOptions).get(name, name)
-        value = changed.get(name, getattr(DetectOptions(), name))  # None is the default
+        value = checked.get(name, getattr(DetectOptions(), name))
+        if name == "imgsz":
+            vars(self)["size"] = self._sized(value)
+            return
         value = class_numbers(value, self.task.names) if name == "classes" else value
         vars(self)["thresholds"] = replace(self.thresholds, **{name: value})
         postprocess = self.task.postprocess(self.models[0], self.thresholds)
@@ -114,6 +112,8 @@ class Predictor:
         name = aliases(DetectOptions).get(name, name)
         if name in THRESHOLDS:
             return getattr(self.thresholds, name)
+        if name == "imgsz":
+            return self.size.sides
         raise AttributeError(f"Predictor has no attribute {name}")
 
     @property
@@ -121,51 +121,45 @@ class Predictor:
         """Class names by class number."""
         return dict(self.task.names)
 
-    def __call__(self, images: Any = None, size: int | Sequence[int] | None = None, **settings: Any) -> Any:
+    def __call__(self, source: Any, size: int | Sequence[int] | None = None, **settings: Any) -> Any:
         """Return the `Prediction` for an image, or `Results`, a list of predictions, for several or if `as_list`.
 
         An image is a path or address, a PIL image, an array (h, w, 3) or (h, w) of uint8, or a tensor (3, h, w) of
         uint8, or of floats in 0 to 1. Several images are a list, a folder, a glob, a `.txt` list, a video (a prediction
         for each frame) or a tensor (b, 3, h, w). Boxes are in pixels of the image. Raises `UserError`.
 
-        For this call only, `size` is the image size, and `settings` are `THRESHOLDS`, `bgr` and `as_list`.
+        For this call only, `size` is the image size, and `settings` are `SETTINGS`, `bgr` and `as_list`.
         """
-        if "source" in settings:
-            raise UserError(f"Predictor: source is the first argument here: predictor({settings['source']!r})")
-        if settings or size is not None:
+        if size is not None or settings:
             other = copy(self)
             for name, value in {"imgsz": size, **settings}.items():
-                if value is not None and aliases(DetectOptions).get(name, name) == "imgsz":
-                    vars(other)["size"] = self._sized(value)
-                elif value is not None:
+                if value is not None:
                     setattr(other, name, value)
-            return other(images)
-        if isinstance(images, (list, tuple)) or (isinstance(images, Tensor) and images.ndim == 4):
-            results = [self(image) for image in images]
+            return other(source)
+        if isinstance(source, (list, tuple)) or (isinstance(source, Tensor) and source.ndim == 4):
+            results = [self(image) for image in source]
             return Results(one for result in results for one in (result if isinstance(result, list) else [result]))
-        if isinstance(images, str | Path):
-            items = find_files(str(images))
-            single = items == [MediaItem("picture", str(images))]
+        if isinstance(source, str | Path):
+            items = find_files(str(source))
+            single = items == [MediaItem("picture", str(source))]
             predictions = Results()
             for frame in read_files(items):
                 read = frame._replace(image=NO_PIXELS).read
                 predictions.append(self._predict_image(frame.title, frame.image, read))
         else:
-            pixels, name = as_pixels(images, self.bgr), str(getattr(images, "filename", "") or "image")
+            pixels, name = as_pixels(source, self.bgr), str(getattr(source, "filename", "") or "image")
             single, predictions = True, Results([self._predict_image(name, pixels, lambda: pixels)])
         return predictions[0] if single and not self.as_list else predictions
 
     predict = __call__  # the name in ultralytics
 
-    def _sized(self, imgsz: Any) -> ImageSize:
-        """Return an image size in whole strides. Raises `UserError`, also for another size than an exported file's."""
-        given = checked_arguments(DetectOptions, {"imgsz": imgsz}, "Predictor", ("imgsz",))
-        sides = sides_of(given["imgsz"]) or self.size.sides
+    def _sized(self, imgsz: tuple[int, ...]) -> ImageSize:
+        """Return an image size in whole strides. Raises `UserError` for another size than an exported file's."""
+        sides = sides_of(imgsz) or self.size.sides
         size = ImageSize((sides[0], sides[-1])).rounded(self.stride)
         if self.size.is_fixed and size.sides != self.size.sides:
-            height, width = self.size.sides
-            raise UserError(f"size={imgsz}: the model was exported only for images of {height}x{width}; leave size out")
-        return size
+            raise UserError(f"imgsz={imgsz}: the model was exported only for --imgsz {in_words(self.size.sides)}")
+        return size._replace(is_fixed=self.size.is_fixed)
 
     def _predict_image(self, name: str, pixels: np.ndarray, read: Callable[[], np.ndarray]) -> Prediction:
         """Return the prediction for pixels, uint8 (h, w, 3) BGR, which `read` returns again."""

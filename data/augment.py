@@ -35,18 +35,12 @@ Corners = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 class Sample(NamedTuple):
-    """An image and its objects.
+    """An image and its objects."""
 
-    Attributes:
-        image: pixels, uint8 (h, w, 3) BGR
-        boxes: float32 (k, 4), xyxy in pixels
-        classes: class numbers, float32 (k,)
-        polygons: outline of each object in pixels, without points if it is unknown; None if outlines are not needed
-    """
-
-    image: np.ndarray
-    boxes: np.ndarray
-    classes: np.ndarray
+    image: np.ndarray  # pixels, uint8 (h, w, 3) BGR
+    boxes: np.ndarray  # float32 (k, 4), xyxy in pixels
+    classes: np.ndarray  # class numbers, float32 (k,)
+    # The outline of each object in pixels, without points if it is unknown; None if outlines are not needed.
     polygons: Polygons | None = None
 
 

@@ -255,23 +255,14 @@ def photograph(rng: Rng, image: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class DrawnSet:
-    """A data set that is drawn: images with label files, or in a folder per class.
+    """A data set that is drawn: images with label files, or in a folder per class."""
 
-    Attributes:
-        title: name in messages, and of the file that tells how a folder was drawn
-        names: class names by number
-        stream: first numbers after the seed of each image's generator: no two sets share a generator
-        draw: draws an image by its generator and index
-        counts: number of images of each split, unless `draw_dataset` is passed others
-        by_class: whether image k is in the folder of class k modulo the number of classes, and has no label file
-    """
-
-    title: str
-    names: tuple[str, ...]
-    stream: tuple[int, ...]
-    draw: Callable[[Rng, int], Drawing]
-    counts: tuple[int, int] = (640, 160)
-    by_class: bool = False
+    title: str  # name in messages, and of the file that tells how a folder was drawn
+    names: tuple[str, ...]  # class names by number
+    stream: tuple[int, ...]  # first numbers after the seed of each image's generator: no two sets share a generator
+    draw: Callable[[Rng, int], Drawing]  # draws an image by its generator and index
+    counts: tuple[int, int] = (640, 160)  # number of images of each split, unless `draw_dataset` is passed others
+    by_class: bool = False  # whether image k is in the folder of class k modulo their number, and has no label file
 
     def draw_image(self, seed: int, split: int, index: int) -> Drawing:
         """Draw one image of a split, 0 for training, 1 for validation."""

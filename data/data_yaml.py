@@ -49,17 +49,11 @@ OTHER_KEYS = (
 
 
 class Listing(NamedTuple):
-    """The image files of a split.
+    """The image files of a split."""
 
-    Attributes:
-        images: image files, sorted, each once
-        problems: messages about omitted lines and files
-        annotated: images that annotation files describe; all others have label files
-    """
-
-    images: list[Path]
-    problems: list[str]
-    annotated: tuple[AnnotatedImages, ...] = ()
+    images: list[Path]  # sorted, each once
+    problems: list[str]  # messages about omitted lines and files
+    annotated: tuple[AnnotatedImages, ...] = ()  # images that annotation files describe; all others have label files
 
     def label_files(self) -> list[Path]:
         """Return the files that the labels are read from; label files may not exist."""

@@ -30,7 +30,7 @@ from data.data_yaml import DataSpec, read_data
 from data.sampler import GlobalBatches, SampleIndex, Sampling
 from utils.batch import Batch, Split
 from utils.config.hyperparameters import Recipe
-from utils.console import listed, log
+from utils.console import log
 from utils.distributed.failure import init_worker
 from utils.errors import UserError, plural
 from utils.files import csv_text
@@ -39,17 +39,14 @@ from utils.user_code import class_named, explained
 # Pixels, uint8 (3, h, w) RGB; targets; the description of the image: see `Batch`.
 Item = tuple[Tensor, Tensor, Any]
 PRINTED_PROBLEMS = 5  # printed problems of a split, at most
+PRINTED_NAMES = 10  # printed names of classes, at most
 FEW_LABELS = 10  # training labels of a class; classes with fewer are named at the start
 
 
 class Items(Dataset[Item]):
-    """The items of a split, by sample index.
+    """The items of a split, by sample index."""
 
-    Attributes:
-        images: reader of the split's image files
-    """
-
-    images: Images
+    images: Images  # reads the split's files
 
     @explained()
     def __getitems__(self, samples: Sequence[SampleIndex]) -> list[Item]:
@@ -155,11 +152,9 @@ class DataSet(ABC, Generic[S]):
 
     @abstractmethod
     def split(self, name: str, hyp: Recipe | None = None) -> S:
-        """Read and check a split. Raises `UserError` if no image can be used; see `usable`.
+        """Read and check a split, with `hyp` of the run that trains on it, None if it is only evaluated.
 
-        Args:
-            name: `train`, `val` or `test`
-            hyp: hyperparameters of the run that trains on the split; None if it is only evaluated
+        Raises `UserError` if no image can be used; see `usable`.
         """
 
     @abstractmethod
@@ -169,12 +164,9 @@ class DataSet(ABC, Generic[S]):
     @staticmethod
     @abstractmethod
     def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
-        """Return an image without labels as an item for `collate`, for detect.py.
+        """Return an image, uint8 (h, w, 3) BGR, without labels as an item for `collate`, for detect.py.
 
-        Args:
-            image: pixels, uint8 (h, w, 3) BGR
-            sides: height and width to fit the image into, pixels
-            full: whether the item has exactly these sides; otherwise it may be smaller, in whole strides
+        It is fitted into `sides`, height and width in pixels. Unless `full`, it may be smaller, in whole strides.
         """
 
     @staticmethod
@@ -194,9 +186,7 @@ class DataSet(ABC, Generic[S]):
     def evaluation_batches(self, split: S, batch_size: int, square: bool) -> list[list[SampleIndex]]:
         """Return all batches of an evaluation, the same for any number of processes; see `sampler.evaluation_batches`.
 
-        Args:
-            square: whether all images have sides of `imgsz`; otherwise each batch has a shape of its own, with less
-                padding
+        Unless they are `square`, with sides of `imgsz`, each has a shape of its own, with less padding.
         """
 
     @abstractmethod
@@ -243,7 +233,9 @@ class DataSet(ABC, Generic[S]):
             f"  fewer than {FEW_LABELS} training labels: ": [f"{names[k]} ({trained[k]})" for k in rare],
             "  no validation labels: ": [name for k, name in names.items() if not validated[k]],
         }
-        log(*(title + listed(classes) for title, classes in texts.items() if classes))
+        for title, classes in texts.items():
+            more = f" and {len(classes) - PRINTED_NAMES} more" if len(classes) > PRINTED_NAMES else ""
+            log(f"{title}{', '.join(classes[:PRINTED_NAMES])}{more}" if classes else "")
         real = cache(os.path.realpath)  # each folder is resolved once, which is fast
         paths = [{(real(folder), name) for folder, name in map(os.path.split, split.images)} for split in (train, val)]
         if both := paths[0] & paths[1]:

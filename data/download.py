@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from utils.errors import UserError, first_line, without_secrets
-from utils.files import SERVER_TIMEOUT_SECONDS, cache_folder, download, gigabytes, is_address, one_at_a_time
+from utils.files import SERVER_TIMEOUT_SECONDS, cache_folder, download, is_address, one_at_a_time
 
 PROTOCOLS = ("http", "https", "s3", "s3a", "gs", "gcs", "hf", "file")  # some others of fsspec run an address's code
 LISTED_DEPTH = 32  # levels of folders that are listed on a web server
@@ -84,7 +84,7 @@ def unpack(archive: Path, folder: Path, dataset: str, expected: Sequence[str] = 
         with opener(archive) as opened:
             size = sum([each.file_size for each in opened.infolist()] if is_zip else [each.size for each in opened])
             if size > (free := shutil.disk_usage(part).free):
-                raise OSError(f"it needs {gigabytes(size)}, and {gigabytes(free)} are free")
+                raise OSError(f"it needs {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free")
             opened.extractall(part, **({} if is_zip else {"filter": "data"}))
         shutil.rmtree(part / "__MACOSX", ignore_errors=True)  # added by macOS
         tops = list(part.iterdir())

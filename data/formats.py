@@ -95,23 +95,15 @@ def image_rows(
 
 @dataclass(frozen=True)
 class AnnotatedImages:
-    """The images of a split that have no label files, because annotations describe them.
+    """The images of a split that have no label files, because annotations describe them."""
 
-    Attributes:
-        file: annotation file, or the list or folder that the annotation files belong to
-        files: files that the objects are read from
-        names: class names by number
-        images: name in the annotation file, or own annotation file, by image path
-        read: returns the objects of each image by path, as outlines if requested and if there are any
-        problems: sentences about images that are left out
-    """
-
-    file: Path
-    files: Sequence[Path]
-    names: tuple[str, ...]
-    images: Mapping[str, str]
+    file: Path  # annotation file, or the list or folder that the annotation files belong to
+    files: Sequence[Path]  # files that the objects are read from
+    names: tuple[str, ...]  # class names by number
+    images: Mapping[str, str]  # name in the annotation file, or own annotation file, by image path
+    # Returns the objects of each image by path, as outlines if requested and if there are any.
     read: Callable[[AnnotatedImages, bool, Problems], dict[str, ImageRows]]
-    problems: Sequence[str] = ()
+    problems: Sequence[str] = ()  # sentences about images that are left out
 
     def stamp(self) -> bytes:
         """Return bytes that change with everything that the rows depend on, for the key of a cache."""

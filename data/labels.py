@@ -45,23 +45,14 @@ _is_folder = lru_cache(None)(os.path.isdir)  # each folder of label files is loo
 
 @dataclass(frozen=True)
 class RowRules:
-    """The rules by which a data set reads the rows of label files; they are part of the label cache's key.
+    """The rules by which a data set reads the rows of label files; they are part of the label cache's key."""
 
-    Attributes:
-        noun: word for a row's points in messages
-        forms: description in messages of how many numbers a row may have
-        outlines: whether the points are read too, not only the box around them
-        by_points: whether two rows are the same object if their points are equal, instead of their boxes
-        tolerance: how far outside of [0, 1] the coordinates of points may be, below 1
-        keypoints: how many numbers of key points may follow a box, which are not used; if any, no row is a polygon
-    """
-
-    noun: str = "outline"
-    forms: str = "5 (box) or an odd count from 7 (polygon)"
-    outlines: bool = False
-    by_points: bool = False
-    tolerance: float = OUTLINE_TOLERANCE
-    keypoints: int = 0
+    noun: str = "outline"  # word for a row's points in messages
+    forms: str = "5 (box) or an odd count from 7 (polygon)"  # numbers of a row, in messages
+    outlines: bool = False  # whether the points are read too, not only the box around them
+    by_points: bool = False  # whether two rows are the same object if their points are equal, instead of their boxes
+    tolerance: float = OUTLINE_TOLERANCE  # how far outside of [0, 1] the coordinates of points may be, below 1
+    keypoints: int = 0  # numbers of key points that may follow a box, which are not used; if any, no row is a polygon
 
     def outline(self, values: list[float]) -> list[float]:
         """Return the coordinates x1 y1 x2 y2 ... of a row, [] for a box, moved to the edge unless nearly inside.
@@ -180,21 +171,13 @@ def label_name(image: str) -> str:
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of n images in flat arrays, which loader processes share; objects would be copied into each.
+    """The labels of n images in flat arrays, which loader processes share; objects would be copied into each."""
 
-    Attributes:
-        rows: class and normalised xywh, float32 (m, 5)
-        offsets: int64 (n + 1); image i has rows offsets[i] to offsets[i + 1]
-        sizes: int32 (n, 2), width and height in pixels as displayed, (0, 0) if the image is left out
-        problems: sentences about what is left out
-        polygons: outlines of the rows, if requested
-    """
-
-    rows: np.ndarray
-    offsets: np.ndarray
-    sizes: np.ndarray
-    problems: tuple[str, ...]
-    polygons: Polygons | None = None
+    rows: np.ndarray  # class and normalised xywh, float32 (m, 5)
+    offsets: np.ndarray  # int64 (n + 1); image i has rows offsets[i] to offsets[i + 1]
+    sizes: np.ndarray  # int32 (n, 2), width and height in pixels as displayed, (0, 0) if the image is left out
+    problems: tuple[str, ...]  # sentences about what is left out
+    polygons: Polygons | None = None  # outlines of the rows, if requested
 
     def of(self, index: int) -> np.ndarray:
         """Return the rows of one image, (k, 5)."""
@@ -214,19 +197,12 @@ class Labels:
 
 
 class ImageRows(NamedTuple):
-    """The objects of an image.
+    """The objects of an image."""
 
-    Attributes:
-        text: rows as in a label file
-        size: width and height that an annotation gives, if it does
-        origin: label file, or start of a message about row k that `ids[k]` follows
-        ids: id of each row's annotation; () for a label file
-    """
-
-    text: str
-    size: tuple[int, int] | None
-    origin: str
-    ids: Sequence[Any] = ()
+    text: str  # rows as in a label file
+    size: tuple[int, int] | None  # width and height that an annotation gives, if it does
+    origin: str  # label file, or start of a message about row k that `ids[k]` follows
+    ids: Sequence[Any] = ()  # id of each row's annotation; () for a label file
 
 
 def load_labels(

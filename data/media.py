@@ -182,9 +182,8 @@ def read_files(items: Iterable[MediaItem]) -> Iterator[Frame]:
 def as_pixels(image: Any, bgr: bool = False) -> np.ndarray:
     """Convert an image in memory to uint8 (h, w, 3) BGR, a copy. Raises `UserError`.
 
-    Args:
-        image: a PIL image; an array, uint8 (h, w, 3), or grey (h, w); or a tensor (3, h, w), uint8 or floats in 0 to 1
-        bgr: whether the channels of arrays and tensors are in BGR instead of RGB order
+    It is a PIL image; an array, uint8 (h, w, 3), or grey (h, w); or a tensor (3, h, w), uint8 or floats in 0 to 1, in
+    RGB order, or BGR if `bgr`.
     """
     if isinstance(image, Image.Image):
         bgr = False

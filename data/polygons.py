@@ -26,15 +26,10 @@ class Polygons:
 
     The last point of an outline is connected to the first. A pixel is inside if the outline goes around it an odd
     number of times, so that an outline may go around holes.
-
-    Attributes:
-        points: (p, 2), x and y
-        offsets: int64 (m + 1); object j has points offsets[j] to offsets[j + 1], none if its outline is unknown or not
-            visible
     """
 
-    points: np.ndarray
-    offsets: np.ndarray
+    points: np.ndarray  # (p, 2), x and y
+    offsets: np.ndarray  # int64 (m + 1); object j has points offsets[j] to offsets[j + 1], none if not known or visible
 
     @staticmethod
     def of(outlines: Sequence[np.ndarray]) -> Polygons:

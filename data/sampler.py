@@ -49,17 +49,13 @@ class Sampling:
     """Which images an epoch has, and at which size: train.py's flags of these names. By default each image comes once.
 
     Raises `UserError` for flags that exclude each other.
-
-    Attributes:
-        multi_scale: whether an image is scaled to the usual size first, and then to the size of its batch
-        epochs: number of epochs of the whole run
     """
 
     rect: bool = False
-    multi_scale: bool = False
+    multi_scale: bool = False  # an image is scaled to the usual size first, and then to the size of its batch
     image_weights: bool = False
     close_mosaic: int = 0
-    epochs: int = 0
+    epochs: int = 0  # of the whole run
 
     def __post_init__(self) -> None:
         if self.rect and self.image_weights:
@@ -117,25 +113,18 @@ class GlobalBatches:
 
     The order depends on (seed, epoch). The last batch is filled from the start of the order, so that every batch is
     full.
-
-    Attributes:
-        count: number of images, and of samples per epoch
-        shape: height and width of a batch, pixels
-        partners: number of images that are mixed with each, drawn by (seed, epoch, position) from the `PARTNERS_WINDOW`
-            positions around the image
-        sizes: possible sizes of the longer side of `shape`, drawn per batch by (seed, epoch, batch); if empty, all
-            batches have `shape`
-        weights: probability of each image, (count,), for samples drawn with replacement; None: each image once
-        fixed: an order, the same in every epoch, and the shape of each of its batches: see `by_aspect`
     """
 
-    count: int
+    count: int  # number of images, and of samples per epoch
     batch_size: int
     seed: int
-    shape: tuple[int, int]
+    shape: tuple[int, int]  # height and width of a batch, pixels
+    # How many images are mixed with each, drawn by (seed, epoch, position) from `PARTNERS_WINDOW` positions around it.
     partners: int = 0
+    # Possible sizes of the longer side of `shape`, drawn by (seed, epoch, batch); if empty, all batches have `shape`.
     sizes: range = range(0)
-    weights: np.ndarray | None = None
+    weights: np.ndarray | None = None  # probability of each image, drawn with replacement; None: each image once
+    # An order, the same in every epoch, and the shape of each of its batches: see `by_aspect`.
     fixed: tuple[np.ndarray, list[tuple[int, int]]] | None = None
     epoch: int = 0
     skipped: int = 0

@@ -31,15 +31,10 @@ MIN_CENTRE_PIXELS = 2  # exclusive lower bound of the covered centre pixels, of 
 
 
 class TargetMasks(NamedTuple):
-    """The masks of the k targets of an image inside their windows.
+    """The masks of the k targets of an image inside their windows."""
 
-    Attributes:
-        windows: int32 (k, 4), left, top, right, bottom (exclusive) in the mask map
-        pixels: uint8 (s,), 0 or 1, window after window, each row by row
-    """
-
-    windows: np.ndarray
-    pixels: np.ndarray
+    windows: np.ndarray  # int32 (k, 4), left, top, right, bottom (exclusive) in the mask map
+    pixels: np.ndarray  # uint8 (s,), 0 or 1, window after window, each row by row
 
 
 NO_MASKS = TargetMasks(np.zeros((0, 4), np.int32), np.zeros(0, np.uint8))

@@ -210,7 +210,11 @@ def test_the_code_in_the_docs_finds_the_same_objects(
     page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
     (code,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "onnxruntime" in code]
     assert re.findall(r"^(?:import|from) .*", code, re.MULTILINE) == ["import ast, cv2, numpy as np, onnxruntime"]
-    expected = Predictor(file, conf_thres=0.25, iou_thres=0.45, device="cpu")(photo)
+    predictor = Predictor(file, conf_thres=0.25, iou_thres=0.45, device="cpu")
+    expected = predictor(photo)
+    np.testing.assert_array_equal(predictor(photo, size=(64, 96)).array, expected.array)
+    with pytest.raises(UserError, match="64 96"):
+        predictor(photo, size=64)
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
     exec(code, {})

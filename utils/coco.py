@@ -197,20 +197,17 @@ def report(
     An annotation file that does not fit is a warning, or if the user names it (`is_named`) a `UserError`, raised once
     the results are written. `write` writes text files by name.
     """
-    ids, problem = default_ids(names, images), ""
+    ids = default_ids(names, images)
     try:
-        ids = annotated_ids(file, names, images) if file else ids
-    except UserError as error:
-        problem = str(error)
-    rows = results(predictions, ids)
-    write({f"{stem}_predictions.json": json.dumps(rows)})
-    log(f"{plural(len(rows), 'result')} in {stem}_predictions.json; {ids.origin}")
-    if missing := ids.images.count(None):
-        log(f"warning: {file} lacks {missing} of the images; results and COCO's metrics exclude them")
-    kinds = ["bbox", "segm"] if any(image.masks for image in predictions) else ["bbox"]
-    try:
-        if problem:
-            raise UserError(problem)
+        try:
+            ids = annotated_ids(file, names, images) if file else ids
+        finally:
+            rows = results(predictions, ids)
+            write({f"{stem}_predictions.json": json.dumps(rows)})
+            log(f"{plural(len(rows), 'result')} in {stem}_predictions.json; {ids.origin}")
+        if missing := ids.images.count(None):
+            log(f"warning: {file} lacks {missing} of the images; results and COCO's metrics exclude them")
+        kinds = ["bbox", "segm"] if any(image.masks for image in predictions) else ["bbox"]
         for kind, values in metrics(file, ids, rows, kinds) if file else ():
             document, title = COCO_OUTPUTS[kind]
             measured = [(*key, "" if value < 0 else value) for key, value in zip(COCO_METRICS, values, strict=True)]

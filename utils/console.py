@@ -19,7 +19,6 @@ T = TypeVar("T")
 REFRESH_SECONDS = 1.0  # between two updates of the values beside a bar; each synchronises the device
 BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:5}| {rate_fmt}{postfix}"
 LEAST_COLUMNS = 80  # minimum width of tables and of the line of an epoch, and the width if the output is not a terminal
-MAX_NAMES = 10  # names in a line of names
 SHORTEST_NAME = 8  # characters that a name in a table keeps, however narrow the table
 
 
@@ -32,16 +31,11 @@ class Log:
     def __init__(self) -> None:
         self.reset()
 
-    def hold(self, is_main: bool, quiet: bool) -> None:
-        """Start a run, and hold its lines."""
+    def reset(self, is_main: bool = True, quiet: bool = False, hold: bool = False) -> None:
+        """Start a run, whose lines are held if `hold`; by default print all lines, as before a run."""
         self.is_main, self.quiet = is_main, quiet
-        self._held: list[str] | None = []
+        self._held: list[str] | None = [] if hold else None
         self._listener: Callable[[str], object] = len
-
-    def reset(self) -> None:
-        """Print all lines, as before a run."""
-        self.hold(True, False)
-        self._held = None
 
     def release(self, listener: Callable[[str], object]) -> None:
         """Print the lines that were held; from now on `listener` gets each line too."""
@@ -79,12 +73,6 @@ def columns() -> int:
     return max(shutil.get_terminal_size((LEAST_COLUMNS, 24)).columns, LEAST_COLUMNS)
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return the first `MAX_NAMES` names, and how many more there are."""
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
-
-
 def table(rows: Sequence[Sequence[str | float]]) -> list[str]:
     """Return the lines of a table with right-aligned columns, the first of which has the rows' names.
 
@@ -108,8 +96,8 @@ class Bar:
 
     def __init__(self, title: str, images: int, visible: bool, done: int = 0) -> None:
         self.title, self.images, self.visible, self.done = title, images, visible, done
-        self.passed = 0  # images of this pass
         self.waited = self.seconds = 0.0  # time that this process waited for batches, and that it took
+        self.rate = 0.0  # images per second, once all have passed
 
     def over(self, batches: Iterable[T], size: Callable[[T], int]) -> Iterator[T]:
         """Iterate over `batches`; `size` maps a batch to its number of images."""
@@ -120,16 +108,11 @@ class Bar:
             for batch in batches:
                 self.waited += time.monotonic() - asked
                 yield batch
-                self.passed += size(batch)
                 self._bar.update(size(batch))
                 asked = time.monotonic()
                 self.seconds = asked - started
-        self.passed, self.seconds = self.images - self.done, time.monotonic() - started
-
-    @property
-    def rate(self) -> float:
-        """Images per second."""
-        return self.passed / self.seconds if self.seconds else 0.0
+        self.seconds = time.monotonic() - started
+        self.rate = (self.images - self.done) / max(self.seconds, 1e-9)
 
     @property
     def waiting(self) -> float:

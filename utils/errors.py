@@ -11,14 +11,14 @@ MAX_MESSAGE = 2000  # characters: a value that a message quotes may have a milli
 ADDRESS = re.compile(r"(?i)(?<![a-z0-9+.-])([a-z][a-z0-9+.-]+:/{1,2})(?:[^/\s]*@)?([^?\s]*)(?:\?(?=[\w%])\S*)?")
 
 # What torch puts before the message of an error in a loader process, which it raises again in the training process.
-OF_LOADER = re.compile(r"(?s)Caught \w+ in DataLoader worker process .*\n[\w.]+Error: ")
+OF_LOADER = re.compile(r"(?s)\ACaught \w+ in DataLoader worker process .*\n[\w.]+Error: ")
 
 
 class UserError(Exception):
     """An error that the user can fix; the message says what is wrong, in which file, line or key, and what to do."""
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(printable(OF_LOADER.sub("", message).rstrip() if OF_LOADER.match(message) else message))
+        super().__init__(printable(OF_LOADER.sub("", message).rstrip()))
 
 
 class Stopped(SystemExit):

@@ -22,7 +22,6 @@ from http.client import HTTPException
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
-from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 from uuid import uuid4
 from weakref import WeakSet
@@ -41,8 +40,6 @@ ILLEGAL_CHARACTERS = re.compile(r'[<>:"/\\|?*\x00-\x1f]')  # in file names of Li
 SERVER_TIMEOUT_SECONDS = 20.0  # longest wait for data from the server
 ATTEMPTS = 3
 RETRY_SECONDS = 1.0  # wait before the second attempt; doubled before the third
-BLOCK_BYTES = 2**20  # bytes read at once
-UNKNOWN_LENGTH_BYTES = 2**30  # limit of a download whose length the server does not name: it may never end
 HUB_PREFIX = "hf:"  # prefix of --weights
 HUB_NAME = re.compile(r"(?://)?([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+))?")  # owner/name, revision, file
 HUB_TOKEN = re.compile(r"Bearer [^'\"]*|hf_\w+")  # in errors of a library
@@ -277,10 +274,10 @@ def download(
                 if not path.is_file():
                     _fetch(address, path, sha256, usable, licence)
                 break
-            except (OSError, ValueError, HTTPException) as error:  # URLError and socket errors are OSErrors
-                # Without an answer it fails at once, as on a machine without a network.
-                is_temporary = error.code >= 500 if isinstance(error, HTTPError) else not isinstance(error, URLError)
-                if attempt == ATTEMPTS - 1 or isinstance(error, ValueError) or not is_temporary:
+            except (OSError, ValueError, HTTPException) as error:
+                # Without an answer (URLError) it fails at once, as on a machine without a network.
+                is_temporary = isinstance(error, (ConnectionError, TimeoutError, HTTPException))
+                if attempt == ATTEMPTS - 1 or not (is_temporary or getattr(error, "code", 0) >= 500):
                     reason = str(getattr(error, "reason", error)) or type(error).__name__
                     advice = advice or f"download it in another way and save it as {path}"
                     raise UserError(f"{address} cannot be downloaded ({reason}); {advice}") from None
@@ -294,7 +291,7 @@ def is_address(text: Any) -> bool:
 
 
 def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool], licence: str) -> None:
-    """Download a file once. Raises OSError or HTTPException, or ValueError if it need not be tried again."""
+    """Download a file once. Raises OSError, ValueError or HTTPException."""
     if not is_address(address):
         raise ValueError("it must begin with http://, https:// or file:// and have no spaces and no password")
     request = Request(address, headers={"User-Agent": "lockstep"})
@@ -302,27 +299,16 @@ def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool]
         terms = f" (licence: {licence})" if licence else ""
         print(f"downloading {without_secrets(address)}{terms}", file=sys.stderr, flush=True)
         length = int(answer.headers.get("Content-Length") or 0)
-        if length > (free := shutil.disk_usage(path.parent).free):
-            raise ValueError(f"it needs {gigabytes(length)}, and {gigabytes(free)} are free")
-        limit = min(length or UNKNOWN_LENGTH_BYTES, free)
         # disable=None: a progress bar on terminals only
         with tqdm.wrapattr(answer, "read", length or None, desc=path.name, disable=None, leave=False) as source:
-            while block := source.read(BLOCK_BYTES):
-                file.write(block)
-                if file.tell() > limit:
-                    raise ValueError(f"it has more than {gigabytes(limit)}")
-        if length and file.tell() != length:
-            raise OSError(f"the connection ended after {file.tell()} of {length} bytes")
+            shutil.copyfileobj(source, file)
         file.flush()
+        if length and file.tell() != length:
+            raise ConnectionError(f"the connection ended after {file.tell()} of {length} bytes")
         written = Path(file.name)
         is_other = sha256 and not hashlib.sha256(written.read_bytes()).hexdigest().startswith(sha256)
         if is_other or not usable(written):
             raise ValueError("the content is not the expected one, or damaged")
-
-
-def gigabytes(size: float) -> str:
-    """Format a number of bytes in MB or GB."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
 def fetch_from_hub(name: str) -> Path:

@@ -44,8 +44,7 @@ def call(
     handlers. Raises `UserError` if the command would end with an error, and KeyboardInterrupt if Ctrl-C has stopped it.
     """
     flags = arguments(OPTIONS_OF_SCRIPT[script], flags, f"{script}.run", hyperparameters=hyperparameters)
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS if in_main_thread}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with tempfile.TemporaryDirectory() as folder:
         file, returned = Path(folder) / "result.json", None
         os.environ[RESULT] = str(file)
@@ -62,9 +61,10 @@ def call(
             log.reset()
             reset_accelerate()
             release_locks()
-            for number, handler in handlers.items():
+            if threading.current_thread() is threading.main_thread():
                 signal.set_wakeup_fd(-1)
-                signal.signal(number, handler)
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
         return json.loads(file.read_text()) if file.is_file() else returned or {}
 
 

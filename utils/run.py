@@ -181,7 +181,7 @@ class Run:
         self._first_charts: tuple[str, ...] = ()  # not yet drawn
         self._watchdog = Watchdog(math.inf, self.path)
         self._stop = GracefulStop()
-        log.hold(self._is_main, quiet)
+        log.reset(self._is_main, quiet, hold=True)
         self.devices = log_devices(accelerator, precision)
 
     def open_folder(self, project: str, name: str, exist_ok: bool) -> None:

@@ -33,7 +33,7 @@ def test_names_of_files_are_printed_in_any_encoding(
 def test_a_run_holds_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
     """Until its folder is open; a quiet one prints warnings, and what must be printed always."""
     log, heard = console.Log(), list[str]()
-    log.hold(True, quiet=True)
+    log.reset(True, quiet=True, hold=True)
     log("held", "", "warning: held too")
     assert capsys.readouterr().out == ""
     log.release(heard.append)
@@ -41,7 +41,7 @@ def test_a_run_holds_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
     log("result", always=True)
     assert capsys.readouterr().out == "warning: held too\nresult\n"
     assert heard == ["held", "warning: held too", "quiet", "result"]
-    log.hold(False, quiet=False)
+    log.reset(False, hold=True)
     log.release(heard.append)
     log("of another process")
     assert (capsys.readouterr().out, heard[4:]) == ("", [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import multiprocessing
 import os
@@ -263,15 +264,6 @@ def test_server_errors_and_broken_connections_are_tried_again(server: Server, fo
     assert len(server.asked) == 3
 
 
-def test_a_download_without_a_length_has_a_limit(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    address = server.give("a.bin", sending(CONTENT, length=-1))
-    monkeypatch.setattr(files, "UNKNOWN_LENGTH_BYTES", len(CONTENT) - 1)
-    refused(address, folder / "a.bin")
-    assert len(server.asked) == 1
-    monkeypatch.setattr(files, "UNKNOWN_LENGTH_BYTES", len(CONTENT))
-    assert download(address, folder / "a.bin").read_bytes() == CONTENT
-
-
 def refused(address: str, path: Path, **known: Any) -> None:
     """Check the error of a download that fails: it names address and path, and no file is left."""
     with pytest.raises(UserError) as raised:
@@ -300,16 +292,17 @@ def test_what_servers_do_wrong(server: Server, folder: Path, monkeypatch: pytest
         refused(address, folder / "a.pth")  # nobody answers
 
 
-def test_wrong_content_and_a_disk_that_is_too_small(
-    server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_content_and_a_full_disk(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address = server.give("a.pth", sending(CONTENT))
     refused(address, folder / "a.pth", sha256="0123")
     refused(address, folder / "a.pth", usable=lambda path: path.stat().st_size == 0)
     digits = hashlib.sha256(CONTENT).hexdigest()
     assert download(address, folder / "a.pth", sha256=digits[:8]).read_bytes() == CONTENT
-    usage = shutil.disk_usage("/")._replace(free=10**6)
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: usage)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copyfileobj", full)
     refused(address, folder / "b" / "b.pth")
     assert len(server.asked) == 4
 
