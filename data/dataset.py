@@ -235,7 +235,8 @@ class DataSet(ABC, Generic[S]):
         }
         for title, classes in texts.items():
             more = f" and {len(classes) - PRINTED_NAMES} more" if len(classes) > PRINTED_NAMES else ""
-            log(f"{title}{', '.join(classes[:PRINTED_NAMES])}{more}" if classes else "")
+            if classes:
+                log(f"{title}{', '.join(classes[:PRINTED_NAMES])}{more}")
         real = cache(os.path.realpath)  # each folder is resolved once, which is fast
         paths = [{(real(folder), name) for folder, name in map(os.path.split, split.images)} for split in (train, val)]
         if both := paths[0] & paths[1]:

@@ -262,7 +262,7 @@ def log_epoch(
         "images_per_second": bar.rate,
         "train_seconds": bar.seconds,
         "validation_seconds": time.monotonic() - began,
-        "data_wait": bar.waited / max(bar.seconds, 1e-9),
+        "data_wait": bar.waiting,
         "steps_skipped": progress.skipped,
     }
     run_log.log_epoch(row, timing, summary, progress)
