@@ -160,7 +160,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
         speed_defaults: Any = {name: value for name, value in SPEED_DEFAULTS.items() if name not in given}
         options = replace(options, **speed_defaults)
     size = members.image_size(options.imgsz, source.spec.defaults.get("imgsz", 0))
-    options = replace(options, imgsz=size.square(), square=options.square or size.is_fixed)
+    options = replace(options, imgsz=max(size.sides), square=options.square or size.is_fixed)
     kind = members.entry.load()
     task = kind(names, kind.recipe())
     models = [for_inference(model, device, half) for model in members.build(task, options.imgsz, options.data)]
