@@ -239,8 +239,10 @@ class StartingPoint:
         return TORCHVISION_DEFAULT
 
     def known_share(self, model: Model, task: Task) -> float | None:
-        """Return the share of the task's classes that the weights know by name, half of it if they lack part of the head
-        as a detector's file lacks the masks; None if at most half of the model's tensors fit."""
+        """Return the share of the task's classes that the weights know by name; None if at most half the tensors fit.
+
+        The share is halved if they lack part of the model's head, as a detector's file lacks the masks.
+        """
         if not (file := self.weights):
             return None
         tensors = model.state_dict()

@@ -39,8 +39,6 @@ from utils.user_code import imported
 
 MAX_COUNT = 4096  # largest number of classes, channels or repetitions; a larger one is a typing error
 MAX_MULTIPLE = 16  # largest depth or width multiple
-MAX_LAYER_PARAMETERS = 1e9
-MAX_MAP_VALUES = 1e8  # numbers in a layer's output for an image of PROBE_PIXELS
 # Side in pixels of the image that a model is tried with while it is built; also the largest stride that it may have.
 PROBE_PIXELS = 128
 CHANNELS = 3  # channels of an image: RGB
@@ -284,6 +282,10 @@ def _with_defaults(source: str, yaml: dict[str, Any], nc: int | None) -> dict[st
     whole = is_count, f"a whole number from 1 to {MAX_COUNT}"
     multiple = lambda value: is_number(value) and 0 < value <= MAX_MULTIPLE, f"a number above 0, at most {MAX_MULTIPLE}"
     rows = lambda value: isinstance(value, list) and bool(value), "a list of rows [from, number, module, args]"
+    anchors = (
+        lambda value: is_count(value) or (rows[0](value) and all(map(rows[0], value))),
+        "a list of width, height pairs for each level, or their number per level",
+    )
     checks: dict[str, tuple[Callable[[Any], bool], str]] = {
         "ch": (lambda value: value == CHANNELS, f"{CHANNELS}, as images are read as RGB, or leave it out"),
         **dict.fromkeys(("nc", "channel_multiple"), whole),
@@ -293,19 +295,12 @@ def _with_defaults(source: str, yaml: dict[str, Any], nc: int | None) -> dict[st
     if yaml.get("auxiliary"):
         checks["auxiliary"] = rows
     if (head := detection_head(yaml)) and head.takes_anchors:
-        checks["anchors"] = _are_anchors, "a list of width, height pairs for each level, or their number per level"
+        checks["anchors"] = anchors
     for key, (is_valid, what) in checks.items():
         if not is_valid(yaml.get(key)):
             problem = f"is {yaml[key]!r}" if key in yaml else "is missing"
             raise UserError(f"{source}: `{key}` {shortened(problem)}; give {what}")
     return yaml
-
-
-def _are_anchors(value: Any) -> bool:
-    """Return whether `value` is a count, or a list of flat lists of numbers; `Detect` checks their lengths."""
-    if not isinstance(value, list):
-        return is_count(value)
-    return bool(value) and all(isinstance(level, list) and level and all(map(is_number, level)) for level in value)
 
 
 def _parse_row(source: str, index: int, row: Any, values: dict[str, Any]) -> Row:
@@ -364,11 +359,7 @@ def _build_layers(source: str, rows: list[Row], yaml: dict[str, Any], imgsz: int
                 draft = make(row).eval()  # BatchNorm must accept single values
                 skip_norms(draft)
                 maps[row.index] = draft(row.inputs(maps))
-            tensors = _tensors(maps[row.index])
-            parameters, values = (sum(map(torch.numel, numbers)) for numbers in (draft.parameters(), tensors))
-            if parameters > MAX_LAYER_PARAMETERS or values > MAX_MAP_VALUES:  # a typing error
-                raise ValueError(f"it has {parameters:.2g} parameters and {values:.2g} outputs, more than fits memory")
-            for shape in (x.shape for x in tensors if x.ndim == 4):
+            for shape in (x.shape for x in _tensors(maps[row.index]) if x.ndim == 4):
                 if len({*shape[2:]}) > 1 or shape[0] != 1:
                     raise ValueError(f"its map {list(shape)} is not one square map for a square image")
             drafts.append(draft)
@@ -426,15 +417,14 @@ def _parse_activation(source: str, text: Any) -> Callable[[], nn.Module] | None:
     """Return a constructor of activations from text such as `nn.LeakyReLU(0.1)`; None for None. Evaluates no code."""
     if text is None:
         return None
-    known = nn.modules.activation.__all__
     try:
         tree = ast.parse(str(text).strip(), mode="eval").body
         call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
-        prefix, _, name = ast.unparse(call.func).rpartition(".")
-        if prefix not in ("nn", "torch.nn") or name not in known:
-            raise ValueError(f"no activation of torch.nn{nearest(name, known)}")
+        layer = layer_named(ast.unparse(call.func))
+        if layer.__module__ != nn.modules.activation.__name__:
+            raise ValueError("no activation of torch.nn")
         options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-        make = partial(getattr(nn, name), *map(ast.literal_eval, call.args), **options)
+        make = partial(layer, *map(ast.literal_eval, call.args), **options)
         make()
     except Exception as error:  # everything that ast and the activation raise
         reason = first_line(error)
