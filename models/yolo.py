@@ -92,11 +92,8 @@ def layer_named(name: Any) -> Callable[..., nn.Module]:
 def make_layer(row: Row, channels: list[int], repeats: int, scaled: Callable[[Any], int]) -> nn.Module:
     """Return the layer of a row, called as the names of its parameters decide: see `add_layers`.
 
-    Raises ValueError, with part of a sentence, for a wrong number of inputs or output channels.
-
-    Args:
-        channels: channels of each input map
-        scaled: returns the scaled number of channels
+    `channels` are those of each input map; `scaled` returns a scaled number of them. Raises ValueError, with part of a
+    sentence, for a wrong number of inputs or output channels.
     """
     layer, args = layer_named(row.module), list(row.args)
     for position in CHANNEL_ARGUMENTS.get(row.module, ()):
@@ -168,9 +165,7 @@ class Row:
 class YoloModel(Model):
     """The network of a YAML's rows.
 
-    Args:
-        stride: the network's stride in pixels, at least the largest of the head's input maps; 1 if it takes any size
-        imgsz: image size in pixels, in whole strides
+    Its stride in pixels is at least the largest of the head's input maps, or 1 if it takes images of any size.
     """
 
     def __init__(
@@ -235,8 +230,8 @@ def build_model(
 
     Args:
         yaml: path of the YAML, name of a shipped file, or the content
-        nc: number of classes, which overrides the YAML's; None to keep that number
-        head: required class of the last layer, or several classes, one of which it must have; the first is the usual
+        nc: number of classes in place of the YAML's
+        head: required class of the last layer, or several, one of which it must have; the first is the usual
         imgsz: image size in pixels, which is rounded up
     """
     if not isinstance(yaml, dict):
