@@ -276,11 +276,7 @@ def _with_defaults(source: str, yaml: dict[str, Any], nc: int | None) -> dict[st
     yaml = {**task, **sizes, **yaml, **task, **({} if nc is None else {"nc": nc})}
     whole = is_count, f"a whole number from 1 to {MAX_COUNT}"
     multiple = lambda value: is_number(value) and 0 < value <= MAX_MULTIPLE, f"a number above 0, at most {MAX_MULTIPLE}"
-    rows = lambda value: isinstance(value, list) and bool(value), "a list of rows [from, number, module, args]"
-    anchors = (
-        lambda value: is_count(value) or (rows[0](value) and all(map(rows[0], value))),
-        "a list of width, height pairs for each level, or their number per level",
-    )
+    rows = _is_list, "a list of rows [from, number, module, args]"
     checks: dict[str, tuple[Callable[[Any], bool], str]] = {
         "ch": (lambda value: value == CHANNELS, f"{CHANNELS}, as images are read as RGB, or leave it out"),
         **dict.fromkeys(("nc", "channel_multiple"), whole),
@@ -290,12 +286,18 @@ def _with_defaults(source: str, yaml: dict[str, Any], nc: int | None) -> dict[st
     if yaml.get("auxiliary"):
         checks["auxiliary"] = rows
     if (head := detection_head(yaml)) and head.takes_anchors:
-        checks["anchors"] = anchors
+        are_anchors = lambda value: is_count(value) or (_is_list(value) and all(map(_is_list, value)))  # noqa: E731
+        checks["anchors"] = are_anchors, "a list of width, height pairs for each level, or their number per level"
     for key, (is_valid, what) in checks.items():
         if not is_valid(yaml.get(key)):
             problem = f"is {yaml[key]!r}" if key in yaml else "is missing"
             raise UserError(f"{source}: `{key}` {shortened(problem)}; give {what}")
     return yaml
+
+
+def _is_list(value: Any) -> bool:
+    """Return whether `value` is a list that is not empty."""
+    return isinstance(value, list) and bool(value)
 
 
 def _parse_row(source: str, index: int, row: Any, values: dict[str, Any]) -> Row:
@@ -379,10 +381,9 @@ def _try_size(source: str, rows: list[Row], drafts: list[nn.Module], probed: Map
     maps: dict[int, Any] = {-1: torch.zeros(1, CHANNELS, side, side, device="meta")}
     for row, draft in zip(rows, drafts, strict=True):
         with _naming(source, row), torch.device("meta"), torch.no_grad():
-            if isinstance(draft, Head) and not draft.any_size:
-                for j in row.sources:
-                    if _stride(maps[j], side) != _stride(probed[j], PROBE_PIXELS):
-                        raise ValueError(f"the map of row {j} does not fit an image of {side}x{side}")
+            fits = all(_stride(maps[j], side) == _stride(probed[j], PROBE_PIXELS) for j in row.sources)
+            if isinstance(draft, Head) and not (draft.any_size or fits):
+                raise ValueError(f"its input does not fit an image of {side}x{side}")
             maps[row.index] = draft(row.inputs(maps))
 
 
