@@ -178,12 +178,12 @@ def resolve(unresolved: Settings, agreed: Callable[[bool], bool] = bool) -> Job:
     kind, words = start_from.entry.load(), model_words(start_from.yaml)
     source = data_source(unresolved.options.data, start_from.entry.data)
     defaults = (kind.defaults, source.spec.defaults)
-    if not saved:
-        start_from = start_from.with_weights(unresolved.value("weights", *defaults))
-    named = {}
+    weights, named = unresolved.value("weights", *defaults), {}
     if kind.prefers_trained and not unresolved.names("weights", source.spec.defaults):
-        start_from = start_from.with_default_weights(agreed)
-        named = {"weights": start_from.weights_name}
+        weights = start_from.default_weights(agreed)
+        named = {"weights": weights}
+    if not saved:
+        start_from = start_from.with_weights(weights)
 
     def choose() -> tuple[str, str, str]:
         """Return the recipe of a new run. Weights of which few tensors fit do not count."""

@@ -82,7 +82,7 @@ class Predictor:
             self.models = [for_inference(model, self.device, half, fold=True) for model in models]
             self.stride = math.lcm(*(model.stride for model in models))
             log_rounding(size.sides, size.rounded(self.stride).sides, self.stride)
-            members.log_notes(flags, half)
+            members.log_notes(options.half, half)
         classes = class_numbers(options.classes, self.task.names)
         self.thresholds = select(Thresholds, options, classes=classes, one_class=True)
         postprocess = self.task.postprocess(self.models[0], self.thresholds)

@@ -160,7 +160,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
         speed_defaults: Any = {name: value for name, value in SPEED_DEFAULTS.items() if name not in given}
         options = replace(options, **speed_defaults)
     size = members.image_size(options.imgsz, source.spec.defaults.get("imgsz", 0))
-    options = replace(options, imgsz=size.square(), square=options.square or size.is_fixed)
+    options = replace(options, imgsz=max(size.sides), square=options.square or size.is_fixed)
     kind = members.entry.load()
     task = kind(names, kind.recipe())
     models = [for_inference(model, device, half) for model in members.build(task, options.imgsz, options.data)]
@@ -180,9 +180,8 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     log(files, *source.spec.warnings)
     split.report(split_name)
     log_rounding(size.sides, size.rounded(stride).sides, stride)
-    members.log_validation(half)
     members.first.compare_names(names, next(iter(members.files)))
-    members.log_notes(given, half)
+    members.log_notes(options.half, half)
     run.files.write_problems(split.problems)
     run.files.write_settings({**vars(options), "imgsz": first.imgsz})
     run_log.start_validation(run, vars(options), members.first.settings)
@@ -193,7 +192,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     thresholds, draws, square = select(Thresholds, options), not options.noplots, options.square
     batch, criterion = options.batch_size, task.criterion(first)
     evaluate = evaluator(run, task, first, criterion, data, split, batch, draws, thresholds, square)
-    if not members.suppresses:
+    if not any(file.suppression for file in members.exported.values()):
         evaluate.metrics.check_thresholds(thresholds)
     evaluate.inference = replace(evaluate.inference, augment=options.augment, half=half)
     coco_images: list[CocoImage] = []  # predictions of this process, with --save-json

@@ -53,8 +53,7 @@ def export_base(name: str, file: Path) -> Path:
 
 
 def common_task(weights: Mapping[str, Weights]) -> str:
-    """Return the name of the task that all weight files share. A task that is not registered is loaded from the Python
-    file that the weights were trained with, see `add_tasks`.
+    """Return the name of the task that all weight files share; a user's is loaded from the file that they name.
 
     Raises `UserError` if a file has no model, or if two files have different tasks or classes.
     """
@@ -99,7 +98,7 @@ def halve(model: M) -> M:
     """Convert the weights to half precision, in place. Modules without weights of their own keep their buffers:
     a head's anchors are coordinates, which need float32."""
     for module in model.modules():
-        if any(True for _ in module.parameters(recurse=False)):
+        if [*module.parameters(recurse=False)]:
             module.half()
     return model
 
@@ -160,38 +159,14 @@ class Members:
         """The metadata of the exported files, by name on the command line."""
         return {name: content.metadata for name, content in self.weights.items() if content.metadata}
 
-    @property
-    def suppresses(self) -> bool:
-        """Whether an exported file suppresses boxes itself."""
-        return any(file.suppression for file in self.exported.values())
-
-    def log_notes(self, flags: Mapping[str, Any], half: bool) -> None:
-        """Warn of `flags` on the command line that the device, which decides `half`, or an exported file overrides."""
-        if flags.get("half") and not half:
-            log("warning: --half is for CUDA; using full precision")
+    def log_notes(self, wants_half: bool, half: bool) -> None:
+        """Log what the results depend on: the precision (--half works on CUDA only), and an exported file's limits."""
+        if wants_half:
+            log("weights and images in half precision" if half else "warning: --half is for CUDA; using full precision")
         for name, file in self.exported.items():
-            overridden = ["half"] if half and not file.half else []
-            if not file.dynamic and sides_of(flags.get("imgsz", 0)) not in ((), file.imgsz, file.imgsz[:1]):
-                overridden.append("imgsz")
             if file.suppression:
-                overridden += ["conf_thres", "iou_thres", "agnostic_nms", "max_det"]
-            if words := ", ".join(f"--{flag.replace('_', '-')}" for flag in overridden if flag in flags):
-                values = f"--imgsz {in_words(file.imgsz)} {file.suppression_flags}".rstrip()
-                log(f"warning: {name} was exported with {values}; {words} cannot override it")
-
-    def log_validation(self, half: bool) -> None:
-        """Log what the metrics depend on: precision, square images, an ensemble, and own suppression."""
-        exported = self.exported
-        if half and len(exported) < len(self.files):
-            log("weights and images in half precision")
-        if "padding" in self.features and not all(file.dynamic for file in exported.values()):
-            log("images are square: the metrics are comparable with a .pt file's under --square")
-        if len(self.files) > 1:
-            log(f"an ensemble of {len(self.files)} models; the losses come from {next(iter(self.files))}")
-        for name, file in exported.items():
-            if file.suppression:
-                words = "the metrics are comparable only among files that were exported alike"
-                log(f"warning: {name} was exported with {file.suppression_flags}; {words}")
+                limits = ", ".join(f"{key} {value}" for key, value in file.suppression.items())
+                log(f"warning: {name} suppresses boxes itself ({limits}); flags can only be stricter")
 
     def build(self, task: Task, imgsz: int, data: str) -> list[Model]:
         """Return the model of each file, on the CPU, all for about `imgsz` pixels: a multiple of every model's stride.
@@ -209,10 +184,9 @@ class Members:
 
 
 def read_members(names: Sequence[str], layers: str, task_file: str, augment: bool) -> Members:
-    """Read the weight files that --weights names, downloaded if necessary.
+    """Read the weight files that --weights names, downloaded if necessary. The arguments are values of flags.
 
-    Raises `UserError` if a file cannot be used, or not together with the others. The other arguments are values of
-    flags.
+    Raises `UserError` if a file cannot be used, or not together with the others.
     """
     from models.export import read_model
 
@@ -241,8 +215,7 @@ def for_inference(model: Model, device: torch.device, half: bool, fold: bool = F
     fold = fold or any(isinstance(module, RepConv) for module in model.modules())
     if fold and not isinstance(model, Exported):
         model = fuse(model)
-    if half:
-        halve(model)
+    model = halve(model) if half else model
     return model.to(device, memory_format=layout(device)).eval()  # type: ignore[call-overload]
 
 

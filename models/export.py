@@ -66,15 +66,6 @@ class ExportMetadata:
     licence: str = UNKNOWN
     origin: list[dict[str, str]] = field(default_factory=list)  # see `Origin`
 
-    @property
-    def suppression_flags(self) -> str:
-        """The flags of export.py that describe the suppression in the file, '' if there is none."""
-        if not (own := self.suppression):
-            return ""
-        numbers = f"--conf-thres {own['conf_thres']:g} --iou-thres {own['iou_thres']:g} --topk-all {own['most']}"
-        agnostic = " --agnostic-nms" if own["agnostic"] else ""
-        return f"--nms {numbers} --topk-per-class {own['most_per_class']}{agnostic}"
-
     def text(self) -> str:
         """Return the metadata as JSON with sorted keys; `shape`, `stride` and `names` are for YOLOv5's programs."""
         content = {"format": EXPORT_FORMAT, **asdict(self), "shape": [self.batch, 3, *self.imgsz]}

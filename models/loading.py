@@ -32,7 +32,7 @@ from models.weights import (
     same_names,
 )
 from models.yolo import add_layers, whole_strides
-from utils.config.flags import IMGSZ, TrainOptions
+from utils.config.flags import TrainOptions
 from utils.config.hyperparameters import Recipe
 from utils.console import log
 from utils.errors import UserError, first_line, nearest, plural, quoted
@@ -42,14 +42,9 @@ from utils.files import find_file, read_yaml
 
 
 def sides_of(imgsz: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the sides that --imgsz gives: one side, height and width, or none for 0 or empty, the default.
-
-    Raises `UserError` for any other value.
-    """
-    sides = (imgsz,) if isinstance(imgsz, int) else tuple(imgsz)
-    if sides == (0,):
-        return ()
-    if len(sides) > 2 or not all(side in IMGSZ for side in sides):
+    """Return the sides that --imgsz gives: one, height and width, or none for 0. Raises `UserError` for more."""
+    sides = tuple(filter(None, (imgsz,) if isinstance(imgsz, int) else imgsz))
+    if len(sides) > 2:
         raise UserError(f"--imgsz {' '.join(map(str, sides))}: give one number of pixels, or height and width")
     return sides
 
@@ -76,45 +71,28 @@ class ImageSize(NamedTuple):
         height, width = self.sides
         return self if self.is_fixed else ImageSize((whole_strides(height, stride), whole_strides(width, stride)))
 
-    def square(self) -> int:
-        """Return the side of the square for both sides. Raises `UserError` if they are fixed and differ."""
-        height, width = self.sides
-        if self.is_fixed and height != width:
-            raise UserError(
-                f"--weights takes only images of {height}x{width}, and val.py makes square ones; "
-                "export it with --dynamic, or with one number for --imgsz"
-            )
-        return max(self.sides)
 
-
-def gflops(model: nn.Module, imgsz: int) -> float:
+def gflops(model: nn.Module, imgsz: int, source: str = "the model") -> float:
     """Return the billions of floating-point operations for one image (3, imgsz, imgsz); a multiply-add counts as two.
 
-    The model is traced on the "meta" device: nothing is computed. Returns 0 if a layer cannot be traced.
+    The model is traced on the "meta" device. If a layer cannot be traced, the model runs on a black image and the
+    result is 0. Raises `UserError`, which names `source`, if it does not take such an image.
     """
-    with suppress(Exception):  # a user's layer can fail anywhere
+    with suppress(Exception), torch.no_grad():  # a user's layer can fail anywhere
         replaced = {id(tensor): tensor.to("meta") for tensor in (*model.parameters(), *model.buffers())}
         traced = copy.deepcopy(model, replaced).eval()  # no weight is copied
         skip_norms(traced)
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as counter:
             traced(torch.empty(1, 3, imgsz, imgsz, device="meta"))
         return counter.get_total_flops() / 1e9
-    return 0.0
-
-
-def check_size(model: nn.Module, imgsz: int, source: str) -> None:
-    """Run the model on a black image. Raises `UserError` if it does not take images of `imgsz` pixels."""
-    modes = {module: module.training for module in model.modules()}
     try:
         with torch.no_grad():
-            model.eval()(torch.zeros(1, 3, imgsz, imgsz, dtype=next(model.parameters()).dtype))
+            copy.deepcopy(model).eval()(torch.zeros(1, 3, imgsz, imgsz))
     except Exception as error:
         if "cuda" not in str(error).lower():  # of a layer that runs on a GPU only
             reason = first_line(error)
             raise UserError(f"{source} does not take images of {imgsz} pixels ({reason}); change --imgsz") from error
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    return 0.0
 
 
 # Layers and parameters by name, for --freeze and `lr_factor`
@@ -140,26 +118,24 @@ def parameters_of(model: nn.Module, word: str, flag: str) -> set[str]:
     for parameters, and for modules with all their parameters.
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}  # names of shared ones too
-    modules, layers = [name for name, _ in model.named_modules() if name], layers_of(model)
-    rows = getattr(model, "yaml", {}).get("backbone")
+    layers, rows = layers_of(model), getattr(model, "yaml", {}).get("backbone")
     if word == "head":
         return parameters - parameters_of(model, "backbone", flag)
     is_number = word.isdecimal() and int(word) < len(layers)
     if is_number:
-        prefixes = [layers[int(word)]]
+        patterns = [layers[int(word)]]
     elif word == "backbone" and isinstance(rows, list):
-        prefixes = layers[: len(rows)]
+        patterns = layers[: len(rows)]
     else:
-        pattern = "*backbone" if word == "backbone" else word
-        prefixes = [name for name in modules if fnmatchcase(name, pattern)]
-    inside = tuple(f"{prefix}." for prefix in prefixes)
-    selected = {name for name in parameters if fnmatchcase(name, word) or name.startswith(inside)}
+        patterns = ["*backbone" if word == "backbone" else word]
+    patterns += [f"{pattern}.*" for pattern in patterns]  # parameters of modules
+    selected = {name for name in parameters if any(fnmatchcase(name, pattern) for pattern in patterns)}
     if not selected and word in ("backbone", "-1"):
         return {name for name in parameters if not name.startswith(f"{head_prefix(model)}.")}
     if not selected and not is_number:
         raise UserError(
-            f"{flag} {quoted(word)} matches no layer or parameter{nearest(word, [*parameters, *modules])}; "
-            f"give backbone, head, a number from -1 to {len(layers) - 1}, or a pattern such as {modules[0]} or *.bias"
+            f"{flag} {quoted(word)} matches no layer or parameter{nearest(word, [*parameters, *layers])}; "
+            f"give backbone, head, a number from -1 to {len(layers) - 1}, or a pattern such as {layers[0]} or *.bias"
         )
     return selected
 
@@ -192,22 +168,18 @@ def freeze(model: nn.Module, words: Sequence[int | str]) -> None:
 # Transfer
 
 
-class Transfer(NamedTuple):
-    """The result of `transfer`."""
+def transfer(
+    model: nn.Module, state: Mapping[str, Tensor], exclude: tuple[str, ...] = ()
+) -> tuple[int, int, list[str]]:
+    """Load the tensors whose names and shapes fit the model, except for names that contain a part in `exclude`.
 
-    loaded: int  # number of loaded tensors
-    total: int  # number of tensors in the model
-    misfits: list[tuple[str, tuple[int, ...], tuple[int, ...]]]  # name, shape in the file, shape in the model
-
-
-def transfer(model: nn.Module, state: Mapping[str, Tensor], exclude: tuple[str, ...] = ()) -> Transfer:
-    """Load the tensors whose names and shapes fit the model, except for names that contain a part in `exclude`."""
+    Returns the number of loaded tensors, of the model's tensors, and the names of those that have another shape.
+    """
     tensors = model.state_dict()
     named = [name for name in tensors if name in state and not any(part in name for part in exclude)]
     fitting = {name: state[name] for name in named if state[name].shape == tensors[name].shape}
-    misfits = [(name, tuple(state[name].shape), tuple(tensors[name].shape)) for name in named if name not in fitting]
     model.load_state_dict(fitting, strict=False)
-    return Transfer(len(fitting), len(tensors), misfits)
+    return len(fitting), len(tensors), [name for name in named if name not in fitting]
 
 
 def head_tensors(model: Model) -> dict[str, Tensor]:
@@ -249,32 +221,27 @@ class StartingPoint:
         """The licence of the initial weights, and the files that they began from."""
         return self.weights.origin if self.weights else Origin(YOURS)
 
-    def with_default_weights(self, agreed: Callable[[bool], bool]) -> StartingPoint:
-        """Load the weights that torchvision recommends for the model, if the main process can get them; log it.
+    def default_weights(self, agreed: Callable[[bool], bool]) -> str:
+        """Return DEFAULT if the main process can get the weights that torchvision recommends for the model, else ''.
 
-        `agreed` returns the main process's value on every process. Raises `UserError` if only this machine cannot.
+        `agreed` returns the main process's value on every process.
         """
-        scratch, problem = replace(self, weights=None, weights_name="", weights_file=None), None
         if "architecture" not in self.yaml:
             log("training from scratch: no --weights are given")
-            return scratch
-        try:
-            find_weights(TORCHVISION_DEFAULT, self.yaml, self.source)
-        except UserError as error:
-            problem = error
-        if not agreed(problem is None):
+            return ""
+        found = False
+        with suppress(UserError):
+            found = bool(find_weights(TORCHVISION_DEFAULT, self.yaml, self.source))
+        if not agreed(found):
             log("training from scratch: torchvision's weights cannot be downloaded")
-            return scratch
-        if problem:
-            raise problem
+            return ""
         log("starting from torchvision's weights; --weights '' trains from scratch")
-        return scratch.with_weights(TORCHVISION_DEFAULT)
+        return TORCHVISION_DEFAULT
 
     def known_share(self, model: Model, task: Task) -> float | None:
-        """Return the share of the task's classes that the weights know by name; None if they are of another model.
+        """Return the share of the task's classes that the weights know by name; None if at most half the tensors fit.
 
-        They are if they have at most half of the tensors of `model`. The share is halved if they lack part of its head,
-        as a detector's file lacks the masks.
+        The share is halved if they lack part of the model's head, as a detector's file lacks the masks.
         """
         if not (file := self.weights):
             return None
@@ -320,10 +287,8 @@ def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: Tra
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     layers = sum(not any(module.children()) for module in model.modules())
-    work = gflops(model, model.imgsz)
+    work = gflops(model, model.imgsz, start.source)
     size = f", {work:.3g} GFLOPs at {model.imgsz} px" if work else ""
-    if not work:  # it cannot be traced, perhaps because of the size
-        check_size(model, model.imgsz, start.source)
     log(f"{start.source}: {layers} layers, {parameters:,} parameters{size}")
     log_rounding([options.imgsz], [model.imgsz], model.stride)
     if start.weights:
@@ -344,9 +309,8 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> N
         )
     head = task.keep_head(model, weights.state, weights.names)
     if misfits and not head:
-        tensor, *shapes = misfits[0]
-        here = ", here ".join("x".join(map(str, shape)) for shape in shapes)
-        head = f"not {len(misfits)} with other shapes, such as {tensor} ({here})"
+        shapes = ["x".join(map(str, state[misfits[0]].shape)) for state in (weights.state, model.state_dict())]
+        head = f"not {len(misfits)} with other shapes, such as {misfits[0]} ({', here '.join(shapes)})"
     warning = "warning: these are weights of another model: only " if loaded <= total / 2 else ""
     log(f"{warning}{loaded} of {total} tensors taken from {name}{', ' if head else ''}{head}")
     found = {**weights.state, **head_tensors(model)}  # another head is no surprise

@@ -39,8 +39,6 @@ from utils.user_code import imported
 
 MAX_COUNT = 4096  # largest number of classes, channels or repetitions; a larger one is a typing error
 MAX_MULTIPLE = 16  # largest depth or width multiple
-MAX_LAYER_PARAMETERS = 1e9
-MAX_MAP_VALUES = 1e8  # numbers in a layer's output for an image of PROBE_PIXELS
 # Side in pixels of the image that a model is tried with while it is built; also the largest stride that it may have.
 PROBE_PIXELS = 128
 CHANNELS = 3  # channels of an image: RGB
@@ -94,11 +92,8 @@ def layer_named(name: Any) -> Callable[..., nn.Module]:
 def make_layer(row: Row, channels: list[int], repeats: int, scaled: Callable[[Any], int]) -> nn.Module:
     """Return the layer of a row, called as the names of its parameters decide: see `add_layers`.
 
-    Raises ValueError, with part of a sentence, for a wrong number of inputs or output channels.
-
-    Args:
-        channels: channels of each input map
-        scaled: returns the scaled number of channels
+    `channels` are those of each input map; `scaled` returns a scaled number of them. Raises ValueError, with part of a
+    sentence, for a wrong number of inputs or output channels.
     """
     layer, args = layer_named(row.module), list(row.args)
     for position in CHANNEL_ARGUMENTS.get(row.module, ()):
@@ -170,9 +165,7 @@ class Row:
 class YoloModel(Model):
     """The network of a YAML's rows.
 
-    Args:
-        stride: the network's stride in pixels, at least the largest of the head's input maps; 1 if it takes any size
-        imgsz: image size in pixels, in whole strides
+    Its stride in pixels is at least the largest of the head's input maps, or 1 if it takes images of any size.
     """
 
     def __init__(
@@ -237,8 +230,8 @@ def build_model(
 
     Args:
         yaml: path of the YAML, name of a shipped file, or the content
-        nc: number of classes, which overrides the YAML's; None to keep that number
-        head: required class of the last layer, or several classes, one of which it must have; the first is the usual
+        nc: number of classes in place of the YAML's
+        head: required class of the last layer, or several, one of which it must have; the first is the usual
         imgsz: image size in pixels, which is rounded up
     """
     if not isinstance(yaml, dict):
@@ -283,7 +276,7 @@ def _with_defaults(source: str, yaml: dict[str, Any], nc: int | None) -> dict[st
     yaml = {**task, **sizes, **yaml, **task, **({} if nc is None else {"nc": nc})}
     whole = is_count, f"a whole number from 1 to {MAX_COUNT}"
     multiple = lambda value: is_number(value) and 0 < value <= MAX_MULTIPLE, f"a number above 0, at most {MAX_MULTIPLE}"
-    rows = lambda value: isinstance(value, list) and bool(value), "a list of rows [from, number, module, args]"
+    rows = _is_list, "a list of rows [from, number, module, args]"
     checks: dict[str, tuple[Callable[[Any], bool], str]] = {
         "ch": (lambda value: value == CHANNELS, f"{CHANNELS}, as images are read as RGB, or leave it out"),
         **dict.fromkeys(("nc", "channel_multiple"), whole),
@@ -293,7 +286,8 @@ def _with_defaults(source: str, yaml: dict[str, Any], nc: int | None) -> dict[st
     if yaml.get("auxiliary"):
         checks["auxiliary"] = rows
     if (head := detection_head(yaml)) and head.takes_anchors:
-        checks["anchors"] = _are_anchors, "a list of width, height pairs for each level, or their number per level"
+        are_anchors = lambda value: is_count(value) or (_is_list(value) and all(map(_is_list, value)))  # noqa: E731
+        checks["anchors"] = are_anchors, "a list of width, height pairs for each level, or their number per level"
     for key, (is_valid, what) in checks.items():
         if not is_valid(yaml.get(key)):
             problem = f"is {yaml[key]!r}" if key in yaml else "is missing"
@@ -301,11 +295,9 @@ def _with_defaults(source: str, yaml: dict[str, Any], nc: int | None) -> dict[st
     return yaml
 
 
-def _are_anchors(value: Any) -> bool:
-    """Return whether `value` is a count, or a list of flat lists of numbers; `Detect` checks their lengths."""
-    if not isinstance(value, list):
-        return is_count(value)
-    return bool(value) and all(isinstance(level, list) and level and all(map(is_number, level)) for level in value)
+def _is_list(value: Any) -> bool:
+    """Return whether `value` is a list that is not empty."""
+    return isinstance(value, list) and bool(value)
 
 
 def _parse_row(source: str, index: int, row: Any, values: dict[str, Any]) -> Row:
@@ -364,11 +356,7 @@ def _build_layers(source: str, rows: list[Row], yaml: dict[str, Any], imgsz: int
                 draft = make(row).eval()  # BatchNorm must accept single values
                 skip_norms(draft)
                 maps[row.index] = draft(row.inputs(maps))
-            tensors = _tensors(maps[row.index])
-            parameters, values = (sum(map(torch.numel, numbers)) for numbers in (draft.parameters(), tensors))
-            if parameters > MAX_LAYER_PARAMETERS or values > MAX_MAP_VALUES:  # a typing error
-                raise ValueError(f"it has {parameters:.2g} parameters and {values:.2g} outputs, more than fits memory")
-            for shape in (x.shape for x in tensors if x.ndim == 4):
+            for shape in (x.shape for x in _tensors(maps[row.index]) if x.ndim == 4):
                 if len({*shape[2:]}) > 1 or shape[0] != 1:
                     raise ValueError(f"its map {list(shape)} is not one square map for a square image")
             drafts.append(draft)
@@ -393,10 +381,9 @@ def _try_size(source: str, rows: list[Row], drafts: list[nn.Module], probed: Map
     maps: dict[int, Any] = {-1: torch.zeros(1, CHANNELS, side, side, device="meta")}
     for row, draft in zip(rows, drafts, strict=True):
         with _naming(source, row), torch.device("meta"), torch.no_grad():
-            if isinstance(draft, Head) and not draft.any_size:
-                for j in row.sources:
-                    if _stride(maps[j], side) != _stride(probed[j], PROBE_PIXELS):
-                        raise ValueError(f"the map of row {j} does not fit an image of {side}x{side}")
+            fits = all(_stride(maps[j], side) == _stride(probed[j], PROBE_PIXELS) for j in row.sources)
+            if isinstance(draft, Head) and not (draft.any_size or fits):
+                raise ValueError(f"its input does not fit an image of {side}x{side}")
             maps[row.index] = draft(row.inputs(maps))
 
 
@@ -426,15 +413,14 @@ def _parse_activation(source: str, text: Any) -> Callable[[], nn.Module] | None:
     """Return a constructor of activations from text such as `nn.LeakyReLU(0.1)`; None for None. Evaluates no code."""
     if text is None:
         return None
-    known = nn.modules.activation.__all__
     try:
         tree = ast.parse(str(text).strip(), mode="eval").body
         call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
-        prefix, _, name = ast.unparse(call.func).rpartition(".")
-        if prefix not in ("nn", "torch.nn") or name not in known:
-            raise ValueError(f"no activation of torch.nn{nearest(name, known)}")
+        layer = layer_named(ast.unparse(call.func))
+        if layer.__module__ != nn.modules.activation.__name__:
+            raise ValueError("no activation of torch.nn")
         options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-        make = partial(getattr(nn, name), *map(ast.literal_eval, call.args), **options)
+        make = partial(layer, *map(ast.literal_eval, call.args), **options)
         make()
     except Exception as error:  # everything that ast and the activation raise
         reason = first_line(error)

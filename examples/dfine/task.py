@@ -113,7 +113,7 @@ class DFineTask(BoxTask):
         return UnavailableCriterion(len(self.loss_names_of(model)))
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> DFinePostprocess:
-        """Return the conversion of outputs to boxes. Raises `UserError` for an unknown class in `thresholds`."""
+        """Return the conversion of outputs to boxes."""
         return DFinePostprocess(self.names, thresholds)
 
     def export_module(self, model: Model, suppression: Thresholds | None) -> nn.Module:
@@ -134,8 +134,6 @@ class DFinePostprocess(Postprocess):
     """Take the most probable pairs of a query and a class; nothing is suppressed."""
 
     def __init__(self, names: Mapping[int, str], thresholds: Thresholds) -> None:
-        """Raise `UserError` if `thresholds` name an unknown class."""
-        thresholds.refuse_unknown_classes(names)
         self.names, self.thresholds = dict(names), thresholds
 
     def views(self, model: Model, inputs: Tensor, augment: bool) -> list[DFineView]:

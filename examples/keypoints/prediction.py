@@ -76,7 +76,6 @@ class HeatmapPostprocess(Postprocess):
     """Average the maps of all views and take the highest cell of each class."""
 
     def __init__(self, names: Mapping[int, str], thresholds: Thresholds) -> None:
-        thresholds.refuse_unknown_classes(names)
         self.names, self.thresholds = names, thresholds
 
     def views(self, model: Model, inputs: Tensor, augment: bool) -> list[HeatmapView]:

@@ -113,8 +113,6 @@ class OrientedPostprocess(Postprocess):
     """Take the most confident cells of all views, and drop those that overlap a more confident one of their class."""
 
     def __init__(self, names: Mapping[int, str], thresholds: Thresholds) -> None:
-        """Raise `UserError` if `thresholds` name an unknown class."""
-        thresholds.refuse_unknown_classes(names)
         self.names, self.thresholds = dict(names), thresholds
 
     def views(self, model: Model, inputs: Tensor, augment: bool) -> list[OrientedView]:

@@ -64,7 +64,7 @@ class OrientedTask(BoxTask):
         return UnavailableCriterion(len(LOSS_NAMES))
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> OrientedPostprocess:
-        """Return the conversion of outputs to boxes. Raises `UserError` for an unknown class in `thresholds`."""
+        """Return the conversion of outputs to boxes."""
         return OrientedPostprocess(self.names, thresholds)
 
     def metrics(self, drawn: frozenset[int] = frozenset()) -> OrientedMetrics:

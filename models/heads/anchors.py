@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -110,13 +110,9 @@ def scaled_gains(hyp: AnchorKeys, head: Detect, imgsz: int) -> AnchorKeys:
 class DetectionCriterion(BoxCriterion):
     """Box (CIoU), objectness and class terms over the cells that targets are matched to.
 
-    Formulas, gains and level weights are YOLOv5's.
-
-    Args:
-        hyp: gains, scaled to the model, and shape of the loss
-        head: the model's head, whose anchors are read at each call because the model is moved to its device later
-        class_weights: weight of an object in the box and class terms, by class number: an object of weight 2 counts as
-            two equal objects; empty if all objects count the same
+    Formulas, gains and level weights are YOLOv5's; the gains in `hyp` are scaled to the model. The head's anchors are
+    read at each call, because the model is moved to its device later. With `class_weights`, by class number, an object
+    of weight 2 counts as two equal objects in the box and class terms.
     """
 
     def __init__(
@@ -150,7 +146,10 @@ class DetectionCriterion(BoxCriterion):
         centre = rows[..., :2].sigmoid() * 2 - 0.5
         size = (rows[..., 2:4].sigmoid() * 2) ** 2 * anchors[:, None]
         iou = complete_iou(torch.cat((centre, size), 3), cells.box[:, :, None])
-        weights = self._match_weights(targets, rows)
+        weights = None  # of each cell's target, (k, 1); None if all are 1
+        if self.class_weights:
+            of_targets = device_constant(self.class_weights, rows.device).to(rows)[targets[:, 1].long()]
+            weights = of_targets.repeat(len(NEIGHBOURS))[:, None]
         box = _match_sums(1 - iou, matched, weights)
         overlaps = iou.detach().clamp(min=0).to(rows.dtype)
         obj = []
@@ -168,16 +167,9 @@ class DetectionCriterion(BoxCriterion):
         shares = device_constant(tuple(tuple(gain * share for share in shares) for gain, shares in gains), sums.device)
         return LossTerms(sums, counts, shares.to(sums), min((1.0, *self.class_weights))), rows
 
-    def _match_weights(self, targets: Tensor, like: Tensor) -> Tensor | None:
-        """Return the weight of each cell's target, (k, 1) with the dtype of `like`; None if all are 1."""
-        if not self.class_weights:
-            return None
-        weights = device_constant(self.class_weights, like.device).to(like)[targets[:, 1].long()]
-        return weights.repeat(len(NEIGHBOURS))[:, None]
-
     def _class_sums(self, logits: Tensor, labels: Tensor, matched: Tensor, weights: Tensor | None) -> Tensor:
         """Return the class sums (levels,) over the matched ones of logits (levels, k, anchors, classes), from the class
-        numbers (n,) of the targets and the result of `_match_weights`."""
+        numbers (n,) of the targets and the weights (k, 1) of the cells."""
         if self.classes == 1:
             return logits.new_zeros(len(logits))  # a single class is always the right one
         smoothing = self.label_smoothing / 2
@@ -206,14 +198,10 @@ def _match_sums(values: Tensor, matched: Tensor, weights: Tensor | None) -> Tens
 def _overlap_map(shape: torch.Size, index: Tensor, matched: Tensor, overlaps: Tensor) -> Tensor:
     """Return the objectness target, `shape` (b, anchors, h, w): the overlap of each matched cell, 0 elsewhere.
 
-    If several targets share a cell, the last one counts. YOLOv5 leaves the order undefined; here it is (neighbour,
-    anchor, target) on every device and, because an image's targets are ordered like its labels, on any number of
+    From image, row and column of the cells (3, k), and which of them are matched and how much they overlap, (k,
+    anchors). If several targets share a cell, the last one counts. YOLOv5 leaves the order undefined; here it is
+    (neighbour, anchor, target) on every device and, as an image's targets are ordered like its labels, on any number of
     processes.
-
-    Args:
-        index: image, row and column of the cells, (3, k)
-        matched: mask (k, anchors) of the matched pairs of cell and anchor
-        overlaps: overlaps (k, anchors) of predictions and targets
     """
     _, anchors, rows, columns = shape
     image, row, column = (part.view(len(NEIGHBOURS), 1, -1) for part in index)
@@ -260,9 +248,7 @@ def cell_geometry(
 def decode_xywh(scores: Tensor, cells: Tensor) -> Tensor:
     """Return boxes (..., 4) in pixels by YOLOv5's formula: xy = (2 s - 0.5 + cell) stride, wh = (2 s)^2 anchor.
 
-    Args:
-        scores: sigmoids s (..., 4 or more) of the outputs
-        cells: geometry (n, 6) of the cells, see `cell_geometry`
+    `scores` are the sigmoids s (..., 4 or more), `cells` the geometry (n, 6) of `cell_geometry`.
     """
     centre = (scores[..., :2] * 2 - 0.5 + cells[:, :2]) * cells[:, 2:4]
     return torch.cat((centre, (scores[..., 2:4] * 2) ** 2 * cells[:, 4:]), -1)
@@ -319,17 +305,14 @@ class _GatherCells(torch.autograd.Function):
 class Detect(DetectionHead):
     """The detection head: one 1x1 convolution per level, which returns raw maps in training and in evaluation.
 
-    The buffer `anchors` (levels, anchors, 2) is in stride units after `placed`.
-
-    Args:
-        anchors: for each level a flat list [w, h, w, h, ...] in pixels, or the number of anchors per level, which
-            AutoAnchor then computes
-        more: number of outputs per anchor after the class scores
+    `anchors` are a flat list [w, h, w, h, ...] in pixels for each level, or their number, and AutoAnchor computes them;
+    the buffer (levels, anchors, 2) is in stride units after `placed`. `more` is the number of outputs per anchor after
+    the class scores.
     """
 
     description = "detection head"
     example = "[[17, 20, 23], 1, Detect, [nc, anchors]]"
-    loss_names = LOSS_NAMES
+    loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
     hyperparameters = keys_of(AnchorKeys)
     features = frozenset({"anchors", "label smoothing"})
     takes_anchors = True
@@ -436,6 +419,7 @@ class Segment(Detect):
 
     description = "segmentation head"
     example = "[[17, 20, 23], 1, Segment, [nc, anchors, 32, 256]]"
+    loss_names = ("box_loss", "seg_loss", "obj_loss", "cls_loss")
 
     def __init__(
         self, nc: int, anchors: Sequence[Sequence[float]] | int, masks: int, prototypes: int, channels: Sequence[int]

@@ -6,7 +6,7 @@ image size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,48 +25,32 @@ MIN_BOX_SIDE_PIXELS = 2  # boxes with both sides smaller are ignored
 MAX_SAMPLED_BOXES = 20_000  # boxes that the search uses
 
 
-class Fit(NamedTuple):
-    """Best possible recall (share of boxes that some anchor fits) and mean number of anchors that fit a box."""
-
-    recall: float
-    anchors_per_box: float
-
-
-def adapt_anchors(
-    head: Detect, yaml: dict[str, Any], sides: np.ndarray, threshold: float, sufficient: float = 0.98
-) -> None:
-    """Replace the anchors of a head and of its model's YAML if they fit too few boxes; log what was done.
-
-    Args:
-        threshold: largest factor between the sides of a box and of an anchor that fits it
-        sufficient: share of boxes that fit an anchor above which the anchors are kept
-    """
+def adapt_anchors(head: Detect, yaml: dict[str, Any], sides: np.ndarray, threshold: float, sufficient: float) -> None:
+    """Replace the anchors of a head and of its model's YAML if at most a share `sufficient` of the boxes fit one; log
+    what was done. The sides of a box that fits an anchor differ by less than the factor `threshold`."""
     if not len(sides):
         log("AutoAnchor: the training images have no boxes; the anchors are unchanged")
         return
     strides = head.stride[:, None, None].to(head.anchors)
     current = (head.anchors * strides).reshape(-1, 2).numpy()
-    before, outcome = fit(sides, current, threshold), ""
-    if before.recall <= sufficient:
+    (recall, per_box), outcome = fit(sides, current, threshold), ""
+    if recall <= sufficient:
         better = find_anchors(sides, len(current), threshold)
-        after, outcome = fit(sides, better, threshold), "; no better anchors found"
-        if after.recall > before.recall:
+        (new_recall, new_per_box), outcome = fit(sides, better, threshold), "; no better anchors found"
+        if new_recall > recall:
             anchors = torch.from_numpy(better).to(head.anchors).view_as(head.anchors)
             if strides[0] > strides[-1]:  # small anchors belong to small strides
                 anchors = anchors.flip(0)
             head.anchors.copy_(anchors / strides)
             yaml["anchors"] = anchors.reshape(head.nl, -1).tolist()
-            outcome = f"; new anchors: {after.recall:.1%}, {after.anchors_per_box:.2f} per box"
-    log(
-        f"AutoAnchor: {before.recall:.1%} of the boxes match an anchor, {before.anchors_per_box:.2f} anchors per box"
-        f"{outcome}"
-    )
+            outcome = f"; new anchors: {new_recall:.1%}, {new_per_box:.2f} per box"
+    log(f"AutoAnchor: {recall:.1%} of the boxes match an anchor, {per_box:.2f} anchors per box{outcome}")
 
 
-def fit(sides: np.ndarray, anchors: np.ndarray, threshold: float) -> Fit:
-    """Return how anchors fit boxes: the ratios of widths and of heights are within a factor `threshold` both ways."""
+def fit(sides: np.ndarray, anchors: np.ndarray, threshold: float) -> tuple[float, float]:
+    """Return the best possible recall, the share of boxes that some anchor fits, and the mean number that fit a box."""
     fits = _similarity(sides, anchors) > 1 / threshold
-    return Fit(float(fits.any(0).mean()), float(fits.sum(0).mean()))
+    return float(fits.any(0).mean()), float(fits.sum(0).mean())
 
 
 def find_anchors(sides: np.ndarray, count: int, threshold: float) -> np.ndarray:

@@ -159,10 +159,6 @@ class DetectionHead(Head):
         `class_weights` are the weights of objects by class number; empty if all count the same.
         """
 
-    def view(self, outputs: Any, more: int = 0) -> HeadView:
-        """Return the plain view of raw outputs; `more`: number of a box's outputs after its class scores."""
-        return HeadView(self, outputs, more)
-
     @abstractmethod
     def candidates(self, view: HeadView, conf_thres: float) -> Iterator[Candidates]:
         """Iterate over the `image_groups` of boxes whose confidence, objectness x score, may exceed `conf_thres`."""
@@ -185,12 +181,8 @@ class DetectionHead(Head):
         """Copy the outputs that fit from the head of a weight file for other classes; return in words which.
 
         Of each anchor the first `box_outputs` are copied, a class from the class of the same name, whatever its number,
-        and the outputs after the classes if the file has as many; other classes are left unchanged.
-
-        Args:
-            prefix: prefix of the names of the head's tensors in `state`, the file's tensors
-            names: the file's class names, by number
-            new: the model's class names, by number
+        and the outputs after the classes if the file has as many; other classes are left unchanged. `prefix` is that of
+        the head's tensors in `state`, the file's; `names` are the file's class names, `new` the model's.
         """
         same, start, copied = same_names(names, new), self.box_outputs, 0
         for level in range(len(self.stride)):
@@ -259,9 +251,6 @@ class PaddedCriterion(BoxCriterion):
     """A detector's loss on a GPU: batches have one of a few numbers of targets, so that kernels can be recorded.
 
     They have so whether or not kernels are recorded, because a sum over more targets is rounded differently.
-
-    Args:
-        recorded: takes a function of tensors, and returns one that replays its kernels
     """
 
     def __init__(self, criterion: BoxCriterion, recorded: Callable[[Function], Function]) -> None:

@@ -72,9 +72,7 @@ def join_cells(
 ) -> Cells:
     """Return the outputs of all cells, level by level, row by row, without those of the level `skipped`.
 
-    Args:
-        strides: (levels,) pixels per cell
-        scale: width and height of the model's images, each as a share of the batch's
+    `strides` (levels,) are pixels per cell; `scale` is as in `HeadView`.
     """
     rows = [
         (level.sides.flatten(2).transpose(1, 2), level.scores.flatten(2).transpose(1, 2), cells)
@@ -104,13 +102,8 @@ def distances(sides: Tensor) -> Tensor:
 
 
 def decode_xywh(sides: Tensor, cells: Tensor, mirrored_width: int = 0) -> Tensor:
-    """Return boxes (..., n, 4), xywh in pixels.
-
-    Args:
-        sides: logits (..., n, 4 x 16) of the distances
-        cells: geometry (n, 4) of the cells, see `cell_geometry`
-        mirrored_width: width of the batch in pixels if the images are mirrored, else 0
-    """
+    """Return boxes (..., n, 4), xywh in pixels, from logits (..., n, 4 x 16) of distances and the geometry (n, 4) of
+    cells. `mirrored_width` is as in `HeadView`."""
     low, high = distances(sides).split(2, -1)
     centre = cells[:, :2] + (high - low) / 2 * cells[:, 2:]
     size = (low + high) * cells[:, 2:]
@@ -136,7 +129,7 @@ def assign(boxes: Tensor, scores: Tensor, cells: Tensor, targets: Tensor, corner
         boxes: predicted boxes (b, n, 4), xywh in pixels
         scores: class logits (b, n, classes)
         cells: geometry (n, 4) of the cells, see `cell_geometry`
-        targets: image, class and normalised xywh of the targets, (m, 6)
+        targets: image, class and normalised xywh (m, 6)
         corners: xyxy (m, 4) of the targets, in pixels
     """
     count = cells.shape[0]
@@ -167,10 +160,7 @@ def _best_cells(
     """Return the best aligned cells of each of m targets, regardless of the other targets, (m, k) each.
 
     The number of the cell in its image, int64; the alignment, 0 if the slot is not used; and the CIoU, at least 0.
-
-    Args:
-        predicted: left, top, right, bottom, area and `_diagonal_angle` of the predictions, (b, n) each
-        box: corners (m, 4) of the targets, xyxy in pixels
+    `predicted` is as in `_overlaps`, (b, n) each; `box` has the corners (m, 4) of the targets, xyxy in pixels.
     """
     image, label = targets[:, 0].long(), targets[:, 1].long()
     x, y, pixels, _ = cells.unbind(1)
@@ -208,9 +198,8 @@ def _diagonal_angle(width: Tensor, height: Tensor) -> Tensor:
 def _overlaps(target: tuple[Tensor, ...], predicted: list[Tensor]) -> Tensor:
     """Return the CIoU of targets and predictions, at least 0: (m, n). See `complete_iou`.
 
-    Args:
-        target: left, top, right and bottom of the targets, (m, 1) each
-        predicted: left, top, right, bottom, area and `_diagonal_angle` of the predictions, (m, n) each
+    From left, top, right and bottom of the targets, (m, 1) each; of the predictions, (m, n) each, also area and
+    `_diagonal_angle`.
     """
     (ax1, ay1, ax2, ay2), (bx1, by1, bx2, by2, area, angle) = target, predicted
     width, height = ax2 - ax1, ay2 - ay1
@@ -231,13 +220,8 @@ class DFLCriterion(BoxCriterion):
     """Box (CIoU), class and distribution focal terms over the cells that targets are assigned to.
 
     Every term of a head is divided by the sum of its class targets over the global batch, at least 1; the auxiliary
-    head's terms are weighted by `settings.tal_aux`.
-
-    Args:
-        settings: gains of the terms, and the weight of the auxiliary head
-        head: the model's head, whose strides are read at each call because the model is moved to its device later
-        class_weights: weight of an object, by class number: a cell that is assigned to an object of weight 2 counts
-            twice in every term; empty if all objects count the same
+    head's terms are weighted by `settings.tal_aux`. The head's strides are read at each call, as the model is moved to
+    its device later. With `class_weights`, by class number, a cell of an object of weight 2 counts twice.
     """
 
     def __init__(self, settings: AlignmentKeys, head: DetectDFL, class_weights: Sequence[float] = ()) -> None:
@@ -305,9 +289,7 @@ def _box_sums(cells: Cells, corners: Tensor, assigned: Assignment) -> tuple[Tens
 def _focal(sides: Tensor, distance: Tensor) -> Tensor:
     """Return the distribution focal loss (n,), arXiv 2006.04388, equation 6, as a mean over the four sides.
 
-    Args:
-        sides: logits (n, 4 x 16) of the distances
-        distance: target distances (n, 4) in strides; each is shared by the two bins around it
+    A target distance, (n, 4) in strides, is shared by the two bins around it.
     """
     logits = sides.view(len(sides), SIDES, BINS).log_softmax(2)
     below = distance.floor()

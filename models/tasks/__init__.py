@@ -90,12 +90,9 @@ def add_tasks(place: str, is_named: bool = True, named_by: str = "the run's sett
     """Run a user's Python file or package, register the tasks in its `TASKS`, a dict of `TaskEntry` by name, and return
     their names.
 
-    An entry names classes in the module itself, as `f"{__name__}:MyTask"`, or in modules of its package. Raises
-    `UserError` if the file does not load, or defines no task, an incomplete task, or one whose name is taken.
-
-    Args:
-        is_named: whether the user names `place` now; if not, it is run only if this user has run the same code before
-        named_by: name, in errors, of the file that names `place` if the user does not
+    An entry names classes in the module itself, as `f"{__name__}:MyTask"`, or in modules of its package. `is_named` and
+    `named_by` are as in `imported`. Raises `UserError` if the file does not load, or defines no task, an incomplete
+    task, or one whose name is taken.
     """
     with imported(place, "--task-file", is_named, named_by) as module:
         entries = getattr(module, "TASKS", None)

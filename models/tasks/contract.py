@@ -127,10 +127,8 @@ class Criterion(ABC):
     def objective(self, means: Tensor, images: int) -> Tensor:
         """Return the scalar to differentiate, from a share of one batch's mean terms (`LossTerms.share_of`).
 
-        It must be linear in them, because the gradients of all shares are added.
-
-        Args:
-            images: number of images of an optimizer step
+        It must be linear in them, because the gradients of all shares are added. `images` is the number of images of an
+        optimizer step.
         """
 
     @abstractmethod
@@ -289,9 +287,7 @@ class Prediction(ABC):
     def save(self, path: str | Path = "", **style: Any) -> Path:
         """Write the picture of `plot`, whose arguments `style` are, to a file and return its path.
 
-        Args:
-            path: file, whose suffix, such as .jpg, names the format, or folder; by default the next free folder
-                runs/detect/exp, exp2 ...
+        `path` is a file, whose suffix names the format, or a folder; by default the next free runs/detect/exp, exp2 ...
         """
         file = Path(path) if path else numbered_folder(SAVE_PROJECT, "exp", exist_ok=False)
         if file.is_dir() or not file.suffix:
@@ -389,16 +385,11 @@ class Thresholds:
     conf_thres: float = 0.001  # lowest confidence of a prediction
     iou_thres: float = 0.6  # overlap of two boxes above which suppression drops the less confident one
     max_det: int = 300  # predictions per image
-    classes: tuple[int, ...] = ()  # classes to predict; empty for all
+    classes: tuple[int, ...] = ()  # classes to predict, which the model has; empty for all
     agnostic_nms: bool = False  # whether predictions of different classes suppress each other too
     one_class: bool = False  # whether a box counts for its most probable class only
     retina_masks: bool = False  # whether masks are scaled to the file before the threshold, not after it
     max_det_per_class: int = 300  # predictions per image and class, in an exported file
-
-    def refuse_unknown_classes(self, names: Mapping[int, str]) -> None:
-        """Raise `UserError` if `classes` has a number that is not in `names`, the classes of the model."""
-        if unknown := sorted(set(self.classes) - set(names)):
-            raise UserError(f"--classes {unknown[0]}: the model has classes 0 to {len(names) - 1}")
 
 
 class Postprocess(ABC):
@@ -488,10 +479,7 @@ class Task(ABC):
 
     @abstractmethod
     def postprocess(self, model: Model, thresholds: Thresholds) -> Postprocess:
-        """Return the conversion of outputs to predictions, for `model` or an ensemble whose first model it is.
-
-        Raises `UserError` if `thresholds` name a class that the model does not have.
-        """
+        """Return the conversion of outputs to predictions, for `model` or an ensemble whose first model it is."""
 
     @abstractmethod
     def metrics(self, drawn: frozenset[int] = frozenset()) -> Metrics:

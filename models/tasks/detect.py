@@ -21,6 +21,7 @@ from models.heads.contract import (
     BoxView,
     Candidates,
     DecodedView,
+    HeadView,
     UnavailableCriterion,
     head_of,
     xywh_to_xyxy,
@@ -212,11 +213,8 @@ def boxes_in_files(detections: Sequence[Tensor], infos: Sequence[ImageInfo]) -> 
 def box_predictions(
     detections: Sequence[Tensor], batch: Batch, names: Mapping[int, str], thresholds: Thresholds
 ) -> list[DetectionPrediction]:
-    """Return the prediction for each image of a batch.
-
-    Args:
-        detections: of each image, in falling confidence, (k, 6): xyxy in pixels of the batch, confidence, class
-    """
+    """Return the prediction for each image of a batch, from its detections (k, 6) in falling confidence: xyxy in pixels
+    of the batch, confidence, class."""
     infos: Sequence[ImageInfo] = batch.infos
     return [
         DetectionPrediction(info.image, info.path, names, info.size, boxes, info.rows, thresholds.iou_thres)
@@ -245,8 +243,6 @@ class DetectionPostprocess(Postprocess):
     """Run one or several models on views of images and detect the objects in them."""
 
     def __init__(self, names: Mapping[int, str], thresholds: Thresholds) -> None:
-        """Raise `UserError` if `thresholds` name a class that is not in `names`."""
-        thresholds.refuse_unknown_classes(names)
         self.names, self.thresholds = dict(names), thresholds
 
     def views(self, model: Model, inputs: Tensor, augment: bool) -> list[DetectionView]:
@@ -256,27 +252,23 @@ class DetectionPostprocess(Postprocess):
         views are better for objects of these sizes.
         """
         if not augment:
-            return [self._plain_view(model, model(inputs))]
+            outputs = model(inputs)
+            if model.head is not None:
+                return [HeadView(head_of(model), outputs)]
+            if not isinstance(outputs, Tensor):
+                return [SuppressedView(*outputs)]
+            head = detection_head(model.yaml)
+            return [DecodedView(head.scored(outputs) if head else outputs)]
         views = []
         for scale, mirrored in AUGMENTATIONS:
             images, exact_scale = scaled_copy(inputs, scale, mirrored, model.stride)
-            view = head_of(model).view(model(images))
-            views.append(view._replace(scale=exact_scale, mirrored_width=inputs.shape[3] if mirrored else 0))
+            mirrored_width = inputs.shape[3] if mirrored else 0
+            views.append(HeadView(head_of(model), model(images), scale=exact_scale, mirrored_width=mirrored_width))
         strides = head_of(model).stride.tolist()
         if len(strides) > 1:
             views[0] = views[0]._replace(skipped_level=strides.index(max(strides)))
             views[-1] = views[-1]._replace(skipped_level=strides.index(min(strides)))
         return [*views]
-
-    @staticmethod
-    def _plain_view(model: Model, outputs: Any) -> DetectionView:
-        """Return the view of a network's raw outputs, or of an exported file's boxes or detections."""
-        if model.head is not None:
-            return head_of(model).view(outputs)
-        if not isinstance(outputs, Tensor):
-            return SuppressedView(*outputs)
-        head = detection_head(model.yaml)
-        return DecodedView(head.scored(outputs) if head else outputs)
 
     def __call__(self, views: Sequence[View], batch: Batch) -> list[DetectionPrediction]:
         """Return the detections of each image. The boxes of all views, of one or several models, suppress each other; a
@@ -470,7 +462,7 @@ class DetectionTask(BoxTask):
         return head_of(model).criterion(self.hyp, self.label_smoothing, model.imgsz, self.class_weights)
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> DetectionPostprocess:
-        """Return the conversion of outputs to detections. Raises `UserError` for an unknown class in `thresholds`."""
+        """Return the conversion of outputs to detections."""
         return DetectionPostprocess(self.names, thresholds)
 
     def export_module(self, model: Model, suppression: Thresholds | None) -> nn.Module:

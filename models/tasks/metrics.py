@@ -1,7 +1,7 @@
 """`DetectionMetrics`: the numbers, tables, documents and examples of a validation.
 
-A validation makes an `ImageRecord` of each image (`image_records`), joins those of all processes (`join`), and computes
-scores by class from them (`score_classes`). Made by `BoxTask.metrics`.
+A validation makes an `ImageRecord` of each image (`image_records`), and computes scores by class from those of all
+processes (`score_classes`). Made by `BoxTask.metrics`.
 """
 
 from __future__ import annotations
@@ -83,8 +83,7 @@ EMPTY_RECORD = ImageRecord(-1, NO_NUMBERS, NO_NUMBERS, NO_NUMBERS)
 def matched_by(overlaps: Overlaps, records: Sequence[ImageRecord]) -> list[ImageRecord]:
     """Return the records of a batch with matches, which precision and recall are computed from.
 
-    Args:
-        overlaps: function that returns the overlaps of detections and labels, both numbered over the whole batch
+    `overlaps` takes detections and labels that are numbered over the whole batch.
     """
     joined, image, true_image = _joined(records)
     classes = int(max(joined.label.max(initial=0), joined.true_label.max(initial=0))) + 1
@@ -126,12 +125,10 @@ def drawn_image(
 def image_records(
     boxes_of: Sequence[Tensor], infos: Sequence[ImageInfo], drawn: Collection[int] = ()
 ) -> list[ImageRecord]:
-    """Return a record for each image of a batch.
+    """Return a record for each image of a batch, with what to draw if its index is among `drawn`.
 
-    Args:
-        boxes_of: detections (k, 6) of each image in falling confidence: xyxy in pixels of its file, confidence, class
-        infos: origin and labels of each image
-        drawn: indices of the images to draw
+    `boxes_of` are the detections (k, 6) of each image in falling confidence: xyxy in pixels of its file, confidence,
+    class.
     """
     records = []
     detections, true_boxes = [boxes.numpy() for boxes in boxes_of], []
@@ -194,18 +191,6 @@ class ClassScores:
         return [list(row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-class JoinedRecords(NamedTuple):
-    """The joined records, with c classes that have labels and their n detections, by class in falling confidence."""
-
-    classes: np.ndarray  # (c,) class numbers
-    instances: np.ndarray  # (c,) number of labels of each class
-    images: np.ndarray  # (c,) number of images with labels of each class
-    bounds: np.ndarray  # (c + 1,) start of each class's detections, and the end of the last class's
-    overlap: np.ndarray  # (n,), as are the following fields; see `ImageRecord`
-    rival_overlap: np.ndarray
-    confidence: np.ndarray
-
-
 def confusion_matrix(records: Sequence[ImageRecord], classes: int) -> np.ndarray:
     """Return counts by true and predicted class, int64 (classes + 1, classes + 1); the last class is background.
 
@@ -220,34 +205,18 @@ def confusion_matrix(records: Sequence[ImageRecord], classes: int) -> np.ndarray
     return matrix
 
 
-def join(records: Sequence[ImageRecord]) -> JoinedRecords:
-    """Join the records of all images, in any order. Detections of equal confidence are ordered by image."""
+def score_classes(records: Sequence[ImageRecord]) -> ClassScores:
+    """Return the scores of each class over all images, whose records may be in any order."""
     ordered = sorted(records, key=lambda record: record.image)  # so that sums do not depend on the processes
     joined, _, _ = _joined(ordered)
     classes, instances = np.unique(joined.true_label, return_counts=True)
     present = np.concatenate([classes[:0], *(np.unique(record.true_label) for record in ordered)])
     images = np.bincount(np.searchsorted(classes, present), minlength=len(classes))
-    row = np.searchsorted(classes, joined.label)
-    row[np.append(classes, np.nan)[row] != joined.label] = len(classes)  # classes without labels are last
-    row = row.astype(np.min_scalar_type(len(classes)))  # small integers sort faster
-    order = np.argsort(row, kind="stable")
-    bounds = np.searchsorted(row[order], np.arange(len(classes) + 1))
-    for start, end in pairwise(bounds):
-        of_class = order[start:end]
-        order[start:end] = of_class[np.argsort(-joined.confidence[of_class], kind="stable")]
-    order = order[: bounds[-1]]
-    in_order = (column[order] for column in (joined.overlap, joined.rival_overlap, joined.confidence))
-    return JoinedRecords(classes.astype(np.int64), instances, images, bounds, *in_order)
-
-
-def score_classes(joined: JoinedRecords) -> ClassScores:
-    """Return the scores of each class over all images."""
-    ap = np.zeros((len(joined.classes), len(IOU_THRESHOLDS)))
-    precision, recall = (np.zeros((len(joined.classes), len(F1_CONFIDENCES))) for _ in range(2))
-    curves = Curves(*(np.zeros((len(joined.classes), len(CURVE_POINTS))) for _ in Curves._fields))
-    for row, (start, end) in enumerate(pairwise(joined.bounds.tolist())):
-        detections, count, total = slice(start, end), joined.instances[row], end - start
-        if not total:
+    ap = np.zeros((len(classes), len(IOU_THRESHOLDS)))
+    precision, recall = (np.zeros((len(classes), len(F1_CONFIDENCES))) for _ in range(2))
+    curves = Curves(*(np.zeros((len(classes), len(CURVE_POINTS))) for _ in Curves._fields))
+    for row, (detections, count) in enumerate(zip(_by_class(joined, classes), instances, strict=True)):
+        if not (total := len(detections)):
             continue
         near = np.flatnonzero(joined.overlap[detections] >= IOU_THRESHOLDS[0])  # ranks of those that may be correct
         overlap, rival = joined.overlap[detections][near, None], joined.rival_overlap[detections][near, None]
@@ -268,18 +237,26 @@ def score_classes(joined: JoinedRecords) -> ClassScores:
             recall_at[row] = np.interp(-at, falling, recalls, left=0)
         curves.envelope[row] = _envelope(hits, total, count, CURVE_POINTS)
     best = _best_f1(precision, recall)
-    return ClassScores(joined.classes, joined.images, joined.instances, precision[:, best], recall[:, best], ap, curves)
+    return ClassScores(classes.astype(np.int64), images, instances, precision[:, best], recall[:, best], ap, curves)
+
+
+def _by_class(joined: ImageRecord, classes: np.ndarray) -> Iterator[np.ndarray]:
+    """Iterate over the detections of each class, by index, in falling confidence; equal ones by image."""
+    row = np.searchsorted(classes, joined.label)
+    row[np.append(classes, np.nan)[row] != joined.label] = len(classes)  # classes without labels are last
+    row = row.astype(np.min_scalar_type(len(classes)))  # small integers sort faster
+    order = np.argsort(row, kind="stable")
+    for start, end in pairwise(np.searchsorted(row[order], np.arange(len(classes) + 1)).tolist()):
+        of_class = order[start:end]
+        yield of_class[np.argsort(-joined.confidence[of_class], kind="stable")]
 
 
 def _envelope(hits: np.ndarray, total: int, count: int, at: np.ndarray) -> np.ndarray:
     """Return the falling envelope of precision at the recalls `at`, (n,), which rise from 0 to 1; 0 without hits.
 
     Between the recalls of two hits the envelope is the second hit's precision; after the last hit it is a line to 0 at
-    a recall of 1.
-
-    Args:
-        hits: ranks of the correct ones among `total` detections of a class, in falling confidence
-        count: number of labels
+    a recall of 1. `hits` are the ranks of the correct ones among `total` detections of a class in falling confidence,
+    and `count` is its number of labels.
     """
     if not len(hits):
         return np.zeros(len(at))
@@ -329,7 +306,7 @@ class DetectionMetrics(Metrics):
         """Return the metrics of a split, the table by class, and the evidence for `documents` and `examples`."""
         number = len(self.sets)
         record_sets = [[record[k] for record in records] for k in range(number)] if number > 1 else [records]
-        scores = [score_classes(join(of_set)) for of_set in record_sets]
+        scores = [score_classes(of_set) for of_set in record_sets]
         tables = [of_set.rows() for of_set in scores]
         metrics: dict[str, float] = {}
         by_class: dict[str, dict[str, float]] = {}

@@ -32,10 +32,8 @@ def match_by_overlap(overlaps: Overlaps, group: np.ndarray, true_group: np.ndarr
     (k,) each. At a threshold t a detection is correct if the second number < t <= the first: it is the most confident
     of the label's detections that reach t.
 
-    Args:
-        overlaps: function that returns the overlaps of pairs; called once, for all pairs of the same group
-        group: group (k,) of each detection, an integer; a group's detections are in falling confidence
-        true_group: group (m,) of each label, an integer
+    Groups are integers, `group` (k,) of the detections, which are in falling confidence in each group, and `true_group`
+    (m,) of the labels. `overlaps` is called once, for all pairs of the same group.
     """
     detection, label = _pairs(group, true_group)
     pair_overlap = overlaps(detection, label)

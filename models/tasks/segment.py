@@ -23,7 +23,7 @@ from models.heads.anchors import (
     near_cells,
     scaled_gains,
 )
-from models.heads.contract import EPSILON, BoxView, DecodedView, UnavailableCriterion, head_of
+from models.heads.contract import EPSILON, BoxView, DecodedView, HeadView, UnavailableCriterion, head_of
 from models.tasks.contract import (
     Criterion,
     Image,
@@ -66,7 +66,6 @@ MAX_GROUP_VALUES = 2**20  # numbers in the largest tensor of a group; a group ta
 MATCH_EDGES = (3, 6, 9, 12, 18, 27)
 SPARE_VALUES = 2**14  # numbers of padding that cost less than another group
 SPARE_SHARE = 0.15  # share of a group's values that may be padding
-LOSS_NAMES = ("box_loss", "seg_loss", "obj_loss", "cls_loss")  # names of the terms, in the order of `LossTerms`
 
 
 class MaskMatches(NamedTuple):
@@ -175,12 +174,8 @@ def _on_device(values: np.ndarray, device: torch.device) -> Tensor:
 def mask_sums(coefficients: Tensor, prototypes: Tensor, truth: Tensor, plan: MaskPlan) -> Tensor:
     """Return the weighted sums of each level's binary cross-entropies, (levels,).
 
-    Both gradients are accumulated in a fixed order.
-
-    Args:
-        coefficients: weights (r, masks) of the prototypes, for each output
-        prototypes: maps (b, masks, h, w), whose weighted sums are the logits of a mask
-        truth: true masks, uint8, see `SegmentationBatch.mask_pixels`
+    The logits of a mask are the sum of the prototypes (b, masks, h, w), weighted by an output's coefficients, (r,
+    masks); `truth` is `SegmentationBatch.mask_pixels`. Both gradients are accumulated in a fixed order.
     """
     pixels = prototypes.permute(0, 2, 3, 1).reshape(-1, prototypes.shape[1])
     sums: Tensor = _MaskSums.apply(coefficients, pixels, truth, plan)
@@ -319,7 +314,7 @@ class SegmentationPostprocess(DetectionPostprocess):
             raise UserError("--augment is for detectors: masks of scaled and mirrored images are not joined")
         *boxes, maps = model(inputs)
         if isinstance(boxes[0], list):
-            return [SegmentationView(head_of(model).view(boxes[0], more=maps.shape[1]), maps)]
+            return [SegmentationView(HeadView(head_of(model), boxes[0], more=maps.shape[1]), maps)]
         if len(boxes) == 1:  # an exported file's boxes
             return [SegmentationView(DecodedView(boxes[0], more=maps.shape[1]), maps)]
         return [SegmentationView(SuppressedView(*boxes), maps)]
@@ -391,7 +386,7 @@ class SuppressedSegmenter(SuppressedDetector):
 class SegmentationTask(DetectionTask):
     """Instance segmentation, as in YOLOv5: a detector whose boxes have masks."""
 
-    loss_names = LOSS_NAMES
+    loss_names = Segment.loss_names
     metric_names = SEGMENTATION_METRICS
     official_weights = r"yolov5[nsmlx]-seg\.pt"
     prediction = SegmentationPrediction
@@ -410,19 +405,15 @@ class SegmentationTask(DetectionTask):
             )
         return model
 
-    def loss_names_of(self, model: Model) -> tuple[str, ...]:
-        """Return the names of the terms."""
-        return LOSS_NAMES
-
     def criterion(self, model: Model) -> Criterion:
         """Return the loss of `model`, with gains scaled to it; for an exported file every term is NaN."""
         if not isinstance(head := model.head, Segment):
-            return UnavailableCriterion(len(LOSS_NAMES))
+            return UnavailableCriterion(len(self.loss_names))
         hyp = scaled_gains(self.hyp, head, model.imgsz)
         return SegmentationCriterion(hyp, head, self.label_smoothing, self.class_weights)
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> SegmentationPostprocess:
-        """Return the conversion of outputs to instances. Raises `UserError` for an unknown class in `thresholds`."""
+        """Return the conversion of outputs to instances."""
         return SegmentationPostprocess(self.names, thresholds)
 
     def metrics(self, drawn: frozenset[int] = frozenset()) -> SegmentationMetrics:

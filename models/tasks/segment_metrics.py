@@ -40,13 +40,8 @@ Logits: TypeAlias = Callable[[Rows], Tensor]  # returns the maps of some detecti
 
 
 def weighted_prototypes(coefficients: Tensor, view: Tensor, prototypes: Sequence[Tensor]) -> Logits:
-    """Return the function that computes an image's maps: sums of the prototypes of each detection's own view.
-
-    Args:
-        coefficients: weights (k, masks or more) of the prototypes; a view with fewer prototypes ignores the last ones
-        view: number (k,) of each detection's view
-        prototypes: prototypes (masks, h, w) of each view
-    """
+    """Return the function that computes an image's maps: sums of the prototypes (masks, h, w) of each detection's view,
+    whose number is in `view` (k,), weighted by coefficients (k, masks or more); it may have fewer prototypes."""
 
     def logits(rows: Rows) -> Tensor:
         weights, (first, *others) = coefficients[rows].float(), prototypes
@@ -187,10 +182,7 @@ class DetectedMasks:
     def _spans(self, weights: np.ndarray, low: int, high: int) -> tuple[slice, slice]:
         """Return the pixels of a mask along an axis, and the cells that they are computed from.
 
-        Args:
-            weights: see `_weights`
-            low: first pixel of the box in the file with `retina`, else its first cell on the map
-            high: end of the box, exclusive
+        The box goes from `low` to before `high`: pixels of the file with `retina`, else cells of the map.
         """
         if self.retina:
             return slice(low, high), slice(None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from models.heads.anchors import Detect, DetectionCriterion, match, near_cells
-from models.heads.contract import xywh_to_xyxy
+from models.heads.contract import HeadView, xywh_to_xyxy
 from models.loading import transfer
 from models.weights import read_weights
 from models.yolo import YoloModel, build_model
@@ -389,7 +389,7 @@ def test_candidates_are_the_decoded_boxes_level_by_level() -> None:
     boxes = torch.tensor([[0, -4, 8, 12], [8, -4, 16, 12], [0, 4, 8, 20], [8, 4, 16, 20], [-16, 0, 32, 16]])
     decoded = head.decode(outputs, 1)
     torch.testing.assert_close(corners(decoded)[0, :, :4], boxes.float())
-    view = head.view(outputs, 1)
+    view = HeadView(head, outputs, 1)
     for given, expected in ((view, decoded[0]), (view._replace(skipped_level=0), decoded[0, 4:])):
         (candidates,) = given.candidates(0.4)
         torch.testing.assert_close(torch.cat((candidates.scores, candidates.more), 1), expected)

@@ -51,12 +51,12 @@ def test_fewer_kinds_of_boxes_than_anchors(sides: list[list[float]]) -> None:
     boxes = np.array(sides, dtype=float)
     result = find_anchors(boxes, 9, 4.0)
     assert np.isfinite(result).all()
-    assert fit(boxes, result, 4.0).recall == 1
+    assert fit(boxes, result, 4.0)[0] == 1
 
 
 def test_boxes_of_a_pixel_are_ignored() -> None:
     many = np.concatenate((np.ones((500, 2)), np.full((20, 2), 40.0)))
-    assert fit(many[500:], find_anchors(many, 2, 4.0), 1.5).anchors_per_box == 2
+    assert fit(many[500:], find_anchors(many, 2, 4.0), 1.5)[1] == 2
 
 
 def pixels(model: YoloModel) -> np.ndarray:
@@ -67,7 +67,7 @@ def pixels(model: YoloModel) -> np.ndarray:
 def test_anchors_stay_if_they_fit_or_none_are_better(sides: np.ndarray, capsys: pytest.CaptureFixture[str]) -> None:
     model = build_model(tiny_detector())
     before = model.head.anchors.clone()
-    adapt_anchors(model.head, model.yaml, np.array(sides), 4.0)
+    adapt_anchors(model.head, model.yaml, np.array(sides), 4.0, 0.98)
     assert "AutoAnchor" in capsys.readouterr().out
     assert torch.equal(model.head.anchors, before)
     assert model.yaml["anchors"] == tiny_detector()["anchors"]
@@ -78,9 +78,9 @@ def test_anchors_that_do_not_fit_are_replaced(order: list[int]) -> None:
     """Small anchors belong to small strides, also in a model rebuilt from its YAML."""
     model = build_model({**tiny_detector(), "head": [[order, 1, "Detect", ["nc", "anchors"]]]})
     sides = np.random.default_rng(0).uniform([3, 100], [9, 200], (300, 2))  # too slim for most anchors
-    assert fit(sides, pixels(model).reshape(-1, 2), 4.0).recall < 0.8
-    adapt_anchors(model.head, model.yaml, sides, 4.0)
-    assert fit(sides, pixels(model).reshape(-1, 2), 4.0).recall == 1
+    assert fit(sides, pixels(model).reshape(-1, 2), 4.0)[0] < 0.8
+    adapt_anchors(model.head, model.yaml, sides, 4.0, 0.98)
+    assert fit(sides, pixels(model).reshape(-1, 2), 4.0)[0] == 1
     areas = pixels(model).prod(2).mean(1)
     assert (areas[0] < areas[1]) == (order == [1, 2])
     assert torch.equal(build_model(model.yaml).head.anchors, model.head.anchors)
@@ -90,5 +90,5 @@ def test_anchors_that_are_only_a_number_are_found() -> None:
     model = build_model({**tiny_detector(), "anchors": 2})
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # no division by anchors of zero
-        adapt_anchors(model.head, model.yaml, np.random.default_rng(0).uniform(10, 60, (200, 2)), 4.0)
-    assert fit(np.full((1, 2), 30.0), pixels(model).reshape(-1, 2), 4.0).recall == 1
+        adapt_anchors(model.head, model.yaml, np.random.default_rng(0).uniform(10, 60, (200, 2)), 4.0, 0.98)
+    assert fit(np.full((1, 2), 30.0), pixels(model).reshape(-1, 2), 4.0)[0] == 1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from models.heads import dfl
-from models.heads.contract import xywh_to_xyxy
+from models.heads.contract import HeadView, xywh_to_xyxy
 from models.heads.dfl import DetectDFL, DFLCriterion, DFLLevel, assign, cell_geometry
 from models.tasks.contract import Thresholds
 from models.tasks.detect import DetectionTask, detect
@@ -60,7 +60,7 @@ def test_a_cell_by_hand() -> None:
     [((1.0, 1.0), 48, [4, -4, 36, 12]), ((0.5, 0.8), 0, [24, -5, 88, 15]), ((0.5, 0.8), 96, [8, -5, 72, 15])],
 )
 def test_scaled_and_mirrored_views(scale: tuple[float, float], mirrored_width: int, expected: list[float]) -> None:
-    view = head_of(8).view([point(level(3, 4), 1, 2, (1, 2, 3, 0), 0.0)])
+    view = HeadView(head_of(8), [point(level(3, 4), 1, 2, (1, 2, 3, 0), 0.0)])
     (detections,) = detect([view._replace(scale=scale, mirrored_width=mirrored_width)], Thresholds())
     torch.testing.assert_close(detections, torch.tensor([[*map(float, expected), 0.5, 1]]))
 
@@ -68,7 +68,7 @@ def test_scaled_and_mirrored_views(scale: tuple[float, float], mirrored_width: i
 @torch.no_grad()
 def test_candidates_are_the_decoded_boxes_above_the_threshold() -> None:
     levels, head = level_outputs(0), head_of(*STRIDES, classes=3)
-    decoded, view = head.decode(levels), head.view(levels)
+    decoded, view = head.decode(levels), HeadView(head, levels)
     finest = levels[0].sides[0, 0].numel()
     for given, boxes in ((view, decoded), (view._replace(skipped_level=0), decoded[:, finest:])):
         for candidates, image in zip(given.candidates(0.3), boxes, strict=True):
@@ -81,10 +81,10 @@ def test_candidates_are_the_decoded_boxes_above_the_threshold() -> None:
 @torch.no_grad()
 def test_the_detections_of_an_image_do_not_depend_on_the_others() -> None:
     levels, head = level_outputs(0, batch=3), head_of(*STRIDES, classes=3)
-    for image, detections in enumerate(detect([head.view(levels)], Thresholds())):
+    for image, detections in enumerate(detect([HeadView(head, levels)], Thresholds())):
         alone = [DFLLevel(*(one[image : image + 1] for one in level)) for level in levels]
         assert len(detections) > 5
-        assert torch.equal(detections, detect([head.view(alone)], Thresholds())[0])
+        assert torch.equal(detections, detect([HeadView(head, alone)], Thresholds())[0])
 
 
 # The loss

@@ -13,21 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.tasks import metrics as module
 from models.tasks.contract import Thresholds
 from models.tasks.metrics import (
     AP_RECALLS,
     CONFIDENT_THRESHOLD,
     CURVE_POINTS,
     DETECTION_METRICS,
-    ClassScores,
     DetectionMetrics,
     ImageRecord,
     drawn_image,
     image_records,
-    join,
     matched_by,
     paired_by,
+    score_classes,
 )
 from models.tasks.predictions import IOU_THRESHOLDS
 from tests.making import CLASS_NAMES, grey_batch, image_info
@@ -112,10 +110,6 @@ def hit(confidence: float, label: int = 0) -> tuple[float, ...]:
 
 def miss(confidence: float, label: int = 0) -> tuple[float, ...]:
     return confidence, label, 0.0, 0.0
-
-
-def score_classes(records: list[ImageRecord]) -> ClassScores:
-    return module.score_classes(join(records))
 
 
 def test_average_precision_by_hand() -> None:

@@ -373,8 +373,6 @@ def test_refused_models_and_flags(row: list[Any]) -> None:
     postprocess = SegmentationPostprocess(CLASS_NAMES, THRESHOLDS)
     with pytest.raises(UserError, match="--augment"):
         postprocess.views(tiny_model(), images_of(1), augment=True)
-    with pytest.raises(UserError, match="--classes 3"):
-        tiny_task().postprocess(Model(), Thresholds(classes=(3,)))
 
 
 def test_draw_batch() -> None:
