@@ -286,8 +286,10 @@ def _with_defaults(source: str, yaml: dict[str, Any], nc: int | None) -> dict[st
     if yaml.get("auxiliary"):
         checks["auxiliary"] = rows
     if (head := detection_head(yaml)) and head.takes_anchors:
-        are_anchors = lambda value: is_count(value) or (_is_list(value) and all(map(_is_list, value)))  # noqa: E731
-        checks["anchors"] = are_anchors, "a list of width, height pairs for each level, or their number per level"
+        checks["anchors"] = (
+            lambda value: is_count(value) or (_is_list(value) and all(map(_is_list, value))),
+            "a list of width, height pairs for each level, or their number per level",
+        )
     for key, (is_valid, what) in checks.items():
         if not is_valid(yaml.get(key)):
             problem = f"is {yaml[key]!r}" if key in yaml else "is missing"
@@ -381,9 +383,10 @@ def _try_size(source: str, rows: list[Row], drafts: list[nn.Module], probed: Map
     maps: dict[int, Any] = {-1: torch.zeros(1, CHANNELS, side, side, device="meta")}
     for row, draft in zip(rows, drafts, strict=True):
         with _naming(source, row), torch.device("meta"), torch.no_grad():
-            fits = all(_stride(maps[j], side) == _stride(probed[j], PROBE_PIXELS) for j in row.sources)
-            if isinstance(draft, Head) and not (draft.any_size or fits):
-                raise ValueError(f"its input does not fit an image of {side}x{side}")
+            if isinstance(draft, Head) and not draft.any_size:
+                for j in row.sources:
+                    if _stride(maps[j], side) != _stride(probed[j], PROBE_PIXELS):
+                        raise ValueError(f"the map of row {j} does not fit an image of {side}x{side}")
             maps[row.index] = draft(row.inputs(maps))
 
 
