@@ -78,16 +78,17 @@ def gflops(model: nn.Module, imgsz: int, source: str = "the model") -> float:
     The model is traced on the "meta" device. If a layer cannot be traced, the model runs on a black image and the
     result is 0. Raises `UserError`, which names `source`, if it does not take such an image.
     """
+    dtype = next(model.parameters(), torch.zeros(0)).dtype
     with suppress(Exception), torch.no_grad():  # a user's layer can fail anywhere
         replaced = {id(tensor): tensor.to("meta") for tensor in (*model.parameters(), *model.buffers())}
         traced = copy.deepcopy(model, replaced).eval()  # no weight is copied
         skip_norms(traced)
         with FlopCounterMode(display=False) as counter:
-            traced(torch.empty(1, 3, imgsz, imgsz, device="meta"))
+            traced(torch.empty(1, 3, imgsz, imgsz, dtype=dtype, device="meta"))
         return counter.get_total_flops() / 1e9
     try:
         with torch.no_grad():
-            copy.deepcopy(model).eval()(torch.zeros(1, 3, imgsz, imgsz))
+            copy.deepcopy(model).eval()(torch.zeros(1, 3, imgsz, imgsz, dtype=dtype))
     except Exception as error:
         if "cuda" not in str(error).lower():  # of a layer that runs on a GPU only
             reason = first_line(error)

@@ -227,7 +227,7 @@ def test_what_only_a_run_or_weights_name_is_not_run(name: str, folder: Path) -> 
     changed = path if path.suffix else path / "parts.py"
 
     def refused() -> bool:
-        with pytest.raises(UserError, match=rf"^best.pt names {path}.* --task-file {path}$"):
+        with pytest.raises(UserError, match=rf"^best.pt names --task-file {path}.* --task-file {path}$"):
             add_tasks(str(path), is_named=False, named_by="best.pt")
         return "mine" not in TASKS
 
