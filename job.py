@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from data.dataset import DataOptions, DataSet, DataSource, data_source, first_batch
-from models.loading import StartingPoint, load_and_freeze, recipe_of, starting_point
+from models.loading import StartingPoint, head_tensors, load_and_freeze, recipe_of, starting_point
 from models.tasks import hyperparameters, model_words
 from models.tasks.contract import Model, Task, terms_of
-from models.weights import Origin
+from models.weights import Origin, same_names
 from utils.batch import Batch
 from utils.checkpoint import Decisions, Identity, resolve_settings
 from utils.config.flags import PYTHON_SUFFIX, TrainOptions, select
@@ -27,16 +28,17 @@ from utils.config.settings import Settings
 from utils.console import log
 from utils.distributed.failure import barrier
 from utils.distributed.logical import check_logical_processes
-from utils.distributed.ranks import world_size
+from utils.distributed.ranks import broadcast_from_main, world_size
 from utils.errors import UserError
 from utils.files import located
 from utils.run import Run
-from utils.summary import fitness_weights
+from utils.summary import evenly_spaced, fitness_weights
 from utils.tracking.run_log import RunLog, wandb_run_id
 from utils.training import memory
 from utils.training.log import profile_window
 
 VALIDATION_BATCH = 32  # images per process and validation batch, at most
+FITTED_BATCH, FITTED_BATCHES = 16, 32  # size and number of the batches that new classes are fitted to, at most
 
 
 def settings_of(argv: Sequence[str]) -> Settings:
@@ -124,6 +126,8 @@ class Job(NamedTuple):
         options, hyp, uncached = self.options, self.settings.hyp, data.set.uncached()
         if not options.noautoanchor:
             self.task.adapt(model, data.train)
+        if known is not None:
+            model.load_state_dict(broadcast_from_main(lambda: self.fitted_head(run, model, data)), strict=False)
 
         def train_step(size: int) -> None:
             """Run forward and backward of the model on the first images, and drop the gradients."""
@@ -142,6 +146,17 @@ class Job(NamedTuple):
         )
         accumulation = hyp.accumulation(size * parts) * parts
         return Decisions(size, accumulation, known, run.collectives.broadcast(wandb_run_id()))
+
+    def fitted_head(self, run: Run, model: Model, data: Data) -> dict[str, Tensor]:
+        """Fit the head's outputs of classes that the initial weights do not know; return the head's tensors."""
+        weights, device, uncached = self.start.weights, run.accelerator.device, data.set.uncached()
+        known = same_names(weights.names, self.task.names) if weights else {}
+        if new := [number for number in self.task.names if number not in known]:
+            batches = uncached.evaluation_batches(data.train, FITTED_BATCH, square=True)
+            chosen = [batches[k] for k in evenly_spaced(len(batches), FITTED_BATCHES)]
+            loader = uncached.evaluation_loader(data.train, chosen)
+            self.task.fit_classes(model.to(device), (batch.to(device) for batch in loader), new)
+        return {name: tensor.cpu() for name, tensor in head_tensors(model).items()}
 
     def write_inputs(
         self, run: Run, data: Data, identity: Identity, content: Mapping[str, Any], saved: Mapping[str, Any] | None

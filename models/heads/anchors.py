@@ -6,7 +6,7 @@ Registered in models/yolo.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,6 +37,8 @@ NEIGHBOUR_DISTANCE_CELLS = 0.5  # largest distance from a target's centre to a n
 LEVEL_WEIGHTS = {3: (4.0, 1.0, 0.4)}
 LEVEL_WEIGHTS_DEEP = (4.0, 1.0, 0.25, 0.06, 0.02)
 FOCAL_ALPHA = 0.25
+FIT_PENALTY, FIT_ITERATIONS = 0.01, 30  # of `logistic_regression`
+LEAST_SHARE = 1e-4  # of a class without samples
 ANCHOR_TOLERANCE = 0.01  # relative difference of equal anchors: official files hold half precision
 MapSizes = tuple[tuple[int, int], ...]  # height and width of the map of each level
 
@@ -406,11 +408,64 @@ class Detect(DetectionHead):
             return "head: new, because the file's has other anchors"
         return super().keep(prefix, state, names, new)
 
+    @torch.no_grad()
+    def fit_classes(
+        self, batches: Iterable[tuple[Sequence[Tensor], Tensor]], classes: Sequence[int], threshold: float
+    ) -> int:
+        """Fit the outputs of `classes` by `logistic_regression` to the cells that the targets are matched to.
+
+        A batch has the input maps and the targets. The anchors of a level get the same outputs. Returns the number of
+        cells.
+        """
+        samples: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.m]
+        for maps, targets in batches:
+            cells = near_cells(tuple((x.shape[2], x.shape[3]) for x in maps), targets)
+            matched = match(cells, self.anchors.to(targets.device), threshold).any(2)
+            labels = targets[:, 1].long().repeat(len(NEIGHBOURS))
+            for level, x, near, (image, row, column) in zip(samples, maps, matched, cells.indices, strict=True):
+                level.append((x[image[near], :, row[near], column[near]].cpu(), labels[near].cpu()))
+        rows, count = [5 + number for number in classes], 0
+        for convolve, level in zip(self.m, samples, strict=True):
+            features, labels = (torch.cat(values) for values in zip(*level, strict=True))
+            count += len(labels)
+            if len(labels):
+                weight, bias = logistic_regression(features, labels, self.nc)
+                for name, fitted in (("weight", weight), ("bias", bias[:, None])):
+                    parameter = convolve.get_parameter(name)
+                    parameter.view(self.na, self.no, -1)[:, rows] = fitted[classes].to(parameter)
+        return count
+
     def adapt(self, model: Model, split: BoxSplit, hyp: AnchorKeys) -> None:
         """Run AutoAnchor."""
         from models.heads.auto_anchor import adapt_anchors  # only here, because most runs keep their anchors
 
         adapt_anchors(self, model.yaml, split.side_lengths(model.imgsz), hyp.anchor_t, hyp.anchor_recall)
+
+
+@torch.enable_grad()
+def logistic_regression(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """Return weights (classes, channels) and biases (classes,), float64, with the least mean binary cross-entropy.
+
+    `features` are (n, channels), `labels` class numbers (n,). An L2 penalty on the weights of the centred features, in
+    units of their common deviation, keeps the logits of a class with few samples small.
+    """
+    x, truth = features.double(), functional.one_hot(labels, classes).double()
+    mean, deviation = x.mean(0), x.std()
+    x, share = (x - mean) / deviation, truth.mean(0).clamp(min=LEAST_SHARE)
+    weight = torch.zeros(classes, x.shape[1], dtype=x.dtype, requires_grad=True)
+    bias = (share / (1 - share)).log().requires_grad_()
+    optimizer = torch.optim.LBFGS([weight, bias], max_iter=FIT_ITERATIONS, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        entropy = functional.binary_cross_entropy_with_logits(x @ weight.T + bias, truth, reduction="sum") / len(x)
+        total: Tensor = entropy + FIT_PENALTY * weight.square().sum()
+        total.backward()
+        return total
+
+    optimizer.step(loss)
+    weight = weight.detach() / deviation
+    return weight, bias.detach() - weight @ mean
 
 
 class Segment(Detect):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -531,3 +531,6 @@ class Task(ABC):
 
     def adapt(self, model: Model, split: Any) -> None:  # noqa: B027  # most tasks adapt nothing
         """Adapt `model` to the training split before the first step, for example by AutoAnchor, and log how."""
+
+    def fit_classes(self, model: Model, batches: Iterable[Any], new: Sequence[int]) -> None:  # noqa: B027
+        """Fit the head's outputs of `new` classes to batches of the training split, not augmented; log how."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
@@ -45,6 +45,8 @@ from models.tasks.predictions import DetectionPrediction
 from models.yolo import YoloModel, build_model, detection_head
 from utils.batch import Batch, BoxSplit, ImageInfo, layout
 from utils.config.hyperparameters import Augmentation, Hyperparameters, Recipes, keys_of
+from utils.console import log
+from utils.errors import plural
 from utils.plots.drawing import draw_targets
 
 MAX_CANDIDATES = 30_000  # most confident candidates of an image that are compared
@@ -487,3 +489,17 @@ class DetectionTask(BoxTask):
     def adapt(self, model: Model, split: BoxSplit) -> None:
         """Adapt the head to the training boxes, by AutoAnchor if it has anchors."""
         head_of(model).adapt(model, split, self.hyp)
+
+    def fit_classes(self, model: Model, batches: Iterable[Batch], new: Sequence[int]) -> None:
+        """Fit the outputs of `new` classes of a head with anchors, if the key `fit_classes` is set; log how."""
+        head = head_of(model)
+        if not (self.hyp.fit_classes and isinstance(head, Detect) and len(self.names) > 1):
+            return  # a loss with one class does not read its output
+        inputs: list[Any] = []
+        hook = head.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+        model.eval()
+        run = ((model(self.inputs(batch)), batch.targets) for batch in batches)
+        cells = head.fit_classes(((inputs.pop(), targets) for _, targets in run), new, self.hyp.anchor_t)
+        hook.remove()
+        model.train()
+        log(f"outputs of {plural(len(new), 'new class')} fitted to {cells:,} cells of training photos")

@@ -176,6 +176,8 @@ class AnchorKeys(ClassWeightKeys):
     anchors: float = number(0.0, NOT_NEGATIVE)
     # AutoAnchor replaces anchors that match at most this share of the training boxes.
     anchor_recall: float = number(0.98, SHARE)
+    # 1: the outputs of classes that the weights do not know are fitted to the training photos before the first step.
+    fit_classes: int = number(0, Range(0, 1))
     fl_gamma: float = number(0.0, NOT_NEGATIVE)  # focal loss; 0 is off
 
 

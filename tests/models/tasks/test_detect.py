@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import re
@@ -452,6 +453,32 @@ def test_the_head_is_kept_if_the_recipe_says_so_and_a_part_is_new(task: Detectio
     assert task.keep_head(detector, detector.state_dict(), {0: "other"}) == ""
     keeping = DetectionTask(CLASS_NAMES, Hyperparameters(keep_head=1))
     assert "3 class outputs new" in keeping.keep_head(detector, detector.state_dict(), {0: "a", 1: "b", 2: "c"})
+
+
+@pytest.mark.parametrize("kind", [DetectionTask, SegmentationTask])
+def test_outputs_of_new_classes_start_fitted_to_the_training_photos(kind: type[DetectionTask]) -> None:
+    """Dark, grey and bright images in a network that is not trained; the class of grey ones is known."""
+    task = kind(CLASS_NAMES, Hyperparameters(fit_classes=1))
+    model = task.build_model(
+        read_yaml(ROOT / "models" / ("yolov5n-seg.yaml" if kind is SegmentationTask else "yolov5n.yaml")), 64
+    )
+    before = copy.deepcopy(model.head.m)
+    pixels = torch.tensor([0, 120, 255], dtype=torch.uint8).repeat(8)
+    targets = torch.tensor([[image, image % 3, 0.5, 0.5, 0.4, 0.4] for image in range(24)])
+    batch = Batch(pixels[:, None, None, None].expand(24, 3, 64, 64), targets, ())
+    task.fit_classes(model, [batch], [0, 2])
+    assert model.training
+    outputs = model.eval()(task.inputs(batch))
+    for level, old, raw in zip(model.head.m, before, outputs[0] if kind is SegmentationTask else outputs, strict=True):
+        changed = (level.weight != old.weight).flatten(1).any(1).view(3, -1)
+        assert not changed[:, [0, 1, 2, 3, 4, 6]].any()
+        if level is not model.head.m[2]:  # whose anchors no target matches
+            assert changed[:, [5, 7]].all()
+            scores = raw[..., [5, 7]].flatten(1, 3).mean(1).view(8, 3, 2)
+            assert (scores.argmax(1) == torch.tensor([0, 2])).all()
+    again = copy.deepcopy(model)
+    kind(CLASS_NAMES, Hyperparameters()).fit_classes(again, [batch], [1])  # not by the recipe
+    assert all(torch.equal(one, other) for one, other in zip(again.parameters(), model.parameters(), strict=True))
 
 
 def test_anchors_are_adapted_to_the_split_at_the_models_size(task: DetectionTask) -> None:

@@ -102,7 +102,7 @@ def test_the_keys_that_nothing_reads_depend_on_the_head() -> None:
     task = DetectionTask(CLASS_NAMES, Hyperparameters())
     gains = {"tal_box", "tal_cls", "tal_dfl", "tal_aux"}
     assert set(task.unread(tiny_detector())) == {"iou_t"} | gains
-    loss = {"box", "obj", "cls", "obj_pw", "cls_pw", "anchor_t", "anchors", "anchor_recall", "fl_gamma"}
+    loss = {"box", "obj", "cls", "obj_pw", "cls_pw", "anchor_t", "anchors", "anchor_recall", "fl_gamma", "fit_classes"}
     assert set(task.unread(tiny_anchor_free())) == {"iou_t"} | loss
     assert task.unread({**tiny_detector(), "head": []}) == ()  # which building the model reports
 
