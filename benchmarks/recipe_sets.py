@@ -3,7 +3,7 @@
     python -m benchmarks.recipe_sets OUT NAME=CHECKOUT ...
 
 SOURCES lists the names and commits. `OUT/NAME` gets data.yaml, images/{train,val} and
-labels/{train,val}: at most 300 photos, drawn by a seed, a quarter of them for validation.
+labels/{train,val}: at most 200 photos, drawn by a seed, a quarter of them for validation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from PIL import Image, ImageOps
 from data.formats import annotated_names, find_annotated
 from data.images import is_image
 
-MAX_PHOTOS, MIN_VALIDATION_PHOTOS, SEED = 300, 20, 0
+MAX_PHOTOS, MIN_VALIDATION_PHOTOS, SEED = 200, 20, 0
 LONG_SIDE, JPEG_QUALITY = 640, 90
 EXPORT = "*/_annotations.coco.json"  # Roboflow's COCO files
 CARDS = "EdjeElectronics/TensorFlow-Object-Detection-API-Tutorial-Train-Multiple-Objects-Windows-10@c164582"

@@ -5,7 +5,7 @@
 
 Runs the jobs of FLAGS in both checkouts, with this Python, on one thread per process, and prints a line for each.
 `zero` runs on two processes under ZeRO-2. `killed` is killed by SIGKILL in the second epoch, resumed, and compared with
-`photos`; `logical2` is compared with `logical`.
+`photos`; `logical2` is compared with `logical`. Both fine-tune by the recipe of `before`.
 
 --keep: a folder for the runs, in a folder per checkout; existing ones of `before` are reused, by several comparisons at
 the same time too. If both checkouts know --hashes, the first different step is named. Exits with 1 if anything differs.
@@ -39,7 +39,7 @@ CELLS = {"train": "images/train", "val": "images/val", "names": ["WBC", "RBC", "
 ANNOTATIONS = "annotations/instances_train2017.json"
 # YAMLs of data sets of --shared, without `path`
 DATA = {"bccd": CELLS, "coco128": {"train": ANNOTATIONS, "val": ANNOTATIONS, "images": "images/train"}}
-FINE_TUNING = "--weights {shared}/weights/yolov5n.pt --imgsz 160 --epochs 2"
+FINE_TUNING = "--weights {shared}/weights/yolov5n.pt --hyp {recipe} --imgsz 160 --epochs 2"
 PHOTOS = f"--data {{project}}/bccd.yaml {FINE_TUNING}"
 FLAGS = {
     "builtin": "--epochs 2",
@@ -60,10 +60,10 @@ ZERO = ("-m", "accelerate.commands.launch", "--config_file", "accelerate_configs
 
 
 class Jobs:
-    """The jobs of one checkout, whose runs go to a folder in `keep` that is named after its path."""
+    """The jobs of a checkout, fine-tuned by `recipe`; runs go to a folder in `keep` that is named after its path."""
 
-    def __init__(self, checkout: Path, keep: Path, shared: Path) -> None:
-        self.checkout, self.shared = checkout.resolve(), shared.resolve()
+    def __init__(self, checkout: Path, keep: Path, shared: Path, recipe: Path) -> None:
+        self.checkout, self.shared, self.recipe = checkout.resolve(), shared.resolve(), recipe.resolve()
         self.project = keep.resolve() / "-".join(self.checkout.parts[1:])
         self.project.mkdir(parents=True, exist_ok=True)
         for data, content in DATA.items():
@@ -77,7 +77,7 @@ class Jobs:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(self.project / "cache" / "lockstep", ignore_errors=True)
         launcher = ZERO if name == "zero" else ("train.py",)
-        flags = [word.format(project=self.project, shared=self.shared) for word in shlex.split(FLAGS[name])]
+        flags = [word.format(**vars(self)) for word in shlex.split(FLAGS[name])]
         flags += ["--project", str(self.project), "--name", name, "--device", "cpu", "--workers", "1", "--noplots"]
         if name != "zero" and (self.checkout / "utils" / "compare_runs.py").is_file():
             flags.append("--hashes")
@@ -150,9 +150,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=FLAGS, default=list(FLAGS))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = options.keep or Path(temporary)
-        before, after = (Jobs(checkout, folder, options.shared) for checkout in (options.before, options.after))
-        wrong = 0
+        folder, recipe = options.keep or Path(temporary), options.before / "data" / "hyps" / "finetune.yaml"
+        checkouts, wrong = (options.before, options.after), 0
+        before, after = (Jobs(checkout, folder, options.shared, recipe) for checkout in checkouts)
         for name in options.only:
             if "{shared}" in FLAGS[name] and not options.shared.is_dir():
                 print(f"{name:<10} skipped: {options.shared} does not exist", flush=True)
