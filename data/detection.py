@@ -43,11 +43,13 @@ from data.sampler import (
 )
 from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement
 from utils.config.hyperparameters import Augmentation, Recipe
+from utils.console import log
 from utils.errors import UserError, plural
 from utils.files import csv_text
 from utils.summary import evenly_spaced
 
 LISTED_BOXES = 5000  # training labels in boxes.csv, at most
+ENLARGED = 1.25  # factor above which the start says that most images are enlarged
 NO_PLACEMENT = Placement((0.0, 0.0), (0, 0))  # placement of a training item: a mosaic is not part of one file
 
 
@@ -253,6 +255,14 @@ class DetectionData(DataSet[DetectionSplit]):
         else:
             check_classes(labels, images, len(self.spec.names), self.spec.file)
         return DetectionSplit(images, labels, problems)
+
+    def report(self, train: DetectionSplit, val: DetectionSplit) -> None:
+        """Log what `DataSet` does, and whether most images are enlarged."""
+        super().report(train, val)
+        side = np.median(train.labels.sizes.max(1))
+        enough = math.ceil(side / self.stride) * self.stride
+        if enough * ENLARGED < self.imgsz:
+            log(f"most images have at most {side:.0f} px and are enlarged: --imgsz {enough} is faster")
 
     def documents(self, train: DetectionSplit, val: DetectionSplit) -> dict[str, str]:
         """Return labels.csv, counts by class, and boxes.csv, a sample of the training boxes."""

@@ -41,11 +41,12 @@ def test_the_identity_of_a_split_takes_any_name(tmp_path: Path) -> None:
         assert split_identity([tmp_path / name], b"labels")["files"].startswith(digest)
 
 
-def split_of(images: list[Path], counts: list[int]) -> Any:
-    """Return a split with so many labels of each class."""
+def split_of(images: list[Path], counts: list[int], side: int = 64) -> Any:
+    """Return a split with so many labels of each class, and images of this side."""
     classes = np.repeat(np.arange(len(counts)), counts)
     instances = Instances(np.zeros(len(classes), int), classes)
-    return SimpleNamespace(images=images, instances=lambda: instances, report=lambda title: log_split(title, "", ()))
+    report, labels = lambda title: log_split(title, "", ()), SimpleNamespace(sizes=np.full((len(images), 2), side))
+    return SimpleNamespace(images=images, instances=lambda: instances, report=report, labels=labels)
 
 
 def test_a_report_names_rare_classes_and_images_of_both_splits(
@@ -65,6 +66,8 @@ def test_a_report_names_rare_classes_and_images_of_both_splits(
     assert absent.endswith(": dog, pig")
     assert both.startswith("warning: 1 of the 2 ")
     assert f"{train[1]};" in both
+    data.report(split_of(train, [10, 500, 60], side=30), split_of(again[1:], [1, 2, 3]))
+    assert "--imgsz 32 " in capsys.readouterr().out
 
 
 def test_the_first_five_of_many_problems_are_logged_and_the_others_counted(
