@@ -38,7 +38,9 @@ LEVEL_WEIGHTS = {3: (4.0, 1.0, 0.4)}
 LEVEL_WEIGHTS_DEEP = (4.0, 1.0, 0.25, 0.06, 0.02)
 FOCAL_ALPHA = 0.25
 FIT_PENALTY, FIT_ITERATIONS = 0.01, 30  # of `logistic_regression`
-LEAST_SHARE = 1e-4  # of a class without samples
+LEAST_SHARE = 1e-4  # of a class without samples, and of the others beside a class with all
+LEAST_DEVIATION = 1e-6  # of features, which an untrained network may not have
+MAX_FITTED_CELLS = 2**14  # of a level
 ANCHOR_TOLERANCE = 0.01  # relative difference of equal anchors: official files hold half precision
 MapSizes = tuple[tuple[int, int], ...]  # height and width of the map of each level
 
@@ -428,8 +430,9 @@ class Detect(DetectionHead):
         for convolve, level in zip(self.m, samples, strict=True):
             features, labels = (torch.cat(values) for values in zip(*level, strict=True))
             count += len(labels)
-            if len(labels):
-                weight, bias = logistic_regression(features, labels, self.nc)
+            if len(labels) and features.isfinite().all():
+                every = len(labels) // MAX_FITTED_CELLS + 1
+                weight, bias = logistic_regression(features[::every], labels[::every], self.nc)
                 for name, fitted in (("weight", weight), ("bias", bias[:, None])):
                     parameter = convolve.get_parameter(name)
                     parameter.view(self.na, self.no, -1)[:, rows] = fitted[classes].to(parameter)
@@ -450,8 +453,8 @@ def logistic_regression(features: Tensor, labels: Tensor, classes: int) -> tuple
     units of their common deviation, keeps the logits of a class with few samples small.
     """
     x, truth = features.double(), functional.one_hot(labels, classes).double()
-    mean, deviation = x.mean(0), x.std()
-    x, share = (x - mean) / deviation, truth.mean(0).clamp(min=LEAST_SHARE)
+    mean, deviation = x.mean(0), x.std(correction=0).clamp(min=LEAST_DEVIATION)
+    x, share = (x - mean) / deviation, truth.mean(0).clamp(LEAST_SHARE, 1 - LEAST_SHARE)
     weight = torch.zeros(classes, x.shape[1], dtype=x.dtype, requires_grad=True)
     bias = (share / (1 - share)).log().requires_grad_()
     optimizer = torch.optim.LBFGS([weight, bias], max_iter=FIT_ITERATIONS, line_search_fn="strong_wolfe")
