@@ -37,10 +37,8 @@ NEIGHBOUR_DISTANCE_CELLS = 0.5  # largest distance from a target's centre to a n
 LEVEL_WEIGHTS = {3: (4.0, 1.0, 0.4)}
 LEVEL_WEIGHTS_DEEP = (4.0, 1.0, 0.25, 0.06, 0.02)
 FOCAL_ALPHA = 0.25
-FIT_PENALTY, FIT_ITERATIONS = 0.01, 30  # of `logistic_regression`
-LEAST_SHARE = 1e-4  # of a class without samples, and of the others beside a class with all
-LEAST_DEVIATION = 1e-6  # of features, which an untrained network may not have
-MAX_FITTED_CELLS = 2**14  # of a level
+FIT_PENALTY, FIT_ITERATIONS, MAX_FITTED_CELLS = 0.01, 30, 2**14  # of `logistic_regression`; the last for each level
+LEAST_SHARE, LEAST_DEVIATION = 1e-4, 1e-6  # of a class among the samples, and of their features
 ANCHOR_TOLERANCE = 0.01  # relative difference of equal anchors: official files hold half precision
 MapSizes = tuple[tuple[int, int], ...]  # height and width of the map of each level
 
@@ -411,13 +409,10 @@ class Detect(DetectionHead):
         return super().keep(prefix, state, names, new)
 
     @torch.no_grad()
-    def fit_classes(
-        self, batches: Iterable[tuple[Sequence[Tensor], Tensor]], classes: Sequence[int], threshold: float
-    ) -> int:
+    def fit_classes(self, batches: Iterable[tuple[Any, Tensor]], classes: Sequence[int], threshold: float) -> int:
         """Fit the outputs of `classes` by `logistic_regression` to the cells that the targets are matched to.
 
-        A batch has the input maps and the targets. The anchors of a level get the same outputs. Returns the number of
-        cells.
+        A batch has the input maps and the targets. All anchors of a level get the same outputs. Returns how many cells.
         """
         samples: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.m]
         for maps, targets in batches:
@@ -426,17 +421,16 @@ class Detect(DetectionHead):
             labels = targets[:, 1].long().repeat(len(NEIGHBOURS))
             for level, x, near, (image, row, column) in zip(samples, maps, matched, cells.indices, strict=True):
                 level.append((x[image[near], :, row[near], column[near]].cpu(), labels[near].cpu()))
-        rows, count = [5 + number for number in classes], 0
+        rows = [5 + number for number in classes]
         for convolve, level in zip(self.m, samples, strict=True):
             features, labels = (torch.cat(values) for values in zip(*level, strict=True))
-            count += len(labels)
             if len(labels) and features.isfinite().all():
                 every = len(labels) // MAX_FITTED_CELLS + 1
                 weight, bias = logistic_regression(features[::every], labels[::every], self.nc)
                 for name, fitted in (("weight", weight), ("bias", bias[:, None])):
                     parameter = convolve.get_parameter(name)
                     parameter.view(self.na, self.no, -1)[:, rows] = fitted[classes].to(parameter)
-        return count
+        return sum(len(labels) for level in samples for _, labels in level)
 
     def adapt(self, model: Model, split: BoxSplit, hyp: AnchorKeys) -> None:
         """Run AutoAnchor."""

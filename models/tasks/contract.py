@@ -58,18 +58,12 @@ class LossTerms:
     """The sums and counts of a loss: every term is a weighted sum of parts, every part a sum divided by a count.
 
     The counts of all processes are added before the division, so that the loss is the global batch's.
-
-    Attributes:
-        sums: differentiable sums (terms, parts)
-        counts: number of values in each sum, or the sum of their weights, (terms, parts)
-        weights: weights (terms, parts) of the parts in their terms
-        least: smallest divisor of a sum; below 1 if a sum of weights may be
     """
 
-    sums: Tensor
-    counts: Tensor
-    weights: Tensor
-    least: float = 1.0
+    sums: Tensor  # differentiable, (terms, parts)
+    counts: Tensor  # number of values in each sum, or the sum of their weights, (terms, parts)
+    weights: Tensor  # of the parts in their terms, (terms, parts)
+    least: float = 1.0  # smallest divisor of a sum; below 1 if a sum of weights may be
 
     def share_of(self, counts: GlobalCounts) -> Tensor:
         """Return this process's share of each mean over the global batch, (terms,); the shares add up to the mean."""
@@ -171,17 +165,12 @@ class Prediction(ABC):
 
     val.py and detect.py write it, and Python users get it. A subclass is a dataclass with more fields; it may leave out
     `OPTIONAL_METHODS`.
-
-    Attributes:
-        image: index of the image in its split
-        path: path of the file, or another name of the image
-        names: class names, by number
-        pixels: function that returns the image, uint8 (h, w, 3) BGR, for `plot`; None in val.py
     """
 
-    image: int
-    path: str
-    names: Mapping[int, str]
+    image: int  # index in its split
+    path: str  # of the file, or another name of the image
+    names: Mapping[int, str]  # of classes, by number
+    # Returns the image, uint8 (h, w, 3) BGR, for `plot`; None in val.py.
     pixels: Callable[[], Image] | None = field(default=None, kw_only=True)
 
     @property
