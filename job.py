@@ -151,11 +151,12 @@ class Job(NamedTuple):
         """Fit the head's outputs of classes that the initial weights do not know; return the head's tensors."""
         weights, device, uncached = self.start.weights, run.accelerator.device, data.set.uncached()
         known = same_names(weights.names, self.task.names) if weights else {}
-        if new := [number for number in self.task.names if number not in known]:
-            batches = uncached.evaluation_batches(data.train, FITTED_BATCH, square=True)
-            chosen = [batches[k] for k in evenly_spaced(len(batches), FITTED_BATCHES)]
-            loader = uncached.evaluation_loader(data.train, chosen)
-            self.task.fit_classes(model.to(device), (batch.to(device) for batch in loader), new)
+        if not (new := [number for number in self.task.names if number not in known]):
+            return {}
+        batches = uncached.evaluation_batches(data.train, FITTED_BATCH, square=True)
+        chosen = [batches[k] for k in evenly_spaced(len(batches), FITTED_BATCHES)]
+        loader = uncached.evaluation_loader(data.train, chosen)
+        self.task.fit_classes(model.to(device), (batch.to(device) for batch in loader), new)
         return {name: tensor.cpu() for name, tensor in head_tensors(model).items()}
 
     def write_inputs(

@@ -53,16 +53,16 @@ def imported(
     """
     path = Path(place).resolve()
     file, name = path / "__init__.py" if os.path.isdir(path) else path, path.stem
-    code = f"{flag} {place}" if is_named else f"{named_by} names {flag} {place}"
+    subject = f"{flag} {place}" if is_named else f"{named_by} names {flag} {place}"
     if not os.path.isfile(file) or file.suffix != ".py":
-        raise UserError(f"{code}: give a .py file, or a folder with an __init__.py (looked for {file})")
+        raise UserError(f"{subject}: give a .py file, or a folder with an __init__.py (looked for {file})")
     digest = hashlib.sha256(os.fsencode(path))
     for part in [path] if file == path else sorted(path.rglob("*.py")):
         digest.update(os.fsencode(part) + hashlib.sha256(part.read_bytes()).digest())
     mark = cache_folder() / "trusted" / digest.hexdigest()
     if not is_named and not mark.is_file():
         trust = f"read {path}, and if you trust it add {flag} {place}"
-        raise UserError(f"{code}, which would be run and which you have not run before; {trust}")
+        raise UserError(f"{subject}, which would be run and which you have not run before; {trust}")
     with suppress(OSError):  # without the record the user must name it each time
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()

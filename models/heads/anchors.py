@@ -416,8 +416,8 @@ class Detect(DetectionHead):
         """
         samples: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.m]
         for maps, targets in batches:
-            cells = near_cells(tuple((x.shape[2], x.shape[3]) for x in maps), targets)
-            matched = match(cells, self.anchors.to(targets.device), threshold).any(2)
+            cells = near_cells(map_sizes(maps), targets)
+            matched = match(cells, self.anchors, threshold).any(2)
             labels = targets[:, 1].long().repeat(len(NEIGHBOURS))
             for level, x, near, (image, row, column) in zip(samples, maps, matched, cells.indices, strict=True):
                 level.append((x[image[near], :, row[near], column[near]].cpu(), labels[near].cpu()))

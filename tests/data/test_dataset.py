@@ -42,7 +42,7 @@ def test_the_identity_of_a_split_takes_any_name(tmp_path: Path) -> None:
 
 
 def split_of(images: list[Path], counts: list[int], side: int = 64) -> Any:
-    """Return a split with so many labels of each class, and images of this side."""
+    """Return a split with `counts` labels by class, and square images of `side` pixels."""
     classes = np.repeat(np.arange(len(counts)), counts)
     instances = Instances(np.zeros(len(classes), int), classes)
     report, labels = lambda title: log_split(title, "", ()), SimpleNamespace(sizes=np.full((len(images), 2), side))

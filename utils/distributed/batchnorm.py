@@ -41,7 +41,7 @@ class ExactBatchNorm(_BatchNorm):
     float32: on a map of 160 x 160 the relative error of the variance is 7e-5, and depends on the number of threads.
     """
 
-    # With it all processes must call the layer together, forward and backward; None: statistics of this process's batch
+    # Adds up the sums of all processes, which then must call the layer together; None: statistics of the local batch.
     total: Total | None = None
 
     @classmethod

@@ -384,6 +384,7 @@ def _wait(started: Sequence[SpawnProcess], store: RunStore) -> None:
     finally:
         for process in started:
             process.kill()
+        for process in started:
             process.join()
         for number, handler in before.items():
             signal.signal(number, handler)

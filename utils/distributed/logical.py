@@ -165,7 +165,7 @@ class DistributedModel:
         return [local.share_of(counts) for local in terms]
 
     def backward(self, objectives: Sequence[Tensor]) -> None:
-        """Add this process's gradients, in a step's last batch those of all processes, which must call it together."""
+        """Add the objectives' gradients, in the last batch of a step over all processes. All must call it together."""
         accelerator = self.accelerator
         if not self.logical.exact:
             accelerator.backward(objectives[0] * accelerator.num_processes)  # DDP takes the mean over processes
@@ -228,7 +228,7 @@ def tree_sum(addends: Sequence[T], add: Callable[[T, T], T] = operator.add) -> T
 
 
 def tree_sum_of_processes(addend: Tensor) -> Tensor:
-    """Return the sum of all processes' tensors, small ones: each is sent to all. All must call it together."""
+    """Return the sum of small tensors of all processes, which must call it together; each tensor is sent to all."""
     gathered = [torch.empty_like(addend) for _ in range(distributed.get_world_size())]
     distributed.all_gather(gathered, addend.contiguous())
     return tree_sum(gathered)
