@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
 import os
 import re
+import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -57,6 +59,7 @@ class Tracker(GeneralTracker):
         """Start the run with its settings."""
         with suppress(Exception, SystemExit):  # import it here: loader processes must not be forked during an import
             importlib.import_module(MODULES.get(self.name, self.name))
+        start_programs_between_forks()
 
         def start() -> None:
             try:
@@ -111,6 +114,24 @@ class Tracker(GeneralTracker):
 
     def _end(self, exit_code: int) -> None:
         self.inner.finish()
+
+
+@functools.cache
+def start_programs_between_forks() -> None:
+    """Let this process fork only while none of its threads is starting a program, as W&B does git.
+
+    Else the forked loader process would inherit the program's pipes, and the thread would wait for that process to end.
+    """
+    if not hasattr(os, "register_at_fork"):  # Windows does not fork
+        return
+    lock, start = threading.RLock(), subprocess.Popen.__init__
+
+    def start_alone(*arguments: Any, **options: Any) -> None:
+        with lock:
+            start(*arguments, **options)
+
+    subprocess.Popen.__init__ = start_alone  # type: ignore[method-assign]
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
 def requested_trackers(log_with: str, no_wandb: bool = False) -> list[str]:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
+import os
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -76,6 +82,33 @@ def test_a_tracker_that_fails_is_one_warning(
     tracker.finish()
     printed = capsys.readouterr().out
     assert printed.count("warning") == printed.count("no disk") == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
+def test_a_process_forked_while_a_tracker_starts_a_program(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It does not get the program's pipes: else the tracker would wait until that process ends."""
+    program = "__import__('subprocess').check_output(['true'])"
+    file.write_text(TRACKER.replace("super().__init__()", f"super().__init__(); {program}"))
+    add_user_trackers(str(file))
+    starting, execute = threading.Event(), subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+    def execute_slowly(*arguments: Any, **options: Any) -> None:
+        starting.set()
+        time.sleep(0.3)
+        execute(*arguments, **options)
+
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", execute_slowly)
+    tracker = Tracker("own_mine", "cats", tmp_path)
+    tracker.store_init_configuration({})
+    assert starting.wait(60)
+    loader = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    loader.start()
+    tracker.finish(20)
+    assert loader.is_alive()
+    assert capsys.readouterr().out == ""
+    loader.kill()
 
 
 def test_files_that_are_refused(file: Path) -> None:
