@@ -122,16 +122,15 @@ def start_programs_between_forks() -> None:
 
     Else the forked loader process would inherit the program's pipes, and the thread would wait for that process to end.
     """
-    if not hasattr(os, "register_at_fork"):  # Windows does not fork
-        return
     lock, start = threading.RLock(), subprocess.Popen.__init__
 
     def start_alone(*arguments: Any, **options: Any) -> None:
         with lock:
             start(*arguments, **options)
 
-    subprocess.Popen.__init__ = start_alone  # type: ignore[method-assign]
-    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        subprocess.Popen.__init__ = start_alone  # type: ignore[method-assign]
+        os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
 def requested_trackers(log_with: str, no_wandb: bool = False) -> list[str]:
