@@ -223,8 +223,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
         from utils import coco  # only here, because most validations do not need it
 
         images, named = run.collectives.gather(coco_images), options.annotations
-        file = Path(named) if named else source.spec.annotation_file(split_name)
-        file = file or coco.find_annotations(source.spec.roots, split.images)
+        file = Path(named) if named else source.spec.annotation_file(split_name, split.images)
         stem = next(iter(members.files.values())).stem
         write = run.files.write_documents
         run.on_main(lambda: coco.report(write, file, bool(named), images, names, split.images, stem))

@@ -30,6 +30,7 @@ from data.labels import RowRules, label_name
 from utils import user_code
 from utils.config.flags import is_number
 from utils.config.parser import suggested_defaults
+from utils.console import log
 from utils.errors import UserError, nearest, plural, quoted, shortened, without_secrets
 from utils.files import IS_INSTALLED, ROOT, file_name, find_file, read_yaml
 
@@ -127,10 +128,18 @@ class DataSpec:
         images = sorted(set(listed), key=lambda image: image.replace(os.sep, "\0"))  # as Paths, folder by folder
         return Listing(list(map(Path, images)), problems, tuple(annotated))
 
-    def annotation_file(self, split: str) -> Path | None:
-        """Return the COCO file that a split consists of, or is held out of; None if it has other sources."""
+    def annotation_file(self, split: str, images: Sequence[Path]) -> Path | None:
+        """Return the COCO file that a split consists of, or is held out of, else instances_<folder of `images`>.json.
+
+        The latter is in the folder `annotations` of the data set. If neither exists, this is logged.
+        """
         locations = self.locations("train" if split == "val" and self.holds_out else split)
-        return locations[0] if len(locations) == 1 and is_coco(locations[0]) else None
+        if len(locations) == 1 and is_coco(locations[0]):
+            return locations[0]
+        files = [root / "annotations" / f"instances_{images[0].parent.name}.json" for root in self.roots]
+        file = next(filter(Path.is_file, files), None)
+        log("" if file else f"no {files[0]}; give a file with --annotations")
+        return file
 
     def locations(self, split: str) -> list[Path]:
         """Return the folders and files that a split names, downloaded if one is absent. Raises `UserError`."""
