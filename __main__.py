@@ -25,13 +25,13 @@ The flags of a command: lockstep train --help"""
 def main() -> None:
     """Run the script or module that the first word of the command line names, with the other words as its flags."""
     sys.path.insert(0, str(ROOT))
-    from utils.files import version
+    from utils.files import VERSION
 
     parser = argparse.ArgumentParser(
         prog="lockstep", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    version_line = f"lockstep {version()}"
-    parser.add_argument("--version", action="version", version=version_line, help="print the version and exit")
+    version = f"lockstep {VERSION}"
+    parser.add_argument("--version", action="version", version=version, help="print the version and exit")
     # The action `version` prints any text.
     parser.add_argument(
         "--folder", action="version", version=str(ROOT), help="print the shipped files' folder and exit"

@@ -32,7 +32,7 @@ from utils.config.parser import given_flags, over_defaults
 from utils.console import Bar, log
 from utils.distributed.failure import run_main
 from utils.errors import Stopped, UserError, plural, without_secrets
-from utils.files import LOCK_FILE, csv_text, lock_folder, numbered_folder, unique_stems, write_rows
+from utils.files import LOCK_FILE, csv_text, lock_folder, numbered_folder, unique_stems
 from utils.plots.drawing import Style, write_picture
 from utils.python_api import call
 from utils.summary import StageTimer, log_times
@@ -109,7 +109,8 @@ class Output:
         if options.save_txt:
             (self.folder / "labels").mkdir(exist_ok=True)
             if rows := prediction.label_rows(options.save_conf, options.save_format == 1):
-                write_rows(self.folder / "labels" / f"{stem}.txt", rows)
+                text = "".join(f"{row}\n" for row in rows)
+                (self.folder / "labels" / f"{stem}.txt").write_text(text, encoding="utf-8", errors="surrogateescape")
         if options.save_csv:
             name = without_secrets(frame.title)
             name = Path(name).name if is_picture else name

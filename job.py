@@ -217,7 +217,7 @@ def resolve(unresolved: Settings, agreed: Callable[[bool], bool] = bool) -> Job:
     task = kind(source.names(options.single_cls), settings.hyp, options.label_smoothing)
     settings.refuse(kind.features_of(start_from.yaml), task.unread(start_from.yaml), words)
     yaml = start_from.yaml if saved else task.model_yaml(start_from.yaml)
-    fitness = fitness_weights(options.fitness, task.metric_names)
+    fitness = fitness_weights(options.fitness, task.metric_names) if options.fitness else {}
     memory.check_batch_size(options.batch_size, options.logical_processes)
     check_logical_processes(options.logical_processes, options.batch_size, options.sync_bn)
     profile_window(options.profile)

@@ -24,10 +24,9 @@ from models.tasks.contract import Criterion, refuse, terms_of
 from utils.checkpoint import Decisions, Identity, TrainingState, read_saved_state
 from utils.config.settings import Settings
 from utils.console import log
-from utils.distributed.failure import barrier, run_main
+from utils.distributed.failure import StopRequested, barrier, run_main
 from utils.distributed.launch import log_plan, seed_everything, spawn, start
 from utils.distributed.logical import DistributedModel, LogicalProcesses, place_model, prepare
-from utils.distributed.stop import StopRequested
 from utils.python_api import call, write_result
 from utils.run import Run
 from utils.tracking.run_log import RunLog

@@ -31,7 +31,7 @@ from utils.console import log
 from utils.distributed.failure import barrier, run_main
 from utils.distributed.launch import loader_workers, spawn, start
 from utils.errors import UserError
-from utils.files import located, unique_stems, write_rows
+from utils.files import located, unique_stems
 from utils.python_api import call, write_result
 from utils.run import Run
 from utils.summary import DRAWN_IMAGES, POSTPROCESSING, StageTimer, Summary, evenly_spaced, log_times
@@ -223,8 +223,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
         from utils import coco  # only here, because most validations do not need it
 
         images, named = run.collectives.gather(coco_images), options.annotations
-        file = Path(named) if named else source.spec.annotation_file(split_name)
-        file = file or coco.find_annotations(source.spec.roots, split.images)
+        file = Path(named) if named else source.spec.annotation_file(split_name, split.images)
         stem = next(iter(members.files.values())).stem
         write = run.files.write_documents
         run.on_main(lambda: coco.report(write, file, bool(named), images, names, split.images, stem))
@@ -242,7 +241,8 @@ def label_writer(options: ValOptions, folder: Path, images: Sequence[Path]) -> C
     def write(batch: Batch, predictions: Sequence[Prediction]) -> None:
         for info, prediction in zip(batch.infos, predictions, strict=True):
             kept = prediction.with_labels() if options.save_hybrid else prediction
-            write_rows(files[info.image], kept.label_rows(options.save_conf))
+            text = "".join(f"{row}\n" for row in kept.label_rows(options.save_conf))
+            files[info.image].write_text(text, encoding="utf-8", errors="surrogateescape")
 
     return write
 

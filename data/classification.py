@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -315,9 +314,8 @@ def _by_class(spec: DataSpec, name: str) -> Classes:
     images: dict[str, set[Path]] = {}
     for folder in (folder for parent in parents for folder in subfolders(parent)):
         if not any(other.is_relative_to(folder) for other in excluded):
-            text = os.fsencode(folder.name).decode(errors="surrogateescape")  # as in the YAML, in any locale
-            images.setdefault(text, set()).update(map(Path, images_below(folder)))
-    classes = {text: sorted(images[text]) for text in sorted(images) if images[text]}
+            images.setdefault(folder.name, set()).update(map(Path, images_below(folder)))
+    classes = {label: sorted(images[label]) for label in sorted(images) if images[label]}
     if not classes:
         searched = ", ".join(map(str, parents))
         raise UserError(

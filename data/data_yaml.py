@@ -30,10 +30,12 @@ from data.labels import RowRules, label_name
 from utils import user_code
 from utils.config.flags import is_number
 from utils.config.parser import suggested_defaults
+from utils.console import log
 from utils.errors import UserError, nearest, plural, quoted, shortened, without_secrets
-from utils.files import IS_INSTALLED, ROOT, file_name, find_file, read_yaml
+from utils.files import IS_INSTALLED, ROOT, find_file, read_yaml
 
 REMOTE = re.compile(r"[a-z][a-z0-9+.-]+://")  # `path:` of an object store or web server
+NOT_IN_PATHS = re.compile("[\0\r\n\ud800-\udc7f\udd00-\udfff]")  # half a character cannot be encoded
 SPLITS = ("train", "val", "test")
 MAX_CLASSES = 4096  # classes of a model, at most
 HELD_OUT_SHARE = 0.2  # share of the images, or of each class, to hold out of a folder without validation images
@@ -127,10 +129,18 @@ class DataSpec:
         images = sorted(set(listed), key=lambda image: image.replace(os.sep, "\0"))  # as Paths, folder by folder
         return Listing(list(map(Path, images)), problems, tuple(annotated))
 
-    def annotation_file(self, split: str) -> Path | None:
-        """Return the COCO file that a split consists of, or is held out of; None if it has other sources."""
+    def annotation_file(self, split: str, images: Sequence[Path]) -> Path | None:
+        """Return the COCO file that a split consists of, or is held out of, else instances_<folder of `images`>.json.
+
+        The latter is in the folder `annotations` of the data set. If neither exists, this is logged.
+        """
         locations = self.locations("train" if split == "val" and self.holds_out else split)
-        return locations[0] if len(locations) == 1 and is_coco(locations[0]) else None
+        if len(locations) == 1 and is_coco(locations[0]):
+            return locations[0]
+        files = [root / "annotations" / f"instances_{images[0].parent.name}.json" for root in self.roots]
+        file = next(filter(Path.is_file, files), None)
+        log("" if file else f"no {files[0]}; give a file with --annotations")
+        return file
 
     def locations(self, split: str) -> list[Path]:
         """Return the folders and files that a split names, downloaded if one is absent. Raises `UserError`."""
@@ -265,7 +275,7 @@ def _roots(file: Path, path: str | None) -> tuple[Path, ...]:
     bases = [beside, Path.cwd()]
     if path and IS_INSTALLED and beside.is_relative_to(ROOT):  # a shipped file: as if the repository were here
         bases = [Path.cwd() / beside.relative_to(ROOT)]
-    name = os.path.expanduser(os.path.expandvars(file_name(path or "")))
+    name = os.path.expanduser(os.path.expandvars(path or ""))
     return tuple(Path(os.path.normpath(base / name)) for base in bases)
 
 
@@ -283,13 +293,13 @@ def _draw(value: Any, folder: Path) -> bool:
 
 
 def _is_path(value: Any) -> bool:
-    return isinstance(value, str) and not set(value) & set("\0\r\n")
+    return isinstance(value, str) and not NOT_IN_PATHS.search(value)
 
 
 def _paths(value: Any) -> tuple[str, ...] | None:
     """Return a path or a list of paths as a tuple, () for nothing, None for anything else."""
     values = value if isinstance(value, list) else [value] if value else []
-    return tuple(map(file_name, values)) if all(map(_is_path, values)) else None
+    return tuple(values) if all(map(_is_path, values)) else None
 
 
 def _candidates(entry: str, roots: Sequence[Path]) -> list[Path]:

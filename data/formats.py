@@ -23,10 +23,10 @@ import numpy as np
 from PIL import Image
 
 from data.images import holds_results, images_below, is_image, listed_images
-from data.labels import ImageRows, label_name
+from data.labels import ImageRows, file_stamps, label_name
 from data.polygons import joined, mask_outline
 from utils.errors import UserError, nearest, plural, shortened
-from utils.files import file_name, file_stamps, read_lines, read_regular, read_yaml
+from utils.files import read_lines, read_regular, read_yaml
 
 MAX_MASK_PIXELS = 2**28
 VOC_LISTS = Path("ImageSets", "Main")
@@ -214,7 +214,7 @@ def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> A
     parents = [os.path.join(os.path.normpath(folder), "") for folder in dict.fromkeys((file.parent, *folders))]
     images: dict[str, str] = {}  # names by path
     missing = []
-    for name in (file_name(image.file_name) for image in content.images):
+    for name in (image.file_name for image in content.images):
         paths = filter(os.path.isfile, (os.path.join(parent, name) for parent in parents))
         path = os.path.normpath(next(paths, ""))
         if not any(map(path.startswith, parents)):  # absent, or outside of the data set
@@ -260,7 +260,7 @@ def _read_coco(annotated: AnnotatedImages, outlines: bool, problems: Problems) -
     for image in content.images:
         items, size = by_image.pop(image.id), sizes[image.id]
         made = [(_coco_row(item, labels, size, outlines, problems), item.id) for item in items]
-        if path := paths.get(file_name(image.file_name)):
+        if path := paths.get(image.file_name):
             ids = [number for row, number in made if row]
             rows[path] = ImageRows("".join(row for row, _ in made), size, f"{annotated.file}: annotation", ids)
     return rows

@@ -10,7 +10,7 @@ import inspect
 import io
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -24,7 +24,7 @@ from data.images import image_size
 from data.polygons import Polygons, offsets_of
 from utils.console import log
 from utils.errors import UserError, plural, shortened
-from utils.files import cache_folder, file_stamps, one_at_a_time, read_regular, replacing
+from utils.files import cache_folder, one_at_a_time, read_regular, replacing
 
 if TYPE_CHECKING:
     from data.formats import AnnotatedImages
@@ -264,6 +264,21 @@ def _key(images: Sequence[Path], rules: RowRules | None, annotated: Sequence[Ann
             names = [name for name in names if name not in each.images]
         digest.update(file_stamps(map(label_name, names)))
     return digest.hexdigest()[:32]
+
+
+def file_stamps(paths: Iterable[str]) -> bytes:
+    """Return bytes that change with the content of any of the files, which may be absent; every process has the same.
+
+    A program may set the modification time back after an edit, but not the change time.
+    """
+    stamps: list[tuple[int, ...]] = []
+    for path in paths:
+        try:
+            status = os.stat(path)
+            stamps.append((status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
+        except (OSError, ValueError):  # the latter for a name that no file can have
+            stamps.append(())
+    return repr(stamps).encode()
 
 
 def _read_cache(path: Path) -> Labels | None:

@@ -46,7 +46,6 @@ from utils.files import (
     cache_folder,
     download,
     fetch_from_hub,
-    looked_for,
     one_at_a_time,
     read_regular,
     read_yaml,
@@ -409,8 +408,10 @@ def find_weights(
         official = f"{file.removesuffix('.pt').replace('yolov9-', 'v9-').replace('yolov9', 'v9-')}.pt"
         if official != file and _is_released(official):
             alternative = f" (did you mean '{official}'?){alternative}"
-        tried = looked_for(path, *of_run)
-        raise UserError(f"weights {name} are neither a file nor a run's folder; check the path{alternative}{tried}")
+        tried = " and ".join(map(os.path.abspath, (path, *of_run)))
+        raise UserError(
+            f"weights {name} are neither a file nor a run's folder; check the path{alternative} (looked for {tried})"
+        )
     # A release file of YOLOv5 or YOLOv9. LOCKSTEP_RELEASES may name the URL of a mirror.
     is_yolov9 = YOLOV9_FILE.fullmatch(file)
     address = os.environ.get("LOCKSTEP_RELEASES") or (YOLOV9_ADDRESS if is_yolov9 else RELEASE_ADDRESS)

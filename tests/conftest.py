@@ -29,10 +29,9 @@ from tests import processes
 from tests.machines import machines
 from tests.making import write_yaml
 from utils.console import Background, log
-from utils.distributed.failure import run_main
+from utils.distributed.failure import STOP_SIGNALS, run_main
 from utils.distributed.launch import reset_accelerate
 from utils.distributed.ranks import ranks
-from utils.distributed.stop import STOP_SIGNALS
 from utils.errors import Stopped
 
 ROOT = Path(__file__).resolve().parents[1]

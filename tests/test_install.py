@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from utils.files import ROOT, version
+from utils.files import ROOT, VERSION
 
 PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 SHORT = ("--imgsz", "64", "--device", "cpu", "--workers", "1", "--project", "runs", "--noplots")
@@ -110,14 +110,14 @@ def lockstep(site: Path, folder: Path, *words: str, command: tuple[str, ...] = (
 
 
 def test_the_wheel_has_one_name_and_every_file(site: Path, repository_files: list[str]) -> None:
-    assert {path.name for path in site.iterdir()} == {"bin", "lockstep", f"lockstep-{version()}.dist-info"}
+    assert {path.name for path in site.iterdir()} == {"bin", "lockstep", f"lockstep-{VERSION}.dist-info"}
     installed = {path.relative_to(site / "lockstep").as_posix() for path in (site / "lockstep").rglob("*.*")}
     installed -= {name for name in installed if "__pycache__" in name}
     assert installed == {"__init__.py", *filter(packaged, repository_files)}
 
 
 def test_the_wheel_requires_what_training_needs(site: Path) -> None:
-    lines = (site / f"lockstep-{version()}.dist-info" / "METADATA").read_text().splitlines()
+    lines = (site / f"lockstep-{VERSION}.dist-info" / "METADATA").read_text().splitlines()
     required = [Requirement(line.partition(": ")[2]) for line in lines if line.startswith("Requires-Dist: ")]
     assert {str(each) for each in required if not each.marker} == set(map(str, requirements("requirements.txt")))
     extras = {line.partition(": ")[2] for line in lines if line.startswith("Provides-Extra: ")}
@@ -129,7 +129,7 @@ def test_an_installed_command_trains_in_another_folder(site: Path, elsewhere: Pa
     printed = lockstep(site, elsewhere, "train", *what, *SHORT)
     assert "results in runs/exp" in printed
     assert len((elsewhere / "runs" / "exp" / "results.csv").read_text().splitlines()) == 2
-    assert lockstep(site, elsewhere, "--version") == f"lockstep {version()}\n"
+    assert lockstep(site, elsewhere, "--version") == f"lockstep {VERSION}\n"
     assert lockstep(site, elsewhere, "--folder") == f"{site / 'lockstep'}\n"
 
 

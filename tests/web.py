@@ -44,17 +44,9 @@ def sending(content: bytes, length: int | None = None, cut: int | None = None) -
     return answer
 
 
-def failing(code: int, times: int, then: Answer) -> Answer:
-    """Return an answer that is an error `times` times and `then` afterwards."""
-    errors = [code] * times
-
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        if errors:
-            handler.send_error(errors.pop())
-        else:
-            then(handler)
-
-    return answer
+def failing(code: int) -> Answer:
+    """Return an answer that is an error."""
+    return lambda handler: handler.send_error(code)
 
 
 @contextmanager

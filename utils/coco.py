@@ -5,11 +5,12 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import DecodeError, Raw, defstruct
+from msgspec.json import decode
 
 from utils.batch import CocoImage
 from utils.console import log, table
@@ -17,13 +18,12 @@ from utils.errors import UserError, first_line, nearest, plural, quoted
 from utils.files import ROOT, csv_text, read_regular, read_yaml
 
 UNUSED_CATEGORY_IDS = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # COCO's 80 classes use the other ids from 1 to 90
-AREAS = ("small", "medium", "large")
 # The metrics of faster-coco-eval, in its order: metric, IoU, area of the objects, maximum detections per image.
 COCO_METRICS = (
     *(("AP", iou, "all", 100) for iou in ("0.50:0.95", "0.50", "0.75")),
-    *(("AP", "0.50:0.95", area, 100) for area in AREAS),
+    *(("AP", "0.50:0.95", area, 100) for area in ("small", "medium", "large")),
     *(("AR", "0.50:0.95", "all", detections) for detections in (1, 10, 100)),
-    *(("AR", "0.50:0.95", area, 100) for area in AREAS),
+    *(("AR", "0.50:0.95", area, 100) for area in ("small", "medium", "large")),
 )
 # For boxes and for masks: the file of the metrics, and the title of their table.
 COCO_OUTPUTS = {"bbox": ("coco.csv", "COCO"), "segm": ("coco_masks.csv", "COCO, masks")}
@@ -31,41 +31,26 @@ COCO_OUTPUTS = {"bbox": ("coco.csv", "COCO"), "segm": ("coco_masks.csv", "COCO, 
 
 # Annotation files
 
-
-@lru_cache(2)
-def _decoder(objects: bool) -> Any:
-    """Return msgspec's decoder of a file; `objects`: with boxes and outlines, which stay JSON.
-
-    The objects of json.load take eight times as much memory as the file.
-    """
-    from msgspec import Raw, defstruct
-    from msgspec.json import Decoder
-
-    size = float | int | None
-    category = defstruct("Category", [("id", int), ("name", Any), ("supercategory", Any, None)])
-    image = defstruct("Image", [("id", int | str), ("file_name", str, ""), ("width", size, 0), ("height", size, 0)])
-    fields: list[Any] = [("image_id", int | str), ("category_id", int | None, None)]
-    if objects:
-        fields += [("id", Any, None), ("iscrowd", Any, 0), ("bbox", Any, None), ("segmentation", Raw, Raw())]
-    annotation: Any = defstruct("Annotation", fields, gc=objects)
-    lists = [("categories", list[category]), ("images", list[image]), ("annotations", list[annotation])]  # type: ignore[valid-type]
-    return Decoder(defstruct("CocoFile", lists))
+SIDE = float | int | None
+CATEGORY = defstruct("Category", [("id", int), ("name", Any), ("supercategory", Any, None)])
+IMAGE = defstruct("Image", [("id", int | str), ("file_name", str, ""), ("width", SIDE, 0), ("height", SIDE, 0)])
+REFERENCE: list[Any] = [("image_id", int | str), ("category_id", int | None, None)]  # fields of any annotation
+OBJECT: list[Any] = [("id", Any, None), ("iscrowd", Any, 0), ("bbox", Any, None), ("segmentation", Raw, Raw())]
 
 
 def read_coco(file: Path, objects: bool = False) -> Any:
     """Return an annotation file as an object with `categories`, `images` and `annotations`. Raises `UserError`.
 
-    `objects` is whether annotations have boxes and outlines, not only the ids of their images and categories. Repeated
-    entries of images and categories count once; an id with two meanings is an error.
+    `objects` is whether annotations have boxes and outlines, which stay JSON, not only the ids of their images and
+    categories. Repeated entries of images and categories count once; an id with two meanings is an error.
     """
-    import msgspec
-
-    try:
-        coco = _decoder(objects).decode(read_regular(file).removeprefix(codecs.BOM_UTF8))
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}; give a file of COCO annotations") from None
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise UserError(f"{file} is not JSON of COCO annotations ({error}); name another file") from None
+    annotation: Any = defstruct("Annotation", REFERENCE + OBJECT if objects else REFERENCE, gc=objects)
+    lists = {"categories": list[CATEGORY], "images": list[IMAGE], "annotations": list[annotation]}  # type: ignore[valid-type]
+    try:  # the objects of json.load take eight times as much memory as the file
+        coco: Any = decode(read_regular(file).removeprefix(codecs.BOM_UTF8), type=defstruct("CocoFile", lists.items()))
+    except (OSError, DecodeError, RecursionError) as error:
+        reason = getattr(error, "strerror", error)
+        raise UserError(f"{file} cannot be read as COCO annotations ({reason}); name another file") from None
     for category in coco.categories:
         category.name = str(category.name).strip()
     for image in coco.images:
@@ -82,17 +67,7 @@ def _refuse_two_meanings(file: Path, noun: str, pairs: Iterable[tuple[Any, Any]]
     known: dict[Any, Any] = {}
     for key, value in pairs:
         if known.setdefault(key, value) != value:
-            both = f"{quoted(known[key])} and {quoted(value)}"
-            raise UserError(f"{file}: {noun} {quoted(key)} stands for both {both}; give each one of its own")
-
-
-def find_annotations(roots: Sequence[Path], paths: Sequence[Path]) -> Path | None:
-    """Return annotations/instances_<folder of the images>.json in one of `roots`, or log that there is none."""
-    name = f"instances_{paths[0].parent.name}.json"
-    files = [root / "annotations" / name for root in roots]
-    file = next(filter(Path.is_file, files), None)
-    log("" if file else f"no {name} in {files[0].parent}; give a file with --annotations")
-    return file
+            raise UserError(f"{file}: {noun} {quoted(key)} means {quoted(known[key])} and {quoted(value)}; fix either")
 
 
 # Results
@@ -152,29 +127,26 @@ def results(images: Sequence[CocoImage], ids: CocoIds) -> list[dict[str, Any]]:
 # Metrics
 
 
-def metrics(
-    file: Path, ids: CocoIds, rows: Sequence[dict[str, Any]], kinds: Sequence[str] = ("bbox",)
-) -> Iterator[tuple[str, list[float]]]:
-    """Iterate over `kinds` ("bbox", "segm") and the `COCO_METRICS` of results; a value is -1 if nothing is measured.
+def metrics(file: Path, ids: CocoIds, rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[float]]]:
+    """Iterate over the `COCO_METRICS` of results by kind, "bbox" and, with masks, "segm"; -1 if nothing is measured.
 
     Raises `UserError` if faster-coco-eval cannot use the annotations.
     """
     from faster_coco_eval import COCO, COCOeval_faster
 
+    kinds = ("bbox", "segm") if any("segmentation" in row for row in rows) else ("bbox",)
     try:
         annotations = json.loads(read_regular(file))
         # The annotations' own ids are replaced: the evaluator ignores id 0 and merges equal ids.
         boxed = [one for one in annotations["annotations"] if one.get("bbox")]  # training leaves out the others too
         numbered = [{**one, "id": number} for number, one in enumerate(boxed or annotations["annotations"], 1)]
         truth = COCO({**annotations, "annotations": numbered})
-        predicted = truth.loadRes(list(rows)) if rows else COCO({**annotations, "annotations": []})
+        predicted = truth.loadRes(rows) if rows else COCO({**annotations, "annotations": []})
         for kind in kinds:
             evaluation = COCOeval_faster(truth, predicted, kind)
             evaluation.params.imgIds = [image for image in ids.images if image is not None]
             evaluation.params.catIds = list(ids.categories)
-            evaluation.evaluate()
-            evaluation.accumulate()
-            evaluation.summarize()
+            evaluation.run()
             yield kind, [float(value) for value in evaluation.stats[: len(COCO_METRICS)]]
     except Exception as error:  # the annotations may lack anything
         raise UserError(
@@ -207,8 +179,7 @@ def report(
             log(f"{plural(len(rows), 'result')} in {stem}_predictions.json; {ids.origin}")
         if missing := ids.images.count(None):
             log(f"warning: {file} lacks {missing} of the images; results and COCO's metrics exclude them")
-        kinds = ["bbox", "segm"] if any(image.masks for image in predictions) else ["bbox"]
-        for kind, values in metrics(file, ids, rows, kinds) if file else ():
+        for kind, values in metrics(file, ids, rows) if file else ():
             document, title = COCO_OUTPUTS[kind]
             measured = [(*key, "" if value < 0 else value) for key, value in zip(COCO_METRICS, values, strict=True)]
             write({document: csv_text(("metric", "iou", "area", "max_det", "value"), measured)})

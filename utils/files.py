@@ -15,11 +15,9 @@ import re
 import shutil
 import stat
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPException
-from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 from urllib.request import Request, urlopen
@@ -33,32 +31,20 @@ from yaml.error import MarkedYAMLError
 
 from utils.errors import UserError, first_line, nearest, quoted, without_secrets
 
+VERSION = "0.1.0"  # pyproject.toml reads it
 LOCK_FILE = ".lock"  # file in a run folder that a run writes to
 LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a little longer
 PART_SUFFIX = ".part"  # suffix of a file that is being written
 ILLEGAL_CHARACTERS = re.compile(r'[<>:"/\\|?*\x00-\x1f]')  # in file names of Linux, macOS or Windows
 SERVER_TIMEOUT_SECONDS = 20.0  # longest wait for data from the server
-ATTEMPTS = 3
-RETRY_SECONDS = 1.0  # wait before the second attempt; doubled before the third
 HUB_PREFIX = "hf:"  # prefix of --weights
 HUB_NAME = re.compile(r"(?://)?([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+))?")  # owner/name, revision, file
 HUB_TOKEN = re.compile(r"Bearer [^'\"]*|hf_\w+")  # in errors of a library
 WEIGHT_SUFFIXES = (".pt", ".pth", ".safetensors")
-BEST = "best.pt"
 _locks: WeakSet[FileLock] = WeakSet()  # this process's locks on run folders
 ROOT = Path(__file__).resolve().parents[1]  # the repository, or its copy that pip has installed
-PROJECT_FILE = ROOT / "pyproject.toml"
 # Whether pip has installed this code: as a package without a project file, in a folder where nothing is written.
-IS_INSTALLED = (ROOT / "__init__.py").is_file() and not PROJECT_FILE.is_file()
-
-
-def version() -> str:
-    """Return the version of this code, or words if it is not known, as of a copy of the scripts."""
-    if IS_INSTALLED:
-        return metadata.version("lockstep")
-    text = PROJECT_FILE.read_text(encoding="utf-8") if PROJECT_FILE.is_file() else ""
-    match = re.search(r'(?m)^version = "(.+)"$', text)
-    return match[1] if match else "of an unknown version"
+IS_INSTALLED = (ROOT / "__init__.py").is_file() and not (ROOT / "pyproject.toml").is_file()
 
 
 def cache_folder() -> Path:
@@ -131,13 +117,8 @@ def find_file(name: str, what: str, folders: Sequence[str], kind: str = "a file"
             return path
     raise UserError(
         f"{what} '{name}' is not {kind}{nearest(name, (path.stem for path in shipped), 0.7)}; give the path of {kind}, "
-        f"or one of the repository's: {', '.join(path.name for path in shipped)}{looked_for(Path(name))}"
+        f"or one of the repository's: {', '.join(path.name for path in shipped)} (looked for {os.path.abspath(name)})"
     )
-
-
-def looked_for(*paths: Path) -> str:
-    """Return the end of an error about a missing file: the paths that were tried."""
-    return f" (looked for {' and '.join(dict.fromkeys(map(os.path.abspath, paths)))})"
 
 
 def located(files: Mapping[str, Iterable[Path]]) -> str:
@@ -145,21 +126,6 @@ def located(files: Mapping[str, Iterable[Path]]) -> str:
     here = f"{Path.cwd()}{os.sep}"
     lists = {kind: ", ".join(os.path.abspath(path).removeprefix(here) for path in files[kind]) for kind in files}
     return "; ".join(f"{kind}: {paths}" for kind, paths in lists.items() if paths)
-
-
-def file_stamps(paths: Iterable[str]) -> bytes:
-    """Return bytes that change with the content of any of the files, which may be absent; every process has the same.
-
-    A program may set the modification time back after an edit, but not the change time.
-    """
-    stamps: list[tuple[int, ...]] = []
-    for path in paths:
-        try:
-            status = os.stat(path)
-            stamps.append((status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
-        except (OSError, ValueError):  # the latter for a name that no file can have
-            stamps.append(())
-    return repr(stamps).encode()
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
@@ -206,7 +172,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file beside `path`; on success flush it and rename it to `path`, on failure remove it."""
-    path = Path(file_name(str(path)))
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}-{uuid4().hex[:8]}{PART_SUFFIX}")
     try:
@@ -218,13 +183,6 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-
-
-def file_name(text: str) -> str:
-    """Convert a file name read from UTF-8 text to the form that os functions expect under the current locale."""
-    with suppress(UnicodeEncodeError):
-        return os.fsdecode(text.encode(errors="surrogateescape"))
-    return text.encode(errors="replace").decode()  # half a character, which no file name has
 
 
 def unique_stems(names: Iterable[str]) -> list[str]:
@@ -249,11 +207,6 @@ def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return text.getvalue()
 
 
-def write_rows(path: Path, rows: Iterable[str]) -> None:
-    """Write a text file with these rows, in UTF-8; bytes of file names that are not UTF-8 stay as they are."""
-    path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8", errors="surrogateescape")
-
-
 def download(
     address: str,
     path: Path,
@@ -264,51 +217,40 @@ def download(
 ) -> Path:
     """Download the file at `address` to `path` unless `path` exists, and return `path`; print its `licence`.
 
-    One process of a machine downloads, the others wait. Server errors and broken connections are tried again. `sha256`
-    has the first hex digits of the file's SHA-256, if known; `usable` checks the downloaded file. Raises `UserError`
-    with the address, the reason and `advice`.
+    One process of a machine downloads, the others wait. `sha256` has the first hex digits of the file's SHA-256, if
+    known; `usable` checks the downloaded file. Raises `UserError` with the address, the reason and `advice`.
     """
     with one_at_a_time(path.with_name(f"{path.name}.lock")):
-        for attempt in range(ATTEMPTS):
-            try:
-                if not path.is_file():
-                    _fetch(address, path, sha256, usable, licence)
-                break
-            except (OSError, ValueError, HTTPException) as error:
-                # Without an answer (URLError) it fails at once, as on a machine without a network.
-                is_temporary = isinstance(error, (ConnectionError, TimeoutError, HTTPException))
-                if attempt == ATTEMPTS - 1 or not (is_temporary or getattr(error, "code", 0) >= 500):
-                    reason = str(getattr(error, "reason", error)) or type(error).__name__
-                    advice = advice or f"download it in another way and save it as {path}"
-                    raise UserError(f"{address} cannot be downloaded ({reason}); {advice}") from None
-                time.sleep(RETRY_SECONDS * 2**attempt)
+        if path.is_file():
+            return path
+        try:
+            if not is_address(address):
+                raise ValueError("it must begin with http://, https:// or file:// and have no spaces and no password")
+            request = Request(address, headers={"User-Agent": "lockstep"})
+            with urlopen(request, timeout=SERVER_TIMEOUT_SECONDS) as answer, replacing(path) as file:
+                terms = f" (licence: {licence})" if licence else ""
+                print(f"downloading {without_secrets(address)}{terms}", file=sys.stderr, flush=True)
+                length = int(answer.headers.get("Content-Length") or 0)
+                # disable=None: a progress bar on terminals only
+                with tqdm.wrapattr(answer, "read", length or None, desc=path.name, disable=None, leave=False) as source:
+                    shutil.copyfileobj(source, file)
+                file.flush()
+                if length and file.tell() != length:
+                    raise ConnectionError(f"the connection ended after {file.tell()} of {length} bytes")
+                written = Path(file.name)
+                is_other = sha256 and not hashlib.sha256(written.read_bytes()).hexdigest().startswith(sha256)
+                if is_other or not usable(written):
+                    raise ValueError("the content is not the expected one, or damaged")
+        except (OSError, ValueError, HTTPException) as error:
+            reason = str(getattr(error, "reason", error)) or type(error).__name__
+            advice = advice or f"download it in another way and save it as {path}"
+            raise UserError(f"{address} cannot be downloaded ({reason}); try again, or {advice}") from None
     return path
 
 
 def is_address(text: Any) -> bool:
     """Return whether `text` is an address for `download`: one with spaces, a user name or a password is not."""
     return isinstance(text, str) and re.fullmatch(r"(?:https?|file)://[^\s/@?#]*(?:[/?#]\S*)?", text) is not None
-
-
-def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool], licence: str) -> None:
-    """Download a file once. Raises OSError, ValueError or HTTPException."""
-    if not is_address(address):
-        raise ValueError("it must begin with http://, https:// or file:// and have no spaces and no password")
-    request = Request(address, headers={"User-Agent": "lockstep"})
-    with urlopen(request, timeout=SERVER_TIMEOUT_SECONDS) as answer, replacing(path) as file:
-        terms = f" (licence: {licence})" if licence else ""
-        print(f"downloading {without_secrets(address)}{terms}", file=sys.stderr, flush=True)
-        length = int(answer.headers.get("Content-Length") or 0)
-        # disable=None: a progress bar on terminals only
-        with tqdm.wrapattr(answer, "read", length or None, desc=path.name, disable=None, leave=False) as source:
-            shutil.copyfileobj(source, file)
-        file.flush()
-        if length and file.tell() != length:
-            raise ConnectionError(f"the connection ended after {file.tell()} of {length} bytes")
-        written = Path(file.name)
-        is_other = sha256 and not hashlib.sha256(written.read_bytes()).hexdigest().startswith(sha256)
-        if is_other or not usable(written):
-            raise ValueError("the content is not the expected one, or damaged")
 
 
 def fetch_from_hub(name: str) -> Path:
@@ -328,13 +270,13 @@ def fetch_from_hub(name: str) -> Path:
         info = hub.HfApi().model_info(repository, revision=revision, timeout=SERVER_TIMEOUT_SECONDS)
         names = [entry.rfilename for entry in info.siblings or []]
         weights = [name for name in names if name.endswith(WEIGHT_SUFFIXES)]
-        file = file or (weights[0] if len(weights) == 1 else BEST)
+        file = file or (weights[0] if len(weights) == 1 else "best.pt")
         licence = "".join(f" (licence: {tag[8:]})" for tag in info.tags or [] if tag.startswith("license:"))
         print(f"{HUB_PREFIX}{repository}/{file}{licence}", file=sys.stderr, flush=True)
         for description in {"config.json", "README.md"}.intersection(names):  # see `Task.described`
             hub.hf_hub_download(repository, description, revision=revision)
     try:
-        return Path(hub.hf_hub_download(repository, file or BEST, revision=revision))
+        return Path(hub.hf_hub_download(repository, file or "best.pt", revision=revision))
     except Exception as error:
         reason = first_line(Exception(HUB_TOKEN.sub("...", str(error))))
         raise UserError(

@@ -18,8 +18,8 @@ from utils.config.flags import IGNORED, OPTIONS_OF_SCRIPT, REFUSED, flags_of
 from utils.config.hyperparameters import OVERRIDE_PREFIX
 from utils.config.parser import checked
 from utils.console import log
+from utils.distributed.failure import STOP_SIGNALS
 from utils.distributed.launch import reset_accelerate
-from utils.distributed.stop import STOP_SIGNALS
 from utils.errors import UserError, nearest
 from utils.files import release_locks
 from utils.summary import Summary

@@ -20,10 +20,9 @@ from torch import nn
 
 from utils.checkpoint import StateFiles, serialised, weights_content
 from utils.console import Bar, log
-from utils.distributed.failure import Watchdog, on_failure
+from utils.distributed.failure import GracefulStop, StopRequested, Watchdog, on_failure
 from utils.distributed.launch import Precision, log_devices
 from utils.distributed.ranks import Collectives
-from utils.distributed.stop import GracefulStop, StopRequested
 from utils.errors import UserError, without_secrets
 from utils.files import PART_SUFFIX, lock_folder, numbered_folder, replacing
 

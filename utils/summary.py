@@ -16,7 +16,7 @@ from utils.errors import UserError, quoted
 from utils.files import csv_text
 
 Row = Sequence[str | float]
-PREPARING, INFERENCE, POSTPROCESSING = "preprocess", "inference", "postprocess"  # stages of an evaluation
+PREPARING, INFERENCE, POSTPROCESSING = STAGES = ("preprocess", "inference", "postprocess")  # of an evaluation
 DRAWN_IMAGES = 48  # validation images that are drawn with their predictions
 
 
@@ -26,9 +26,8 @@ class Summary:
 
     metrics: dict[str, float]  # by column of results.csv, without "metrics/"
     fitness: float  # highest in the best epoch
-    # Rows of the printed table, which start with a name; a string is a line of its own.
-    overall: list[Row | str]  # titles, and the row of all classes
-    details: list[Row | str]  # rows of classes
+    overall: list[Row]  # titles of the printed table, and the row of all classes, which start with a name
+    details: list[Row]  # rows of classes
     evidence: dict[str, Any] = field(default_factory=dict)  # plain values, for documents and pictures
     losses: dict[str, float] = field(default_factory=dict)  # mean of each loss term over the batches
     rate: float = 0.0  # images per second
@@ -39,9 +38,7 @@ class Summary:
 
     def table(self, brief: bool = False) -> list[str]:
         """Return the lines of the printed table; if `brief`, titles and the row of all classes only."""
-        entries = [*self.overall, *([] if brief else self.details)]
-        lines = iter(table([entry for entry in entries if not isinstance(entry, str)]))
-        return [entry if isinstance(entry, str) else next(lines) for entry in entries]
+        return table(self.overall if brief else [*self.overall, *self.details])
 
     def columns(self) -> dict[str, float]:
         """Return metrics and losses by the names of results.csv."""
@@ -59,20 +56,16 @@ class Summary:
 
 
 def fitness_weights(text: str, metrics: Sequence[str]) -> dict[str, float]:
-    """Return the weights of --fitness by metric, such as `mAP_0.5=0.2,recall=0.8`; {} for '', the task's own fitness.
+    """Return the weights of --fitness by metric, such as `mAP_0.5=0.2,recall=0.8`.
 
     Raises `UserError` for anything but finite weights, not all 0, of the task's `metrics`.
     """
-    if not text:
-        return {}
-    terms = [term.split("=") for term in text.split(",")]
     with suppress(ValueError):
-        weights = {name.strip().removeprefix("metrics/"): float(number) for name, number in terms}
-        are_finite = all(map(math.isfinite, weights.values()))
-        if are_finite and any(weights.values()) and {*weights} <= {*metrics} and len(weights) == len(terms):
+        terms = dict(term.split("=") for term in text.split(","))
+        weights = {name.strip().removeprefix("metrics/"): float(number) for name, number in terms.items()}
+        if {*weights} <= {*metrics} and any(weights.values()) and all(map(math.isfinite, weights.values())):
             return weights
-    example = f"such as {metrics[0]}=0.2,{metrics[-1]}=0.8"
-    raise UserError(f"--fitness {quoted(text)}: give finite weights, not all 0, of {', '.join(metrics)}, {example}")
+    raise UserError(f"--fitness {quoted(text)}: give finite weights, such as {metrics[0]}=1, of {', '.join(metrics)}")
 
 
 class Box(NamedTuple):
@@ -101,35 +94,28 @@ def evenly_spaced(items: int, count: int) -> list[int]:
 
 def sparse_counts(matrix: np.ndarray) -> list[list[int]]:
     """Return [row, column, count] of every nonzero element of a matrix of counts."""
-    positions = np.argwhere(matrix)
-    return np.column_stack((positions, matrix[tuple(positions.T)])).tolist()
+    return np.column_stack((np.argwhere(matrix), matrix[matrix != 0])).tolist()
 
 
-def dense_counts(sparse: Sequence[Sequence[int]], side: int) -> np.ndarray:
-    """Return the matrix of counts, int64 (side, side), from the result of `sparse_counts`."""
-    matrix = np.zeros((side, side), np.int64)
+def confusion_text(sparse: Sequence[Sequence[int]], names: Sequence[str]) -> str:
+    """Return the content of confusion_matrix.csv: the `sparse_counts` by true class (rows) and predicted class."""
+    matrix = np.zeros((len(names), len(names)), np.int64)
     for row, column, count in sparse:
         matrix[row, column] = count
-    return matrix
+    return csv_text(("true \\ predicted", *names), zip(names, *matrix.T.tolist(), strict=True))
 
 
-def confusion_text(matrix: np.ndarray, names: Sequence[str]) -> str:
-    """Return the content of confusion_matrix.csv: counts by true class (rows) and predicted class (columns)."""
-    rows = ((name, *row) for name, row in zip(names, matrix.tolist(), strict=True))
-    return csv_text(("true \\ predicted", *names), rows)
-
-
+@dataclass
 class StageTimer:
     """Measures the stages of this process's batches, without the first, which warms up, unless it is the only one.
 
     `synchronise` waits for the device before the clock is read.
     """
 
-    def __init__(self, synchronise: Callable[[], object] = lambda: None) -> None:
-        self.synchronise = synchronise
-        self.batches = self.images = 0
-        self.seconds: dict[str, float] = {}  # by stage
-        self._last = 0.0
+    synchronise: Callable[[], object] = lambda: None
+    batches: int = 0
+    images: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)  # by stage
 
     def start_batch(self, images: int) -> None:
         """Start a batch."""
@@ -143,9 +129,8 @@ class StageTimer:
     def end_stage(self, stage: str) -> None:
         """Add the time since the last reading of the clock to `stage`."""
         self.synchronise()
-        now = time.perf_counter()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
-        self._last = now
+        before, self._last = self._last, time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + self._last - before
 
 
 def log_times(times: Sequence[tuple[int, Mapping[str, float]]], batch_size: int = 0, always: bool = True) -> None:
@@ -154,8 +139,7 @@ def log_times(times: Sequence[tuple[int, Mapping[str, float]]], batch_size: int 
     `times` has the images and the seconds by stage of each process.
     """
     images = max(sum(count for count, _ in times), 1)
-    stages = (PREPARING, INFERENCE, POSTPROCESSING)
-    means = [1000 * sum(seconds.get(stage, 0.0) for _, seconds in times) / images for stage in stages]
+    means = [1000 * sum(seconds.get(stage, 0.0) for _, seconds in times) / images for stage in STAGES]
     rate = f"; {1000 / max(sum(means), 1e-9):.1f} images/s at batch size {batch_size}" if batch_size else ""
-    words = ", ".join(f"{mean:.1f} ms {stage}" for mean, stage in zip(means, stages, strict=True))
+    words = ", ".join(f"{mean:.1f} ms {stage}" for mean, stage in zip(means, STAGES, strict=True))
     log(f"speed per image: {words}; image loading and warm-up excluded{rate}", always=always)

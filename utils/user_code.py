@@ -35,10 +35,8 @@ def load(module: str) -> ModuleType | None:
     Raises `UserError` with file and line for any error in it.
     """
     name = module.partition(".")[0]
-    if name not in _paths or name not in sys.modules:
-        return None
-    with explained(_paths[name]):
-        return importlib.import_module(module)
+    with explained(_paths.get(name, "")):
+        return importlib.import_module(module) if name in _paths and name in sys.modules else None
 
 
 @contextmanager
@@ -66,20 +64,17 @@ def imported(
     with suppress(OSError):  # without the record the user must name it each time
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
-    search = list(sys.path)
-    if str(path.parent) not in search:
+    if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     importlib.invalidate_caches()
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or Path(spec.origin or "").resolve() != file:
-        sys.path[:] = search
         raise UserError(f"{flag} {path}: '{name}' is not a valid module name, or another module has it; rename it")
     _paths[name] = path
     try:
         with explained(path):
             yield importlib.import_module(name)
     except BaseException:
-        sys.path[:] = search
         for module in [module for module in sys.modules if module.partition(".")[0] == name]:
             del sys.modules[module]
         raise
@@ -102,7 +97,4 @@ def explained(place: object = "", context: str = "") -> Iterator[None]:
         where = f"{users[-1].filename}, line {users[-1].lineno}" if users else place
         if not where:
             raise
-        reason = f"{type(error).__name__}: {first_line(error)}{context}; fix it there"
-        if isinstance(error, SyntaxError):
-            where, reason = f"{error.filename or where}, line {error.lineno or 1}", f"{error.msg}; fix the Python there"
-        raise UserError(f"{where}: {reason}") from error
+        raise UserError(f"{where}: {type(error).__name__}: {first_line(error)}{context}; fix it there") from error

@@ -57,8 +57,8 @@ class HeatmapMetrics(Metrics):
             "classes": [list(row) for row in rows],
             "drawn": [[record.image, [list(point) for point in record.drawn]] for record in records if record.drawn],
         }
-        overall: list[Row | str] = [("Class", "Points", *METRIC_NAMES), ("all", len(pairs), distance, near)]
-        details: list[Row | str] = [(name, count, total / max(count, 1), "-") for name, count, total in rows]
+        overall: list[Row] = [("Class", "Points", *METRIC_NAMES), ("all", len(pairs), distance, near)]
+        details: list[Row] = [(name, count, total / max(count, 1), "-") for name, count, total in rows]
         metrics = dict(zip(METRIC_NAMES, (distance, near), strict=True))
         return Summary(metrics, near, overall, details, evidence)
 

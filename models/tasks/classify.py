@@ -41,7 +41,7 @@ from utils.config.hyperparameters import ClassWeightKeys, Recipes, Transforms, n
 from utils.errors import UserError, first_line, nearest
 from utils.files import csv_text
 from utils.plots.drawing import Style, draw_captioned, draw_text_lines
-from utils.summary import Row, Summary, confusion_text, dense_counts, sparse_counts
+from utils.summary import Row, Summary, confusion_text, sparse_counts
 
 TOP_CLASSES = 5  # classes per image that are named, drawn, written and counted by top-5 accuracy
 CLASSIFICATION_METRICS = ("accuracy_top1", "accuracy_top5")
@@ -265,13 +265,10 @@ class ClassificationMetrics(Metrics):
 
     def documents(self, summary: Summary) -> dict[str, str]:
         """Return classes.csv, with images, precision and recall of each class, and confusion_matrix.csv."""
-        confusion = dense_counts(summary.evidence["confusion"], len(self.names))
-        names = list(self.names.values())
-        columns = (names, confusion.sum(1).tolist(), *precision_and_recall(confusion))
-        by_class = [(name, images, f"{p:.9g}", f"{r:.9g}") for name, images, p, r in zip(*columns, strict=True)]
+        by_class = [(name, images, f"{p:.9g}", f"{r:.9g}") for name, images, p, r, *_ in summary.details]
         return {
             "classes.csv": csv_text(("class", "images", "precision", "recall"), by_class),
-            "confusion_matrix.csv": confusion_text(confusion, names),
+            "confusion_matrix.csv": confusion_text(summary.evidence["confusion"], list(self.names.values())),
         }
 
     def pictures(self, summary: Summary, split: Split, side: int) -> dict[str, Image]:

@@ -30,7 +30,7 @@ from models.tasks.predictions import (
 from utils.batch import Batch, ImageInfo
 from utils.console import log
 from utils.files import csv_text
-from utils.summary import Box, Example, Row, Summary, confusion_text, dense_counts, sparse_counts
+from utils.summary import Box, Example, Row, Summary, confusion_text, sparse_counts
 
 CONFIDENT_THRESHOLD = 0.25  # lowest confidence of detections that are drawn or in the confusion matrix
 MAX_MAP_CONFIDENCE = 0.01  # highest threshold at which mAP is comparable, see docs/validation.md
@@ -318,7 +318,7 @@ class DetectionMetrics(Metrics):
                 fitness += weight * means[name]
             for name, column in (("AP50", 5), ("AP", 6)):
                 by_class[f"{name}{suffix}"] = {self.names[row[0]]: row[column] for row in table}
-        details: list[Row | str] = [
+        details: list[Row] = [
             (self.names[row[0]], *row[1:], *(score for other in others for score in other[3:]))
             for row, *others in zip(*tables, strict=True)
         ]
@@ -358,10 +358,9 @@ class DetectionMetrics(Metrics):
         """Return CSV files: scores and counts by class, curves, and the boxes and outlines of the images to draw."""
         evidence, names = summary.evidence, list(self.names.values())
         class_columns = [f"{prefix}{name}" for prefix in self.sets.values() for name in CLASS_COLUMNS]
-        confusion = dense_counts(evidence["confusion"], len(names) + 1)
         documents = {
             "classes.csv": csv_text(("class", "images", "instances", *class_columns), _class_rows(names, evidence)),
-            "confusion_matrix.csv": confusion_text(confusion, [*names, "background"]),
+            "confusion_matrix.csv": confusion_text(evidence["confusion"], [*names, "background"]),
         }
         for prefix, scores in zip(self.sets.values(), evidence["scores"], strict=True):
             by_confidence = _curve_rows(names, scores, "precision", "recall")

@@ -154,7 +154,10 @@ def test_annotations_and_label_files_in_one_split(tmp_path: Path) -> None:
     files = DetectionData.files(spec)
     assert files["labels of train"] == [file, tmp_path / "plain/labels/a.txt"]
     assert (len(files["train"]), files["labels of val"]) == (4, [file])
-    assert (spec.annotation_file("train"), spec.annotation_file("val")) == (None, file)
+    assert [spec.annotation_file(name, [image]) for name in ("train", "val")] == [None, file]
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "annotations/instances_images.json").touch()
+    assert spec.annotation_file("train", [image]) == tmp_path / "annotations/instances_images.json"
     split = DetectionData(spec, 32, 32, DataOptions()).split("train")
     assert split.labels.counts.tolist() == [1, 1, 2, 0]
 
@@ -411,7 +414,7 @@ def test_cocos_own_layout(tmp_path: Path, images: str) -> None:
         spec = read_data(str(tmp_path))
         assert spec.entries["val"] == ("annotations/instances_val2017.json",)
     assert spec.images("train") == [tmp_path / images / f"{k}.png" for k in range(3)]
-    assert spec.annotation_file("train") == tmp_path / "annotations/instances_train2017.json"
+    assert spec.annotation_file("train", []) == tmp_path / "annotations/instances_train2017.json"
 
 
 def test_other_folders_are_an_error(tmp_path: Path) -> None:

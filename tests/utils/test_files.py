@@ -232,8 +232,7 @@ CONTENT = bytes(range(256)) * 20000  # 5 MB: more than is read at once
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A server, without a proxy, and short pauses between attempts."""
-    monkeypatch.setattr(files, "RETRY_SECONDS", 0.01)
+    """A server, without a proxy."""
     monkeypatch.setenv("no_proxy", "*")
     with serving() as server:
         yield server
@@ -257,13 +256,6 @@ def test_threads_download_a_file_once(server: Server, folder: Path) -> None:
     assert (names(folder), server.asked) == (["a.pth"], ["/a.pth"])  # no lock, no part
 
 
-def test_server_errors_and_broken_connections_are_tried_again(server: Server, folder: Path) -> None:
-    cuts = [3_000_000, len(CONTENT)]
-    broken = failing(503, 1, lambda handler: sending(CONTENT, cut=cuts.pop(0))(handler))
-    assert download(server.give("a.bin", broken), folder / "a.bin").read_bytes() == CONTENT
-    assert len(server.asked) == 3
-
-
 def refused(address: str, path: Path, **known: Any) -> None:
     """Check the error of a download that fails: it names address and path, and no file is left."""
     with pytest.raises(UserError) as raised:
@@ -278,11 +270,8 @@ def nonsense(handler: BaseHTTPRequestHandler) -> None:
 
 
 def test_what_servers_do_wrong(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    many, cut = files.ATTEMPTS, sending(CONTENT[:999], 1000)
-    for answer, asked in ((nonsense, many), (cut, many), (failing(500, 99, cut), many), (failing(404, 99, cut), 1)):
-        server.asked.clear()
+    for answer in (nonsense, sending(CONTENT, cut=3_000_000), failing(500), failing(404)):
         refused(server.give("a.pth", answer), folder / "a.pth")
-        assert len(server.asked) == asked
     monkeypatch.setattr(files, "SERVER_TIMEOUT_SECONDS", 0.1)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

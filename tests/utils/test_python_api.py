@@ -19,7 +19,7 @@ from utils.files import lock_folder
 from utils.python_api import RESULT, arguments, call, write_result
 from utils.summary import Summary
 
-SUMMARY = Summary({"mAP_0.5": 0.5}, 0.25, ["head", "all"], [], losses={"box_loss": 2.0})
+SUMMARY = Summary({"mAP_0.5": 0.5}, 0.25, [["head"], ["all"]], [], losses={"box_loss": 2.0})
 
 
 def given_by(**flags: Any) -> dict[str, Any]:

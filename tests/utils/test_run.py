@@ -24,8 +24,8 @@ from tests.conftest import OnProcesses
 from tests.making import contents
 from utils.checkpoint import STATE_FORMAT
 from utils.console import log
+from utils.distributed.failure import StopRequested
 from utils.distributed.launch import Precision
-from utils.distributed.stop import StopRequested
 from utils.errors import UserError
 from utils.run import Run, RunFolder
 from utils.tracking.trackers import Tracker

@@ -16,7 +16,7 @@ from utils.config.flags import GROUPS, IGNORED, REFUSED, TrainOptions, flags_of,
 from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, find_hyperparameters
 from utils.console import log
 from utils.errors import UserError, nearest, printable
-from utils.files import read_yaml, version
+from utils.files import VERSION, read_yaml
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance, SupportsWrite
@@ -111,8 +111,8 @@ def _build_parser(kind: type[DataclassInstance]) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    version_line = f"lockstep {version()}"
-    parser.add_argument("--version", action="version", version=version_line, help="print the version and exit")
+    version = f"lockstep {VERSION}"
+    parser.add_argument("--version", action="version", version=version, help="print the version and exit")
     hints = typing.get_type_hints(kind)
     groups = {title: parser.add_argument_group(title) for title in GROUPS}  # empty ones are not shown
     for option in flags_of(kind):

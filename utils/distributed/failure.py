@@ -1,8 +1,9 @@
-"""How a run ends: an error, a lost process or a stalled one ends all processes, and one of them prints the reason.
+"""How a run ends: on a signal, or by an error, a lost process or a stalled one, and one process prints the reason.
 
 Every script ends in `run_main`. A process that fails raises an alarm in the run's store, which a thread of each process
 polls, because the main thread may be waiting for the one that failed. A killed process cannot: the others notice it by
-a broken collective, by `launch.spawn`, or by the `Watchdog`. Loader processes end with their parent.
+a broken collective, by `launch.spawn`, or by the `Watchdog`. A signal or the time limit ends all processes at the same
+optimizer step (`GracefulStop`). Loader processes end with their parent.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -27,12 +29,13 @@ from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
 from accelerate import PartialState
 from torch import distributed
 
 from utils.console import Background, log
 from utils.distributed.ranks import RunStore, check_launch, ranks, run_store, store_is_hosted, world_size
-from utils.errors import UserError, first_line
+from utils.errors import Stopped, UserError, first_line
 from utils.user_code import explained
 
 EXPLAIN_SECONDS = 5.0  # time that a failing process waits for another one to print the reason
@@ -45,6 +48,10 @@ PR_SET_PDEATHSIG = 1  # option of Linux's prctl
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of glibc's mallopt
 LOADER_DIED = r"DataLoader worker \(pid|unable to allocate shared memory"
 LOADER_MEMORY_BYTES = 2**28  # freed memory that a loader process keeps
+TIME_LIMIT = "time"  # reason of a stop that no signal has requested
+# Windows has only the first two signals.
+STOP_SIGNALS = tuple(s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"))
+SECOND_INTERRUPT_SECONDS = 0.5  # least time between two Ctrl-C, because a single one may arrive more than once
 
 _on_failure: list[Callable[[], object]] = []  # at most one listener, see `on_failure`
 
@@ -250,6 +257,84 @@ def is_waiting() -> bool:
     return any(part in file for part in WAITING for file in files)
 
 
+# Who is asked to stop
+
+
+class StopRequested(Stopped):
+    """All processes stop early, at the same step, for a `reason`: the name of a signal, or `TIME_LIMIT`."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason, self.by_time_limit = reason, reason == TIME_LIMIT
+        super().__init__(0 if self.by_time_limit else 128 + signal.Signals[reason])
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that stop a run: `STOP_SIGNALS`, without SIGHUP if it is ignored, as under nohup."""
+    return [n for n in STOP_SIGNALS if n.name != "SIGHUP" or signal.getsignal(n) != signal.SIG_IGN]
+
+
+class GracefulStop:
+    """Receives signals in the `with`, and checks the time limit: `hours` from the start of this process, 0 for none.
+
+    The first signal requests a stop at the end of a step; a second Ctrl-C, or any signal once the run is `finished`,
+    ends the process at once.
+    """
+
+    def __init__(self, hours: float = 0.0) -> None:
+        self.deadline = psutil.Process().create_time() + hours * 3600 if hours else float("inf")
+        self.signal, self.since, self.finished = "", 0.0, False
+
+    def __enter__(self) -> GracefulStop:
+        # A thread reads the number of a signal from a socket. Python's own handlers would run in the main thread, which
+        # may be waiting in C code for a long time.
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        self._handlers = {number: signal.signal(number, lambda *_: None) for number in stop_signals()}
+        self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None or (self.finished and world_size() > 1):
+            return  # this process is about to print the error and exit: the launcher's SIGTERM must not end it before
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._sender.close()
+
+    def _listen(self) -> None:
+        while received := self._receiver.recv(1):
+            number, before = received[0], self.signal
+            if number not in self._handlers:
+                continue
+            name, again = signal.Signals(number).name, time.monotonic() - self.since > SECOND_INTERRUPT_SECONDS
+            if self.finished or (before and again and number == signal.SIGINT):
+                reason = f"stopped by {name}; the run itself is finished" if self.finished else "interrupted"
+                hard_exit("" if ranks().local_rank else reason, 128 + number)
+            self.signal, self.since = name, time.monotonic()
+
+    def after(self, step: int, behind: int = 0) -> str:
+        """Return the reason for all processes to stop at the end of this optimizer step, '' to continue.
+
+        The process that receives a signal writes a later step to the store. No process can have ended that step before,
+        because gradients are reduced over all processes, so all processes read it in time. This process has not waited
+        for the end of the last `behind` steps.
+        """
+        reason = self.signal or (TIME_LIMIT if ranks().rank == 0 and time.time() > self.deadline else "")
+        if (store := run_store()) is None:
+            return reason
+        if reason:
+            store.write_once("stop", [step + 1 + behind, reason])
+        last_step, reason = store.value("stop") or (step + 1, "")
+        return reason if step >= last_step else ""
+
+    def requested(self) -> str:
+        """Return the signal that any process has received, '' if none. Only `after` checks the time limit."""
+        if not self.signal and (store := run_store()) and (stop := store.value("stop")):
+            return stop[1].removeprefix(TIME_LIMIT)
+        return self.signal
+
+
 # Loader processes
 
 
@@ -261,9 +346,8 @@ def init_worker(number: int) -> None:
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # on Linux; elsewhere torch's loop looks for it
     signal.set_wakeup_fd(-1)
-    for name in ("SIGINT", "SIGUSR1", "SIGHUP"):
-        if hasattr(signal, name):  # Windows has only the first signal
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for ignored in {*STOP_SIGNALS} - {signal.SIGTERM}:
+        signal.signal(ignored, signal.SIG_IGN)
     if hasattr(signal, "sigtimedwait"):  # and sigwaitinfo
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_await_end, daemon=True).start()

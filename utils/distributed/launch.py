@@ -31,7 +31,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from utils.config.flags import PRECISIONS
 from utils.console import log
 from utils.distributed import deepspeed
-from utils.distributed.failure import keep_freed_memory, run_main
+from utils.distributed.failure import keep_freed_memory, run_main, stop_signals
 from utils.distributed.ranks import (
     TASKS,
     RunStore,
@@ -43,7 +43,6 @@ from utils.distributed.ranks import (
     store_is_hosted,
     world_size,
 )
-from utils.distributed.stop import stop_signals
 from utils.errors import UserError, first_line, plural
 
 LOOPBACK = "127.0.0.1"
