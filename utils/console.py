@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from tqdm import tqdm
 
-from utils.errors import first_line, printable, shortened
+from utils.errors import first_line, public
 
 T = TypeVar("T")
 REFRESH_SECONDS = 1.0  # between two updates of the values beside a bar; each synchronises the device
@@ -50,7 +50,7 @@ class Log:
         for line in filter(None, lines if self.is_main else ()):
             if always or not self.quiet or line.startswith("warning: "):
                 show(line)
-            self._listener(printable(line))
+            self._listener(public(line))
 
 
 def show(*lines: str) -> None:
@@ -61,7 +61,7 @@ def show(*lines: str) -> None:
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     with suppress(OSError, ValueError):  # its reader has ended, or its disk is full
         for line in lines:
-            tqdm.write(printable(line).encode(encoding, "backslashreplace").decode(encoding), file=sys.stdout)
+            tqdm.write(public(line).encode(encoding, "backslashreplace").decode(encoding), file=sys.stdout)
         sys.stdout.flush()
 
 
@@ -85,7 +85,7 @@ def table(rows: Sequence[Sequence[str | float]]) -> list[str]:
         if longest <= room:
             break
     room = min(longest, max(room, SHORTEST_NAME))
-    return [" ".join([shortened(name, room).rjust(room), *map(str.rjust, row, widths)]) for name, *row in cells]
+    return [" ".join([public(name, room).rjust(room), *map(str.rjust, row, widths)]) for name, *row in cells]
 
 
 class Bar:

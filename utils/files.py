@@ -31,7 +31,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 from yaml.error import MarkedYAMLError
 
-from utils.errors import UserError, first_line, nearest, quoted, without_secrets
+from utils.errors import UserError, first_line, nearest, public, quoted
 
 LOCK_FILE = ".lock"  # file in a run folder that a run writes to
 LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a little longer
@@ -297,7 +297,7 @@ def _fetch(address: str, path: Path, sha256: str, usable: Callable[[Path], bool]
     request = Request(address, headers={"User-Agent": "lockstep"})
     with urlopen(request, timeout=SERVER_TIMEOUT_SECONDS) as answer, replacing(path) as file:
         terms = f" (licence: {licence})" if licence else ""
-        print(f"downloading {without_secrets(address)}{terms}", file=sys.stderr, flush=True)
+        print(f"downloading {public(address)}{terms}", file=sys.stderr, flush=True)
         length = int(answer.headers.get("Content-Length") or 0)
         # disable=None: a progress bar on terminals only
         with tqdm.wrapattr(answer, "read", length or None, desc=path.name, disable=None, leave=False) as source:

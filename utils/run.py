@@ -24,7 +24,7 @@ from utils.distributed.failure import Watchdog, on_failure
 from utils.distributed.launch import Precision, log_devices
 from utils.distributed.ranks import Collectives
 from utils.distributed.stop import GracefulStop, StopRequested
-from utils.errors import UserError, without_secrets
+from utils.errors import UserError, public
 from utils.files import PART_SUFFIX, lock_folder, numbered_folder, replacing
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class RunFolder:
     def write_problems(self, problems: Sequence[str]) -> None:
         """Write problems.txt, which says what was left out of the data set; remove it if there are no problems."""
         if problems:
-            self.write_documents({"problems.txt": "".join(f"{without_secrets(problem)}\n" for problem in problems)})
+            self.write_documents({"problems.txt": "".join(f"{public(problem)}\n" for problem in problems)})
         elif self.is_main:
             (self.path / "problems.txt").unlink(missing_ok=True)
 
@@ -301,4 +301,4 @@ class Run:
 def _public(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_public, value))
-    return without_secrets(value) if isinstance(value, str) else value
+    return public(value) if isinstance(value, str) else value

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, TypeVar
 
 import yaml
 
-from utils.errors import UserError, nearest, shortened
+from utils.errors import UserError, nearest, quoted
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -144,7 +144,7 @@ def typed_values(
             result[key] = typed(hints[key], metadata, value)
         except WRONG_VALUE:
             wanted, hint = expected(hints[key], metadata), nearest(str(value), metadata.get("choices") or ())
-            raise UserError(f"{named(key)} must be {wanted}, not {shortened(repr(value), 80)}{hint}") from None
+            raise UserError(f"{named(key)} must be {wanted}, not {quoted(value, 80)}{hint}") from None
     return result
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from utils.config.flags import GROUPS, IGNORED, REFUSED, TrainOptions, flags_of, typed_values
 from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, find_hyperparameters
 from utils.console import log
-from utils.errors import UserError, nearest, printable
+from utils.errors import UserError, nearest, public
 from utils.files import read_yaml, version
 
 if TYPE_CHECKING:
@@ -165,4 +165,4 @@ class _Parser(argparse.ArgumentParser):
                 self.exit(2, f"error: {name} {instead}\n")
             known = [name for name in self._option_string_actions if name.startswith("--") and "_" not in name]
             message = f"unknown flag {wrong}{nearest(name.replace('_', '-'), known)}"
-        self.exit(2, f"error: {printable(message)}; see {self.prog} --help\n")
+        self.exit(2, f"error: {public(message)}; see {self.prog} --help\n")
