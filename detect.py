@@ -167,7 +167,7 @@ def run(**flags: Any) -> dict[str, Any]:
     Returns the run's `folder`, None if nothing was written, the number of `images`, and `problems`: a message for each
     source that could not be read completely. Raises `UserError` if the command would end with another error.
     """
-    return call(detect, Path(__file__).stem, flags)  # the stem, because the names of scripts are not tasks
+    return call(lambda words: detect(given_flags(DetectOptions, words)), flags)
 
 
 if __name__ == "__main__":

@@ -441,7 +441,6 @@ class ExportOptions:
     verbose: bool = flag(False, "show the exporters' messages", "console")
 
 
-OPTIONS_OF_SCRIPT = {"train": TrainOptions, "val": ValOptions, "detect": DetectOptions, "export": ExportOptions}
 # The defaults of `python train.py` if none of --data, --cfg, --weights and --hyp is given.
 BUILT_IN_JOB: Mapping[str, Any] = {
     "weights": "",
