@@ -1,6 +1,6 @@
 """The command line: flags become the options of a script, over the defaults of a job, a task and a data set YAML.
 
-Called by the scripts, settings.py and utils/python_api.py; data/data_yaml.py calls `suggested_defaults`. Every value,
+Called by the scripts, predictor.py and settings.py; data/data_yaml.py calls `suggested_defaults`. Every value,
 wherever it comes from, passes `checked`.
 """
 
