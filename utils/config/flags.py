@@ -66,7 +66,7 @@ OPSETS = Range(12, 21)  # ONNX operator sets that torch's exporters write and ON
 
 
 def typed(hint: Any, metadata: Mapping[str, Any], value: Any) -> Any:
-    """Return a value of a command line, a YAML or a Python call as a field's type.
+    """Return a value of a command line or a YAML as a field's type.
 
     Text may stand for a number, and one value for a tuple. Raises one of `WRONG_VALUE` for any other value.
     """
@@ -86,7 +86,7 @@ def typed(hint: Any, metadata: Mapping[str, Any], value: Any) -> Any:
         if number not in metadata.get("within", FINITE) or hint(number) != number:
             raise ValueError
         return hint(number)
-    if hint is str and (isinstance(value, PurePath) or type(value) is int):
+    if hint is str and type(value) is int:
         value = str(value)
     if not isinstance(value, hint):
         raise ValueError
