@@ -31,7 +31,7 @@ from utils.config.flags import DetectOptions
 from utils.config.parser import given_flags, over_defaults
 from utils.console import Bar, log
 from utils.distributed.failure import run_main
-from utils.errors import Stopped, UserError, plural, without_secrets
+from utils.errors import Stopped, UserError, plural, public
 from utils.files import LOCK_FILE, csv_text, lock_folder, numbered_folder, unique_stems
 from utils.plots.drawing import Style, write_picture
 from utils.python_api import call
@@ -44,7 +44,7 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
     items = dict.fromkeys(item for source in options.source or ("",) for item in find_media(source))
     media = Media(list(items), options.vid_stride)
     predictor = Predictor(flags=given)
-    frames = ((frame, predictor.item(frame.image, without_secrets(frame.item.name))) for frame in media)
+    frames = ((frame, predictor.item(frame.image, public(frame.item.name))) for frame in media)
     kinds = {item.kind for item in media.items}
     grouped = groups(frames if "live" in kinds else prefetched(frames), options.batch_size)
     bar = Bar("detecting", len(media.items) if kinds == {"picture"} else 0, visible=True)
@@ -112,7 +112,7 @@ class Output:
                 text = "".join(f"{row}\n" for row in rows)
                 (self.folder / "labels" / f"{stem}.txt").write_text(text, encoding="utf-8", errors="surrogateescape")
         if options.save_csv:
-            name = without_secrets(frame.title)
+            name = public(frame.title)
             name = Path(name).name if is_picture else name
             self.rows = self.rows or []
             self.rows += [(name, label, f"{score:.4f}") for label, score in prediction.items]
@@ -168,7 +168,7 @@ def run(**flags: Any) -> dict[str, Any]:
     Returns the run's `folder`, None if nothing was written, the number of `images`, and `problems`: a message for each
     source that could not be read completely. Raises `UserError` if the command would end with another error.
     """
-    return call(detect, Path(__file__).stem, flags)  # the stem, because the names of scripts are not tasks
+    return call(lambda words: detect(given_flags(DetectOptions, words)), flags)
 
 
 if __name__ == "__main__":

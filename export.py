@@ -133,7 +133,7 @@ def run(**flags: Any) -> list[str]:
     Returns the paths of the files, in the order of the weights and of `include`. Raises `UserError` if the command
     would end with an error.
     """
-    files: list[str] = call(lambda given: {"files": export(given)}, "export", flags)["files"]
+    files: list[str] = call(lambda words: {"files": export(given_flags(ExportOptions, words))}, flags)["files"]
     return files
 
 

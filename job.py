@@ -6,7 +6,7 @@ train.py calls `resolve`, which returns the settings with every default of the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,14 +41,12 @@ VALIDATION_BATCH = 32  # images per process and validation batch, at most
 FITTED_BATCH, FITTED_BATCHES = 16, 32  # size and number of the batches that new classes are fitted to, at most
 
 
-def settings_of(argv: Sequence[str]) -> Settings:
-    """Return the settings that a command line asks for. A wrong flag ends the process with exit code 2."""
-    return settings_from(given_flags(TrainOptions, argv))
+def settings_of(argv: Sequence[str], names: Callable[[], Collection[str]] = tuple) -> Settings:
+    """Return the settings that a command line asks for; with --resume those of the run. Raises `UserError`.
 
-
-def settings_from(given: Mapping[str, Any]) -> Settings:
-    """Return the settings that flags ask for, by name; with --resume those of the run. Raises `UserError`."""
-    return resolve_settings(given, recipe_of)
+    `names` returns the names of hyperparameters that may be flags, see `given_flags`.
+    """
+    return resolve_settings(given_flags(TrainOptions, argv, hyperparameters=names), recipe_of)
 
 
 def hyperparameter_names(flags: Mapping[str, Any]) -> list[str]:

@@ -20,19 +20,20 @@ from models.ensemble import Inference, for_inference, read_members
 from models.loading import ImageSize, in_words, log_rounding, sides_of
 from models.tasks.contract import Prediction, Results, Thresholds
 from utils.batch import Batch
-from utils.config.flags import DetectOptions, select
+from utils.config.flags import DetectOptions, flags_of, select
+from utils.config.parser import given_flags
 from utils.console import log
 from utils.distributed.launch import devices_named
 from utils.errors import UserError, nearest
 from utils.files import located
-from utils.python_api import aliases
-from utils.python_api import arguments as checked_arguments
+from utils.python_api import words_of
 from utils.summary import POSTPROCESSING, StageTimer
 
 # The flags of detect.py that are arguments of `Predictor`; `SETTINGS` can be changed later.
 THRESHOLDS = ("conf_thres", "iou_thres", "max_det", "classes", "agnostic_nms", "retina_masks")
 SETTINGS = (*THRESHOLDS, "imgsz")
 ARGUMENTS = (*SETTINGS, "weights", "augment", "half", "device", "data", "layers", "task_file", "quiet")
+ALIASES = {alias.replace("-", "_"): flag.name for flag in flags_of(DetectOptions) for alias in flag.metadata["aliases"]}
 NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
 
 
@@ -57,12 +58,9 @@ class Predictor:
         flags: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
-        if isinstance(device := arguments.get("device"), torch.device):
-            arguments["device"] = str(device)
         logs_files = flags is not None
         if flags is None:
-            arguments["weights"] = weights
-            flags = checked_arguments(DetectOptions, arguments, "Predictor", ARGUMENTS)
+            flags = given_flags(DetectOptions, words_of({**arguments, "weights": weights}), ARGUMENTS)
         options = DetectOptions(**flags)
         self.device = devices_named("0" if options.device == "cuda" else options.device)[0]
         half = options.half and self.device.type == "cuda"
@@ -97,9 +95,9 @@ class Predictor:
             return
         if name in ARGUMENTS and name not in SETTINGS:
             raise UserError(f"Predictor: {name} cannot be changed; make another Predictor with {name}={value!r}")
-        checked = checked_arguments(DetectOptions, {name: value}, "Predictor", SETTINGS)
-        name = aliases(DetectOptions).get(name, name)
-        value = checked.get(name, getattr(DetectOptions(), name))
+        flags = given_flags(DetectOptions, words_of({name: value}), SETTINGS)
+        name = ALIASES.get(name, name)
+        value = flags.get(name, getattr(DetectOptions(), name))
         if name == "imgsz":
             vars(self)["size"] = self._sized(value)
             return
@@ -109,7 +107,7 @@ class Predictor:
         vars(self)["inference"] = replace(self.inference, postprocess=postprocess)
 
     def __getattr__(self, name: str) -> Any:
-        name = aliases(DetectOptions).get(name, name)
+        name = ALIASES.get(name, name)
         if name in THRESHOLDS:
             return getattr(self.thresholds, name)
         if name == "imgsz":

@@ -18,7 +18,7 @@ from typing import Any
 if __name__ == "__main__":
     gc.disable()  # the imports make 400,000 objects and hardly any garbage; `run_main` turns it on again
 
-from job import VALIDATION_BATCH, Job, hyperparameter_names, resolve, settings_from, settings_of
+from job import VALIDATION_BATCH, Job, hyperparameter_names, resolve, settings_of
 from models.loading import rate_factors
 from models.tasks.contract import Criterion, refuse, terms_of
 from utils.checkpoint import Decisions, Identity, TrainingState, read_saved_state
@@ -259,7 +259,7 @@ def run(**flags: Any) -> dict[str, Any]:
     Args:
         flags: flags of the command and hyperparameters, by name with underscores
     """
-    return call(lambda given: launch(settings_from(given)), "train", flags, partial(hyperparameter_names, flags))
+    return call(lambda words: launch(settings_of(words, partial(hyperparameter_names, flags))), flags)
 
 
 if __name__ == "__main__":

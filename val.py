@@ -265,7 +265,7 @@ def run(**flags: Any) -> dict[str, Any]:
     Returns the metrics and losses by the names of results.csv, `fitness`, and the run's `folder`. Raises `UserError` if
     the command would end with an error.
     """
-    return call(start_validation, "val", flags)
+    return call(main, flags)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from utils import user_code
 from utils.config.flags import is_number
 from utils.config.parser import suggested_defaults
 from utils.console import log
-from utils.errors import UserError, nearest, plural, quoted, shortened, without_secrets
+from utils.errors import UserError, nearest, plural, public, quoted
 from utils.files import IS_INSTALLED, ROOT, find_file, read_yaml
 
 REMOTE = re.compile(r"[a-z][a-z0-9+.-]+://")  # `path:` of an object store or web server
@@ -219,7 +219,7 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
     unknown = [str(key) for key in content if key not in DATA_KEYS and key not in OTHER_KEYS]
     for key in unknown:
         if hint := nearest(key, DATA_KEYS, 0.7):
-            raise UserError(f"{file}: unknown key '{shortened(key)}'{hint}")
+            raise UserError(f"{file}: unknown key {quoted(key)}{hint}")
     path, folders, shape = content.get("path"), content.get("images"), content.get("kpt_shape")
     share, seed = content.get("split", 0.0), content.get("split_seed", 0)
     entries = {split: _paths(content.get(split)) for split in SPLITS}
@@ -240,13 +240,13 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
         check("draw", _draw(content["draw"], roots[0]), "a drawn set and its seed, such as {data.builtin.shapes: 0}")
     messages = list(messages)
     if unknown:
-        messages.append(f"warning: {file}: {shortened(', '.join(map(repr, unknown)))}: unknown, and not used")
+        messages.append(f"warning: {file}: {quoted(unknown)}: unknown, and not used")
     if shape:
         messages.append(f"{file}: `kpt_shape: {shape}`: label rows are read as boxes, without their key points")
     if share and "val" in named:
         messages.append(f"warning: {file}: `split: {share:g}` is not used, because there is a `val:`")
     if path and REMOTE.match(path):
-        messages.append(f"{without_secrets(path)}: copied to {roots[0]}; delete this folder to copy it again")
+        messages.append(f"{public(path)}: copied to {roots[0]}; delete this folder to copy it again")
     if not names:
         listed = [entry for paths in named.values() for entry in paths]
         names = annotated_names([path for entry in listed for path in _candidates(entry, roots)])

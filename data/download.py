@@ -16,7 +16,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 from urllib.parse import unquote
 
-from utils.errors import UserError, first_line, without_secrets
+from utils.errors import UserError, first_line, public
 from utils.files import SERVER_TIMEOUT_SECONDS, cache_folder, download, is_address, one_at_a_time
 
 PROTOCOLS = ("http", "https", "s3", "s3a", "gs", "gcs", "hf", "file")  # some others of fsspec run an address's code
@@ -106,7 +106,7 @@ def copied(address: str) -> Path:
     done = folder.with_suffix(".done")
     with one_at_a_time(folder.with_suffix(".lock")):
         if not (done.is_file() and folder.is_dir()):
-            print(f"copying {without_secrets(address)} to {folder}", file=sys.stderr, flush=True)
+            print(f"copying {public(address)} to {folder}", file=sys.stderr, flush=True)
             try:
                 _copy(address.rstrip("/"), folder)
                 done.touch()

@@ -25,7 +25,7 @@ from PIL import Image
 from data.images import holds_results, images_below, is_image, listed_images
 from data.labels import ImageRows, file_stamps, label_name
 from data.polygons import joined, mask_outline
-from utils.errors import UserError, nearest, plural, shortened
+from utils.errors import UserError, nearest, plural, quoted
 from utils.files import read_lines, read_regular, read_yaml
 
 MAX_MASK_PIXELS = 2**28
@@ -223,7 +223,7 @@ def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> A
             raise UserError(f"{file}: {path} is both '{images[path]}' and '{name}'; give each image a file of its own")
     if missing:
         searched = ", ".join(os.path.normpath(parent) for parent in parents if os.path.isdir(parent))
-        example = f"such as {shortened(missing[0])}, in {searched}"
+        example = f"such as {quoted(missing[0])}, in {searched}"
         if not images:
             raise UserError(
                 f"{file}: none of its {plural(len(missing), 'image')} exists, {example}; give their folder as "

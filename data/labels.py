@@ -23,7 +23,7 @@ from tqdm import tqdm
 from data.images import image_size
 from data.polygons import Polygons, offsets_of
 from utils.console import log
-from utils.errors import UserError, plural, shortened
+from utils.errors import UserError, plural, quoted
 from utils.files import cache_folder, one_at_a_time, read_regular, replacing
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _parse_row(words: Sequence[str], rules: RowRules) -> Row:
     if not is_box and (rules.keypoints or len(values) < 6 or len(values) % 2):
         raise ValueError(f"{len(words)} numbers instead of {rules.forms}")
     if not 0 <= label == label // 1 < MAX_CLASS:
-        raise ValueError(f"class {shortened(words[0])} is not a whole number from 0")
+        raise ValueError(f"class {quoted(words[0])} is not a whole number from 0")
     tolerance = COORDINATE_TOLERANCE if is_box else rules.tolerance
     if not all(-tolerance <= value <= 1 + tolerance for value in values):
         raise ValueError("coordinates outside 0 to 1 (they are shares of the image's width and height, not pixels)")

@@ -22,7 +22,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from data.images import IMAGE_SUFFIXES, read_whole_image, unreadable
-from utils.console import show
+from utils.console import log
 from utils.errors import UserError
 from utils.files import cache_folder, download, read_lines
 
@@ -176,7 +176,7 @@ def read_files(items: Iterable[MediaItem]) -> Iterator[Frame]:
             yield frame
         if media.problems and not frame:
             raise UserError(media.problems[0])
-        show(*(f"warning: {problem}" for problem in media.problems))
+        log(*(f"warning: {problem}" for problem in media.problems))
 
 
 def as_pixels(image: Any, bgr: bool = False) -> np.ndarray:

@@ -39,7 +39,7 @@ from models.yolov5_pickle import (
 from utils.checkpoint import FORMAT, SAFETENSORS_SUFFIX, is_safetensors, read_safetensors
 from utils.config.flags import IMGSZ, is_number
 from utils.console import log
-from utils.errors import UserError, first_line, plural, shortened
+from utils.errors import UserError, first_line, plural, quoted
 from utils.files import (
     HUB_PREFIX,
     ROOT,
@@ -150,8 +150,8 @@ class Weights:
             first = differing[0]
             log(
                 f"warning: {len(differing)} of {plural(len(names), 'class')} have other names in {file} than in the "
-                f"data set, such as class {first}, '{shortened(self.names.get(first, ''))}' and here "
-                f"'{shortened(names[first])}'; check the order"
+                f"data set, such as class {first}, {quoted(self.names.get(first, ''))} and here "
+                f"{quoted(names[first])}; check the order"
             )
 
 

@@ -33,7 +33,7 @@ from models.tasks import head_name, task_of
 from models.tasks.contract import Model
 from models.weights import MODEL_KEYS
 from utils.config.flags import is_number
-from utils.errors import UserError, first_line, nearest, shortened
+from utils.errors import UserError, first_line, nearest, quoted
 from utils.files import find_file, read_yaml
 from utils.user_code import imported
 
@@ -292,8 +292,8 @@ def _with_defaults(source: str, yaml: dict[str, Any], nc: int | None) -> dict[st
         )
     for key, (is_valid, what) in checks.items():
         if not is_valid(yaml.get(key)):
-            problem = f"is {yaml[key]!r}" if key in yaml else "is missing"
-            raise UserError(f"{source}: `{key}` {shortened(problem)}; give {what}")
+            problem = f"is {quoted(yaml[key])}" if key in yaml else "is missing"
+            raise UserError(f"{source}: `{key}` {problem}; give {what}")
     return yaml
 
 
@@ -313,7 +313,7 @@ def _parse_row(source: str, index: int, row: Any, values: dict[str, Any]) -> Row
             raise ValueError
     except (ValueError, TypeError, IndexError):
         raise UserError(
-            f"{source}, row {index}: {shortened(repr(row))} is not a row; write [from, number, module, args]; from is "
+            f"{source}, row {index}: {quoted(row)} is not a row; write [from, number, module, args]; from is "
             f"a row before it, -1 for the last, image, or a list; number 1 to {MAX_COUNT}; args a list"
         ) from None
     resolved = tuple(values.get(a, a) if isinstance(a, str) else a for a in args)
@@ -397,7 +397,7 @@ def _naming(source: str, row: Row) -> Iterator[None]:
         yield
     except Exception as error:  # the arguments, and perhaps the layer, are the user's
         raise UserError(
-            f"{source}, row {row.index}: {row.module} with the arguments {shortened(str(list(row.args)))} "
+            f"{source}, row {row.index}: {row.module} with the arguments {quoted(list(row.args))} "
             f"on rows {list(row.sources)} does not work ({first_line(error)}); fix that row"
         ) from error
 

@@ -129,7 +129,7 @@ OF_FLAGS = {
     "--batch-size 1000000000": "--batch-size",
     "--batch-size 65": "--batch-size 65",  # of fewer images
     "--optimizer adamw": "'AdamW'?",
-    "--local_rank 1": "--local_rank",
+    "--local_rank 1": "--local-rank",
     "--no-deterministic --logical-processes 2": "--no-deterministic",
     "--name=": "--name",
     "--profile 3:2": "--profile 3:2",

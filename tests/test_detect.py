@@ -242,14 +242,14 @@ def test_settings(detector: Path, photo: Path, predictor: Predictor) -> None:
 
 
 REFUSED = [
-    ({"conf_tres": 0.1}, "conf_tres"),
-    ({"conf": "high"}, "conf_thres"),
-    ({"conf_thres": 2}, "conf_thres"),
+    ({"conf_tres": 0.1}, "--conf-tres"),
+    ({"conf": "high"}, "--conf-thres"),
+    ({"conf_thres": 2}, "--conf-thres"),
     ({"classes": ["nothing"]}, "--classes nothing"),
     ({"classes": ["Disc"]}, "'disc'"),
     ({"classes": 6}, "--classes 6"),
     ({"augment": "yes"}, "augment"),
-    ({"save_txt": True}, "save_txt"),
+    ({"save_txt": True}, "--save-txt"),
     ({"stream": True}, "stream"),
 ]
 SIZES = [({"imgsz": "big"}, "imgsz"), ({"imgsz": -8}, "imgsz"), ({"imgsz": (1, 2, 3)}, "--imgsz 1 2 3")]
@@ -487,7 +487,7 @@ def test_from_python(
     assert (len(passes), [images for images, _ in times]) == (2, [1])  # the times are those of a warm model
     assert contents(runs) == before
     assert [folder.name for folder in runs.iterdir()] == ["exp"]
-    for wrong, named in (({"sauce": source}, "'source'"), ({"source": "nowhere"}, "'nowhere'")):
+    for wrong, named in (({"sauce": source}, "'--source'"), ({"source": "nowhere"}, "'nowhere'")):
         with pytest.raises(UserError, match=named):
             detect.run(**wrong)
 

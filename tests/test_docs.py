@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 import shlex
 import subprocess
@@ -13,6 +11,7 @@ import pytest
 
 from tests.making import options_of
 from utils.config.flags import DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
+from utils.errors import UserError
 from utils.files import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -105,7 +104,7 @@ def commands(page: Path) -> list[str]:
 
 
 def check(program: str, *words: str) -> None:
-    """Raise SystemExit or AssertionError if a script or module of ours does not exist, or does not take the flags."""
+    """Raise UserError or AssertionError if a script or module of ours does not exist, or does not take the flags."""
     script = next((number for number, word in enumerate(words) if word in SCRIPTS), None)
     if program == "sbatch":
         script = next(number for number, word in enumerate(words) if word.endswith(".sbatch"))
@@ -126,12 +125,10 @@ def command_errors(command: str) -> list[str]:
     words = ["0" if word == "R" else word for word in shlex.split(command) if word != "..."]  # R: the machine's rank
     paths = [word for word in words if word.startswith(("data/", "models/", "accelerate_configs/")) and "." in word]
     errors = [f"{path} does not exist" for path in paths if not (ROOT / path).is_file()]
-    printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(printed):
-            check(*words)
-    except (SystemExit, AssertionError) as error:
-        errors.append((printed.getvalue().strip() or str(error)).splitlines()[-1])
+        check(*words)
+    except (UserError, AssertionError) as error:
+        errors.append(str(error))
     return errors
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.settings import curve_settings
-from utils.errors import UserError, plural, shortened
+from utils.errors import UserError, plural, quoted
 from utils.files import read_yaml
 
 HASHES, MACHINE = "hashes.csv", "hashes.yaml"  # in a run folder
@@ -57,7 +57,7 @@ def compare(*runs: Path) -> dict[str, Any]:
 def described(result: Mapping[str, Any]) -> list[str]:
     """Return the lines that say what `compare` has found."""
     causes, (shorter, longer) = result["causes"].items(), sorted(result["steps"])
-    lines = [f"{key} differs: {' and '.join(shortened(repr(each), 60) for each in pair)}" for key, pair in causes]
+    lines = [f"{key} differs: {' and '.join(quoted(each, 60) for each in pair)}" for key, pair in causes]
     if "step" not in result:
         rest = "" if result["same"] else f", then one run goes on to step {longer}"
         return [*lines, f"the same: {plural(shorter, 'step')}{rest}"]

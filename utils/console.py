@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from utils.errors import first_line, printable, shortened
+from utils.errors import first_line, public
 
 T = TypeVar("T")
-REFRESH_SECONDS = 1.0  # between two updates of the values beside a bar; each synchronises the device
+REFRESH_SECONDS = 1.0  # between two drawings of a bar, each with new values, which synchronise the device
 BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:5}| {rate_fmt}{postfix}"
 LEAST_COLUMNS = 80  # minimum width of tables and of the line of an epoch, and the width if the output is not a terminal
 SHORTEST_NAME = 8  # characters that a name in a table keeps, however narrow the table
@@ -43,26 +43,20 @@ class Log:
         self(*held)
 
     def __call__(self, *lines: str, always: bool = False) -> None:
-        """Print lines. Empty ones are left out."""
+        """Print lines above the progress bar, without the empty ones; if nobody can read them, they are dropped.
+
+        Characters that stdout cannot encode, such as undecodable bytes of a file name, are escaped.
+        """
         if self._held is not None:
             self._held += lines
             return
-        for line in filter(None, lines if self.is_main else ()):
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        for line in filter(None, map(public, lines) if self.is_main else ()):
             if always or not self.quiet or line.startswith("warning: "):
-                show(line)
-            self._listener(printable(line))
-
-
-def show(*lines: str) -> None:
-    """Print lines above the progress bar; if nobody can read them, they are dropped.
-
-    Characters that stdout cannot encode, such as undecodable bytes of a file name, are escaped.
-    """
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    with suppress(OSError, ValueError):  # its reader has ended, or its disk is full
-        for line in lines:
-            tqdm.write(printable(line).encode(encoding, "backslashreplace").decode(encoding), file=sys.stdout)
-        sys.stdout.flush()
+                with suppress(OSError, ValueError):  # its reader has ended, or its disk is full
+                    tqdm.write(line.encode(encoding, "backslashreplace").decode(encoding))
+                    sys.stdout.flush()
+            self._listener(line)
 
 
 log = Log()
@@ -85,84 +79,73 @@ def table(rows: Sequence[Sequence[str | float]]) -> list[str]:
         if longest <= room:
             break
     room = min(longest, max(room, SHORTEST_NAME))
-    return [" ".join([shortened(name, room).rjust(room), *map(str.rjust, row, widths)]) for name, *row in cells]
+    return [" ".join([public(name, room).rjust(room), *map(str.rjust, row, widths)]) for name, *row in cells]
 
 
 class Bar:
-    """A progress bar over the batches of `images` images, `done` of them before the start; drawn on terminals only.
-
-    Times are measured in any case.
-    """
+    """A progress bar over the batches of `images` images, `done` of them before the start; drawn on terminals only."""
 
     def __init__(self, title: str, images: int, visible: bool, done: int = 0) -> None:
-        self.title, self.images, self.visible, self.done = title, images, visible, done
-        self.waited = self.seconds = 0.0  # time that this process waited for batches, and that it took
-        self.rate = 0.0  # images per second, once all have passed
+        self.images = images - done
+        self.waited = self.seconds = 0.0  # time that this process waited for batches, and that it took; always measured
+        self.waiting = self.rate = 0.0  # the former as a share of the latter; images per second, once all have passed
+        self.due = False  # whether the bar has just been drawn, so that it is time to show new values
+        how: Any = {
+            "mininterval": REFRESH_SECONDS,
+            "miniters": 1,
+            "leave": False,
+            "dynamic_ncols": True,
+            "unit": " img",
+        }
+        how["disable"] = None if visible else True  # None: on terminals only
+        self._bar = tqdm(total=images, initial=done, desc=title, bar_format=BAR_FORMAT, **how)
 
     def over(self, batches: Iterable[T], size: Callable[[T], int]) -> Iterator[T]:
         """Iterate over `batches`; `size` maps a batch to its number of images."""
-        started = self._last = asked = time.monotonic()
-        how: Any = {"leave": False, "dynamic_ncols": True, "unit": " img", "bar_format": BAR_FORMAT}
-        how["disable"] = None if self.visible else True  # None: on terminals only
-        with tqdm(total=self.images, initial=self.done, desc=self.title, **how) as self._bar:
+        started = asked = time.monotonic()
+        with self._bar:
             for batch in batches:
                 self.waited += time.monotonic() - asked
                 yield batch
-                self._bar.update(size(batch))
+                self.due = bool(self._bar.update(size(batch)))
                 asked = time.monotonic()
                 self.seconds = asked - started
-        self.seconds = time.monotonic() - started
-        self.rate = (self.images - self.done) / max(self.seconds, 1e-9)
-
-    @property
-    def waiting(self) -> float:
-        """The fraction of the time in which this process waited for batches."""
-        return self.waited / self.seconds if self.seconds else 0.0
-
-    def due(self) -> bool:
-        """Return whether it is time to show new values."""
-        return not self._bar.disable and time.monotonic() - self._last > REFRESH_SECONDS
+                self.waiting = self.waited / max(self.seconds, 1e-9)
+        self.rate = self.images / max(self.seconds, 1e-9)
 
     def show(self, values: Sequence[str]) -> None:
         """Show values beside the bar."""
-        self._last = time.monotonic()
-        self._bar.set_postfix_str(", ".join(values), refresh=False)
+        self._bar.set_postfix_str(", ".join(values))
 
 
 class Background:
-    """Runs jobs one after another in a thread; `warn` is called with the first failure, which begins with `failure`."""
+    """Runs jobs one after another in a thread; the first failure is a warning, which begins with `failure`."""
 
-    # Whether any thread has not ended in time; the process must then exit without waiting for it.
-    abandoned: ClassVar[bool] = False
+    abandoned = False  # whether any thread has not ended in time; the process must then exit without waiting for it
 
-    def __init__(self, failure: str, warn: Callable[[str], object]) -> None:
-        self.failure, self.warn, self.failed = failure, warn, False
+    def __init__(self, failure: str) -> None:
+        self.failure = failure
         self.jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self.thread: threading.Thread | None = None
+        self.thread = threading.Thread(target=self._work, daemon=True)
+        self.thread.start()
 
     def do(self, job: Callable[[], object]) -> None:
         """Run `job` after the jobs before it."""
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._work, daemon=True)
-            self.thread.start()
         self.jobs.put(job)
 
     def finish(self, patience: float) -> bool:
-        """Wait for all jobs, at most `patience` seconds; return whether all have ended."""
-        thread, self.thread = self.thread, None
-        if thread is None:
-            return True
+        """Wait for all jobs, at most `patience` seconds; return whether all have ended. Later ones are not run."""
         self.jobs.put(None)
-        thread.join(patience)
-        Background.abandoned |= thread.is_alive()
-        return not thread.is_alive()
+        self.thread.join(patience)
+        Background.abandoned |= self.thread.is_alive()
+        return not self.thread.is_alive()
 
     def _work(self) -> None:
-        while job := self.jobs.get():
+        for job in iter(self.jobs.get, None):
             try:
                 job()
             except BaseException as error:  # a package may try to exit
-                if not self.failed:
-                    self.failed = True
+                if self.failure:
                     reason = f"{type(error).__name__}: {first_line(error, 1000)}"
-                    self.warn(f"warning: {self.failure} ({reason}); training continues")
+                    log(f"warning: {self.failure} ({reason}); training continues")
+                self.failure = ""

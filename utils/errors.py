@@ -18,36 +18,27 @@ class UserError(Exception):
     """An error that the user can fix; the message says what is wrong, in which file, line or key, and what to do."""
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(printable(OF_LOADER.sub("", message).rstrip()))
+        super().__init__(public(OF_LOADER.sub("", message).rstrip()))
 
 
 class Stopped(SystemExit):
     """The run ends early, on request, with the exit code `code`; everything is saved and printed."""
 
 
-def printable(message: str) -> str:
-    """Return a line of at most `MAX_MESSAGE` characters, `without_secrets`."""
-    return shortened(without_secrets(message), MAX_MESSAGE)
-
-
-def without_secrets(text: str) -> str:
-    """Return `text` without the user names, passwords and queries of the addresses in it."""
-    return ADDRESS.sub(r"\1\2", text) if ":/" in text else text
+def public(text: str, length: int = MAX_MESSAGE) -> str:
+    """Return `text` without user names, passwords and queries of addresses, cut to `length` characters."""
+    text = ADDRESS.sub(r"\1\2", text) if ":/" in text else text
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def first_line(error: BaseException, length: int = 160) -> str:
     """Return the first line of an error's message, or its type if there is none, cut to `length` characters."""
-    return shortened(str(error).strip().partition("\n")[0] or type(error).__name__, length)
+    return public(str(error).strip().partition("\n")[0] or type(error).__name__, length)
 
 
-def shortened(text: str, length: int = 160) -> str:
-    """Return `text`, cut to `length` characters for a message."""
-    return text if len(text) <= length else text[: length - 3] + "..."
-
-
-def quoted(value: object) -> str:
-    """Return a value of a file or flag as Python writes it, shortened for a message."""
-    return shortened(repr(value))
+def quoted(value: object, length: int = 160) -> str:
+    """Return a value of a file or flag as Python writes it, `public` and cut to `length` characters."""
+    return public(repr(value), length)
 
 
 def plural(number: int, noun: str) -> str:

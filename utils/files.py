@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 from yaml.error import MarkedYAMLError
 
-from utils.errors import UserError, first_line, nearest, quoted, without_secrets
+from utils.errors import UserError, first_line, nearest, public, quoted
 
 VERSION = "0.1.0"  # pyproject.toml reads it
 LOCK_FILE = ".lock"  # file in a run folder that a run writes to
@@ -229,7 +229,7 @@ def download(
             request = Request(address, headers={"User-Agent": "lockstep"})
             with urlopen(request, timeout=SERVER_TIMEOUT_SECONDS) as answer, replacing(path) as file:
                 terms = f" (licence: {licence})" if licence else ""
-                print(f"downloading {without_secrets(address)}{terms}", file=sys.stderr, flush=True)
+                print(f"downloading {public(address)}{terms}", file=sys.stderr, flush=True)
                 length = int(answer.headers.get("Content-Length") or 0)
                 # disable=None: a progress bar on terminals only
                 with tqdm.wrapattr(answer, "read", length or None, desc=path.name, disable=None, leave=False) as source:

@@ -23,7 +23,7 @@ from utils.console import Bar, log
 from utils.distributed.failure import GracefulStop, StopRequested, Watchdog, on_failure
 from utils.distributed.launch import Precision, log_devices
 from utils.distributed.ranks import Collectives
-from utils.errors import UserError, without_secrets
+from utils.errors import UserError, public
 from utils.files import PART_SUFFIX, lock_folder, numbered_folder, replacing
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class RunFolder:
     def write_problems(self, problems: Sequence[str]) -> None:
         """Write problems.txt, which says what was left out of the data set; remove it if there are no problems."""
         if problems:
-            self.write_documents({"problems.txt": "".join(f"{without_secrets(problem)}\n" for problem in problems)})
+            self.write_documents({"problems.txt": "".join(f"{public(problem)}\n" for problem in problems)})
         elif self.is_main:
             (self.path / "problems.txt").unlink(missing_ok=True)
 
@@ -300,4 +300,4 @@ class Run:
 def _public(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_public, value))
-    return without_secrets(value) if isinstance(value, str) else value
+    return public(value) if isinstance(value, str) else value

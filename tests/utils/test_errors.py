@@ -20,6 +20,7 @@ def test_words() -> None:
 def test_a_message_is_short_whatever_it_quotes() -> None:
     assert quoted(["a"]) == "['a']"
     assert len(quoted("a" * 10**6)) == 160
+    assert "passw" not in quoted("https://user:password@host", 25)  # hidden before it is cut
     text = str(UserError(f"data.yaml: `train` must be a path, not {'a' * 10**6}; fix it"))
     assert len(text) < MAX_MESSAGE + 10
     assert text.startswith("data.yaml: `train` must be a path, not aaa")

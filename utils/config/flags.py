@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, TypeVar
 
 import yaml
 
-from utils.errors import UserError, nearest, shortened
+from utils.errors import UserError, nearest, quoted
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -66,7 +66,7 @@ OPSETS = Range(12, 21)  # ONNX operator sets that torch's exporters write and ON
 
 
 def typed(hint: Any, metadata: Mapping[str, Any], value: Any) -> Any:
-    """Return a value of a command line, a YAML or a Python call as a field's type.
+    """Return a value of a command line or a YAML as a field's type.
 
     Text may stand for a number, and one value for a tuple. Raises one of `WRONG_VALUE` for any other value.
     """
@@ -86,7 +86,7 @@ def typed(hint: Any, metadata: Mapping[str, Any], value: Any) -> Any:
         if number not in metadata.get("within", FINITE) or hint(number) != number:
             raise ValueError
         return hint(number)
-    if hint is str and (isinstance(value, PurePath) or type(value) is int):
+    if hint is str and type(value) is int:
         value = str(value)
     if not isinstance(value, hint):
         raise ValueError
@@ -144,7 +144,7 @@ def typed_values(
             result[key] = typed(hints[key], metadata, value)
         except WRONG_VALUE:
             wanted, hint = expected(hints[key], metadata), nearest(str(value), metadata.get("choices") or ())
-            raise UserError(f"{named(key)} must be {wanted}, not {shortened(repr(value), 80)}{hint}") from None
+            raise UserError(f"{named(key)} must be {wanted}, not {quoted(value, 80)}{hint}") from None
     return result
 
 
@@ -441,7 +441,6 @@ class ExportOptions:
     verbose: bool = flag(False, "show the exporters' messages", "console")
 
 
-OPTIONS_OF_SCRIPT = {"train": TrainOptions, "val": ValOptions, "detect": DetectOptions, "export": ExportOptions}
 # The defaults of `python train.py` if none of --data, --cfg, --weights and --hyp is given.
 BUILT_IN_JOB: Mapping[str, Any] = {
     "weights": "",

@@ -1,21 +1,22 @@
 """The command line: flags become the options of a script, over the defaults of a job, a task and a data set YAML.
 
-Called by the scripts, settings.py and utils/python_api.py; data/data_yaml.py calls `suggested_defaults`. Every value,
+Called by the scripts, predictor.py and settings.py; data/data_yaml.py calls `suggested_defaults`. Every value,
 wherever it comes from, passes `checked`.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from utils.config.flags import GROUPS, IGNORED, REFUSED, TrainOptions, flags_of, typed_values
 from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, find_hyperparameters
 from utils.console import log
-from utils.errors import UserError, nearest, printable
+from utils.errors import UserError, nearest, quoted
 from utils.files import VERSION, read_yaml
 
 if TYPE_CHECKING:
@@ -50,27 +51,39 @@ def over_defaults(kind: type[T], given: Mapping[str, Any], job: Mapping[str, Any
     return kind(**{**({} if names_files or job is None else job), **given})
 
 
-def given_flags(kind: type[DataclassInstance], argv: Sequence[str]) -> dict[str, Any]:
-    """Return the values of the flags in `argv`, by field name. An invalid flag ends the process with exit code 2."""
-    parser, others, overrides = _build_parser(kind), [], {}
+def given_flags(
+    kind: type[DataclassInstance],
+    argv: Iterable[str],
+    names: Collection[str] = (),
+    hyperparameters: Callable[[], Collection[str]] = tuple,
+) -> dict[str, Any]:
+    """Return the values of the flags in `argv` by field name. Raises `UserError` for an invalid flag.
+
+    `names` are the flags that are allowed, all if empty. `hyperparameters` returns the names that stand for flags such
+    as --hyp.lr0; it is called only for a name that is not a flag.
+    """
+    options = [option for option in flags_of(kind) if not names or option.name in names]
+    known = [as_flag(name) for option in options for name in (option.name, *option.metadata["aliases"])]
+    others, overrides = list[str](), dict[str, str]()
     words = iter(argv)
     for word in words:
-        name, has_value, value = word.partition("=")  # not by argparse, which takes the value -1e-1 for a flag
-        ignored = IGNORED.get(name.removeprefix("--").replace("-", "_"))
-        if not ignored and not (word.startswith(OVERRIDE_PREFIX) and "overrides" in kind.__dataclass_fields__):
-            others.append(word)
-            continue
-        value = value if has_value else next(words, "--")
-        if ignored:
-            others += [] if value == ignored else [name]
-            continue
-        if not has_value and value.startswith("--"):
-            parser.error(f"argument {name}: expected one argument")
-        overrides[name.removeprefix(OVERRIDE_PREFIX).replace("-", "_")] = value
-    try:
-        given = checked(kind, vars(parser.parse_args(others)))
-    except UserError as error:
-        parser.error(str(error))
+        flag, has_value, value = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and as_flag(name) not in known and name in hyperparameters():
+            flag = f"{OVERRIDE_PREFIX}{name}"
+        is_override = flag.startswith(OVERRIDE_PREFIX) and "overrides" in kind.__dataclass_fields__
+        if not has_value and (is_override or name in IGNORED):
+            value = next(words, "")  # not by argparse, which takes -1e-1 for a flag
+        if is_override:
+            overrides[flag.removeprefix(OVERRIDE_PREFIX).replace("-", "_")] = value
+        elif value != IGNORED.get(name):
+            others.append(f"{as_flag(name)}{word.removeprefix(flag)}" if flag.startswith("--") else word)
+    flags, unknown = _build_parser(kind, options).parse_known_args(others)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        reason = f"is not a flag{nearest(flag, known)}; see --help"
+        raise UserError(f"{quoted(flag)} {REFUSED.get(flag.removeprefix('--').replace('-', '_'), reason)}")
+    given = checked(kind, vars(flags))
     return {**given, "overrides": overrides} if overrides else given
 
 
@@ -101,7 +114,7 @@ def suggested_defaults(values: object, source: Path, kind: str = "data") -> dict
     return typed_values(TrainOptions, values, f"{source}: `{{}}` under `defaults`".format, known)
 
 
-def _build_parser(kind: type[DataclassInstance]) -> argparse.ArgumentParser:
+def _build_parser(kind: type[DataclassInstance], options: Sequence[dataclasses.Field[Any]]) -> argparse.ArgumentParser:
     examples = "".join(f"\n  {example}" for example in getattr(kind, "examples", ()))
     parser = _Parser(
         usage="%(prog)s [flags]",
@@ -111,15 +124,11 @@ def _build_parser(kind: type[DataclassInstance]) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    version = f"lockstep {VERSION}"
-    parser.add_argument("--version", action="version", version=version, help="print the version and exit")
+    parser.add_argument("--version", action="version", version=f"lockstep {VERSION}")
     hints = typing.get_type_hints(kind)
     groups = {title: parser.add_argument_group(title) for title in GROUPS}  # empty ones are not shown
-    for option in flags_of(kind):
-        names = [option.name, *option.metadata["aliases"]]
-        flags = dict.fromkeys(
-            f"--{word}" for name in names for word in (name.replace("_", "-"), name.replace("-", "_"))
-        )
+    for option in options:
+        flags = map(as_flag, (option.name, *option.metadata["aliases"]))
         default = " ".join(map(str, option.default)) if isinstance(option.default, tuple) else repr(option.default)
         recipe = ", or the recipe's" if "hyp" in option.metadata["suggested"] else ""
         text = f"{option.metadata['help']} (default {default or 'none'}{recipe})"
@@ -141,28 +150,20 @@ def _argument(hint: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Show each name of a flag once, with dashes, and the value after the last name, so that lines fit."""
+    """Show the value of a flag after the last of its names, so that lines fit."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        names = ", ".join(name for name in action.option_strings if "_" not in name)
         value = "" if action.nargs == 0 else self._format_args(action, self._get_default_metavar_for_optional(action))
         value = f"{value.partition(' [')[0]} ..." if action.nargs == "+" else value  # not `X [X ...]`
-        return f"{names} {value}".rstrip()
+        return f"{', '.join(action.option_strings)} {value}".rstrip()
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that ends the process with one line and exit code 2 for a wrong flag, naming the nearest known one."""
+    """A parser that raises `UserError` for a wrong flag, and prints its help on one process of a machine."""
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         if log.is_main:  # only one process of a machine prints
             super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:
-        if message.startswith("unrecognized arguments: "):
-            wrong = (message.split(": ", 1)[1].split() or ["''"])[0]
-            name = wrong.split("=")[0]
-            if instead := REFUSED.get(name.removeprefix("--").replace("-", "_")):
-                self.exit(2, f"error: {name} {instead}\n")
-            known = [name for name in self._option_string_actions if name.startswith("--") and "_" not in name]
-            message = f"unknown flag {wrong}{nearest(name.replace('_', '-'), known)}"
-        self.exit(2, f"error: {printable(message)}; see {self.prog} --help\n")
+        raise UserError(f"{message}; see --help")

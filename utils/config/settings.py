@@ -17,7 +17,7 @@ from utils.config.flags import AUTO, TrainOptions, flags_of
 from utils.config.hyperparameters import OVERRIDE_PREFIX, Recipe, from_mapping, parse_overrides, read_hyperparameters
 from utils.config.parser import as_flag, checked, defaults_of_hyp, refuse_flags
 from utils.console import log
-from utils.errors import UserError, plural, shortened
+from utils.errors import UserError, plural, quoted
 
 # Maps a run's settings and the given flags to the class of its hyperparameters.
 RecipeOf = Callable[[Mapping[str, Any], Mapping[str, Any]], type[Recipe]]
@@ -166,7 +166,7 @@ def check_settings(settings: Mapping[str, Any], recorded: Mapping[str, Any], sou
     for key, value in settings.items():
         if key in (*SETTINGS_PARTS, "overrides"):
             if not isinstance(value, dict):
-                raise UserError(f"{source}: `{key}` is {shortened(repr(value))}; it must be `key: value` lines")
+                raise UserError(f"{source}: `{key}` is {quoted(value)}; it must be `key: value` lines")
             continue
         is_unknown = recorded and key not in recorded  # another version may have recorded it
         if value != _plain(fields[key].default) if key in fields else is_unknown:
@@ -186,7 +186,7 @@ def curve_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_change(run: Path, setting: str, now: object, saved: object) -> None:
     if now != saved:
         raise UserError(
-            f"{setting} is {shortened(repr(now))}, and {run} was started with {shortened(repr(saved))}, which its "
+            f"{setting} is {quoted(now)}, and {run} was started with {quoted(saved)}, which its "
             f"curve depends on; restore it, or start a new run from {run / 'weights' / 'last.pt'}"
         )
 

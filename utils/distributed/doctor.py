@@ -17,7 +17,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from utils.console import show, table
+from utils.console import log, table
 from utils.distributed import deepspeed, launch
 from utils.distributed.ranks import ranks
 from utils.errors import Stopped, UserError, plural
@@ -46,7 +46,7 @@ def run_doctor(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> None:
     if ranks().rank == 0:
         rows = [list(facts[0]["row"]), *(list(process["row"].values()) for process in facts)]
         verdict = f"the job would fail: {plural(len(errors), 'error')} to fix first" if errors else "the job can start"
-        show(*table(rows), *errors, verdict)
+        log(*table(rows), *errors, verdict)
     PartialState().wait_for_everyone()  # a launcher ends all processes once one has failed
     if errors:
         raise Stopped(1)

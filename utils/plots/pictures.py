@@ -18,7 +18,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from utils.console import Background, log
+from utils.console import Background
 from utils.errors import first_line
 from utils.files import ROOT
 from utils.plots import charts, drawing
@@ -39,7 +39,7 @@ class Plotter:
 
     def __init__(self, folder: Path, on_drawn: Callable[[Mapping[str, Path]], object]) -> None:
         self.folder, self.on_drawn = folder, on_drawn
-        self._background = Background("a picture cannot be drawn", log)
+        self._background = Background("a picture cannot be drawn")
         # OpenCV sets up its image formats under a lock on first use. That must not happen in the thread: loader
         # processes forked in the meantime would inherit the locked lock.
         cv2.imencode(".jpg", np.zeros((1, 1, 3), np.uint8))

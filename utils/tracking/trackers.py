@@ -47,7 +47,7 @@ class Tracker(GeneralTracker):
         self.unsent = "what it has not sent is lost"  # end of the warning if the time is over
         self.inner: Any = None  # Accelerate's tracker, once it has started
         self._started = threading.Event()  # set once the run has started or failed to start
-        self._background = Background(f"{self.title} has failed", log)
+        self._background = Background(f"{self.title} has failed")
 
     @property
     def tracker(self) -> Any:

@@ -147,7 +147,7 @@ class StepLog:
 
     def update_bar(self, loss_sums: Tensor, batches: int, best: Summary | None) -> None:
         """Show values beside the progress bar if it is time for that, which reads the sums over an epoch's batches."""
-        if not self.bar.due():
+        if not self.bar.due:
             return
         means = loss_sums.sum(0) * self.run.accelerator.num_processes / batches  # estimated from this process
         losses = dict(zip(self.terms, means.tolist(), strict=True))

@@ -19,7 +19,7 @@ from models.tasks.detect import DetectionTask
 from models.weights import Weights
 from tests.making import CLASS_NAMES, tiny_anchor_free, tiny_detector, write_yaml
 from tests.models.tasks.mask_batches import tiny_segmenter
-from utils.config.flags import OPTIONS_OF_SCRIPT, DetectOptions, TrainOptions, flags_of
+from utils.config.flags import DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
 from utils.config.hyperparameters import Augmentation, Hyperparameters, Recipe, keys_of
 from utils.config.parser import refuse_flags
 from utils.errors import UserError
@@ -27,6 +27,7 @@ from utils.user_code import load
 
 # Flags and hyperparameters
 
+SCRIPTS = (TrainOptions, ValOptions, DetectOptions, ExportOptions)
 YAMLS: dict[str, dict[str, Any]] = {
     "detect with the head Detect": tiny_detector(),
     "detect with the head DetectDFL": tiny_anchor_free(),
@@ -44,7 +45,7 @@ def features_of(yaml: Mapping[str, Any]) -> frozenset[str]:
 
 
 def test_a_task_has_only_features_that_a_flag_needs() -> None:
-    needed = {option.metadata["needs"] for kind in OPTIONS_OF_SCRIPT.values() for option in flags_of(kind)}
+    needed = {option.metadata["needs"] for kind in SCRIPTS for option in flags_of(kind)}
     for name, entry in TASKS.items():
         kind = entry.load()
         assert kind.features, name
@@ -52,9 +53,8 @@ def test_a_task_has_only_features_that_a_flag_needs() -> None:
     assert all(features_of(yaml) <= needed for yaml in YAMLS.values())
 
 
-@pytest.mark.parametrize("script", OPTIONS_OF_SCRIPT)
-def test_a_task_that_says_nothing_takes_the_universal_flags_alone(script: str) -> None:
-    kind = OPTIONS_OF_SCRIPT[script]
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_a_task_that_says_nothing_takes_the_universal_flags_alone(kind: type[Any]) -> None:
     for option in flags_of(kind):
         subject, flag = option.metadata["needs"], f"--{option.name.replace('_', '-')}"
         with pytest.raises(UserError, match=f"{flag} .*later") if subject else nullcontext():

@@ -13,15 +13,7 @@ import pytest
 import yaml
 
 from tests.making import options_of
-from utils.config.flags import (
-    BUILT_IN_JOB,
-    OPTIONS_OF_SCRIPT,
-    DetectOptions,
-    ExportOptions,
-    TrainOptions,
-    ValOptions,
-    flags_of,
-)
+from utils.config.flags import BUILT_IN_JOB, DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
 from utils.config.parser import given_flags, suggested_defaults
 from utils.errors import UserError
 
@@ -74,7 +66,7 @@ def test_the_help(kind: Any, capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert max(map(len, lines)) <= 80
     for example in lines[3:6]:
         program, script, *words = shlex.split(example, comments=True)
-        assert (program, OPTIONS_OF_SCRIPT[script.removesuffix(".py")]) == ("python", kind)
+        assert (program, f"{script.removesuffix('.py').title()}Options") == ("python", kind.__name__)
         assert isinstance(options_of(kind, words), kind)
     for field in flags_of(kind):
         name = field.name.replace("_", "-")
@@ -116,30 +108,23 @@ def test_words_of_a_flag(argv: str, name: str, value: object) -> None:
         (["--dist-timeout", "inf"], "--dist-timeout"),
         (["--log-with", "none,wandb"], "--log-with"),
         (["--allow-licence"], "--allow-licence"),
-        (["--hyp.lr0"], "--hyp.lr0"),
         (["--hyp.lr0", "0.1", "0.2"], "0.2"),
         (["--evolve-population=data/hyps"], "--evolve-population"),
         (["--lr0", "0.1"], "--hyp.lr0"),
         (["--wandb-project", "cats"], "WANDB_PROJECT"),
-        (["--comm_hook", "bf16"], "--comm_hook"),
+        (["--comm_hook", "bf16"], "--comm-hook"),
         ([""], "''"),
         (["--name", "--hyp.lr0", "0.1"], "--name"),
-        (["--artifact_alias", "v3"], "--artifact_alias"),
+        (["--artifact_alias", "v3"], "--artifact-alias"),
         (["x" * 500_000], "xxx"),
     ],
 )
-def test_a_wrong_flag_is_one_line_and_exit_code_2(
-    argv: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
+def test_a_wrong_flag_is_one_short_line(argv: list[str], named: str) -> None:
+    with pytest.raises(UserError) as caught:
         options_of(TrainOptions, argv)
-    assert caught.value.code == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert named in err
-    assert err.count("\n") == 1
-    assert len(err) < 3000
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 3000
 
 
 def test_values_of_yolov5_that_ask_for_nothing() -> None:

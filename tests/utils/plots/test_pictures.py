@@ -226,6 +226,7 @@ def test_pictures_are_drawn_in_the_background(tmp_path: Path, capsys: pytest.Cap
     assert {*drawn} == {"a.png", "results.png"}
     assert capsys.readouterr().out == ""
     (tmp_path / "results.csv").write_text("epoch,train/loss\n0,\x00,,,\n")
+    plots = Plotter(tmp_path, drawn.update)
     plots.draw(lambda: {"a.png": np.zeros((0, 0, 3), np.uint8)})
     plots.draw_documents()
     assert plots.finish(60)
