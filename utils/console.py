@@ -18,6 +18,7 @@ from utils.errors import first_line, public
 T = TypeVar("T")
 REFRESH_SECONDS = 1.0  # between two drawings of a bar, each with new values, which synchronise the device
 BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:5}| {rate_fmt}{postfix}"
+STYLE: Any = {"bar_format": BAR_FORMAT, "unit": " img", "leave": False, "dynamic_ncols": True, "miniters": 1}
 LEAST_COLUMNS = 80  # minimum width of tables and of the line of an epoch, and the width if the output is not a terminal
 SHORTEST_NAME = 8  # characters that a name in a table keeps, however narrow the table
 
@@ -90,15 +91,8 @@ class Bar:
         self.waited = self.seconds = 0.0  # time that this process waited for batches, and that it took; always measured
         self.waiting = self.rate = 0.0  # the former as a share of the latter; images per second, once all have passed
         self.due = False  # whether the bar has just been drawn, so that it is time to show new values
-        how: Any = {
-            "mininterval": REFRESH_SECONDS,
-            "miniters": 1,
-            "leave": False,
-            "dynamic_ncols": True,
-            "unit": " img",
-        }
-        how["disable"] = None if visible else True  # None: on terminals only
-        self._bar = tqdm(total=images, initial=done, desc=title, bar_format=BAR_FORMAT, **how)
+        disable = None if visible else True  # None: on terminals only
+        self._bar = tqdm(total=images, initial=done, desc=title, mininterval=REFRESH_SECONDS, disable=disable, **STYLE)
 
     def over(self, batches: Iterable[T], size: Callable[[T], int]) -> Iterator[T]:
         """Iterate over `batches`; `size` maps a batch to its number of images."""
