@@ -50,7 +50,7 @@ def settings_of(argv: Sequence[str], names: Callable[[], Collection[str]] = tupl
 
 
 def hyperparameter_names(flags: Mapping[str, Any]) -> list[str]:
-    """Return the names of the hyperparameters of a task, the one that `flags` name."""
+    """Return the names of the hyperparameters of all tasks, and of the user's that `flags` name."""
     return hyperparameters(str(flags.get("task_file") or flags.get("task") or ""))
 
 

@@ -181,7 +181,7 @@ def train_one_epoch(
             for module, batch in model.each(local_batches, options.seed + batches_so_far):
                 outputs = module(task.inputs(batch), *criterion.hints(batch))
                 terms.append(terms_of(criterion, outputs, batch, steps.log.terms, number == first))
-            losses = model.global_means(terms)  # divided by the counts of all processes: two have the gradient of one
+            losses = model.global_means(terms)  # divided by the counts of all processes, however many there are
             model.backward([criterion.objective(loss, step_images) for loss in losses])
             taken = steps.step() if accelerator.sync_gradients else None  # None: only accumulated
             steps.optimizer.zero_grad()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from utils.config.flags import REFUSED, DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
 from utils.console import log
 from utils.distributed.failure import STOP_SIGNALS
 from utils.distributed.launch import reset_accelerate
@@ -21,6 +22,8 @@ from utils.user_code import explained
 
 # Environment variable, also of spawned processes: the file into which the main process writes its result.
 RESULT = "LOCKSTEP_RESULT"
+SCRIPTS = (TrainOptions, ValOptions, DetectOptions, ExportOptions)
+FLAGS = {*REFUSED, *(flag.name for script in SCRIPTS for flag in flags_of(script))}
 
 
 def call(start: Callable[[list[str]], dict[str, Any] | None], flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,8 +57,13 @@ def call(start: Callable[[list[str]], dict[str, Any] | None], flags: Mapping[str
 
 
 def words_of(flags: Mapping[str, Any]) -> Iterator[str]:
-    """Yield flags by name as words: True is a flag alone, None and False are left out, a list is several words."""
+    """Yield flags by name as words: True is a flag alone, None and False are left out, a list is several words.
+
+    A hyperparameter that is True or False becomes 1 or 0.
+    """
     for name, value in flags.items():
+        if isinstance(value, bool) and name not in FLAGS:
+            value = int(value)
         if value is True:
             yield f"--{name}"
         elif isinstance(value, (list, tuple)):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from utils.config.flags import GROUPS, IGNORED, REFUSED, TrainOptions, flags_of, typed_values
 from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, find_hyperparameters
 from utils.console import log
-from utils.errors import UserError, nearest, quoted
+from utils.errors import UserError, WrongFlag, nearest, quoted
 from utils.files import VERSION, read_yaml
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def given_flags(
     names: Collection[str] = (),
     hyperparameters: Callable[[], Collection[str]] = tuple,
 ) -> dict[str, Any]:
-    """Return the values of the flags in `argv` by field name. Raises `UserError` for an invalid flag.
+    """Return the values of the flags in `argv` by field name. Raises `WrongFlag`.
 
     `names` are the flags that are allowed, all if empty. `hyperparameters` returns the names that stand for flags such
     as --hyp.lr0; it is called only for a name that is not a flag.
@@ -72,7 +72,7 @@ def given_flags(
         if flag.startswith("--") and as_flag(name) not in known and name in hyperparameters():
             flag = f"{OVERRIDE_PREFIX}{name}"
         is_override = flag.startswith(OVERRIDE_PREFIX) and "overrides" in kind.__dataclass_fields__
-        if not has_value and (is_override or name in IGNORED):
+        if not has_value and (is_override or (flag.startswith("--") and name in IGNORED)):
             value = next(words, "")  # not by argparse, which takes -1e-1 for a flag
         if is_override:
             overrides[flag.removeprefix(OVERRIDE_PREFIX).replace("-", "_")] = value
@@ -82,8 +82,11 @@ def given_flags(
     if unknown:
         flag = unknown[0].partition("=")[0]
         reason = f"is not a flag{nearest(flag, known)}; see --help"
-        raise UserError(f"{quoted(flag)} {REFUSED.get(flag.removeprefix('--').replace('-', '_'), reason)}")
-    given = checked(kind, vars(flags))
+        raise WrongFlag(f"{quoted(flag)} {REFUSED.get(flag.removeprefix('--').replace('-', '_'), reason)}")
+    try:
+        given = checked(kind, vars(flags))
+    except UserError as error:
+        raise WrongFlag(str(error)) from None
     return {**given, "overrides": overrides} if overrides else given
 
 
@@ -159,11 +162,11 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises `UserError` for a wrong flag, and prints its help on one process of a machine."""
+    """A parser that raises `WrongFlag`, and prints its help on one process of a machine."""
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         if log.is_main:  # only one process of a machine prints
             super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see --help")
+        raise WrongFlag(f"{message}; see --help")

@@ -90,7 +90,7 @@ def _run(main: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         message, code = "interrupted", 130
     except Exception as error:
-        message = f"error: {error}"
+        message, code = f"error: {error}", error.code if isinstance(error, UserError) else 1
         if cause := known_cause(error.__cause__ or error):  # the former in a user's layer
             message, culprit = f"error: {cause}", "ended without an error message, or cannot be reached"
         elif not isinstance(error, UserError):

@@ -98,9 +98,9 @@ class RunStore:
     """Values of the processes of a run, in one of torch's stores.
 
     Every value is JSON: nothing that arrives is a path or code. The names are:
-        names, alarm, present, reason    names of all processes; how they end (failure)
-        stop                             step and reason of a stop (stop)
-        memory/<host>/<number>           handles of shared memory (shared_memory)
+        names, alarm, present, reason    names of all processes; how they end (failure.py)
+        stop                             step and reason of a stop (GracefulStop)
+        memory/<host>/<number>           handles of `shared_memory`
     Its methods raise `DistError` if the store does not answer, after many minutes if the network is down.
     """
 

@@ -122,6 +122,7 @@ def test_words_of_a_flag(argv: str, name: str, value: object) -> None:
 def test_a_wrong_flag_is_one_short_line(argv: list[str], named: str) -> None:
     with pytest.raises(UserError) as caught:
         options_of(TrainOptions, argv)
+    assert caught.value.code == 2
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 3000
