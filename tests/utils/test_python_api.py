@@ -34,8 +34,8 @@ def test_arguments_are_what_the_parser_makes_of_a_command_line() -> None:
     )
     given = given_by(
         img=320, weights="", rect=True, cos_lr=False, freeze=(0, -2), name=None, seed=0, device=torch.device("cpu"),
-        project=Path("a"), cache=True, resume=False, label_smoothing=1e-5, mosaic=False, class_weights={"a b": 2, "c": 1.5},
-        **{"hyp.lr0": 0.1},
+        project=Path("a"), cache=True, resume=False, label_smoothing=1e-5, mosaic=False,
+        class_weights={"a b": 2, "c": 1.5}, **{"hyp.lr0": 0.1},
     )  # fmt: skip
     overrides = ["--hyp.lr0=0.1", "--hyp.mosaic", "0", "--hyp.class_weights", "{'a b': 2, 'c': 1.5}"]
     assert given == given_flags(TrainOptions, [*words.split(), *overrides])
