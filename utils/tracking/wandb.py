@@ -117,8 +117,8 @@ class WandbTracker(Tracker):
             return
         for key in {*values} - self._defined - {axis}:  # by pattern W&B would not find the keys with dots
             self._defined.add(key)
-            name, summary = key.replace(".", r"\."), BEST.get(key[: key.find("/") + 1])  # a dot would nest the value
-            self.inner.run.define_metric(name, step_metric=axis, summary=summary, hidden=key.startswith("class/") or None)
+            name, best = key.replace(".", r"\."), BEST.get(key[: key.find("/") + 1])  # a dot would nest the value
+            self.inner.run.define_metric(name, step_metric=axis, summary=best, hidden=key.startswith("class/") or None)
         self._write(values, step)
         self._last[axis] = values[axis]
 
