@@ -41,12 +41,12 @@ VALIDATION_BATCH = 32  # images per process and validation batch, at most
 FITTED_BATCH, FITTED_BATCHES = 16, 32  # size and number of the batches that new classes are fitted to, at most
 
 
-def settings_of(argv: Sequence[str], names: Callable[[], Collection[str]] = tuple) -> Settings:
-    """Return the settings that a command line asks for; with --resume those of the run. Raises `UserError`.
+def settings_of(argv: Sequence[str], hyperparameters: Callable[[], Collection[str]] = tuple) -> Settings:
+    """Return the settings of a command line, or with --resume those of the run. Raises `UserError`.
 
-    `names` returns the names of hyperparameters that may be flags, see `given_flags`.
+    `hyperparameters` returns the names that stand for flags such as --hyp.lr0, as for `given_flags`.
     """
-    return resolve_settings(given_flags(TrainOptions, argv, hyperparameters=names), recipe_of)
+    return resolve_settings(given_flags(TrainOptions, argv, hyperparameters=hyperparameters), recipe_of)
 
 
 def hyperparameter_names(flags: Mapping[str, Any]) -> list[str]:

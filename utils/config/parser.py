@@ -22,10 +22,7 @@ from utils.files import VERSION, read_yaml
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance, SupportsWrite
 
-HELP_OF_OVERRIDES = (
-    f"{OVERRIDE_PREFIX}KEY VALUE sets a single hyperparameter, instead of the value in --hyp,\n"
-    f"such as {OVERRIDE_PREFIX}lr0 0.005"
-)
+HELP_OF_OVERRIDES = f"{OVERRIDE_PREFIX}KEY VALUE replaces one value of --hyp, such as {OVERRIDE_PREFIX}lr0 0.005"
 T = TypeVar("T", bound="DataclassInstance")
 
 
@@ -73,7 +70,9 @@ def given_flags(
             flag = f"{OVERRIDE_PREFIX}{name}"
         is_override = flag.startswith(OVERRIDE_PREFIX) and "overrides" in kind.__dataclass_fields__
         if not has_value and (is_override or (flag.startswith("--") and name in IGNORED)):
-            value = next(words, "")  # not by argparse, which takes -1e-1 for a flag
+            value = next(words, "--")  # not by argparse, which takes -1e-1 for a flag
+        if is_override and value.startswith("--"):
+            raise WrongFlag(f"{flag} needs a value; see --help")
         if is_override:
             overrides[flag.removeprefix(OVERRIDE_PREFIX).replace("-", "_")] = value
         elif value != IGNORED.get(name):

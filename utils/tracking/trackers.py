@@ -118,9 +118,9 @@ class Tracker(GeneralTracker):
 
 @functools.cache
 def start_programs_between_forks() -> None:
-    """Let this process fork only while none of its threads is starting a program, as W&B does git.
+    """Make every fork wait while another thread starts a program, as W&B's thread starts git.
 
-    Else the forked loader process would inherit the program's pipes, and the thread would wait for that process to end.
+    Otherwise the forked loader process has the program's pipes too, and the thread waits until that process ends.
     """
     lock, start = threading.RLock(), subprocess.Popen.__init__
 

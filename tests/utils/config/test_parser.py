@@ -115,6 +115,7 @@ def test_words_of_a_flag(argv: str, name: str, value: object) -> None:
         (["--comm_hook", "bf16"], "--comm-hook"),
         ([""], "''"),
         (["--name", "--hyp.lr0", "0.1"], "--name"),
+        (["--hyp.lr0", "--epochs", "3"], "--hyp.lr0"),
         (["--artifact_alias", "v3"], "--artifact-alias"),
         (["x" * 500_000], "xxx"),
     ],
