@@ -72,7 +72,7 @@ def test_prints_the_table_and_the_folder(first: tuple[Path, str]) -> None:
     overall = next(line.split() for line in printed.splitlines() if line.split()[:1] == ["all"])
     fitness = [0.1 * float(row["metrics/mAP_0.5"]) + 0.9 * float(row["metrics/mAP_0.5:0.95"]) for row in rows(folder)]
     best = rows(folder)[fitness.index(max(fitness))]
-    assert (overall[1], overall[3:]) == ("8", [f"{float(best[name]):.4f}" for name in COLUMNS[4:8]])
+    assert (overall[1], overall[3:]) == ("8", [f"{float(best[name]):.3f}" for name in COLUMNS[4:8]])
     assert str(folder) in printed.splitlines()[-1]
     assert "\r" not in printed  # no bar where the output is not a terminal
 
@@ -110,7 +110,7 @@ def test_val_equals_training(
     how = {"imgsz": 64, "batch_size": 16, "workers": 0, "device": "cpu", "noplots": True, "project": tmp_path}
     val.run(weights=first[0] / "weights" / "last.pt", data=small_data, **how)
     overall = next(line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["all"])
-    assert overall[3:] == [f"{float(rows(first[0])[-1][name]):.4f}" for name in COLUMNS[4:8]]
+    assert overall[3:] == [f"{float(rows(first[0])[-1][name]):.3f}" for name in COLUMNS[4:8]]
 
 
 @pytest.mark.long

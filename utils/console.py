@@ -19,7 +19,7 @@ T = TypeVar("T")
 REFRESH_SECONDS = 1.0  # between two drawings of a bar, each with new values, which synchronise the device
 BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:5}| {rate_fmt}{postfix}"
 STYLE: Any = {"bar_format": BAR_FORMAT, "unit": " img", "leave": False, "dynamic_ncols": True, "miniters": 1}
-LEAST_COLUMNS = 80  # minimum width of tables and of the line of an epoch, and the width if the output is not a terminal
+TERMINAL = 80, 24  # columns and lines of an output that is not a terminal
 SHORTEST_NAME = 8  # characters that a name in a table keeps, however narrow the table
 
 
@@ -44,10 +44,7 @@ class Log:
         self(*held)
 
     def __call__(self, *lines: str, always: bool = False) -> None:
-        """Print lines above the progress bar, without the empty ones; if nobody can read them, they are dropped.
-
-        Characters that stdout cannot encode, such as undecodable bytes of a file name, are escaped.
-        """
+        """Print lines above the progress bar, without the empty ones; what stdout cannot encode is escaped."""
         if self._held is not None:
             self._held += lines
             return
@@ -63,22 +60,14 @@ class Log:
 log = Log()
 
 
-def columns() -> int:
-    """Return the width of tables and lines: $COLUMNS, else the terminal's width; at least `LEAST_COLUMNS`."""
-    return max(shutil.get_terminal_size((LEAST_COLUMNS, 24)).columns, LEAST_COLUMNS)
-
-
 def table(rows: Sequence[Sequence[str | float]]) -> list[str]:
     """Return the lines of a table with right-aligned columns, the first of which has the rows' names.
 
-    Floats have four decimals, or three if the table would be wider than `columns()`; then names are shortened.
+    Floats have three decimals. Names are shortened if the table would be wider than the terminal.
     """
-    for digits in (4, 3):
-        cells = [[f"{cell:.{digits}f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
-        longest, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)] or [0]
-        room = columns() - sum(widths) - len(widths)
-        if longest <= room:
-            break
+    cells = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    longest, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)] or [0]
+    room = shutil.get_terminal_size(TERMINAL).columns - sum(widths) - len(widths)
     room = min(longest, max(room, SHORTEST_NAME))
     return [" ".join([public(name, room).rjust(room), *map(str.rjust, row, widths)]) for name, *row in cells]
 
@@ -102,8 +91,7 @@ class Bar:
                 self.waited += time.monotonic() - asked
                 yield batch
                 self.due = bool(self._bar.update(size(batch)))
-                asked = time.monotonic()
-                self.seconds = asked - started
+                self.seconds = (asked := time.monotonic()) - started
                 self.waiting = self.waited / max(self.seconds, 1e-9)
         self.rate = self.images / max(self.seconds, 1e-9)
 
@@ -119,23 +107,20 @@ class Background:
 
     def __init__(self, failure: str) -> None:
         self.failure = failure
-        self.jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self.do = self._jobs.put  # runs a job after the jobs before it
         self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()
 
-    def do(self, job: Callable[[], object]) -> None:
-        """Run `job` after the jobs before it."""
-        self.jobs.put(job)
-
     def finish(self, patience: float) -> bool:
         """Wait for all jobs, at most `patience` seconds; return whether all have ended. Later ones are not run."""
-        self.jobs.put(None)
+        self._jobs.put(None)
         self.thread.join(patience)
         Background.abandoned |= self.thread.is_alive()
         return not self.thread.is_alive()
 
     def _work(self) -> None:
-        for job in iter(self.jobs.get, None):
+        for job in iter(self._jobs.get, None):
             try:
                 job()
             except BaseException as error:  # a package may try to exit

@@ -17,16 +17,9 @@ OF_LOADER = re.compile(r"(?s)\ACaught \w+ in DataLoader worker process .*\n[\w.]
 class UserError(Exception):
     """An error that the user can fix; the message says what is wrong, in which file, line or key, and what to do."""
 
-    code = 1  # exit code of the process
-
-    def __init__(self, message: str = "") -> None:
+    def __init__(self, message: str = "", code: int = 1) -> None:
         super().__init__(public(OF_LOADER.sub("", message).rstrip()))
-
-
-class WrongFlag(UserError):
-    """A flag that is wrong by itself."""
-
-    code = 2  # as argparse's
+        self.code = code  # exit code of the process
 
 
 class Stopped(SystemExit):

@@ -6,14 +6,11 @@ import json
 import os
 import signal
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from utils.config.flags import REFUSED, DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
 from utils.console import log
-from utils.distributed.failure import STOP_SIGNALS
 from utils.distributed.launch import reset_accelerate
 from utils.errors import UserError
 from utils.files import release_locks
@@ -22,17 +19,14 @@ from utils.user_code import explained
 
 # Environment variable, also of spawned processes: the file into which the main process writes its result.
 RESULT = "LOCKSTEP_RESULT"
-SCRIPTS = (TrainOptions, ValOptions, DetectOptions, ExportOptions)
-FLAGS = {*REFUSED, *(flag.name for script in SCRIPTS for flag in flags_of(script))}
 
 
 def call(start: Callable[[list[str]], dict[str, Any] | None], flags: Mapping[str, Any]) -> dict[str, Any]:
     """Call the function that starts a script with words of a command line, which `words_of` makes of flags by name.
 
-    Returns the result that `write_result` wrote, or else the function's result, {} for None. Restores the signal
-    handlers. Raises `UserError` if the command would end with an error, and KeyboardInterrupt if Ctrl-C has stopped it.
+    Returns the result that `write_result` wrote, or else the function's result, {} for None. Raises `UserError` if the
+    command would end with an error, and KeyboardInterrupt if Ctrl-C has stopped it.
     """
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with tempfile.TemporaryDirectory() as folder:
         file, returned = Path(folder) / "result.json", None
         os.environ[RESULT] = str(file)
@@ -49,26 +43,15 @@ def call(start: Callable[[list[str]], dict[str, Any] | None], flags: Mapping[str
             log.reset()
             reset_accelerate()
             release_locks()
-            if threading.current_thread() is threading.main_thread():
-                signal.set_wakeup_fd(-1)
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
         return json.loads(file.read_text()) if file.is_file() else returned or {}
 
 
 def words_of(flags: Mapping[str, Any]) -> Iterator[str]:
-    """Yield flags by name as words: True is a flag alone, None and False are left out, a list is several words.
-
-    A hyperparameter that is True or False becomes 1 or 0.
-    """
+    """Yield flags by name as words of a command line: none for None, several for a list."""
     for name, value in flags.items():
-        if isinstance(value, bool) and name not in FLAGS:
-            value = int(value)
-        if value is True:
-            yield f"--{name}"
-        elif isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple)):
             yield from (f"--{name}", *map(str, value))
-        elif value is not None and value is not False:
+        elif value is not None:
             yield f"--{name}={value}"
 
 

@@ -147,7 +147,7 @@ def test_metrics_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     table = list(csv.DictReader(documents["coco.csv"].splitlines()))
     assert (len(table), float(table[1]["value"]), table[3]["value"]) == (12, pytest.approx(cat / 2), "")
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["AP", "0.50", "all", "100", f"{cat / 2:.4f}"] in printed
+    assert ["AP", "0.50", "all", "100", f"{cat / 2:.3f}"] in printed
     assert ["AP", "0.50:0.95", "small", "100"] in printed
 
 

@@ -14,6 +14,7 @@ import torch
 import job
 from utils.config.flags import TrainOptions, ValOptions
 from utils.config.parser import given_flags
+from utils.distributed.failure import GracefulStop
 from utils.errors import Stopped, UserError
 from utils.files import lock_folder
 from utils.python_api import RESULT, call, words_of, write_result
@@ -34,14 +35,14 @@ def test_arguments_are_what_the_parser_makes_of_a_command_line() -> None:
     )
     given = given_by(
         img=320, weights="", rect=True, cos_lr=False, freeze=(0, -2), name=None, seed=0, device=torch.device("cpu"),
-        project=Path("a"), cache=True, resume=False, label_smoothing=1e-5, mosaic=False,
+        project=Path("a"), cache=True, resume=False, label_smoothing=1e-5, mosaic=0,
         class_weights={"a b": 2, "c": 1.5}, **{"hyp.lr0": 0.1},
     )  # fmt: skip
     overrides = ["--hyp.lr0=0.1", "--hyp.mosaic", "0", "--hyp.class_weights", "{'a b': 2, 'c': 1.5}"]
     assert given == given_flags(TrainOptions, [*words.split(), *overrides])
     assert given["label_smoothing"] == 1e-5
     names = {"weights": ["a b.pt", Path("c d.pt")], "data": "-my data=1.yaml", "save_txt": True}
-    assert given_by(ValOptions, **names) == {**names, "weights": ("a b.pt", "c d.pt")}
+    assert given_by(ValOptions, **names, quiet=False) == {**names, "weights": ("a b.pt", "c d.pt")}
 
 
 @pytest.mark.parametrize(
@@ -120,8 +121,8 @@ def test_the_end_of_a_script_is_an_error_and_restores_signal_handlers(
     end: BaseException, raised: type[BaseException] | None
 ) -> None:
     def start(words: list[str]) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise end
+        with GracefulStop():
+            raise end
 
     before = signal.getsignal(signal.SIGINT)
     if raised:

@@ -26,7 +26,7 @@ from utils.summary import (
 
 def test_the_table_has_a_row_for_each_class() -> None:
     summary = Summary({"recall": 1.0}, 0.0, [("Class", "Images"), ("all", 12)], [("disc", 0.5)])
-    assert summary.table() == ["Class Images", "  all     12", " disc 0.5000"]
+    assert summary.table() == ["Class Images", "  all     12", " disc  0.500"]
     assert summary.table(brief=True) == ["Class Images", "  all     12"]
     assert replace(summary, losses={"loss": 2.0}).columns() == {"metrics/recall": 1.0, "val/loss": 2.0}
 

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from utils.config.flags import GROUPS, IGNORED, REFUSED, TrainOptions, flags_of, typed_values
 from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, find_hyperparameters
 from utils.console import log
-from utils.errors import UserError, WrongFlag, nearest, quoted
+from utils.errors import UserError, nearest, quoted
 from utils.files import VERSION, read_yaml
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance, SupportsWrite
 
 HELP_OF_OVERRIDES = f"{OVERRIDE_PREFIX}KEY VALUE replaces one value of --hyp, such as {OVERRIDE_PREFIX}lr0 0.005"
+WRONG_FLAG = 2  # exit code, as argparse's
 T = TypeVar("T", bound="DataclassInstance")
 
 
@@ -54,10 +55,10 @@ def given_flags(
     names: Collection[str] = (),
     hyperparameters: Callable[[], Collection[str]] = tuple,
 ) -> dict[str, Any]:
-    """Return the values of the flags in `argv` by field name. Raises `WrongFlag`.
+    """Return the values of the flags in `argv` by field name. Raises `UserError`, whose exit code is argparse's.
 
-    `names` are the flags that are allowed, all if empty. `hyperparameters` returns the names that stand for flags such
-    as --hyp.lr0; it is called only for a name that is not a flag.
+    `--flag=True` is --flag alone, and `--flag=False` is left out. `names` are the flags that are allowed, all if empty.
+    `hyperparameters` returns the names that stand for flags such as --hyp.lr0, and is called only for unknown names.
     """
     options = [option for option in flags_of(kind) if not names or option.name in names]
     known = [as_flag(name) for option in options for name in (option.name, *option.metadata["aliases"])]
@@ -72,20 +73,21 @@ def given_flags(
         if not has_value and (is_override or (flag.startswith("--") and name in IGNORED)):
             value = next(words, "--")  # not by argparse, which takes -1e-1 for a flag
         if is_override and value.startswith("--"):
-            raise WrongFlag(f"{flag} needs a value; see --help")
+            raise UserError(f"{flag} needs a value; see --help", WRONG_FLAG)
         if is_override:
             overrides[flag.removeprefix(OVERRIDE_PREFIX).replace("-", "_")] = value
-        elif value != IGNORED.get(name):
-            others.append(f"{as_flag(name)}{word.removeprefix(flag)}" if flag.startswith("--") else word)
+        elif value not in ("False", IGNORED.get(name)):
+            rest = word.removeprefix(flag).removesuffix("=True")
+            others.append(f"{as_flag(name)}{rest}" if flag.startswith("--") else word)
     flags, unknown = _build_parser(kind, options).parse_known_args(others)
     if unknown:
         flag = unknown[0].partition("=")[0]
-        reason = f"is not a flag{nearest(flag, known)}; see --help"
-        raise WrongFlag(f"{quoted(flag)} {REFUSED.get(flag.removeprefix('--').replace('-', '_'), reason)}")
+        unlike = f"is not a flag{nearest(flag, known)}; see --help"
+        raise UserError(f"{quoted(flag)} {REFUSED.get(flag[2:].replace('-', '_'), unlike)}", WRONG_FLAG)
     try:
         given = checked(kind, vars(flags))
     except UserError as error:
-        raise WrongFlag(str(error)) from None
+        raise UserError(str(error), WRONG_FLAG) from None
     return {**given, "overrides": overrides} if overrides else given
 
 
@@ -161,11 +163,11 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises `WrongFlag`, and prints its help on one process of a machine."""
+    """A parser that raises `UserError`, and prints its help on one process of a machine."""
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         if log.is_main:  # only one process of a machine prints
             super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:
-        raise WrongFlag(f"{message}; see --help")
+        raise UserError(f"{message}; see --help", WRONG_FLAG)

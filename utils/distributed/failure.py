@@ -295,8 +295,8 @@ class GracefulStop:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None or (self.finished and world_size() > 1):
-            return  # this process is about to print the error and exit: the launcher's SIGTERM must not end it before
+        if (kind or self.finished) and world_size() > 1:
+            return  # the process is about to print an error and exit: the launcher's SIGTERM must not end it before
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from accelerate.utils import ProfileKwargs
 from torch import Tensor
 from tqdm import tqdm
 
-from utils.console import Bar, columns, log
+from utils.console import TERMINAL, Bar, log
 from utils.errors import UserError, plural
 from utils.summary import Summary
 
@@ -217,7 +218,7 @@ def epoch_line(epoch: int, epochs: int, losses: Mapping[str, float], summary: Su
     images = [f"{rate:.0f} img/s"] if rate else []
     for digits, rest in ((4, images), (3, images), (3, []), (2, [])):
         line = f"epoch {epoch + 1}/{epochs}: " + ", ".join([_loss_text(losses, digits), *scores, *rest])
-        if len(line) <= columns():
+        if len(line) <= shutil.get_terminal_size(TERMINAL).columns:
             break
     return line
 

@@ -19,11 +19,10 @@ from models.tasks.detect import DetectionTask
 from models.weights import Weights
 from tests.making import CLASS_NAMES, tiny_anchor_free, tiny_detector, write_yaml
 from tests.models.tasks.mask_batches import tiny_segmenter
-from utils.config.flags import DetectOptions, TrainOptions, flags_of
+from utils.config.flags import DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
 from utils.config.hyperparameters import Augmentation, Hyperparameters, Recipe, keys_of
 from utils.config.parser import refuse_flags
 from utils.errors import UserError
-from utils.python_api import SCRIPTS
 from utils.user_code import load
 
 # Flags and hyperparameters
@@ -38,6 +37,9 @@ YAMLS: dict[str, dict[str, Any]] = {
 
 class LaterTask(Task):
     """A task that says nothing about flags."""
+
+
+SCRIPTS = (TrainOptions, ValOptions, DetectOptions, ExportOptions)
 
 
 def features_of(yaml: Mapping[str, Any]) -> frozenset[str]:

@@ -31,7 +31,7 @@ from models.tasks.predictions import IOU_THRESHOLDS
 from tests.making import CLASS_NAMES, grey_batch, image_info
 from tests.models.tasks.batches import DISC, IMAGE, LIGHT, box, drawn_images, labels, predictions, random_images
 from utils.batch import ImageInfo
-from utils.console import LEAST_COLUMNS, table
+from utils.console import TERMINAL, table
 from utils.summary import Box, Example, Summary
 
 METRICS = DetectionMetrics(CLASS_NAMES)
@@ -252,12 +252,12 @@ def test_a_summary_by_hand() -> None:
     lines = summary.table()
     assert [line.split() for line in lines] == [
         ["Class", "Images", "Instances", "P", "R", "mAP50", "mAP50-95"],
-        ["all", "3", "3", "1.0000", "1.0000", "0.9950", "0.4975"],
-        ["disc", "1", "1", "1.0000", "1.0000", "0.9950", "0.4975"],
-        ["traffic", "light", "2", "2", "1.0000", "1.0000", "0.9950", "0.4975"],
+        ["all", "3", "3", "1.000", "1.000", "0.995", "0.497"],
+        ["disc", "1", "1", "1.000", "1.000", "0.995", "0.497"],
+        ["traffic", "light", "2", "2", "1.000", "1.000", "0.995", "0.497"],
     ]
     (width,) = set(map(len, lines))  # columns are aligned
-    assert width <= LEAST_COLUMNS
+    assert width <= TERMINAL[0]
     assert summary.table(brief=True) == table(summary.overall)
     assert summary.by_class == {
         "AP50": pytest.approx({"disc": 0.995, "traffic light": 0.995}),

@@ -28,7 +28,7 @@ from tests.making import CLASS_NAMES, NO_CHANGE, image_info
 from tests.models.tasks.mask_batches import MAP, SIDE, mask_batch
 from utils.batch import Placement, SegmentationBatch
 from utils.coco import CocoIds, results
-from utils.console import LEAST_COLUMNS
+from utils.console import TERMINAL
 from utils.plots.drawing import COLOURS, Style
 from utils.summary import Summary
 
@@ -360,7 +360,7 @@ def test_tables_and_documents() -> None:
     assert overall == ["all", "1", "2", "0.500", "0.500", "0.497", "0.497", "0.500", "0.500", "0.497", "0.050"]
     assert details[0] == ["disc", "1", "1", "1.000", "1.000", "0.995", "0.995", "1.000", "1.000", "0.995", "0.100"]
     assert details[1][:4] == ["traffic", "light", "1", "1"]
-    assert max(map(len, lines)) <= LEAST_COLUMNS
+    assert max(map(len, lines)) <= TERMINAL[0]
 
     detections = [Instance(0, WHOLE, (2, 2, 7, 10)), Instance(2, WHOLE, None, 0.2)]
     summary = summary_of(Case([Instance(0, WHOLE, HALF)], detections), Case([], []))

@@ -74,6 +74,7 @@ def test_class_weights_by_name(tmp_path: Path) -> None:
     ("key", "text"),
     [
         *(("lr0", "abc"), ("lr0", ""), ("nbs", "1.5"), ("degrees", "-3"), ("weightdecay", "1"), ("", "1")),
+        ("keep_head", "False"),  # as from Python: a number, not a flag
         *(("class_weights", text) for text in ("2", "{cat: 0}", "{cat: many}", "{cat: 101}", "{cat", "{cat: true}")),
         ("cutmix", "0.5"),  # of another task
     ],

@@ -83,6 +83,7 @@ def test_the_help(kind: Any, capsys: pytest.CaptureFixture[str], monkeypatch: py
     [
         ("--cache", "cache", "ram"),
         ("--cache val", "cache", "val"),
+        ("--cache=True --cos-lr=False", "cache", "ram"),
         ("--freeze 10", "freeze", (10,)),
         ("--freeze -1", "freeze", (-1,)),
         ("--freeze=-1", "freeze", (-1,)),

@@ -258,24 +258,25 @@ def test_a_run_under_nohup_outlives_its_terminal() -> None:
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-def test_signals_are_still_received_after_an_error() -> None:
-    """They do not reach the handlers of before: the launcher's SIGTERM must not end a process that prints its error."""
+@pytest.mark.parametrize("processes", [1, 2])
+def test_signals_after_an_error(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of several processes still receives them: a launcher's SIGTERM must not end it while it prints its error."""
 
     def leave() -> None:
         with GracefulStop() as stop:
             os.kill(os.getpid(), signal.SIGTERM)
             raise StopRequested(until(stop.requested))
 
+    monkeypatch.setattr("utils.distributed.failure.world_size", lambda: processes)
     handled: list[int] = []
     before = {number: signal.signal(number, lambda number, frame: handled.append(number)) for number in STOP_SIGNALS}
     wakeup = signal.set_wakeup_fd(-1)
     try:
-        for _ in range(2):
-            with pytest.raises(StopRequested) as raised:
-                leave()
-            assert (raised.value.reason, raised.value.code) == ("SIGTERM", 143)
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert handled == []
+        with pytest.raises(StopRequested) as raised:
+            leave()
+        assert (raised.value.reason, raised.value.code) == ("SIGTERM", 143)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert handled == ([signal.SIGTERM] if processes == 1 else [])
     finally:
         signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():

@@ -17,7 +17,7 @@ from models.tasks.contract import Task
 from models.tasks.detect import DetectionTask
 from models.tasks.segment import SegmentationTask
 from utils.checkpoint import Progress
-from utils.console import LEAST_COLUMNS, Bar
+from utils.console import TERMINAL, Bar
 from utils.errors import UserError
 from utils.summary import Summary
 from utils.training.log import StepLog, epoch_line, log_best_epoch, profile_window
@@ -43,7 +43,7 @@ def test_the_lines_of_each_task_fit(
     metrics = task({0: "a", 1: "b"}, task.recipe()).metrics()
     losses = dict.fromkeys(task.loss_names, 1 / 3)
     line = epoch_line(298, 300, losses, metrics.summarise(records), 1234.5)
-    assert len(line) <= (int(columns) if columns else LEAST_COLUMNS)
+    assert len(line) <= (int(columns) if columns else TERMINAL[0])
     # With three losses and 80 columns there is no room for the rate, which the bar shows.
     assert line.endswith(" img/s") == (columns == "120" or len(losses) < 3)
     assert (" 0.3333" in line) == (columns == "120" or len(losses) < 3)
