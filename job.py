@@ -119,12 +119,12 @@ class Job(NamedTuple):
         data.report(*splits)
         return Data(data, *splits)
 
-    def decide(self, run: Run, model: Model, data: Data, known: float | None) -> Decisions:
+    def decide(self, run: Run, model: Model, data: Data, known_share: float | None) -> Decisions:
         """Adapt a new run's anchors, and decide what depends on the memory and the weights; --resume keeps it."""
         options, hyp, uncached = self.options, self.settings.hyp, data.set.uncached()
         if not options.noautoanchor:
             self.task.adapt(model, data.train)
-        if known is not None:
+        if known_share is not None:
             model.load_state_dict(broadcast_from_main(lambda: self.fitted_head(run, model, data)), strict=False)
 
         def train_step(size: int) -> None:
@@ -143,7 +143,7 @@ class Job(NamedTuple):
             options.batch_size, train_step, model, device, images, run.collectives, logical
         )
         accumulation = hyp.accumulation(size * parts) * parts
-        return Decisions(size, accumulation, known, run.collectives.broadcast(wandb_run_id()))
+        return Decisions(size, accumulation, known_share, run.collectives.broadcast(wandb_run_id()))
 
     def fitted_head(self, run: Run, model: Model, data: Data) -> dict[str, Tensor]:
         """Fit the head's outputs of classes that the initial weights do not know; return the head's tensors."""

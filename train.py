@@ -57,7 +57,7 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
     logical = LogicalProcesses.of(options.logical_processes, accelerator)
     logical.fix_kernels(accelerator.device)
     seed_everything(options.seed, not options.no_deterministic)
-    model, known = job.load_model()
+    model, known_share = job.load_model()
     factors = rate_factors(model, hyp.lr_factor)  # of the learning rate
     data = job.open_data(model)
 
@@ -69,8 +69,8 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
         model.load_state_dict(saved["model"])  # before `task.criterion`, which may read what `adapt` has changed
         decisions = Decisions(**saved["decisions"])
     else:
-        decisions = job.decide(run, model, data, known)
-    batch_size, known = decisions.batch_size, decisions.known
+        decisions = job.decide(run, model, data, known_share)
+    batch_size, known_share = decisions.batch_size, decisions.known
     accelerator.gradient_accumulation_steps = decisions.accumulation
     content = settings.content(model.yaml, model.imgsz, batch_size, decisions.run_id)
     run_log = job.write_inputs(run, data, identity, content, saved)
@@ -87,10 +87,10 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
     with memory.explain_out_of_memory(batch_size, model.imgsz):
         place_model(accelerator, model)
         step_images = batch_size * decisions.accumulation
-        optimizer: Any = build_optimizer(model, options.optimizer, hyp, known, step_images, factors)
+        optimizer: Any = build_optimizer(model, options.optimizer, hyp, known_share, step_images, factors)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        hyp.log_weights_rules(known)
-        schedule = Schedule.of(hyp, known, options.epochs, len(loader), options.cos_lr, model, factors)
+        hyp.log_weights_rules(known_share)
+        schedule = Schedule.of(hyp, known_share, options.epochs, len(loader), options.cos_lr, model, factors)
         log_optimizer(optimizer, schedule)
         ema = ModelEMA(model, hyp.ema_share, options.epochs * math.ceil(len(loader) / decisions.accumulation))
         if saved:
@@ -105,7 +105,7 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
             sync_bn=options.sync_bn,
             precision=precision.name,
             clip_norm=hyp.clip_norm,
-            keep_norms=hyp.keeps_norms(known),
+            keep_norms=hyp.keeps_norms(known_share),
         )
         ema.replicas = logical.replicate(ema.model)
         identity = replace(identity, settings=content)
@@ -181,7 +181,7 @@ def train_one_epoch(
             for module, batch in model.each(local_batches, options.seed + batches_so_far):
                 outputs = module(task.inputs(batch), *criterion.hints(batch))
                 terms.append(terms_of(criterion, outputs, batch, steps.log.terms, number == first))
-            losses = model.global_means(terms)  # divided by the counts of all processes, however many there are
+            losses = model.over_global_counts(terms)  # two processes have the gradient of one
             model.backward([criterion.objective(loss, step_images) for loss in losses])
             taken = steps.step() if accelerator.sync_gradients else None  # None: only accumulated
             steps.optimizer.zero_grad()

@@ -36,7 +36,7 @@ def layout(device: torch.device) -> torch.memory_format:
 
 
 class GlobalCounts(NamedTuple):
-    """The counts of a loss's terms, added up over all processes; only `DistributedModel.global_means` makes them.
+    """The counts of a loss's terms, added up over all processes; only `DistributedModel.over_global_counts` makes them.
 
     A type of their own, because a division by a process's own counts would give each process another loss.
     """

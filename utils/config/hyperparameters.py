@@ -74,20 +74,20 @@ class Recipe:
         """Return defaults of flags that follow from the hyperparameters and the number of epochs."""
         return {}
 
-    def weights_factor(self, known: float | None) -> float:
+    def weights_factor(self, share: float | None) -> float:
         """Return the factor of all learning rates for weights that know a share of the classes; None: no weights."""
-        return 1.0 if known is None else self.known_lr**known
+        return 1.0 if share is None else self.known_lr**share
 
-    def keeps_norms(self, known: float | None) -> bool:
+    def keeps_norms(self, share: float | None) -> bool:
         """Return whether BatchNorm keeps the statistics of the weights that a run starts from."""
-        return bool(self.keep_norms) and known is not None
+        return bool(self.keep_norms) and share is not None
 
-    def log_weights_rules(self, known: float | None) -> None:
+    def log_weights_rules(self, share: float | None) -> None:
         """Log each rule that follows from the weights."""
         if self.keep_norms:
-            log(f"BatchNorm running statistics {'learned' if known is None else 'frozen at the pretrained values'}")
-        if (factor := self.weights_factor(known)) != 1:
-            log(f"learning rate times {factor:.2g}: the pretrained model has {known:.0%} of the classes and outputs")
+            log(f"BatchNorm running statistics {'learned' if share is None else 'frozen at the pretrained values'}")
+        if (factor := self.weights_factor(share)) != 1:
+            log(f"learning rate times {factor:.2g}: the pretrained model has {share:.0%} of the classes and outputs")
 
     @classmethod
     def left_out(cls) -> frozenset[str]:

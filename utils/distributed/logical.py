@@ -155,11 +155,10 @@ class DistributedModel:
             yield module, batch
         self.batches = ()
 
-    def global_means(self, terms: Sequence[LossTerms]) -> list[Tensor]:
-        """Return each local logical process's share of the mean loss terms over the global batch, (terms,) each.
+    def over_global_counts(self, terms: Sequence[LossTerms]) -> list[Tensor]:
+        """Return the loss terms of each local logical process, (terms,) each, divided by the counts of all processes.
 
-        The counts of all processes are added first, so that two processes have the gradient of one. All processes must
-        call it together.
+        Their sum over all logical processes is the mean over the global batch. All processes must call it together.
         """
         counts = GlobalCounts(self.sum([local.counts for local in terms]))
         return [local.share_of(counts) for local in terms]

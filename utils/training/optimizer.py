@@ -52,13 +52,13 @@ def grouped_parameters(model: nn.Module, factors: Factors = NO_FACTORS) -> dict[
 
 
 def build_optimizer(
-    model: nn.Module, name: str, hyp: Recipe, known: float | None, images: int, factors: Factors = NO_FACTORS
+    model: nn.Module, name: str, hyp: Recipe, known_share: float | None, images: int, factors: Factors = NO_FACTORS
 ) -> torch.optim.Optimizer:
     """Build SGD (with Nesterov momentum), Adam or AdamW over the groups; only weights decay.
 
-    `momentum` is Adam's first beta; `known` is that of `Recipe.weights_factor`.
+    `momentum` is Adam's first beta; `known_share` is that of `Recipe.weights_factor`.
     """
-    lr, decay = hyp.lr0 * hyp.weights_factor(known), hyp.decay(images)
+    lr, decay = hyp.lr0 * hyp.weights_factor(known_share), hyp.decay(images)
     groups = [
         {"params": parameters, "weight_decay": decay if kind == WEIGHT else 0.0}
         for (_, kind), parameters in grouped_parameters(model, factors).items()
@@ -119,7 +119,7 @@ class Schedule:
     def of(
         cls,
         hyp: Recipe,
-        known: float | None,
+        known_share: float | None,
         epochs: int,
         batches: int,
         cosine: bool,
@@ -127,7 +127,7 @@ class Schedule:
         factors: Factors = NO_FACTORS,
     ) -> Schedule:
         """Return the schedule for an optimizer with these arguments; log what is lower or shorter than usual."""
-        scale = hyp.weights_factor(known)
+        scale = hyp.weights_factor(known_share)
         hyp = replace(hyp, lr0=hyp.lr0 * scale, warmup_bias_lr=hyp.warmup_bias_lr * scale)
         schedule = cls(epochs, batches, cosine, hyp, tuple(grouped_parameters(model, factors)))
         if schedule.warmup < replace(schedule, hyp=replace(hyp, warmup_share=0.0)).warmup:

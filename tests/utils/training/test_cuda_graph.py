@@ -144,7 +144,7 @@ def test_networks_of_logical_processes_are_replayed_together(
                 criterion(module(task.inputs(batch), *criterion.hints(batch)), batch)
                 for module, batch in model.each(batches, number)
             ]
-            model.backward([criterion.objective(each, 2) for each in model.global_means(terms)])
+            model.backward([criterion.objective(each, 2) for each in model.over_global_counts(terms)])
         assert all(torch.equal(*pair) for pair in zip(*([p.grad for p in m.parameters] for m in models), strict=True))
     rows: Any = copied[0].recorder
     assert [each.replays for each in rows.together.recorded.recordings.values()] == [3]
