@@ -329,10 +329,10 @@ class GracefulStop:
         return reason if step >= last_step else ""
 
     def requested(self) -> str:
-        """Return the signal that any process has received, '' if none. Only `after` checks the time limit."""
-        if not self.signal and (store := run_store()) and (stop := store.value("stop")):
-            return stop[1].removeprefix(TIME_LIMIT)
-        return self.signal
+        """Return a signal that any process has received, '' if none: the others learn of this one's by this call."""
+        if (store := run_store()) and self.signal:
+            store.write_once("signal", self.signal)
+        return self.signal or (store and store.value("signal")) or ""
 
 
 # Loader processes

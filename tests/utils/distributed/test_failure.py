@@ -350,8 +350,8 @@ def train(signals: Signals, hours: float) -> Ended:
             reason = stop.after(step)
         if when == 0:
             at_random_time.join()
+        requested = until(stop.requested) if signals else stop.requested()
         distributed.barrier()
-        requested = stop.requested()
     return step, reason, requested
 
 
@@ -384,6 +384,21 @@ def test_all_processes_stop_at_the_same_step(on_processes: OnProcesses) -> None:
         assert step < STEPS
         assert reason in ("SIGINT", "SIGTERM", "SIGUSR1")
         assert all(requested for *_, requested in results)
+
+
+def validate(_: object = None) -> str:
+    """Get a signal on one process, between steps; return what each learns before they meet."""
+    distributed.init_process_group("gloo")
+    with GracefulStop() as stop:
+        if ranks().rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        requested: str = until(stop.requested)
+        distributed.barrier()
+    return requested
+
+
+def test_a_signal_ends_a_validation_on_all_processes(on_processes: OnProcesses) -> None:
+    assert on_processes(2, validate) == ["SIGTERM"] * 2
 
 
 def one_step_ahead(_: object = None) -> list[int]:
