@@ -56,7 +56,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build SGD (with Nesterov momentum), Adam or AdamW over the groups; only weights decay.
 
-    `momentum` is Adam's first beta; `known_share` is that of `Recipe.weights_factor`.
+    `momentum` is Adam's first beta; `known_share` is the share in `Recipe.weights_factor`.
     """
     lr, decay = hyp.lr0 * hyp.weights_factor(known_share), hyp.decay(images)
     groups = [
