@@ -50,6 +50,7 @@ def test_arguments_are_what_the_parser_makes_of_a_command_line() -> None:
     [
         ({"epoch": 1}, "--epoch.*--epochs"),
         ({"zzz": 1}, "--zzz"),
+        ({"rekt": False}, "--rect"),
         ({"epochs": "three"}, "--epochs"),
         ({"epochs": 1.5}, "--epochs"),
         ({"epochs": True}, "--epochs"),

@@ -76,7 +76,7 @@ def given_flags(
             raise UserError(f"{flag} needs a value; see --help", WRONG_FLAG)
         if is_override:
             overrides[flag.removeprefix(OVERRIDE_PREFIX).replace("-", "_")] = value
-        elif value not in ("False", IGNORED.get(name)):
+        elif value != IGNORED.get(name) and not (value == "False" and as_flag(name) in known):
             rest = word.removeprefix(flag).removesuffix("=True")
             others.append(f"{as_flag(name)}{rest}" if flag.startswith("--") else word)
     flags, unknown = _build_parser(kind, options).parse_known_args(others)
