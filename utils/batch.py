@@ -138,7 +138,7 @@ class Split(ABC):
 
     @abstractmethod
     def instances(self) -> Instances:
-        """Return the image and class of each label, from which --image-weights and --repeat-factor follow."""
+        """Return the image and class of each label, from which --image-weights follows."""
 
     @abstractmethod
     def display_image(self, index: int, side: int) -> np.ndarray:

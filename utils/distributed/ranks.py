@@ -99,7 +99,7 @@ class RunStore:
 
     Every value is JSON: nothing that arrives is a path or code. The names are:
         names, alarm, present, reason    names of all processes; how they end (failure.py)
-        stop                             step and reason of a stop (GracefulStop)
+        stop, signal                     step and reason of a stop; the signal (GracefulStop)
         memory/<host>/<number>           handles of `shared_memory`
     Its methods raise `DistError` if the store does not answer, after many minutes if the network is down.
     """
