@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from data.dataset import DataOptions, DataSet, DataSource, data_source, first_batch
-from models.loading import StartingPoint, head_tensors, load_and_freeze, recipe_of, starting_point
+from data.data_yaml import read_data
+from data.dataset import DataOptions, DataSet, DataSource, dataset_class, first_batch
+from models.loading import StartingPoint, add_user_code, head_tensors, load_and_freeze, recipe_of, starting_point
 from models.tasks import hyperparameters, model_words
 from models.tasks.contract import Model, Task, terms_of
 from models.weights import Origin, same_names
@@ -187,13 +188,14 @@ def resolve(unresolved: Settings, agreed: Callable[[bool], bool] = bool) -> Job:
     Args:
         agreed: returns the main process's value: one machine may lack weights that no flag names
     """
-    saved = unresolved.saved
-    start_from = starting_point(unresolved.options, saved and saved["model"], unresolved.given)
+    saved, given = unresolved.saved, unresolved.options
+    add_user_code(given, unresolved.given)
+    spec = read_data(given.data)
+    start_from = starting_point(given, unresolved.value("weights", spec.defaults), saved and saved["model"])
     kind, words = start_from.entry.load(), model_words(start_from.yaml)
-    source = data_source(unresolved.options.data, start_from.entry.data)
-    defaults = (kind.defaults, source.spec.defaults)
+    source, defaults = DataSource(spec, dataset_class(start_from.entry.data)), (kind.defaults, spec.defaults)
     weights, named = unresolved.value("weights", *defaults), {}
-    if kind.prefers_trained and not unresolved.names("weights", source.spec.defaults):
+    if kind.prefers_trained and not unresolved.names("weights", spec.defaults):
         weights = start_from.default_weights(agreed)
         named = {"weights": weights}
     if not saved:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
@@ -27,7 +28,7 @@ from utils.console import log
 from utils.distributed.failure import StopRequested, barrier, run_main
 from utils.distributed.launch import log_plan, seed_everything, spawn, start
 from utils.distributed.logical import DistributedModel, LogicalProcesses, place_model, prepare
-from utils.python_api import call, write_result
+from utils.python_api import call
 from utils.run import Run
 from utils.tracking.run_log import RunLog
 from utils.training import memory
@@ -62,7 +63,8 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
     data = job.open_data(model)
 
     # Open the run folder: a new one, or the folder of the run that is resumed.
-    run.open_folder(options.project, options.name, options.exist_ok)
+    name = Path(options.resume).name if settings.is_fixed else options.name
+    run.open_folder(options.project, name, options.exist_ok)
     identity = Identity(task.names, model.imgsz, {"train": data.train.identity(), "val": data.val.identity()})
     saved = read_saved_state(run, settings, identity)
     if saved:
@@ -206,8 +208,10 @@ def leave(
     run.files.finish_writing()
     if request.by_time_limit:
         steps.model.average_statistics(steps.ema.replicas)
-        log(*evaluate([steps.ema.model]).table())
+        summary = evaluate([steps.ema.model])
+        log(*summary.table())
         save_weights()
+        run.on_main(lambda: summary.write_result(run.path))
         run.files.finish_writing()
     reason = "the time limit" if request.by_time_limit else request.reason
     log(f"stopped by {reason} {steps.progress}; everything is saved: continue with --resume {run.path}")
@@ -228,8 +232,9 @@ def finish(run: Run, job: Job, data: Any, evaluate: Evaluator, run_log: RunLog, 
     run_log.log_results(progress)
     log_best_epoch(progress, best)
     log(f"results in {run.path}")
-    run.on_main(lambda: write_result(best, run.path))
-    run.finish(TRACKER_SECONDS if run.stop_requested() else math.inf)  # a launcher waits for 30 s
+    run.on_main(lambda: best.write_result(run.path))
+    # On the main process: others may end while it uploads. A launcher waits for 30 s.
+    run.on_main(lambda: run.finish(TRACKER_SECONDS if run.stop_requested() else math.inf))
 
 
 def launch(unresolved: Settings) -> None:

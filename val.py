@@ -32,7 +32,7 @@ from utils.distributed.failure import barrier, run_main
 from utils.distributed.launch import loader_workers, spawn, start
 from utils.errors import UserError
 from utils.files import located, unique_stems
-from utils.python_api import call, write_result
+from utils.python_api import call
 from utils.run import Run
 from utils.summary import DRAWN_IMAGES, POSTPROCESSING, StageTimer, Summary, evenly_spaced, log_times
 from utils.tracking import run_log
@@ -217,7 +217,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     times = run.collectives.gather([(evaluate.timer.images, evaluate.timer.seconds)])
     if times_speed or device.type == "cpu":
         log_times(times, options.batch_size if times_speed else 0, always=times_speed)
-    run.on_main(lambda: write_result(summary, run.path))
+    run.on_main(lambda: summary.write_result(run.path))
     run.finish()
     if options.save_json:
         from utils import coco  # only here, because most validations do not need it

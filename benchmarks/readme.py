@@ -22,7 +22,7 @@ import cv2
 import numpy as np
 
 from utils.files import ROOT, read_yaml
-from utils.python_api import RESULT
+from utils.summary import RESULT
 
 CURVES_HEIGHT = 536  # pixels of results.png: its losses and metrics, without the learning rates
 IMAGES_HEIGHT, IMAGES_WIDTH = 320, 1292  # pixels of val_batch0_pred.jpg: two rows of images, without the last column

@@ -160,7 +160,7 @@ class DataSpec:
             if sources and not any(map(has_content, self.roots)):
                 fetch_dataset(sources, self.roots[0], [entry for entries in self.entries.values() for entry in entries])
         paths = _candidates(entry, self.roots)
-        if path := next(filter(Path.exists, paths), None):
+        if path := next(filter(os.path.exists, paths), None):
             return path
         rule = "; `download:` is used only if it is an address, and the folder of `path:` is missing or empty"
         tried = " or ".join(dict.fromkeys(map(str, paths)))

@@ -32,6 +32,7 @@ VIDEO_SUFFIXES = frozenset(
 )
 WEB_SCHEMES = ("http", "https")
 DEFAULT_FPS = 30.0  # frame rate of a video or stream that has none
+COMPLETE = 0.9  # least share of the announced frames: some formats announce those of the sound's length
 
 
 class MediaItem(NamedTuple):
@@ -153,7 +154,7 @@ class Media:
                 yield Frame(item, image, number, fps if 0 < fps < 1000 else DEFAULT_FPS)
             number += 1
         video.release()
-        if number == 0 or item.kind == "live" or number < expected:
+        if number == 0 or item.kind == "live" or number < COMPLETE * expected:
             self.problems.append(f"{item.name} cannot be read after {number} frames; it is damaged or interrupted")
 
 

@@ -124,8 +124,8 @@ class Exported(Model):
             if (height, width) != file.imgsz:
                 sides = " ".join(map(str, file.imgsz))
                 raise UserError(
-                    f"{self.name} takes images of {sides} (height, width), not {height} {width}; give --imgsz {sides}, "
-                    "or export it with --dynamic"
+                    f"{self.name} takes images of {sides} (height, width), not {height} {width}; give detect.py "
+                    f"--imgsz {sides}, or export it with --dynamic"
                 )
             batch = file.batch
             inputs = torch.cat((inputs, inputs.new_zeros(-len(images) % batch, *images.shape[1:])))

@@ -254,31 +254,33 @@ class StartingPoint:
         return share if all(name in file.state for name in head_tensors(model)) else share / 2
 
 
-def starting_point(
-    options: TrainOptions, saved_yaml: Mapping[str, Any] | None, given: Collection[str]
-) -> StartingPoint:
-    """Read the model that --cfg names, else the one in --weights.
-
-    If --cfg is given, `with_weights` reads the weights later. A resumed run has its model in `saved_yaml`, and the
-    values of flags that are not `given` now in its settings. Raises `UserError`.
-    """
+def add_user_code(options: TrainOptions, given: Collection[str]) -> None:
+    """Add the layers and tasks of --layers and --task-file; if not `given`, the settings of a resumed run name them."""
     if options.layers:
         add_layers(options.layers, "layers" in given)
     if options.task_file:
         add_tasks(options.task_file, "task_file" in given)
-    source = options.cfg or options.weights
+
+
+def starting_point(options: TrainOptions, weights: str, saved_yaml: Mapping[str, Any] | None) -> StartingPoint:
+    """Read the model that --cfg names, else the one in the file `weights`.
+
+    If --cfg is given, `with_weights` reads the weights later. A resumed run has its model in `saved_yaml`. Raises
+    `UserError`.
+    """
+    source = options.cfg or weights
     if saved_yaml is None:
         refuse_unread_family(f"--cfg {options.cfg}", options.cfg, "yolov9t.yaml")
     if saved_yaml is not None or options.cfg:
         yaml = saved_yaml or read_yaml(find_file(options.cfg, "model", ["models", "models/hub"]))
         return StartingPoint(TASKS[task_of(yaml, source)], dict(yaml), source, bool(options.cfg))
-    file = find_weights(options.weights) if options.weights else None
+    file = find_weights(weights) if weights else None
     content = read_weights(file) if file else None
     if file is None or content is None or content.model is None:
         raise UserError("no model is given; name one with --cfg, such as --cfg yolov5n.yaml")
     yaml = content.task_yaml
     start = StartingPoint(TASKS[task_of(yaml, source)], yaml, source, from_yaml=False)
-    return start.with_content(content, options.weights, file)
+    return start.with_content(content, weights, file)
 
 
 def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: TrainOptions) -> None:

@@ -531,6 +531,9 @@ if __name__ == "__main__":
     assert trained["fitness"] == checked["fitness"]
     again = val.run(weights=trained["folder"] + "/weights/best.pt", name="exp2", exist_ok=True, **common)
     assert again == checked, (again, checked)
+    assert train.run(resume=project / "exp") == trained  # it is finished
+    stopped = train.run(weights="", cfg={cfg!r}, batch=2, time_limit=1e-9, name="exp3", **common)
+    assert stopped["folder"] == str(project / "exp3") and "fitness" in stopped, stopped
 """
 
 
@@ -543,5 +546,5 @@ def test_train_and_validate_from_python(small_data: Path, run_script: RunScript,
     stopped, _ = run_script(str(program), PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1").split("interrupted\n")
     assert "stopped by SIGINT in epoch 1, after batch " in stopped
     assert "--resume" in stopped
-    assert sorted(path.name for path in runs.iterdir()) == ["exp", "exp2"]
+    assert sorted(path.name for path in runs.iterdir()) == ["exp", "exp2", "exp3"]
     assert read_yaml(runs / "exp" / "settings.yaml")["hyperparameters"]["lr0"] == 0.02

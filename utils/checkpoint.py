@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -439,6 +440,8 @@ def _settings_of_run(settings: Settings, recipe_of: RecipeOf) -> Settings:
         )
     if progress.finished or progress.epoch >= options.epochs:
         print(f"{run} is finished: it has trained {plural(progress.epoch, 'epoch')}", flush=True)
+        if progress.summary:
+            progress.summary.write_result(run)
         raise Stopped(0)
     return Settings(options, settings.given, saved, is_fixed=True)
 
@@ -451,12 +454,17 @@ def find_run(resume: str, project: Path, name: str, exist_ok: bool) -> Path | No
     if resume in (NEWEST, AUTO):
         pattern = ".*" if resume == NEWEST else re.escape(name) if exist_ok else rf"{re.escape(name)}\d*"
         runs = [file.parent for file in project.glob(f"*/{SETTINGS}") if re.fullmatch(pattern, file.parent.name)]
-        if resume == NEWEST and not runs:
-            raise UserError(f"there is no run to resume in {project}; name a run folder, or start one without --resume")
-        return max(runs, key=_last_written, default=None)
+        for run in sorted(runs, key=_last_written, reverse=True):
+            settings = read_yaml(run / SETTINGS)  # without hyperparameters: of a validation
+            # The second run `fold1` is in fold12, as is the first run `fold12`.
+            if "hyperparameters" in settings and (resume == NEWEST or exist_ok or settings.get("name") == name):
+                return run
+        if resume == AUTO:
+            return None
+        raise UserError(f"there is no run to resume in {project}; name a run folder, or start one without --resume")
     path = Path(resume)
     for folder in (path, *path.absolute().parents[:2]):  # the run folder, or checkpoint/ or weights/last.pt in it
-        if (folder / SETTINGS).is_file():
+        if os.path.isfile(folder / SETTINGS):  # Path.is_file raises an error for a folder that may not be entered
             return folder
     raise UserError(
         f"--resume {path}: neither it nor its parent folders are a run folder of train.py (no {SETTINGS}); name one, "

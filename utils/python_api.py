@@ -1,4 +1,4 @@
-"""Call the scripts from Python. train.py and val.py end with `write_result`: their main process may be another one."""
+"""Call the scripts from Python. train.py and val.py write their results: the main process may be another one."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from utils.console import log
 from utils.distributed.launch import reset_accelerate
 from utils.errors import UserError
 from utils.files import release_locks
-from utils.summary import Summary
+from utils.summary import RESULT
 from utils.user_code import explained
-
-# Environment variable, also of spawned processes: the file into which the main process writes its result.
-RESULT = "LOCKSTEP_RESULT"
 
 
 def call(start: Callable[[list[str]], dict[str, Any] | None], flags: Mapping[str, Any]) -> dict[str, Any]:
     """Call the function that starts a script with words of a command line, which `words_of` makes of flags by name.
 
-    Returns the result that `write_result` wrote, or else the function's result, {} for None. Raises `UserError` if the
+    Returns what `Summary.write_result` wrote, or else the function's result, {} for None. Raises `UserError` if the
     command would end with an error, and KeyboardInterrupt if Ctrl-C has stopped it.
     """
     with tempfile.TemporaryDirectory() as folder:
-        file, returned = Path(folder) / "result.json", None
+        file, returned, threads = Path(folder) / "result.json", None, torch.get_num_threads()
         os.environ[RESULT] = str(file)
         try:
             with explained():
@@ -43,19 +42,14 @@ def call(start: Callable[[list[str]], dict[str, Any] | None], flags: Mapping[str
             log.reset()
             reset_accelerate()
             release_locks()
+            torch.set_num_threads(threads)  # one for --logical-processes
         return json.loads(file.read_text()) if file.is_file() else returned or {}
 
 
 def words_of(flags: Mapping[str, Any]) -> Iterator[str]:
-    """Yield flags by name as words of a command line: none for None, several for a list."""
+    """Yield flags by name as words of a command line: none for None or an empty list, several for a list."""
     for name, value in flags.items():
         if isinstance(value, (list, tuple)):
-            yield from (f"--{name}", *map(str, value))
+            yield from (f"--{name}", *map(str, value)) if value else ()
         elif value is not None:
             yield f"--{name}={value}"
-
-
-def write_result(summary: Summary, folder: Path) -> None:
-    """Write the metrics of a run and its folder for `call`, if the script was called from Python."""
-    if file := os.environ.get(RESULT):
-        Path(file).write_text(json.dumps({**summary.columns(), "fitness": summary.fitness, "folder": str(folder)}))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +18,7 @@ from utils.console import log, table
 from utils.errors import UserError, quoted
 from utils.files import csv_text
 
+RESULT = "LOCKSTEP_RESULT"  # environment variable, also of spawned processes: the file for the result of a call
 Row = Sequence[str | float]
 PREPARING, INFERENCE, POSTPROCESSING = STAGES = ("preprocess", "inference", "postprocess")  # of an evaluation
 DRAWN_IMAGES = 48  # validation images that are drawn with their predictions
@@ -44,6 +48,11 @@ class Summary:
         """Return metrics and losses by the names of results.csv."""
         metrics = {f"metrics/{name}": value for name, value in self.metrics.items()}
         return {**metrics, **{f"val/{name}": value for name, value in self.losses.items()}}
+
+    def write_result(self, folder: Path) -> None:
+        """Write the metrics of the run in `folder` for the caller, if the script was called from Python."""
+        if file := os.environ.get(RESULT):
+            Path(file).write_text(json.dumps({**self.columns(), "fitness": self.fitness, "folder": str(folder)}))
 
     def weighed(self, weights: Mapping[str, float]) -> Summary:
         """Return the summary with the sum of its metrics with `weights` as its fitness, if any; NaN becomes -inf."""

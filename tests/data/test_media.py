@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,6 +122,23 @@ def test_unreadable_items_are_reported_and_the_others_are_read(folder: Path) -> 
     bad = ("a.JPG", "c.mp4", "gone.jpg", "pipe.jpg", "pipe.mp4", "w.avi")
     named = [problem.split(" cannot")[0].split(" is not")[0] for problem in media.problems]
     assert named == [*(str(folder / name) for name in bad), "missing.png"]
+
+
+def test_a_video_whose_sound_is_longer_is_whole(tmp_path: Path) -> None:
+    """Matroska announces the frames of the longest track's length."""
+    file, written = tmp_path / "v.mkv", 50
+    writer = cv2.VideoWriter(str(file), cv2.VideoWriter.fourcc(*"MJPG"), 10.0, (64, 48))
+    for _ in range(written):
+        writer.write(plain(64, 48, 90))
+    writer.release()
+    content = bytearray(file.read_bytes())
+    place = content.index(b"\x44\x89\x88") + 3  # milliseconds
+    (length,) = struct.unpack_from(">d", content, place)
+    struct.pack_into(">d", content, place, length + 120)
+    file.write_bytes(content)
+    assert int(cv2.VideoCapture(str(file)).get(cv2.CAP_PROP_FRAME_COUNT)) > written
+    media = Media([MediaItem("video", str(file))])
+    assert (len(list(media)), media.problems) == (written, [])
 
 
 # Streams

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import resnet18, vit_b_32
 
+from job import resolve, settings_of
 from models.loading import (
     StartingPoint,
     freeze,
@@ -23,10 +25,11 @@ from models.tasks import TASKS
 from models.tasks.detect import DetectionTask
 from models.weights import Weights
 from models.yolo import YoloModel, build_model
-from tests.making import tiny_anchor_free, tiny_detector
+from tests.making import tiny_anchor_free, tiny_detector, write_yaml
 from utils.config.flags import TrainOptions
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
+from utils.files import read_yaml
 
 # The work of a model
 
@@ -226,3 +229,15 @@ def test_what_a_file_lacks_is_named(
     printed = capsys.readouterr().out
     assert f"{len(model.state_dict()) - 1 - len(lost)} of" in printed  # the anchors are the YAML's
     assert ("warning: w.pt lacks 1 tensor" in printed and lost[0] in printed) if warns else "warning" not in printed
+
+
+def test_the_weights_that_a_data_yaml_names_contain_the_model(small_data: Path, tmp_path: Path) -> None:
+    """Unless the command line names a model or weights."""
+    data = write_yaml(tmp_path / "data.yaml", {**read_yaml(small_data), "defaults": {"weights": "mine.pt"}})
+    for flags, named in (
+        ([], "mine.pt"),
+        (["--weights", "yours.pt"], "yours.pt"),
+        (["--cfg", "none.yaml"], "none.yaml"),
+    ):
+        with pytest.raises(UserError, match=named):
+            resolve(settings_of(["--data", str(data), *flags]))

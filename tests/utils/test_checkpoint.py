@@ -375,9 +375,13 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project of several runs: `exp10` was written last of those named exp and a number, `other` of all."""
-    for name, written in {"exp": 100.0, "exp2": 300.0, "exp10": 400.0, "other": 500.0, "expert": 450.0}.items():
+    """A project of several runs: `exp10` was written last of those that --name exp has started, `other` of all."""
+    for name, written in {"exp": 100.0, "exp2": 300.0, "exp10": 400.0}.items():
+        begin(tmp_path / name, written=written, name="exp")
+    for name, written in {"exp12": 410.0, "other": 500.0, "expert": 450.0}.items():
         begin(tmp_path / name, written=written)
+    (tmp_path / "exp13").mkdir()
+    (tmp_path / "exp13" / "settings.yaml").write_text("name: exp\n")  # of val.py
     (tmp_path / "exp11").mkdir()  # of a run that had not begun
     return tmp_path
 
@@ -398,7 +402,7 @@ def test_the_newest_run_is_the_last_written_one(project: Path) -> None:
 def test_auto_takes_a_name_literally_and_may_find_nothing(tmp_path: Path) -> None:
     begin(tmp_path / "axb")
     assert named(*AUTO, str(tmp_path), "--name", "a.b") is None
-    assert begin(tmp_path / "a.b2") == named(*AUTO, str(tmp_path), "--name", "a.b")
+    assert begin(tmp_path / "a.b2", name="a.b") == named(*AUTO, str(tmp_path), "--name", "a.b")
     flags = (*AUTO, str(tmp_path / "none"))
     given = given_flags(TrainOptions, flags)
     assert resumed(*flags) == Settings(over_defaults(TrainOptions, given, BUILT_IN_JOB), given)

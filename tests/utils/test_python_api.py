@@ -17,7 +17,7 @@ from utils.config.parser import given_flags
 from utils.distributed.failure import GracefulStop
 from utils.errors import Stopped, UserError
 from utils.files import lock_folder
-from utils.python_api import RESULT, call, words_of, write_result
+from utils.python_api import RESULT, call, words_of
 from utils.summary import Summary
 
 SUMMARY = Summary({"mAP_0.5": 0.5}, 0.25, [["head"], ["all"]], [], losses={"box_loss": 2.0})
@@ -42,6 +42,7 @@ def test_arguments_are_what_the_parser_makes_of_a_command_line() -> None:
     assert given == given_flags(TrainOptions, [*words.split(), *overrides])
     assert given["label_smoothing"] == 1e-5
     names = {"weights": ["a b.pt", Path("c d.pt")], "data": "-my data=1.yaml", "save_txt": True}
+    assert given_by(freeze=[], epochs=3) == {"epochs": 3}
     assert given_by(ValOptions, **names, quiet=False) == {**names, "weights": ("a b.pt", "c d.pt")}
 
 
@@ -58,7 +59,6 @@ def test_arguments_are_what_the_parser_makes_of_a_command_line() -> None:
         ({"rect": 1}, "--rect"),
         ({"optimizer": "Lion"}, "--optimizer"),
         ({"evolve": 300}, "--evolve"),
-        ({"freeze": []}, "--freeze"),
         ({"kind": ValOptions, "lr0": 0.1}, "--lr0"),
     ],
 )
@@ -90,12 +90,12 @@ def test_an_error_of_the_script_releases_the_run_folder(tmp_path: Path) -> None:
 def test_the_result_is_returned(tmp_path: Path) -> None:
     def start(words: list[str]) -> None:
         assert words == ["--epochs=1"]
-        write_result(SUMMARY, tmp_path)
+        SUMMARY.write_result(tmp_path)
 
     result = call(start, {"epochs": 1})
     assert result == {"metrics/mAP_0.5": 0.5, "val/box_loss": 2.0, "fitness": 0.25, "folder": str(tmp_path)}
     assert RESULT not in os.environ
-    write_result(SUMMARY, tmp_path)  # without a call
+    SUMMARY.write_result(tmp_path)  # without a call
     assert not list(tmp_path.iterdir())
 
 
@@ -118,17 +118,18 @@ def test_what_a_script_of_one_process_returns_is_returned_in_any_thread() -> Non
         (SystemExit(130), KeyboardInterrupt),  # or in those that it has spawned
     ],
 )
-def test_the_end_of_a_script_is_an_error_and_restores_signal_handlers(
+def test_the_end_of_a_script_is_an_error_and_restores_handlers_and_threads(
     end: BaseException, raised: type[BaseException] | None
 ) -> None:
     def start(words: list[str]) -> None:
+        torch.set_num_threads(threads + 1)
         with GracefulStop():
             raise end
 
-    before = signal.getsignal(signal.SIGINT)
+    before, threads = signal.getsignal(signal.SIGINT), torch.get_num_threads()
     if raised:
         with pytest.raises(raised, match=None if raised is KeyboardInterrupt else str(end)):
             call(start, {})
     else:
         assert call(start, {}) == {}
-    assert signal.getsignal(signal.SIGINT) is before
+    assert (signal.getsignal(signal.SIGINT), torch.get_num_threads()) == (before, threads)

@@ -150,7 +150,7 @@ def resumed_options(
         for name, value in now.items():
             _refuse_change(run, OVERRIDE_PREFIX + name, value, before[name])
         given["overrides"] = {**saved.get("overrides", {}), **overrides}
-    folder = {"project": str(run.parent), "name": run.name, "exist_ok": True, "resume": str(run)}
+    folder = {"project": str(run.parent), "name": saved.get("name", run.name), "exist_ok": True, "resume": str(run)}
     plain = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
     return TrainOptions(**{**plain, **given, **folder})
 

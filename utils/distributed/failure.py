@@ -36,6 +36,7 @@ from torch import distributed
 from utils.console import Background, log
 from utils.distributed.ranks import RunStore, check_launch, ranks, run_store, store_is_hosted, world_size
 from utils.errors import Stopped, UserError, first_line
+from utils.summary import RESULT
 from utils.user_code import explained
 
 EXPLAIN_SECONDS = 5.0  # time that a failing process waits for another one to print the reason
@@ -277,11 +278,12 @@ class GracefulStop:
     """Receives signals in the `with`, and checks the time limit: `hours` from the start of this process, 0 for none.
 
     The first signal requests a stop at the end of a step; a second Ctrl-C, or any signal once the run is `finished`,
-    ends the process at once.
+    ends the process at once. In a call from Python the time begins here.
     """
 
     def __init__(self, hours: float = 0.0) -> None:
-        self.deadline = psutil.Process().create_time() + hours * 3600 if hours else float("inf")
+        began = time.time() if RESULT in os.environ else psutil.Process().create_time()
+        self.deadline = began + hours * 3600 if hours else float("inf")
         self.signal, self.since, self.finished = "", 0.0, False
 
     def __enter__(self) -> GracefulStop:
@@ -343,7 +345,7 @@ def init_worker(number: int) -> None:
     # W&B's import hooks call a thread that a forked process lacks; a user's function may import a package.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("wandb.")]
     keep_freed_memory(LOADER_MEMORY_BYTES)
-    with suppress(OSError, AttributeError):
+    with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # on Linux; elsewhere torch's loop looks for it
     signal.set_wakeup_fd(-1)
     for ignored in {*STOP_SIGNALS} - {signal.SIGTERM}:
@@ -364,7 +366,7 @@ def keep_freed_memory(most_bytes: int = -1) -> None:
 
     The system fills new pages with zeros: a tenth of a training step on the CPU, and most of an image's augmentation.
     """
-    with suppress(OSError, AttributeError):  # not glibc
+    with suppress(OSError, AttributeError, TypeError):  # not glibc; on Windows
         library = ctypes.CDLL(None)
         library.mallopt(M_MMAP_MAX, 0)  # large blocks have mappings of their own, which are always returned
         library.mallopt(M_TRIM_THRESHOLD, most_bytes)

@@ -141,15 +141,14 @@ class RunLog:
             self.run.with_wandb(lambda run: log_artifact(run, artifact, "model", aliases, [file], metadata))
 
     def log_results(self, progress: Progress) -> None:
-        """Upload best.pt and last.pt: one version with both aliases if the last epoch was the best."""
+        """Upload best.pt, if it is saved, and last.pt: one version with both aliases if the last epoch was the best."""
         best, last = progress.best_epoch, progress.epoch - 1
         if progress.summary:
             self.metrics[best] = dict(progress.summary.metrics)
-        if best == last:
-            self._upload("best.pt", last, ["latest", "best"])
-        else:
+        if best != last and not self.options.nosave:
             self._upload("best.pt", best, ["best"])
-            self._upload("last.pt", last, ["latest"])
+        name, aliases = ("best.pt", ["latest", "best"]) if best == last else ("last.pt", ["latest"])
+        self._upload(name, last, aliases)
 
     def upload_dataset(
         self, source: Path, files: Callable[[], Mapping[str, Sequence[Path]]], identity: Mapping[str, Any]

@@ -324,7 +324,8 @@ def test_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     now = begun + 1801  # counted from the start of the process
     assert stop.after(2) == TIME_LIMIT
     assert stop.requested() == ""  # a signal only
-    assert GracefulStop().after(2) == ""  # no limit
+    monkeypatch.setenv(failure.RESULT, "result.json")
+    assert GracefulStop(hours=0.5).after(2) == GracefulStop().after(2) == ""  # of a call; without a limit
     assert StopRequested(TIME_LIMIT).code == 0
 
 

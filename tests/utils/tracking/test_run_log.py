@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from utils.checkpoint import Progress
 from utils.config.flags import TrainOptions
 from utils.summary import Box, Example
 from utils.tracking.run_log import LOGGED_IMAGES, RunLog, wandb_run_id
@@ -37,6 +39,22 @@ def test_the_epochs_with_examples(
     run.trackers = []
     log.log_examples(pytest.fail, 0)
     assert len(media) == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("best", "nosave", "uploaded"),
+    [(2, False, ["best.pt"]), (1, False, ["best.pt", "last.pt"]), (2, True, ["best.pt"]), (1, True, ["last.pt"])],
+)
+def test_the_uploaded_weights(best: int, nosave: bool, uploaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --nosave best.pt is written only if the last epoch is the best."""
+    files: list[str] = []
+    monkeypatch.setattr(
+        "utils.tracking.wandb.log_artifact", lambda *given: files.extend(file.name for file in given[4])
+    )
+    run: Any = SimpleNamespace(with_wandb=lambda job: job(None), path=Path())
+    options = TrainOptions(nosave=nosave, upload_model=True)
+    RunLog(run, options, "abc", lambda *_: np.empty(0), ["cat"]).log_results(Progress(epoch=3, best_epoch=best))
+    assert files == uploaded
 
 
 def test_the_id_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
