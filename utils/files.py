@@ -100,8 +100,7 @@ def one_at_a_time(lock: Path) -> Iterator[None]:
         with suppress(OSError, NotImplementedError):
             lock.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(FileLock(lock))
-            if os.name != "nt":  # there the lock is open until it is released, and then removed
-                stack.callback(lock.unlink, missing_ok=True)
+            stack.callback(lambda: os.name == "nt" or lock.unlink(missing_ok=True))  # Windows removes it when released
         yield
 
 
