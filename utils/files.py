@@ -100,7 +100,8 @@ def one_at_a_time(lock: Path) -> Iterator[None]:
         with suppress(OSError, NotImplementedError):
             lock.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(FileLock(lock))
-            stack.callback(lambda: os.name == "nt" or lock.unlink(missing_ok=True))  # Windows removes it when released
+            if os.name != "nt":  # there the lock removes its file
+                stack.callback(lock.unlink, missing_ok=True)
         yield
 
 
