@@ -399,11 +399,11 @@ def test_a_summary(summary: Summary) -> None:
     }
     assert [line.split() for line in summary.table()] == [
         ["Class", "Images", "P", "R", "top-1", "top-5"],
-        ["all", "4", "0.1905", "0.2143", "0.5000", "0.7500"],
-        ["a", "1", "0.3333", "1.0000", "-", "-"],
-        ["b", "2", "1.0000", "0.5000", "-", "-"],
-        *([name, "0", "0.0000", "0.0000", "-", "-"] for name in "cdef"),
-        ["g", "1", "0.0000", "0.0000", "-", "-"],
+        ["all", "4", "0.190", "0.214", "0.500", "0.750"],
+        ["a", "1", "0.333", "1.000", "-", "-"],
+        ["b", "2", "1.000", "0.500", "-", "-"],
+        *([name, "0", "0.000", "0.000", "-", "-"] for name in "cdef"),
+        ["g", "1", "0.000", "0.000", "-", "-"],
     ]
     few = make().metrics().summarise([ImageRecord(0, 2, (0, 1, 2), 0.9), ImageRecord(1, 0, (1, 0, 2), 0.4)])
     assert few.metrics == {"accuracy_top1": 0, "accuracy_top5": 1}
