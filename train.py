@@ -233,7 +233,7 @@ def finish(run: Run, job: Job, data: Any, evaluate: Evaluator, run_log: RunLog, 
     log_best_epoch(progress, best)
     log(f"results in {run.path}")
     run.on_main(lambda: best.write_result(run.path))
-    # On the main process: others may end while it uploads. A launcher waits for 30 s.
+    # The store that `stop_requested` asks may end with the main process. A launcher waits for 30 s.
     run.on_main(lambda: run.finish(TRACKER_SECONDS if run.stop_requested() else math.inf))
 
 

@@ -32,7 +32,7 @@ VIDEO_SUFFIXES = frozenset(
 )
 WEB_SCHEMES = ("http", "https")
 DEFAULT_FPS = 30.0  # frame rate of a video or stream that has none
-COMPLETE = 0.9  # least share of the announced frames: some formats announce those of the sound's length
+COMPLETE = 0.9  # least share of the header's frames that a whole video has: .mkv counts on until the sound ends
 
 
 class MediaItem(NamedTuple):

@@ -47,9 +47,11 @@ def call(start: Callable[[list[str]], dict[str, Any] | None], flags: Mapping[str
 
 
 def words_of(flags: Mapping[str, Any]) -> Iterator[str]:
-    """Yield flags by name as words of a command line: none for None, several for a list."""
+    """Yield flags by name as words of a command line: none for None, the flag alone for True, several for a list."""
     for name, value in flags.items():
-        if isinstance(value, (list, tuple)):
+        if value is True:
+            yield f"--{name}"
+        elif isinstance(value, (list, tuple)):
             yield from (f"--{name}", *map(str, value))
         elif value is not None:
             yield f"--{name}={value}"

@@ -17,8 +17,8 @@ from utils.config.parser import given_flags
 from utils.distributed.failure import GracefulStop
 from utils.errors import Stopped, UserError
 from utils.files import lock_folder
-from utils.python_api import RESULT, call, words_of
-from utils.summary import Summary
+from utils.python_api import call, words_of
+from utils.summary import RESULT, Summary
 
 SUMMARY = Summary({"mAP_0.5": 0.5}, 0.25, [["head"], ["all"]], [], losses={"box_loss": 2.0})
 

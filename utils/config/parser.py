@@ -57,7 +57,7 @@ def given_flags(
 ) -> dict[str, Any]:
     """Return the values of the flags in `argv` by field name. Raises `UserError`, whose exit code is argparse's.
 
-    `--flag=True` is --flag alone, and `--flag=False` is left out. `names` are the flags that are allowed, all if empty.
+    `--flag=False` is left out: so Python's False is. `names` are the flags that are allowed, all if empty.
     `hyperparameters` returns the names that stand for flags such as --hyp.lr0, and is called only for unknown names.
     """
     options = [option for option in flags_of(kind) if not names or option.name in names]
@@ -77,13 +77,12 @@ def given_flags(
         if is_override:
             overrides[flag.removeprefix(OVERRIDE_PREFIX).replace("-", "_")] = value
         elif value != IGNORED.get(name) and not (value == "False" and as_flag(name) in known):
-            rest = word.removeprefix(flag).removesuffix("=True")
-            others.append(f"{as_flag(name)}{rest}" if flag.startswith("--") else word)
+            others.append(f"{as_flag(name)}{word.removeprefix(flag)}" if flag.startswith("--") else word)
     flags, unknown = _build_parser(kind, options).parse_known_args(others)
     if unknown:
         flag = unknown[0].partition("=")[0]
-        unlike = f"is not a flag{nearest(flag, known)}; see --help"
-        raise UserError(f"{quoted(flag)} {REFUSED.get(flag[2:].replace('-', '_'), unlike)}", WRONG_FLAG)
+        reason = f"is not a flag{nearest(flag, known)}; see --help"
+        raise UserError(f"{quoted(flag)} {REFUSED.get(flag[2:].replace('-', '_'), reason)}", WRONG_FLAG)
     try:
         given = checked(kind, vars(flags))
     except UserError as error:

@@ -232,7 +232,6 @@ DRAWINGS: dict[str, Callable[[Path], Pictures]] = {
 
 def read_rows(file: Path) -> list[list[str]]:
     """Return the rows of a CSV file, the first of which is its header."""
-    csv.field_size_limit(2**31 - 1)  # outlines may be long
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as opened:
         return list(csv.reader(opened))
 

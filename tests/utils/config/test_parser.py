@@ -83,7 +83,8 @@ def test_the_help(kind: Any, capsys: pytest.CaptureFixture[str], monkeypatch: py
     [
         ("--cache", "cache", "ram"),
         ("--cache val", "cache", "val"),
-        ("--cache=True --cos-lr=False", "cache", "ram"),
+        ("--project=a=True", "project", "a=True"),
+        ("--cache --cos-lr=False", "cache", "ram"),
         ("--freeze 10", "freeze", (10,)),
         ("--freeze -1", "freeze", (-1,)),
         ("--freeze=-1", "freeze", (-1,)),
