@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,17 @@ from utils.summary import StageTimer, log_times
 def detect(given: Mapping[str, Any]) -> dict[str, Any]:
     """Detect with flags by name; return what `run` does. Raises `UserError` if nothing could be read."""
     options = over_defaults(DetectOptions, given)
-    items = dict.fromkeys(item for source in options.source or ("",) for item in find_media(source))
+    if not any(options.source):
+        raise UserError("--source is missing; name a picture, a video, a folder, an address or a camera's number")
+    items = dict.fromkeys(item for source in options.source for item in find_media(source))
     media = Media(list(items), options.vid_stride)
     predictor = Predictor(flags=given)
     frames = ((frame, predictor.item(frame.image, public(frame.item.name))) for frame in media)
     kinds = {item.kind for item in media.items}
     grouped = groups(frames if "live" in kinds else prefetched(frames), options.batch_size)
     bar = Bar("detecting", len(media.items) if kinds == {"picture"} else 0, visible=True)
-    timer = StageTimer(torch.accelerator.synchronize if predictor.device.type != "cpu" else lambda: None)
+    wait = partial(torch.accelerator.synchronize, predictor.device)
+    timer = StageTimer(wait if predictor.device.type != "cpu" else lambda: None)
     frames_done = 0
     with closing(Output(media.items, options)) as output:
         for group in bar.over(grouped, len):
@@ -66,7 +70,7 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
     if not frames_done:
         raise UserError("; ".join(media.problems))
     log(*(f"warning: {problem}" for problem in media.problems))
-    log_times([(timer.images, timer.seconds)])
+    log_times([(timer.images, timer.seconds)], always=not options.quiet)
     folder = str(output.folder) if output.folder.is_dir() else None
     log(f"{plural(frames_done, 'image')}{f'; results in {folder}' if folder else ''}")
     return {"folder": folder, "images": frames_done, "problems": media.problems}
@@ -94,16 +98,16 @@ class Output:
         self.options, self.window = options, options.view_img
         self.folder = numbered_folder(Path(options.project), options.name, options.exist_ok)
         self.lock = lock_folder(self.folder)
-        self.stems = dict(zip(items, unique_stems([item.name for item in items]), strict=True))
+        self.stems = dict(zip(items, unique_stems([public(item.name) for item in items]), strict=True))
         self.style = Style(options.line_thickness, not options.hide_labels, not options.hide_conf)
         self.item: MediaItem | None = None  # the video that is being written
         self.video: Any = cv2.VideoWriter()  # closed
         self.rows: list[tuple[str, str, str]] | None = None  # of predictions.csv; None before the first frame
 
     def write(self, frame: Frame, prediction: Prediction) -> None:
-        """Write and show the predictions of a frame; files of a video's frame end with its number."""
+        """Write and show the predictions of a frame; files of a video's frame end with its number, from 1."""
         options, is_picture = self.options, frame.item.kind == "picture"
-        stem = self.stems[frame.item] if is_picture else f"{self.stems[frame.item]}_{frame.number}"
+        stem = self.stems[frame.item] if is_picture else f"{self.stems[frame.item]}_{frame.number + 1}"
         if not options.nosave or self.window:
             self._draw(frame, prediction.draw(frame.image, self.style))
         if options.save_txt:
@@ -127,7 +131,7 @@ class Output:
         is_picture, stem = frame.item.kind == "picture", self.stems[frame.item]
         if self.window:
             try:
-                cv2.imshow(frame.item.name, picture)
+                cv2.imshow(public(frame.item.name), picture)
                 cv2.waitKey(0 if is_picture else 1)
             except cv2.error:
                 log("warning: --view-img needs a display, and opencv-python without -headless; nothing is shown")

@@ -17,7 +17,7 @@ from models.export import INPUT_NAME, ExportJob, ExportMetadata, write
 from models.loading import ImageSize, log_rounding
 from models.tasks import TASKS, add_tasks
 from models.tasks.contract import Thresholds
-from models.weights import Weights, read_weights
+from models.weights import read_weights
 from models.yolo import add_layers
 from utils.config.flags import ExportOptions, select
 from utils.config.parser import given_flags, over_defaults
@@ -51,7 +51,9 @@ def export(given: Mapping[str, Any]) -> list[str]:
         source = data_source(options.data, members.entry.data) if options.data else None
         log(located({"weights": [path], "data": [source.spec.file] if source else []}))
         size = members.image_size(options.imgsz)
-        job = prepare(name, weights, options, size, device, source.names() if source else weights.class_names)
+        job = prepare(members, options, size, device, source.names() if source else weights.class_names)
+        if stem.with_suffix(path.suffix).absolute() == path.absolute() and path.suffix[1:] in options.include:
+            raise UserError(f"--include {path.suffix[1:]} would overwrite {path}; copy or rename it first")
         for format_name in dict.fromkeys("onnx" if name == "engine" else name for name in options.include):
             began = time.perf_counter()
             file = write(job, format_name, stem)
@@ -77,12 +79,11 @@ def trtexec(metadata: ExportMetadata, stem: Path) -> str:
 
 
 def prepare(
-    name: str, weights: Weights, options: ExportOptions, size: ImageSize, device: torch.device, names: dict[int, str]
+    members: Members, options: ExportOptions, size: ImageSize, device: torch.device, names: dict[int, str]
 ) -> ExportJob:
-    """Build the model of the weight file `name` for its export, with class names by number. Raises `UserError`."""
-    task_name = common_task({name: weights})
-    assert weights.model is not None
-    kind = TASKS[task_name].load()
+    """Build the model of a weight file for its export, with class names by number. Raises `UserError`."""
+    ((name, weights),) = members.weights.items()
+    kind = members.entry.load()
     task = kind(names, kind.recipe())
     model = load_model(task, weights, max(size.sides), name, options.data or "its list of names")
     most = options.topk_all
@@ -98,10 +99,10 @@ def prepare(
     half = options.half and device.type == "cuda"
     (halve(module) if half else module).to(device).requires_grad_(False)
     metadata = ExportMetadata(
-        task=task_name,
+        task=weights.task,
         names=names,
         stride=model.stride,
-        model=dict(weights.model),
+        model=dict(weights.model or {}),
         imgsz=size.rounded(model.stride).sides,
         batch=options.batch_size,
         dynamic=options.dynamic,
@@ -117,7 +118,7 @@ def prepare(
     shape = "x".join(map(str, (metadata.batch, 3, *metadata.imgsz)))
     if options.dynamic:
         shape = f"Nx3xHxW, H and W multiples of {model.stride}"
-    log(f"task {task_name}, {plural(len(names), 'class')}, input shape {shape}")
+    log(f"task {weights.task}, {plural(len(names), 'class')}, input shape {shape}")
     log(f"licence: {weights.origin}")
     return ExportJob(module, metadata, options.opset, options.verbose, weights.state)
 

@@ -24,7 +24,8 @@ class BuildTree(build_py):
 
 
 FOLDERS = ("accelerate_configs", "data", "models", "utils")
-packages = find_namespace_packages(include=[f"{folder}*" for folder in FOLDERS], exclude=["*.__pycache__*"])
+patterns = [*FOLDERS, *(f"{folder}.*" for folder in FOLDERS)]  # not the folder datasets
+packages = find_namespace_packages(include=patterns, exclude=["*.__pycache__*"])
 setup(
     packages=["lockstep", *(f"lockstep.{name}" for name in packages)],
     package_dir={"lockstep": "."},

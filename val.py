@@ -29,7 +29,7 @@ from utils.config.flags import PYTHON_SUFFIX, ValOptions, select
 from utils.config.parser import given_flags, over_defaults
 from utils.console import log
 from utils.distributed.failure import barrier, run_main
-from utils.distributed.launch import loader_workers, spawn, start
+from utils.distributed.launch import cores_per_process, spawn, start
 from utils.errors import UserError
 from utils.files import located, unique_stems
 from utils.python_api import call
@@ -152,8 +152,8 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     with barrier(options.dist_timeout):  # one machine may have more to download than another
         members = read_members(options.weights, options.layers, options.task_file, options.augment)
         members.refuse(ValOptions, given)
-        if options.annotations and not Path(options.annotations).is_file():
-            raise UserError(f"--annotations {options.annotations} is not a file; check the path")
+        if options.annotations and not (options.save_json and Path(options.annotations).is_file()):
+            raise UserError(f"--annotations {options.annotations} is no file, or --save-json is not given")
         source = data_source(options.data, members.entry.data)
         names = source.names(options.single_cls)
     if times_speed:
@@ -165,7 +165,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     task = kind(names, kind.recipe())
     models = [for_inference(model, device, half) for model in members.build(task, options.imgsz, options.data)]
     first, stride = models[0], math.lcm(*(model.stride for model in models))
-    workers = loader_workers(options.workers)
+    workers = min(options.workers, cores_per_process())
     data = source.open(first.imgsz, stride, select(DataOptions, options, workers=workers, cache=""))
     with barrier(options.dist_timeout):
         split = data.split(split_name)
@@ -192,7 +192,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     thresholds, draws, square = select(Thresholds, options), not options.noplots, options.square
     batch, criterion = options.batch_size, task.criterion(first)
     evaluate = evaluator(run, task, first, criterion, data, split, batch, draws, thresholds, square)
-    if not any(file.suppression for file in members.exported.values()):
+    if not times_speed and not any(file.suppression for file in members.exported.values()):
         evaluate.metrics.check_thresholds(thresholds)
     evaluate.inference = replace(evaluate.inference, augment=options.augment, half=half)
     coco_images: list[CocoImage] = []  # predictions of this process, with --save-json
@@ -231,7 +231,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
 
 
 def label_writer(options: ValOptions, folder: Path, images: Sequence[Path]) -> Callable[..., None]:
-    """Return a function that writes a label file for each image of a batch, given the batch and its predictions.
+    """Return a function that writes the label files of a batch, given the batch and its predictions.
 
     With --save-hybrid a file has the image's labels too, and not the predictions that match one of them.
     """
@@ -241,8 +241,9 @@ def label_writer(options: ValOptions, folder: Path, images: Sequence[Path]) -> C
     def write(batch: Batch, predictions: Sequence[Prediction]) -> None:
         for info, prediction in zip(batch.infos, predictions, strict=True):
             kept = prediction.with_labels() if options.save_hybrid else prediction
-            text = "".join(f"{row}\n" for row in kept.label_rows(options.save_conf))
-            files[info.image].write_text(text, encoding="utf-8", errors="surrogateescape")
+            if rows := kept.label_rows(options.save_conf):
+                text = "".join(f"{row}\n" for row in rows)
+                files[info.image].write_text(text, encoding="utf-8", errors="surrogateescape")
 
     return write
 

@@ -241,8 +241,7 @@ class Images:
         digest = hashlib.sha256(os.fsencode(name) + key.encode()).hexdigest()
         path = Path(self.folder, digest[:2], f"{digest}.npy")
         try:
-            cached: np.ndarray = np.load(path, allow_pickle=False)
-            return cached
+            return np.load(path, allow_pickle=False)
         except (OSError, EOFError, ValueError):  # not written yet, or damaged
             image = self._decode(index)
         content = io.BytesIO()

@@ -327,7 +327,8 @@ def _names(file: Path, content: Mapping[str, Any]) -> dict[int, str]:
     is_valid = isinstance(names, dict) and 0 < len(names) <= MAX_CLASSES and {*names} == {*range(len(names))}
     if not is_valid or not all(isinstance(name, (str, int, float)) and str(name).strip() for name in names.values()):
         raise UserError(
-            f"{file}: `names` must list 1 to {MAX_CLASSES} classes, as [person, car, ...], not {quoted(given)}"
+            f"{file}: `names` must list 1 to {MAX_CLASSES} classes, as [person, car, ...] or by number from 0, not "
+            f"{quoted(given)}"
         )
     if count not in (None, len(names)):
         raise UserError(f"{file}: `nc` is {quoted(count)} but `names` has {plural(len(names), 'class')}; fix either")

@@ -111,8 +111,7 @@ def loader(
 def first_batch(loader: Any) -> Batch:
     """Load the first batch of an epoch in this process, at the loader's largest image size."""
     items = [loader.dataset[sample] for sample in loader.batch_sampler.largest()]
-    batch: Batch = loader.collate_fn(items)
-    return batch
+    return loader.collate_fn(items)
 
 
 S = TypeVar("S", bound=Split)
@@ -205,7 +204,7 @@ class DataSet(ABC, Generic[S]):
         """
         if self.options.strict and problems:
             count = plural(len(problems), "such problem")
-            raise UserError(f"{problems[0].rpartition('; ')[0]} (--strict; {count} in {name})")
+            raise UserError(f"{problems[0].rpartition('; ')[0] or problems[0]} (--strict; {count} in {name})")
         readable: np.ndarray = sizes[:, 0] > 0
         if not readable.any():
             raise UserError(f"{self.spec.file}: no image of `{name}:` can be used; the first problem: {problems[0]}")
@@ -250,8 +249,7 @@ D = TypeVar("D", bound=DataSet[Any])
 
 def dataset_class(name: str) -> type[DataSet[Any]]:
     """Import a data set's class by its name, `module:class`, such as `data.detection:DetectionData`."""
-    kind: type[DataSet[Any]] = class_named(name)
-    return kind
+    return class_named(name)
 
 
 @dataclass(frozen=True)

@@ -212,13 +212,13 @@ class DetectionData(DataSet[DetectionSplit]):
 
     @staticmethod
     def class_names(spec: DataSpec, single_cls: bool) -> dict[int, str]:
-        """Return the YAML's `names`, or the one class `item`. Raises `UserError` if there are no `names`."""
+        """Return the YAML's `names`, or `item` instead of several. Raises `UserError` if there are no `names`."""
         if not spec.names:
             raise UserError(
                 f"{spec.file}: `names` must list the classes, as [person, ...]; for a folder of images per class "
                 "train a classifier: add --weights yolov5s-cls.pt, or --weights '' --cfg resnet18.yaml"
             )
-        return {0: "item"} if single_cls else spec.names
+        return {0: "item"} if single_cls and len(spec.names) > 1 else spec.names
 
     @staticmethod
     def files(spec: DataSpec) -> dict[str, list[Path]]:

@@ -51,7 +51,8 @@ def fetch_dataset(sources: Sequence[tuple[str, str]], root: Path, expected: Sequ
     They are unpacked into a folder beside `root`, which is renamed at the end: `root` is never incomplete, and the next
     process continues after the last archive of a killed one. `expected` are paths that the data YAML names.
     """
-    work = root.with_name(f".{root.name}.download")
+    home = Path(os.path.realpath(root))  # on the disk of a link's target
+    work = home.with_name(f".{home.name}.download")
     with one_at_a_time(root.with_name(f".{root.name}.lock")):
         if has_content(root):
             return
@@ -67,7 +68,10 @@ def fetch_dataset(sources: Sequence[tuple[str, str]], root: Path, expected: Sequ
                 raise UserError(f"{address} cannot be unpacked ({first_line(error)}); unpack it yourself") from None
             finally:
                 archive.unlink()
-        os.rename(work / "files", root)  # over an empty folder too
+        try:
+            os.rename(work / "files", home)  # over an empty folder too
+        except OSError as error:  # a folder that is another disk
+            raise UserError(f"{work / 'files'} is not renamed ({error.strerror}); move its files to {root}") from None
         shutil.rmtree(work, ignore_errors=True)
 
 

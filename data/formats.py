@@ -34,11 +34,13 @@ ANNOTATION_FOLDERS = ("annotations", "annotation", "xmls", "xml", "labels")  # n
 IMAGE_FOLDERS = ("JPEGImages", "images", "Images")  # folders of images beside them
 CHALLENGE_MARK = b"<database>The VOC20"  # in the XML files of the challenge itself, whose coordinates start at 1
 VISDRONE_CLASSES = 10  # categories 1 to 10; 0 is for regions to ignore, 11 for other objects
-SPLIT_FOLDERS = {
+SPLIT_NAMES = {
     "train": ("train", "training", "train2017"),
     "val": ("val", "valid", "validation", "val2017", "test"),
     "test": ("test", "testing"),
 }
+# And as Train or TRAIN.
+SPLIT_FOLDERS = {key: (*names, *map(str.title, names), *map(str.upper, names)) for key, names in SPLIT_NAMES.items()}
 CLASS_FILES = ("classes.txt", "*.names", "_darknet.labels")  # class names, one per line
 # Keys of a JSON file, or of its first record, by the format or program that writes them.
 JSON_KEYS = {
@@ -145,7 +147,7 @@ def annotated_names(locations: Sequence[Path]) -> dict[int, str]:
         content = _contents(location, file_stamps([str(location)]))
         used = {item.category_id for item in content.annotations}
         categories = sorted(content.categories, key=lambda category: category.id)
-        parents = {str(category.supercategory) for category in categories}
+        parents = {str(each.supercategory) for each in categories if each.supercategory != each.name}
         return dict(enumerate(each.name for each in categories if each.id in used or each.name not in parents))
     files = [file for location in locations if is_voc(location) for file in _voc_files(location).values()]
     return dict(enumerate(sorted({item[0] for file in files for item in read_voc(Path(file))[1]})))
@@ -209,7 +211,7 @@ def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> A
     categories = {category.name for category in content.categories}
     unknown = [name for name in names if name.strip() not in categories]
     problems = [f"{file}: no category '{name}'{nearest(name, categories)}" for name in unknown]
-    if len(unknown) == len(names):
+    if problems and len(unknown) == len(names):
         raise UserError(f"{problems[0]}, nor another of `names`; correct `names:`, or leave it out to use the file's")
     parents = [os.path.join(os.path.normpath(folder), "") for folder in dict.fromkeys((file.parent, *folders))]
     images: dict[str, str] = {}  # names by path
@@ -366,17 +368,14 @@ def is_voc(location: Path) -> bool:
     """Return whether a path is a list of images in VOC's layout, or a folder of XML files without label files."""
     if location.suffix == ".txt":
         return location.parts[-3:-1] == VOC_LISTS.parts and (location.parents[2] / "Annotations").is_dir()
-    return _has(location, ".xml") and not _has_labels(location)
+    rows = _classes(map(str, location.glob("*.txt")))
+    return _has(location, ".xml") and not _is_labelled(location) and not any(True for _ in rows)
 
 
 def _has(folder: Path, suffix: str) -> bool:
     with suppress(OSError), os.scandir(folder) as entries:
         return any(entry.name.endswith(suffix) for entry in entries)
     return False
-
-
-def _has_labels(folder: Path) -> bool:
-    return _has(Path(label_name(str(folder / "image.jpg"))).parent, ".txt")
 
 
 def _voc_files(location: Path) -> dict[str, str]:
@@ -390,7 +389,9 @@ def _voc_images(location: Path, folders: Sequence[Path], names: Sequence[str]) -
     annotated = location.parents[2] / "Annotations" if is_list else location
     searched = [folder for folder in (*folders, *_voc_folders(annotated)) if folder.is_dir()]
     try:
-        stems = [line.split()[0] for line in read_lines(location) if line.strip()] if is_list else list(annotations)
+        lines = [line.strip() for line in read_lines(location) if line.strip()] if is_list else list(annotations)
+        # The list of a class has 1 or -1 after each name.
+        stems = [line if line in annotations else line.split()[0] for line in lines]
         beside = [{p.stem: str(p) for p in folder.iterdir() if is_image(p.name)} for folder in searched]
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
@@ -421,7 +422,8 @@ def _voc_folders(annotations: Path) -> list[Path]:
     number = len(parts) + (number or (-2 if annotations.name in chain(*SPLIT_FOLDERS.values()) else -1))
     above, below = Path(*parts[:number]), parts[number + 1 :]
     folders = [above.joinpath(name, *below) for name in IMAGE_FOLDERS] + [above / name for name in IMAGE_FOLDERS]
-    others = _only_filled(folder.joinpath(*below) for folder in subfolders(above))
+    others = [above.parent / name for name in IMAGE_FOLDERS] if above.name.lower() in ANNOTATION_FOLDERS else []
+    others += _only_filled(folder.joinpath(*below) for folder in subfolders(above))
     return [*folders, annotations, above.joinpath(*below), above, *others]
 
 
@@ -449,7 +451,7 @@ def _read_visdrone(annotated: AnnotatedImages, outlines: bool, problems: Problem
 def is_visdrone(location: Path) -> bool:
     """Return whether a path is a folder `images` with VisDrone's text files in `annotations` beside, and no labels."""
     beside = location.parent / "annotations"
-    return location.name == "images" and location.is_dir() and _has(beside, ".txt") and not _has_labels(location)
+    return location.name == "images" and location.is_dir() and _has(beside, ".txt") and not _is_labelled(location)
 
 
 def _visdrone_images(location: Path, names: Sequence[str]) -> AnnotatedImages:
@@ -533,9 +535,9 @@ def _images(path: Path) -> Iterator[str]:
     return filter(os.path.isfile, listed_images(path)) if path.is_file() else images_below(path)
 
 
-def _classes(images: Iterable[str]) -> Iterator[int]:
-    """Yield the class of each row in the images' label files, if they exist; a row has five numbers at least."""
-    for file in map(label_name, images):
+def _classes(files: Iterable[str]) -> Iterator[int]:
+    """Yield the class of each row in label files, if they exist; a row has five numbers at least."""
+    for file in files:
         with suppress(OSError):
             for words in map(str.split, read_lines(file)):
                 with suppress(ValueError, OverflowError):
@@ -545,7 +547,7 @@ def _classes(images: Iterable[str]) -> Iterator[int]:
 
 def _is_labelled(path: Path) -> bool:
     """Return whether one of the first images of a folder or a list has a label file with rows."""
-    return path.exists() and any(True for _ in _classes(islice(_images(path), SAMPLED_FILES)))
+    return path.exists() and any(True for _ in _classes(map(label_name, islice(_images(path), SAMPLED_FILES))))
 
 
 def _with_classes(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
@@ -556,7 +558,8 @@ def _with_classes(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"{' and '.join(map(str, lists.values()))} differ; remove the wrong one, or write a data YAML")
     if lists:
         return {**content, "names": next(iter(lists)).split("\n")}
-    return {**content, "nc": 1 + max(_classes(image for path in content.values() for image in _images(folder / path)))}
+    images = (image for path in content.values() for image in _images(folder / path))
+    return {**content, "nc": 1 + max(_classes(map(label_name, images)))}
 
 
 def _label_files(folder: Path) -> dict[str, Any] | None:
@@ -591,8 +594,10 @@ def _voc_layout(folder: Path) -> dict[str, Any] | None:
     """Return the lists of each split in VOC's layout, of the folder or of the years in it, such as VOC2012."""
 
     def lists_of(name: str) -> list[str]:
-        lists = [year / VOC_LISTS / f"{name}.txt" for year in (folder, *sorted(folder.glob("VOC*")))]
-        return [str(file.relative_to(folder)) for file in lists if file.is_file() and is_voc(file)]
+        years = (folder, *sorted(folder.glob("VOC*")))
+        lists = [file for year in years for file in sorted((year / VOC_LISTS).glob("*.txt")) if is_voc(file)]
+        names = {*SPLIT_NAMES.get(name, (name,))} - ({"test"} if name == "val" else set())
+        return [str(file.relative_to(folder)) for file in lists if file.stem.lower() in names]
 
     content: dict[str, Any] = {split: lists_of(split) for split in SPLIT_FOLDERS}
     content["train"] = content["train"] or ([] if content["val"] else lists_of("trainval"))
@@ -604,7 +609,7 @@ def _xml_folder(folder: Path) -> dict[str, Any] | None:
     """Return the folder of VOC's XML files, unless lists say which split each file belongs to."""
     names = [path.name for path in subfolders(folder) if path.name.lower() in ANNOTATION_FOLDERS]
     name = next((name for name in (*names, ".") if is_voc(folder / name)), None)
-    has_lists = any((folder / VOC_LISTS / f"{split}.txt").is_file() for split in SPLIT_FOLDERS)
+    has_lists = any(file.stem.lower() in SPLIT_NAMES for file in (folder / VOC_LISTS).glob("*.txt"))
     return {"train": name} if name and not has_lists else None
 
 

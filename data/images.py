@@ -19,7 +19,6 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.ExifTags import Base
 from PIL.ImageFile import ImageFile
-from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 
 from utils.errors import UserError
@@ -29,7 +28,7 @@ cv2.setNumThreads(0)  # loader processes are parallel already; their threads wou
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)  # Pillow reads what OpenCV cannot, or raises
 
 IMAGE_SUFFIXES = frozenset([".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".png", ".tif", ".tiff", ".webp"])
-JPEG_START, JPEG_END, PNG_END = b"\xff\xd8", b"\xff\xd9", b"IEND\xaeB`\x82"
+JPEG_START, JPEG_END = b"\xff\xd8", b"\xff\xd9"
 # Flags that decode a JPEG at 1/1, 1/2, 1/4, 1/8 of its size, from the low frequencies of each block only.
 REDUCED = (cv2.IMREAD_REDUCED_COLOR_2, cv2.IMREAD_REDUCED_COLOR_4, cv2.IMREAD_REDUCED_COLOR_8)
 JPEG_FLAGS = dict(zip((1, 2, 4, 8), (cv2.IMREAD_COLOR, *REDUCED), strict=True))
@@ -38,12 +37,12 @@ LARGE_PIXELS = 2_000_000  # inclusive upper bound of a photo that `read_reduced`
 
 
 def is_image(name: str) -> bool:
-    """Return whether a file's suffix is one of an image."""
-    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
+    """Return whether a file's suffix is one of an image, and it is not hidden, as macOS's `._a.jpg` beside `a.jpg`."""
+    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES and not name.startswith(".")
 
 
 def images_below(folder: Path) -> Iterator[str]:
-    """Yield every image below a folder, without results of runs. Links are followed; each folder is read once."""
+    """Yield every image below a folder, but hidden ones and results of runs. Follow links; read each folder once."""
     visited = set()
     for path, folders, files in os.walk(folder, followlinks=True, onerror=_refuse):
         real = os.path.realpath(path)
@@ -51,7 +50,7 @@ def images_below(folder: Path) -> Iterator[str]:
             folders.clear()
             continue
         visited.add(real)
-        folders.sort()
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (os.path.join(path, name) for name in sorted(files) if is_image(name))
 
 
@@ -156,7 +155,7 @@ def read_reduced(path: Path, width: int, height: int, size: int) -> np.ndarray:
 def image_size(path: Path) -> tuple[int, int]:
     """Return width and height in pixels as displayed: swapped for EXIF orientations 5 to 8.
 
-    Only headers and the end of a JPEG or PNG are read; other formats, and files with an unusual end, are decoded.
+    Of a JPEG only headers and the end are read, of a PNG the checksums; others, and one without an end, are decoded.
     Raises OSError for a pipe or device, and one of Pillow's many errors if the file is not an image, is truncated, or
     has neither 8 nor 16 bits.
     """
@@ -167,12 +166,14 @@ def image_size(path: Path) -> tuple[int, int]:
         with Image.open(path) as opened:
             width, height = opened.size
             assert opened.fp  # open until the pixels are loaded
-            opened.fp.seek(-len(PNG_END), os.SEEK_END)
-            is_complete = opened.format in ("JPEG", "PNG") and opened.fp.read().endswith((JPEG_END, PNG_END))
+            opened.fp.seek(-len(JPEG_END), os.SEEK_END)
+            is_complete = opened.format == "JPEG" and opened.fp.read() == JPEG_END
             orientation = _orientation(opened)
             if isinstance(opened, TiffImageFile):  # newer versions of Pillow swap the size of these already
                 width, height = opened.tag_v2[IMAGEWIDTH], opened.tag_v2[IMAGELENGTH]
-            if not is_complete:
+            if opened.format == "PNG":
+                opened.verify()
+            elif not is_complete:
                 opened.load()
             if opened.mode == "F" or (opened.mode == "I" and opened.format != "PNG"):
                 raise ValueError("its pixels have neither 8 nor 16 bits")
@@ -181,9 +182,7 @@ def image_size(path: Path) -> tuple[int, int]:
 
 def _orientation(opened: ImageFile) -> int:
     try:
-        if isinstance(opened, PngImageFile):
-            return Image.Image.getexif(opened).get(Base.Orientation, 1)  # its own method decodes all pixels first
-        return opened.getexif().get(Base.Orientation, 1)
+        return Image.Image.getexif(opened).get(Base.Orientation, 1)  # a PNG's own method decodes all pixels first
     except Exception:  # a damaged block: the image is shown as it is
         return 1
 

@@ -154,7 +154,7 @@ class Media:
                 yield Frame(item, image, number, fps if 0 < fps < 1000 else DEFAULT_FPS)
             number += 1
         video.release()
-        if number == 0 or item.kind == "live" or number < COMPLETE * expected:
+        if number == 0 or number < COMPLETE * expected or (item.kind == "live" and expected <= 0):
             self.problems.append(f"{item.name} cannot be read after {number} frames; it is damaged or interrupted")
 
 

@@ -205,17 +205,11 @@ def training_batches(
     mixed: int,
 ) -> GlobalBatches:
     """Return the global batches for training; `mixed` images of the epoch's order are mixed into each item."""
-    count = len(image_sizes)
-    return GlobalBatches(
-        count,
-        batch_size,
-        seed,
-        (imgsz, imgsz),
-        0 if sampling.rect else mixed,
-        batch_sizes(imgsz, stride) if sampling.multi_scale else range(0),
-        sampling.weights(instances, count),
-        by_aspect(image_sizes, batch_size, imgsz, stride, pad=0.0) if sampling.rect else None,
-    )
+    count, partners = len(image_sizes), 0 if sampling.rect else mixed
+    sizes = batch_sizes(imgsz, stride) if sampling.multi_scale else range(0)
+    weights = sampling.weights(instances, count)
+    fixed = by_aspect(image_sizes, batch_size, imgsz, stride, pad=0.0) if sampling.rect else None
+    return GlobalBatches(count, batch_size, seed, (imgsz, imgsz), partners, sizes, weights, fixed)
 
 
 def evaluation_batches(

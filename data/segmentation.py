@@ -22,7 +22,7 @@ from data.detection import collate as collate_boxes
 from data.labels import OUTLINES, Labels, RowRules
 from data.polygons import Polygons, offsets_of
 from data.sampler import SampleIndex
-from utils.batch import MASK_STRIDE, ImageInfo, SegmentationBatch, box_windows
+from utils.batch import MASK_STRIDE, SegmentationBatch, box_windows
 from utils.config.hyperparameters import Recipe
 
 # The corners of a box, from its centre, in units of its sides.
@@ -152,13 +152,6 @@ def _flat(masks: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.uint8), *(mask.ravel().view(np.uint8) for mask in masks)])
 
 
-class MaskedInfo(NamedTuple):
-    """What an item has besides pixels and targets."""
-
-    info: ImageInfo
-    masks: TargetMasks
-
-
 class MaskedTrainingItems(TrainingItems):
     """Augmented items with masks."""
 
@@ -171,7 +164,7 @@ class MaskedTrainingItems(TrainingItems):
         assert augmented.polygons is not None  # `SegmentationData.row_rules`
         ratio, overlap = self.options.mask_ratio, not self.options.no_overlap
         order, masks = training_masks(augmented.polygons, targets.numpy(), sample.shape, ratio, overlap)
-        return pixels, targets[torch.from_numpy(order)], MaskedInfo(self.info(sample.image, NO_PLACEMENT), masks)
+        return pixels, targets[torch.from_numpy(order)], (self.info(sample.image, NO_PLACEMENT), masks)
 
 
 class MaskedEvaluationItems(EvaluationItems):
@@ -186,14 +179,13 @@ class MaskedEvaluationItems(EvaluationItems):
         first, end = self.labels.offsets[sample.image : sample.image + 2].tolist()
         outlines = self.labels.polygons.between(first, end).outlines()
         info = self.info(sample.image, placement)._replace(outlines=outlines)
-        return pixels, targets, MaskedInfo(info, masks)
+        return pixels, targets, (info, masks)
 
 
 def collate(items: Sequence[Item]) -> SegmentationBatch:
-    """Join items of one shape."""
-    described: list[MaskedInfo] = [item[2] for item in items]
-    masks = [each.masks for each in described]
-    batch = collate_boxes([(*item[:2], each.info) for item, each in zip(items, described, strict=True)])
+    """Join items of one shape; the last part of each is a pair, its `ImageInfo` and its `TargetMasks`."""
+    infos, masks = zip(*(item[2] for item in items), strict=True)
+    batch = collate_boxes([(*item[:2], info) for item, info in zip(items, infos, strict=True)])
     count = sum(len(each.pixels) for each in masks)
     mask_pixels = empty_pixels(count) if count else torch.zeros(0, dtype=torch.uint8)
     np.concatenate([each.pixels for each in masks], out=mask_pixels.numpy())
@@ -242,7 +234,7 @@ class SegmentationData(DetectionData):
     def item(cls, image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
         """Return an image fitted into `sides`, without masks: see `DetectionData`."""
         pixels, targets, info = super().item(image, name, sides, stride, full)
-        return pixels, targets, MaskedInfo(info, NO_MASKS)
+        return pixels, targets, (info, NO_MASKS)
 
 
 def outlined(labels: Labels) -> Labels:

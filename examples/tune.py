@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=30)
     parser.add_argument("--data", default="data/shapes.yaml")
     parser.add_argument("--weights", default="")
-    parser.add_argument("--cfg", default="yolov5n.yaml")
+    parser.add_argument("--cfg", default="", help="model YAML; '': the model in --weights, or yolov5n.yaml")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--folder", type=Path, default=Path("runs/tune"))
     flags = parser.parse_args()
@@ -40,7 +40,8 @@ def main() -> None:
 
     def fitness(trial: optuna.Trial) -> float:
         values = {name: trial.suggest_float(name, low, high, log=log) for name, (low, high, log) in SPACE.items()}
-        job: dict[str, Any] = {"data": flags.data, "weights": flags.weights, "cfg": flags.cfg, "epochs": flags.epochs}
+        cfg = flags.cfg or ("" if flags.weights else "yolov5n.yaml")
+        job: dict[str, Any] = {"data": flags.data, "weights": flags.weights, "cfg": cfg, "epochs": flags.epochs}
         try:
             result = train.run(**job, **values, project=flags.folder, name=f"trial{trial.number}", no_wandb=True)
         except UserError as error:  # such as weights that have grown to infinity
@@ -52,7 +53,10 @@ def main() -> None:
     journal = getattr(optuna.storages, "journal").JournalFileBackend(str(flags.folder / "trials.log"))  # noqa: B009
     storage = optuna.storages.JournalStorage(journal)
     study = optuna.create_study(study_name="tune", storage=storage, direction="maximize", load_if_exists=True)
-    study.optimize(fitness, n_trials=flags.trials - len(study.get_trials(deepcopy=False)))
+    succeeded = (optuna.trial.TrialState.COMPLETE,)
+    study.optimize(fitness, n_trials=flags.trials - len(study.get_trials(deepcopy=False, states=succeeded)))
+    if not study.get_trials(deepcopy=False, states=succeeded):
+        sys.exit("error: no trial has succeeded; see the messages above")
     print(f"best fitness {study.best_value:.4f} with {study.best_params}")
 
 

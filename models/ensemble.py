@@ -85,12 +85,19 @@ def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -
         return program
     used = {key: rows for key, rows in weights.model.items() if key != "auxiliary"}  # a branch for training only
     model = task.build_model(used, imgsz, name)
-    loaded, total, _ = transfer(model, task.renamed(weights.state))
+    state = task.renamed(weights.state)
+    loaded, total, _ = transfer(model, state)
+    if loaded < total and weights.model.get("nc") == len(task.names):
+        raise UserError(
+            f"{name}: only {loaded} of {total} tensors fit its layers; give those of its training (--layers)"
+        )
     if loaded < total:
         raise UserError(
-            f"{name} has {plural(weights.model.get('nc', 0), 'class')} and {data} has {len(task.names)}; "
-            "give the data set that the weights were trained on"
+            f"{name} has {plural(weights.model.get('nc', 0), 'class')} and {data} has {len(task.names)}; give the data "
+            "set that the weights were trained on, with --single-cls if they were trained with it"
         )
+    if len(used) == len(weights.model) and (unused := sorted(state.keys() - model.state_dict().keys())):
+        log(f"warning: {name} has {plural(len(unused), 'tensor')} that no layer here takes, such as {unused[0]}")
     return model
 
 

@@ -12,7 +12,7 @@ import logging
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -206,11 +206,7 @@ def _read_openvino(path: Path) -> tuple[str, Runner]:
     return (path / FOLDER_FILE).read_text(encoding="utf-8"), run
 
 
-READERS: dict[str, Callable[[Path], tuple[str, Runner]]] = {
-    SUFFIX_OF_FORMAT["torchscript"]: _read_torchscript,
-    SUFFIX_OF_FORMAT["onnx"]: _read_onnx,
-    SUFFIX_OF_FORMAT["openvino"]: _read_openvino,
-}
+READERS = dict(zip(EXPORTED_SUFFIXES, (_read_onnx, _read_torchscript, _read_openvino), strict=True))
 
 
 # Writing
@@ -259,12 +255,8 @@ class ExportJob:
         if (written := model.opset_import[0].version) != self.opset:
             raise UserError(f"--opset {self.opset} is not possible for this model; leave it out, or give {written}")
         _tidy(model, metadata, outputs)
-        for key, value in (
-            (ONNX_METADATA_KEY, metadata.text()),
-            ("names", metadata.names),
-            ("stride", metadata.stride),
-        ):
-            model.metadata_props.add(key=key, value=str(value))
+        properties = {ONNX_METADATA_KEY: metadata.text(), "names": str(metadata.names), "stride": str(metadata.stride)}
+        onnx.helper.set_model_props(model, properties)
         return model.SerializeToString(deterministic=True)
 
     def _program(self) -> torch.export.ExportedProgram:
@@ -307,7 +299,7 @@ def write(job: ExportJob, name: str, stem: Path) -> Path:
     """
     path = stem.parent / (stem.name + SUFFIX_OF_FORMAT[name])
     try:
-        with _suppressed_output(job.verbose):
+        with nullcontext() if job.verbose else _suppressed_output():
             WRITERS[name](job, path)
     except UserError:
         raise
@@ -324,11 +316,8 @@ def write(job: ExportJob, name: str, stem: Path) -> Path:
 
 
 @contextmanager
-def _suppressed_output(verbose: bool) -> Iterator[None]:
-    """Suppress the exporters' output, unless `verbose`."""
-    if verbose:
-        yield
-        return
+def _suppressed_output() -> Iterator[None]:
+    """Suppress the exporters' output."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

@@ -17,13 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-BATCH_NORM = (1e-3, 0.03)  # eps and momentum
+BATCH_NORM = (1e-3, 0.03)  # eps and momentum that the official weights were trained with
 CLASSIFY_CHANNELS = 1280  # inputs of a classifier's last layer at every width, as in EfficientNet-B0
-
-
-def batch_norm(channels: int) -> nn.BatchNorm2d:
-    """Return BatchNorm with the eps and momentum that the official weights were trained with."""
-    return nn.BatchNorm2d(channels, *BATCH_NORM)
 
 
 def norm_and_activate(x: Tensor, norm: nn.Module, activation: nn.Module) -> Tensor:
@@ -71,7 +66,7 @@ class Conv(nn.Module):
         super().__init__()
         padding = (dilation * (kernel - 1) + 1) // 2 if padding is None else padding
         self.conv = nn.Conv2d(c1, c2, kernel, stride, padding, dilation, groups, bias=False)
-        self.bn: nn.Module = batch_norm(c2)
+        self.bn: nn.Module = nn.BatchNorm2d(c2, *BATCH_NORM)
         self.act: nn.Module = nn.SiLU() if activate else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -177,7 +172,7 @@ class BottleneckCSP(nn.Module):
         self.cv2 = nn.Conv2d(c1, hidden, 1, bias=False)
         self.cv3 = nn.Conv2d(hidden, hidden, 1, bias=False)
         self.cv4 = Conv(2 * hidden, c2)
-        self.bn = batch_norm(2 * hidden)
+        self.bn = nn.BatchNorm2d(2 * hidden, *BATCH_NORM)
         self.act: nn.Module = nn.SiLU()
         self.m = nn.Sequential(*(Bottleneck(hidden, hidden, shortcut, groups, 1.0) for _ in range(repeats)))
 
@@ -371,7 +366,6 @@ class RepNCSPELAN(ELAN):
     """`ELAN` whose blocks are a `RepNCSP` of `repeats` bottlenecks and a 3x3 convolution (YOLOv9, arXiv 2402.13616)."""
 
     def block(self, c1: int, c2: int, repeats: int) -> nn.Module:
-        """Return one of the two chained blocks."""
         return nn.Sequential(RepNCSP(c1, c2, repeats), Conv(c2, c2, 3))
 
 

@@ -277,7 +277,8 @@ def starting_point(options: TrainOptions, weights: str, saved_yaml: Mapping[str,
     file = find_weights(weights) if weights else None
     content = read_weights(file) if file else None
     if file is None or content is None or content.model is None:
-        raise UserError("no model is given; name one with --cfg, such as --cfg yolov5n.yaml")
+        what = f"{weights} holds no model" if file else "no model is given"
+        raise UserError(f"{what}; name one with --cfg, such as --cfg yolov5n.yaml")
     yaml = content.task_yaml
     start = StartingPoint(TASKS[task_of(yaml, source)], yaml, source, from_yaml=False)
     return start.with_content(content, weights, file)

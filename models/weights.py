@@ -40,16 +40,7 @@ from utils.checkpoint import FORMAT, SAFETENSORS_SUFFIX, is_safetensors, read_sa
 from utils.config.flags import IMGSZ, is_number
 from utils.console import log
 from utils.errors import UserError, first_line, plural, quoted
-from utils.files import (
-    HUB_PREFIX,
-    ROOT,
-    cache_folder,
-    download,
-    fetch_from_hub,
-    one_at_a_time,
-    read_regular,
-    read_yaml,
-)
+from utils.files import HUB_PREFIX, ROOT, cache_folder, download, fetch_from_hub, one_at_a_time, read_regular, read_yaml
 
 if TYPE_CHECKING:
     from models.export import ExportMetadata
@@ -237,6 +228,8 @@ def _interpret(content: Any) -> Weights:
     network = unwrap(content)
     if not is_module(network):
         raise UnusableFile("contains no model; give weights that train.py or YOLOv5 wrote")
+    if network.class_path.startswith("ultralytics."):
+        raise UnusableFile("is a model of ultralytics, such as YOLOv8 or yolov5nu, which is not read; nearest: v9-t.pt")
     state, names, kind = state_dict(network), _numbered(network.state.get("names") or {}), class_name(network)
     # Older detectors are of class `Model`, other programs' detectors of any class.
     unknown = kind if kind.endswith("Model") and kind != "Model" else DEFAULT_TASK
@@ -363,9 +356,8 @@ RELEASE_SHA256 = {"yolov5n.pt": "4f180cf23ba0717ada0badd6c685026d73d48f184d00fc1
 YOLOV9_FILE = re.compile(r"v9-[tsmc]\.pt")
 YOLOV9_ADDRESS = "https://github.com/MultimediaTechLab/YOLO/releases/download/v1.0-alpha/"
 YOLOV9_LICENCE = "MIT, published by MultimediaTechLab"
-UNREAD_FAMILY = re.compile(
-    r"yolov?(?:6|7|8|1\d|26)|yolo(?:x|[-_]?nas|[-_]?world)|rf-?detr"
-)  # start of their files' names
+# Starts of their files' names.
+UNREAD_FAMILY = re.compile(r"yolov?(?:6|7|8|1\d|26)|yolo(?:x|[-_]?nas|[-_]?world)|rf-?detr")
 
 
 def _is_released(file: str) -> bool:
@@ -399,9 +391,8 @@ def find_weights(
     if os.path.isfile(path) or (file.endswith(EXPORTED_SUFFIXES) and os.path.isdir(path)):
         return path
     of_run = [path / "weights" / best_or_last for best_or_last in ("best.pt", "last.pt")]
-    for weights in of_run:
-        if os.path.isfile(weights):
-            return weights
+    if weights := next(filter(os.path.isfile, of_run), None):
+        return weights
     alternative = ", or start from scratch with --weights ''" if training else ""
     if not _is_released(file) or os.path.isdir(path):
         refuse_unread_family(f"weights {name}", name, f"v9-t.pt{alternative}")

@@ -267,10 +267,9 @@ def detection_head(yaml: Mapping[str, Any]) -> type[DetectionHead] | None:
 
 def _with_defaults(source: str, yaml: dict[str, Any], nc: int | None) -> dict[str, Any]:
     """Return the YAML with all keys that `build_model` needs. Raises `UserError` for an unknown key or wrong value."""
-    for key in yaml:
-        if key not in MODEL_KEYS:
-            known = ", ".join(MODEL_KEYS)
-            raise UserError(f"{source}: unknown key '{key}'{nearest(str(key), MODEL_KEYS)}; known are {known}")
+    if unknown := [str(key) for key in yaml if key not in MODEL_KEYS]:
+        hint, known = nearest(unknown[0], MODEL_KEYS), ", ".join(MODEL_KEYS)
+        raise UserError(f"{source}: unknown key '{unknown[0]}'{hint}; known are {known}")
     task = {"task": task_of(yaml, source)}
     sizes = {"ch": CHANNELS, "depth_multiple": 1.0, "width_multiple": 1.0, "channel_multiple": 8}
     yaml = {**task, **sizes, **yaml, **task, **({} if nc is None else {"nc": nc})}

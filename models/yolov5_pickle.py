@@ -46,7 +46,7 @@ WRAPPERS = {
     "Ensemble": "0",
 }
 MAX_PICKLE_BYTES = 2**22  # largest pickle in a file; yolov5x has a pickle of 0.4 MB
-NEEDLESS = "which no weight file needs; use a file from a source that you trust"
+NEEDLESS = "which no file of YOLOv5 needs; give a file that you trust, or its state_dict() saved alone"
 SUPPORTED_RELEASES = "give a file of YOLOv5 v5.0 or later, or bare tensors (a state dict)"
 CONVOLUTIONS = ("Conv", "DWConv")  # YOLOv5's layers that have the model's activation and may be fused
 BATCH_NORM_EPSILON = 1e-3  # eps of the BatchNorms in CONVOLUTIONS

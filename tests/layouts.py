@@ -122,15 +122,16 @@ def coco_file(folder: Path) -> Path:
 
 
 def voc(folder: Path) -> Path:
-    """VOC's layout with its lists."""
-    for split in ("train", "val"):
+    """VOC's layout with its lists, as CVAT names them."""
+    for split, name in (("train", "Train"), ("val", "Validation")):
         images = write_split(split, folder / "JPEGImages", folder / "Annotations")
-        write_text(folder / f"ImageSets/Main/{split}.txt", "\n".join(image.stem for image in images))
+        write_text(folder / f"ImageSets/Main/{name}.txt", "\n".join(image.stem for image in images))
     return folder
 
 
 def kaggle(folder: Path) -> Path:
-    """Kaggle's `images` and `annotations`, without a split; PNG files."""
+    """Kaggle's `images` and `annotations`, without a split; PNG files, and labelImg's list of classes."""
+    write_text(folder / "annotations/predefined_classes.txt", "\n".join(NAMES))
     write_split("train", folder / "images", folder / "annotations", ".png")
     return folder
 
@@ -194,6 +195,8 @@ def labelimg(folder: Path) -> Path:
     for name in ("runs/detect/exp2", "results/exp"):
         write_labels("val", folder / name, folder / name)
     write_text(folder / "results/exp/.lock", "")
+    write_text(folder / "._train_0.jpg", "as macOS packs it")
+    write_image(folder / ".ipynb_checkpoints/a-checkpoint.jpg")
     return folder
 
 
@@ -249,9 +252,9 @@ def class_folders(folder: Path, split: str = "train") -> Path:
 
 
 def class_folders_by_split(folder: Path) -> Path:
-    """A folder of images per class in the folder of each split, as Roboflow exports it."""
+    """A folder of images per class in the folder of each split, as Roboflow exports it, here with capitals."""
     for split, name in SPLITS.items():
-        class_folders(folder / name, split)
+        class_folders(folder / name.title(), split)
     return folder
 
 

@@ -448,7 +448,7 @@ def test_a_folder_with_everything(
     clip = cv2.VideoCapture(str(out / "clip.mp4"))
     assert (clip.get(cv2.CAP_PROP_FRAME_COUNT), clip.get(cv2.CAP_PROP_FPS)) == (3, 5)
     files = sorted(path.name for path in (out / "labels").iterdir())
-    assert files == ["clip_0.txt", "clip_2.txt", "clip_4.txt", "photo.txt"]
+    assert files == ["clip_1.txt", "clip_3.txt", "clip_5.txt", "photo.txt"]
     rows = np.loadtxt(out / "labels" / "photo.txt", ndmin=2)
     np.testing.assert_allclose(rows, expected[:, [5, 0, 1, 2, 3, 4]], rtol=1e-4, atol=1e-2)
     with (out / "predictions.csv").open(newline="") as file:
@@ -482,12 +482,12 @@ def test_from_python(
     passes: list[int] = []
     predict = Predictor.predict_batch
     monkeypatch.setattr(Predictor, "predict_batch", lambda *given: passes.append(1) or predict(*given))
-    monkeypatch.setattr("detect.log_times", times.extend)
+    monkeypatch.setattr("detect.log_times", lambda of_run, always: times.extend(of_run))
     assert detect.run(source=photo, nosave=True, **how) == {"folder": None, "images": 1, "problems": []}
     assert (len(passes), [images for images, _ in times]) == (2, [1])  # the times are those of a warm model
     assert contents(runs) == before
     assert [folder.name for folder in runs.iterdir()] == ["exp"]
-    for wrong, named in (({"sauce": source}, "'--source'"), ({"source": "nowhere"}, "'nowhere'")):
+    for wrong, named in (({"sauce": source}, "'--source'"), ({"source": "nowhere"}, "'nowhere'"), ({}, "--source")):
         with pytest.raises(UserError, match=named):
             detect.run(**wrong)
 

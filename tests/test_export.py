@@ -21,9 +21,10 @@ import export
 from data.builtin import NAMES as SHAPES
 from detect import Predictor
 from export import main, prepare
-from models.ensemble import export_base
+from models.ensemble import Members, export_base
 from models.export import ExportJob, read_exported, read_model
 from models.loading import ImageSize
+from models.tasks import TASKS
 from models.weights import Origin, read_weights
 from models.yolo import build_model
 from tests.conftest import RunScript, not_here
@@ -127,7 +128,8 @@ def test_the_default_size(tmp_path: Path) -> None:
 def test_class_names_of_a_data_set(weights: Path) -> None:
     def job_for(names: list[str]) -> ExportJob:
         options, size = ExportOptions(data="d.yaml"), ImageSize((60, 96))
-        return prepare("best.pt", read_weights(weights), options, size, torch.device("cpu"), dict(enumerate(names)))
+        members = Members({"best.pt": weights}, {"best.pt": read_weights(weights)}, TASKS["detect"])
+        return prepare(members, options, size, torch.device("cpu"), dict(enumerate(names)))
 
     names = [f"thing {k}" for k in NAMES]
     metadata = job_for(names).metadata
@@ -145,6 +147,8 @@ def test_export_from_python(weights: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=named):
             export.run(weights=best, imgsz=64, include=formats)
     assert (tmp_path / "best.onnx").is_file()
+    with pytest.raises(UserError, match="overwrite"):
+        export.run(weights=files[0], imgsz=64, include="safetensors")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ TRAIN = """
     weights cfg data hyp epochs batch-size imgsz img img-size rect resume nosave noval noautoanchor noplots
     evolve evolve_population resume_evolve bucket cache image-weights device multi-scale single-cls optimizer
     sync-bn workers project name exist-ok quad cos-lr label-smoothing patience freeze save-period seed
-    local_rank entity upload_dataset bbox_interval artifact_alias
+    local_rank entity upload_dataset bbox_interval artifact_alias ndjson-console ndjson-file
 """
 VAL = """
     data weights batch-size imgsz img img-size conf-thres iou-thres max-det task device workers single-cls

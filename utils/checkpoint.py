@@ -462,8 +462,8 @@ def find_run(resume: str, project: Path, name: str, exist_ok: bool) -> Path | No
         if resume == AUTO:
             return None
         raise UserError(f"there is no run to resume in {project}; name a run folder, or start one without --resume")
-    path = Path(resume)
-    for folder in (path, *path.absolute().parents[:2]):  # the run folder, or checkpoint/ or weights/last.pt in it
+    path = Path(os.path.abspath(resume))
+    for folder in (path, *path.parents[:2]):  # the run folder, or checkpoint/ or weights/last.pt in it
         if os.path.isfile(folder / SETTINGS):  # Path.is_file raises an error for a folder that may not be entered
             return folder
     raise UserError(

@@ -91,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     try:
         result = compare(options.run, options.other or options.run)
-        result["weights"] = weights_hash(options.run)
+        is_saved = (options.run / "weights" / "last.pt").exists()
+        result["weights"] = weights_hash(options.run) if is_saved or not options.other else "not saved yet"
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from utils.console import log
+from utils.distributed.failure import notify_failure
 from utils.distributed.launch import reset_accelerate
 from utils.errors import UserError
 from utils.files import release_locks
@@ -39,6 +40,7 @@ def call(start: Callable[[list[str]], dict[str, Any] | None], flags: Mapping[str
                 raise UserError(f"the run ended with exit code {end.code}; see the messages above") from None
         finally:
             del os.environ[RESULT]
+            notify_failure()  # after an error trackers are open
             log.reset()
             reset_accelerate()
             release_locks()
@@ -47,11 +49,9 @@ def call(start: Callable[[list[str]], dict[str, Any] | None], flags: Mapping[str
 
 
 def words_of(flags: Mapping[str, Any]) -> Iterator[str]:
-    """Yield flags by name as words of a command line: none for None, the flag alone for True, several for a list."""
+    """Yield flags by name as words of a command line: none for None, several for a list."""
     for name, value in flags.items():
-        if value is True:
-            yield f"--{name}"
-        elif isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple)):
             yield from (f"--{name}", *map(str, value))
         elif value is not None:
             yield f"--{name}={value}"

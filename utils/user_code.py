@@ -23,7 +23,7 @@ from utils.files import cache_folder
 _paths: dict[str, Path] = {}  # the files and packages that have run in this process, by their stems
 
 
-def class_named(place: str) -> Any:
+def class_named(place: str) -> type[Any]:
     """Import the class that `module:class` names. Raises ImportError or AttributeError if it does not exist."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)

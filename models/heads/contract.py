@@ -294,6 +294,5 @@ class UnavailableCriterion(BoxCriterion):
         self.count = count
 
     def __call__(self, outputs: None, batch: Batch) -> LossTerms:
-        """Return terms of NaN."""
         ones = torch.ones(self.count, 1)
         return LossTerms(ones * torch.nan, ones, ones)

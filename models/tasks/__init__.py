@@ -27,8 +27,7 @@ class TaskEntry:
 
     def load(self) -> type[Task]:
         """Import the task's class."""
-        kind: type[Task] = class_named(self.task)
-        return kind
+        return class_named(self.task)
 
 
 TASKS: dict[str, TaskEntry] = {

@@ -70,8 +70,7 @@ def default_weights(name: str) -> str:
     """Return the URL of the weights that torchvision recommends for an architecture."""
     from torchvision.models import get_model_weights
 
-    url: str = get_model_weights(name).DEFAULT.url
-    return url
+    return str(get_model_weights(name).DEFAULT.url)
 
 
 def build_classifier(yaml: Mapping[str, Any], nc: int, imgsz: int, source: str = "the model YAML") -> Model:

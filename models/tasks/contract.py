@@ -92,11 +92,9 @@ def weights_by_class(names: Mapping[int, str], weights: Mapping[str, float]) -> 
     Raises `UserError` for an unknown name.
     """
     known = set(names.values())
-    for name in weights:
-        if name not in known:
-            raise UserError(
-                f"class_weights: the data set has no class '{name}'{nearest(name, known)}; correct the name"
-            )
+    if unknown := [name for name in weights if name not in known]:
+        hint = nearest(unknown[0], known)
+        raise UserError(f"class_weights: the data set has no class '{unknown[0]}'{hint}; correct the name")
     by_number = tuple(float(weights.get(names[k], 1.0)) for k in sorted(names))
     return by_number if set(by_number) - {1.0} else ()
 

@@ -82,7 +82,6 @@ class Detected(NamedTuple):
     view: Tensor  # int64 (k,): number of the view that each detection comes from
 
 
-@torch.no_grad()
 def detect(views: Sequence[BoxView], thresholds: Thresholds) -> list[Tensor]:
     """Return the detections of each image as float32 (k, 6): xyxy in pixels of the batch, confidence, class.
 
@@ -124,7 +123,8 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 def suppress(candidates: Candidates, thresholds: Thresholds) -> tuple[Tensor, Tensor, list[int]]:
     """Return the detections (k, 6) of images, their rows in `candidates`, int64 (k,), and the number in each image."""
-    nms = _batch_nms(thresholds.max_det) if candidates.scores.is_cuda and thresholds.max_det <= MAX_TOGETHER else None
+    device, is_fast = candidates.scores.device, thresholds.max_det <= MAX_TOGETHER
+    nms = _batch_nms(thresholds.max_det, device) if device.type == "cuda" and is_fast else None
     scores, image = _allowed_scores(candidates.scores, thresholds), candidates.image
     offset = 0 if thresholds.agnostic_nms else CLASS_OFFSET_PIXELS
     confidence = scores[:, 5:] * scores[:, 4:5]
@@ -143,12 +143,12 @@ def suppress(candidates: Candidates, thresholds: Thresholds) -> tuple[Tensor, Te
 
 
 @cache
-def _batch_nms(max_det: int) -> Callable[..., Tensor] | None:
+def _batch_nms(max_det: int, device: torch.device) -> Callable[..., Tensor] | None:
     """Return `batch_nms` if Triton can compile it here, which also takes a C compiler."""
     with contextlib.suppress(Exception):
         from models.triton_kernels import batch_nms
 
-        boxes, starts = torch.zeros(1, 4, device="cuda"), torch.tensor((0, 1), device="cuda")
+        boxes, starts = torch.zeros(1, 4, device=device), torch.tensor((0, 1), device=device)
         batch_nms(boxes, starts, 0.5, MAX_CANDIDATES, max_det)
         return batch_nms
     return None
@@ -182,8 +182,7 @@ def _allowed_scores(scores: Tensor, thresholds: Thresholds) -> Tensor:
     counts = torch.ones_like(scores, dtype=torch.bool)
     if thresholds.one_class:
         counts[:, 5:] = functional.one_hot(scores[:, 5:].argmax(1), scores.shape[1] - 5).bool()
-    if thresholds.classes:
-        counts[:, 5:] &= _of_classes(torch.arange(scores.shape[1] - 5, device=scores.device), thresholds)
+    counts[:, 5:] &= _of_classes(torch.arange(scores.shape[1] - 5, device=scores.device), thresholds)
     return scores.where(counts, 0)
 
 

@@ -310,6 +310,7 @@ class DetectionMetrics(Metrics):
         tables = [of_set.rows() for of_set in scores]
         metrics: dict[str, float] = {}
         by_class: dict[str, dict[str, float]] = {}
+        score_evidence: list[dict[str, Any]] = []
         fitness = 0.0
         for suffix, of_set, table in zip(self.sets, scores, tables, strict=True):
             means = of_set.means()
@@ -318,19 +319,15 @@ class DetectionMetrics(Metrics):
                 fitness += weight * means[name]
             for name, column in (("AP50", 5), ("AP", 6)):
                 by_class[f"{name}{suffix}"] = {self.names[row[0]]: row[column] for row in table}
+            curves = {name: torch.from_numpy(curve).float() for name, curve in of_set.curves._asdict().items()}
+            score_evidence.append({"classes": table, **curves})
         details: list[Row] = [
             (self.names[row[0]], *row[1:], *(score for other in others for score in other[3:]))
             for row, *others in zip(*tables, strict=True)
         ]
         images = sorted(((record.image, record.drawn) for record in record_sets[0] if record.drawn), key=itemgetter(0))
         evidence = {
-            "scores": [
-                {
-                    "classes": table,
-                    **{name: torch.from_numpy(curve).float() for name, curve in of_set.curves._asdict().items()},
-                }
-                for of_set, table in zip(scores, tables, strict=True)
-            ],
+            "scores": score_evidence,
             "confusion": sparse_counts(confusion_matrix(record_sets[0], len(self.names))),
             "drawn": [{"image": image, **_plain(drawn)} for image, drawn in images],
         }

@@ -74,8 +74,7 @@ def pair_by_overlap(overlaps: Overlaps, group: np.ndarray, true_group: np.ndarra
         if one not in paired and true not in detection_of:
             detection_of[true] = one
             paired.add(one)
-    count = len(detection_of)
-    return np.fromiter(detection_of.values(), np.int64, count), np.fromiter(detection_of, np.int64, count)
+    return np.fromiter(detection_of.values(), np.int64), np.fromiter(detection_of, np.int64)
 
 
 def _pairs(group: np.ndarray, true_group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

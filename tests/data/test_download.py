@@ -167,7 +167,10 @@ def test_a_bomb_is_refused_before_anything_is_written(tmp_path: Path, monkeypatc
 
 
 def test_a_data_set_is_downloaded_once_when_a_split_is_read(server: Server, tmp_path: Path, root: Path) -> None:
+    """`path:` may be a link, to a folder on another disk."""
     address = server.give("mine.zip", sending(zipped(FILES, "mine/")))
+    root.parent.mkdir()
+    root.symlink_to(tmp_path / "disk/content")
     files = [write_spec(tmp_path, download=address) for _ in range(2)]
     assert server.asked == []
     with ThreadPoolExecutor(2) as threads:

@@ -101,9 +101,10 @@ def test_a_split_has_the_rows_of_its_annotations(tmp_path: Path) -> None:
     assert "'pawns' (did you mean 'pawn'?)" in split_of(tmp_path, names=["queen", "pawns"]).problems[0]
     with pytest.raises(UserError, match="'rook'"):
         split_of(tmp_path, names=["rook"])
-    export(tmp_path / "train", annotations=objects((0, 0, [4, 4, 8, 8])))
+    own = {"id": 9, "name": "rook", "supercategory": "rook"}  # as labelme2coco writes it
+    export(tmp_path / "train", annotations=objects((0, 0, [4, 4, 8, 8])), categories=[*CATEGORIES, own])
     file = write_yaml(tmp_path / "my.yaml", {"train": "train/_annotations.coco.json"})
-    assert list(read_spec(file).names.values()) == ["pieces", "pawn", "queen"]
+    assert list(read_spec(file).names.values()) == ["pieces", "pawn", "queen", "rook"]
 
 
 def test_wrong_annotations_are_counted_by_kind_with_the_first_of_each(tmp_path: Path) -> None:
@@ -302,10 +303,13 @@ def test_several_years_and_splits(tmp_path: Path) -> None:
 
 def test_absent_images_and_annotations_are_left_out(tmp_path: Path) -> None:
     folder = voc(tmp_path)
+    for name in ("Annotations/train2.xml", "JPEGImages/train2.jpg"):
+        (folder / name).rename(folder / name.replace("train2", "train 2"))
+    (folder / "ImageSets/Main/train.txt").write_text("train0  1\ntrain1 -1\ntrain 2")
     (folder / "Annotations/train0.xml").unlink()
     (folder / "JPEGImages/train1.jpg").unlink()
     split = of_data(folder)
-    assert [path.stem for path in split.images] == ["train2"]
+    assert [path.stem for path in split.images] == ["train 2"]
     assert "2 without" in split.problems[0]
     animals = kaggle(tmp_path / "kaggle")
     (animals / "annotations/train_1.xml").unlink()
@@ -340,7 +344,7 @@ def test_a_changed_annotation_is_read_again_and_its_problems_named(tmp_path: Pat
     [
         *(("train", "train"), ("annotations/train", "images/train"), ("annotations/train", "images")),
         *(("annotations/train", "annotations/train"), ("Annotations", "Images"), ("annotations", "")),
-        *(("train/annotations", "train/images"), ("xml", "photos")),  # `images:`
+        *(("train/annotations", "train/images"), ("annotations/xmls", "images"), ("xml", "photos")),  # `images:`
     ],
 )
 def test_a_folder_of_xml_files(tmp_path: Path, annotations: str, images: str) -> None:

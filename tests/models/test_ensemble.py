@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,16 @@ def test_another_number_of_classes_than_the_data_set() -> None:
     for weights in (initial(tiny_detector()), exported((64, 64), True)):
         with pytest.raises(UserError, match=r"fine\.pt .*my\.yaml"):
             build({"fine.pt": weights}, 64, {0: "a", 1: "b"})
+
+
+def test_tensors_that_the_file_or_its_layers_lack(capsys: pytest.CaptureFixture[str]) -> None:
+    """As after a change of the layers' code, or in a fork of YOLOv5."""
+    weights = initial(tiny_detector())
+    more, fewer = dict(weights.state) | {"model.0.attention": torch.ones(1)}, dict(list(weights.state.items())[1:])
+    build({"fine.pt": replace(weights, state=more)}, 64)
+    assert "1 tensor that no layer here takes, such as model.0.attention\n" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"fine\.pt: only .* --layers"):
+        build({"fine.pt": replace(weights, state=fewer)}, 64)
 
 
 # Inference

@@ -102,9 +102,11 @@ class Average:
         self.ema, self.updates = network, 7
 
 
-def save_as_yolov5(value: Any, path: Path, kind: type = Pickled, alias: str = "PoseModel") -> None:
-    """Save `value`, with class `kind` renamed to models.yolo.`alias`."""
-    name, alias_name = f"{kind.__module__}\n{kind.__name__}\n".encode(), f"models.yolo\n{alias}\n".encode()
+def save_as_yolov5(
+    value: Any, path: Path, kind: type = Pickled, alias: str = "PoseModel", module: str = "models.yolo"
+) -> None:
+    """Save `value`, with class `kind` renamed to `module`.`alias`."""
+    name, alias_name = f"{kind.__module__}\n{kind.__name__}\n".encode(), f"{module}\n{alias}\n".encode()
     plain = path.with_suffix(".plain")
     torch.save(value, plain)
     with zipfile.ZipFile(plain) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as new:
@@ -288,6 +290,11 @@ def test_a_classifier_is_known_by_its_first_convolution(file: Path) -> None:
 def test_files_without_a_usable_network(save: Callable[[Path], None], file: Path) -> None:
     save(file)
     refused(file)
+
+
+def test_a_file_of_ultralytics(file: Path) -> None:
+    save_as_yolov5({"model": network()}, file, YoloModel, "DetectionModel", "ultralytics.nn.tasks")
+    refused(file, r"ultralytics.* v9-t\.pt")
 
 
 WRITE = "open('written', 'w').close()"

@@ -418,7 +418,9 @@ def test_a_path_to_a_run_or_into_it(project: Path, inside: str, monkeypatch: pyt
         path.touch()
     assert named("--resume", str(path)) == project / "exp2"
     monkeypatch.chdir(project)
-    assert (named("--resume", str(path.relative_to(project))) or Path()).absolute() == project / "exp2"
+    assert named("--resume", str(path.relative_to(project))) == project / "exp2"
+    monkeypatch.chdir(project / "exp2")
+    assert named("--resume", ".") == project / "exp2"
 
 
 def test_settings_that_are_not_of_a_training_run(tmp_path: Path) -> None:

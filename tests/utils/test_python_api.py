@@ -14,7 +14,7 @@ import torch
 import job
 from utils.config.flags import TrainOptions, ValOptions
 from utils.config.parser import given_flags
-from utils.distributed.failure import GracefulStop
+from utils.distributed.failure import GracefulStop, on_failure
 from utils.errors import Stopped, UserError
 from utils.files import lock_folder
 from utils.python_api import call, words_of
@@ -74,17 +74,18 @@ def test_hyperparameters_by_their_names() -> None:
 
 
 def test_an_error_of_the_script_releases_the_run_folder(tmp_path: Path) -> None:
-    """Even if the run's objects still exist, as after an error."""
-    locks = []
+    """Even if the run's objects still exist, as after an error. Its trackers end."""
+    locks, ended = [], []
 
     def start(words: list[str]) -> None:
+        on_failure(lambda: ended.append(len(locks)))
         locks.append(lock_folder(tmp_path))
         raise UserError("--data none.yaml: there is none")
 
     for _ in range(2):
         with pytest.raises(UserError, match=r"none\.yaml: there is none$"):
             call(start, {})
-    assert len(locks) == 2
+    assert (len(locks), ended) == (2, [1, 2])
 
 
 def test_the_result_is_returned(tmp_path: Path) -> None:
@@ -102,7 +103,12 @@ def test_the_result_is_returned(tmp_path: Path) -> None:
 def test_what_a_script_of_one_process_returns_is_returned_in_any_thread() -> None:
     """Only the main thread may set signal handlers."""
     results: list[dict[str, Any]] = []
-    thread = threading.Thread(target=lambda: results.append(call(dict.fromkeys, {"source": "a"})))
+
+    def in_thread() -> None:
+        with GracefulStop() as stop:
+            results.append(call(dict.fromkeys, {"source": stop.after(1) or "a"}))
+
+    thread = threading.Thread(target=in_thread)
     thread.start()
     thread.join()
     assert results == [call(dict.fromkeys, {"source": "a"})] == [{"--source=a": None}]

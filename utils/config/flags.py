@@ -484,33 +484,25 @@ REFUSED = {
     # YOLOv5's classify/train.py
     "model": "is --weights here, or --cfg for a model from scratch, such as --cfg yolov5s-cls.yaml",
     "pretrained": "is not needed: --weights names what to start from, and --weights '' starts from scratch",
+    **dict.fromkeys(("ndjson_console", "ndjson_file"), "is not needed: results.csv has the values of every epoch"),
     "decay": "is a hyperparameter: give --hyp.weight_decay",
     "cutoff": "is not built in: a model has the layers of its YAML; give another YAML with --cfg",
     "dropout": "is the second argument of the row Classify in the model YAML; give your own YAML with --cfg",
     # ultralytics
     "format": "is --include of export.py here",
     "stream": "is not needed: detect.py writes results one by one, and a Predictor takes an image or frame per call",
-    # launchers, and earlier versions of this repository
     "local_rank": "is in the environment: start with torchrun, accelerate launch or --processes",
-    "image_padding": "has left: val.py --square pads each image alike at any batch size",
-    "repeat_factor": "has left: --image-weights draws images of rare classes more often",
-    **dict.fromkeys(("scale_lr", "lr0", "learning_rate"), "is the hyperparameter lr0 here: give --hyp.lr0"),
-    **dict.fromkeys(("class_weights", "lr_factor"), "is a key of the hyperparameter file; see docs/recipes.md"),
+    **dict.fromkeys(("scale_lr", "learning_rate"), "is the hyperparameter lr0 here: give --hyp.lr0"),
+    # earlier versions of this repository
     **dict.fromkeys(
         (
-            *("partners", "no_oom_retry", "comm_hook", "weights_precision", "max_skips", "log_interval", "max_images"),
-            *("show_processes", "wandb_registry", "wandb_alerts"),
+            *("class_weights", "lr_factor", "image_padding", "repeat_factor", "partners", "no_oom_retry", "keep_state"),
+            *("weights_precision", "max_skips", "log_interval", "max_images", "verbose", "quiet", "push_to_hub"),
+            *("comm_hook", "show_processes", "wandb_registry", "wandb_alerts", "wandb_project", "wandb_entity"),
+            *("wandb_group", "wandb_tags", "wandb_name", "wandb_notes", "wandb_job_type", "wandb_id"),
         ),
-        "has left, and nothing here replaces it: leave it out",
+        "has left: see docs/flags.md#flags-of-earlier-versions",
     ),
-    "keep_state": "has left: a finished run keeps counters only; start a new run from its weights/last.pt",
-    "verbose": "has left: classes.csv in the run folder has all classes of the best epoch",
-    "quiet": "has left: redirect the output to a file",
-    "push_to_hub": "has left: hf upload sends weights/best.pt to the Hugging Face Hub",
-    **{
-        f"wandb_{word.removeprefix('RUN_').lower()}": f"has left: set W&B's variable WANDB_{word}"
-        for word in ("PROJECT", "ENTITY", "RUN_GROUP", "TAGS", "NAME", "NOTES", "JOB_TYPE", "RUN_ID")
-    },
     # YOLOv5, some of older versions
     "entity": "has left: set W&B's variable WANDB_ENTITY",
     "adam": "is --optimizer Adam here",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from utils.config.flags import GROUPS, IGNORED, REFUSED, TrainOptions, flags_of, typed_values
-from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, find_hyperparameters
+from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, Hyperparameters, find_hyperparameters, keys_of
 from utils.console import log
 from utils.errors import UserError, nearest, quoted
 from utils.files import VERSION, read_yaml
@@ -57,8 +57,9 @@ def given_flags(
 ) -> dict[str, Any]:
     """Return the values of the flags in `argv` by field name. Raises `UserError`, whose exit code is argparse's.
 
-    `--flag=False` is left out: so Python's False is. `names` are the flags that are allowed, all if empty.
-    `hyperparameters` returns the names that stand for flags such as --hyp.lr0, and is called only for unknown names.
+    `--flag=False` is left out, and `--flag=True` is the flag alone: so from Python and in sweeps. `names` are the flags
+    that are allowed, all if empty. `hyperparameters` returns the names that stand for flags such as --hyp.lr0, and is
+    called only for unknown names.
     """
     options = [option for option in flags_of(kind) if not names or option.name in names]
     known = [as_flag(name) for option in options for name in (option.name, *option.metadata["aliases"])]
@@ -77,12 +78,15 @@ def given_flags(
         if is_override:
             overrides[flag.removeprefix(OVERRIDE_PREFIX).replace("-", "_")] = value
         elif value != IGNORED.get(name) and not (value == "False" and as_flag(name) in known):
-            others.append(f"{as_flag(name)}{word.removeprefix(flag)}" if flag.startswith("--") else word)
+            rest = "" if value == "True" and as_flag(name) in known else word.removeprefix(flag)
+            others.append(f"{as_flag(name)}{rest}" if flag.startswith("--") else word)
     flags, unknown = _build_parser(kind, options).parse_known_args(others)
     if unknown:
         flag = unknown[0].partition("=")[0]
-        reason = f"is not a flag{nearest(flag, known)}; see --help"
-        raise UserError(f"{quoted(flag)} {REFUSED.get(flag[2:].replace('-', '_'), reason)}", WRONG_FLAG)
+        name, reason = flag[2:].replace("-", "_"), f"is not a flag{nearest(flag, known)}; see --help"
+        if "overrides" in kind.__dataclass_fields__ and name in keys_of(Hyperparameters):
+            reason = f"is a hyperparameter: give {OVERRIDE_PREFIX}{name}"
+        raise UserError(f"{quoted(flag)} {REFUSED.get(name, reason)}", WRONG_FLAG)
     try:
         given = checked(kind, vars(flags))
     except UserError as error:

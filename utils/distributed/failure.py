@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 from accelerate import PartialState
@@ -58,7 +58,7 @@ _on_failure: list[Callable[[], object]] = []  # at most one listener, see `on_fa
 
 
 def run_main(main: Callable[[], object]) -> None:
-    """Call a script's `main`; turn a `UserError` into one line on stderr and exit code 1, Ctrl-C into exit code 130.
+    """Call a script's `main`; turn a `UserError` into one line on stderr and its exit code, Ctrl-C into 130.
 
     Only one of all processes prints the line, also for a process that was lost.
     """
@@ -278,17 +278,21 @@ class GracefulStop:
     """Receives signals in the `with`, and checks the time limit: `hours` from the start of this process, 0 for none.
 
     The first signal requests a stop at the end of a step; a second Ctrl-C, or any signal once the run is `finished`,
-    ends the process at once. In a call from Python the time begins here.
+    ends the process at once. In a call from Python the time begins here, such a Ctrl-C raises KeyboardInterrupt, and
+    outside the main thread no signal is received.
     """
 
     def __init__(self, hours: float = 0.0) -> None:
         began = time.time() if RESULT in os.environ else psutil.Process().create_time()
         self.deadline = began + hours * 3600 if hours else float("inf")
         self.signal, self.since, self.finished = "", 0.0, False
+        self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> GracefulStop:
         # A thread reads the number of a signal from a socket. Python's own handlers would run in the main thread, which
         # may be waiting in C code for a long time.
+        if threading.current_thread() is not threading.main_thread():
+            return self
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         self._handlers = {number: signal.signal(number, lambda *_: None) for number in stop_signals()}
@@ -297,8 +301,8 @@ class GracefulStop:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if (kind or self.finished) and world_size() > 1:
-            return  # the process is about to print an error and exit: the launcher's SIGTERM must not end it before
+        if not self._handlers or ((kind or self.finished) and world_size() > 1):
+            return  # a process that is about to print an error and exit: the launcher's SIGTERM must not end it before
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -310,7 +314,11 @@ class GracefulStop:
             if number not in self._handlers:
                 continue
             name, again = signal.Signals(number).name, time.monotonic() - self.since > SECOND_INTERRUPT_SECONDS
-            if self.finished or (before and again and number == signal.SIGINT):
+            is_last = self.finished or (before and again and number == signal.SIGINT)
+            if is_last and number == signal.SIGINT and RESULT in os.environ and world_size() == 1:
+                main = ctypes.c_ulong(threading.main_thread().ident or 0)  # a notebook's process goes on
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(KeyboardInterrupt))
+            elif is_last:
                 reason = f"stopped by {name}; the run itself is finished" if self.finished else "interrupted"
                 hard_exit("" if ranks().local_rank else reason, 128 + number)
             self.signal, self.since = name, time.monotonic()

@@ -54,7 +54,7 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 # Set by `accelerate launch`, from its file or command line. It is also 'no' if neither names a precision, so 'no' does
 # not count as a choice; --mixed-precision no trains in float32.
 LAUNCHER_PRECISION = "ACCELERATE_MIXED_PRECISION"
-_chosen: list[str] = []  # --device of an earlier run in this process, and the value of the variable that it set
+_chosen: list[Any] = []  # numbers of an earlier --device in this process, and the value of the variable that it set
 
 
 # The Accelerator
@@ -197,7 +197,7 @@ def _prepare_processes() -> None:
     """
     os.environ.setdefault("LOCAL_RANK", "0")  # needed by Accelerate, and not set on some clusters
     if not os.environ.get("OMP_NUM_THREADS"):
-        os.environ["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // ranks().local_world_size, 1))
+        os.environ["OMP_NUM_THREADS"] = str(max(cores_per_process(), 1))
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with suppress(OSError, KeyError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         interfaces = {known.address: name for name, addresses in psutil.net_if_addrs().items() for known in addresses}
@@ -255,13 +255,16 @@ register_rendezvous_handler(RENDEZVOUS, _rendezvous)
 def device_kind(device: str) -> str:
     """Prepare the devices of a run; return the kind that `--device` selects: cpu, cuda or mps.
 
-    Only the named CUDA devices become visible, so that local rank k gets the k-th; CUDA must not be initialised before.
-    Raises `UserError` if there are fewer devices than named or than processes, or for devices that are not supported.
+    Only the named CUDA devices become visible, so that local rank k gets the k-th. Raises `UserError` if there are
+    fewer devices than named or than processes, if they are not supported, or if the process has used others.
     """
     if not device and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":  # set by accelerate launch --cpu
         device = "cpu"
-    if _chosen == [device, os.environ.get(VISIBLE_DEVICES)]:
+    numbers, visible = device_numbers(device), os.environ.get(VISIBLE_DEVICES)
+    if _chosen == [numbers, visible]:
         return "cuda"
+    if (any(numbers) and torch.cuda.is_initialized()) or (numbers and _chosen[1:] == [visible]):
+        raise UserError(f"--device {device}: this Python process has used another GPU; restart Python")
     devices, here = devices_named(device), ranks().local_world_size
     kind = devices[0].type
     if kind == "cuda" and len(devices) < here:
@@ -270,9 +273,9 @@ def device_kind(device: str) -> str:
             f"{here} processes of this machine; use one for each, or --device cpu"
         )
     if kind == "cuda" and device:
-        visible = os.environ.get(VISIBLE_DEVICES) or ",".join(map(str, range(torch.cuda.device_count())))
+        visible = visible or ",".join(map(str, range(torch.cuda.device_count())))
         os.environ[VISIBLE_DEVICES] = ",".join(visible.split(",")[named.index] for named in devices)
-        _chosen[:] = device, os.environ[VISIBLE_DEVICES]
+        _chosen[:] = numbers, os.environ[VISIBLE_DEVICES]
     return kind
 
 
@@ -297,10 +300,10 @@ def device_numbers(device: str) -> list[int]:
     return list(map(int, words))
 
 
-def loader_workers(limit: int) -> int:
-    """Return the loader processes per training process: `limit`, but at most one per core of the machine in total."""
+def cores_per_process() -> int:
+    """Return this process's share of the cores that its machine allows, rounded down."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(0, min(limit, cores // ranks().local_world_size))
+    return cores // ranks().local_world_size
 
 
 def describe_device(device: torch.device) -> str:
@@ -325,7 +328,7 @@ def spawn(main: Callable[[], object], processes: int, device: str = "") -> bool:
     if processes and processes != expected:
         raise UserError(
             f"--processes {processes}: it is {expected}, by the launcher or by --device {device} with one process per "
-            "GPU; leave out --processes"
+            "GPU; give --processes {expected}"
         )
     processes = processes or named
     if processes < 2 or launched > 1 or "LOCAL_RANK" in os.environ:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from utils.console import log
 from utils.files import IS_INSTALLED, ROOT
 from utils.summary import Example, Summary, evenly_spaced
 
@@ -84,6 +85,8 @@ class RunLog:
         from utils.tracking.trackers import requested_trackers
 
         names = requested_trackers(options.log_with, options.no_wandb)
+        if uploads and "wandb" not in names:
+            log("warning: W&B is off: --upload-model and --upload-dataset upload nothing")
         config = start_trackers(run, config, step, "train", self.run_id, options.project, names, uploads)
         self.metadata = {name: config[name] for name in ("dataset", "command", "git_commit")}
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from utils.batch import layout
 from utils.console import log
-from utils.distributed.launch import loader_workers
+from utils.distributed.launch import cores_per_process
 from utils.distributed.ranks import launch_number, world_size
 from utils.errors import UserError, first_line, plural
 
@@ -54,7 +54,7 @@ def loader_processes(limit: int, batch_bytes: int) -> int:
     A process whose batches exceed the shared memory ends with a bus error. Raises `UserError` if a single batch exceeds
     the memory of the machine.
     """
-    workers, machine = loader_workers(limit), psutil.virtual_memory().total
+    workers, machine = min(limit, cores_per_process()), psutil.virtual_memory().total
     processes = launch_number("LOCAL_WORLD_SIZE", 1)
     if batch_bytes * processes > machine:
         raise UserError(

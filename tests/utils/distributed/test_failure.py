@@ -296,6 +296,23 @@ with GracefulStop() as stop:
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(60)
 """
+NOTEBOOK = """
+import os, signal, time
+from utils.distributed.failure import GracefulStop
+from utils.python_api import call
+
+def interrupted(words):
+    with GracefulStop() as stop:
+        stop.finished = True
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(600):
+            time.sleep(0.1)
+
+try:
+    call(interrupted, {})
+except KeyboardInterrupt:
+    raise SystemExit("goes on")
+"""
 FINISHED = """
 import os, signal, time
 from utils.distributed.failure import GracefulStop
@@ -305,6 +322,11 @@ with GracefulStop() as stop:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
 """
+
+
+def test_ctrl_c_does_not_end_a_notebook() -> None:
+    ended = subprocess.run([sys.executable, "-c", NOTEBOOK], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, "goes on\n")
 
 
 @pytest.mark.parametrize(("script", "code"), [(TWO_CTRL_C, 130), (FINISHED, 143)])

@@ -31,10 +31,10 @@ from utils.distributed.launch import (
     RENDEZVOUS,
     choose_precision,
     connect,
+    cores_per_process,
     device_kind,
     device_numbers,
     devices_named,
-    loader_workers,
     reset_accelerate,
     seed_everything,
     spawn,
@@ -193,6 +193,8 @@ def test_only_the_named_devices_are_visible(
         set_devices(monkeypatch, devices)
         assert device_kind(device) == "cuda"
         assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+    with pytest.raises(UserError, match="another GPU"):
+        device_kind("0,1,2")
 
 
 def test_the_best_device_or_the_requested_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +222,9 @@ def test_too_few_devices_are_an_error(
 
 def test_processes_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
-    assert (loader_workers(8), loader_workers(3), loader_workers(0)) == (8, 3, 0)
+    assert cores_per_process() == 8
     launched(monkeypatch, 8, 4)
-    assert loader_workers(8) == 2
+    assert cores_per_process() == 2
 
 
 # The rendezvous
