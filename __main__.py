@@ -30,8 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="lockstep", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    version = f"lockstep {VERSION}"
-    parser.add_argument("--version", action="version", version=version, help="print the version and exit")
+    parser.add_argument("--version", action="version", version=f"lockstep {VERSION}", help="print the version and exit")
     # The action `version` prints any text.
     parser.add_argument(
         "--folder", action="version", version=str(ROOT), help="print the shipped files' folder and exit"

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +79,9 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def groups(frames: Iterable[tuple[Frame, Item]], most: int) -> Iterator[list[tuple[Frame, Item]]]:
     """Iterate over groups of at most `most` successive frames whose items have one shape."""
-    group: list[tuple[Frame, Item]] = []
-    for frame, item in frames:
-        if group and group[0][1][0].shape != item[0].shape:
+    for _, of_one_shape in groupby(frames, key=lambda pair: pair[1][0].shape):
+        while group := list(islice(of_one_shape, most)):  # a full one at once: a camera's next frame comes later
             yield group
-            group = []
-        group.append((frame, item))
-        if len(group) == most:  # at once, because the next frame of a camera comes later
-            yield group
-            group = []
-    if group:
-        yield group
 
 
 class Output:

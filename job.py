@@ -22,7 +22,7 @@ from models.tasks.contract import Model, Task, terms_of
 from models.weights import Origin, same_names
 from utils.batch import Batch
 from utils.checkpoint import Decisions, Identity, resolve_settings
-from utils.config.flags import PYTHON_SUFFIX, TrainOptions, select
+from utils.config.flags import TrainOptions, select
 from utils.config.hyperparameters import is_shipped, log_unread
 from utils.config.parser import given_flags
 from utils.config.settings import Settings
@@ -35,6 +35,7 @@ from utils.files import located
 from utils.run import Run
 from utils.summary import evenly_spaced, fitness_weights
 from utils.tracking.run_log import RunLog, wandb_run_id
+from utils.tracking.trackers import add_user_trackers
 from utils.training import memory
 from utils.training.log import profile_window
 
@@ -110,10 +111,7 @@ class Job(NamedTuple):
         data = self.source.open(model.imgsz, model.stride, replace(data_options, workers=workers))
         user = data.user_augmentations("augmentations" in settings.given)
         log(f"augmentations of {user.file}: {', '.join(name for name, _ in user.calls)}" if user.calls else "")
-        if PYTHON_SUFFIX in options.log_with:
-            from utils.tracking.trackers import add_user_trackers
-
-            add_user_trackers(options.log_with, "log_with" in settings.given)
+        add_user_trackers(options.log_with, "log_with" in settings.given)
         with barrier(options.dist_timeout):
             splits = data.split("train", settings.hyp), data.split("val")
         memory.check_repeats(options.batch_size, len(splits[0].images))

@@ -118,7 +118,7 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
     steps = OptimizerSteps(run, distributed, state, schedule, evaluate.loss_names, options.profile, options.hashes)
     criterion = steps.recorded(task, criterion, record)
     progress, half = steps.progress, accelerator.mixed_precision != "no"
-    flags = {**settings.flags(), "imgsz": model.imgsz, "wandb_id": decisions.run_id}
+    flags = {**vars(options), "imgsz": model.imgsz, "wandb_id": decisions.run_id}
     weights = {"yaml": model.yaml, "names": task.names, "settings": flags, "half": half, **settings.origin}
 
     with run.graceful_stop(options.time_limit) as stop:
@@ -148,13 +148,7 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
 
 
 def train_one_epoch(
-    run: Run,
-    job: Job,
-    model: DistributedModel,
-    loader: Any,
-    sampler: Any,
-    criterion: Criterion,
-    steps: OptimizerSteps,
+    run: Run, job: Job, model: DistributedModel, loader: Any, sampler: Any, criterion: Criterion, steps: OptimizerSteps
 ) -> dict[str, float]:
     """Train the rest of an epoch: one pass over the training images. Raises `StopRequested` if the run must end.
 
@@ -244,7 +238,7 @@ def launch(unresolved: Settings) -> None:
         from job import doctor_inputs
         from utils.distributed.doctor import run_doctor  # only here, because training does not need it
 
-        work = partial(run_doctor, unresolved.flags(), partial(doctor_inputs, unresolved))
+        work = partial(run_doctor, vars(unresolved.options), partial(doctor_inputs, unresolved))
     if not spawn(work, unresolved.options.processes, unresolved.options.device):
         work()
 

@@ -25,7 +25,7 @@ from models.ensemble import Inference, for_inference, read_members
 from models.loading import log_rounding
 from models.tasks.contract import Criterion, Metrics, Model, Prediction, Task, Thresholds, refuse, terms_of
 from utils.batch import Batch, CocoImage, Split
-from utils.config.flags import PYTHON_SUFFIX, ValOptions, select
+from utils.config.flags import ValOptions, select
 from utils.config.parser import given_flags, over_defaults
 from utils.console import log
 from utils.distributed.failure import barrier, run_main
@@ -36,6 +36,7 @@ from utils.python_api import call
 from utils.run import Run
 from utils.summary import DRAWN_IMAGES, POSTPROCESSING, StageTimer, Summary, evenly_spaced, log_times
 from utils.tracking import run_log
+from utils.tracking.trackers import add_user_trackers
 
 MANY_CLASSES = 50  # with more, a row per class is printed only with --verbose
 SPEED_DEFAULTS = {"conf_thres": 0.25, "iou_thres": 0.45, "square": True}  # defaults of flags with --task speed
@@ -106,8 +107,7 @@ class Evaluator:
         weighted = [(weight, [weight * value for value in values]) for _, weight, values in sorted(losses)]
         total = sum(weight for weight, _ in weighted)
         means = [sum(column) / total for column in zip(*(values for _, values in weighted), strict=True)]
-        names = self.loss_names
-        return dict(zip(names, means or [math.nan] * len(names), strict=True))
+        return dict(zip(self.loss_names, means or [math.nan] * len(self.loss_names), strict=True))
 
 
 def evaluator(
@@ -169,10 +169,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     data = source.open(first.imgsz, stride, select(DataOptions, options, workers=workers, cache=""))
     with barrier(options.dist_timeout):
         split = data.split(split_name)
-    if PYTHON_SUFFIX in options.log_with:
-        from utils.tracking.trackers import add_user_trackers
-
-        add_user_trackers(options.log_with)
+    add_user_trackers(options.log_with)
 
     # Open the run folder.
     run.open_folder(options.project, options.name, options.exist_ok)
@@ -248,16 +245,12 @@ def label_writer(options: ValOptions, folder: Path, images: Sequence[Path]) -> C
     return write
 
 
-def start_validation(given: Mapping[str, Any]) -> None:
-    """Validate with flags by name, on as many processes as they say."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Validate from the command line, on as many processes as it says."""
+    given = given_flags(ValOptions, sys.argv[1:] if argv is None else argv)
     options = over_defaults(ValOptions, given)
     if not spawn(partial(validate, given), options.processes, options.device):
         validate(given)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Validate from the command line."""
-    start_validation(given_flags(ValOptions, sys.argv[1:] if argv is None else argv))
 
 
 def run(**flags: Any) -> dict[str, Any]:

@@ -203,13 +203,9 @@ class Progress:
         """Start the next epoch."""
         self.epoch, self.batch, self.taken = self.epoch + 1, 0, 0
 
-    def state(self) -> dict[str, Any]:
-        """Return the counters as plain values."""
-        return asdict(self)
-
     @classmethod
     def from_state(cls, saved: Mapping[str, Any]) -> Progress:
-        """Return the progress whose `state` is `saved`."""
+        """Return the progress whose fields, as plain values, are `saved`."""
         return cls(**{**saved, "summary": saved["summary"] and Summary(**saved["summary"])})
 
 
@@ -240,7 +236,7 @@ class TrainingState:
 
     def save(self, files: RunFolder, keep_tensors: bool = True) -> None:
         """Write the state into the run folder, unless it has just been written; of a finished run the counters only."""
-        progress = {**self.progress.state(), "summary": None}  # the summary changes with the best epoch only
+        progress = {**asdict(self.progress), "summary": None}  # the summary changes with the best epoch only
         if progress == self._saved_progress:
             return
         self._saved_progress = progress
@@ -253,7 +249,7 @@ class TrainingState:
             "format": STATE_FORMAT,
             **vars(self.identity),
             "decisions": asdict(self.decisions),
-            "progress": self.progress.state(),
+            "progress": asdict(self.progress),
         }
         if not keep_tensors:
             return counters

@@ -133,8 +133,7 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
     """Return the content of a file. Raises OSError for a pipe, socket or device too, which may never end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
-    with open(path, "rb") as file:
-        return file.read()
+    return Path(path).read_bytes()
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[str]:

@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -337,7 +338,7 @@ BEGUN = {"epochs": 10, "batch_size": 8, "imgsz": 96, "hyp": LOW, "freeze": (0, 2
 AUTO = ("--resume", "auto", "--project")
 STATE = {
     **{"format": STATE_FORMAT, "names": NAMES, "imgsz": 96, "splits": IDENTITY.splits, "model": {}},
-    **{"progress": Progress(epoch=3, batch=2, step=11).state(), "rows": ["epoch", "0", "1", "2"]},
+    **{"progress": asdict(Progress(epoch=3, batch=2, step=11)), "rows": ["epoch", "0", "1", "2"]},
 }
 
 
@@ -465,7 +466,7 @@ def test_edited_settings(tmp_path: Path) -> None:
 
 
 def test_a_finished_run(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    finished = begin(tmp_path / "exp", {**STATE, "progress": Progress(epoch=10, finished=True).state()})
+    finished = begin(tmp_path / "exp", {**STATE, "progress": asdict(Progress(epoch=10, finished=True))})
     name, fewer = ("--resume", str(finished)), ("--epochs", "3")
     project = ("--project", str(tmp_path))
     for flags in (

@@ -27,9 +27,8 @@ HYPS_FOLDER = "data/hyps"
 FEW_IMAGES = 5000  # a run from scratch on fewer images takes another file
 # Hyperparameter files of this repository, by YOLOv5's names.
 YOLOV5_HYPS = {f"hyp.scratch-{size}.yaml": f"{size}.yaml" for size in ("low", "med", "high")}
-YOLOV5_HYPS |= {"hyp.no-augmentation.yaml": "none.yaml"} | {
-    f"hyp.{name}.yaml": f"{name}.yaml" for name in ("VOC", "Objects365")
-}
+YOLOV5_HYPS |= {f"hyp.{name}.yaml": f"{name}.yaml" for name in ("VOC", "Objects365")}
+YOLOV5_HYPS["hyp.no-augmentation.yaml"] = "none.yaml"
 
 
 def number(default: float, within: Range) -> Any:

@@ -100,15 +100,11 @@ class Settings:
         """Return whether the command line, `defaults` or the settings of a resumed run give a flag's value."""
         return self.is_fixed or flag in self.given or flag in defaults
 
-    def flags(self) -> dict[str, Any]:
-        """Return all flags by name."""
-        return dict(vars(self.options))
-
     def content(self, model_yaml: Mapping[str, Any], imgsz: int, batch_size: int, run_id: str) -> dict[str, Any]:
         """Return the content of settings.yaml, with the model's image size and what --batch-size -1 has measured."""
         sizes = {"imgsz": imgsz} if self.options.batch_size > 0 else {"imgsz": imgsz, "batch_size": batch_size}
         parts = {"hyperparameters": vars(self.hyp), "model": model_yaml, **self.origin}
-        return {**self.flags(), **sizes, "wandb_id": run_id, **parts}
+        return {**vars(self.options), **sizes, "wandb_id": run_id, **parts}
 
     def log_changes(self) -> None:
         """Log each flag that differs from the settings of the resumed run."""

@@ -141,7 +141,6 @@ class _Normalise(torch.autograd.Function):
         _, for_weight, for_bias = backward(
             grad, input, gains, mean, variance, None, None, train=False, eps=ctx.eps, output_mask=[False, True, True]
         )
-
         sums = ctx.total(torch.cat((for_weight, for_bias)).double())
         slope, shift = (part.to(mean) for part in (sums / ctx.count).chunk(2))  # mean(g x) and mean(g)
         scale = (variance + ctx.eps).rsqrt() * gains

@@ -328,7 +328,7 @@ def spawn(main: Callable[[], object], processes: int, device: str = "") -> bool:
     if processes and processes != expected:
         raise UserError(
             f"--processes {processes}: it is {expected}, by the launcher or by --device {device} with one process per "
-            "GPU; give --processes {expected}"
+            f"GPU; give --processes {expected}"
         )
     processes = processes or named
     if processes < 2 or launched > 1 or "LOCAL_RANK" in os.environ:

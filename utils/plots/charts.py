@@ -59,8 +59,7 @@ def render(make_figure: Callable[..., Figure], *arguments: Any) -> np.ndarray:
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(MATPLOTLIB_SETTINGS)
         png = io.BytesIO()
-        how: Any = {"bbox_inches": "tight", "pil_kwargs": {"compress_level": 0}}
-        make_figure(*arguments).savefig(png, dpi=PIXELS_PER_INCH, **how)
+        make_figure(*arguments).savefig(png, dpi=PIXELS_PER_INCH, bbox_inches="tight", pil_kwargs={"compress_level": 0})
     return np.asarray(cv2.imdecode(np.frombuffer(png.getbuffer(), np.uint8), cv2.IMREAD_COLOR))
 
 

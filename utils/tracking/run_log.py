@@ -22,12 +22,12 @@ from torch import nn
 from utils.console import log
 from utils.files import IS_INSTALLED, ROOT
 from utils.summary import Example, Summary, evenly_spaced
+from utils.tracking.trackers import WANDB, Tracker, requested_trackers
 
 if TYPE_CHECKING:
     from utils.checkpoint import Progress
     from utils.config.flags import TrainOptions
     from utils.run import Run
-    from utils.tracking.trackers import Tracker
     from utils.tracking.wandb import ImageReader
 
 LOGGED_IMAGES = 16  # validation images in the trackers, the same ones every time
@@ -53,7 +53,6 @@ def start_trackers(
     project = "lockstep" if folder == DEFAULT_PROJECT else folder
 
     def make() -> list[Tracker]:
-        from utils.tracking.trackers import WANDB, Tracker  # only here: Accelerate's trackers take a while to import
         from utils.tracking.wandb import WandbTracker
 
         wandb = partial(WandbTracker, path, project, run_id, job, uploads)
@@ -82,8 +81,6 @@ class RunLog:
         run, options = self.run, self.options
         config = {**settings, "world_size": len(run.devices), "devices": [*run.devices], "dataset": dict(dataset)}
         step, uploads = saved["progress"]["step"] if saved else 0, options.upload_model or options.upload_dataset
-        from utils.tracking.trackers import requested_trackers
-
         names = requested_trackers(options.log_with, options.no_wandb)
         if uploads and "wandb" not in names:
             log("warning: W&B is off: --upload-model and --upload-dataset upload nothing")
@@ -175,8 +172,6 @@ class RunLog:
 
 def start_validation(run: Run, flags: Mapping[str, Any], training: Mapping[str, Any]) -> None:
     """Start the trackers of a validation; `training`: settings of the run that made the weights."""
-    from utils.tracking.trackers import requested_trackers
-
     config, project = {**flags, "training_run": training.get("wandb_id", "")}, training.get("project")
     names = requested_trackers(flags["log_with"])
     start_trackers(run, config, 0, "val", wandb_run_id(), str(project or DEFAULT_PROJECT), names)

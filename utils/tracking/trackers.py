@@ -60,14 +60,8 @@ class Tracker(GeneralTracker):
         with suppress(Exception, SystemExit):  # import it here: loader processes must not be forked during an import
             importlib.import_module(MODULES.get(self.name, self.name))
         start_programs_between_forks()
-
-        def start() -> None:
-            try:
-                self.inner = self._start(values)
-            finally:
-                self._started.set()
-
-        self._background.do(start)
+        self._background.do(lambda: self._start(values))
+        self._background.do(self._started.set)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         """Log numbers by key at an optimizer step; the key "step" or "epoch" is the x axis of the others."""
@@ -96,7 +90,7 @@ class Tracker(GeneralTracker):
 
     # In the thread
 
-    def _start(self, config: Mapping[str, Any]) -> Any:
+    def _start(self, config: Mapping[str, Any]) -> None:
         kind: Any = LOGGER_TYPE_TO_CLASS[self.name]
         arguments = {"logging_dir": str(self.folder)} if kind.requires_logging_directory else {}
         if self.name in NAME_ARGUMENTS:
@@ -105,7 +99,7 @@ class Tracker(GeneralTracker):
         tracker = kind(self.name if self.name == TENSORBOARD else self.project, **arguments)
         tracker.start()
         tracker.store_init_configuration(flat(config))
-        return tracker
+        self.inner = tracker
 
     def _log(self, values: Mapping[str, Any], step: int) -> None:
         # MLflow refuses other characters, and a key "epoch" beside keys that begin with "epoch/".

@@ -66,7 +66,7 @@ class WandbTracker(Tracker):
 
     # In the thread
 
-    def _start(self, config: Mapping[str, Any]) -> Any:
+    def _start(self, config: Mapping[str, Any]) -> None:
         import wandb
 
         # What `log` prints is written by `with_wandb`, not captured.
@@ -83,7 +83,7 @@ class WandbTracker(Tracker):
 
         mode, tracker, reason = wandb.setup().settings.mode, None, "the run is stored on this machine"
         if mode == "disabled":
-            return None
+            return
         if mode in ("offline", "dryrun"):
             reason = "offline"
         elif not has_key():
@@ -108,7 +108,7 @@ class WandbTracker(Tracker):
             with suppress(OSError, ValueError):
                 self._last = dict(json.loads((self.folder / POSITION_FILE).read_text()))
         self._repeats = bool(self._last)
-        return tracker
+        self.inner = tracker
 
     def _log(self, values: Mapping[str, Any], step: int) -> None:
         axis = EPOCH if EPOCH in values else STEP

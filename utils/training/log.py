@@ -69,13 +69,7 @@ class StepLog:
     """The curves of the optimizer steps, the values beside the progress bar, and the profile."""
 
     def __init__(
-        self,
-        run: Run,
-        terms: Sequence[str],
-        schedule: Schedule,
-        batch_size: int,
-        progress: Progress,
-        window: str = "",
+        self, run: Run, terms: Sequence[str], schedule: Schedule, batch_size: int, progress: Progress, window: str = ""
     ) -> None:
         self.run, self.terms, self.batch_size, self.device = run, terms, batch_size, run.accelerator.device
         steps = math.ceil(schedule.batches / run.accelerator.gradient_accumulation_steps)  # of an epoch
@@ -194,23 +188,6 @@ def peak_memory(device: torch.device) -> float:
     return torch.cuda.max_memory_allocated(device) / BYTES_PER_GIB if device.type == "cuda" else 0.0
 
 
-def results_row(
-    epoch: int,
-    losses: Mapping[str, float],
-    summary: Summary | None,
-    metric_names: Sequence[str],
-    optimizer: torch.optim.Optimizer,
-) -> dict[str, float | None]:
-    """Return a row of results.csv with YOLOv5's columns; the validation columns are None without a `summary`."""
-    return {
-        "epoch": epoch,
-        **{f"train/{name}": value for name, value in losses.items()},
-        **{f"metrics/{name}": summary.metrics[name] if summary else None for name in metric_names},
-        **{f"val/{name}": summary.losses[name] if summary else None for name in losses},
-        **{f"x/lr{number}": group["lr"] for number, group in enumerate(optimizer.param_groups)},
-    }
-
-
 def epoch_line(epoch: int, epochs: int, losses: Mapping[str, float], summary: Summary | None, rate: float) -> str:
     """Return the console line of an epoch, counted from 0; one wider than the terminal has fewer digits, or no rate."""
     headline = (summary.headline or summary.metrics) if summary else {}
@@ -252,7 +229,13 @@ def log_epoch(
     The validation, without a `summary` if there was none, `began` at a time of `time.monotonic`.
     """
     run, progress, bar = steps.run, steps.progress, steps.log.bar
-    row = results_row(progress.epoch, losses, summary, metric_names, steps.optimizer)
+    row: dict[str, float | None] = {  # YOLOv5's columns
+        "epoch": progress.epoch,
+        **{f"train/{name}": value for name, value in losses.items()},
+        **{f"metrics/{name}": summary.metrics[name] if summary else None for name in metric_names},
+        **{f"val/{name}": summary.losses[name] if summary else None for name in losses},
+        **{f"x/lr{number}": group["lr"] for number, group in enumerate(steps.optimizer.param_groups)},
+    }
     run.files.add_row(row)
     log(epoch_line(progress.epoch, options.epochs, losses, summary, bar.rate))
     if progress.skipped:
