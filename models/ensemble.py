@@ -88,9 +88,7 @@ def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -
     state = task.renamed(weights.state)
     loaded, total, _ = transfer(model, state)
     if loaded < total and weights.model.get("nc") == len(task.names):
-        raise UserError(
-            f"{name}: only {loaded} of {total} tensors fit its layers; give those of its training (--layers)"
-        )
+        raise UserError(f"{name}: only {loaded} of {total} tensors fit its layers; give the --layers of its training")
     if loaded < total:
         raise UserError(
             f"{name} has {plural(weights.model.get('nc', 0), 'class')} and {data} has {len(task.names)}; give the data "
