@@ -27,7 +27,6 @@ from utils.config.hyperparameters import is_shipped, log_unread
 from utils.config.parser import given_flags
 from utils.config.settings import Settings
 from utils.console import log
-from utils.distributed.failure import barrier
 from utils.distributed.logical import check_logical_processes
 from utils.distributed.ranks import broadcast_from_main, world_size
 from utils.errors import UserError
@@ -112,8 +111,7 @@ class Job(NamedTuple):
         user = data.user_augmentations("augmentations" in settings.given)
         log(f"augmentations of {user.file}: {', '.join(name for name, _ in user.calls)}" if user.calls else "")
         add_user_trackers(options.log_with, "log_with" in settings.given)
-        with barrier(options.dist_timeout):
-            splits = data.split("train", settings.hyp), data.split("val")
+        splits = data.split("train", settings.hyp), data.split("val")
         memory.check_repeats(options.batch_size, len(splits[0].images))
         data.report(*splits)
         return Data(data, *splits)
@@ -231,6 +229,6 @@ def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, S
     files: dict[str, Sequence[Path]] = {**job.source.files()}
     if job.start.weights_file:
         files["weights"] = [job.start.weights_file]
-    if job.options.augmentations:
-        files["augmentations"] = [Path(job.options.augmentations)]
-    return {**vars(job.settings.hyp), "model": job.start.yaml, "class names": job.task.names}, files
+    places = [Path(each) for each in (job.options.layers, job.options.task_file, job.options.augmentations) if each]
+    code = [file.read_bytes() for place in places for file in sorted(place.rglob("*.py")) or [place]]
+    return {**vars(job.settings.hyp), "model": job.start.yaml, "class names": job.task.names, "your code": code}, files

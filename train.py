@@ -60,7 +60,8 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
     seed_everything(options.seed, not options.no_deterministic)
     model, known_share = job.load_model()
     factors = rate_factors(model, hyp.lr_factor)  # of the learning rate
-    data = job.open_data(model)
+    with barrier(options.dist_timeout):  # one machine may have more labels to check
+        data = job.open_data(model)
 
     # Open the run folder: a new one, or the folder of the run that is resumed.
     name = Path(options.resume).name if settings.is_fixed else options.name

@@ -53,7 +53,7 @@ SLURM)
 	;;
 esac
 [[ $tasks =~ ^1(\(x[0-9]+\))?$ ]] ||
-	refuse "$engine has started $tasks tasks on a machine; start one on each (srun --ntasks-per-node=1, mpirun --map-by ppr:1:node)"
+	refuse "$engine has started $tasks tasks on a machine; start one on each (srun --ntasks-per-node=1, mpirun --map-by ppr:1:node --bind-to none)"
 
 rank=$(number "$rank_variable" 0)
 machines=$(number "$machines_variable" 1)

@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/tune"))
     flags = parser.parse_args()
     import optuna
+    from optuna.storages.journal import JournalFileBackend
 
     def fitness(trial: optuna.Trial) -> float:
         values = {name: trial.suggest_float(name, low, high, log=log) for name, (low, high, log) in SPACE.items()}
@@ -50,11 +51,12 @@ def main() -> None:
         return float(result["fitness"])
 
     flags.folder.mkdir(parents=True, exist_ok=True)
-    journal = getattr(optuna.storages, "journal").JournalFileBackend(str(flags.folder / "trials.log"))  # noqa: B009
-    storage = optuna.storages.JournalStorage(journal)
-    study = optuna.create_study(study_name="tune", storage=storage, direction="maximize", load_if_exists=True)
+    storage = optuna.storages.JournalStorage(JournalFileBackend(str(flags.folder / "trials.log")))
+    name = f"{flags.data} {flags.weights} {flags.cfg} {flags.epochs}"
+    study = optuna.create_study(study_name=name, storage=storage, direction="maximize", load_if_exists=True)
     succeeded = (optuna.trial.TrialState.COMPLETE,)
-    study.optimize(fitness, n_trials=flags.trials - len(study.get_trials(deepcopy=False, states=succeeded)))
+    count = flags.trials - len(study.get_trials(deepcopy=False, states=succeeded))
+    study.optimize(fitness, count, callbacks=[optuna.study.MaxTrialsCallback(flags.trials, succeeded)])
     if not study.get_trials(deepcopy=False, states=succeeded):
         sys.exit("error: no trial has succeeded; see the messages above")
     print(f"best fitness {study.best_value:.4f} with {study.best_params}")

@@ -86,15 +86,16 @@ def test_differences_between_machines_are_errors(
     other_data = data_yaml(shutil.copytree(small_data.with_suffix(""), tmp_path / "other"))
     next((tmp_path / "other" / "images" / "train").iterdir()).unlink()
 
-    def machine(rank: int) -> str:
+    def machine(rank: int, *more: str) -> str:
         # run_script appends the repository's train.py, which bash gets as $1 and drops.
         other = ("bash", "-c", f'{sys.executable} {copy / "train.py"} "${{@:2}}"', "-")
         launcher = (*on_host(hosts, rank), *(other if rank else (sys.executable,)))
-        more = ("--data", str(other_data), "--epochs", "7") if rank else ()
+        more = more if rank else ()
         return doctor("--dist-timeout", "30", *more, launcher=launcher, fails=True, **by_hand(rank, PORT, "10.77.0.1"))
 
     with ThreadPoolExecutor() as pool:
-        printed = list(pool.map(machine, (0, 1)))
+        printed = list(pool.map(lambda rank: machine(rank, "--data", str(other_data), "--epochs", "7"), (0, 1)))
+        main, _ = pool.map(lambda rank: machine(rank, "--data", "nowhere.yaml"), (0, 1))
     assert [tables(text) for text in printed] == [1, 0]
     found = errors(printed[0])
     for error, what in zip(found, ["the code", "the data (train)", "labels of train", "--epochs"], strict=True):
@@ -102,3 +103,4 @@ def test_differences_between_machines_are_errors(
         assert "rank 0 has " in error
         assert "rank 1 has " in error
     assert not errors(printed[1])
+    assert "rank 1: data set 'nowhere.yaml'" in errors(main)[0]

@@ -34,10 +34,10 @@ def read_hashes(run: Path) -> list[dict[str, str]]:
 
 def compare(*runs: Path) -> dict[str, Any]:
     """Return whether two runs are the `same`, known `causes`, and what differs in the first step that does."""
+    steps = [read_hashes(run) for run in runs]
     before = [{**curve_settings(read_yaml(run / "settings.yaml")), **read_yaml(run / MACHINE)} for run in runs]
     pairs = {key: [values.get(key) for values in before] for key in dict.fromkeys([*before[0], *before[1]])}
     causes = {key: [one, two] for key, (one, two) in pairs.items() if one != two}
-    steps = [read_hashes(run) for run in runs]
     result = {"same": len(steps[0]) == len(steps[1]), "steps": [len(rows) for rows in steps], "causes": causes}
     for row, other in zip(*steps, strict=False):
         if row != other:
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--expect", metavar="HASH", help="SHA-256 that the final weights of A must have")
     options = parser.parse_args(argv)
     try:
-        result = compare(options.run, options.other or options.run)
+        result: dict[str, Any] = compare(options.run, options.other) if options.other else {"same": True}
         is_saved = (options.run / "weights" / "last.pt").exists()
         result["weights"] = weights_hash(options.run) if is_saved or not options.other else "not saved yet"
     except (UserError, OSError) as error:

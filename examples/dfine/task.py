@@ -79,7 +79,8 @@ class DFineTask(BoxTask):
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         if config.get("model_type") not in CLASSES:
             return None
-        names = {int(number): str(name) for number, name in config.pop("id2label").items()}
+        two = {0: "LABEL_0", 1: "LABEL_1"}  # which transformers does not write
+        names = {int(number): str(name) for number, name in config.pop("id2label", two).items()}
         config.pop("label2id", None)
         header = card.read_text(encoding="utf-8") if card.is_file() else ""
         licence = re.search(r"^license: *(\S+)", header, re.MULTILINE)

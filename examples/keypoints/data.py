@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -68,6 +69,15 @@ class KeypointItems(Items):
         return to_pixels(image, sample.shape), torch.from_numpy(rows), info
 
 
+def read_points(file: str, classes: int) -> np.ndarray:
+    """Return the rows of a label file, float32 (m, 3); none if it is absent. Raises `UserError`."""
+    rows = np.loadtxt(file, np.float32, ndmin=2) if os.path.isfile(file) else np.zeros((0, 3), np.float32)
+    wrong = rows.size and (rows.shape[1] != 3 or not np.isin(rows[:, 0], range(classes)).all())
+    if wrong or (rows[:, 1:] < 0).any() or (rows[:, 1:] > 1).any():
+        raise UserError(f"{file}: lines must be `class x y`: a class below {classes}, shares of width and height")
+    return rows.reshape(-1, 3)
+
+
 def to_pixels(image: np.ndarray, shape: tuple[int, int]) -> Tensor:
     """Resize pixels (h, w, 3) BGR to uint8 (3, *shape) RGB."""
     resized = cv2.resize(np.ascontiguousarray(image), shape[::-1], interpolation=cv2.INTER_LINEAR)
@@ -78,6 +88,8 @@ def to_pixels(image: np.ndarray, shape: tuple[int, int]) -> Tensor:
 class HeatmapData(DataSet[HeatmapSplit]):
     @staticmethod
     def class_names(spec: DataSpec, single_cls: bool) -> dict[int, str]:
+        if single_cls:
+            raise UserError("--single-cls is not for key points; leave it out")
         if not spec.names:
             raise UserError(f"{spec.file}: `names` must list the classes")
         return spec.names
@@ -95,7 +107,7 @@ class HeatmapData(DataSet[HeatmapSplit]):
         problems = (*unlisted, *scanned.problems)
         readable = self.usable(name, scanned.sizes, problems)
         images = list(compress(images, readable))
-        labels = [np.loadtxt(label_name(str(image)), np.float32, ndmin=2).reshape(-1, 3) for image in images]
+        labels = [read_points(label_name(str(image)), len(self.spec.names)) for image in images]
         return HeatmapSplit(images, labels, scanned.sizes[readable], problems)
 
     def documents(self, train: HeatmapSplit, val: HeatmapSplit) -> dict[str, str]:

@@ -71,9 +71,8 @@ def intersection(a: Tensor, b: Tensor) -> Tensor:
     start = turned(corners(a) - b[:, None, :2], -b[:, None, 4])
     edge = start.roll(-1, 1) - start
     lines = torch.cat((-half, half), 2) - start.repeat(1, 1, 2)
-    crossing = (
-        (lines / edge.repeat(1, 1, 2)).nan_to_num(0).clamp(0, 1).sort(2).values
-    )  # as shares of the edge: (n, 4, 4)
+    # As shares of the edge: (n, 4, 4).
+    crossing = (lines / edge.repeat(1, 1, 2)).nan_to_num(0).clamp(0, 1).sort(2).values
     share = torch.cat((torch.zeros_like(crossing[..., :1]), crossing), 2)[..., None]
     points = start[:, :, None] + share * edge[:, :, None]  # (n, 4 edges, 5, 2); the end of an edge is the next's start
     x, y = points.flatten(1, 2).clamp(-half, half).unbind(2)

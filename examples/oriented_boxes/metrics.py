@@ -35,10 +35,8 @@ class OrientedMetrics(DetectionMetrics):
             labels = info.rows[:, 0]
             drawn = drawn_boxes(one, labels) if one.image in self.drawn else None
             records.append(ImageRecord(one.image, one.scores, one.array[:, 6], labels, drawn=drawn))
-        every, every_true = (
-            torch.cat([one.rows[:, :5] for one in oriented]),
-            torch.cat([*map(labelled_boxes, oriented)]),
-        )
+        every = torch.cat([one.rows[:, :5] for one in oriented])
+        every_true = torch.cat([*map(labelled_boxes, oriented)])
 
         def overlaps(detection: np.ndarray, label: np.ndarray) -> np.ndarray:
             return rotated_iou(every[torch.from_numpy(detection)], every_true[torch.from_numpy(label)]).numpy()

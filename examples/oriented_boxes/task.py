@@ -44,7 +44,7 @@ class OrientedTask(BoxTask):
     recipe = OrientedRecipe
     prediction = OrientedPrediction
     recipes = Recipes(str(Path(__file__).with_name("hyp.yaml")))
-    defaults: ClassVar[Mapping[str, Any]] = {"weights": ""}
+    defaults: ClassVar[Mapping[str, Any]] = {"weights": "", "optimizer": "AdamW"}
     features = frozenset({"mixing", "augmentation", "padding", "detections", "suppression", "examples"})
 
     def __init__(self, names: Mapping[int, str], hyp: OrientedRecipe, label_smoothing: float = 0.0) -> None:
