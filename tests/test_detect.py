@@ -370,6 +370,7 @@ def test_models_of_torch_hub(detector: Path, photo: Path, predictor: Predictor) 
         results = model(images, size=SIDE)
         assert isinstance(results, Results)
         assert len(results) == len(results.xyxy) == 1
+        assert results.names == predictor.names
         np.testing.assert_array_equal(results.xyxy[0], predictor(photo).array)
     for name in ("yolov5n", "yolov5x6", "yolov5s-seg", "yolov5m-cls", "yolov9t"):
         with pytest.raises(UserError, match=rf"/{name.replace('yolov9', 'v9-')}\.pt cannot be downloaded"):

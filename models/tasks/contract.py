@@ -331,6 +331,11 @@ class Results(list[Any]):
         """Return JSON: a list with the `image` and `objects` of each image."""
         return json.dumps([{"image": result.path, "objects": list(result)} for result in self])
 
+    @property
+    def names(self) -> dict[int, str]:
+        """The class names by number, as in YOLOv5; {} without images."""
+        return dict(self[0].names) if self else {}
+
     def __getattr__(self, name: str) -> list[Any]:
         if name.startswith("_"):
             raise AttributeError(name)
