@@ -496,18 +496,10 @@ REFUSED = {
     # earlier versions of this repository
     **dict.fromkeys(
         (
-            *(
-                "image_padding",
-                "repeat_factor",
-                "partners",
-                "no_oom_retry",
-                "keep_state",
-                "weights_precision",
-                "max_skips",
-            ),
-            *("log_interval", "max_images", "verbose", "quiet", "push_to_hub", "comm_hook", "show_processes"),
-            *("wandb_registry", "wandb_alerts", "wandb_project", "wandb_entity", "wandb_group", "wandb_tags"),
-            *("wandb_name", "wandb_notes", "wandb_job_type", "wandb_id"),
+            *("image_padding", "repeat_factor", "partners", "no_oom_retry", "keep_state", "weights_precision"),
+            *("max_skips", "log_interval", "max_images", "verbose", "quiet", "push_to_hub", "comm_hook"),
+            *("show_processes", "wandb_registry", "wandb_alerts", "wandb_project", "wandb_entity", "wandb_group"),
+            *("wandb_tags", "wandb_name", "wandb_notes", "wandb_job_type", "wandb_id"),
         ),
         "has left: see docs/flags.md#flags-of-earlier-versions",
     ),
