@@ -51,9 +51,9 @@ def export(given: Mapping[str, Any]) -> list[str]:
         source = data_source(options.data, members.entry.data) if options.data else None
         log(located({"weights": [path], "data": [source.spec.file] if source else []}))
         size = members.image_size(options.imgsz)
+        if "safetensors" in options.include and path == stem.with_suffix(".safetensors"):
+            raise UserError(f"--include safetensors would overwrite {path}; copy or rename it first")
         job = prepare(members, options, size, device, source.names() if source else weights.class_names)
-        if stem.with_suffix(path.suffix).absolute() == path.absolute() and path.suffix[1:] in options.include:
-            raise UserError(f"--include {path.suffix[1:]} would overwrite {path}; copy or rename it first")
         for format_name in dict.fromkeys("onnx" if name == "engine" else name for name in options.include):
             began = time.perf_counter()
             file = write(job, format_name, stem)

@@ -153,7 +153,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
         members = read_members(options.weights, options.layers, options.task_file, options.augment)
         members.refuse(ValOptions, given)
         if options.annotations and not (options.save_json and Path(options.annotations).is_file()):
-            raise UserError(f"--annotations {options.annotations} is no file, or --save-json is not given")
+            raise UserError(f"--annotations {options.annotations} must be a file, and needs --save-json")
         source = data_source(options.data, members.entry.data)
         names = source.names(options.single_cls)
     if times_speed:

@@ -94,7 +94,7 @@ def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -
             f"{name} has {plural(weights.model.get('nc', 0), 'class')} and {data} has {len(task.names)}; give the data "
             "set that the weights were trained on, with --single-cls if they were trained with it"
         )
-    if len(used) == len(weights.model) and (unused := sorted(state.keys() - model.state_dict().keys())):
+    if "auxiliary" not in weights.model and (unused := sorted(state.keys() - model.state_dict().keys())):
         log(f"warning: {name} has {plural(len(unused), 'tensor')} that no layer here takes, such as {unused[0]}")
     return model
 
