@@ -14,11 +14,10 @@ import torch
 from data.dataset import data_source
 from models.ensemble import Members, common_task, export_base, halve, load_model, weight_files
 from models.export import INPUT_NAME, ExportJob, ExportMetadata, write
-from models.loading import ImageSize, log_rounding
-from models.tasks import TASKS, add_tasks
+from models.loading import ImageSize, add_user_code, log_rounding
+from models.tasks import TASKS
 from models.tasks.contract import Thresholds
 from models.weights import read_weights
-from models.yolo import add_layers
 from utils.config.flags import ExportOptions, select
 from utils.config.parser import given_flags, over_defaults
 from utils.console import log
@@ -38,10 +37,7 @@ def export(given: Mapping[str, Any]) -> list[str]:
     if options.device == "mps":
         raise UserError("--device mps: models are not exported on Apple GPUs; give cpu")
     device = torch.device(device_kind(options.device))
-    if options.layers:
-        add_layers(options.layers)
-    if options.task_file:
-        add_tasks(options.task_file)
+    add_user_code(options, given)
     files: list[Path] = []
     for name, path in weight_files(options.weights).items():
         weights = read_weights(path)

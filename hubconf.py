@@ -19,6 +19,8 @@ def custom(path: Any = "yolov5s.pt", *, pretrained: bool = True, _verbose: bool 
     """
     if not pretrained:
         raise UserError("pretrained=False: a model without training detects nothing; train one with train.py")
+    if isinstance(arguments.get("classes"), int):  # in YOLOv5 the number of classes of a new head
+        raise UserError("classes=N: train.py gives a model the classes of your data; to find some classes give a list")
     predictor = Predictor(path, **{"quiet": not _verbose, **arguments})
     predictor.as_list = True
     return predictor

@@ -34,6 +34,10 @@ THRESHOLDS = ("conf_thres", "iou_thres", "max_det", "classes", "agnostic_nms", "
 SETTINGS = (*THRESHOLDS, "imgsz")
 ARGUMENTS = (*SETTINGS, "weights", "augment", "half", "device", "data", "layers", "task_file", "quiet")
 ALIASES = {alias.replace("-", "_"): flag.name for flag in flags_of(DetectOptions) for alias in flag.metadata["aliases"]}
+ALIASES["agnostic"] = "agnostic_nms"  # YOLOv5's attribute
+# What to do in place of methods and attributes of YOLOv5's models from torch.hub.
+INSTEAD = dict.fromkeys(("to", "cuda", "cpu"), "; give device= when you load the model")
+INSTEAD |= {"half": "; give half=True when you load the model", "model": "; its PyTorch modules are in `models`"}
 NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
 
 
@@ -96,10 +100,12 @@ class Predictor:
         if name in ("bgr", "as_list") or "size" not in vars(self):
             vars(self)[name] = value
             return
-        if name in ARGUMENTS and name not in SETTINGS:
-            raise UserError(f"Predictor: {name} cannot be changed; make another Predictor with {name}={value!r}")
-        flags = given_flags(DetectOptions, words_of({name: value}), SETTINGS)
         name = ALIASES.get(name, name)
+        if value == {"multi_label": False, "amp": False, "augment": self.inference.augment}.get(name):  # YOLOv5's
+            return
+        if name in ARGUMENTS and name not in SETTINGS:
+            raise UserError(f"{name} cannot be changed; load the model with {name}={value!r}")
+        flags = given_flags(DetectOptions, words_of({name: value}), SETTINGS)
         value = flags.get(name, getattr(DetectOptions(), name))
         if name == "imgsz":
             vars(self)["size"] = self._sized(value)
@@ -115,7 +121,7 @@ class Predictor:
             return getattr(self.thresholds, name)
         if name == "imgsz":
             return self.size.sides
-        raise AttributeError(f"Predictor has no attribute {name}")
+        raise AttributeError(f"Predictor has no attribute {name}{INSTEAD.get(name, '')}")
 
     @property
     def names(self) -> dict[int, str]:
@@ -153,6 +159,10 @@ class Predictor:
         return predictions[0] if single and not self.as_list else predictions
 
     predict = __call__  # the name in ultralytics
+
+    def eval(self) -> Predictor:
+        """Return the predictor, whose models are always in evaluation mode."""
+        return self
 
     def _sized(self, imgsz: tuple[int, ...]) -> ImageSize:
         """Return an image size in whole strides. Raises `UserError` for another size than an exported file's."""

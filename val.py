@@ -205,7 +205,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     # Write, draw and print.
     documents = evaluate.metrics.documents(summary)
     run.files.write_documents(documents)
-    run_log.log_validation(run, summary)
+    run.log_point({**summary.columns(), "epoch/images_per_second": summary.rate, "epoch": 0}, 0)  # training's keys
     run.plot(lambda: evaluate.metrics.pictures(summary, split, first.imgsz))
     run.charts()
     run.files.finish_writing()

@@ -30,6 +30,7 @@ T = TypeVar("T")
 VIDEO_SUFFIXES = frozenset(
     [".asf", ".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".ts", ".webm", ".wmv"]
 )
+LISTS = (".txt", ".streams")  # suffixes of lists of sources
 WEB_SCHEMES = ("http", "https")
 DEFAULT_FPS = 30.0  # frame rate of a video or stream that has none
 COMPLETE = 0.9  # least share of the header's frames that a whole video has: .mkv counts on until the sound ends
@@ -73,7 +74,7 @@ def find_media(source: str) -> list[MediaItem]:
     text = source.strip()
     if "://" in text or (text.isdecimal() and len(text) < 5):
         return [_item(text)]
-    if text.endswith(".txt"):  # paths relative to the working folder or to the list's, and addresses
+    if text.endswith(LISTS):  # paths relative to the working folder or to the list's, and addresses
         try:
             lines = [line.strip() for line in read_lines(Path(text)) if line.strip()]
         except OSError as error:
@@ -96,7 +97,7 @@ def find_media(source: str) -> list[MediaItem]:
 
 def find_files(source: str) -> list[MediaItem]:
     """Return the items of a source as `find_media` does, but a file counts whatever its suffix. Refuses streams."""
-    items = [_item(source)] if os.path.isfile(source) and not source.endswith(".txt") else find_media(source)
+    items = [_item(source)] if os.path.isfile(source) and not source.endswith(LISTS) else find_media(source)
     for item in items:
         if item.kind == "live":
             raise UserError(f"{item.name} is a camera or stream; run detect.py on it, or pass frames as arrays")
@@ -155,7 +156,8 @@ class Media:
             number += 1
         video.release()
         if number == 0 or number < COMPLETE * expected or (item.kind == "live" and expected <= 0):
-            self.problems.append(f"{item.name} cannot be read after {number} frames; it is damaged or interrupted")
+            cause = "only by the address that `yt-dlp -g` prints" if "youtu" in item.name else "damaged or interrupted"
+            self.problems.append(f"{item.name} cannot be read after {number} frames: {cause}")
 
 
 def local_file(item: MediaItem) -> Path:

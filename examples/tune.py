@@ -1,6 +1,6 @@
 """Search for hyperparameters with optuna: `python examples/tune.py --data my.yaml --trials 30` (pip install optuna).
 
-A trial is a short run of train.py; change `SPACE` and the flags of `main` to your job. The results are in
+A trial is a short run of train.py, which gets all other flags; change `SPACE` to your job. The results are in
 runs/tune/trials.log, so that the same command continues a search, and several machines may share it by a common folder.
 The best values are printed: write them into a file for --hyp.
 """
@@ -15,6 +15,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this repository, whatever the current folder is
 
 import train
+from utils.config.flags import TrainOptions
+from utils.config.parser import given_flags
 from utils.errors import UserError
 
 # Ranges of hyperparameters, and whether small differences count most at the low end.
@@ -35,24 +37,31 @@ def main() -> None:
     parser.add_argument("--cfg", default="", help="model YAML; '': the model in --weights, or yolov5n.yaml")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--folder", type=Path, default=Path("runs/tune"))
-    flags = parser.parse_args()
+    flags, others = parser.parse_known_args()
+    try:
+        more = given_flags(TrainOptions, others)
+    except UserError as error:
+        parser.error(str(error))
     import optuna
     from optuna.storages.journal import JournalFileBackend
 
     def fitness(trial: optuna.Trial) -> float:
         values = {name: trial.suggest_float(name, low, high, log=log) for name, (low, high, log) in SPACE.items()}
         cfg = flags.cfg or ("" if flags.weights else "yolov5n.yaml")
-        job: dict[str, Any] = {"data": flags.data, "weights": flags.weights, "cfg": cfg, "epochs": flags.epochs}
+        job: dict[str, Any] = {**more, "data": flags.data, "weights": flags.weights, "cfg": cfg, "epochs": flags.epochs}
+        job |= {"project": flags.folder, "name": f"trial{trial.number}", "no_wandb": True}
         try:
-            result = train.run(**job, **values, project=flags.folder, name=f"trial{trial.number}", no_wandb=True)
+            result = train.run(**{**job.pop("overrides", {}), **job, **values})
         except UserError as error:  # such as weights that have grown to infinity
             print(f"trial {trial.number} failed: {error}")
+            if trial.number >= 2 and not study.get_trials(deepcopy=False, states=succeeded):
+                study.stop()  # the reason is not in the values
             raise optuna.TrialPruned from error
         return float(result["fitness"])
 
     flags.folder.mkdir(parents=True, exist_ok=True)
     storage = optuna.storages.JournalStorage(JournalFileBackend(str(flags.folder / "trials.log")))
-    name = f"{flags.data} {flags.weights} {flags.cfg} {flags.epochs}"
+    name = " ".join(map(str, (flags.data, flags.weights, flags.cfg, flags.epochs, *others)))
     study = optuna.create_study(study_name=name, storage=storage, direction="maximize", load_if_exists=True)
     succeeded = (optuna.trial.TrialState.COMPLETE,)
     count = flags.trials - len(study.get_trials(deepcopy=False, states=succeeded))

@@ -317,7 +317,6 @@ def write(job: ExportJob, name: str, stem: Path) -> Path:
 
 @contextmanager
 def _suppressed_output() -> Iterator[None]:
-    """Suppress the exporters' output."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

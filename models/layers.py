@@ -294,12 +294,10 @@ class RepConv(nn.Module):
     (b, c1, h, w) to (b, c2, h / stride, w / stride), for an odd kernel. models/ensemble.py merges both into one.
     """
 
-    conv2: Conv | None
-
     def __init__(self, c1: int, c2: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> None:
         super().__init__()
         self.conv1: nn.Module = Conv(c1, c2, kernel, stride, groups=groups, activate=False)
-        self.conv2 = Conv(c1, c2, 1, stride, groups=groups, activate=False)
+        self.conv2: Conv | None = Conv(c1, c2, 1, stride, groups=groups, activate=False)
         self.act: nn.Module = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:

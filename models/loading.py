@@ -32,7 +32,7 @@ from models.weights import (
     same_names,
 )
 from models.yolo import add_layers, whole_strides
-from utils.config.flags import TrainOptions
+from utils.config.flags import ExportOptions, TrainOptions
 from utils.config.hyperparameters import Recipe
 from utils.console import log
 from utils.errors import UserError, first_line, nearest, plural, quoted
@@ -254,7 +254,7 @@ class StartingPoint:
         return share if all(name in file.state for name in head_tensors(model)) else share / 2
 
 
-def add_user_code(options: TrainOptions, given: Collection[str]) -> None:
+def add_user_code(options: TrainOptions | ExportOptions, given: Collection[str]) -> None:
     """Add the layers and tasks of --layers and --task-file; if not `given`, the settings of a resumed run name them."""
     if options.layers:
         add_layers(options.layers, "layers" in given)

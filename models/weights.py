@@ -52,6 +52,7 @@ MODEL_KEYS = (
 )
 # The keys of train.py's files, besides `format`, with their types.
 CONTENT_TYPES: dict[str, Any] = {"task": str, "model": dict, "names": dict | list, "state": dict, "settings": dict}
+OTHER_SUFFIXES = (".engine", ".mlmodel", ".mlpackage", ".pb", ".tflite")  # of files that run in other programs
 EXPORTED_SUFFIXES = (".onnx", ".torchscript", "_openvino_model")  # suffixes of the files that export.py writes
 
 # Identifiers from https://spdx.org/licenses, in lower case, by the program that wrote a file.
@@ -165,6 +166,8 @@ def read_weights(path: str | Path, licence: str = "") -> Weights:
     path = Path(path)
     if path.name.endswith(EXPORTED_SUFFIXES):
         raise UserError(f"{path} is an exported file, which has no weights to load; give the .pt that it was made from")
+    if path.suffix in OTHER_SUFFIXES:
+        raise UserError(f"{path} runs in a program of its own; give the .pt or .onnx that it was made from")
     try:
         data = read_regular(path)
     except OSError as error:

@@ -342,7 +342,6 @@ def _build_layers(source: str, rows: list[Row], yaml: dict[str, Any], imgsz: int
         return count if count == outputs else math.ceil(count * yaml["width_multiple"] / multiple) * multiple
 
     def make(row: Row) -> nn.Module:
-        """Return a new layer for a row."""
         channels = [sum(x.shape[1] for x in _tensors(maps[j])) for j in row.sources]
         repeats = max(round(row.number * yaml["depth_multiple"]), 1) if row.number > 1 else 1
         layer = make_layer(row, channels, repeats, scaled)

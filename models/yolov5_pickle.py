@@ -75,10 +75,7 @@ class Stub:
     def __setstate__(self, state: object) -> None:
         self.state = state if isinstance(state, dict) else {}
 
-    def _ignore(self, *_: object) -> None:
-        pass
-
-    append = extend = __setitem__ = _ignore  # pickle calls these to fill subclasses of list and dict
+    append = extend = __setitem__ = __init__  # pickle calls these to fill subclasses of list and dict
 
     def __call__(self, *_: object) -> None:
         """Raise `UnusableFile`: objects in a weight file are not called."""

@@ -156,7 +156,10 @@ def test_results_of_several_images(
     """A list, with the attributes of its members as lists, as `results.xyxy[0]` in YOLOv5; files of all images."""
     results = predictor([photo, read_image(photo), str(photo)])
     assert isinstance(results, list)
-    np.testing.assert_array_equal(results.xyxy[0], results[0].array)
+    np.testing.assert_array_equal(results.xyxy[0].cpu().numpy(), results[0].array)
+    np.testing.assert_array_equal(results.render()[1], results[1].plot())
+    with pytest.raises(AttributeError, match="plot"):
+        results.crop(save=True)
     assert str(results) == "\n".join(map(str, results))
     objects = json.loads(results.to_json())
     assert [each["image"] for each in objects] == results.path == [str(photo), "image", str(photo)]
@@ -174,7 +177,7 @@ def test_results_of_several_images(
     assert results[0].save() == Path("runs/detect/exp/photo.jpg")
     assert results.save() == Path("runs/detect/exp2")
     assert sorted(file.name for file in Path("runs/detect/exp2").iterdir()) == ["image.jpg", "photo-2.jpg", "photo.jpg"]
-    results.save("several", hide_labels=True)
+    results.save(save_dir="several", hide_labels=True)
     expected = cv2.imencode(".jpg", results[0].plot(hide_labels=True, bgr=True), (cv2.IMWRITE_JPEG_QUALITY, 95))[1]
     assert Path("several/photo.jpg").read_bytes() == expected.tobytes()
 
@@ -372,6 +375,14 @@ def test_models_of_torch_hub(detector: Path, photo: Path, predictor: Predictor) 
         assert len(results) == len(results.xyxy) == 1
         assert results.names == predictor.names
         np.testing.assert_array_equal(results.xyxy[0], predictor(photo).array)
+    model.agnostic, model.multi_label, model.amp = True, False, False
+    assert model.eval().agnostic_nms
+    with pytest.raises(UserError, match="multi"):
+        model.multi_label = True
+    with pytest.raises(AttributeError, match="device="):
+        model.to("cuda")
+    with pytest.raises(UserError, match="a list"):
+        load("custom", path=str(detector), classes=10)
     for name in ("yolov5n", "yolov5x6", "yolov5s-seg", "yolov5m-cls", "yolov9t"):
         with pytest.raises(UserError, match=rf"/{name.replace('yolov9', 'v9-')}\.pt cannot be downloaded"):
             load(name, pretrained=True)

@@ -38,7 +38,7 @@ def test_a_layer_and_a_tracker(run_script: RunScript, small_data: Path, tmp_path
 def test_a_search_is_continued(run_script: RunScript, small_data: Path, tmp_path: Path) -> None:
     if not find_spec("optuna"):
         not_here("optuna")
-    flags = ("--data", str(small_data), "--epochs", "1", "--folder", str(tmp_path))
+    flags = ("--data", str(small_data), "--epochs", "1", "--folder", str(tmp_path), "--img", "32", "--hyp.box", "0.1")
     for trials in ("1", "2"):
         printed = run_script("examples/tune.py", *flags, "--trials", trials, OMP_NUM_THREADS="1")
         assert "best fitness" in printed

@@ -128,8 +128,7 @@ def test_a_class_is_not_made_of_the_results_of_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "cfg"),
-    [(coco, "yolov5n.yaml"), (labelimg, "yolov5n.yaml"), (class_folders, "yolov5n-cls.yaml")],
+    ("layout", "cfg"), [(coco, "yolov5n.yaml"), (labelimg, "yolov5n.yaml"), (class_folders, "yolov5n-cls.yaml")]
 )
 def test_a_training(call_main: CallMain, layout: Layout, cfg: str, tmp_path: Path) -> None:
     data = layout(tmp_path / "data" / "set")

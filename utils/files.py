@@ -113,8 +113,9 @@ def find_file(name: str, what: str, folders: Sequence[str], kind: str = "a file"
     if os.path.isfile(name):  # Path.is_file raises an error for a name that is too long
         return Path(name)
     shipped = sorted(path for folder in folders for path in (ROOT / folder).glob("*.yaml"))
+    wanted = re.sub("^models/(hub|segment)/", "", name).removesuffix(".yml").removesuffix(".yaml")  # YOLOv5's folders
     for path in shipped:
-        if f"{name.removesuffix('.yml').removesuffix('.yaml')}.yaml" in (path.name, str(path.relative_to(ROOT))):
+        if f"{wanted}.yaml" in (path.name, str(path.relative_to(ROOT))):
             return path
     raise UserError(
         f"{what} '{name}' is not {kind}{nearest(name, (path.stem for path in shipped), 0.7)}; give the path of {kind}, "

@@ -207,20 +207,16 @@ def _overlap_map(shape: torch.Size, index: Tensor, matched: Tensor, overlaps: Te
     """
     _, anchors, rows, columns = shape
     image, row, column = (part.view(len(NEIGHBOURS), 1, -1) for part in index)
+    matched, overlaps = (x.view(len(NEIGHBOURS), -1, anchors).transpose(1, 2) for x in (matched, overlaps))
     anchor = torch.arange(anchors, device=index.device)[:, None]
     unmatched = shape.numel()  # an extra element for unmatched cells
     flat = ((image * anchors + anchor) * rows + row) * columns + column  # (neighbours, anchors, n)
-    flat = torch.where(_by_anchor(matched), flat, unmatched).flatten()
+    flat = torch.where(matched, flat, unmatched).flatten()
     order = torch.arange(len(flat), device=flat.device)
     last = order.new_zeros(unmatched + 1).scatter_reduce_(0, flat, order, "amax")[flat]
     target = overlaps.new_zeros(unmatched + 1)
-    target.scatter_(0, flat, _by_anchor(overlaps).flatten()[last])  # all values for one element are equal
+    target.scatter_(0, flat, overlaps.flatten()[last])  # all values for one element are equal
     return target[:unmatched].view(shape)
-
-
-def _by_anchor(values: Tensor) -> Tensor:
-    """Rearrange (k, anchors) as (neighbours, anchors, n)."""
-    return values.view(len(NEIGHBOURS), -1, values.shape[1]).transpose(1, 2)
 
 
 # Decoding

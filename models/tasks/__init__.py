@@ -51,7 +51,6 @@ TASKS: dict[str, TaskEntry] = {
     ),
 }
 
-
 # The task of a model YAML with neither `task:` nor a known head; if the head is wrong, building the model reports it.
 DEFAULT_TASK = "detect"
 

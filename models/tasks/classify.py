@@ -244,7 +244,8 @@ class ClassificationMetrics(Metrics):
         mistakes = [record for record in records if record.label != record.best[0]]
         mistakes = sorted(mistakes, key=lambda record: (-record.confidence, record.image))[:DRAWN_MISTAKES]
         drawn = [[record.image, record.label, record.best[0], record.confidence] for record in mistakes]
-        images, scores = confusion.sum(1), precision_and_recall(confusion)
+        right, images = np.diag(confusion), confusion.sum(1)
+        scores = right / np.maximum(confusion.sum(0), 1), right / np.maximum(images, 1)  # `CLASS_METRICS`; 0 for 0 / 0
         by_class = {
             metric: {name: float(values[k]) for k, name in self.names.items() if confusion[k].any()}
             for metric, values in zip(CLASS_METRICS, scores, strict=True)
@@ -281,12 +282,6 @@ class ClassificationMetrics(Metrics):
             for _, label, predicted, confidence in mistakes
         ]
         return {"mistakes.jpg": draw_captioned(images, captions)}
-
-
-def precision_and_recall(confusion: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return precision and recall by class, (c,) each, from counts (c, c) by true and predicted class; 0 for 0 / 0."""
-    right = np.diag(confusion).astype(np.float64)
-    return right / np.maximum(confusion.sum(0), 1), right / np.maximum(confusion.sum(1), 1)
 
 
 # Patterns in tensor names of torchvision's older DenseNet and ViT files, and their replacements.

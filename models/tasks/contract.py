@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 Image = np.ndarray  # uint8 (h, w, 3), BGR
 Function = Callable[..., Any]
+ROWS = ("xyxy", "xywh", "xyxyn", "xywhn")  # YOLOv5's attributes of `Results`
+OTHER_NAMES = {"pred": "xyxy", "files": "path"}  # of YOLOv5
 SAVE_PROJECT = Path("runs/detect")  # folder that `save` writes into by default
 
 
@@ -297,16 +299,21 @@ class Prediction(ABC):
 
 
 class Results(list[Any]):
-    """A list of the results for several images, in order. An attribute such as `boxes` is the list of its members'."""
+    """A list of the results for several images, in order. An attribute such as `boxes` is the list of its members'; the
+    arrays of ROWS are tensors, as in YOLOv5."""
 
     def show(self, **style: Any) -> None:
         """Show each image, see `Prediction.show`."""
         for result in self:
             result.show(**style)
 
-    def save(self, folder: str | Path = "", **style: Any) -> Path:
+    def render(self, **style: Any) -> list[Image]:
+        """Return each image drawn, see `Prediction.plot`."""
+        return [result.plot(**style) for result in self]
+
+    def save(self, save_dir: str | Path = "", **style: Any) -> Path:
         """Write each image into a folder, by default the next free runs/detect/exp, exp2 ...; return the folder."""
-        folder = Path(folder) if folder else numbered_folder(SAVE_PROJECT, "exp", exist_ok=False)
+        folder = Path(save_dir) if save_dir else numbered_folder(SAVE_PROJECT, "exp", exist_ok=False)
         for result, stem in zip(self, unique_stems(result.path for result in self), strict=True):
             result.save(folder / f"{stem}.jpg", **style)
         return folder
@@ -339,7 +346,11 @@ class Results(list[Any]):
     def __getattr__(self, name: str) -> list[Any]:
         if name.startswith("_"):
             raise AttributeError(name)
-        return [getattr(result, name) for result in self]
+        if name in ("crop", "ims", "imgs", "tolist"):
+            raise AttributeError(f"results have no {name}: each result of the list has crops(image), plot() and xyxy")
+        name = OTHER_NAMES.get(name, name)
+        values = [getattr(result, name) for result in self]
+        return [torch.from_numpy(value) for value in values] if name in ROWS else values
 
     def __str__(self) -> str:
         return "\n".join(map(str, self))

@@ -209,10 +209,6 @@ def results(count: int, images: Sequence[Tensor], **hyp: float) -> list[tuple[Te
     return [items[SampleIndex(0, position, 0, images[0].shape[1:])][:2] for position in range(count)]
 
 
-def greys() -> list[Tensor]:
-    return [torch.full((3, 32, 32), int(grey), dtype=torch.uint8) for grey in GREYS]
-
-
 @pytest.mark.parametrize("hyp", [{"randaugment": 2}, {"brightness": 0.5}, {"contrast": 0.5}, {"saturation": 0.5}])
 def test_a_setting_changes_most_images(hyp: dict[str, float]) -> None:
     changed = torch.stack([image for image, _ in results(20, [NOISE], **hyp)])
@@ -240,7 +236,8 @@ def test_an_erased_rectangle_has_the_mean_colour() -> None:
 def test_two_images_and_their_classes_are_mixed_in_the_same_shares(hyp: dict[str, float]) -> None:
     """By weights or by areas; the other image is any of the data set."""
     mixed, partners = 0, set()
-    for image, target in results(40, greys(), **hyp):
+    images = [torch.full((3, 32, 32), int(grey), dtype=torch.uint8) for grey in GREYS]
+    for image, target in results(40, images, **hyp):
         assert (image.dtype, target.dtype, target.shape) == (torch.uint8, torch.float32, (4,))
         assert target.sum() == pytest.approx(1)
         assert (target > 0).sum() <= 2

@@ -70,9 +70,7 @@ def test_a_report_names_rare_classes_and_images_of_both_splits(
     assert "--imgsz 32 " in capsys.readouterr().out
 
 
-def test_the_first_five_of_many_problems_are_logged_and_the_others_counted(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_first_five_of_many_problems_are_logged_and_the_others_counted(capsys: pytest.CaptureFixture[str]) -> None:
     for count in (5, 7):
         log_split("val", "x", [f"{number}.png: torn; left out" for number in range(count)])
         lines = capsys.readouterr().out.splitlines()

@@ -11,15 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.ensemble import (
-    Members,
-    common_task,
-    for_inference,
-    fuse,
-    halve,
-    load_model,
-    read_members,
-)
+from models.ensemble import Members, common_task, for_inference, fuse, halve, load_model, read_members
 from models.export import Exported, ExportMetadata
 from models.heads.contract import head_of
 from models.layers import RepConv

@@ -122,12 +122,7 @@ NUMBERS: list[str | float] = [12, *[1 / 3] * 8]  # 11 columns with their names; 
 
 @pytest.mark.parametrize(
     ("width", "name", "printed"),
-    [
-        (100, "x" * 40, "x" * 40),
-        (80, "x" * 29, "x" * 29),
-        (80, "x" * 30, f"{'x' * 26}..."),
-        (20, "x" * 40, "xxxxx..."),
-    ],
+    [(100, "x" * 40, "x" * 40), (80, "x" * 29, "x" * 29), (80, "x" * 30, f"{'x' * 26}..."), (20, "x" * 40, "xxxxx...")],
 )
 def test_a_table_fits(width: int, name: str, printed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))

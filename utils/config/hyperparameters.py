@@ -26,9 +26,9 @@ NO_OVERRIDES: Mapping[str, str] = {}
 HYPS_FOLDER = "data/hyps"
 FEW_IMAGES = 5000  # a run from scratch on fewer images takes another file
 # Hyperparameter files of this repository, by YOLOv5's names.
-YOLOV5_HYPS = {f"hyp.scratch-{size}.yaml": f"{size}.yaml" for size in ("low", "med", "high")}
+YOLOV5_HYPS = {"hyp.scratch.yaml": "low.yaml", "hyp.finetune.yaml": "VOC.yaml", "hyp.no-augmentation.yaml": "none.yaml"}
+YOLOV5_HYPS |= {f"hyp.scratch-{size}.yaml": f"{size}.yaml" for size in ("low", "med", "high")}
 YOLOV5_HYPS |= {f"hyp.{name}.yaml": f"{name}.yaml" for name in ("VOC", "Objects365")}
-YOLOV5_HYPS["hyp.no-augmentation.yaml"] = "none.yaml"
 
 
 def number(default: float, within: Range) -> Any:
@@ -233,8 +233,9 @@ def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] 
 def find_hyperparameters(name: str) -> Path:
     """Return the file that --hyp names. Raises `UserError`."""
     folder, file = os.path.split(name)
-    is_alias = file in YOLOV5_HYPS and folder in ("", HYPS_FOLDER) and not os.path.isfile(name)
-    return find_file(YOLOV5_HYPS[file] if is_alias else name, "hyperparameter file", [HYPS_FOLDER])
+    if os.path.normpath(folder) in (".", "data", HYPS_FOLDER) and not os.path.isfile(name):
+        name = YOLOV5_HYPS.get(file, name)
+    return find_file(name, "hyperparameter file", [HYPS_FOLDER])
 
 
 def is_shipped(name: str) -> bool:

@@ -156,15 +156,6 @@ def draw_boxes(
             _draw_label(image, left, top, text, COLOURS[k % len(COLOURS)], scale)
 
 
-def draw_outlines(image: np.ndarray, outlines: Sequence[np.ndarray], classes: Sequence[int]) -> None:
-    """Tint the insides of outlines (p, 2), x and y in pixels, in the colours of `classes`; the last one is on top."""
-    for outline, k in zip(outlines, classes, strict=False):
-        if len(outline):
-            mask = np.zeros(image.shape[:2], np.uint8)
-            cv2.fillPoly(mask, [np.round(outline).astype(np.int32)], 1)
-            tint(image, mask > 0, k)
-
-
 def tint(image: np.ndarray, mask: np.ndarray, label: int) -> None:
     """Mix the colour of a class into the pixels of `mask`, bool (h, w), in place."""
     image[mask] = image[mask] * (1 - MASK_OPACITY) + np.array(COLOURS[label % len(COLOURS)]) * MASK_OPACITY

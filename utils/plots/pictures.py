@@ -210,7 +210,11 @@ def _with_boxes(
     texts = [f"{row['class']} {float(row['confidence']):.2f}" if row["confidence"] else row["class"] for row in rows]
     masks, outlines = ([points(row.get(key, "")) * scale for row in rows] for key in ("mask", "outline"))
     image = image.copy()
-    drawing.draw_outlines(image, masks, classes)
+    for outline, k in zip(masks, classes, strict=True):
+        if len(outline):
+            mask = np.zeros(image.shape[:2], np.uint8)
+            cv2.fillPoly(mask, [np.round(outline).astype(np.int32)], 1)
+            drawing.tint(image, mask > 0, k)
     drawing.draw_boxes(image, boxes, classes, texts, outlines=outlines)
     return image
 

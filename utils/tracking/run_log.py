@@ -177,11 +177,6 @@ def start_validation(run: Run, flags: Mapping[str, Any], training: Mapping[str, 
     start_trackers(run, config, 0, "val", wandb_run_id(), str(project or DEFAULT_PROJECT), names)
 
 
-def log_validation(run: Run, summary: Summary) -> None:
-    """Log a validation under the keys that training uses."""
-    run.log_point({**summary.columns(), "epoch/images_per_second": summary.rate, "epoch": 0}, 0)
-
-
 def wandb_run_id() -> str:
     """Return the id of a new run: WANDB_RUN_ID, which sweeps set, else a random one, which must be broadcast."""
     return os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)

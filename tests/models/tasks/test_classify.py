@@ -117,12 +117,7 @@ def test_a_batch_is_drawn_with_classes_and_shares() -> None:
 
 # Models
 
-ROWS = {
-    "task": "classify",
-    "nc": 1000,
-    "backbone": [[-1, 1, "Conv", [8, 3, 2]]],
-    "head": [[-1, 1, "Classify", ["nc"]]],
-}
+ROWS = {"task": "classify", "nc": 1000, "backbone": [[-1, 1, "Conv", [8, 3, 2]]], "head": [[-1, 1, "Classify", ["nc"]]]}
 # Too many parameters for a small machine.
 NOT_BUILT = "regnet_y_128gf"  # 2.6 GB, and not possible on the meta device
 LARGE = ("vit_h_14", "vit_l_16", "vit_l_32", "convnext_large", "efficientnet_v2_l", "vgg")

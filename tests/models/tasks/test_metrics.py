@@ -127,7 +127,7 @@ def test_classes_images_and_instances() -> None:
     assert exact.means() == pytest.approx(dict(zip(DETECTION_METRICS, (1, 1, PERFECT, PERFECT), strict=True)))
     counted = score_classes([record(0, [], [0, 0, 3]), record(1, [], [0]), record(2), record(5, [], [3])])
     assert [values.tolist() for values in (counted.classes, counted.images, counted.instances)] == [
-        *([0, 3], [2, 2], [3, 2]),
+        *([0, 3], [2, 2], [3, 2])
     ]
     nothing = score_classes([record(0, [miss(0.9)]), record(1)])
     assert (nothing.classes.tolist(), nothing.means()) == ([], dict.fromkeys(DETECTION_METRICS, 0))

@@ -36,11 +36,7 @@ BOXES = torch.tensor([[3.2, 5.1, 40.7, 52.3], [-4.0, 10.0, 70.0, 44.0], [20.0, 2
 
 
 def masks_of(
-    values: Tensor,
-    boxes: Tensor,
-    size: tuple[int, int],
-    placement: Placement = NO_CHANGE,
-    retina: bool = True,
+    values: Tensor, boxes: Tensor, size: tuple[int, int], placement: Placement = NO_CHANGE, retina: bool = True
 ) -> DetectedMasks:
     """Return masks of given probabilities (k, h, w). boxes: on the network's image; size: of the file."""
     in_file = (boxes - torch.tensor(placement.offset * 2)) / torch.tensor(placement.scale * 2)
@@ -184,7 +180,7 @@ def test_labels_and_the_instances_that_match_none() -> None:
 def test_rows_of_coco() -> None:
     rows = results([prediction(LEFT, RIGHT).coco_rows()], CocoIds((7, 8, 9), (0, 1, 2, 5), ""))
     assert [(row["image_id"], row["category_id"], row["bbox"]) for row in rows] == [
-        *((5, 7, [10, 20, 30, 40]), (5, 8, [60, 20, 30, 40])),
+        *((5, 7, [10, 20, 30, 40]), (5, 8, [60, 20, 30, 40]))
     ]
     assert [int(coco.area(row["segmentation"])) for row in rows] == [1200, 1200]
 

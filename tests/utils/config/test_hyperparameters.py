@@ -157,9 +157,10 @@ def test_the_recipe_classify_states_the_defaults() -> None:
 
 def test_file_names_of_yolov5() -> None:
     yolov5 = {"scratch-low": "low", "scratch-med": "med", "scratch-high": "high", "no-augmentation": "none"}
-    for old, name in {**yolov5, "VOC": "VOC", "Objects365": "Objects365"}.items():
+    yolov5 |= {"scratch": "low", "finetune": "VOC", "VOC": "VOC", "Objects365": "Objects365"}
+    for old, name in yolov5.items():
         expected = read_hyperparameters(name, Hyperparameters)
-        for path in (f"hyp.{old}.yaml", f"data/hyps/hyp.{old}.yaml"):
+        for path in (f"hyp.{old}.yaml", f"data/hyp.{old}.yaml", f"./data/hyps/hyp.{old}.yaml"):
             assert read_hyperparameters(path, Hyperparameters) == expected
 
 

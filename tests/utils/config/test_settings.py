@@ -142,9 +142,6 @@ def test_flags_that_a_new_runs_model_does_not_use_are_refused() -> None:
         settings.refuse((), (), model)
 
 
-# Views of the settings
-
-
 # A resumed run
 
 LOW = str(ROOT / "data" / "hyps" / "low.yaml")

@@ -151,10 +151,7 @@ def hang_on_the_second(folder: Path) -> None:
 
 @pytest.mark.parametrize("work", [hang_on_the_second, hang_while_reading])
 def test_a_process_that_hangs_is_named(
-    work: Callable[[Path], None],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    work: Callable[[Path], None], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with pytest.raises(SystemExit) as caught:

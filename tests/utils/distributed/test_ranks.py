@@ -131,8 +131,7 @@ def exchange() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("gathered", "shards"),
-    [(["0a", "0b"], [[1, 2, 3, 4, 5]]), (["0a", "0b", "1a", "1b"], [[1, 3, 5], [2, 4]])],
+    ("gathered", "shards"), [(["0a", "0b"], [[1, 2, 3, 4, 5]]), (["0a", "0b", "1a", "1b"], [[1, 3, 5], [2, 4]])]
 )
 def test_collectives(gathered: list[str], shards: list[Any], on_processes: OnProcesses) -> None:
     decisions = [{0: ("a",)}, "3", "no"]

@@ -27,9 +27,6 @@ def test_boxes_are_drawn_on_their_own_image_alone() -> None:
     assert not images[1].any()  # copies are drawn on
 
 
-# Captions: two lines of 16 pixels and a gap of 4 below each image, a gap to its right
-
-
 # Files
 
 

@@ -24,13 +24,7 @@ from utils.training.log import StepLog, epoch_line, log_best_epoch, profile_wind
 
 LOSSES = {"cls_loss": 2.0, "box_loss": 1.0}
 SUMMARY = Summary({"recall": 0.75, "mAP": 0.5}, 0.4, [["head"], ["all"]], [["a"], ["b"]], losses=LOSSES, rate=80.0)
-
-
-TASKS: Any = [
-    (DetectionTask, []),
-    (SegmentationTask, []),
-    (ClassificationTask, [ImageRecord(0, 0, (0,), 1.0)]),
-]
+TASKS: Any = [(DetectionTask, []), (SegmentationTask, []), (ClassificationTask, [ImageRecord(0, 0, (0,), 1.0)])]
 
 
 @pytest.mark.parametrize(("task", "records"), TASKS)

@@ -12,15 +12,7 @@ import torch
 from tests.cuda_queries import GIB, CudaQueries
 from tests.making import launched
 from utils.errors import UserError
-from utils.training.memory import (
-    BYTES_PER_MIB,
-    explain_out_of_memory,
-    fitted_batch,
-    loader_processes,
-)
-
-# The batch of all processes
-
+from utils.training.memory import BYTES_PER_MIB, explain_out_of_memory, fitted_batch, loader_processes
 
 # Shared memory
 

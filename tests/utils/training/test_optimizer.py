@@ -170,9 +170,6 @@ def test_a_short_warmup_lowers_the_rate(rise: float, peak: float) -> None:
     assert schedule.at(50).lrs == pytest.approx([0.91 * peak] * 3)  # epoch 1: 0.9 x 0.9 + 0.1
 
 
-# Skipped steps
-
-
 # The average of the weights
 
 

@@ -185,9 +185,6 @@ def stored(steps: OptimizerSteps) -> dict[str, Any]:
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)  # type: ignore[no-any-return]
 
 
-# Two processes
-
-
 # Three processes: all-reduce adds numbers in an order that depends on DDP's buckets
 
 
