@@ -264,10 +264,6 @@ class DrawnSet:
     counts: tuple[int, int] = (640, 160)  # number of images of each split, unless `draw_dataset` is passed others
     by_class: bool = False  # whether image k is in the folder of class k modulo their number, and has no label file
 
-    def draw_image(self, seed: int, split: int, index: int) -> Drawing:
-        """Draw one image of a split, 0 for training, 1 for validation."""
-        return self.draw(np.random.default_rng([seed, *self.stream, split, index]), index)
-
     def draw_dataset(self, folder: Path, seed: int = 0, train: int = 0, val: int = 0) -> Path:
         """Draw the data set into `folder` unless it exists, and return `folder`.
 
@@ -298,7 +294,7 @@ class DrawnSet:
         return folder
 
     def _write(self, folder: Path, seed: int, split: int, index: int) -> None:
-        image, rows = self.draw_image(seed, split, index)
+        image, rows = self.draw(np.random.default_rng([seed, *self.stream, split, index]), index)
         rng = np.random.default_rng([seed, *self.stream, split, index, 1])  # not the generator of the image
         _, jpeg = cv2.imencode(".jpg", image, [cv2.IMWRITE_JPEG_QUALITY, int(rng.integers(70, 96))])
         name = DRAWN_SPLITS[split]

@@ -27,15 +27,7 @@ from data.dataset import DataSet, Item, Items, labels_text, loader, log_split, s
 from data.formats import subfolders
 from data.images import images_below, read_image
 from data.labels import load_labels
-from data.sampler import (
-    SampleIndex,
-    Sampling,
-    evaluation_batches,
-    images_in_use,
-    item_generator,
-    training_batches,
-    user_generator,
-)
+from data.sampler import SampleIndex, Sampling, evaluation_batches, images_in_use, item_generator, training_batches
 from utils.batch import Batch, ClassInfo, Instances, Split
 from utils.config.hyperparameters import Recipe, Transforms
 from utils.errors import UserError, plural
@@ -106,7 +98,7 @@ class TrainingItems(_Items):
         from torchvision.transforms import v2
 
         hyp, side = self.hyp, sample.shape[0]
-        rng, user_rng = item_generator(self.seed, sample), user_generator(self.seed, sample)
+        rng, user_rng = item_generator(self.seed, sample), item_generator(self.seed, sample, of_user=True)
         chance, drawn = rng.random(), int(rng.integers(len(self.labels)))
         if side not in self.transforms:
             self.transforms[side] = torch.nn.Sequential(*_steps(hyp, side))

@@ -33,14 +33,7 @@ from data.dataset import (
 )
 from data.images import read_image, resize, resize_long_side
 from data.labels import BOXES, POLYGONS, Labels, RowRules, check_classes, label_name, load_labels
-from data.sampler import (
-    SampleIndex,
-    evaluation_batches,
-    images_in_use,
-    item_generator,
-    training_batches,
-    user_generator,
-)
+from data.sampler import SampleIndex, evaluation_batches, images_in_use, item_generator, training_batches
 from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement
 from utils.config.hyperparameters import Augmentation, Recipe
 from utils.console import log
@@ -117,7 +110,7 @@ class TrainingItems(_Items):
             return augmented
         if not self.masks:  # outlines of a detector have served `copy_paste`
             augmented = augmented._replace(polygons=None)
-        return self.user(augmented, user_generator(self.seed, sample), self.images.name(sample.image))
+        return self.user(augmented, item_generator(self.seed, sample, of_user=True), self.images.name(sample.image))
 
     def item(self, sample: SampleIndex, pixels: Tensor) -> Item:
         targets = to_tensors(self.augmented(sample), pixels)

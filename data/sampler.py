@@ -34,14 +34,12 @@ class SampleIndex(NamedTuple):
     partners: tuple[int, ...] = ()  # indices of the images to mix it with; if empty, they are chosen among all images
 
 
-def item_generator(seed: int, sample: SampleIndex) -> np.random.Generator:
-    """Return the generator of all random choices of an item, the same in every process and after a restart."""
-    return np.random.default_rng((ITEM_STREAM, seed, sample.epoch, sample.position))
+def item_generator(seed: int, sample: SampleIndex, of_user: bool = False) -> np.random.Generator:
+    """Return the generator of all random choices of an item, the same in every process and after a restart.
 
-
-def user_generator(seed: int, sample: SampleIndex) -> np.random.Generator:
-    """Return the generator of a user's augmentations of an item, so that they change no other random choice of it."""
-    return np.random.default_rng((USER_STREAM, seed, sample.epoch, sample.position))
+    The user's augmentations have their own (`of_user`), so that they change no other random choice of the item.
+    """
+    return np.random.default_rng((USER_STREAM if of_user else ITEM_STREAM, seed, sample.epoch, sample.position))
 
 
 @dataclass(frozen=True)
