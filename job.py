@@ -23,7 +23,7 @@ from models.weights import Origin, same_names
 from utils.batch import Batch
 from utils.checkpoint import Decisions, Identity, resolve_settings
 from utils.config.flags import TrainOptions, select
-from utils.config.hyperparameters import is_shipped, log_unread
+from utils.config.hyperparameters import Recipe, is_shipped, log_unread
 from utils.config.parser import given_flags
 from utils.config.settings import Settings
 from utils.console import log
@@ -153,6 +153,12 @@ class Job(NamedTuple):
         loader = uncached.evaluation_loader(data.train, chosen)
         self.task.fit_classes(model.to(device), (batch.to(device) for batch in loader), new)
         return {name: tensor.cpu() for name, tensor in head_tensors(model).items()}
+
+    def recipe(self, split: Any, batches: int, known_share: float | None) -> Recipe:
+        """Return the hyperparameters for a run of `batches` on a training split, of whose classes a share is known."""
+        hyp = self.settings.hyp
+        is_new = known_share == 0 and "boxes" in self.task.features
+        return hyp.for_boxes(split.side_lengths(1), batches) if is_new else hyp
 
     def write_inputs(
         self, run: Run, data: Data, identity: Identity, content: Mapping[str, Any], saved: Mapping[str, Any] | None

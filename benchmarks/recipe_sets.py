@@ -20,11 +20,9 @@ from PIL import Image, ImageOps
 from data.formats import annotated_names, find_annotated
 from data.images import is_image
 
-MAX_PHOTOS, MIN_VALIDATION_PHOTOS, SEED = 200, 20, 0
-LONG_SIDE, JPEG_QUALITY = 640, 90
+MAX_PHOTOS, MIN_VALIDATION_PHOTOS, LONG_SIDE, JPEG_QUALITY, SEED = 200, 20, 640, 90, 0
 EXPORT = "*/_annotations.coco.json"  # Roboflow's COCO files
 CARDS = "EdjeElectronics/TensorFlow-Object-Detection-API-Tutorial-Train-Multiple-Objects-Windows-10@c164582"
-PORES = "joc117/RO009_Optimising-LPBF-Metal-Additive-Manufacturing-with-AI-based-defect-detection@c4b745a"
 KITCHEN = "bell pepper, butter, cheese, chilli, corn, garlic, beans, mushrooms, pasta, peas and carrots, tomato sauce"
 VEGETABLES = (
     "okra flower, okra, okra bud, okra seed, pepper flower, green pepper, red pepper, pepper seed, "
@@ -58,12 +56,14 @@ SOURCES = {
     "teeth": Source("hongjin4790/cavity_detecting@7971a68", "CC-BY-4.0", EXPORT, ""),
     "traffic": Source("kioenguyen0207/traffic_dataset@0bca9d8", "CC-BY-4.0", "train/_annotations.coco.json", ""),
     "symbols": Source("MajidrNEO1879/arithmetic-detection@85b9bdc", "CC-BY-4.0", f"data/{EXPORT}", ""),
-    "pores": Source(PORES, "CC-BY-4.0", EXPORT, "images"),
-    "cats": Source("pcashman21/feral-cat-segmentation-dataset-and-model@c7cdfa4", "MIT", "*/*/labels", "images", "cat"),
     "kitchen": Source("HMI2-Research-Group/Kitchen-YOLO-Dataset@8d92e22", "AAL", "labels", "my_images", KITCHEN),
     "vegetables": Source(
         "FatihEmin48/okra-pepper-eggplant-yolo-dataset@36e7f71", "CC-BY-4.0", "*/labels", "images", VEGETABLES
     ),
+    "go": Source("wimi321/katago-go-analyzer@d8422e0", "CC-BY-4.0", "temp_stone/*/labels", "images", "black, white"),
+    "foosball": Source("DaanS8/foosball_detection@f82e68c", "MIT", "data/*/_annotations.coco.json", ""),
+    "trees": Source("KillerJacKTM05/TreeCountingProgram@141596e", "CC-BY-4.0", "Dataset/*/labels", "images", "tree"),
+    "wagons": Source("DipanMondal/wagon_defect-2-coco@47fcf86", "CC-BY-4.0", EXPORT, ""),
 }
 
 

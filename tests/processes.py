@@ -49,6 +49,8 @@ def can_fork(variables: Mapping[str, str]) -> bool:
 
 def stop_server() -> None:
     """End the server and wait for it, so that its time counts as that of this process."""
+    for loader in multiprocessing.active_children():  # of a `call_main`; the server would wait for them
+        loader.terminate()
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 

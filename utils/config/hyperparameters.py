@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from utils.config.flags import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, typed_values
 from utils.console import log
@@ -25,6 +27,7 @@ DEFAULTS = "defaults"  # key of a hyperparameter YAML, and of a data YAML: defau
 NO_OVERRIDES: Mapping[str, str] = {}
 HYPS_FOLDER = "data/hyps"
 FEW_IMAGES = 5000  # a run from scratch on fewer images takes another file
+SMALL, MOST, LONG_RUN = 0.1, 0.75, 150  # side of a small box, share of the boxes, and batches, for `small_lr`
 # Hyperparameter files of this repository, by YOLOv5's names.
 YOLOV5_HYPS = {"hyp.scratch.yaml": "low.yaml", "hyp.finetune.yaml": "VOC.yaml", "hyp.no-augmentation.yaml": "none.yaml"}
 YOLOV5_HYPS |= {f"hyp.scratch-{size}.yaml": f"{size}.yaml" for size in ("low", "med", "high")}
@@ -65,6 +68,8 @@ class Recipe:
     keep_norms: int = number(0, Range(0, 1))
     # Factor of the learning rates if the weights know all classes of the data; for a share s of them, known_lr ** s.
     known_lr: float = number(1.0, POSITIVE)
+    # Factor of lr0 for small objects of new classes, unless the run is short: see `Recipe.for_boxes`.
+    small_lr: float = number(1.0, POSITIVE)
     # Factors of the learning rate by part of the model, such as {backbone: 0.1, head: 1}; parts are named as for
     # --freeze, and the last one that names a parameter counts.
     lr_factor: Mapping[str, float] = dataclasses.field(default_factory=dict, metadata={"within": NOT_NEGATIVE})
@@ -76,6 +81,16 @@ class Recipe:
     def weights_factor(self, share: float | None) -> float:
         """Return the factor of all learning rates for weights that know a share of the classes; None: no weights."""
         return 1.0 if share is None else self.known_lr**share
+
+    def for_boxes(self, sides: np.ndarray, batches: int) -> Recipe:
+        """Return the recipe for a run of `batches` on boxes of `sides` (n, 2), as shares of the image's longer side."""
+        small = np.mean(sides.prod(1) < SMALL**2) if len(sides) else 0
+        if self.small_lr == 1 or batches < LONG_RUN or small < MOST:
+            return self
+        log(
+            f"learning rate times {self.small_lr:g}: {small:.0%} of the boxes are smaller than {SMALL:.0%} of the image"
+        )
+        return replace(self, lr0=self.lr0 * self.small_lr)
 
     def keeps_norms(self, share: float | None) -> bool:
         """Return whether BatchNorm keeps the statistics of the weights that a run starts from."""

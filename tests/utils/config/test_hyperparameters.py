@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from models.tasks.classify import ClassificationRecipe
@@ -179,6 +180,15 @@ def test_hyperparameters_for_weights(
     assert "BatchNorm" in about_norms
     assert len(about_rates) == bool(named)
     assert all(text in about_rates[0] for text in named)
+
+
+@pytest.mark.parametrize(("small", "batches", "factor"), [(3, 150, 2), (3, 149, 1), (2, 150, 1), (0, 150, 1)])
+def test_rate_for_small_objects(small: int, batches: int, factor: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of four boxes `small` ones are just smaller than a tenth of the image."""
+    recipe, sides = Hyperparameters(small_lr=2), np.array([[0.3, 0.033]] * small + [[0.2, 0.06]] * (4 - small))
+    assert recipe.for_boxes(sides, batches) == replace(recipe, lr0=recipe.lr0 * factor)
+    assert ("times 2: 75% of the boxes" in capsys.readouterr().out) == (factor == 2)
+    assert recipe.for_boxes(sides[:0], batches) is recipe
 
 
 @pytest.mark.parametrize(("share", "epochs", "unmixed"), [(1, 20, 0), (0.75, 20, 5), (0.75, 1, 0), (0, 3, 3)])
