@@ -376,7 +376,9 @@ def test_models_of_torch_hub(detector: Path, photo: Path, predictor: Predictor) 
         assert results.names == predictor.names
         np.testing.assert_array_equal(results.xyxy[0], predictor(photo).array)
     model.agnostic, model.multi_label, model.amp = True, False, False
+    model.conf = None
     assert model.eval().agnostic_nms
+    assert model.conf == 0.25
     with pytest.raises(UserError, match="multi"):
         model.multi_label = True
     with pytest.raises(AttributeError, match="device="):

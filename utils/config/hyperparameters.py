@@ -87,9 +87,7 @@ class Recipe:
         small = np.mean(sides.prod(1) < SMALL**2) if len(sides) else 0
         if self.small_lr == 1 or batches < LONG_RUN or small < MOST:
             return self
-        log(
-            f"learning rate times {self.small_lr:g}: {small:.0%} of the boxes are smaller than {SMALL:.0%} of the image"
-        )
+        log(f"learning rate times {self.small_lr:g}: {small:.0%} of the boxes are smaller than {SMALL} of the image")
         return replace(self, lr0=self.lr0 * self.small_lr)
 
     def keeps_norms(self, share: float | None) -> bool:
