@@ -119,5 +119,5 @@ def test_scores_of_yolov5(shared: Path, run_script: RunScript, tmp_path: Path) -
     (overall,) = (line.split() for line in run_script("val.py", *what, *how).splitlines() if " all " in f" {line}")
     *_, box50, box, mask_p, mask_r, mask50, mask = map(float, overall[1:])
     assert (box50, box) == pytest.approx((0.6212, 0.3863), abs=0.003)
-    assert (mask50, mask) == pytest.approx((0.3964, 0.1825), abs=0.0003)
+    assert (mask50, mask) == pytest.approx((0.3964, 0.1825), abs=0.0006)
     assert min(mask_p, mask_r) > 0.3
