@@ -154,11 +154,11 @@ class Job(NamedTuple):
         self.task.fit_classes(model.to(device), (batch.to(device) for batch in loader), new)
         return {name: tensor.cpu() for name, tensor in head_tensors(model).items()}
 
-    def recipe(self, split: Any, batches: int, known_share: float | None) -> Recipe:
-        """Return the hyperparameters for a run of `batches` on a training split, of whose classes a share is known."""
+    def recipe_for(self, train: Any, batches: int, known_share: float | None) -> Recipe:
+        """Return the hyperparameters, for a run of `batches` from weights that know a share of the classes."""
         hyp = self.settings.hyp
-        is_new = known_share == 0 and "boxes" in self.task.features
-        return hyp.for_boxes(split.side_lengths(1), batches) if is_new else hyp
+        are_new = known_share == 0 and "boxes" in self.task.features
+        return hyp.for_boxes(train.side_lengths(1), batches) if are_new else hyp
 
     def write_inputs(
         self, run: Run, data: Data, identity: Identity, content: Mapping[str, Any], saved: Mapping[str, Any] | None

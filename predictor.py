@@ -101,8 +101,8 @@ class Predictor:
             vars(self)[name] = value
             return
         name = ALIASES.get(name, name)
-        fixed = {"multi_label": False, "amp": False, "augment": self.inference.augment}  # attributes in YOLOv5
-        if name in fixed and value == fixed[name]:
+        unchanged = {"multi_label": False, "amp": False, "augment": self.inference.augment}  # what YOLOv5's users set
+        if name in unchanged and value == unchanged[name]:
             return
         if name in ARGUMENTS and name not in SETTINGS:
             raise UserError(f"{name} cannot be changed; load the model with {name}={value!r}")

@@ -80,7 +80,7 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
 
     # Loaders, loss and evaluation.
     loader = data.set.train_loader(data.train, batch_size, hyp, options.seed)
-    hyp = job.recipe(data.train, options.epochs * len(loader), known_share)
+    hyp = job.recipe_for(data.train, options.epochs * len(loader), known_share)
     sampler: Any = loader.batch_sampler  # the batches of all processes: data.sampler.GlobalBatches
     criterion = task.criterion(model)
     evaluate = evaluator(run, task, model, criterion, data.set, data.val, min(2 * batch_size, VALIDATION_BATCH))

@@ -156,8 +156,7 @@ class Media:
             number += 1
         video.release()
         if number == 0 or number < COMPLETE * expected or (item.kind == "live" and expected <= 0):
-            cause = "only by the address that `yt-dlp -g` prints" if "youtu" in item.name else "damaged or interrupted"
-            self.problems.append(f"{item.name} cannot be read after {number} frames: {cause}")
+            self.problems.append(f"{item.name} cannot be read after {number} frames; it is damaged, cut or a web page")
 
 
 def local_file(item: MediaItem) -> Path:

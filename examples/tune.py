@@ -40,6 +40,7 @@ def main() -> None:
     flags, others = parser.parse_known_args()
     try:
         more = given_flags(TrainOptions, others)
+        more |= more.pop("overrides", {})  # of --hyp.KEY
     except UserError as error:
         parser.error(str(error))
     import optuna
@@ -51,7 +52,7 @@ def main() -> None:
         job: dict[str, Any] = {**more, "data": flags.data, "weights": flags.weights, "cfg": cfg, "epochs": flags.epochs}
         job |= {"project": flags.folder, "name": f"trial{trial.number}", "no_wandb": True}
         try:
-            result = train.run(**{**job.pop("overrides", {}), **job, **values})
+            result = train.run(**{**job, **values})
         except UserError as error:  # such as weights that have grown to infinity
             print(f"trial {trial.number} failed: {error}")
             if trial.number >= 2 and not study.get_trials(deepcopy=False, states=succeeded):

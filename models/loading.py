@@ -31,7 +31,7 @@ from models.weights import (
     refuse_unread_family,
     same_names,
 )
-from models.yolo import add_layers, whole_strides
+from models.yolo import MODEL_FOLDERS, add_layers, whole_strides
 from utils.config.flags import ExportOptions, TrainOptions
 from utils.config.hyperparameters import Recipe
 from utils.console import log
@@ -272,7 +272,7 @@ def starting_point(options: TrainOptions, weights: str, saved_yaml: Mapping[str,
     if saved_yaml is None:
         refuse_unread_family(f"--cfg {options.cfg}", options.cfg, "yolov9t.yaml")
     if saved_yaml is not None or options.cfg:
-        yaml = saved_yaml or read_yaml(find_file(options.cfg, "model", ["models", "models/hub"]))
+        yaml = saved_yaml or read_yaml(find_file(options.cfg, "model", MODEL_FOLDERS))
         return StartingPoint(TASKS[task_of(yaml, source)], dict(yaml), source, bool(options.cfg))
     file = find_weights(weights) if weights else None
     content = read_weights(file) if file else None

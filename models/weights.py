@@ -52,8 +52,8 @@ MODEL_KEYS = (
 )
 # The keys of train.py's files, besides `format`, with their types.
 CONTENT_TYPES: dict[str, Any] = {"task": str, "model": dict, "names": dict | list, "state": dict, "settings": dict}
-OTHER_SUFFIXES = (".engine", ".mlmodel", ".mlpackage", ".pb", ".tflite")  # of files that run in other programs
 EXPORTED_SUFFIXES = (".onnx", ".torchscript", "_openvino_model")  # suffixes of the files that export.py writes
+OTHER_EXPORTS = (".engine", ".mlmodel", ".mlpackage", ".pb", ".tflite")  # of files that other programs make of them
 
 # Identifiers from https://spdx.org/licenses, in lower case, by the program that wrote a file.
 LICENCES = {"yolov5": "agpl-3.0", "yolov9": "mit", "torchvision": "bsd-3-clause"}
@@ -164,10 +164,8 @@ def read_weights(path: str | Path, licence: str = "") -> Weights:
     file, before calling anything that it names.
     """
     path = Path(path)
-    if path.name.endswith(EXPORTED_SUFFIXES):
+    if path.name.endswith((*EXPORTED_SUFFIXES, *OTHER_EXPORTS)):
         raise UserError(f"{path} is an exported file, which has no weights to load; give the .pt that it was made from")
-    if path.suffix in OTHER_SUFFIXES:
-        raise UserError(f"{path} runs in a program of its own; give the .pt or .onnx that it was made from")
     try:
         data = read_regular(path)
     except OSError as error:

@@ -42,6 +42,7 @@ MAX_MULTIPLE = 16  # largest depth or width multiple
 # Side in pixels of the image that a model is tried with while it is built; also the largest stride that it may have.
 PROBE_PIXELS = 128
 CHANNELS = 3  # channels of an image: RGB
+MODEL_FOLDERS = ("models", "models/hub", "models/segment")  # of model YAMLs; the last one only in YOLOv5
 PYTHON_WORDS = {"None": None, "True": True, "False": False}  # arguments that mean null, true and false
 
 
@@ -235,7 +236,7 @@ def build_model(
         imgsz: image size in pixels, which is rounded up
     """
     if not isinstance(yaml, dict):
-        path = find_file(str(yaml), "model YAML", ["models", "models/hub"])
+        path = find_file(str(yaml), "model YAML", MODEL_FOLDERS)
         source, yaml = str(path), read_yaml(path)
     yaml = _with_defaults(source, copy.deepcopy(yaml), nc)
     values = {"nc": yaml["nc"], "anchors": yaml.get("anchors"), **PYTHON_WORDS}

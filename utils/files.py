@@ -108,14 +108,15 @@ def one_at_a_time(lock: Path) -> Iterator[None]:
 def find_file(name: str, what: str, folders: Sequence[str], kind: str = "a file") -> Path:
     """Return the YAML file that a flag names: a path, or the name of a file in `folders`, with or without .yaml.
 
-    Raises `UserError`, which lists the files of `folders`, says `what` the file is for, and what `kind` of name it is.
+    The name may begin with any of `folders`, because YOLOv5 has some files in others. Raises `UserError`, which lists
+    the files of `folders`, says `what` the file is for, and what `kind` of name it is.
     """
     if os.path.isfile(name):  # Path.is_file raises an error for a name that is too long
         return Path(name)
     shipped = sorted(path for folder in folders for path in (ROOT / folder).glob("*.yaml"))
-    wanted = re.sub("^models/(hub|segment)/", "", name).removesuffix(".yml").removesuffix(".yaml")  # YOLOv5's folders
+    wanted = f"{name.removesuffix('.yml').removesuffix('.yaml')}.yaml"
     for path in shipped:
-        if f"{wanted}.yaml" in (path.name, str(path.relative_to(ROOT))):
+        if wanted in (path.name, *(f"{folder}/{path.name}" for folder in folders)):
             return path
     raise UserError(
         f"{what} '{name}' is not {kind}{nearest(name, (path.stem for path in shipped), 0.7)}; give the path of {kind}, "

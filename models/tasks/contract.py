@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Image = np.ndarray  # uint8 (h, w, 3), BGR
 Function = Callable[..., Any]
 ROWS = ("xyxy", "xywh", "xyxyn", "xywhn")  # YOLOv5's attributes of `Results`
-OTHER_NAMES = {"pred": "xyxy", "files": "path"}  # of YOLOv5
+YOLOV5_NAMES = {"pred": "xyxy", "files": "path"}  # further attributes there, and what they are here
 SAVE_PROJECT = Path("runs/detect")  # folder that `save` writes into by default
 
 
@@ -348,7 +348,7 @@ class Results(list[Any]):
             raise AttributeError(name)
         if name in ("crop", "ims", "imgs", "tolist"):
             raise AttributeError(f"results have no {name}: each result of the list has crops(image), plot() and xyxy")
-        name = OTHER_NAMES.get(name, name)
+        name = YOLOV5_NAMES.get(name, name)
         values = [getattr(result, name) for result in self]
         return [torch.from_numpy(value) for value in values] if name in ROWS else values
 

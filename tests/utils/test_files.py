@@ -148,8 +148,9 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_shipped_files_are_found(repository: Path) -> None:
-    for name in ("low", "low.yaml", "data/hyps/low.yaml", "data/hyps/low", "models/hub/low.yaml"):
+    for name in ("low", "low.yaml", "data/hyps/low.yaml", "data/hyps/low"):
         assert find_file(name, "recipe", ["data/hyps"]) == repository / "data" / "hyps" / "low.yaml"
+    assert find_file("old/low.yml", "recipe", ["data/hyps", "old"]) == repository / "data" / "hyps" / "low.yaml"
     for path in (Path("low.yaml"), Path.cwd() / "mine.txt"):  # a path takes precedence
         path.touch()
         assert find_file(str(path), "recipe", ["data/hyps"]) == path

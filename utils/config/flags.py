@@ -481,12 +481,7 @@ REFUSED = {
         (f"{flag} {task}" for flag in ("task", "task_file") for task in ("detect", "segment", "classify")),
         "is not needed: the model decides, such as --weights yolov5n.pt, yolov5n-seg.pt or yolov5n-cls.pt",
     ),
-    "source screen": "is not built in: pass screenshots to a Predictor as arrays; see docs/detect.md#use-from-python",
     # YOLOv5's classify/train.py
-    **dict.fromkeys(
-        [f"data {name}" for name in ("mnist", "cifar10", "cifar100", "imagenette", "imagenette160", "imagenet")],
-        "is not downloaded: give a folder with train and val, in each a folder of photos per class",
-    ),
     "model": "is --weights here, or --cfg for a model from scratch, such as --cfg yolov5s-cls.yaml",
     "pretrained": "is not needed: --weights names what to start from, and --weights '' starts from scratch",
     **dict.fromkeys(("ndjson_console", "ndjson_file"), "is not needed: results.csv has the values of every epoch"),

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import numpy as np
-
 from utils.config.flags import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, typed_values
 from utils.console import log
 from utils.errors import plural
 from utils.files import ROOT, find_file, read_yaml
 
 if TYPE_CHECKING:
+    import numpy as np
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
@@ -83,8 +82,9 @@ class Recipe:
         return 1.0 if share is None else self.known_lr**share
 
     def for_boxes(self, sides: np.ndarray, batches: int) -> Recipe:
-        """Return the recipe for a run of `batches` on boxes of `sides` (n, 2), as shares of the image's longer side."""
-        small = np.mean(sides.prod(1) < SMALL**2) if len(sides) else 0
+        """Return the recipe for a run of `batches`, with a higher rate if most boxes are small; log it. `sides` (n, 2)
+        are their widths and heights, as shares of the image's longer side."""
+        small = (sides.prod(1) < SMALL**2).mean() if len(sides) else 0.0
         if self.small_lr == 1 or batches < LONG_RUN or small < MOST:
             return self
         log(f"learning rate times {self.small_lr:g}: {small:.0%} of the boxes are smaller than {SMALL} of the image")

@@ -69,7 +69,7 @@ class OptimizerSteps:
 
     def recorded(self, task: Task, criterion: Criterion, wanted: bool) -> Criterion:
         """Let networks, loss and averages replay their kernels, if `wanted` and possible; return the loss to use."""
-        if self.model.accelerator.device.type != "cuda":
+        if not self.on_gpu:
             return criterion
         from utils.training.cuda_graph import RecordedCall, can_record, record_kernels
 
@@ -79,9 +79,14 @@ class OptimizerSteps:
         return record_kernels(self.model, task, criterion, record)
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a CUDA device."""
+        return self.model.accelerator.device.type == "cuda"
+
+    @property
     def behind(self) -> int:
         """Number of steps whose counting may wait: one on a GPU, so that the next is queued before the host waits."""
-        return int(self.model.accelerator.device.type == "cuda")
+        return int(self.on_gpu)
 
     def step(self) -> Tensor:
         """Clip the gradients and take a step if they are finite; return whether it was taken, bool () on the device.
