@@ -31,7 +31,7 @@ from models.weights import (
     refuse_unread_family,
     same_names,
 )
-from models.yolo import MODEL_FOLDERS, add_layers, whole_strides
+from models.yolo import MODEL_FOLDERS, YoloModel, add_layers, whole_strides
 from utils.config.flags import ExportOptions, TrainOptions
 from utils.config.hyperparameters import Recipe
 from utils.console import log
@@ -287,7 +287,8 @@ def starting_point(options: TrainOptions, weights: str, saved_yaml: Mapping[str,
 def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: TrainOptions) -> None:
     """Load the tensors that fit `model` and freeze layers; log the model, the tensors and the layers.
 
-    Raises `UserError` if no tensor fits, for an unknown layer, or if the model does not take the image size.
+    Raises `UserError` if no tensor fits, for an unknown layer, if the model does not take the image size, or as
+    `YoloModel.check_rows` does.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     layers = sum(not any(module.children()) for module in model.modules())
@@ -300,6 +301,8 @@ def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: Tra
         log(f"licence of these weights: {start.origin}")
     if options.freeze:
         freeze(model, options.freeze)
+    if isinstance(model, YoloModel):
+        model.check_rows(start.source)
 
 
 def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> None:

@@ -188,6 +188,19 @@ class YoloModel(Model):
         """The last layer of `head`, whose class decides the task."""
         return self.model[self._head_row]
 
+    def check_rows(self, source: str) -> None:
+        """Raise `UserError` for rows that do not lead to the head, so that no gradient reaches them; not if frozen."""
+        reached = {*self._results}
+        for row in reversed(self.rows):
+            reached |= {*row.sources} if row.index in reached else set()
+        unread = [row.index for row in self.rows if row.index not in reached]
+        trained = [weight.requires_grad for k in unread for weight in self.model[k].parameters()]
+        if unread and (any(trained) or not trained):
+            raise UserError(
+                f"{source}: no row that leads to the head reads row {', '.join(map(str, unread))} (they count from 0), "
+                "so it cannot learn; remove it, or name it in the `from` of such a row"
+            )
+
     def forward(self, images: Tensor, *hints: Tensor) -> Any:
         """Run the rows on RGB images (b, 3, h, w) in [0, 1]; `hints` are further arguments of the head.
 

@@ -164,6 +164,7 @@ ERRORS: dict[str, Case] = {
     "no augmentations": (lambda i: i.write("own.py", "A = []"), "{set}/own.py", "--augmentations {set}/own.py"),
     "bad module": (lambda i: i.row(1, [-1, 1, "Cnov", [8, 3, 2]]), "model.yaml, row 1: Cnov", ""),
     "bad channels": (lambda i: i.row(1, [-1, 1, "Conv", [-8]]), "model.yaml, row 1", ""),
+    "unread row": (lambda i: i.row(1, ["image", 1, "Conv", [16, 3, 2]]), "reads row 0 ", ""),
     "joined over the height": (lambda i: i.row(2, [[1, 1], 1, "Concat", [2]]), "model.yaml, row 2: Concat", ""),
     # weights
     "no weights": (lambda i: i.write("weights.pt", b""), "weights.pt", WEIGHTS),

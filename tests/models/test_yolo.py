@@ -7,6 +7,7 @@ import re
 import sys
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,17 +136,21 @@ def test_strides_anchors_and_maps(name: str, strides: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ["yolov5s-ghost", "yolov5s-transformer", "yolov5-bifpn", "yolov9t", "yolov9c"])
 def test_a_training_step_reaches_every_parameter(name: str) -> None:
+    """Without labels too every one has a gradient: DDP waits for it."""
     task = DetectionTask({0: "a", 1: "b", 2: "c"}, Hyperparameters())
     images = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
     batch = Batch(images, torch.tensor([[1, 2, 0.4, 0.6, 0.3, 0.2]]), ())
     model = task.build_model(narrow(name), 64).train()
     criterion = task.criterion(model)
-    terms = criterion(model(task.inputs(batch), *criterion.hints(batch)), batch)
-    loss = criterion.objective(terms.local_means(), 2)
-    loss.backward()
-    assert loss.isfinite()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert [name for name, gradient in gradients.items() if gradient is None or not gradient.isfinite().all()] == []
+    for targets in (torch.zeros(0, 6), batch.targets):
+        model.zero_grad()
+        batch = replace(batch, targets=targets)
+        terms = criterion(model(task.inputs(batch), *criterion.hints(batch)), batch)
+        loss = criterion.objective(terms.local_means(), 2)
+        loss.backward()
+        assert loss.isfinite()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        assert [name for name, gradient in gradients.items() if gradient is None or not gradient.isfinite().all()] == []
     assert sum(bool(gradient.any()) for gradient in gradients.values()) > 0.9 * len(gradients)
 
 
@@ -279,6 +284,17 @@ def with_row(index: int, row: Any) -> dict[str, Any]:
 def test_invalid_row(index: int, row: Any) -> None:
     with pytest.raises(UserError, match=rf"^mine\.yaml, row {index}: "):
         build_model(with_row(index, row), source="mine.yaml", head=Detect)
+
+
+def test_rows_that_do_not_lead_to_the_head() -> None:
+    """They may be frozen, and an auxiliary branch is a second head."""
+    branch = [-1, 1, "Conv", [8]], [-1, 1, "nn.Upsample", [None, 2]], [2, 1, "Conv", [8]]
+    model = build_model(with_rows(*branch))  # rows 3 to 5; the head reads row 5
+    with pytest.raises(UserError, match=r"^mine\.yaml: no row that leads to the head reads row 3, 4 "):
+        model.check_rows("mine.yaml")
+    build_model(narrow("yolov9t"), nc=3).check_rows("")
+    model.model[3:5].requires_grad_(False)
+    model.check_rows("mine.yaml")
 
 
 @pytest.mark.parametrize(

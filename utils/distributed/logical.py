@@ -114,6 +114,9 @@ class DistributedModel:
         self._generators: list[torch.Generator] = []  # of dropout, for each copy
         self.batches: Sequence[Batch] = ()  # while `each` iterates over them
         self.together = False  # whether autograd's graphs of the copies are one
+        # Parameters that no backward pass has given a gradient yet. Hooks, because ZeRO leaves no gradient in them.
+        trained = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
+        self._waiting = {name: weight.register_hook(partial(self._arrive, name)) for name, weight in trained}
         if logical.exact:
             self._trained = [[weight for weight in model.parameters() if weight.requires_grad] for model in copies]
             sizes = [weight.numel() for weight in self._trained[0]]
@@ -164,7 +167,18 @@ class DistributedModel:
         return [local.share_of(counts) for local in terms]
 
     def backward(self, objectives: Sequence[Tensor]) -> None:
-        """Add the objectives' gradients, in the last batch of a step over all processes. All must call it together."""
+        """Add the objectives' gradients, in the last batch of a step over all processes. All must call it together.
+
+        Raises `UserError` if a trained parameter gets no gradient in the first batch, or under DDP in any.
+        """
+        self._backward(objectives)
+        check_reduced(self.wrapped, [*self._waiting])
+
+    def _arrive(self, name: str, gradient: Tensor) -> None:
+        if hook := self._waiting.pop(name, None):  # a parameter that is used twice may come twice
+            hook.remove()
+
+    def _backward(self, objectives: Sequence[Tensor]) -> None:
         accelerator = self.accelerator
         if not self.logical.exact:
             accelerator.backward(objectives[0] * accelerator.num_processes)  # DDP takes the mean over processes
@@ -212,6 +226,26 @@ class DistributedModel:
             for buffers in statistics:
                 for buffer, mean in zip(buffers, means.split([len(buffer) for buffer in buffers]), strict=True):
                     buffer.copy_(mean / self.logical.count)
+
+
+def check_reduced(module: nn.Module, waiting: Sequence[str] = ()) -> None:
+    """Raise `UserError` for parameters, `waiting` among them, that the last backward pass has given no gradient.
+
+    DDP adds up a bucket of gradients once it has all of them. If one is missing, the others of its bucket stay those of
+    each process, and DDP itself says so in the next forward pass only: after a wrong step.
+    """
+    names, ddp = list(waiting), getattr(module, "_orig_mod", module)  # torch.compile wraps DDP
+    if isinstance(ddp, DistributedDataParallel) and not names:
+        try:
+            ddp._check_reducer_finalized()
+        except RuntimeError:
+            names = [name for name, each in ddp.module.named_parameters() if each.requires_grad and each.grad is None]
+            names = names or ["a parameter on another process"]
+    if names:
+        raise UserError(
+            "each trained parameter must get a gradient from each batch: use it in `forward`, remove it, or freeze it, "
+            f"as with --freeze {names[0]}; these get none: {', '.join(names)}"
+        )
 
 
 # One order of addition. Floating-point addition is commutative but not associative: neighbours are added, then
@@ -370,4 +404,5 @@ def order_buckets(model: DistributedDataParallel, image_size: int) -> None:
     with torch.random.fork_rng([]):  # a GPU's generator is seeded for each batch
         outputs = [leaf for leaf in tree_leaves(model(image)) if isinstance(leaf, Tensor) and leaf.requires_grad]
         torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+    check_reduced(model)
     model.zero_grad()

@@ -83,11 +83,16 @@ def log_optimizer(optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
 
 
 def step_if(optimizer: Any, finite: Tensor) -> Tensor:
-    """Take a step of a fused optimizer, prepared by Accelerate, if `finite`, bool (); return `finite`.
+    """Take a step of an optimizer, prepared by Accelerate, if `finite`, bool (); return `finite`.
 
-    The kernels read `finite` on the device, like the `found_inf` of a gradient scaler, so the host does not wait.
+    The kernels of a fused one read `finite` on the device, like the `found_inf` of a gradient scaler, so the host does
+    not wait. Any other would apply what is not finite, so the host decides.
     """
     inner = optimizer.optimizer
+    if not getattr(inner, "_step_supports_amp_scaling", False):  # what torch's GradScaler asks too
+        if finite:
+            optimizer.step()
+        return finite
     inner.found_inf = (~finite).float()
     optimizer.step()
     del inner.found_inf

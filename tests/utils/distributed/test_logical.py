@@ -145,6 +145,57 @@ def test_the_same_bits_on_one_and_two_processes(on_processes: OnProcesses, tmp_p
     assert all(same(result[key], alone[key]) for result in results for key in ("means", "averaged"))
 
 
+# Parameters without a gradient
+
+
+class Idle(Network):
+    """A network that does not use a parameter in its forward pass number `idle`."""
+
+    def __init__(self, idle: int) -> None:
+        super().__init__(0.0)
+        self.idle, self.calls, self.spare = idle, 0, nn.Parameter(torch.ones(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(images) * (1 if self.calls == self.idle else self.spare)  # type: ignore[no-any-return]
+
+
+def batches_before_an_error(folder: str, idle: int, logical: int, frozen: bool) -> tuple[int, str]:
+    """Return the number of trained batches of six, and the error's message."""
+    run, network, batches = Run(*start("cpu", "no", 60.0)), Idle(idle), 0
+    run.path = Path(folder)
+    network.spare.requires_grad_(not frozen)
+    data = DataLoader(TensorDataset(torch.rand(36, 3, 8, 8)), 6)
+    try:
+        steps, loader = steps_of(run, network, data, logical_processes=logical)
+        for local in loader:
+            steps.model.backward([module(batch).sum() for module, (batch,) in steps.model.each(local, 0)])
+            steps.optimizer.zero_grad()
+            batches += 1
+    except UserError as error:
+        return batches, str(error)
+    return batches, ""
+
+
+@pytest.mark.parametrize(
+    ("processes", "idle", "logical", "frozen", "batches"),
+    [
+        (1, 1, 0, False, 0),
+        (1, 1, 2, False, 0),
+        (2, 1, 0, False, 0),
+        (2, 3, 0, False, 2),  # DDP needs all gradients in later batches too
+        (2, 1, 0, True, 6),
+        pytest.param(3, 1, 0, False, 0, marks=pytest.mark.long),  # by the pass that orders the buckets
+    ],
+)
+def test_a_parameter_without_a_gradient_ends_a_run_before_the_step(
+    processes: int, idle: int, logical: int, frozen: bool, batches: int, on_processes: OnProcesses, tmp_path: Path
+) -> None:
+    for trained, message in on_processes(processes, batches_before_an_error, str(tmp_path), idle, logical, frozen):
+        assert trained == batches
+        assert ("--freeze spare; these get none: spare" in message) == (not frozen)
+
+
 # Sums by the tree, with numbers whose sum depends on the order in which they are added
 
 LENGTH = 7  # which no number of processes divides

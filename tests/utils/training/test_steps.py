@@ -162,6 +162,18 @@ def test_a_skipped_step_changes_nothing(tmp_path: Path) -> None:
     assert all(tensor.isfinite().all() for tensor in values(steps))
 
 
+def test_a_skipped_step_of_an_optimizer_that_is_not_fused(tmp_path: Path) -> None:
+    steps, loader = prepared(run_in(tmp_path))
+    steps.optimizer.optimizer = torch.optim.NAdam(steps.model.parameters)
+    train(steps, loader, not_finite=[1], stop=1)
+    before = [parameter.clone() for parameter in steps.model.parameters]
+    train(steps, loader, not_finite=[1], start=1, stop=2)
+    assert equal(before, steps.model.parameters)  # type: ignore[arg-type]
+    train(steps, loader, start=2, stop=3)
+    assert not equal(before, steps.model.parameters)  # type: ignore[arg-type]
+    assert (steps.progress.taken, steps.progress.skipped) == (2, 1)
+
+
 def test_too_many_skipped_steps_end_the_run(tmp_path: Path) -> None:
     run = run_in(tmp_path)
     steps, loader = prepared(run)
