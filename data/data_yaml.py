@@ -318,18 +318,16 @@ def _names(file: Path, content: Mapping[str, Any]) -> dict[int, str]:
         return {}
     if isinstance(count, str) and count.isdecimal():
         count = int(count)
-    names: Any = list(range(min(count, MAX_CLASSES + 1))) if given is None and type(count) is int else given
-    names = dict(enumerate(names)) if isinstance(names, list) else names
-    if isinstance(names, dict):
-        names = {int(key) if str(key).isdecimal() else key: name for key, name in names.items()}
-        if any(isinstance(name, bool) for name in names.values()):
-            raise UserError(f"{file}: `names` has true or false, as YAML reads yes, no, on and off; quote them: 'no'")
-    is_valid = isinstance(names, dict) and 0 < len(names) <= MAX_CLASSES and {*names} == {*range(len(names))}
-    if not is_valid or not all(isinstance(name, (str, int, float)) and str(name).strip() for name in names.values()):
+    if given is None and type(count) is int:
+        given = list(map(str, range(min(count, MAX_CLASSES + 1))))
+    pairs: Any = enumerate(given) if isinstance(given, list) else given.items() if isinstance(given, dict) else ()
+    names = {re.sub("^0+(?=.)", "", str(key)): name for key, name in pairs}
+    is_valid = 0 < len(names) <= MAX_CLASSES and {*names} == {*map(str, range(len(given or ())))}
+    if not is_valid or not all(isinstance(name, str) and name.strip() for name in names.values()):
         raise UserError(
-            f"{file}: `names` must list 1 to {MAX_CLASSES} classes, as [person, car, ...] or by number from 0, not "
-            f"{quoted(given)}"
+            f"{file}: `names` must list 1 to {MAX_CLASSES} classes, as [person, car, ...] or by number from 0, each "
+            f"once, not {quoted(given)}"
         )
     if count not in (None, len(names)):
         raise UserError(f"{file}: `nc` is {quoted(count)} but `names` has {plural(len(names), 'class')}; fix either")
-    return {number: str(names[number]) for number in range(len(names))}
+    return {number: names[str(number)] for number in range(len(names))}

@@ -5,7 +5,6 @@ Called by data/data_yaml.py; data/labels.py reads the objects of an `AnnotatedIm
 
 from __future__ import annotations
 
-import codecs
 import math
 import os
 import re
@@ -26,7 +25,7 @@ from data.images import holds_results, images_below, is_image, listed_images
 from data.labels import ImageRows, file_stamps, label_name
 from data.polygons import joined, mask_outline
 from utils.errors import UserError, nearest, plural, quoted
-from utils.files import read_lines, read_regular, read_yaml
+from utils.files import read_regular, read_text, read_yaml
 
 MAX_MASK_PIXELS = 2**28
 VOC_LISTS = Path("ImageSets", "Main")
@@ -115,10 +114,7 @@ class AnnotatedImages:
     def rows(self, outlines: bool) -> tuple[dict[str, ImageRows], list[str]]:
         """Return the objects of each image by path, and sentences about those left out. Raises `UserError`."""
         problems = Problems(list)
-        try:
-            rows = self.read(self, outlines, problems)
-        except OSError as error:
-            raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
+        rows = self.read(self, outlines, problems)
         kinds = problems.items()
         return rows, [f"{self.file}: {len(ids)} {kind}, such as {ids[0]}; left out" for kind, ids in kinds]
 
@@ -174,7 +170,7 @@ def json_format(file: Path) -> str:
 
     keys: set[str] = set()
     with suppress(Exception):  # of any class, for a file that is not JSON
-        content = decode(read_regular(file).removeprefix(codecs.BOM_UTF8), type=dict[str, Raw] | list[Raw])
+        content = decode(read_text(file), type=dict[str, Raw] | list[Raw])
         records = list(content.values()) if isinstance(content, dict) else content
         keys |= set(content) if isinstance(content, dict) else set()
         keys |= set(decode(records[0], type=dict[str, Raw]))
@@ -389,7 +385,8 @@ def _voc_images(location: Path, folders: Sequence[Path], names: Sequence[str]) -
     annotated = location.parents[2] / "Annotations" if is_list else location
     searched = [folder for folder in (*folders, *_voc_folders(annotated)) if folder.is_dir()]
     try:
-        lines = [line.strip() for line in read_lines(location) if line.strip()] if is_list else list(annotations)
+        lines = read_text(location, "surrogateescape").split("\n") if is_list else annotations
+        lines = list(filter(None, map(str.strip, lines)))
         # The list of a class has 1 or -1 after each name.
         stems = [line if line in annotations else line.split()[0] for line in lines]
         beside = [{p.stem: str(p) for p in folder.iterdir() if is_image(p.name)} for folder in searched]
@@ -437,7 +434,7 @@ def _read_visdrone(annotated: AnnotatedImages, outlines: bool, problems: Problem
         objects, size = [], (1, 1)
         with suppress(Exception), Image.open(path) as opened:  # a damaged image is reported by the scan
             size = opened.size
-        for number, line in enumerate(map(str.strip, read_lines(file)), 1):
+        for number, line in enumerate(map(str.strip, read_text(file).split("\n")), 1):
             try:
                 *box, score, category = map(int, line.split(",")[:6]) if line else (0, 0, 0, 0, 0, 0)
                 if score and 1 <= category <= last:
@@ -538,8 +535,8 @@ def _images(path: Path) -> Iterator[str]:
 def _classes(files: Iterable[str]) -> Iterator[int]:
     """Yield the class of each row in label files, if they exist; a row has five numbers at least."""
     for file in files:
-        with suppress(OSError):
-            for words in map(str.split, read_lines(file)):
+        with suppress(UserError):
+            for words in map(str.split, read_text(file).split("\n")):
                 with suppress(ValueError, OverflowError):
                     if len(words) > 4 and all(map(math.isfinite, map(float, words))):
                         yield int(float(words[0]))
@@ -553,7 +550,7 @@ def _is_labelled(path: Path) -> bool:
 def _with_classes(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
     """Add the names in a file of class names, or else the number of classes in the labels. Raises `UserError`."""
     files = [file for pattern in CLASS_FILES for file in sorted(folder.rglob(pattern)) if file.is_file()]
-    lists = {"\n".join(map(str.strip, read_lines(file))).rstrip(): file for file in files}
+    lists = {"\n".join(map(str.strip, read_text(file).split("\n"))).rstrip(): file for file in files}
     if len(lists) > 1:
         raise UserError(f"{' and '.join(map(str, lists.values()))} differ; remove the wrong one, or write a data YAML")
     if lists:

@@ -5,7 +5,6 @@ Called by data/data_yaml.py, data/cache.py, data/labels.py, data/media.py, and t
 
 from __future__ import annotations
 
-import codecs
 import io
 import os
 import re
@@ -22,7 +21,7 @@ from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 
 from utils.errors import UserError
-from utils.files import LOCK_FILE, read_regular
+from utils.files import LOCK_FILE, read_regular, read_text
 
 cv2.setNumThreads(0)  # loader processes are parallel already; their threads would compete for the cores
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)  # Pillow reads what OpenCV cannot, or raises
@@ -71,13 +70,11 @@ def listed_images(file: Path) -> Iterator[str]:
     A list of another machine names folders that are not here: what is left without the first of them may be.
     """
     try:
-        content = read_regular(file)
-    except OSError:
-        content = b"\0"
-    if b"\0" in content:  # as in an image, or in UTF-16
-        raise UserError(f"{file} is neither a folder nor a readable text list of images")
-    for line in content.removeprefix(codecs.BOM_UTF8).splitlines():  # names may be any bytes
-        if name := os.fsdecode(line.strip()):
+        lines = read_text(file, "surrogateescape").split("\n")  # names may be any bytes
+    except UserError:  # as for an image
+        raise UserError(f"{file} is neither a folder nor a readable text list of images") from None
+    for line in lines:
+        if name := line.strip(" \t\v\f"):
             beside = os.path.normpath(os.path.join(file.parent, name))
             here = os.path.abspath(name)
             yield next(filter(os.path.exists, (beside, here)), None) or _moved(name, file.parent) or here

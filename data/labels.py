@@ -24,7 +24,7 @@ from data.images import image_size
 from data.polygons import Polygons, offsets_of
 from utils.console import log
 from utils.errors import UserError, plural, quoted
-from utils.files import cache_folder, one_at_a_time, read_regular, replacing
+from utils.files import cache_folder, one_at_a_time, read_regular, read_text, replacing
 
 if TYPE_CHECKING:
     from data.formats import AnnotatedImages
@@ -107,7 +107,7 @@ def parse_rows(
     """
     rows: dict[tuple[float, ...], Row] = {}
     problems = []
-    for number, words in enumerate(map(str.split, text.splitlines()), 1):
+    for number, words in enumerate(map(str.split, text.split("\n")), 1):
         if not words:
             continue
         try:
@@ -239,8 +239,8 @@ def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: 
         return
     image = images[int(np.searchsorted(labels.offsets, wrong[0], side="right")) - 1]
     file, number, line = label_name(os.fspath(image)), int(labels.rows[wrong[0], 0]), ""
-    with suppress(OSError, UnicodeDecodeError):
-        rows = enumerate(read_regular(file).decode("utf-8-sig").splitlines(), 1)
+    with suppress(UserError):
+        rows = enumerate(read_text(file).split("\n"), 1)
         line = next((f", line {k}" for k, row in rows if row.split()[:1] in ([f"{number}"], [f"{number}.0"])), "")
     fix = "fix the label or add the class"
     if labels.rows[:, 0].min() == 1 and labels.rows[:, 0].max() == classes:
@@ -345,11 +345,11 @@ def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows
         return Scan(size)
     file = label_name(os.fspath(image))
     try:
-        labels = described or ImageRows(read_regular(file).decode("utf-8-sig"), None, file)
-    except FileNotFoundError:
-        return Scan(size)  # background
-    except (OSError, UnicodeDecodeError) as error:
-        return Scan(problems=[f"{file}: cannot be read as text ({_reason(error)}); its image is left out"])
+        labels = described or ImageRows(read_text(file), None, file)
+    except UserError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return Scan(size)  # background
+        return Scan(problems=[f"{error}; its image is left out"])
     if labels.size and abs(size[0] * labels.size[1] - size[1] * labels.size[0]) > max(*size, *labels.size):
         annotated = f"{labels.size[0]}x{labels.size[1]}"  # another aspect ratio, by more than the rounding of a pixel
         return Scan(problems=[f"{image}: {size[0]}x{size[1]} pixels, but its annotation is for {annotated}; left out"])

@@ -24,7 +24,7 @@ from torch import Tensor
 from data.images import IMAGE_SUFFIXES, read_whole_image, unreadable
 from utils.console import log
 from utils.errors import UserError
-from utils.files import cache_folder, download, read_lines
+from utils.files import cache_folder, download, read_text
 
 T = TypeVar("T")
 VIDEO_SUFFIXES = frozenset(
@@ -75,10 +75,7 @@ def find_media(source: str) -> list[MediaItem]:
     if "://" in text or (text.isdecimal() and len(text) < 5):
         return [_item(text)]
     if text.endswith(LISTS):  # paths relative to the working folder or to the list's, and addresses
-        try:
-            lines = [line.strip() for line in read_lines(Path(text)) if line.strip()]
-        except OSError as error:
-            raise UserError(f"the source {text} cannot be read as a list ({error.strerror})") from None
+        lines = [line.strip() for line in read_text(text, "surrogateescape").split("\n") if line.strip()]
         if not lines:
             raise UserError(f"the source {text} is an empty list; write a path or an address per line")
         beside = Path(text).parent

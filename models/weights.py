@@ -323,7 +323,7 @@ def _yolov9_weights(state: Mapping[str, Tensor]) -> Weights | None:
             nc = len(tensors[heads[0][1]])  # the first head is the main head
             coco = read_yaml(ROOT / "data" / "coco.yaml")["names"] if nc == COCO_CLASSES else {}
             renamed = {f"model.{name}": tensor for name, tensor in tensors.items()}
-            return Weights(renamed, _yolov9_yaml(tensors, nc), dict(coco), "detect", {}, "yolov9")
+            return Weights(renamed, _yolov9_yaml(tensors, nc), dict(enumerate(coco.values())), "detect", {}, "yolov9")
     return None
 
 

@@ -73,9 +73,9 @@ def write_split(split: str, images: Path, annotations: Path | None = None, suffi
     return drawn(split)
 
 
-def write_text(file: Path, text: str) -> None:
+def write_text(file: Path, text: str, encoding: str = "utf-8") -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
+    file.write_text(text, encoding)
 
 
 # Layouts
@@ -182,7 +182,7 @@ def list_file(folder: Path) -> Path:
 def label_studio(folder: Path) -> Path:
     """Label Studio's YOLO, unpacked into a folder of its own."""
     write_labels("train", folder / "project-1/images", folder / "project-1/labels")
-    write_text(folder / "project-1/classes.txt", "\n".join(NAMES) + "\n\n")
+    write_text(folder / "project-1/classes.txt", "\n".join(NAMES) + "\x0c\n\x85\n\u2028")
     write_text(folder / "project-1/notes.json", '{"categories": [], "info": {}}')
     return folder
 
@@ -191,7 +191,7 @@ def labelimg(folder: Path) -> Path:
     """labelImg's label files beside the photos, here in a folder `images`, with the results of a run among them."""
     folder = folder / "images"
     write_labels("train", folder, folder)
-    write_text(folder / "classes.txt", "\n".join(NAMES))
+    write_text(folder / "classes.txt", "\r".join(NAMES), "utf-16")
     for name in ("runs/detect/exp2", "results/exp"):
         write_labels("val", folder / name, folder / name)
     write_text(folder / "results/exp/.lock", "")
@@ -218,9 +218,9 @@ def bare_yolo(folder: Path) -> Path:
 
 
 def cvat_coco(folder: Path) -> Path:
-    """CVAT's COCO 1.0, with a byte order mark."""
+    """CVAT's COCO 1.0, here in UTF-16."""
     text = coco_text(write_split("train", folder / "images/default"))
-    write_text(folder / "annotations/instances_default.json", f"\ufeff{text}")
+    write_text(folder / "annotations/instances_default.json", text, "utf-16")
     return folder
 
 

@@ -113,6 +113,6 @@ def test_data_yamls(path: Path) -> None:
         assert "split" in content or {"train", "val"} <= set(content)
         return
     assert {"train", "val"} <= set(content)
-    assert list(content["names"]) == list(range(len(content["names"])))
+    assert list(content["names"]) == list(map(str, range(len(content["names"]))))
     assert all(isinstance(name, str) for name in content["names"].values())
     assert len(set(content["names"].values())) == len(content["names"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from msgspec.json import decode
 from utils.batch import CocoImage
 from utils.console import log, table
 from utils.errors import UserError, first_line, nearest, plural, quoted
-from utils.files import ROOT, csv_text, read_regular, read_yaml
+from utils.files import ROOT, csv_text, read_text, read_yaml
 
 UNUSED_CATEGORY_IDS = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # COCO's 80 classes use the other ids from 1 to 90
 # The metrics of faster-coco-eval, in its order: metric, IoU, area of the objects, maximum detections per image.
@@ -47,10 +46,9 @@ def read_coco(file: Path, objects: bool = False) -> Any:
     annotation: Any = defstruct("Annotation", REFERENCE + OBJECT if objects else REFERENCE, gc=objects)
     lists = {"categories": list[CATEGORY], "images": list[IMAGE], "annotations": list[annotation]}  # type: ignore[valid-type]
     try:  # the objects of json.load take eight times as much memory as the file
-        coco: Any = decode(read_regular(file).removeprefix(codecs.BOM_UTF8), type=defstruct("CocoFile", lists.items()))
-    except (OSError, DecodeError, RecursionError) as error:
-        reason = getattr(error, "strerror", error)
-        raise UserError(f"{file} cannot be read as COCO annotations ({reason}); name another file") from None
+        coco: Any = decode(read_text(file), type=defstruct("CocoFile", lists.items()))
+    except (DecodeError, RecursionError) as error:
+        raise UserError(f"{file} cannot be read as COCO annotations ({error}); name another file") from None
     for category in coco.categories:
         category.name = str(category.name).strip()
     for image in coco.images:
@@ -136,7 +134,7 @@ def metrics(file: Path, ids: CocoIds, rows: list[dict[str, Any]]) -> Iterator[tu
 
     kinds = ("bbox", "segm") if any("segmentation" in row for row in rows) else ("bbox",)
     try:
-        annotations = json.loads(read_regular(file))
+        annotations = json.loads(read_text(file))
         # The annotations' own ids are replaced: the evaluator ignores id 0 and merges equal ids.
         boxed = [one for one in annotations["annotations"] if one.get("bbox")]  # training leaves out the others too
         numbered = [{**one, "id": number} for number, one in enumerate(boxed or annotations["annotations"], 1)]

@@ -41,6 +41,8 @@ HUB_PREFIX = "hf:"  # prefix of --weights
 HUB_NAME = re.compile(r"(?://)?([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+))?")  # owner/name, revision, file
 HUB_TOKEN = re.compile(r"Bearer [^'\"]*|hf_\w+")  # in errors of a library
 WEIGHT_SUFFIXES = (".pt", ".pth", ".safetensors")
+# Unquoted values of a YAML that are text here, but in YAML 1.1 something else: 010 is 8, 12:30 is 750, no is False.
+YAML_TEXT = re.compile(r"[-+]?0[0-9bx].*|.*[:_].*|(?i:yes|no|on|off)|\d{4}-.*|=")
 _locks: WeakSet[FileLock] = WeakSet()  # this process's locks on run folders
 ROOT = Path(__file__).resolve().parents[1]  # the repository, or its copy that pip has installed
 # Whether pip has installed this code: as a package without a project file, in a folder where nothing is written.
@@ -138,30 +140,55 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
     return Path(path).read_bytes()
 
 
-def read_lines(path: str | os.PathLike[str]) -> list[str]:
-    """Return the lines of a text file; invalid UTF-8 is replaced. Raises OSError as `read_regular` does."""
-    return read_regular(path).decode("utf-8-sig", errors="replace").splitlines()
+def read_text(path: str | os.PathLike[str], errors: str = "strict") -> str:
+    """Return a text file, in UTF-8 or in UTF-16 with a byte order mark; lines end in `\\n`. Raises `UserError`."""
+    try:
+        content = read_regular(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    encoding = "utf-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
+    try:
+        text = content.decode(encoding, errors)
+    except UnicodeDecodeError as error:
+        text = error.object[: error.start].decode(encoding, "replace") + "\0"
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    if "\0" in text:  # as in UTF-16 without a mark
+        lines = text.partition("\0")[0].split("\n")
+        raise UserError(f"{path}, line {len(lines)} is not UTF-8 text; save the file as UTF-8")
+    return text
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that occurs twice."""
+class YamlLoader(yaml.SafeLoader):
+    """Takes keys as text, and values that match `text`; refuses a key that occurs twice."""
+
+    text = YAML_TEXT
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
+        is_text = kind is yaml.ScalarNode and implicit[0] and self.text.fullmatch(value)
+        return self.DEFAULT_SCALAR_TAG if is_text else super().resolve(kind, value, implicit)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         keys = set()
         for key, _ in node.value:
-            if (key.tag, str(key.value)) in keys:
+            key.tag = key.tag if key.value == "<<" else self.DEFAULT_SCALAR_TAG
+            if str(key.value) in keys:
                 raise MarkedYAMLError(problem=f"duplicate key {quoted(key.value)}", problem_mark=key.start_mark)
-            keys.add((key.tag, str(key.value)))
+            keys.add(str(key.value))
         return node
 
 
+class _TextLoader(YamlLoader):
+    text = re.compile("(?!<<$).*")
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file. Raises `UserError` with file and line if `_StrictLoader` refuses it."""
+    """Return the mapping in a YAML file; values in `names` are text. Raises `UserError` with file and line."""
+    text = read_text(path)
     try:
-        mapping = yaml.load(read_regular(path).decode("utf-8-sig"), _StrictLoader)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        mapping = yaml.load(text, YamlLoader)
+        if isinstance(mapping, dict) and mapping.get("names"):
+            mapping["names"] = yaml.load(text, _TextLoader)["names"]
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""

@@ -46,7 +46,7 @@ def yaml_file(tmp_path: Path) -> Path:
         ({"names": {1: "dog", 0: "cat"}, "nc": 2}, {0: "cat", 1: "dog"}),
         ({"names": ["cat", "dog"], "nc": 2}, {0: "cat", 1: "dog"}),
         ({"names": {k: f"class {k}" for k in range(12)}}, {k: f"class {k}" for k in range(12)}),
-        ({"names": {0: 7, 1: 1.5}}, {0: "7", 1: "1.5"}),
+        ({"names": {0: 7, 1: 1.5, 2: "010", 3: "1e3", 4: "~"}}, {0: "7", 1: "1.5", 2: "010", 3: "1e3", 4: "~"}),
         ({"names": None, "nc": 3}, {0: "0", 1: "1", 2: "2"}),
         ({"names": {"0": "cat", "1": "no"}, "nc": "2"}, {0: "cat", 1: "no"}),
         ({"names": None}, {}),
@@ -56,19 +56,41 @@ def test_names_may_be_a_mapping_a_list_or_a_count(yaml_file: Path, content: dict
     assert list(read_spec(write_spec(yaml_file, **content)).names.items()) == list(names.items())
 
 
+PLAIN_NAMES = ["010", "01", "12:30", "1.50", "no", "true", "~", "null", "1e3", "0x1F", "2024-01-01", "1_000", ".5", "="]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"names: [{', '.join(PLAIN_NAMES)}]",
+        f"some: &some [{', '.join(PLAIN_NAMES)}]\nnames: *some",
+        "\r".join(["names:", *(f"- {name}" for name in PLAIN_NAMES)]),
+        "\n".join(["names:", *(f"  {number:03}: {name}" for number, name in enumerate(PLAIN_NAMES))]),
+        "\n".join(
+            ["x: &x {0: '010'}\nnames:\n  <<: *x", *(f"  {k}: {PLAIN_NAMES[k]}" for k in range(1, len(PLAIN_NAMES)))]
+        ),
+    ],
+)
+def test_names_are_the_text_that_is_written_and_their_numbers_decimal(yaml_file: Path, text: str) -> None:
+    yaml_file.write_text(text, encoding="utf-16")
+    assert read_spec(yaml_file).names == dict(enumerate(PLAIN_NAMES))
+
+
 WRONG: dict[str, list[Any]] = {
     "names": [
         [],
         {},
         "cat",
-        [None],
+        [""],
         [["a"]],
         [" "],
         ["a"] * 5000,
         {1: "a", 2: "b"},
         {0: "a", 2: "b"},
         {"1": "a"},
-        [True, False],
+        {"000": "a", 0: "b"},
+        {0.0: "a"},
+        {"": "a"},
     ],
     "nc": [1, 3, 0, "3", "two", True],
     "split": [1, -0.1, 20, True, "20%", [0.2], float("nan"), float("inf")],
@@ -226,7 +248,9 @@ def test_names_may_be_any_bytes(tmp_path: Path) -> None:
     names = [os.fsdecode(name) for name in ("ä.jpg".encode(), b"\xff.jpg")]
     images = touch(tmp_path / "größe", *names)
     (tmp_path / "list.txt").write_bytes(b"\n".join(b"gr\xc3\xb6\xc3\x9fe/" + os.fsencode(name) for name in names))
-    spec = read_spec(write_spec(tmp_path / "data.yaml", train="größe", val="list.txt"))
+    (tmp_path / "wide.txt").write_text("größe/ä.jpg", encoding="utf-16")
+    spec = read_spec(write_spec(tmp_path / "data.yaml", train="größe", val="list.txt", test="wide.txt"))
+    assert spec.images("test") == images[:1]
     assert spec.listing("train") == spec.listing("val") == (sorted(images), [], ())
 
 

@@ -79,7 +79,7 @@ def test_the_test_images_defaults_and_key_points_stay(tmp_path: Path, monkeypatc
         "test": [str(tmp_path / "set/test/images")],
         "kpt_shape": [17, 3],
         "defaults": {"imgsz": 64},
-        "names": {0: "cat", 1: "cow", 2: "dog"},
+        "names": {"0": "cat", "1": "cow", "2": "dog"},
     }
 
 

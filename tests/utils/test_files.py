@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.web import Server, failing, sending, serving
 from utils import files
@@ -33,6 +34,7 @@ from utils.files import (
     lock_folder,
     numbered_folder,
     read_regular,
+    read_text,
     read_yaml,
     replacing,
     unique_stems,
@@ -190,6 +192,30 @@ def test_read_yaml(tmp_path: Path) -> None:
     assert read_yaml(path) == {"name": "é", "list": [1, 2]}
     path.write_text("a: &a {b: 1, c: 2}\nd: {<<: *a, c: 3}\ne: ['1_0', *a, 1.5e+3]\n")
     assert read_yaml(path) == {"a": {"b": 1, "c": 2}, "d": {"b": 1, "c": 3}, "e": ["1_0", {"b": 1, "c": 2}, 1500.0]}
+    path.write_text("010: 010\nno: [12:30, yes, 0x10, 1_0, 2024-01-01, -1, True, ~, .5, 0, 1.0]")
+    plain = ["12:30", "yes", "0x10", "1_0", "2024-01-01", -1, True, None, 0.5, 0, 1.0]
+    assert read_yaml(path) == {"010": "010", "no": plain}
+    content = {"values": [*plain, "010", "1e3", "1.5", "no", "~", "", "<<", "=", 1e-5, float("inf"), "\ud800", "a\rb"]}
+    path.write_text(yaml.safe_dump(content, allow_unicode=True))
+    assert read_yaml(path) == content
+
+
+def test_read_text(tmp_path: Path) -> None:
+    """Byte order marks are followed, and any other text is an error that names the line."""
+    path = tmp_path / "classes.txt"
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        path.write_bytes("é\ra\x0c\u2028b\r\nc\n".encode(encoding))
+        assert read_text(path) == "é\na\x0c\u2028b\nc\n"
+    wrong = ["a\r\n\rcafé".encode("latin-1"), b"a\nb\n\x93c\x94", "a\n\n".encode("utf-16") + b"b", b"\n\na\0"]
+    for content in wrong:
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"classes\.txt, line 3 is not UTF-8 text; save the file as UTF-8"):
+            read_text(path)
+    path.write_bytes("a\n".encode("utf-16-le"))
+    with pytest.raises(UserError, match="line 1"):
+        read_text(path, "surrogateescape")
+    path.write_bytes(b"\xe9\n")
+    assert os.fsencode(read_text(path, "surrogateescape")) == b"\xe9\n"
 
 
 @pytest.mark.parametrize(
@@ -198,7 +224,7 @@ def test_read_yaml(tmp_path: Path) -> None:
         (b"a: 1\nb: [1, 2\nc: 3\n", ", line 3"),
         (b"a: 1\nb: !!python/object:os.system {}\n", ", line 2"),
         (b"a: 1\nb: {c: 1,\n  c: 2}\n", ", line 3.*'c'"),
-        *((text, "") for text in (b"a: \x00\n", b"a: \xff\xfe\n", b"", b"- 1\n", b"text\n", b"a: 2026-99-99\n")),
+        *((text, "") for text in (b"a: \x00\n", b"a: \xff\xfe\n", b"", b"- 1\n", b"text\n", b"a: caf\xe9\n")),
         *((text, "") for text in (b"a: !!int x\n", b"a: !!bool x\n", b"a: " + 2000 * b"[")),
     ],
 )

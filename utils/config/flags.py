@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, TypeVar
 import yaml
 
 from utils.errors import UserError, nearest, quoted
+from utils.files import YamlLoader
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -72,7 +73,7 @@ def typed(hint: Any, metadata: Mapping[str, Any], value: Any) -> Any:
     """
     origin = typing.get_origin(hint)
     if origin is Mapping:
-        mapping = yaml.safe_load(value) if isinstance(value, str) else value
+        mapping = yaml.load(value, YamlLoader) if isinstance(value, str) else value
         return {str(key): typed(float, metadata, number) for key, number in dict(mapping).items()}
     if origin is tuple:
         items = value if isinstance(value, (list, tuple)) else [value]

@@ -67,8 +67,8 @@ def test_overrides_replace_values_of_the_file(tmp_path: Path) -> None:
 def test_class_weights_by_name(tmp_path: Path) -> None:
     path = write_yaml(tmp_path / "mine.yaml", {"class_weights": {"cat": 2, 7: 0.5}})
     assert read_hyperparameters(str(path), Hyperparameters).class_weights == {"cat": 2.0, "7": 0.5}
-    override = {"class_weights": "{traffic light: 1.5}"}
-    assert read_hyperparameters(str(path), Hyperparameters, override).class_weights == {"traffic light": 1.5}
+    override, weights = "{traffic light: 1.5, no: 2, 010: 3}", {"traffic light": 1.5, "no": 2, "010": 3}
+    assert read_hyperparameters(str(path), Hyperparameters, {"class_weights": override}).class_weights == weights
 
 
 @pytest.mark.parametrize(
