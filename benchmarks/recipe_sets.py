@@ -19,6 +19,7 @@ from PIL import Image, ImageOps
 
 from data.formats import annotated_names, find_annotated
 from data.images import is_image
+from data.labels import OUTLINES
 
 MAX_PHOTOS, MIN_VALIDATION_PHOTOS, LONG_SIDE, JPEG_QUALITY, SEED = 200, 20, 640, 90, 0
 EXPORT = "*/_annotations.coco.json"  # Roboflow's COCO files
@@ -76,7 +77,7 @@ def photos(source: Source, checkout: Path, names: list[str]) -> Iterator[tuple[P
             images = (file for file in folder.iterdir() if is_image(file.name))
             yield from ((image, labels[image.stem]) for image in images if image.stem in labels)
         elif annotated := find_annotated(location, [folder], names, "train"):
-            rows, problems = annotated.rows(outlines=True)
+            rows, problems = annotated.rows(OUTLINES)
             print(*annotated.problems, *problems, sep="\n")
             yield from ((Path(image), described.text) for image, described in rows.items())
 

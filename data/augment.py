@@ -3,8 +3,8 @@
 Random functions draw from the generator that is passed. Distributions and hyperparameters are YOLOv5's. Boxes are xyxy
 in pixels of the sample's image; a shape is (height, width).
 
-Outlines of objects travel with the boxes. A detector uses them for `copy_paste` only and warps the boxes themselves;
-for segmentation (`masks`) a box is the extent of the visible part of its outline.
+Outlines of objects travel with the boxes: after a warp or a cut, a box is the extent of the visible part of its
+outline. Without an outline it is the upright box around its warped corners, which may be larger than the object.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ class Sample(NamedTuple):
     # The outline of each object in pixels, without points if it is unknown; None if outlines are not needed.
     polygons: Polygons | None = None
 
+    @property
+    def has_outline(self) -> np.ndarray:
+        """Whether the outline of each object is known, bool (k,)."""
+        return np.zeros(len(self.boxes), bool) if self.polygons is None else self.polygons.counts > 0
+
 
 @contextmanager
 def torch_seeded_by(generator: np.random.Generator) -> Iterator[None]:
@@ -52,8 +57,11 @@ def torch_seeded_by(generator: np.random.Generator) -> Iterator[None]:
         yield
 
 
-def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool) -> tuple[Sample, Placement]:
-    """Fit the image into `shape` at one scale, centred on grey; scale a smaller one up only if `enlarge` is true."""
+def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool, masks: bool = True) -> tuple[Sample, Placement]:
+    """Fit the image into `shape` at one scale, centred on grey; scale a smaller one up only if `enlarge` is true.
+
+    masks: whether outlines keep the half pixel of an odd padding, as in YOLOv5: drawing truncates to whole pixels
+    """
     height, width = sample.image.shape[:2]
     ratio = min(shape[0] / height, shape[1] / width)
     if not enlarge:
@@ -68,8 +76,7 @@ def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool) -> tuple[Sa
     boxes = sample.boxes * ratio + np.array([left, top, left, top], np.float32)
     polygons = sample.polygons
     if polygons is not None:
-        # As in YOLOv5, outlines keep the half pixel of an odd padding: drawing truncates their points to whole pixels.
-        polygons = polygons.at(polygons.points * ratio + np.array(spare, np.float32))
+        polygons = polygons.at(polygons.points * ratio + np.array(spare if masks else (left, top), np.float32))
     return Sample(image, boxes, sample.classes, polygons), Placement((ratio, ratio), (left, top))
 
 
@@ -94,7 +101,6 @@ def warp_mosaic(
     matrix: np.ndarray,
     scale: float,
     shape: tuple[int, int],
-    masks: bool = False,
 ) -> Sample:
     """Return the mosaic of four images at `positions` on a square canvas, warped into `shape`.
 
@@ -105,11 +111,10 @@ def warp_mosaic(
         load: returns the image for a position, by its number; its size may differ from the position's
         canvas: side of the canvas in pixels
         matrix: 3x3 matrix from pixels of the canvas to pixels of the result, of the scale factor `scale`
-        masks: whether boxes are the extents of the visible parts of the outlines
     """
     upright = not matrix[[0, 1, 2, 2], [1, 0, 0, 1]].any()
     result = np.full((*shape, 3), PADDING_LEVEL, np.uint8)
-    before, after, classes, outlines, bounds = [], [], [], [], []
+    before, after, classes, outlines, bounds, outlined = [], [], [], [], [], []
     for number, position in enumerate(positions):
         part = (max(position[0], 0), max(position[1], 0), min(position[2], canvas), min(position[3], canvas))
         window = _window(part, matrix, shape, upright) if part[0] < part[2] and part[1] < part[3] else None
@@ -124,23 +129,22 @@ def warp_mosaic(
             polygons = polygons and polygons.at(polygons.points * factors[:2] + shifts[:2])
         else:
             _draw_warped(result, tile, matrix)
-            polygons, limits = polygons and _warp_outlines(polygons, tile, matrix, canvas, masks), (0, 0, *shape[::-1])
+            polygons, limits = polygons and _warp_outlines(polygons, tile, matrix), (0, 0, *shape[::-1])
         if polygons is not None:
             outlines.append(polygons)
             bounds.append(np.tile(limits, (len(polygons.counts), 1)))
         before.append((sample.boxes * (tile.ratio * 2) + position[:2] * 2).clip(0, canvas))
+        outlined.append(sample.has_outline)
         classes.append(sample.classes)
     if not classes:
-        nothing = Polygons.of(()) if masks else None
-        return Sample(result, np.zeros((0, 4), np.float32), np.zeros(0, np.float32), nothing)
-    old = np.concatenate(before)
+        return Sample(result, np.zeros((0, 4), np.float32), np.zeros(0, np.float32), Polygons.of(()))
+    old, has_outline = np.concatenate(before), np.concatenate(outlined)
+    new = np.concatenate(after) if upright else warp_boxes(old, matrix, shape)
     polygons = Polygons.joined(outlines) if outlines else None
-    if masks and polygons is not None:
-        polygons, new = polygons.cut(np.concatenate(bounds))
-    else:
-        new = np.concatenate(after) if upright else warp_boxes(old, matrix, shape)
-        polygons = polygons and polygons.clipped(np.concatenate(bounds))
-    visible = is_visible(old * scale, new, MIN_OUTLINED_AREA_SHARE if masks else MIN_AREA_SHARE)
+    if polygons is not None:
+        polygons, extents = polygons.cut(np.concatenate(bounds))
+        new = np.where(has_outline[:, None], extents, new)
+    visible = is_visible(old * scale, new, has_outline)
     polygons = polygons and polygons.subset(visible)
     return Sample(result, new[visible].astype(np.float32), np.concatenate(classes)[visible], polygons)
 
@@ -219,13 +223,9 @@ def _draw_warped(result: np.ndarray, tile: _MosaicTile, matrix: np.ndarray) -> N
     )
 
 
-def _warp_outlines(polygons: Polygons, tile: _MosaicTile, matrix: np.ndarray, canvas: int, masks: bool) -> Polygons:
+def _warp_outlines(polygons: Polygons, tile: _MosaicTile, matrix: np.ndarray) -> Polygons:
     """Return the outlines of an image, cut off at the edge of the canvas, in pixels of the result."""
-    polygons = polygons.at(polygons.points * tile.ratio + tile.position[:2])
-    if masks:
-        polygons, _ = polygons.cut(np.array(tile.part))
-    else:
-        polygons = polygons.clipped(np.array((0, 0, canvas, canvas)))
+    polygons, _ = polygons.at(polygons.points * tile.ratio + tile.position[:2]).cut(np.array(tile.part))
     return polygons.at(warp_points(polygons.points, matrix))
 
 
@@ -270,21 +270,19 @@ def random_warp(
     shape: tuple[int, int],
     rng: np.random.Generator,
     unit: float = 1.0,
-    masks: bool = False,
 ) -> Sample:
     """Warp the image by a `random_matrix` into `shape`, and drop boxes that are hardly visible; see `warp_mosaic`."""
     matrix, scale = random_matrix(settings, sample.image.shape[:2], shape, rng, 1.0, unit)
     image = sample.image
     if image.shape[:2] != shape or not np.array_equal(matrix, np.eye(3)):
         image = _warp_image(image, matrix, shape, borderValue=(PADDING_LEVEL,) * 3)
-    if masks and (polygons := sample.polygons) is not None:
+    boxes, polygons = warp_boxes(sample.boxes, matrix, shape), sample.polygons
+    if polygons is not None:
         warped = polygons.at(warp_points(polygons.points, matrix).astype(np.float32))
-        polygons, boxes = warped.cut(np.array((0, 0, *shape[::-1])))
-        visible = is_visible(sample.boxes * scale, boxes, MIN_OUTLINED_AREA_SHARE)
-        return Sample(image, boxes[visible], sample.classes[visible], polygons.subset(visible))
-    boxes = warp_boxes(sample.boxes, matrix, shape)
-    visible = is_visible(sample.boxes * scale, boxes)
-    return Sample(image, boxes[visible], sample.classes[visible])
+        polygons, extents = warped.cut(np.array((0, 0, *shape[::-1])))
+        boxes = np.where(sample.has_outline[:, None], extents, boxes)
+    visible = is_visible(sample.boxes * scale, boxes, sample.has_outline)
+    return Sample(image, boxes[visible], sample.classes[visible], polygons and polygons.subset(visible))
 
 
 def warp_boxes(boxes: np.ndarray, matrix: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
@@ -303,11 +301,15 @@ def warp_points(points: np.ndarray, matrix: np.ndarray) -> np.ndarray:
     return warped[..., :2] / warped[..., 2:]
 
 
-def is_visible(before: np.ndarray, after: np.ndarray, min_area_share: float = MIN_AREA_SHARE) -> np.ndarray:
-    """Return which warped boxes have sides over 2 pixels, enough of their area, and a moderate aspect, bool (k,)."""
+def is_visible(before: np.ndarray, after: np.ndarray, has_outline: np.ndarray | bool = False) -> np.ndarray:
+    """Return which warped boxes have sides over 2 pixels, enough of their area, and a moderate aspect, bool (k,).
+
+    Less of its area is enough for an object whose outline is known, bool (k,).
+    """
     old, new = before[:, 2:] - before[:, :2], after[:, 2:] - after[:, :2]
     large = (new > MIN_BOX_PIXELS).all(1)
-    enough_area = new.prod(1) > min_area_share * old.prod(1)
+    min_area_shares = np.where(has_outline, MIN_OUTLINED_AREA_SHARE, MIN_AREA_SHARE).astype(old.dtype)
+    enough_area = new.prod(1) > min_area_shares * old.prod(1)
     longer, shorter = new.max(1, initial=0), new.min(1, initial=np.inf)
     return large & enough_area & (longer < MAX_BOX_ASPECT * shorter)
 
@@ -406,7 +408,7 @@ class Augmenter:
     count: int  # images in the data set; partners are drawn from all, so mosaics do not depend on the process
     load: Callable[[int], Sample]  # returns an image by its index, its longer side at `imgsz`
     size: Callable[[int], tuple[int, int]]  # returns width and height of that image
-    masks: bool = False  # for segmentation: samples have outlines, and boxes are the extents of their visible parts
+    masks: bool = False  # for segmentation: items have outlines
 
     def __call__(
         self, index: int, shape: tuple[int, int], rng: np.random.Generator, partners: Sequence[int] = ()
@@ -424,8 +426,10 @@ class Augmenter:
                 second = partners[MOSAIC_PARTNERS:] or [int(rng.integers(self.count))]
                 sample = mixup(sample, self._mosaic(second, shape, rng), rng)
         else:
-            fitted, _ = letterbox(self.load(index), shape, enlarge=True)
-            sample = random_warp(fitted, settings, shape, rng, max(shape) / self.imgsz, self.masks)
+            fitted, _ = letterbox(self.load(index), shape, enlarge=True, masks=self.masks)
+            sample = random_warp(fitted, settings, shape, rng, max(shape) / self.imgsz)
+        if not self.masks:  # the boxes of a detector are final
+            sample = sample._replace(polygons=None)
         if settings.hsv_h or settings.hsv_s or settings.hsv_v:
             sample = random_hsv(sample, settings, rng)
         if rng.random() < settings.flipud:
@@ -441,7 +445,5 @@ class Augmenter:
         positions = mosaic_positions([self.size(int(number)) for number in chosen], self.imgsz, rng)
         canvas = 2 * self.imgsz
         matrix, scale = random_matrix(self.settings, (canvas, canvas), shape, rng, max(shape) / self.imgsz)
-        sample = warp_mosaic(
-            positions, lambda number: self.load(int(chosen[number])), canvas, matrix, scale, shape, self.masks
-        )
+        sample = warp_mosaic(positions, lambda number: self.load(int(chosen[number])), canvas, matrix, scale, shape)
         return copy_paste(sample, self.settings.copy_paste, rng)

@@ -42,6 +42,7 @@ from utils.files import csv_text
 from utils.summary import evenly_spaced
 
 LISTED_BOXES = 5000  # training labels in boxes.csv, at most
+WARPS = ("mosaic", "degrees", "translate", "scale", "shear", "perspective")  # hyperparameters that warp or cut images
 ENLARGED = 1.25  # factor above which the start says that most images are enlarged
 NO_PLACEMENT = Placement((0.0, 0.0), (0, 0))  # placement of a training item: a mosaic is not part of one file
 
@@ -108,8 +109,6 @@ class TrainingItems(_Items):
         augmented = augmenter(sample.image, sample.shape, item_generator(self.seed, sample), sample.partners)
         if not self.user.calls:
             return augmented
-        if not self.masks:  # outlines of a detector have served `copy_paste`
-            augmented = augmented._replace(polygons=None)
         return self.user(augmented, item_generator(self.seed, sample, of_user=True), self.images.name(sample.image))
 
     def item(self, sample: SampleIndex, pixels: Tensor) -> Item:
@@ -223,10 +222,10 @@ class DetectionData(DataSet[DetectionSplit]):
     @staticmethod
     def row_rules(hyp: Recipe | None) -> RowRules:
         """Return how the rows of label files are read: see `split`."""
-        return POLYGONS if isinstance(hyp, Augmentation) and hyp.copy_paste > 0 else BOXES
+        return POLYGONS if any(getattr(hyp, key, 0) for key in WARPS) else BOXES
 
     def split(self, name: str, hyp: Recipe | None = None) -> DetectionSplit:
-        """Read and check a split, with the labels' polygons if `hyp` has `copy_paste`: see `DataSet`.
+        """Read and check a split, with the labels' polygons if `hyp` warps or cuts images: see `DataSet`.
 
         Raises `UserError` if no image can be used, if there is no label to train on, or for an unknown class.
         """

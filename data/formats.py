@@ -22,7 +22,7 @@ import numpy as np
 from PIL import Image
 
 from data.images import holds_results, images_below, is_image, listed_images
-from data.labels import ImageRows, file_stamps, label_name
+from data.labels import ImageRows, RowRules, file_stamps, label_name
 from data.polygons import joined, mask_outline
 from utils.errors import UserError, nearest, plural, quoted
 from utils.files import read_regular, read_text, read_yaml
@@ -102,8 +102,8 @@ class AnnotatedImages:
     files: Sequence[Path]  # files that the objects are read from
     names: tuple[str, ...]  # class names by number
     images: Mapping[str, str]  # name in the annotation file, or own annotation file, by image path
-    # Returns the objects of each image by path, as outlines if requested and if there are any.
-    read: Callable[[AnnotatedImages, bool, Problems], dict[str, ImageRows]]
+    # Returns the objects of each image by path, with outlines if the rules request them and if there are any.
+    read: Callable[[AnnotatedImages, RowRules, Problems], dict[str, ImageRows]]
     problems: Sequence[str] = ()  # sentences about images that are left out
 
     def stamp(self) -> bytes:
@@ -111,10 +111,10 @@ class AnnotatedImages:
         names = "\0".join([self.read.__name__, *self.names]).encode(errors="surrogateescape")
         return names + file_stamps(map(str, self.files))
 
-    def rows(self, outlines: bool) -> tuple[dict[str, ImageRows], list[str]]:
+    def rows(self, rules: RowRules) -> tuple[dict[str, ImageRows], list[str]]:
         """Return the objects of each image by path, and sentences about those left out. Raises `UserError`."""
         problems = Problems(list)
-        rows = self.read(self, outlines, problems)
+        rows = self.read(self, rules, problems)
         kinds = problems.items()
         return rows, [f"{self.file}: {len(ids)} {kind}, such as {ids[0]}; left out" for kind, ids in kinds]
 
@@ -231,7 +231,7 @@ def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> A
     return AnnotatedImages(file, [file], tuple(names), images, _read_coco, problems)
 
 
-def _read_coco(annotated: AnnotatedImages, outlines: bool, problems: Problems) -> dict[str, ImageRows]:
+def _read_coco(annotated: AnnotatedImages, rules: RowRules, problems: Problems) -> dict[str, ImageRows]:
     """Read the objects of a COCO file; crowds are left out, as in the published labels of COCO."""
     from utils.coco import read_coco
 
@@ -257,7 +257,7 @@ def _read_coco(annotated: AnnotatedImages, outlines: bool, problems: Problems) -
     rows = {}
     for image in content.images:
         items, size = by_image.pop(image.id), sizes[image.id]
-        made = [(_coco_row(item, labels, size, outlines, problems), item.id) for item in items]
+        made = [(_coco_row(item, labels, size, rules, problems), item.id) for item in items]
         if path := paths.get(image.file_name):
             ids = [number for row, number in made if row]
             rows[path] = ImageRows("".join(row for row, _ in made), size, f"{annotated.file}: annotation", ids)
@@ -275,7 +275,7 @@ def _check_boxes(file: Path, rows: np.ndarray) -> None:
 
 
 def _coco_row(
-    item: Any, labels: Mapping[int, int | None], size: tuple[int, int], outlines: bool, problems: Problems
+    item: Any, labels: Mapping[int, int | None], size: tuple[int, int], rules: RowRules, problems: Problems
 ) -> str:
     which, label = f"annotation {item.id}", labels.get(item.category_id)
     kind = ""
@@ -287,16 +287,17 @@ def _coco_row(
         problems[f"boxes {kind}"].append(which)
         return ""
     row = box_row(label, item.bbox, size, problems, which)
-    if not outlines or not row:
+    if not rules.outlines or not row:
         return row
     outline = np.zeros((0, 2))
     with suppress(LookupError, TypeError, ValueError, ArithmeticError, RuntimeError):
         outline = _outline(item.segmentation, size)
     if not len(outline):
-        problems["outlines that are absent or damaged, so that the box is used"].append(which)
+        if rules.by_points:
+            problems["outlines that are absent or damaged, so that the box is used"].append(which)
         return row
     shares = (outline / size).clip(0.0, 1.0).ravel().tolist()
-    return f"{label}{' %.6g' * len(shares)}\n" % tuple(shares)
+    return f"{label if rules.by_points else row[:-1]}{' %.6g' * len(shares)}\n" % tuple(shares)
 
 
 def _outline(raw: Any, image: tuple[int, int]) -> np.ndarray:
@@ -350,7 +351,7 @@ def _text(item: ET.Element, path: str) -> str:
     return text
 
 
-def _read_voc(annotated: AnnotatedImages, outlines: bool, problems: Problems) -> dict[str, ImageRows]:
+def _read_voc(annotated: AnnotatedImages, rules: RowRules, problems: Problems) -> dict[str, ImageRows]:
     """Read the objects of XML files; difficult ones are left out, as in the challenge."""
     numbers, images = {name: number for number, name in enumerate(annotated.names)}, {}
     for path, file in annotated.images.items():
@@ -427,7 +428,7 @@ def _voc_folders(annotations: Path) -> list[Path]:
 # VisDrone
 
 
-def _read_visdrone(annotated: AnnotatedImages, outlines: bool, problems: Problems) -> dict[str, ImageRows]:
+def _read_visdrone(annotated: AnnotatedImages, rules: RowRules, problems: Problems) -> dict[str, ImageRows]:
     """Read rows of left, top, width, height, score, category, ...; without ignored regions and the category others."""
     images, last = {}, min(VISDRONE_CLASSES, len(annotated.names))
     for path, file in annotated.images.items():

@@ -29,7 +29,7 @@ from utils.files import cache_folder, one_at_a_time, read_regular, read_text, re
 if TYPE_CHECKING:
     from data.formats import AnnotatedImages
 
-CACHE_VERSION = 10
+CACHE_VERSION = 11
 IMAGES_PER_CHUNK = 64  # images that a scanning process takes at a time
 IMAGES_PER_PROCESS = 500  # with fewer, starting another process takes longer than it saves
 MIN_IMAGE_SIDE_PIXELS = 10  # a smaller image is left out
@@ -50,9 +50,10 @@ class RowRules:
     noun: str = "outline"  # word for a row's points in messages
     forms: str = "5 (box) or an odd count from 7 (polygon)"  # numbers of a row, in messages
     outlines: bool = False  # whether the points are read too, not only the box around them
-    by_points: bool = False  # whether two rows are the same object if their points are equal, instead of their boxes
+    by_points: bool = False  # whether an object is its points: equal rows have the same, and its box is around them
     tolerance: float = OUTLINE_TOLERANCE  # how far outside of [0, 1] the coordinates of points may be, below 1
     keypoints: int = 0  # numbers of key points that may follow a box, which are not used; if any, no row is a polygon
+    boxed: bool = False  # whether a polygon follows its own box, as in annotations that have both
 
     def outline(self, values: list[float]) -> list[float]:
         """Return the coordinates x1 y1 x2 y2 ... of a row, [] for a box, moved to the edge unless nearly inside.
@@ -131,6 +132,7 @@ def _parse_row(words: Sequence[str], rules: RowRules) -> Row:
         raise ValueError("not all words are numbers") from None
     if rules.keypoints and len(values) == 4 + rules.keypoints:
         values = values[:4]
+    box, values = (values[:4], values[4:] or values[:4]) if rules.boxed else ([], values)
     is_box = len(values) == 4
     if not is_box and (rules.keypoints or len(values) < 6 or len(values) % 2):
         raise ValueError(f"{len(words)} numbers instead of {rules.forms}")
@@ -140,7 +142,7 @@ def _parse_row(words: Sequence[str], rules: RowRules) -> Row:
     if not all(-tolerance <= value <= 1 + tolerance for value in values):
         raise ValueError("coordinates outside 0 to 1 (they are shares of the image's width and height, not pixels)")
     points = rules.outline([] if is_box else values) if rules.outlines or not is_box else []
-    x, y, width, height = values if is_box else box_around(points)
+    x, y, width, height = box or (values if is_box else box_around(points))
     if width <= 0 or height <= 0:
         raise ValueError("the box has no area")
     return Row((label, x, y, width, height), points)
@@ -177,7 +179,7 @@ class Labels:
     offsets: np.ndarray  # int64 (n + 1); image i has rows offsets[i] to offsets[i + 1]
     sizes: np.ndarray  # int32 (n, 2), width and height in pixels as displayed, (0, 0) if the image is left out
     problems: tuple[str, ...]  # sentences about what is left out
-    polygons: Polygons | None = None  # outlines of the rows, if requested
+    polygons: Polygons | None = None  # outlines of the rows, if requested and if there are any
 
     def of(self, index: int) -> np.ndarray:
         """Return the rows of one image, (k, 5)."""
@@ -296,11 +298,10 @@ def _read_cache(path: Path) -> Labels | None:
 def _scan(
     images: Sequence[Path], title: str, workers: int, rules: RowRules | None, annotated: Sequence[AnnotatedImages]
 ) -> Labels:
-    outlined = rules is not None and rules.outlines
     described: dict[str, ImageRows] = {}
     problems: list[str] = []
     for each in annotated:
-        rows, omitted = each.rows(outlined)
+        rows, omitted = each.rows(rules or BOXES)
         described = {**rows, **described}  # if two files describe an image, the first counts
         problems += omitted
     items = [(image, rules, described.get(os.fspath(image))) for image in images]
@@ -308,22 +309,25 @@ def _scan(
     with multiprocessing.Pool(processes) if processes > 1 else nullcontext() as pool:
         scanned = pool.imap(_scan_item, items, IMAGES_PER_CHUNK) if pool else map(_scan_item, items)
         scans = list(tqdm(scanned, f"checking {title}", len(images), unit="image", disable=None, leave=False))
+    polygons = None
+    if rules and rules.outlines and (rules.by_points or any(scan.outlines for scan in scans)):
+        polygons = Polygons.joined([scan.outlines or Polygons.of([points_of(())] * len(scan.rows)) for scan in scans])
     return Labels(
         np.concatenate([scan.rows for scan in scans]),
         offsets_of([len(scan.rows) for scan in scans]),
         np.array([scan.size for scan in scans], np.int32),
         (*problems, *(problem for scan in scans for problem in scan.problems)),
-        Polygons.of([points for scan in scans for points in scan.outlines]) if outlined else None,
+        polygons,
     )
 
 
 class Scan(NamedTuple):
-    """The result for one image and its label file: see `Labels`. An outline of each row, (points, 2), if requested."""
+    """The result for one image and its label file: see `Labels`."""
 
     size: tuple[int, int] = (0, 0)
     rows: np.ndarray = np.zeros((0, 5), np.float32)
     problems: Sequence[str] = ()
-    outlines: Sequence[np.ndarray] = ()
+    outlines: Polygons | None = None
 
 
 def _scan_item(item: tuple[Path, RowRules | None, ImageRows | None]) -> Scan:
@@ -353,13 +357,17 @@ def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows
     if labels.size and abs(size[0] * labels.size[1] - size[1] * labels.size[0]) > max(*size, *labels.size):
         annotated = f"{labels.size[0]}x{labels.size[1]}"  # another aspect ratio, by more than the rounding of a pixel
         return Scan(problems=[f"{image}: {size[0]}x{size[1]} pixels, but its annotation is for {annotated}; left out"])
-    row_rules = replace(rules, keypoints=0) if described else rules  # only label files have key points
-    rows, problems = parse_rows(labels.text, labels.origin, row_rules, labels.ids)
+    if described:  # only label files have key points
+        rules = replace(rules, keypoints=0, boxed=rules.outlines and not rules.by_points)
+    rows, problems = parse_rows(labels.text, labels.origin, rules, labels.ids)
     if problems and not rows:  # it may have objects, so it is not background
         origin = f"annotations of {image}" if described else file
         return Scan(problems=[*problems, f"{origin}: no row can be used; its image is left out"])
-    outlines = [points_of(row.points) for row in rows] if rules.outlines else ()
-    return Scan(size, np.array([row.box for row in rows], np.float32).reshape(-1, 5), problems, outlines)
+    boxes, outlines = np.array([row.box for row in rows], np.float32).reshape(-1, 5), None
+    if rules.outlines and any(row.points for row in rows):
+        outlines = Polygons.of([points_of(row.points) for row in rows])
+        outlines = outlines.fitted(boxes[:, 1:]) if rules.boxed else outlines
+    return Scan(size, boxes, problems, outlines)
 
 
 def _reason(error: Exception) -> object:

@@ -10,6 +10,7 @@ import cv2
 import numpy as np
 
 CORNER_INSET = 1 / 256  # how far inside of a rectangle its corners are compared with a polygon, in units of the points
+MAX_MISFIT = 0.1  # largest distance of an outline's edge from its box's, in units of the box's side
 MAX_PARTS = 1000  # parts of a mask, with its holes; the time to join them grows with the square
 
 Points = list[tuple[float, float]]
@@ -82,13 +83,18 @@ class Polygons:
             extents[drawn, 2:] = np.maximum.reduceat(self.points, starts)
         return extents
 
-    def clipped(self, bounds: np.ndarray) -> Polygons:
-        """Move each point beyond its polygon's rectangle, xyxy (4,) or (m, 4), to the rectangle's edge.
+    def fitted(self, boxes: np.ndarray) -> Polygons:
+        """Return the polygons scaled to fill their boxes, (m, 4) xywh.
 
-        The area that is covered inside the rectangle does not change, but edges may run along its border.
+        One with an edge that is further from the box's than MAX_MISFIT of the box's side loses its points.
         """
-        limits = bounds if bounds.ndim == 1 else np.repeat(bounds, self.counts, axis=0)
-        return self.at(self.points.clip(limits[..., :2], limits[..., 2:]))
+        extents, sides = self.extents(), boxes[:, 2:]
+        corners = np.concatenate((boxes[:, :2] - sides / 2, boxes[:, :2] + sides / 2), 1)
+        fits = (np.abs(extents - corners) <= MAX_MISFIT * np.tile(sides, 2)).all(1)
+        counts = np.where(fits, self.counts, 0)
+        owners, spans = np.repeat(np.arange(len(boxes)), counts), extents[:, 2:] - extents[:, :2]
+        shares = (self.points[np.repeat(fits, self.counts)] - extents[owners, :2]) / spans[owners]
+        return Polygons(shares * sides[owners] + corners[owners, :2], offsets_of(counts))
 
     def cut(self, bounds: np.ndarray) -> tuple[Polygons, np.ndarray]:
         """Return the parts of the polygons inside rectangles, and the box around each part, (m, 4) xyxy, or zeros.

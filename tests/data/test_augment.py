@@ -347,7 +347,7 @@ def test_polygons_of_a_mosaic_enclose_the_pixels_of_their_objects(augment: dict[
         cv2.circle(image, centre, 15, (255, 255, 255), -1)
         points = np.array(centre, np.float32) + 0.5 + 15.5 * np.stack((np.cos(angles), np.sin(angles)), 1)
         samples.append(outlined(points.tolist())._replace(image=image))
-    augmenter = Augmenter(hyp_of(**augment, mosaic=1.0), 96, 4, samples.__getitem__, lambda _: (96, 96))
+    augmenter = Augmenter(hyp_of(**augment, mosaic=1.0), 96, 4, samples.__getitem__, lambda _: (96, 96), masks=True)
     discs = 0
     for seed in range(20):
         item = augmenter(0, (96, 96), np.random.default_rng(seed))
@@ -372,7 +372,7 @@ def test_polygons_of_a_mosaic_enclose_the_pixels_of_their_objects(augment: dict[
 def test_a_box_is_the_extent_of_the_visible_part_of_its_outline(x: float, y: float) -> None:
     """Of a triangle in an image of 40 x 20 pixels, shifted over its edges."""
     shift = uniform(np.zeros(2), 0.0, 1.0, np.zeros(2), 0.5 + np.array([x / 40, y / 20]))
-    after = random_warp(outlined(TRIANGLE), NOTHING, (20, 40), shift, masks=True)
+    after = random_warp(outlined(TRIANGLE), NOTHING, (20, 40), shift)
     left, top = max(2 + x, 0), max(2 + y, 0)
     # The sides of the triangle are along x + y = 14 before the shift.
     right, bottom = min(14 + x + y - top, 40), min(14 + x + y - left, 20)

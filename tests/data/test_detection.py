@@ -188,7 +188,7 @@ def test_objects_are_pasted_along_polygons(folder: Path) -> None:
         rows = [list(map(float, line.split())) for line in file.read_text().splitlines()]
         corners = [(n, x, y - h / 2, x + w / 2, y, x, y + h / 2, x - w / 2, y) for n, x, y, w, h in rows]
         file.write_text("\n".join(f"{int(label)} {' '.join(map(str, points))}" for label, *points in corners))
-    with_polygons, bare = data.split("train", hyp), data.split("train", EVERYTHING)
+    with_polygons, bare = data.split("train", hyp), data.split("train", NOTHING)
     assert with_polygons.identity() == bare.identity()
     assert (with_polygons.labels.polygons is None, bare.labels.polygons) == (False, None)
     assert targets() > targets(copy_paste=0.0)

@@ -18,6 +18,7 @@ from data.data_yaml import read_data, read_spec
 from data.dataset import DataOptions, data_source
 from data.detection import DetectionData, DetectionSplit
 from data.formats import box_row
+from data.labels import OUTLINES
 from data.segmentation import SegmentationData
 from tests.layouts import kaggle, roboflow_voc
 from tests.making import label_file, plain, write_image, write_yaml
@@ -186,9 +187,9 @@ def test_a_mask_of_another_size_than_its_image_takes_no_memory(tmp_path: Path, s
         .listing("train")
         .annotated
     )
-    images.rows(True)
+    images.rows(OUTLINES)
     tracemalloc.start()
-    rows, problems = images.rows(True)
+    rows, problems = images.rows(OUTLINES)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(next(iter(rows.values())).text.split()) == 5  # the box
