@@ -58,10 +58,7 @@ def torch_seeded_by(generator: np.random.Generator) -> Iterator[None]:
 
 
 def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool, masks: bool = True) -> tuple[Sample, Placement]:
-    """Fit the image into `shape` at one scale, centred on grey; scale a smaller one up only if `enlarge` is true.
-
-    masks: whether outlines keep the half pixel of an odd padding, as in YOLOv5: drawing truncates to whole pixels
-    """
+    """Fit the image into `shape` at one scale, centred on grey; scale a smaller one up only if `enlarge` is true."""
     height, width = sample.image.shape[:2]
     ratio = min(shape[0] / height, shape[1] / width)
     if not enlarge:
@@ -76,6 +73,7 @@ def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool, masks: bool
     boxes = sample.boxes * ratio + np.array([left, top, left, top], np.float32)
     polygons = sample.polygons
     if polygons is not None:
+        # As in YOLOv5, those of masks keep the half pixel of an odd padding: drawing truncates points to whole pixels.
         polygons = polygons.at(polygons.points * ratio + np.array(spare if masks else (left, top), np.float32))
     return Sample(image, boxes, sample.classes, polygons), Placement((ratio, ratio), (left, top))
 

@@ -168,8 +168,10 @@ class DetectionSplit(BoxSplit):
     problems: tuple[str, ...] = ()
 
     def identity(self) -> dict[str, str]:
-        """Return hashes of the files' names, the boxes, and the image of each box."""
-        return split_identity(self.images, self.labels.rows.tobytes() + self.labels.counts.tobytes())
+        """Return hashes of the files' names, and of the boxes and outlines of each image."""
+        labels, polygons = self.labels, self.labels.polygons
+        arrays = (labels.rows, labels.counts, *((polygons.points, polygons.offsets) if polygons else ()))
+        return split_identity(self.images, b"".join(array.tobytes() for array in arrays))
 
     def report(self, title: str) -> None:
         """Log counts, and the first few problems."""

@@ -292,7 +292,7 @@ def _coco_row(
     outline = np.zeros((0, 2))
     with suppress(LookupError, TypeError, ValueError, ArithmeticError, RuntimeError):
         outline = _outline(item.segmentation, size)
-    if not len(outline):
+    if not (len(outline) and np.isfinite(outline).all()):
         if rules.by_points:
             problems["outlines that are absent or damaged, so that the box is used"].append(which)
         return row

@@ -53,7 +53,7 @@ class RowRules:
     by_points: bool = False  # whether an object is its points: equal rows have the same, and its box is around them
     tolerance: float = OUTLINE_TOLERANCE  # how far outside of [0, 1] the coordinates of points may be, below 1
     keypoints: int = 0  # numbers of key points that may follow a box, which are not used; if any, no row is a polygon
-    boxed: bool = False  # whether a polygon follows its own box, as in annotations that have both
+    boxed: bool = False  # whether a polygon may follow its own box, as in an annotation that has both
 
     def outline(self, values: list[float]) -> list[float]:
         """Return the coordinates x1 y1 x2 y2 ... of a row, [] for a box, moved to the edge unless nearly inside.
@@ -201,7 +201,7 @@ class Labels:
 class ImageRows(NamedTuple):
     """The objects of an image."""
 
-    text: str  # rows as in a label file
+    text: str  # rows as in a label file, or `boxed`: see `RowRules`
     size: tuple[int, int] | None  # width and height that an annotation gives, if it does
     origin: str  # label file, or start of a message about row k that `ids[k]` follows
     ids: Sequence[Any] = ()  # id of each row's annotation; () for a label file

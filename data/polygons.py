@@ -189,8 +189,12 @@ def mask_outline(mask: np.ndarray, tolerance: float = 0.0) -> Points:
 
     Parts and holes are joined into one outline; [] if there are none or too many of them.
     """
+    left, top, width, height = cv2.boundingRect(mask)
+    if not width:
+        return []
     # Of a mask twice as large, the pixels at an edge k are 2 k on its right and lower side, 2 k - 1 on the others.
-    large = cv2.resize(mask, None, fx=2, fy=2, interpolation=cv2.INTER_NEAREST)
+    part = mask[top : top + height, left : left + width]
+    large = cv2.resize(part, None, fx=2, fy=2, interpolation=cv2.INTER_NEAREST)
     contours, levels = cv2.findContours(large, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_NONE)
     if not 0 < len(contours) <= MAX_PARTS:
         return []
@@ -199,7 +203,7 @@ def mask_outline(mask: np.ndarray, tolerance: float = 0.0) -> Points:
     order = sorted(range(len(contours)), key=lambda number: (parents[number], levels[0, number, 3] >= 0))
     parts = []
     for number in order:
-        points = (contours[number][:, 0] + 1) // 2
+        points = (contours[number][:, 0] + 1) // 2 + (left, top)
         points = points[(points != np.roll(points, 1, 0)).any(1)]
         before, after = points - np.roll(points, 1, 0), np.roll(points, -1, 0) - points
         is_corner = before[:, 0] * after[:, 1] != before[:, 1] * after[:, 0]  # not inside of a straight line

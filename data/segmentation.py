@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.dataset import Item, empty_pixels, split_identity
+from data.dataset import Item, empty_pixels
 from data.detection import NO_PLACEMENT, DetectionData, DetectionSplit, EvaluationItems, TrainingItems, to_tensors
 from data.detection import collate as collate_boxes
 from data.labels import OUTLINES, Labels, RowRules
@@ -195,18 +195,6 @@ def collate(items: Sequence[Item]) -> SegmentationBatch:
     return SegmentationBatch(batch.images, batch.targets, batch.infos, mask_pixels, windows, host_targets)
 
 
-@dataclass(frozen=True)
-class SegmentationSplit(DetectionSplit):
-    """The images of one split that can be read, and their labels, all with outlines."""
-
-    def identity(self) -> dict[str, str]:
-        """Return hashes of the files' names, and of the boxes and outlines of each image."""
-        labels, polygons = self.labels, self.labels.polygons
-        assert polygons is not None  # `SegmentationData.row_rules`
-        arrays = (labels.rows, labels.counts, polygons.points, polygons.offsets)
-        return split_identity(self.images, b"".join(array.tobytes() for array in arrays))
-
-
 @dataclass
 class SegmentationData(DetectionData):
     """A segmentation data set at one image size: its splits, checked, and loaders over them."""
@@ -220,15 +208,15 @@ class SegmentationData(DetectionData):
         """Return how the rows of label files are read: outlines, whatever the hyperparameters."""
         return OUTLINES
 
-    def split(self, name: str, hyp: Recipe | None = None) -> SegmentationSplit:
-        """Read and check a split: see `DetectionData`."""
+    def split(self, name: str, hyp: Recipe | None = None) -> DetectionSplit:
+        """Read and check a split, all labels with outlines: see `DetectionData`."""
         split = super().split(name, hyp)
         assert split.labels.polygons is not None  # `row_rules`
         problems, boxes = split.problems, int((split.labels.polygons.counts == 0).sum())
         if boxes:
             count = f"{name}: {boxes} of {len(split.labels.rows)} labels"
             problems = (f"{count} are boxes without an outline; their masks are rectangles", *problems)
-        return SegmentationSplit(split.images, outlined(split.labels), problems)
+        return replace(split, labels=outlined(split.labels), problems=problems)
 
     @classmethod
     def item(cls, image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:

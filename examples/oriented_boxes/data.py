@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from data.augment import Sample
-from data.dataset import Item, split_identity
-from data.detection import NO_PLACEMENT, DetectionData, DetectionSplit, EvaluationItems, TrainingItems, to_tensors
+from data.dataset import Item
+from data.detection import NO_PLACEMENT, DetectionData, EvaluationItems, TrainingItems, to_tensors
 from data.labels import EnclosingRules, RowRules
 from data.sampler import SampleIndex
 from utils.config.hyperparameters import Recipe
@@ -67,18 +67,6 @@ class OrientedEvaluationItems(EvaluationItems):
         return pixels, oriented_targets(fitted), self.info(sample.image, placement)._replace(outlines=outlines)
 
 
-@dataclass(frozen=True)
-class OrientedSplit(DetectionSplit):
-    """The images of one split that can be read, and their labels, all with outlines."""
-
-    def identity(self) -> dict[str, str]:
-        """Return hashes of the files' names, and of the classes and corners of each image."""
-        labels, polygons = self.labels, self.labels.polygons
-        assert polygons is not None  # `OrientedData.row_rules`
-        arrays = (labels.rows, labels.counts, polygons.points, polygons.offsets)
-        return split_identity(self.images, b"".join(array.tobytes() for array in arrays))
-
-
 @dataclass
 class OrientedData(DetectionData):
     """A data set of oriented boxes at one image size: its splits, checked, and loaders over them."""
@@ -90,11 +78,6 @@ class OrientedData(DetectionData):
     def row_rules(hyp: Recipe | None) -> RowRules:
         """Return how the rows of label files are read: four corners, whatever the hyperparameters."""
         return FOUR_CORNERS
-
-    def split(self, name: str, hyp: Recipe | None = None) -> OrientedSplit:
-        """Read and check a split: see `DetectionData`."""
-        split = super().split(name, hyp)
-        return OrientedSplit(split.images, split.labels, split.problems)
 
     @classmethod
     def item(cls, image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:

@@ -155,6 +155,8 @@ def test_a_warped_box_is_visible_by_its_sides_area_and_aspect(sides: tuple[float
     shorter, longer = sorted(sides[2:])
     visible = shorter > 2 and shorter * longer > 0.1 * sides[0] * sides[1] and longer < 100 * shorter
     assert is_visible(*boxes).tolist() == [visible, True]
+    visible = shorter > 2 and shorter * longer > 0.01 * sides[0] * sides[1] and longer < 100 * shorter
+    assert is_visible(*boxes, np.array([True, False])).tolist() == [visible, True]
 
 
 def test_a_warp_moves_pixels_and_boxes_alike_and_drops_invisible_boxes() -> None:
@@ -382,6 +384,24 @@ def test_a_box_is_the_extent_of_the_visible_part_of_its_outline(x: float, y: flo
         assert after.boxes == pytest.approx(np.array([[left, top, right, bottom]]), abs=1e-3)
     assert after.polygons.extents().tolist() == after.boxes.tolist()
     assert len(after.classes) == len(after.boxes)
+
+
+@pytest.mark.parametrize("augment", [{"scale": 0.5, "translate": 0.2}, {"degrees": 45.0, "shear": 10.0}])
+def test_an_object_without_an_outline_is_warped_by_its_box(augment: dict[str, float]) -> None:
+    """Beside a triangle with one."""
+    both = outlined([[30, 10], [70, 30], [35, 60]], [], width=96, height=96)
+    both.boxes[1] = 20, 50, 60, 80
+    usual = Augmenter(hyp_of(**augment, mosaic=0.5), 96, 1, lambda _: both._replace(polygons=None), lambda _: (96, 96))
+    count = 0
+    for seed in range(40):
+        items = [
+            each(0, (96, 96), np.random.default_rng(seed)) for each in (usual, replace(usual, load=lambda _: both))
+        ]
+        assert [item.polygons for item in items] == [None, None]  # a user's augmentation may move the boxes
+        bare, mixed = (item.boxes[item.classes == 1] for item in items)
+        assert np.array_equal(mixed, bare)
+        count += len(bare)
+    assert count > 40
 
 
 @pytest.mark.parametrize("augment", [{"scale": 0.5, "translate": 0.2}, {"degrees": 30.0, "perspective": 0.0005}])

@@ -184,15 +184,47 @@ def test_objects_are_pasted_along_polygons(folder: Path) -> None:
         return sum(len(batch.targets) for batch in epoch_of(data, replace(hyp, **changes)))
 
     assert targets() == targets(copy_paste=0.0)  # there are only boxes
+    assert data.split("train", hyp).labels.polygons is None
+    unwarped = epoch_of(data, NOTHING)
     for file in (folder / "labels").iterdir():  # diamonds with the same bounds
         rows = [list(map(float, line.split())) for line in file.read_text().splitlines()]
         corners = [(n, x, y - h / 2, x + w / 2, y, x, y + h / 2, x - w / 2, y) for n, x, y, w, h in rows]
         file.write_text("\n".join(f"{int(label)} {' '.join(map(str, points))}" for label, *points in corners))
     with_polygons, bare = data.split("train", hyp), data.split("train", NOTHING)
-    assert with_polygons.identity() == bare.identity()
+    assert np.array_equal(with_polygons.labels.rows, bare.labels.rows)
+    assert with_polygons.identity() != bare.identity()
     assert (with_polygons.labels.polygons is None, bare.labels.polygons) == (False, None)
+    for batch, same in zip(unwarped, epoch_of(data, replace(NOTHING, mosaic=1e-9)), strict=True):
+        assert batch.targets.numpy() == pytest.approx(same.targets.numpy(), abs=1e-5)  # the boxes of the files
     assert targets() > targets(copy_paste=0.0)
     assert targets(mosaic=0.0) == targets(mosaic=0.0, copy_paste=0.0)  # into mosaics only
+
+
+@pytest.mark.parametrize("degrees", [0.0, 45.0])
+def test_a_box_shows_a_part_of_its_object(tmp_path: Path, degrees: float) -> None:
+    """Diagonal bars of 150 x 6 pixels, one in each colour, of which mosaics show a part."""
+    rng = np.random.default_rng(0)
+    for number in range(4):
+        pixels, rows = plain(320, 320, 0), []
+        for label in range(3):
+            along = np.array((1, rng.choice([-1, 1]))) * 75 / math.sqrt(2)
+            across, centre = along[::-1] * (-0.04, 0.04), rng.uniform(60, 260, 2)
+            corners = np.array((along + across, across - along, -along - across, along - across)) + centre
+            channel = np.zeros((320, 320), np.uint8)
+            pixels[..., label] = cv2.fillPoly(channel, [corners.round().astype(np.int32)], 255)
+            rows.append(f"{label} {' '.join(map(str, (corners / 320).ravel()))}")
+        write_image(tmp_path / f"images/{number}.png", pixels, *rows)
+    hyp, shown = replace(NOTHING, mosaic=1.0, translate=0.1, degrees=degrees), []
+    for batch in (batch for epoch in range(20) for batch in epoch_of(data_of(tmp_path, imgsz=320), hyp, 4, epoch)):
+        for number, label, x, y, width, height in batch.targets.tolist():
+            left, top, right, bottom = (
+                round(320 * edge) for edge in (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
+            )
+            part = batch.images[int(number), int(label), top:bottom, left:right]
+            shown.append(int((part > 127).sum()) / (150 * 6))
+    assert len(shown) > 200
+    assert min(shown) > 0.01
+    assert np.mean(np.array(shown) < 0.1) < 0.05
 
 
 # Evaluation items

@@ -178,6 +178,27 @@ def test_outlines_with_one_part_two_parts_a_hole_and_none(tmp_path: Path) -> Non
     assert ("annotation 3" in split.problems[1], ": 4 " in split.problems[1]) == (True, True)
 
 
+def test_a_detector_fits_outlines_to_the_boxes_of_the_annotations(tmp_path: Path) -> None:
+    """Equal; nearly so; a mask; and, so that the box counts, those that are elsewhere, damaged or absent."""
+    mask = {"counts": [84, 8, 12, 8, 12, 8, 12, 8, 12, 8, 12, 8, 12, 8, 12, 8, 168], "size": [20, 20]}
+    near, far, damaged = np.array(SQUARE) * 1.05, np.array(SQUARE) + 4, [None, *SQUARE[1:]]
+    segmentations: list[Any] = [[SQUARE], [near.tolist()], mask, [far.tolist()], [damaged], [], None, [[4, 4, 12, 12]]]
+    items = [{**objects((0, 1, [4, 4, 8, 8 - k / 100]))[0], "id": k} for k in range(8)]
+    export(
+        tmp_path / "train", annotations=[{**i, "segmentation": s} for i, s in zip(items, segmentations, strict=True)]
+    )
+    split = split_of(tmp_path)
+    bare = DetectionData(read_spec(tmp_path / "my.yaml"), 32, 32, DataOptions()).split("train")
+    assert np.array_equal(split.labels.rows, bare.labels.rows)
+    assert (split.problems, bare.problems, bare.labels.polygons) == ((), (), None)
+    assert split.labels.polygons is not None
+    assert split.labels.polygons.counts.tolist() == [4, 4, 4, 0, 0, 0, 0, 0]
+    low, sides = 0.2, [[0.4, 0.4 - k / 2000] for k in range(3)]
+    assert split.labels.polygons.extents()[:3] == pytest.approx(
+        np.array([[low, low, low + w, low + h] for w, h in sides])
+    )
+
+
 @pytest.mark.parametrize("size", [[40_000, 40_000], [0, 0], [20, 21], [10, 10]])
 def test_a_mask_of_another_size_than_its_image_takes_no_memory(tmp_path: Path, size: list[int]) -> None:
     mask = {"counts": [size[0] * size[1]], "size": size}

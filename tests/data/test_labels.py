@@ -302,6 +302,7 @@ def test_polygons_are_loaded_if_requested(images: list[Path]) -> None:
         assert same(replace(loaded, polygons=None), boxes)
         assert loaded.polygons is not None
         assert loaded.polygons.counts.tolist() == [0, 3, 4, 3]
+        assert load_labels(images[2:], "labels", 0, POLYGONS).polygons is None  # there are none
         assert loaded.polygons.outline(1) == pytest.approx(np.array([[0.1, 0.2], [0.3, 0.2], [0.3, 0.6]]), abs=1e-6)
     subset = loaded.subset(np.array([False, True, True])).polygons
     assert subset is not None
