@@ -24,6 +24,7 @@ from typing import Any
 import cv2
 import numpy as np
 import torch
+import yaml
 
 from data.dataset import Item
 from data.media import Frame, Media, MediaItem, find_media, prefetched
@@ -34,7 +35,7 @@ from utils.config.parser import given_flags, over_defaults
 from utils.console import Bar, log
 from utils.distributed.failure import run_main
 from utils.errors import Stopped, UserError, plural, public
-from utils.files import LOCK_FILE, csv_text, lock_folder, numbered_folder, unique_stems
+from utils.files import LOCK_FILE, SETTINGS_FILE, csv_text, lock_folder, numbered_folder, unique_stems
 from utils.plots.drawing import Style, write_picture
 from utils.python_api import call
 from utils.summary import StageTimer, log_times
@@ -151,6 +152,9 @@ class Output:
         self.lock.release()
         if all(path.name == LOCK_FILE or path.is_dir() for path in self.folder.rglob("*")):
             shutil.rmtree(self.folder, ignore_errors=True)
+        elif not (self.folder / SETTINGS_FILE).exists():  # by which a data set knows a run folder
+            settings = public(yaml.safe_dump(vars(self.options), sort_keys=False), sys.maxsize)
+            (self.folder / SETTINGS_FILE).write_text(settings, encoding="utf-8")
 
 
 def main() -> None:

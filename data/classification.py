@@ -222,7 +222,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
         images = [path for paths in classes.values() for path in paths]
         labels = np.array([numbers[text] for text, paths in classes.items() for _ in paths], np.int64)
         scanned = load_labels(images, f"{name} images", self.options.workers, rules=None)
-        problems = scanned.problems
+        problems = (*self.spec.walked.get(f"problems of {name}", ()), *scanned.problems)
         if name == "train":
             counts = np.bincount(labels[scanned.sizes[:, 0] > 0], minlength=len(self.names))
             problems += tuple(
@@ -304,9 +304,10 @@ def _by_class(spec: DataSpec, name: str) -> Classes:
     # Folders of other splits may be below `path:`, and are not classes.
     excluded = [folder for other in spec.entries if split_path for folder in spec.locations(other)]
     images: dict[str, set[Path]] = {}
-    for folder in (folder for parent in parents for folder in subfolders(parent)):
+    problems: list[str] = []
+    for folder in (folder for parent in parents for folder in subfolders(parent, problems)):
         if not any(other.is_relative_to(folder) for other in excluded):
-            images.setdefault(folder.name, set()).update(map(Path, images_below(folder)))
+            images.setdefault(folder.name, set()).update(map(Path, images_below(folder, problems)))
     classes = {label: sorted(images[label]) for label in sorted(images) if images[label]}
     if not classes:
         searched = ", ".join(map(str, parents))
@@ -314,5 +315,5 @@ def _by_class(spec: DataSpec, name: str) -> Classes:
             f"{spec.file}: `{name}:` has no folders of images in {searched}; put the images of each class into a "
             "folder named after it there"
         )
-    spec.walked[name] = classes
+    spec.walked.update({name: classes, f"problems of {name}": problems})
     return classes

@@ -98,11 +98,12 @@ class DataSpec:
 
     def listing(self, split: str) -> Listing:
         """Return the image files of a split as `images` does, and messages about omitted lines and files."""
-        if split == "test" or not self.holds_out:
-            return self._whole_listing(split)
-        if "listing" not in self.walked:
-            self.walked["listing"] = self._whole_listing("train")
-        whole: Listing = self.walked["listing"]
+        is_share = split != "test" and self.holds_out
+        if (named := "train" if is_share else split) not in self.walked:
+            self.walked[named] = self._whole_listing(named)
+        whole: Listing = self.walked[named]
+        if not is_share:
+            return whole
         chosen = held_out(whole.images, self.split, self.split_seed)
         if not chosen:
             raise UserError(f"{self.file}: `train:` has one image, so `split:` leaves none to hold out; add images")
@@ -122,7 +123,9 @@ class DataSpec:
                 listed += described.images
                 problems += described.problems
             else:
-                listed += listed_images(location) if location.is_file() else images_below(location)
+                paths, note = listed_images(location) if location.is_file() else (images_below(location, problems), "")
+                listed += paths
+                log(note)
         if not listed:
             searched = "; ".join([", ".join(map(str, locations)), *problems])
             raise UserError(f"{self.file}: `{split}:` has no images in {searched}; put images there or fix the path")
@@ -189,9 +192,7 @@ def read_data(data: str) -> DataSpec:
     if not os.path.isdir(data):  # Path.is_dir raises an error for a name that is too long
         if not os.path.isfile(data) or path.suffix.lower() not in OTHER_FILES:
             return read_spec(find_file(data, "data set", ["data"], kind="a file or a folder"))
-    elif file := data_yaml(path):
-        return read_spec(file)
-    elif inner := only_folder(path):
+    elif inner := data_yaml(path) or only_folder(path):
         return read_data(str(inner))
     title, content = recognise(path)
     folder = path if path.is_dir() else path.parent

@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data.images import holds_results, images_below, is_image, listed_images
+from data.images import images_below, is_image, is_run_folder, listed_images, named_files
 from data.labels import ImageRows, RowRules, file_stamps, label_name
 from data.polygons import joined, mask_outline
+from utils.console import log
 from utils.errors import UserError, nearest, plural, quoted
 from utils.files import read_regular, read_text, read_yaml
 
@@ -466,19 +467,22 @@ def _visdrone_images(location: Path, names: Sequence[str]) -> AnnotatedImages:
 
 
 def data_yaml(folder: Path) -> Path | None:
-    """Return the `data.yaml` of a folder, or its only data YAML of another name. Raises `UserError` for several."""
+    """Return the `data.yaml` of a folder, or its only other data YAML, or Darknet .data file. Raises `UserError`."""
     files = sorted(filter(Path.is_file, folder.glob("data.y*ml")))[:1]
     for file in [] if files else sorted(folder.glob("*.y*ml")):
         with suppress(UserError):  # a file for another program may be damaged
             keys = set(read_yaml(file))
             files += [file] if keys & {*SPLIT_FOLDERS} and keys & {"names", "nc"} else []
+    for file in [] if files else sorted(filter(Path.is_file, folder.glob("*.data"))):
+        files += [file] if any(line.partition("=")[0].strip() == "train" for line in read_text(file).split("\n")) else []
     if len(files) > 1:
-        raise UserError(f"{folder} has several data YAMLs ({', '.join(file.name for file in files)}); name one of them")
+        raise UserError(f"{folder} has several data files ({', '.join(file.name for file in files)}); name one of them")
     return files[0] if files else None
 
 
 def recognise(path: Path) -> tuple[str, dict[str, Any]]:
     """Return the title and the data YAML of the layout of a folder or file. Raises `UserError` if it is unknown."""
+    path = Path(os.path.abspath(path))
     if not path.is_dir():
         return "a data set of one file", _one_file(path)
     for title, find in LAYOUTS.items():
@@ -491,10 +495,12 @@ def _one_file(file: Path) -> dict[str, Any]:
     suffix = file.suffix.lower()
     if is_coco(file) or is_voc(file):
         return {"train": file.name}
-    if suffix == ".data" or file.name == "train.txt":
-        return recognise(file.parent)[1]
+    if suffix == ".data":
+        return _darknet(file)
     if suffix == ".txt" and _is_labelled(file):
-        return _with_classes(file.parent, {"train": file.name})
+        others = {*SPLIT_FOLDERS["train"]} - {file.stem}  # which are not given; lists for validation may be beside
+        content = _splits(file.parent, lambda path: path.stem not in others and _is_labelled(path), ["{}.txt"])
+        return _with_classes(file.parent, content or {"train": file.name})
     faults = {
         ".csv": f"a CSV file, which is not read; {EXPORT}",
         ".xml": f"a single .xml file; give the folder of all if they are VOC's, otherwise {EXPORT}",
@@ -510,27 +516,47 @@ def only_folder(path: Path) -> Path | None:
     return folders[0] if folders and names == [folders[0].name] and names[0].lower() not in known else None
 
 
-def subfolders(folder: Path) -> list[Path]:
-    """Return the subfolders, sorted by name, but hidden ones and results of runs; [] for a file. Raises `UserError`."""
+def subfolders(folder: Path, problems: list[str] | None = None) -> list[Path]:
+    """Return the subfolders, sorted by name, but hidden ones and run folders; [] for a file. Raises `UserError`."""
     try:
         entries = sorted(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
         raise UserError(f"the folder {folder} cannot be read: {error.strerror}; fix its permissions") from None
-    return [entry for entry in entries if entry.is_dir() and entry.name[0] != "." and not holds_results(entry)]
+    folders = (entry for entry in entries if entry.is_dir() and entry.name[0] != ".")
+    return [entry for entry in folders if not is_run_folder(entry, problems)]
 
 
-def _splits(folder: Path, fits: Callable[[Path], bool], *forms: str) -> dict[str, Any] | None:
-    """Return the path of each split in the first of `forms` of which the one for training fits; else None."""
-    for form in forms:
-        paths = {split: [form.format(name) for name in names] for split, names in SPLIT_FOLDERS.items()}
-        content = {split: path for split in paths for path in paths[split][::-1] if fits(folder / path)}
-        if "train" in content:
+def _only(folder: Path, candidates: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return the only path of each split, {} without one for training. Raises `UserError` if a split has several.
+
+    What is for testing validates only if nothing else does.
+    """
+    content: dict[str, Any] = {}
+    for split, paths in candidates.items() if candidates["train"] else ():
+        others = [path for path in paths if split != "val" or path not in candidates["test"]]
+        # By inode and device: `Train` is `train` on some disks, and a link is no other source.
+        files = {os.stat(folder / path)[1:3]: path for path in reversed(others or paths)}
+        if len(files) > 1:
+            listed = [*files.values()][::-1]
+            tops = [Path(path).parts[0] for path in listed]
+            choice = f", or give --data {folder / (listed if tops[0] == tops[1] else tops)[0]}"
+            way = f"write a data YAML with `{split}:`{choice if split == 'train' else ''}"
+            raise UserError(f"{folder} has several sources of `{split}` ({', '.join(listed)}); {way}")
+        content.update((split, path) for path in files.values())
+    return content
+
+
+def _splits(folder: Path, fits: Callable[[Path], bool], *groups: Sequence[str]) -> dict[str, Any] | None:
+    """Return the path of each split by the first group of forms of which one for training fits; else None."""
+    for forms in groups:
+        paths = {key: [form.format(name) for form in forms for name in names] for key, names in SPLIT_FOLDERS.items()}
+        if content := _only(folder, {split: [path for path in paths[split] if fits(folder / path)] for split in paths}):
             return content
     return None
 
 
 def _images(path: Path) -> Iterator[str]:
-    return filter(os.path.isfile, listed_images(path)) if path.is_file() else images_below(path)
+    return filter(os.path.isfile, listed_images(path)[0]) if path.is_file() else images_below(path)
 
 
 def _classes(files: Iterable[str]) -> Iterator[int]:
@@ -548,44 +574,63 @@ def _is_labelled(path: Path) -> bool:
     return path.exists() and any(True for _ in _classes(map(label_name, islice(_images(path), SAMPLED_FILES))))
 
 
-def _with_classes(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """Add the names in a file of class names, or else the number of classes in the labels. Raises `UserError`."""
-    files = [file for pattern in CLASS_FILES for file in sorted(folder.rglob(pattern)) if file.is_file()]
+def _with_classes(folder: Path, content: dict[str, Any], named: str = "") -> dict[str, Any]:
+    """Add the names in a file of class names, or else the number of classes in the labels. Raises `UserError`.
+
+    The file is `named`, in the folder, or above all images or labels of a split; others are of another data set.
+    """
+    searched = (file for pattern in CLASS_FILES for file in sorted(folder.rglob(pattern)) if file.is_file())
+    files = [Path(named)] if named else list(searched)
     lists = {"\n".join(map(str.strip, read_text(file).split("\n"))).rstrip(): file for file in files}
     if len(lists) > 1:
-        raise UserError(f"{' and '.join(map(str, lists.values()))} differ; remove the wrong one, or write a data YAML")
-    if lists:
+        both = " and ".join(map(str, lists.values()))
+        raise UserError(f"{both} differ; remove one, give the folder of one data set as --data, or write a data YAML")
+    above, splits = tuple(f"{file.parent}{os.sep}" for file in files), [folder / path for path in content.values()]
+    covers = (all(name.startswith(above) or label_name(name).startswith(above) for name in _images(s)) for s in splits)
+    if files and (named or f"{folder}{os.sep}" in above or any(covers)):
         return {**content, "names": next(iter(lists)).split("\n")}
-    images = (image for path in content.values() for image in _images(folder / path))
-    return {**content, "nc": 1 + max(_classes(map(label_name, images)))}
+    return {**content, "nc": 1 + max(_classes(map(label_name, chain(*map(_images, splits)))), default=0)}
 
 
 def _label_files(folder: Path) -> dict[str, Any] | None:
-    content = _splits(folder, _is_labelled, "{}.txt", "images/{}", "{}/images", "{}")
+    content = _splits(folder, _is_labelled, ["{}.txt"], ["images/{}"], ["{}/images"], ["{}"])
     content = content or next(({"train": name} for name in ("images", ".") if _is_labelled(folder / name)), None)
+    if content == {"train": "."} and not any(any(folder.glob(pattern)) for pattern in CLASS_FILES):
+        parts = ("images", "train", "train.txt")  # of a data set of its own: two are not joined
+        _only(folder, {"train": [p.name for p in subfolders(folder) if any(_is_labelled(p / part) for part in parts)]})
     return content and _with_classes(folder, content)
+
+
+def _darknet(file: Path) -> dict[str, Any]:
+    """Return what a Darknet .data file names. Raises `UserError` if one of its files is absent."""
+    pairs = (map(str.strip, line.partition("=")[::2]) for line in read_text(file).split("\n"))
+    named = {"train": "", **{key: name for key, name in pairs if key in ("train", "valid", "names")}}
+    paths, message = named_files(file, list(named.values()))
+    for (key, name), path in zip(named.items(), paths, strict=True):
+        if not os.path.isfile(path):
+            raise UserError(f"{file}: `{key} = {name}` is not a file, neither beside it nor here; correct the path")
+    log(message)
+    content = {key.replace("valid", "val"): path for key, path in zip(named, paths, strict=True)}
+    return _with_classes(file.parent, content, content.pop("names", ""))
 
 
 def _coco_layout(folder: Path) -> dict[str, Any] | None:
     files = {split: sorted((folder / "annotations").glob(f"instances_{split}*.json")) for split in SPLIT_FOLDERS}
-    content = {split: f"annotations/{paths[0].name}" for split, paths in files.items() if len(paths) == 1}
-    return content if "train" in content else None
+    return _only(folder, {split: [f"annotations/{file.name}" for file in files[split]] for split in files}) or None
 
 
 def _coco_files(folder: Path) -> dict[str, Any] | None:
     """Return the only COCO file in a folder and its subfolders, or the one for each split by the words of its path."""
     places = [sorted(place.glob("*.json"))[:SAMPLED_JSON_FILES] for place in (folder, *subfolders(folder))]
     files = [str(file.relative_to(folder)) for file in chain(*places) if json_format(file) == "COCO"]
-    words = {file: re.split("[^a-z]+", file.lower()) for file in files}
-    named = {
-        split: next((file for name in names for file in files if name in words[file]), None)
-        for split, names in SPLIT_FOLDERS.items()
-    }
     if len(files) < 2:
         return {"train": files[0]} if files else None
-    if not named["train"]:
-        raise UserError(f"{folder} has several COCO files ({', '.join(files)}), none of them named `train`; name one")
-    return {split: file for split, file in named.items() if file}
+
+    def named(names: Sequence[str], text: Callable[[str], str]) -> list[str]:
+        return [file for file in files if {*names} & {*re.split("[^a-z]+", text(file).lower())}]
+
+    candidates = {split: named(names, os.path.basename) or named(names, str) for split, names in SPLIT_NAMES.items()}
+    return _only(folder, {**candidates, "train": candidates["train"] or files})
 
 
 def _voc_layout(folder: Path) -> dict[str, Any] | None:
@@ -605,10 +650,10 @@ def _voc_layout(folder: Path) -> dict[str, Any] | None:
 
 def _xml_folder(folder: Path) -> dict[str, Any] | None:
     """Return the folder of VOC's XML files, unless lists say which split each file belongs to."""
-    names = [path.name for path in subfolders(folder) if path.name.lower() in ANNOTATION_FOLDERS]
-    name = next((name for name in (*names, ".") if is_voc(folder / name)), None)
+    names = [path.name for path in subfolders(folder) if path.name.lower() in ANNOTATION_FOLDERS and is_voc(path)]
+    names = names or ["."] * is_voc(folder)
     has_lists = any(file.stem.lower() in SPLIT_NAMES for file in (folder / VOC_LISTS).glob("*.txt"))
-    return {"train": name} if name and not has_lists else None
+    return None if has_lists else _only(folder, {"train": names}) or None
 
 
 def _other_xml_folder(folder: Path) -> dict[str, Any] | None:
@@ -622,29 +667,26 @@ def _has_classes(folder: Path, least: int = 1) -> bool:
     names = {path.name for path in folders}
     if names & {"images", "labels", "JPEGImages"} or names <= splits:
         return False
-    classes = (path for path in folders if any(is_image(name) for _, _, files in os.walk(path) for name in files))
+    classes = (path for path in folders if next(images_below(path), ""))
     return len(list(islice(classes, least))) == least
 
 
 # By precedence.
 LAYOUTS: dict[str, Callable[[Path], dict[str, Any] | None]] = {
-    "COCO annotations in the folder of each split": lambda folder: _splits(
-        folder, is_coco, "{}/_annotations.coco.json"
-    ),
     "COCO's layout": _coco_layout,
     "VOC's layout": _voc_layout,
     "VOC's .xml files for each split": lambda folder: _splits(
         folder,
         is_voc,
-        "{}",
-        *(f"{path.name}/{{}}" for path in subfolders(folder)),
-        *(f"{{}}/{path.name}" for split in subfolders(folder) for path in subfolders(split)),
+        ["{}"],
+        [f"{path.name}/{{}}" for path in subfolders(folder)],
+        [f"{{}}/{path.name}" for split in subfolders(folder) for path in subfolders(split)],
     ),
     "VOC's .xml files": _xml_folder,
     "label files": _label_files,
     "COCO annotations": _coco_files,
     "VOC's .xml files in a folder of another name": _other_xml_folder,
-    "a folder of images per class in the folder of each split": lambda folder: _splits(folder, _has_classes, "{}"),
+    "a folder of images per class in the folder of each split": lambda folder: _splits(folder, _has_classes, ["{}"]),
     "a folder of images per class": lambda folder: {} if _has_classes(folder, 2) else None,
 }
 

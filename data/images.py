@@ -9,7 +9,7 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,8 +20,8 @@ from PIL.ExifTags import Base
 from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 
-from utils.errors import UserError
-from utils.files import LOCK_FILE, read_regular, read_text
+from utils.errors import UserError, plural
+from utils.files import SETTINGS_FILE, read_regular, read_text
 
 cv2.setNumThreads(0)  # loader processes are parallel already; their threads would compete for the cores
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)  # Pillow reads what OpenCV cannot, or raises
@@ -31,7 +31,6 @@ JPEG_START, JPEG_END = b"\xff\xd8", b"\xff\xd9"
 # Flags that decode a JPEG at 1/1, 1/2, 1/4, 1/8 of its size, from the low frequencies of each block only.
 REDUCED = (cv2.IMREAD_REDUCED_COLOR_2, cv2.IMREAD_REDUCED_COLOR_4, cv2.IMREAD_REDUCED_COLOR_8)
 JPEG_FLAGS = dict(zip((1, 2, 4, 8), (cv2.IMREAD_COLOR, *REDUCED), strict=True))
-RUN_FOLDERS = ("train", "val", "detect", "segment", "classify", "predict", "exp")  # names in `runs` begin so
 LARGE_PIXELS = 2_000_000  # inclusive upper bound of a photo that `read_reduced` reads like any image
 
 
@@ -40,12 +39,12 @@ def is_image(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES and not name.startswith(".")
 
 
-def images_below(folder: Path) -> Iterator[str]:
-    """Yield every image below a folder, but hidden ones and results of runs. Follow links; read each folder once."""
-    visited = set()
+def images_below(folder: Path, problems: list[str] | None = None) -> Iterator[str]:
+    """Yield every image below a folder, but hidden ones and those of run folders, which `problems` counts."""
+    visited = set()  # links are followed, but each folder is read once
     for path, folders, files in os.walk(folder, followlinks=True, onerror=_refuse):
         real = os.path.realpath(path)
-        if real in visited or (path != os.fspath(folder) and holds_results(path)):
+        if real in visited or (path != os.fspath(folder) and is_run_folder(path, problems)):
             folders.clear()
             continue
         visited.add(real)
@@ -53,38 +52,48 @@ def images_below(folder: Path) -> Iterator[str]:
         yield from (os.path.join(path, name) for name in sorted(files) if is_image(name))
 
 
-def holds_results(folder: str | Path) -> bool:
-    """Return whether a folder is a run folder, or `runs` with run folders in it: a data set leaves out their images."""
-    if os.path.basename(folder) != "runs":
-        return os.path.exists(os.path.join(folder, LOCK_FILE))
-    return any(entry.is_dir() and entry.name.startswith(RUN_FOLDERS) for entry in os.scandir(folder))
+def is_run_folder(folder: str | Path, problems: list[str] | None = None) -> bool:
+    """Return whether a folder is a run folder; if so, count its images in `problems`."""
+    is_ours = os.path.isfile(os.path.join(folder, SETTINGS_FILE))
+    images = (name for _, _, names in os.walk(folder) for name in filter(is_image, names))
+    if is_ours and problems is not None and (count := len(list(images))):
+        problems.append(f"{folder} is a run folder, as its {SETTINGS_FILE} shows: {plural(count, 'image')}; left out")
+    return is_ours
 
 
 def _refuse(error: OSError) -> NoReturn:
     raise UserError(f"the folder {error.filename} cannot be read: {error.strerror}; fix its permissions") from None
 
 
-def listed_images(file: Path) -> Iterator[str]:
-    """Yield the images that a text file lists, one per line, relative to its folder or to the working folder.
-
-    A list of another machine names folders that are not here: what is left without the first of them may be.
-    """
+def listed_images(file: Path) -> tuple[list[str], str]:
+    """Return the images that a text file lists, one per line, and a message: see `named_files`. Raises `UserError`."""
     try:
         lines = read_text(file, "surrogateescape").split("\n")  # names may be any bytes
     except UserError:  # as for an image
         raise UserError(f"{file} is neither a folder nor a readable text list of images") from None
-    for line in lines:
-        if name := line.strip(" \t\v\f"):
-            beside = os.path.normpath(os.path.join(file.parent, name))
-            here = os.path.abspath(name)
-            yield next(filter(os.path.exists, (beside, here)), None) or _moved(name, file.parent) or here
+    return named_files(file, list(filter(None, (line.strip(" \t\v\f") for line in lines))))
 
 
-def _moved(name: str, folder: Path) -> str | None:
-    """Return the file in `folder`, or in the one above, that a path of another machine ends with, if any."""
-    words = name.replace("\\", "/").split("/")
-    paths = (os.path.join(base, *words[k:]) for k in range(len(words)) for base in (folder, folder.parent))
-    return next(filter(os.path.isfile, map(os.path.normpath, paths)), None)
+def named_files(file: Path, names: Sequence[str]) -> tuple[list[str], str]:
+    """Return the paths that `file` names, relative to its folder or to the working folder, and a message or ''.
+
+    If none exists, nor its folder, all may be of another machine: a prefix of all is replaced by the file's folder or
+    by the one above, and the message says so. Any of the files may be absent.
+    """
+    beside, slashed, paths = os.path.abspath(file.parent), [name.replace("\\", "/") for name in names], []
+    for forms in zip(names, slashed, strict=True):
+        tried = (os.path.normpath(os.path.join(base, form)) for form in forms for base in (beside, os.getcwd()))
+        paths.append(next(filter(os.path.exists, tried), os.path.abspath(forms[0])))
+    folders = (os.path.join(beside, os.path.dirname(name)) for name in slashed)
+    if any(map(os.path.exists, paths)) or any(map(os.path.isdir, folders)):
+        return paths, ""
+    for slash in re.finditer("^|/", "".join(slashed[:1])):  # the shortest prefix first
+        prefix = slashed[0][: slash.end()]
+        for base in (beside, os.path.dirname(beside)):
+            moved = [os.path.normpath(f"{base}/{name.removeprefix(prefix)}") for name in slashed]
+            if all(name.startswith(prefix) for name in slashed) and any(map(os.path.isfile, moved)):
+                return moved, f"{file}: none of its paths exists here; `{prefix or './'}` is read as {base}{os.sep}"
+    return paths, ""
 
 
 def read_image(path: Path, jpeg_divisor: int = 1) -> np.ndarray:

@@ -325,7 +325,8 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> N
     expected = [tensor for tensor in model.state_dict() if not any(part in tensor for part in unneeded)]
     if missing := [tensor for tensor in expected if tensor not in found]:
         log(f"warning: {name} lacks {plural(len(missing), 'tensor')} of the model, such as {missing[0]}")
-    weights.compare_names(task.names, name)
+    if len(task.names) > 1:  # one class may learn another
+        weights.compare_names(task.names, name)
 
 
 def recipe_of(settings: Mapping[str, Any], given: Mapping[str, Any]) -> type[Recipe]:

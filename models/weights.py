@@ -36,6 +36,7 @@ from models.yolov5_pickle import (
     unpickle,
     unwrap,
 )
+from utils.batch import ITEM
 from utils.checkpoint import FORMAT, SAFETENSORS_SUFFIX, is_safetensors, read_safetensors
 from utils.config.flags import IMGSZ, is_number
 from utils.console import log
@@ -135,13 +136,13 @@ class Weights:
         return self.names or {number: str(number) for number in range(int((self.model or {}).get("nc", 0)))}
 
     def compare_names(self, names: Mapping[int, str], file: str) -> None:
-        """Log a warning, with the name of the file, if a data set has as many classes but other names, so that their
-        order may differ."""
+        """Log a warning, with the name of the file, if a data set has as many classes but other names, so that they or
+        their order may differ; with --single-cls any class is an `item`."""
         differing = [number for number in names if self.names.get(number, "").casefold() != names[number].casefold()]
-        if differing and len(names) == len(self.names) > 1:  # a single class has no order
-            first = differing[0]
+        if differing and len(names) == len(self.names) and ITEM not in (names, self.names):
+            first, differ = differing[0], "has another name" if len(differing) == 1 else "have other names"
             log(
-                f"warning: {len(differing)} of {plural(len(names), 'class')} have other names in {file} than in the "
+                f"warning: {len(differing)} of {plural(len(names), 'class')} {differ} in {file} than in the "
                 f"data set, such as class {first}, {quoted(self.names.get(first, ''))} and here "
                 f"{quoted(names[first])}; check the order"
             )

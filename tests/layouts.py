@@ -188,13 +188,10 @@ def label_studio(folder: Path) -> Path:
 
 
 def labelimg(folder: Path) -> Path:
-    """labelImg's label files beside the photos, here in a folder `images`, with the results of a run among them."""
+    """labelImg's label files beside the photos, here in a folder `images`."""
     folder = folder / "images"
     write_labels("train", folder, folder)
     write_text(folder / "classes.txt", "\r".join(NAMES), "utf-16")
-    for name in ("runs/detect/exp2", "results/exp"):
-        write_labels("val", folder / name, folder / name)
-    write_text(folder / "results/exp/.lock", "")
     write_text(folder / "._train_0.jpg", "as macOS packs it")
     write_image(folder / ".ipynb_checkpoints/a-checkpoint.jpg")
     return folder

@@ -22,8 +22,10 @@ from tests.layouts import (
     class_folders,
     coco,
     coco_text,
+    cvat_yolo,
     drawn,
     labelimg,
+    write_labels,
     write_text,
 )
 from tests.making import write_image
@@ -74,6 +76,7 @@ def test_classes_are_the_same_from_every_layout(layout: Layout, tmp_path: Path) 
         assert [path.parent.name for path in split.images] == [NAMES[k] for k in split.instances().classes]
 
 
+LABELLED = {"images/a.jpg": "X", "labels/a.txt": "0 .5 .5 .1 .1", "classes.txt": "a"}
 # The files of a folder that is no data set, and what its error names. X: an image.
 REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "LabelMe": ({"a.jpg": "X", "a.json": '{"shapes": [], "imagePath": "a.jpg"}'}, ("1 image", "LabelMe")),
@@ -84,6 +87,27 @@ REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "no images": ({"labels/a.txt": "0 .5 .5 .1 .1", "classes.txt": "a"}, ("classes.txt", "1 .txt file", "no images")),
     "misplaced": ({"photos/a.jpg": "X", "txt/a.txt": "0 .5 .5 .1 .1"}, ("1 image", "photos/a.txt")),
     "two COCO files": ({"a.json": coco_text([]), "b.json": coco_text([])}, ("a.json, b.json",)),
+    "two years of COCO": (
+        {f"annotations/instances_train{year}.json": "{}" for year in (2014, 2017)},
+        ("train2014.json, annotations/instances_train2017.json", "`train:`", "--data", "set/annotations/instances"),
+    ),
+    "COCO of cats and of dogs": (
+        {"train_cats.json": coco_text([]), "train_dogs.json": coco_text([]), "val.json": coco_text([])},
+        ("`train` (train_cats.json, train_dogs.json)", "set/train_cats.json"),
+    ),
+    "two batches of COCO": (
+        {f"batch{k}/{split}.json": coco_text([]) for k in (1, 2) for split in ("train", "val")},
+        ("batch1/train.json, batch2/train.json", "--data", "set/batch1"),
+    ),
+    "two sets": (
+        {f"{name}/{file}": text for name in "ab" for file, text in LABELLED.items()},
+        ("`train` (a, b)", "--data", "set/a", "`train:`"),
+    ),
+    "two folders for validation": (
+        {f"{name}/{file}": text for name in ("train", "val", "valid") for file, text in LABELLED.items()},
+        ("`val` (val/images, valid/images)", "`val:`"),
+    ),
+    "an absent list": ({"a.data": "train=a.txt\nvalid = b.txt", "a.txt": "c.jpg"}, ("a.data: `valid = b.txt`",)),
     "two YAMLs": ({"a.yaml": "{train: a, nc: 1}", "b.yaml": "{train: a, names: [a]}"}, ("a.yaml, b.yaml",)),
     "two lists of classes": (
         {"a.jpg": "X", "a.txt": "0 .5 .5 .1 .1", "classes.txt": "a", "b/classes.txt": "b"},
@@ -122,9 +146,56 @@ def test_classes_without_names_are_numbered(tmp_path: Path) -> None:
     assert read_data(str(tmp_path)).names == {0: "0", 1: "1", 2: "2"}
 
 
-def test_a_class_is_not_made_of_the_results_of_runs(tmp_path: Path) -> None:
-    write_image(class_folders(tmp_path) / "runs/train-cls/exp/a.jpg")
-    assert opened(tmp_path, "classify").names == dict(enumerate(NAMES))  # type: ignore[attr-defined]
+@pytest.mark.parametrize("task", KINDS)
+def test_only_run_folders_are_left_out_and_counted(task: str, tmp_path: Path) -> None:
+    """By their settings.yaml; neither a name nor a .lock makes one."""
+    top = labelimg(tmp_path) if task == "detect" else class_folders(tmp_path)
+    for name in ("runs/exp5", "runs/trainers", "runs/detect/exp"):
+        write_image(top / "cow" / name / "a.jpg")
+        write_text(top / "cow" / name / ".lock", "")
+    runs = [top / "cow/runs/exp", top / "exp", top / "runs/train/exp2"]
+    for run in runs:
+        write_image(run / "train_batch0.jpg")
+        write_text(run / "settings.yaml", "epochs: 3")
+    data = opened(tmp_path, task)
+    train, val = data.split("train"), data.split("val")
+    assert len(train.images) + len(val.images) == COUNTS["train"] + 3
+    counted = {f"{run} is a run folder, as its settings.yaml shows: 1 image; left out" for run in runs}
+    assert ({*train.problems}, len(train.problems), val.problems) == (counted, 3, ())
+
+
+@pytest.mark.parametrize("written", ["{}=data/{}", "  {} = {}", "{} ={folder}/{}", "{} = D:\\old\\{}"])
+@pytest.mark.parametrize("name", ["obj.data", ""])
+def test_a_darknet_file_is_followed(written: str, name: str, tmp_path: Path) -> None:
+    """Whatever lies beside it, of any machine."""
+    write_labels("val", cvat_yolo(tmp_path) / "v", tmp_path / "v")
+    (tmp_path / "train.txt").rename(tmp_path / "valid.txt")
+    write_text(tmp_path / "train.txt", "\n".join(f"v/{image.stem}.jpg" for image in drawn("val")))
+    write_text(tmp_path / "classes.txt", "x\ny\nz")
+    keys = {"classes": "3", "train": "valid.txt", "valid": "train.txt", "names": "obj.names", "backup": "b/"}
+    lines = [written.format(key, value, folder=tmp_path) for key, value in keys.items()]
+    (tmp_path / "obj.data").write_bytes("\r\n".join(["# mine", *lines]).encode())
+    spec = read_data(str(tmp_path / name))
+    assert spec.names == dict(enumerate(NAMES))
+    assert [len(spec.images(split)) for split in ("train", "val")] == [COUNTS["train"], COUNTS["val"]]
+
+
+def test_names_of_another_set_are_not_used(tmp_path: Path) -> None:
+    bare_yolo(tmp_path / "images").rename(tmp_path / "other")
+    images = write_labels("train", tmp_path / "images", tmp_path / "labels")
+    write_text(tmp_path / "photos.txt", "\n".join(f"images/{image.stem}.jpg" for image in images))
+    for data in (tmp_path, tmp_path / "photos.txt"):
+        assert read_data(str(data)).names == {0: "0", 1: "1", 2: "2"}
+    (tmp_path / "other/classes.txt").rename(tmp_path / "labels/classes.txt")
+    assert read_data(str(tmp_path)).names == dict(enumerate(NAMES))
+
+
+def test_two_lists_for_training(tmp_path: Path) -> None:
+    """The one that is given counts, with the list for validation beside it."""
+    folder = cvat_yolo(tmp_path)
+    for name in ("train2017.txt", "valid.txt"):
+        write_text(folder / name, (folder / "train.txt").read_text())
+    assert read_data(str(folder / "train.txt")).entries == {"train": ("train.txt",), "val": ("valid.txt",)}
 
 
 @pytest.mark.parametrize(

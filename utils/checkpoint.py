@@ -31,7 +31,7 @@ from utils.distributed.deepspeed import gathered_parameters, load_optimizer_stat
 from utils.distributed.launch import connect
 from utils.distributed.ranks import Collectives, broadcast_from_main, world_size
 from utils.errors import Stopped, UserError, first_line, plural
-from utils.files import read_regular, read_yaml, replacing
+from utils.files import SETTINGS_FILE, read_regular, read_yaml, replacing
 from utils.summary import Summary
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from utils.training.optimizer import ModelEMA
 
 FORMAT, STATE_FORMAT = "lockstep-1", "lockstep-state-2"  # of a weight file, and of a state
-SETTINGS, STATES = "settings.yaml", "checkpoint"  # file and folder in a run folder
+STATES = "checkpoint"  # folder in a run folder
 STATE_NAME = re.compile(r"\d{8,}-[0-9a-f]+\.pt")  # other files in the folder are the user's
 CHECKSUM_DIGITS = 16  # hexadecimal digits in the name of a file
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -413,12 +413,12 @@ def _settings_of_run(settings: Settings, recipe_of: RecipeOf) -> Settings:
     run = find_run(asked.resume, Path(asked.project), asked.name, asked.exist_ok)
     if run is None:
         return settings
-    saved = read_yaml(run / SETTINGS)
+    saved = read_yaml(run / SETTINGS_FILE)
     if not {"epochs", "batch_size", "hyperparameters", "model"} <= saved.keys():
         raise UserError(f"{run} is not the folder of a training run, so it cannot be resumed; name one that is")
     states = StateFiles(run / STATES)
     state = states.read(warns=False)  # `read_saved_state` reads it again
-    check_settings(saved, state.get("settings", {}) if state else {}, run / SETTINGS)
+    check_settings(saved, state.get("settings", {}) if state else {}, run / SETTINGS_FILE)
     options = resumed_options(settings.given, run, saved, recipe_of, world_size() > 1)
     if state is None:
         has_results = any(run.glob("weights/*.pt")) or (not options.nosave and (run / "results.csv").exists())
@@ -449,9 +449,9 @@ def find_run(resume: str, project: Path, name: str, exist_ok: bool) -> Path | No
     """
     if resume in (NEWEST, AUTO):
         pattern = ".*" if resume == NEWEST else re.escape(name) if exist_ok else rf"{re.escape(name)}\d*"
-        runs = [file.parent for file in project.glob(f"*/{SETTINGS}") if re.fullmatch(pattern, file.parent.name)]
+        runs = [file.parent for file in project.glob(f"*/{SETTINGS_FILE}") if re.fullmatch(pattern, file.parent.name)]
         for run in sorted(runs, key=_last_written, reverse=True):
-            settings = read_yaml(run / SETTINGS)  # without hyperparameters: of a validation
+            settings = read_yaml(run / SETTINGS_FILE)  # without hyperparameters: of a validation
             # The second run `fold1` is in fold12, as is the first run `fold12`.
             if "hyperparameters" in settings and (resume == NEWEST or exist_ok or settings.get("name") == name):
                 return run
@@ -460,14 +460,14 @@ def find_run(resume: str, project: Path, name: str, exist_ok: bool) -> Path | No
         raise UserError(f"there is no run to resume in {project}; name a run folder, or start one without --resume")
     path = Path(os.path.abspath(resume))
     for folder in (path, *path.parents[:2]):  # the run folder, or checkpoint/ or weights/last.pt in it
-        if os.path.isfile(folder / SETTINGS):  # Path.is_file raises an error for a folder that may not be entered
+        if os.path.isfile(folder / SETTINGS_FILE):  # Path.is_file raises an error for a folder that may not be entered
             return folder
     raise UserError(
-        f"--resume {path}: neither it nor its parent folders are a run folder of train.py (no {SETTINGS}); name one, "
-        "or start a new run with --weights, as from a run of YOLOv5"
+        f"--resume {path}: neither it nor its parent folders are a run folder of train.py (no {SETTINGS_FILE}); name "
+        "one, or start a new run with --weights, as from a run of YOLOv5"
     )
 
 
 def _last_written(run: Path) -> float:
-    files = [run / SETTINGS, run / "results.csv", *(run / STATES).glob("*.pt")]
+    files = [run / SETTINGS_FILE, run / "results.csv", *(run / STATES).glob("*.pt")]
     return max(file.stat().st_mtime for file in files if file.exists())

@@ -33,6 +33,7 @@ from utils.errors import UserError, first_line, nearest, public, quoted
 
 VERSION = "0.1.0"  # pyproject.toml reads it
 LOCK_FILE = ".lock"  # file in a run folder that a run writes to
+SETTINGS_FILE = "settings.yaml"  # file that every run folder has
 LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a little longer
 PART_SUFFIX = ".part"  # suffix of a file that is being written
 ILLEGAL_CHARACTERS = re.compile(r'[<>:"/\\|?*\x00-\x1f]')  # in file names of Linux, macOS or Windows

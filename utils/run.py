@@ -24,7 +24,7 @@ from utils.distributed.failure import GracefulStop, StopRequested, Watchdog, on_
 from utils.distributed.launch import Precision, log_devices
 from utils.distributed.ranks import Collectives
 from utils.errors import UserError, public
-from utils.files import PART_SUFFIX, lock_folder, numbered_folder, replacing
+from utils.files import PART_SUFFIX, SETTINGS_FILE, lock_folder, numbered_folder, replacing
 
 if TYPE_CHECKING:
     from utils.plots.pictures import Plotter
@@ -55,7 +55,7 @@ class RunFolder:
     def write_settings(self, settings: Mapping[str, Any]) -> None:
         """Write settings.yaml: all settings, defaults included."""
         text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
-        self.write_documents({"settings.yaml": text})
+        self.write_documents({SETTINGS_FILE: text})
 
     def write_problems(self, problems: Sequence[str]) -> None:
         """Write problems.txt, which says what was left out of the data set; remove it if there are no problems."""

@@ -86,6 +86,12 @@ def test_other_names_of_classes_are_a_warning(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == ""
     weights.compare_names({0: "dog", 1: "cat"}, "a.pt")
     assert capsys.readouterr().out.startswith("warning: 2 of 2 classes have other names in a.pt")
+    single = Weights({}, {"nc": 1}, {0: "cat"}, "detect", {}, "lockstep")
+    single.compare_names({0: "item"}, "a.pt")  # of --single-cls
+    assert capsys.readouterr().out == ""
+    single.compare_names({0: "dog"}, "a.pt")
+    assert "1 of 1 class has another name in a.pt" in (out := capsys.readouterr().out)
+    assert "class 0, 'cat' and here 'dog'" in out
 
 
 def test_same_names() -> None:
