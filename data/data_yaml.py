@@ -98,12 +98,11 @@ class DataSpec:
 
     def listing(self, split: str) -> Listing:
         """Return the image files of a split as `images` does, and messages about omitted lines and files."""
-        is_share = split != "test" and self.holds_out
-        if (named := "train" if is_share else split) not in self.walked:
-            self.walked[named] = self._whole_listing(named)
-        whole: Listing = self.walked[named]
-        if not is_share:
-            return whole
+        if split == "test" or not self.holds_out:
+            return self._whole_listing(split)
+        if "listing" not in self.walked:
+            self.walked["listing"] = self._whole_listing("train")
+        whole: Listing = self.walked["listing"]
         chosen = held_out(whole.images, self.split, self.split_seed)
         if not chosen:
             raise UserError(f"{self.file}: `train:` has one image, so `split:` leaves none to hold out; add images")
@@ -125,7 +124,8 @@ class DataSpec:
             else:
                 paths, note = listed_images(location) if location.is_file() else (images_below(location, problems), "")
                 listed += paths
-                log(note)
+                log("" if note in self.walked else note)  # once
+                self.walked[note] = note
         if not listed:
             searched = "; ".join([", ".join(map(str, locations)), *problems])
             raise UserError(f"{self.file}: `{split}:` has no images in {searched}; put images there or fix the path")

@@ -34,7 +34,7 @@ from data.dataset import (
 from data.images import read_image, resize, resize_long_side
 from data.labels import BOXES, POLYGONS, Labels, RowRules, check_classes, label_name, load_labels
 from data.sampler import SampleIndex, evaluation_batches, images_in_use, item_generator, training_batches
-from utils.batch import ITEM, Batch, BoxSplit, ImageInfo, Instances, Placement
+from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement
 from utils.config.hyperparameters import Augmentation, Recipe
 from utils.console import log
 from utils.errors import UserError, plural
@@ -212,7 +212,7 @@ class DetectionData(DataSet[DetectionSplit]):
                 f"{spec.file}: `names` must list the classes, as [person, ...]; for a folder of images per class "
                 "train a classifier: add --weights yolov5s-cls.pt, or --weights '' --cfg resnet18.yaml"
             )
-        return ITEM if single_cls and len(spec.names) > 1 else spec.names
+        return {0: "item"} if single_cls and len(spec.names) > 1 else spec.names
 
     @staticmethod
     def files(spec: DataSpec) -> dict[str, list[Path]]:

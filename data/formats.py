@@ -474,7 +474,8 @@ def data_yaml(folder: Path) -> Path | None:
             keys = set(read_yaml(file))
             files += [file] if keys & {*SPLIT_FOLDERS} and keys & {"names", "nc"} else []
     for file in [] if files else sorted(filter(Path.is_file, folder.glob("*.data"))):
-        files += [file] if any(line.partition("=")[0].strip() == "train" for line in read_text(file).split("\n")) else []
+        with suppress(UserError):  # so may this
+            files += [file] if "train" in _darknet_values(file) else []
     if len(files) > 1:
         raise UserError(f"{folder} has several data files ({', '.join(file.name for file in files)}); name one of them")
     return files[0] if files else None
@@ -522,17 +523,14 @@ def subfolders(folder: Path, problems: list[str] | None = None) -> list[Path]:
         entries = sorted(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
         raise UserError(f"the folder {folder} cannot be read: {error.strerror}; fix its permissions") from None
-    folders = (entry for entry in entries if entry.is_dir() and entry.name[0] != ".")
-    return [entry for entry in folders if not is_run_folder(entry, problems)]
+    return [path for path in entries if path.is_dir() and path.name[0] != "." and not is_run_folder(path, problems)]
 
 
 def _only(folder: Path, candidates: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Return the only path of each split, {} without one for training. Raises `UserError` if a split has several.
-
-    What is for testing validates only if nothing else does.
-    """
+    """Return the only path of each split, {} without one for training. Raises `UserError` if a split has several."""
     content: dict[str, Any] = {}
     for split, paths in candidates.items() if candidates["train"] else ():
+        # What is for testing validates only if nothing else does.
         others = [path for path in paths if split != "val" or path not in candidates["test"]]
         # By inode and device: `Train` is `train` on some disks, and a link is no other source.
         files = {os.stat(folder / path)[1:3]: path for path in reversed(others or paths)}
@@ -601,10 +599,14 @@ def _label_files(folder: Path) -> dict[str, Any] | None:
     return content and _with_classes(folder, content)
 
 
+def _darknet_values(file: Path) -> dict[str, str]:
+    pairs = (map(str.strip, line.partition("=")[::2]) for line in read_text(file).split("\n"))
+    return {key: value for key, value in pairs if key in ("train", "valid", "names")}
+
+
 def _darknet(file: Path) -> dict[str, Any]:
     """Return what a Darknet .data file names. Raises `UserError` if one of its files is absent."""
-    pairs = (map(str.strip, line.partition("=")[::2]) for line in read_text(file).split("\n"))
-    named = {"train": "", **{key: name for key, name in pairs if key in ("train", "valid", "names")}}
+    named = {"train": "", **_darknet_values(file)}
     paths, message = named_files(file, list(named.values()))
     for (key, name), path in zip(named.items(), paths, strict=True):
         if not os.path.isfile(path):

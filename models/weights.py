@@ -36,7 +36,6 @@ from models.yolov5_pickle import (
     unpickle,
     unwrap,
 )
-from utils.batch import ITEM
 from utils.checkpoint import FORMAT, SAFETENSORS_SUFFIX, is_safetensors, read_safetensors
 from utils.config.flags import IMGSZ, is_number
 from utils.console import log
@@ -139,12 +138,12 @@ class Weights:
         """Log a warning, with the name of the file, if a data set has as many classes but other names, so that they or
         their order may differ; with --single-cls any class is an `item`."""
         differing = [number for number in names if self.names.get(number, "").casefold() != names[number].casefold()]
-        if differing and len(names) == len(self.names) and ITEM not in (names, self.names):
+        if differing and len(names) == len(self.names) and {0: "item"} not in (names, self.names):
             first, differ = differing[0], "has another name" if len(differing) == 1 else "have other names"
             log(
                 f"warning: {len(differing)} of {plural(len(names), 'class')} {differ} in {file} than in the "
                 f"data set, such as class {first}, {quoted(self.names.get(first, ''))} and here "
-                f"{quoted(names[first])}; check the order"
+                f"{quoted(names[first])}; check the classes"
             )
 
 

@@ -23,7 +23,7 @@ from torch import nn
 
 import detect
 from data.builtin import NAMES
-from data.images import read_image
+from data.images import images_below, read_image
 from data.media import Frame, MediaItem, as_pixels
 from detect import Predictor, groups
 from models.tasks.classify import ClassificationRecipe, ClassificationTask
@@ -487,6 +487,7 @@ def test_from_python(
     rows = (runs / "exp" / "labels" / "photo.txt").read_text().splitlines()
     assert rows == predictor(photo).label_rows(with_confidence=False)
     assert (runs / "exp" / "photo.png").is_file()
+    assert list(images_below(runs)) == []  # a data set around it leaves the pictures out, by settings.yaml
     before = contents(runs)
     with pytest.raises(UserError, match=str(cut)):
         detect.run(source=cut, save_txt=True, save_csv=True, save_crop=True, **how)

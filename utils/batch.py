@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ITEM = {0: "item"}  # class names with --single-cls, for several classes
 MASK_STRIDE = 4  # pixels of the network's image per pixel of a mask map, along each side
 
 
