@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import yaml
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from utils.checkpoint import StateFiles, serialised, weights_content
 from utils.console import Bar, log
 from utils.distributed.failure import GracefulStop, StopRequested, Watchdog, on_failure
 from utils.distributed.launch import Precision, log_devices
 from utils.distributed.ranks import Collectives
-from utils.errors import UserError, public
+from utils.errors import UserError, plural, public
 from utils.files import PART_SUFFIX, SETTINGS_FILE, lock_folder, numbered_folder, replacing
 
 if TYPE_CHECKING:
@@ -84,12 +85,14 @@ class RunFolder:
         self, files: Sequence[str], model: nn.Module, then: Callable[[], object] = lambda: None, **content: Any
     ) -> None:
         """Write files of the same `weights_content` into weights/ in the background, then call `then`."""
+        self._check_finite(model.state_dict())
         if files and self.is_main:
             data = serialised(weights_content(model, **content))
             self._write({self.path / "weights" / name: data for name in files}, then)
 
     def save_state(self, state: Mapping[str, Any], final: bool = False) -> None:
         """Write a state for --resume, with the rows of results.csv, in the background; a `final` one replaces all."""
+        self._check_finite(state.get("ema", {}))
         if self.is_main:
             data = serialised({**state, "rows": self._lines})
             self._start({self._states.folder: lambda: self._states.write(data, final)})
@@ -129,6 +132,16 @@ class RunFolder:
         advice = f"continue with --resume {self.path}" if self._states.files() else "start the run again"
         for path, error in self._run(dict(self._failed)).items():
             raise UserError(f"{path} cannot be written: {error.strerror or error}; fix that, and {advice}")
+
+    def _check_finite(self, weights: Mapping[str, Tensor]) -> None:
+        """Raise `UserError` on every process, because all hold the same weights, if they are not finite."""
+        bad = [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]
+        if bad:
+            self.wait_for_writing()
+            raise UserError(
+                f"the weights are not finite in {plural(len(bad), 'tensor')}, first in {bad[0]}, so they are not saved; "
+                f"{self.path} keeps what was saved before; try a lower lr0, or --mixed-precision no"
+            )
 
     def _write_rows(self) -> None:
         self.write_documents({"results.csv": "".join(f"{line}\n" for line in self._lines)})
@@ -267,7 +280,8 @@ class Run:
         if self._is_main:
             self.trackers = make()
             self.accelerator.log_with = self.trackers
-            self.accelerator.init_trackers("", {name: _public(value) for name, value in config.items()})
+            without_secrets = tree_map(lambda value: public(value) if isinstance(value, str) else value, dict(config))
+            self.accelerator.init_trackers("", without_secrets)
             on_failure(self._fail_trackers)
 
     def _fail_trackers(self) -> None:
@@ -295,9 +309,3 @@ class Run:
             log(f"warning: the pictures are not finished; draw them with python -m utils.plots.pictures {self.path}")
         for tracker in self.trackers:
             tracker.finish(patience)
-
-
-def _public(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_public, value))
-    return public(value) if isinstance(value, str) else value

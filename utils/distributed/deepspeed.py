@@ -10,13 +10,18 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import metadata
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import compare_versions
 from torch import Tensor, nn
 
 from utils.distributed.ranks import ranks
+from utils.errors import UserError
+
+FLOOR = "0.19.8"  # as in requirements-deepspeed.txt, which gives the reason
 
 
 def is_requested() -> bool:
@@ -25,7 +30,12 @@ def is_requested() -> bool:
 
 
 def prepare_environment(on_cpu: bool) -> None:
-    """Prepare the environment for an Accelerator with DeepSpeed."""
+    """Prepare the environment for an Accelerator with DeepSpeed. Raises `UserError` for a version before `FLOOR`."""
+    if compare_versions("deepspeed", "<", FLOOR):
+        raise UserError(
+            f"DeepSpeed {metadata.version('deepspeed')} is installed, but versions before {FLOOR} train or save wrong "
+            f"weights without an error; pip install deepspeed=={FLOOR}"
+        )
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
@@ -124,12 +134,9 @@ def _split(state: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
 def _link(optimizer: Any) -> None:
     """Link each parameter to its part of the flat state: ZeRO-1 and 2 do so in the first step, not for all."""
     zero = optimizer.optimizer
-    if hasattr(zero, "fp32_partitioned_groups_flat"):
-        return
-    for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
-        for parameter in parameters:
-            if parameter._hp_mapping is not None and flat in zero.optimizer.state:
-                parameter._hp_mapping.set_optim_state_fragment(flat, zero.optimizer.state[flat])
+    if hasattr(zero, "_hp_optimizer_states_linked"):
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
 
 
 def gathered_parameters(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:

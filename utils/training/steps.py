@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from utils.checkpoint import TrainingState, floating_buffers
 from utils.distributed.deepspeed import gathered_parameters
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MAX_SKIPS = 20  # consecutive optimizer steps whose gradients are not finite, after which a run ends
 MAX_NAMED_IMAGES = 5  # images that a message names
+HIDDEN_STEP = 1e-6  # length of a step that rounding may undo, with a margin, as a share of the length of all weights
 StepBatches = list[tuple[Tensor, list[str]]]  # loss terms and image paths of each batch between two optimizer steps
 
 
@@ -66,10 +67,14 @@ class OptimizerSteps:
         self.step_batches: StepBatches = []  # the batches since the last step
         self.ended: deque[EndedStep] = deque()
         self.points: deque[Point] = deque()  # points of the step curves that are not yet logged
+        # Number of steps whose counting may wait: one on a GPU, so that the next is queued before the host waits.
+        self.behind = int(model.accelerator.device.type == "cuda")
+        with gathered_parameters(model.parameters):  # a copy on the host, until a step has changed them
+            self.initial = [parameter.detach().to("cpu", copy=True) for parameter in model.parameters]
 
     def recorded(self, task: Task, criterion: Criterion, wanted: bool) -> Criterion:
         """Let networks, loss and averages replay their kernels, if `wanted` and possible; return the loss to use."""
-        if not self.on_gpu:
+        if not self.behind:
             return criterion
         from utils.training.cuda_graph import RecordedCall, can_record, record_kernels
 
@@ -77,16 +82,6 @@ class OptimizerSteps:
         if record:
             self.update_averages = RecordedCall(self._update_averages)
         return record_kernels(self.model, task, criterion, record)
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the device is a CUDA device."""
-        return self.model.accelerator.device.type == "cuda"
-
-    @property
-    def behind(self) -> int:
-        """Number of steps whose counting may wait: one on a GPU, so that the next is queued before the host waits."""
-        return int(self.on_gpu)
 
     def step(self) -> Tensor:
         """Clip the gradients and take a step if they are finite; return whether it was taken, bool () on the device.
@@ -157,6 +152,7 @@ class OptimizerSteps:
     def end_epoch(self) -> dict[str, float]:
         """Return the mean of each loss term over the epoch's batches, the same on every process; average statistics."""
         self.flush()
+        self.check_training()
         self.model.average_statistics(self.ema.replicas)
         means = self.model.sum(list(self.state.loss_sums)) / self.progress.taken
         return dict(zip(self.log.terms, means.tolist(), strict=True))
@@ -170,7 +166,25 @@ class OptimizerSteps:
     def save(self, keep_tensors: bool = True) -> None:
         """Save what --resume needs, of a finished run the counters only. All processes must call it together."""
         self.flush()
+        self.check_training()
         self.state.save(self.run.files, keep_tensors)
+
+    def check_training(self) -> None:
+        """Raise `UserError` if no weight has changed by a bit, although the last step must have changed one.
+
+        SGD's step has at least the lowest rate times the clipped norm as its length, Adam's a tenth of that; rounding
+        hides only steps that are shorter than 6e-8 of the weights. All processes must call this together.
+        """
+        with gathered_parameters(self.model.parameters if self.initial else ()):
+            if not all(map(torch.equal, map(Tensor.cpu, self.model.parameters), self.initial)):
+                self.initial = []
+        rate, norm = min(group["lr"] for group in self.optimizer.param_groups), float(self.log.norm or 0)
+        length = rate * min(norm, self.schedule.hyp.clip_norm)
+        if self.initial and math.isfinite(norm) and length > HIDDEN_STEP * nn.utils.get_total_norm(self.initial):
+            raise UserError(
+                f"no weight has changed, although the last optimizer step had the learning rate {rate:g} and gradients "
+                f"of norm {norm:g}; nothing is saved; install the versions in constraints.txt, or use another launcher"
+            )
 
     def _fail(self, ended: EndedStep) -> NoReturn:
         run, terms, images = self.run, dict[str, None](), list[str]()

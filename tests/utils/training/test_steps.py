@@ -53,6 +53,7 @@ def steps_of(
     saved: dict[str, Any] | None = None,
     optimizer: str = "SGD",
     logical_processes: int = 0,
+    precision: str = "no",
 ) -> tuple[OptimizerSteps, DataLoader[Any]]:
     """Return the steps and the loader of a training of `model`, made as in train.py."""
     batch, accumulated = loader.batch_size, run.accelerator.gradient_accumulation_steps
@@ -64,7 +65,7 @@ def steps_of(
     if saved:
         model.load_state_dict(saved["model"])
         ema.load_state(saved)
-    how: Any = {"batch_size": batch, "sync_bn": False, "precision": "no", "clip_norm": hyp.clip_norm}
+    how: Any = {"batch_size": batch, "sync_bn": False, "precision": precision, "clip_norm": hyp.clip_norm}
     made, built, loader = prepare(run.accelerator, logical, model, built, loader, **how)
     ema.replicas = logical.replicate(ema.model)
     identity, decisions = (
