@@ -82,7 +82,8 @@ $(FLOORS)/.installed: $(REQUIREMENTS)
 		aiohttp
 	@touch $@
 
-# The tests of the packages; two whole runs: the built-in job, shortened, and DeepSpeed's bf16 against fp32; every stage against DDP.
+# The tests of the packages; whole runs: the built-in job, shortened, and DeepSpeed's bf16 against fp32; five steps of each
+# stage against DDP.
 test-floors: $(FLOORS)/.installed
 	$(FLOORS)/bin/python -m pytest -n 2 --dist loadfile -m "not long and not gpu and not gpu2" tests/data tests/models tests/utils
 	$(FLOORS)/bin/python train.py --epochs 2

@@ -13,6 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from utils.distributed.deepspeed import FLOOR
 from utils.files import ROOT, VERSION
 
 PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
@@ -33,10 +34,11 @@ def test_everything_has_a_floor() -> None:
     ] == []
 
 
-def test_deepspeed_has_an_upper_bound() -> None:
+def test_deepspeed_has_the_floor_of_the_code_and_an_upper_bound() -> None:
     """Its private attributes are used, which any version may change."""
     (deepspeed,) = (requirement for requirement in requirements() if requirement.name == "deepspeed")
-    assert "<" in [limit.operator for limit in deepspeed.specifier]
+    lowest, highest = sorted(map(str, deepspeed.specifier), reverse=True)
+    assert (lowest, highest[0]) == (f">={FLOOR}", "<")
 
 
 def test_the_constraints_satisfy_the_requirements() -> None:

@@ -139,8 +139,8 @@ class RunFolder:
         if bad:
             self.wait_for_writing()
             raise UserError(
-                f"the weights are not finite in {plural(len(bad), 'tensor')}, first in {bad[0]}, so they are not saved; "
-                f"{self.path} keeps what was saved before; try a lower lr0, or --mixed-precision no"
+                f"the weights are not finite in {plural(len(bad), 'tensor')}, first in {bad[0]}, so they are not "
+                f"saved; {self.path} keeps what was saved before; try a lower lr0, or --mixed-precision no"
             )
 
     def _write_rows(self) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import io
+import math
 import os
 import threading
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -175,6 +177,24 @@ def test_a_file_that_cannot_be_written_is_one_warning_and_finally_an_error(
     folder.finish_writing()
     assert [read_weights(weights / f"{name}.pt").names for name in ("last", "best")] == [{0: "last"}, {0: "2"}]
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+@pytest.mark.parametrize(("tensor", "value"), [("weight", math.nan), ("running_var", -math.inf)])
+def test_weights_that_are_not_finite_replace_no_file(tensor: str, value: float, is_main: bool, tmp_path: Path) -> None:
+    folder, model = RunFolder(tmp_path, is_main), nn.BatchNorm1d(2)
+    folder.save_weights(["last.pt", "best.pt"], model, **CONTENT)
+    folder.save_state({"format": STATE_FORMAT, "ema": model.state_dict()})
+    folder.finish_writing()
+    before = contents(tmp_path)
+    model.state_dict()[tensor][1] = value
+    refused = partial(pytest.raises, UserError, match=f"1 tensor, first in {tensor}, .* {tmp_path} ")
+    with refused():
+        folder.save_weights(["last.pt", "best.pt"], model, **CONTENT)
+    with refused():
+        folder.save_state({"format": STATE_FORMAT, "ema": model.state_dict()})
+    folder.finish_writing()
+    assert contents(tmp_path) == before
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

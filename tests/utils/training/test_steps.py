@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Container
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,14 +80,14 @@ def steps_of(
 
 
 def prepared(
-    run: Run, saved: dict[str, Any] | None = None, of_images: bool = False, batch: int = BATCH
+    run: Run, saved: dict[str, Any] | None = None, of_images: bool = False, batch: int = BATCH, **how: Any
 ) -> tuple[OptimizerSteps, DataLoader[Any]]:
     """Return the steps and the loader of a small network, of vectors or of images."""
     torch.manual_seed(0)
     model = Network() if of_images else nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     shape = (3, 8, 8) if of_images else (3,)
     images = torch.rand(batch * BATCHES, *shape, generator=torch.Generator().manual_seed(1))
-    return steps_of(run, model, DataLoader(TensorDataset(images), batch_size=batch), saved=saved)
+    return steps_of(run, model, DataLoader(TensorDataset(images), batch_size=batch), saved=saved, **how)
 
 
 def train(
@@ -186,6 +187,27 @@ def test_too_many_skipped_steps_end_the_run(tmp_path: Path) -> None:
     assert "4.jpg" in str(raised.value)
     assert str(run.path) in str(raised.value)
     assert (steps.progress.skipped, steps.progress.taken) == (MAX_SKIPS, 0)
+
+
+@pytest.mark.parametrize(("optimizer", "logical"), [("SGD", 0), ("AdamW", 1)])
+@pytest.mark.parametrize(("rate", "scale"), [(0.1, 1.0), (0.1, 0.0), (0.0, 1.0), (1e-9, 1.0)])
+def test_a_run_that_moves_no_weight_ends(
+    rate: float, scale: float, optimizer: str, logical: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before it is saved; but not if the rate or the gradient is 0, or so small that rounding may hide the steps."""
+    steps, loader = prepared(run_in(tmp_path), optimizer=optimizer, logical_processes=logical)
+    for group in steps.optimizer.param_groups:
+        group["lr"] = rate
+    with monkeypatch.context() as patched:
+        patched.setattr(getattr(torch.optim, optimizer), "step", lambda *_: None)
+        train(steps, loader, scale=scale)
+    ends = rate * scale > 1e-3
+    with pytest.raises(UserError, match=f"no weight has changed, .* rate {rate:g}") if ends else nullcontext():
+        steps.save()
+    steps.run.files.finish_writing()
+    assert (steps.run.path / "checkpoint").exists() != ends
+    train(steps, loader)
+    steps.end_epoch()
 
 
 # Logged points and saved states
