@@ -74,7 +74,7 @@ class OptimizerSteps:
 
     def recorded(self, task: Task, criterion: Criterion, wanted: bool) -> Criterion:
         """Let networks, loss and averages replay their kernels, if `wanted` and possible; return the loss to use."""
-        if not self.behind:
+        if self.model.accelerator.device.type != "cuda":
             return criterion
         from utils.training.cuda_graph import RecordedCall, can_record, record_kernels
 
