@@ -19,7 +19,7 @@ import numpy as np
 from data.images import read_image, read_reduced, resize, scaled_shape, unreadable
 from utils.console import log
 from utils.distributed.ranks import shared_memory
-from utils.files import cache_folder, replacing
+from utils.files import cache_folder, write_bytes
 
 try:
     import fcntl
@@ -250,6 +250,5 @@ class Images:
             path.parent.mkdir(parents=True, exist_ok=True)
             disk = shutil.disk_usage(path.parent)
             if disk.free - image.nbytes > DISK_FREE_SHARE * disk.total:
-                with replacing(path) as file:
-                    file.write(content.getbuffer())
+                write_bytes(path, content.getbuffer())
         return image

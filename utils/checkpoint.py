@@ -31,7 +31,7 @@ from utils.distributed.deepspeed import gathered_parameters, load_optimizer_stat
 from utils.distributed.launch import connect
 from utils.distributed.ranks import Collectives, broadcast_from_main, world_size
 from utils.errors import Stopped, UserError, first_line, plural
-from utils.files import SETTINGS_FILE, read_regular, read_yaml, replacing
+from utils.files import SETTINGS_FILE, read_regular, read_yaml, write_bytes
 from utils.summary import Summary
 
 if TYPE_CHECKING:
@@ -319,8 +319,7 @@ class StateFiles:
         """Write a state, whole or not at all; then remove all others, except the last intact one if not `final`."""
         number = max((int(file.stem.partition("-")[0]) for file in self.files()), default=0) + 1
         path = self.folder / f"{number:08d}-{_checksum(content)}.pt"
-        with replacing(path) as file:
-            file.write(content)
+        write_bytes(path, content)
         for old in self.files():
             if old != path and (final or old != self.last):
                 old.unlink()

@@ -21,7 +21,7 @@ from PIL import Image, ImageDraw
 
 from utils.console import log
 from utils.errors import UserError, first_line
-from utils.files import replacing
+from utils.files import write_bytes
 from utils.summary import Box, Example
 from utils.tracking.trackers import EPOCH, FINISH_SECONDS, STEP, WANDB, Tracker
 
@@ -89,14 +89,14 @@ class WandbTracker(Tracker):
         elif not has_key():
             reason = f"not logged in (wandb login), so {reason}"
         else:
-            folder = Path(self.arguments["dir"]) / "wandb"
-            earlier = set(folder.glob("run-*"))
+            folder, ours = Path(self.arguments["dir"]) / "wandb", f"run-*-{self.arguments['id']}"
+            earlier = set(folder.glob(ours))
             try:
                 tracker = started("online")
             except Exception as error:
                 log(f"warning: W&B: {first_line(error, 1000)}; training continues")
                 wandb.teardown(1)
-                for begun in set(folder.glob("run-*")) - earlier:
+                for begun in set(folder.glob(ours)) - earlier:
                     shutil.rmtree(begun, ignore_errors=True)
         if tracker:
             log(f"W&B: {tracker.run.url}")
@@ -130,8 +130,7 @@ class WandbTracker(Tracker):
             self._store_position()
 
     def _store_position(self) -> None:
-        with replacing(self.folder / POSITION_FILE) as file:
-            file.write(json.dumps(self._last).encode())
+        write_bytes(self.folder / POSITION_FILE, json.dumps(self._last).encode())
 
     def _end(self, exit_code: int) -> None:
         self.inner.run.finish(exit_code=exit_code)
