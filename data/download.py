@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from utils.errors import UserError, first_line, public
-from utils.files import SERVER_TIMEOUT_SECONDS, cache_folder, download, is_address, one_at_a_time
+from utils.files import SERVER_TIMEOUT_SECONDS, cache_folder, check_free_space, download, is_address, one_at_a_time
 
 PROTOCOLS = ("http", "https", "s3", "s3a", "gs", "gcs", "hf", "file")  # some others of fsspec run an address's code
 LISTED_DEPTH = 32  # levels of folders that are listed on a web server
@@ -86,9 +86,8 @@ def unpack(archive: Path, folder: Path, dataset: str, expected: Sequence[str] = 
     try:
         part.mkdir(exist_ok=True)
         with opener(archive) as opened:
-            size = sum([each.file_size for each in opened.infolist()] if is_zip else [each.size for each in opened])
-            if size > (free := shutil.disk_usage(part).free):
-                raise OSError(f"it needs {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free")
+            sizes = [each.file_size for each in opened.infolist()] if is_zip else [each.size for each in opened]
+            check_free_space(part, sum(sizes))
             opened.extractall(part, **({} if is_zip else {"filter": "data"}))
         shutil.rmtree(part / "__MACOSX", ignore_errors=True)  # added by macOS
         tops = list(part.iterdir())
@@ -115,20 +114,27 @@ def copied(address: str) -> Path:
                 _copy(address.rstrip("/"), folder)
                 done.touch()
             except Exception as error:  # each store has its own kinds
+                if address.startswith("http"):  # web servers give no sizes, by which the next start could continue
+                    shutil.rmtree(folder, ignore_errors=True)
                 raise UserError(f"{address} cannot be copied ({first_line(error)}); check address and login") from None
     return folder
 
 
 def _copy(address: str, folder: Path) -> None:
     """Copy all files below an address by fsspec, but not those that an earlier start has copied."""
+    from fsspec.callbacks import Callback
     from fsspec.core import url_to_fs
 
     if address.partition("://")[0] not in PROTOCOLS or "::" in address:
         raise ValueError(f"the scheme must be one of {', '.join(PROTOCOLS)}, without `::`")
     options, limits, is_web = {}, {}, address.startswith("http")
+    progress: Any = Callback()
     if is_web:
         from aiohttp import ClientTimeout
 
+        # Called for each file with the header's size, if any, and as it grows: it may have no end.
+        space = {"space": lambda size, value, **_: check_free_space(folder, max((size or 0) - value, 0))}
+        progress.branched = lambda *_, **__: Callback(hooks=space)
         silence = ClientTimeout(None, sock_connect=SERVER_TIMEOUT_SECONDS, sock_read=SERVER_TIMEOUT_SECONDS)
         options = {"client_kwargs": {"timeout": silence}}
         limits = {"maxdepth": LISTED_DEPTH, "on_error": "raise"}
@@ -144,4 +150,5 @@ def _copy(address: str, folder: Path) -> None:
     if not files:
         raise FileNotFoundError("it has no files")
     missing = [name for name, (path, size) in files.items() if not path.is_file() or path.stat().st_size != size]
-    filesystem.get(missing, [str(files[name][0]) for name in missing])
+    check_free_space(folder, sum(files[name][1] or 0 for name in missing))
+    filesystem.get(missing, [str(files[name][0]) for name in missing], callback=progress)

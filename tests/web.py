@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import io
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import quote
+
+import pytest
+
+from utils import files
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 
@@ -44,6 +50,13 @@ def sending(content: bytes, length: int | None = None, cut: int | None = None) -
     return answer
 
 
+def without_end(handler: BaseHTTPRequestHandler) -> None:
+    """Answer with a body that ends when the client closes the connection."""
+    sending(b"", length=-1)(handler)
+    while True:
+        handler.wfile.write(bytes(2**16))
+
+
 def failing(code: int) -> Answer:
     """Return an answer that is an error."""
     return lambda handler: handler.send_error(code)
@@ -76,6 +89,17 @@ def serving() -> Iterator[Server]:
     with running(Handler) as address:
         server = Server(address)
         yield server
+
+
+def plant_free_space(monkeypatch: pytest.MonkeyPatch, folder: Path, size: int) -> None:
+    """Let the disk of `folder` seem to have `size` bytes more than must stay free, without the files in the folder."""
+    monkeypatch.setattr(files, "SPARE_BYTES", 2**20)
+
+    def usage(_: object) -> SimpleNamespace:
+        written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        return SimpleNamespace(free=2**20 + size - written)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
 
 
 @contextmanager

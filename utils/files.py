@@ -17,6 +17,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import IO, Any
@@ -27,6 +28,7 @@ from weakref import WeakSet
 import yaml
 from filelock import FileLock, Timeout
 from tqdm import tqdm
+from tqdm.utils import CallbackIOWrapper
 from yaml.error import MarkedYAMLError
 
 from utils.errors import UserError, first_line, nearest, public, quoted
@@ -35,9 +37,10 @@ VERSION = "0.1.0"  # pyproject.toml reads it
 LOCK_FILE = ".lock"  # file in a run folder that a run writes to
 SETTINGS_FILE = "settings.yaml"  # file that every run folder has
 LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a little longer
-PART_SUFFIX = ".part"  # suffix of a file that is being written
+PART_NAME = re.compile(r"\..+-[0-9a-f]+\.part")  # name of a file that is being written
 ILLEGAL_CHARACTERS = re.compile(r'[<>:"/\\|?*\x00-\x1f]')  # in file names of Linux, macOS or Windows
 SERVER_TIMEOUT_SECONDS = 20.0  # longest wait for data from the server
+SPARE_BYTES = 2**30  # downloads leave this much of the disk free
 HUB_PREFIX = "hf:"  # prefix of --weights
 HUB_NAME = re.compile(r"(?://)?([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+))?")  # owner/name, revision, file
 HUB_TOKEN = re.compile(r"Bearer [^'\"]*|hf_\w+")  # in errors of a library
@@ -55,10 +58,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
 
 
-def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:
+def numbered_folder(project: Path, name: str, exist_ok: bool, inputs: Iterable[str | Path] = ()) -> Path:
     """Make and return the folder `project/name`, or the first of name2, name3, ... that does not exist.
 
-    With `exist_ok` it may exist. Raises `UserError`. Two runs that start together get different folders.
+    With `exist_ok` it may exist if it is empty, or the folder of an earlier run without any of this run's `inputs`.
+    Raises `UserError`. Two runs that start together get different folders.
     """
     if name in ("", "..") or Path(name).name != name:
         raise UserError(f"--name {quoted(name)} is not a valid run name; give one without a slash, such as --name exp")
@@ -68,8 +72,16 @@ def numbered_folder(project: Path, name: str, exist_ok: bool) -> Path:
             with suppress(FileExistsError):
                 (folder := project / f"{name}{number if number > 1 else ''}").mkdir(exist_ok=exist_ok)
                 break
+        is_empty = not any(folder.iterdir())
+        settings = [line for file in folder.glob("settings.yaml") for line in read_lines(file)]
     except OSError as error:
         raise UserError(f"{error.filename} cannot be made: {error.strerror}; choose another --project") from None
+    if not (is_empty or (folder / LOCK_FILE).is_file() or any(line.startswith("exist_ok:") for line in settings)):
+        raise UserError(f"--exist-ok: {folder} has files, and no run has written them; choose another --name")
+    root = os.path.realpath(folder)
+    for path in filter(os.path.lexists, inputs if exist_ok else ()):
+        if any(Path(os.path.realpath(name)).is_relative_to(root) for name in (path, os.path.dirname(path))):
+            raise UserError(f"--exist-ok: {folder} has an input of this run, {path}; choose another --name")
     return folder
 
 
@@ -203,7 +215,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file beside `path`; on success flush it and rename it to `path`, on failure remove it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}-{uuid4().hex[:8]}{PART_SUFFIX}")
+    part = path.with_name(f".{path.name}-{uuid4().hex[:8]}.part")
     try:
         with part.open("wb") as file:
             yield file
@@ -213,6 +225,22 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def write_bytes(path: Path, content: Any) -> None:
+    """Write a file, whole or not at all, and flush it. Raises OSError."""
+    with replacing(path) as file:
+        file.write(content)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a new text file in place of a file or link, whose target stays. Raises `UserError`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise UserError(f"{error.filename or path} cannot be written: {error.strerror}") from None
 
 
 def unique_stems(names: Iterable[str]) -> list[str]:
@@ -235,6 +263,12 @@ def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([head, *rows])
     return text.getvalue()
+
+
+def check_free_space(folder: Path, size: int) -> None:
+    """Raise OSError if writing `size` bytes into a folder would not leave `SPARE_BYTES` of the disk."""
+    if size > (free := shutil.disk_usage(folder).free) - SPARE_BYTES:
+        raise OSError(f"it needs {size / 1e9:.3g} GB more, {free / 1e9:.3g} GB are free, and 1 GiB must stay free")
 
 
 def download(
@@ -261,9 +295,11 @@ def download(
                 terms = f" (licence: {licence})" if licence else ""
                 print(f"downloading {public(address)}{terms}", file=sys.stderr, flush=True)
                 length = int(answer.headers.get("Content-Length") or 0)
+                check_free_space(path.parent, length)
                 # disable=None: a progress bar on terminals only
                 with tqdm.wrapattr(answer, "read", length or None, desc=path.name, disable=None, leave=False) as source:
-                    shutil.copyfileobj(source, file)
+                    bounded: Any = CallbackIOWrapper(partial(check_free_space, path.parent), source, "read")
+                    shutil.copyfileobj(bounded, file)
                 file.flush()
                 if length and file.tell() != length:
                     raise ConnectionError(f"the connection ended after {file.tell()} of {length} bytes")

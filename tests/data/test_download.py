@@ -19,7 +19,7 @@ from data.data_yaml import read_spec
 from data.dataset import DataOptions, data_source
 from data.download import archive_sources, copied, unpack
 from tests.making import contents, write_image, write_yaml
-from tests.web import Server, sending, serving, serving_folder
+from tests.web import Server, plant_free_space, sending, serving, serving_folder, without_end
 from utils.errors import UserError
 
 FILES = {"images/train/a.jpg": b"a", "images/train/b.jpg": b"bb", "labels/train/a.txt": b"0 .5 .5 1 1\n"}
@@ -156,8 +156,7 @@ def test_nothing_is_written_outside_of_the_folder(name: str, pack: Any, tmp_path
 
 def test_a_bomb_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "archive").write_bytes(zipped({"a": bytes(10**7)}))
-    usage = shutil.disk_usage("/")._replace(free=10**6)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    plant_free_space(monkeypatch, tmp_path, 10**6)
     with pytest.raises(OSError, match="it needs"):
         unpack(tmp_path / "archive", tmp_path / "out", "mine")
     assert set(contents(tmp_path)) == {"archive"}
@@ -259,6 +258,23 @@ def test_a_broken_copy_continues(served: Path, tmp_path: Path, monkeypatch: pyte
     fails.clear()
     assert contents(copied(f"file://{served}")) == contents(served)
     assert len(asked) == len(set(asked)) == 6
+
+
+@pytest.mark.parametrize("answer", [sending(b"a", length=10**15), without_end])
+def test_a_store_does_not_fill_the_disk(
+    answer: Any, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("aiohttp")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plant_free_space(monkeypatch, tmp_path, 10**6)
+    links = '<a href="{0}/a.jpg">a</a><a href="{0}/b.jpg">b</a>'.format(server.give("set", sending(b"")))
+    for name in ("set", "set/"):
+        server.give(name, sending(links.encode()))
+    server.give("set/a.jpg", sending(b"a"))
+    server.give("set/b.jpg", answer)
+    with pytest.raises(UserError, match="must stay free"):
+        copied(f"{server.address}/set")
+    assert not contents(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.web import Server, failing, sending, serving
+from tests.web import Server, failing, plant_free_space, sending, serving, without_end
 from utils import files
 from utils.errors import UserError
 from utils.files import (
@@ -84,6 +84,32 @@ def test_numbered_folders(tmp_path: Path) -> None:
     assert numbered_folder(project, "exp", True) == project / "exp"
     (project / "file").touch()
     assert numbered_folder(project, "file", False).name == "file2"
+
+
+def test_an_existing_folder_is_used_again(tmp_path: Path) -> None:
+    """If a run has written into it, or nobody, and without the files that this run reads."""
+    marks = {"user": "a.txt", "other": "settings.yaml", "run": "settings.yaml", "photos": ".lock", "empty": None}
+    for name, mark in marks.items():
+        (tmp_path / name).mkdir()
+        if mark:
+            (tmp_path / name / mark).write_text("exist_ok: true\n" if name == "run" else "mine: 1\n")
+    inside, outside = tmp_path / "photos/crops/a.jpg", tmp_path / "b.jpg"
+    inside.parent.mkdir()
+    inside.touch()
+    outside.touch()
+    (tmp_path / "inwards.jpg").symlink_to(inside)
+    (tmp_path / "photos/outwards.jpg").symlink_to(outside)
+    (tmp_path / "folder").symlink_to(tmp_path / "photos")
+    for name in ("run", "photos", "empty", "folder"):
+        assert numbered_folder(tmp_path, name, True, [outside, "0", "http://a/b.jpg"]) == tmp_path / name
+    for name in ("user", "other"):
+        with pytest.raises(UserError, match=f"{tmp_path / name} has files"):
+            numbered_folder(tmp_path, name, True)
+    for name in ("photos/crops/a.jpg", "inwards.jpg", "photos/outwards.jpg", "folder/outwards.jpg"):
+        for folder in ("photos", "folder"):
+            with pytest.raises(UserError, match=f"{tmp_path / folder} has an input of this run, {tmp_path / name};"):
+                numbered_folder(tmp_path, folder, True, [outside, str(tmp_path / name)])
+        assert numbered_folder(tmp_path, "photos", False, [tmp_path / name]).name.startswith("photos")
 
 
 def test_folders_that_cannot_be_made(tmp_path: Path) -> None:
@@ -321,6 +347,14 @@ def test_wrong_content_and_a_full_disk(server: Server, folder: Path, monkeypatch
     monkeypatch.setattr(shutil, "copyfileobj", full)
     refused(address, folder / "b" / "b.pth")
     assert len(server.asked) == 4
+
+
+def test_a_disk_is_not_filled(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the size that the header announces, and while it is written."""
+    plant_free_space(monkeypatch, folder, 10**6)
+    for answer in (sending(b"a", length=10**15), sending(b"a" * 10**6 + b"a"), without_end):
+        refused(server.give("a.pth", answer), folder / "a.pth")
+    assert download(server.give("b.pth", sending(bytes(10**6))), folder / "b.pth").stat().st_size == 10**6
 
 
 def test_addresses(folder: Path, tmp_path: Path) -> None:
