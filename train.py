@@ -65,7 +65,8 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
 
     # Open the run folder: a new one, or the folder of the run that is resumed.
     name = Path(options.resume).name if settings.is_fixed else options.name
-    run.open_folder(options.project, name, options.exist_ok)
+    inputs = [job.start.weights_file] if job.start.weights_file and not settings.is_fixed else []
+    run.open_folder(options.project, name, options.exist_ok, inputs)
     identity = Identity(task.names, model.imgsz, {"train": data.train.identity(), "val": data.val.identity()})
     saved = read_saved_state(run, settings, identity)
     if saved:

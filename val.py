@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from data.dataset import DataOptions, DataSet, data_source
+from data.labels import label_name
 from models.ensemble import Inference, for_inference, read_members
 from models.loading import log_rounding
 from models.tasks.contract import Criterion, Metrics, Model, Prediction, Task, Thresholds, refuse, terms_of
@@ -31,7 +32,7 @@ from utils.console import log
 from utils.distributed.failure import barrier, run_main
 from utils.distributed.launch import cores_per_process, spawn, start
 from utils.errors import UserError
-from utils.files import located, unique_stems
+from utils.files import located, unique_stems, write_text
 from utils.python_api import call
 from utils.run import Run
 from utils.summary import DRAWN_IMAGES, POSTPROCESSING, StageTimer, Summary, evenly_spaced, log_times
@@ -172,7 +173,8 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     add_user_trackers(options.log_with)
 
     # Open the run folder.
-    run.open_folder(options.project, options.name, options.exist_ok)
+    inputs = (name for image in map(str, split.images) for name in (image, label_name(image)))
+    run.open_folder(options.project, options.name, options.exist_ok, inputs)
     files = located({"weights": members.files.values(), "data": [source.spec.file]})
     log(files, *source.spec.warnings)
     split.report(split_name)
@@ -232,15 +234,13 @@ def label_writer(options: ValOptions, folder: Path, images: Sequence[Path]) -> C
 
     With --save-hybrid a file has the image's labels too, and not the predictions that match one of them.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{stem}.txt" for stem in unique_stems(map(str, images))]
 
     def write(batch: Batch, predictions: Sequence[Prediction]) -> None:
         for info, prediction in zip(batch.infos, predictions, strict=True):
             kept = prediction.with_labels() if options.save_hybrid else prediction
             if rows := kept.label_rows(options.save_conf):
-                text = "".join(f"{row}\n" for row in rows)
-                files[info.image].write_text(text, encoding="utf-8", errors="surrogateescape")
+                write_text(files[info.image], "".join(f"{row}\n" for row in rows))
 
     return write
 

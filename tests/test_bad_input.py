@@ -259,6 +259,22 @@ def test_nothing_wrong(name: str, inputs: Inputs, call_main: CallMain) -> None:
     assert "error" not in printed.lower()
 
 
+@pytest.mark.parametrize("script", ["", "val.py "])
+@pytest.mark.parametrize(("mark", "named"), [("results.csv", "no run has written"), (".lock", "an input of this run")])
+def test_a_folder_of_the_user_is_no_run_folder(
+    script: str, mark: str, named: str, inputs: Inputs, call_main: CallMain
+) -> None:
+    """Nor is an earlier run's with the weights to start from, or with the data set."""
+    inputs.weights()
+    inputs.write(mark, "")
+    flags = f"{script}{WEIGHTS} --exist-ok --project {inputs.folder.parent} --name set"
+    with untouched(inputs.folder):
+        code, printed = call_main(*arguments(flags, inputs))
+    assert (code, printed.count("\n")) == (1, 1)
+    assert printed.startswith(f"error: --exist-ok: {inputs.folder} has ")
+    assert named in printed
+
+
 @pytest.mark.parametrize(("other", "recipe"), [(False, "finetune"), (True, "scratch-small")])
 def test_weights_that_do_not_fit_do_not_choose_the_recipe(
     other: bool, recipe: str, inputs: Inputs, call_main: CallMain

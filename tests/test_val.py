@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -172,6 +173,10 @@ def test_images_of_one_name_have_label_files_of_their_own(two_models: tuple[str,
     first, second = sorted((Path(made["folder"]) / "labels").iterdir())
     assert (first.name, second.name) == ("a+\u00e4-2.txt", "a+\u00e4.txt")
     assert first.read_bytes() == second.read_bytes() != b""
+    second.unlink()
+    second.mkdir()
+    with pytest.raises(UserError, match=f"{re.escape(str(second))} cannot be written"):
+        run(data=tmp_path / "data.yaml", save_txt=True, exist_ok=True, **how)
 
 
 @pytest.mark.parametrize("kind", ["classifier", "detector"])

@@ -73,7 +73,7 @@ def numbered_folder(project: Path, name: str, exist_ok: bool, inputs: Iterable[s
                 (folder := project / f"{name}{number if number > 1 else ''}").mkdir(exist_ok=exist_ok)
                 break
         is_empty = not any(folder.iterdir())
-        settings = [line for file in folder.glob("settings.yaml") for line in read_lines(file)]
+        settings = [line for file in folder.glob(SETTINGS_FILE) for line in read_text(file).split("\n")]
     except OSError as error:
         raise UserError(f"{error.filename} cannot be made: {error.strerror}; choose another --project") from None
     if not (is_empty or (folder / LOCK_FILE).is_file() or any(line.startswith("exist_ok:") for line in settings)):

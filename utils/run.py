@@ -7,7 +7,8 @@ results.csv, weights/, checkpoint/ and other files.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -25,13 +26,14 @@ from utils.distributed.failure import GracefulStop, StopRequested, Watchdog, on_
 from utils.distributed.launch import Precision, log_devices
 from utils.distributed.ranks import Collectives
 from utils.errors import UserError, plural, public
-from utils.files import PART_SUFFIX, SETTINGS_FILE, lock_folder, numbered_folder, replacing
+from utils.files import PART_NAME, SETTINGS_FILE, lock_folder, numbered_folder, write_bytes
 
 if TYPE_CHECKING:
     from utils.plots.pictures import Plotter
     from utils.tracking.trackers import Tracker
 
-APPENDED = ("results.csv", "weights/epoch*.pt", "tensorboard/events*", ".wandb.json")  # a new run adds to these
+# What a run adds to, so that a new run removes it.
+APPENDED = re.compile(r"results\.csv|weights/epoch\d+\.pt|tensorboard/events\.out\.tfevents\.[^/]+|\.wandb\.json")
 Jobs = Mapping[Path, Callable[[], None]]  # path -> the function that writes it
 Errors = Mapping[Path, OSError]
 
@@ -108,13 +110,12 @@ class RunFolder:
         """
         if not self.is_main:
             return
-        for part in (*self.path.glob(f".*{PART_SUFFIX}"), *self.path.glob(f"*/.*{PART_SUFFIX}")):
-            part.unlink(missing_ok=True)
-        if state is None:
-            appended = (file for pattern in APPENDED for file in self.path.glob(pattern))
-            for earlier in (*self._states.files(), *appended):
-                earlier.unlink(missing_ok=True)
-        elif state["rows"]:
+        states = self._states.files()
+        for file in (*self.path.glob("*"), *self.path.glob("*/*")):
+            is_earlier = file in states or APPENDED.fullmatch(file.relative_to(self.path).as_posix())
+            if (PART_NAME.fullmatch(file.name) or (is_earlier and state is None)) and not file.is_dir():
+                file.unlink(missing_ok=True)
+        if state and state["rows"]:
             self._lines = list(state["rows"])
             self._write_rows()
 
@@ -147,7 +148,7 @@ class RunFolder:
         self.write_documents({"results.csv": "".join(f"{line}\n" for line in self._lines)})
 
     def _write(self, files: Mapping[Path, memoryview | bytes], then: Callable[[], object] = lambda: None) -> None:
-        self._start({path: partial(_replace, path, data) for path, data in files.items()}, then)
+        self._start({path: partial(write_bytes, path, data) for path, data in files.items()}, then)
 
     def _start(self, jobs: Jobs, then: Callable[[], object] = lambda: None) -> None:
         """Start `jobs` once the previous ones have ended. Jobs write copies, because training changes the tensors."""
@@ -166,11 +167,6 @@ class RunFolder:
         if not errors:
             then()
         return errors
-
-
-def _replace(path: Path, data: memoryview | bytes) -> None:
-    with replacing(path) as file:
-        file.write(data)
 
 
 class Run:
@@ -196,9 +192,9 @@ class Run:
         log.reset(self._is_main, quiet, hold=True)
         self.devices = log_devices(accelerator, precision)
 
-    def open_folder(self, project: str, name: str, exist_ok: bool) -> None:
-        """Make the run folder. All processes must call this together, after all input has been checked."""
-        name = numbered_folder(Path(project), name, exist_ok).name if self._is_main else ""
+    def open_folder(self, project: str, name: str, exist_ok: bool, inputs: Iterable[str | Path] = ()) -> None:
+        """Make the run folder, on all processes together, after all input has been checked; see `numbered_folder`."""
+        name = numbered_folder(Path(project), name, exist_ok, inputs).name if self._is_main else ""
         # The name is broadcast, not the path: --project may differ between machines.
         self.path = Path(project) / self.collectives.broadcast(name)
         self.files = RunFolder(self.path, self._is_main)

@@ -110,10 +110,20 @@ def test_files(tmp_path: Path) -> None:
     for name in ("last.pt", "best.pt"):
         assert read_weights(tmp_path / "weights" / name).names == {0: "a"}
     assert files(tmp_path) == WRITTEN | {"results.csv"}
-    (tmp_path / "notes.txt").touch()
+    mine = {
+        "notes.txt",
+        ".mine.part",
+        "tensorboard/events.txt",
+        *(f"weights/epoch{s}.pt" for s in ("s of mine", "3 a")),
+    }
+    earlier = ("weights/epoch3.pt", "tensorboard/events.out.tfevents.1.host.2.0", ".wandb.json")
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "weights/epoch4.pt").mkdir()
+    for name in (*mine, *earlier):
+        (tmp_path / name).touch()
     folder.restore_to_state(None)
     assert folder.read_state() is None
-    assert files(tmp_path) == WRITTEN | {"notes.txt"}
+    assert files(tmp_path) == WRITTEN | mine
 
 
 def test_other_processes_write_nothing(tmp_path: Path) -> None:

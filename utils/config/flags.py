@@ -283,7 +283,7 @@ class TrainOptions:
     workers: int = flag(8, "loader processes per training process, at most one per CPU core", "data", NOT_NEGATIVE)
     project: str = flag("runs/train", "folder in which run folders are made", "saving")
     name: str = flag("exp", "name of the run folder; a number is added if it is taken", "saving")
-    exist_ok: bool = flag(False, "write into project/name even if it exists", "saving")
+    exist_ok: bool = flag(False, "write into project/name if it is an earlier run's", "saving")
     cos_lr: bool = flag(False, "cosine learning rate, not linear", "training", curve=True, suggested=BY_FILES)
     label_smoothing: float = flag(
         0.0, "label smoothing epsilon", "training", BELOW_ONE, needs="label smoothing", curve=True, suggested=BY_FILES
@@ -359,7 +359,7 @@ class ValOptions:
     half: bool = HALF()
     project: str = flag("runs/val", "folder in which run folders are made", "saving")
     name: str = flag("exp", "name of the run folder; a number is added if it is taken", "saving")
-    exist_ok: bool = flag(False, "write into project/name even if it exists", "saving")
+    exist_ok: bool = flag(False, "write into project/name if it is an earlier run's", "saving")
     mixed_precision: str = PRECISION(group="model")
 
 
@@ -396,7 +396,7 @@ class DetectOptions:
     augment: bool = AUGMENT()
     project: str = flag("runs/detect", "folder in which run folders are made", "saving")
     name: str = flag("exp", "name of the run folder; a number is added if it is taken", "saving")
-    exist_ok: bool = flag(False, "write into project/name even if it exists", "saving")
+    exist_ok: bool = flag(False, "write into project/name if it is an earlier run's", "saving")
     line_thickness: int = flag(3, "line width of boxes in pixels; text follows it", "drawing", Range(1, 100))
     hide_labels: bool = flag(False, "draw boxes without names", "drawing")
     hide_conf: bool = flag(False, "draw names without confidences", "drawing")
