@@ -11,13 +11,15 @@ or `detect.run(weights="best.pt", source="photos")`, which writes the files of t
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ import torch
 import yaml
 
 from data.dataset import Item
+from data.labels import label_name
 from data.media import Frame, Media, MediaItem, find_media, prefetched
 from models.tasks.contract import Prediction
 from predictor import Predictor
@@ -35,10 +38,12 @@ from utils.config.parser import given_flags, over_defaults
 from utils.console import Bar, log
 from utils.distributed.failure import run_main
 from utils.errors import Stopped, UserError, plural, public
-from utils.files import LOCK_FILE, SETTINGS_FILE, csv_text, lock_folder, numbered_folder, unique_stems
+from utils.files import LOCK_FILE, SETTINGS_FILE, csv_text, lock_folder, numbered_folder, unique_stems, write_text
 from utils.plots.drawing import Style, write_picture
 from utils.python_api import call
 from utils.summary import StageTimer, log_times
+
+OWN_FILES = (LOCK_FILE, SETTINGS_FILE)  # in every run folder
 
 
 def detect(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,7 +61,7 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
     wait = partial(torch.accelerator.synchronize, predictor.device)
     timer = StageTimer(wait if predictor.device.type != "cpu" else lambda: None)
     frames_done = 0
-    with closing(Output(media.items, options)) as output:
+    with closing(Output(media, options)) as output:
         for group in bar.over(grouped, len):
             batch = predictor.data.collate([item for _, item in group])
             if not timer.batches:
@@ -74,7 +79,8 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
     log(*(f"warning: {problem}" for problem in media.problems))
     log_times([(timer.images, timer.seconds)], always=not options.quiet)
     folder = str(output.folder) if output.folder.is_dir() else None
-    log(f"{plural(frames_done, 'image')}{f'; results in {folder}' if folder else ''}")
+    problems = f"; {plural(len(media.problems), 'problem')}, see the warnings" if media.problems else ""
+    log(f"{plural(frames_done, 'image')}{f'; results in {folder}' if folder else ''}{problems}")
     return {"folder": folder, "images": frames_done, "problems": media.problems}
 
 
@@ -88,14 +94,21 @@ def groups(frames: Iterable[tuple[Frame, Item]], most: int) -> Iterator[list[tup
 class Output:
     """The run folder with the files that the flags request, and the window of --view-img."""
 
-    def __init__(self, items: list[MediaItem], options: DetectOptions) -> None:
-        self.options, self.window = options, options.view_img
-        self.folder = numbered_folder(Path(options.project), options.name, options.exist_ok)
+    def __init__(self, media: Media, options: DetectOptions) -> None:
+        self.options, self.window, self.problems = options, options.view_img, media.problems
+        names = [item.name for item in media.items]
+        self.is_new = not (options.exist_ok and os.path.exists(Path(options.project, options.name)))
+        inputs = chain(options.source, names, map(label_name, names))
+        self.folder = numbered_folder(Path(options.project), options.name, options.exist_ok, inputs)
         self.lock = lock_folder(self.folder)
-        self.stems = dict(zip(items, unique_stems([public(item.name) for item in items]), strict=True))
+        if not (self.folder / SETTINGS_FILE).exists():  # by which a data set and --exist-ok know a run folder
+            settings = yaml.safe_dump(vars(options), sort_keys=False)
+            write_text(self.folder / SETTINGS_FILE, public(settings, sys.maxsize))
+        self.stems = dict(zip(media.items, unique_stems(map(public, names)), strict=True))
         self.style = Style(options.line_thickness, not options.hide_labels, not options.hide_conf)
+        self.failed: dict[MediaItem | None, str] = {}  # the first problem of writing for each source
         self.item: MediaItem | None = None  # the video that is being written
-        self.video: Any = cv2.VideoWriter()  # closed
+        self.video, self.video_file = cv2.VideoWriter(), Path()  # closed
         self.rows: list[tuple[str, str, str]] | None = None  # of predictions.csv; None before the first frame
 
     def write(self, frame: Frame, prediction: Prediction) -> None:
@@ -104,11 +117,9 @@ class Output:
         stem = self.stems[frame.item] if is_picture else f"{self.stems[frame.item]}_{frame.number + 1}"
         if not options.nosave or self.window:
             self._draw(frame, prediction.draw(frame.image, self.style))
-        if options.save_txt:
-            (self.folder / "labels").mkdir(exist_ok=True)
-            if rows := prediction.label_rows(options.save_conf, options.save_format == 1):
-                text = "".join(f"{row}\n" for row in rows)
-                (self.folder / "labels" / f"{stem}.txt").write_text(text, encoding="utf-8", errors="surrogateescape")
+        if options.save_txt and (rows := prediction.label_rows(options.save_conf, options.save_format == 1)):
+            text = "".join(f"{row}\n" for row in rows)
+            self._write(frame.item, write_text, self.folder / "labels" / f"{stem}.txt", text)
         if options.save_csv:
             name = public(frame.title)
             name = Path(name).name if is_picture else name
@@ -118,7 +129,16 @@ class Output:
             safe = label.replace("/", "_").replace("\0", "_")
             safe = "_" if safe in ("", ".", "..") else safe
             suffix = "" if number == 1 else f"-{number}"
-            write_picture(self.folder / "crops" / safe / f"{stem}{suffix}.jpg", crop)
+            self._write(frame.item, write_picture, self.folder / "crops" / safe / f"{stem}{suffix}.jpg", crop)
+
+    def _write(self, item: MediaItem | None, write: Callable[..., object], *what: Any) -> None:
+        """Call `write`; its error is a problem, at most one for each source. Raises `UserError` for a full disk."""
+        try:
+            write(*what)
+        except UserError as error:
+            if getattr(error.__context__, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+                raise
+            self.failed.setdefault(item, str(error))
 
     def _draw(self, frame: Frame, picture: np.ndarray) -> None:
         """Show a picture with its predictions, and write it into a file or a video."""
@@ -134,27 +154,32 @@ class Output:
             return
         if is_picture:
             suffix = Path(frame.item.name.split("?")[0]).suffix.lower()
-            write_picture(self.folder / f"{stem}{suffix if suffix in ('.png', '.bmp') else '.jpg'}", picture)
+            path = self.folder / f"{stem}{suffix if suffix in ('.png', '.bmp') else '.jpg'}"
+            self._write(frame.item, write_picture, path, picture)
             return
         if frame.item != self.item:
-            self.video.release()
+            self._end_video()
+            self.item, self.video_file = frame.item, self.folder / f"{stem}.mp4"
+            self._write(self.item, write_text, self.video_file, "")  # OpenCV writes through links, and gives no reasons
             code, rate = cv2.VideoWriter.fourcc(*"mp4v"), frame.fps / self.options.vid_stride
-            self.video = cv2.VideoWriter(str(self.folder / f"{stem}.mp4"), code, rate, picture.shape[1::-1])
-            self.item = frame.item
+            self.video = cv2.VideoWriter(str(self.video_file), code, rate, picture.shape[1::-1])
         self.video.write(picture)
 
-    def close(self) -> None:
-        """Close the last video, and write predictions.csv if there were frames; remove a folder without files."""
+    def _end_video(self) -> None:
         self.video.release()
+        if self.item and not cv2.VideoCapture(str(self.video_file)).isOpened():  # its index is written last
+            self.failed.setdefault(self.item, f"{self.video_file} cannot be written; check the disk and OpenCV's mp4v")
+
+    def close(self) -> None:
+        """Close the last video, and write predictions.csv if there were frames; remove a new folder without files."""
+        self._end_video()
         if self.rows is not None:
             text = csv_text(("Image Name", "Prediction", "Confidence"), self.rows)
-            (self.folder / "predictions.csv").write_text(text, encoding="utf-8", errors="surrogateescape")
+            self._write(None, write_text, self.folder / "predictions.csv", text)
+        self.problems += dict.fromkeys(self.failed.values())
         self.lock.release()
-        if all(path.name == LOCK_FILE or path.is_dir() for path in self.folder.rglob("*")):
+        if self.is_new and not any(path.is_file() for path in self.folder.rglob("*") if path.name not in OWN_FILES):
             shutil.rmtree(self.folder, ignore_errors=True)
-        elif not (self.folder / SETTINGS_FILE).exists():  # by which a data set knows a run folder
-            settings = public(yaml.safe_dump(vars(self.options), sort_keys=False), sys.maxsize)
-            (self.folder / SETTINGS_FILE).write_text(settings, encoding="utf-8")
 
 
 def main() -> None:

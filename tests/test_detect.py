@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import functools
 import json
 import os
@@ -13,6 +14,7 @@ from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import cv2
 import numpy as np
@@ -35,6 +37,7 @@ from utils.checkpoint import serialised, weights_content
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 from utils.plots.drawing import Style
+from utils.python_api import words_of
 
 SIDE, CONFIDENCE, OVERLAP = 160, 0.1, 0.45
 
@@ -177,6 +180,11 @@ def test_results_of_several_images(
     assert results[0].save() == Path("runs/detect/exp/photo.jpg")
     assert results.save() == Path("runs/detect/exp2")
     assert sorted(file.name for file in Path("runs/detect/exp2").iterdir()) == ["image.jpg", "photo-2.jpg", "photo.jpg"]
+    copy = shutil.copy(photo, tmp_path / "photo.jpg")
+    for source in (copy, [copy]):
+        with pytest.raises(UserError, match=f"{copy} is the image itself"):
+            predictor(source).save(tmp_path)
+    assert copy.read_bytes() == photo.read_bytes()
     results.save(save_dir="several", hide_labels=True)
     expected = cv2.imencode(".jpg", results[0].plot(hide_labels=True, bgr=True), (cv2.IMWRITE_JPEG_QUALITY, 95))[1]
     assert Path("several/photo.jpg").read_bytes() == expected.tobytes()
@@ -505,6 +513,72 @@ def test_from_python(
     for wrong, named in (({"sauce": source}, "'--source'"), ({"source": "nowhere"}, "'nowhere'"), ({}, "--source")):
         with pytest.raises(UserError, match=named):
             detect.run(**wrong)
+
+
+def test_nothing_of_the_user_is_replaced_or_removed(detector: Path, photo: Path, tmp_path: Path) -> None:
+    """Not the sources, by a link or a list either, and no folder that was there."""
+    how = {"weights": detector, "device": "cpu", "project": tmp_path, "exist_ok": True, "quiet": True, "conf": 0.01}
+    for name in ("photos/photo.png", "photos/labels/a.txt", "b/photo.png", "run/.lock", "run/crops/photo.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(photo, tmp_path / name)
+    (tmp_path / "list.txt").write_text("run/crops/photo.png\n")
+    (tmp_path / "link.png").symlink_to("run/crops/photo.png")
+    (tmp_path / "run/labels").mkdir()
+    for target, link in (("b/photo.png", "run/photo.png"), ("b", "labels"), ("list.txt", "run/labels/photo.txt")):
+        (tmp_path / link).symlink_to(tmp_path / target)
+    before = contents(tmp_path)
+    for source in ("photos", "run/crops", "run/**/*.png", "list.txt", "link.png"):
+        with pytest.raises(UserError, match=r"--exist-ok: .*choose another --name"):
+            detect.run(source=tmp_path / source, name="photos" if source == "photos" else "run", save_txt=True, **how)
+    (tmp_path / "empty/labels").mkdir(parents=True)
+    (tmp_path / "empty/link").symlink_to(photo)
+    (tmp_path / "empty/.lock").touch()
+    for name in ("empty", "new"):
+        detect.run(source=photo, name=name, nosave=True, **how)
+    assert contents(tmp_path) == {**before, "empty/link": photo.read_bytes(), "empty/.lock": b""}
+    detect.run(source=photo, name="run", save_txt=True, **how)  # in place of the links
+    changed = {name for name, content in contents(tmp_path).items() if before.get(name) != content}
+    assert changed == {"run/photo.png", "run/labels/photo.txt", "empty/link", "empty/.lock"}
+
+
+def test_files_that_cannot_be_written_are_problems(
+    detector: Path, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One for each source; a full disk ends the run."""
+    out, source, image = tmp_path / "exp", tmp_path / "in", cv2.imread(str(photo))
+    source.mkdir()
+    for name in (long := "x" * 251, "m", "n", "o"):
+        cv2.imwrite(str(source / f"{name}.jpg"), image)
+    write_video(source / "clip.avi", "MJPG", *[image] * 3)
+    out.mkdir()
+    (out / ".lock").touch()
+    planted = ["m.jpg", "labels/n.txt", "labels/clip_1.txt", "clip.mp4", "predictions.csv"]
+    for name in planted:
+        (out / name).mkdir(parents=True)
+    flags = {"weights": detector, "imgsz": SIDE, "conf": CONFIDENCE, "device": "cpu", "project": tmp_path}
+    how = {**flags, "source": source, "save_txt": True, "save_csv": True, "save_crop": True, "exist_ok": True}
+    problems = detect.run(**how)["problems"]
+    named = [out / name for name in ("clip.mp4", "m.jpg", "labels/n.txt", f"{long}.jpg", "predictions.csv")]
+    assert [problem.split(" cannot be written")[0] for problem in problems] == list(map(str, named))
+    assert capsys.readouterr().out.count("warning: ") == 5
+    assert {"m.txt", f"{long}.txt", "o.txt", "clip_2.txt"} <= {path.name for path in (out / "labels").iterdir()}
+    assert (out / "n.jpg").is_file()
+    monkeypatch.setattr(sys, "argv", ["detect.py", *words_of(how)])
+    with pytest.raises(SystemExit, match="1"):
+        detect.main()
+    assert "7 images; results in " in (printed := capsys.readouterr().out)
+    assert printed.endswith("; 5 problems, see the warnings\n")
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"\.jpg cannot be written: No space left"):
+        detect.run(**{**flags, "source": f"{source}/*.jpg"})
+    writer = Mock(**{"fourcc.return_value": 0})  # it writes nothing, without an error
+    monkeypatch.setattr(cv2, "VideoWriter", writer)
+    (problem,) = detect.run(**{**flags, "source": source / "clip.avi", "name": "full"})["problems"]
+    assert problem.startswith(f"{tmp_path / 'full/clip.mp4'} cannot be written")
 
 
 @pytest.mark.gpu

@@ -281,6 +281,8 @@ class Prediction(ABC):
         file = Path(path) if path else numbered_folder(SAVE_PROJECT, "exp", exist_ok=False)
         if file.is_dir() or not file.suffix:
             file /= f"{unique_stems([self.path])[0]}.jpg"
+        if file.resolve() == Path(self.path).resolve():
+            raise UserError(f"{file} is the image itself; name another file or folder")
         write_picture(file, self.plot(**{**style, "bgr": True}))
         return file
 

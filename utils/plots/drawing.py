@@ -14,7 +14,7 @@ import cv2
 import numpy as np
 
 from utils.errors import UserError, first_line
-from utils.files import replacing
+from utils.files import write_bytes
 
 MAX_GRID_IMAGES = 16
 MAX_GRID_PIXELS = 1920  # longest side of a grid of training images
@@ -207,7 +207,6 @@ def write_picture(path: Path, picture: np.ndarray, jpeg_quality: int = 95, compa
         encoded, content = cv2.imencode(path.suffix, picture, encoding.get(path.suffix, ()))
         if not encoded:
             raise ValueError(f"OpenCV cannot make a picture of the shape {picture.shape}")
-        with replacing(path) as file:
-            file.write(content.tobytes())
+        write_bytes(path, content.tobytes())
     except (OSError, ValueError, cv2.error) as error:
-        raise UserError(f"{path} cannot be written: {first_line(error)}") from None
+        raise UserError(f"{path} cannot be written: {getattr(error, 'strerror', None) or first_line(error)}") from None
