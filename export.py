@@ -13,7 +13,7 @@ import torch
 
 from data.dataset import data_source
 from models.ensemble import Members, common_task, export_base, halve, load_model, weight_files
-from models.export import INPUT_NAME, ExportJob, ExportMetadata, write
+from models.export import INPUT_NAME, ExportJob, ExportMetadata, export_path, write
 from models.loading import ImageSize, add_user_code, log_rounding
 from models.tasks import TASKS
 from models.tasks.contract import Thresholds
@@ -49,8 +49,10 @@ def export(given: Mapping[str, Any]) -> list[str]:
         size = members.image_size(options.imgsz)
         if "safetensors" in options.include and path == stem.with_suffix(".safetensors"):
             raise UserError(f"--include safetensors would overwrite {path}; copy or rename it first")
+        formats = dict.fromkeys("onnx" if name == "engine" else name for name in options.include)
+        paths = {name: export_path(name, stem) for name in formats}  # checked before the first is written
         job = prepare(members, options, size, device, source.names() if source else weights.class_names)
-        for format_name in dict.fromkeys("onnx" if name == "engine" else name for name in options.include):
+        for format_name in paths:
             began = time.perf_counter()
             file = write(job, format_name, stem)
             files.append(file)

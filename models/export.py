@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from models.weights import EXPORTED_SUFFIXES, UNKNOWN, Origin, Weights, read_wei
 from models.yolo import whole_strides
 from utils.checkpoint import FORMAT, SAFETENSORS_SUFFIX, as_safetensors
 from utils.errors import UserError, first_line
-from utils.files import read_regular, replacing
+from utils.files import read_regular, write_bytes
 
 EXPORT_FORMAT = "lockstep-export-1"
 SUFFIX_OF_FORMAT = {
@@ -292,12 +293,21 @@ def _tidy(model: Any, metadata: ExportMetadata, outputs: Sequence[Tensor]) -> No
                 dim.dim_value = size
 
 
+def export_path(name: str, stem: Path) -> Path:
+    """Return the path of a format, a key of `WRITERS`. Raises `UserError` if it exists and is not an export of ours."""
+    path = stem.parent / (stem.name + SUFFIX_OF_FORMAT[name])
+    marked = path / FOLDER_FILE if path.is_dir() else path
+    if os.path.lexists(path) and not (marked.is_file() and b"lockstep-" in marked.read_bytes()):
+        raise UserError(f"{path} exists, and export.py has not written it; rename it, or remove it")
+    return path
+
+
 def write(job: ExportJob, name: str, stem: Path) -> Path:
-    """Write a format, a key of `WRITERS`, to `stem` with its suffix, completely or not at all, and return the path.
+    """Write a format to its `export_path`, completely or not at all, and return the path.
 
     Raises `UserError` if the format does not support the model.
     """
-    path = stem.parent / (stem.name + SUFFIX_OF_FORMAT[name])
+    path = export_path(name, stem)
     try:
         with nullcontext() if job.verbose else _suppressed_output():
             WRITERS[name](job, path)
@@ -332,7 +342,7 @@ def _write_torchscript(job: ExportJob, path: Path) -> None:
         traced = torch.jit.trace(job.model, job.example, check_trace=False)
     metadata, content = replace(job.metadata, dynamic=_takes_any_size(traced, job)), io.BytesIO()
     torch.jit.save(traced, content, _extra_files={TORCHSCRIPT_FILE: metadata.text()})
-    _write_bytes(path, content.getvalue())
+    write_bytes(path, content.getvalue())
 
 
 @torch.no_grad()
@@ -360,8 +370,9 @@ def _write_openvino(job: ExportJob, path: Path) -> None:
         name = path.name.removesuffix(SUFFIX_OF_FORMAT["openvino"])
         openvino.save_model(model, str(part / f"{name}.xml"), compress_to_fp16=job.metadata.half)
         (part / FOLDER_FILE).write_text(job.metadata.text(), encoding="utf-8")
-        shutil.rmtree(path, ignore_errors=True)
-        part.rename(path)
+        path.mkdir(exist_ok=True)  # an earlier export, perhaps with the user's files
+        for file in part.iterdir():
+            file.replace(path / file.name)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -369,17 +380,12 @@ def _write_openvino(job: ExportJob, path: Path) -> None:
 def _write_safetensors(job: ExportJob, path: Path) -> None:
     keys = ("task", "model", "names", "settings", "licence", "origin")
     content = {"format": FORMAT, **{key: getattr(job.metadata, key) for key in keys}, "state": job.state}
-    _write_bytes(path, as_safetensors(content))
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    with replacing(path) as file:
-        file.write(content)
+    write_bytes(path, as_safetensors(content))
 
 
 WRITERS: dict[str, Callable[[ExportJob, Path], None]] = {
     "torchscript": _write_torchscript,
-    "onnx": lambda job, path: _write_bytes(path, job.onnx),
+    "onnx": lambda job, path: write_bytes(path, job.onnx),
     "openvino": _write_openvino,
     "safetensors": _write_safetensors,
 }

@@ -28,7 +28,7 @@ from models.tasks import TASKS
 from models.weights import Origin, read_weights
 from models.yolo import build_model
 from tests.conftest import RunScript, not_here
-from tests.making import noise, tiny_detector, write_image
+from tests.making import contents, noise, tiny_detector, write_image
 from utils.checkpoint import serialised, weights_content
 from utils.config.flags import REFUSED, ExportOptions
 from utils.distributed.failure import run_main
@@ -113,6 +113,28 @@ def test_a_file_with_suppression_keeps_its_own_values(
         (line,) = [line for line in printed.splitlines() if line.startswith("warning: ") and "best.onnx" in line]
         assert "iou_thres 0.5" in line
         assert "conf_thres 0.25" in line
+
+
+def test_files_of_others_are_not_replaced(weights: Path, exported: str, tmp_path: Path) -> None:
+    """Before anything is written; earlier exports are, beside the user's files."""
+    shutil.copytree(weights.parent, tmp_path, dirs_exist_ok=True)
+    best, folder = tmp_path / "best.pt", tmp_path / "best_openvino_model"
+    formats = ["torchscript", "safetensors", "onnx", "openvino"]
+    (folder / "notes.txt").write_text("mine")
+    assert len(export.run(weights=best, imgsz=32, include=formats)) == 4
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert read_exported(folder).metadata.imgsz == (32, 32)
+    for file in (
+        folder / "metadata.yaml",
+        *(tmp_path / f"best.{kind}" for kind in ("onnx", "torchscript", "safetensors")),
+    ):
+        content = file.read_bytes()
+        file.write_bytes(b"of another program")
+        before = contents(tmp_path)
+        with pytest.raises(UserError, match=f"{folder if file.parent == folder else file} exists"):
+            export.run(weights=best, imgsz=64, include=formats)
+        assert contents(tmp_path) == before
+        file.write_bytes(content)
 
 
 def test_the_default_size(tmp_path: Path) -> None:
