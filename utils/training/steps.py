@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MAX_SKIPS = 20  # consecutive optimizer steps whose gradients are not finite, after which a run ends
 MAX_NAMED_IMAGES = 5  # images that a message names
-HIDDEN_STEP = 1e-6  # length of a step that rounding may undo, with a margin, as a share of the length of all weights
+HIDDEN_STEP = 1e-6  # length of a step, as a share of all weights' length, that rounding (6e-8) may hide, with a margin
 StepBatches = list[tuple[Tensor, list[str]]]  # loss terms and image paths of each batch between two optimizer steps
 
 
@@ -170,14 +170,11 @@ class OptimizerSteps:
         self.state.save(self.run.files, keep_tensors)
 
     def check_training(self) -> None:
-        """Raise `UserError` if no weight has changed by a bit, although the last step must have changed one.
-
-        SGD's step has at least the lowest rate times the clipped norm as its length, Adam's a tenth of that; rounding
-        hides only steps that are shorter than 6e-8 of the weights. All processes must call this together.
-        """
+        """Raise `UserError` on every process if no weight has changed by a bit, but the last step was long enough."""
         with gathered_parameters(self.model.parameters if self.initial else ()):
             if not all(map(torch.equal, map(Tensor.cpu, self.model.parameters), self.initial)):
                 self.initial = []
+        # SGD's step is at least as long as the lowest rate times the clipped gradient's norm, Adam's a tenth of that.
         rate, norm = min(group["lr"] for group in self.optimizer.param_groups), float(self.log.norm or 0)
         length = rate * min(norm, self.schedule.hyp.clip_norm)
         if self.initial and math.isfinite(norm) and length > HIDDEN_STEP * nn.utils.get_total_norm(self.initial):
