@@ -312,13 +312,10 @@ def _outline(raw: Any, image: tuple[int, int]) -> np.ndarray:
         if tuple(segmentation["size"]) != image[::-1] or image[0] * image[1] > MAX_MASK_PIXELS:
             return np.zeros((0, 2))
         is_text = isinstance(segmentation["counts"], str)
-        return np.array(
-            mask_outline(mask.decode(segmentation if is_text else mask.frPyObjects(segmentation, *image[::-1])))
-        )
+        coded = segmentation if is_text else mask.frPyObjects(segmentation, *image[::-1])
+        return np.array(mask_outline(mask.decode(coded)))
     parts = [np.array(part, float).reshape(-1, 2) for part in segmentation or () if len(part) > 4]
-    if len(parts) < 2:
-        return parts[0] if parts else np.zeros((0, 2))
-    return np.array(joined([list(map(tuple, part.tolist())) for part in parts]))
+    return joined(parts) if parts else np.zeros((0, 2))
 
 
 # VOC
@@ -367,13 +364,7 @@ def is_voc(location: Path) -> bool:
     if location.suffix == ".txt":
         return location.parts[-3:-1] == VOC_LISTS.parts and (location.parents[2] / "Annotations").is_dir()
     rows = _classes(map(str, location.glob("*.txt")))
-    return _has(location, ".xml") and not _is_labelled(location) and not any(True for _ in rows)
-
-
-def _has(folder: Path, suffix: str) -> bool:
-    with suppress(OSError), os.scandir(folder) as entries:
-        return any(entry.name.endswith(suffix) for entry in entries)
-    return False
+    return any(location.glob("*.xml")) and not _is_labelled(location) and not any(True for _ in rows)
 
 
 def _voc_files(location: Path) -> dict[str, str]:
@@ -449,8 +440,8 @@ def _read_visdrone(annotated: AnnotatedImages, rules: RowRules, problems: Proble
 
 def is_visdrone(location: Path) -> bool:
     """Return whether a path is a folder `images` with VisDrone's text files in `annotations` beside, and no labels."""
-    beside = location.parent / "annotations"
-    return location.name == "images" and location.is_dir() and _has(beside, ".txt") and not _is_labelled(location)
+    beside = (location.parent / "annotations").glob("*.txt")
+    return location.name == "images" and location.is_dir() and any(beside) and not _is_labelled(location)
 
 
 def _visdrone_images(location: Path, names: Sequence[str]) -> AnnotatedImages:

@@ -10,6 +10,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,7 +18,6 @@ import cv2
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.ExifTags import Base
-from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 
 from utils.errors import UserError, plural
@@ -174,7 +174,9 @@ def image_size(path: Path) -> tuple[int, int]:
             assert opened.fp  # open until the pixels are loaded
             opened.fp.seek(-len(JPEG_END), os.SEEK_END)
             is_complete = opened.format == "JPEG" and opened.fp.read() == JPEG_END
-            orientation = _orientation(opened)
+            orientation = 1
+            with suppress(Exception):  # a damaged block; a PNG's own method decodes all pixels first
+                orientation = Image.Image.getexif(opened).get(Base.Orientation, 1)
             if isinstance(opened, TiffImageFile):  # newer versions of Pillow swap the size of these already
                 width, height = opened.tag_v2[IMAGEWIDTH], opened.tag_v2[IMAGELENGTH]
             if opened.format == "PNG":
@@ -184,13 +186,6 @@ def image_size(path: Path) -> tuple[int, int]:
             if opened.mode == "F" or (opened.mode == "I" and opened.format != "PNG"):
                 raise ValueError("its pixels have neither 8 nor 16 bits")
     return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
-
-
-def _orientation(opened: ImageFile) -> int:
-    try:
-        return Image.Image.getexif(opened).get(Base.Orientation, 1)  # a PNG's own method decodes all pixels first
-    except Exception:  # a damaged block: the image is shown as it is
-        return 1
 
 
 def resize_long_side(image: np.ndarray, size: int, smooth: bool) -> np.ndarray:

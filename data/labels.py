@@ -342,7 +342,8 @@ def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows
     try:
         size = image_size(image)
     except Exception as error:  # Pillow raises many kinds for a damaged file
-        return Scan(problems=[f"{image}: not readable as an image ({_reason(error)}); left out"])
+        reason = getattr(error, "strerror", None) or error
+        return Scan(problems=[f"{image}: not readable as an image ({reason}); left out"])
     if min(size) < MIN_IMAGE_SIDE_PIXELS:
         return Scan(problems=[f"{image}: {size[0]}x{size[1]} pixels, smaller than {MIN_IMAGE_SIDE_PIXELS}; left out"])
     if rules is None:
@@ -368,7 +369,3 @@ def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows
         outlines = Polygons.of([points_of(row.points) for row in rows])
         outlines = outlines.fitted(boxes[:, 1:]) if rules.boxed else outlines
     return Scan(size, boxes, problems, outlines)
-
-
-def _reason(error: Exception) -> object:
-    return getattr(error, "strerror", None) or error

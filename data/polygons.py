@@ -13,8 +13,6 @@ CORNER_INSET = 1 / 256  # how far inside of a rectangle its corners are compared
 MAX_MISFIT = 0.1  # largest distance of an outline's edge from its box's, in units of the box's side
 MAX_PARTS = 1000  # parts of a mask, with its holes; the time to join them grows with the square
 
-Points = list[tuple[float, float]]
-
 
 def offsets_of(counts: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return the start of each part of a flat array by the parts' lengths, and the end of the last, int64 (n + 1)."""
@@ -171,20 +169,20 @@ def is_inside(point: np.ndarray, outline: np.ndarray) -> bool:
     return bool(np.count_nonzero(x - y * (next_x - x) / (next_y - y) > 0) % 2)
 
 
-def joined(parts: Sequence[Points]) -> Points:
-    """Join outlines into one, each to the next at their nearest points. The connections enclose no area.
+def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Join outlines (k, 2) into one, each to the next at their nearest points. The connections enclose no area.
 
     A hole is a part like any other: an area that the outline goes around twice is outside.
     """
-    outline = list(parts[0])
+    outline = parts[0]
     for part in parts[1:]:
-        squares = ((np.array(outline)[:, None] - np.array(part)) ** 2).sum(2)
+        squares = ((outline[:, None] - part) ** 2).sum(2)
         here, there = divmod(int(squares.argmin()), len(part))
-        outline = [*outline[: here + 1], *part[there:], *part[: there + 1], *outline[here:]]
+        outline = np.concatenate((outline[: here + 1], part[there:], part[: there + 1], outline[here:]))
     return outline
 
 
-def mask_outline(mask: np.ndarray, tolerance: float = 0.0) -> Points:
+def mask_outline(mask: np.ndarray, tolerance: float = 0.0) -> list[tuple[float, float]]:
     """Return the outline of a mask, uint8 (h, w) of 0 and 1, along the edges of its pixels, within `tolerance` pixels.
 
     Parts and holes are joined into one outline; [] if there are none or too many of them.
@@ -211,5 +209,5 @@ def mask_outline(mask: np.ndarray, tolerance: float = 0.0) -> Points:
         if tolerance:
             corners = cv2.approxPolyDP(corners[:, None], tolerance, True)[:, 0]
         if len(corners) > 2:
-            parts.append([(float(x), float(y)) for x, y in corners.tolist()])
-    return joined(parts) if parts else []
+            parts.append(corners.astype(float))
+    return list(map(tuple, joined(parts).tolist())) if parts else []
