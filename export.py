@@ -37,7 +37,7 @@ def export(given: Mapping[str, Any]) -> list[str]:
     if options.device == "mps":
         raise UserError("--device mps: models are not exported on Apple GPUs; give cpu")
     device = torch.device(device_kind(options.device))
-    add_user_code(options, given)
+    add_user_code(options.layers, options.task_file, given)
     files: list[Path] = []
     for name, path in weight_files(options.weights).items():
         weights = read_weights(path)

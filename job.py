@@ -191,7 +191,7 @@ def resolve(unresolved: Settings, agreed: Callable[[bool], bool] = bool) -> Job:
         agreed: returns the main process's value: one machine may lack weights that no flag names
     """
     saved, given = unresolved.saved, unresolved.options
-    add_user_code(given, unresolved.given)
+    add_user_code(given.layers, given.task_file, unresolved.given)
     spec = read_data(given.data)
     start_from = starting_point(given, unresolved.value("weights", spec.defaults), saved and saved["model"])
     kind, words = start_from.entry.load(), model_words(start_from.yaml)

@@ -14,17 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data import formats
 from data.builtin import DRAWN_SETS
-from data.formats import (
-    OTHER_FILES,
-    AnnotatedImages,
-    annotated_names,
-    data_yaml,
-    find_annotated,
-    is_coco,
-    only_folder,
-    recognise,
-)
 from data.images import images_below, listed_images
 from data.labels import RowRules, label_name
 from utils import user_code
@@ -55,7 +46,7 @@ class Listing(NamedTuple):
 
     images: list[Path]  # sorted, each once
     problems: list[str]  # messages about omitted lines and files
-    annotated: tuple[AnnotatedImages, ...] = ()  # images that annotation files describe; all others have label files
+    annotated: tuple[formats.AnnotatedImages, ...] = ()  # of images that annotations describe; others have label files
 
     def label_files(self) -> list[Path]:
         """Return the files that the labels are read from; label files may not exist."""
@@ -115,9 +106,9 @@ class DataSpec:
         locations = self.locations(split)
         problems: list[str] = []
         listed: list[str] = []  # as text, because many Paths are slow
-        annotated: list[AnnotatedImages] = []
+        annotated: list[formats.AnnotatedImages] = []
         for location in locations:
-            if described := find_annotated(location, folders, list(self.names.values()), split):
+            if described := formats.find_annotated(location, folders, list(self.names.values()), split):
                 annotated.append(described)
                 listed += described.images
                 problems += described.problems
@@ -138,7 +129,7 @@ class DataSpec:
         The latter is in the folder `annotations` of the data set. If neither exists, this is logged.
         """
         locations = self.locations("train" if split == "val" and self.holds_out else split)
-        if len(locations) == 1 and is_coco(locations[0]):
+        if len(locations) == 1 and formats.is_coco(locations[0]):
             return locations[0]
         files = [root / "annotations" / f"instances_{images[0].parent.name}.json" for root in self.roots]
         file = next(filter(Path.is_file, files), None)
@@ -190,11 +181,11 @@ def read_data(data: str) -> DataSpec:
     """Read the YAML, the folder, the list or the annotation file that --data names. Raises `UserError`."""
     path = Path(data)
     if not os.path.isdir(data):  # Path.is_dir raises an error for a name that is too long
-        if not os.path.isfile(data) or path.suffix.lower() not in OTHER_FILES:
+        if not os.path.isfile(data) or path.suffix.lower() not in formats.OTHER_FILES:
             return read_spec(find_file(data, "data set", ["data"], kind="a file or a folder"))
-    elif inner := data_yaml(path) or only_folder(path):
+    elif inner := formats.data_yaml(path) or formats.only_folder(path):
         return read_data(str(inner))
-    title, content = recognise(path)
+    title, content = formats.recognise(path)
     folder = path if path.is_dir() else path.parent
     if "val" not in content:
         content["split"] = HELD_OUT_SHARE
@@ -250,7 +241,7 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
         messages.append(f"{public(path)}: copied to {roots[0]}; delete this folder to copy it again")
     if not names:
         listed = [entry for paths in named.values() for entry in paths]
-        names = annotated_names([path for entry in listed for path in _candidates(entry, roots)])
+        names = formats.annotated_names([path for entry in listed for path in _candidates(entry, roots)])
     return DataSpec(
         file,
         names,

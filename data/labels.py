@@ -58,20 +58,11 @@ class RowRules:
     def outline(self, values: list[float]) -> list[float]:
         """Return the coordinates x1 y1 x2 y2 ... of a row, [] for a box, moved to the edge unless nearly inside.
 
-        Raises ValueError with the reason if the row is invalid.
+        Raises ValueError with the reason if the row is invalid, as are points on one line if the object is its points.
         """
-        if all(-COORDINATE_TOLERANCE <= value <= 1 + COORDINATE_TOLERANCE for value in values):
-            return values
-        return [min(max(value, 0.0), 1.0) for value in values]
-
-
-class EnclosingRules(RowRules):
-    """Rules for outlines that enclose an area."""
-
-    def outline(self, values: list[float]) -> list[float]:
-        """Return the coordinates as `RowRules` does. Raises ValueError for points on one line too."""
-        values = super().outline(values)
-        if values:
+        if not all(-COORDINATE_TOLERANCE <= value <= 1 + COORDINATE_TOLERANCE for value in values):
+            values = [min(max(value, 0.0), 1.0) for value in values]
+        if self.by_points and values:
             x, y = (points_of(values) - points_of(values)[0]).astype(np.float64).T
             farthest = np.argmax(x * x + y * y)
             across = np.abs(x * y[farthest] - y * x[farthest]).max()  # distance from the line, times the line's length
@@ -82,7 +73,7 @@ class EnclosingRules(RowRules):
 
 BOXES = RowRules()
 POLYGONS = RowRules(outlines=True)  # boxes, and the outlines of those that have one
-OUTLINES = EnclosingRules(outlines=True, by_points=True)
+OUTLINES = RowRules(outlines=True, by_points=True)
 
 
 class Row(NamedTuple):

@@ -19,11 +19,11 @@ from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from models.layers import Conv, RepConv
-from models.loading import ImageSize, in_words, sides_of, transfer
+from models.loading import ImageSize, add_user_code, in_words, sides_of, transfer
 from models.tasks import TASKS, TaskEntry, add_tasks, model_words, task_of
 from models.tasks.contract import Model, Postprocess, Task, View
 from models.weights import Weights, find_weights
-from models.yolo import add_layers, whole_strides
+from models.yolo import whole_strides
 from utils.batch import Batch, layout
 from utils.config.parser import refuse_flags
 from utils.console import log
@@ -195,10 +195,7 @@ def read_members(names: Sequence[str], layers: str, task_file: str, augment: boo
     """
     from models.export import read_model
 
-    if layers:
-        add_layers(layers)
-    if task_file:
-        add_tasks(task_file)
+    add_user_code(layers, task_file)
     files = weight_files(names)
     weights = {name: read_model(file) for name, file in files.items()}
     members = Members(files, weights, TASKS[common_task(weights)])

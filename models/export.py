@@ -165,7 +165,6 @@ def _read_torchscript(path: Path) -> tuple[str, Runner]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ignore the advice to use torch.export instead
         module = torch.jit.load(io.BytesIO(read_regular(path)), map_location="cpu", _extra_files=extra)
-
     text = bytes(extra[TORCHSCRIPT_FILE]).decode()
     device = json.loads(text or "{}").get("device", "cpu")  # constants stay on the device that exported the file
     module.to(torch.empty(0, device=device).device)  # raises without such a device

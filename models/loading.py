@@ -32,7 +32,7 @@ from models.weights import (
     same_names,
 )
 from models.yolo import MODEL_FOLDERS, YoloModel, add_layers, whole_strides
-from utils.config.flags import ExportOptions, TrainOptions
+from utils.config.flags import TrainOptions
 from utils.config.hyperparameters import Recipe
 from utils.console import log
 from utils.errors import UserError, first_line, nearest, plural, quoted
@@ -254,12 +254,12 @@ class StartingPoint:
         return share if all(name in file.state for name in head_tensors(model)) else share / 2
 
 
-def add_user_code(options: TrainOptions | ExportOptions, given: Collection[str]) -> None:
+def add_user_code(layers: str, task_file: str, given: Collection[str] = ("layers", "task_file")) -> None:
     """Add the layers and tasks of --layers and --task-file; if not `given`, the settings of a resumed run name them."""
-    if options.layers:
-        add_layers(options.layers, "layers" in given)
-    if options.task_file:
-        add_tasks(options.task_file, "task_file" in given)
+    if layers:
+        add_layers(layers, "layers" in given)
+    if task_file:
+        add_tasks(task_file, "task_file" in given)
 
 
 def starting_point(options: TrainOptions, weights: str, saved_yaml: Mapping[str, Any] | None) -> StartingPoint:
@@ -285,11 +285,7 @@ def starting_point(options: TrainOptions, weights: str, saved_yaml: Mapping[str,
 
 
 def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: TrainOptions) -> None:
-    """Load the tensors that fit `model` and freeze layers; log the model, the tensors and the layers.
-
-    Raises `UserError` if no tensor fits, for an unknown layer, if the model does not take the image size, or as
-    `YoloModel.check_rows` does.
-    """
+    """Load the tensors that fit `model` and freeze layers; log the model, tensors and layers. Raises `UserError`."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     layers = sum(not any(module.children()) for module in model.modules())
     work = gflops(model, model.imgsz, start.source)

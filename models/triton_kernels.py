@@ -171,10 +171,8 @@ def _channel_moments(
 @triton.jit(do_not_specialize=["pixels", "tiles"])
 def _normalise(x, out, moments, weight, bias, pixels, channels, width, tiles, EVEN: tl.constexpr):
     """Store SiLU((x - mean) / deviation * weight + bias)."""
-    part, height = (
-        tl.num_programs(1) - 1 - tl.program_id(1),
-        width * TILE_ROWS,
-    )  # the last first: they may be in the cache
+    # The last part first: it may be in the cache.
+    part, height = tl.num_programs(1) - 1 - tl.program_id(1), width * TILE_ROWS
     _, column, offsets, first, end = _tiles(part, pixels, channels, width, tiles)
     mean, scale, shift = _affine(moments, weight, bias, column % channels, channels)
     for tile in tl.range(0, tl.cdiv(end, height), num_stages=STAGES):

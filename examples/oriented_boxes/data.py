@@ -15,14 +15,14 @@ from torch import Tensor
 from data.augment import Sample
 from data.dataset import Item
 from data.detection import NO_PLACEMENT, DetectionData, EvaluationItems, TrainingItems, to_tensors
-from data.labels import EnclosingRules, RowRules
+from data.labels import RowRules
 from data.sampler import SampleIndex
 from utils.config.hyperparameters import Recipe
 
 from .geometry import smallest_boxes
 
 
-class CornerRules(EnclosingRules):
+class CornerRules(RowRules):
     """Rules for rows of four corners, which may be outside of the image: half of a large object may be seen."""
 
     def outline(self, values: list[float]) -> list[float]:
