@@ -263,11 +263,7 @@ def random_matrix(
 
 
 def random_warp(
-    sample: Sample,
-    settings: Augmentation,
-    shape: tuple[int, int],
-    rng: np.random.Generator,
-    unit: float = 1.0,
+    sample: Sample, settings: Augmentation, shape: tuple[int, int], rng: np.random.Generator, unit: float = 1.0
 ) -> Sample:
     """Warp the image by a `random_matrix` into `shape`, and drop boxes that are hardly visible; see `warp_mosaic`."""
     matrix, scale = random_matrix(settings, sample.image.shape[:2], shape, rng, 1.0, unit)
@@ -396,10 +392,7 @@ def flip(sample: Sample, axis: int) -> Sample:
 
 @dataclass(frozen=True)
 class Augmenter:
-    """The whole augmentation of a training item.
-
-    The same generator gives the same picture at every scale of `shape`.
-    """
+    """The augmentation of a training item. The same generator gives the same picture at every scale of `shape`."""
 
     settings: Augmentation
     imgsz: int  # pixels

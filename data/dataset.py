@@ -59,10 +59,7 @@ class Items(Dataset[Item]):
 
 
 def empty_pixels(*shape: int) -> Tensor:
-    """Return an uninitialised uint8 tensor for pixels.
-
-    In a loader process it is in memory shared with the training process.
-    """
+    """Return an uninitialised uint8 tensor for pixels; in a loader process it is shared with the training process."""
     pixels = torch.empty(0, dtype=torch.uint8)
     if get_worker_info() is None:
         return pixels.resize_(shape)

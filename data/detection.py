@@ -227,10 +227,7 @@ class DetectionData(DataSet[DetectionSplit]):
         return POLYGONS if any(getattr(hyp, key, 0) for key in WARPS) else BOXES
 
     def split(self, name: str, hyp: Recipe | None = None) -> DetectionSplit:
-        """Read and check a split, with the labels' polygons if `hyp` warps or cuts images: see `DataSet`.
-
-        Raises `UserError` if no image can be used, if there is no label to train on, or for an unknown class.
-        """
+        """Read and check a split, with the labels' polygons if `hyp` warps or cuts images: see `DataSet`."""
         listing, rules = self.spec.listing(name), self.spec.row_rules(self.row_rules(hyp))
         labels = load_labels(listing.images, f"{name} labels", self.options.workers, rules, listing.annotated)
         problems = (*listing.problems, *labels.problems)

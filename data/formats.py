@@ -121,12 +121,7 @@ class AnnotatedImages:
 
 
 def find_annotated(location: Path, folders: Sequence[Path], names: Sequence[str], split: str) -> AnnotatedImages | None:
-    """Return the images that annotations describe, None if the location has no annotations.
-
-    Raises `UserError` if the annotations cannot be read, or have no images or none of the classes.
-
-    Images are searched for in `folders` first.
-    """
+    """Return the images that annotations describe, searched for in `folders` first, or None. Raises `UserError`."""
     if is_coco(location):
         return _coco_images(location, [*folders, *_coco_folders(location, split)], names)
     if is_voc(location):

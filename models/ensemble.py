@@ -53,10 +53,7 @@ def export_base(name: str, file: Path) -> Path:
 
 
 def common_task(weights: Mapping[str, Weights]) -> str:
-    """Return the name of the task that all weight files share; a user's is loaded from the file that they name.
-
-    Raises `UserError` if a file has no model, or if two files have different tasks or classes.
-    """
+    """Return the name of the task that all weight files share; a user's is loaded from its file. Raises `UserError`."""
     for name, content in weights.items():
         if content.model is None:
             raise UserError(f"{name} holds bare tensors without a model; give weights that train.py or YOLOv5 wrote")
@@ -71,10 +68,7 @@ def common_task(weights: Mapping[str, Weights]) -> str:
 
 
 def load_model(task: Task, weights: Weights, imgsz: int, name: str, data: str) -> Model:
-    """Return the model of the weight file `name` for about `imgsz` pixels.
-
-    Raises `UserError` if the data set, `data`, has another number of classes.
-    """
+    """Return the model of the file `name` for about `imgsz` pixels and the data set `data`. Raises `UserError`."""
     from models.export import Exported  # only here, because training does not need it
 
     assert weights.model is not None
@@ -174,10 +168,7 @@ class Members:
                 log(f"warning: {name} suppresses boxes itself ({limits}); flags can only be stricter")
 
     def build(self, task: Task, imgsz: int, data: str) -> list[Model]:
-        """Return the model of each file, on the CPU, all for about `imgsz` pixels: a multiple of every model's stride.
-
-        Raises `UserError` if the data set, `data`, has another number of classes.
-        """
+        """Return the models, on the CPU, for about `imgsz` pixels: a multiple of every stride; see `load_model`."""
 
         def load(size: int) -> list[Model]:
             return [load_model(task, content, size, name, data) for name, content in self.weights.items()]
@@ -189,10 +180,7 @@ class Members:
 
 
 def read_members(names: Sequence[str], layers: str, task_file: str, augment: bool) -> Members:
-    """Read the weight files that --weights names, downloaded if necessary. The arguments are values of flags.
-
-    Raises `UserError` if a file cannot be used, or not together with the others.
-    """
+    """Read the weight files that --weights names, downloaded if necessary, by values of flags. Raises `UserError`."""
     from models.export import read_model
 
     add_user_code(layers, task_file)

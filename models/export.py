@@ -302,10 +302,7 @@ def export_path(name: str, stem: Path) -> Path:
 
 
 def write(job: ExportJob, name: str, stem: Path) -> Path:
-    """Write a format to its `export_path`, completely or not at all, and return the path.
-
-    Raises `UserError` if the format does not support the model.
-    """
+    """Write a format to its `export_path`, completely or not at all, and return the path. Raises `UserError`."""
     path = export_path(name, stem)
     try:
         with nullcontext() if job.verbose else _suppressed_output():

@@ -326,10 +326,7 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> N
 
 
 def recipe_of(settings: Mapping[str, Any], given: Mapping[str, Any]) -> type[Recipe]:
-    """Return the class of the hyperparameters of a run, from its settings and the flags that replace some of them.
-
-    Raises `UserError` if the task does not exist, or if its file may not be run.
-    """
+    """Return the class of a run's hyperparameters, by settings that `given` flags may replace. Raises `UserError`."""
     if task_file := {**settings, **given}.get("task_file"):
         add_tasks(task_file, "task_file" in given)
     return TASKS[task_of(settings["model"], "the model")].load().recipe

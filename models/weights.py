@@ -419,10 +419,7 @@ def find_weights(
 
 
 def torchvision_weights(yaml: Mapping[str, Any], source: str) -> Path:
-    """Return the recommended weights for a YAML's `architecture`, downloaded into torch's cache if necessary.
-
-    Raises `UserError`, which names the YAML, `source`.
-    """
+    """Return the file of the weights that torchvision recommends for a YAML's `architecture`. Raises `UserError`."""
     from models.tasks import classify
 
     if "architecture" not in yaml:

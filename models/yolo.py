@@ -388,10 +388,7 @@ def _build_layers(source: str, rows: list[Row], yaml: dict[str, Any], imgsz: int
 
 
 def _try_size(source: str, rows: list[Row], drafts: list[nn.Module], probed: Mapping[int, Any], side: int) -> None:
-    """Run the drafts for an image of `side` x `side` pixels; `probed` are the outputs for one of PROBE_PIXELS.
-
-    Raises `UserError` for a row that fails, also for a head whose input is not in proportion to the image.
-    """
+    """Run the drafts for an image of `side` pixels; `probed` are the outputs for PROBE_PIXELS. Raises `UserError`."""
     maps: dict[int, Any] = {-1: torch.zeros(1, CHANNELS, side, side, device="meta")}
     for row, draft in zip(rows, drafts, strict=True):
         with _naming(source, row), torch.device("meta"), torch.no_grad():

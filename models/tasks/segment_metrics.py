@@ -107,10 +107,7 @@ class MaskPart(NamedTuple):
         return np.asarray(largest.reshape(-1, 2))
 
     def run_lengths(self, size: tuple[int, int]) -> dict[str, Any]:
-        """Return the mask as COCO's compressed run lengths; `size`: width and height of the file in pixels.
-
-        Raises `UserError` if faster-coco-eval is not installed.
-        """
+        """Return the mask as COCO's compressed run lengths, by width and height of the file. Raises `UserError`."""
         try:
             from faster_coco_eval import mask as encoder
         except ImportError:
