@@ -116,8 +116,7 @@ class AnnotatedImages:
         """Return the objects of each image by path, and sentences about those left out. Raises `UserError`."""
         problems = Problems(list)
         rows = self.read(self, rules, problems)
-        kinds = problems.items()
-        return rows, [f"{self.file}: {len(ids)} {kind}, such as {ids[0]}; left out" for kind, ids in kinds]
+        return rows, [f"{self.file}: {len(ids)} {what}, such as {ids[0]}; left out" for what, ids in problems.items()]
 
 
 def find_annotated(location: Path, folders: Sequence[Path], names: Sequence[str], split: str) -> AnnotatedImages | None:
