@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 # What a run adds to, so that a new run removes it.
 APPENDED = re.compile(r"results\.csv|weights/epoch\d+\.pt|tensorboard/events\.out\.tfevents\.[^/]+|\.wandb\.json")
-Jobs = Mapping[Path, Callable[[], None]]  # path -> the function that writes it
+Job = Callable[[], object]
+Jobs = Mapping[Path, Job]  # path -> the function that writes it
 Errors = Mapping[Path, OSError]
 
 
@@ -52,7 +53,7 @@ class RunFolder:
         self._lines: list[str] = []  # lines of results.csv
         self._thread = ThreadPoolExecutor(1)
         self._running: Future[Errors] | None = None
-        self._failed: dict[Path, Callable[[], None]] = {}
+        self._failed: dict[Path, Job] = {}
         self._warned: set[Path] = set()
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
@@ -74,18 +75,13 @@ class RunFolder:
         self.wait_for_writing()
 
     def add_row(self, row: Mapping[str, float | int | None]) -> None:
-        """Add a row to results.csv: 9 significant digits, empty for None. The first row's keys are the header.
-
-        The whole file is written each time, so that it is never incomplete.
-        """
+        """Write results.csv anew with a row more: 9 digits, empty for None; the first row's keys are the header."""
         if not self._lines:
             self._lines.append(",".join(row))
         self._lines.append(",".join("" if value is None else f"{value:.9g}" for value in row.values()))
         self._write_rows()
 
-    def save_weights(
-        self, files: Sequence[str], model: nn.Module, then: Callable[[], object] = lambda: None, **content: Any
-    ) -> None:
+    def save_weights(self, files: Sequence[str], model: nn.Module, then: Job = lambda: None, **content: Any) -> None:
         """Write files of the same `weights_content` into weights/ in the background, then call `then`."""
         self._check_finite(model.state_dict())
         if files and self.is_main:
@@ -147,16 +143,16 @@ class RunFolder:
     def _write_rows(self) -> None:
         self.write_documents({"results.csv": "".join(f"{line}\n" for line in self._lines)})
 
-    def _write(self, files: Mapping[Path, memoryview | bytes], then: Callable[[], object] = lambda: None) -> None:
+    def _write(self, files: Mapping[Path, memoryview | bytes], then: Job = lambda: None) -> None:
         self._start({path: partial(write_bytes, path, data) for path, data in files.items()}, then)
 
-    def _start(self, jobs: Jobs, then: Callable[[], object] = lambda: None) -> None:
+    def _start(self, jobs: Jobs, then: Job = lambda: None) -> None:
         """Start `jobs` once the previous ones have ended. Jobs write copies, because training changes the tensors."""
         self.wait_for_writing()
         if self.is_main:
             self._running = self._thread.submit(self._run, jobs, then)
 
-    def _run(self, jobs: Jobs, then: Callable[[], object] = lambda: None) -> Errors:
+    def _run(self, jobs: Jobs, then: Job = lambda: None) -> Errors:
         errors = {}
         for path, job in jobs.items():
             try:
@@ -170,27 +166,21 @@ class RunFolder:
 
 
 class Run:
-    """A training or validation run. Every process makes the same calls; only the main one prints, draws and writes.
-
-    Attributes:
-        path: the run folder, after `open_folder`
-        files: the writer of the run folder, after `open_folder`
-        devices: device of each process, in words
-    """
+    """A training or validation run. Every process makes the same calls; only the main one prints, draws and writes."""
 
     def __init__(self, accelerator: Accelerator, precision: Precision, quiet: bool = False) -> None:
         self.accelerator, self.quiet = accelerator, quiet
         self.collectives = Collectives()
         self.step = 0  # optimizer step at which pictures are logged
         self._is_main = accelerator.is_main_process
-        self.path, self.files = Path(), RunFolder(Path(), False)  # until `open_folder`
+        self.path, self.files = Path(), RunFolder(Path(), False)  # the run folder and its writer, after `open_folder`
         self._plotter: Plotter | None = None
         self.trackers: list[Tracker] = []  # of the main process
         self._first_charts: tuple[str, ...] = ()  # not yet drawn
         self._watchdog = Watchdog(math.inf, self.path)
         self._stop = GracefulStop()
         log.reset(self._is_main, quiet, hold=True)
-        self.devices = log_devices(accelerator, precision)
+        self.devices = log_devices(accelerator, precision)  # of each process, in words
 
     def open_folder(self, project: str, name: str, exist_ok: bool, inputs: Iterable[str | Path] = ()) -> None:
         """Make the run folder, on all processes together, after all input has been checked; see `numbered_folder`."""
@@ -204,7 +194,7 @@ class Run:
         """Return a progress bar, drawn by the main process only, with `done` images before the start."""
         return Bar(title, images, self._is_main and not self.quiet, done)
 
-    def on_main(self, work: Callable[[], object]) -> None:
+    def on_main(self, work: Job) -> None:
         """Call `work` on the main process; the others do not wait for it."""
         if self._is_main:
             work()

@@ -60,14 +60,11 @@ def record_kernels(model: DistributedModel, task: Task, criterion: Criterion, en
 
 
 class Recorder:
-    """Records the functions of a training step, as long as there is memory for it and none fails.
-
-    Args:
-        copies: whether the gradients of parameters are copied, as the next replay overwrites them
-    """
+    """Records the functions of a training step, as long as there is memory for it and none fails."""
 
     def __init__(self, copies: bool = True) -> None:
-        self.copies, self.enabled = copies, True
+        self.enabled = True
+        self.copies = copies  # whether to copy the gradients of parameters, which the next replay overwrites
         self.memory: set[int] = set()  # addresses of recorded outputs, which other recordings read where they are
 
     def recorded(self, function: Function, module: nn.Module | None = None, turns: int = 1) -> Function:
@@ -224,10 +221,9 @@ class Recording:
         self.copies = copies
         self.inputs, aliases = inputs, {name: tensor.detach().requires_grad_() for name, tensor in parameters.items()}
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        dtype = torch.get_autocast_dtype("cuda")
         # Without autocast's cache: a replay must convert the weights anew.
         with (
-            torch.autocast("cuda", dtype, torch.is_autocast_enabled("cuda"), cache_enabled=False),
+            torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False),
             torch.cuda.graph(self.forward, pool, capture_error_mode=CAPTURE_MODE),
         ):
             outputs = functional_call(part, aliases, tree_unflatten(inputs, structure))

@@ -54,7 +54,7 @@ class DeviceValue:
         """Return the value as a number or a list of numbers once the device has computed it."""
         if self.copied is not None:
             self.copied.synchronize()
-        return self.on_host.tolist() if self.on_host.ndim else self.on_host.item()
+        return self.on_host.tolist()
 
 
 class Point(NamedTuple):
@@ -206,10 +206,9 @@ def _loss_text(losses: Mapping[str, float], digits: int) -> str:
 
 def log_best_epoch(progress: Progress, best: Summary) -> None:
     """Print the table of the best epoch, with a hint if the fitness is near 0."""
-    share = progress.best / best.highest_fitness
     terms = f" (a sum, 0 to {best.highest_fitness:g})" if best.highest_fitness != 1 else ""
     log(f"best epoch: {progress.best_epoch + 1} of {progress.epoch}, fitness {progress.best:.4f}{terms}", *best.table())
-    if 0 <= share < LOW_FITNESS:
+    if 0 <= progress.best / best.highest_fitness < LOW_FITNESS:
         log("the fitness is near 0: docs/map-is-zero.md lists the causes")
 
 

@@ -63,6 +63,7 @@ class OptimizerSteps:
         self.optimizer, self.ema, self.progress = state.optimizer, state.ema, state.progress
         buffers = [buffer for copy in model.copies for buffer in floating_buffers(copy).values()]
         self.guard = NonFiniteGuard([state.loss_sums, *buffers])
+        self.skipped_in_a_row = 0
         self.update_averages: Callable[[Tensor], object] = self._update_averages
         self.step_batches: StepBatches = []  # the batches since the last step
         self.ended: deque[EndedStep] = deque()
@@ -107,9 +108,8 @@ class OptimizerSteps:
         self.log.add(local)
         if self.hashes:
             self.hashes.add(self.model.sum(list(local)), batches)
-        self.step_batches += [
-            (terms, [info.path for info in batch.infos]) for terms, batch in zip(local, batches, strict=True)
-        ]
+        paths = [[info.path for info in batch.infos] for batch in batches]
+        self.step_batches += zip(local, paths, strict=True)
 
     def finish(self, taken: Tensor, batches: int, epoch_batches: int) -> None:
         """Update the EMA, or undo the changes of a skipped step, and log, after `batches` of the epoch."""
@@ -141,7 +141,8 @@ class OptimizerSteps:
             taken = ended.taken.read()
             progress.taken += ended.batches * taken
             progress.skipped += not taken
-            if self.guard.count(taken):
+            self.skipped_in_a_row = 0 if taken else self.skipped_in_a_row + 1
+            if self.skipped_in_a_row >= MAX_SKIPS:
                 self._fail(ended)
         if self.hashes:
             self.hashes.write(keep)
@@ -202,7 +203,6 @@ class NonFiniteGuard:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.live = [tensor.detach() for tensor in tensors]
-        self.skipped_in_a_row = 0
         self.saved = torch.cat([tensor.flatten() for tensor in self.live])
         parts = self.saved.split([tensor.numel() for tensor in self.live])
         self._parts = [part.view_as(live) for part, live in zip(parts, self.live, strict=True)]
@@ -217,8 +217,3 @@ class NonFiniteGuard:
         now = torch.cat([tensor.flatten() for tensor in self.live])
         self.saved.copy_(torch.where(taken, now, self.saved))
         torch._foreach_copy_(self.live, self._parts)
-
-    def count(self, taken: bool) -> bool:
-        """Count skipped steps in a row and return whether there are too many."""
-        self.skipped_in_a_row = 0 if taken else self.skipped_in_a_row + 1
-        return self.skipped_in_a_row >= MAX_SKIPS
