@@ -43,8 +43,6 @@ from utils.plots.drawing import Style, write_picture
 from utils.python_api import call
 from utils.summary import StageTimer, log_times
 
-OWN_FILES = (LOCK_FILE, SETTINGS_FILE)  # in every run folder
-
 
 def detect(given: Mapping[str, Any]) -> dict[str, Any]:
     """Detect with flags by name; return what `run` does. Raises `UserError` if nothing could be read."""
@@ -121,8 +119,7 @@ class Output:
             text = "".join(f"{row}\n" for row in rows)
             self._write(frame.item, write_text, self.folder / "labels" / f"{stem}.txt", text)
         if options.save_csv:
-            name = public(frame.title)
-            name = Path(name).name if is_picture else name
+            name = Path(public(frame.title)).name if is_picture else public(frame.title)
             self.rows = self.rows or []
             self.rows += [(name, label, f"{score:.4f}") for label, score in prediction.items]
         for number, (label, crop) in enumerate(prediction.crops(frame.image) if options.save_crop else (), 1):
@@ -178,7 +175,8 @@ class Output:
             self._write(None, write_text, self.folder / "predictions.csv", text)
         self.problems += dict.fromkeys(self.failed.values())
         self.lock.release()
-        if self.is_new and not any(path.is_file() for path in self.folder.rglob("*") if path.name not in OWN_FILES):
+        files = {path.name for path in self.folder.rglob("*") if path.is_file()}
+        if self.is_new and files <= {LOCK_FILE, SETTINGS_FILE}:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 

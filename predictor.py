@@ -109,7 +109,11 @@ class Predictor:
         flags = given_flags(DetectOptions, words_of({name: value}), SETTINGS)
         value = flags.get(name, getattr(DetectOptions(), name))
         if name == "imgsz":
-            vars(self)["size"] = self._sized(value)
+            sides = sides_of(value) or self.size.sides
+            size = ImageSize((sides[0], sides[-1])).rounded(self.stride)
+            if self.size.is_fixed and size.sides != self.size.sides:
+                raise UserError(f"imgsz={value}: the model was exported only for --imgsz {in_words(self.size.sides)}")
+            vars(self)["size"] = self.size._replace(sides=size.sides)
             return
         value = class_numbers(value, self.task.names) if name == "classes" else value
         vars(self)["thresholds"] = replace(self.thresholds, **{name: value})
@@ -164,14 +168,6 @@ class Predictor:
     def eval(self) -> Predictor:
         """Return the predictor, whose models are always in evaluation mode."""
         return self
-
-    def _sized(self, imgsz: tuple[int, ...]) -> ImageSize:
-        """Return an image size in whole strides. Raises `UserError` for another size than an exported file's."""
-        sides = sides_of(imgsz) or self.size.sides
-        size = ImageSize((sides[0], sides[-1])).rounded(self.stride)
-        if self.size.is_fixed and size.sides != self.size.sides:
-            raise UserError(f"imgsz={imgsz}: the model was exported only for --imgsz {in_words(self.size.sides)}")
-        return size._replace(is_fixed=self.size.is_fixed)
 
     def _predict_image(self, name: str, pixels: np.ndarray, read: Callable[[], np.ndarray]) -> Prediction:
         """Return the prediction for pixels, uint8 (h, w, 3) BGR, which `read` returns again."""

@@ -89,10 +89,7 @@ def default_ids(names: Mapping[int, str], paths: Sequence[Path]) -> CocoIds:
 
 
 def annotated_ids(file: Path, names: Mapping[int, str], paths: Sequence[Path]) -> CocoIds:
-    """Return the ids in an annotation file; an image has the id of the `file_name` that its path ends with.
-
-    Raises `UserError`, also for a file of other images or classes.
-    """
+    """Return an annotation file's ids; an image's is that of the `file_name` that ends its path. Raises `UserError`."""
     coco = read_coco(file)
     categories = {category.name: category.id for category in coco.categories}
     for name in names.values():
@@ -126,10 +123,7 @@ def results(images: Sequence[CocoImage], ids: CocoIds) -> list[dict[str, Any]]:
 
 
 def metrics(file: Path, ids: CocoIds, rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[float]]]:
-    """Iterate over the `COCO_METRICS` of results by kind, "bbox" and, with masks, "segm"; -1 if nothing is measured.
-
-    Raises `UserError` if faster-coco-eval cannot use the annotations.
-    """
+    """Iterate over the `COCO_METRICS` by kind, "bbox" and, with masks, "segm"; -1: not measured. Raises `UserError`."""
     from faster_coco_eval import COCO, COCOeval_faster
 
     kinds = ("bbox", "segm") if any("segmentation" in row for row in rows) else ("bbox",)

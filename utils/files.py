@@ -1,7 +1,4 @@
-"""Find, lock, read, download and atomically write files, and number folders. Imported everywhere.
-
-Downloads are made once per machine, checked and never partly written: from addresses, and weights of the Hub.
-"""
+"""Find, lock, read, download and atomically write files, and number folders. Imported everywhere."""
 
 from __future__ import annotations
 
@@ -45,8 +42,6 @@ HUB_PREFIX = "hf:"  # prefix of --weights
 HUB_NAME = re.compile(r"(?://)?([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+))?")  # owner/name, revision, file
 HUB_TOKEN = re.compile(r"Bearer [^'\"]*|hf_\w+")  # in errors of a library
 WEIGHT_SUFFIXES = (".pt", ".pth", ".safetensors")
-# Unquoted values of a YAML that are text here, but in YAML 1.1 something else: 010 is 8, 12:30 is 750, no is False.
-YAML_TEXT = re.compile(r"[-+]?0[0-9bx].*|.*[:_].*|(?i:yes|no|on|off)|\d{4}-.*|=")
 _locks: WeakSet[FileLock] = WeakSet()  # this process's locks on run folders
 ROOT = Path(__file__).resolve().parents[1]  # the repository, or its copy that pip has installed
 # Whether pip has installed this code: as a package without a project file, in a folder where nothing is written.
@@ -86,10 +81,7 @@ def numbered_folder(project: Path, name: str, exist_ok: bool, inputs: Iterable[s
 
 
 def lock_folder(folder: Path) -> FileLock:
-    """Lock a run folder until the lock is released, `release_locks` is called, or this process ends.
-
-    Raises `UserError` if another process has locked the folder, or if no files can be made in it.
-    """
+    """Lock a run folder until the lock or `release_locks` releases it, or this process ends. Raises `UserError`."""
     lock = FileLock(folder / LOCK_FILE, timeout=LOCK_TIMEOUT_SECONDS)
     try:
         with suppress(NotImplementedError):  # a disk without locks
@@ -123,8 +115,8 @@ def one_at_a_time(lock: Path) -> Iterator[None]:
 def find_file(name: str, what: str, folders: Sequence[str], kind: str = "a file") -> Path:
     """Return the YAML file that a flag names: a path, or the name of a file in `folders`, with or without .yaml.
 
-    The name may begin with any of `folders`, because YOLOv5 has some files in others. Raises `UserError`, which lists
-    the files of `folders`, says `what` the file is for, and what `kind` of name it is.
+    The name may begin with any of `folders`, because YOLOv5 has some files in others. Raises `UserError`, which says
+    `what` the file is for, and what `kind` of name it is.
     """
     if os.path.isfile(name):  # Path.is_file raises an error for a name that is too long
         return Path(name)
@@ -174,7 +166,8 @@ def read_text(path: str | os.PathLike[str], errors: str = "strict") -> str:
 class YamlLoader(yaml.SafeLoader):
     """Takes keys as text, and values that match `text`; refuses a key that occurs twice."""
 
-    text = YAML_TEXT
+    # Unquoted values that are text here, but in YAML 1.1 something else: 010 is 8, 12:30 is 750, no is False.
+    text = re.compile(r"[-+]?0[0-9bx].*|.*[:_].*|(?i:yes|no|on|off)|\d{4}-.*|=")
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
         is_text = kind is yaml.ScalarNode and implicit[0] and self.text.fullmatch(value)
@@ -244,10 +237,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def unique_stems(names: Iterable[str]) -> list[str]:
-    """Return a file stem for each path or address: its own, with a number if an earlier name has the same.
-
-    Characters that no file name may have on some system become `_`.
-    """
+    """Return a file stem for each path or address: its own without illegal characters, numbered if it is not new."""
     stems: dict[str, int] = {}  # how many names have asked for a stem
     for name in names:
         free = stem = ILLEGAL_CHARACTERS.sub("_", Path(name.split("?")[0]).stem) or "_"

@@ -75,7 +75,7 @@ class RunFolder:
         self.wait_for_writing()
 
     def add_row(self, row: Mapping[str, float | int | None]) -> None:
-        """Write results.csv anew with a row more: 9 digits, empty for None; the first row's keys are the header."""
+        """Add a row to results.csv: 9 significant digits, empty for None. The first row's keys are the header."""
         if not self._lines:
             self._lines.append(",".join(row))
         self._lines.append(",".join("" if value is None else f"{value:.9g}" for value in row.values()))

@@ -65,10 +65,7 @@ class Summary:
 
 
 def fitness_weights(text: str, metrics: Sequence[str]) -> dict[str, float]:
-    """Return the weights of --fitness by metric, such as `mAP_0.5=0.2,recall=0.8`.
-
-    Raises `UserError` for anything but finite weights, not all 0, of the task's `metrics`.
-    """
+    """Return the weights of --fitness, such as `mAP_0.5=0.2,recall=0.8`, by the task's metric. Raises `UserError`."""
     with suppress(ValueError):
         terms = dict(term.split("=") for term in text.split(","))
         weights = {name.strip().removeprefix("metrics/"): float(number) for name, number in terms.items()}
@@ -116,12 +113,9 @@ def confusion_text(sparse: Sequence[Sequence[int]], names: Sequence[str]) -> str
 
 @dataclass
 class StageTimer:
-    """Measures the stages of this process's batches, without the first, which warms up, unless it is the only one.
+    """Measures the stages of this process's batches, without the first, which warms up, unless it is the only one."""
 
-    `synchronise` waits for the device before the clock is read.
-    """
-
-    synchronise: Callable[[], object] = lambda: None
+    synchronise: Callable[[], object] = lambda: None  # waits for the device before the clock is read
     batches: int = 0
     images: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # by stage

@@ -30,10 +30,7 @@ def class_named(place: str) -> type[Any]:
 
 
 def load(module: str) -> ModuleType | None:
-    """Import a module of a user's file or package that has been imported; return None for any other module.
-
-    Raises `UserError` with file and line for any error in it.
-    """
+    """Import a module of a user's file or package that has been imported, or return None. Raises `UserError`."""
     name = module.partition(".")[0]
     with explained(_paths.get(name, "")):
         return importlib.import_module(module) if name in _paths and name in sys.modules else None

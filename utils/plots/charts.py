@@ -123,10 +123,7 @@ def smooth(epochs: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def confusion_figure(counts: np.ndarray, names: Sequence[str]) -> Figure:
-    """Draw the confusion matrix `counts` (c, c), true class by predicted class, as shares of the true class.
-
-    The largest shares are written in their cells, but none that rounds to 0.
-    """
+    """Draw the confusion matrix `counts` (c, c), true class by predicted class, as shares of the true class."""
     from matplotlib.figure import Figure
 
     size = len(names)
@@ -145,7 +142,7 @@ def confusion_figure(counts: np.ndarray, names: Sequence[str]) -> Figure:
         labels, font_size = [axis_text(name) for name in names], 8 if size > 12 else 9
         axes.set_xticks(range(size), labels, rotation=90, fontsize=font_size)
         axes.set_yticks(range(size), labels, fontsize=font_size)
-        cells = np.argwhere(shares >= 0.005)
+        cells = np.argwhere(shares >= 0.005)  # others round to 0
         largest = cells[np.argsort(-shares[tuple(cells.T)], kind="stable")[:MAX_CELL_TEXTS]]
         for true, predicted in largest.tolist():
             share = shares[true, predicted]

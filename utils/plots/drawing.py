@@ -101,9 +101,8 @@ def captioned(image: np.ndarray, lines: Sequence[str], width: int) -> np.ndarray
     tile[:height, left : left + image_width] = image
     for number, line in enumerate(lines, 1):
         position = (3, height + line_height * number - line_height // 4)
-        cv2.putText(
-            tile, fit_text(line, width - 3, scale), position, FONT, scale, (0, 0, 0), _stroke(scale), cv2.LINE_AA
-        )
+        text = fit_text(line, width - 3, scale)
+        cv2.putText(tile, text, position, FONT, scale, (0, 0, 0), _stroke(scale), cv2.LINE_AA)
     return tile
 
 

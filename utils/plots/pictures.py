@@ -32,10 +32,7 @@ Pictures = Iterator[tuple[str, np.ndarray]]  # file names, and pictures, uint8 (
 
 
 class Plotter:
-    """Draws pictures into `folder` in the background, and calls `on_drawn` with their paths by file name.
-
-    A failure is a warning and never stops the run.
-    """
+    """Draws pictures into `folder` in the background, and calls `on_drawn` with their paths; a failure is a warning."""
 
     def __init__(self, folder: Path, on_drawn: Callable[[Mapping[str, Path]], object]) -> None:
         self.folder, self.on_drawn = folder, on_drawn
@@ -208,7 +205,8 @@ def _with_boxes(
     boxes = scale * np.array([[float(row[side]) for side in ("x1", "y1", "x2", "y2")] for row in rows]).reshape(-1, 4)
     classes = [numbers_of[row["class"]] for row in rows]
     texts = [f"{row['class']} {float(row['confidence']):.2f}" if row["confidence"] else row["class"] for row in rows]
-    masks, outlines = ([points(row.get(key, "")) * scale for row in rows] for key in ("mask", "outline"))
+    cells = ([row.get(key, "").split() for row in rows] for key in ("mask", "outline"))  # x y x y ...
+    masks, outlines = ([scale * np.array(cell, float).reshape(-1, 2) for cell in column] for column in cells)
     image = image.copy()
     for outline, k in zip(masks, classes, strict=True):
         if len(outline):
@@ -255,11 +253,6 @@ def read_dicts(file: Path) -> list[dict[str, str]]:
 def numbers(cells: Sequence[str]) -> np.ndarray:
     """Return cells as numbers, nan for an empty one."""
     return np.array([float(cell or "nan") for cell in cells])
-
-
-def points(text: str) -> np.ndarray:
-    """Return the points (p, 2) in the cell of an outline, `x y x y ...`; no points if the cell is empty."""
-    return np.array(text.split(), float).reshape(-1, 2)
 
 
 def curves_of(table: Mapping[str, Sequence[str]], over: str, column: str) -> charts.Curves:

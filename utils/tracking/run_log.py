@@ -22,13 +22,13 @@ from torch import nn
 from utils.console import log
 from utils.files import IS_INSTALLED, ROOT
 from utils.summary import Example, Summary, evenly_spaced
+from utils.tracking import wandb
 from utils.tracking.trackers import WANDB, Tracker, requested_trackers
 
 if TYPE_CHECKING:
     from utils.checkpoint import Progress
     from utils.config.flags import TrainOptions
     from utils.run import Run
-    from utils.tracking.wandb import ImageReader
 
 LOGGED_IMAGES = 16  # validation images in the trackers, the same ones every time
 EXAMPLES_PER_RUN = 10  # how often examples are logged if no interval is given
@@ -53,10 +53,8 @@ def start_trackers(
     project = "lockstep" if folder == DEFAULT_PROJECT else folder
 
     def make() -> list[Tracker]:
-        from utils.tracking.wandb import WandbTracker
-
-        wandb = partial(WandbTracker, path, project, run_id, job, uploads)
-        return [wandb() if name == WANDB else Tracker(name, project, path) for name in names]
+        tracker = partial(wandb.WandbTracker, path, project, run_id, job, uploads)
+        return [tracker() if name == WANDB else Tracker(name, project, path) for name in names]
 
     config = {**config, "git_commit": git_commit(), "command": shlex.join(sys.argv)}
     run.start_trackers(make, config, step)
@@ -67,7 +65,7 @@ class RunLog:
     """The log of a training, under `run_id` in trackers; `read_image` is `display_image` of the validation split."""
 
     def __init__(
-        self, run: Run, options: TrainOptions, run_id: str, read_image: ImageReader, class_names: Sequence[str]
+        self, run: Run, options: TrainOptions, run_id: str, read_image: wandb.ImageReader, class_names: Sequence[str]
     ) -> None:
         self.run, self.options, self.run_id = run, options, run_id
         self.read_image, self.class_names = read_image, class_names
@@ -90,10 +88,7 @@ class RunLog:
     def log_epoch(
         self, row: Mapping[str, Any], timings: Mapping[str, float], summary: Summary | None, progress: Progress
     ) -> None:
-        """Log an epoch: its row of results.csv, `timings`, its metrics by class, and the best epoch so far.
-
-        Logged epochs are counted from 1.
-        """
+        """Log an epoch, counted from 1: its row of results.csv, `timings`, metrics by class, and the best epoch."""
         values = {**row, "epoch": row["epoch"] + 1, **{f"epoch/{name}": value for name, value in timings.items()}}
         for metric, classes in (summary.by_class if summary else {}).items():
             values |= {f"class/{metric}/{name}": value for name, value in classes.items()}
@@ -111,10 +106,8 @@ class RunLog:
         """
         due = self.examples_interval and (epoch % self.examples_interval == 0 or epoch + 1 == self.options.epochs)
         if due and self.run.trackers and (candidates := examples()):
-            from utils.tracking.wandb import example_images
-
             chosen = [candidates[k] for k in evenly_spaced(len(candidates), LOGGED_IMAGES)]
-            images = partial(example_images, chosen, self.read_image, self.class_names)
+            images = partial(wandb.example_images, chosen, self.read_image, self.class_names)
             self.run.log_media(lambda: {"examples/validation": images()})
 
     # Artifacts
@@ -133,12 +126,10 @@ class RunLog:
     def _upload(self, name: str, epoch: int, aliases: Sequence[str]) -> None:
         """Upload a file of the run's weights/, made in an epoch, if --upload-model is given."""
         if self.options.upload_model:
-            from utils.tracking.wandb import log_artifact
-
             file, aliases = self.run.path / "weights" / name, [*aliases, f"epoch-{epoch}"]
             metadata = {**self.metadata, "epoch": epoch, "metrics": self.metrics.get(epoch, {})}
             artifact = f"run_{self.run_id}_model"
-            self.run.with_wandb(lambda run: log_artifact(run, artifact, "model", aliases, [file], metadata))
+            self.run.with_wandb(lambda run: wandb.log_artifact(run, artifact, "model", aliases, [file], metadata))
 
     def log_results(self, progress: Progress) -> None:
         """Upload best.pt, if it is saved, and last.pt: one version with both aliases if the last epoch was the best."""
@@ -159,15 +150,13 @@ class RunLog:
         """
         if not self.options.upload_dataset or not self.run.trackers:
             return
-        from utils.tracking.wandb import log_artifact
-
-        references: list[tuple[Path, str]] = []
+        named: list[tuple[Path, str]] = []
         for kind, paths in files().items():
             existing = [path.absolute() for path in paths if path.is_file()]
             root = os.path.commonpath([path.parent for path in existing]) if existing else ""
-            references += [(path, f"{kind}/{path.relative_to(root)}") for path in existing]
+            named += [(path, f"{kind}/{path.relative_to(root)}") for path in existing]
         name, yaml = re.sub(r"[^\w.-]", "-", source.stem), [source] if source.is_file() else []
-        self.run.with_wandb(lambda run: log_artifact(run, name, "dataset", ["latest"], yaml, identity, references))
+        self.run.with_wandb(lambda run: wandb.log_artifact(run, name, "dataset", ["latest"], yaml, identity, named))
 
 
 def start_validation(run: Run, flags: Mapping[str, Any], training: Mapping[str, Any]) -> None:

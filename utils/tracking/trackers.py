@@ -127,18 +127,14 @@ def start_programs_between_forks() -> None:
 
 
 def requested_trackers(log_with: str, no_wandb: bool = False) -> list[str]:
-    """Return the installed trackers that --log-with names, a user's by the name of its file; warn of the others.
-
-    '' is W&B if it is installed, `all` every tracker that is.
-    """
+    """Return the installed trackers that --log-with names, a user's by the name of its file; warn of the others."""
     words = {"": [WANDB], "none": [], "all": TRACKERS}.get(log_with, log_with.split(","))
     names = dict.fromkeys(Path(word).stem if word.endswith(PYTHON_SUFFIX) else word for word in words)
     if no_wandb or os.environ.get("WANDB_MODE") == "disabled":
         names.pop(WANDB, None)
-    specs = {name: importlib.util.find_spec(name) for name in names}
-    # No origin: a folder of that name in the current one.
-    installed = [name for name, spec in specs.items() if spec is not None and spec.origin is not None]
-    for name in specs if log_with not in ("", "all") else ():
+    # Without an origin it is a folder of that name in the current one.
+    installed = [name for name in names if (spec := importlib.util.find_spec(name)) and spec.origin]
+    for name in names if log_with not in ("", "all") else ():
         if name not in installed:
             log(f"warning: {name} is not installed, so nothing is logged there: pip install {name}")
     return installed

@@ -143,10 +143,7 @@ class RowsTogether:
 
 
 class Recorded:
-    """A function of tensors, whose kernels are replayed from the fourth call on with tensors of the same shapes.
-
-    See `Recorder.recorded` for the arguments.
-    """
+    """A function, see `Recorder.recorded`, whose kernels are replayed from the fourth call of the same shapes on."""
 
     def __init__(self, function: Function, module: nn.Module | None, recorder: Recorder, turns: int) -> None:
         self.part, self.recorder, self.turns, self.turn = _Part(function, module), recorder, turns, 0
@@ -206,7 +203,6 @@ class Recording:
             themselves may belong to autograd's graph of this step, or to DDP
         inputs: tensors that a replay reads, which are filled before it
         structure: the nested lists, tuples and dicts that `inputs` are the leaves of
-        copies: see `Recorder`
     """
 
     def __init__(

@@ -17,6 +17,8 @@ from utils.checkpoint import TrainingState, floating_buffers
 from utils.distributed.deepspeed import gathered_parameters
 from utils.distributed.logical import DistributedModel
 from utils.errors import UserError
+from utils.training.cuda_graph import RecordedCall, can_record, record_kernels
+from utils.training.hashes import StepHashes
 from utils.training.log import DeviceValue, Point, StepLog
 from utils.training.optimizer import Schedule, step_if
 
@@ -54,11 +56,7 @@ class OptimizerSteps:
         hashes: bool = False,
     ) -> None:
         self.run, self.model, self.state, self.schedule = run, model, state, schedule
-        self.hashes = None
-        if hashes:  # write hashes.csv
-            from utils.training.hashes import StepHashes
-
-            self.hashes = StepHashes(run, model, loss_names, state)
+        self.hashes = StepHashes(run, model, loss_names, state) if hashes else None  # writes hashes.csv
         self.log = StepLog(run, loss_names, schedule, state.decisions.batch_size, state.progress, profile_steps)
         self.optimizer, self.ema, self.progress = state.optimizer, state.ema, state.progress
         buffers = [buffer for copy in model.copies for buffer in floating_buffers(copy).values()]
@@ -77,8 +75,6 @@ class OptimizerSteps:
         """Let networks, loss and averages replay their kernels, if `wanted` and possible; return the loss to use."""
         if self.model.accelerator.device.type != "cuda":
             return criterion
-        from utils.training.cuda_graph import RecordedCall, can_record, record_kernels
-
         record = wanted and can_record(self.model)
         if record:
             self.update_averages = RecordedCall(self._update_averages)
@@ -131,10 +127,7 @@ class OptimizerSteps:
             self.ema.update(*self.model.copies, taken=taken)
 
     def flush(self, keep: int = 0) -> None:
-        """Count taken and skipped steps, all but the last `keep`, and log their points.
-
-        Raises `UserError` on every process after too many skipped steps in a row.
-        """
+        """Count and log all steps but the last `keep`. Raises `UserError` on every process if too many are skipped."""
         progress = self.progress
         while len(self.ended) > keep:
             ended = self.ended.popleft()
