@@ -175,8 +175,8 @@ class Output:
             self._write(None, write_text, self.folder / "predictions.csv", text)
         self.problems += dict.fromkeys(self.failed.values())
         self.lock.release()
-        files = {path.name for path in self.folder.rglob("*") if path.is_file()}
-        if self.is_new and files <= {LOCK_FILE, SETTINGS_FILE}:
+        files = (path.name for path in self.folder.rglob("*") if path.is_file())
+        if self.is_new and {LOCK_FILE, SETTINGS_FILE}.issuperset(files):
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
