@@ -62,10 +62,8 @@ class Predictor:
         flags: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
-        logs_files = flags is not None
-        if flags is None:
-            flags = given_flags(DetectOptions, words_of({**arguments, "weights": weights}), ARGUMENTS)
-        options = DetectOptions(**flags)
+        given = flags or given_flags(DetectOptions, words_of({**arguments, "weights": weights}), ARGUMENTS)
+        options = DetectOptions(**given)
         self.device = devices_named("0" if options.device == "cuda" else options.device)[0]
         half = options.half and self.device.type == "cuda"
         with ExitStack() as closing:
@@ -73,10 +71,10 @@ class Predictor:
             log.quiet = log.quiet or options.quiet
             members = read_members(options.weights, options.layers, options.task_file, options.augment)
             source = data_source(options.data, members.entry.data) if options.data else None
-            if logs_files:
+            if flags:
                 log(located({"weights": members.files.values(), "data": [source.spec.file] if source else []}))
             kind = members.entry.load()
-            members.refuse(DetectOptions, flags)
+            members.refuse(DetectOptions, given)
             self.task = kind(source.names() if source else members.first.class_names, kind.recipe())
             self.data = dataset_class(members.entry.data)
             size = members.image_size(options.imgsz)
