@@ -34,14 +34,17 @@ class Server:
         return f"{self.address}/{name}"
 
 
-def sending(content: bytes, length: int | None = None, cut: int | None = None) -> Answer:
+def sending(content: bytes, length: int | None = None, cut: int | None = None, **headers: str) -> Answer:
     """Return an answer with this content.
 
     length: Content-Length, by default the real one; -1 for none. cut: bytes after which the connection ends.
+    headers: further ones, with _ for -.
     """
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
+        for name, value in headers.items():
+            handler.send_header(name.replace("_", "-"), value)
         if length != -1:
             handler.send_header("Content-Length", str(len(content) if length is None else length))
         handler.end_headers()
@@ -85,6 +88,8 @@ def serving() -> Iterator[Server]:
         def do_GET(self) -> None:
             server.asked.append(self.path)
             server.answers.get(self.path, lambda handler: handler.send_error(404))(self)
+
+        do_HEAD = do_GET
 
     with running(Handler) as address:
         server = Server(address)

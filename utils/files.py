@@ -315,24 +315,31 @@ def fetch_from_hub(name: str) -> Path:
     The name is owner/name, owner/name/file, or with a revision owner/name@revision; without a file it means best.pt,
     else the repository's only weight file. Raises `UserError`.
     """
-    import huggingface_hub as hub
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub.utils import logging  # `import huggingface_hub` imports no submodule
 
     flag, match = f"--weights {HUB_PREFIX}{name}", HUB_NAME.fullmatch(name)
     if not match:
         raise UserError(f"{flag} is not of the form {HUB_PREFIX}owner/name or {HUB_PREFIX}owner/name/file.pt")
     repository, revision, file = match.groups()
-    hub.utils.logging.set_verbosity_error()
-    with suppress(Exception):  # of any class, depending on the version; the file may be in the cache
-        info = hub.HfApi().model_info(repository, revision=revision, timeout=SERVER_TIMEOUT_SECONDS)
-        names = [entry.rfilename for entry in info.siblings or []]
-        weights = [name for name in names if name.endswith(WEIGHT_SUFFIXES)]
-        file = file or (weights[0] if len(weights) == 1 else "best.pt")
-        licence = "".join(f" (licence: {tag[8:]})" for tag in info.tags or [] if tag.startswith("license:"))
-        print(f"{HUB_PREFIX}{repository}/{file}{licence}", file=sys.stderr, flush=True)
-        for description in {"config.json", "README.md"}.intersection(names):  # see `Task.described`
-            hub.hf_hub_download(repository, description, revision=revision)
+    logging.set_verbosity_error()
+    names, tags = list[str](), list[str]()
     try:
-        return Path(hub.hf_hub_download(repository, file or "best.pt", revision=revision))
+        info = HfApi().model_info(repository, revision=revision, timeout=SERVER_TIMEOUT_SECONDS)
+        names, tags = [entry.rfilename for entry in info.siblings or []], info.tags or []
+    except Exception:  # of any class, depending on the version; the file may be in the cache
+        with suppress(Exception):
+            folder = snapshot_download(repository, revision=revision, local_files_only=True, allow_patterns=[])
+            names = [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*")]
+    weights = [name for name in names if name.endswith(WEIGHT_SUFFIXES)]
+    file = file or (weights[0] if len(weights) == 1 else "best.pt")
+    licence = "".join(f" (licence: {tag[8:]})" for tag in tags if tag.startswith("license:"))
+    if file in names:
+        print(f"{HUB_PREFIX}{repository}/{file}{licence}", file=sys.stderr, flush=True)
+    try:
+        for description in {"config.json", "README.md"}.intersection(names):  # see `Task.described`
+            hf_hub_download(repository, description, revision=revision)
+        return Path(hf_hub_download(repository, file, revision=revision))
     except Exception as error:
         reason = first_line(Exception(HUB_TOKEN.sub("...", str(error))))
         raise UserError(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import multiprocessing
 import os
 import shutil
 import socket
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +28,7 @@ from tests.web import Server, failing, plant_free_space, sending, serving, witho
 from utils import files
 from utils.errors import UserError
 from utils.files import (
+    ROOT,
     cache_folder,
     download,
     fetch_from_hub,
@@ -387,6 +391,9 @@ class Hub:
         siblings = [SimpleNamespace(rfilename=file) for file in self.repositories[repository]]
         return SimpleNamespace(siblings=siblings, tags=self.tags)
 
+    def snapshot(self, repository: str, revision: str | None, **how: object) -> str:
+        return str(self.folder / repository / (revision or "main"))
+
     def download(self, repository: str, file: str, revision: str | None, local_files_only: bool = False) -> str:
         path = self.folder / repository / (revision or "main") / file
         if not local_files_only and file in self.repositories[repository]:
@@ -403,6 +410,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", hub.download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot)
     return hub
 
 
@@ -426,8 +434,22 @@ def test_weights_of_the_hub(
     assert path.with_name("config.json").is_file() == ("config.json" in repository)
     assert "agpl-3.0" in capsys.readouterr().err
     hub.error = "the server is down"
-    file = chosen.partition("/")[2]
-    assert fetch_from_hub(name if file in name else f"{name}/{file}") == hub.folder / "me" / "mine" / chosen
+    assert fetch_from_hub(name) == path
+
+
+def test_the_real_library(tmp_path: Path, server: Server) -> None:
+    """In a new process, in which nothing has imported a part of huggingface_hub; then offline, from its cache."""
+    siblings = [{"rfilename": name} for name in ("a.pt", "README.md")]
+    server.give("api/models/me/mine", sending(json.dumps({"id": "me/mine", "siblings": siblings}).encode()))
+    for entry in siblings:
+        answer = sending(b"weights", ETag=f'"{entry["rfilename"]}"', X_Repo_Commit="0" * 40)
+        server.give(f"me/mine/resolve/main/{entry['rfilename']}", answer)
+    code = "from utils.files import fetch_from_hub; print(fetch_from_hub('me/mine').read_text())"
+    hub = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": server.address, "HF_HUB_DISABLE_XET": "1"}
+    for variables in (hub, {**hub, "HF_HUB_OFFLINE": "1"}):
+        ended = subprocess.run([sys.executable, "-c", code], env=variables, cwd=ROOT, capture_output=True, text=True)
+        assert ended.stdout == "weights\n", ended.stderr
+        assert ended.stderr == "hf:me/mine/a.pt\n"
 
 
 @pytest.mark.parametrize(
