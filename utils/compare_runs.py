@@ -9,47 +9,80 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from utils.config.settings import curve_settings
-from utils.errors import UserError, plural, quoted
-from utils.files import read_yaml
+from utils.console import log
+from utils.errors import UserError, first_line, plural, quoted
+from utils.files import read_regular, read_yaml
 
 HASHES, MACHINE = "hashes.csv", "hashes.yaml"  # in a run folder
 COUNTERS = ("step", "epoch", "batch")  # columns of hashes.csv that are not hashes; the batch is the step's last
 BY_PARAMETER = ("gradients", "weights")  # columns with the sum of the columns of all parameters: `gradients NAME`
+FORMAT = 2  # of hashes.yaml: how hashes are computed; only equal formats can be compared
+ROW = re.compile(r"(?:[0-9]{1,18},){3}[0-9a-f]{16}(?:,[0-9a-f]{16})*")  # of hashes.csv
 
 
 def read_hashes(run: Path) -> list[dict[str, str]]:
-    """Return the rows of a run's hashes.csv, one per optimizer step; a row cut off by a kill is left out."""
-    if not (run / HASHES).is_file():
+    """Return the rows of a run's hashes.csv, one per optimizer step; a row cut off by a kill is left out.
+
+    Raises `UserError` for a file that is missing, damaged or without rows, and for hashes of another format.
+    """
+    file = run / HASHES
+    if not file.exists():
         raise UserError(f"{run} has no {HASHES}; train both runs with --hashes")
-    with (run / HASHES).open(newline="") as file:
-        return [row for row in csv.DictReader(file) if None not in row.values()]
+    try:
+        lines = read_regular(file).decode().rpartition("\n")[0].splitlines()
+        header = next(csv.reader(lines), [])
+        for number, line in enumerate(lines[1:], 2):
+            if header[:3] != [*COUNTERS] or not ROW.fullmatch(line) or line.count(",") != len(header) - 1:
+                raise ValueError(f"line {number} does not have a hash for each column")
+        if len(lines) < 2:
+            raise ValueError("there are no optimizer steps")
+    except (OSError, ValueError, csv.Error) as error:
+        raise UserError(f"{file} cannot be read: {first_line(error)}; train the run again") from None
+    if (form := read_yaml(run / MACHINE).get("format")) != FORMAT:
+        raise UserError(f"{run / MACHINE}: format {quoted(form)} cannot be compared, only {FORMAT}; train both again")
+    return [dict(zip(header, line.split(","), strict=True)) for line in lines[1:]]
+
+
+def split_column(name: str) -> tuple[str, str]:
+    """Return what a column hashes, and the parameter: `gradients NAME` is ("gradients", NAME), others have none."""
+    kind, _, parameter = name.partition(" ")
+    return (kind, parameter) if kind in BY_PARAMETER else (name, "")
 
 
 def compare(*runs: Path) -> dict[str, Any]:
-    """Return whether two runs are the `same`, known `causes`, and what differs in the first step that does."""
+    """Return whether two runs are the `same`, known `causes`, and what differs in the first step that does.
+
+    Raises `UserError` if they cannot be compared.
+    """
     steps = [read_hashes(run) for run in runs]
+    if len({rows[0]["step"] for rows in steps}) > 1:
+        begins = [f"{run / HASHES} begins at step {rows[0]['step']}" for run, rows in zip(runs, steps, strict=True)]
+        raise UserError(f"{', '.join(begins)}; train both runs with --hashes from the start")
     before = [{**curve_settings(read_yaml(run / "settings.yaml")), **read_yaml(run / MACHINE)} for run in runs]
     pairs = {key: [values.get(key) for values in before] for key in dict.fromkeys([*before[0], *before[1]])}
     causes = {key: [one, two] for key, (one, two) in pairs.items() if one != two}
     result = {"same": len(steps[0]) == len(steps[1]), "steps": [len(rows) for rows in steps], "causes": causes}
     for row, other in zip(*steps, strict=False):
         if row != other:
-            different = [name for name in row if row[name] != other.get(name)]
-            by_parameter = [name.split(" ") for name in different if " " in name]
+            columns = dict.fromkeys([*row, *other])
+            different = [split_column(name) for name in columns if row.get(name) != other.get(name)]
+            kinds = dict.fromkeys(kind for kind, _ in different)
             return {
                 **result,
                 "same": False,
                 **{name: int(row[name]) for name in COUNTERS},
-                "equal": [name for name in row if name not in (*different, *COUNTERS) and " " not in name],
-                "different": [name for name in different if " " not in name],
-                "parameters": {kind: [name for of, name in by_parameter if of == kind] for kind in BY_PARAMETER},
+                "equal": [name for name in row if name not in (*kinds, *COUNTERS) and not split_column(name)[1]],
+                "different": [*kinds],
+                "parameters": {kind: [name for of, name in different if of == kind and name] for kind in BY_PARAMETER},
             }
     return result
 
@@ -72,12 +105,15 @@ def described(result: Mapping[str, Any]) -> list[str]:
 
 
 def weights_hash(run: Path) -> str:
-    """Return the SHA-256 of the names and the bytes of all tensors in weights/last.pt."""
+    """Return the SHA-256 of the names and the bytes of all tensors in weights/last.pt. Raises `UserError`."""
     import torch  # only here, because a comparison needs none
 
-    digest = sha256()
-    for name, tensor in torch.load(run / "weights" / "last.pt", map_location="cpu")["state"].items():
-        digest.update(name.encode() + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    file, digest = run / "weights" / "last.pt", sha256()
+    try:
+        for name, tensor in torch.load(BytesIO(read_regular(file)), map_location="cpu")["state"].items():
+            digest.update(name.encode() + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    except Exception as error:  # of any class, if the file is not one of train.py
+        raise UserError(f"{file} cannot be read: {first_line(error)}; train the run again") from None
     return digest.hexdigest()
 
 
@@ -91,13 +127,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     try:
         result: dict[str, Any] = compare(options.run, options.other) if options.other else {"same": True}
-        is_saved = (options.run / "weights" / "last.pt").exists()
-        result["weights"] = weights_hash(options.run) if is_saved or not options.other else "not saved yet"
-    except (UserError, OSError) as error:
+        is_needed = options.expect or not options.other or (options.run / "weights" / "last.pt").exists()
+        result["weights"] = weights_hash(options.run) if is_needed else "not saved yet"
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     lines = described(result) if options.other else []
-    print(json.dumps(result) if options.json else "\n".join([*lines, f"SHA-256 of A's weights: {result['weights']}"]))
+    print(json.dumps(result, default=str)) if options.json else log(
+        *lines, f"SHA-256 of A's weights: {result['weights']}"
+    )
     sys.exit(not result["same"] or options.expect not in (None, result["weights"]))
 
 

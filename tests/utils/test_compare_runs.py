@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 import train
-from utils.compare_runs import BY_PARAMETER, HASHES, compare, described, main, weights_hash
+from utils.checkpoint import serialised
+from utils.compare_runs import BY_PARAMETER, COUNTERS, FORMAT, HASHES, MACHINE, compare, described, main, weights_hash
+from utils.errors import UserError
 from utils.training.steps import OptimizerSteps
 
 Train = Callable[..., Path]
@@ -91,22 +94,86 @@ def test_more_threads(trained: Train, usual: Path) -> None:
     assert "device" in "".join(described(found))
 
 
-def test_a_resumed_run_goes_on(trained: Train, usual: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("older", [False, True])
+def test_a_resumed_run_goes_on(trained: Train, usual: Path, older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hashes of an older version are not continued."""
+
     def leave(self: OptimizerSteps) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(OptimizerSteps, "next_epoch", leave)
         with pytest.raises(KeyboardInterrupt):
-            trained("resumed", save_steps=3)
-    folder = usual.with_name("resumed")
+            trained(f"resumed{older}", save_steps=3)
+    folder = usual.with_name(f"resumed{older}")
+    if older:
+        (folder / MACHINE).write_text("torch: 2")
     train.run(resume=str(folder))
-    assert (folder / HASHES).read_bytes() == (usual / HASHES).read_bytes()
+    if older:
+        with pytest.raises(UserError, match="begins at step 5"):
+            compare(usual, folder)
+    else:
+        assert (folder / HASHES).read_bytes() == (usual / HASHES).read_bytes()
 
 
-def test_a_run_without_hashes(usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "settings.yaml").write_text("{}")
+HEAD = ",".join([*COUNTERS, "pixels", "weights", "weights a"]) + "\n"
+ROWS = [f"{step},1,{step}{f',{step:016x}' * 3}\n" for step in (1, 2, 3)]
+WEIGHTS = serialised({"state": {"a": torch.arange(4.0)}}).tobytes()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[Path]:
+    """Two equal run folders."""
+    for name in "AB":
+        (tmp_path / name / "weights").mkdir(parents=True)
+        files = {HASHES: HEAD + "".join(ROWS), MACHINE: f"format: {FORMAT}"}
+        files["settings.yaml"] = "hyperparameters: {lr0: 1}"
+        for file, text in files.items():
+            (tmp_path / name / file).write_text(text)
+        (tmp_path / name / "weights" / "last.pt").write_bytes(WEIGHTS)
+    return [tmp_path / "A", tmp_path / "B"]
+
+
+def compared(*words: object) -> int:
     with pytest.raises(SystemExit) as end:
-        main([str(usual), str(tmp_path)])
-    assert end.value.code == 2
-    assert str(tmp_path) in capsys.readouterr().err
+        main(list(map(str, words)))
+    return int(end.value.code or 0)
+
+
+@pytest.mark.parametrize("file", [HASHES, MACHINE, "settings.yaml", "weights/last.pt"])
+@pytest.mark.parametrize("content", [b"", b"text\n", bytes(range(256)), WEIGHTS[:500], None, "pipe"])
+def test_a_file_that_cannot_be_compared(
+    file: str, content: bytes | str | None, pair: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path := pair[0] / file).unlink()
+    if content == "pipe":
+        os.mkfifo(path)
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    expect = ["--expect", "0"] if content is None else []
+    assert compared(*pair, *expect) == 2
+    assert capsys.readouterr().err.startswith(f"error: {path.parent if file == HASHES and content is None else path}")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "code", "said"),
+    [
+        (HASHES, HEAD, 2, "there are no optimizer steps"),
+        (HASHES, HEAD + "".join(ROWS[1:]), 2, "begins at step 2"),
+        (HASHES, HEAD + "".join(ROWS).replace("02,", "0,"), 2, "line 3 does not have a hash for each column"),
+        (HASHES, HEAD + "".join(ROWS).replace("02\n", "03\n"), 1, "pixels are equal; these differ: weights of a\n"),
+        (HASHES, HEAD + "".join(ROWS)[:-3], 1, "the same: 2 steps, then one run goes on to step 3\n"),
+        (HASHES, HEAD.replace("\n", ",x\n") + "".join(ROWS).replace("\n", f",{0:016x}\n"), 1, "these differ: x\n"),
+        (MACHINE, f"format: {FORMAT - 1}", 2, f"format {FORMAT - 1} cannot be compared"),
+        (MACHINE, "torch: 2", 2, "format None cannot"),
+        (MACHINE, f"format: {FORMAT}\ntorch: 2", 0, "torch differs: None and 2\nthe same: 3 steps\n"),
+        ("settings.yaml", "hyperparameters: {lr0: 2}", 0, "hyperparameters: lr0 differs: 1 and 2\nthe same: 3 steps\n"),
+        ("settings.yaml", "hyperparameters: 2", 0, "hyperparameters differs: None and 2\n"),
+    ],
+)
+def test_what_is_said(
+    file: str, text: str, code: int, said: str, pair: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (pair[1] / file).write_text(text)
+    assert compared(*pair) == code
+    assert said in "".join(capsys.readouterr())

@@ -175,8 +175,11 @@ def check_settings(settings: Mapping[str, Any], recorded: Mapping[str, Any], sou
 
 def curve_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that the curve depends on; hyperparameters and model settings as `hyperparameters: lr0`."""
-    parts = {f"{part}: {key}": value for part in SETTINGS_PARTS for key, value in settings.get(part, {}).items()}
-    return {name: settings[name] for name in CURVE_FLAGS if name in settings} | parts
+    values = {name: settings[name] for name in CURVE_FLAGS if name in settings}
+    for part in SETTINGS_PARTS:
+        value = settings.get(part, {})
+        values |= {f"{part}: {key}": each for key, each in value.items()} if isinstance(value, dict) else {part: value}
+    return values
 
 
 def _refuse_change(run: Path, setting: str, now: object, saved: object) -> None:

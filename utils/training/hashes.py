@@ -16,7 +16,8 @@ import yaml
 from torch import Tensor, nn
 
 from utils.batch import ClassInfo
-from utils.compare_runs import BY_PARAMETER, COUNTERS, HASHES, MACHINE, read_hashes
+from utils.compare_runs import BY_PARAMETER, COUNTERS, FORMAT, HASHES, MACHINE, read_hashes
+from utils.console import log
 from utils.distributed.deepspeed import is_requested
 from utils.distributed.doctor import code_hash
 from utils.distributed.launch import describe_device
@@ -70,8 +71,14 @@ class StepHashes:
         run.on_main(lambda: self._open(header, state.identity, state.progress.step))
 
     def _open(self, header: Sequence[str], identity: Identity, step: int) -> None:
-        rows = read_hashes(self.run.path) if step and (self.run.path / HASHES).is_file() else []
+        rows = []
+        if step and (self.run.path / HASHES).exists():
+            try:
+                rows = read_hashes(self.run.path)
+            except UserError as error:
+                log(f"warning: {error}; {HASHES} begins anew after step {step}")
         machine = {
+            "format": FORMAT,
             **{f"data of `{split}`": dict(values) for split, values in identity.splits.items()},
             "code": code_hash(ROOT),
             "torch": str(torch.__version__),
