@@ -27,6 +27,7 @@ from utils.config.hyperparameters import Recipe, is_shipped, log_unread
 from utils.config.parser import given_flags
 from utils.config.settings import Settings
 from utils.console import log
+from utils.distributed.deepspeed import is_requested
 from utils.distributed.logical import check_logical_processes
 from utils.distributed.ranks import broadcast_from_main, world_size
 from utils.errors import UserError
@@ -223,6 +224,8 @@ def resolve(unresolved: Settings, agreed: Callable[[bool], bool] = bool) -> Job:
     memory.check_batch_size(options.batch_size, options.logical_processes)
     check_logical_processes(options.logical_processes, options.batch_size, options.sync_bn)
     profile_window(options.profile)
+    if options.hashes and is_requested():
+        raise UserError("--hashes cannot see DeepSpeed's gradients; leave it out, or use another launch file")
     if options.no_deterministic and options.logical_processes:
         raise UserError("--no-deterministic cannot be used with --logical-processes, which promises equal bytes")
     return Job(settings, source, replace(start_from, yaml=yaml), task, fitness)

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 from job import VALIDATION_BATCH, Job, hyperparameter_names, resolve, settings_of
 from models.loading import rate_factors
 from models.tasks.contract import Criterion, refuse, terms_of
-from utils.checkpoint import Decisions, Identity, TrainingState, read_saved_state
+from utils.checkpoint import Decisions, Identity, TrainingState, explain_misfit, read_saved_state
 from utils.config.settings import Settings
 from utils.console import log
 from utils.distributed.failure import StopRequested, barrier, run_main
@@ -70,8 +70,9 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
     identity = Identity(task.names, model.imgsz, {"train": data.train.identity(), "val": data.val.identity()})
     saved = read_saved_state(run, settings, identity)
     if saved:
-        model.load_state_dict(saved["model"])  # before `task.criterion`, which may read what `adapt` has changed
-        decisions = Decisions(**saved["decisions"])
+        with explain_misfit(saved):
+            model.load_state_dict(saved["model"])  # before `task.criterion`, which may read what `adapt` has changed
+            decisions = Decisions(**saved["decisions"])
     else:
         decisions = job.decide(run, model, data, known_share)
     batch_size, known_share = decisions.batch_size, decisions.known

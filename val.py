@@ -97,8 +97,9 @@ class Evaluator:
         numbers = sorted(run.collectives.gather(numbers))
         refuse(numbers != [*range(self.images)], data, f"gave {len(numbers)} images for {self.images}, or one twice")
         summary = self.metrics.summarise(run.collectives.gather(records))
-        missing = {*task.metric_names} - {*summary.metrics}
-        refuse(bool(missing), self.metrics, f"has no metric {', '.join(sorted(missing))}")
+        values = {**dict.fromkeys(task.metric_names), **summary.metrics, "fitness": summary.fitness}
+        wrong = [name for name, value in values.items() if not isinstance(value, (int, float))]
+        refuse(bool(wrong), self.metrics, f"has no number for {', '.join(wrong)}")
         means = self._mean_losses(run.collectives.gather(losses))
         return run.collectives.broadcast(replace(summary, losses=means, rate=bar.rate))
 

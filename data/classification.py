@@ -191,6 +191,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
 
     def __post_init__(self) -> None:
         self.names = self.class_names(self.spec, self.options.single_cls)
+        self.stride = math.lcm(self.stride, math.gcd(self.imgsz, MULTI_SCALE_STEP_PIXELS))
 
     @staticmethod
     def class_names(spec: DataSpec, single_cls: bool) -> dict[int, str]:
@@ -257,10 +258,8 @@ class ClassificationData(DataSet[ClassificationSplit]):
 
     def train_loader(self, split: ClassificationSplit, batch_size: int, hyp: Recipe, seed: int) -> DataLoader[Any]:
         """Return a loader of augmented items."""
-        stride = math.lcm(self.stride, math.gcd(self.imgsz, MULTI_SCALE_STEP_PIXELS))
-        batches = training_batches(
-            self.options, split.instances(), split.sizes, batch_size, seed, self.imgsz, stride, mixed=1
-        )
+        options, instances = self.options, split.instances()
+        batches = training_batches(options, instances, split.sizes, batch_size, seed, self.imgsz, self.stride, mixed=1)
         assert isinstance(hyp, Transforms)  # the recipe of a task with this data set
         capacity = images_in_use(batch_size, self.options.workers) if hyp.mixup or hyp.cutmix else 0
         images = Images(split.images, split.sizes, 0, cache=self.train_cache, capacity=capacity)

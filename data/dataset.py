@@ -238,7 +238,7 @@ class DataSet(ABC, Generic[S]):
         if both := paths[0] & paths[1]:
             count = f"{len(both)} of the {len(val.images)} validation images are training images too"
             log(f"warning: {count}, such as {os.path.join(*min(both))}; the metrics will look better than they are")
-        self.options.report(train.instances(), len(train.images), self.imgsz)
+        self.options.report(train.instances(), len(train.images), self.imgsz, self.stride)
 
 
 D = TypeVar("D", bound=DataSet[Any])

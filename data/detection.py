@@ -228,6 +228,9 @@ class DetectionData(DataSet[DetectionSplit]):
 
     def split(self, name: str, hyp: Recipe | None = None) -> DetectionSplit:
         """Read and check a split, with the labels' polygons if `hyp` warps or cuts images: see `DataSet`."""
+        if isinstance(hyp, Augmentation) and (self.options.rect or not hyp.mosaic):
+            keys = " and ".join(key for key in ("mixup", "copy_paste") if getattr(hyp, key))
+            log(f"{keys}: no effect without mosaics ({'--rect' if hyp.mosaic else 'mosaic 0'})" if keys else "")
         listing, rules = self.spec.listing(name), self.spec.row_rules(self.row_rules(hyp))
         labels = load_labels(listing.images, f"{name} labels", self.options.workers, rules, listing.annotated)
         problems = (*listing.problems, *labels.problems)

@@ -79,13 +79,14 @@ class Sampling:
         weights = np.bincount(instances.images, weights=of_class[instances.classes], minlength=count)
         return weights / weights.sum()
 
-    def report(self, instances: Instances, count: int, imgsz: int) -> None:
+    def report(self, instances: Instances, count: int, imgsz: int, stride: int) -> None:
         """Log what each flag that is on does to a split of `count` images."""
         if self.image_weights:
             never = count - len(np.unique(instances.images))
             log(f"--image-weights: {count:,} samples per epoch; {never:,} images have no labels")
         if self.multi_scale:
-            log(f"--multi-scale: each batch at one of the sizes from {imgsz // 2} to {self.largest(imgsz)} pixels")
+            sizes = ", ".join(map(str, batch_sizes(imgsz, stride)))
+            log(f"--multi-scale: each batch at one of the sizes {sizes} pixels")
         if self.close_mosaic:
             first = max(self.epochs - self.close_mosaic, 0) + 1
             log(f"--close-mosaic {self.close_mosaic}: no mixed images from epoch {first} on")

@@ -176,6 +176,10 @@ def read_weights(path: str | Path, licence: str = "") -> Weights:
             if described := entry.load().described(path.parent):
                 model, names, named_licence = described
                 weights, licence = replace(weights, model=model, names=names, task=task), named_licence or licence
+        if {*weights.names} != {*range(len(weights.names))}:
+            raise UnusableFile(
+                f"numbers its classes {[*weights.names][:10]}; number them from 0 (in `names` or id2label)"
+            )
         origin = weights.origin
         if weights.source != "lockstep":
             origin = Origin(LICENCES.get(weights.source, licence or UNKNOWN))

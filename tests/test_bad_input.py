@@ -158,6 +158,7 @@ ERRORS: dict[str, Case] = {
     "missing folder": (lambda i: i.change(val="images/none"), "`val: images/none`", ""),
     "missing split": (lambda i: i.change(val=None), "data.yaml has no `val:`", ""),
     "no labels": (lambda i: i.labels("", "train"), "`train:`", ""),
+    "half a character": (lambda i: i.change(names=["cat", "d\ud800", "cow"]), r"'d\ud800'", ""),
     "names too few": (lambda i: i.change(nc=5), "`nc` is 5", ""),
     "out of range": (lambda i: i.write("hyp.yaml", {"mosaic": 2}), "hyp.yaml: mosaic", ""),
     # models and a user's files
@@ -174,6 +175,9 @@ ERRORS: dict[str, Case] = {
     ),
     "another task's": (
         lambda i: i.weights(task="pose", model={**i.model, "task": "pose"}), "'pose'", f"{WEIGHTS} --cfg=",
+    ),
+    "classes from 1": (
+        lambda i: i.weights(names={1: "cat", 2: "dog", 3: "cow"}), "weights.pt numbers its classes [1, 2, 3]", WEIGHTS,
     ),
     "bare tensors": (lambda i: i.bare_weights(), "--cfg", f"{WEIGHTS} --cfg="),
     "other classes": (

@@ -100,6 +100,7 @@ def test_an_older_version_is_refused(
     version = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "0.17.4" if name == "deepspeed" else version(name))
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # of a launcher
     code, printed = call_main("train.py", "--device", "cpu", "--project", str(tmp_path / "runs"), flag)
     refused(printed, f"DeepSpeed 0.17.4 is installed, but versions before {FLOOR} ")
     assert (code, list(tmp_path.iterdir())) == (1, [])
@@ -156,3 +157,13 @@ def test_five_steps_as_under_ddp(stage: int, precision: str, on_processes: OnPro
     tolerance = 1e-3 if precision == "no" else 6e-2
     assert norms == pytest.approx(expected_norms, rel=tolerance)
     assert (moved - expected).norm() < tolerance * expected.norm()
+
+
+def test_hashes_are_refused_before_anything_is_written(
+    call_main: CallMain, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("job.is_requested", lambda: True)
+    flags = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--imgsz", "64", "--device", "cpu")
+    code, printed = call_main("train.py", *flags, "--hashes", "--project", str(tmp_path / "runs"))
+    assert (code, printed.count("\n"), (tmp_path / "runs").exists()) == (1, 1, False)
+    assert printed.startswith("error: --hashes ")

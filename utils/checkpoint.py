@@ -13,7 +13,8 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -30,8 +31,8 @@ from utils.console import log
 from utils.distributed.deepspeed import gathered_parameters, load_optimizer_state, optimizer_state
 from utils.distributed.launch import connect
 from utils.distributed.ranks import Collectives, broadcast_from_main, world_size
-from utils.errors import Stopped, UserError, first_line, plural
-from utils.files import SETTINGS_FILE, read_regular, read_yaml, write_bytes
+from utils.errors import Stopped, UserError, first_line, plural, public
+from utils.files import SETTINGS_FILE, VERSION, read_regular, read_yaml, write_bytes
 from utils.summary import Summary
 
 if TYPE_CHECKING:
@@ -247,6 +248,7 @@ class TrainingState:
         """Return the state as tensors and plain values. Under ZeRO-3 the weights must be gathered."""
         counters = {
             "format": STATE_FORMAT,
+            "version": VERSION,
             **vars(self.identity),
             "decisions": asdict(self.decisions),
             "progress": asdict(self.progress),
@@ -269,21 +271,25 @@ class TrainingState:
         Call it after `Accelerator.prepare`, in which DDP copies the main process's buffers to all processes, and before
         anything copies `progress` or `loss_sums`, such as `NonFiniteGuard`.
         """
-        vars(self.progress).update(vars(Progress.from_state(saved["progress"])))
-        logical, saved_values = self.logical, saved["shares"]
-        local_values = saved_values[logical.first : logical.first + logical.local]
-        if len(saved_values) != logical.count:
-            # Another number of logical processes: each gets the mean statistics, and an equal part of the sums. In
-            # float64 the mean of equal values is that value.
-            mean = tree_map(lambda *values: torch.stack([value.double() for value in values]).mean(0), *saved_values)
-            mean["totals"] *= len(saved_values) / logical.count
-            local_values = [mean] * logical.local
-        tree_map(Tensor.copy_, self._per_logical(), local_values)
-        load_optimizer_state(self.optimizer, self.parameters, saved["optimizer"])
-        for group, rate in zip(self.optimizer.param_groups, saved["rates"], strict=True):
-            group["lr"] = rate
-        if self.scaler is not None and saved["scaler"]:
-            self.scaler.load_state_dict(saved["scaler"])
+        with explain_misfit(saved):
+            vars(self.progress).update(vars(Progress.from_state(saved["progress"])))
+            logical, saved_values = self.logical, saved["shares"]
+            local_values = saved_values[logical.first : logical.first + logical.local]
+            if len(saved_values) != logical.count:
+                # Another number of logical processes: each gets the mean statistics, and an equal part of the sums. In
+                # float64 the mean of equal values is that value.
+                mean = tree_map(
+                    lambda *values: torch.stack([value.double() for value in values]).mean(0), *saved_values
+                )
+                mean["totals"] *= len(saved_values) / logical.count
+                local_values = [mean] * logical.local
+            # The view, because `copy_` alone would spread a single value.
+            tree_map(lambda now, then: now.copy_(then.view_as(now)), self._per_logical(), local_values)
+            load_optimizer_state(self.optimizer, self.parameters, saved["optimizer"])
+            for group, rate in zip(self.optimizer.param_groups, saved["rates"], strict=True):
+                group["lr"] = rate
+            if self.scaler is not None and saved["scaler"]:
+                self.scaler.load_state_dict(saved["scaler"])
 
     def _per_logical(self) -> list[dict[str, Any]]:
         """Return the tensors of each local logical process: loss sums, and the statistics of the model and its EMA."""
@@ -291,6 +297,21 @@ class TrainingState:
             {"totals": totals, "model": floating_buffers(model), "ema": floating_buffers(ema)}
             for totals, model, ema in zip(self.loss_sums, self.copies, self.ema.replicas, strict=True)
         ]
+
+
+@contextmanager
+def explain_misfit(saved: Mapping[str, Any]) -> Iterator[None]:
+    """Raise `UserError` if a block, which loads a saved state, meets other keys or shapes than it has."""
+    try:
+        yield
+    except (RuntimeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        reason = public(str(error).strip().rpartition("\n")[2].strip(), 160)  # torch names tensors in the last line
+        raise UserError(
+            f"the saved state does not fit this code ({reason}); restore the code that wrote it, {_version_of(saved)}, "
+            "or start a new run from its weights/last.pt"
+        ) from error
 
 
 def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -357,10 +378,15 @@ def _load(file: Path, content: bytes) -> dict[str, Any]:
             f"{file} was refused, and nothing in it was run: this program has not written it "
             f"({first_line(error)}); remove it"
         ) from None
-    form = state.get("format") if isinstance(state, dict) else None
-    if form != STATE_FORMAT:
-        raise UserError(f"{file} has the format {form} of another version; resume with that version")
+    state = state if isinstance(state, dict) else {}
+    if (form := state.get("format")) != STATE_FORMAT:
+        raise UserError(f"{file} has the format {form}, not {STATE_FORMAT}; resume with {_version_of(state)}")
     return state
+
+
+def _version_of(state: Mapping[str, Any]) -> str:
+    version = state.get("version")
+    return f"version {version} of Lockstep" if version else "the version of Lockstep that wrote it"
 
 
 def _checksum(content: memoryview | bytes) -> str:
@@ -427,7 +453,8 @@ def _settings_of_run(settings: Settings, recipe_of: RecipeOf) -> Settings:
             f"no state is in {states.folder}, so {run} cannot be resumed; restore the states, start a new run from its "
             "weights, or, if it has no results, start it again with --resume auto"
         )
-    progress = Progress.from_state(state["progress"])
+    with explain_misfit(state):
+        progress = Progress.from_state(state["progress"])
     if progress.finished and options.epochs > saved["epochs"]:
         raise UserError(
             f"{run} is finished and has not kept the optimizer's state, so --epochs {options.epochs} cannot continue "

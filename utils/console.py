@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import threading
@@ -14,6 +15,10 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from utils.errors import first_line, public
+
+if sys.stdout is None or sys.stderr is None:  # closed (`>&-`), or in pythonw.exe
+    nowhere = open(os.devnull, "w")  # noqa: SIM115 - until the end
+    sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
 
 T = TypeVar("T")
 REFRESH_SECONDS = 1.0  # between two drawings of a bar, each with new values, which synchronise the device

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 # What a run adds to, so that a new run removes it.
 APPENDED = re.compile(r"results\.csv|weights/epoch\d+\.pt|tensorboard/events\.out\.tfevents\.[^/]+|\.wandb\.json")
+FILE_SUFFIXES, FOLDERS = (".csv", ".txt", ".yaml", ".pt", ".json", ".jpg"), ("weights", "checkpoint")
 Job = Callable[[], object]
 Jobs = Mapping[Path, Job]  # path -> the function that writes it
 Errors = Mapping[Path, OSError]
@@ -48,6 +49,12 @@ class RunFolder:
 
     def __init__(self, path: Path, is_main: bool) -> None:
         self.path, self.is_main = path, is_main
+        for file in (*path.glob("*"), *path.glob("weights/*")) if is_main else ():
+            if file.suffix in FILE_SUFFIXES if file.is_dir() else file.name in FOLDERS:
+                kind = "a folder" if file.is_dir() else "a file"
+                raise UserError(
+                    f"{file} is {kind}, in the place of one of the run's; remove it, or choose another --name"
+                )
         self._lock = lock_folder(path) if is_main else None
         self._states = StateFiles(path / "checkpoint")
         self._lines: list[str] = []  # lines of results.csv

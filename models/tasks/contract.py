@@ -8,6 +8,7 @@ import utils, but not data/.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.batch import Batch, CocoImage, GlobalCounts, Split
-from utils.errors import UserError, nearest
+from utils.errors import UserError, nearest, quoted
 from utils.files import numbered_folder, unique_stems
 from utils.plots.drawing import Style, write_picture
 
@@ -458,6 +459,11 @@ class Task(ABC):
     def __init__(self, names: Mapping[int, str], hyp: Recipe, label_smoothing: float = 0.0) -> None:
         """Store the class names, by number. Raises `UserError` if they or the hyperparameters do not suit the task."""
         self.names = dict(names)
+        for name in names.values():
+            if re.search(r"[\ud800-\udc7f\udd00-\udfff]", name):  # the others stand for bytes of a folder's name
+                raise UserError(
+                    f"the class name {quoted(name)} is not valid Unicode; correct it in the file that has it"
+                )
 
     @abstractmethod
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> Model:

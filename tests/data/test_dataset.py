@@ -56,10 +56,12 @@ def test_a_report_names_rare_classes_and_images_of_both_splits(
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     spec = read_spec(write_yaml(tmp_path / "data.yaml", {"train": "real", "names": ["cat", "dog", "pig"]}))
-    data = DetectionData(spec, 64, 32, DataOptions())
+    data = DetectionData(spec, 192, 64, DataOptions(multi_scale=True))
     train, again = [tmp_path / "real/a.jpg", tmp_path / "real/b.jpg"], [tmp_path / f"link/{name}.jpg" for name in "bc"]
-    data.report(split_of(train, [10, 500, 60]), split_of(again[1:], [1, 2, 3]))
-    assert capsys.readouterr().out.splitlines()[2:] == ["3 classes: cat, dog, pig"]
+    data.report(split_of(train, [10, 500, 60], side=192), split_of(again[1:], [1, 2, 3]))
+    scales = "--multi-scale: each batch at one of the sizes 128, 192, 256 pixels"
+    assert capsys.readouterr().out.splitlines()[2:] == ["3 classes: cat, dog, pig", scales]
+    data = DetectionData(spec, 64, 32, DataOptions())
     data.report(split_of(train, [9, 500, 0]), split_of(again, [1, 0, 0]))
     *_, rare, absent, both = capsys.readouterr().out.splitlines()
     assert rare.endswith(": pig (0), cat (9)")

@@ -59,7 +59,7 @@ def test_a_safetensors_file_holds_what_a_pt_holds(file: Path) -> None:
     shared = torch.rand(4, 3)
     state = {"w": torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last), "n": torch.tensor(4), "s": shared.t()}
     settings = {"imgsz": 64, "freeze": [0, 1], "hyp": None}
-    values = content(state={**state, "v": shared}, names={0: "a", 10: "ü", 2: "b"}, settings=settings)
+    values = content(state={**state, "v": shared}, names={0: "a", 2: "ü", 1: "b"}, settings=settings)
     torch.save(values, file)
     path = file.with_suffix(".safetensors")
     path.write_bytes(as_safetensors(values))

@@ -44,7 +44,7 @@ from utils.config.settings import Settings
 from utils.distributed.logical import DistributedModel, LogicalProcesses
 from utils.distributed.ranks import ranks
 from utils.errors import Stopped, UserError
-from utils.files import ROOT, read_yaml
+from utils.files import ROOT, VERSION, read_yaml
 from utils.run import RunFolder
 from utils.summary import Summary
 from utils.training.optimizer import ModelEMA, build_optimizer
@@ -180,7 +180,7 @@ def test_a_run_is_saved_if_it_has_changed_and_finally_its_counters_only() -> Non
     run.progress.finished = True
     run.save(folder, keep_tensors=False)
     assert folder.final
-    assert set(folder.last()) == {"format", *vars(IDENTITY), "decisions", "progress"}
+    assert set(folder.last()) == {"format", "version", *vars(IDENTITY), "decisions", "progress"}
 
 
 def state_and_shares() -> tuple[dict[str, Any], list[Any]]:
@@ -215,6 +215,27 @@ def test_the_mean_of_equal_statistics_is_exact() -> None:
     again = made(2, state)
     assert same(saved(again)["model"], state["model"])
     assert torch.equal(again.loss_sums, 3 * run.loss_sums)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state["shares"][0].update(totals=torch.zeros(1)),  # of a run with fewer loss terms
+        lambda state: state["shares"][0].update(totals=torch.zeros(3)),
+        lambda state: state["shares"][0]["model"].update({"2.running_mean": torch.zeros(4)}),
+        lambda state: state["rates"].append(0.1),
+        lambda state: state.pop("optimizer"),
+        lambda state: state["progress"].update(laps=3),
+        lambda state: state.update(version="7.8.9", shares=[]),
+    ],
+)
+def test_a_state_that_does_not_fit(change: Callable[[dict[str, Any]], object]) -> None:
+    state = saved(made(1))
+    assert state.pop("version") == VERSION
+    change(state)
+    writer = "version 7.8.9 of Lockstep" if "version" in state else "the version of Lockstep that wrote it"
+    with pytest.raises(UserError, match=rf"^the saved state does not fit this code \(.+\); .*, {writer}, .*last\.pt$"):
+        made(2, state)
 
 
 @pytest.mark.parametrize(
@@ -314,12 +335,14 @@ def test_a_damaged_state_is_named_and_then_removed(
         pickle.dumps(errno.errorcode.get),
         b"PK\x03\x04 no archive",
         serialised([1, 2]),
-        serialised({"format": "lockstep-state-0"}),
+        serialised({"format": "lockstep-state-0", "version": "7.8.9"}),
     ],
 )
 def test_other_files_are_refused_although_their_checksums_match(content: bytes, states: StateFiles) -> None:
     states.write(memoryview(content))
-    with pytest.raises(UserError, match=rf"^{states.files()[0]} [^\n]*$"):
+    with pytest.raises(
+        UserError, match=rf"^{states.files()[0]} [^\n]*{'7.8.9' if b'7.8.9' in bytes(content) else ''}[^\n]*$"
+    ):
         states.read()
 
 

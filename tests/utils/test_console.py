@@ -29,6 +29,12 @@ def test_names_of_files_are_printed_in_any_encoding(
     assert output.getvalue() == expected
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_closed_output(closed: str) -> None:
+    code = "from utils.console import *; log('a'); [*Bar('b', 1, True).over([1], int)]; sys.stderr.write('c')"
+    assert subprocess.run(["sh", "-c", f'{sys.executable} -c "{code}" {closed}'], cwd=ROOT).returncode == 0
+
+
 def test_a_run_holds_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
     """Until its folder is open; a quiet one prints warnings, and what must be printed always."""
     log, heard = console.Log(), list[str]()

@@ -126,6 +126,21 @@ def test_files(tmp_path: Path) -> None:
     assert files(tmp_path) == WRITTEN | mine
 
 
+@pytest.mark.parametrize(
+    "name", ["results.csv", "problems.txt", "hashes.yaml", "weights", "weights/last.pt", "checkpoint"]
+)
+def test_what_stands_in_the_place_of_a_file(name: str, tmp_path: Path) -> None:
+    """It is named at the start."""
+    (tmp_path / "photos.v1").mkdir()
+    if Path(name).suffix:
+        (tmp_path / name).mkdir(parents=True)
+    else:
+        (tmp_path / name).touch()
+    RunFolder(tmp_path, False)
+    with pytest.raises(UserError, match=rf"^{tmp_path / name} is a "):
+        RunFolder(tmp_path, True)
+
+
 def test_other_processes_write_nothing(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, False)
     fill(folder)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from utils.batch import ClassInfo
 from utils.compare_runs import BY_PARAMETER, COUNTERS, FORMAT, HASHES, MACHINE, read_hashes
 from utils.console import log
-from utils.distributed.deepspeed import is_requested
 from utils.distributed.doctor import code_hash
 from utils.distributed.launch import describe_device
 from utils.errors import UserError
@@ -56,8 +55,6 @@ class StepHashes:
     """
 
     def __init__(self, run: Run, model: DistributedModel, terms: Sequence[str], state: TrainingState) -> None:
-        if is_requested():
-            raise UserError("--hashes cannot see DeepSpeed's gradients; leave it out, or use another launch file")
         self.run, self.model, self.device = run, model, run.accelerator.device
         names = [name for name, _ in model.model.named_parameters()]
         self.words = [(parameter.numel() + 1) // 2 for parameter in model.parameters]  # two float32 each

@@ -54,7 +54,7 @@ def grouped_parameters(model: nn.Module, factors: Factors = NO_FACTORS) -> dict[
 def build_optimizer(
     model: nn.Module, name: str, hyp: Recipe, known_share: float | None, images: int, factors: Factors = NO_FACTORS
 ) -> torch.optim.Optimizer:
-    """Build SGD (with Nesterov momentum), Adam or AdamW over the groups; only weights decay.
+    """Build SGD (with Nesterov momentum, unless it is 0), Adam or AdamW over the groups; only weights decay.
 
     `momentum` is Adam's first beta; `known_share` is the share in `Recipe.weights_factor`.
     """
@@ -64,7 +64,7 @@ def build_optimizer(
         for (_, kind), parameters in grouped_parameters(model, factors).items()
     ]
     if name == "SGD":
-        return torch.optim.SGD(groups, lr=lr, momentum=hyp.momentum, nesterov=True, fused=True)
+        return torch.optim.SGD(groups, lr=lr, momentum=hyp.momentum, nesterov=hyp.momentum > 0, fused=True)
     kind = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[name]
     return kind(groups, lr=lr, betas=(hyp.momentum, 0.999), fused=True)
 

@@ -37,16 +37,17 @@ HYP = Recipe(lr0=0.01, momentum=0.9, weight_decay=0.1)
 
 
 @pytest.mark.parametrize(
-    ("name", "values"),
+    ("name", "momentum", "values"),
     [
-        ("SGD", {"momentum": 0.9, "nesterov": True}),
-        ("Adam", {"betas": (0.9, 0.999)}),
-        ("AdamW", {"betas": (0.9, 0.999)}),
+        ("SGD", 0.9, {"momentum": 0.9, "nesterov": True}),
+        ("SGD", 0.0, {"momentum": 0.0, "nesterov": False}),
+        ("Adam", 0.9, {"betas": (0.9, 0.999)}),
+        ("AdamW", 0.0, {"betas": (0.0, 0.999)}),
     ],
 )
-def test_groups(network: nn.Module, name: str, values: dict[str, Any]) -> None:
+def test_groups(network: nn.Module, name: str, momentum: float, values: dict[str, Any]) -> None:
     """Biases, weights and norms; only weights decay."""
-    optimizer = build_optimizer(network, name, HYP, None, 64)
+    optimizer = build_optimizer(network, name, replace(HYP, momentum=momentum), None, 64)
     assert type(optimizer).__name__ == name
     assert [names(network, group) for group in optimizer.param_groups] == [
         ["0.bias", "1.1.bias", "2.bias", "3.bias", "4.bias"],
