@@ -12,13 +12,14 @@ from predictor import Predictor
 from utils.errors import UserError
 
 
-def custom(path: Any = "yolov5s.pt", *, pretrained: bool = True, _verbose: bool = True, **arguments: Any) -> Predictor:
+def custom(path: Any = "yolov5s.pt", *, _verbose: bool = True, **arguments: Any) -> Predictor:
     """Return a `Predictor` of one weight file or several, which returns `Results` for one image too.
 
-    `pretrained` and `_verbose` are YOLOv5's: the first must be true, and without the second only warnings are printed.
+    Without YOLOv5's `_verbose` only warnings are printed; its `pretrained`, `autoshape` and `channels` are fixed.
     """
-    if not pretrained:
-        raise UserError("pretrained=False: a model without training detects nothing; train one with train.py")
+    for name, value in (("pretrained", True), ("autoshape", True), ("channels", 3)):
+        if arguments.pop(name, value) != value:
+            raise UserError(f"{name}= can only be {value}: the models are trained, on colour images")
     if isinstance(arguments.get("classes"), int):  # in YOLOv5 the number of classes of a new head
         raise UserError("classes=N: train.py gives a model the classes of your data; to find some classes give a list")
     predictor = Predictor(path, **{"quiet": not _verbose, **arguments})
@@ -28,6 +29,6 @@ def custom(path: Any = "yolov5s.pt", *, pretrained: bool = True, _verbose: bool 
 
 for _suffix in ("", "6", "-seg", "-cls"):
     for _size in "nsmlx":
-        globals()[f"yolov5{_size}{_suffix}"] = functools.partial(custom, f"yolov5{_size}{_suffix}.pt")
+        globals()[f"yolov5{_size}{_suffix}"] = functools.partial(custom, path=f"yolov5{_size}{_suffix}.pt")
 for _size in "tsmc":
-    globals()[f"yolov9{_size}"] = functools.partial(custom, f"v9-{_size}.pt")
+    globals()[f"yolov9{_size}"] = functools.partial(custom, path=f"v9-{_size}.pt")

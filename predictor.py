@@ -131,15 +131,17 @@ class Predictor:
         """Class names by class number."""
         return dict(self.task.names)
 
-    def __call__(self, source: Any, size: int | Sequence[int] | None = None, **settings: Any) -> Any:
+    def __call__(self, source: Any = None, size: int | Sequence[int] | None = None, **settings: Any) -> Any:
         """Return the `Prediction` for an image, or `Results`, a list of predictions, for several or if `as_list`.
 
         An image is a path or address, a PIL image, an array (h, w, 3) or (h, w) of uint8, or a tensor (3, h, w) of
         uint8, or of floats in 0 to 1. Several images are a list, a folder, a glob, a `.txt` list, a video (a prediction
         for each frame) or a tensor (b, 3, h, w). Boxes are in pixels of the image. Raises `UserError`.
 
-        For this call only, `size` is the image size, and `settings` are `SETTINGS`, `bgr` and `as_list`.
+        For this call only, `size` is the image size, and `settings` are `SETTINGS`, `bgr` and `as_list`. `ims` and
+        `imgs` are other names of `source`.
         """
+        source = settings.pop("ims", settings.pop("imgs", source))
         if size is not None or settings:
             other = copy(self)
             for name, value in {"imgsz": size, **settings}.items():

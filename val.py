@@ -99,7 +99,7 @@ class Evaluator:
         summary = self.metrics.summarise(run.collectives.gather(records))
         values = {**dict.fromkeys(task.metric_names), **summary.metrics, "fitness": summary.fitness}
         wrong = [name for name, value in values.items() if not isinstance(value, (int, float))]
-        refuse(bool(wrong), self.metrics, f"has no number for {', '.join(wrong)}")
+        refuse(bool(wrong), self.metrics, f"has no int or float for {', '.join(wrong)}")
         means = self._mean_losses(run.collectives.gather(losses))
         return run.collectives.broadcast(replace(summary, losses=means, rate=bar.rate))
 

@@ -177,9 +177,7 @@ def read_weights(path: str | Path, licence: str = "") -> Weights:
                 model, names, named_licence = described
                 weights, licence = replace(weights, model=model, names=names, task=task), named_licence or licence
         if {*weights.names} != {*range(len(weights.names))}:
-            raise UnusableFile(
-                f"numbers its classes {[*weights.names][:10]}; number them from 0 (in `names` or id2label)"
-            )
+            raise UnusableFile(f"has the classes {[*weights.names][:9]}; number them from 0, in `names` or `id2label`")
         origin = weights.origin
         if weights.source != "lockstep":
             origin = Origin(LICENCES.get(weights.source, licence or UNKNOWN))

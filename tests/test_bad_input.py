@@ -177,7 +177,7 @@ ERRORS: dict[str, Case] = {
         lambda i: i.weights(task="pose", model={**i.model, "task": "pose"}), "'pose'", f"{WEIGHTS} --cfg=",
     ),
     "classes from 1": (
-        lambda i: i.weights(names={1: "cat", 2: "dog", 3: "cow"}), "weights.pt numbers its classes [1, 2, 3]", WEIGHTS,
+        lambda i: i.weights(names={1: "cat", 2: "dog", 3: "cow"}), "weights.pt has the classes [1, 2, 3]", WEIGHTS,
     ),
     "bare tensors": (lambda i: i.bare_weights(), "--cfg", f"{WEIGHTS} --cfg="),
     "other classes": (

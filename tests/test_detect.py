@@ -253,14 +253,14 @@ def test_settings(detector: Path, photo: Path, predictor: Predictor) -> None:
 
 
 REFUSED = [
-    ({"conf_tres": 0.1}, "--conf-tres"),
+    ({"conf_tres": 0.1}, "conf_tres= .*'conf_thres'"),
     ({"conf": "high"}, "--conf-thres"),
     ({"conf_thres": 2}, "--conf-thres"),
     ({"classes": ["nothing"]}, "--classes nothing"),
     ({"classes": ["Disc"]}, "'disc'"),
     ({"classes": 6}, "--classes 6"),
     ({"augment": "yes"}, "augment"),
-    ({"save_txt": True}, "--save-txt"),
+    ({"save_txt": True}, "^save_txt= "),
     ({"stream": True}, "stream"),
 ]
 SIZES = [({"imgsz": "big"}, "imgsz"), ({"imgsz": -8}, "imgsz"), ({"imgsz": (1, 2, 3)}, "--imgsz 1 2 3")]
@@ -373,7 +373,9 @@ def test_invalid_images(predictor: Predictor, tmp_path: Path) -> None:
     assert as_pixels(picture).shape == (4, 3, 3)
 
 
-def test_models_of_torch_hub(detector: Path, photo: Path, predictor: Predictor) -> None:
+def test_models_of_torch_hub(
+    detector: Path, photo: Path, predictor: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Others than `custom` are release files: what is asked for is seen in the error."""
     load = functools.partial(torch.hub.load, str(ROOT), source="local", _verbose=False, conf=CONFIDENCE)
     model = load("custom", path=str(detector), imgsz=SIDE, device=torch.device("cpu"))
@@ -391,8 +393,23 @@ def test_models_of_torch_hub(detector: Path, photo: Path, predictor: Predictor) 
         model.multi_label = True
     with pytest.raises(AttributeError, match="device="):
         model.to("cuda")
-    with pytest.raises(UserError, match="a list"):
-        load("custom", path=str(detector), classes=10)
+    for wrong in ({"classes": 10}, {"autoshape": False}, {"channels": 1}, {"pretrained": False}, {"shape": 1}):
+        with pytest.raises(UserError, match=f"^{next(iter(wrong))}=[^-]*$"):  # without a flag
+            load("custom", path=str(detector), **wrong)
+    model = load("yolov5n", path=str(detector), autoshape=True, channels=3, imgsz=SIDE, device="cpu")
+    results = model(imgs=[photo, photo], profile=False)
+    assert results.n == len(results.plot()) == 2
+    for name in ("t", "s"):
+        with pytest.raises(AttributeError, match=f"no {name}:"):
+            getattr(results, name)
+    monkeypatch.chdir(tmp_path)
+    for unknown in (results, results[0]):
+        with pytest.raises(TypeError, match="colour"):
+            unknown.save(colour=1)
+    assert not any(tmp_path.iterdir())
+    folders = [results.save(labels=False, exist_ok=True) for _ in range(2)]
+    assert folders == [Path("runs/detect/exp")] * 2
+    assert (results.render(labels=False)[0] == results[0].plot(hide_labels=True)).all()
     for name in ("yolov5n", "yolov5x6", "yolov5s-seg", "yolov5m-cls", "yolov9t"):
         with pytest.raises(UserError, match=rf"/{name.replace('yolov9', 'v9-')}\.pt cannot be downloaded"):
             load(name, pretrained=True)

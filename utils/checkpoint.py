@@ -278,18 +278,16 @@ class TrainingState:
             if len(saved_values) != logical.count:
                 # Another number of logical processes: each gets the mean statistics, and an equal part of the sums. In
                 # float64 the mean of equal values is that value.
-                mean = tree_map(
-                    lambda *values: torch.stack([value.double() for value in values]).mean(0), *saved_values
-                )
+                mean = tree_map(lambda *values: torch.stack(values).double().mean(0), *saved_values)
                 mean["totals"] *= len(saved_values) / logical.count
                 local_values = [mean] * logical.local
             # The view, because `copy_` alone would spread a single value.
             tree_map(lambda now, then: now.copy_(then.view_as(now)), self._per_logical(), local_values)
-            load_optimizer_state(self.optimizer, self.parameters, saved["optimizer"])
-            for group, rate in zip(self.optimizer.param_groups, saved["rates"], strict=True):
-                group["lr"] = rate
-            if self.scaler is not None and saved["scaler"]:
-                self.scaler.load_state_dict(saved["scaler"])
+        load_optimizer_state(self.optimizer, self.parameters, saved["optimizer"])
+        for group, rate in zip(self.optimizer.param_groups, saved["rates"], strict=True):
+            group["lr"] = rate
+        if self.scaler is not None and saved["scaler"]:
+            self.scaler.load_state_dict(saved["scaler"])
 
     def _per_logical(self) -> list[dict[str, Any]]:
         """Return the tensors of each local logical process: loss sums, and the statistics of the model and its EMA."""
@@ -305,11 +303,10 @@ def explain_misfit(saved: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, LookupError, TypeError, ValueError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
         reason = public(str(error).strip().rpartition("\n")[2].strip(), 160)  # torch names tensors in the last line
+        version = saved.get("version", "that wrote it")
         raise UserError(
-            f"the saved state does not fit this code ({reason}); restore the code that wrote it, {_version_of(saved)}, "
+            f"the saved state does not fit this code ({reason}); resume with the code and Lockstep version {version}, "
             "or start a new run from its weights/last.pt"
         ) from error
 
@@ -380,13 +377,9 @@ def _load(file: Path, content: bytes) -> dict[str, Any]:
         ) from None
     state = state if isinstance(state, dict) else {}
     if (form := state.get("format")) != STATE_FORMAT:
-        raise UserError(f"{file} has the format {form}, not {STATE_FORMAT}; resume with {_version_of(state)}")
+        version = state.get("version", "that wrote it")
+        raise UserError(f"{file} has the format {form}, not {STATE_FORMAT}; resume with the Lockstep version {version}")
     return state
-
-
-def _version_of(state: Mapping[str, Any]) -> str:
-    version = state.get("version")
-    return f"version {version} of Lockstep" if version else "the version of Lockstep that wrote it"
 
 
 def _checksum(content: memoryview | bytes) -> str:

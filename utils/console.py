@@ -16,10 +16,8 @@ from tqdm import tqdm
 
 from utils.errors import first_line, public
 
-if sys.stdout is None or sys.stderr is None:  # closed (`>&-`), or in pythonw.exe
-    nowhere = open(os.devnull, "w")  # noqa: SIM115 - until the end
-    sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
-
+# If they are closed (`>&-`), and in pythonw.exe, they are None.
+sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
 T = TypeVar("T")
 REFRESH_SECONDS = 1.0  # between two drawings of a bar, each with new values, which synchronise the device
 BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:5}| {rate_fmt}{postfix}"

@@ -51,10 +51,7 @@ class RunFolder:
         self.path, self.is_main = path, is_main
         for file in (*path.glob("*"), *path.glob("weights/*")) if is_main else ():
             if file.suffix in FILE_SUFFIXES if file.is_dir() else file.name in FOLDERS:
-                kind = "a folder" if file.is_dir() else "a file"
-                raise UserError(
-                    f"{file} is {kind}, in the place of one of the run's; remove it, or choose another --name"
-                )
+                raise UserError(f"{file} is in the way of the run's files; remove it, or choose another --name")
         self._lock = lock_folder(path) if is_main else None
         self._states = StateFiles(path / "checkpoint")
         self._lines: list[str] = []  # lines of results.csv

@@ -161,6 +161,10 @@ OPTIONAL_METHODS = {
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+def _save_folder(exist_ok: bool) -> Path:
+    return SAVE_PROJECT / "exp" if exist_ok else numbered_folder(SAVE_PROJECT, "exp", exist_ok=False)
+
+
 class Prediction(ABC):
     """The result for one image, in pixels of its file: an iterable over its objects, each a dict of `columns`.
 
@@ -254,11 +258,12 @@ class Prediction(ABC):
         hide_labels: bool = False,
         hide_conf: bool = False,
         bgr: bool = False,
+        labels: bool = True,  # False is YOLOv5's name for `hide_labels`
     ) -> Image:
         """Return the image with the result drawn on it, uint8 (h, w, 3) in RGB or BGR; see detect.py's flags."""
         if self.pixels is None:
             raise UserError(f"{self.path}: there is no image to draw on; use draw(image, style)")
-        picture = self.draw(self.pixels(), Style(line_thickness, not hide_labels, not hide_conf))
+        picture = self.draw(self.pixels(), Style(line_thickness, labels and not hide_labels, not hide_conf))
         return picture if bgr else np.ascontiguousarray(picture[..., ::-1])
 
     def show(self, **style: Any) -> None:
@@ -274,17 +279,18 @@ class Prediction(ABC):
         elif not ImageShow.show(picture):
             raise UserError("show(): this machine has no program that shows pictures; write a file with save(path)")
 
-    def save(self, path: str | Path = "", **style: Any) -> Path:
+    def save(self, path: str | Path = "", exist_ok: bool = False, **style: Any) -> Path:
         """Write the picture of `plot`, whose arguments `style` are, to a file and return its path.
 
         `path` is a file, whose suffix names the format, or a folder; by default the next free runs/detect/exp, exp2 ...
         """
-        file = Path(path) if path else numbered_folder(SAVE_PROJECT, "exp", exist_ok=False)
+        picture = self.plot(**{**style, "bgr": True})  # before a folder is made
+        file = Path(path) if path else _save_folder(exist_ok)
         if file.is_dir() or not file.suffix:
             file /= f"{unique_stems([self.path])[0]}.jpg"
         if file.resolve() == Path(self.path).resolve():
             raise UserError(f"{file} is the image itself; name another file or folder")
-        write_picture(file, self.plot(**{**style, "bgr": True}))
+        write_picture(file, picture)
         return file
 
     def _repr_png_(self) -> bytes | None:
@@ -314,9 +320,12 @@ class Results(list[Any]):
         """Return each image drawn, see `Prediction.plot`."""
         return [result.plot(**style) for result in self]
 
-    def save(self, save_dir: str | Path = "", **style: Any) -> Path:
-        """Write each image into a folder, by default the next free runs/detect/exp, exp2 ...; return the folder."""
-        folder = Path(save_dir) if save_dir else numbered_folder(SAVE_PROJECT, "exp", exist_ok=False)
+    plot, n = render, property(len)
+
+    def save(self, save_dir: str | Path = "", exist_ok: bool = False, **style: Any) -> Path:
+        """Write each image into a folder, see `Prediction.save`; return the folder."""
+        Results(self[:1]).render(**style)  # raises for a wrong argument before a folder is made
+        folder = Path(save_dir) if save_dir else _save_folder(exist_ok)
         for result, stem in zip(self, unique_stems(result.path for result in self), strict=True):
             result.save(folder / f"{stem}.jpg", **style)
         return folder
@@ -349,7 +358,7 @@ class Results(list[Any]):
     def __getattr__(self, name: str) -> list[Any]:
         if name.startswith("_"):
             raise AttributeError(name)
-        if name in ("crop", "ims", "imgs", "tolist"):
+        if name in ("crop", "ims", "imgs", "s", "t", "tolist"):
             raise AttributeError(f"results have no {name}: each result of the list has crops(image), plot() and xyxy")
         name = YOLOV5_NAMES.get(name, name)
         values = [getattr(result, name) for result in self]
@@ -461,9 +470,7 @@ class Task(ABC):
         self.names = dict(names)
         for name in names.values():
             if re.search(r"[\ud800-\udc7f\udd00-\udfff]", name):  # the others stand for bytes of a folder's name
-                raise UserError(
-                    f"the class name {quoted(name)} is not valid Unicode; correct it in the file that has it"
-                )
+                raise UserError(f"the class name {quoted(name)} is not valid Unicode; correct it where it stands")
 
     @abstractmethod
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> Model:

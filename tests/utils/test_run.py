@@ -137,7 +137,7 @@ def test_what_stands_in_the_place_of_a_file(name: str, tmp_path: Path) -> None:
     else:
         (tmp_path / name).touch()
     RunFolder(tmp_path, False)
-    with pytest.raises(UserError, match=rf"^{tmp_path / name} is a "):
+    with pytest.raises(UserError, match=f"^{tmp_path / name} is in the way "):
         RunFolder(tmp_path, True)
 
 

@@ -84,6 +84,8 @@ def given_flags(
     if unknown:
         flag = unknown[0].partition("=")[0]
         name, reason = flag[2:].replace("-", "_"), f"is not a flag{nearest(flag, known)}; see --help"
+        if names:  # a call from Python
+            raise UserError(f"{name}= is not an argument{nearest(name, names)}; use {', '.join(names)}", WRONG_FLAG)
         if "overrides" in kind.__dataclass_fields__ and name in keys_of(Hyperparameters):
             reason = f"is a hyperparameter: give {OVERRIDE_PREFIX}{name}"
         raise UserError(f"{quoted(flag)} {REFUSED.get(name, reason)}", WRONG_FLAG)
