@@ -34,7 +34,7 @@ from accelerate import PartialState
 from torch import distributed
 
 from utils.console import Background, log
-from utils.distributed.ranks import RunStore, check_launch, ranks, run_store, store_is_hosted, world_size
+from utils.distributed.ranks import RunStore, check_launch, open_store, ranks, run_store, store_is_hosted, world_size
 from utils.errors import Stopped, UserError, first_line
 from utils.summary import RESULT
 from utils.user_code import explained
@@ -147,27 +147,29 @@ def end_together(message: str, code: int = 1, culprit: str = "", stalled: bool =
     """End all processes; the first that calls this prints the message; without the store, one of each machine does.
 
     Processes that do not answer the alarm are named with `culprit`, if it is not empty, instead of the message. In a
-    `stalled` run only processes that wait for others answer.
+    `stalled` run only processes that wait for others answer. A process that has not connected opens the store for this.
     """
 
-    def explain(store: RunStore) -> None:
-        with suppress(RuntimeError):  # the store's process has ended
+    def explain() -> None:
+        patience = EXPLAIN_SECONDS + min(ranks().local_rank, 2)  # a machine's first process prints before the others
+        with suppress(RuntimeError, OSError, UnicodeError, UserError):  # the store has ended, or cannot be opened
+            store = run_store() or RunStore(open_store(patience))
             store.write_once("alarm", stalled)
             time.sleep(ROLL_CALL_SECONDS if culprit else 0)
-            if store.write_once("reason", ranks().rank) == ranks().rank:
+            if is_first := store.write_once("reason", ranks().rank) == ranks().rank:
                 answers, names = store.values("present"), store.values("names")
-                late = [names.get(rank, f"process {rank}") for rank in range(world_size()) if rank not in answers]
+                late = [names.get(rank, [f"process {rank}"])[0] for rank in range(world_size()) if rank not in answers]
                 is_named = culprit and answers and late
-                hard_exit(f"error: {' and '.join(late)} {culprit}" if is_named else message, code)
-            time.sleep(EXPLAIN_SECONDS)  # if it exits earlier, the first one may be ended before it has printed
+                print(f"error: {' and '.join(late)} {culprit}" if is_named else message, file=sys.stderr, flush=True)
+            if not is_first or (ranks().rank == 0 and not store_is_hosted()):
+                time.sleep(EXPLAIN_SECONDS)  # for the first one to print, and for others to read this one's store
             hard_exit("", code)
 
     notify_failure()
-    if store := run_store():
-        thread = threading.Thread(target=explain, args=(store,), daemon=True)
-        thread.start()
-        thread.join(ROLL_CALL_SECONDS + EXPLAIN_SECONDS + ANSWER_SECONDS)
-    hard_exit("" if ranks().local_rank else message, code)
+    thread = threading.Thread(target=explain, daemon=True)
+    thread.start()
+    thread.join(ROLL_CALL_SECONDS + EXPLAIN_SECONDS + ANSWER_SECONDS)
+    hard_exit("" if ranks().local_rank and run_store() else message, code)
 
 
 def hard_exit(message: str, code: int = 1) -> NoReturn:

@@ -18,6 +18,7 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from multiprocessing.util import get_temp_dir
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import psutil
@@ -25,7 +26,7 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DynamoBackend, gather_object, set_seed
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from utils.config.flags import PRECISIONS
@@ -33,19 +34,21 @@ from utils.console import log
 from utils.distributed import deepspeed
 from utils.distributed.failure import keep_freed_memory, run_main, stop_signals
 from utils.distributed.ranks import (
+    LOOPBACK,
     TASKS,
     RunStore,
     broadcast_from_main,
-    launch_number,
+    main_address,
+    open_store,
     ranks,
     restart_key,
-    run_store,
     store_is_hosted,
+    variables_named,
     world_size,
+    wrong_variable,
 )
 from utils.errors import UserError, first_line, plural
 
-LOOPBACK = "127.0.0.1"
 RENDEZVOUS = "lockstep"  # init_method of torch's process group: `_rendezvous`
 # Seconds added to torch's own time-out, so that the watchdog, which knows the lagging process, ends the run first.
 COLLECTIVE_MARGIN_SECONDS = 10.0
@@ -70,6 +73,7 @@ class Precision(NamedTuple):
         return f"mixed precision {self.name} ({self.reason})"
 
 
+@variables_named()
 def start(device: str, mixed_precision: str, timeout: float) -> tuple[Accelerator, Precision]:
     """Connect all processes as `connect` does, and make an Accelerator for global batches. Raises `UserError`."""
     kind, by_zero = connect(device, timeout), deepspeed.is_requested()
@@ -165,6 +169,10 @@ def connect(device: str, timeout: float) -> str:
     if PartialState._shared_state:
         return PartialState().device.type
     kind, by_zero = device_kind(device), deepspeed.is_requested()
+    refused = () if world_size() > 1 or "LOCAL_RANK" in os.environ else ("DEEPSPEED",)  # which needs a launcher
+    for name in (*refused, "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "SAGEMAKER"):
+        if os.environ.get(variable := f"ACCELERATE_USE_{name}", "").lower() not in ("", "false", "no", "off", "0"):
+            raise wrong_variable(variable, ", which is not supported" + " without accelerate launch" * len(refused))
     if world_size() > 1:
         _prepare_processes()
     for name in TASKS if world_size() == 1 else ():
@@ -172,21 +180,20 @@ def connect(device: str, timeout: float) -> str:
     if by_zero:
         deepspeed.prepare_environment(kind == "cpu")
     try:
-        PartialState(
-            cpu=kind == "cpu" and not by_zero,  # with cpu=True Accelerate would silently not use DeepSpeed
-            timeout=timedelta(seconds=timeout + COLLECTIVE_MARGIN_SECONDS),
-            backend="gloo" if by_zero and kind == "cpu" else None,
-            init_method=f"{RENDEZVOUS}://",
-        )
-    except (RuntimeError, OSError) as error:
+        with variables_named():
+            PartialState(
+                cpu=kind == "cpu" and not by_zero,  # with cpu=True Accelerate would silently not use DeepSpeed
+                timeout=timedelta(seconds=timeout + COLLECTIVE_MARGIN_SECONDS),
+                backend="gloo" if by_zero and kind == "cpu" else None,
+                init_method=f"{RENDEZVOUS}://",
+            )
+    except (RuntimeError, OSError, UnicodeError) as error:
         address, port = main_address()
         raise UserError(
             f"the processes cannot connect: {address} port {port} cannot be reached within {timeout:g} s by all of "
             f"them ({first_line(error, 300)}): start all with one free and open port (--main_process_port), raise "
             "--dist-timeout, or name the network's interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
         ) from None
-    if store := run_store():
-        store.write("names", str(ranks()))
     return kind
 
 
@@ -196,38 +203,17 @@ def _prepare_processes() -> None:
     By default gloo uses the interface of the host name: the loopback, or one that others on the network can reach.
     """
     os.environ.setdefault("LOCAL_RANK", "0")  # needed by Accelerate, and not set on some clusters
+    os.environ["MASTER_ADDR"] = main_address()[0]
     if not os.environ.get("OMP_NUM_THREADS"):
         os.environ["OMP_NUM_THREADS"] = str(max(cores_per_process(), 1))
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    with suppress(OSError, KeyError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with suppress(OSError, UnicodeError, KeyError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         interfaces = {known.address: name for name, addresses in psutil.net_if_addrs().items() for known in addresses}
         probe.connect((main_address()[0], 9))  # selects the route, sends nothing
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces[probe.getsockname()[0]])
-
-
-def main_address() -> tuple[str, int]:
-    """Return the address and port of the main process."""
-    return os.environ.get("MASTER_ADDR", LOOPBACK), launch_number("MASTER_PORT", 29500)
-
-
-def open_store(timeout: float) -> Store:
-    """Return the store that connects the processes, hosted by the launcher, or by the main process.
-
-    Raises OSError if the main process cannot be reached; torch would print a warning for each attempt.
-    """
-    (address, port), limit, end = main_address(), timedelta(seconds=timeout), time.monotonic() + timeout
-    if world_size() == 1:
-        return HashStore()
-    if ranks().rank == 0 and not store_is_hosted():
-        return TCPStore(LOOPBACK, port, world_size(), is_master=True, timeout=limit, wait_for_workers=False)
-    while True:
-        try:
-            socket.create_connection((address, port), timeout=max(end - time.monotonic(), 0.1)).close()
-            return TCPStore(address, port, world_size(), timeout=limit, wait_for_workers=False)
-        except OSError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.2)
+        (here, _), (main, _) = probe.getsockname(), probe.getpeername()
+        if main != here != LOOPBACK and ranks().rank == 0 and not store_is_hosted():
+            log(f"warning: MASTER_ADDR {main} is no address of this machine, which has rank 0; correct the wrong one")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces[here])
 
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
@@ -235,14 +221,14 @@ def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store,
     seconds = timeout.total_seconds() - COLLECTIVE_MARGIN_SECONDS
     store, keys = open_store(seconds), [restart_key(f"connected/{rank}") for rank in range(world_size())]
     store.set(keys[ranks().rank], "")
-    try:
-        store.wait(keys, timedelta(seconds=seconds))
-    except RuntimeError:
-        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+    end = time.monotonic() + seconds
+    while not store.check(keys) and time.monotonic() < end:
+        time.sleep(0.05)  # not `store.wait`: no other thread could learn that a process has failed
+    if missing := [str(rank) for rank, key in enumerate(keys) if not store.check([key])]:
         raise UserError(
             f"{len(keys) - len(missing)} of {len(keys)} processes have connected within {seconds:g} s; not connected: "
             f"rank {', '.join(missing)}; start what is missing, or raise --dist-timeout"
-        ) from None
+        )
     yield PrefixStore(restart_key("torch"), store), ranks().rank, world_size()
 
 
@@ -333,6 +319,9 @@ def spawn(main: Callable[[], object], processes: int, device: str = "") -> bool:
     processes = processes or named
     if processes < 2 or launched > 1 or "LOCAL_RANK" in os.environ:
         return False
+    gpus = named or (0 if device == "cpu" or "ACCELERATE_USE_CPU" in os.environ else torch.cuda.device_count())
+    if processes > (most := gpus or 4 * cores_per_process()):
+        raise UserError(f"--processes {processes}: at most {most} here, {'one per GPU' if gpus else '4 per CPU core'}")
     # The parent hosts the store, on the loopback only: its port is taken from now on, and it outlives the processes.
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
@@ -346,10 +335,16 @@ def spawn(main: Callable[[], object], processes: int, device: str = "") -> bool:
     }
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each process prints a stack if another one ends
     get_temp_dir()  # the folder of multiprocessing's sockets, made here for all processes
-    context = multiprocessing.get_context("spawn")
+    context, script = multiprocessing.get_context("spawn"), sys.modules["__main__"]
     started = [context.Process(target=_enter, args=(rank, main, environment)) for rank in range(processes)]
-    for process in started:
-        process.start()
+    try:
+        # Called from Python, they do not run the caller's script again, which may lack a guard, or be stdin.
+        if getattr(main, "func", main).__module__ != "__main__":
+            sys.modules["__main__"] = ModuleType("__main__")
+        for process in started:
+            process.start()
+    finally:
+        sys.modules["__main__"] = script
     _wait(started, RunStore(store))
     return True
 

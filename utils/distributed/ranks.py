@@ -10,9 +10,12 @@ import gc
 import itertools
 import json
 import os
+import re
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from multiprocessing.heap import Arena
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -22,14 +25,17 @@ import psutil
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import distributed
+from torch.distributed import HashStore, Store, TCPStore
 
-from utils.errors import Stopped, UserError, quoted
+from utils.errors import Stopped, UserError, first_line, quoted
 
 T = TypeVar("T")
 CGROUP = Path("/sys/fs/cgroup")  # files of a container's cgroup, version 2
 MEMORY_NAME = "lockstep"  # name of memory files in /proc
+LOOPBACK = "127.0.0.1"
 # Variables with the number of tasks that srun and MPI's launchers have started.
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+_opened: list[RunStore] = []  # the run's store, once this process has reached it
 
 
 class Ranks(NamedTuple):
@@ -55,14 +61,34 @@ def world_size() -> int:
     return ranks().world_size
 
 
-def launch_number(name: str, default: int = 0) -> int:
-    """Return a number that a launcher sets in the environment. Raises `UserError` if the value is not a number."""
+def main_address() -> tuple[str, int]:
+    """Return the address and port of the main process. Raises `UserError` if the port is wrong."""
+    return os.environ.get("MASTER_ADDR") or LOOPBACK, launch_number("MASTER_PORT", 29500, 2**16 - 1)
+
+
+def launch_number(name: str, default: int = 0, maximum: int = 10**6) -> int:
+    """Return a number that a launcher sets in the environment. Raises `UserError` if it is none up to `maximum`."""
     text = os.environ.get(name) or str(default)
-    if not text.isdecimal():
-        raise UserError(
-            f"the environment variable {name} is {quoted(text)} instead of a number; correct it or unset it"
-        )
+    if not (text.isdecimal() and float(text) <= maximum):
+        raise wrong_variable(name, f" instead of a number up to {maximum}")
     return int(text)
+
+
+def wrong_variable(name: str, reason: str) -> UserError:
+    """Return the error for an environment variable."""
+    return UserError(f"the environment variable {name} is {quoted(os.environ[name])}{reason}; correct it or unset it")
+
+
+@contextmanager
+def variables_named() -> Iterator[None]:
+    """Raise `UserError` for an error of Accelerate or DeepSpeed in a block that quotes an environment variable."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        for name in filter(re.compile("ACCELERATE_|OMPI?_|PMI_|MV2_|FORK_LAUNCHED").match, os.environ):
+            if re.search(rf"(?i)(['\"=]|: |value ){re.escape(os.environ[name])}(?!\w)", str(error)):
+                raise wrong_variable(name, f", which Accelerate refuses ({first_line(error)})") from None
+        raise
 
 
 def check_launch() -> None:
@@ -129,14 +155,37 @@ class RunStore:
         return json.loads(self._store.get(restart_key(name)))
 
 
+def open_store(timeout: float) -> Store:
+    """Open the store that connects the processes, hosted by the launcher, or by the main process.
+
+    Raises OSError if the main process cannot be reached (torch would print a warning for each attempt), or `UserError`
+    if another process has this one's rank.
+    """
+    if world_size() == 1:
+        return HashStore()
+    rank, (address, port), end = ranks().rank, main_address(), time.monotonic() + timeout
+    hosts, limit, store = rank == 0 and not store_is_hosted(), timedelta(seconds=timeout), None
+    while store is None:
+        try:
+            if not hosts:
+                socket.create_connection((address, port), timeout=max(end - time.monotonic(), 0.1)).close()
+            store = TCPStore(
+                address if not hosts else LOOPBACK, port, world_size(), hosts, limit, wait_for_workers=False
+            )
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.2)
+    name, pid = first = RunStore(store).write_once(f"names/{rank}", [str(ranks()), os.getpid()])
+    if first != [str(ranks()), os.getpid()] and not store_is_hosted():  # a launcher may start processes again with its store
+        raise UserError(f"{name} (PID {pid}) has rank {rank} too; give each process its rank, and each run its port")
+    _opened[:] = [RunStore(store)]
+    return store
+
+
 def run_store() -> RunStore | None:
-    """Return the store of the process group, None without one: the innermost, in which all see the same keys."""
-    if not distributed.is_initialized():
-        return None
-    store = distributed.distributed_c10d._get_default_store()
-    while isinstance(store, distributed.PrefixStore):
-        store = store.underlying_store
-    return RunStore(store)
+    """Return the run's store, None before `open_store`."""
+    return _opened[0] if _opened else None
 
 
 # Collective operations: all processes must call them in the same order, after `utils.distributed.launch.connect`
