@@ -151,9 +151,9 @@ def end_together(message: str, code: int = 1, culprit: str = "", stalled: bool =
     """
 
     def explain() -> None:
-        patience = EXPLAIN_SECONDS + min(ranks().local_rank, 2)  # a machine's first process prints before the others
         with suppress(RuntimeError, OSError, UnicodeError, UserError):  # the store has ended, or cannot be opened
-            store = run_store() or RunStore(open_store(patience))
+            # Without a store, the first process of a machine prints the message before the others would.
+            store = run_store() or RunStore(open_store(EXPLAIN_SECONDS + min(ranks().local_rank, 2)))
             store.write_once("alarm", stalled)
             time.sleep(ROLL_CALL_SECONDS if culprit else 0)
             if is_first := store.write_once("reason", ranks().rank) == ranks().rank:

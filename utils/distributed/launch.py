@@ -38,6 +38,7 @@ from utils.distributed.ranks import (
     TASKS,
     RunStore,
     broadcast_from_main,
+    launch_number,
     main_address,
     open_store,
     ranks,
@@ -73,20 +74,20 @@ class Precision(NamedTuple):
         return f"mixed precision {self.name} ({self.reason})"
 
 
-@variables_named()
 def start(device: str, mixed_precision: str, timeout: float) -> tuple[Accelerator, Precision]:
     """Connect all processes as `connect` does, and make an Accelerator for global batches. Raises `UserError`."""
     kind, by_zero = connect(device, timeout), deepspeed.is_requested()
     precision = broadcast_from_main(lambda: choose_precision(mixed_precision, kind, by_zero))
     if kind == "cpu":
         keep_freed_memory()  # activations are allocated anew in each step
-    return Accelerator(
-        cpu=kind == "cpu" and not by_zero,
-        mixed_precision="no" if by_zero else precision.name,
-        dataloader_config=DataLoaderConfiguration(split_batches=True, dispatch_batches=False, non_blocking=True),
-        step_scheduler_with_optimizer=False,
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-    ), precision
+    with variables_named():
+        return Accelerator(
+            cpu=kind == "cpu" and not by_zero,
+            mixed_precision="no" if by_zero else precision.name,
+            dataloader_config=DataLoaderConfiguration(split_batches=True, dispatch_batches=False, non_blocking=True),
+            step_scheduler_with_optimizer=False,
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        ), precision
 
 
 def choose_precision(flag: str, device: str, by_zero: bool) -> Precision:
@@ -169,15 +170,17 @@ def connect(device: str, timeout: float) -> str:
     if PartialState._shared_state:
         return PartialState().device.type
     kind, by_zero = device_kind(device), deepspeed.is_requested()
-    refused = () if world_size() > 1 or "LOCAL_RANK" in os.environ else ("DEEPSPEED",)  # which needs a launcher
-    for name in (*refused, "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "SAGEMAKER"):
+    is_launched = world_size() > 1 or "LOCAL_RANK" in os.environ
+    for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "SAGEMAKER")[is_launched:]:
         if os.environ.get(variable := f"ACCELERATE_USE_{name}", "").lower() not in ("", "false", "no", "off", "0"):
-            raise wrong_variable(variable, ", which is not supported" + " without accelerate launch" * len(refused))
+            reason = "needs accelerate launch" if name == "DEEPSPEED" else "is not supported"
+            raise wrong_variable(variable, f", which {reason}")
     if world_size() > 1:
         _prepare_processes()
     for name in TASKS if world_size() == 1 else ():
         os.environ.pop(name, None)  # Accelerate would wait for the other tasks of mpirun
     if by_zero:
+        launch_number("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2, maximum=3)
         deepspeed.prepare_environment(kind == "cpu")
     try:
         with variables_named():

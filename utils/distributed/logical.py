@@ -29,7 +29,7 @@ from utils.batch import GlobalCounts, layout
 from utils.console import log
 from utils.distributed.batchnorm import all_reduced, exact_batchnorm
 from utils.distributed.deepspeed import configure, is_requested
-from utils.distributed.ranks import ranks, variables_named, world_size
+from utils.distributed.ranks import ranks, world_size
 from utils.errors import UserError, plural
 
 if TYPE_CHECKING:
@@ -341,7 +341,6 @@ def place_model(accelerator: Accelerator, model: Model) -> None:
     broadcast(model.state_dict())  # in place
 
 
-@variables_named()
 def prepare(
     accelerator: Accelerator,
     logical: LogicalProcesses,

@@ -35,7 +35,7 @@ MEMORY_NAME = "lockstep"  # name of memory files in /proc
 LOOPBACK = "127.0.0.1"
 # Variables with the number of tasks that srun and MPI's launchers have started.
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-_opened: list[RunStore] = []  # the run's store, once this process has reached it
+_opened: list[RunStore] = []  # the run's store, once `open_store` has reached it
 
 
 class Ranks(NamedTuple):
@@ -75,18 +75,19 @@ def launch_number(name: str, default: int = 0, maximum: int = 10**6) -> int:
 
 
 def wrong_variable(name: str, reason: str) -> UserError:
-    """Return the error for an environment variable."""
+    """Return the error for an environment variable; `reason` follows its value."""
     return UserError(f"the environment variable {name} is {quoted(os.environ[name])}{reason}; correct it or unset it")
 
 
 @contextmanager
 def variables_named() -> Iterator[None]:
-    """Raise `UserError` for an error of Accelerate or DeepSpeed in a block that quotes an environment variable."""
+    """Raise `UserError` for an error in a block that quotes a variable which Accelerate reads; numbers are right."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        for name in filter(re.compile("ACCELERATE_|OMPI?_|PMI_|MV2_|FORK_LAUNCHED").match, os.environ):
-            if re.search(rf"(?i)(['\"=]|: |value ){re.escape(os.environ[name])}(?!\w)", str(error)):
+        for name, value in os.environ.items():
+            is_quoted = re.search(rf"(?i)('|: |value ){re.escape(value)}(?!\w)", str(error))
+            if name.startswith(("ACCELERATE_", "FORK_", "OMP")) and not value.isdecimal() and is_quoted:
                 raise wrong_variable(name, f", which Accelerate refuses ({first_line(error)})") from None
         raise
 
@@ -156,10 +157,9 @@ class RunStore:
 
 
 def open_store(timeout: float) -> Store:
-    """Open the store that connects the processes, hosted by the launcher, or by the main process.
+    """Open the store of all processes, hosted by the launcher, or by the main process.
 
-    Raises OSError if the main process cannot be reached (torch would print a warning for each attempt), or `UserError`
-    if another process has this one's rank.
+    Raises OSError or RuntimeError if it cannot be reached, and `UserError` if another process has this one's rank.
     """
     if world_size() == 1:
         return HashStore()
@@ -167,24 +167,26 @@ def open_store(timeout: float) -> Store:
     hosts, limit, store = rank == 0 and not store_is_hosted(), timedelta(seconds=timeout), None
     while store is None:
         try:
-            if not hosts:
+            if not hosts:  # torch would print a warning for each attempt
                 socket.create_connection((address, port), timeout=max(end - time.monotonic(), 0.1)).close()
-            store = TCPStore(
-                address if not hosts else LOOPBACK, port, world_size(), hosts, limit, wait_for_workers=False
-            )
+            host = LOOPBACK if hosts else address
+            store = TCPStore(host, port, world_size(), hosts, limit, wait_for_workers=False)
         except OSError:
             if time.monotonic() > end:
                 raise
             time.sleep(0.2)
-    name, pid = first = RunStore(store).write_once(f"names/{rank}", [str(ranks()), os.getpid()])
-    if first != [str(ranks()), os.getpid()] and not store_is_hosted():  # a launcher may start processes again with its store
-        raise UserError(f"{name} (PID {pid}) has rank {rank} too; give each process its rank, and each run its port")
+    this = [str(ranks()), os.getpid()]
+    other = RunStore(store).write_once(f"names/{rank}", this)
+    if other != this and not store_is_hosted():  # a launcher may start processes again with its store
+        raise UserError(
+            f"{other[0]} (PID {other[1]}) has rank {rank} too; give each process its rank, each run its port"
+        )
     _opened[:] = [RunStore(store)]
     return store
 
 
 def run_store() -> RunStore | None:
-    """Return the run's store, None before `open_store`."""
+    """Return the run's store, None before `open_store`, and for a process alone."""
     return _opened[0] if _opened else None
 
 
