@@ -38,6 +38,7 @@ from utils.distributed.ranks import (
     TASKS,
     RunStore,
     broadcast_from_main,
+    check_variable,
     launch_number,
     main_address,
     open_store,
@@ -46,7 +47,6 @@ from utils.distributed.ranks import (
     store_is_hosted,
     variables_named,
     world_size,
-    wrong_variable,
 )
 from utils.errors import UserError, first_line, plural
 
@@ -172,9 +172,8 @@ def connect(device: str, timeout: float) -> str:
     kind, by_zero = device_kind(device), deepspeed.is_requested()
     is_launched = world_size() > 1 or "LOCAL_RANK" in os.environ
     for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "SAGEMAKER")[is_launched:]:
-        if os.environ.get(variable := f"ACCELERATE_USE_{name}", "").lower() not in ("", "false", "no", "off", "0"):
-            reason = "needs accelerate launch" if name == "DEEPSPEED" else "is not supported"
-            raise wrong_variable(variable, f", which {reason}")
+        is_off = os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("", "false", "no", "off", "0")
+        check_variable(f"ACCELERATE_USE_{name}", is_off, "and not supported by this launch")
     if world_size() > 1:
         _prepare_processes()
     for name in TASKS if world_size() == 1 else ():
@@ -207,7 +206,7 @@ def _prepare_processes() -> None:
     """
     os.environ.setdefault("LOCAL_RANK", "0")  # needed by Accelerate, and not set on some clusters
     os.environ["MASTER_ADDR"] = main_address()[0]
-    if not os.environ.get("OMP_NUM_THREADS"):
+    if not launch_number("OMP_NUM_THREADS"):
         os.environ["OMP_NUM_THREADS"] = str(max(cores_per_process(), 1))
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with suppress(OSError, UnicodeError, KeyError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

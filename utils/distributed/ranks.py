@@ -25,7 +25,6 @@ import psutil
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import distributed
-from torch.distributed import HashStore, Store, TCPStore
 
 from utils.errors import Stopped, UserError, first_line, quoted
 
@@ -69,14 +68,14 @@ def main_address() -> tuple[str, int]:
 def launch_number(name: str, default: int = 0, maximum: int = 10**6) -> int:
     """Return a number that a launcher sets in the environment. Raises `UserError` if it is none up to `maximum`."""
     text = os.environ.get(name) or str(default)
-    if not (text.isdecimal() and float(text) <= maximum):
-        raise wrong_variable(name, f" instead of a number up to {maximum}")
+    check_variable(name, text.isdecimal() and float(text) <= maximum, f"instead of a number up to {maximum}")
     return int(text)
 
 
-def wrong_variable(name: str, reason: str) -> UserError:
-    """Return the error for an environment variable; `reason` follows its value."""
-    return UserError(f"the environment variable {name} is {quoted(os.environ[name])}{reason}; correct it or unset it")
+def check_variable(name: str, is_right: bool, reason: str) -> None:
+    """Raise `UserError` if an environment variable is not right; `reason` follows its value."""
+    if not is_right:
+        raise UserError(f"the environment variable {name} is {quoted(os.environ[name])} {reason}; correct or unset it")
 
 
 @contextmanager
@@ -86,9 +85,9 @@ def variables_named() -> Iterator[None]:
         yield
     except (RuntimeError, ValueError) as error:
         for name, value in os.environ.items():
-            is_quoted = re.search(rf"(?i)('|: |value ){re.escape(value)}(?!\w)", str(error))
-            if name.startswith(("ACCELERATE_", "FORK_", "OMP")) and not value.isdecimal() and is_quoted:
-                raise wrong_variable(name, f", which Accelerate refuses ({first_line(error)})") from None
+            if name.startswith(("ACCELERATE_", "FORK_", "OMP")) and not value.isdecimal():
+                is_quoted = re.search(rf"(?i)('|: |value ){re.escape(value)}(?!\w)", str(error))
+                check_variable(name, not is_quoted, f"and refused by Accelerate ({first_line(error)})")
         raise
 
 
@@ -156,13 +155,13 @@ class RunStore:
         return json.loads(self._store.get(restart_key(name)))
 
 
-def open_store(timeout: float) -> Store:
+def open_store(timeout: float) -> distributed.Store:
     """Open the store of all processes, hosted by the launcher, or by the main process.
 
     Raises OSError or RuntimeError if it cannot be reached, and `UserError` if another process has this one's rank.
     """
     if world_size() == 1:
-        return HashStore()
+        return distributed.HashStore()
     rank, (address, port), end = ranks().rank, main_address(), time.monotonic() + timeout
     hosts, limit, store = rank == 0 and not store_is_hosted(), timedelta(seconds=timeout), None
     while store is None:
@@ -170,7 +169,7 @@ def open_store(timeout: float) -> Store:
             if not hosts:  # torch would print a warning for each attempt
                 socket.create_connection((address, port), timeout=max(end - time.monotonic(), 0.1)).close()
             host = LOOPBACK if hosts else address
-            store = TCPStore(host, port, world_size(), hosts, limit, wait_for_workers=False)
+            store = distributed.TCPStore(host, port, world_size(), hosts, limit, wait_for_workers=False)
         except OSError:
             if time.monotonic() > end:
                 raise

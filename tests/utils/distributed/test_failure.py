@@ -27,8 +27,9 @@ import torch
 from torch import distributed
 from torch.utils.data import DataLoader, Dataset
 
-from tests.conftest import OnProcesses, without_greetings
-from utils.distributed import failure
+from tests.conftest import OnProcesses, free_port, without_greetings
+from tests.processes import forking
+from utils.distributed import failure, launch
 from utils.distributed.failure import (
     STOP_SIGNALS,
     TIME_LIMIT,
@@ -116,6 +117,35 @@ run_main(module.go)
     assert done.returncode == 1
     assert done.stderr.startswith(sentence.format(file))
     assert done.stderr.count("\n") == 1
+
+
+# Before the processes are connected
+
+
+def fail_early(failing: tuple[int, ...], port: str, printed: Path) -> None:
+    sys.stderr = printed.open("a")
+    failure.ROLL_CALL_SECONDS = failure.EXPLAIN_SECONDS = 1.0
+    failure.POLL_SECONDS = 0.1
+    if port:
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
+    if ranks().rank in failing:
+        raise UserError("a wrong flag", 2)
+    connect("cpu", 60.0)
+
+
+@pytest.mark.parametrize("failing", [(0, 1), (0,), (1,)])
+@pytest.mark.parametrize("hosted", [True, False])
+def test_an_early_error_is_printed_once(
+    failing: tuple[int, ...], hosted: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Under a launcher with a store, which ends all processes once one has failed, and under one that does neither."""
+    monkeypatch.setattr(launch, "SHUTDOWN_SECONDS", 0.0 if hosted else 60.0)
+    starts = 3 if hosted else 1
+    for _ in range(starts):
+        with forking(), pytest.raises(SystemExit) as caught:
+            spawn(functools.partial(fail_early, failing, "" if hosted else free_port(), tmp_path / "printed"), 2)
+        assert caught.value.code == 2
+    assert (tmp_path / "printed").read_text() == "error: a wrong flag\n" * starts
 
 
 # Three processes

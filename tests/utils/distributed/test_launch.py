@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -40,7 +42,7 @@ from utils.distributed.launch import (
     spawn,
     start,
 )
-from utils.distributed.ranks import Ranks, ranks
+from utils.distributed.ranks import Ranks, RunStore, open_store, ranks
 from utils.errors import UserError
 from utils.files import ROOT
 
@@ -153,7 +155,8 @@ def test_device_numbers(device: str, numbers: list[int] | None) -> None:
 @pytest.mark.parametrize(
     ("device", "processes", "launched_processes", "expected"),
     [("", 0, 1, 0), ("0", 0, 1, 0), ("0,1", 0, 1, 2), ("0,1", 2, 1, 2), ("cpu", 3, 1, 3), ("cpu", 4, 4, 0),
-     ("0,1", 3, 1, None), ("0", 2, 1, None), ("mps", 2, 1, None), ("0,1", 1, 1, None), ("cpu", 2, 4, None)],
+     ("0,1", 3, 1, None), ("0", 2, 1, None), ("mps", 2, 1, None), ("0,1", 1, 1, None), ("cpu", 2, 4, None),
+     ("cpu", 1000, 1, None), ("cpu", 10**20, 1, None)],
 )  # fmt: skip
 def test_the_number_of_processes_to_start(
     device: str, processes: int, launched_processes: int, expected: int | None, monkeypatch: Any, tmp_path: Path
@@ -227,6 +230,35 @@ def test_processes_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch)
     assert cores_per_process() == 2
 
 
+# The environment
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ("ACCELERATE_USE_CPU=maybe", ""),
+        ("ACCELERATE_USE_CPU=", ""),
+        ("ACCELERATE_TORCH_DEVICE=x", ""),
+        ("ACCELERATE_DYNAMO_BACKEND=x", ""),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=x", ""),
+        ("ACCELERATE_USE_FSDP=true", ""),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG=1", ""),
+        ("ACCELERATE_USE_DEEPSPEED=true", ""),  # no launcher
+        ("ACCELERATE_USE_DEEPSPEED=true LOCAL_RANK=0 ACCELERATE_DEEPSPEED_ZERO_STAGE=9", "_STAGE is '9'"),
+        ("RANK=1 WORLD_SIZE=2 MASTER_PORT=99999", "MASTER_PORT is '99999'"),
+        ("RANK=1 WORLD_SIZE=2 OMP_NUM_THREADS=abc", "OMP_NUM_THREADS is 'abc'"),
+    ],
+)
+def test_a_wrong_variable_is_named(variables: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    try:
+        with pytest.raises(UserError, match=named or "{} is '{}'".format(*variables.split("="))):
+            start("cpu", "", 0.1)
+    finally:
+        reset_accelerate()
+
+
 # The rendezvous
 
 
@@ -254,7 +286,52 @@ def test_a_missing_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         distributed.init_process_group("gloo", init_method=f"{RENDEZVOUS}://", timeout=limit)
 
 
+def test_two_processes_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be of two runs, neither of which may end the other."""
+    launched(monkeypatch, 2, 1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    store = RunStore(open_store(10.0))
+    store.write_once("names/1", ["process 1 on another", 7])
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(UserError, match="process 1 on another"):
+        open_store(10.0)
+
+
+@pytest.mark.parametrize(("here", "warned"), [("192.0.2.7", True), ("192.0.2.1", False), ("127.0.0.1", False)])
+def test_a_main_process_elsewhere(
+    here: str, warned: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 has the address `here`, and should have 192.0.2.1, or a name for itself in 127.0.0.0/8."""
+    launched(monkeypatch, 2, 1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    monkeypatch.setattr(socket.socket, "getsockname", lambda _: (here, 9))
+    monkeypatch.setattr(socket.socket, "getpeername", lambda _: ("192.0.2.1", 9))
+    with pytest.raises(UserError, match="1 of 2"):
+        connect("cpu", 0.1)
+    reset_accelerate()
+    assert ("warning: MASTER_ADDR 192.0.2.1 is no address of this machine" in capfd.readouterr().out) == warned
+
+
 # A process per device
+
+UNGUARDED = """
+from functools import partial
+from utils.distributed.launch import spawn
+spawn(partial(print, "once by each process"), 2)
+"""
+
+
+@pytest.mark.parametrize("flags", [["unguarded.py"], []])
+def test_a_call_from_python_needs_no_guard(flags: list[str], tmp_path: Path) -> None:
+    """A started process does not run the caller's script again; without flags it is stdin."""
+    (tmp_path / "unguarded.py").write_text(UNGUARDED)
+    where = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *flags], input=UNGUARDED, cwd=tmp_path, env=where, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "once by each process\n" * 2, "")
 
 
 def my_ranks() -> tuple[Ranks, str, str, int, set[str]]:
