@@ -22,7 +22,7 @@ import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from torch import distributed
 
-from tests.conftest import OnProcesses, without_greetings
+from tests.conftest import OnProcesses, free_port, without_greetings
 from tests.making import launched, without_launcher
 from tests.processes import forking
 from utils.distributed import launch
@@ -234,29 +234,29 @@ def test_processes_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("variables", "named"),
+    "variables",
     [
-        ("ACCELERATE_USE_CPU=maybe", ""),
-        ("ACCELERATE_USE_CPU=", ""),
-        ("ACCELERATE_TORCH_DEVICE=x", ""),
-        ("ACCELERATE_DYNAMO_BACKEND=x", ""),
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=x", ""),
-        ("ACCELERATE_USE_FSDP=true", ""),
-        ("ACCELERATE_USE_PARALLELISM_CONFIG=1", ""),
-        ("ACCELERATE_USE_DEEPSPEED=true", ""),  # no launcher
-        ("ACCELERATE_USE_DEEPSPEED=true LOCAL_RANK=0 ACCELERATE_DEEPSPEED_ZERO_STAGE=9", "_STAGE is '9'"),
-        ("RANK=1 WORLD_SIZE=2 MASTER_PORT=99999", "MASTER_PORT is '99999'"),
-        ("RANK=1 WORLD_SIZE=2 OMP_NUM_THREADS=abc", "OMP_NUM_THREADS is 'abc'"),
+        *(
+            "ACCELERATE_USE_CPU=maybe",
+            "ACCELERATE_USE_CPU=",
+            "ACCELERATE_TORCH_DEVICE=x",
+            "ACCELERATE_DYNAMO_BACKEND=x",
+        ),
+        *("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=x", "ACCELERATE_USE_FSDP=true", "ACCELERATE_USE_MEGATRON_LM=1"),
+        "ACCELERATE_USE_DEEPSPEED=true",  # no launcher
+        "LOCAL_RANK=0 ACCELERATE_USE_DEEPSPEED=true ACCELERATE_DEEPSPEED_ZERO_STAGE=9",
+        "RANK=1 WORLD_SIZE=2 MASTER_PORT=99999",
+        "RANK=1 WORLD_SIZE=2 OMP_NUM_THREADS=abc",
     ],
 )
-def test_a_wrong_variable_is_named(variables: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_variable_is_named(variables: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one is wrong."""
     for variable in variables.split():
-        monkeypatch.setenv(*variable.split("="))
-    try:
-        with pytest.raises(UserError, match=named or "{} is '{}'".format(*variables.split("="))):
-            start("cpu", "", 0.1)
-    finally:
-        reset_accelerate()
+        name, _, value = variable.partition("=")
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"{name} is '{value}'"):
+        start("cpu", "", 0.1)
+    reset_accelerate()
 
 
 # The rendezvous
@@ -289,8 +289,7 @@ def test_a_missing_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_processes_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be of two runs, neither of which may end the other."""
     launched(monkeypatch, 2, 1)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    monkeypatch.setenv("MASTER_PORT", free_port())
     store = RunStore(open_store(10.0))
     store.write_once("names/1", ["process 1 on another", 7])
     monkeypatch.setenv("RANK", "1")
@@ -304,8 +303,7 @@ def test_a_main_process_elsewhere(
 ) -> None:
     """Rank 0 has the address `here`, and should have 192.0.2.1, or a name for itself in 127.0.0.0/8."""
     launched(monkeypatch, 2, 1)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    monkeypatch.setenv("MASTER_PORT", free_port())
     monkeypatch.setattr(socket.socket, "getsockname", lambda _: (here, 9))
     monkeypatch.setattr(socket.socket, "getpeername", lambda _: ("192.0.2.1", 9))
     with pytest.raises(UserError, match="1 of 2"):
