@@ -46,6 +46,7 @@ def test_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"RANK": "two"}, "RANK is 'two'"),
         ({"WORLD_SIZE": "-1"}, "WORLD_SIZE is '-1'"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '999"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE 2"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK 2"),
         ({"RANK": "1"}, "RANK 1"),
