@@ -160,11 +160,11 @@ OPTIONAL_METHODS = {
 }
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 def _save_folder(exist_ok: bool) -> Path:
     return SAVE_PROJECT / "exp" if exist_ok else numbered_folder(SAVE_PROJECT, "exp", exist_ok=False)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Prediction(ABC):
     """The result for one image, in pixels of its file: an iterable over its objects, each a dict of `columns`.
 
