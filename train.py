@@ -19,6 +19,8 @@ from typing import Any
 if __name__ == "__main__":
     gc.disable()  # the imports make 400,000 objects and hardly any garbage; `run_main` turns it on again
 
+import torch
+
 from job import VALIDATION_BATCH, Job, hyperparameter_names, resolve, settings_of
 from models.loading import rate_factors
 from models.tasks.contract import Criterion, refuse, terms_of
@@ -77,7 +79,7 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
         decisions = job.decide(run, model, data, known_share)
     batch_size, known_share = decisions.batch_size, decisions.known
     accelerator.gradient_accumulation_steps = decisions.accumulation
-    content = settings.content(model.yaml, model.imgsz, batch_size, decisions.run_id)
+    content = settings.content(model.yaml, model.imgsz, batch_size, decisions.run_id, torch.get_num_threads())
     run_log = job.write_inputs(run, data, identity, content, saved)
 
     # Loaders, loss and evaluation.

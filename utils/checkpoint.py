@@ -417,7 +417,7 @@ def read_saved_state(run: Run, settings: Settings, identity: Identity) -> dict[s
     saved = run.collectives.broadcast(run.files.read_state()) if settings.saved else None
     if saved:
         identity.check(saved)
-        settings.log_changes()
+        settings.log_changes(torch.get_num_threads() if run.accelerator.device.type == "cpu" else 0)
         log(f"resuming {run.path} {Progress.from_state(saved['progress'])}")
     elif settings.is_fixed:
         log(f"{run.path} ended before it saved anything: it starts anew, with its settings")

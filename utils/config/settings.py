@@ -100,15 +100,19 @@ class Settings:
         """Return whether the command line, `defaults` or the settings of a resumed run give a flag's value."""
         return self.is_fixed or flag in self.given or flag in defaults
 
-    def content(self, model_yaml: Mapping[str, Any], imgsz: int, batch_size: int, run_id: str) -> dict[str, Any]:
+    def content(
+        self, model_yaml: Mapping[str, Any], imgsz: int, batch_size: int, run_id: str, threads: int
+    ) -> dict[str, Any]:
         """Return the content of settings.yaml, with the model's image size and what --batch-size -1 has measured."""
         sizes = {"imgsz": imgsz} if self.options.batch_size > 0 else {"imgsz": imgsz, "batch_size": batch_size}
         parts = {"hyperparameters": vars(self.hyp), "model": model_yaml, **self.origin}
-        return {**vars(self.options), **sizes, "wandb_id": run_id, **parts}
+        return {**vars(self.options), **sizes, "threads": threads, "wandb_id": run_id, **parts}
 
-    def log_changes(self) -> None:
-        """Log each flag that differs from the settings of the resumed run."""
+    def log_changes(self, threads: int) -> None:
+        """Log each flag that differs from the settings of the resumed run, and the CPU threads; 0 for a GPU."""
         saved = self.saved or {}
+        if threads and (before := saved.get("threads", threads)) != threads:
+            log(f"warning: CPU threads: {threads}, was {before}; the same bytes need OMP_NUM_THREADS={before}")
         skipped = ("imgsz", "overrides", *CURVE_FLAGS, *RUN_FOLDER_FLAGS, *LAUNCHER_FLAGS, *SINGLE_START_FLAGS)
         for name, value in vars(self.options).items():
             now = _plain(value)

@@ -37,6 +37,7 @@ from utils.distributed.ranks import (
     LOOPBACK,
     TASKS,
     RunStore,
+    available_cores,
     broadcast_from_main,
     check_variable,
     launch_number,
@@ -176,6 +177,8 @@ def connect(device: str, timeout: float) -> str:
         check_variable(f"ACCELERATE_USE_{name}", is_off, "and not supported by this launch")
     if world_size() > 1:
         _prepare_processes()
+    elif not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(min(torch.get_num_threads(), cores_per_process()))  # torch ignores a container's quota
     for name in TASKS if world_size() == 1 else ():
         os.environ.pop(name, None)  # Accelerate would wait for the other tasks of mpirun
     if by_zero:
@@ -290,8 +293,7 @@ def device_numbers(device: str) -> list[int]:
 
 def cores_per_process() -> int:
     """Return this process's share of the cores that its machine allows, rounded down."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores // ranks().local_world_size
+    return available_cores() // ranks().local_world_size
 
 
 def describe_device(device: torch.device) -> str:

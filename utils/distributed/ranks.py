@@ -29,7 +29,8 @@ from torch import distributed
 from utils.errors import Stopped, UserError, first_line, quoted
 
 T = TypeVar("T")
-CGROUP = Path("/sys/fs/cgroup")  # files of a container's cgroup, version 2
+CGROUP = Path("/sys/fs/cgroup")  # files of a container's cgroup
+CPU_QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))  # microseconds; version 2, version 1
 MEMORY_NAME = "lockstep"  # name of memory files in /proc
 LOOPBACK = "127.0.0.1"
 # Variables with the number of tasks that srun and MPI's launchers have started.
@@ -280,6 +281,16 @@ def _memory_of(file: int) -> Arena:
     memory = Arena(os.fstat(file).st_size, file)
     finalize(memory, os.close, file)
     return memory
+
+
+def available_cores() -> int:
+    """Return the cores that this process, or its container if it has fewer, may use at the same time; at least 1."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    for files in CPU_QUOTAS:
+        with suppress(OSError, ValueError):  # there is no container, or it has no limit: "max", or -1
+            quota, period = map(int, " ".join((CGROUP / file).read_text() for file in files).split())
+            cores = min(cores, quota / period) if quota > 0 else cores
+    return max(int(cores), 1)
 
 
 def available_bytes() -> int:

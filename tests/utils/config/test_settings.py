@@ -202,6 +202,12 @@ def test_hyperparameters_that_have_changed(tmp_path: Path) -> None:
     assert resumed(saved(hyp="gone.yaml")).hyp == "gone.yaml"  # only read if it is given
 
 
+@pytest.mark.parametrize(("now", "warns"), [(2, True), (4, False), (0, False)])
+def test_another_number_of_threads_is_named(now: int, warns: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    Settings(TrainOptions(), {}, {"threads": 4}).log_changes(now)
+    assert ("CPU threads: 2, was 4; the same bytes need OMP_NUM_THREADS=4" in capsys.readouterr().out) == warns
+
+
 def test_overrides_are_taken_from_the_settings() -> None:
     overrides = {"lr0": "2e-2", "mosaic": "0.5"}
     faster = saved(Hyperparameters(**parse_overrides(Hyperparameters, overrides)), overrides=overrides)

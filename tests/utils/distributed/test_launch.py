@@ -26,6 +26,7 @@ from tests.conftest import OnProcesses, free_port, without_greetings
 from tests.making import launched, without_launcher
 from tests.processes import forking
 from utils.distributed import launch
+from utils.distributed import ranks as ranks_module
 from utils.distributed.failure import run_main
 from utils.distributed.launch import (
     COLLECTIVE_MARGIN_SECONDS,
@@ -223,11 +224,29 @@ def test_too_few_devices_are_an_error(
         device_kind(device)
 
 
-def test_processes_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000"}, 8),
+        ({"cpu.max": "450000 100000"}, 4),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2),
+    ],
+)
+def test_processes_of_a_machine_share_its_cores(
+    quota: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the affinity, or fewer by the quota of a container, versions 2 and 1 of cgroups."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
-    assert cores_per_process() == 8
+    monkeypatch.setattr(ranks_module, "CGROUP", tmp_path)
+    (tmp_path / "cpu").mkdir()
+    for name, text in quota.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    assert cores_per_process() == cores
     launched(monkeypatch, 8, 4)
-    assert cores_per_process() == 2
+    assert cores_per_process() == cores // 4
 
 
 # The environment
