@@ -397,7 +397,7 @@ def test_models_of_torch_hub(
         with pytest.raises(UserError, match=f"^{next(iter(wrong))}=[^-]*$"):  # without a flag
             load("custom", path=str(detector), **wrong)
     model = load("yolov5n", path=str(detector), autoshape=True, channels=3, imgsz=SIDE, device="cpu")
-    results = model(imgs=[photo, photo], profile=False)
+    results = model(imgs=[photo, photo])
     assert results.n == len(results.plot()) == 2
     for name in ("t", "s"):
         with pytest.raises(AttributeError, match=f"no {name}:"):
