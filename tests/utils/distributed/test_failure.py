@@ -407,7 +407,7 @@ def train(signals: Signals, hours: float) -> Ended:
 
 def runs(cases: list[tuple[Signals, float]]) -> list[Ended]:
     """Train one run after another, as if a launcher restarted the processes."""
-    distributed.init_process_group("gloo")
+    connect("cpu", 60.0)
     random.seed(ranks().rank)
     ended = []
     for number, (signals, hours) in enumerate(cases):
@@ -438,7 +438,7 @@ def test_all_processes_stop_at_the_same_step(on_processes: OnProcesses) -> None:
 
 def validate(_: object = None) -> str:
     """Get a signal on one process, between steps; return what each learns before they meet."""
-    distributed.init_process_group("gloo")
+    connect("cpu", 60.0)
     with GracefulStop() as stop:
         if ranks().rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -456,7 +456,7 @@ def one_step_ahead(_: object = None) -> list[int]:
 
     The process that gets the signal is late, so that the other has ended a step more.
     """
-    distributed.init_process_group("gloo")
+    connect("cpu", 60.0)
     ended: list[int] = []
     for last in (5, 6):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(last)
