@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from utils.config.flags import AUTO, BUILT_IN_JOB, NEWEST, TrainOptions
 from utils.config.parser import over_defaults
@@ -54,7 +54,8 @@ SAFETENSORS_KEY = "lockstep"  # metadata key of everything but the tensors, as J
 def serialised(content: Any) -> memoryview:
     """Return the bytes of a file that `torch.load` reads as `content`."""
     buffer = io.BytesIO()
-    torch.save(contiguous(content), buffer)
+    # Contiguous, so that the file does not depend on the device.
+    torch.save(tree_map_only(Tensor, Tensor.contiguous, content), buffer)
     return buffer.getbuffer()
 
 
@@ -119,15 +120,6 @@ def _stored(tensor: Tensor, half: bool) -> Tensor:
         return tensor
     halved = tensor.half()
     return halved if halved.isfinite().all() else tensor
-
-
-def contiguous(content: Any) -> Any:
-    """Make the tensors in nested dicts and lists contiguous, so that a file does not depend on the device."""
-    if isinstance(content, Tensor):
-        return content.contiguous()
-    if isinstance(content, dict):
-        return {key: contiguous(value) for key, value in content.items()}
-    return [contiguous(value) for value in content] if isinstance(content, list) else content
 
 
 # The state of a run
@@ -257,7 +249,7 @@ class TrainingState:
             return counters
         return {
             **counters,
-            "model": self.copies[0].state_dict(),
+            "model": dict(self.copies[0].state_dict()),
             **self.ema.state(),
             "optimizer": optimizer_state(self.optimizer, self.parameters),
             "rates": [group["lr"] for group in self.optimizer.param_groups],

@@ -217,7 +217,7 @@ class ModelEMA:
 
     def state(self) -> dict[str, Any]:
         """Return the averaged tensors and the number of updates."""
-        return {"ema": self.model.state_dict(), "updates": int(self.updates)}
+        return {"ema": dict(self.model.state_dict()), "updates": int(self.updates)}
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
         """Load what `state` returned; `saved` may contain more."""
