@@ -44,10 +44,7 @@ FITTED_BATCH, FITTED_BATCHES = 16, 32  # size and number of the batches that new
 
 
 def settings_of(argv: Sequence[str], hyperparameters: Callable[[], Collection[str]] = tuple) -> Settings:
-    """Return the settings of a command line, or with --resume those of the run. Raises `UserError`.
-
-    `hyperparameters` returns the names that stand for flags such as --hyp.lr0, as for `given_flags`.
-    """
+    """Return the settings of a command line, see `given_flags`, or with --resume the run's. Raises `UserError`."""
     return resolve_settings(given_flags(TrainOptions, argv, hyperparameters=hyperparameters), recipe_of)
 
 

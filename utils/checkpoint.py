@@ -75,10 +75,7 @@ def is_safetensors(data: bytes) -> bool:
 
 
 def read_safetensors(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors in a `.safetensors` file, and the rest of its content, {} if another program wrote it.
-
-    Raises `ValueError` if the file is incomplete.
-    """
+    """Return the tensors of a `.safetensors` file, and the rest, {} if another program wrote it. Raises ValueError."""
     import safetensors.torch
 
     try:
@@ -312,10 +309,7 @@ def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 class StateFiles:
-    """The states in `checkpoint/` of a run: the two newest, or a finished run's only one, as NUMBER-CHECKSUM.pt.
-
-    The checksum reveals any damage.
-    """
+    """The states in `checkpoint/` of a run: the two newest, or a finished run's only one, as NUMBER-CHECKSUM.pt."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -336,10 +330,7 @@ class StateFiles:
         self.last = path
 
     def read(self, warns: bool = True) -> dict[str, Any] | None:
-        """Return the newest intact state, None if there are no files; log a warning about each damaged file if `warns`.
-
-        Raises `UserError` if all files are damaged, or if one cannot be read.
-        """
+        """Return the newest intact state, None without files; log damaged files if it `warns`. Raises `UserError`."""
         files = self.files()
         for file in files:
             try:
@@ -454,10 +445,7 @@ def _settings_of_run(settings: Settings, recipe_of: RecipeOf) -> Settings:
 
 
 def find_run(resume: str, project: Path, name: str, exist_ok: bool) -> Path | None:
-    """Return the run folder that --resume names; None if it is `auto` and there is no run.
-
-    Raises `UserError` if a path is not in a run folder, or the project has no run folder.
-    """
+    """Return the run folder that --resume names; None if it is `auto` and there is no run. Raises `UserError`."""
     if resume in (NEWEST, AUTO):
         pattern = ".*" if resume == NEWEST else re.escape(name) if exist_ok else rf"{re.escape(name)}\d*"
         runs = [file.parent for file in project.glob(f"*/{SETTINGS_FILE}") if re.fullmatch(pattern, file.parent.name)]

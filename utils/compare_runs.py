@@ -27,10 +27,7 @@ FORMAT = 2  # of hashes.yaml: how hashes are computed; only equal formats can be
 
 
 def read_hashes(run: Path) -> list[dict[str, str]]:
-    """Return the rows of a run's hashes.csv, one per optimizer step; a row cut off by a kill is left out.
-
-    Raises `UserError` if the file is missing, damaged or without rows, and for hashes of another format.
-    """
+    """Return the rows of hashes.csv, one per optimizer step, without one that a kill cut off. Raises `UserError`."""
     file = run / HASHES
     try:
         lines = read_regular(file).decode().rpartition("\n")[0].splitlines()

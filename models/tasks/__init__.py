@@ -69,10 +69,7 @@ def model_words(yaml: Mapping[str, Any]) -> str:
 
 
 def task_of(yaml: Mapping[str, Any], source: str) -> str:
-    """Return the name of a model YAML's task: its `task:`, else the task whose head is in the last row.
-
-    Raises `UserError`, which names `source`, if the task does not exist.
-    """
+    """Return the task of a model YAML: its `task:`, else by the head in the last row. Raises `UserError`."""
     head = head_name(yaml)
     of_head = next((name for name, entry in TASKS.items() if entry.head == head), DEFAULT_TASK)
     task = str(yaml.get("task") or of_head)

@@ -167,12 +167,10 @@ class ClassificationPostprocess(Postprocess):
         self.names = names
 
     def views(self, model: Model, inputs: Tensor, augment: bool) -> list[ClassificationView]:
-        """Run `model` on `inputs` and, if `augment`, on their mirror images."""
         versions = (inputs, inputs.flip(3)) if augment else (inputs,)
         return [ClassificationView(model(images)) for images in versions]
 
     def __call__(self, views: Sequence[View], batch: Batch) -> list[ClassificationPrediction]:
-        """Return the probabilities of each image."""
         probabilities = torch.stack([view.outputs.float().softmax(1) for view in views]).mean(0).cpu()
         return [
             ClassificationPrediction(info.image, info.path, self.names, image)
@@ -227,7 +225,6 @@ class ClassificationMetrics(Metrics):
         self.names = names
 
     def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[ImageRecord]:
-        """Return a record for each image."""
         infos: Sequence[ClassInfo] = batch.infos
         records = []
         for prediction, info in zip(cast(Sequence[ClassificationPrediction], predictions), infos, strict=True):
@@ -348,7 +345,6 @@ class ClassificationTask(Task):
         return model
 
     def criterion(self, model: Model) -> ClassificationCriterion:
-        """Return the cross-entropy, with label smoothing and class weights."""
         return ClassificationCriterion(len(self.names), self.label_smoothing, self.class_weights)
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> ClassificationPostprocess:
@@ -366,7 +362,7 @@ class ClassificationTask(Task):
         return images.div_(255).sub_(mean).div_(deviation)
 
     def export_module(self, model: Model, suppression: Thresholds | None) -> nn.Module:
-        """Return the model with BatchNorm folded, which maps images from `inputs` to logits (b, classes)."""
+        """Return the model, which maps images from `inputs` to logits (b, classes)."""
         from models.ensemble import fuse
 
         return fuse(model)

@@ -90,10 +90,7 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def weights_by_class(names: Mapping[int, str], weights: Mapping[str, float]) -> tuple[float, ...]:
-    """Return the weight of each class, by number, from `weights` by name; other classes have weight 1; () if all have.
-
-    Raises `UserError` for an unknown name.
-    """
+    """Return the weight of each class, by number: `weights` by name, else 1; () if all are 1. Raises `UserError`."""
     known = set(names.values())
     if unknown := [name for name in weights if name not in known]:
         hint = nearest(unknown[0], known)
@@ -267,10 +264,7 @@ class Prediction(ABC):
         return picture if bgr else np.ascontiguousarray(picture[..., ::-1])
 
     def show(self, **style: Any) -> None:
-        """Show the picture of `plot`, whose arguments `style` are, in the notebook or the system's picture viewer.
-
-        Raises `UserError` if there is neither.
-        """
+        """Show the picture of `plot`, whose arguments `style` are, in the notebook or a viewer. Raises `UserError`."""
         from PIL import Image, ImageShow  # imported here because it imports IPython if that is installed
 
         picture, notebook = Image.fromarray(self.plot(**{**style, "bgr": False})), sys.modules.get("IPython")
@@ -331,10 +325,7 @@ class Results(list[Any]):
         return folder
 
     def to_df(self) -> Any:
-        """Return a pandas.DataFrame of the objects of all images, with a column `image` before the results' columns.
-
-        Raises `UserError` if pandas is not installed.
-        """
+        """Return a pandas.DataFrame of the objects of all images, with a column `image` first. Raises `UserError`."""
         names = ["image", *(self[0].columns() if self else ())]
         return data_frame([(result.path, *row.values()) for result in self for row in result], columns=names)
 
@@ -536,10 +527,7 @@ class Task(ABC):
         return ()
 
     def fresh_tensors(self, from_yaml: bool) -> tuple[str, ...]:
-        """Return parts of names; tensors with such a part in their name are not loaded from a weight file.
-
-        `from_yaml` says whether --cfg is given.
-        """
+        """Return parts of the names of tensors not to load from a weight file; `from_yaml`: whether --cfg is given."""
         return ()
 
     def keep_head(self, model: Model, state: Mapping[str, Tensor], names: Mapping[int, str]) -> str:

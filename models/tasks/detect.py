@@ -385,7 +385,6 @@ class BoxTask(Task):
     features = frozenset({"mixing", "augmentation", "padding", "detections", "boxes", "copies", "examples"})
 
     def metrics(self, drawn: frozenset[int] = frozenset()) -> DetectionMetrics:
-        """Return precision, recall and mean average precision; `drawn` are the indices of the images to draw."""
         return DetectionMetrics(self.names, drawn)
 
     def inputs(self, batch: Batch) -> Tensor:
@@ -393,7 +392,6 @@ class BoxTask(Task):
         return batch.images.float(memory_format=layout(batch.images.device)).div_(255)  # type: ignore[call-arg]
 
     def draw_batch(self, batch: Batch) -> Image:
-        """Draw a grid of the batch's images with their targets."""
         return draw_targets(batch.images.cpu().numpy(), batch.targets.cpu().numpy(), self.names)
 
 
@@ -420,7 +418,6 @@ class DetectionTask(BoxTask):
 
     @classmethod
     def features_of(cls, yaml: Mapping[str, Any]) -> frozenset[str]:
-        """Return `features` and the features of the head of a YAML's model."""
         head = detection_head(yaml)
         return cls.features | (head.features if head else frozenset())
 
@@ -452,7 +449,6 @@ class DetectionTask(BoxTask):
         return model
 
     def loss_names_of(self, model: Model) -> tuple[str, ...]:
-        """Return the names of the terms of the loss of `model`'s head."""
         head = detection_head(model.yaml)
         return head.loss_names if head else self.loss_names
 
@@ -463,14 +459,10 @@ class DetectionTask(BoxTask):
         return head_of(model).criterion(self.hyp, self.label_smoothing, model.imgsz, self.class_weights)
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> DetectionPostprocess:
-        """Return the conversion of outputs to detections."""
         return DetectionPostprocess(self.names, thresholds)
 
     def export_module(self, model: Model, suppression: Thresholds | None) -> nn.Module:
-        """Return the module that maps images (b, 3, h, w), in 0 to 1, to boxes, or to detections after suppression.
-
-        The classes in `export_modules` give the shapes.
-        """
+        """Return the one of `export_modules` that maps images to boxes, or to detections after suppression."""
         from models.ensemble import fuse  # only here, because training does not need it
 
         decoded, suppressed = self.export_modules

@@ -298,7 +298,6 @@ class DetectionMetrics(Metrics):
         self.names, self.drawn = dict(names), drawn
 
     def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[Any]:
-        """Return a record for each image."""
         boxes = [prediction.rows for prediction in cast("Sequence[DetectionPrediction]", predictions)]
         return image_records(boxes, batch.infos, self.drawn)
 

@@ -169,7 +169,6 @@ class DetectionPrediction(Prediction):
         return drawn
 
     def crops(self, image: Image) -> list[tuple[str, Image]]:
-        """Return the part of `image` that each box covers, with the class name; no part is empty."""
         parts = []
         for left, top, right, bottom, _, label in self.rows.tolist():
             part = image[math.floor(top) : math.ceil(bottom), math.floor(left) : math.ceil(right)]
@@ -178,10 +177,7 @@ class DetectionPrediction(Prediction):
         return parts
 
     def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
-        """Return lines of a label file: class, box and, if `with_confidence`, the confidence.
-
-        Boxes are normalised xywh or, if `corners`, xyxy in pixels of the file.
-        """
+        """Return lines of a label file: class, box and, if `with_confidence`, the confidence."""
         boxes = self.rows[:, :4] if corners else xyxy_to_xywh(self.rows[:, :4]) / torch.tensor(self.size * 2)
         rows = torch.cat((boxes, self.rows[:, 4:5]) if with_confidence else (boxes,), 1)
         return [
@@ -209,5 +205,4 @@ class DetectionPrediction(Prediction):
         return torch.from_numpy(rows)
 
     def coco_rows(self) -> CocoImage:
-        """Return the detections in COCO's results format."""
         return CocoImage(self.image, self.path, self.rows.numpy())

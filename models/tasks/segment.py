@@ -299,7 +299,6 @@ class SegmentationView(NamedTuple):
 
     @property
     def outputs(self) -> tuple[list[Tensor], Tensor] | None:
-        """The input of the criterion; None for an exported file, which returns no raw maps."""
         return None if self.boxes.outputs is None else (self.boxes.outputs, self.maps)
 
 
@@ -413,15 +412,12 @@ class SegmentationTask(DetectionTask):
         return SegmentationCriterion(hyp, head, self.label_smoothing, self.class_weights)
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> SegmentationPostprocess:
-        """Return the conversion of outputs to instances."""
         return SegmentationPostprocess(self.names, thresholds)
 
     def metrics(self, drawn: frozenset[int] = frozenset()) -> SegmentationMetrics:
-        """Return precision, recall and mean average precision of boxes and masks; `drawn` are images to draw."""
         return SegmentationMetrics(self.names, drawn)
 
     def draw_batch(self, batch: Batch) -> Image:
-        """Draw a grid of the batch's images with their boxes and masks."""
         images = batch.images[:MAX_GRID_IMAGES].cpu().numpy()[:, ::-1].copy()
         numbers, labels = cast("SegmentationBatch", batch).host_targets[:, :2].astype(int).T
         (drawn,) = np.nonzero(numbers < len(images))

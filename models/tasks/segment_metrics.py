@@ -217,10 +217,7 @@ class SegmentationPrediction(DetectionPrediction):
         return [((part.contour() + 0.5) / self.size).astype(np.float32) for part in self.source.parts(rows)]
 
     def draw(self, image: Image, style: Style) -> Image:
-        """Return a copy of `image` with masks, in the colours of their classes, and boxes drawn on it.
-
-        The most confident instances are on top.
-        """
+        """Return a copy of `image` with masks in the colours of their classes, and boxes; the most confident on top."""
         drawn: Image = image.copy()
         rows = range(len(self.rows))[::-1]
         for label, part in zip(self.classes[::-1].tolist(), self.source.parts(rows), strict=True):

@@ -113,10 +113,7 @@ def defaults_of_hyp(name: str) -> dict[str, Any]:
 
 
 def suggested_defaults(values: object, source: Path, kind: str = "data") -> dict[str, Any]:
-    """Return the `defaults:` of a YAML of a kind, "data" or "hyp", by field name of `TrainOptions`.
-
-    Raises `UserError` for a key that such a YAML may not set, and for a wrong value.
-    """
+    """Return the `defaults:` of a YAML of a kind, "data" or "hyp", by field name. Raises `UserError`."""
     if not isinstance(values, dict):
         raise UserError(f"{source}: `defaults` must be lines such as `imgsz: 64`, not {values!r}")
     known = [field.name for field in flags_of(TrainOptions) if kind in field.metadata["suggested"]]

@@ -128,10 +128,7 @@ class Settings:
 def resumed_options(
     given: Mapping[str, Any], run: Path, settings: Mapping[str, Any], recipe_of: RecipeOf, launched: bool
 ) -> TrainOptions:
-    """Return the options that a run continues with: its settings, overridden by the `given` flags.
-
-    Raises `UserError` if a flag that the curve depends on differs from the settings.
-    """
+    """Return the options that a run continues with: its settings, or what is `given`. Raises `UserError`."""
     known = {field.name for field in dataclasses.fields(TrainOptions)}
     # Under a launcher the processes connect, with --dist-timeout, before the main one reads the settings.
     dropped = (*SINGLE_START_FLAGS, *((*LAUNCHER_FLAGS, "dist_timeout") if launched else ()))
