@@ -54,7 +54,7 @@ class DeviceValue:
         """Return the value as a number or a list of numbers once the device has computed it."""
         if self.copied is not None:
             self.copied.synchronize()
-        return self.on_host.tolist()
+        return self.on_host.tolist() if self.on_host.ndim else self.on_host.item()
 
 
 class Point(NamedTuple):

@@ -66,10 +66,13 @@ class OptimizerSteps:
         self.step_batches: StepBatches = []  # the batches since the last step
         self.ended: deque[EndedStep] = deque()
         self.points: deque[Point] = deque()  # points of the step curves that are not yet logged
-        # Number of steps whose counting may wait: one on a GPU, so that the next is queued before the host waits.
-        self.behind = int(model.accelerator.device.type == "cuda")
         with gathered_parameters(model.parameters):  # a copy on the host, until a step has changed them
             self.initial = [parameter.detach().to("cpu", copy=True) for parameter in model.parameters]
+
+    @property
+    def behind(self) -> int:
+        """Number of steps whose counting may wait: one on a GPU, so that the next is queued before the host waits."""
+        return int(self.model.accelerator.device.type == "cuda")
 
     def recorded(self, task: Task, criterion: Criterion, wanted: bool) -> Criterion:
         """Let networks, loss and averages replay their kernels, if `wanted` and possible; return the loss to use."""
