@@ -193,7 +193,8 @@ class DistributedModel:
             self._accumulated = [torch._foreach_mul(of_copy, 1.0) for of_copy in gradients]
             return
         self._accumulated = []
-        torch._foreach_copy_(self._gradients, tree_sum(gradients, torch._foreach_add))
+        with torch.no_grad():  # torch 2.9's materialised gradients require gradients themselves
+            torch._foreach_copy_(self._gradients, tree_sum(gradients, torch._foreach_add))
         for bucket in self._flat.split(BUCKET) if accelerator.num_processes > 1 else ():
             tree_sum_in_place(bucket)
         for parameter, gradient in zip(self._trained[0], self._gradients, strict=True):
