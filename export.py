@@ -50,9 +50,10 @@ def export(given: Mapping[str, Any]) -> list[str]:
         if "safetensors" in options.include and path == stem.with_suffix(".safetensors"):
             raise UserError(f"--include safetensors would overwrite {path}; copy or rename it first")
         formats = dict.fromkeys("onnx" if name == "engine" else name for name in options.include)
-        paths = {name: export_path(name, stem) for name in formats}  # checked before the first is written
+        for format_name in formats:
+            export_path(format_name, stem)  # raises before anything is written
         job = prepare(members, options, size, device, source.names() if source else weights.class_names)
-        for format_name in paths:
+        for format_name in formats:
             began = time.perf_counter()
             file = write(job, format_name, stem)
             files.append(file)

@@ -73,7 +73,7 @@ def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool, masks: bool
     boxes = sample.boxes * ratio + np.array([left, top, left, top], np.float32)
     polygons = sample.polygons
     if polygons is not None:
-        # As in YOLOv5, those of masks keep the half pixel of an odd padding: drawing truncates points to whole pixels.
+        # As in YOLOv5, mask outlines keep the half pixel of an odd padding: drawing truncates points to whole pixels.
         polygons = polygons.at(polygons.points * ratio + np.array(spare if masks else (left, top), np.float32))
     return Sample(image, boxes, sample.classes, polygons), Placement((ratio, ratio), (left, top))
 

@@ -517,7 +517,7 @@ def _only(folder: Path, candidates: Mapping[str, Sequence[str]]) -> dict[str, An
     for split, paths in candidates.items() if candidates["train"] else ():
         # What is for testing validates only if nothing else does.
         others = [path for path in paths if split != "val" or path not in candidates["test"]]
-        # By inode and device: `Train` is `train` on some disks, and a link is no other source.
+        # Compared by inode and device: on some disks `Train` is `train`, and a link is the same source.
         files = {os.stat(folder / path)[1:3]: path for path in reversed(others or paths)}
         if len(files) > 1:
             listed = [*files.values()][::-1]
@@ -579,7 +579,7 @@ def _label_files(folder: Path) -> dict[str, Any] | None:
     content = _splits(folder, _is_labelled, ["{}.txt"], ["images/{}"], ["{}/images"], ["{}"])
     content = content or next(({"train": name} for name in ("images", ".") if _is_labelled(folder / name)), None)
     if content == {"train": "."} and not any(any(folder.glob(pattern)) for pattern in CLASS_FILES):
-        parts = ("images", "train", "train.txt")  # of a data set of its own: two are not joined
+        parts = ("images", "train", "train.txt")  # of a complete data set: two are not joined
         _only(folder, {"train": [p.name for p in subfolders(folder) if any(_is_labelled(p / part) for part in parts)]})
     return content and _with_classes(folder, content)
 

@@ -40,7 +40,7 @@ def is_image(name: str) -> bool:
 
 
 def images_below(folder: Path, problems: list[str] | None = None) -> Iterator[str]:
-    """Yield every image below a folder, but hidden ones and those of run folders, which `problems` counts."""
+    """Yield every image below a folder, except hidden ones and those in run folders, which `problems` lists."""
     visited = set()  # links are followed, but each folder is read once
     for path, folders, files in os.walk(folder, followlinks=True, onerror=_refuse):
         real = os.path.realpath(path)

@@ -89,7 +89,7 @@ def default_ids(names: Mapping[int, str], paths: Sequence[Path]) -> CocoIds:
 
 
 def annotated_ids(file: Path, names: Mapping[int, str], paths: Sequence[Path]) -> CocoIds:
-    """Return an annotation file's ids; an image's is that of the `file_name` that ends its path. Raises `UserError`."""
+    """Return the ids in an annotation file, an image's by the `file_name` that ends its path. Raises `UserError`."""
     coco = read_coco(file)
     categories = {category.name: category.id for category in coco.categories}
     for name in names.values():

@@ -116,7 +116,7 @@ class DistributedModel:
         self.together = False  # whether autograd's graphs of the copies are one
         # Parameters that no backward pass has given a gradient yet. Hooks, because ZeRO leaves no gradient in them.
         trained = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
-        self._waiting = {name: weight.register_hook(partial(self._arrive, name)) for name, weight in trained}
+        self._unreached = {name: weight.register_hook(partial(self._note_gradient, name)) for name, weight in trained}
         if logical.exact:
             self._trained = [[weight for weight in model.parameters() if weight.requires_grad] for model in copies]
             sizes = [weight.numel() for weight in self._trained[0]]
@@ -172,10 +172,10 @@ class DistributedModel:
         Raises `UserError` if a trained parameter gets no gradient in the first batch, or under DDP in any.
         """
         self._backward(objectives)
-        check_reduced(self.wrapped, [*self._waiting])
+        check_reduced(self.wrapped, [*self._unreached])
 
-    def _arrive(self, name: str, gradient: Tensor) -> None:
-        if hook := self._waiting.pop(name, None):  # a parameter that is used twice may come twice
+    def _note_gradient(self, name: str, gradient: Tensor) -> None:
+        if hook := self._unreached.pop(name, None):  # a parameter that is used twice may come twice
             hook.remove()
 
     def _backward(self, objectives: Sequence[Tensor]) -> None:
@@ -229,13 +229,13 @@ class DistributedModel:
                     buffer.copy_(mean / self.logical.count)
 
 
-def check_reduced(module: nn.Module, waiting: Sequence[str] = ()) -> None:
-    """Raise `UserError` for parameters, `waiting` among them, that the last backward pass has given no gradient.
+def check_reduced(module: nn.Module, missing: Sequence[str] = ()) -> None:
+    """Raise `UserError` if the last backward pass gave a trained parameter no gradient; `missing` names known ones.
 
     DDP adds up a bucket of gradients once it has all of them. If one is missing, the others of its bucket stay those of
     each process, and DDP itself says so in the next forward pass only: after a wrong step.
     """
-    names, ddp = list(waiting), getattr(module, "_orig_mod", module)  # torch.compile wraps DDP
+    names, ddp = list(missing), getattr(module, "_orig_mod", module)  # torch.compile wraps DDP
     if isinstance(ddp, DistributedDataParallel) and not names:
         try:
             ddp._check_reducer_finalized()

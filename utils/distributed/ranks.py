@@ -287,7 +287,7 @@ def available_cores() -> int:
     """Return the cores that this process, or its container if it has fewer, may use at the same time; at least 1."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     for files in CPU_QUOTAS:
-        with suppress(OSError, ValueError):  # there is no container, or it has no limit: "max", or -1
+        with suppress(OSError, ValueError):  # no container, or no limit: "max"
             quota, period = map(int, " ".join((CGROUP / file).read_text() for file in files).split())
             cores = min(cores, quota / period) if quota > 0 else cores
     return max(int(cores), 1)

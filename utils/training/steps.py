@@ -17,8 +17,6 @@ from utils.checkpoint import TrainingState, floating_buffers
 from utils.distributed.deepspeed import gathered_parameters
 from utils.distributed.logical import DistributedModel
 from utils.errors import UserError
-from utils.training.cuda_graph import RecordedCall, can_record, record_kernels
-from utils.training.hashes import StepHashes
 from utils.training.log import DeviceValue, Point, StepLog
 from utils.training.optimizer import Schedule, step_if
 
@@ -56,7 +54,11 @@ class OptimizerSteps:
         hashes: bool = False,
     ) -> None:
         self.run, self.model, self.state, self.schedule = run, model, state, schedule
-        self.hashes = StepHashes(run, model, loss_names, state) if hashes else None  # writes hashes.csv
+        self.hashes = None
+        if hashes:  # write hashes.csv
+            from utils.training.hashes import StepHashes
+
+            self.hashes = StepHashes(run, model, loss_names, state)
         self.log = StepLog(run, loss_names, schedule, state.decisions.batch_size, state.progress, profile_steps)
         self.optimizer, self.ema, self.progress = state.optimizer, state.ema, state.progress
         buffers = [buffer for copy in model.copies for buffer in floating_buffers(copy).values()]
@@ -78,6 +80,8 @@ class OptimizerSteps:
         """Let networks, loss and averages replay their kernels, if `wanted` and possible; return the loss to use."""
         if self.model.accelerator.device.type != "cuda":
             return criterion
+        from utils.training.cuda_graph import RecordedCall, can_record, record_kernels
+
         record = wanted and can_record(self.model)
         if record:
             self.update_averages = RecordedCall(self._update_averages)

@@ -238,7 +238,7 @@ def test_too_few_devices_are_an_error(
 def test_processes_of_a_machine_share_its_cores(
     quota: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the affinity, or fewer by the quota of a container, versions 2 and 1 of cgroups."""
+    """The cores of the affinity mask, or fewer if a container has a quota (cgroup v2 and v1)."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
     monkeypatch.setattr(ranks_module, "CGROUP", tmp_path)
     (tmp_path / "cpu").mkdir()
