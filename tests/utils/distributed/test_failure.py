@@ -167,19 +167,25 @@ def hang_while_reading(_: Path) -> None:
             hang()
 
 
-def hang_on_the_second(folder: Path) -> None:
+def hang_in_a_step(folder: Path) -> None:
+    """After steps of less than a tenth of a second."""
+    failure.MIN_STALL_SECONDS, failure.STALL_FACTOR = 2.0, 1
+    hang_on_the_second(folder, 60.0, "training step")
+
+
+def hang_on_the_second(folder: Path, timeout: float = 2.0, work: str = "") -> None:
     failure.ROLL_CALL_SECONDS = failure.EXPLAIN_SECONDS = 1.0
     failure.POLL_SECONDS = 0.1
     connect("cpu", 60.0)
-    with Watchdog(2.0, folder) as watched:
+    with Watchdog(timeout, folder) as watched:
         for step in range(10):
-            watched.beat()
+            watched.keep_alive(work)
             if ranks().rank == 1 and step == 3:
                 hang()
             distributed.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize("work", [hang_on_the_second, hang_while_reading])
+@pytest.mark.parametrize("work", [hang_on_the_second, hang_in_a_step, hang_while_reading])
 def test_a_process_that_hangs_is_named(
     work: Callable[[Path], None], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
