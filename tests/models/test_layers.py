@@ -52,11 +52,6 @@ def test_output_shape_and_names_of_tensors(layer: nn.Module, shape: tuple[int, .
     assert not names or list(dict.fromkeys(key.replace("conv.weight", "conv") for key in keys)) == names.split()
 
 
-def test_conv_has_batch_norm_of_yolov5_and_no_bias() -> None:
-    conv = layers.Conv(4, 6)
-    assert (conv.bn.eps, conv.bn.momentum, conv.conv.bias) == (1e-3, 0.03, None)
-
-
 def test_skipped_norms_are_those_inside_of_conv() -> None:
     chain = nn.Sequential(layers.Conv(3, 4, 3), nn.BatchNorm2d(4)).eval()
     for norm in (chain[0].bn, chain[1]):
@@ -158,9 +153,6 @@ def test_bias_initialisation() -> None:
     expected = [0, 0, 0, 0, math.log(8 / 20**2), *[math.log(0.6 / 2.00001)] * 3, *[0] * 5]
     torch.testing.assert_close(head.m[1].bias.detach(), torch.tensor(expected * 2))
     assert head.m[0].bias[4].item() == pytest.approx(math.log(8 / 80**2))
-
-
-# YOLOv9's
 
 
 def test_a_fused_map_is_the_sum_of_scaled_maps() -> None:

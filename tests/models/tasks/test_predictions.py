@@ -103,23 +103,6 @@ def bar(height: float) -> list[float]:
     return [0, 0, 1, height]
 
 
-def test_of_two_detections_of_a_label_the_confident_one_is_correct_if_it_reaches_the_threshold() -> None:
-    boxes = np.array([bar(0.61), bar(0.92)])  # the first is more confident
-    overlap, rival_overlap = match_by_overlap(
-        box_overlaps(boxes, np.array([bar(1.0)])), np.zeros(2, int), np.zeros(1, int)
-    )
-    assert overlap.tolist() == pytest.approx([0.61, 0.92])
-    assert rival_overlap.tolist() == pytest.approx([0, 0.61])
-
-
-@pytest.mark.parametrize(("detections", "true"), [(0, 3), (3, 0), (0, 0)])
-def test_matching_and_pairing_nothing(detections: int, true: int) -> None:
-    overlaps = box_overlaps(np.zeros((detections, 4)), np.zeros((true, 4)))
-    groups = np.zeros(detections, np.int64), np.zeros(true, np.int64)
-    assert [values.tolist() for values in match_by_overlap(overlaps, *groups)] == [[0.0] * detections] * 2
-    assert [values.tolist() for values in pair_by_overlap(overlaps, *groups)] == [[], []]
-
-
 def plain_iou(a: np.ndarray, b: np.ndarray) -> float:
     x, y = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     inside = max(x, 0) * max(y, 0)
