@@ -39,9 +39,6 @@ def images(batches: list[list[SampleIndex]]) -> list[int]:
     return [sample.image for sample in chain.from_iterable(batches)]
 
 
-# Square batches
-
-
 @examples
 @given(st.integers(1, 30), st.integers(1, 10), st.integers(0, 99), st.integers(0, 7), st.integers(0, 40))
 def test_an_epoch_holds_every_image_once_and_fills_up_from_its_start(
@@ -85,9 +82,6 @@ def test_the_partners_of_a_window_are_around_an_item(monkeypatch: pytest.MonkeyP
             assert sample.image == order[place]
             seen[place].update(order.index(partner) for partner in sample.partners)
     assert seen == [set(range(first, first + 10)) for first in np.clip(np.arange(40) - 5, 0, 30).tolist()]
-
-
-# Shapes of batches
 
 
 @examples
@@ -146,8 +140,6 @@ def test_an_evaluation_holds_each_image_once(sizes: list[tuple[int, int]], squar
         keys = [(sizes[index][1] / sizes[index][0], -index) for index in images(batches)]
         assert keys == sorted(keys)
 
-
-# Other orders
 
 SAMPLINGS = (
     Sampling(),
