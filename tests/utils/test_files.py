@@ -29,7 +29,6 @@ from utils import files
 from utils.errors import UserError
 from utils.files import (
     ROOT,
-    cache_folder,
     download,
     fetch_from_hub,
     find_file,
@@ -203,14 +202,6 @@ def test_the_paths_of_files_are_relative_below_the_working_folder(repository: Pa
     assert located({"weights": paths, "data": [here / "x" / ".." / "e.yaml"], "none": []}) == (
         f"weights: a.pt, runs/b.pt, {repository}/c.pt, {here.parent}/d.pt; data: e.yaml"
     )
-
-
-def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "lockstep"
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache_folder() == tmp_path / "home" / ".cache" / "lockstep"
 
 
 # YAML and names

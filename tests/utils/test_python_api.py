@@ -67,12 +67,6 @@ def test_a_wrong_name_or_value_is_one_sentence(flags: dict[str, Any], named: str
         given_by(**flags)
 
 
-def test_hyperparameters_by_their_names() -> None:
-    expected = {"epochs": 3, "overrides": {"lr0": "0.1", "mosaic": "0"}}
-    assert given_by(lr0=0.1, epochs=3, mosaic=0, momentum=None) == expected
-    assert given_by(epochs=3, **{"hyp.lr0": 0.1, "hyp.mosaic": 0}) == expected
-
-
 def test_an_error_of_the_script_releases_the_run_folder(tmp_path: Path) -> None:
     """Even if the run's objects still exist, as after an error. Its trackers end."""
     locks, ended = [], []

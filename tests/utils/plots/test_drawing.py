@@ -27,9 +27,6 @@ def test_boxes_are_drawn_on_their_own_image_alone() -> None:
     assert not images[1].any()  # copies are drawn on
 
 
-# Files
-
-
 def test_a_picture_is_written_in_the_format_of_its_name(tmp_path: Path) -> None:
     picture = np.dstack([np.tile(np.linspace(0, 255, 64).astype(np.uint8), (64, 1))] * 3)
     write_picture(tmp_path / "folder" / "a.png", picture)
