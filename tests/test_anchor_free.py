@@ -18,37 +18,10 @@ from models.heads.dfl import DetectDFL
 from models.tasks.predictions import DetectionPrediction
 from models.weights import read_weights
 from models.yolo import YoloModel, build_model
-from tests.conftest import CallMain, RunScript
-from tests.curves import ANCHOR_FREE, refused, rows
 from tests.making import noise, tiny_anchor_free, write_image, write_yaml
 from utils.checkpoint import serialised, weights_content
 
 NAMES = dict(enumerate(shapes.names))
-
-
-@pytest.mark.long
-def test_a_process_without_boxes(run_script: RunScript, tmp_path: Path) -> None:
-    """One image of eight has boxes, so in every step one of the two processes has none."""
-    for split in ("train", "val"):
-        for number in range(8):
-            labels = ["0 0.5 0.5 0.4 0.4"] if number == 3 else []
-            write_image(tmp_path / "images" / split / f"{number}.png", noise(96, 96, number), *labels)
-    content = {"path": str(tmp_path), "train": "images/train", "val": "images/val", "names": NAMES}
-    data = write_yaml(tmp_path / "data.yaml", content)
-    cfg = write_yaml(tmp_path / "tiny.yaml", {**tiny_anchor_free(), "nc": len(NAMES)})
-    what = ("--data", str(data), "--cfg", str(cfg), "--weights", "", "--imgsz", "96", "--project", str(tmp_path))
-    how = ("--epochs", "2", "--batch-size", "2", "--device", "cpu", "--workers", "1", "--sync-bn", "--hyp.nbs", "2")
-    still = ("--hyp.mosaic", "0", "--hyp.translate", "0", "--hyp.scale", "0")
-    for processes in ("1", "2"):
-        run_script("train.py", *what, *how, *still, "--processes", processes, "--name", processes, OMP_NUM_THREADS="1")
-    one, two = (rows(tmp_path / name) for name in ("1", "2"))
-    assert list(two[0]) == ["epoch", *ANCHOR_FREE, "x/lr0", "x/lr1", "x/lr2"]
-    assert len(one) == len(two) == 2
-    assert all(np.isfinite(list(row.values())).all() for row in two)
-    assert one[0]["train/box_loss"] == pytest.approx(two[0]["train/box_loss"], rel=1e-4)
-
-
-# The other scripts
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +103,6 @@ def test_test_time_augmentation_and_ensembles(detector: Path) -> None:
     np.testing.assert_allclose(found([detector, detector], image, max_det=300), plain, rtol=1e-4, atol=1e-3)
 
 
-# From other weights
-
-
 def test_other_classes_keep_the_branch_of_the_boxes(detector: Path, tmp_path: Path) -> None:
     """Classes of the same name are kept too, if the layers before them have as many channels."""
     names = {0: "bar", 1: "new", 2: "disc", 3: "a", 4: "b", 5: "c"}
@@ -146,18 +116,3 @@ def test_other_classes_keep_the_branch_of_the_boxes(detector: Path, tmp_path: Pa
     for branch, kept, before in (("class", [0, 2], [5, 0]), ("anchor", slice(None), slice(None))):
         key = f"model.4.heads.1.{branch}_conv.2.weight"
         torch.testing.assert_close(new[key][kept], old[key][before], rtol=1e-4, atol=1e-4)
-
-
-def test_hyperparameters_of_another_head(drawn: Path, call_main: CallMain, tmp_path: Path) -> None:
-    """Of a file they have no effect; as a flag they are refused, as are flags about anchors."""
-    cfg = write_yaml(tmp_path / "tiny.yaml", {**tiny_anchor_free(), "nc": len(NAMES)})
-    hyp = write_yaml(tmp_path / "yolov5.yaml", {"anchors": 3, "box": 0.1, "iou_t": 0.2, "mosaic": 0.5})
-    how = ("--imgsz", "64", "--epochs", "1", "--batch-size", "8", "--workers", "0", "--device", "cpu", "--noplots")
-    flags = ("train.py", "--data", str(drawn), "--cfg", str(cfg), "--weights", "", *how, "--project", str(tmp_path))
-    code, printed = call_main(*flags, "--hyp", str(hyp))
-    assert (code, "DetectDFL: box, anchors\n" in printed) == (0, True)
-    for flag in ("--hyp.obj", "--label-smoothing"):
-        code, printed = call_main(*flags, "--hyp", str(hyp), flag, "0.5", "--name", "refused")
-        assert code == 1
-        refused(printed, flag)
-    assert not (tmp_path / "refused").exists()

@@ -114,24 +114,6 @@ def test_val_equals_training(
 
 
 @pytest.mark.long
-def test_fine_tuning_flags(first: tuple[Path, str], tmp_path: Path, run_script: RunScript, small_data: Path) -> None:
-    """Weights of other classes, frozen layers, one class, rectangular batches, a cache, cosine, no validation."""
-    weights = str(first[0] / "weights" / "last.pt")
-    flags = ("--weights", weights, "--cfg", "", "--single-cls", "--rect", "--cache", "disk", "--cos-lr", "--noval")
-    more = ("--freeze", "10", "--optimizer", "AdamW", "--save-period", "1", "--noplots", "--label-smoothing", "0.1")
-    printed = train(run_script, tmp_path, small_data, *flags, *more)
-    folder = tmp_path / "exp"
-    assert "343 of 349 tensors" in printed
-    assert [row["metrics/mAP_0.5"] == "" for row in rows(folder)] == [True, False]
-    start, end = (read_weights(path).state for path in (Path(weights), folder / "weights" / "last.pt"))
-    name = "model.{}.cv1.conv.weight"
-    assert torch.equal(start[name.format(8)], end[name.format(8)])  # frozen
-    assert not torch.equal(start[name.format(13)], end[name.format(13)])
-    assert read_weights(folder / "weights" / "epoch1.pt").names == {0: "item"}
-    assert not (folder / "train_batch0.jpg").exists()
-
-
-@pytest.mark.long
 def test_early_stop_and_nosave(tmp_path: Path, run_script: RunScript, small_data: Path) -> None:
     """With next to no learning rate no epoch beats the first: `--patience 1` stops after the second."""
     hyp = tmp_path / "still.yaml"

@@ -18,8 +18,6 @@ import yaml
 from data.builtin import NAMES
 from models.ensemble import Members
 from models.tasks import TASKS
-from models.tasks.classify import ClassificationRecipe, ClassificationTask
-from models.tasks.contract import Task
 from models.tasks.detect import DetectionTask
 from models.weights import Weights
 from tests.conftest import RunScript
@@ -102,17 +100,14 @@ def check_documents(run: Path, overall: list[float]) -> None:
     assert len(read_csv(run / "curves.csv")) == 71 * 201
 
 
-# Ensembles and --augment
-
-
-def weights(file: Path, yaml: dict[str, Any], names: Mapping[int, str], seed: int = 0) -> str:
+def weights(file: Path, yaml: dict[str, Any], names: Mapping[int, str], seed: int = 0, **settings: int) -> str:
     """Write random weights that detect something everywhere; return their path."""
     torch.manual_seed(seed)
     model = DetectionTask(names, Hyperparameters()).build_model(yaml, 64)
     with torch.no_grad():
         for convolve in model.head.m:
             convolve.bias.view(model.head.na, -1)[:, 4:] = 0.5
-    file.write_bytes(serialised(weights_content(model, {**model.yaml, "task": "detect"}, names, {})))
+    file.write_bytes(serialised(weights_content(model, {**model.yaml, "task": "detect"}, names, settings)))
     return str(file)
 
 
@@ -179,23 +174,14 @@ def test_images_of_one_name_have_label_files_of_their_own(two_models: tuple[str,
         run(data=tmp_path / "data.yaml", save_txt=True, exist_ok=True, **how)
 
 
-@pytest.mark.parametrize("kind", ["classifier", "detector"])
 def test_a_model_is_validated_at_the_size_of_its_training(
-    kind: str, drawn_classes: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Not at that of the data YAML, nor at the task's default."""
-    names = dict(enumerate(sorted(NAMES) if kind == "classifier" else NAMES))
-    task: Task = DetectionTask(names, Hyperparameters())
-    yaml, data = tiny_detector(), small_data
-    if kind == "classifier":
-        task, data = ClassificationTask(names, ClassificationRecipe()), drawn_classes
-        yaml = {"task": "classify", "architecture": "resnet18", "nc": len(names)}
-    model = task.build_model(yaml, 40)
     best = tmp_path / "run" / "weights" / "best.pt"
     best.parent.mkdir(parents=True)
-    best.write_bytes(serialised(weights_content(model, model.yaml, names, {"imgsz": 40})))
-    data = write_yaml(tmp_path / "data.yaml", {**read_yaml(data), "defaults": {"imgsz": 48}})
+    weights(best, tiny_detector(), dict(enumerate(NAMES)), imgsz=40)
+    data = write_yaml(tmp_path / "data.yaml", {**read_yaml(small_data), "defaults": {"imgsz": 48}})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run(weights=tmp_path / "run", data=data, workers=0, device="cpu", noplots=True, project=tmp_path)
     printed = "".join(capsys.readouterr())
@@ -203,17 +189,6 @@ def test_a_model_is_validated_at_the_size_of_its_training(
     assert read_yaml(tmp_path / "exp" / "settings.yaml")["imgsz"] == 40
     assert "image size 40 " in printed
     assert "warning: " not in printed
-
-
-def test_the_times_are_those_of_warm_models(
-    two_models: tuple[str, str], small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first batch, in which memory is allocated and kernels are chosen, is not counted."""
-    times: list[Any] = []
-    monkeypatch.setattr("val.log_times", lambda measured, *_, **__: times.extend(measured))
-    flags = {"weights": two_models[0], "data": str(small_data), "imgsz": 64, "batch_size": 4}
-    run(**flags, workers=0, device="cpu", noplots=True, project=str(tmp_path))
-    assert sum(images for images, _ in times) == 8 - 4
 
 
 @pytest.mark.gpu
@@ -230,18 +205,7 @@ def test_half_on_cuda(shared: Path, coco128: Path, tmp_path: Path, run_script: R
     assert means[1] == pytest.approx(means[0], abs=0.01)
 
 
-# Refused flags
-
-
-@pytest.mark.parametrize(
-    ("task", "flags"),
-    [
-        ("classify", ["--save-json"]),
-        ("classify", ["--save-hybrid"]),
-        ("classify", ["--conf-thres", "0.5"]),
-        ("detect", ["--annotations", "absent.json"]),
-    ],
-)
+@pytest.mark.parametrize(("task", "flags"), [("classify", ["--save-json"]), ("detect", ["--annotations", "no.json"])])
 def test_flags_that_a_task_refuses(task: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     members = Members({}, {"best.pt": Weights({}, {"nc": 2}, {}, task, {}, "lockstep")}, TASKS[task])
     monkeypatch.setattr("val.read_members", lambda *_: members)
