@@ -17,7 +17,7 @@ from detect import Predictor
 from models.heads.dfl import DetectDFL
 from models.tasks.predictions import DetectionPrediction
 from models.weights import read_weights
-from models.yolo import YoloModel, build_model
+from models.yolo import build_model
 from tests.making import noise, tiny_anchor_free, write_image, write_yaml
 from utils.checkpoint import serialised, weights_content
 
@@ -49,15 +49,6 @@ def exported(detector: Path) -> None:
     export.run(weights=detector, imgsz=64, include=["onnx", "torchscript", "openvino"], dynamic=True)
 
 
-def network(file: Path) -> YoloModel:
-    """Return the model of a weight file, in evaluation mode."""
-    weights = read_weights(file)
-    assert weights.model is not None
-    model = build_model(weights.model).eval()
-    model.load_state_dict(weights.state)
-    return model
-
-
 HOW: dict[str, Any] = {"imgsz": 64, "conf_thres": 0.3, "iou_thres": 0.5, "max_det": 20, "device": "cpu", "quiet": True}
 
 
@@ -73,24 +64,6 @@ def test_exported_files_find_the_same_objects(detector: Path, exported: None) ->
     assert len(expected) > 5
     for name in ("best.onnx", "best.torchscript", "best_openvino_model"):
         np.testing.assert_allclose(found(detector.with_name(name), image), expected, rtol=1e-3, atol=1e-2)
-
-
-def test_the_raw_output_of_an_exported_file(detector: Path, exported: None) -> None:
-    """(b, n, 4 + classes): xywh in pixels and class scores; stride 4 before stride 8, row after row."""
-    onnxruntime = pytest.importorskip("onnxruntime")
-    session = onnxruntime.InferenceSession(str(detector.with_suffix(".onnx")))
-    images = torch.rand(2, 3, 64, 96)
-    (output,) = session.run(None, {"images": images.numpy()})
-    assert output.shape == (2, 16 * 24 + 8 * 12, 4 + len(NAMES))
-    with torch.no_grad():
-        fine, coarse = network(detector)(images)
-    scores = [level.scores.flatten(2).transpose(1, 2).sigmoid() for level in (fine, coarse)]
-    np.testing.assert_allclose(output[..., 4:], torch.cat(scores, 1), rtol=1e-4, atol=1e-5)
-    # The box of row 2, column 5 of the coarse level: its sides' mean distances from (44, 20), in strides of 8 pixels
-    sides = coarse.sides[1, :, 2, 5].view(4, 16).softmax(1) @ torch.arange(16.0)
-    left, top, right, bottom = (sides * 8).tolist()
-    box = [44 + (right - left) / 2, 20 + (bottom - top) / 2, left + right, top + bottom]
-    np.testing.assert_allclose(output[1, 16 * 24 + 2 * 12 + 5, :4], box, rtol=1e-4, atol=1e-3)
 
 
 def test_test_time_augmentation_and_ensembles(detector: Path) -> None:

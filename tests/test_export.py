@@ -122,16 +122,6 @@ def test_files_of_others_are_not_replaced(weights: Path, exported: str, tmp_path
         file.write_bytes(content)
 
 
-def test_the_default_size(tmp_path: Path) -> None:
-    """That of the training, or the task's."""
-    model = build_model(tiny_detector(), nc=3)
-    for settings, size in (({"imgsz": 40}, 40), ({}, 640)):
-        best = tmp_path / "best.pt"
-        best.write_bytes(serialised(weights_content(model, model.yaml, {0: "a", 1: "b", 2: "c"}, settings)))
-        (file,) = export.run(weights=best)
-        assert read_exported(Path(file)).metadata.imgsz == (size, size)
-
-
 def test_class_names_of_a_data_set(weights: Path) -> None:
     def job_for(names: list[str]) -> ExportJob:
         options, size = ExportOptions(data="d.yaml"), ImageSize((60, 96))

@@ -77,23 +77,6 @@ def test_overlaps_by_hand(parts: SimpleNamespace, one: Tensor, other: Tensor, io
         assert parts.geometry.rotated_iou(*pair[::-1]).tolist() == pytest.approx([iou], abs=1e-12)
 
 
-def test_suppression(parts: SimpleNamespace) -> None:
-    """As one box after another: a suppressed box suppresses nothing, and groups are apart."""
-    boxes = torch.rand(150, 5, dtype=torch.float64) * torch.tensor([8, 8, 6, 6, 7]) + torch.tensor([0, 0, 0.4, 0.4, 0])
-    group = torch.arange(150) % 2
-    remaining: list[int] = []
-    for k in range(150):
-        others = [j for j in remaining if group[j] == group[k]]
-        pairs = boxes[others], boxes[k].expand(len(others), -1)
-        if not (parts.geometry.rotated_iou(*pairs) > 0.3).any():
-            remaining.append(k)
-    assert 0 < len(remaining) < 150
-    assert parts.prediction.not_suppressed(boxes, group, 0.3).tolist() == remaining
-    assert parts.prediction.not_suppressed(boxes[:0], group[:0], 0.3).tolist() == []
-    crossed = torch.cat((box(0, 0, 8, 1, 45), box(0, 0, 8, 1, -45)))  # one upright hull
-    assert parts.prediction.not_suppressed(crossed, torch.zeros(2), 0.3).tolist() == [0, 1]
-
-
 def oriented_model(parts: SimpleNamespace, imgsz: int = 64) -> tuple[Any, Any]:
     """Return the task and a model that finds boxes of 24 x 10 pixels in all directions everywhere, on any machine."""
     torch.manual_seed(0)

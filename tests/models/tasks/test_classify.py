@@ -8,7 +8,6 @@ import math
 import re
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -396,14 +395,3 @@ def test_the_most_confident_mistakes() -> None:
     assert metrics.summarise(records[17:] + records[:17]) == metrics.summarise(records)  # the order does not matter
     assert mistakes[0] == [20, 2, 0, 0.75]
     assert mistakes[1:] == [[number, 0, 1, 0.5] for number in range(15)]  # of equal confidence the first; 16 in all
-
-
-@pytest.mark.parametrize(("imgsz", "side"), [(64, 160), (224, 224)])
-def test_mistakes_are_drawn_the_most_confident_first(imgsz: int, side: int, summary: Summary) -> None:
-    metrics = make(names=SEVEN).metrics()
-    split: Any = SimpleNamespace(display_image=lambda index, side: np.full((side, side, 3), index, np.uint8))
-    pictures = metrics.pictures(summary, split, imgsz)
-    expected = draw_captioned([split.display_image(index, side) for index in (2, 1)], ["a 0.80\nis g", "a 0.60\nis b"])
-    assert list(pictures) == ["mistakes.jpg"]
-    assert np.array_equal(pictures["mistakes.jpg"], expected)
-    assert metrics.pictures(metrics.summarise(FOUR[:1]), split, imgsz) == {}

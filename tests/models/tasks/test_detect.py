@@ -29,8 +29,6 @@ from models.tasks.detect import (
     DetectionPostprocess,
     DetectionTask,
     SuppressedDetector,
-    SuppressedView,
-    allowed_rows,
     box_predictions,
     detect,
     detect_with_more,
@@ -221,15 +219,6 @@ def test_views_are_joined_before_the_suppression() -> None:
         torch.testing.assert_close(detect(views, Thresholds())[0], expected)
     detections = detect([one, two], Thresholds(iou_thres=1.0))[0]
     assert detections[:, 4].tolist() == pytest.approx([0.75, 0.5, 0.25])
-
-
-def test_thresholds_apply_to_a_file_that_suppresses() -> None:
-    rows = torch.zeros(2, 4, 6)
-    rows[0, :3, 4] = torch.tensor([0.9, 0.5, 0.3])
-    rows[1, :1, 4] = 0.2
-    view = SuppressedView(rows, torch.tensor([3, 1]))
-    assert [one.tolist() for one in allowed_rows(view, Thresholds(conf_thres=0.25, max_det=2))] == [[0, 1], []]
-    assert [one.tolist() for one in allowed_rows(view, Thresholds(classes=(1,)))] == [[], []]
 
 
 # Several images together, as on a GPU

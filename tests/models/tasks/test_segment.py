@@ -302,15 +302,6 @@ def test_an_exported_file_has_the_instances_of_its_model(suppressed: bool) -> No
     assert (on_map(few) == on_map(every[0])[rows[:2]]).all()
 
 
-def test_padding_of_detections_has_empty_masks() -> None:
-    limits = replace(LIMITS, max_det=200, iou_thres=0.05)
-    detections, counts, masks = SuppressedSegmenter(DecodedSegmenter(tiny_model()), limits)(images_of(2))
-    assert (masks.shape, set(masks.unique().tolist())) == ((2, 200, 16, 16), {0.0, 1.0})
-    for rows, count, of_image in zip(detections, counts.tolist(), masks, strict=True):
-        assert 0 < count < 200
-        assert (rows[count:].any(), of_image[count:].any(), of_image[:count].any()) == (False, False, True)
-
-
 @pytest.mark.parametrize("suppressed", [False, True])
 def test_files_of_all_formats(suppressed: bool, tmp_path: Path) -> None:
     """Without suppression for images of any size."""
