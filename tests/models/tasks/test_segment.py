@@ -316,7 +316,7 @@ def test_files_of_all_formats(suppressed: bool, tmp_path: Path) -> None:
     names = [output.name for output in onnx.load_from_string(job.onnx).graph.output]
     assert names == (["output0", "count", "masks"] if suppressed else ["output0", "output1"])
     sizes = [(1, 64, 64)] if suppressed else [(1, 64, 64), (3, 32, 96)]
-    for name in ("torchscript", "onnx", "openvino"):
+    for name in ("onnx",) if suppressed else ("torchscript", "onnx", "openvino"):  # a detector's are all suppressed
         exported = read_exported(write(job, name, tmp_path / "best"))
         for size in sizes:
             boxes, second, *masks = zip(exported(images_of(*size)), module(images_of(*size)), strict=True)
