@@ -28,6 +28,18 @@ from torch.utils.data import DataLoader, Dataset
 from tests.conftest import OnProcesses, free_port, without_greetings
 from tests.processes import forking
 from utils.distributed import failure, launch
+from utils.distributed.failure import (
+    STOP_SIGNALS,
+    TIME_LIMIT,
+    GracefulStop,
+    StopRequested,
+    Watchdog,
+    barrier,
+    init_worker,
+    known_cause,
+    on_failure,
+    run_main,
+)
 from utils.distributed.launch import connect, spawn
 from utils.distributed.ranks import ranks
 from utils.errors import Stopped, UserError
@@ -54,13 +66,13 @@ def test_exit_codes(error: BaseException | None, code: int, message: str, capsys
         raise ValueError("an error of the listener")
 
     def main() -> None:
-        failure.on_failure(lambda: called.append("of an earlier run"))
-        failure.on_failure(listen)
+        on_failure(lambda: called.append("of an earlier run"))
+        on_failure(listen)
         if error:
             raise error
 
     with pytest.raises(SystemExit) if code else nullcontext(SimpleNamespace(value=SystemExit(0))) as raised:
-        failure.run_main(main)
+        run_main(main)
     assert raised.value.code == code
     assert capsys.readouterr() == ("", message)
     assert called == (["of this run"] if message else [])
@@ -71,10 +83,10 @@ def test_a_wrong_launch_and_an_unexpected_error(
 ) -> None:
     """The latter keeps its traceback."""
     with pytest.raises(ZeroDivisionError):
-        failure.run_main(lambda: 1 / 0)
+        run_main(lambda: 1 / 0)
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(SystemExit) as raised:
-        failure.run_main(lambda: pytest.fail("it ran"))
+        run_main(lambda: pytest.fail("it ran"))
     assert raised.value.code == 1
     assert "WORLD_SIZE" in capsys.readouterr().err
 
@@ -146,9 +158,9 @@ def hang_while_reading(_: Path) -> None:
     failure.ROLL_CALL_SECONDS = failure.EXPLAIN_SECONDS = 1.0
     failure.POLL_SECONDS = 0.1
     connect("cpu", 60.0)
-    with failure.barrier(60.0):
+    with barrier(60.0):
         time.sleep(ranks().rank / 2)
-    with failure.barrier(2.0):
+    with barrier(2.0):
         if ranks().rank == 1:
             hang()
 
@@ -157,7 +169,7 @@ def hang_on_the_second(folder: Path) -> None:
     failure.ROLL_CALL_SECONDS = failure.EXPLAIN_SECONDS = 1.0
     failure.POLL_SECONDS = 0.1
     connect("cpu", 60.0)
-    with failure.Watchdog(2.0, folder) as watched:
+    with Watchdog(2.0, folder) as watched:
         for step in range(10):
             watched.beat()
             if ranks().rank == 1 and step == 3:
@@ -171,7 +183,7 @@ def test_a_process_that_hangs_is_named(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with pytest.raises(SystemExit) as caught:
-        failure.run_main(lambda: spawn(functools.partial(work, tmp_path), 3))
+        run_main(lambda: spawn(functools.partial(work, tmp_path), 3))
     assert caught.value.code == 1
     printed = capfd.readouterr()
     assert without_greetings(printed.out) == ""
@@ -205,7 +217,7 @@ SHM = (
     ],
 )
 def test_known_causes(error: Exception, part: str) -> None:
-    cause = failure.known_cause(error)
+    cause = known_cause(error)
     assert part in cause
     assert bool(cause) == bool(part)
 
@@ -223,7 +235,7 @@ class Deadly(Dataset[int]):
 
 def test_a_killed_loader_process_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        failure.run_main(lambda: list(DataLoader(Deadly(), num_workers=1, worker_init_fn=failure.init_worker)))
+        run_main(lambda: list(DataLoader(Deadly(), num_workers=1, worker_init_fn=init_worker)))
     assert caught.value.code == 1
     printed = capsys.readouterr().err
     assert printed.startswith("error: ")
@@ -249,9 +261,9 @@ def terminal() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("number", failure.STOP_SIGNALS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_requests_a_stop(number: int) -> None:
-    with failure.GracefulStop() as stop:
+    with GracefulStop() as stop:
         assert stop.after(1) == stop.requested() == ""
         os.kill(os.getpid(), number)
         assert until(stop.requested) == signal.Signals(number).name
@@ -264,7 +276,7 @@ def test_a_signal_requests_a_stop(number: int) -> None:
 def test_a_run_under_nohup_outlives_its_terminal() -> None:
     """Where SIGHUP is ignored it stays so."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with failure.GracefulStop() as stop:
+    with GracefulStop() as stop:
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGTERM)
         assert until(stop.requested) == "SIGTERM"
@@ -276,18 +288,16 @@ def test_signals_after_an_error(processes: int, monkeypatch: pytest.MonkeyPatch)
     """One of several processes still receives them: a launcher's SIGTERM must not end it while it prints its error."""
 
     def leave() -> None:
-        with failure.GracefulStop() as stop:
+        with GracefulStop() as stop:
             os.kill(os.getpid(), signal.SIGTERM)
-            raise failure.StopRequested(until(stop.requested))
+            raise StopRequested(until(stop.requested))
 
     monkeypatch.setattr("utils.distributed.failure.world_size", lambda: processes)
     handled: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, frame: handled.append(number)) for number in failure.STOP_SIGNALS
-    }
+    before = {number: signal.signal(number, lambda number, frame: handled.append(number)) for number in STOP_SIGNALS}
     wakeup = signal.set_wakeup_fd(-1)
     try:
-        with pytest.raises(failure.StopRequested) as raised:
+        with pytest.raises(StopRequested) as raised:
             leave()
         assert (raised.value.reason, raised.value.code) == ("SIGTERM", 143)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -355,17 +365,15 @@ def test_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = psutil.Process().create_time()
     now = begun
     monkeypatch.setattr(failure.time, "time", lambda: now)
-    stop = failure.GracefulStop(hours=0.5)
+    stop = GracefulStop(hours=0.5)
     now = begun + 1799
     assert stop.after(1) == ""
     now = begun + 1801  # counted from the start of the process
-    assert stop.after(2) == failure.TIME_LIMIT
+    assert stop.after(2) == TIME_LIMIT
     assert stop.requested() == ""  # a signal only
     monkeypatch.setenv(failure.RESULT, "result.json")
-    assert (
-        failure.GracefulStop(hours=0.5).after(2) == failure.GracefulStop().after(2) == ""
-    )  # of a call; without a limit
-    assert failure.StopRequested(failure.TIME_LIMIT).code == 0
+    assert GracefulStop(hours=0.5).after(2) == GracefulStop().after(2) == ""  # of a call; without a limit
+    assert StopRequested(TIME_LIMIT).code == 0
 
 
 STEPS = 10_000  # at most
@@ -378,7 +386,7 @@ def train(signals: Signals, hours: float) -> Ended:
     step, reason = 0, ""
     when, number = signals.get(ranks().rank, (-1, 0))
     at_random_time = threading.Timer(0.02 * random.random(), os.kill, (os.getpid(), number))
-    with failure.GracefulStop(hours) as stop:
+    with GracefulStop(hours) as stop:
         if when == 0:
             at_random_time.start()
         while not reason and step < STEPS:
@@ -416,11 +424,7 @@ CASES: list[tuple[Signals, float]] = [
 def test_all_processes_stop_at_the_same_step(on_processes: OnProcesses) -> None:
     """The step after the first signal in the store, for its reason; or when the main process is past the time limit."""
     ended = list(zip(*on_processes(3, runs, CASES), strict=True))  # per run, the result of each rank
-    assert ended[:3] == [
-        ((8, "SIGTERM", "SIGTERM"),) * 3,
-        ((8, "SIGINT", "SIGINT"),) * 3,
-        ((2, failure.TIME_LIMIT, ""),) * 3,
-    ]
+    assert ended[:3] == [((8, "SIGTERM", "SIGTERM"),) * 3, ((8, "SIGINT", "SIGINT"),) * 3, ((2, TIME_LIMIT, ""),) * 3]
     assert [step for step, *_ in ended[3]] == [6] * 3
     assert [result[:2] for result in ended[4]] == [(6, "SIGTERM")] * 3
     for results in ended[3:]:
@@ -439,7 +443,7 @@ def one_step_ahead(_: object = None) -> list[int]:
     ended: list[int] = []
     for last in (5, 6):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(last)
-        with failure.GracefulStop() as stop:
+        with GracefulStop() as stop:
             step, reason, before = 0, "", None
             while not reason:
                 step += 1
@@ -481,7 +485,7 @@ def ends(pid: int, seconds: float = 30.0) -> bool:
 
 def load(sender: Connection) -> None:
     """A loader process, which sends its number."""
-    failure.init_worker(0)
+    init_worker(0)
     sender.send(os.getpid())
     time.sleep(LIFE_SECONDS)
 
@@ -496,9 +500,9 @@ def started(target: Callable[[Connection], None]) -> tuple[Any, int]:
 
 
 def test_a_loader_process_ends_on_its_parents_signal_only() -> None:
-    with failure.GracefulStop() as stop:
+    with GracefulStop() as stop:
         process, worker = started(load)
-        for number in failure.STOP_SIGNALS:
+        for number in STOP_SIGNALS:
             subprocess.run(["kill", f"-{number}", str(worker)], check=True)
         assert not ends(worker, 0.5)
         assert stop.requested() == ""
@@ -522,6 +526,6 @@ def test_a_package_is_imported_while_wandb_runs(tmp_path: Path, monkeypatch: pyt
         return int(xgboost.NUMBER)
 
     with wandb.init(mode="offline", dir=tmp_path):
-        loader = DataLoader([0], num_workers=1, collate_fn=collate, worker_init_fn=failure.init_worker)  # type: ignore[arg-type]
+        loader = DataLoader([0], num_workers=1, collate_fn=collate, worker_init_fn=init_worker)  # type: ignore[arg-type]
         assert list(loader) == [7]
     wandb.teardown()
