@@ -55,14 +55,6 @@ def test_with_labels() -> None:
     assert len(predicted[0].rows) == 5  # of the metrics
 
 
-def test_coco_rows_are_in_pixels_of_the_file() -> None:
-    boxes = [torch.tensor([[1, 2, 3, 4, 0.5, 2.0]]), torch.zeros(0, 6)]
-    infos = [image_info(image=3, path="/data/b.jpg"), image_info(image=1)]
-    first, second = (one.coco_rows() for one in predictions(boxes, infos))
-    assert (first.image, first.path, first.rows.tolist()) == (3, "/data/b.jpg", [[1, 2, 3, 4, 0.5, 2]])
-    assert (second.image, second.rows.shape) == (1, (0, 6))
-
-
 def test_array_items_and_description() -> None:
     boxes = torch.tensor([[1, 2, 3, 4, 0.75, 2], [5, 6, 7, 8, 0.5, 0], [1, 1, 2, 2, 0.25, 2]]).double()
     predicted, nothing = predictions([boxes, boxes[:0]], [image_info(), image_info()])
