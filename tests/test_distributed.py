@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -23,7 +22,7 @@ from models.tasks.detect import DetectionTask
 from models.tasks.metrics import DetectionMetrics
 from tests.conftest import OnProcesses, RunScript, free_port
 from tests.curves import same_curve
-from tests.machines import ACCELERATE, CONFIGS, TORCHRUN
+from tests.machines import TORCHRUN
 from tests.making import write_yaml
 from tests.whole_runs import Parts, within
 from utils.distributed.ranks import ranks
@@ -54,27 +53,9 @@ def test_two_processes_by_a_flag(single: Path, fine_tune: Callable[..., str], le
     assert content["origin"] == [{"file": learned.name, "sha256": hashlib.sha256(learned.read_bytes()).hexdigest()}]
 
 
-@pytest.mark.long
-def test_four_processes_by_accelerate(single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
-    launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"), "--num_processes", "4")
-    printed = fine_tune(tmp_path, "--sync-bn", launcher=launcher)
-    same_curve(tmp_path / "exp", single)
-    quiet_except_for_the_main_process(printed)
-
-
 def quiet_except_for_the_main_process(printed: str) -> None:
     assert printed.count("epoch 2/2") == printed.count("results in") == printed.count("mixed precision") == 1
     assert "warn" not in printed.lower()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("module", ["torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"])
-def test_a_wrong_flag_is_named_in_every_start(module: str, run_script: RunScript) -> None:
-    processes = ["--cpu", "--num_processes=2"] if "accelerate" in module else ["--nproc_per_node=2"]
-    launcher = (sys.executable, "-m", module, *processes, *["--use-env"] * module.endswith("distributed.launch"))
-    for _ in range(20):
-        printed = run_script("train.py", "--nonsense", launcher=launcher, fails=True)
-        assert printed.count("error: '--nonsense' is not a flag") == 1
 
 
 @pytest.mark.long

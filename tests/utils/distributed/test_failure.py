@@ -6,7 +6,6 @@ import functools
 import multiprocessing
 import os
 import random
-import resource
 import signal
 import socket
 import subprocess
@@ -20,7 +19,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -442,21 +440,6 @@ def test_all_processes_stop_at_the_same_step(on_processes: OnProcesses) -> None:
         assert all(requested for *_, requested in results)
 
 
-def validate(_: object = None) -> str:
-    """Get a signal on one process, between steps; return what each learns before they meet."""
-    connect("cpu", 60.0)
-    with GracefulStop() as stop:
-        if ranks().rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        requested: str = until(stop.requested)
-        distributed.barrier()
-    return requested
-
-
-def test_a_signal_ends_a_validation_on_all_processes(on_processes: OnProcesses) -> None:
-    assert on_processes(2, validate) == ["SIGTERM"] * 2
-
-
 def one_step_ahead(_: object = None) -> list[int]:
     """Stop a run whose processes wait for a step's gradients only after the next step has begun, as on GPUs.
 
@@ -535,28 +518,6 @@ def test_a_loader_process_ends_on_its_parents_signal_only() -> None:
 
 
 # Memory
-
-
-def count_pages(result: Connection) -> None:
-    """Send the pages that the system gives to a process for the images of its first items, and of a hundred others."""
-    init_worker(0)
-    pages = []
-    for items in (1, 10, 100):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for _ in range(items):
-            [np.ones((480, 640, 3), np.uint8) for _ in range(4)]
-        pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    result.send(pages)
-
-
-def test_freed_memory_is_reused() -> None:
-    """The images would need 90,000 new pages, each filled with zeros."""
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(target=count_pages, args=(sender,))
-    process.start()
-    first, _, others = receiver.recv()
-    process.join(60)
-    assert others < min(9000, 20 * first)
 
 
 def test_a_package_is_imported_while_wandb_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
