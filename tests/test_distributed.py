@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -56,6 +57,16 @@ def test_two_processes_by_a_flag(single: Path, fine_tune: Callable[..., str], le
 def quiet_except_for_the_main_process(printed: str) -> None:
     assert printed.count("epoch 2/2") == printed.count("results in") == printed.count("mixed precision") == 1
     assert "warn" not in printed.lower()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("module", ["torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"])
+def test_a_wrong_flag_is_named_in_every_start(module: str, run_script: RunScript) -> None:
+    processes = ["--cpu", "--num_processes=2"] if "accelerate" in module else ["--nproc_per_node=2"]
+    launcher = (sys.executable, "-m", module, *processes, *["--use-env"] * module.endswith("distributed.launch"))
+    for _ in range(20):
+        printed = run_script("train.py", "--nonsense", launcher=launcher, fails=True)
+        assert printed.count("error: '--nonsense' is not a flag") == 1
 
 
 @pytest.mark.long
