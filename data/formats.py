@@ -116,7 +116,8 @@ class AnnotatedImages:
         """Return the objects of each image by path, and sentences about those left out. Raises `UserError`."""
         problems = Problems(list)
         rows = self.read(self, rules, problems)
-        return rows, [f"{self.file}: {len(ids)} {what}, such as {ids[0]}; left out" for what, ids in problems.items()]
+        kinds = ((*what.partition("; ")[::2], ids) for what, ids in problems.items())
+        return rows, [f"{self.file}: {len(ids)} {what}, such as {ids[0]}; {so or 'left out'}" for what, so, ids in kinds]
 
 
 def find_annotated(location: Path, folders: Sequence[Path], names: Sequence[str], split: str) -> AnnotatedImages | None:
@@ -227,7 +228,7 @@ def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> A
 
 
 def _read_coco(annotated: AnnotatedImages, rules: RowRules, problems: Problems) -> dict[str, ImageRows]:
-    """Read the objects of a COCO file; crowds are left out, as in the published labels of COCO."""
+    """Read the objects of a COCO file; crowds are left out, as in COCO's published labels, unless all are crowds."""
     from utils.coco import read_coco
 
     content = read_coco(annotated.file, objects=True)
@@ -236,6 +237,7 @@ def _read_coco(annotated: AnnotatedImages, rules: RowRules, problems: Problems) 
     labels = {category.id: numbers.get(category.name) for category in content.categories}
     by_image: dict[Any, list[Any]] = {image.id: [] for image in content.images}
     sizes = {image.id: (int(image.width or 0), int(image.height or 0)) for image in content.images}
+    has_others = not all(item.iscrowd for item in content.annotations)  # CVAT writes every mask as a crowd
     for item in content.annotations:
         try:
             left, top, width, height = map(float, item.bbox)
@@ -244,7 +246,11 @@ def _read_coco(annotated: AnnotatedImages, rules: RowRules, problems: Problems) 
             item.bbox = ()
         if item.image_id not in by_image:
             problems["boxes of images that the file lacks"].append(f"annotation {item.id}")
-        elif not item.iscrowd:
+            continue
+        if item.iscrowd:
+            kind = "crowds" if has_others else "crowds; read as objects, because the file has no others"
+            problems[kind].append(f"annotation {item.id}")
+        if not (item.iscrowd and has_others):
             by_image[item.image_id].append(item)
     boxes = ((*item.bbox, *sizes[key]) for key, items in by_image.items() for item in items if item.bbox)
     _check_boxes(annotated.file, np.fromiter(boxes, np.dtype((float, 6))))

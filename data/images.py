@@ -20,6 +20,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.ExifTags import Base
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 
+from utils.console import log
 from utils.errors import UserError, plural
 from utils.files import SETTINGS_FILE, read_regular, read_text
 
@@ -111,8 +112,8 @@ def read_image(path: Path, jpeg_divisor: int = 1) -> np.ndarray:
 
 
 def _read_with_pillow(data: bytes) -> np.ndarray:
-    """Read formats that OpenCV does not know."""
-    with Image.open(io.BytesIO(data)) as opened:
+    """Read formats that OpenCV does not know, and truncated JPEGs: with an end, Pillow decodes what is there."""
+    with Image.open(io.BytesIO(data + JPEG_END if data.startswith(JPEG_START) else data)) as opened:
         upright = ImageOps.exif_transpose(opened)
         if opened.mode.startswith("I;16"):
             upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
@@ -120,13 +121,18 @@ def _read_with_pillow(data: bytes) -> np.ndarray:
 
 
 def read_whole_image(path: Path) -> np.ndarray:
-    """Return the pixels as `read_image` does, but raise the `UserError` for a truncated file too, as data sets do."""
+    """Return the pixels as `read_image` does, but raise the `UserError` for any file that data sets leave out.
+
+    A truncated JPEG is a warning.
+    """
+    problems: list[str] = []
     try:
-        image_size(path)
+        image_size(path, problems)
     except Image.DecompressionBombError:
         pass  # OpenCV reads larger images than Pillow
     except Exception as error:
         raise unreadable(path, error) from None
+    log(*(f"warning: {problem}" for problem in problems))
     return read_image(path)
 
 
@@ -158,12 +164,12 @@ def read_reduced(path: Path, width: int, height: int, size: int) -> np.ndarray:
     return resize(image, scaled_shape(width, height, size), smooth=max(image.shape) >= 2 * size)
 
 
-def image_size(path: Path) -> tuple[int, int]:
+def image_size(path: Path, problems: list[str] | None = None) -> tuple[int, int]:
     """Return width and height in pixels as displayed: swapped for EXIF orientations 5 to 8.
 
     Of a JPEG only headers and the end are read, of a PNG the checksums; others, and one without an end, are decoded.
-    Raises OSError for a pipe or device, and one of Pillow's many errors if the file is not an image, is truncated, or
-    has neither 8 nor 16 bits.
+    A truncated JPEG is listed in `problems`. Raises OSError for a pipe or device, and one of Pillow's many errors if
+    the file is not an image, is truncated, a JPEG before its first pixel, or has neither 8 nor 16 bits.
     """
     if path.exists() and not path.is_file():  # to read it may wait forever
         raise OSError("it is not a regular file")
@@ -182,7 +188,13 @@ def image_size(path: Path) -> tuple[int, int]:
             if opened.format == "PNG":
                 opened.verify()
             elif not is_complete:
-                opened.load()
+                try:
+                    opened.load()
+                except OSError:
+                    if opened.format not in ("JPEG", "MPO") or not np.ptp(read_image(path)):
+                        raise
+                    if problems is not None:
+                        problems.append(f"{path}: truncated, restored")
             if opened.mode == "F" or (opened.mode == "I" and opened.format != "PNG"):
                 raise ValueError("its pixels have neither 8 nor 16 bits")
     return (height, width) if orientation in (5, 6, 7, 8) else (width, height)

@@ -29,7 +29,7 @@ from utils.files import cache_folder, one_at_a_time, read_regular, read_text, re
 if TYPE_CHECKING:
     from data.formats import AnnotatedImages
 
-CACHE_VERSION = 11
+CACHE_VERSION = 12
 IMAGES_PER_CHUNK = 64  # images that a scanning process takes at a time
 IMAGES_PER_PROCESS = 500  # with fewer, starting another process takes longer than it saves
 MIN_IMAGE_SIDE_PIXELS = 10  # a smaller image is left out
@@ -330,21 +330,22 @@ def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows
 
     An image is left out too if its label file cannot be read, or has rows but no valid one.
     """
+    restored: list[str] = []
     try:
-        size = image_size(image)
+        size = image_size(image, restored)
     except Exception as error:  # Pillow raises many kinds for a damaged file
         reason = getattr(error, "strerror", None) or error
         return Scan(problems=[f"{image}: not readable as an image ({reason}); left out"])
     if min(size) < MIN_IMAGE_SIDE_PIXELS:
         return Scan(problems=[f"{image}: {size[0]}x{size[1]} pixels, smaller than {MIN_IMAGE_SIDE_PIXELS}; left out"])
     if rules is None:
-        return Scan(size)
+        return Scan(size, problems=restored)
     file = label_name(os.fspath(image))
     try:
         labels = described or ImageRows(read_text(file), None, file)
     except UserError as error:
         if isinstance(error.__cause__, FileNotFoundError):
-            return Scan(size)  # background
+            return Scan(size, problems=restored)  # background
         return Scan(problems=[f"{error}; its image is left out"])
     if labels.size and abs(size[0] * labels.size[1] - size[1] * labels.size[0]) > max(*size, *labels.size):
         annotated = f"{labels.size[0]}x{labels.size[1]}"  # another aspect ratio, by more than the rounding of a pixel
@@ -359,4 +360,4 @@ def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows
     if rules.outlines and any(row.points for row in rows):
         outlines = Polygons.of([points_of(row.points) for row in rows])
         outlines = outlines.fitted(boxes[:, 1:]) if rules.boxed else outlines
-    return Scan(size, boxes, problems, outlines)
+    return Scan(size, boxes, [*restored, *problems], outlines)
