@@ -118,7 +118,7 @@ class DataSpec:
                 log("" if note in self.walked else note)  # once
                 self.walked[note] = note
         if not listed:
-            searched = "; ".join([", ".join(map(str, locations)), *problems])
+            searched = "; ".join([", ".join(dict.fromkeys(map(str, locations))), *problems])
             raise UserError(f"{self.file}: `{split}:` has no images in {searched}; put images there or fix the path")
         images = sorted(set(listed), key=lambda image: image.replace(os.sep, "\0"))  # as Paths, folder by folder
         return Listing(list(map(Path, images)), problems, tuple(annotated))
@@ -191,6 +191,8 @@ def read_data(data: str) -> DataSpec:
         content["split"] = HELD_OUT_SHARE
     entries = ", ".join(f"{key}: {value}" for key, value in content.items() if key != "names")
     messages = [f"{path}: {title} ({entries})"]
+    if content.get("val") and content["val"] == content.get("test"):
+        messages.append(f"warning: {folder} has no images for validation, so the test split chooses best.pt")
     if "nc" in content:
         messages.append(f"warning: {folder} has no classes.txt that names the classes; they are numbered from 0")
     return checked_spec(path, {**content, "path": os.path.abspath(folder)}, messages)
@@ -235,6 +237,9 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
         messages.append(f"warning: {file}: {quoted(unknown)}: unknown, and not used")
     if shape:
         messages.append(f"{file}: `kpt_shape: {shape}`: label rows are read as boxes, without their key points")
+    if "train" in named and "val" not in named and content.get("split") is None:
+        share = HELD_OUT_SHARE
+        messages.append(f"{file} has no `val:`, so {share:.0%} of `train:` is held out, as by `split: {share:g}`")
     if share and "val" in named:
         messages.append(f"warning: {file}: `split: {share:g}` is not used, because there is a `val:`")
     if path and REMOTE.match(path):

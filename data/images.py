@@ -9,7 +9,7 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -121,18 +121,13 @@ def _read_with_pillow(data: bytes) -> np.ndarray:
 
 
 def read_whole_image(path: Path) -> np.ndarray:
-    """Return the pixels as `read_image` does, but raise the `UserError` for any file that data sets leave out.
-
-    A truncated JPEG is a warning.
-    """
-    problems: list[str] = []
+    """Return the pixels as `read_image` does, but raise the `UserError` for any file that data sets leave out."""
     try:
-        image_size(path, problems)
+        image_size(path, lambda problem: log(f"warning: {problem}"))
     except Image.DecompressionBombError:
         pass  # OpenCV reads larger images than Pillow
     except Exception as error:
         raise unreadable(path, error) from None
-    log(*(f"warning: {problem}" for problem in problems))
     return read_image(path)
 
 
@@ -164,12 +159,12 @@ def read_reduced(path: Path, width: int, height: int, size: int) -> np.ndarray:
     return resize(image, scaled_shape(width, height, size), smooth=max(image.shape) >= 2 * size)
 
 
-def image_size(path: Path, problems: list[str] | None = None) -> tuple[int, int]:
+def image_size(path: Path, report: Callable[[str], object] = len) -> tuple[int, int]:
     """Return width and height in pixels as displayed: swapped for EXIF orientations 5 to 8.
 
     Of a JPEG only headers and the end are read, of a PNG the checksums; others, and one without an end, are decoded.
-    A truncated JPEG is listed in `problems`. Raises OSError for a pipe or device, and one of Pillow's many errors if
-    the file is not an image, is truncated, a JPEG before its first pixel, or has neither 8 nor 16 bits.
+    `report` is called with a message for a truncated JPEG that has pixels. Raises OSError for a pipe or device, and one
+    of Pillow's many errors if the file is not an image, is otherwise truncated, or has neither 8 nor 16 bits.
     """
     if path.exists() and not path.is_file():  # to read it may wait forever
         raise OSError("it is not a regular file")
@@ -193,8 +188,7 @@ def image_size(path: Path, problems: list[str] | None = None) -> tuple[int, int]
                 except OSError:
                     if opened.format not in ("JPEG", "MPO") or not np.ptp(read_image(path)):
                         raise
-                    if problems is not None:
-                        problems.append(f"{path}: truncated, restored")
+                    report(f"{path}: truncated, restored")
             if opened.mode == "F" or (opened.mode == "I" and opened.format != "PNG"):
                 raise ValueError("its pixels have neither 8 nor 16 bits")
     return (height, width) if orientation in (5, 6, 7, 8) else (width, height)

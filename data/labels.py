@@ -124,9 +124,11 @@ def _parse_row(words: Sequence[str], rules: RowRules) -> Row:
     if rules.keypoints and len(values) == 4 + rules.keypoints:
         values = values[:4]
     box, values = (values[:4], values[4:] or values[:4]) if rules.boxed else ([], values)
-    is_box = len(values) == 4
-    if not is_box and (rules.keypoints or len(values) < 6 or len(values) % 2):
-        raise ValueError(f"{len(words)} numbers instead of {rules.forms}")
+    is_box, flags = len(values) == 4, values[6::3] if len(values) % 3 == 1 else []  # visibilities after a box
+    is_pose = 2 in flags and {0, 1, 2}.issuperset(flags)  # no outline: a coordinate is at most 1
+    if not is_box and (rules.keypoints or len(values) < 6 or len(values) % 2 or is_pose):
+        shape = f"; key points need `kpt_shape: [{len(flags)}, 3]` in a data YAML" * bool(flags and not rules.keypoints)
+        raise ValueError(f"{len(words)} numbers instead of {rules.forms}{shape}")
     if not 0 <= label == label // 1 < MAX_CLASS:
         raise ValueError(f"class {quoted(words[0])} is not a whole number from 0")
     tolerance = COORDINATE_TOLERANCE if is_box else rules.tolerance
@@ -332,7 +334,7 @@ def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows
     """
     restored: list[str] = []
     try:
-        size = image_size(image, restored)
+        size = image_size(image, restored.append)
     except Exception as error:  # Pillow raises many kinds for a damaged file
         reason = getattr(error, "strerror", None) or error
         return Scan(problems=[f"{image}: not readable as an image ({reason}); left out"])

@@ -75,6 +75,7 @@ class StepLog:
         steps = math.ceil(schedule.batches / run.accelerator.gradient_accumulation_steps)  # of an epoch
         self.interval = min(max(round(steps / POINTS_PER_EPOCH), 1), MAX_POINT_STEPS)
         self.enabled = run.is_tracked
+        self.epoch_batches = schedule.batches
         self.left = (schedule.epochs - progress.epoch) * schedule.batches - progress.batch  # batches at the start
         self.done, self.started = 0, time.monotonic()
         self.norm: Any = None  # norm of the last step's gradient
@@ -147,7 +148,7 @@ class StepLog:
         means = loss_sums.sum(0) * self.run.accelerator.num_processes / batches  # estimated from this process
         losses = dict(zip(self.terms, means.tolist(), strict=True))
         left = (time.monotonic() - self.started) * (self.left / self.done - 1)  # seconds, validations included
-        values = [f"left {tqdm.format_interval(left)}", _loss_text(losses, 3)]
+        values = [f"batch {batches}/{self.epoch_batches}", _loss_text(losses, 3), f"left {tqdm.format_interval(left)}"]
         if best:
             title, value = list((best.headline or best.metrics).items())[-1]
             values.append(f"best {title} {value:.3f}")
