@@ -193,7 +193,7 @@ def train_one_epoch(
             run.check_stop(progress.step, steps.behind)  # every process leaves after the same step
             if options.save_steps and progress.step % options.save_steps == 0:
                 steps.save()
-        steps.log.update_bar(steps.state.loss_sums, number + 1, progress.summary)
+        steps.log.update_bar(steps.state.loss_sums, number + 1, batches, progress.summary)
         if progress.epoch == 0 and number < DRAWN_BATCHES:
             run.plot(partial(job.draw_batch, local_batches[0], number))
     refuse(progress.batch < batches, loader.dataset, f"gave {progress.batch} of {batches} batches of an epoch")

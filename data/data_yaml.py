@@ -182,7 +182,11 @@ def read_data(data: str) -> DataSpec:
     path = Path(data)
     if not os.path.isdir(data):  # Path.is_dir raises an error for a name that is too long
         if not os.path.isfile(data) or path.suffix.lower() not in formats.OTHER_FILES:
-            return read_spec(find_file(data, "data set", ["data"], kind="a file or a folder"))
+            spec = read_spec(find_file(data, "data set", ["data"], kind="a file or a folder"))
+            if spec.split or {"train", "val"}.intersection(spec.entries) != {"train"}:
+                return spec
+            note = f"{spec.file} has no `val:`, so it is as if it had `split: {HELD_OUT_SHARE}`, a share of `train:`"
+            return replace(spec, split=HELD_OUT_SHARE, warnings=(*spec.warnings, note))
     elif inner := formats.data_yaml(path) or formats.only_folder(path):
         return read_data(str(inner))
     title, content = formats.recognise(path)
@@ -237,9 +241,6 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
         messages.append(f"warning: {file}: {quoted(unknown)}: unknown, and not used")
     if shape:
         messages.append(f"{file}: `kpt_shape: {shape}`: label rows are read as boxes, without their key points")
-    if "train" in named and "val" not in named and content.get("split") is None:
-        share = HELD_OUT_SHARE
-        messages.append(f"{file} has no `val:`, so {share:.0%} of `train:` is held out, as by `split: {share:g}`")
     if share and "val" in named:
         messages.append(f"warning: {file}: `split: {share:g}` is not used, because there is a `val:`")
     if path and REMOTE.match(path):

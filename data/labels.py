@@ -124,10 +124,10 @@ def _parse_row(words: Sequence[str], rules: RowRules) -> Row:
     if rules.keypoints and len(values) == 4 + rules.keypoints:
         values = values[:4]
     box, values = (values[:4], values[4:] or values[:4]) if rules.boxed else ([], values)
-    is_box, flags = len(values) == 4, values[6::3] if len(values) % 3 == 1 else []  # visibilities after a box
-    is_pose = 2 in flags and {0, 1, 2}.issuperset(flags)  # no outline: a coordinate is at most 1
-    if not is_box and (rules.keypoints or len(values) < 6 or len(values) % 2 or is_pose):
-        shape = f"; key points need `kpt_shape: [{len(flags)}, 3]` in a data YAML" * bool(flags and not rules.keypoints)
+    is_box, seen = len(values) == 4, values[6::3]  # is each key point visible, if they are after a box: 0, 1 or 2
+    is_pose = len(values) % 3 == 1 and {*seen} <= {0, 1, 2} and not rules.keypoints
+    if not is_box and (rules.keypoints or len(values) < 6 or len(values) % 2 or (is_pose and 2 in seen)):
+        shape = f"; key points need `kpt_shape: [{len(seen)}, 3]` in a data YAML" * (is_pose and len(seen) > 0)
         raise ValueError(f"{len(words)} numbers instead of {rules.forms}{shape}")
     if not 0 <= label == label // 1 < MAX_CLASS:
         raise ValueError(f"class {quoted(words[0])} is not a whole number from 0")

@@ -103,13 +103,11 @@ class Bar:
         self.rate = self.images / max(self.seconds, 1e-9)
 
     def show(self, values: Sequence[str]) -> None:
-        """Show values beside the bar, without those for which the terminal is too narrow."""
-        room, fitting = shutil.get_terminal_size(TERMINAL).columns, list[str]()
-        for value in values:
-            text = ", ".join([*fitting, value])
-            if len(tqdm.format_meter(**{**self._bar.format_dict, "ncols": None, "postfix": text})) < room:
-                fitting.append(value)
-        self._bar.set_postfix_str(", ".join(fitting))
+        """Show values beside the bar: as many as the terminal has room for."""
+        room, state = shutil.get_terminal_size(TERMINAL).columns, {**self._bar.format_dict, "ncols": None}
+        while values and len(tqdm.format_meter(**{**state, "postfix": ", ".join(values)})) >= room:
+            values = values[:-1]
+        self._bar.set_postfix_str(", ".join(values))
 
 
 class Background:
