@@ -99,7 +99,7 @@ class Predictor:
             vars(self)[name] = value
             return
         name = ALIASES.get(name, name)
-        unchanged = {"multi_label": False, "amp": False, "augment": self.inference.augment}  # what YOLOv5's users set
+        unchanged = {"multi_label": False, "amp": False, "verbose": False, "augment": self.inference.augment}  # habits
         if name in unchanged and value == unchanged[name]:
             return
         if name in ARGUMENTS and name not in SETTINGS:

@@ -200,7 +200,7 @@ def train_one_epoch(
             if options.save_steps and progress.step % options.save_steps == 0:
                 run.keep_alive()  # the disk may be slow
                 steps.save()
-        steps.log.update_bar(steps.state.loss_sums, number + 1, progress.summary)
+        steps.log.update_bar(steps.state.loss_sums, number + 1, batches, progress.summary)
         if progress.epoch == 0 and number < DRAWN_BATCHES:
             run.plot(partial(job.draw_batch, local_batches[0], number))
     run.keep_alive()

@@ -116,7 +116,8 @@ class AnnotatedImages:
         """Return the objects of each image by path, and sentences about those left out. Raises `UserError`."""
         problems = Problems(list)
         rows = self.read(self, rules, problems)
-        return rows, [f"{self.file}: {len(ids)} {what}, such as {ids[0]}; left out" for what, ids in problems.items()]
+        kinds = ((*what.split("; "), "left out", ids) for what, ids in problems.items())
+        return rows, [f"{self.file}: {len(ids)} {what}, such as {ids[0]}; {fate}" for what, fate, *_, ids in kinds]
 
 
 def find_annotated(location: Path, folders: Sequence[Path], names: Sequence[str], split: str) -> AnnotatedImages | None:
@@ -204,7 +205,7 @@ def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> A
     problems = [f"{file}: no category '{name}'{nearest(name, categories)}" for name in unknown]
     if problems and len(unknown) == len(names):
         raise UserError(f"{problems[0]}, nor another of `names`; correct `names:`, or leave it out to use the file's")
-    parents = [os.path.join(os.path.normpath(folder), "") for folder in dict.fromkeys((file.parent, *folders))]
+    parents = list(dict.fromkeys(os.path.join(os.path.normpath(folder), "") for folder in (file.parent, *folders)))
     images: dict[str, str] = {}  # names by path
     missing = []
     for name in (image.file_name for image in content.images):
@@ -227,7 +228,7 @@ def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> A
 
 
 def _read_coco(annotated: AnnotatedImages, rules: RowRules, problems: Problems) -> dict[str, ImageRows]:
-    """Read the objects of a COCO file; crowds are left out, as in the published labels of COCO."""
+    """Read the objects of a COCO file; crowds are left out, as in COCO's published labels, unless all are crowds."""
     from utils.coco import read_coco
 
     content = read_coco(annotated.file, objects=True)
@@ -236,6 +237,7 @@ def _read_coco(annotated: AnnotatedImages, rules: RowRules, problems: Problems) 
     labels = {category.id: numbers.get(category.name) for category in content.categories}
     by_image: dict[Any, list[Any]] = {image.id: [] for image in content.images}
     sizes = {image.id: (int(image.width or 0), int(image.height or 0)) for image in content.images}
+    are_crowds = all(item.iscrowd for item in content.annotations)  # as CVAT writes brush masks
     for item in content.annotations:
         try:
             left, top, width, height = map(float, item.bbox)
@@ -244,8 +246,10 @@ def _read_coco(annotated: AnnotatedImages, rules: RowRules, problems: Problems) 
             item.bbox = ()
         if item.image_id not in by_image:
             problems["boxes of images that the file lacks"].append(f"annotation {item.id}")
-        elif not item.iscrowd:
+        elif are_crowds or not item.iscrowd:
             by_image[item.image_id].append(item)
+        if item.iscrowd:
+            problems["crowds" + "; read as objects: there are no others" * are_crowds].append(f"annotation {item.id}")
     boxes = ((*item.bbox, *sizes[key]) for key, items in by_image.items() for item in items if item.bbox)
     _check_boxes(annotated.file, np.fromiter(boxes, np.dtype((float, 6))))
     del content.annotations  # frees the objects of each image once its rows are made
@@ -370,7 +374,7 @@ def _voc_files(location: Path) -> dict[str, str]:
 def _voc_images(location: Path, folders: Sequence[Path], names: Sequence[str]) -> AnnotatedImages:
     annotations, is_list = _voc_files(location), location.suffix == ".txt"
     annotated = location.parents[2] / "Annotations" if is_list else location
-    searched = [folder for folder in (*folders, *_voc_folders(annotated)) if folder.is_dir()]
+    searched = [folder for folder in dict.fromkeys((*folders, *_voc_folders(annotated))) if folder.is_dir()]
     try:
         lines = read_text(location, "surrogateescape").split("\n") if is_list else annotations
         lines = list(filter(None, map(str.strip, lines)))
@@ -681,6 +685,7 @@ LAYOUTS: dict[str, Callable[[Path], dict[str, Any] | None]] = {
 def _unrecognised(folder: Path) -> UserError:
     """Return the error for a folder: what it has, and what is missing."""
     walked = (Path(path, name) for path, _, names in os.walk(folder) for name in sorted(names))
+    walked = (file for file in walked if f"{os.sep}." not in f"{os.sep}{file.relative_to(folder)}")  # but not .git
     files: dict[str, list[Path]] = {}
     for file in islice(walked, SAMPLED_FILES):
         kind = "image" if is_image(file.name) else f"{file.suffix.lower()} file".strip()

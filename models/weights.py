@@ -360,7 +360,7 @@ YOLOV9_FILE = re.compile(r"v9-[tsmc]\.pt")
 YOLOV9_ADDRESS = "https://github.com/MultimediaTechLab/YOLO/releases/download/v1.0-alpha/"
 YOLOV9_LICENCE = "MIT, published by MultimediaTechLab"
 # Starts of their files' names.
-UNREAD_FAMILY = re.compile(r"yolov?(?:6|7|8|1\d|26)|yolo(?:x|[-_]?nas|[-_]?world)|rf-?detr")
+UNREAD_FAMILY = re.compile(r"yolov?(?:6|7|8|1\d|26)|yolo(?:x|[-_]?nas|[-_]?world)|r[ft]-?detr")
 
 
 def _is_released(file: str) -> bool:
@@ -370,6 +370,7 @@ def _is_released(file: str) -> bool:
 def refuse_unread_family(what: str, file: str, instead: str) -> None:
     """Raise `UserError` if a missing file's name is that of a family of models that are not read, as yolov8n.pt."""
     if not os.path.isfile(file) and (family := UNREAD_FAMILY.match(Path(file).name.lower())):
+        instead = "--task-file examples/dfine, RT-DETRv2 and D-FINE" if family[0].startswith("rt") else instead
         raise UserError(f"{what}: {family[0]} models are not supported; nearest: {instead}")
 
 

@@ -130,6 +130,8 @@ OF_FLAGS = {
     "--batch-size 65": "--batch-size 65",  # of fewer images
     "--optimizer adamw": "'AdamW'?",
     "--local_rank 1": "--local-rank",
+    "--hyp.lr 1": "'lr0'",
+    "--verbose=False": "--quiet",
     "--no-deterministic --logical-processes 2": "--no-deterministic",
     "--name=": "--name",
     "--profile 3:2": "--profile 3:2",
@@ -152,11 +154,12 @@ ERRORS: dict[str, Case] = {
     "class of val": (lambda i: i.label("7 0.5 0.5 0.2 0.2", "val"), "val/0.txt, line 1 has class 7", ""),
     "all in pixels": (lambda i: i.labels("0 10 10 20 20", "train"), ".txt, line 1", ""),
     "strict": (lambda i: i.label("0 10 10 20 20"), "train/0.txt, line 1", "--strict"),
-    "strict image": (lambda i: i.image("bad.jpg", b""), "bad.jpg", "--strict"),
+    "strict image": (lambda i: i.image("bad.jpg", half(encoded("JPEG"))), "bad.jpg", "--strict"),
+    "all with key points": (lambda i: i.labels("0 .5 .5 .2 .2" + 17 * " .5 .5 2", "train"), "`kpt_shape: [17, 3]`", ""),
     # data sets and hyperparameters
     "empty split": (lambda i: i.change(val="empty"), "`val:`", ""),
     "missing folder": (lambda i: i.change(val="images/none"), "`val: images/none`", ""),
-    "missing split": (lambda i: i.change(val=None), "data.yaml has no `val:`", ""),
+    "missing split": (lambda i: i.change(train=None, val=None), "data.yaml has no `train:`", ""),
     "no labels": (lambda i: i.labels("", "train"), "`train:`", ""),
     "half a character": (lambda i: i.change(names=["cat", "d\ud800", "cow"]), r"'d\ud800'", ""),
     "names too few": (lambda i: i.change(nc=5), "`nc` is 5", ""),
@@ -208,6 +211,7 @@ FINE: dict[str, Plant] = {
     "boxes and polygons": lambda i: i.label(ROW + "1 0.1 0.1 0.9 0.1 0.9 0.9\n"),
     "an outline that crosses itself": lambda i: i.segmenter("0 0.1 0.1 0.9 0.9 0.9 0.1 0.1 0.9"),
     "a key of another program": lambda i: i.change(flip_idx=[1, 0]),
+    "no split for validation": lambda i: i.change(val=None),
     "key points": lambda i: (i.change(kpt_shape=[1, 3]), i.label("0 .7 .3 .1 .2 .7 .3 2\n" + ROW)),
     "plain state dict": lambda i: i.bare_weights(),
 }

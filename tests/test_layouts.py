@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         ("set/classes.txt", "b/classes.txt"),
     ),
     "CVAT's XML": ({"annotations.xml": "<annotations/>", "images/a.jpg": "X"}, ("annotations.xml", "CVAT")),
-    "empty": ({}, ("set",)),
+    "empty": ({".git/a.txt": "a"}, ("has no files",)),
 }
 
 

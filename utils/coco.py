@@ -131,7 +131,8 @@ def metrics(file: Path, ids: CocoIds, rows: list[dict[str, Any]]) -> Iterator[tu
         annotations = json.loads(read_text(file))
         # The annotations' own ids are replaced: the evaluator ignores id 0 and merges equal ids.
         boxed = [one for one in annotations["annotations"] if one.get("bbox")]  # training leaves out the others too
-        numbered = [{**one, "id": number} for number, one in enumerate(boxed or annotations["annotations"], 1)]
+        crowd = {"iscrowd": 0} if all(one.get("iscrowd") for one in boxed) else {}  # objects: see data/formats.py
+        numbered = [{**one, **crowd, "id": number} for number, one in enumerate(boxed or annotations["annotations"], 1)]
         truth = COCO({**annotations, "annotations": numbered})
         predicted = truth.loadRes(rows) if rows else COCO({**annotations, "annotations": []})
         for kind in kinds:

@@ -241,6 +241,10 @@ class Prediction(ABC):
         columns = {name: np.asarray(values).tolist() for name, values in self.columns().items()}
         return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
 
+    def __getitem__(self, index: int) -> Prediction:
+        """Return the prediction itself for 0, as if it were a list of one, which ultralytics returns for an image."""
+        return (self,)[index]
+
     def to_df(self) -> Any:
         """Return a pandas.DataFrame of `columns`. Raises `UserError` if pandas is not installed."""
         return data_frame(self.columns())
@@ -364,7 +368,7 @@ def data_frame(data: Any, **options: Any) -> Any:
     try:
         import pandas
     except ImportError:
-        raise UserError("to_df() needs pandas, which is not installed; pip install pandas") from None
+        raise UserError("to_df() and pandas() need pandas, which is not installed: pip install pandas") from None
     return pandas.DataFrame(data, **options)
 
 

@@ -398,6 +398,7 @@ def test_artifacts_of_wandb(files: tuple[str, ...], chosen: str, folder: Path, m
     ("name", "named"),
     [
         *(("yolov8n.pt", "v9-t.pt"), ("yolo11n.pt", "v9-t.pt"), ("rf-detr-nano.pth", "v9-t.pt")),
+        ("rtdetr-l.pt", "examples/dfine"),
         *(("yolov5n", "'yolov5n.pt'"), ("yolov9t.pt", "'v9-t.pt'"), ("yolov9-c.pt", "'v9-c.pt'")),
     ],
 )

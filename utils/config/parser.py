@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from utils.config.flags import GROUPS, IGNORED, REFUSED, TrainOptions, flags_of,
 from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, Hyperparameters, find_hyperparameters, keys_of
 from utils.console import log
 from utils.errors import UserError, nearest, quoted
-from utils.files import VERSION, read_yaml
+from utils.files import IS_INSTALLED, VERSION, read_yaml
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance, SupportsWrite
@@ -77,7 +78,7 @@ def given_flags(
             raise UserError(f"{flag} needs a value; see --help", WRONG_FLAG)
         if is_override:
             overrides[flag.removeprefix(OVERRIDE_PREFIX).replace("-", "_")] = value
-        elif value != IGNORED.get(name) and not (value == "False" and as_flag(name) in known):
+        elif (names or value not in IGNORED.get(name, ())) and not (value == "False" and as_flag(name) in known):
             rest = "" if value == "True" and as_flag(name) in known else word.removeprefix(flag)
             others.append(f"{as_flag(name)}{rest}" if flag.startswith("--") else word)
     flags, unknown = _build_parser(kind, options).parse_known_args(others)
@@ -85,7 +86,8 @@ def given_flags(
         flag = unknown[0].partition("=")[0]
         name, reason = flag[2:].replace("-", "_"), f"is not a flag{nearest(flag, known)}; see --help"
         if names:  # a call from Python
-            raise UserError(f"{name}= is not an argument{nearest(name, names)}; use {', '.join(names)}", WRONG_FLAG)
+            reason = f"is not an argument{nearest(name, names)}; use {', '.join(names)}"
+            raise UserError(f"{name}= {REFUSED.get(name, reason)}", WRONG_FLAG)
         if "overrides" in kind.__dataclass_fields__ and name in keys_of(Hyperparameters):
             reason = f"is a hyperparameter: give {OVERRIDE_PREFIX}{name}"
         raise UserError(f"{quoted(flag)} {REFUSED.get(name, reason)}", WRONG_FLAG)
@@ -168,6 +170,8 @@ class _Parser(argparse.ArgumentParser):
     """A parser that raises `UserError`, and prints its help on one process of a machine."""
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        if IS_INSTALLED:  # there the scripts are commands: see __main__.py
+            message = re.sub(r"(?:python )?\b(train|val|detect|export)\.py", r"lockstep \1", message)
         if log.is_main:  # only one process of a machine prints
             super()._print_message(message, file)
 

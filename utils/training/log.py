@@ -143,14 +143,14 @@ class StepLog:
             values["step/gpu_memory"] = memory
         return values
 
-    def update_bar(self, loss_sums: Tensor, batches: int, best: Summary | None) -> None:
+    def update_bar(self, loss_sums: Tensor, batches: int, of_batches: int, best: Summary | None) -> None:
         """Show values beside the progress bar if it is time for that, which reads the sums over an epoch's batches."""
         if not self.bar.due:
             return
         means = loss_sums.sum(0) * self.run.accelerator.num_processes / batches  # estimated from this process
         losses = dict(zip(self.terms, means.tolist(), strict=True))
         left = (time.monotonic() - self.started) * (self.left / self.done - 1)  # seconds, validations included
-        values = [f"left {tqdm.format_interval(left)}", _loss_text(losses, 3)]
+        values = [f"batch {batches}/{of_batches}", _loss_text(losses, 3), f"left {tqdm.format_interval(left)}"]
         if best:
             title, value = list((best.headline or best.metrics).items())[-1]
             values.append(f"best {title} {value:.3f}")

@@ -132,8 +132,8 @@ def test_a_wrong_flag_is_one_short_line(argv: list[str], named: str) -> None:
     assert len(str(caught.value)) < 3000
 
 
-def test_values_of_yolov5_that_ask_for_nothing() -> None:
-    words = ["--local_rank", "-1", "--artifact_alias=latest", "--epochs", "3"]
+def test_values_of_others_that_ask_for_nothing() -> None:
+    words = ["--local_rank", "-1", "--artifact_alias=latest", "--save=True", "--epochs", "3"]
     assert options_of(TrainOptions, words) == TrainOptions(epochs=3)
 
 
