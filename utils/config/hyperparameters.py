@@ -220,16 +220,18 @@ class Recipes(NamedTuple):
     many: str = ""  # for any other run from scratch; '' means `few`
     yolov5: str = ""  # with YOLOv5's own values; '' if the task has none
 
-    def choose(self, trained: bool, images: Callable[[], int]) -> tuple[str, str, str]:
-        """Return the hyperparameter file for a run, the reason, and YOLOv5's file; count `images` if it matters."""
-        if trained:
-            return self.trained, "the run starts from trained weights", self.yolov5
-        name, reason = self.few or self.trained, "no trained weights are given or fit"
-        if self.many not in ("", name):
+    def choose(self, trained: bool, images: Callable[[], int]) -> str:
+        """Return the hyperparameter file for a run, and log the reason; count `images` if it matters."""
+        name, reason = self.trained, "the run starts from trained weights"
+        if not trained:
+            name, reason = self.few or self.trained, "no trained weights are given or fit"
+        if not trained and self.many not in ("", name):
             count = images()
             name, bound = (name, "fewer than") if count < FEW_IMAGES else (self.many, "at least")
             reason += f", and there are {plural(count, 'training image')}, {bound} {FEW_IMAGES}"
-        return name, reason, self.yolov5
+        other = f"; --hyp {self.yolov5} has YOLOv5's values" if self.yolov5 not in ("", name) else ""
+        log(f"hyperparameters: --hyp {name}, because {reason}{other}")
+        return name
 
 
 def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] = NO_OVERRIDES) -> R:
@@ -261,9 +263,9 @@ def parse_overrides(kind: type[Recipe], overrides: Mapping[str, str]) -> dict[st
     return typed_values(kind, overrides, (OVERRIDE_PREFIX + "{}").format)
 
 
-def log_unread(hyp: Recipe, unread: Collection[str], model: str) -> None:
+def log_unused(hyp: Recipe, unused_keys: Collection[str], model: str) -> None:
     """Log the keys that have no effect although the hyperparameter file changes their defaults."""
-    if changed := [key for key in unread if getattr(hyp, key) != getattr(type(hyp)(), key)]:
+    if changed := [key for key in unused_keys if getattr(hyp, key) != getattr(type(hyp)(), key)]:
         log(f"hyperparameters without effect on {model}: {', '.join(changed)}")
 
 
