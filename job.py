@@ -81,16 +81,15 @@ class Job(NamedTuple):
 
     def open_data(self, model: Model) -> Data:
         """Read and check the data set. Raises `UserError`."""
-        settings, options = self.settings, self.settings.options
-        data_options = select(DataOptions, options)
+        options, data_options = self.settings.options, select(DataOptions, self.settings.options)
         images = max(options.batch_size // world_size(), VALIDATION_BATCH)  # in this process's batch
         batch_bytes = images * 3 * data_options.largest(model.imgsz) ** 2
         workers = memory.loader_processes(options.workers, batch_bytes)
         data = self.source.open(model.imgsz, model.stride, replace(data_options, workers=workers))
-        user = data.user_augmentations("augmentations" in settings.flags)
+        user = data.user_augmentations("augmentations" in self.settings.flags)
         log(f"augmentations of {user.file}: {', '.join(name for name, _ in user.calls)}" if user.calls else "")
-        add_user_trackers(options.log_with, "log_with" in settings.flags)
-        splits = data.split("train", settings.hyp), data.split("val")
+        add_user_trackers(options.log_with, "log_with" in self.settings.flags)
+        splits = data.split("train", self.settings.hyp), data.split("val")
         memory.check_repeats(options.batch_size, len(splits[0].images))
         data.report(*splits)
         return Data(data, *splits)
@@ -162,13 +161,9 @@ class Job(NamedTuple):
 
 
 def read_job(settings: Settings, from_main: Callable[[bool], bool] = bool) -> Job:
-    """Read the files that the flags name, and resolve the settings with every default that is in them.
+    """Read the files that the flags name, downloaded if necessary, and resolve the settings of `read_settings`.
 
-    Downloads what is missing. Raises `UserError`, also for the flags in the table of `refusals`.
-
-    Args:
-        settings: what `read_settings` returned
-        from_main: returns the main process's value: one machine may lack weights that no flag names
+    `from_main` returns the main process's value: one machine may lack weights that no flag names. Raises `UserError`.
     """
     saved, options = settings.saved, settings.options
     add_user_code(options.layers, options.task_file, settings.flags)
@@ -200,8 +195,8 @@ def read_job(settings: Settings, from_main: Callable[[bool], bool] = bool) -> Jo
     features, unused_keys = task_class.features_of(model_yaml), task.unused_keys(model_yaml)
     refuse_flags(options, {} if saved else settings.flags, features, model_words(model_yaml), unused_keys)
     fitness = fitness_weights(options.fitness, task.metric_names) if options.fitness else {}
-    yaml = model_yaml if saved else task.model_yaml(model_yaml)
-    return Job(settings, source, replace(start_from, yaml=yaml), task, fitness)
+    start_from = replace(start_from, yaml=model_yaml if saved else task.model_yaml(model_yaml))
+    return Job(settings, source, start_from, task, fitness)
 
 
 def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, Sequence[Path]]]:

@@ -120,7 +120,7 @@ class Members:
         task, yamls = self.entry.load(), [content.task_yaml for content in self.weights.values()]
         features = frozenset().union(*map(task.features_of, yamls))  # that one of the models has
         left_out = task.prediction.refused() if task.prediction else {}
-        refuse_flags(options, flags, features, model_words(yamls[0]), left_out=left_out)
+        refuse_flags(options, flags, features, model_words(yamls[0]), left_out=left_out.items())
 
     def image_size(self, imgsz: int | Sequence[int], suggested: int = 0) -> ImageSize:
         """Return the image size, not rounded, and log a size that the weights decide.

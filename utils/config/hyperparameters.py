@@ -222,9 +222,8 @@ class Recipes(NamedTuple):
 
     def choose(self, trained: bool, images: Callable[[], int]) -> str:
         """Return the hyperparameter file for a run, and log the reason; count `images` if it matters."""
-        name, reason = self.trained, "the run starts from trained weights"
-        if not trained:
-            name, reason = self.few or self.trained, "no trained weights are given or fit"
+        name = self.trained if trained else self.few or self.trained
+        reason = "the run starts from trained weights" if trained else "no trained weights are given or fit"
         if not trained and self.many not in ("", name):
             count = images()
             name, bound = (name, "fewer than") if count < FEW_IMAGES else (self.many, "at least")

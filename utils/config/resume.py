@@ -44,7 +44,6 @@ def continued_run(options: TrainOptions, flags: Mapping[str, Any], recipe_of: Re
     `options` are the `flags` over their defaults. Raises `Stopped` with exit code 0 if the run is finished, and
     `UserError` if there is nothing to resume or a flag must not change.
     """
-    auto = options.resume == AUTO
     run = find_run(options.resume, Path(options.project), options.name, options.exist_ok)
     if run is None:
         return {}
@@ -54,28 +53,28 @@ def continued_run(options: TrainOptions, flags: Mapping[str, Any], recipe_of: Re
     states = StateFiles(run / STATES)
     state = states.read(warns=False)  # `read_saved_state` reads it again
     check_settings(saved, state.get("settings", {}) if state else {}, run / SETTINGS_FILE)
-    options = resumed_options(flags, run, saved, recipe_of, world_size() > 1)
+    resumed = resumed_options(flags, run, saved, recipe_of, world_size() > 1)
     if state is None:
-        has_results = any(run.glob("weights/*.pt")) or (not options.nosave and (run / "results.csv").exists())
-        if auto and not has_results:
-            return {"options": options, "is_fixed": True}
+        has_results = any(run.glob("weights/*.pt")) or (not resumed.nosave and (run / "results.csv").exists())
+        if options.resume == AUTO and not has_results:
+            return {"options": resumed, "is_fixed": True}
         raise UserError(
             f"no state is in {states.folder}, so {run} cannot be resumed; restore the states, start a new run from its "
             "weights, or, if it has no results, start it again with --resume auto"
         )
     with explain_misfit(state):
         progress = Progress.from_state(state["progress"])
-    if progress.finished and options.epochs > saved["epochs"]:
+    if progress.finished and resumed.epochs > saved["epochs"]:
         raise UserError(
-            f"{run} is finished and has not kept the optimizer's state, so --epochs {options.epochs} cannot continue "
+            f"{run} is finished and has not kept the optimizer's state, so --epochs {resumed.epochs} cannot continue "
             f"it; start a new run from {run / 'weights' / 'last.pt'}"
         )
-    if progress.finished or progress.epoch >= options.epochs:
+    if progress.finished or progress.epoch >= resumed.epochs:
         print(f"{run} is finished: it has trained {plural(progress.epoch, 'epoch')}", flush=True)
         if progress.summary:
             progress.summary.write_result(run)
         raise Stopped(0)
-    return {"options": options, "saved": saved, "is_fixed": True}
+    return {"options": resumed, "saved": saved, "is_fixed": True}
 
 
 def find_run(resume: str, project: Path, name: str, exist_ok: bool) -> Path | None:
@@ -83,7 +82,7 @@ def find_run(resume: str, project: Path, name: str, exist_ok: bool) -> Path | No
     if resume in (NEWEST, AUTO):
         pattern = ".*" if resume == NEWEST else re.escape(name) if exist_ok else rf"{re.escape(name)}\d*"
         runs = [file.parent for file in project.glob(f"*/{SETTINGS_FILE}") if re.fullmatch(pattern, file.parent.name)]
-        written = {run: max(file.stat().st_mtime for name in WRITTEN for file in run.glob(name)) for run in runs}
+        written = {run: max(file.stat().st_mtime for part in WRITTEN for file in run.glob(part)) for run in runs}
         for run in sorted(runs, key=written.__getitem__, reverse=True):
             settings = read_yaml(run / SETTINGS_FILE)  # without hyperparameters: of a validation
             # The second run `fold1` is in fold12, as is the first run `fold12`.
@@ -155,10 +154,8 @@ def curve_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that the curve depends on; hyperparameters and model settings as `hyperparameters: lr0`."""
     values = {name: settings[name] for name in CURVE_FLAGS if name in settings}
     for part in SETTINGS_PARTS:
-        value = settings.get(part, {})
-        values |= (
-            {f"{part}: {key}": setting for key, setting in value.items()} if isinstance(value, dict) else {part: value}
-        )
+        content = settings.get(part, {})
+        values |= {f"{part}: {key}": content[key] for key in content} if isinstance(content, dict) else {part: content}
     return values
 
 
@@ -173,9 +170,6 @@ def _check_unchanged(run: Path, setting: str, now: object, saved: object) -> Non
 def _plain(value: object) -> object:
     """Return the value of a flag as a YAML file holds it."""
     return list(value) if isinstance(value, tuple) else value
-
-
-# Its state
 
 
 def read_saved_state(run: Run, settings: Settings, identity: Identity) -> dict[str, Any] | None:
@@ -200,8 +194,8 @@ def log_changes(options: TrainOptions, saved: Mapping[str, Any], threads: int) -
     """Log each flag that differs from the `saved` settings of the resumed run, and the CPU threads; 0 for a GPU."""
     if threads and (before := saved.get("threads", threads)) != threads:
         log(f"warning: CPU threads: {threads}, was {before}; the same bytes need OMP_NUM_THREADS={before}")
-    folder = ("resume", "project", "name", "exist_ok")
-    skipped = ("imgsz", "overrides", *folder, *CURVE_FLAGS, *LAUNCHER_FLAGS, *SINGLE_START_FLAGS)
+    skipped = {"imgsz", "overrides", "resume", "project", "name", "exist_ok"}
+    skipped |= {*CURVE_FLAGS, *LAUNCHER_FLAGS, *SINGLE_START_FLAGS}
     for name, value in vars(options).items():
         now = _plain(value)
         if name not in skipped and saved.get(name, now) != now:

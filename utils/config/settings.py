@@ -22,8 +22,6 @@ from utils.distributed.logical import check_logical_processes
 from utils.distributed.ranks import broadcast_from_main, world_size
 from utils.errors import UserError
 
-NOTHING: Mapping[str, Any] = {}
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -101,7 +99,7 @@ def refuse_flags(
     features: Collection[str],
     model: str,
     unused_keys: Collection[str] = (),
-    left_out: Mapping[str, str] = NOTHING,
+    left_out: Collection[tuple[str, str]] = (),
 ) -> None:
     """Raise `UserError` for the first refused flag in a table of conditions and sentences; nothing is written yet.
 
@@ -110,7 +108,7 @@ def refuse_flags(
         flags: those that the user gives, by name; one that is off or 0 needs no feature
         features: what the model, described by `model`, has of what flags need; see `Task.features`
         unused_keys: hyperparameters that it does not use
-        left_out: flags that its predictions leave out, each with the reason
+        left_out: flags that its predictions leave out, with the reason
     """
     table: list[tuple[object, str]] = []
     for option in flags_of(type(options)):
@@ -119,7 +117,7 @@ def refuse_flags(
         table += [(lacks, f"{name} needs {needed}, which {model} does not have; leave it out")]
     for key in flags.get("overrides", {}):
         table += [(key in unused_keys, f"{OVERRIDE_PREFIX}{key} has no effect on {model}; leave it out")]
-    table += [(flags.get(key), f"{as_flag(key)} {reason}") for key, reason in left_out.items()]
+    table += [(flags.get(key), f"{as_flag(key)} {reason}") for key, reason in left_out]
     if isinstance(options, TrainOptions):
         size, logical, window = options.batch_size, options.logical_processes, options.profile
         processes, noun = logical or world_size(), "logical processes" if logical else "processes"
