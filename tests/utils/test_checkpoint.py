@@ -1,4 +1,4 @@
-"""Weight files, the state of a run and its files, and what --resume continues with."""
+"""Weight files, the state of a run, and its files."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import math
 import os
 import pickle
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from accelerate import Accelerator
 from torch import nn
 
@@ -23,28 +21,22 @@ from models.weights import read_weights
 from models.yolo import build_model
 from tests.conftest import OnProcesses
 from tests.making import tiny_detector
-from tests.utils.test_run import run_in
 from utils.checkpoint import (
     STATE_FORMAT,
-    Decisions,
     Identity,
+    MeasuredConfig,
     Progress,
     StateFiles,
     TrainingState,
-    find_run,
-    read_saved_state,
-    resolve_settings,
     serialised,
     weights_content,
 )
-from utils.config.flags import BUILT_IN_JOB, TrainOptions
-from utils.config.hyperparameters import Hyperparameters, Recipe
-from utils.config.parser import given_flags, over_defaults
-from utils.config.settings import Settings
+from utils.config.flags import TrainOptions
+from utils.config.hyperparameters import Recipe
 from utils.distributed.logical import DistributedModel, LogicalProcesses
 from utils.distributed.ranks import ranks
-from utils.errors import Stopped, UserError
-from utils.files import ROOT, VERSION, read_yaml
+from utils.errors import UserError
+from utils.files import VERSION
 from utils.run import RunFolder
 from utils.summary import Summary
 from utils.training.optimizer import ModelEMA, build_optimizer
@@ -52,7 +44,7 @@ from utils.training.optimizer import ModelEMA, build_optimizer
 NAMES = {0: "disc", 1: "ring", 2: "bar"}
 TRAIN, VAL = ({"count": count, "file sizes": "aaaa", "labels": "bbbb"} for count in ("28", "8"))
 IDENTITY = Identity(NAMES, 96, {"train": TRAIN, "val": VAL})
-DECISIONS = Decisions(batch_size=8, accumulation=2, known=0.5, run_id="abc")
+MEASURED = MeasuredConfig(batch_size=8, accumulation=2, known=0.5, run_id="abc")
 
 # Weight files
 
@@ -116,7 +108,7 @@ def made(seed: int, saved: dict[str, Any] | None = None, optimizer: str = "SGD")
     parameters = [parameter for group in built.param_groups for parameter in group["params"]]
     logical = LogicalProcesses.of(0, accelerator)
     prepared = DistributedModel(accelerator, logical, [model], [model])  # type: ignore[list-item]
-    state = TrainingState(IDENTITY, DECISIONS, prepared, parameters, ema, accelerator.prepare(built), 2)
+    state = TrainingState(IDENTITY, MEASURED, prepared, parameters, ema, accelerator.prepare(built), 2)
     state.scaler = Scaler(2.0**seed)  # type: ignore[assignment]
     if saved:
         state.load(saved)
@@ -136,7 +128,7 @@ def train(state: TrainingState, seed: int = 0) -> None:
 
 def saved(state: TrainingState) -> dict[str, Any]:
     folder = Folder()
-    state.save(folder)
+    state.save(folder.save_state)
     return folder.last()
 
 
@@ -162,7 +154,7 @@ def test_a_resumed_run_is_identical_bit_by_bit(optimizer: str) -> None:
         train(run, seed=1)
     assert same(saved(second), saved(first))
     assert (second.optimizer.param_groups[0]["lr"], second.scaler.scale) == (0.025, 2.0)  # type: ignore[union-attr]
-    assert Decisions(**state["decisions"]) == DECISIONS
+    assert MeasuredConfig(**state["decisions"]) == MEASURED
     second.scaler = None  # a run without one loads any state
     second.load(state)
     assert saved(second)["scaler"] is None
@@ -170,15 +162,15 @@ def test_a_resumed_run_is_identical_bit_by_bit(optimizer: str) -> None:
 
 def test_a_run_is_saved_if_it_has_changed_and_finally_its_counters_only() -> None:
     run, folder = made(1), Folder()
-    run.save(folder)
+    run.save(folder.save_state)
     run.progress.summary = Summary({}, 0.5, [], [])  # the summary never changes alone
-    run.save(folder)
+    run.save(folder.save_state)
     assert len(folder.states) == 1
     run.progress.step += 1
-    run.save(folder)
+    run.save(folder.save_state)
     assert (folder.last()["progress"]["step"], folder.final) == (1, False)
     run.progress.finished = True
-    run.save(folder, keep_tensors=False)
+    run.save(folder.save_state, keep_tensors=False)
     assert folder.final
     assert set(folder.last()) == {"format", "version", *vars(IDENTITY), "decisions", "progress"}
 

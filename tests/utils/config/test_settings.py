@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.making import write_yaml
-from utils.config.flags import Range, TrainOptions, flags_of
-from utils.config.hyperparameters import Hyperparameters, Recipe, Recipes, number, parse_overrides, read_hyperparameters
-from utils.config.parser import given_flags, over_defaults
-from utils.config.settings import Settings, check_settings, resumed_options
+from utils.config.flags import Range, TrainOptions, ValOptions
+from utils.config.hyperparameters import Hyperparameters, Recipe, Recipes, number, read_hyperparameters
+from utils.config.parser import given_flags
+from utils.config.settings import Settings, refuse_flags
 from utils.errors import UserError
 from utils.files import ROOT
 
@@ -38,7 +37,7 @@ def stripes(tmp_path: Path) -> str:
 def settings_of(*flags: str) -> Settings:
     """Return the settings of a command line, without the defaults of task and files."""
     given = given_flags(TrainOptions, flags)
-    return Settings(over_defaults(TrainOptions, given), given)
+    return Settings(TrainOptions(**given), given)
 
 
 # With the defaults and hyperparameters of a task
@@ -50,7 +49,7 @@ def test_defaults_of_task_and_data_set(stripes: str) -> None:
         {"imgsz": 224, "epochs": 50, "optimizer": "Adam", "hyp": NONE},
         {"imgsz": 64, "epochs": 20, "hyp": stripes},
     )
-    complete = settings.resolve(StripesRecipe, *defaults)
+    complete = settings.over(*defaults).resolve(StripesRecipe, pytest.fail)
     assert complete.options == replace(settings.options, imgsz=96, epochs=20, optimizer="Adam", hyp=stripes)
     assert complete.hyp == StripesRecipe(lr0=0.25, nbs=32, stripes=5.0)
 
@@ -67,15 +66,14 @@ DETECTOR = Recipes(trained="finetune", few="scratch-small", many="low", yolov5="
 )
 def test_the_choice(trained: bool, images: int | None, name: str) -> None:
     """Images are counted only if it matters."""
-    chosen, _, yolov5 = DETECTOR.choose(trained, lambda: images or pytest.fail("counted"))
-    assert (chosen, yolov5) == (name, "low")
-    assert Recipes("mine").choose(trained, lambda: pytest.fail("counted"))[0] == "mine"
+    assert DETECTOR.choose(trained, lambda: images or pytest.fail("counted")) == name
+    assert Recipes("mine").choose(trained, lambda: pytest.fail("counted")) == "mine"
 
 
 def chosen(*flags: str, **defaults: str) -> Settings:
     """Return the settings of a detector that starts from trained weights."""
     choose = partial(DETECTOR.choose, True, lambda: 0)
-    return settings_of("--data", "a", *flags).resolve(Hyperparameters, defaults, choose=choose)
+    return settings_of("--data", "a", *flags).over(defaults).resolve(Hyperparameters, choose)
 
 
 @pytest.mark.parametrize("flags", [(), ("--hyp", "auto")])
@@ -98,7 +96,8 @@ def test_defaults_of_the_hyperparameter_file(tmp_path: Path) -> None:
     defaults = {"optimizer": "AdamW", "epochs": 40, "imgsz": 320}
     hyp = str(write_yaml(tmp_path / "hyp.yaml", {"lr0": 0.5, "defaults": defaults}))
     settings = settings_of("--data", "a", "--imgsz", "96")
-    complete = settings.resolve(Recipe, {"hyp": hyp, "epochs": 50, "batch_size": 8}, {"epochs": 20, "cos_lr": True})
+    layers = {"hyp": hyp, "epochs": 50, "batch_size": 8}, {"epochs": 20, "cos_lr": True}
+    complete = settings.over(*layers).resolve(Recipe, pytest.fail)
     expected = {"hyp": hyp, "imgsz": 96, "optimizer": "AdamW", "epochs": 40, "batch_size": 8, "cos_lr": True}
     assert complete.options == replace(settings.options, **expected)
     assert complete.hyp == Recipe(lr0=0.5)
@@ -108,7 +107,7 @@ def test_defaults_of_the_hyperparameter_file(tmp_path: Path) -> None:
 def test_wrong_defaults_of_the_hyperparameter_file(tmp_path: Path, defaults: object, named: str) -> None:
     hyp = str(write_yaml(tmp_path / "hyp.yaml", {"defaults": defaults}))
     with pytest.raises(UserError, match=rf"hyp\.yaml: .*{named}"):
-        settings_of("--hyp", hyp).resolve(Recipe)
+        settings_of("--hyp", hyp).resolve(Recipe, pytest.fail)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_flags_that_follow_from_the_hyperparameters(flags: tuple[str, ...], is_f
             return {"close_mosaic": epochs // 2}
 
     settings = replace(settings_of("--hyp", NONE, "--epochs", "9", *flags), is_fixed=is_fixed)
-    assert settings.resolve(HalvingRecipe).options.close_mosaic == final
+    assert settings.resolve(HalvingRecipe, pytest.fail).options.close_mosaic == final
 
 
 @pytest.mark.parametrize(("key", "value"), [("lr0", "high"), ("lr0", -1), ("lr9", 1)])
@@ -129,14 +128,31 @@ def test_edited_hyperparameters_of_a_resumed_run_are_checked(key: str, value: ob
     saved = {"hyperparameters": {**vars(StripesRecipe()), key: value}, "model": {}}
     settings = Settings(TrainOptions(resume="runs/exp"), {"resume": "runs/exp"}, saved, is_fixed=True)
     with pytest.raises(UserError, match=rf"^settings\.yaml of runs/exp: .*{key}"):
-        settings.resolve(StripesRecipe)
+        settings.resolve(StripesRecipe, pytest.fail)
 
 
-def test_flags_that_a_new_runs_model_does_not_use_are_refused() -> None:
-    settings, model = settings_of("--hyp.lr0", "1", "--hyp.obj", "1", "--noautoanchor"), "detect"
-    settings.refuse({"anchors"}, ("box",), model)
-    replace(settings, saved={"obj": 1}).refuse((), ("box", "obj"), model)
-    with pytest.raises(UserError, match=r"--hyp\.obj"):
-        settings.refuse({"anchors"}, ("box", "obj"), model)
-    with pytest.raises(UserError, match="--noautoanchor"):
-        settings.refuse((), (), model)
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ("--hyp.lr0 1 --hyp.box 1 --rect --hashes", ""),
+        ("--hyp.obj 1", "--hyp.obj has no effect on detect"),
+        ("--noautoanchor", "--noautoanchor needs anchors, which detect does not have"),
+        ("--save-json", "--save-json is not for this model"),
+        ("--batch-size 3 --logical-processes 2", "--batch-size 3 .* 2, the number of logical processes"),
+        ("--batch-size 0", "--batch-size 0 .* 1, the number of processes"),
+        ("--batch-size 6 --logical-processes 6", "--logical-processes 6"),
+        ("--profile 3:2", "--profile 3:2: give"),
+        ("--no-deterministic --logical-processes 2", "--no-deterministic"),
+        ("--rect --image-weights", "--rect and --image-weights"),
+        ("zero --hashes", "--hashes cannot see DeepSpeed's gradients"),
+    ],
+)
+def test_refused_flags(flags: str, refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the model, its results, the launch, and one by another."""
+    words = flags.split()
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", str("zero" in words).lower())
+    kind = ValOptions if "--save-json" in words else TrainOptions
+    given = given_flags(kind, [word for word in words if word != "zero"])
+    with pytest.raises(UserError, match=f"^{refused}") if refused else nullcontext():
+        left_out = {"save_json": "is not for this model"}.items()
+        refuse_flags(kind(**given), given, {"padding"}, "detect", ("obj",), left_out)
