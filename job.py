@@ -82,7 +82,7 @@ class Job(NamedTuple):
     def open_data(self, model: Model) -> Data:
         """Read and check the data set. Raises `UserError`."""
         options, data_options = self.settings.options, select(DataOptions, self.settings.options)
-        images = max(options.batch_size // world_size(), VALIDATION_BATCH)  # in this process's batch
+        images = max(-(-options.batch_size // world_size()), VALIDATION_BATCH)  # in this process's batch
         batch_bytes = images * 3 * data_options.largest(model.imgsz) ** 2
         workers = memory.loader_processes(options.workers, batch_bytes)
         data = self.source.open(model.imgsz, model.stride, replace(data_options, workers=workers))

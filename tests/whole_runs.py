@@ -13,7 +13,7 @@ from job import Job
 from models.loading import recipe_of
 from models.tasks.contract import Criterion
 from utils.config.settings import read_settings
-from utils.distributed.logical import DistributedModel
+from utils.distributed.model import DistributedModel
 from utils.run import Run
 from utils.training.steps import OptimizerSteps
 from val import Evaluator, evaluator

@@ -33,8 +33,9 @@ from utils.checkpoint import (
 )
 from utils.config.flags import TrainOptions
 from utils.config.hyperparameters import Recipe
-from utils.distributed.logical import DistributedModel, LogicalProcesses
+from utils.distributed.model import DistributedModel
 from utils.distributed.ranks import ranks
+from utils.distributed.tree import LogicalProcesses
 from utils.errors import UserError
 from utils.files import VERSION
 from utils.run import RunFolder

@@ -17,9 +17,9 @@ from utils.config.hyperparameters import OVERRIDE_PREFIX, Recipe, from_mapping, 
 from utils.config.parser import defaults_of_hyp, given_flags
 from utils.config.resume import RecipeOf, continued_run
 from utils.distributed.deepspeed import is_requested
-from utils.distributed.launch import connect
-from utils.distributed.logical import check_logical_processes
+from utils.distributed.launch import connect, device_kind
 from utils.distributed.ranks import broadcast_from_main, world_size
+from utils.distributed.tree import check_logical_processes
 from utils.errors import UserError
 
 
@@ -138,4 +138,4 @@ def refuse_flags(
         if is_refused:
             raise UserError(sentence)
     if isinstance(options, TrainOptions):
-        check_logical_processes(logical, size, options.sync_bn)
+        check_logical_processes(logical, size, options.sync_bn and device_kind(options.device) != "cpu")

@@ -36,7 +36,7 @@ from tests.making import CLASS_NAMES, grey_batch
 from utils.batch import Batch, ClassInfo, GlobalCounts
 from utils.config.flags import TrainOptions
 from utils.config.hyperparameters import find_hyperparameters, from_mapping
-from utils.distributed.logical import synchronise_dropout
+from utils.distributed.dropout import synchronise_dropout
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 from utils.plots.drawing import Style, draw_captioned, draw_text_lines
