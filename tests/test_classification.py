@@ -13,7 +13,6 @@ import torch
 from torchvision.models import resnet18
 
 from job import read_job
-from models.loading import recipe_of
 from models.tasks.classify import default_weights
 from tests.conftest import VAL, CallMain, OnProcesses, RunScript
 from tests.curves import CLASSIFIED, floats, refused, rows, same_curve
@@ -141,7 +140,7 @@ def weights_on_one_machine(flags: list[str], folder: str) -> str:
     os.environ |= {"TORCH_HOME": f"{folder}/torch{rank}", "https_proxy": "http://127.0.0.1:9", "no_proxy": "localhost"}
     if rank:
         write_default_weights(Path(folder, f"torch{rank}"))
-    settings = read_settings(flags, recipe_of)
+    settings = read_settings(flags, pytest.fail)
     run = Run(*start("cpu", "", 60.0))
     job = read_job(settings, run.collectives.broadcast)
     assert job.start.weights is None

@@ -90,9 +90,8 @@ def test_an_ensemble_takes_a_flag_that_applies_to_one_of_its_models() -> None:
         name: Weights({}, yaml, {}, "detect", {}, "lockstep")
         for name, yaml in (("a.pt", tiny_anchor_free()), ("b.pt", tiny_detector()))
     }
-    Members({name: Path(name) for name in both}, both, TASKS["detect"]).refuse_flags(
-        TrainOptions(), {"noautoanchor": True}
-    )
+    together = Members({name: Path(name) for name in both}, both, TASKS["detect"])
+    together.refuse_flags(TrainOptions(), {"noautoanchor": True})
     alone = Members({"a.pt": Path("a.pt")}, {"a.pt": both["a.pt"]}, TASKS["detect"])
     with pytest.raises(UserError, match="detect with the head DetectDFL"):
         alone.refuse_flags(TrainOptions(), {"noautoanchor": True})

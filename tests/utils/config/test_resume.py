@@ -28,18 +28,12 @@ from utils.files import ROOT, read_yaml
 LOW = str(ROOT / "data" / "hyps" / "low.yaml")
 RUN = Path("runs") / "exp"
 SOURCE = RUN / "settings.yaml"
-BEGUN: dict[str, Any] = {
-    **{"epochs": 10, "batch_size": 8, "imgsz": 96, "hyp": LOW, "freeze": (0, 2), "workers": 1, "device": "cpu"}
-}
+BEGUN = {"epochs": 10, "batch_size": 8, "imgsz": 96, "hyp": LOW, "freeze": (0, 2), "workers": 1, "device": "cpu"}
 AUTO = ("--resume", "auto", "--project")
 STATE = {
     **{"format": STATE_FORMAT, "names": NAMES, "imgsz": 96, "splits": IDENTITY.splits, "model": {}},
     **{"progress": asdict(Progress(epoch=3, batch=2, step=11)), "rows": ["epoch", "0", "1", "2"]},
 }
-
-
-def recipe_of(*_: object) -> type[Recipe]:
-    return Hyperparameters
 
 
 def saved(hyperparameters: Recipe | None = None, **options: Any) -> dict[str, Any]:
@@ -67,7 +61,7 @@ def begin(run: Path, state: dict[str, Any] | None = None, written: float = 0.0, 
 
 def started(*flags: str) -> Settings:
     """Return the settings that train.py starts or continues with."""
-    return read_settings(flags, recipe_of)
+    return read_settings(flags, lambda *_: Hyperparameters)
 
 
 def named(*flags: str) -> Path | None:
@@ -114,8 +108,7 @@ def test_auto_takes_a_name_literally_and_may_find_nothing(tmp_path: Path) -> Non
     begin(tmp_path / "axb")
     assert named(*AUTO, str(tmp_path), "--name", "a.b") is None
     assert begin(tmp_path / "a.b2", name="a.b") == named(*AUTO, str(tmp_path), "--name", "a.b")
-    flags = (*AUTO, str(tmp_path / "none"))
-    assert not started(*flags).is_fixed
+    assert not started(*AUTO, str(tmp_path / "none")).is_fixed
     with pytest.raises(UserError, match=str(tmp_path / "none")):
         named("--project", str(tmp_path / "none"), "--resume")
 
@@ -176,14 +169,8 @@ def test_edited_settings(tmp_path: Path) -> None:
 def test_a_finished_run(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     finished = begin(tmp_path / "exp", {**STATE, "progress": asdict(Progress(epoch=10, finished=True))})
     name, fewer = ("--resume", str(finished)), ("--epochs", "3")
-    project = ("--project", str(tmp_path))
-    for flags in (
-        name,
-        (*name, *fewer),
-        (*project, "--resume"),
-        (*AUTO, str(tmp_path)),
-        ("--resume", str(run), *fewer),
-    ):
+    newest, auto = ("--project", str(tmp_path), "--resume"), (*AUTO, str(tmp_path))
+    for flags in (name, (*name, *fewer), newest, auto, ("--resume", str(run), *fewer)):
         with pytest.raises(Stopped) as stopped:
             started(*flags)
         assert stopped.value.code == 0
@@ -210,7 +197,7 @@ def test_the_main_process_decides_for_all(run: Path, on_processes: OnProcesses) 
 
 
 def resumed(settings: Mapping[str, Any], *flags: str, launched: bool = False) -> TrainOptions:
-    return resumed_options(given_flags(TrainOptions, flags), RUN, settings, recipe_of, launched)
+    return resumed_options(given_flags(TrainOptions, flags), RUN, settings, lambda *_: Hyperparameters, launched)
 
 
 def test_flags_take_precedence_over_the_settings() -> None:
