@@ -58,7 +58,7 @@ def common_task(weights: Mapping[str, Weights]) -> str:
         if content.model is None:
             raise UserError(f"{name} holds bare tensors without a model; give weights that train.py or YOLOv5 wrote")
         if content.task not in TASKS and (task_file := content.settings.get("task_file")):
-            add_tasks(str(task_file), is_named=False, named_by=name)
+            add_tasks(str(task_file), named_by_user=False, named_by=name)
     kinds = {name: (task_of({"task": content.task}, name), content.names) for name, content in weights.items()}
     first = next(iter(weights))
     for other, kind in kinds.items():

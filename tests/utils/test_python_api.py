@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import job
+from models.tasks import hyperparameters
 from utils.config.flags import TrainOptions, ValOptions
 from utils.config.parser import given_flags
 from utils.distributed.failure import GracefulStop, on_failure
@@ -25,7 +25,7 @@ SUMMARY = Summary({"mAP_0.5": 0.5}, 0.25, [["head"], ["all"]], [], losses={"box_
 
 def given_by(kind: type[Any] = TrainOptions, **flags: Any) -> dict[str, Any]:
     """Return the flags that a call of a script's `run` gives."""
-    names = job.hyperparameters if kind is TrainOptions else tuple
+    names = hyperparameters if kind is TrainOptions else tuple
     return given_flags(kind, words_of(flags), hyperparameters=names)
 
 

@@ -231,7 +231,7 @@ def test_what_only_a_run_or_weights_name_is_not_run(name: str, folder: Path) -> 
 
     def refused() -> bool:
         with pytest.raises(UserError, match=rf"^best.pt names --task-file {path}.* --task-file {path}$"):
-            add_tasks(str(path), is_named=False, named_by="best.pt")
+            add_tasks(str(path), named_by_user=False, named_by="best.pt")
         return "mine" not in TASKS
 
     assert refused()
@@ -243,7 +243,7 @@ def test_what_only_a_run_or_weights_name_is_not_run(name: str, folder: Path) -> 
     changed.write_text(content + "# changed\n")
     assert refused()
     changed.write_text(content)
-    add_tasks(str(path), is_named=False, named_by="best.pt")
+    add_tasks(str(path), named_by_user=False, named_by="best.pt")
     assert "mine" in TASKS
     with pytest.raises(UserError, match=r"gone.py"):
-        add_tasks(str(folder / "gone.py"), is_named=False, named_by="best.pt")
+        add_tasks(str(folder / "gone.py"), named_by_user=False, named_by="best.pt")
