@@ -158,8 +158,8 @@ def report(
 ) -> None:
     """Write the predictions for `images` as COCO's results, <stem>_predictions.json; write and print COCO's metrics.
 
-    An annotation file that does not fit is a warning, or if it is `named_by_user` a `UserError`, raised once the results
-    are written. `write` writes text files by name.
+    An annotation file that does not fit is a warning, or if it is `named_by_user` a `UserError`, raised once the
+    results are written. `write` writes text files by name.
     """
     ids = default_ids(names, images)
     try:

@@ -42,9 +42,9 @@ def imported(
 ) -> Iterator[ModuleType]:
     """Import the Python file or package at `place`, and run a block with it; if that fails, forget the module.
 
-    Its folder stays the last in `sys.path`, so that loader processes can import it too. If it is not `named_by_user` but
-    by a file, `named_by`, which may be somebody else's, it is run only if this user has run the same code at the same
-    path before. Raises `UserError`, also if another module has its name, or for any error in it or the block.
+    Its folder stays the last in `sys.path`, so that loader processes can import it too. If it is not `named_by_user`,
+    but by a file, `named_by`, which may be somebody else's, it is run only if this user has run the same code at the
+    same path before. Raises `UserError`, also if another module has its name, or for any error in it or the block.
     """
     path = Path(place).resolve()
     file, name = path / "__init__.py" if os.path.isdir(path) else path, path.stem
