@@ -168,13 +168,13 @@ def read_job(settings: Settings, from_main: Callable[[bool], bool] = bool) -> Jo
     saved, options = settings.saved, settings.options
     add_user_code(options.layers, options.task_file, settings.flags)
     spec = read_data(options.data)
-    settings = settings.over(spec.defaults)
+    settings = settings.with_defaults(spec.defaults)
     start_from = starting_point(options.cfg, settings.options.weights, saved and saved["model"])
     task_class, model_yaml = start_from.entry.load(), start_from.yaml
     source = DataSource(spec, dataset_class(start_from.entry.data))
-    settings = settings.over(task_class.defaults, spec.defaults)
+    settings = settings.with_defaults(task_class.defaults, spec.defaults)
     if task_class.prefers_trained and not (settings.is_fixed or "weights" in {**spec.defaults, **settings.flags}):
-        settings = settings.over({"weights": start_from.default_weights(from_main)})
+        settings = settings.with_defaults({"weights": start_from.default_weights(from_main)})
     if not saved:
         start_from = start_from.with_weights(settings.options.weights)
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from utils.config.flags import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, typed_values
+from utils.config.flags import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, TrainOptions, flags_of, typed_values
 from utils.console import log
-from utils.errors import plural
+from utils.errors import UserError, plural
 from utils.files import ROOT, find_file, read_yaml
 
 if TYPE_CHECKING:
@@ -236,12 +236,26 @@ class Recipes(NamedTuple):
 def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] = NO_OVERRIDES) -> R:
     """Read and check a hyperparameter YAML as a `kind`; absent keys keep its defaults.
 
-    `defaults:` is left to parser.py, and keys that `Recipe.left_out` names are ignored. Raises `UserError`.
+    `defaults:` is left to `defaults_of_hyp`, and keys that `Recipe.left_out` names are ignored. Raises `UserError`.
     """
     path = find_hyperparameters(name)
     left_out = {DEFAULTS, *kind.left_out()}
     values = {key: value for key, value in read_yaml(path).items() if key not in left_out}
     return dataclasses.replace(from_mapping(kind, values, path), **parse_overrides(kind, overrides))
+
+
+def defaults_of_hyp(name: str) -> dict[str, Any]:
+    """Return the `defaults:` of the hyperparameter file that --hyp names, {} if it has none. Raises `UserError`."""
+    path = find_hyperparameters(name)
+    return suggested_defaults(read_yaml(path).get(DEFAULTS, {}), path, "hyp")
+
+
+def suggested_defaults(values: object, source: Path, kind: str = "data") -> dict[str, Any]:
+    """Return the `defaults:` of a YAML of a kind, "data" or "hyp", by field name. Raises `UserError`."""
+    if not isinstance(values, dict):
+        raise UserError(f"{source}: `defaults` must be lines such as `imgsz: 64`, not {values!r}")
+    known = [field.name for field in flags_of(TrainOptions) if kind in field.metadata["suggested"]]
+    return typed_values(TrainOptions, values, f"{source}: `{{}}` under `defaults`".format, known)
 
 
 def find_hyperparameters(name: str) -> Path:

@@ -1,7 +1,6 @@
-"""The command line: flags become the options of a script, over the defaults of a job, a task and a data set YAML.
+"""The command line: words become the flags of a script. Called by the scripts, predictor.py and settings.py.
 
-Called by the scripts, predictor.py and settings.py; data/data_yaml.py calls `suggested_defaults`. Every value,
-wherever it comes from, passes `typed_values`.
+Every value, wherever it comes from, passes `typed_values`.
 """
 
 from __future__ import annotations
@@ -10,14 +9,13 @@ import argparse
 import dataclasses
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from utils.config.flags import GROUPS, IGNORED, REFUSED, TrainOptions, as_flag, flags_of, typed_values
-from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, Hyperparameters, find_hyperparameters, keys_of
+from utils.config.flags import GROUPS, IGNORED, REFUSED, as_flag, flags_of, typed_values
+from utils.config.hyperparameters import OVERRIDE_PREFIX, Hyperparameters, keys_of
 from utils.console import log
 from utils.errors import UserError, nearest, quoted
-from utils.files import VERSION, read_yaml
+from utils.files import VERSION
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance, SupportsWrite
@@ -71,20 +69,6 @@ def given_flags(
     except UserError as error:
         raise UserError(str(error), WRONG_FLAG) from None
     return {**flags, "overrides": overrides} if overrides else flags
-
-
-def defaults_of_hyp(name: str) -> dict[str, Any]:
-    """Return the `defaults:` of the hyperparameter file that --hyp names, {} if it has none. Raises `UserError`."""
-    path = find_hyperparameters(name)
-    return suggested_defaults(read_yaml(path).get(DEFAULTS, {}), path, "hyp")
-
-
-def suggested_defaults(values: object, source: Path, kind: str = "data") -> dict[str, Any]:
-    """Return the `defaults:` of a YAML of a kind, "data" or "hyp", by field name. Raises `UserError`."""
-    if not isinstance(values, dict):
-        raise UserError(f"{source}: `defaults` must be lines such as `imgsz: 64`, not {values!r}")
-    known = [field.name for field in flags_of(TrainOptions) if kind in field.metadata["suggested"]]
-    return typed_values(TrainOptions, values, f"{source}: `{{}}` under `defaults`".format, known)
 
 
 def _build_parser(kind: type[DataclassInstance], options: Sequence[dataclasses.Field[Any]]) -> argparse.ArgumentParser:

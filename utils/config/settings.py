@@ -1,6 +1,6 @@
 """The settings of a training, in one chain: the command line, the run that is resumed, the defaults, the refusals.
 
-train.py calls `read_settings`; job.py calls `Settings.over` and `resolve` with what it has read of task and data, then
+train.py calls `read_settings`; job.py calls `with_defaults` and `resolve` with what it has read of task and data, then
 `refuse_flags`. Nothing replaces the result.
 """
 
@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 from utils.config.flags import AUTO, BUILT_IN_JOB, TrainOptions, as_flag, flags_of, profile_window
-from utils.config.hyperparameters import OVERRIDE_PREFIX, Recipe, from_mapping, read_hyperparameters
-from utils.config.parser import defaults_of_hyp, given_flags
+from utils.config.hyperparameters import OVERRIDE_PREFIX, Recipe, defaults_of_hyp, from_mapping, read_hyperparameters
+from utils.config.parser import given_flags
 from utils.config.resume import RecipeOf, continued_run
 from utils.distributed.deepspeed import is_requested
 from utils.distributed.launch import connect, device_kind
@@ -42,7 +42,7 @@ class Settings:
     hyp: Recipe = field(default_factory=Recipe)
     origin: Mapping[str, Any] = field(default_factory=dict)
 
-    def over(self, *defaults: Mapping[str, Any]) -> Settings:
+    def with_defaults(self, *defaults: Mapping[str, Any]) -> Settings:
         """Return the settings over further defaults of flags, the last of which counts; a resumed run has all."""
         layers = {} if self.is_fixed else {name: value for layer in defaults for name, value in layer.items()}
         changed = {name: value for name, value in layers.items() if name not in self.flags}
@@ -59,8 +59,8 @@ class Settings:
         name = choose() if self.options.hyp == AUTO else self.options.hyp
         hyp = read_hyperparameters(name, recipe, self.options.overrides)
         options = dataclasses.replace(self.options, hyp=name)
-        settings = dataclasses.replace(self, options=options, hyp=hyp, **values).over(defaults_of_hyp(name))
-        return settings.over(hyp.flags(settings.options.epochs))
+        settings = dataclasses.replace(self, options=options, hyp=hyp, **values).with_defaults(defaults_of_hyp(name))
+        return settings.with_defaults(hyp.flags(settings.options.epochs))
 
     def content(
         self, model_yaml: Mapping[str, Any], imgsz: int, batch_size: int, run_id: str, threads: int

@@ -14,7 +14,8 @@ import yaml
 
 from tests.making import options_of
 from utils.config.flags import BUILT_IN_JOB, DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
-from utils.config.parser import given_flags, suggested_defaults
+from utils.config.hyperparameters import suggested_defaults
+from utils.config.parser import given_flags
 from utils.config.settings import read_settings
 from utils.errors import UserError
 

@@ -49,7 +49,7 @@ def test_defaults_of_task_and_data_set(stripes: str) -> None:
         {"imgsz": 224, "epochs": 50, "optimizer": "Adam", "hyp": NONE},
         {"imgsz": 64, "epochs": 20, "hyp": stripes},
     )
-    complete = settings.over(*defaults).resolve(StripesRecipe, pytest.fail)
+    complete = settings.with_defaults(*defaults).resolve(StripesRecipe, pytest.fail)
     assert complete.options == replace(settings.options, imgsz=96, epochs=20, optimizer="Adam", hyp=stripes)
     assert complete.hyp == StripesRecipe(lr0=0.25, nbs=32, stripes=5.0)
 
@@ -73,7 +73,7 @@ def test_the_choice(trained: bool, images: int | None, name: str) -> None:
 def chosen(*flags: str, **defaults: str) -> Settings:
     """Return the settings of a detector that starts from trained weights."""
     choose = partial(DETECTOR.choose, True, lambda: 0)
-    return settings_of("--data", "a", *flags).over(defaults).resolve(Hyperparameters, choose)
+    return settings_of("--data", "a", *flags).with_defaults(defaults).resolve(Hyperparameters, choose)
 
 
 @pytest.mark.parametrize("flags", [(), ("--hyp", "auto")])
@@ -97,7 +97,7 @@ def test_defaults_of_the_hyperparameter_file(tmp_path: Path) -> None:
     hyp = str(write_yaml(tmp_path / "hyp.yaml", {"lr0": 0.5, "defaults": defaults}))
     settings = settings_of("--data", "a", "--imgsz", "96")
     layers = {"hyp": hyp, "epochs": 50, "batch_size": 8}, {"epochs": 20, "cos_lr": True}
-    complete = settings.over(*layers).resolve(Recipe, pytest.fail)
+    complete = settings.with_defaults(*layers).resolve(Recipe, pytest.fail)
     expected = {"hyp": hyp, "imgsz": 96, "optimizer": "AdamW", "epochs": 40, "batch_size": 8, "cos_lr": True}
     assert complete.options == replace(settings.options, **expected)
     assert complete.hyp == Recipe(lr0=0.5)
