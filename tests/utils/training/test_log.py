@@ -107,5 +107,4 @@ def test_points(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("window", ["", "0:3", "5:4", "5", "a:b", "1:2:3"])
 def test_windows(window: str) -> None:
-    """tests/test_bad_input.py refuses a wrong one."""
     assert (profile_window(window), profile_window("010:15")) == ((0, 0), (10, 15))
