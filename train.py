@@ -186,7 +186,7 @@ def train_one_epoch(
     steps.log.start_epoch(bar)
     remaining = loader if progress.batch < batches else ()  # nothing if only the validation is missing
     for number, local_batches in enumerate(bar.over(remaining, lambda _: size), progress.batch):
-        run.beat()
+        run.keep_alive("training step")
         batches_so_far = progress.epoch * batches + number
         with accelerator.accumulate(model.wrapped):
             steps.schedule.apply(steps.optimizer, batches_so_far)
@@ -200,10 +200,12 @@ def train_one_epoch(
             steps.finish(taken, number + 1, batches)
             run.check_stop(progress.step, steps.behind)  # every process leaves after the same step
             if options.save_steps and progress.step % options.save_steps == 0:
+                run.keep_alive()  # the disk may be slow
                 steps.save()
         steps.log.update_bar(steps.state.loss_sums, number + 1, progress.summary)
         if progress.epoch == 0 and number < DRAWN_BATCHES:
             run.plot(partial(job.draw_batch, local_batches[0], number))
+    run.keep_alive()
     refuse(progress.batch < batches, loader.dataset, f"gave {progress.batch} of {batches} batches of an epoch")
     return steps.end_epoch()
 

@@ -73,7 +73,7 @@ class Evaluator:
             model.eval()
         bar = run.bar("validating", self.images)
         for batch in bar.over(self.loader, lambda batch: len(batch.infos) * run.accelerator.num_processes):
-            run.beat()
+            run.keep_alive("validation batch")
             if stop_requested():
                 break
             with run.accelerator.autocast():
@@ -93,6 +93,7 @@ class Evaluator:
             timer.end_stage("records")
             numbers += images
             refuse(len(records) != len(numbers), self.metrics, f"made {len(records)} records of {len(numbers)} images")
+        run.keep_alive()
         run.stop_together(stop_requested())
         numbers = sorted(run.collectives.gather(numbers))
         refuse(numbers != [*range(self.images)], data, f"gave {len(numbers)} images for {self.images}, or one twice")

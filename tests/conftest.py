@@ -28,6 +28,7 @@ from data.builtin import shapes, shapes_cls, shapes_seg
 from tests import processes
 from tests.machines import machines
 from tests.making import write_yaml
+from tests.web import Server, serving
 from utils.console import Background, log
 from utils.distributed.failure import STOP_SIGNALS, run_main
 from utils.distributed.launch import reset_accelerate
@@ -232,6 +233,14 @@ def hosts(tmp_path: Path) -> Iterator[tuple[str, ...]]:
             yield names
     except subprocess.CalledProcessError as error:
         not_here(f"network namespaces ({error.stderr.strip()})")
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server for downloads, without a proxy."""
+    monkeypatch.setenv("no_proxy", "*")
+    with serving() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

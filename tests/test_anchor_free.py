@@ -17,38 +17,11 @@ from detect import Predictor
 from models.heads.dfl import DetectDFL
 from models.tasks.predictions import DetectionPrediction
 from models.weights import read_weights
-from models.yolo import YoloModel, build_model
-from tests.conftest import CallMain, RunScript
-from tests.curves import ANCHOR_FREE, refused, rows
+from models.yolo import build_model
 from tests.making import noise, tiny_anchor_free, write_image, write_yaml
 from utils.checkpoint import serialised, weights_content
 
 NAMES = dict(enumerate(shapes.names))
-
-
-@pytest.mark.long
-def test_a_process_without_boxes(run_script: RunScript, tmp_path: Path) -> None:
-    """One image of eight has boxes, so in every step one of the two processes has none."""
-    for split in ("train", "val"):
-        for number in range(8):
-            labels = ["0 0.5 0.5 0.4 0.4"] if number == 3 else []
-            write_image(tmp_path / "images" / split / f"{number}.png", noise(96, 96, number), *labels)
-    content = {"path": str(tmp_path), "train": "images/train", "val": "images/val", "names": NAMES}
-    data = write_yaml(tmp_path / "data.yaml", content)
-    cfg = write_yaml(tmp_path / "tiny.yaml", {**tiny_anchor_free(), "nc": len(NAMES)})
-    what = ("--data", str(data), "--cfg", str(cfg), "--weights", "", "--imgsz", "96", "--project", str(tmp_path))
-    how = ("--epochs", "2", "--batch-size", "2", "--device", "cpu", "--workers", "1", "--sync-bn", "--hyp.nbs", "2")
-    still = ("--hyp.mosaic", "0", "--hyp.translate", "0", "--hyp.scale", "0")
-    for processes in ("1", "2"):
-        run_script("train.py", *what, *how, *still, "--processes", processes, "--name", processes, OMP_NUM_THREADS="1")
-    one, two = (rows(tmp_path / name) for name in ("1", "2"))
-    assert list(two[0]) == ["epoch", *ANCHOR_FREE, "x/lr0", "x/lr1", "x/lr2"]
-    assert len(one) == len(two) == 2
-    assert all(np.isfinite(list(row.values())).all() for row in two)
-    assert one[0]["train/box_loss"] == pytest.approx(two[0]["train/box_loss"], rel=1e-4)
-
-
-# The other scripts
 
 
 @pytest.fixture(scope="module")
@@ -76,15 +49,6 @@ def exported(detector: Path) -> None:
     export.run(weights=detector, imgsz=64, include=["onnx", "torchscript", "openvino"], dynamic=True)
 
 
-def network(file: Path) -> YoloModel:
-    """Return the model of a weight file, in evaluation mode."""
-    weights = read_weights(file)
-    assert weights.model is not None
-    model = build_model(weights.model).eval()
-    model.load_state_dict(weights.state)
-    return model
-
-
 HOW: dict[str, Any] = {"imgsz": 64, "conf_thres": 0.3, "iou_thres": 0.5, "max_det": 20, "device": "cpu", "quiet": True}
 
 
@@ -102,24 +66,6 @@ def test_exported_files_find_the_same_objects(detector: Path, exported: None) ->
         np.testing.assert_allclose(found(detector.with_name(name), image), expected, rtol=1e-3, atol=1e-2)
 
 
-def test_the_raw_output_of_an_exported_file(detector: Path, exported: None) -> None:
-    """(b, n, 4 + classes): xywh in pixels and class scores; stride 4 before stride 8, row after row."""
-    onnxruntime = pytest.importorskip("onnxruntime")
-    session = onnxruntime.InferenceSession(str(detector.with_suffix(".onnx")))
-    images = torch.rand(2, 3, 64, 96)
-    (output,) = session.run(None, {"images": images.numpy()})
-    assert output.shape == (2, 16 * 24 + 8 * 12, 4 + len(NAMES))
-    with torch.no_grad():
-        fine, coarse = network(detector)(images)
-    scores = [level.scores.flatten(2).transpose(1, 2).sigmoid() for level in (fine, coarse)]
-    np.testing.assert_allclose(output[..., 4:], torch.cat(scores, 1), rtol=1e-4, atol=1e-5)
-    # The box of row 2, column 5 of the coarse level: its sides' mean distances from (44, 20), in strides of 8 pixels
-    sides = coarse.sides[1, :, 2, 5].view(4, 16).softmax(1) @ torch.arange(16.0)
-    left, top, right, bottom = (sides * 8).tolist()
-    box = [44 + (right - left) / 2, 20 + (bottom - top) / 2, left + right, top + bottom]
-    np.testing.assert_allclose(output[1, 16 * 24 + 2 * 12 + 5, :4], box, rtol=1e-4, atol=1e-3)
-
-
 def test_test_time_augmentation_and_ensembles(detector: Path) -> None:
     """Views of other sizes join the suppression; a second model of the same weights changes nothing."""
     image = noise(64, 64)
@@ -128,9 +74,6 @@ def test_test_time_augmentation_and_ensembles(detector: Path) -> None:
     assert len(augmented) > 5
     assert augmented.shape != plain.shape or not np.allclose(augmented, plain)
     np.testing.assert_allclose(found([detector, detector], image, max_det=300), plain, rtol=1e-4, atol=1e-3)
-
-
-# From other weights
 
 
 def test_other_classes_keep_the_branch_of_the_boxes(detector: Path, tmp_path: Path) -> None:
@@ -146,18 +89,3 @@ def test_other_classes_keep_the_branch_of_the_boxes(detector: Path, tmp_path: Pa
     for branch, kept, before in (("class", [0, 2], [5, 0]), ("anchor", slice(None), slice(None))):
         key = f"model.4.heads.1.{branch}_conv.2.weight"
         torch.testing.assert_close(new[key][kept], old[key][before], rtol=1e-4, atol=1e-4)
-
-
-def test_hyperparameters_of_another_head(drawn: Path, call_main: CallMain, tmp_path: Path) -> None:
-    """Of a file they have no effect; as a flag they are refused, as are flags about anchors."""
-    cfg = write_yaml(tmp_path / "tiny.yaml", {**tiny_anchor_free(), "nc": len(NAMES)})
-    hyp = write_yaml(tmp_path / "yolov5.yaml", {"anchors": 3, "box": 0.1, "iou_t": 0.2, "mosaic": 0.5})
-    how = ("--imgsz", "64", "--epochs", "1", "--batch-size", "8", "--workers", "0", "--device", "cpu", "--noplots")
-    flags = ("train.py", "--data", str(drawn), "--cfg", str(cfg), "--weights", "", *how, "--project", str(tmp_path))
-    code, printed = call_main(*flags, "--hyp", str(hyp))
-    assert (code, "DetectDFL: box, anchors\n" in printed) == (0, True)
-    for flag in ("--hyp.obj", "--label-smoothing"):
-        code, printed = call_main(*flags, "--hyp", str(hyp), flag, "0.5", "--name", "refused")
-        assert code == 1
-        refused(printed, flag)
-    assert not (tmp_path / "refused").exists()

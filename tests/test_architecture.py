@@ -12,11 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from data.data_yaml import DATA_KEYS
 from models.tasks import TASKS
-from utils.files import ROOT, read_yaml
+from utils.files import ROOT
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
 PROJECT = [*SCRIPTS, *(file for part in ("models", "data", "utils") for file in sorted((ROOT / part).rglob("*.py")))]
@@ -100,19 +97,3 @@ def test_a_start_does_not_import_what_it_may_not_need() -> None:
     script = f"import sys, train, val, detect, export; print([name for name in {unneeded} if name in sys.modules])"
     printed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert printed.stdout.strip() == "[]"
-
-
-# Shipped files; tests/models builds the models
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "data").glob("*.yaml")), ids=lambda path: path.stem)
-def test_data_yamls(path: Path) -> None:
-    content = read_yaml(path)
-    assert {"path"} <= set(content) <= set(DATA_KEYS)
-    if "names" not in content:  # folders are named like classes
-        assert "split" in content or {"train", "val"} <= set(content)
-        return
-    assert {"train", "val"} <= set(content)
-    assert list(content["names"]) == list(map(str, range(len(content["names"]))))
-    assert all(isinstance(name, str) for name in content["names"].values())
-    assert len(set(content["names"].values())) == len(content["names"])

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from argparse import Namespace
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
-from tests.curves import same_curve
 from tests.machines import CONFIGS
 
 START = CONFIGS / "start.sh"
@@ -122,24 +118,3 @@ def test_without_a_launcher(script: Start) -> None:
     assert script.calls(alone, "train.py", "--epochs", "2") == [["", "python", "train.py", "--epochs", "2"]]
     started = script.calls(ENGINES[0].variables(), "train.py", "--doctor")
     assert started == [[rank, "python", "train.py", "--doctor"] for rank in ("2", "3")]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["SLURM", "Kubernetes"])
-def test_two_machines(
-    name: str, hosts: tuple[str, str], single: Path, fine_tune: Callable[..., str], tmp_path: Path
-) -> None:
-    engine = BY_NAME[name]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-
-    def machine(rank: int) -> str:
-        variables = {engine.rank: str(rank), engine.machines: "2", engine.addresses: "10.77.0.1"}
-        start = ("ip", "netns", "exec", hosts[rank], str(START))
-        return fine_tune(
-            tmp_path / str(rank), "--sync-bn", launcher=start, PATH=path, **variables, **{engine.processes: "1"}
-        )
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(machine, (0, 1)))
-    same_curve(tmp_path / "0" / "exp", single)
-    assert not (tmp_path / "1").exists()

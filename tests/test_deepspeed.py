@@ -84,13 +84,6 @@ def test_it_ends_in_order_twenty_times(run_script: RunScript, drawn: Path, tmp_p
         run_script("train.py", *flags, *how, launcher=by("zero2"), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
 
 
-@pytest.mark.long
-def test_fp16_without_a_scaler_is_refused(fine_tune: Callable[..., str], tmp_path: Path) -> None:
-    printed = fine_tune(tmp_path, "--mixed-precision", "fp16", launcher=by("zero2"), fails=True, DS_ACCELERATOR="cpu")
-    refused(printed, "use one of no, bf16")
-    assert not (tmp_path / "exp").exists()
-
-
 @pytest.mark.parametrize("flag", ["--nosave", "--doctor"])
 def test_an_older_version_is_refused(
     flag: str, call_main: CallMain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -131,17 +131,6 @@ def test_loss_of_transformers(dfine: SimpleNamespace, published: SimpleNamespace
             assert (one - other).abs().max() <= 1e-5 * other.abs().max()
 
 
-def test_sampling_by_gathers(dfine: SimpleNamespace) -> None:
-    """Values and gradients of `grid_sample`, also at places outside of the maps."""
-    attention = dfine.network.modules_of("d_fine").multi_scale_deformable_attention_v2
-    where = torch.rand(2, 6, 3, 6, 2) * 1.6 - 0.3
-    leaves = [values.requires_grad_() for values in (torch.randn(2, 47, 3, 8), where, torch.rand(2, 6, 3, 6))]
-    arguments = leaves[0], [(5, 7), (3, 4)], *leaves[1:], [4, 2]
-    both = attention(*arguments, "default"), dfine.network.exact_attention(*arguments)
-    results = [(sums, *torch.autograd.grad((sums * torch.linspace(0, 1, 24)).sum(), leaves)) for sums in both]
-    torch.testing.assert_close(*results, rtol=0, atol=1e-5)
-
-
 def test_denoising_queries(dfine: SimpleNamespace) -> None:
     """Fill the slots of an image by groups that do not see each other; positive ones are near their targets."""
     targets, noise = targets_of([2, 0, 15, 5]), {"label_noise_ratio": 0.5, "box_noise_scale": 1.0}

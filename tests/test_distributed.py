@@ -23,7 +23,7 @@ from models.tasks.detect import DetectionTask
 from models.tasks.metrics import DetectionMetrics
 from tests.conftest import OnProcesses, RunScript, free_port
 from tests.curves import same_curve
-from tests.machines import ACCELERATE, CONFIGS, TORCHRUN
+from tests.machines import TORCHRUN
 from tests.making import write_yaml
 from tests.whole_runs import Parts, within
 from utils.distributed.ranks import ranks
@@ -52,14 +52,6 @@ def test_two_processes_by_a_flag(single: Path, fine_tune: Callable[..., str], le
     content = torch.load(tmp_path / "exp" / "weights" / "best.pt", weights_only=True)
     assert content["licence"] == "yours"
     assert content["origin"] == [{"file": learned.name, "sha256": hashlib.sha256(learned.read_bytes()).hexdigest()}]
-
-
-@pytest.mark.long
-def test_four_processes_by_accelerate(single: Path, fine_tune: Callable[..., str], tmp_path: Path) -> None:
-    launcher = (*ACCELERATE, "--config_file", str(CONFIGS / "cpu.yaml"), "--num_processes", "4")
-    printed = fine_tune(tmp_path, "--sync-bn", launcher=launcher)
-    same_curve(tmp_path / "exp", single)
-    quiet_except_for_the_main_process(printed)
 
 
 def quiet_except_for_the_main_process(printed: str) -> None:

@@ -34,9 +34,6 @@ def names(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-# Links
-
-
 def anchors(page: Path) -> set[str]:
     """Return the anchors that GitHub makes of a page's headings."""
     prose = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
@@ -76,8 +73,6 @@ def test_pages_named_in_code_exist() -> None:
 def test_the_readme_links_to_every_page() -> None:
     assert {f"docs/{page.name}" for page in PAGES[1:]} <= set(re.findall(r"\]\(([^)#]+)", text_of(PAGES[0])))
 
-
-# Commands
 
 COMMAND = re.compile(
     r"(?:\w+=\S+ )*(?:\$ )?((?:python|accelerate launch|accelerate_configs/start\.sh|sbatch|kubectl|sky) [^#]*)"
@@ -170,9 +165,6 @@ def test_the_page_of_flags_agrees_with_the_parser(script: str) -> None:
         for option in flags_of(SCRIPTS[script])
     }
     assert listed == parsed
-
-
-# Files
 
 
 def test_files_that_the_architecture_names_exist() -> None:

@@ -62,9 +62,6 @@ def test_one_process(call_main: CallMain, flags: list[str], tmp_path: Path) -> N
     assert not (tmp_path / "runs").exists()
 
 
-# Two machines
-
-
 def on_host(hosts: Sequence[str], rank: int) -> tuple[str, ...]:
     """Return the prefix of a command on one of two machines, with host names a and b if that is permitted."""
     named = ("unshare", "--uts", "bash", "-c", NAMED, "-", "ab"[rank])

@@ -82,21 +82,6 @@ def rows(run: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.long
-def test_val_predicts_the_same_objects(
-    weights: Path, exported: str, small_data: Path, tmp_path: Path, run_script: RunScript
-) -> None:
-    flags = ("--data", str(small_data), "--imgsz", "64", "--device", "cpu", "--workers", "0", "--conf-thres", "0.3")
-    for name in ("best.pt", "best.onnx"):
-        run = ("--weights", str(weights.parent / name), "--project", str(tmp_path), "--name", name)
-        run_script("val.py", *flags, *run, "--save-txt", "--save-conf")
-    expected, exported_rows = rows(tmp_path / "best.pt"), rows(tmp_path / "best.onnx")
-    assert list(expected) == list(exported_rows)
-    assert sum(map(len, expected.values())) > 50
-    for name in expected:
-        np.testing.assert_allclose(expected[name], exported_rows[name], rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.long
 def test_a_file_with_suppression_keeps_its_own_values(
     weights: Path, small_data: Path, tmp_path: Path, run_script: RunScript
 ) -> None:
@@ -135,16 +120,6 @@ def test_files_of_others_are_not_replaced(weights: Path, exported: str, tmp_path
             export.run(weights=best, imgsz=64, include=formats)
         assert contents(tmp_path) == before
         file.write_bytes(content)
-
-
-def test_the_default_size(tmp_path: Path) -> None:
-    """That of the training, or the task's."""
-    model = build_model(tiny_detector(), nc=3)
-    for settings, size in (({"imgsz": 40}, 40), ({}, 640)):
-        best = tmp_path / "best.pt"
-        best.write_bytes(serialised(weights_content(model, model.yaml, {0: "a", 1: "b", 2: "c"}, settings)))
-        (file,) = export.run(weights=best)
-        assert read_exported(Path(file)).metadata.imgsz == (size, size)
 
 
 def test_class_names_of_a_data_set(weights: Path) -> None:

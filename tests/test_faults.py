@@ -14,14 +14,12 @@ import pytest
 import torch
 
 import train as train_script
-from tests.conftest import CallMain, RunScript, not_here
+from tests.conftest import RunScript, not_here
 from tests.curves import refused, rows
 from tests.faults.fault_points import planted
 from tests.machines import ACCELERATE, CONFIGS
-from tests.making import write_yaml
 from utils.checkpoint import StateFiles
 from utils.errors import UserError
-from utils.files import read_yaml
 
 HERE = ("--processes", "2")
 Train = Callable[..., str]
@@ -70,36 +68,6 @@ def test_one_stalls(train: Train, tmp_path: Path) -> None:
     assert "in go_wrong" in (stacks / "process1.txt").read_text()
 
 
-@pytest.mark.long
-def test_a_loader_process_is_killed(train: Train, tmp_path: Path) -> None:
-    printed = train(tmp_path, **planted("SIGKILL", "sample", 3), fails=True)
-    refused(printed, "error: a loader process was killed")
-    assert "Traceback" not in printed
-
-
-@pytest.mark.long
-def test_an_augmentation_that_fails(train: Train, tmp_path: Path) -> None:
-    """One sentence, from a loader process of one of two processes."""
-    file = tmp_path / "own_failing.py"
-    file.write_text("def fail(image, rng):\n    assert rng.random() < 0\n\nAUGMENTATIONS = [fail]\n")
-    printed = train(tmp_path / "runs", *HERE, "--augmentations", str(file), fails=True)
-    refused(printed, f"error: {file}, line 2: ")
-    assert "Traceback" not in printed
-
-
-@pytest.mark.long
-def test_too_many_steps_are_not_finite(train: Train, recipe: Path, tmp_path: Path) -> None:
-    """The learning rate is huge: the error names the step, its images and the cause; the last good state stays."""
-    wild = write_yaml(tmp_path / "wild.yaml", {**read_yaml(recipe), "lr0": 1e30, "warmup_epochs": 0})
-    printed = train(tmp_path, *HERE, "--hyp", str(wild), "--epochs", "11", fails=True)
-    for named in ("error: 20 optimizer steps", "step 21", "box_loss, obj_loss, cls_loss", "lr0 than 1e+30"):
-        refused(printed, named)
-    assert StateFiles(tmp_path / "exp" / "checkpoint").files()
-
-
-# Memory and disks
-
-
 def test_out_of_memory(small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names a batch size; tests/utils/training/test_memory.py has the batch that fits."""
 
@@ -111,14 +79,6 @@ def test_out_of_memory(small_data: Path, tmp_path: Path, monkeypatch: pytest.Mon
     quiet = {"noautoanchor": True, "noplots": True, "log_with": "none", "project": tmp_path}
     with pytest.raises(UserError, match="--batch-size 4"):
         train_script.run(**job, **quiet, batch_size=8)
-
-
-def test_auto_batch_on_the_cpu(call_main: CallMain, small_data: Path, tmp_path: Path) -> None:
-    """It is measured on GPUs only."""
-    what = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--imgsz", "64", "--workers", "0")
-    code, printed = call_main("train.py", *what, "--device", "cpu", "--project", str(tmp_path), "--batch-size", "-1")
-    assert (code, "--batch-size -1" in printed) == (0, True)
-    assert read_yaml(tmp_path / "exp" / "settings.yaml")["batch_size"] == 16
 
 
 @pytest.mark.gpu

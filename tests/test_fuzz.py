@@ -54,8 +54,6 @@ def write(folder: Path, content: Any) -> Path:
     return file
 
 
-# Label files
-
 share = st.floats(-0.1, 1.1)
 cells = st.one_of(
     st.integers(-2, 5).map(str), share.map(str), numbers.map(str), st.sampled_from(["nan", "0x1", "1_0", "٣", "a"])
@@ -80,8 +78,6 @@ def test_label_files(content: bytes) -> None:
     assert (sides >= 0).all()
     assert all("a.txt" in problem and problem.count("\n") == 0 for problem in labels.problems)
 
-
-# Data sets
 
 suggested = [field.name for field in flags_of(TrainOptions) if "data" in field.metadata["suggested"]]
 data_keys = st.sampled_from(["path", "train", "val", "names", "nc", "test", "download", "trian", "draw"])
@@ -126,8 +122,6 @@ def test_data_sets(content: Any, listed: str) -> None:
         if listing:
             assert listing.images
 
-
-# Hyperparameters
 
 RECIPES = [entry.load().recipe for entry in TASKS.values()]
 

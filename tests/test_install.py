@@ -53,9 +53,6 @@ def test_the_constraints_satisfy_the_requirements() -> None:
     assert wrong == []
 
 
-# The wheel
-
-
 def packaged(file: str) -> bool:
     """Return whether the wheel must have a file of the repository."""
     folder, _, name = file.rpartition("/")

@@ -54,9 +54,6 @@ def box(*numbers: float) -> Tensor:
     return torch.tensor([[*sides, math.radians(degrees)]], dtype=torch.float64)
 
 
-# Geometry
-
-
 @pytest.mark.parametrize(
     ("one", "other", "iou"),
     [
@@ -78,29 +75,6 @@ def test_overlaps_by_hand(parts: SimpleNamespace, one: Tensor, other: Tensor, io
                 for box in (one, other)]  # fmt: skip
         assert parts.geometry.rotated_iou(*pair).tolist() == pytest.approx([iou], abs=1e-12)
         assert parts.geometry.rotated_iou(*pair[::-1]).tolist() == pytest.approx([iou], abs=1e-12)
-
-
-# Suppression
-
-
-def test_suppression(parts: SimpleNamespace) -> None:
-    """As one box after another: a suppressed box suppresses nothing, and groups are apart."""
-    boxes = torch.rand(150, 5, dtype=torch.float64) * torch.tensor([8, 8, 6, 6, 7]) + torch.tensor([0, 0, 0.4, 0.4, 0])
-    group = torch.arange(150) % 2
-    remaining: list[int] = []
-    for k in range(150):
-        others = [j for j in remaining if group[j] == group[k]]
-        pairs = boxes[others], boxes[k].expand(len(others), -1)
-        if not (parts.geometry.rotated_iou(*pairs) > 0.3).any():
-            remaining.append(k)
-    assert 0 < len(remaining) < 150
-    assert parts.prediction.not_suppressed(boxes, group, 0.3).tolist() == remaining
-    assert parts.prediction.not_suppressed(boxes[:0], group[:0], 0.3).tolist() == []
-    crossed = torch.cat((box(0, 0, 8, 1, 45), box(0, 0, 8, 1, -45)))  # one upright hull
-    assert parts.prediction.not_suppressed(crossed, torch.zeros(2), 0.3).tolist() == [0, 1]
-
-
-# Loss
 
 
 def oriented_model(parts: SimpleNamespace, imgsz: int = 64) -> tuple[Any, Any]:
@@ -151,9 +125,6 @@ def test_the_loss_of_two_processes_is_that_of_one(parts: SimpleNamespace) -> Non
     assert all(parameter.grad is not None for parameter in model.head.parameters())
 
 
-# Predictions and metrics
-
-
 def test_metrics(parts: SimpleNamespace) -> None:
     """Overlaps are rotated ones: a bar of the other diagonal has the same upright hull and is no hit."""
     boxes = torch.cat((box(30, 25, 40, 6, 45), box(75, 25, 30, 12, -20)))
@@ -170,9 +141,6 @@ def test_metrics(parts: SimpleNamespace) -> None:
         assert summary.metrics["mAP_0.5:0.95"] == pytest.approx(expected, abs=0.01)
     # By true and predicted class, background last: the bar is missed, and what was found instead is background.
     assert sorted(summary.evidence["confusion"]) == [[0, 3, 1], [2, 2, 1], [3, 0, 1]]
-
-
-# Data
 
 
 def test_labels(parts: SimpleNamespace, tmp_path: Path) -> None:
@@ -198,9 +166,6 @@ def test_labels(parts: SimpleNamespace, tmp_path: Path) -> None:
     before = split.identity()
     (tmp_path / "labels" / "val" / "a.txt").write_text("\n".join(reversed(lines)))
     assert data.split("val").identity() != before
-
-
-# Whole runs
 
 
 @pytest.fixture(scope="module")

@@ -60,9 +60,6 @@ def test_the_run_folder(alone: Path) -> None:
     assert classes <= {*range(len(shapes.names) + 1)}
 
 
-# The other scripts
-
-
 def test_detect_writes_outlines(tmp_path: Path) -> None:
     """They are the largest contours of the masks of the Python results; the weights find objects everywhere."""
     names, weights = dict(enumerate(shapes.names)), tmp_path / "segmenter.pt"

@@ -147,12 +147,6 @@ def test_its_profile(tracked: Tracked) -> None:
         assert len([event for event in events if "SGD.step" in event.get("name", "")]) == 2
 
 
-@pytest.mark.long
-def test_it_is_the_run_without_trackers_and_profile(tracked: Tracked, train: Train, tmp_path: Path) -> None:
-    train(tmp_path, "--processes", "2", "--log-with", "none")
-    identical(tracked.folder, tmp_path / "exp")
-
-
 # Keys of runs of another kind: on CUDA, in fp16, of a classifier, of a segmenter.
 OTHER_KEYS = {"step/gpu_memory", "step/loss_scale", "step/loss", "class/precision/NAME", "class/recall/NAME"}
 
@@ -343,21 +337,11 @@ def uneven_data(small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return data.spec.file
 
 
-@pytest.mark.parametrize(
-    ("data", "cfg"),
-    [
-        ("uneven_data", "yolov5n.yaml"),
-        pytest.param("drawn_outlines", "yolov5n-seg.yaml", marks=pytest.mark.long),
-        pytest.param("drawn_classes", "yolov5n-cls.yaml", marks=pytest.mark.long),
-    ],
-)
-def test_a_program_of_the_users(
-    data: str, cfg: str, request: pytest.FixtureRequest, run_script: RunScript, tmp_path: Path
-) -> None:
+def test_a_program_of_the_users(uneven_data: Path, run_script: RunScript, tmp_path: Path) -> None:
     """A picture is logged through the `wandb.Run` that Accelerate returns. Loader processes, forked while W&B runs,
     import nothing, and images of several sizes are logged without a warning."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    what = ("--data", str(request.getfixturevalue(data)), "--weights", "", "--cfg", cfg, "--imgsz", "64")
+    what = ("--data", str(uneven_data), "--weights", "", "--cfg", "yolov5n.yaml", "--imgsz", "64")
     how = ("--epochs", "1", "--batch-size", "8", "--workers", "1", "--device", "cpu", "--noplots")
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
     variables["XDG_CACHE_HOME"] = str(tmp_path / "cache")
@@ -368,13 +352,3 @@ def test_a_program_of_the_users(
     picture = wandb_files.runs(tmp_path / "exp")[0].parent / "files" / run.summary["mine/photo/path"]
     assert np.asarray(Image.open(picture)).shape == (40, 60, 3)
     assert (run.summary["mine/photo/caption"], run.code) == ("grey", 0)
-
-
-@pytest.mark.long
-def test_a_run_that_is_stopped_by_a_signal_is_logged(train: Train, tmp_path: Path) -> None:
-    """It is stopped by SIGTERM after its third step."""
-    printed = train(tmp_path, **planted("SIGTERM", "optimizer step", 3), code=143, WANDB_MODE="offline")
-    assert "continue with --resume" in printed
-    run = only(tmp_path / "exp")
-    assert run.code == 0
-    assert run.column("step")[:3] == [1, 2, 3]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-import export
 import val
-from models.export import read_model
 from models.weights import read_weights
-from predictor import Predictor
 from tests.conftest import CallMain, RunScript
 from tests.curves import refused
-from tests.making import noise, write_image, write_yaml
-from utils.files import find_file, read_yaml
+from tests.making import write_yaml
+from utils.files import read_yaml
 
 COLUMNS = [
     *("epoch", "train/box_loss", "train/obj_loss", "train/cls_loss"),
@@ -77,31 +73,6 @@ def test_prints_the_table_and_the_folder(first: tuple[Path, str]) -> None:
     assert "\r" not in printed  # no bar where the output is not a terminal
 
 
-def test_a_network_that_is_coarser_than_its_head(
-    tmp_path: Path, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The maps of yolov5-p34 have strides up to 32, its head's 8 and 16: images have sides in multiples of 32."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for split in ("train", "val"):
-        for number, size in enumerate([(60, 90), (100, 50), (70, 70), (40, 100)]):
-            write_image(
-                tmp_path / split / f"images/{number}.jpg", noise(*size), "0 0.5 0.5 0.4 0.4", "1 0.9 0.9 0.1 0.1"
-            )
-    data = write_yaml(tmp_path / "data.yaml", {"train": "train/images", "val": "val/images", "names": ["a", "b"]})
-    model = read_yaml(find_file("yolov5-p34", "model", ["models/hub"]))
-    cfg = write_yaml(tmp_path / "model.yaml", {**model, "width_multiple": 0.125, "depth_multiple": 0.1})
-    short = ("--imgsz", "80", "--epochs", "1", "--batch-size", "4", "--multi-scale")
-    printed = train(run_script, tmp_path, data, "--cfg", str(cfg), *short)
-    assert "--imgsz 80 is rounded up to 96, whole strides of 32 pixels\n" in printed
-    best = tmp_path / "exp/weights/best.pt"
-    val.run(weights=best, data=data, imgsz=112, workers=0, device="cpu", noplots=True, project=tmp_path, name="scores")
-    assert read_yaml(tmp_path / "scores/settings.yaml")["imgsz"] == 128
-    (exported,) = export.run(weights=best, imgsz=80, include=["torchscript"], dynamic=True, device="cpu")
-    assert read_model(Path(exported)).image_sides == (96, 96)
-    for files in (best, exported, [best, best]):
-        assert Predictor(files, imgsz=(80, 48), device="cpu", conf_thres=0)(noise(100, 50)).items
-
-
 def test_val_equals_training(
     first: tuple[Path, str], tmp_path: Path, small_data: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -111,24 +82,6 @@ def test_val_equals_training(
     val.run(weights=first[0] / "weights" / "last.pt", data=small_data, **how)
     overall = next(line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["all"])
     assert overall[3:] == [f"{float(rows(first[0])[-1][name]):.3f}" for name in COLUMNS[4:8]]
-
-
-@pytest.mark.long
-def test_fine_tuning_flags(first: tuple[Path, str], tmp_path: Path, run_script: RunScript, small_data: Path) -> None:
-    """Weights of other classes, frozen layers, one class, rectangular batches, a cache, cosine, no validation."""
-    weights = str(first[0] / "weights" / "last.pt")
-    flags = ("--weights", weights, "--cfg", "", "--single-cls", "--rect", "--cache", "disk", "--cos-lr", "--noval")
-    more = ("--freeze", "10", "--optimizer", "AdamW", "--save-period", "1", "--noplots", "--label-smoothing", "0.1")
-    printed = train(run_script, tmp_path, small_data, *flags, *more)
-    folder = tmp_path / "exp"
-    assert "343 of 349 tensors" in printed
-    assert [row["metrics/mAP_0.5"] == "" for row in rows(folder)] == [True, False]
-    start, end = (read_weights(path).state for path in (Path(weights), folder / "weights" / "last.pt"))
-    name = "model.{}.cv1.conv.weight"
-    assert torch.equal(start[name.format(8)], end[name.format(8)])  # frozen
-    assert not torch.equal(start[name.format(13)], end[name.format(13)])
-    assert read_weights(folder / "weights" / "epoch1.pt").names == {0: "item"}
-    assert not (folder / "train_batch0.jpg").exists()
 
 
 @pytest.mark.long
@@ -202,31 +155,6 @@ def test_built_in_job_reaches_its_promise(tmp_path: Path, run_script: RunScript)
     printed = run_script("train.py", "--project", str(tmp_path))
     overall = next(line.split() for line in printed.splitlines() if line.split()[:1] == ["all"])
     assert float(overall[5]) >= 0.80
-
-
-# Removes names that the modules `signal` and `os` do not have on Windows, and runs a script. The rest of Linux stays.
-ABSENT = """
-import enum, os, runpy, signal, sys
-for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "sigtimedwait", "pthread_sigmask"):
-    delattr(signal, name)
-signal.Signals = enum.IntEnum("Signals", {n: int(getattr(signal, n)) for n in ("SIGINT", "SIGTERM", "SIGABRT")})
-for name in ("setpgid", "getpgid", "killpg", "sched_getaffinity"):
-    delattr(os, name)
-sys.argv = sys.argv[1:]
-sys.path.insert(0, os.getcwd())
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-@pytest.mark.long
-def test_a_run_without_the_names_that_windows_lacks(run_script: RunScript, small_data: Path, tmp_path: Path) -> None:
-    """Loader processes too; --no-deterministic is said at the start."""
-    what = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--imgsz", "64", "--device", "cpu")
-    how = ("--epochs", "1", "--batch-size", "8", "--workers", "1", "--no-deterministic", "--project", str(tmp_path))
-    printed = run_script("train.py", *what, *how, launcher=(sys.executable, "-c", ABSENT), OMP_NUM_THREADS="1")
-    assert "--no-deterministic: " in printed.partition("yolov5n.yaml: ")[0]
-    assert read_yaml(tmp_path / "exp" / "settings.yaml")["no_deterministic"] is True
-    assert len(rows(tmp_path / "exp")) == 1
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import yaml
 from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -206,7 +207,7 @@ class Run:
     # Ending early
 
     def watchdog(self, timeout: float) -> Watchdog:
-        """Return a context that ends a run of several processes if one of them has no `beat` for `timeout` seconds."""
+        """Return a context that ends a run of several processes if one of them stalls; `timeout` in seconds."""
         self._watchdog = Watchdog(timeout, self.path)
         return self._watchdog
 
@@ -229,9 +230,10 @@ class Run:
         if first := next(filter(None, self.collectives.gather([reason])), ""):
             raise StopRequested(first)
 
-    def beat(self) -> None:
-        """Reset the watchdog's timer: this process starts its next batch."""
-        self._watchdog.beat()
+    def keep_alive(self, work: str = "") -> None:
+        """Reset the watchdog's timer: this process starts repeated work, such as a `training step`, or ""."""
+        compiled = self.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO  # any call may compile for minutes
+        self._watchdog.keep_alive("" if compiled else work)
 
     # Pictures: drawn in the background; their errors are warnings
 

@@ -25,11 +25,6 @@ def test_only_the_caption_and_the_row_change() -> None:
     assert with_outcome(after, OUTCOME._replace(map50=0.5)).count("0.500") == 2
 
 
-def test_a_readme_of_another_form_is_not_written() -> None:
-    with pytest.raises(AssertionError, match=r"README\.md"):
-        with_outcome("# Lockstep\n", OUTCOME)
-
-
 @pytest.mark.long
 def test_one_run_makes_all_three(tmp_path: Path) -> None:
     shutil.copy(ROOT / "README.md", tmp_path)

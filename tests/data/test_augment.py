@@ -287,16 +287,6 @@ def test_a_mosaic_consists_of_its_image_and_three_of_all_in_any_order() -> None:
     assert corners[:, [0, 1, 3, 4]] == pytest.approx(np.full((4, 4), 60), abs=30)
 
 
-@pytest.mark.parametrize("mix", [0.0, 1.0])
-def test_a_mosaic_and_the_one_mixed_with_it_use_the_given_partners(mix: float) -> None:
-    for seed, partners in enumerate(np.random.default_rng(1).integers(5, size=(20, 7)).tolist()):
-        loaded: list[int] = []
-        counting(loaded, mosaic=1.0, mixup=mix)(2, (16, 16), np.random.default_rng(seed), partners)
-        used = [2, *partners[: 7 if mix else 3]]
-        assert set(loaded) <= set(used)
-        assert len(loaded) >= len(used) // 2  # images outside of the item are not loaded
-
-
 @pytest.mark.parametrize(("augment", "fewer"), [({"mosaic": 0.3}, 1), ({"mosaic": 1.0, "mixup": 0.3}, 4)])
 def test_the_shares_of_mosaics_and_of_mixed_mosaics(augment: dict[str, float], fewer: int) -> None:
     loaded, rng, counts = [], np.random.default_rng(0), []
@@ -402,15 +392,3 @@ def test_an_object_without_an_outline_is_warped_by_its_box(augment: dict[str, fl
         assert np.array_equal(mixed, bare)
         count += len(bare)
     assert count > 40
-
-
-@pytest.mark.parametrize("augment", [{"scale": 0.5, "translate": 0.2}, {"degrees": 30.0, "perspective": 0.0005}])
-def test_masks_change_no_pixel_and_no_random_choice(augment: dict[str, float]) -> None:
-    strengths = hyp_of(**augment, mosaic=0.7, mixup=0.5, fliplr=0.5, flipud=0.5, hsv_v=0.3)
-    square = outlined(rectangle(20, 30, 50, 70), width=96, height=96)
-    samples = [square._replace(image=noise(96, 96, k)) for k in range(4)]
-    usual = Augmenter(strengths, 96, 4, samples.__getitem__, lambda _: (96, 96))
-    for seed in range(12):
-        one, other = (each(0, (96, 96), np.random.default_rng(seed)) for each in (usual, replace(usual, masks=True)))
-        assert np.array_equal(one.image, other.image)
-        assert len(other.polygons.counts) == len(other.boxes)

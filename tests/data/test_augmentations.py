@@ -94,9 +94,6 @@ def test_random_numbers_come_from_the_generator_alone(tmp_path: Path) -> None:
     assert not np.array_equal(applied(file, sample(), seed=1).image, first.image)
 
 
-# Errors
-
-
 @pytest.mark.parametrize("outlines", [False, True])
 @pytest.mark.parametrize(
     ("parts", "value"),
@@ -146,9 +143,6 @@ def test_what_only_a_run_names_is_not_run(tmp_path: Path) -> None:
         read_augmentations(file, CLASSES, named_by_user=False)
     read_augmentations(file, CLASSES)
     assert read_augmentations(file, CLASSES, named_by_user=False).calls
-
-
-# albumentations
 
 
 @pytest.mark.parametrize("code", ["[{}]", "A.Compose([A.NoOp(), {}])"], ids=["a list", "Compose"])

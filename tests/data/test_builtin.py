@@ -84,9 +84,3 @@ def test_another_folder_or_drawing_is_refused(tmp_path: Path, content: dict[str,
     with pytest.raises(UserError, match=rf"'{tmp_path}/toy'"):
         drawn(shapes, tmp_path / "toy")
     assert contents(tmp_path) == before
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"file/toy"):
-        drawn(shapes, tmp_path / "file" / "toy")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -15,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
-from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -262,33 +260,6 @@ def test_a_process_that_dies_leaves_no_lock() -> None:
     assert stored(ring) == [5, 6, 7]
 
 
-def write_and_read(ring: ImageStore, seed: int) -> None:
-    """Read random images as a data set does: what is not in the ring is made and stored."""
-    for index in np.random.default_rng(seed).integers(len(SHAPES), size=3000).tolist():
-        held = [ring.get(index), ring.get((index + 1) % len(SHAPES))]
-        for pixels, number in zip(held, (index, (index + 1) % len(SHAPES)), strict=True):
-            if pixels is None:
-                ring.put(number, filled_image(number))
-            else:
-                assert (pixels == number + 1).all()
-        for pixels, number in zip(held, (index, (index + 1) % len(SHAPES)), strict=True):
-            assert pixels is None or (pixels == number + 1).all()  # still
-        ring.release()
-    os._exit(0)
-
-
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
-def test_processes_never_see_half_an_image(method: str) -> None:
-    ring, context = ImageStore(SHAPES, capacity=12), multiprocessing.get_context(method)
-    processes: list[Any] = [context.Process(target=write_and_read, args=(ring, seed)) for seed in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(100)
-    assert [process.exitcode for process in processes] == [0] * 4
-    assert 6 <= len(stored(ring)) <= 12
-
-
 def test_what_does_not_fit_is_not_stored() -> None:
     """A few large images, and a file that has another size than its shape says."""
     shapes = np.array([(20, 20)] * 199 + [(200, 200)])
@@ -298,15 +269,3 @@ def test_what_does_not_fit_is_not_stored() -> None:
     assert ring.get(199) is ring.get(0) is None
     ring.put(0, np.ones((20, 20, 3), np.uint8))
     assert ring.get(0) is not None
-
-
-@pytest.mark.parametrize(("free", "capacity"), [(10**9, 40), (100_000, 5), (0, 0)])
-def test_the_capacity_follows_from_the_free_memory(free: int, capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of it at most: a page or two for the tables and 4 KiB for an image."""
-    monkeypatch.setattr("utils.distributed.ranks.available_bytes", lambda: free)
-    monkeypatch.setattr("utils.distributed.ranks.in_use", WeakSet())
-    ring = ImageStore(SHAPES, capacity=40)
-    assert ring.capacity == capacity
-    assert ring.memory.size <= max(free * cache.RING_MEMORY_SHARE, cache.PAGE_BYTES)
-    put(ring, *range(40))
-    assert len(stored(ring)) == capacity

@@ -78,9 +78,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# Folders and classes
-
-
 def test_each_folder_of_images_is_a_class(folder: Path) -> None:
     """Hidden folders, loose files and empty folders are none."""
     for name in ("train/loose.png", "train/.cache/a.png", "val/.DS/a.png"):
@@ -99,9 +96,6 @@ def test_each_folder_of_images_is_a_class(folder: Path) -> None:
     write_image(folder / "val/elk/0.png")
     with pytest.raises(UserError, match=rf"^{folder}/data.yaml: .*'elk'"):
         data_of(folder).split("val")
-
-
-# Holding out
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -142,9 +136,6 @@ def test_nothing_to_hold_out_is_an_error(tmp_path: Path) -> None:
         data_of(tmp_path, "path: .\nsplit: 0.2\n").split("val")
 
 
-# Items
-
-
 def test_without_augmentation_a_square_image_is_that_of_its_file(tmp_path: Path) -> None:
     for seed, name in enumerate(("train/cat/0.png", "train/dog/0.png", "train/dog/1.png")):
         write_image(tmp_path / name, noise(32, 32, seed))
@@ -153,19 +144,6 @@ def test_without_augmentation_a_square_image_is_that_of_its_file(tmp_path: Path)
             assert np.array_equal(image.permute(1, 2, 0), np.asarray(Image.open(info.path)))
             assert target.tolist() == [info.label == 0, info.label == 1]
             assert info.label == ("dog" in info.path)
-
-
-def test_multi_scale_batches_show_the_same_images(folder: Path) -> None:
-    hyp = replace(NOTHING, crop_scale=0.3, fliplr=0.5, flipud=0.5, brightness=0.4, contrast=0.4, saturation=0.4)
-    sizes = set()
-    for epoch in (0, 1):
-        usual = epoch_of(data_of(folder, imgsz=64), hyp, epoch=epoch)
-        for a, b in zip(usual, epoch_of(data_of(folder, imgsz=64, multi_scale=True), hyp, epoch=epoch), strict=True):
-            sizes.add(tuple(b.images.shape[2:]))
-            assert torch.equal(a.targets, b.targets)
-            means = [batch.images.float().mean((2, 3)).numpy() for batch in (a, b)]
-            assert means[1] == pytest.approx(means[0], abs=6)
-    assert sizes == {(64, 64), (96, 96)}
 
 
 def middle(file: str, side: int) -> np.ndarray:

@@ -249,23 +249,6 @@ def test_cached_images_make_the_same_batches(drawing: tuple[Kind, Path], cache: 
 # Splits
 
 
-def test_a_data_set_is_opened_with_its_classes_and_files(
-    drawing: tuple[Kind, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    kind, file = drawing
-    source, data = data_source(str(file), kind.name), opened(drawing)
-    assert source.names() == dict(enumerate(NAMES))
-    train, val = data.split("train"), data.split("val")
-    assert (train.problems, val.problems) == ((), ())
-    assert {name: source.files()[name] for name in ("train", "val")} == {"train": train.images, "val": val.images}
-    data.report(train, val)
-    assert [line.partition(": ")[0] for line in capsys.readouterr().out.splitlines()][:3] == [
-        "train",
-        "val",
-        "3 classes",
-    ]
-
-
 def test_bad_images_are_left_out_and_listed(copy: tuple[Kind, Path], capsys: pytest.CaptureFixture[str]) -> None:
     whole = opened(copy).split("train")
     images, labels = whole.images, whole.instances()

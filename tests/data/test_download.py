@@ -7,7 +7,6 @@ import os
 import shutil
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -17,9 +16,9 @@ import pytest
 
 from data.data_yaml import read_spec
 from data.dataset import DataOptions, data_source
-from data.download import archive_sources, copied, unpack
+from data.download import copied, unpack
 from tests.making import contents, write_image, write_yaml
-from tests.web import Server, plant_free_space, sending, serving, serving_folder, without_end
+from tests.web import Server, plant_free_space, sending, serving_folder, without_end
 from utils.errors import UserError
 
 FILES = {"images/train/a.jpg": b"a", "images/train/b.jpg": b"bb", "labels/train/a.txt": b"0 .5 .5 1 1\n"}
@@ -49,13 +48,6 @@ def tarred(files: dict[str, bytes], top: str = "", mode: str = "w", **kinds: byt
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setenv("no_proxy", "*")
-    with serving() as server:
-        yield server
-
-
-@pytest.fixture
 def root(tmp_path: Path) -> Path:
     """The folder of the data set."""
     return tmp_path / "datasets" / "mine"
@@ -65,20 +57,6 @@ def write_spec(tmp_path: Path, **content: object) -> Path:
     defaults = {"path": "../datasets/mine", "train": "images/train", "val": "images/train", "names": ["thing"]}
     content = {key: value for key, value in {**defaults, **content}.items() if value is not None}
     return write_yaml(tmp_path / "configs" / "data.yaml", content)
-
-
-@pytest.mark.parametrize(
-    ("value", "sources"),
-    [
-        ("http://a/b.zip", [(".", "http://a/b.zip")]),
-        (["http://a/b.zip", "https://c/d.tar"], [(".", "http://a/b.zip"), (".", "https://c/d.tar")]),
-        ({"images": ["http://a/b"], ".": "http://c/d"}, [("images", "http://a/b"), (".", "http://c/d")]),
-        *((value, []) for value in ("bash data/get.sh", "import os", "https://a/b.zip\nimport os", "ftp://a/b.zip", 3)),
-        *((value, []) for value in ({"../x": "http://a/b"}, {"/x": "http://a/b"}, ["http://a/b", 3], None)),
-    ],
-)
-def test_the_addresses_in_download(value: object, sources: list) -> None:
-    assert archive_sources(value) == sources
 
 
 # Unpacking

@@ -52,9 +52,6 @@ def check_upright(image: np.ndarray, orientation: int) -> None:
             assert np.abs(quarter[4:-4, 4:-4, ::-1].astype(int) - colour).max() <= 8  # a JPEG is inexact
 
 
-# Pixels
-
-
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize(
     ("suffix", "options"),
@@ -107,9 +104,6 @@ def test_16_bits_of_every_reader_are_the_same_and_other_numbers_are_refused(tmp_
     for kind in (np.int32, np.float32):
         with pytest.raises(UserError, match=r"a\.tif"):
             read_whole_image(write_image(tmp_path / "a.tif", np.zeros((30, 40), kind)))
-
-
-# Sizes
 
 
 def encoded(kind: str, mode: str = "RGB", **options: Any) -> bytes:
@@ -173,9 +167,6 @@ def test_a_whole_file_has_the_size_of_its_pixels_and_a_broken_one_is_refused(
         assert capfd.readouterr() == ("", "")
 
 
-# Resizing
-
-
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.integers(1, 200), st.integers(1, 200), st.integers(1, 200), st.booleans())
 def test_the_longer_side_becomes_the_size_and_the_other_is_rounded_up(
@@ -196,9 +187,6 @@ def test_shrinking_is_smooth_by_the_mean_of_the_area_or_quick_by_the_four_pixels
     for smooth, mean in ((True, 40), (False, 160)):
         assert resize_long_side(image, 1, smooth).tolist() == [[[mean] * 3]]
         assert resize_long_side(row, 4, smooth)[..., 0].tolist() == [[0, 25, 75, 100]] * 2
-
-
-# Large photos
 
 
 @pytest.mark.parametrize(

@@ -262,15 +262,6 @@ def three_boxes() -> Labels:
     return Labels(np.array(rows, np.float32), np.array([0, 2, 2, 3]), sizes, ("p",))
 
 
-def test_a_subset_has_the_rows_of_its_images() -> None:
-    last = three_boxes().subset(np.array([False, False, True]))
-    assert (last.rows.tolist(), last.offsets.tolist()) == ([[3, 0.5, 0.5, 0.5, 0.25]], [0, 1])
-    both = three_boxes().subset(np.array([True, False, True]))
-    assert (both.counts.tolist(), both.of(1)[:, 0].tolist()) == ([2, 1], [3])
-    none = three_boxes().subset(np.zeros(3, bool))
-    assert (none.rows.shape, none.offsets.tolist(), none.sizes.shape) == ((0, 5), [0], (0, 2))
-
-
 def test_an_unknown_class_is_named_with_its_file_and_line(tmp_path: Path) -> None:
     images = [tmp_path / f"images/{name}.jpg" for name in "abc"]
     file = write_label(images[0], "", "x", "2 0.5 0.5 0.5 0.5", "4.0 0.5 0.5 0.25 1")

@@ -92,9 +92,6 @@ def test_a_source_without_items_is_an_error(folder: Path, source: str) -> None:
         find_media(source.format(folder=folder))
 
 
-# Frames
-
-
 def test_frames_of_a_folder(folder: Path) -> None:
     media = Media(find_media(str(folder)))
     frames = list(media)
@@ -141,9 +138,6 @@ def test_a_video_whose_sound_is_longer_is_whole(tmp_path: Path) -> None:
     assert (len(list(media)), media.problems) == (written, [])
 
 
-# Streams
-
-
 def test_addresses_are_downloaded_once(folder: Path) -> None:
     with serving() as server:
         addresses = [server.give(name, sending((folder / name).read_bytes())) for name in ("b.png", "v.avi")]
@@ -164,9 +158,6 @@ def test_a_stream_has_frames_until_it_ends(folder: Path) -> None:
         missing = Media([MediaItem("live", f"{server.address}/none")])
         assert not list(missing)
         assert "/none cannot be read" in missing.problems[0]
-
-
-# Prefetching
 
 
 def pictures(count: int) -> Iterator[Frame]:

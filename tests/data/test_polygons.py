@@ -62,9 +62,6 @@ def test_a_cut_covers_the_same_points_inside() -> None:
     assert cut > 30
 
 
-# Outlines of masks
-
-
 def inside(points: list[tuple[float, float]], shape: tuple[int, int]) -> np.ndarray:
     """Return the pixels whose centres an outline goes around, uint8 (height, width)."""
     outline = np.array(points)

@@ -17,7 +17,6 @@ from data.sampler import (
     SampleIndex,
     Sampling,
     batch_shape,
-    batch_sizes,
     evaluation_batches,
     item_generator,
     training_batches,
@@ -36,9 +35,6 @@ def epoch_of(batches: GlobalBatches, epoch: int) -> list[list[SampleIndex]]:
 
 def images(batches: list[list[SampleIndex]]) -> list[int]:
     return [sample.image for sample in chain.from_iterable(batches)]
-
-
-# Square batches
 
 
 @examples
@@ -86,9 +82,6 @@ def test_the_partners_of_a_window_are_around_an_item(monkeypatch: pytest.MonkeyP
     assert seen == [set(range(first, first + 10)) for first in np.clip(np.arange(40) - 5, 0, 30).tolist()]
 
 
-# Shapes of batches
-
-
 @examples
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8), st.integers(1, 40), st.sampled_from([8, 32, 64]))
 def test_a_batch_has_the_smallest_shape_that_holds_its_images(aspects: list[float], strides: int, stride: int) -> None:
@@ -98,15 +91,6 @@ def test_a_batch_has_the_smallest_shape_that_holds_its_images(aspects: list[floa
         for side, least in zip(batch_shape(np.array(aspects), imgsz, stride, pad), needed + pad * stride, strict=True):
             assert side % stride == 0
             assert least - 1e-6 <= side < least + stride
-
-
-@examples
-@given(st.integers(1, 20), st.sampled_from([8, 32, 64]))
-def test_sizes_are_whole_strides_from_half_to_one_and_a_half(strides: int, stride: int) -> None:
-    """At least two strides, and the usual size among them."""
-    imgsz, sizes = strides * stride, batch_sizes(strides * stride, stride)
-    assert sizes == range(min(max(math.ceil(strides / 2), 2), strides) * stride, imgsz * 3 // 2 + 1, stride)
-    assert imgsz in sizes
 
 
 # Images, width and height: landscape 0, 3, 5, 7, portrait 1, 2, 4, 6
@@ -145,8 +129,6 @@ def test_an_evaluation_holds_each_image_once(sizes: list[tuple[int, int]], squar
         keys = [(sizes[index][1] / sizes[index][0], -index) for index in images(batches)]
         assert keys == sorted(keys)
 
-
-# Other orders
 
 SAMPLINGS = (
     Sampling(),

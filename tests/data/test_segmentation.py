@@ -20,7 +20,7 @@ from data.data_yaml import read_spec
 from data.dataset import DataOptions
 from data.polygons import Polygons
 from data.segmentation import SegmentationData, TargetMasks, evaluation_masks, training_masks
-from tests.making import noise, plain, write_image, write_yaml
+from tests.making import noise, write_image, write_yaml
 from utils.batch import SegmentationBatch
 from utils.config.hyperparameters import Hyperparameters
 
@@ -78,9 +78,6 @@ def diamonds(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# Training
-
-
 @pytest.mark.parametrize("hyp", [UPRIGHT, EVERYTHING], ids=["upright", "everything"])
 def test_masks_and_boxes_follow_the_pixels(diamonds: Path, hyp: Hyperparameters) -> None:
     masked = 0
@@ -119,18 +116,6 @@ def test_without_augmentation_masks_are_the_labels(tmp_path: Path) -> None:
     (batch,) = epoch_of(data_of(tmp_path, no_overlap=True), NOTHING, batch_size=1)
     assert batch.targets[:, 1].tolist() == [2, 1]
     assert (masks_of(batch)[0] & masks_of(batch)[1]).sum() > 10
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_item_without_targets_has_no_masks(tmp_path: Path, workers: int) -> None:
-    write_image(tmp_path / "images/a.png", plain(64, 64))
-    write_image(tmp_path / "images/b.png", plain(64, 64), "0 .5 .5 .5 .5")
-    batches = epoch_of(data_of(tmp_path, workers=workers), NOTHING, batch_size=1)
-    (empty,) = [batch for batch in batches if not len(batch.targets)]
-    assert (empty.windows.shape, empty.mask_pixels.shape, empty.host_targets.shape) == ((0, 4), (0,), (0, 6))
-
-
-# Evaluation
 
 
 def test_an_evaluated_mask_has_all_its_pixels_and_its_outline(diamonds: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 
 from data.dataset import DataOptions, data_source
 from data.detection import DetectionSplit
-from data.split import main, split
+from data.split import split
 from tests.layouts import COUNTS, class_folders, coco_file, drawn, roboflow_yolo
 from tests.making import write_image, write_yaml
 from utils.errors import UserError
@@ -32,10 +31,6 @@ def photos(folder: Path, *classes: tuple[int, ...]) -> Path:
         rows = [f"{label} 0.5 0.5 0.{k + 1} 0.5" for k, label in enumerate(labels)]
         write_image(folder / f"images/{number:03}.png", None, *rows)
     return write_yaml(folder / "my.yaml", {"train": "images", "names": ["a", "b", "c"]})
-
-
-def held(file: Path) -> list[str]:
-    return [image.name for image in splits_of(file)[1].images]
 
 
 def split_in(folder: Path, monkeypatch: pytest.MonkeyPatch, file: Path, *args: float, **kwargs: int) -> Path:
@@ -118,19 +113,3 @@ def test_what_cannot_be_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     split(file, 0.5)
     with pytest.raises(UserError, match="my-split"):
         split(file, 0.5)
-
-
-def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    roboflow_yolo(tmp_path / "animals")
-    monkeypatch.chdir(tmp_path)
-    for flags, file in (
-        (["--val", "0.5", "--seed", "3"], "animals-split/data.yaml"),
-        (["--folds", "3"], "animals-folds/fold3/data.yaml"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["split", "animals", *flags])
-        main()
-        assert f"{tmp_path}/{file}" in capsys.readouterr().out.splitlines()[-1]
-    assert 12 <= len(held(tmp_path / "animals-split/data.yaml")) <= 14
-    monkeypatch.setattr(sys, "argv", ["split", "animals", "--folds", "3", "--val", "0.5"])
-    with pytest.raises(SystemExit, match="2"):
-        main()

@@ -88,9 +88,6 @@ def test_exported_files_do_not_support_augmentation_nor_suppression_in_an_ensemb
             read_members(names, "", "", augment)
 
 
-# Image sizes
-
-
 def test_an_ensemble_has_one_size() -> None:
     """Files without a size go along with the others."""
     weights = {"a.pt": content(), "b.pt": content(imgsz=64), "c.onnx": exported((64, 64), dynamic=True)}
@@ -125,9 +122,6 @@ def test_tensors_that_the_file_or_its_layers_lack(capsys: pytest.CaptureFixture[
     assert "1 tensor that no layer here takes, such as model.0.attention\n" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"fine\.pt: only .* --layers"):
         build({"fine.pt": replace(weights, state=fewer)}, 64)
-
-
-# Inference
 
 
 def test_half_precision_leaves_anchors_and_strides() -> None:
@@ -178,13 +172,3 @@ def test_folded_outputs_are_equal_up_to_rounding() -> None:
     assert (batch_norms(model), batch_norms(fused)) == (3, 0)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert fused.model[1].conv.weight.is_contiguous(memory_format=torch.channels_last)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("options", [(3, 1, 1), (5, 2, 2), (1, 1, 1)])  # kernel, stride, groups
-def test_both_convolutions_of_a_rep_conv_become_one(options: tuple[int, int, int]) -> None:
-    layer = with_statistics(RepConv(4, 6, *options))
-    fused, images = fuse(layer), torch.rand(2, 4, 12, 8)
-    torch.testing.assert_close(fused(images), layer(images))
-    assert sum(isinstance(module, nn.Conv2d) for module in fused.modules()) == 1
-    assert batch_norms(fused) == 0

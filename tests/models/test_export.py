@@ -167,9 +167,6 @@ def test_each_opset(opset: int, tmp_path: Path) -> None:
         assert write(replace(job), "onnx", tmp_path / "again").read_bytes() == path.read_bytes()
 
 
-# Unusable files
-
-
 def refused(path: Path) -> None:
     for read in (read_exported, read_weights):  # an exported file is not trained
         with pytest.raises(UserError, match=re.escape(path.name)) as caught:

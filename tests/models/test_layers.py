@@ -22,22 +22,11 @@ C3TR = "cv1 cv2 cv3 m.linear.weight m.linear.bias " + " ".join(f"m.tr.{n}.{name}
 @pytest.mark.parametrize(
     ("layer", "shape", "names"),
     [
-        (layers.Conv(4, 6, 3, 2), (2, 6, 8, 8), ""),
         (layers.Conv(4, 6, 3, dilation=2), (2, 6, 16, 16), ""),
         (layers.DWConv(4, 6, 3), (2, 6, 16, 16), ""),
-        (layers.Bottleneck(4, 6), (2, 6, 16, 16), ""),
-        (layers.C3(4, 6, 2), (2, 6, 16, 16), ""),
-        (layers.SPP(4, 6), (2, 6, 16, 16), ""),
-        (layers.SPPF(4, 6), (2, 6, 16, 16), ""),
         (layers.Focus(4, 6, 3), (2, 6, 8, 8), "conv"),
-        (layers.RepConv(4, 6), (2, 6, 16, 16), ""),
         (layers.RepConv(4, 6, 5, 2, 2), (2, 6, 8, 8), ""),
-        (layers.ELAN(4, 6, 1, 8), (2, 6, 16, 16), ""),
         (layers.ELAN(4, 6, 1, 8, 2), (2, 6, 16, 16), ""),
-        (layers.RepNCSPELAN(4, 6, 2, 8), (2, 6, 16, 16), ""),
-        (layers.AConv(4, 6), (2, 6, 8, 8), ""),
-        (layers.ADown(4, 6), (2, 6, 8, 8), ""),
-        (layers.SPPELAN(4, 6), (2, 6, 16, 16), ""),
         (layers.GhostConv(4, 6, 3, 2), (2, 6, 8, 8), "cv1 cv2"),
         (layers.BottleneckCSP(4, 6, 2), (2, 6, 16, 16), f"cv1 cv2.weight cv3.weight cv4 bn {TWICE}"),
         (layers.C3Ghost(4, 8, 2), (2, 8, 16, 16), C3GHOST),
@@ -50,11 +39,6 @@ def test_output_shape_and_names_of_tensors(layer: nn.Module, shape: tuple[int, .
     assert layer(torch.randn(2, 4, 16, 16)).shape == shape
     keys = [re.sub(r"\.conv\.weight$|(\bbn)\.\w+$|\.bn\.\w+$", r"\1", key) for key in layer.state_dict()]
     assert not names or list(dict.fromkeys(key.replace("conv.weight", "conv") for key in keys)) == names.split()
-
-
-def test_conv_has_batch_norm_of_yolov5_and_no_bias() -> None:
-    conv = layers.Conv(4, 6)
-    assert (conv.bn.eps, conv.bn.momentum, conv.conv.bias) == (1e-3, 0.03, None)
 
 
 def test_skipped_norms_are_those_inside_of_conv() -> None:
@@ -139,10 +123,6 @@ def test_small_anchors_go_to_small_strides(anchors: list[list[int]]) -> None:
     assert "stride" not in head.state_dict()
 
 
-def test_anchors_by_number() -> None:
-    assert Detect(3, 3, (4, 6)).anchors.tolist() == [[[1, 2], [3, 4], [5, 6]]] * 2
-
-
 def test_anchors_that_do_not_fit_the_levels() -> None:
     for anchors, channels in ((ANCHORS, (4,)), ([[1, 2], [1, 2, 3, 4]], (4, 6))):
         with pytest.raises(ValueError, match="`anchors`"):
@@ -158,9 +138,6 @@ def test_bias_initialisation() -> None:
     expected = [0, 0, 0, 0, math.log(8 / 20**2), *[math.log(0.6 / 2.00001)] * 3, *[0] * 5]
     torch.testing.assert_close(head.m[1].bias.detach(), torch.tensor(expected * 2))
     assert head.m[0].bias[4].item() == pytest.approx(math.log(8 / 80**2))
-
-
-# YOLOv9's
 
 
 def test_a_fused_map_is_the_sum_of_scaled_maps() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 import sys
-import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from models.heads.anchors import Detect
 from models.heads.contract import head_of
 from models.layers import Classify, Conv
 from models.loading import gflops, transfer
-from models.tasks.classify import ClassificationRecipe, ClassificationTask
 from models.tasks.detect import DetectionTask
 from models.weights import read_weights
 from models.yolo import LAYERS, YoloModel, add_layers, build_model
@@ -112,28 +110,6 @@ def narrow(name: str) -> dict[str, Any]:
     return {**content, "width_multiple": 0.125, "depth_multiple": 0.1}
 
 
-@pytest.mark.parametrize(
-    ("name", "strides"),
-    [
-        ("yolov3-tiny", [16, 32]),
-        ("yolov5-p2", [4, 8, 16, 32]),
-        ("yolov5-p7", [8, 16, 32, 64, 128]),
-        ("yolov5s-transformer", [8, 16, 32]),
-    ],
-)
-@torch.no_grad()
-def test_strides_anchors_and_maps(name: str, strides: list[int]) -> None:
-    model = build_model(narrow(name)).eval()
-    assert model.head.stride.tolist() == strides
-    anchors = narrow(name)["anchors"]
-    if isinstance(anchors, list):
-        pixels = model.head.anchors * model.head.stride.view(-1, 1, 1)
-        torch.testing.assert_close(pixels.flatten(1), torch.tensor(anchors).float())
-    maps = model(torch.rand(1, 3, 128, 256))
-    assert [m.shape for m in maps] == [(1, 3, 128 // s, 256 // s, 85) for s in strides]
-    assert all(m.isfinite().all() for m in maps)
-
-
 @pytest.mark.parametrize("name", ["yolov5s-ghost", "yolov5s-transformer", "yolov5-bifpn", "yolov9t", "yolov9c"])
 def test_a_training_step_reaches_every_parameter(name: str) -> None:
     """Without labels too every one has a gradient: DDP waits for it."""
@@ -202,16 +178,6 @@ def test_repetitions_and_widths_are_scaled() -> None:
     assert [part.conv.in_channels for part in chain] == [3, 64]
 
 
-def test_only_inputs_of_later_rows_stay_alive() -> None:
-    model, outputs, alive = build_model(tiny_detector()), [], []
-    for layer in model.model[:-1]:
-        layer.register_forward_hook(lambda _, __, output: outputs.append(weakref.ref(output)))
-    model.model[-1].register_forward_pre_hook(lambda *_: alive.extend(output() is not None for output in outputs))
-    with torch.no_grad():
-        model(torch.rand(1, 3, 16, 16))
-    assert alive == [False, True, True]
-
-
 def test_activation() -> None:
     names = {"nn.LeakyReLU(0.1)": "LeakyReLU(negative_slope=0.1)", "nn.ReLU(inplace=True)": "ReLU(inplace=True)"}
     for text, expected in {**names, "torch.nn.ReLU": "ReLU()", None: "SiLU()"}.items():
@@ -237,18 +203,6 @@ def test_stride_and_image_size(description: Any, imgsz: int, expected: tuple[int
     """The network's stride, which may be larger than its head's; the size in whole strides, at least two."""
     model = on_meta(description, imgsz=imgsz)
     assert (model.stride, model.imgsz) == expected
-
-
-# Classifiers
-
-
-def test_a_classifier_with_maps_joined_from_below() -> None:
-    rows = [*small_classifier()["backbone"], [-1, 1, "nn.Upsample", [None, 2]], [[-1, 0], 1, "Concat", [1]]]
-    yaml = {**small_classifier(), "backbone": rows}
-    model = ClassificationTask({k: str(k) for k in range(5)}, ClassificationRecipe()).build_model(yaml, 50)
-    assert (model.stride, model.imgsz) == (4, 52)
-    with pytest.raises(UserError, match="row 2: Concat"):
-        build_model({**yaml, "backbone": [*rows[:2], [[-1, -1], 1, "Concat", [0]]]})
 
 
 # Errors in a YAML
@@ -425,14 +379,6 @@ def test_files_that_define_no_layers(content: str, user_file: Path) -> None:
     with pytest.raises(UserError, match=r"mine\.py"):
         add_layers(user_file)
     assert layers == LAYERS
-
-
-def test_paths_of_no_python_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relative path is one below the working folder, not below the repository."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("mine.py", "models/layers.py"):
-        with pytest.raises(UserError, match=Path(name).stem):
-            add_layers(name)
 
 
 def test_a_file_that_only_the_settings_of_a_run_name_is_not_run(user_file: Path) -> None:

@@ -142,12 +142,6 @@ def test_the_ema_is_preferred_and_other_values_are_ignored(ema: Any, expected: f
     assert (weights.task, weights.image_sides) == ("PoseModel", (128, 128))  # for no task of ours
 
 
-@pytest.mark.parametrize(("imgsz", "sides"), [(128, (128, 128)), ("128", None)])
-def test_the_image_size_of_the_training(imgsz: Any, sides: Any, file: Path) -> None:
-    save_as_yolov5({"model": Pickled(1.0), "opt": {"imgsz": imgsz, "weights": Path("x")}}, file)
-    assert read_weights(file).image_sides == sides
-
-
 OLD: dict[str, Any] = {  # as up to release 4.0: Focus, BottleneckCSP and SPP
     "nc": 2,
     "depth_multiple": 0.33,

@@ -54,9 +54,6 @@ def detections(image: int, *rows: tuple[float, ...]) -> CocoImage:
     return CocoImage(image, str(PATHS[image]), np.array(rows, np.float64).reshape(-1, 6))
 
 
-# Ids and results
-
-
 def test_results_in_order_of_images() -> None:
     """Without those of images that the annotations lack."""
     found = [detections(2, (0, 0, 1, 1, 1, 0)), detections(1, (1, 2, 4.00049, 8.5, 0.1234567, 1))]
@@ -116,9 +113,6 @@ def test_annotations_that_do_not_fit(content: Any, message: str, tmp_path: Path)
 def test_two_images_of_one_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a/7\.jpg.*b/7\.jpg"):
         annotated_ids(written(tmp_path, images((5, "7.jpg"))), NAMES, [Path("/a/7.jpg"), Path("/b/7.jpg")])
-
-
-# Metrics
 
 
 def scores(file: Path, *found: CocoImage) -> dict[Any, float]:

@@ -120,9 +120,6 @@ def test_output_that_cannot_be_written_does_not_end_a_script(redirection: str) -
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "done\n")
 
 
-# Widths
-
-
 NUMBERS: list[str | float] = [12, *[1 / 3] * 8]  # 11 columns with their names; 51 characters beside these
 
 

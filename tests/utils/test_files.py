@@ -13,7 +13,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
 from multiprocessing.connection import Connection
@@ -24,24 +23,21 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.web import Server, failing, plant_free_space, sending, serving, without_end
+from tests.web import Server, failing, plant_free_space, sending, without_end
 from utils import files
 from utils.errors import UserError
 from utils.files import (
     ROOT,
-    cache_folder,
     download,
     fetch_from_hub,
     find_file,
     is_address,
-    located,
     lock_folder,
     numbered_folder,
     read_regular,
     read_text,
     read_yaml,
     replacing,
-    unique_stems,
 )
 
 
@@ -197,22 +193,6 @@ def test_a_missing_file_is_an_error(repository: Path, name: str) -> None:
     assert os.path.abspath(name) in str(caught.value)
 
 
-def test_the_paths_of_files_are_relative_below_the_working_folder(repository: Path) -> None:
-    here = Path.cwd()
-    paths = [Path("a.pt"), here / "runs" / "b.pt", repository / "c.pt", Path("../d.pt")]
-    assert located({"weights": paths, "data": [here / "x" / ".." / "e.yaml"], "none": []}) == (
-        f"weights: a.pt, runs/b.pt, {repository}/c.pt, {here.parent}/d.pt; data: e.yaml"
-    )
-
-
-def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "lockstep"
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache_folder() == tmp_path / "home" / ".cache" / "lockstep"
-
-
 # YAML and names
 
 
@@ -277,22 +257,9 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
         read_yaml(path)
 
 
-def test_stems_of_files_that_may_share_a_folder() -> None:
-    paths = ["a/x+1.jpg", "b/x+1.png", "http://host/y.jpg?size=2", "a/pi\udcff.jpg", "", "c/a:b.jpg", "x+1-2.jpg"]
-    assert unique_stems(paths) == ["x+1", "x+1-2", "y", "pi\udcff", "_", "a_b", "x+1-2-2"]
-
-
 # Downloads
 
 CONTENT = bytes(range(256)) * 20000  # 5 MB: more than is read at once
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A server, without a proxy."""
-    monkeypatch.setenv("no_proxy", "*")
-    with serving() as server:
-        yield server
 
 
 @pytest.fixture

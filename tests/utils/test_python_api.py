@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from pathlib import Path
@@ -18,9 +17,6 @@ from utils.distributed.failure import GracefulStop, on_failure
 from utils.errors import Stopped, UserError
 from utils.files import lock_folder
 from utils.python_api import call, words_of
-from utils.summary import RESULT, Summary
-
-SUMMARY = Summary({"mAP_0.5": 0.5}, 0.25, [["head"], ["all"]], [], losses={"box_loss": 2.0})
 
 
 def given_by(kind: type[Any] = TrainOptions, **flags: Any) -> dict[str, Any]:
@@ -67,12 +63,6 @@ def test_a_wrong_name_or_value_is_one_sentence(flags: dict[str, Any], named: str
         given_by(**flags)
 
 
-def test_hyperparameters_by_their_names() -> None:
-    expected = {"epochs": 3, "overrides": {"lr0": "0.1", "mosaic": "0"}}
-    assert given_by(lr0=0.1, epochs=3, mosaic=0, momentum=None) == expected
-    assert given_by(epochs=3, **{"hyp.lr0": 0.1, "hyp.mosaic": 0}) == expected
-
-
 def test_an_error_of_the_script_releases_the_run_folder(tmp_path: Path) -> None:
     """Even if the run's objects still exist, as after an error. Its trackers end."""
     locks, ended = [], []
@@ -86,18 +76,6 @@ def test_an_error_of_the_script_releases_the_run_folder(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"none\.yaml: there is none$"):
             call(start, {})
     assert (len(locks), ended) == (2, [1, 2])
-
-
-def test_the_result_is_returned(tmp_path: Path) -> None:
-    def start(words: list[str]) -> None:
-        assert words == ["--epochs=1"]
-        SUMMARY.write_result(tmp_path)
-
-    result = call(start, {"epochs": 1})
-    assert result == {"metrics/mAP_0.5": 0.5, "val/box_loss": 2.0, "fitness": 0.25, "folder": str(tmp_path)}
-    assert RESULT not in os.environ
-    SUMMARY.write_result(tmp_path)  # without a call
-    assert not list(tmp_path.iterdir())
 
 
 def test_what_a_script_of_one_process_returns_is_returned_in_any_thread() -> None:

@@ -17,7 +17,6 @@ from utils.summary import (
     StageTimer,
     Summary,
     confusion_text,
-    evenly_spaced,
     fitness_weights,
     log_times,
     sparse_counts,
@@ -57,12 +56,6 @@ def test_the_fitness_is_a_weighted_sum() -> None:
 def test_weights_that_order_no_epochs(text: str) -> None:
     with pytest.raises(UserError, match=r"^--fitness .*precision, recall, mAP_0\.5"):
         fitness_weights(text, METRICS)
-
-
-def test_evenly_spaced() -> None:
-    assert [evenly_spaced(10, 5), evenly_spaced(10, 4), evenly_spaced(7, 1)] == [[0, 2, 4, 6, 8], [0, 2, 5, 7], [0]]
-    assert evenly_spaced(3, 3) == evenly_spaced(3, 16) == [0, 1, 2]
-    assert evenly_spaced(0, 16) == evenly_spaced(5, 0) == []
 
 
 def test_counts() -> None:

@@ -23,8 +23,10 @@ import threading
 import time
 import traceback
 import warnings
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, NoReturn
@@ -49,6 +51,8 @@ PR_SET_PDEATHSIG = 1  # option of Linux's prctl
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of glibc's mallopt
 LOADER_DIED = r"DataLoader worker \(pid|unable to allocate shared memory"
 LOADER_MEMORY_BYTES = 2**28  # freed memory that a loader process keeps
+STALL_FACTOR, MIN_STALL_SECONDS = 20, 60.0  # a step may take so many times as long as the last ones, or so long
+REMEMBERED_TIMES = 50  # number of last steps
 TIME_LIMIT = "time"  # reason of a stop that no signal has requested
 # Windows has only the first two signals.
 STOP_SIGNALS = tuple(s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"))
@@ -214,20 +218,29 @@ def barrier(seconds: float) -> Iterator[None]:
 
 
 class Watchdog:
-    """Ends all processes if `beat` is not called for `timeout` seconds within the `with`; names the one at fault.
+    """Ends all processes if one calls `keep_alive` too late within the `with`; names the one at fault.
 
-    Each process writes its Python stacks into `folder`/stacks if there is one. A run of one process is not watched.
+    The limit is `timeout` seconds, and for repeated work, such as a step, `STALL_FACTOR` times the longest of the last
+    ones. Each process writes its Python stacks into `folder`/stacks if there is one. A run of one process is not
+    watched.
     """
 
     def __init__(self, timeout: float, folder: Path | None = None) -> None:
         self.timeout, self.folder, self.on = timeout, folder, False
+        self.last, self.limit, self.work = time.monotonic(), timeout, ""
+        self.durations: defaultdict[str, deque[float]] = defaultdict(partial(deque, maxlen=REMEMBERED_TIMES))
 
-    def beat(self) -> None:
-        """Reset the timer: this process starts its next batch."""
-        self.last = time.monotonic()
+    def keep_alive(self, work: str = "") -> None:
+        """Reset the timer: this process starts repeated work, such as a `training step`, or "" something else."""
+        now = time.monotonic()
+        if self.work:
+            self.durations[self.work].append(now - self.last)
+        self.last, self.work = now, work
+        known = self.durations[work] if work else ()
+        self.limit = min(self.timeout, max(MIN_STALL_SECONDS, STALL_FACTOR * max(known))) if known else self.timeout
 
     def __enter__(self) -> Watchdog:
-        self.beat()
+        self.keep_alive()
         self.on = world_size() > 1
         if self.on:
             threading.Thread(target=self._watch, daemon=True).start()
@@ -237,11 +250,18 @@ class Watchdog:
         self.on = False
 
     def _watch(self) -> None:
-        while time.monotonic() - self.last <= self.timeout:
-            time.sleep(min(self.timeout / 10, 1.0))
+        # Waking up is counted, not the clock: it goes on while the whole machine sleeps.
+        last, idle, interval = self.last, 0.0, min(self.timeout / 10, 1.0)
+        while idle <= self.limit:
+            time.sleep(interval)
             if not self.on:
                 return
+            idle = idle + interval if last == self.last else 0.0
+            last = self.last
         reason = f"for {self.timeout:g} s (--dist-timeout)"
+        if self.limit < self.timeout:
+            longest = max(self.durations[self.work])
+            reason = f"for {self.limit:.0f} s (the last {self.work}s took at most {longest:.2g} s each)"
         if self.folder:
             stacks = self.folder / "stacks"
             reason += f"; the stack of each process is in {stacks}"

@@ -306,19 +306,6 @@ def test_balance_of_the_levels(levels: int, balance: tuple[float, ...] | None) -
     )
 
 
-def test_hints_save_work_but_change_no_term() -> None:
-    """With hints the head returns levels, without them raw maps."""
-    model = build_model(tiny_detector())
-    criterion = DetectionCriterion(AnchorKeys(), model.head)
-    given = grey_batch(targets=torch.tensor([[1, 2, 0.4, 0.6, 0.3, 0.2], [0, 1, 0.1, 0.9, 0.1, 0.1]]), count=2)
-    (cells,) = criterion.hints(given)
-    assert (cells.dtype, cells.shape) == (torch.int64, (2, 3, 10))
-    images = torch.rand(2, 3, 64, 64)
-    with_hints, without = criterion(model(images, cells), given), criterion(model(images), given)
-    torch.testing.assert_close(with_hints.sums, without.sums)
-    assert torch.equal(with_hints.counts, without.counts)
-
-
 def test_the_anchors_are_those_of_the_model_when_it_is_called() -> None:
     """Loading a state changes the anchors in place."""
     model = build_model(tiny_detector())

@@ -8,7 +8,6 @@ import math
 import re
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,6 @@ from utils.config.flags import TrainOptions
 from utils.config.hyperparameters import find_hyperparameters, from_mapping
 from utils.distributed.dropout import synchronise_dropout
 from utils.errors import UserError
-from utils.files import ROOT, read_yaml
 from utils.plots.drawing import Style, draw_captioned, draw_text_lines
 from utils.summary import Summary
 from utils.training.optimizer import ModelEMA
@@ -143,23 +141,6 @@ def test_the_model_has_the_tasks_classes(yaml: dict[str, Any]) -> None:
     inputs = task.inputs(grey_batch(count=2, side=50))
     assert model(inputs).shape == (2, 3)
     torch.testing.assert_close(task.export_module(model.eval(), None)(inputs), model(inputs))
-
-
-@pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50"])
-def test_shipped_yamls(name: str) -> None:
-    yaml = read_yaml(ROOT / "models" / f"{name}.yaml")
-    assert (yaml["task"], yaml["nc"]) == ("classify", 1000)
-    with torch.device("meta"):
-        assert shapes(build_classifier(yaml, yaml["nc"], 224)) == shapes(zoo.get_model(name))
-
-
-@pytest.mark.parametrize(("name", "side"), [("googlenet", 32), ("inception_v3", 75)])
-def test_auxiliary_heads_are_removed(name: str, side: int) -> None:
-    model = on_meta(name, imgsz=side)
-    for training in (True, False):
-        assert model.train(training)(torch.zeros(2, 3, side, side, device="meta")).shape == (2, 3)
-    assert model.transform_input
-    assert not [key for key in model.state_dict() if "aux" in key.lower()]
 
 
 def test_weights_are_torchvisions_own() -> None:
@@ -414,26 +395,3 @@ def test_the_most_confident_mistakes() -> None:
     assert metrics.summarise(records[17:] + records[:17]) == metrics.summarise(records)  # the order does not matter
     assert mistakes[0] == [20, 2, 0, 0.75]
     assert mistakes[1:] == [[number, 0, 1, 0.5] for number in range(15)]  # of equal confidence the first; 16 in all
-
-
-def test_documents() -> None:
-    metrics = make(names={0: "disc", 1: 'a "big", red one', 2: "bar"}).metrics()
-    records = [
-        ImageRecord(k, label, (best, 1), 0.9) for k, (label, best) in enumerate([(0, 0), (0, 0), (0, 2), (2, 0)])
-    ]
-    documents = metrics.documents(metrics.summarise(records))
-    head, *rows = documents["classes.csv"].splitlines()
-    assert head == "class,images,precision,recall"
-    assert rows == ["disc,3,0.666666667,0.666666667", '"a ""big"", red one",0,0,0', "bar,1,0,0"]
-    assert documents["confusion_matrix.csv"].splitlines()[1] == "disc,2,0,1"
-
-
-@pytest.mark.parametrize(("imgsz", "side"), [(64, 160), (224, 224)])
-def test_mistakes_are_drawn_the_most_confident_first(imgsz: int, side: int, summary: Summary) -> None:
-    metrics = make(names=SEVEN).metrics()
-    split: Any = SimpleNamespace(display_image=lambda index, side: np.full((side, side, 3), index, np.uint8))
-    pictures = metrics.pictures(summary, split, imgsz)
-    expected = draw_captioned([split.display_image(index, side) for index in (2, 1)], ["a 0.80\nis g", "a 0.60\nis b"])
-    assert list(pictures) == ["mistakes.jpg"]
-    assert np.array_equal(pictures["mistakes.jpg"], expected)
-    assert metrics.pictures(metrics.summarise(FOUR[:1]), split, imgsz) == {}

@@ -19,19 +19,16 @@ from torch import Tensor, nn
 from torchvision.ops import box_iou
 
 from models.heads.anchors import Detect, DetectionCriterion
-from models.heads.contract import BoxCriterion, Candidates, DecodedView, HeadView
+from models.heads.contract import Candidates, DecodedView, HeadView
 from models.tasks import contract
 from models.tasks import detect as module
-from models.tasks.contract import Criterion, Model, Postprocess, Thresholds, View
+from models.tasks.contract import Thresholds
 from models.tasks.detect import (
     PADDING_GREY,
-    BoxTask,
     DecodedDetector,
     DetectionPostprocess,
     DetectionTask,
     SuppressedDetector,
-    SuppressedView,
-    allowed_rows,
     box_predictions,
     detect,
     detect_with_more,
@@ -42,7 +39,7 @@ from models.tasks.segment import SegmentationTask
 from models.yolo import YoloModel, build_model
 from tests.making import CLASS_NAMES, grey_batch, image_info, tiny_detector
 from utils.batch import Batch, Placement
-from utils.config.hyperparameters import Augmentation, Hyperparameters
+from utils.config.hyperparameters import Hyperparameters
 from utils.files import ROOT, read_yaml
 
 THREE = math.log(3)  # the logit of 3/4; of 1/4 with a minus
@@ -153,7 +150,7 @@ def random_view(seed: int, classes: int = 3, few: bool = False, max_side: int = 
     return view_of(outputs, [[[2.0, 3], [4, 2]], [[3.0, 3], [2, 4]]], [8, 16])
 
 
-@pytest.mark.parametrize("conf_thres", [0.001, 0.25, 0.5, 1.0, 0.0])  # the logits 0 have sigmoids of 1/2
+@pytest.mark.parametrize("conf_thres", [0.001, 0.5, 1.0, 0.0])  # the logits 0 have sigmoids of 1/2
 @pytest.mark.parametrize(("classes", "few", "max_det"), [(1, False, 300), (5, True, 300), (5, True, 7), (3, False, 20)])
 def test_as_the_plain_implementation(
     classes: int, few: bool, max_det: int, conf_thres: float, monkeypatch: pytest.MonkeyPatch
@@ -222,15 +219,6 @@ def test_views_are_joined_before_the_suppression() -> None:
         torch.testing.assert_close(detect(views, Thresholds())[0], expected)
     detections = detect([one, two], Thresholds(iou_thres=1.0))[0]
     assert detections[:, 4].tolist() == pytest.approx([0.75, 0.5, 0.25])
-
-
-def test_thresholds_apply_to_a_file_that_suppresses() -> None:
-    rows = torch.zeros(2, 4, 6)
-    rows[0, :3, 4] = torch.tensor([0.9, 0.5, 0.3])
-    rows[1, :1, 4] = 0.2
-    view = SuppressedView(rows, torch.tensor([3, 1]))
-    assert [one.tolist() for one in allowed_rows(view, Thresholds(conf_thres=0.25, max_det=2))] == [[0, 1], []]
-    assert [one.tolist() for one in allowed_rows(view, Thresholds(classes=(1,)))] == [[], []]
 
 
 # Several images together, as on a GPU
@@ -497,92 +485,3 @@ def test_gains_are_scaled_to_the_model() -> None:
     gains = (criterion.hyp.box, criterion.hyp.obj, criterion.hyp.cls)
     assert gains == pytest.approx((0.1 * 1.5, 0.7 * 1.5 * 0.01, 0.3 * 1.5 * 3 / 80))
     assert (criterion.hyp.anchor_t, criterion.label_smoothing, criterion.classes) == (3.0, 0.2, 3)
-
-
-def test_exported_files(task: DetectionTask) -> None:
-    """Their losses are NaN, as they return no raw outputs."""
-    for suppression, kind in ((None, DecodedDetector), (Thresholds(), SuppressedDetector)):
-        exported = task.export_module(task.build_model(tiny_detector(), 64).eval(), suppression)
-        assert (type(exported), exported.training) == (kind, False)
-    model = Exported(torch.zeros(1, 0, 8))
-    criterion, names = task.criterion(model), task.loss_names_of(model)
-    assert names == task.loss_names
-    means = criterion(None, grey_batch()).local_means()
-    assert means.isnan().tolist() == [True] * len(names)
-    assert (criterion.hints(grey_batch()), criterion.weight(grey_batch())) == ((), 1)
-    assert criterion.objective(means, 16).isnan()
-
-
-# A task of another network
-
-
-class OneBox(Model):
-    """A network without rows or a head: one normalised box, xywh, for every image."""
-
-    stride, imgsz = 1, 64
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.box = nn.Parameter(torch.tensor([0.5, 0.5, 0.5, 0.25]))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.box.expand(len(images), 4)
-
-
-class OneBoxPostprocess(Postprocess):
-    def views(self, model: Model, inputs: Tensor, augment: bool) -> list[View]:
-        view: Any = SimpleNamespace(outputs=model(inputs) * 64)
-        return [view]
-
-    def __call__(self, views: Any, batch: Batch) -> Any:
-        x, y, w, h = views[0].outputs.detach().unbind(1)
-        rows = torch.stack((x - w / 2, y - h / 2, x + w / 2, y + h / 2, torch.ones_like(x), torch.zeros_like(x)), 1)
-        return box_predictions(list(rows[:, None]), batch, CLASS_NAMES, Thresholds())
-
-
-class OneBoxTask(BoxTask):
-    """What the task of another network has to define."""
-
-    loss_names, recipe = ("distance",), Augmentation
-
-    def build_model(self, yaml: Any, imgsz: int, source: str = "") -> Model:
-        return OneBox()
-
-    def criterion(self, model: Model) -> Criterion:
-        raise NotImplementedError
-
-    def postprocess(self, model: Model, thresholds: Thresholds) -> Postprocess:
-        return OneBoxPostprocess()
-
-    def export_module(self, model: Model, suppression: Thresholds | None) -> nn.Module:
-        return model
-
-
-def test_another_network_takes_metrics_predictions_inputs_and_pictures() -> None:
-    task = OneBoxTask(CLASS_NAMES, Augmentation())
-    model = task.build_model({}, 64)
-    info = image_info(3, (64, 64), rows=np.float32([[0, 0.5, 0.5, 0.5, 0.25]]))
-    batch = grey_batch(info, targets=torch.tensor([[0, 0, 0.5, 0.5, 0.5, 0.25]]))
-    inputs = task.inputs(batch)
-    torch.testing.assert_close(inputs, torch.full((1, 3, 64, 64), 0.2))
-    postprocess = task.postprocess(model, Thresholds())
-    predictions = postprocess(postprocess.views(model, inputs, False), batch)
-    metrics = task.metrics(frozenset([3]))
-    assert metrics.summarise(metrics.update(predictions, batch)).metrics["mAP_0.5:0.95"] == pytest.approx(0.995)
-    assert predictions[0].coco_rows().rows.tolist() == [[16, 24, 48, 40, 1, 0]]
-    picture = task.draw_batch(batch)
-    assert (picture.dtype, picture.shape) == (np.uint8, (64, 64, 3))
-    assert (picture[32, 32] == 51).all()
-    assert (picture[32, 16] != 51).any()  # the box's left edge
-    assert set(task.features) < set(DetectionTask.features)
-
-
-def test_the_loss_on_a_gpu_is_that_of_padded_targets(task: DetectionTask) -> None:
-    model = task.build_model(tiny_detector(), 64)
-    plain: Any = task.criterion(model)
-    padded = plain.for_gpu(lambda function: function)
-    assert isinstance(padded, BoxCriterion)
-    assert padded is not plain
-    batch = grey_batch(image_info(), targets=torch.tensor([[0, 1, 0.5, 0.5, 0.3, 0.3]]))
-    outputs = model(task.inputs(batch))
-    torch.testing.assert_close(padded(outputs, batch).sums, plain(outputs, batch).sums)

@@ -115,8 +115,6 @@ def test_every_key_of_a_detector_is_read_by_augmentation_a_head_or_the_run() -> 
     assert read.union(*(head.hyperparameters for head in DetectionTask.heads)) == keys_of(Hyperparameters)
 
 
-# A user's task
-
 CLASSES = """
 from data.detection import DetectionData
 from models.tasks import TaskEntry

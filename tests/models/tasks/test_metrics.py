@@ -16,15 +16,12 @@ from torch import Tensor
 from models.tasks.contract import Thresholds
 from models.tasks.metrics import (
     AP_RECALLS,
-    CONFIDENT_THRESHOLD,
     CURVE_POINTS,
     DETECTION_METRICS,
     DetectionMetrics,
     ImageRecord,
     drawn_image,
     image_records,
-    matched_by,
-    paired_by,
     score_classes,
 )
 from models.tasks.predictions import IOU_THRESHOLDS
@@ -32,7 +29,7 @@ from tests.making import CLASS_NAMES, grey_batch, image_info
 from tests.models.tasks.batches import DISC, IMAGE, LIGHT, box, drawn_images, labels, predictions, random_images
 from utils.batch import ImageInfo
 from utils.console import TERMINAL, table
-from utils.summary import Box, Example, Summary
+from utils.summary import Box, Summary
 
 METRICS = DetectionMetrics(CLASS_NAMES)
 PERFECT = 0.995  # of 100 intervals between 101 points the last one counts half, because precision ends at 0
@@ -70,29 +67,6 @@ def test_the_record_of_an_image_does_not_depend_on_the_others_and_is_compact(see
         assert all(np.array_equal(*pair) for pair in zip(alone, record, strict=True))
     many = [image_info(k, IMAGE, rows=labels((0, 0.5, 0.5, 0.2, 0.2))) for k in range(4)]
     assert len(pickle.dumps(image_records([torch.rand(300, 6).double()] * 4, many)[0])) < 300 * 50
-
-
-def test_any_overlap_gives_precision_recall_and_the_confusion_matrix() -> None:
-    """Discs: one found exactly, one found as another class; and a label that only a doubtful disc is near."""
-    found = np.array([(5, 5), (31, 30), (70, 70.0)])
-    true = np.array([(5, 5), (30, 30), (70, 71.0)])
-    records = [
-        ImageRecord(4, np.float32([0.9, 0.8]), np.float32([0, 1]), np.float32([0, 0])),
-        ImageRecord(2, np.float32([CONFIDENT_THRESHOLD]), np.float32([1]), np.float32([1])),
-    ]
-    pairs: list[int] = []
-
-    def overlaps(detection: np.ndarray, label: np.ndarray) -> np.ndarray:
-        pairs.append(len(detection))
-        return np.maximum(1 - np.hypot(*(found[detection] - true[label]).T) / 10, 0)
-
-    records = paired_by(overlaps, matched_by(overlaps, records))
-    assert pairs == [2 + 0 + 1, 2 * 2]  # of one class and image; of one image, of confident detections
-    assert [record.overlap.tolist() for record in records] == [[1, 0], [0.9]]
-    assert [record.paired.tolist() for record in records] == [[[0, 0], [0, 1]], []]
-    scores = score_classes(records)
-    assert (scores.classes.tolist(), scores.instances.tolist()) == ([0, 1], [2, 1])
-    assert (scores.ap[1] > 0).tolist() == [True] * 9 + [False]  # 0.9 reaches all thresholds but 0.95
 
 
 # Scores by class
@@ -352,22 +326,6 @@ def test_documents() -> None:
         *(f"disc,{point},{int(float(point) < 1)}" for point in points),
         *(f"traffic light,{point},0" for point in points),
     ]
-
-
-def test_examples() -> None:
-    empty, detected, missed = METRICS.examples(METRICS.summarise(drawn_images()))
-    assert empty == Example('a, "b".jpg', 2, (64, 48), [], [])
-    assert detected == Example(
-        "b.jpg",
-        4,
-        (200, 100),
-        [Box(0, None, (0.375, 0.25, 0.625, 0.75))],
-        [Box(0, 0.5, (0.375, 0.25, 0.625, 0.75)), Box(2, 0.5, (0.05, 0.2, 0.15, 0.4))],
-    )
-    assert missed[:3] == ("c.jpg", 7, IMAGE)
-    ((label, confidence, corners, outline),) = missed.labels
-    assert (label, confidence, outline) == (1, None, ())
-    assert corners == pytest.approx((0.7, 0.375, 1, 0.625))
 
 
 def test_what_is_drawn_is_confident_and_in_falling_confidence() -> None:

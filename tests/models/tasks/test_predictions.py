@@ -55,14 +55,6 @@ def test_with_labels() -> None:
     assert len(predicted[0].rows) == 5  # of the metrics
 
 
-def test_coco_rows_are_in_pixels_of_the_file() -> None:
-    boxes = [torch.tensor([[1, 2, 3, 4, 0.5, 2.0]]), torch.zeros(0, 6)]
-    infos = [image_info(image=3, path="/data/b.jpg"), image_info(image=1)]
-    first, second = (one.coco_rows() for one in predictions(boxes, infos))
-    assert (first.image, first.path, first.rows.tolist()) == (3, "/data/b.jpg", [[1, 2, 3, 4, 0.5, 2]])
-    assert (second.image, second.rows.shape) == (1, (0, 6))
-
-
 def test_array_items_and_description() -> None:
     boxes = torch.tensor([[1, 2, 3, 4, 0.75, 2], [5, 6, 7, 8, 0.5, 0], [1, 1, 2, 2, 0.25, 2]]).double()
     predicted, nothing = predictions([boxes, boxes[:0]], [image_info(), image_info()])
@@ -101,23 +93,6 @@ def test_drawing_copies_the_image_and_puts_the_most_confident_on_top(names: bool
 def bar(height: float) -> list[float]:
     """Return a box whose IoU with the one of height 1 at the same position is `height`, or 1e-7 less."""
     return [0, 0, 1, height]
-
-
-def test_of_two_detections_of_a_label_the_confident_one_is_correct_if_it_reaches_the_threshold() -> None:
-    boxes = np.array([bar(0.61), bar(0.92)])  # the first is more confident
-    overlap, rival_overlap = match_by_overlap(
-        box_overlaps(boxes, np.array([bar(1.0)])), np.zeros(2, int), np.zeros(1, int)
-    )
-    assert overlap.tolist() == pytest.approx([0.61, 0.92])
-    assert rival_overlap.tolist() == pytest.approx([0, 0.61])
-
-
-@pytest.mark.parametrize(("detections", "true"), [(0, 3), (3, 0), (0, 0)])
-def test_matching_and_pairing_nothing(detections: int, true: int) -> None:
-    overlaps = box_overlaps(np.zeros((detections, 4)), np.zeros((true, 4)))
-    groups = np.zeros(detections, np.int64), np.zeros(true, np.int64)
-    assert [values.tolist() for values in match_by_overlap(overlaps, *groups)] == [[0.0] * detections] * 2
-    assert [values.tolist() for values in pair_by_overlap(overlaps, *groups)] == [[], []]
 
 
 def plain_iou(a: np.ndarray, b: np.ndarray) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import random
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -330,20 +328,6 @@ def test_overlaps_are_those_of_whole_masks(most: int, monkeypatch: pytest.Monkey
     np.testing.assert_allclose(computed, np.array(expected)[order], atol=1e-6)
     assert (computed > 0.2).sum() > 10
     assert overlaps(np.zeros(0, int), np.zeros(0, int)).tolist() == []
-
-
-def test_the_summary_does_not_depend_on_the_processes_that_made_the_records() -> None:
-    cases = [random_case(seed) for seed in range(6)]
-    expected = summary_of(*cases)
-    pieces = [METRICS.update(*made(*cases[start : start + 2], start=start)) for start in (0, 2, 4)]
-    gathered = pickle.loads(pickle.dumps([record for piece in pieces for record in piece]))
-    random.Random(0).shuffle(gathered)
-    summary = METRICS.summarise(gathered)
-    assert summary.metrics == expected.metrics
-    assert summary.table() == expected.table()
-    assert METRICS.documents(summary) == METRICS.documents(expected)
-    assert METRICS.examples(summary) == METRICS.examples(expected)
-    assert 0 < summary.metrics["mAP_0.5:0.95(B)"] < 1
 
 
 def test_tables_and_documents() -> None:

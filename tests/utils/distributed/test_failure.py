@@ -6,7 +6,6 @@ import functools
 import multiprocessing
 import os
 import random
-import resource
 import signal
 import socket
 import subprocess
@@ -20,7 +19,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -167,19 +165,25 @@ def hang_while_reading(_: Path) -> None:
             hang()
 
 
-def hang_on_the_second(folder: Path) -> None:
+def hang_in_a_step(folder: Path) -> None:
+    """After steps of less than a tenth of a second."""
+    failure.MIN_STALL_SECONDS, failure.STALL_FACTOR = 2.0, 1
+    hang_on_the_second(folder, 60.0, "training step")
+
+
+def hang_on_the_second(folder: Path, timeout: float = 2.0, work: str = "") -> None:
     failure.ROLL_CALL_SECONDS = failure.EXPLAIN_SECONDS = 1.0
     failure.POLL_SECONDS = 0.1
     connect("cpu", 60.0)
-    with Watchdog(2.0, folder) as watched:
+    with Watchdog(timeout, folder) as watched:
         for step in range(10):
-            watched.beat()
+            watched.keep_alive(work)
             if ranks().rank == 1 and step == 3:
                 hang()
             distributed.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize("work", [hang_on_the_second, hang_while_reading])
+@pytest.mark.parametrize("work", [hang_on_the_second, hang_in_a_step, hang_while_reading])
 def test_a_process_that_hangs_is_named(
     work: Callable[[Path], None], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,21 +440,6 @@ def test_all_processes_stop_at_the_same_step(on_processes: OnProcesses) -> None:
         assert all(requested for *_, requested in results)
 
 
-def validate(_: object = None) -> str:
-    """Get a signal on one process, between steps; return what each learns before they meet."""
-    connect("cpu", 60.0)
-    with GracefulStop() as stop:
-        if ranks().rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        requested: str = until(stop.requested)
-        distributed.barrier()
-    return requested
-
-
-def test_a_signal_ends_a_validation_on_all_processes(on_processes: OnProcesses) -> None:
-    assert on_processes(2, validate) == ["SIGTERM"] * 2
-
-
 def one_step_ahead(_: object = None) -> list[int]:
     """Stop a run whose processes wait for a step's gradients only after the next step has begun, as on GPUs.
 
@@ -529,28 +518,6 @@ def test_a_loader_process_ends_on_its_parents_signal_only() -> None:
 
 
 # Memory
-
-
-def count_pages(result: Connection) -> None:
-    """Send the pages that the system gives to a process for the images of its first items, and of a hundred others."""
-    init_worker(0)
-    pages = []
-    for items in (1, 10, 100):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for _ in range(items):
-            [np.ones((480, 640, 3), np.uint8) for _ in range(4)]
-        pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    result.send(pages)
-
-
-def test_freed_memory_is_reused() -> None:
-    """The images would need 90,000 new pages, each filled with zeros."""
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(target=count_pages, args=(sender,))
-    process.start()
-    first, _, others = receiver.recv()
-    process.join(60)
-    assert others < min(9000, 20 * first)
 
 
 def test_a_package_is_imported_while_wandb_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,21 +28,7 @@ from tests.processes import forking
 from utils.distributed import launch
 from utils.distributed import ranks as ranks_module
 from utils.distributed.failure import run_main
-from utils.distributed.launch import (
-    COLLECTIVE_MARGIN_SECONDS,
-    LAUNCHER_PRECISION,
-    RENDEZVOUS,
-    choose_precision,
-    connect,
-    cores_per_process,
-    device_kind,
-    device_numbers,
-    devices_named,
-    reset_accelerate,
-    seed_everything,
-    spawn,
-    start,
-)
+from utils.distributed.launch import RENDEZVOUS
 from utils.distributed.ranks import Ranks, RunStore, open_store, ranks
 from utils.errors import UserError
 from utils.files import ROOT
@@ -55,7 +41,7 @@ LAUNCH_FILES = sorted(
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     without_launcher(monkeypatch)
-    monkeypatch.delenv(LAUNCHER_PRECISION, raising=False)
+    monkeypatch.delenv(launch.LAUNCHER_PRECISION, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -68,14 +54,14 @@ def start_twice() -> tuple[str, int, str]:
     The launchers of the processes name different precisions, and no network.
     """
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
-    os.environ[LAUNCHER_PRECISION] = ("bf16", "fp16")[ranks().rank]
-    _, precision = start("cpu", "", 60.0)
+    os.environ[launch.LAUNCHER_PRECISION] = ("bf16", "fp16")[ranks().rank]
+    _, precision = launch.start("cpu", "", 60.0)
     distributed.destroy_process_group()
-    reset_accelerate()
+    launch.reset_accelerate()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     if ranks().rank == 1:
         time.sleep(1)
-    accelerator, _ = start("cpu", "no", 10.0)
+    accelerator, _ = launch.start("cpu", "no", 10.0)
     total = int(accelerator.reduce(torch.tensor([ranks().rank + 1]))[0])
     return precision.name, total, os.environ["GLOO_SOCKET_IFNAME"]
 
@@ -92,7 +78,7 @@ def test_deterministic_kernels(cuda: bool, deterministic: bool, monkeypatch: pyt
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(cuda and not deterministic)  # of a run before
     try:
-        seed_everything(7, deterministic)
+        launch.seed_everything(7, deterministic)
         assert torch.are_deterministic_algorithms_enabled() == (cuda and deterministic)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -110,14 +96,14 @@ def test_a_flag_then_the_launcher_then_the_device(named: str, device: str, monke
     """'no' of a launcher is not a choice: `accelerate launch` sets it if its user names nothing."""
     kind, _, lacking = device.partition(" ")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: not lacking)
-    monkeypatch.setenv(LAUNCHER_PRECISION, named)
+    monkeypatch.setenv(launch.LAUNCHER_PRECISION, named)
     for requested in ("", "no", "bf16", "fp16"):
         expected = requested or named.removeprefix("no") or DEFAULTS[device]
         if (kind, expected) == ("cpu", "fp16"):
             with pytest.raises(UserError, match="no, bf16"):
-                choose_precision(requested, kind, by_zero=False)
+                launch.choose_precision(requested, kind, by_zero=False)
         else:
-            assert choose_precision(requested, kind, by_zero=False).name == expected
+            assert launch.choose_precision(requested, kind, by_zero=False).name == expected
 
 
 @pytest.mark.parametrize("file", LAUNCH_FILES, ids=lambda file: file.name)
@@ -125,17 +111,17 @@ def test_a_launch_file_that_names_a_precision_gets_it(file: Path, monkeypatch: p
     """As `accelerate launch` passes it on."""
     named = yaml.safe_load(file.read_text()).get("mixed_precision", "no")
     arguments = launch_command_parser().parse_args(["--config_file", str(file), "train.py"])
-    monkeypatch.setenv(LAUNCHER_PRECISION, _validate_launch_command(arguments)[0].mixed_precision)
-    assert choose_precision("", "cpu", by_zero=False).name == named
+    monkeypatch.setenv(launch.LAUNCHER_PRECISION, _validate_launch_command(arguments)[0].mixed_precision)
+    assert launch.choose_precision("", "cpu", by_zero=False).name == named
 
 
 def test_deepspeed_has_no_fp16_and_fp8_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
-    assert choose_precision("", "cuda", by_zero=True).name == "no"
+    assert launch.choose_precision("", "cuda", by_zero=True).name == "no"
     for name, by_zero in (("fp8", False), ("fp16", True)):
-        monkeypatch.setenv(LAUNCHER_PRECISION, name)
+        monkeypatch.setenv(launch.LAUNCHER_PRECISION, name)
         with pytest.raises(UserError, match=name):
-            choose_precision("", "cuda", by_zero)
+            launch.choose_precision("", "cuda", by_zero)
 
 
 # Devices
@@ -150,7 +136,7 @@ def test_deepspeed_has_no_fp16_and_fp8_is_unknown(monkeypatch: pytest.MonkeyPatc
 )
 def test_device_numbers(device: str, numbers: list[int] | None) -> None:
     with pytest.raises(UserError, match=f"--device {device}") if numbers is None else nullcontext():
-        assert device_numbers(device) == numbers
+        assert launch.device_numbers(device) == numbers
 
 
 @pytest.mark.parametrize(
@@ -167,7 +153,7 @@ def test_the_number_of_processes_to_start(
         monkeypatch.delenv("LOCAL_RANK")
     refused = pytest.raises(UserError, match=f"--processes {processes}")
     with forking(), nullcontext() if expected is not None else refused:
-        assert spawn(partial(write_rank, tmp_path), processes, device) == bool(expected)
+        assert launch.spawn(partial(write_rank, tmp_path), processes, device) == bool(expected)
     assert {file.name for file in tmp_path.iterdir()} == {str(rank) for rank in range(expected or 0)}
 
 
@@ -195,21 +181,21 @@ def test_only_the_named_devices_are_visible(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     for devices in (visible.count(",") + 1 if visible else 4, count):
         set_devices(monkeypatch, devices)
-        assert device_kind(device) == "cuda"
+        assert launch.device_kind(device) == "cuda"
         assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
     with pytest.raises(UserError, match="another GPU"):
-        device_kind("0,1,2")
+        launch.device_kind("0,1,2")
 
 
 def test_the_best_device_or_the_requested_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for gpus, apple, expected in ((0, False, "cpu"), (0, True, "mps"), (2, False, "cuda")):
         set_devices(monkeypatch, gpus, apple)
-        assert device_kind("") == expected
-        assert devices_named("")[0].type == expected
-        assert device_kind("cpu") == "cpu"
+        assert launch.device_kind("") == expected
+        assert launch.devices_named("")[0].type == expected
+        assert launch.device_kind("cpu") == "cpu"
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")  # by accelerate launch --cpu
-    assert device_kind("") == "cpu"
-    for choose in (devices_named, device_kind):
+    assert launch.device_kind("") == "cpu"
+    for choose in (launch.devices_named, launch.device_kind):
         with pytest.raises(UserError, match="--device mps"):
             choose("mps")
 
@@ -221,7 +207,7 @@ def test_too_few_devices_are_an_error(
     set_devices(monkeypatch, devices)
     launched(monkeypatch, processes, processes)
     with pytest.raises(UserError, match=f"--device {device}" if device else "CUDA device"):
-        device_kind(device)
+        launch.device_kind(device)
 
 
 @pytest.mark.parametrize(
@@ -244,9 +230,9 @@ def test_processes_of_a_machine_share_its_cores(
     (tmp_path / "cpu").mkdir()
     for name, text in quota.items():
         (tmp_path / name).write_text(f"{text}\n")
-    assert cores_per_process() == cores
+    assert launch.cores_per_process() == cores
     launched(monkeypatch, 8, 4)
-    assert cores_per_process() == cores // 4
+    assert launch.cores_per_process() == cores // 4
 
 
 # The environment
@@ -274,8 +260,8 @@ def test_a_wrong_variable_is_named(variables: str, monkeypatch: pytest.MonkeyPat
         name, _, value = variable.partition("=")
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"{name} is '{value}'"):
-        start("cpu", "", 0.1)
-    reset_accelerate()
+        launch.start("cpu", "", 0.1)
+    launch.reset_accelerate()
 
 
 # The rendezvous
@@ -290,8 +276,8 @@ def test_an_unreachable_main_process_is_an_error(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(UserError, match=f"127.0.0.1 port {port}"):
-            connect("cpu", 0.1)
-    reset_accelerate()
+            launch.connect("cpu", 0.1)
+    launch.reset_accelerate()
 
 
 def test_a_missing_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +286,7 @@ def test_a_missing_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         port = free.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    limit = timedelta(seconds=COLLECTIVE_MARGIN_SECONDS + 0.2)
+    limit = timedelta(seconds=launch.COLLECTIVE_MARGIN_SECONDS + 0.2)
     with pytest.raises(UserError, match=r"1 of 3 .*rank 1, 2;"):
         distributed.init_process_group("gloo", init_method=f"{RENDEZVOUS}://", timeout=limit)
 
@@ -326,8 +312,8 @@ def test_a_main_process_elsewhere(
     monkeypatch.setattr(socket.socket, "getsockname", lambda _: (here, 9))
     monkeypatch.setattr(socket.socket, "getpeername", lambda _: ("192.0.2.1", 9))
     with pytest.raises(UserError, match="1 of 2"):
-        connect("cpu", 0.1)
-    reset_accelerate()
+        launch.connect("cpu", 0.1)
+    launch.reset_accelerate()
     assert ("warning: MASTER_ADDR 192.0.2.1 is no address of this machine" in capfd.readouterr().out) == warned
 
 
@@ -375,7 +361,7 @@ def test_spawn(on_processes: OnProcesses) -> None:
 
 
 def end_one(culprit: int, how: str) -> None:
-    connect("cpu", 60.0)
+    launch.connect("cpu", 60.0)
     if how == "error":
         raise UserError("an error of process 0, 1 and 2")
     if ranks().rank == culprit:
@@ -389,7 +375,7 @@ def end_one(culprit: int, how: str) -> None:
 )
 def test_a_failed_run_prints_one_line(culprit: int, how: str, named: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        run_main(lambda: spawn(partial(end_one, culprit, how), 3))
+        run_main(lambda: launch.spawn(partial(end_one, culprit, how), 3))
     assert caught.value.code == 1
     printed = capfd.readouterr()
     assert printed.err.startswith("error: ")
@@ -401,7 +387,7 @@ def test_a_failed_run_prints_one_line(culprit: int, how: str, named: str, capfd:
 def test_a_killed_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "SHUTDOWN_SECONDS", 0.1)
     with forking(), pytest.raises(UserError, match=r"process 1 on \S+ was killed by SIGKILL"):
-        spawn(kill_the_second, 2)
+        launch.spawn(kill_the_second, 2)
 
 
 def kill_the_second() -> None:
@@ -413,7 +399,7 @@ def kill_the_second() -> None:
 def test_the_second_ctrl_c_kills_processes_that_ignore_the_first(tmp_path: Path) -> None:
     before = time.monotonic()
     with forking(), pytest.raises(KeyboardInterrupt):
-        spawn(partial(press_ctrl_c_twice, tmp_path / "survived"), 2)
+        launch.spawn(partial(press_ctrl_c_twice, tmp_path / "survived"), 2)
     assert (tmp_path / "survived").exists()
     assert time.monotonic() - before < 300  # far less than the processes sleep
 

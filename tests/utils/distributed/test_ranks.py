@@ -67,9 +67,6 @@ def test_a_wrong_launch_is_refused(variables: dict[str, str], named: str, monkey
         check_launch()
 
 
-# The store
-
-
 @pytest.fixture
 def stores(monkeypatch: pytest.MonkeyPatch) -> list[RunStore]:
     """A store of each of two processes."""
@@ -100,9 +97,6 @@ def test_one_value_for_all(stores: list[RunStore]) -> None:
         main.wait_for_value("stop")
     assert main.write_once("stop", [3, "SIGTERM"]) == other.write_once("stop", [4, "SIGINT"]) == [3, "SIGTERM"]
     assert main.value("stop") == other.value("stop") == other.wait_for_value("stop") == [3, "SIGTERM"]
-
-
-# Collective operations
 
 
 def stop() -> NoReturn:
@@ -138,9 +132,6 @@ def test_collectives(gathered: list[str], shards: list[Any], on_processes: OnPro
     decisions = [{0: ("a",)}, "3", "no"]
     alike = {"broadcast": {"rank": 0}, "gather": gathered, "decisions": decisions}
     assert on_processes(len(shards), exchange) == [{**alike, "shard": shard} for shard in shards]
-
-
-# Shared memory
 
 
 def test_memory_of_an_earlier_run_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:

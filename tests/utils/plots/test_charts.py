@@ -87,9 +87,6 @@ def test_the_confusion_matrix_shows_shares() -> None:
     assert written == [(1, 1, "1"), (0, 0, ".80"), (2, 0, ".75"), (2, 1, ".25"), (0, 1, ".10"), (0, 2, ".10")]
 
 
-# Curves
-
-
 def curves(classes: int, positions: int = 5) -> Curves:
     """Class k is a tent of height (k + 1) / classes, with its top in the middle."""
     tent = 1 - np.abs(np.linspace(-1, 1, positions))
@@ -104,8 +101,6 @@ def test_f1_and_means_by_hand() -> None:
     mean = curves(2)._replace(values=np.array([[1, NAN, NAN], [0.5, 0.25, NAN]])).mean()
     assert mean == pytest.approx([0.75, 0.25, 0])
 
-
-# Labels
 
 NO_BOXES = np.zeros(0, int), np.zeros((0, 4))
 
@@ -122,9 +117,6 @@ def test_bars_are_the_counts() -> None:
         figure = labels_figure(["a", "b", "c"], {"train": np.array(row, float)}, *NO_BOXES)
         assert figure.axes[0].get_yscale() == scale
         figure.savefig(io.BytesIO())
-
-
-# Names and settings
 
 
 def test_unusual_names_cause_no_warnings(capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import cv2
 import numpy as np
 import pytest
 
@@ -25,19 +24,6 @@ def test_boxes_are_drawn_on_their_own_image_alone() -> None:
         assert second[row, column].any()
     assert not second[27:38, 19:46].any()  # lines have soft edges
     assert not images[1].any()  # copies are drawn on
-
-
-# Files
-
-
-def test_a_picture_is_written_in_the_format_of_its_name(tmp_path: Path) -> None:
-    picture = np.dstack([np.tile(np.linspace(0, 255, 64).astype(np.uint8), (64, 1))] * 3)
-    write_picture(tmp_path / "folder" / "a.png", picture)
-    write_picture(tmp_path / "folder" / "a.bmp", picture)
-    write_picture(tmp_path / "folder" / "b.png", picture, compact_png=True)
-    for name in ("a.png", "a.bmp", "b.png"):
-        assert np.array_equal(cv2.imread(str(tmp_path / "folder" / name)), picture)
-    assert len(list((tmp_path / "folder").iterdir())) == 3  # no temporary file
 
 
 @pytest.mark.parametrize(

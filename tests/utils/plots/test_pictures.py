@@ -160,9 +160,6 @@ def test_a_file_without_rows_draws_nothing(
     assert draw(tmp_path / "nowhere") == draw(tmp_path) == draw(tmp_path, "--only", "labels.csv") == 1
 
 
-# Validation images
-
-
 def validation_pictures(folder: Path, *rows: tuple[object, ...], head: str = VAL_BOXES_HEAD) -> list[np.ndarray]:
     """Draw a val_boxes.csv with these rows, and return the grids: labels and predictions of each batch."""
     text = csv_text(head.split(","), rows)  # type: ignore[arg-type]
@@ -207,9 +204,6 @@ def test_unusual_photos(tmp_path: Path) -> None:
     exif[0x0112] = 6  # a quarter turn
     Image.new("RGB", (400, 200)).save(tmp_path / "a.jpg", exif=exif)
     assert validation_pictures(tmp_path, (tmp_path / "a.jpg", "image", *[""] * 6))[0].shape[0] == 400 + CAPTION_PIXELS
-
-
-# Beside a training
 
 
 def test_pictures_are_drawn_in_the_background(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

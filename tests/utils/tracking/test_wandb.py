@@ -67,24 +67,6 @@ def test_the_key_is_found(host: str, found: bool, tmp_path: Path, monkeypatch: p
     assert has_key() == found
 
 
-# Examples
-
-SQUARE, TILTED = (0.2, 0.2, 0.8, 0.2, 0.8, 0.8, 0.2, 0.8), (0.5, 0.1, 0.9, 0.5, 0.5, 0.9, 0.1, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("box", "value", "corner"),
-    [(Box(1, None, (0.1, 0.1, 0.9, 0.9), TILTED), 2, 0), (Box(0, None, (0.2, 0.2, 0.8, 0.8), SQUARE), 1, 1)],
-)
-def test_masks(box: Box, value: int, corner: int) -> None:
-    """Outlines are filled with the class's number plus one."""
-    example = Example("a.png", 0, (100, 100), [box], [])
-    (image,) = example_images([example], lambda *_: np.zeros((100, 100, 3), np.uint8), ["disc", "ring"])
-    mask = np.asarray(image._masks["ground_truth"]._val["mask_data"])
-    assert {*np.unique(mask).tolist()} == {0, value}
-    assert (mask[50, 50], mask[25, 25]) == (value, corner)
-
-
 def test_images_are_padded_to_one_size() -> None:
     """Boxes and masks stay where they were; pixels are BGR as everywhere, and W&B takes RGB."""
     sizes = [(20, 10), (25, 40)]

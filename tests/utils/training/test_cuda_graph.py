@@ -89,22 +89,6 @@ def replays(model: Any) -> dict[tuple[int, int], list[int]]:
     return {part: [each.replays for each in of.recordings.values()] for part, of in model.recorder.parts.items()}
 
 
-def test_the_fourth_batch_of_a_shape_is_replayed(device: SimpleNamespace) -> None:
-    model: Any = build_model("yolov5n.yaml", imgsz=64)
-    recorded(model)
-    for _ in range(3):
-        model(IMAGES)
-    assert replays(model) == {(0, 25): []}
-    for _ in range(2):
-        outputs = model(IMAGES)
-    assert [tuple(each.shape[2:4]) for each in outputs] == [(8, 8), (4, 4), (2, 2)]
-    model(IMAGES[:1])  # another shape
-    model.eval()(IMAGES)
-    with torch.no_grad():
-        model.train()(IMAGES)
-    assert replays(model) == {(0, 25): [2]}
-
-
 def test_network_head_and_loss_are_replayed_with_the_same_gradients(device: SimpleNamespace) -> None:
     """The rows before the head for every batch, the head and the loss for the same number of targets."""
     model: Any = build_model("yolov5n.yaml", nc=3, imgsz=64).to(memory_format=torch.channels_last)

@@ -54,9 +54,6 @@ def test_the_best_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     assert "docs/map-is-zero.md" in second
 
 
-# The step curves
-
-
 def step_log(batches: int = 8, tracked: bool = True) -> StepLog:
     """Return the log of a run of two epochs."""
     run: Any = SimpleNamespace(accelerator=Accelerator(cpu=True), is_tracked=tracked)
@@ -100,9 +97,6 @@ def test_points(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (second["step/a"], second["step/b"], second["step/gradient_norm"]) == (7.0, 8.0, norm)
     assert [second[f"step/lr{k}"] for k in (0, 1)] == [0.05, 0.1]
     assert [second[f"step/momentum{k}"] for k in (0, 1)] == [0.9, 0.8]
-
-
-# The profile
 
 
 @pytest.mark.parametrize("window", ["", "0:3", "5:4", "5", "a:b", "1:2:3"])

@@ -84,9 +84,6 @@ def test_out_of_memory(
         raise error
 
 
-# AutoBatch
-
-
 class Group:
     """Collectives with other processes, whose devices do or do not hold a batch."""
 

@@ -103,8 +103,6 @@ def test_groups_and_rates_by_factor(network: nn.Module) -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0, 0.1, 0, 0, 0.1, 0, 0.1]
 
 
-# Schedule
-
 SLOW = Recipe(lr0=0.01, lrf=0.1, momentum=0.937, warmup_epochs=3, warmup_momentum=0.8, warmup_bias_lr=0.1)
 LINEAR = Schedule(epochs=10, batches=50, cosine=False, hyp=SLOW)
 

@@ -24,7 +24,7 @@ from utils.distributed.tree import LogicalProcesses
 from utils.errors import UserError
 from utils.run import Run
 from utils.training.optimizer import ModelEMA, Schedule, build_optimizer
-from utils.training.steps import MAX_SKIPS, NonFiniteGuard, OptimizerSteps
+from utils.training.steps import MAX_SKIPS, OptimizerSteps
 
 BATCH, BATCHES = 4, 5  # of all processes; of an epoch
 EPOCHS = 2
@@ -241,25 +241,3 @@ def continued(folder: str) -> list[bool]:
 @pytest.mark.long
 def test_three_processes_continue_bit_by_bit(tmp_path: Path, on_processes: OnProcesses) -> None:
     assert on_processes(3, continued, str(tmp_path)) == [[True, True]] * 3
-
-
-# Steps that are not finite
-
-
-def test_a_skipped_step_is_undone() -> None:
-    """In loss sums, statistics and a parameter, and after the sums were set to zero at the end of an epoch."""
-    weight = nn.Parameter(torch.ones(2))
-    tensors = [torch.zeros(3), torch.tensor([1 / 3], dtype=torch.float64), weight.detach()]
-    guard, expected = NonFiniteGuard([*tensors[:2], weight]), [0.0, 1 / 3, 1.0]
-    for value, taken in ((1, True), (torch.nan, False), (3, True), (torch.inf, False)):
-        for tensor in tensors:
-            tensor += value
-        guard.keep_if(torch.tensor(taken))
-        expected = [number + value if taken else number for number in expected]
-        assert [tensor.unique().tolist() for tensor in tensors] == [[number] for number in expected]
-    tensors[0].zero_()
-    guard.snapshot()
-    tensors[0] += torch.nan
-    guard.keep_if(torch.tensor(False))
-    assert tensors[0].tolist() == [0.0] * 3
-    assert weight.requires_grad
