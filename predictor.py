@@ -74,7 +74,7 @@ class Predictor:
             if flags:
                 log(located({"weights": members.files.values(), "data": [source.spec.file] if source else []}))
             kind = members.entry.load()
-            members.refuse(DetectOptions, given)
+            members.refuse_flags(options, given)
             self.task = kind(source.names() if source else members.first.class_names, kind.recipe())
             self.data = dataset_class(members.entry.data)
             size = members.image_size(options.imgsz)

@@ -27,7 +27,7 @@ from models.loading import log_rounding
 from models.tasks.contract import Criterion, Metrics, Model, Prediction, Task, Thresholds, refuse, terms_of
 from utils.batch import Batch, CocoImage, Split
 from utils.config.flags import ValOptions, select
-from utils.config.parser import given_flags, over_defaults
+from utils.config.parser import given_flags
 from utils.console import log
 from utils.distributed.failure import barrier, run_main
 from utils.distributed.launch import cores_per_process, spawn, start
@@ -144,7 +144,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
 
     Nothing is written before all input has been checked. Raises `UserError`.
     """
-    options = over_defaults(ValOptions, given)
+    options = ValOptions(**given)
     precision = "no" if options.half else options.mixed_precision
     run = Run(*start(options.device, precision, options.dist_timeout), options.quiet)
     device = run.accelerator.device
@@ -154,7 +154,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     # Read and check the weights and the data.
     with barrier(options.dist_timeout):  # one machine may have more to download than another
         members = read_members(options.weights, options.layers, options.task_file, options.augment)
-        members.refuse(ValOptions, given)
+        members.refuse_flags(options, given)
         if options.annotations and not (options.save_json and Path(options.annotations).is_file()):
             raise UserError(f"--annotations {options.annotations} must be a file, and needs --save-json")
         source = data_source(options.data, members.entry.data)
@@ -250,7 +250,7 @@ def label_writer(options: ValOptions, folder: Path, images: Sequence[Path]) -> C
 def main(argv: Sequence[str] | None = None) -> None:
     """Validate from the command line, on as many processes as it says."""
     given = given_flags(ValOptions, sys.argv[1:] if argv is None else argv)
-    options = over_defaults(ValOptions, given)
+    options = ValOptions(**given)
     if not spawn(partial(validate, given), options.processes, options.device):
         validate(given)
 

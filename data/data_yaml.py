@@ -20,7 +20,7 @@ from data.images import images_below, listed_images
 from data.labels import RowRules, label_name
 from utils import user_code
 from utils.config.flags import is_number
-from utils.config.parser import suggested_defaults
+from utils.config.hyperparameters import suggested_defaults
 from utils.console import log
 from utils.errors import UserError, nearest, plural, public, quoted
 from utils.files import IS_INSTALLED, ROOT, find_file, read_yaml

@@ -189,10 +189,10 @@ class DataSet(ABC, Generic[S]):
     def evaluation_loader(self, split: S, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
         """Return a loader over `batches`, a process's share of the evaluation. Nothing is random."""
 
-    def user_augmentations(self, is_named: bool = True) -> UserAugmentations:
+    def user_augmentations(self, named_by_user: bool = True) -> UserAugmentations:
         """Read the user's augmentations: see `read_augmentations`."""
         classes = len(self.class_names(self.spec, self.options.single_cls))
-        return read_augmentations(self.options.augmentations, classes, is_named)
+        return read_augmentations(self.options.augmentations, classes, named_by_user)
 
     def usable(self, name: str, sizes: np.ndarray, problems: Sequence[str]) -> np.ndarray:
         """Return a mask of the usable images of a split, bool (n,): those whose width and height in `sizes` are not 0.

@@ -222,10 +222,10 @@ class StartingPoint:
         """The licence of the initial weights, and the files that they began from."""
         return self.weights.origin if self.weights else Origin(YOURS)
 
-    def default_weights(self, agreed: Callable[[bool], bool]) -> str:
+    def default_weights(self, from_main: Callable[[bool], bool]) -> str:
         """Return DEFAULT if the main process can get the weights that torchvision recommends for the model, else ''.
 
-        `agreed` returns the main process's value on every process.
+        `from_main` returns the main process's value on every process.
         """
         if "architecture" not in self.yaml:
             log("training from scratch: no --weights are given")
@@ -233,7 +233,7 @@ class StartingPoint:
         found = False
         with suppress(UserError):
             found = bool(find_weights(TORCHVISION_DEFAULT, self.yaml, self.source))
-        if not agreed(found):
+        if not from_main(found):
             log("training from scratch: torchvision's weights cannot be downloaded")
             return ""
         log("starting from torchvision's weights; --weights '' trains from scratch")
@@ -254,26 +254,26 @@ class StartingPoint:
         return share if all(name in file.state for name in head_tensors(model)) else share / 2
 
 
-def add_user_code(layers: str, task_file: str, given: Collection[str] = ("layers", "task_file")) -> None:
-    """Add the layers and tasks of --layers and --task-file; if not `given`, the settings of a resumed run name them."""
+def add_user_code(layers: str, task_file: str, flags: Collection[str] = ("layers", "task_file")) -> None:
+    """Add the layers and tasks of --layers and --task-file; not in `flags`, the settings of a resumed run name them."""
     if layers:
-        add_layers(layers, "layers" in given)
+        add_layers(layers, "layers" in flags)
     if task_file:
-        add_tasks(task_file, "task_file" in given)
+        add_tasks(task_file, "task_file" in flags)
 
 
-def starting_point(options: TrainOptions, weights: str, saved_yaml: Mapping[str, Any] | None) -> StartingPoint:
+def starting_point(cfg: str, weights: str, saved_yaml: Mapping[str, Any] | None) -> StartingPoint:
     """Read the model that --cfg names, else the one in the file `weights`.
 
     If --cfg is given, `with_weights` reads the weights later. A resumed run has its model in `saved_yaml`. Raises
     `UserError`.
     """
-    source = options.cfg or weights
+    source = cfg or weights
     if saved_yaml is None:
-        refuse_unread_family(f"--cfg {options.cfg}", options.cfg, "yolov9t.yaml")
-    if saved_yaml is not None or options.cfg:
-        yaml = saved_yaml or read_yaml(find_file(options.cfg, "model", MODEL_FOLDERS))
-        return StartingPoint(TASKS[task_of(yaml, source)], dict(yaml), source, bool(options.cfg))
+        refuse_unread_family(f"--cfg {cfg}", cfg, "yolov9t.yaml")
+    if saved_yaml is not None or cfg:
+        yaml = saved_yaml or read_yaml(find_file(cfg, "model", MODEL_FOLDERS))
+        return StartingPoint(TASKS[task_of(yaml, source)], dict(yaml), source, bool(cfg))
     file = find_weights(weights) if weights else None
     content = read_weights(file) if file else None
     if file is None or content is None or content.model is None:
@@ -325,8 +325,8 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> N
         weights.compare_names(task.names, name)
 
 
-def recipe_of(settings: Mapping[str, Any], given: Mapping[str, Any]) -> type[Recipe]:
-    """Return the class of a run's hyperparameters, by settings that `given` flags may replace. Raises `UserError`."""
-    if task_file := {**settings, **given}.get("task_file"):
-        add_tasks(task_file, "task_file" in given)
+def recipe_of(settings: Mapping[str, Any], flags: Mapping[str, Any]) -> type[Recipe]:
+    """Return the class of a run's hyperparameters, by settings that `flags` may replace. Raises `UserError`."""
+    if task_file := {**settings, **flags}.get("task_file"):
+        add_tasks(task_file, "task_file" in flags)
     return TASKS[task_of(settings["model"], "the model")].load().recipe

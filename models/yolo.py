@@ -123,16 +123,16 @@ def chain(modules: list[nn.Module]) -> nn.Module:
     return modules[0] if len(modules) == 1 else nn.Sequential(*modules)
 
 
-def add_layers(file: str | Path, is_named: bool = True) -> list[str]:
+def add_layers(file: str | Path, named_by_user: bool = True) -> list[str]:
     """Register the layers that a user's Python file defines, and return their names. The file is run once.
 
     A layer is a class in the file that extends nn.Module. The names of its parameters decide how it is called, as for
     ours: (c1, c2, *args[1:]), with c2 scaled, and with repeats after c2 if the third parameter is `n` or `repeats`;
     (c1, *args); (channels, *args) or (*args, channels=...), with the channels of all input maps; else (*args).
     Raises `UserError` if the file does not load, defines no layer, or defines one whose name is taken, or if it is not
-    to be trusted: the settings of a run name it, not the user (`is_named`).
+    to be trusted: the settings of a run name it, not the user (`named_by_user`).
     """
-    with imported(file, "--layers", is_named) as module:
+    with imported(file, "--layers", named_by_user) as module:
         classes = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, nn.Module)]
         defined = {layer.__name__: layer for layer in classes if layer.__module__ == module.__name__}
         if not defined:

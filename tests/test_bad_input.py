@@ -125,16 +125,13 @@ OF_FLAGS = {
     # values
     "--epoch 3": "'--epochs'",
     "--batch-size 0": "--batch-size 0",
-    "--batch-size 6 --logical-processes 4": "--batch-size 6",
     "--batch-size 1000000000": "--batch-size",
     "--batch-size 65": "--batch-size 65",  # of fewer images
     "--optimizer adamw": "'AdamW'?",
     "--local_rank 1": "--local-rank",
     "--hyp.lr 1": "'lr0'",
     "--verbose=False": "--quiet",
-    "--no-deterministic --logical-processes 2": "--no-deterministic",
     "--name=": "--name",
-    "--profile 3:2": "--profile 3:2",
     "--device 7": "--device 7",
     "--device gpu": "--device gpu",
     "--freeze 99": "--freeze '99'",

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torchvision.models import resnet18
 
-from job import resolve, settings_of
+from job import read_job
 from models.tasks.classify import default_weights
 from tests.conftest import VAL, CallMain, OnProcesses, RunScript
 from tests.curves import CLASSIFIED, floats, refused, rows, same_curve
 from tests.making import write_yaml
+from utils.config.settings import read_settings
 from utils.distributed.launch import start
 from utils.distributed.ranks import ranks
 from utils.files import read_yaml
@@ -125,9 +126,9 @@ def weights_on_one_machine(flags: list[str], folder: str) -> str:
     os.environ |= {"TORCH_HOME": f"{folder}/torch{rank}", "https_proxy": "http://127.0.0.1:9", "no_proxy": "localhost"}
     if rank:
         write_default_weights(Path(folder, f"torch{rank}"))
-    settings = settings_of(flags)
+    settings = read_settings(flags, pytest.fail)
     run = Run(*start("cpu", "", 60.0))
-    job = resolve(settings, run.collectives.broadcast)
+    job = read_job(settings, run.collectives.broadcast)
     assert job.start.weights is None
     return job.settings.options.weights
 

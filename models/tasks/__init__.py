@@ -81,15 +81,15 @@ def task_of(yaml: Mapping[str, Any], source: str) -> str:
     return task
 
 
-def add_tasks(place: str, is_named: bool = True, named_by: str = "the run's settings.yaml") -> list[str]:
+def add_tasks(place: str, named_by_user: bool = True, named_by: str = "the run's settings.yaml") -> list[str]:
     """Run a user's Python file or package, register the tasks in its `TASKS`, a dict of `TaskEntry` by name, and return
     their names.
 
-    An entry names classes in the module itself, as `f"{__name__}:MyTask"`, or in modules of its package. `is_named` and
-    `named_by` are as in `imported`. Raises `UserError` if the file does not load, or defines no task, an incomplete
-    task, or one whose name is taken.
+    An entry names classes in the module itself, as `f"{__name__}:MyTask"`, or in modules of its package. See `imported`
+    for the other arguments. Raises `UserError` if the file does not load, or defines no task, an incomplete task, or
+    one whose name is taken.
     """
-    with imported(place, "--task-file", is_named, named_by) as module:
+    with imported(place, "--task-file", named_by_user, named_by) as module:
         entries = getattr(module, "TASKS", None)
         if not entries or not isinstance(entries, dict) or {*map(type, entries.values())} != {TaskEntry}:
             raise UserError(

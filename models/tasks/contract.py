@@ -526,7 +526,7 @@ class Task(ABC):
         """Return a model's YAML with the changes that hyperparameters make. Not called for a resumed run."""
         return dict(yaml)
 
-    def unread(self, yaml: Mapping[str, Any]) -> tuple[str, ...]:
+    def unused_keys(self, yaml: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the keys of `recipe` that are not used when the model of a YAML is trained; none by default."""
         return ()
 

@@ -421,7 +421,7 @@ class DetectionTask(BoxTask):
         head = detection_head(yaml)
         return cls.features | (head.features if head else frozenset())
 
-    def unread(self, yaml: Mapping[str, Any]) -> tuple[str, ...]:
+    def unused_keys(self, yaml: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the detector's keys that neither augmentation nor the head of a YAML's model reads.
 
         Keys that a derived task adds are not among them.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import resnet18, vit_b_32
 
-from job import resolve, settings_of
+from job import read_job
 from models.loading import StartingPoint, freeze, gflops, load_and_freeze, parameters_of, rate_factors, transfer
 from models.tasks import TASKS
 from models.tasks.detect import DetectionTask
@@ -20,6 +20,7 @@ from models.yolo import YoloModel, build_model
 from tests.making import tiny_anchor_free, tiny_detector, write_yaml
 from utils.config.flags import TrainOptions
 from utils.config.hyperparameters import Hyperparameters
+from utils.config.settings import read_settings
 from utils.errors import UserError
 from utils.files import read_yaml
 
@@ -232,4 +233,4 @@ def test_the_weights_that_a_data_yaml_names_contain_the_model(small_data: Path, 
         (["--cfg", "none.yaml"], "none.yaml"),
     ):
         with pytest.raises(UserError, match=named):
-            resolve(settings_of(["--data", str(data), *flags]))
+            read_job(read_settings(["--data", str(data), *flags], pytest.fail))

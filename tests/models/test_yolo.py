@@ -387,6 +387,6 @@ def test_a_file_that_only_the_settings_of_a_run_name_is_not_run(user_file: Path)
     code = f"class First(nn.Identity):\n    Path({str(mark)!r}).touch()\n"
     user_file.write_text(f"from pathlib import Path\nfrom torch import nn\n\n\n{code}")
     with pytest.raises(UserError, match=f"--layers {user_file}"):
-        add_layers(user_file, is_named=False)
+        add_layers(user_file, named_by_user=False)
     assert not mark.exists()
     assert add_layers(user_file) == ["First"]

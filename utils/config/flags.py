@@ -126,6 +126,12 @@ def expected(hint: Any, metadata: Mapping[str, Any]) -> str:
     return noun if within == FINITE or hint not in (int, float) else f"{noun}, {within}"
 
 
+def profile_window(text: str) -> tuple[int, int]:
+    """Return the first and the last step of --profile START:STOP; (0, 0) for any other text, which is refused."""
+    first, last = map(int, text.split(":")) if re.fullmatch(r"\d+:\d+", text) else (0, 0)
+    return (first, last) if 1 <= first <= last else (0, 0)
+
+
 def typed_values(
     kind: type[DataclassInstance],
     values: Mapping[str, Any],
@@ -134,11 +140,14 @@ def typed_values(
 ) -> dict[str, Any]:
     """Return values by field name as the types of the fields of `kind`, or of those in `known`.
 
-    Raises `UserError`, in which `named` names a field, also for an unknown name.
+    Raises `UserError`, in which `named` names a field, also for an unknown name and for a value in `REFUSED`.
     """
     hints, result = typing.get_type_hints(kind), {}
     known = kind.__dataclass_fields__ if known is None else known
     for key, value in values.items():
+        for word in value if isinstance(value, (list, tuple)) else [value]:
+            if instead := REFUSED.get(f"{key} {word}"):
+                raise UserError(f"{named(key)} {word} {instead}")
         if key not in known:
             raise UserError(f"{named(key)} is unknown{nearest(str(key), known)}; correct or remove it")
         metadata = kind.__dataclass_fields__[key].metadata
@@ -196,6 +205,11 @@ def flag(  # noqa: PLR0913 - a flag is one declaration
         suggested: kinds of YAML that may set a default of the flag under `defaults:`, of "data" and "hyp"
     """
     return dataclasses.field(default=default, metadata={**locals(), "help": text})
+
+
+def as_flag(name: str) -> str:
+    """Return the name of a field as the flag of the command line."""
+    return f"--{name.replace('_', '-')}"
 
 
 def flags_of(kind: type[DataclassInstance]) -> list[dataclasses.Field[Any]]:

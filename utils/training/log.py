@@ -20,8 +20,9 @@ from accelerate.utils import ProfileKwargs
 from torch import Tensor
 from tqdm import tqdm
 
+from utils.config.flags import profile_window
 from utils.console import TERMINAL, Bar, log
-from utils.errors import UserError, plural
+from utils.errors import plural
 from utils.summary import Summary
 
 if TYPE_CHECKING:
@@ -172,18 +173,6 @@ class StepLog:
             kinds: Any = ["cpu"] + ["cuda"] * (self.device.type == "cuda")
             options = ProfileKwargs(activities=kinds, output_trace_dir=str(self.run.path / TRACE_FOLDER))
             self._profile = self._profiling.enter_context(self.run.accelerator.profile(options))
-
-
-def profile_window(window: str) -> tuple[int, int]:
-    """Return the first and the last step of --profile START:STOP, (0, 0) for ''. Raises `UserError`."""
-    if not window:
-        return 0, 0
-    first, _, last = window.partition(":")
-    if not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
-        raise UserError(
-            f"--profile {window}: give the first and the last optimizer step, counted from 1, such as 10:15"
-        )
-    return int(first), int(last)
 
 
 def peak_memory(device: torch.device) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ from models.tasks.detect import DetectionTask
 from models.tasks.segment import SegmentationTask
 from utils.checkpoint import Progress
 from utils.console import TERMINAL, Bar
-from utils.errors import UserError
 from utils.summary import Summary
 from utils.training.log import StepLog, epoch_line, log_best_epoch, profile_window
 
@@ -101,10 +99,6 @@ def test_points(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [second[f"step/momentum{k}"] for k in (0, 1)] == [0.9, 0.8]
 
 
-@pytest.mark.parametrize(
-    ("window", "expected"),
-    [("", (0, 0)), ("010:15", (10, 15)), *((text, None) for text in ("0:3", "5:4", "5", "a:b", "1:2:3"))],
-)
-def test_windows(window: str, expected: tuple[int, int] | None) -> None:
-    with nullcontext() if expected else pytest.raises(UserError, match=f"--profile {window}"):
-        assert profile_window(window) == expected
+@pytest.mark.parametrize("window", ["", "0:3", "5:4", "5", "a:b", "1:2:3"])
+def test_windows(window: str) -> None:
+    assert (profile_window(window), profile_window("010:15")) == ((0, 0), (10, 15))
