@@ -18,7 +18,8 @@ from data.dataset import Item, data_source, dataset_class
 from data.media import MediaItem, as_pixels, find_files, read_files
 from models.ensemble import Inference, for_inference, read_members
 from models.loading import ImageSize, in_words, log_rounding, sides_of
-from models.tasks.contract import Prediction, Results, Thresholds
+from models.tasks.contract import Prediction, Thresholds
+from models.tasks.results import Results
 from utils.batch import Batch
 from utils.config.flags import DetectOptions, flags_of, select
 from utils.config.parser import given_flags
