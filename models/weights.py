@@ -39,7 +39,7 @@ from models.yolov5_pickle import (
 from utils.checkpoint import FORMAT, SAFETENSORS_SUFFIX, is_safetensors, read_safetensors
 from utils.config.flags import IMGSZ, is_number
 from utils.console import log
-from utils.errors import UserError, first_line, plural, quoted
+from utils.errors import UserError, first_line, nearest, plural, quoted
 from utils.files import HUB_PREFIX, ROOT, cache_folder, download, fetch_from_hub, one_at_a_time, read_regular, read_yaml
 
 if TYPE_CHECKING:
@@ -420,13 +420,29 @@ def find_weights(
     )
 
 
+def architecture(yaml: Mapping[str, Any], source: str) -> str:
+    """Return the `architecture` of a YAML. Raises `UserError`, which names `source`, if torchvision lacks it."""
+    from torchvision import models as torchvision_models
+
+    name, known = yaml.get("architecture"), torchvision_models.list_models(module=torchvision_models)
+    if not isinstance(name, str) or name not in known:
+        hint = nearest(str(name), known) or ", such as resnet34"
+        raise UserError(f"{source}: `architecture` is {name!r}; give a classification model of torchvision{hint}")
+    return name
+
+
+def default_weights(name: str) -> str:
+    """Return the URL of the weights that torchvision recommends for an architecture."""
+    from torchvision.models import get_model_weights
+
+    return str(get_model_weights(name).DEFAULT.url)
+
+
 def torchvision_weights(yaml: Mapping[str, Any], source: str) -> Path:
     """Return the file of the weights that torchvision recommends for a YAML's `architecture`. Raises `UserError`."""
-    from models.tasks import classify
-
     if "architecture" not in yaml:
         raise UserError(f"--weights {TORCHVISION_DEFAULT} needs a --cfg that names an `architecture` of torchvision")
-    address = classify.default_weights(classify.architecture(yaml, source))
+    address = default_weights(architecture(yaml, source))
     file = Path(address).name
     digits = CHECKSUM_IN_NAME.search(file)
     return download(address, Path(torch.hub.get_dir()) / "checkpoints" / file, sha256=digits[1] if digits else "")

@@ -9,6 +9,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,23 @@ def test_packages_re_export_nothing() -> None:
     """An import names the module that defines the thing, and loads no more than that."""
     filled = [relative(path) for path in PROJECT if path.name == "__init__.py" and path.read_text()]
     assert filled == ["models/tasks/__init__.py"]  # the table of the tasks
+
+
+def runtime_imports(node: ast.AST) -> set[str]:
+    """Return the modules that code imports when it runs, in functions too, and the names that it takes from them."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return set()
+    source = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+    names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+    nested = map(runtime_imports, ast.iter_child_nodes(node))
+    return {source.rstrip("."), *(source + name for name in names)}.union(*nested)
+
+
+def test_no_circle_of_imports() -> None:
+    modules = {re.sub("(/__init__)?[.]py", "", relative(path)).replace("/", "."): path for path in PROJECT}
+    graph = {name: runtime_imports(ast.parse(path.read_text())) & modules.keys() for name, path in modules.items()}
+    assert {"models.ensemble", "models.weights"} <= graph["models.tasks.classify"]  # in a function, and above
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 ASKING_FOR_RANK = {

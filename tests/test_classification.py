@@ -13,7 +13,7 @@ import torch
 from torchvision.models import resnet18
 
 from job import resolve, settings_of
-from models.tasks.classify import default_weights
+from models.weights import default_weights
 from tests.conftest import VAL, CallMain, OnProcesses, RunScript
 from tests.curves import CLASSIFIED, floats, refused, rows, same_curve
 from tests.making import write_yaml

@@ -34,6 +34,7 @@ from models.tasks.contract import (
     device_constant,
     weights_by_class,
 )
+from models.weights import architecture
 from models.yolo import build_model
 from utils.batch import Batch, ClassInfo, Split, layout
 from utils.config.flags import BELOW_ONE, NOT_NEGATIVE
@@ -53,24 +54,6 @@ CLASSIFIER_KEYS = ("task", "architecture", "nc", "args")
 # These architectures have auxiliary heads for training, which would need a loss, so they are left out. Their pretrained
 # weights expect another normalisation of the images, which `transform_input` does.
 AUXILIARY_ARGUMENTS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
-
-
-def architecture(yaml: Mapping[str, Any], source: str) -> str:
-    """Return the `architecture` of a YAML. Raises `UserError`, which names `source`, if torchvision lacks it."""
-    from torchvision import models as torchvision_models
-
-    name, known = yaml.get("architecture"), torchvision_models.list_models(module=torchvision_models)
-    if not isinstance(name, str) or name not in known:
-        hint = nearest(str(name), known) or ", such as resnet34"
-        raise UserError(f"{source}: `architecture` is {name!r}; give a classification model of torchvision{hint}")
-    return name
-
-
-def default_weights(name: str) -> str:
-    """Return the URL of the weights that torchvision recommends for an architecture."""
-    from torchvision.models import get_model_weights
-
-    return str(get_model_weights(name).DEFAULT.url)
 
 
 def build_classifier(yaml: Mapping[str, Any], nc: int, imgsz: int, source: str = "the model YAML") -> Model:

@@ -18,7 +18,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from models.loading import transfer
-from models.tasks import classify as torchvision_models
 from models.weights import RELEASE_SHA256, Origin, Weights, find_weights, read_weights, same_names
 from models.yolo import build_model
 from tests.models.test_yolov5_pickle import Call, Pickled, refused, save_as_yolov5, save_bytes, save_legacy, save_zip
@@ -360,7 +359,7 @@ def test_torchvisions_default_weights(server: Server, folder: Path, monkeypatch:
     """Their names end with the first digits of the SHA-256."""
     digits = hashlib.sha256(weights()).hexdigest()[:8]
     of_name = {"resnet34": f"small-{digits}.pth", "resnet18": "small-0123abcd.pth"}
-    monkeypatch.setattr(torchvision_models, "default_weights", lambda name: f"{server.address}/{of_name[name]}")
+    monkeypatch.setattr("models.weights.default_weights", lambda name: f"{server.address}/{of_name[name]}")
     for file in of_name.values():
         server.give(file, sending(weights()))
     path = find_weights("DEFAULT", {"task": "classify", "architecture": "resnet34"}, "mine.yaml")
