@@ -29,7 +29,6 @@ from models.tasks.contract import Criterion, LossTerms, Model, at_least_float32,
 from utils.batch import Batch, BoxSplit
 from utils.config.hyperparameters import AnchorKeys, keys_of
 
-LOSS_NAMES = ("box_loss", "obj_loss", "cls_loss")  # names of the terms, in the order of `LossTerms`
 # Offsets (x, y) of the cells that a target may be assigned to: its centre's cell, then left, above, right and below.
 NEIGHBOURS = ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (-1.0, 0.0), (0.0, -1.0))
 NEIGHBOUR_DISTANCE_CELLS = 0.5  # largest distance from a target's centre to a neighbouring cell
@@ -121,7 +120,7 @@ class DetectionCriterion(BoxCriterion):
         self, hyp: AnchorKeys, head: Detect, label_smoothing: float = 0.0, class_weights: Sequence[float] = ()
     ) -> None:
         self.hyp, self.classes, self._head, self.label_smoothing = hyp, head.nc, head, label_smoothing
-        self.class_weights = tuple(class_weights)
+        self.class_weights, self.least = tuple(class_weights), min((1.0, *class_weights))
         self._strides = head.stride.tolist()
 
     def hints(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -133,10 +132,13 @@ class DetectionCriterion(BoxCriterion):
     def __call__(self, outputs: Sequence[Tensor | Level], batch: Batch) -> LossTerms:
         """Return the loss terms, whose parts are the levels, from raw maps (b, anchors, h, w, 5 + classes), or each
         level's `Level` at the cells of `hints`."""
-        return self.box_terms(outputs, batch.targets)[0]
+        return LossTerms.stacked(self.box_terms(outputs, batch.targets)[0], self._head.loss_names, self.least)
 
-    def box_terms(self, outputs: Sequence[Tensor | Level], targets: Tensor) -> tuple[LossTerms, Tensor]:
-        """Return box, objectness and class terms, and all logits near the targets, (levels, k, anchors, outputs)."""
+    def box_terms(
+        self, outputs: Sequence[Tensor | Level], targets: Tensor
+    ) -> tuple[dict[str, tuple[Tensor, Tensor, Tensor]], Tensor]:
+        """Return the sums, counts and weights (levels,) of box, objectness and class terms by name, and all logits near
+        the targets, (levels, k, anchors, outputs)."""
         hyp, anchors = self.hyp, self._head.anchors.to(targets.device)
         cells = near_cells(map_sizes(outputs), targets)
         matched = match(cells, anchors, hyp.anchor_t)
@@ -159,15 +161,17 @@ class DetectionCriterion(BoxCriterion):
             logits = at_least_float32(level.objectness)
             obj.append(self._cross_entropy(logits, _overlap_map(logits.shape, *matches), hyp.obj_pw).sum())
         cls = self._class_sums(rows[..., 5 : 5 + self.classes], targets[:, 1].long(), matched, weights)
-        sums = torch.stack((box, torch.stack(obj), cls))
-        match_counts = _match_sums(matched, matched, weights).to(sums)
-        cell_counts = device_constant(tuple(level.objectness.numel() for level in levels), sums.device).to(sums)
-        counts = torch.stack((match_counts, cell_counts, match_counts * self.classes))
+        match_counts = _match_sums(matched, matched, weights).to(box)
+        cell_counts = device_constant(tuple(level.objectness.numel() for level in levels), box.device).to(box)
         level_weights = LEVEL_WEIGHTS.get(len(levels), LEVEL_WEIGHTS_DEEP[: len(levels)])
-        equal = (1.0,) * len(levels)
-        gains = ((hyp.box, equal), (hyp.obj, level_weights), (hyp.cls, equal))
-        shares = device_constant(tuple(tuple(gain * share for share in shares) for gain, shares in gains), sums.device)
-        return LossTerms(sums, counts, shares.to(sums), min((1.0, *self.class_weights))), rows
+        gains = zip(*((hyp.box, hyp.obj * weight, hyp.cls) for weight in level_weights), strict=True)
+        box_gains, obj_gains, cls_gains = device_constant(tuple(gains), box.device).to(box)
+        terms = {
+            "box_loss": (box, match_counts, box_gains),
+            "obj_loss": (torch.stack(obj), cell_counts, obj_gains),
+            "cls_loss": (cls, match_counts * self.classes, cls_gains),
+        }
+        return terms, rows
 
     def _class_sums(self, logits: Tensor, labels: Tensor, matched: Tensor, weights: Tensor | None) -> Tensor:
         """Return the class sums (levels,) over the matched ones of logits (levels, k, anchors, classes), from the class
@@ -310,7 +314,7 @@ class Detect(DetectionHead):
 
     description = "detection head"
     example = "[[17, 20, 23], 1, Detect, [nc, anchors]]"
-    loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
+    loss_names: ClassVar[tuple[str, ...]] = ("box_loss", "obj_loss", "cls_loss")
     hyperparameters = keys_of(AnchorKeys)
     features = frozenset({"anchors", "label smoothing"})
     takes_anchors = True

@@ -29,7 +29,6 @@ from models.tasks.contract import Criterion, LossTerms, at_least_float32, device
 from utils.batch import Batch
 from utils.config.hyperparameters import AlignmentKeys, keys_of
 
-LOSS_NAMES = ("box_loss", "cls_loss", "dfl_loss")  # names of the terms, in the order of `LossTerms`
 SIDES = 4  # left, top, right, bottom
 BINS = 16  # bins of a distance's distribution: 0 to 15 strides
 MAX_DISTANCE = BINS - 1.01  # largest distance from a cell's centre to a side of its box, in strides: below the last bin
@@ -233,7 +232,7 @@ class DFLCriterion(BoxCriterion):
         heads = outputs if isinstance(outputs, tuple) else (outputs,)
         parts = [self.head_sums(levels, batch) for levels in heads]
         sums, counts = (torch.stack(each, 1) for each in zip(*parts, strict=True))
-        gains = (self.settings.tal_box, self.settings.tal_cls, self.settings.tal_dfl)
+        gains = (self.settings.tal_box, self.settings.tal_cls, self.settings.tal_dfl)  # as `DetectDFL.loss_names`
         shares = (1.0, self.settings.tal_aux)[: len(heads)]
         weights = device_constant(tuple(tuple(gain * share for share in shares) for gain in gains), sums.device)
         return LossTerms(sums, counts, weights.to(sums))
@@ -324,7 +323,7 @@ class DetectDFL(DetectionHead):
 
     description = "detection head"
     example = "[[15, 18, 21], 1, DetectDFL, [nc]]"
-    loss_names = LOSS_NAMES
+    loss_names = ("box_loss", "cls_loss", "dfl_loss")
     hyperparameters = keys_of(AlignmentKeys)
     takes_anchors = False
     last_layers = "heads.{level}.class_conv.2"

@@ -61,6 +61,14 @@ class LossTerms:
     weights: Tensor  # of the parts in their terms, (terms, parts)
     least: float = 1.0  # smallest divisor of a sum; below 1 if a sum of weights may be
 
+    @classmethod
+    def stacked(
+        cls, terms: Mapping[str, tuple[Tensor, Tensor, Tensor]], names: Sequence[str], least: float = 1.0
+    ) -> LossTerms:
+        """Return the terms of `names`, in that order, from the sums, counts and weights (parts,) of each by name."""
+        sums, counts, weights = zip(*(terms[name] for name in names), strict=True)
+        return cls(torch.stack(sums), torch.stack(counts), torch.stack(weights), least)
+
     def share_of(self, counts: GlobalCounts) -> Tensor:
         """Return this process's share of each mean over the global batch, (terms,); the shares add up to the mean."""
         return (self.weights * self.sums / counts.values.clamp(min=self.least)).sum(1)
@@ -285,7 +293,7 @@ class Metrics(ABC):
 class Task(ABC):
     """The factory of a task's parts, built once from class names and hyperparameters, then immutable."""
 
-    loss_names: ClassVar[tuple[str, ...]]  # columns of results.csv after train/ and val/
+    loss_names: ClassVar[tuple[str, ...]]  # columns of results.csv after train/ and val/, see `loss_names_of`
     metric_names: ClassVar[tuple[str, ...]]  # columns of results.csv after metrics/
     recipe: ClassVar[type[Recipe]]  # class with the keys of its hyperparameter YAML
     recipes: ClassVar[Recipes]  # its hyperparameter files

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.heads.anchors import LOSS_NAMES, Detect
+from models.heads.anchors import Detect
 from models.heads.contract import (
     BoxView,
     Candidates,
     DecodedView,
+    DetectionHead,
     HeadView,
     UnavailableCriterion,
     head_of,
     xywh_to_xyxy,
 )
 from models.heads.dfl import DetectDFL
-from models.layers import Head
 from models.loading import head_prefix, head_tensors
 from models.tasks.contract import (
     Criterion,
@@ -398,12 +398,11 @@ class BoxTask(Task):
 class DetectionTask(BoxTask):
     """Object detection by the models of YOLOv5 and YOLOv9: rows of a model YAML, the last of them a `DetectionHead`."""
 
-    loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
     recipe = Hyperparameters
     recipes = Recipes(trained="finetune", few="scratch-small", many="low", yolov5="low")
     official_weights = r"yolov5[nsmlx]6?\.pt|v9-[tsmc]\.pt"
     features = BoxTask.features | {"suppression"}
-    heads: ClassVar[tuple[type[Head], ...]] = (Detect, DetectDFL)  # heads that its models may have; the usual one first
+    heads: ClassVar[tuple[type[DetectionHead], ...]] = (Detect, DetectDFL)  # of its models; the usual one first
     # Modules of exported files, without and with suppression.
     export_modules: ClassVar[tuple[type[DecodedDetector], type[SuppressedDetector]]] = (
         DecodedDetector,
@@ -449,8 +448,7 @@ class DetectionTask(BoxTask):
         return model
 
     def loss_names_of(self, model: Model) -> tuple[str, ...]:
-        head = detection_head(model.yaml)
-        return head.loss_names if head else self.loss_names
+        return (detection_head(model.yaml) or self.heads[0]).loss_names
 
     def criterion(self, model: Model) -> Criterion:
         """Return the loss of `model`, as its head defines it; for an exported file every term is NaN."""

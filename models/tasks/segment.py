@@ -270,11 +270,8 @@ class SegmentationCriterion(DetectionCriterion):
         sums = mask_sums(coefficients, at_least_float32(prototypes), with_masks.mask_pixels, plan)
         counts = device_constant((float(len(prototypes)),) * levels, device)
         weights = device_constant((self.hyp.box,) * levels, device)
-        sums, counts, weights = (
-            torch.cat((boxes[:1], masks[None].to(boxes), boxes[1:]))
-            for boxes, masks in ((terms.sums, sums), (terms.counts, counts), (terms.weights, weights))
-        )
-        return LossTerms(sums, counts, weights, terms.least)
+        terms["seg_loss"] = sums.to(rows), counts.to(rows), weights.to(rows)
+        return LossTerms.stacked(terms, self._head.loss_names, self.least)
 
     def _mask_matches(self, sizes: MapSizes, targets: np.ndarray, size: tuple[int, int]) -> MaskMatches:
         """Match targets (m, 6) on the host, as the detector does on the device; `size`: height and width of the masks'
@@ -385,7 +382,6 @@ class SuppressedSegmenter(SuppressedDetector):
 class SegmentationTask(DetectionTask):
     """Instance segmentation, as in YOLOv5: a detector whose boxes have masks."""
 
-    loss_names = Segment.loss_names
     metric_names = SEGMENTATION_METRICS
     official_weights = r"yolov5[nsmlx]-seg\.pt"
     prediction = SegmentationPrediction
@@ -407,7 +403,7 @@ class SegmentationTask(DetectionTask):
     def criterion(self, model: Model) -> Criterion:
         """Return the loss of `model`, with gains scaled to it; for an exported file every term is NaN."""
         if not isinstance(head := model.head, Segment):
-            return UnavailableCriterion(len(self.loss_names))
+            return UnavailableCriterion(len(Segment.loss_names))
         hyp = scaled_gains(self.hyp, head, model.imgsz)
         return SegmentationCriterion(hyp, head, self.label_smoothing, self.class_weights)
 

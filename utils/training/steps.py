@@ -41,7 +41,14 @@ class EndedStep(NamedTuple):
 
 
 class OptimizerSteps:
-    """The optimizer steps of a run, over the parts that train.py has made and whose state is loaded."""
+    """The optimizer steps of a run, over the parts that train.py has made and whose state is loaded.
+
+    An epoch, with two batches a step; [flush] is called inside of the method before it:
+
+        batch:   add   step add finish[flush]   add   step add finish[flush] ...
+        saved:                                 save[flush], every --save-steps
+        end:     end_epoch[flush]   save[flush]   next_epoch
+    """
 
     def __init__(
         self,

@@ -506,7 +506,7 @@ def test_exported_files(task: DetectionTask) -> None:
         assert (type(exported), exported.training) == (kind, False)
     model = Exported(torch.zeros(1, 0, 8))
     criterion, names = task.criterion(model), task.loss_names_of(model)
-    assert names == task.loss_names
+    assert names == Detect.loss_names
     means = criterion(None, grey_batch()).local_means()
     assert means.isnan().tolist() == [True] * len(names)
     assert (criterion.hints(grey_batch()), criterion.weight(grey_batch())) == ((), 1)

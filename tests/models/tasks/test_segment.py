@@ -212,7 +212,7 @@ def test_a_training_step_reaches_every_parameter() -> None:
     terms = criterion(model(inputs, *criterion.hints(batch)), batch)
     torch.testing.assert_close(terms.sums, criterion(model(inputs), batch).sums)
     losses = terms.local_means()
-    assert (len(losses), bool((losses > 0).all())) == (len(task.loss_names), True)
+    assert (len(losses), bool((losses > 0).all())) == (len(task.loss_names_of(model)), True)
     criterion.objective(losses, 3).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert [name for name, one in gradients.items() if one is None or not one.isfinite().all() or not one.any()] == []
