@@ -43,11 +43,12 @@ class EndedStep(NamedTuple):
 class OptimizerSteps:
     """The optimizer steps of a run, over the parts that train.py has made and whose state is loaded.
 
-    An epoch, with two batches a step; [flush] is called inside of the method before it:
+    The order of the calls, with two batches to a step (finish, end_epoch and save call flush):
 
-        batch:   add   step add finish[flush]   add   step add finish[flush] ...
-        saved:                                 save[flush], every --save-steps
-        end:     end_epoch[flush]   save[flush]   next_epoch
+        batch 1:                 add
+        batch 2:         step -> add -> finish (counts the step before, on a GPU) [-> save, every --save-steps]
+        ...
+        end of epoch:    end_epoch (counts the last step) -> save -> next_epoch
     """
 
     def __init__(
