@@ -18,7 +18,8 @@ from data.data_yaml import read_data
 from data.dataset import DataOptions, DataSet, DataSource, dataset_class, first_batch
 from models.loading import StartingPoint, add_user_code, head_tensors, load_and_freeze, recipe_of, starting_point
 from models.tasks import hyperparameters, model_words
-from models.tasks.contract import Model, Task, terms_of
+from models.tasks.contract import Model, Task
+from models.tasks.contract import loss_terms as terms_of
 from models.weights import Origin, same_names
 from utils.batch import Batch
 from utils.checkpoint import Decisions, Identity, resolve_settings

@@ -23,7 +23,7 @@ import torch
 
 from job import VALIDATION_BATCH, Job, hyperparameter_names, resolve, settings_of
 from models.loading import rate_factors
-from models.tasks.contract import Criterion, refuse, terms_of
+from models.tasks.contract import Criterion, check_contract, loss_terms
 from utils.checkpoint import Decisions, Identity, TrainingState, explain_misfit, read_saved_state
 from utils.config.settings import Settings
 from utils.console import log
@@ -136,7 +136,8 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
                         steps.save()  # written while the epoch is validated; only its scores are missing
                     began, summary = time.monotonic(), None
                     if progress.epoch + 1 == options.epochs or not options.noval:
-                        summary = evaluate([ema.model], run.stop_requested).weighed(job.fitness)  # equal on every rank
+                        summary = evaluate([ema.model], run.stop_requested)  # equal on every rank
+                        summary = summary.with_fitness(job.fitness)
                     improved = progress.record(summary)
                     progress.finished = progress.epoch + 1 == options.epochs or progress.stalled(options.patience)
                     log_epoch(
@@ -182,7 +183,7 @@ def train_one_epoch(
             terms = []
             for module, batch in model.each(local_batches, options.seed + batches_so_far):
                 outputs = module(task.inputs(batch), *criterion.hints(batch))
-                terms.append(terms_of(criterion, outputs, batch, steps.log.terms, number == first))
+                terms.append(loss_terms(criterion, outputs, batch, steps.log.terms, number == first))
             losses = model.over_global_counts(terms)  # two processes have the gradient of one
             model.backward([criterion.objective(loss, step_images) for loss in losses])
             taken = steps.step() if accelerator.sync_gradients else None  # None: only accumulated
@@ -196,7 +197,7 @@ def train_one_epoch(
         steps.log.update_bar(steps.state.loss_sums, number + 1, progress.summary)
         if progress.epoch == 0 and number < DRAWN_BATCHES:
             run.plot(partial(job.draw_batch, local_batches[0], number))
-    refuse(progress.batch < batches, loader.dataset, f"gave {progress.batch} of {batches} batches of an epoch")
+    check_contract(progress.batch >= batches, loader.dataset, f"gave {progress.batch} of {batches} batches of an epoch")
     return steps.end_epoch()
 
 

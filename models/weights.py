@@ -393,8 +393,8 @@ def find_weights(
     path, file = Path(name), Path(name).name
     if os.path.isfile(path) or (file.endswith(EXPORTED_SUFFIXES) and os.path.isdir(path)):
         return path
-    of_run = [path / "weights" / best_or_last for best_or_last in ("best.pt", "last.pt")]
-    if weights := next(filter(os.path.isfile, of_run), None):
+    run_files = [path / "weights" / best_or_last for best_or_last in ("best.pt", "last.pt")]
+    if weights := next(filter(os.path.isfile, run_files), None):
         return weights
     alternative = ", or start from scratch with --weights ''" if training else ""
     if not _is_released(file) or os.path.isdir(path):
@@ -402,7 +402,7 @@ def find_weights(
         official = f"{file.removesuffix('.pt').replace('yolov9-', 'v9-').replace('yolov9', 'v9-')}.pt"
         if official != file and _is_released(official):
             alternative = f" (did you mean '{official}'?){alternative}"
-        tried = " and ".join(map(os.path.abspath, (path, *of_run)))
+        tried = " and ".join(map(os.path.abspath, (path, *run_files)))
         raise UserError(
             f"weights {name} are neither a file nor a run's folder; check the path{alternative} (looked for {tried})"
         )
@@ -431,18 +431,13 @@ def architecture(yaml: Mapping[str, Any], source: str) -> str:
     return name
 
 
-def default_weights(name: str) -> str:
-    """Return the URL of the weights that torchvision recommends for an architecture."""
-    from torchvision.models import get_model_weights
-
-    return str(get_model_weights(name).DEFAULT.url)
-
-
 def torchvision_weights(yaml: Mapping[str, Any], source: str) -> Path:
     """Return the file of the weights that torchvision recommends for a YAML's `architecture`. Raises `UserError`."""
+    from torchvision.models import get_model_weights
+
     if "architecture" not in yaml:
         raise UserError(f"--weights {TORCHVISION_DEFAULT} needs a --cfg that names an `architecture` of torchvision")
-    address = default_weights(architecture(yaml, source))
+    address = get_model_weights(architecture(yaml, source)).DEFAULT.url
     file = Path(address).name
     digits = CHECKSUM_IN_NAME.search(file)
     return download(address, Path(torch.hub.get_dir()) / "checkpoints" / file, sha256=digits[1] if digits else "")

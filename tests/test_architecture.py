@@ -85,7 +85,7 @@ def test_only_the_run_and_its_processes_know_the_rank() -> None:
 def task_names(source: str) -> list[str]:
     """Return the words of a source that name a task; the script detect.py is not the task `detect`."""
     entries = TASKS.values()
-    classes = {place.partition(":")[2] for entry in entries for place in (entry.task, entry.data)}
+    classes = {path.partition(":")[2] for entry in entries for path in (entry.task, entry.data)}
     modules = {entry.task.partition(":")[0] for entry in entries}
     words = {*map(re.escape, classes | modules), "detector", "classif", *(f'"{name}"' for name in TASKS)}
     return re.findall("|".join(words), source, re.IGNORECASE)

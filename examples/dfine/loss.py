@@ -37,7 +37,7 @@ class DFineTerms(LossTerms):
         """Return this process's share of each mean over the global batch; DDF's divisor is root n (root n + root m)."""
         divisors, roots = counts.values, counts.values[DISTILLED:].sqrt()
         divisors = torch.cat((divisors[:DISTILLED], roots * (roots + roots.roll(2, 1))))
-        return (self.weights * self.sums / divisors.clamp(min=self.least)).sum(1)
+        return (self.weights * self.sums / divisors.clamp(min=self.min_divisor)).sum(1)
 
 
 class DFineCriterion(Criterion):

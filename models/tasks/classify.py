@@ -30,8 +30,8 @@ from models.tasks.contract import (
     Task,
     Thresholds,
     View,
-    at_least_float32,
     device_constant,
+    upcast_half,
     weights_by_class,
 )
 from models.weights import architecture
@@ -170,18 +170,18 @@ class ClassificationCriterion(Criterion):
 
     def __init__(self, classes: int, label_smoothing: float = 0.0, class_weights: Sequence[float] = ()) -> None:
         self.classes, self.label_smoothing, self.class_weights = classes, label_smoothing, tuple(class_weights)
-        self.least = min((1.0, *class_weights))
+        self.min_divisor = min((1.0, *class_weights))
 
     def __call__(self, outputs: Tensor, batch: Batch) -> LossTerms:
         """Return the loss of logits (b, classes), in fp32 or fp64, as one term: a weighted sum over the images."""
-        logits, targets = at_least_float32(outputs), batch.targets
+        logits, targets = upcast_half(outputs), batch.targets
         images = targets.new_ones(len(targets), 1)  # number of images that each counts as
         if self.class_weights:
             targets = targets * device_constant(self.class_weights, targets.device).to(targets)
             images = targets.sum(1, keepdim=True)
         smoothed = targets * (1 - self.label_smoothing) + images * (self.label_smoothing / self.classes)
         total = -(smoothed * logits.log_softmax(1)).sum().view(1, 1)
-        return LossTerms(total, images.sum().to(total).view(1, 1), torch.ones_like(total), self.least)
+        return LossTerms(total, images.sum().to(total).view(1, 1), torch.ones_like(total), self.min_divisor)
 
     def objective(self, means: Tensor, images: int) -> Tensor:
         """Return the mean over the images of a step."""

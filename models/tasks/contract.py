@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Image = np.ndarray  # uint8 (h, w, 3), BGR
 Function = Callable[..., Any]
+Term = tuple[Tensor, Tensor, Tensor]  # sums, counts and weights of a loss term's parts, (parts,) each, see `LossTerms`
 
 
 class Model(nn.Module):
@@ -59,19 +60,17 @@ class LossTerms:
     sums: Tensor  # differentiable, (terms, parts)
     counts: Tensor  # number of values in each sum, or the sum of their weights, (terms, parts)
     weights: Tensor  # of the parts in their terms, (terms, parts)
-    least: float = 1.0  # smallest divisor of a sum; below 1 if a sum of weights may be
+    min_divisor: float = 1.0  # of a sum; below 1 if counts are sums of weights, which may be below 1
 
     @classmethod
-    def stacked(
-        cls, terms: Mapping[str, tuple[Tensor, Tensor, Tensor]], names: Sequence[str], least: float = 1.0
-    ) -> LossTerms:
-        """Return the terms of `names`, in that order, from the sums, counts and weights (parts,) of each by name."""
-        sums, counts, weights = zip(*(terms[name] for name in names), strict=True)
-        return cls(torch.stack(sums), torch.stack(counts), torch.stack(weights), least)
+    def stacked(cls, terms: Mapping[str, Term], names: Sequence[str], min_divisor: float) -> LossTerms:
+        """Return the terms in the order of `names`."""
+        sums, counts, weights = (torch.stack(parts) for parts in zip(*(terms[name] for name in names), strict=True))
+        return cls(sums, counts, weights, min_divisor)
 
     def share_of(self, counts: GlobalCounts) -> Tensor:
         """Return this process's share of each mean over the global batch, (terms,); the shares add up to the mean."""
-        return (self.weights * self.sums / counts.values.clamp(min=self.least)).sum(1)
+        return (self.weights * self.sums / counts.values.clamp(min=self.min_divisor)).sum(1)
 
     def local_means(self) -> Tensor:
         """Return the means over this process's images alone, (terms,)."""
@@ -85,7 +84,7 @@ def device_constant(values: Any, device: torch.device) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-def at_least_float32(values: Tensor) -> Tensor:
+def upcast_half(values: Tensor) -> Tensor:
     """Return half-precision values as float32, other values unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
@@ -129,22 +128,24 @@ class Criterion(ABC):
         """Return the weight of this batch's loss in the mean over a validation."""
 
 
-def refuse(wrong: bool, part: object, what: str) -> None:
-    """Raise `UserError` with the class of a task's part and what is wrong with it, if `wrong`."""
-    if wrong:
+def check_contract(holds: bool, part: object, what: str) -> None:
+    """Raise `UserError` unless a task's part `holds` its contract, with its class and what is wrong with it."""
+    if not holds:
         raise UserError(f"{type(part).__module__}.{type(part).__qualname__} {what}; fix that class")
 
 
-def terms_of(criterion: Criterion, outputs: Any, batch: Batch, names: Sequence[str], reads: bool) -> LossTerms:
+def loss_terms(criterion: Criterion, outputs: Any, batch: Batch, names: Sequence[str], reads: bool) -> LossTerms:
     """Return the loss terms of outputs. Raises `UserError` for wrong shapes or, if it `reads` them, wrong counts."""
     terms = criterion(outputs, batch)
-    refuse(not isinstance(terms, LossTerms), criterion, f"returned {type(terms).__name__} instead of LossTerms")
+    check_contract(isinstance(terms, LossTerms), criterion, f"returned {type(terms).__name__} instead of LossTerms")
     shapes = [tuple(values.shape) for values in (terms.sums, terms.counts, terms.weights)]
-    wrong = len({*shapes}) > 1 or len(shapes[0]) != 2 or shapes[0][0] != len(names)
-    refuse(wrong, criterion, f"returned sums, counts and weights of shapes {shapes} for the terms {', '.join(names)}")
-    refuse(reads and not bool((terms.counts >= 0).all()), criterion, "returned a count that is negative or NaN")
-    scalar = not reads or criterion.objective(terms.local_means(), len(batch.infos)).numel() == 1
-    refuse(not scalar, criterion, "returned an objective that is not one number")
+    fits = len({*shapes}) == 1 and len(shapes[0]) == 2 and shapes[0][0] == len(names)
+    what = f"returned sums, counts and weights of shapes {shapes} for the terms {', '.join(names)}"
+    check_contract(fits, criterion, what)
+    if reads:
+        check_contract(bool((terms.counts >= 0).all()), criterion, "returned a count that is negative or NaN")
+        is_scalar = criterion.objective(terms.local_means(), len(batch.infos)).numel() == 1
+        check_contract(is_scalar, criterion, "returned an objective that is not one number")
     return terms
 
 

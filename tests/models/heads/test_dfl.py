@@ -41,15 +41,15 @@ def point(given: DFLLevel, row: int, column: int, reach: tuple[int, int, int, in
     return given
 
 
-def head_of(*strides: int, classes: int = 2) -> DetectDFL:
+def make_head(*strides: int, classes: int = 2) -> DetectDFL:
     head = DetectDFL(classes, channels=(8,) * len(strides))
-    head.placed(strides)
+    head.set_strides(strides)
     return head
 
 
 def test_a_cell_by_hand() -> None:
     """Around the centre of row 1, column 2, (20, 12): 1 and 3 strides to the sides, 2 up and none down."""
-    decoded = head_of(8).decode([point(level(3, 4), 1, 2, (1, 2, 3, 0), 0.0)])
+    decoded = make_head(8).decode([point(level(3, 4), 1, 2, (1, 2, 3, 0), 0.0)])
     assert decoded.shape == (1, 12, 6)
     torch.testing.assert_close(decoded[0, 4 + 2], torch.tensor([28.0, 4, 32, 16, 0, 0.5]))
     torch.testing.assert_close(decoded[0, 0, :4], torch.tensor([4.0, 4, 120, 120]))  # equal bins: 7.5 strides
@@ -60,14 +60,14 @@ def test_a_cell_by_hand() -> None:
     [((1.0, 1.0), 48, [4, -4, 36, 12]), ((0.5, 0.8), 0, [24, -5, 88, 15]), ((0.5, 0.8), 96, [8, -5, 72, 15])],
 )
 def test_scaled_and_mirrored_views(scale: tuple[float, float], mirrored_width: int, expected: list[float]) -> None:
-    view = HeadView(head_of(8), [point(level(3, 4), 1, 2, (1, 2, 3, 0), 0.0)])
+    view = HeadView(make_head(8), [point(level(3, 4), 1, 2, (1, 2, 3, 0), 0.0)])
     (detections,) = detect([view._replace(scale=scale, mirrored_width=mirrored_width)], Thresholds())
-    torch.testing.assert_close(detections, torch.tensor([[*map(float, expected), 0.5, 1]]))
+    torch.testing.assert_close(detections.boxes, torch.tensor([[*map(float, expected), 0.5, 1]]))
 
 
 @torch.no_grad()
 def test_candidates_are_the_decoded_boxes_above_the_threshold() -> None:
-    levels, head = level_outputs(0), head_of(*STRIDES, classes=3)
+    levels, head = level_outputs(0), make_head(*STRIDES, classes=3)
     decoded, view = head.decode(levels), HeadView(head, levels)
     finest = levels[0].sides[0, 0].numel()
     for given, boxes in ((view, decoded), (view._replace(skipped_level=0), decoded[:, finest:])):
@@ -75,16 +75,16 @@ def test_candidates_are_the_decoded_boxes_above_the_threshold() -> None:
             expected = DetectDFL.scored(image[image[:, 4:].amax(1) > 0.3])
             assert 0 < len(expected) < len(image)
             torch.testing.assert_close(candidates.scores, expected, rtol=1e-5, atol=1e-4)
-            assert candidates.more.shape == (len(expected), 0)
+            assert candidates.extra.shape == (len(expected), 0)
 
 
 @torch.no_grad()
 def test_the_detections_of_an_image_do_not_depend_on_the_others() -> None:
-    levels, head = level_outputs(0, batch=3), head_of(*STRIDES, classes=3)
+    levels, head = level_outputs(0, batch=3), make_head(*STRIDES, classes=3)
     for image, detections in enumerate(detect([HeadView(head, levels)], Thresholds())):
         alone = [DFLLevel(*(one[image : image + 1] for one in level)) for level in levels]
-        assert len(detections) > 5
-        assert torch.equal(detections, detect([HeadView(head, alone)], Thresholds())[0])
+        assert len(detections.boxes) > 5
+        assert torch.equal(detections.boxes, detect([HeadView(head, alone)], Thresholds())[0].boxes)
 
 
 # The loss
@@ -116,7 +116,7 @@ def batch_of(targets: Tensor, images: int = 2, height: int = 48, width: int = 64
 
 
 def criterion(class_weights: Sequence[float] = (), **gains: float) -> DFLCriterion:
-    return DFLCriterion(AlignmentKeys(**gains), head_of(*STRIDES, classes=3), class_weights)
+    return DFLCriterion(AlignmentKeys(**gains), make_head(*STRIDES, classes=3), class_weights)
 
 
 def by_cell(levels: Sequence[DFLLevel], name: str) -> Tensor:

@@ -20,7 +20,7 @@ from torchvision import models as zoo
 from torchvision.ops import StochasticDepth
 
 from models.loading import transfer
-from models.tasks import task_of
+from models.tasks import task_name
 from models.tasks.classify import (
     ClassificationCriterion,
     ClassificationPrediction,
@@ -67,9 +67,9 @@ class Identity(Model):
 
 
 def test_the_task() -> None:
-    assert task_of({"nc": 3, "head": [[-1, 1, "Classify", ["nc"]]]}, "mine.yaml") == "classify"
+    assert task_name({"nc": 3, "head": [[-1, 1, "Classify", ["nc"]]]}, "mine.yaml") == "classify"
     with pytest.raises(UserError, match=r"mine\.yaml .* 'pose'"):
-        task_of({"task": "pose"}, "mine.yaml")
+        task_name({"task": "pose"}, "mine.yaml")
     known = {field.name: type(field.default) for field in fields(TrainOptions)}
     assert {name: type(value) for name, value in ClassificationTask.defaults.items()}.items() <= known.items()
     assert find_hyperparameters(ClassificationTask.recipes.trained).is_file()

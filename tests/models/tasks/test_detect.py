@@ -33,8 +33,6 @@ from models.tasks.detect import (
     SuppressedView,
     allowed_rows,
     box_predictions,
-    detect,
-    detect_with_more,
     nms_by_image,
     suppress,
 )
@@ -110,6 +108,10 @@ def test_thresholds_by_hand(rows: Any, thresholds: dict[str, Any], expected: lis
     assert detections[:, 5].tolist() == [label for _, label in expected]
     for *box, _, _ in detections.tolist():  # corners of the rows' boxes
         assert any(box == [x - w / 2, y - h / 2, x + w / 2, y + h / 2] for x, y, w, h, *_ in rows)
+
+
+def detect(views: list[Any], thresholds: Thresholds) -> list[Tensor]:
+    return [image.boxes for image in module.detect(views, thresholds)]
 
 
 def test_detections_are_in_fp32_without_gradient_and_leave_the_maps_unchanged() -> None:
@@ -259,10 +261,10 @@ def test_groups_of_images_have_the_detections_of_each(monkeypatch: pytest.Monkey
     """As on a GPU without Triton."""
     views: list[Any] = [random_view(seed, few=True) for seed in (0, 1)]
     views.append(DecodedView(torch.rand(3, 20, 8, generator=torch.Generator().manual_seed(0)) * 4))
-    expected = detect_with_more(views, Thresholds())
+    expected = module.detect(views, Thresholds())
     for place in ("models.heads.anchors", "models.heads.contract"):
         monkeypatch.setattr(f"{place}.image_groups", lambda outputs: iter([outputs]))
-    for one, other in zip(detect_with_more(views, Thresholds()), expected, strict=True):
+    for one, other in zip(module.detect(views, Thresholds()), expected, strict=True):
         assert all(map(torch.equal, one, other))
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from models.export import ExportJob, ExportMetadata, read_exported, write
 from models.heads.anchors import Segment, match, near_cells
 from models.loading import transfer
-from models.tasks import segment, task_of
+from models.tasks import segment, task_name
 from models.tasks.contract import Model, Thresholds
 from models.tasks.segment import (
     DecodedSegmenter,
@@ -251,7 +251,10 @@ def test_predictions_and_masks_are_those_of_yolov5(official: YoloModel, referenc
     with torch.no_grad():
         (view,) = postprocess.views(official.eval(), reference["im_uint8"].float() / 255, augment=False)
     torch.testing.assert_close(
-        view.boxes.head.decode(view.boxes.outputs, view.boxes.more)[:1], reference["predictions"], rtol=0, atol=1e-3
+        view.boxes.head.decode(view.boxes.outputs, view.boxes.num_extra)[:1],
+        reference["predictions"],
+        rtol=0,
+        atol=1e-3,
     )  # type: ignore[arg-type]
     torch.testing.assert_close(view.maps[:1], reference["prototypes"], rtol=0, atol=1e-3)
     for number, prediction in enumerate(postprocess([view], batch_of(4, 320))):
@@ -272,7 +275,7 @@ def test_every_detection_of_an_ensemble_has_the_prototypes_of_its_model(fewer: b
     assert not torch.equal(first.maps, second.maps)
     if fewer:
         boxes: Any = first.boxes
-        boxes = boxes._replace(outputs=[raw[..., :-1] for raw in boxes.outputs], more=MASKS - 1)
+        boxes = boxes._replace(outputs=[raw[..., :-1] for raw in boxes.outputs], num_extra=MASKS - 1)
         first = SegmentationView(boxes, first.maps[:, :-1])
     alone = [postprocess([view], batch_of(2)) for view in (first, second)]
     for number, prediction in enumerate(postprocess([first, second], batch_of(2))):
@@ -354,7 +357,7 @@ def test_the_task() -> None:
 )
 def test_parameters_of_shipped_models(size: str, parameters: int) -> None:
     content = read_yaml(ROOT / "models" / f"yolov5{size}-seg.yaml")
-    assert task_of(content, "its YAML") == "segment"
+    assert task_name(content, "its YAML") == "segment"
     with torch.device("meta"):
         assert sum(parameter.numel() for parameter in build_model(content).parameters()) == parameters
 
