@@ -19,7 +19,7 @@ from data.dataset import DataOptions, DataSet, DataSource, dataset_class, first_
 from models.loading import StartingPoint, add_user_code, head_tensors, load_and_freeze, recipe_of, starting_point
 from models.tasks import hyperparameters, model_words
 from models.tasks.contract import Model, Task
-from models.tasks.contract import loss_terms as terms_of
+from models.tasks.contract import compute_terms as terms_of
 from models.weights import Origin, same_names
 from utils.batch import Batch
 from utils.checkpoint import Decisions, Identity, resolve_settings
@@ -29,8 +29,9 @@ from utils.config.parser import given_flags
 from utils.config.settings import Settings
 from utils.console import log
 from utils.distributed.deepspeed import is_requested
-from utils.distributed.logical import check_logical_processes
+from utils.distributed.launch import device_kind
 from utils.distributed.ranks import broadcast_from_main, world_size
+from utils.distributed.tree import check_logical_processes
 from utils.errors import UserError
 from utils.files import located
 from utils.run import Run
@@ -103,7 +104,7 @@ class Job(NamedTuple):
     def open_data(self, model: Model) -> Data:
         """Read and check the data set. Raises `UserError`."""
         settings, options, data_options = self.settings, self.options, select(DataOptions, self.options)
-        images = max(options.batch_size // world_size(), VALIDATION_BATCH)  # in this process's batch
+        images = max(-(-options.batch_size // world_size()), VALIDATION_BATCH)  # in this process's batch
         batch_bytes = images * 3 * data_options.largest(model.imgsz) ** 2
         workers = memory.loader_processes(options.workers, batch_bytes)
         data = self.source.open(model.imgsz, model.stride, replace(data_options, workers=workers))
@@ -220,7 +221,8 @@ def resolve(unresolved: Settings, agreed: Callable[[bool], bool] = bool) -> Job:
     yaml = start_from.yaml if saved else task.model_yaml(start_from.yaml)
     fitness = fitness_weights(options.fitness, task.metric_names) if options.fitness else {}
     memory.check_batch_size(options.batch_size, options.logical_processes)
-    check_logical_processes(options.logical_processes, options.batch_size, options.sync_bn)
+    sync_bn_on_gpus = options.sync_bn and device_kind(options.device) != "cpu"
+    check_logical_processes(options.logical_processes, options.batch_size, sync_bn_on_gpus)
     profile_window(options.profile)
     if options.hashes and is_requested():
         raise UserError("--hashes cannot see DeepSpeed's gradients; leave it out, or use another launch file")

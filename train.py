@@ -20,16 +20,19 @@ if __name__ == "__main__":
     gc.disable()  # the imports make 400,000 objects and hardly any garbage; `run_main` turns it on again
 
 import torch
+from torch import nn
 
 from job import VALIDATION_BATCH, Job, hyperparameter_names, resolve, settings_of
 from models.loading import rate_factors
-from models.tasks.contract import Criterion, check_contract, loss_terms
+from models.tasks.contract import Criterion, LossTerms, check_contract, compute_terms
+from utils.batch import Batch
 from utils.checkpoint import Decisions, Identity, TrainingState, explain_misfit, read_saved_state
 from utils.config.settings import Settings
 from utils.console import log
 from utils.distributed.failure import StopRequested, barrier, run_main
 from utils.distributed.launch import log_plan, seed_everything, spawn, start
-from utils.distributed.logical import DistributedModel, LogicalProcesses, place_model, prepare
+from utils.distributed.model import DistributedModel, place_model, prepare, replicate
+from utils.distributed.tree import LogicalProcesses
 from utils.python_api import call
 from utils.run import Run
 from utils.tracking.run_log import RunLog
@@ -88,7 +91,7 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
     sampler: Any = loader.batch_sampler  # the batches of all processes: data.sampler.GlobalBatches
     criterion = task.criterion(model)
     evaluate = evaluator(run, task, model, criterion, data.set, data.val, min(2 * batch_size, VALIDATION_BATCH))
-    log_plan(accelerator, batch_size, len(loader), options.epochs)
+    log_plan(decisions.accumulation, logical, batch_size, len(loader), options.epochs)
     log(f"saving results to {run.path}")
 
     # Optimizer, schedule and average; then Accelerate wraps them: DDP, DeepSpeed, or copies for logical processes.
@@ -115,7 +118,7 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
             clip_norm=hyp.clip_norm,
             keep_norms=hyp.keeps_norms(known_share),
         )
-        ema.replicas = logical.replicate(ema.model)
+        ema.replicas = replicate(ema.model, len(logical.local))
         identity = replace(identity, settings=content)
         state = TrainingState(identity, decisions, distributed, parameters, ema, optimizer, len(evaluate.loss_names))
         if saved:
@@ -167,23 +170,26 @@ def train_one_epoch(
     """
     accelerator, progress, batches = run.accelerator, steps.progress, len(loader)
     task, options = job.task, job.options
+    first = progress.batch  # the first step of this process checks the criterion
+
+    def loss_terms(module: nn.Module, batch: Batch) -> LossTerms:
+        """Return the loss terms of a logical process, which is usually this process."""
+        outputs = module(task.inputs(batch), *criterion.hints(batch))
+        return compute_terms(criterion, outputs, batch, steps.log.terms, progress.batch == first)
+
     model.train()
     loader.set_epoch(progress.epoch)
     sampler.skip(progress.batch)  # a resumed epoch begins where it was left
     size, step_images = sampler.batch_size, sampler.batch_size * accelerator.gradient_accumulation_steps
     bar = run.bar(f"epoch {progress.epoch + 1}/{options.epochs}", batches * size, progress.batch * size)
     steps.log.start_epoch(bar)
-    first = progress.batch  # the first batch of this process checks the criterion
     remaining = loader if progress.batch < batches else ()  # nothing if only the validation is missing
     for number, local_batches in enumerate(bar.over(remaining, lambda _: size), progress.batch):
         run.beat()
         batches_so_far = progress.epoch * batches + number
         with accelerator.accumulate(model.wrapped):
             steps.schedule.apply(steps.optimizer, batches_so_far)
-            terms = []
-            for module, batch in model.each(local_batches, options.seed + batches_so_far):
-                outputs = module(task.inputs(batch), *criterion.hints(batch))
-                terms.append(loss_terms(criterion, outputs, batch, steps.log.terms, number == first))
+            terms = model.each(loss_terms, local_batches, options.seed + batches_so_far)
             losses = model.over_global_counts(terms)  # two processes have the gradient of one
             model.backward([criterion.objective(loss, step_images) for loss in losses])
             taken = steps.step() if accelerator.sync_gradients else None  # None: only accumulated

@@ -24,7 +24,7 @@ from data.dataset import DataOptions, DataSet, data_source
 from data.labels import label_name
 from models.ensemble import Inference, for_inference, read_members
 from models.loading import log_rounding
-from models.tasks.contract import Criterion, Metrics, Model, Prediction, Task, Thresholds, check_contract, loss_terms
+from models.tasks.contract import Criterion, Metrics, Model, Prediction, Task, Thresholds, check_contract, compute_terms
 from utils.batch import Batch, CocoImage, Split
 from utils.config.flags import ValOptions, select
 from utils.config.parser import given_flags, over_defaults
@@ -79,7 +79,7 @@ class Evaluator:
             with run.accelerator.autocast():
                 batch, views = self.inference.views(models, batch, timer)
             if views[0].outputs is not None:  # some exported files return no raw outputs
-                terms = loss_terms(self.criterion, views[0].outputs, batch, self.loss_names, reads=True)
+                terms = compute_terms(self.criterion, views[0].outputs, batch, self.loss_names, reads=True)
                 losses.append((batch.infos[0].image, self.criterion.weight(batch), terms.local_means().tolist()))
             timer.end_stage("losses")
             predictions = self.inference.postprocess(views, batch)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import ClassVar, NamedTuple
 
@@ -125,6 +125,7 @@ class GlobalBatches:
     weights: np.ndarray | None = None  # probability of each image, drawn with replacement; None: each image once
     # An order, the same in every epoch, and the shape of each of its batches: see `by_aspect`.
     fixed: tuple[np.ndarray, list[tuple[int, int]]] | None = None
+    local: slice = field(default_factory=lambda: slice(None))  # part of each batch that is delivered
     epoch: int = 0
     skipped: int = 0
     drop_last: ClassVar[bool] = False  # Accelerate reads it
@@ -154,7 +155,7 @@ class GlobalBatches:
             if self.sizes:
                 rng = np.random.default_rng((SIZE_STREAM, self.seed, epoch, batch))
                 shape = self._scaled(shape, self.sizes[int(rng.integers(len(self.sizes)))])
-            yield self._samples(batch, shape, epoch, order, partners)
+            yield self._samples(batch, shape, epoch, order, partners)[self.local]
 
     def largest(self) -> list[SampleIndex]:
         """Return the first batch at the largest size, which must fit into memory."""

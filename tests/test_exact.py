@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from utils.distributed.logical import tree_sum
+from utils.distributed.tree import LogicalProcesses
 from utils.files import ROOT
 
 Function = Callable[[Tensor], Tensor]
@@ -132,9 +133,11 @@ def test_what_a_row_says(name: str) -> None:
         assert torch.equal(call(batch)[: IMAGES // 2], call(batch[: IMAGES // 2]))
     assert equal in ("yes", "with `--logical-processes`")
     parts = [call(part) for part in batch.chunk(PARTS)]
-    for processes in (1, 2, 4):
-        shares = [parts[first : first + PARTS // processes] for first in range(0, PARTS, PARTS // processes)]
-        assert torch.equal(tree_sum([tree_sum(share) for share in shares]), tree_sum(parts))
+    whole = LogicalProcesses(PARTS).sum(parts)
+    for processes in range(2, PARTS + 1):
+        logical = [LogicalProcesses(PARTS, processes, rank) for rank in range(processes)]
+        sums = [each.local_sums(parts[each.local.start : each.local.stop]) for each in logical]
+        assert torch.equal(logical[0].root(chain(*sums)), whole)
 
 
 def test_every_row_is_held() -> None:

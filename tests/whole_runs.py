@@ -11,7 +11,7 @@ import pytest
 import train
 from job import Job, settings_of
 from models.tasks.contract import Criterion
-from utils.distributed.logical import DistributedModel
+from utils.distributed.model import DistributedModel
 from utils.run import Run
 from utils.training.steps import OptimizerSteps
 from val import Evaluator, evaluator

@@ -36,7 +36,7 @@ from utils.files import SETTINGS_FILE, VERSION, read_regular, read_yaml, write_b
 from utils.summary import Summary
 
 if TYPE_CHECKING:
-    from utils.distributed.logical import DistributedModel
+    from utils.distributed.model import DistributedModel
     from utils.run import Run, RunFolder
     from utils.training.optimizer import ModelEMA
 
@@ -221,7 +221,7 @@ class TrainingState:
         self.identity, self.decisions, self.progress = identity, decisions, Progress()
         self.copies, self.parameters, self.ema, self.optimizer = model.copies, parameters, ema, optimizer
         self.scaler, self.logical, self.collectives = accelerator.scaler, model.logical, Collectives()
-        self.loss_sums = torch.zeros(model.logical.local, terms, device=accelerator.device)  # over the epoch's batches
+        self.loss_sums = torch.zeros(len(model.copies), terms, device=accelerator.device)  # over the epoch's batches
         self._saved_progress: dict[str, Any] | None = None
 
     def save(self, files: RunFolder, keep_tensors: bool = True) -> None:
@@ -263,13 +263,13 @@ class TrainingState:
         with explain_misfit(saved):
             vars(self.progress).update(vars(Progress.from_state(saved["progress"])))
             logical, saved_values = self.logical, saved["shares"]
-            local_values = saved_values[logical.first : logical.first + logical.local]
+            local_values = saved_values[logical.local.start : logical.local.stop]
             if len(saved_values) != logical.count:
                 # Another number of logical processes: each gets the mean statistics, and an equal part of the sums. In
                 # float64 the mean of equal values is that value.
                 mean = tree_map(lambda *values: torch.stack(values).double().mean(0), *saved_values)
                 mean["totals"] *= len(saved_values) / logical.count
-                local_values = [mean] * logical.local
+                local_values = [mean] * len(logical.local)
             # The view, because `copy_` alone would spread a single value.
             tree_map(lambda now, then: now.copy_(then.view_as(now)), self._per_logical(), local_values)
         load_optimizer_state(self.optimizer, self.parameters, saved["optimizer"])

@@ -41,8 +41,9 @@ from utils.config.flags import BUILT_IN_JOB, TrainOptions
 from utils.config.hyperparameters import Hyperparameters, Recipe
 from utils.config.parser import given_flags, over_defaults
 from utils.config.settings import Settings
-from utils.distributed.logical import DistributedModel, LogicalProcesses
+from utils.distributed.model import DistributedModel
 from utils.distributed.ranks import ranks
+from utils.distributed.tree import LogicalProcesses
 from utils.errors import Stopped, UserError
 from utils.files import ROOT, VERSION, read_yaml
 from utils.run import RunFolder

@@ -1,8 +1,9 @@
-"""BatchNorm that is exact in any memory layout, and over several processes. Called by logical."""
+"""BatchNorm that is exact in any memory layout, and over several processes. Called by model.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
 Total = Callable[[Tensor], Tensor]  # returns the sum of all processes' tensors, which must call it together
 
 
@@ -17,6 +19,72 @@ def all_reduced(addend: Tensor) -> Tensor:
     """Return the sum of all processes' tensors. All processes must call it together."""
     distributed.all_reduce(addend)
     return addend
+
+
+class InTurn:
+    """Calls a function for each local logical process, so that all of them meet in each BatchNorm layer (--sync-bn).
+
+    In the middle of its forward and its backward pass a layer needs the sums of all logical processes. Each call has a
+    thread, of which one runs at a time: it passes the turn to the next one at each `total`, and at its end.
+
+    Args:
+        sum_over_all: returns the sum over all logical processes from the local addends
+    """
+
+    def __init__(self, sum_over_all: Callable[[Sequence[Tensor]], Tensor]) -> None:
+        self.sum_over_all, self.caller = sum_over_all, threading.local()
+        self.turns: list[threading.Semaphore] = []
+        self.addends: list[Tensor] = []
+        self.error: BaseException | None = None
+
+    def __call__(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """Return the results of the calls. Raises the first error of one of them."""
+        self.turns, self.addends, self.error = [threading.Semaphore(0) for _ in calls], [], None
+        if len(calls) == 1:
+            self.caller.number = 0
+            return [calls[0]()]
+        results: dict[int, T] = {}
+        threads_of_torch = torch.get_num_threads()
+
+        def run(number: int, call: Callable[[], T]) -> None:
+            self.caller.number = number
+            self.turns[number].acquire()
+            torch.set_num_threads(threads_of_torch)  # OpenMP gives each thread a number of its own
+            try:
+                results[number] = call()
+            except BaseException as error:
+                self.error = self.error or error
+            self._pass_turn()
+
+        threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(calls)]
+        for thread in threads:
+            thread.start()
+        self.turns[0].release()
+        for thread in threads:
+            thread.join()
+        if self.error:
+            raise self.error
+        return [results[number] for number in range(len(calls))]
+
+    def _pass_turn(self) -> None:
+        self.turns[(self.caller.number + 1) % len(self.turns)].release()
+
+    def total(self, addend: Tensor) -> Tensor:
+        """Return the sum over all logical processes, each of which calls it with its addend."""
+        self._check()
+        self.addends.append(addend)
+        if len(self.addends) == len(self.turns):
+            self.sum, self.addends = self.sum_over_all(self.addends), []
+        random_state = torch.default_generator.get_state()
+        self._pass_turn()
+        self.turns[self.caller.number].acquire()
+        torch.default_generator.set_state(random_state)
+        self._check()
+        return self.sum
+
+    def _check(self) -> None:
+        if self.error:
+            raise RuntimeError("another logical process failed")
 
 
 def exact_batchnorm(model: M, total: Total | None) -> M:

@@ -49,6 +49,7 @@ from utils.distributed.ranks import (
     variables_named,
     world_size,
 )
+from utils.distributed.tree import LogicalProcesses
 from utils.errors import UserError, first_line, plural
 
 RENDEZVOUS = "lockstep"  # init_method of torch's process group: `_rendezvous`
@@ -133,13 +134,11 @@ def reset_accelerate() -> None:
     GradientState._reset_state()
 
 
-def log_plan(accelerator: Accelerator, batch_size: int, batches: int, epochs: int) -> None:
-    """Log the batch size and the optimizer steps of an epoch of `batches`."""
-    processes, accumulated = accelerator.num_processes, accelerator.gradient_accumulation_steps
-    split = f"{processes} processes x {batch_size // processes}" if processes > 1 else "1 process"
+def log_plan(accumulated: int, logical: LogicalProcesses, batch_size: int, batches: int, epochs: int) -> None:
+    """Log the batch size, how the processes share it, and the optimizer steps of an epoch of `batches`."""
     per_step, steps = plural(accumulated, "batch"), plural(math.ceil(batches / accumulated), "optimizer step")
     images = plural(batch_size * accumulated, "image")
-    log(f"batch size {batch_size} ({split}), {per_step} per optimizer step ({images})")
+    log(f"batch size {batch_size} ({logical.plan(batch_size)}), {per_step} per optimizer step ({images})")
     log(f"{plural(batches, 'batch')}, {steps} per epoch; {plural(epochs, 'epoch')}")
 
 

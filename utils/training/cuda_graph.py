@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from utils.console import log
-from utils.distributed.logical import DistributedModel
+from utils.distributed.model import DistributedModel
 
 if TYPE_CHECKING:
     from models.tasks.contract import Criterion, Function, Task
@@ -120,7 +120,7 @@ class RowsTogether:
         self.recorded = recorder.recorded(self._run, nn.ModuleList(self.networks))
         self.until = 0
         self.outputs: list[dict[int, Any]] = []
-        model.together = True
+        model.joined_graphs = True
 
     def maps(self, number: int, images: Tensor, until: int) -> dict[int, Any]:
         """Return what network `number` returns for its batch; the first call of a step runs all networks."""

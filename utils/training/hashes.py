@@ -27,7 +27,7 @@ from utils.training.log import DeviceValue
 if TYPE_CHECKING:
     from utils.batch import Batch
     from utils.checkpoint import Identity, Progress, TrainingState
-    from utils.distributed.logical import DistributedModel
+    from utils.distributed.model import DistributedModel
     from utils.run import Run
 
 FACTORS = (-0x61C8864680B583EB, -0x4B47D0C5A1B2E295)  # odd, with about as many ones as zeros among their 64 bits
@@ -90,7 +90,7 @@ class StepHashes:
     def add(self, losses: Tensor, batches: Sequence[Batch]) -> None:
         """Add the loss terms of a global batch, (terms,), and the batch of each local logical process to the step."""
         pixels = targets = torch.zeros((), dtype=torch.int64, device=self.device)
-        for number, batch in enumerate(batches, self.model.logical.first):
+        for number, batch in zip(self.model.logical.local, batches, strict=True):
             count = len(batch.images)
             places = multipliers((number + 1) * count, self.device)[number * count :]  # of images in the global batch
             rows, owners = batch.targets.float(), places

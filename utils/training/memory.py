@@ -125,7 +125,7 @@ def fitted_batch(
     def fits(size: int) -> bool:
         torch.cuda.reset_peak_memory_stats(device)
         try:
-            train_step(size // processes)
+            train_step(-(-size // processes))
             peak = torch.cuda.max_memory_allocated(device) + copies
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from utils.checkpoint import TrainingState, floating_buffers
 from utils.distributed.deepspeed import gathered_parameters
-from utils.distributed.logical import DistributedModel
+from utils.distributed.model import DistributedModel
 from utils.errors import UserError
 from utils.training.log import DeviceValue, Point, StepLog
 from utils.training.optimizer import Schedule, step_if

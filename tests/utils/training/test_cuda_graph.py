@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,8 @@ from tests.conftest import RunScript
 from tests.curves import identical
 from utils.batch import Batch
 from utils.config.hyperparameters import Hyperparameters
-from utils.distributed.logical import DistributedModel, LogicalProcesses
+from utils.distributed.model import DistributedModel, replicate
+from utils.distributed.tree import LogicalProcesses
 from utils.files import ROOT
 from utils.training import cuda_graph
 
@@ -127,12 +129,12 @@ def test_networks_of_logical_processes_are_replayed_together(
         monkeypatch.setattr(torch.cuda, name, lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    logical = LogicalProcesses(count=2, local=2, first=0, exact=True)
+    logical = LogicalProcesses(2)
     network: Any = build_model("yolov5n.yaml", nc=3, imgsz=64).to(memory_format=torch.channels_last)
     accelerator: Any = SimpleNamespace(device=torch.device("cuda"), num_processes=1, scaler=None)
     accelerator.gradient_accumulation_steps, accelerator.sync_gradients = 1, True
     task: Any = SimpleNamespace(inputs=lambda batch: batch.images)
-    copied = logical.replicate(network)
+    copied = replicate(network, 2)
     monkeypatch.setattr(torch, "Generator", lambda device: torch.default_generator)
     models = [DistributedModel(accelerator, logical, each, each) for each in (copied, copy.deepcopy(copied))]
     fast = cuda_graph.record_kernels(models[0], task, criterion_of(copied[0]), True)
@@ -140,14 +142,15 @@ def test_networks_of_logical_processes_are_replayed_together(
     for number, boxes in enumerate((BOXES, BOXES[:1], BOXES, BOXES[1:], BOXES.repeat(6, 1), BOXES)):
         batches = [Batch(IMAGES + number, boxes, ()), Batch(IMAGES - number, boxes[:1], ())]
         for model, criterion in zip(models, (fast, plain), strict=True):
-            terms = [
-                criterion(module(task.inputs(batch), *criterion.hints(batch)), batch)
-                for module, batch in model.each(batches, number)
-            ]
+            terms = model.each(partial(terms_of, task, criterion), batches, number)
             model.backward([criterion.objective(each, 2) for each in model.over_global_counts(terms)])
         assert all(torch.equal(*pair) for pair in zip(*([p.grad for p in m.parameters] for m in models), strict=True))
     rows: Any = copied[0].recorder
     assert [each.replays for each in rows.together.recorded.recordings.values()] == [3]
+
+
+def terms_of(task: Any, criterion: Criterion, module: nn.Module, batch: Any) -> Any:
+    return criterion(module(task.inputs(batch), *criterion.hints(batch)), batch)
 
 
 def criterion_of(model: Any) -> Criterion:

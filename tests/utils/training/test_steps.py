@@ -19,7 +19,8 @@ from tests.utils.test_run import run_in
 from utils.checkpoint import Decisions, Identity, TrainingState
 from utils.config.hyperparameters import Recipe
 from utils.distributed.launch import start
-from utils.distributed.logical import LogicalProcesses, place_model, prepare
+from utils.distributed.model import place_model, prepare, replicate
+from utils.distributed.tree import LogicalProcesses
 from utils.errors import UserError
 from utils.run import Run
 from utils.training.optimizer import ModelEMA, Schedule, build_optimizer
@@ -57,7 +58,7 @@ def steps_of(
     precision: str = "no",
 ) -> tuple[OptimizerSteps, DataLoader[Any]]:
     """Return the steps and the loader of a training of `model`, made as in train.py."""
-    batch, accumulated = loader.batch_size, run.accelerator.gradient_accumulation_steps
+    batch, accumulated = loader.batch_sampler.batch_size, run.accelerator.gradient_accumulation_steps
     logical = LogicalProcesses.of(logical_processes, run.accelerator)
     place_model(run.accelerator, model)
     built: Any = build_optimizer(model, optimizer, hyp, None, batch * accumulated)
@@ -68,7 +69,7 @@ def steps_of(
         ema.load_state(saved)
     how: Any = {"batch_size": batch, "sync_bn": False, "precision": precision, "clip_norm": hyp.clip_norm}
     made, built, loader = prepare(run.accelerator, logical, model, built, loader, **how)
-    ema.replicas = logical.replicate(ema.model)
+    ema.replicas = replicate(ema.model, len(logical.local))
     identity, decisions = (
         Identity({0: "disc"}, 32, {"train": {"count": "20"}}),
         Decisions(batch, accumulated, None, "a"),
