@@ -68,13 +68,13 @@ class LossTerms:
         sums, counts, weights = (torch.stack(parts) for parts in zip(*(terms[name] for name in names), strict=True))
         return cls(sums, counts, weights, min_divisor)
 
-    def share_of_global_mean(self, counts: GlobalCounts) -> Tensor:
+    def share_of_mean(self, counts: GlobalCounts) -> Tensor:
         """Return this process's share of each mean over the global batch, (terms,); the shares add up to the mean."""
         return (self.weights * self.sums / counts.values.clamp(min=self.min_divisor)).sum(1)
 
     def local_means(self) -> Tensor:
         """Return the means over this process's images alone, (terms,)."""
-        return self.share_of_global_mean(GlobalCounts(self.counts))
+        return self.share_of_mean(GlobalCounts(self.counts))
 
 
 @cache
@@ -117,7 +117,7 @@ class Criterion(ABC):
 
     @abstractmethod
     def objective(self, means: Tensor, images: int) -> Tensor:
-        """Return the scalar to differentiate, from a share of one batch's mean terms (`LossTerms.share_of_global_mean`).
+        """Return the scalar to differentiate, from a share of one batch's mean terms (`LossTerms.share_of_mean`).
 
         It must be linear in them, because the gradients of all shares are added. `images` is the number of images of an
         optimizer step.

@@ -24,16 +24,7 @@ from models.heads.anchors import (
     scaled_gains,
 )
 from models.heads.contract import EPSILON, BoxView, DecodedView, HeadView, UnavailableCriterion, require_head
-from models.tasks.contract import (
-    Criterion,
-    Image,
-    LossTerms,
-    Model,
-    Thresholds,
-    View,
-    device_constant,
-    upcast_half,
-)
+from models.tasks.contract import Criterion, Image, LossTerms, Model, Thresholds, View, device_constant, upcast_half
 from models.tasks.detect import (
     DecodedDetector,
     DetectionPostprocess,
@@ -283,19 +274,15 @@ class SegmentationCriterion(DetectionCriterion):
         target = cell % max(len(targets), 1)
         image = targets[target, 0].astype(np.int64) * len(sizes) + level
         area = targets[target, 4] * targets[target, 5] * np.float32(size[0] * size[1])
-        repeats = np.array(self.class_weights or (1.0,) * self.classes)[targets[target, 1].astype(np.int64)]
-        weight = repeats / (
-            area.clip(min=EPSILON) * np.bincount(image, repeats)[image]
-        )  # a mean over an image's matches
+        weight = np.array(self.class_weights or (1.0,) * self.classes)[targets[target, 1].astype(np.int64)]
+        weight = weight / (area.clip(min=EPSILON) * np.bincount(image, weight)[image])  # a mean over an image's matches
         return MaskMatches(target, (level * near + cell) * anchors + anchor, level, weight.astype(np.float32))
 
 
 class SegmentationView(NamedTuple):
     """The outputs of a model for a batch."""
 
-    boxes: (
-        BoxView | SuppressedView
-    )  # of an exported file with suppression in its graph; else `num_extra` coefficients each
+    boxes: BoxView | SuppressedView  # `SuppressedView` of an exported file with suppression; else with coefficients
     maps: Tensor  # (b, m, h, w): each detection's mask in that case, 0 or 1, cropped to its box; else the prototypes
 
     @property

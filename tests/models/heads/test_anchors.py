@@ -204,9 +204,7 @@ def test_halves_of_a_batch_add_up_to_the_whole() -> None:
     assert not torch.equal(halves[0].counts[0], halves[1].counts[0])  # so a mean of means would differ
     assert torch.equal(halves[0].counts + halves[1].counts, whole.counts)
     torch.testing.assert_close(halves[0].sums + halves[1].sums, whole.sums)
-    shares = halves[0].share_of_global_mean(GlobalCounts(whole.counts)) + halves[1].share_of_global_mean(
-        GlobalCounts(whole.counts)
-    )
+    shares = halves[0].share_of_mean(GlobalCounts(whole.counts)) + halves[1].share_of_mean(GlobalCounts(whole.counts))
     expected = whole.local_means()
     torch.testing.assert_close(shares, expected)
     for of_halves, of_whole in zip(

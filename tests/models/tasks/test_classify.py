@@ -270,9 +270,7 @@ def test_the_loss_equals_torchs_cross_entropy() -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0])
     parts = [criterion(0.1)(logits[cut], of_classes(*labels[cut].tolist())) for cut in (slice(0, 5), slice(5, 16))]
     counts = GlobalCounts(parts[0].counts + parts[1].counts)
-    torch.testing.assert_close(
-        parts[0].share_of_global_mean(counts) + parts[1].share_of_global_mean(counts), terms.local_means()
-    )
+    torch.testing.assert_close(parts[0].share_of_mean(counts) + parts[1].share_of_mean(counts), terms.local_means())
     assert criterion().weight(of_classes(0, 1, 2)) == 3
     assert criterion().hints(of_classes(0, 1)) == ()
 
