@@ -139,8 +139,7 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
                         steps.save()  # written while the epoch is validated; only its scores are missing
                     began, summary = time.monotonic(), None
                     if progress.epoch + 1 == options.epochs or not options.noval:
-                        summary = evaluate([ema.model], run.stop_requested)  # equal on every rank
-                        summary = summary.with_fitness(job.fitness)
+                        summary = evaluate([ema.model], run.stop_requested).with_fitness(job.fitness)  # on every rank
                     improved = progress.record(summary)
                     progress.finished = progress.epoch + 1 == options.epochs or progress.stalled(options.patience)
                     log_epoch(

@@ -115,19 +115,14 @@ class Members:
         """The content of the first file."""
         return next(iter(self.weights.values()))
 
-    @property
-    def features(self) -> frozenset[str]:
-        """The features that flags may need: all that one of the models has."""
-        kind = self.entry.load()
-        return frozenset().union(*(kind.features_of(content.task_yaml) for content in self.weights.values()))
-
     def refuse(self, kind: type[DataclassInstance], given: Mapping[str, Any]) -> None:
         """Raise `UserError` for a given flag, of the options `kind`, that does not apply to the models."""
-        refuse_flags(kind, given, self.features, model_words(self.first.task_yaml))
-        prediction = self.entry.load().prediction
-        for name, reason in (prediction.refused() if prediction else {}).items():
+        task = self.entry.load()
+        features = frozenset().union(*(task.features_of(content.task_yaml) for content in self.weights.values()))
+        refuse_flags(kind, given, features, model_words(self.first.task_yaml))
+        for name, reason in (task.prediction.refused() if task.prediction else {}).items():
             if given.get(name):
-                raise UserError(f"--{name.replace('_', '-')} {reason}")
+                raise UserError(reason)
 
     def image_size(self, imgsz: int | Sequence[int], suggested: int = 0) -> ImageSize:
         """Return the image size, not rounded, and log a size that the weights decide.

@@ -228,12 +228,9 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, channels: int, heads: int) -> None:
         super().__init__()
-        self.q = nn.Linear(channels, channels, bias=False)
-        self.k = nn.Linear(channels, channels, bias=False)
-        self.v = nn.Linear(channels, channels, bias=False)
+        self.q, self.k, self.v = (nn.Linear(channels, channels, bias=False) for _ in range(3))
         self.ma = nn.MultiheadAttention(channels, heads)
-        self.fc1 = nn.Linear(channels, channels, bias=False)
-        self.fc2 = nn.Linear(channels, channels, bias=False)
+        self.fc1, self.fc2 = (nn.Linear(channels, channels, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         # The attention weights are not used; without them torch picks kernels that are not deterministic on CUDA.

@@ -110,7 +110,7 @@ def head_prefix(model: nn.Module) -> str:
     return next((name for name, module in model.named_modules() if module is head), layer_names(model)[-1])
 
 
-def select_parameters(model: nn.Module, word: str, flag: str) -> set[str]:
+def find_parameters(model: nn.Module, word: str, flag: str) -> set[str]:
     """Return the names of the parameters that a word of a flag selects. Raises `UserError` if it names no layer.
 
     A word is `backbone` (the rows of that list in the model YAML; without one the modules of that name, or as -1),
@@ -120,7 +120,7 @@ def select_parameters(model: nn.Module, word: str, flag: str) -> set[str]:
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}  # names of shared ones too
     layers, rows = layer_names(model), getattr(model, "yaml", {}).get("backbone")
     if word == "head":
-        return parameters - select_parameters(model, "backbone", flag)
+        return parameters - find_parameters(model, "backbone", flag)
     is_number = word.isdecimal() and int(word) < len(layers)
     if is_number:
         patterns = [layers[int(word)]]
@@ -141,23 +141,23 @@ def select_parameters(model: nn.Module, word: str, flag: str) -> set[str]:
 
 
 def rate_factors(model: nn.Module, factors: Mapping[str, float]) -> dict[str, float]:
-    """Return the learning-rate factors of parameters by name, from factors by words as for `select_parameters`.
+    """Return the learning-rate factors of parameters by name, from factors by words as for `find_parameters`.
 
     The last word that selects a parameter decides. Raises `UserError` if a word selects none.
     """
-    return {name: factor for word, factor in factors.items() for name in select_parameters(model, word, "lr_factor:")}
+    return {name: factor for word, factor in factors.items() for name in find_parameters(model, word, "lr_factor:")}
 
 
 def freeze(model: nn.Module, words: Sequence[int | str]) -> None:
     """Freeze the parameters of layers, and log how many. Raises `UserError` for an unknown layer, or if all are frozen.
 
-    A single number N stands for the first N layers, -N for all but the last N; else see `select_parameters`.
+    A single number N stands for the first N layers, -N for all but the last N; else see `find_parameters`.
     """
     parameters, layers = dict(model.named_parameters(remove_duplicate=False)), len(layer_names(model))
     flag, count = f"--freeze {' '.join(map(str, words))}", words[0] if len(words) == 1 else None
     if isinstance(count, int) and -layers < count <= layers and count != -1:  # -1 is a word: all but the head
         words = range(count if count >= 0 else layers + count)
-    frozen = {name for word in words for name in select_parameters(model, str(word), "--freeze")}
+    frozen = {name for word in words for name in find_parameters(model, str(word), "--freeze")}
     if frozen == {*parameters}:
         raise UserError(f"{flag} freezes all parameters; freeze fewer")
     for name in frozen:

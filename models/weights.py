@@ -235,8 +235,8 @@ def _interpret(content: Any) -> Weights:
         raise UnusableFile("is a model of ultralytics, such as YOLOv8 or yolov5nu, which is not read; nearest: v9-t.pt")
     state, names, kind = state_dict(network), _numbered(network.state.get("names") or {}), class_name(network)
     # Older detectors are of class `Model`, other programs' detectors of any class.
-    unknown = kind if kind.endswith("Model") and kind != "Model" else DEFAULT_TASK
-    task = next((name for name, entry in TASKS.items() if entry.yolov5_class == kind), unknown)
+    fallback_task = kind if kind.endswith("Model") and kind != "Model" else DEFAULT_TASK
+    task = next((name for name, entry in TASKS.items() if entry.yolov5_class == kind), fallback_task)
     return Weights(state, _yolov5_yaml(network, state, len(names)), names, task, settings, "yolov5")
 
 

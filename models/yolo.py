@@ -185,7 +185,6 @@ class YoloModel(Model):
 
     @property
     def head(self) -> nn.Module:
-        """The last layer of `head`, whose class decides the task."""
         return self.model[self._head_row]
 
     def check_rows(self, source: str) -> None:

@@ -108,7 +108,6 @@ class HeadView(NamedTuple):
     skipped_level: int | None = None  # number of a level whose boxes are left out
 
     def candidates(self, conf_thres: float) -> Iterator[Candidates]:
-        """Iterate over the boxes of groups of images whose confidence may exceed `conf_thres`."""
         return self.head.candidates(self, conf_thres)
 
 
@@ -120,7 +119,6 @@ class DecodedView(NamedTuple):
     num_extra: int = 0
 
     def candidates(self, conf_thres: float) -> Iterator[Candidates]:
-        """Iterate over the boxes of groups of images whose objectness exceeds the threshold."""
         end = self.boxes.shape[2] - self.num_extra
         for (group,) in image_groups([self.boxes]):
             image, box = (group[..., 4] > conf_thres).nonzero(as_tuple=True)
@@ -221,10 +219,7 @@ class BoxCriterion(Criterion):
     """The loss of a detector, with YOLOv5's objective. Targets outside of the images must not change it."""
 
     def for_gpu(self, recorded: Callable[[Function], Function]) -> Criterion:
-        """Return the loss with padded targets if this class derives from `BoxCriterion` itself, as ours do.
-
-        A class derived from one of ours may read more of a batch than the padded targets, so it is used as it is.
-        """
+        """Return the loss with padded targets, but a class derived from one of ours, which may read more, as it is."""
         return PaddedCriterion(self, recorded) if BoxCriterion in type(self).__bases__ else self
 
     def objective(self, means: Tensor, images: int) -> Tensor:
@@ -237,10 +232,8 @@ class BoxCriterion(Criterion):
 
 
 def padded(targets: Tensor) -> Tensor:
-    """Pad targets (m, 6) to the next larger of the lengths 16, 24, 32, 48, 64 ..., with boxes that match nothing.
-
-    The padding has no size and lies outside of image 0.
-    """
+    """Return targets (m, 6) padded to the next larger of the lengths 16, 24, 32, 48, 64 ..., with boxes that match
+    nothing: they have no size and lie outside of image 0."""
     power = 1 << max(len(targets).bit_length(), 4)
     length = power * 3 // 4 if len(targets) < power * 3 // 4 and power > MIN_TARGETS else power
     box = device_constant(OUTSIDE, targets.device)
@@ -260,13 +253,11 @@ class PaddedCriterion(BoxCriterion):
         self.min_divisor = 1.0  # of the last loss
 
     def hints(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the hints for the padded targets."""
         if type(self.criterion).hints is Criterion.hints:
             return ()
         return self._functions(batch)[0](padded(batch.targets))
 
     def __call__(self, outputs: Any, batch: Batch) -> LossTerms:
-        """Return the loss terms for the padded targets."""
         sums, counts, weights = self._functions(batch)[1](outputs, padded(batch.targets))
         return LossTerms(sums, counts, weights, self.min_divisor)
 

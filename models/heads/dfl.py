@@ -378,5 +378,4 @@ class DetectDFL(DetectionHead):
 
     @staticmethod
     def scored(decoded: Tensor) -> Tensor:
-        """Return boxes (b, n, 4 + classes) with an objectness of 1, (b, n, 5 + classes)."""
         return torch.cat((decoded[..., :4], torch.ones_like(decoded[..., :1]), decoded[..., 4:]), -1)

@@ -151,11 +151,11 @@ def compute_terms(criterion: Criterion, outputs: Any, batch: Batch, names: Seque
 
 # The result for one image
 
-# The methods that a `Prediction` may leave out, with the flag that needs each and the reason why the flag is refused.
+# The methods that a `Prediction` may leave out, with the flag that needs each and the reason why it is refused.
 OPTIONAL_METHODS = {
-    "crops": ("save_crop", "is not for this model: its results cover no part of an image; leave it out"),
-    "with_labels": ("save_hybrid", "is not for this model: its results are not joined with labels; leave it out"),
-    "coco_rows": ("save_json", "is not for this model: COCO has no format for its results; leave it out"),
+    "crops": ("save_crop", "its results cover no part of an image"),
+    "with_labels": ("save_hybrid", "its results are not joined with labels"),
+    "coco_rows": ("save_json", "COCO has no format for its results"),
 }
 
 
@@ -202,26 +202,24 @@ class Prediction(Result, ABC):
 
     def crops(self, image: Image) -> list[tuple[str, Image]]:
         """Return the part of `image` that each object covers, with the class name (--save-crop); no part is empty."""
-        raise _left_out("crops")
+        raise UserError(Prediction.refused()["save_crop"])
 
     def with_labels(self) -> Prediction:
         """Return the image's labels followed by the predictions that match no label (--save-hybrid)."""
-        raise _left_out("with_labels")
+        raise UserError(Prediction.refused()["save_hybrid"])
 
     def coco_rows(self) -> CocoImage:
         """Return the detections in COCO's results format (--save-json)."""
-        raise _left_out("coco_rows")
+        raise UserError(Prediction.refused()["save_json"])
 
     @classmethod
     def refused(cls) -> dict[str, str]:
-        """Return the flags that need a method that this class leaves out, each with the reason."""
-        left_out = [name for name in OPTIONAL_METHODS if getattr(cls, name) is getattr(Prediction, name)]
-        return dict(OPTIONAL_METHODS[name] for name in left_out)
-
-
-def _left_out(method: str) -> UserError:
-    flag, reason = OPTIONAL_METHODS[method]
-    return UserError(f"--{flag.replace('_', '-')} {reason}")
+        """Return the flags that need a method that this class leaves out, each with the message of their refusal."""
+        return {
+            flag: f"--{flag.replace('_', '-')} is not for this model: {reason}; leave it out"
+            for name, (flag, reason) in OPTIONAL_METHODS.items()
+            if getattr(cls, name) is getattr(Prediction, name)
+        }
 
 
 # From outputs to predictions and metrics

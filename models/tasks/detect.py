@@ -463,7 +463,6 @@ class DetectionTask(BoxTask):
         return require_head(model).keep(head_prefix(model), state, names, self.names)
 
     def adapt(self, model: Model, split: BoxSplit) -> None:
-        """Adapt the head to the training boxes, by AutoAnchor if it has anchors."""
         require_head(model).adapt(model, split, self.hyp)
 
     def fit_classes(self, model: Model, batches: Iterable[Batch], new: Sequence[int]) -> None:

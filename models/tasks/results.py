@@ -1,7 +1,4 @@
-"""What Python users get: the methods of the `Result` for one image, and `Results`, the list of several images' results.
-
-Called by predictor.py; contract.py has the class that a task defines, `Prediction`, which is a `Result`.
-"""
+"""What Python users get from predictor.py: `Result`, the base class of every `Prediction`, and `Results`, a list."""
 
 from __future__ import annotations
 

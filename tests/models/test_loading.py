@@ -15,10 +15,10 @@ from job import resolve, settings_of
 from models.loading import (
     StartingPoint,
     count_gflops,
+    find_parameters,
     freeze,
     load_and_freeze,
     rate_factors,
-    select_parameters,
     transfer,
 )
 from models.tasks import TASKS
@@ -153,8 +153,8 @@ def test_backbone_and_head(build: Callable[[], nn.Module], backbone: tuple[str, 
     names = {name for name, _ in model.named_parameters()}
     expected = {name for name in names if name.startswith(backbone)}
     assert 0 < len(expected) < len(names)
-    assert select_parameters(model, "backbone", "--freeze") == expected
-    assert select_parameters(model, "head", "--freeze") == names - expected
+    assert find_parameters(model, "backbone", "--freeze") == expected
+    assert find_parameters(model, "head", "--freeze") == names - expected
 
 
 def test_factors_of_learning_rates() -> None:

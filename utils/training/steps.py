@@ -43,11 +43,10 @@ class EndedStep(NamedTuple):
 class OptimizerSteps:
     """The optimizer steps of a run, over the parts that train.py has made and whose state is loaded.
 
-    The order of the calls, with two batches to a step (finish, end_epoch and save call flush):
+    The order of the calls, with two batches to a step; `finish`, `end_epoch` and `save` call `flush`:
 
         batch 1:                 add
-        batch 2:         step -> add -> finish (counts the step before, on a GPU) [-> save, every --save-steps]
-        ...
+        batch 2:         step -> add -> finish (on a GPU counts the step before) [-> save, every --save-steps]
         end of epoch:    end_epoch (counts the last step) -> save -> next_epoch
     """
 
