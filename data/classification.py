@@ -162,7 +162,6 @@ class ClassificationSplit(Split):
     problems: tuple[str, ...] = ()
 
     def identity(self) -> dict[str, str]:
-        """Return hashes of the files' names and the classes."""
         return split_identity(self.images, self.labels.tobytes())
 
     def report(self, title: str) -> None:

@@ -38,9 +38,8 @@ def runtime_imports(node: ast.AST) -> set[str]:
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
         return set()
     source = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-    names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-    nested = map(runtime_imports, ast.iter_child_nodes(node))
-    return {source.rstrip("."), *(source + name for name in names)}.union(*nested)
+    names = {source + alias.name for alias in getattr(node, "names", ()) if isinstance(alias, ast.alias)}
+    return names.union([source.rstrip(".")], *map(runtime_imports, ast.iter_child_nodes(node)))
 
 
 def test_no_circle_of_imports() -> None:

@@ -430,7 +430,6 @@ class Detect(DetectionHead):
         return sum(len(labels) for level in samples for _, labels in level)
 
     def adapt(self, model: Model, split: BoxSplit, hyp: AnchorKeys) -> None:
-        """Run AutoAnchor."""
         from models.heads.auto_anchor import adapt_anchors  # only here, because most runs keep their anchors
 
         adapt_anchors(self, model.yaml, split.side_lengths(model.imgsz), hyp.anchor_t, hyp.anchor_recall)

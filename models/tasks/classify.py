@@ -129,7 +129,6 @@ class ClassificationPrediction(Prediction):
         return draw_text_lines(image, list(filter(None, texts)), style.thickness)
 
     def crops(self, image: Image) -> list[tuple[str, Image]]:
-        """Return the whole image, with the name of its most probable class."""
         return [(self.items[0][0], image)]
 
     def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:

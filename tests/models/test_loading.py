@@ -12,15 +12,7 @@ from torch import Tensor, nn
 from torchvision.models import resnet18, vit_b_32
 
 from job import resolve, settings_of
-from models.loading import (
-    StartingPoint,
-    count_gflops,
-    find_parameters,
-    freeze,
-    load_and_freeze,
-    rate_factors,
-    transfer,
-)
+from models.loading import StartingPoint, count_gflops, find_parameters, freeze, load_and_freeze, rate_factors, transfer
 from models.tasks import TASKS
 from models.tasks.detect import DetectionTask
 from models.weights import Weights

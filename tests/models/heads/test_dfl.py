@@ -78,15 +78,6 @@ def test_candidates_are_the_decoded_boxes_above_the_threshold() -> None:
             assert candidates.extra.shape == (len(expected), 0)
 
 
-@torch.no_grad()
-def test_the_detections_of_an_image_do_not_depend_on_the_others() -> None:
-    levels, head = level_outputs(0, batch=3), make_head(*STRIDES, classes=3)
-    for image, detections in enumerate(detect([HeadView(head, levels)], Thresholds())):
-        alone = [DFLLevel(*(one[image : image + 1] for one in level)) for level in levels]
-        assert len(detections.boxes) > 5
-        assert torch.equal(detections.boxes, detect([HeadView(head, alone)], Thresholds())[0].boxes)
-
-
 # The loss
 
 

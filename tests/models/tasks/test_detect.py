@@ -31,10 +31,6 @@ from models.tasks.detect import (
     DetectionTask,
     SuppressedDetector,
     SuppressedView,
-    allowed_rows,
-    box_predictions,
-    nms_by_image,
-    suppress,
 )
 from models.tasks.segment import SegmentationTask
 from models.yolo import YoloModel, build_model
@@ -69,7 +65,7 @@ def run(
     """Return the detections of an image from rows x, y, w, h, objectness, class scores."""
     scores = torch.tensor(rows, dtype=torch.float)
     candidates = Candidates(1, torch.zeros(len(rows), dtype=torch.long), scores, scores[:, :0])
-    return suppress(candidates, Thresholds(conf_thres, iou_thres, max_det, **more))[0]
+    return module.suppress(candidates, Thresholds(conf_thres, iou_thres, max_det, **more))[0]
 
 
 SAME, OTHER = (50, 50, 20, 20, 1, 0.8, 0), (51, 50, 20, 20, 1, 0, 0.75)
@@ -231,8 +227,8 @@ def test_thresholds_apply_to_a_file_that_suppresses() -> None:
     rows[0, :3, 4] = torch.tensor([0.9, 0.5, 0.3])
     rows[1, :1, 4] = 0.2
     view = SuppressedView(rows, torch.tensor([3, 1]))
-    assert [one.tolist() for one in allowed_rows(view, Thresholds(conf_thres=0.25, max_det=2))] == [[0, 1], []]
-    assert [one.tolist() for one in allowed_rows(view, Thresholds(classes=(1,)))] == [[], []]
+    assert [one.tolist() for one in module.allowed_rows(view, Thresholds(conf_thres=0.25, max_det=2))] == [[0, 1], []]
+    assert [one.tolist() for one in module.allowed_rows(view, Thresholds(classes=(1,)))] == [[], []]
 
 
 # Several images together, as on a GPU
@@ -246,7 +242,7 @@ def check_together(nms: Callable[..., Tensor]) -> None:
         low = (torch.rand(sum(counts), 2, generator=generator) * 12).round()
         boxes = torch.cat((low, low + (torch.rand(sum(counts), 2, generator=generator) * 6).round() + 1), 1)
         for limits in ((0.5, 30_000, 300), (0.5, 20, 300), (0.25, 30_000, 5), (0.0, 30_000, 1), (0.75, 3, 2)):
-            assert torch.equal(nms(boxes, starts, *limits), nms_by_image(boxes, starts, *limits))
+            assert torch.equal(nms(boxes, starts, *limits), module.nms_by_image(boxes, starts, *limits))
 
 
 def test_the_kernel_on_the_cpu() -> None:
@@ -320,7 +316,7 @@ def test_predictions_undo_the_placement_and_are_cut_at_the_edges() -> None:
     expected = torch.tensor([[10, 10, 50, 40, 0.9, 2], [0, 0, 100, 50, 0.5, 1], [0, 0, 0, 0, 0.4, 0]])
     batch = grey_batch(image_info(), info, info)
     given = [torch.tensor([[1, 2, 3, 4, 0.5, 0]]), torch.zeros(0, 6), detections]
-    exact, empty, last = box_predictions(given, batch, CLASS_NAMES, Thresholds())
+    exact, empty, last = module.box_predictions(given, batch, CLASS_NAMES, Thresholds())
     assert exact.rows.tolist() == [[1, 2, 3, 4, 0.5, 0]]
     assert empty.rows.shape == (0, 6)
     torch.testing.assert_close(last.rows, expected, check_dtype=False)
@@ -539,7 +535,7 @@ class OneBoxPostprocess(Postprocess):
     def __call__(self, views: Any, batch: Batch) -> Any:
         x, y, w, h = views[0].outputs.detach().unbind(1)
         rows = torch.stack((x - w / 2, y - h / 2, x + w / 2, y + h / 2, torch.ones_like(x), torch.zeros_like(x)), 1)
-        return box_predictions(list(rows[:, None]), batch, CLASS_NAMES, Thresholds())
+        return module.box_predictions(list(rows[:, None]), batch, CLASS_NAMES, Thresholds())
 
 
 class OneBoxTask(BoxTask):

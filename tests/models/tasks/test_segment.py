@@ -250,12 +250,8 @@ def test_predictions_and_masks_are_those_of_yolov5(official: YoloModel, referenc
     postprocess = SegmentationPostprocess(names, Thresholds(0.25, 0.45, one_class=True))
     with torch.no_grad():
         (view,) = postprocess.views(official.eval(), reference["im_uint8"].float() / 255, augment=False)
-    torch.testing.assert_close(
-        view.boxes.head.decode(view.boxes.outputs, view.boxes.num_extra)[:1],
-        reference["predictions"],
-        rtol=0,
-        atol=1e-3,
-    )  # type: ignore[arg-type]
+    decoded = view.boxes.head.decode(view.boxes.outputs, view.boxes.num_extra)  # type: ignore[arg-type]
+    torch.testing.assert_close(decoded[:1], reference["predictions"], rtol=0, atol=1e-3)
     torch.testing.assert_close(view.maps[:1], reference["prototypes"], rtol=0, atol=1e-3)
     for number, prediction in enumerate(postprocess([view], batch_of(4, 320))):
         detections, small, in_file = (
