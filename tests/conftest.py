@@ -222,14 +222,14 @@ def free_port() -> str:
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """Two machines: the names of two network namespaces joined by a cable, 10.77.0.1 and 10.77.0.2."""
-    names = tuple(f"lockstep{os.getpid()}{letter}" for letter in "ab")
+def hosts(tmp_path: Path) -> Iterator[tuple[str, ...]]:
+    """Three machines: the names of network namespaces joined by cables, 10.77.0.1, 10.77.0.2 and 10.77.0.3."""
+    names = tuple(f"lockstep{os.getpid()}{letter}" for letter in "abc")
     if not shutil.which("ip"):
         not_here("the command ip (package iproute2)")
     try:
         with machines(names):
-            yield names[0], names[1]
+            yield names
     except subprocess.CalledProcessError as error:
         not_here(f"network namespaces ({error.stderr.strip()})")
 

@@ -1,4 +1,4 @@
-"""Launch runs, find their processes, and simulate two machines by network namespaces."""
+"""Launch runs, find their processes, and simulate machines by network namespaces."""
 
 from __future__ import annotations
 
@@ -20,13 +20,20 @@ CONFIGS = ROOT / "accelerate_configs"
 
 @contextmanager
 def machines(names: Sequence[str]) -> Iterator[None]:
-    """Make two network namespaces, joined by a `cable` from 10.77.0.1 to 10.77.0.2, and remove them afterwards."""
+    """Make network namespaces, 10.77.0.1, 10.77.0.2 ..., and remove them afterwards.
+
+    The device `cable` of each leads to the others; that of the first is a bridge.
+    """
     try:
-        for name in names:
+        for number, name in enumerate(names):
             ip("netns", "add", name)
-        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
-        for number, name in enumerate(names, 1):
-            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "cable")
+            if number == 0:
+                ip("-n", name, "link", "add", "cable", "type", "bridge")
+            else:
+                port = f"port{number}"
+                ip("link", "add", "cable", "netns", name, "type", "veth", "peer", "name", port, "netns", names[0])
+                ip("-n", names[0], "link", "set", port, "master", "cable", "up")
+            ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "cable")
             ip("-n", name, "link", "set", "cable", "up")
             ip("-n", name, "link", "set", "lo", "up")
         yield

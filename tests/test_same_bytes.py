@@ -1,8 +1,10 @@
-"""--logical-processes: whole runs on one, two and four processes that are equal to the byte, killed and resumed too."""
+"""--logical-processes: whole runs on one to four processes that are equal to the byte, killed and resumed too."""
 
 from __future__ import annotations
 
+import re
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,9 +15,10 @@ import pytest
 from tests.conftest import RECIPE, RunScript
 from tests.curves import identical, killed_and_moved, rows
 from tests.faults.fault_points import planted
-from tests.machines import on_machine
+from tests.machines import TORCHRUN, living, on_machine
 from tests.making import tiny_anchor_free, write_yaml
 from tests.wandb_files import one_run
+from utils.checkpoint import StateFiles
 from utils.files import ROOT
 
 FOUR = ("--logical-processes", "4")
@@ -43,7 +46,7 @@ def alone(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return project / "exp"
 
 
-def test_two_machines(train: Train, alone: Path, tmp_path: Path, hosts: tuple[str, str]) -> None:
+def test_two_machines(train: Train, alone: Path, tmp_path: Path, hosts: tuple[str, ...]) -> None:
     """No interface is named, although the host's name resolves to the loopback here. One W&B run is made."""
 
     def machine(rank: int) -> str:
@@ -61,14 +64,59 @@ def test_two_machines(train: Train, alone: Path, tmp_path: Path, hosts: tuple[st
 def test_killed_and_resumed_on_other_processes(
     train: Train, run_script: RunScript, alone: Path, tmp_path: Path
 ) -> None:
-    """One, two and four processes: in an epoch, in a validation, in the next epoch."""
+    """One, three and four processes: in an epoch, in a validation, in the next epoch."""
     train(tmp_path, "--save-steps", "1", **planted("SIGKILL", "optimizer step", 2), code=-signal.SIGKILL)
     resume = ("train.py", "--resume", "--project", str(tmp_path), "--processes")
-    run_script(*resume, "2", **planted("SIGKILL", "validation batch", 1, rank=0), code=1)
+    run_script(*resume, "3", **planted("SIGKILL", "validation batch", 1, rank=0), code=1)
     printed = run_script(*resume, "4")
     assert "resuming " in printed
     assert "warning" not in printed
     identical(tmp_path / "exp", alone)
+
+
+@pytest.mark.parametrize("count", ["1", pytest.param("4", marks=pytest.mark.long)])
+def test_sync_bn(count: str, train: Train, tmp_path: Path) -> None:
+    """The logical processes of a process meet in each BatchNorm layer."""
+    for processes in (count, "3"):
+        train(tmp_path, "--processes", processes, "--name", processes, "--sync-bn", "--epochs", "1")
+    identical(tmp_path / "3", tmp_path / count)
+
+
+@pytest.mark.long
+def test_a_machine_leaves_and_returns(train: Train, tmp_path: Path, hosts: tuple[str, ...]) -> None:
+    """Torch's launcher on three machines: one is killed, two go on, it returns, and three finish."""
+    job = ("--epochs", "40", "--noval")
+    train(tmp_path, *job, "--name", "alone")
+    mark = "LOCKSTEP_MACHINE"
+
+    def machine(rank: int, code: int) -> str:
+        size = ("--nnodes", "1:3", "--nproc_per_node", "1", "--max-restarts", "9", "--rdzv_backend", "c10d")
+        here = ("--local-addr", f"10.77.0.{rank + 1}", "--rdzv_conf", f"last_call_timeout=5,is_host={rank == 0:d}")
+        rendezvous = ("--rdzv_id", "elastic", "--rdzv_endpoint", "10.77.0.1:29500", *here)
+        launcher = ("ip", "netns", "exec", hosts[rank], *TORCHRUN, *size, *rendezvous)
+        saved = ("--save-steps", "1", "--resume", "auto", "--exist-ok", "--name", "elastic")
+        variables = {mark: f"{tmp_path}{rank}", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return train(tmp_path, *job, *saved, launcher=launcher, code=code, **variables)
+
+    def wait_for(step: int) -> int:
+        """Wait until a step is saved, and return the last one."""
+        files, end = StateFiles(tmp_path / "elastic" / "checkpoint"), time.monotonic() + 300
+        while (last := (files.read(lambda warning: None) or {"progress": {"step": 0}})["progress"]["step"]) < step:
+            assert time.monotonic() < end
+            time.sleep(0.2)
+        return int(last)
+
+    with ThreadPoolExecutor() as pool:
+        runs = [pool.submit(machine, *pair) for pair in ((0, 0), (1, 0), (2, -signal.SIGKILL))]
+        step = wait_for(2)
+        for process in living(f"{mark}={tmp_path}2"):
+            process.kill()
+        runs[2].result()
+        wait_for(step + 3)
+        printed = [run.result() for run in (pool.submit(machine, 2, 0), *runs[:2])]
+    plans = re.findall(r"batch size 8 \((\d) processes", printed[1])
+    assert (plans[0], "2" in plans, plans[-1]) == ("3", True, "3")
+    identical(tmp_path / "elastic", tmp_path / "alone")
 
 
 @pytest.mark.long

@@ -40,14 +40,15 @@ class Start:
     """How the training is started. machines: the numbers of those that take part, the main one first.
 
     address: of the main machine. wrap: by machine, a command that runs the launch command. variables: of the
-    environment. elastic: by torch's launcher, with the machines that are there; else by Accelerate's.
+    environment. elastic: the number of processes of each machine, started by torch's launcher with the machines
+    that are there; if empty, Accelerate's launcher starts one on each.
     """
 
     machines: tuple[int, ...] = (0, 1)
     address: str = ADDRESSES[0]
     wrap: Mapping[int, Sequence[str]] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
-    elastic: bool = False
+    elastic: tuple[int, ...] = ()
 
 
 class Cluster:
@@ -66,7 +67,7 @@ class Cluster:
         recipe = write_yaml(folder / "data" / "hyp.yaml", RECIPE)
         what = ("--data", str(data), "--weights", "", "--cfg", "yolov5n.yaml", "--hyp", str(recipe), "--imgsz", "64")
         how = ("--epochs", str(epochs), "--batch-size", "4", "--workers", "1", "--device", "cpu", "--noplots")
-        rest = ("--logical-processes", "2", "--save-steps", "1", "--dist-timeout", str(DIST_TIMEOUT_SECONDS))
+        rest = ("--logical-processes", "4", "--save-steps", "1", "--dist-timeout", str(DIST_TIMEOUT_SECONDS))
         self.flags = (*what, *how, *rest, "--exist-ok", "--resume", "auto")
 
     def environment(self) -> dict[str, str]:
@@ -79,7 +80,16 @@ class Cluster:
         """Return the launch command of a machine."""
         script = (str(ROOT / "train.py"), *self.flags, "--project", str(self.disk), "--name", run)
         if start.elastic:
-            size = ("--nnodes", "1:2", "--nproc_per_node", "1", "--max-restarts", "3", "--rdzv_backend", "c10d")
+            size = (
+                "--nnodes",
+                "1:2",
+                "--nproc_per_node",
+                str(start.elastic[number]),
+                "--max-restarts",
+                "3",
+                "--rdzv_backend",
+                "c10d",
+            )
             rendezvous = ("--rdzv_id", run, "--rdzv_endpoint", f"{start.address}:{PORT}")
             main = number == start.machines[0]
             here = ("--local-addr", ADDRESSES[number], "--rdzv_conf", f"last_call_timeout=3,is_host={main:d}")

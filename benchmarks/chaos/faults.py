@@ -93,7 +93,14 @@ def machine_gone(attempt: Attempt) -> Iterator[None]:
     yield
     attempt.launchers[1].wait()
     attempt.launch(1)
-    attempt.until(lambda: len(attempt.training()) == len(HOSTS), BACK_SECONDS)
+    attempt.until(lambda: len(attempt.training()) == sum(attempt.start.elastic), BACK_SECONDS)
+
+
+@contextmanager
+def elastic(cluster: Cluster, run: str, random: Random) -> Iterator[Start]:
+    """The machines have one or two processes each: together two, three or four of four logical processes."""
+    counts = random.randint(1, 2), random.randint(1, 2)
+    yield Start(elastic=counts, variables={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
 
 @contextmanager
@@ -291,7 +298,6 @@ def catalogue() -> list[Fault]:
         faults.append(Fault(f"{kind} is stopped", True, stopped))
     for kind in ("is dead", "is slow", "is silent", "lies"):
         faults.append(Fault(f"W&B's server {kind}", False, before=partial(wandb_online, kind)))
-    elastic = Start(elastic=True, variables={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     return [
         *faults,
         Fault("SIGKILL to a whole machine", True, partial(signalled, "a machine", signal.SIGKILL)),
@@ -303,7 +309,7 @@ def catalogue() -> list[Fault]:
         Fault("the main machine has another address", False, before=another_address),
         Fault("another machine is the main one", False, before=lambda *_: nullcontext(Start((1, 0), ADDRESSES[1]))),
         Fault("a machine does not come back", False, before=one_machine_only),
-        Fault("a machine leaves and comes back", False, machine_gone, before=lambda *_: nullcontext(elastic)),
+        Fault("a machine leaves and comes back", False, machine_gone, before=elastic),
         Fault("the disk is full for 3 s", False, full_disk, SHORT_SECONDS, disk=True),
         Fault("the disk is full", False, full_disk, disk=True),
         Fault("the disk is read-only for 3 s", False, read_only_disk, SHORT_SECONDS, disk=True),

@@ -86,7 +86,7 @@ class LogicalProcesses:
             shares = f"{', '.join(others)} and {last} of {self.count} logical processes"
             return f"{self.processes} processes: {shares}, {images} images"
         split = f"{self.processes} processes x {batch_size // self.processes}" if self.processes > 1 else "1 process"
-        return f"{split}, {lengths[0]} of {self.count} logical processes each" if self.exact else split
+        return f"{split}, {lengths[0]} of {self.count} logical processes in each" if self.exact else split
 
     def fix_kernels(self, device: torch.device) -> None:
         """Prevent kernels that are chosen by timing, or that add in an order that depends on the number of threads."""

@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -105,8 +105,11 @@ class StepLog:
         """Return whether this optimizer step has a point; `last` says whether it is the last one of the epoch."""
         return self.enabled and (last or step % self.interval == 0)
 
-    def point(self, step: int, epoch: float, optimizer: Any) -> Point:
-        """Return the point of this step, in a fractional epoch such as 2.5. All processes must call it together."""
+    def point(self, step: int, epoch: float, optimizer: Any, total: Callable[[Sequence[Tensor]], Tensor]) -> Point:
+        """Return the point of this step, in a fractional epoch such as 2.5. All processes must call it together.
+
+        total: returns the sum over all logical processes
+        """
         accelerator = self.run.accelerator
         seconds = max(time.monotonic() - self.since, 1e-9)
         rate = self.batches * self.batch_size / seconds
@@ -118,15 +121,15 @@ class StepLog:
         host_values["step/images_per_second_per_device"] = rate / accelerator.num_processes
         if accelerator.scaler is not None:
             host_values["step/loss_scale"] = accelerator.scaler.get_scale()
-        # Over processes: mean losses (k), gradient norm, mean share of waiting, the largest GPU memory in GiB.
+        # Mean losses, and over processes: gradient norm, mean share of waiting, the largest GPU memory in GiB.
         norm = torch.as_tensor(math.nan if self.norm is None else self.norm, dtype=torch.float32)
         on_host = torch.tensor([(self.bar.waited - self.waited) / seconds, peak_memory(self.device)])
         on_host = on_host.pin_memory() if self.device.type == "cuda" else on_host
-        equal = torch.cat((norm.detach().to(self.device).view(1), on_host.to(self.device, non_blocking=True)))
-        local = torch.cat((self.sums / self.batches, equal.expand(len(self.sums), -1)), 1)
-        losses, norms, waits, memory = accelerator.gather(local).split([len(self.terms), 1, 1, 1], 1)
+        losses = total(list(self.sums / self.batches))
+        local = torch.cat((norm.detach().to(self.device).view(1), on_host.to(self.device, non_blocking=True)))
+        norms, waits, memory = accelerator.gather(local[None]).unbind(1)
         self._restart()
-        device_values = torch.cat((losses.sum(0), norms[0], waits.mean(0), memory.amax(0)))
+        device_values = torch.cat((losses, norms[:1], waits.mean()[None], memory.amax()[None]))
         return Point(step, host_values, DeviceValue(device_values))
 
     def values(self, point: Point) -> dict[str, float]:

@@ -130,8 +130,9 @@ class OptimizerSteps:
             self.hashes.finish(progress)
         batches_of_step, self.step_batches = self.step_batches, []
         self.ended.append(EndedStep(DeviceValue(taken), accumulated, progress.step, batches_of_step))
+        epoch = progress.epoch + batches / epoch_batches
         if self.log.is_due(progress.step, last=batches == epoch_batches):
-            self.points.append(self.log.point(progress.step, progress.epoch + batches / epoch_batches, self.optimizer))
+            self.points.append(self.log.point(progress.step, epoch, self.optimizer, self.model.sum))
         self.flush(keep=self.behind)
         self.log.profile(progress.step)
 

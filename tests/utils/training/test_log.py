@@ -90,7 +90,7 @@ def test_points(monkeypatch: pytest.MonkeyPatch) -> None:
     for losses in ([1.0, 2.0], [3.0, math.inf]):
         log.add(torch.tensor([losses]))
     now[0], bar.waited = 104.0, 4.0
-    first = log.values(log.point(1, 0.25, sgd()))
+    first = log.values(log.point(1, 0.25, sgd(), lambda sums: sums[0]))
     assert (first["step"], first["step/epoch"], first["step/a"], first["step/b"]) == (1, 0.25, 2.0, math.inf)
     assert first["step/images_per_second"] == first["step/images_per_second_per_device"] == 8.0
     assert first["step/data_wait"] == 0.25
@@ -98,7 +98,7 @@ def test_points(monkeypatch: pytest.MonkeyPatch) -> None:
     for norm in (5.0, math.inf):
         log.add(torch.tensor([[7.0, 8.0]]))
         log.norm = torch.tensor(norm)
-        second = log.values(log.point(2, 0.5, sgd(0.05)))
+        second = log.values(log.point(2, 0.5, sgd(0.05), lambda sums: sums[0]))
         assert (second["step/a"], second["step/b"], second["step/gradient_norm"]) == (7.0, 8.0, norm)
     assert [second[f"step/lr{k}"] for k in (0, 1)] == [0.05, 0.1]
     assert [second[f"step/momentum{k}"] for k in (0, 1)] == [0.9, 0.8]
