@@ -117,7 +117,7 @@ class DistributedModel:
         Their sum over all logical processes is the mean over the global batch. All processes must call it together.
         """
         counts = GlobalCounts(self.sum([local.counts for local in terms]))
-        return [local.share_of(counts) for local in terms]
+        return [local.share_of_mean(counts) for local in terms]
 
     def backward(self, objectives: Sequence[Tensor]) -> None:
         """Add the objectives' gradients, in the last batch of a step over all processes. All must call it together.
