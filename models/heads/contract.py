@@ -223,7 +223,6 @@ class BoxCriterion(Criterion):
         return PaddedCriterion(self, recorded) if BoxCriterion in type(self).__bases__ else self
 
     def objective(self, means: Tensor, images: int) -> Tensor:
-        """Return the sum of the terms, times the images of a step."""
         return means.sum() * images
 
     def weight(self, batch: Batch) -> float:
