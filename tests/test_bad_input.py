@@ -128,7 +128,7 @@ OF_FLAGS = {
     "--batch-size 1000000000": "--batch-size",
     "--batch-size 65": "--batch-size 65",  # of fewer images
     "--optimizer adamw": "'AdamW'?",
-    "--local_rank 1": "--local-rank",
+    "--local_rank x": "--local-rank",
     "--hyp.lr 1": "'lr0'",
     "--verbose=False": "--quiet",
     "--name=": "--name",
