@@ -183,13 +183,16 @@ def read_data(data: str) -> DataSpec:
     if not os.path.isdir(data):  # Path.is_dir raises an error for a name that is too long
         if not os.path.isfile(data) or path.suffix.lower() not in formats.OTHER_FILES:
             return read_spec(find_file(data, "data set", ["data"], kind="a file or a folder"))
-    elif inner := formats.data_yaml(path) or formats.only_folder(path):
+    elif inner := formats.data_yaml(path):
         return read_data(str(inner))
     title, content = formats.recognise(path)
+    if isinstance(content, Path):
+        spec = read_data(str(content))
+        return replace(spec, warnings=(f"{path}: {title}", *spec.warnings))
     folder = path if path.is_dir() else path.parent
     if "val" not in content:
         content["split"] = HELD_OUT_SHARE
-    entries = ", ".join(f"{key}: {value}" for key, value in content.items() if key != "names")
+    entries = ", ".join(f"{key}: {value}" for key, value in content.items() if key not in ("names", "images"))
     messages = [f"{path}: {title} ({entries})"]
     if "nc" in content:
         messages.append(f"warning: {folder} has no classes.txt that names the classes; they are numbered from 0")

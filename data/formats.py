@@ -1,4 +1,4 @@
-"""Annotations that are read in place: COCO's JSON, VOC's XML and VisDrone's text; and layouts of folders (`recognise`).
+"""Annotations that are read in place: COCO, VOC, VisDrone, and data/records.py's; layouts of folders (`recognise`).
 
 Called by data/data_yaml.py; data/labels.py reads the objects of an `AnnotatedImages`.
 """
@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data.images import images_below, is_image, is_run_folder, listed_images, named_files
-from data.labels import ImageRows, RowRules, file_stamps, label_name
+from data.images import image_size, images_below, is_image, is_run_folder, listed_images, named_files
+from data.labels import BOXES, ImageRows, RowRules, file_stamps, label_name
 from data.polygons import joined, mask_outline
+from data.records import Record, points_box, read_records, table_columns
 from utils.console import log
 from utils.errors import UserError, nearest, plural, quoted
 from utils.files import read_regular, read_text, read_yaml
@@ -42,22 +43,31 @@ SPLIT_NAMES = {
 # And as Train or TRAIN.
 SPLIT_FOLDERS = {key: (*names, *map(str.title, names), *map(str.upper, names)) for key, names in SPLIT_NAMES.items()}
 CLASS_FILES = ("classes.txt", "*.names", "_darknet.labels")  # class names, one per line
-# Keys of a JSON file, or of its first record, by the format or program that writes them.
-JSON_KEYS = {
-    "COCO": {"images", "annotations", "categories"},
-    "LabelMe": {"shapes", "imagePath"},
-    "VIA": {"filename", "regions"},
-    "VIA project": {"_via_img_metadata"},
-    "Label Studio": {"data", "annotations"},
-    "Supervisely": {"objects", "size"},
+# Formats: suffix of their files, keys of a JSON file or of its first record, or its beginning; and datumaro's name.
+FORMATS: dict[str, tuple[str, set[str] | str, str]] = {
+    "COCO": (".json", {"images", "annotations", "categories"}, ""),
+    "LabelMe": (".json", {"shapes", "imagePath"}, ""),
+    "VIA": (".json", {"filename", "regions"}, ""),
+    "VIA project": (".json", {"_via_img_metadata"}, ""),
+    "CreateML": (".json", {"image", "annotations"}, "roboflow_create_ml"),
+    "Datumaro": (".json", {"categories", "items"}, "datumaro"),
+    "Label Studio": (".json", {"data", "annotations"}, ""),
+    "Supervisely": (".json", {"objects", "size"}, ""),
+    "VoTT": (".json", {"assets", "tags"}, "vott_json"),
+    "CVAT's XML": (".xml", r"\s*(<\?xml[^>]*>)?\s*<annotations\b", "cvat"),
+    "KITTI": (".txt", r"\S*[A-Za-z]\S*( -?[\d.]+){14,15}\s*\n", "kitti"),
+    "Hugging Face's metadata": (".jsonl", r'(?=.*"file_name").*"objects"', ""),
 }
+RECORDS = ("LabelMe", "VIA", "VIA project")
 ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".7z", ".rar")
 OTHER_FILES = (".json", ".txt", ".data", ".csv", ".xml", *ARCHIVES)  # what --data may name besides YAMLs
 EXPORT = "export the data set as COCO or YOLO"
 OUTSIDE_FACTOR = 1.1  # a box that reaches beyond this share of its image's side is far outside
 MIN_OUTSIDE_SHARE = 0.25  # exclusive: with more boxes far outside, all of which could be corners, they are
+HEAD_CHARACTERS = 4096  # of a file that show its format
 SAMPLED_FILES = 1000  # files that are looked at to recognise a folder, at most
-SAMPLED_JSON_FILES = 20  # and in each folder that may have a COCO file
+SAMPLED_JSON_FILES = 20  # files of a format that are looked at in a folder, at most
+NESTED_LEVELS = 3  # levels below --data at which a data set is looked for
 
 VocObject = tuple[str, tuple[float, float, float, float], bool]  # name, box (left, top, width, height), is it difficult
 # The annotations that are left out, by kind, such as `boxes without an area`.
@@ -83,16 +93,25 @@ def box_row(label: int, box: Sequence[float], size: tuple[int, int], problems: P
 
 
 def image_rows(
-    objects: Iterable[tuple[int, int | None, Sequence[float]]], size: tuple[int, int], origin: str, problems: Problems
+    objects: Iterable[tuple[Any, ...]], size: tuple[int, int], origin: str, problems: Problems, rules: RowRules = BOXES
 ) -> ImageRows:
-    """Return the rows of objects, each a number, a class (None if it is unknown), and a box as in `box_row`."""
-    rows = {}
-    for number, label, box in objects:
+    """Return the rows of objects, each a number, a class or None, a box as in `box_row`, and its outline if any."""
+    rows, numbers = [], []
+    for number, label, box, *outline in objects:
         if label is None:
             problems["boxes of classes that are not in `names`"].append(f"{origin} {number}")
         elif row := box_row(label, box, size, problems, f"{origin} {number}"):
-            rows[number] = row
-    return ImageRows("".join(rows.values()), size, origin, list(rows))
+            rows.append(outline_row(row, np.array(outline[0]), size, rules) if outline and rules.outlines else row)
+            numbers.append(number)
+    return ImageRows("".join(rows), size, origin, numbers)
+
+
+def outline_row(row: str, outline: np.ndarray, size: tuple[int, int], rules: RowRules) -> str:
+    """Return the row of a box with its object's outline, (p, 2) in pixels, moved into the image; 2 points are none."""
+    if len(outline) < 3:
+        return row
+    shares = (outline / size).clip(0.0, 1.0).ravel().tolist()
+    return f"{row.split()[0] if rules.by_points else row[:-1]}{' %.6g' * len(shares)}\n" % tuple(shares)
 
 
 @dataclass(frozen=True)
@@ -125,14 +144,16 @@ def find_annotated(location: Path, folders: Sequence[Path], names: Sequence[str]
         return _coco_images(location, [*folders, *_coco_folders(location, split)], names)
     if is_voc(location):
         return _voc_images(location, folders, names)
-    return _visdrone_images(location, names) if is_visdrone(location) else None
+    if is_visdrone(location):
+        return _visdrone_images(location, names)
+    return _record_images(location, folders, names, split) if has_records(location) else None
 
 
 def annotated_names(locations: Sequence[Path]) -> dict[int, str]:
     """Return the classes of a data set whose YAML has no `names:`, from the annotations of its splits.
 
     They are a COCO file's categories by rising id, without supercategories that have no objects, as in Roboflow's
-    exports, or the classes of VOC's files alphabetically. Raises `UserError`.
+    exports, or the classes of others alphabetically, numbers by value. Raises `UserError`.
     """
     if location := next(filter(is_coco, locations), None):
         content = _contents(location, file_stamps([str(location)]))
@@ -141,7 +162,10 @@ def annotated_names(locations: Sequence[Path]) -> dict[int, str]:
         parents = {str(each.supercategory) for each in categories if each.supercategory != each.name}
         return dict(enumerate(each.name for each in categories if each.id in used or each.name not in parents))
     files = [file for location in locations if is_voc(location) for file in _voc_files(location).values()]
-    return dict(enumerate(sorted({item[0] for file in files for item in read_voc(Path(file))[1]})))
+    names = {item[0] for file in files for item in read_voc(Path(file))[1]}
+    records = (record for location in locations if has_records(location) for record in _records(location)[1])
+    names |= {name for record in records for _, name, _ in record.objects}
+    return dict(enumerate(sorted(names, key=lambda name: (name.isdecimal() and len(name), name))))
 
 
 def _only_filled(folders: Iterable[Path]) -> list[Path]:
@@ -154,22 +178,37 @@ def _only_filled(folders: Iterable[Path]) -> list[Path]:
 
 
 def is_coco(location: Path) -> bool:
-    """Return whether a path is a COCO annotation file."""
-    return location.suffix.lower() == ".json" and os.path.isfile(location)
+    """Return whether a path is a COCO annotation file, or JSON that is not known."""
+    return location.suffix.lower() == ".json" and os.path.isfile(location) and not has_records(location)
 
 
-def json_format(file: Path) -> str:
-    """Return the format of a JSON file by its keys, or '' if it is not known."""
-    from msgspec import Raw
-    from msgspec.json import decode
+def file_format(file: Path) -> str:
+    """Return the name of a file's format in `FORMATS`, or '' if it is not known."""
+    suffix, keys, head = file.suffix.lower(), set[str](), ""
+    with suppress(Exception):  # of any class, for a file that is not what its suffix says
+        if suffix == ".json":
+            from msgspec import Raw
+            from msgspec.json import decode
 
-    keys: set[str] = set()
-    with suppress(Exception):  # of any class, for a file that is not JSON
-        content = decode(read_text(file), type=dict[str, Raw] | list[Raw])
-        records = list(content.values()) if isinstance(content, dict) else content
-        keys |= set(content) if isinstance(content, dict) else set()
-        keys |= set(decode(records[0], type=dict[str, Raw]))
-    return next((name for name, known in JSON_KEYS.items() if known <= keys), "")
+            content = decode(read_text(file), type=dict[str, Raw] | list[Raw])
+            records = list(content.values()) if isinstance(content, dict) else content
+            keys |= set(content) if isinstance(content, dict) else set()
+            keys |= set(decode(records[0], type=dict[str, Raw]))
+        elif suffix in (".xml", ".txt", ".jsonl"):
+            with open(file, encoding="utf-8-sig", errors="replace") as opened:
+                head = opened.read(HEAD_CHARACTERS)
+    fits = (
+        name
+        for name, (ending, mark, _) in FORMATS.items()
+        if suffix == ending and (re.match(mark, head) if isinstance(mark, str) else mark <= keys)
+    )
+    return next(fits, "")
+
+
+def _not_read(name: str, folder: Path) -> str:
+    """Return that a format is not read, and what converts it."""
+    way = f"pip install datumaro; datum convert -i {folder} -if {FORMATS[name][2]} -f coco -o OUT -- --save-media"
+    return f"{name} is not read; {f'convert it to COCO: {way}' if FORMATS[name][2] else EXPORT}"
 
 
 @lru_cache(4)
@@ -180,8 +219,8 @@ def _contents(file: Path, stamp: bytes) -> Any:
     try:
         content = read_coco(file)
     except UserError:
-        if (name := json_format(file)) not in ("", "COCO"):
-            raise UserError(f"{file} is JSON of {name}, which is not read; {EXPORT}") from None
+        if (name := file_format(file)) not in ("", "COCO", *RECORDS):
+            raise UserError(f"{file}: {_not_read(name, file.parent)}") from None
         raise
     if not content.categories:
         raise UserError(f"{file} has no categories, so there is nothing to learn from it; name another file")
@@ -291,8 +330,7 @@ def _coco_row(
         if rules.by_points:
             problems["outlines that are absent or damaged, so that the box is used"].append(which)
         return row
-    shares = (outline / size).clip(0.0, 1.0).ravel().tolist()
-    return f"{label if rules.by_points else row[:-1]}{' %.6g' * len(shares)}\n" % tuple(shares)
+    return outline_row(row, outline, size, rules)
 
 
 def _outline(raw: Any, image: tuple[int, int]) -> np.ndarray:
@@ -322,7 +360,7 @@ def read_voc(file: Path) -> tuple[tuple[int, int], list[VocObject]]:
         # The challenge counts pixels from 1, and the last one belongs to the box; most programs count from 0.
         first, root = int(CHALLENGE_MARK in text), ET.fromstring(text)
         if root.tag == "annotations":
-            raise UserError(f"{file} is CVAT's XML for images; {EXPORT}")
+            raise UserError(f"{file}: " + _not_read("CVAT's XML", file.parent))
         size = int(float(_text(root, "size/width"))), int(float(_text(root, "size/height")))
         if min(size) < 1:
             raise ValueError("its <size> is not positive")
@@ -448,6 +486,61 @@ def _visdrone_images(location: Path, names: Sequence[str]) -> AnnotatedImages:
     return AnnotatedImages(location, sources, tuple(names), described, _read_visdrone, problems)
 
 
+# CSV, LabelMe and VIA
+
+
+def has_records(location: Path) -> bool:
+    """Return whether a path is a CSV, VIA or LabelMe file, or a folder of LabelMe's without label files."""
+    if location.is_dir():
+        files = islice(location.glob("*.json"), SAMPLED_JSON_FILES)
+        return any(file_format(file) == "LabelMe" for file in files) and not _is_labelled(location)
+    if location.suffix.lower() == ".json":
+        with suppress(UserError):  # COCO's files are large, and read anyway
+            return not _contents(location, file_stamps([str(location)]))
+    return location.suffix.lower() == ".csv" or file_format(location) in RECORDS
+
+
+def _records(location: Path) -> tuple[tuple[Path, ...], list[Record]]:
+    files = tuple(sorted(location.glob("*.json"))) if location.is_dir() else (location,)
+    return files, read_records(files, file_stamps(map(str, files)))
+
+
+def _record_images(location: Path, folders: Sequence[Path], names: Sequence[str], split: str) -> AnnotatedImages:
+    """Find the images by their names, with or without suffix, below the location's folder and `folders`."""
+    (files, records), base = _records(location), location if location.is_dir() else location.parent
+    by_name, images, missing = defaultdict[str, list[str]](list), dict[str, str](), []
+    searched = list(dict.fromkeys(map(os.path.normpath, (base, *folders))))
+    for path in dict.fromkeys(chain.from_iterable(images_below(Path(folder)) for folder in searched)):
+        for name in (os.path.basename(path), Path(path).stem):
+            by_name[name].append(path)
+    for record in records:
+        ending = record.name.replace("\\", "/")
+        paths = by_name[ending.split("/")[-1]]
+        paths = [path for path in paths if path.endswith(f"/{ending}")] or paths
+        paths = [path for path in paths if path.startswith(f"{base}{os.sep}")] or paths
+        paths = [path for path in paths if {*SPLIT_FOLDERS[split]} & {*path.split(os.sep)}] or paths
+        if len(paths) != 1 or images.setdefault(paths[0], record.name) != record.name:
+            missing.append(record.name)
+    example = f"such as {quoted(missing[0])}, below {', '.join(searched)}" if missing else ""
+    fault = f"{location}: {plural(len(missing), 'image')} without exactly one file of its name, {example}"
+    if not images:
+        raise UserError(f"{fault}; give the images' folder as `images:` of a data YAML")
+    return AnnotatedImages(location, files, tuple(names), images, _read_records, [f"{fault}; left out"] * bool(missing))
+
+
+def _read_records(annotated: AnnotatedImages, rules: RowRules, problems: Problems) -> dict[str, ImageRows]:
+    """Read the objects of records; an image without a size in them is measured."""
+    numbers, images = {name.strip(): number for number, name in enumerate(annotated.names)}, {}
+    records = {record.name: record for record in _records(annotated.file)[1]}
+    for path, (_, size, origin, found) in ((path, records[name]) for path, name in annotated.images.items()):
+        with suppress(Exception):  # a damaged image is reported by the scan
+            size = size if min(size) > 0 else image_size(Path(path))
+        objects = ((k, numbers.get(name), points_box(points), points) for k, name, points in found)
+        if min(size) > 0:
+            images[path] = image_rows(objects, size, origin, problems, rules)
+    return images
+
+
 # Folders and files as --data
 
 
@@ -466,19 +559,67 @@ def data_yaml(folder: Path) -> Path | None:
     return files[0] if files else None
 
 
-def recognise(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the title and the data YAML of the layout of a folder or file. Raises `UserError` if it is unknown."""
+def recognise(path: Path) -> tuple[str, dict[str, Any] | Path]:
+    """Return the title and the data YAML of the layout of a folder or file, or the only data set below the folder.
+
+    Raises `UserError` if there is none, or if several are below.
+    """
     path = Path(os.path.abspath(path))
     if not path.is_dir():
         return "a data set of one file", _one_file(path)
-    for title, find in LAYOUTS.items():
-        if (content := find(path)) is not None:
-            return title, content
-    raise _unrecognised(path)
+    files: dict[str, list[Path]] = {}
+    for layouts in (LAYOUTS, CLASS_LAYOUTS):
+        for title, find in layouts.items():
+            if (content := find(path)) is not None:
+                return title, content
+        inner = [] if (path / VOC_LISTS).is_dir() else _folders_below(path, partial(_is_set, layouts))
+        if len(inner) > 1:
+            several = " or ".join(f"--data {place}" for place in inner[:SAMPLED_JSON_FILES])
+            raise UserError(f"{path} has {len(inner)} data sets; give one of them: {several}")
+        if inner:
+            return f"the data set in it is {inner[0]}", inner[0]
+        if (files := files or _files_below(path)).keys() & {".xml file"} or _format_of(files):
+            break  # annotations, so no images of classes
+    raise _unrecognised(path, files)
+
+
+def _folders_below(folder: Path, fits: Callable[[Path], bool]) -> list[Path]:
+    """Return the folders that fit, down to three levels below, and nothing below them.
+
+    Hidden folders, run folders and those that have only images are not tried, nor any once 1,000 other names are seen.
+    """
+    found: list[Path] = []
+    for place, names in _walk(folder, found):
+        if place != folder and any(not is_image(name) for name in names) and fits(place):
+            found.append(place)
+    return found
+
+
+def _walk(folder: Path, skipped: Sequence[Path] = ()) -> Iterator[tuple[Path, list[str]]]:
+    """Yield the folders down to three levels below, and their names, except below those `skipped`, which may grow."""
+    level, left = [folder], SAMPLED_FILES
+    for _ in range(NESTED_LEVELS + 1):
+        for place in level:
+            names = sorted(name for name in os.listdir(place) if name[0] != ".")
+            yield place, names
+            left -= sum(not is_image(name) for name in names)
+            if left < 0:
+                return
+        level = [inner for place in level if place not in skipped for inner in subfolders(place)]
+
+
+def _is_set(layouts: Layouts, folder: Path) -> bool:
+    try:
+        is_described = layouts is LAYOUTS and data_yaml(folder)
+        return bool(is_described) or any(find(folder) is not None for find in layouts.values())
+    except UserError:  # says what is wrong once the folder is named
+        return True
 
 
 def _one_file(file: Path) -> dict[str, Any]:
     suffix = file.suffix.lower()
+    if has_records(file):
+        return {"train": file.name, "images": "."}
     if is_coco(file) or is_voc(file):
         return {"train": file.name}
     if suffix == ".data":
@@ -488,18 +629,10 @@ def _one_file(file: Path) -> dict[str, Any]:
         content = _splits(file.parent, lambda path: path.stem not in others and _is_labelled(path), ["{}.txt"])
         return _with_classes(file.parent, content or {"train": file.name})
     faults = {
-        ".csv": f"a CSV file, which is not read; {EXPORT}",
         ".xml": f"a single .xml file; give the folder of all if they are VOC's, otherwise {EXPORT}",
         ".txt": "a list without an image that exists and has a label file; fix it",
     }
     raise UserError(f"{file} is {faults.get(suffix, 'an archive; unpack it and give its folder')}")
-
-
-def only_folder(path: Path) -> Path | None:
-    """Return the only subfolder, as of an unpacked archive; None if it is a split or other files are beside it."""
-    known, folders = {*chain(*SPLIT_FOLDERS.values()), *ANNOTATION_FOLDERS, "images"}, subfolders(path)
-    names = [name for name in os.listdir(path) if not name.startswith((".", "__"))]
-    return folders[0] if folders and names == [folders[0].name] and names[0].lower() not in known else None
 
 
 def subfolders(folder: Path, problems: list[str] | None = None) -> list[Path]:
@@ -580,7 +713,10 @@ def _label_files(folder: Path) -> dict[str, Any] | None:
     content = content or next(({"train": name} for name in ("images", ".") if _is_labelled(folder / name)), None)
     if content == {"train": "."} and not any(any(folder.glob(pattern)) for pattern in CLASS_FILES):
         parts = ("images", "train", "train.txt")  # of a complete data set: two are not joined
-        _only(folder, {"train": [p.name for p in subfolders(folder) if any(_is_labelled(p / part) for part in parts)]})
+        inner = _folders_below(folder, lambda place: any(_is_labelled(place / part) for part in parts))
+        _only(folder, {"train": [str(place.relative_to(folder)) for place in inner]})
+        beside = (label_name(str(file)) for file in folder.iterdir() if is_image(file.name))
+        content = None if inner and not any(True for _ in _classes(beside)) else content
     return content and _with_classes(folder, content)
 
 
@@ -606,10 +742,10 @@ def _coco_layout(folder: Path) -> dict[str, Any] | None:
     return _only(folder, {split: [f"annotations/{file.name}" for file in files[split]] for split in files}) or None
 
 
-def _coco_files(folder: Path) -> dict[str, Any] | None:
-    """Return the only COCO file in a folder and its subfolders, or the one for each split by the words of its path."""
-    places = [sorted(place.glob("*.json"))[:SAMPLED_JSON_FILES] for place in (folder, *subfolders(folder))]
-    files = [str(file.relative_to(folder)) for file in chain(*places) if json_format(file) == "COCO"]
+def _annotation_files(folder: Path, pattern: str, fits: Callable[[Path], bool]) -> dict[str, Any] | None:
+    """Return the only file that fits in a folder and its subfolders, or one for each split by the words of its path."""
+    places = [sorted(place.glob(pattern))[:SAMPLED_JSON_FILES] for place in (folder, *subfolders(folder))]
+    files = [str(file.relative_to(folder)) for file in chain(*places) if fits(file)]
     if len(files) < 2:
         return {"train": files[0]} if files else None
 
@@ -637,15 +773,34 @@ def _voc_layout(folder: Path) -> dict[str, Any] | None:
 
 def _xml_folder(folder: Path) -> dict[str, Any] | None:
     """Return the folder of VOC's XML files, unless lists say which split each file belongs to."""
-    names = [path.name for path in subfolders(folder) if path.name.lower() in ANNOTATION_FOLDERS and is_voc(path)]
-    names = names or ["."] * is_voc(folder)
+    folders = [path for path in subfolders(folder) if path.name.lower() in ANNOTATION_FOLDERS]
+    folders += [path for above in folders for path in subfolders(above) if path.name.lower() in ANNOTATION_FOLDERS]
+    names = [str(path.relative_to(folder)) for path in folders if is_voc(path)] or ["."] * is_voc(folder)
     has_lists = any(file.stem.lower() in SPLIT_NAMES for file in (folder / VOC_LISTS).glob("*.txt"))
     return None if has_lists else _only(folder, {"train": names}) or None
 
 
-def _other_xml_folder(folder: Path) -> dict[str, Any] | None:
-    names = [path.name for path in subfolders(folder) if path.name.lower() not in ANNOTATION_FOLDERS and is_voc(path)]
+def _other_folders(folder: Path, fits: Callable[[Path], bool]) -> dict[str, Any] | None:
+    names = [path.name for path in subfolders(folder) if fits(path)]
     return {"train": names} if names else None
+
+
+def _split_folders(folder: Path, fits: Callable[[Path], bool]) -> dict[str, Any] | None:
+    """Return the folder of each split that fits, as it is, in another folder, or in which another folder fits."""
+    inner = [f"{{}}/{path.name}" for split in subfolders(folder) for path in subfolders(split)]
+    return _splits(folder, fits, ["{}"], [f"{path.name}/{{}}" for path in subfolders(folder)], inner)
+
+
+def _record_layout(folder: Path) -> dict[str, Any] | None:
+    """Return VIA's or CSV files, or folders of LabelMe's; their images may be anywhere in the folder."""
+    content = _annotation_files(folder, "*.json", lambda file: file_format(file) in RECORDS[1:])
+    content = (
+        content
+        or _annotation_files(folder, "*.csv", lambda file: not table_columns(file)[1])
+        or _split_folders(folder, has_records)
+    )
+    content = content or ({"train": "."} if has_records(folder) else _other_folders(folder, has_records))
+    return content and {**content, "images": "."}
 
 
 def _has_classes(folder: Path, least: int = 1) -> bool:
@@ -659,44 +814,56 @@ def _has_classes(folder: Path, least: int = 1) -> bool:
 
 
 # By precedence.
-LAYOUTS: dict[str, Callable[[Path], dict[str, Any] | None]] = {
+Layouts = dict[str, Callable[[Path], dict[str, Any] | None]]
+LAYOUTS: Layouts = {
     "COCO's layout": _coco_layout,
     "VOC's layout": _voc_layout,
-    "VOC's .xml files for each split": lambda folder: _splits(
-        folder,
-        is_voc,
-        ["{}"],
-        [f"{path.name}/{{}}" for path in subfolders(folder)],
-        [f"{{}}/{path.name}" for split in subfolders(folder) for path in subfolders(split)],
-    ),
+    "VOC's .xml files for each split": lambda folder: _split_folders(folder, is_voc),
     "VOC's .xml files": _xml_folder,
     "label files": _label_files,
-    "COCO annotations": _coco_files,
-    "VOC's .xml files in a folder of another name": _other_xml_folder,
+    "COCO annotations": lambda folder: _annotation_files(folder, "*.json", lambda file: file_format(file) == "COCO"),
+    "VOC's .xml files in a folder of another name": lambda folder: _other_folders(
+        folder, lambda path: path.name.lower() not in ANNOTATION_FOLDERS and is_voc(path)
+    ),
+    "annotations of CSV, LabelMe or VIA": _record_layout,
+}
+CLASS_LAYOUTS: Layouts = {
     "a folder of images per class in the folder of each split": lambda folder: _splits(folder, _has_classes, ["{}"]),
     "a folder of images per class": lambda folder: {} if _has_classes(folder, 2) else None,
 }
 
 
-def _unrecognised(folder: Path) -> UserError:
-    """Return the error for a folder: what it has, and what is missing."""
-    walked = (Path(path, name) for path, _, names in os.walk(folder) for name in sorted(names))
+def _files_below(folder: Path) -> dict[str, list[Path]]:
+    """Return the files in a folder by kind, such as `image` or `.txt file`; a list of classes by its name."""
     files: dict[str, list[Path]] = {}
-    for file in islice(walked, SAMPLED_FILES):
-        kind = "image" if is_image(file.name) else f"{file.suffix.lower()} file".strip()
-        files.setdefault(file.name if any(map(file.match, CLASS_FILES)) else kind, []).append(file)
-    image, jsons = str(files.get("image", [folder])[0]), files.get(".json file", [])[:SAMPLED_JSON_FILES]
-    program = next(filter(None, map(json_format, jsons)), "CSV" if ".csv file" in files else "")
+    for file in (place / name for place, names in _walk(folder) for name in names):
+        if file.is_file():
+            kind = "image" if is_image(file.name) else f"{file.suffix.lower()} file".strip()
+            files.setdefault(file.name if any(map(file.match, CLASS_FILES)) else kind, []).append(file)
+    return files
+
+
+def _format_of(files: Mapping[str, Sequence[Path]]) -> str:
+    """Return the format of the first files of each kind, or '' if it is not known."""
+    sampled = chain.from_iterable(paths[:SAMPLED_JSON_FILES] for paths in files.values())
+    return next(filter(None, map(file_format, sampled)), "")
+
+
+def _unrecognised(folder: Path, files: Mapping[str, Sequence[Path]]) -> UserError:
+    """Return the error for a folder: what it has, and what is missing."""
+    image, program = str(files.get("image", [folder])[0]), _format_of(files)
+    advice = ", but no label files, no annotations, and no folder of images for each class (docs/data.md)"
     if program:
-        advice = "; give the COCO file itself" if program == "COCO" else f"; {program} is not read: {EXPORT}"
+        is_read = program in ("COCO", *RECORDS)
+        advice = f"; give the {program} file itself" if is_read else f"; {_not_read(program, folder)}"
     elif "image" not in files:
         is_packed = any(f"{suffix} file" in files for suffix in ARCHIVES)
         advice = "; unpack the archive" if is_packed else ", but no images" if files else ""
     elif ".xml file" in files:
         advice = ", but no folder of VOC's .xml files with their images beside it"
+    elif faults := [table_columns(file)[1] for file in files.get(".csv file", ())[:SAMPLED_JSON_FILES]]:
+        advice = f"; {max(faults, key=lambda fault: 'row 2' in fault)}"  # a list of boxes, if a table has it
     elif ".txt file" in files:
         advice = f", but no label file where it belongs: that of {image} is expected at {label_name(image)}"
-    else:
-        advice = ", but no label files, no annotations, and no folder of images for each class (docs/data.md)"
     counts = [kind if kind == paths[0].name else plural(len(paths), kind) for kind, paths in files.items()]
     return UserError(f"{folder} is not recognised as a data set: it has {' and '.join(counts) or 'no files'}{advice}")
