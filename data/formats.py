@@ -22,9 +22,9 @@ import numpy as np
 from PIL import Image
 
 from data.images import image_size, images_below, is_image, is_run_folder, listed_images, named_files
-from data.labels import BOXES, ImageRows, RowRules, file_stamps, label_name
+from data.labels import ImageRows, RowRules, file_stamps, label_name
 from data.polygons import joined, mask_outline
-from data.records import Record, points_box, read_records, table_columns
+from data.records import read_records, table_columns
 from utils.console import log
 from utils.errors import UserError, nearest, plural, quoted
 from utils.files import read_regular, read_text, read_yaml
@@ -67,7 +67,6 @@ MIN_OUTSIDE_SHARE = 0.25  # exclusive: with more boxes far outside, all of which
 HEAD_CHARACTERS = 4096  # of a file that show its format
 SAMPLED_FILES = 1000  # files that are looked at to recognise a folder, at most
 SAMPLED_JSON_FILES = 20  # files of a format that are looked at in a folder, at most
-NESTED_LEVELS = 3  # levels below --data at which a data set is looked for
 
 VocObject = tuple[str, tuple[float, float, float, float], bool]  # name, box (left, top, width, height), is it difficult
 # The annotations that are left out, by kind, such as `boxes without an area`.
@@ -93,25 +92,16 @@ def box_row(label: int, box: Sequence[float], size: tuple[int, int], problems: P
 
 
 def image_rows(
-    objects: Iterable[tuple[Any, ...]], size: tuple[int, int], origin: str, problems: Problems, rules: RowRules = BOXES
+    objects: Iterable[tuple[int, int | None, Sequence[float]]], size: tuple[int, int], origin: str, problems: Problems
 ) -> ImageRows:
-    """Return the rows of objects, each a number, a class or None, a box as in `box_row`, and its outline if any."""
-    rows, numbers = [], []
-    for number, label, box, *outline in objects:
+    """Return the rows of objects, each a number, a class (None if it is unknown), and a box as in `box_row`."""
+    rows = {}
+    for number, label, box in objects:
         if label is None:
             problems["boxes of classes that are not in `names`"].append(f"{origin} {number}")
         elif row := box_row(label, box, size, problems, f"{origin} {number}"):
-            rows.append(outline_row(row, np.array(outline[0]), size, rules) if outline and rules.outlines else row)
-            numbers.append(number)
-    return ImageRows("".join(rows), size, origin, numbers)
-
-
-def outline_row(row: str, outline: np.ndarray, size: tuple[int, int], rules: RowRules) -> str:
-    """Return the row of a box with its object's outline, (p, 2) in pixels, moved into the image; 2 points are none."""
-    if len(outline) < 3:
-        return row
-    shares = (outline / size).clip(0.0, 1.0).ravel().tolist()
-    return f"{row.split()[0] if rules.by_points else row[:-1]}{' %.6g' * len(shares)}\n" % tuple(shares)
+            rows[number] = row
+    return ImageRows("".join(rows.values()), size, origin, list(rows))
 
 
 @dataclass(frozen=True)
@@ -140,32 +130,29 @@ class AnnotatedImages:
 
 def find_annotated(location: Path, folders: Sequence[Path], names: Sequence[str], split: str) -> AnnotatedImages | None:
     """Return the images that annotations describe, searched for in `folders` first, or None. Raises `UserError`."""
-    if is_coco(location):
-        return _coco_images(location, [*folders, *_coco_folders(location, split)], names)
+    if is_coco(location) or has_records(location):
+        return _coco_images(location, folders, names, split)
     if is_voc(location):
         return _voc_images(location, folders, names)
-    if is_visdrone(location):
-        return _visdrone_images(location, names)
-    return _record_images(location, folders, names, split) if has_records(location) else None
+    return _visdrone_images(location, names) if is_visdrone(location) else None
 
 
 def annotated_names(locations: Sequence[Path]) -> dict[int, str]:
     """Return the classes of a data set whose YAML has no `names:`, from the annotations of its splits.
 
     They are a COCO file's categories by rising id, without supercategories that have no objects, as in Roboflow's
-    exports, or the classes of others alphabetically, numbers by value. Raises `UserError`.
+    exports, or the classes of other files alphabetically. Raises `UserError`.
     """
-    if location := next(filter(is_coco, locations), None):
-        content = _contents(location, file_stamps([str(location)]))
-        used = {item.category_id for item in content.annotations}
-        categories = sorted(content.categories, key=lambda category: category.id)
+    contents = [_contents(each, file_stamps([str(each)])) for each in locations if is_coco(each) or has_records(each)]
+    if contents:
+        contents = contents if hasattr(contents[0], "files") else contents[:1]
+        used = {item.category_id for content in contents for item in content.annotations}
+        by_id = {category.id: category for content in contents for category in content.categories}
+        categories = [by_id[number] for number in sorted(by_id)]
         parents = {str(each.supercategory) for each in categories if each.supercategory != each.name}
         return dict(enumerate(each.name for each in categories if each.id in used or each.name not in parents))
     files = [file for location in locations if is_voc(location) for file in _voc_files(location).values()]
-    names = {item[0] for file in files for item in read_voc(Path(file))[1]}
-    records = (record for location in locations if has_records(location) for record in _records(location)[1])
-    names |= {name for record in records for _, name, _ in record.objects}
-    return dict(enumerate(sorted(names, key=lambda name: (name.isdecimal() and len(name), name))))
+    return dict(enumerate(sorted({item[0] for file in files for item in read_voc(Path(file))[1]})))
 
 
 def _only_filled(folders: Iterable[Path]) -> list[Path]:
@@ -178,8 +165,15 @@ def _only_filled(folders: Iterable[Path]) -> list[Path]:
 
 
 def is_coco(location: Path) -> bool:
-    """Return whether a path is a COCO annotation file, or JSON that is not known."""
-    return location.suffix.lower() == ".json" and os.path.isfile(location) and not has_records(location)
+    """Return whether a path is a JSON file, as of COCO."""
+    return location.suffix.lower() == ".json" and os.path.isfile(location)
+
+
+def has_records(location: Path) -> bool:
+    """Return whether a path is a CSV file, or a folder of LabelMe's files without label files."""
+    formats = map(file_format, islice(location.glob("*.json"), SAMPLED_JSON_FILES))
+    is_labelme = "LabelMe" in formats and not (_is_labelled(location) or is_voc(location))
+    return is_labelme or location.suffix.lower() == ".csv"
 
 
 def file_format(file: Path) -> str:
@@ -197,16 +191,12 @@ def file_format(file: Path) -> str:
         elif suffix in (".xml", ".txt", ".jsonl"):
             with open(file, encoding="utf-8-sig", errors="replace") as opened:
                 head = opened.read(HEAD_CHARACTERS)
-    fits = (
-        name
-        for name, (ending, mark, _) in FORMATS.items()
-        if suffix == ending and (re.match(mark, head) if isinstance(mark, str) else mark <= keys)
-    )
+    marks = ((name, mark) for name, (ending, mark, _) in FORMATS.items() if ending == suffix)
+    fits = (name for name, mark in marks if (re.match(mark, head) if isinstance(mark, str) else mark <= keys))
     return next(fits, "")
 
 
 def _not_read(name: str, folder: Path) -> str:
-    """Return that a format is not read, and what converts it."""
     way = f"pip install datumaro; datum convert -i {folder} -if {FORMATS[name][2]} -f coco -o OUT -- --save-media"
     return f"{name} is not read; {f'convert it to COCO: {way}' if FORMATS[name][2] else EXPORT}"
 
@@ -221,7 +211,9 @@ def _contents(file: Path, stamp: bytes) -> Any:
     except UserError:
         if (name := file_format(file)) not in ("", "COCO", *RECORDS):
             raise UserError(f"{file}: {_not_read(name, file.parent)}") from None
-        raise
+        if not has_records(file) and name not in RECORDS:
+            raise
+        content = read_records(sorted(file.glob("*.json")) if file.is_dir() else [file])
     if not content.categories:
         raise UserError(f"{file} has no categories, so there is nothing to learn from it; name another file")
     return content
@@ -236,19 +228,28 @@ def _coco_folders(file: Path, split: str) -> list[Path]:
     return [*(folders or _only_filled(folder for base in bases for folder in subfolders(base))), *bases]
 
 
-def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> AnnotatedImages:
+def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str], split: str) -> AnnotatedImages:
     content = _contents(file, file_stamps([str(file)]))
+    is_record, base = hasattr(content, "files"), file if file.is_dir() else file.parent
+    places = (base / file.name, *(folder / file.name for folder in folders if is_record))
+    usual = [folder for place in places for folder in _coco_folders(place, split)]
     categories = {category.name for category in content.categories}
     unknown = [name for name in names if name.strip() not in categories]
     problems = [f"{file}: no category '{name}'{nearest(name, categories)}" for name in unknown]
     if problems and len(unknown) == len(names):
         raise UserError(f"{problems[0]}, nor another of `names`; correct `names:`, or leave it out to use the file's")
-    parents = [os.path.join(os.path.normpath(folder), "") for folder in dict.fromkeys((file.parent, *folders))]
+    parents = [
+        os.path.join(os.path.normpath(folder), "")
+        for folder in dict.fromkeys((base, *([] if is_record else folders), *usual))
+    ]
     images: dict[str, str] = {}  # names by path
-    missing = []
+    missing, by_name = [], dict[str, str]()
+    for path in chain.from_iterable(map(images_below, map(Path, parents))) if is_record else ():  # any below
+        by_name.setdefault(os.path.basename(path), path)
+        by_name.setdefault(Path(path).stem, path)
     for name in (image.file_name for image in content.images):
         paths = filter(os.path.isfile, (os.path.join(parent, name) for parent in parents))
-        path = os.path.normpath(next(paths, ""))
+        path = os.path.normpath(next(paths, "") or by_name.get(os.path.basename(name), ""))
         if not any(map(path.startswith, parents)):  # absent, or outside of the data set
             missing.append(name)
         elif images.setdefault(path, name) != name:
@@ -262,19 +263,23 @@ def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> A
                 "`images:` of a data YAML"
             )
         problems.append(f"{file}: {len(missing)} of its images do not exist, {example}; left out")
-    return AnnotatedImages(file, [file], tuple(names), images, _read_coco, problems)
+    return AnnotatedImages(file, getattr(content, "files", [file]), tuple(names), images, _read_coco, problems)
 
 
 def _read_coco(annotated: AnnotatedImages, rules: RowRules, problems: Problems) -> dict[str, ImageRows]:
     """Read the objects of a COCO file; crowds are left out, as in the published labels of COCO."""
     from utils.coco import read_coco
 
-    content = read_coco(annotated.file, objects=True)
+    is_coco_file = not hasattr(_contents(annotated.file, file_stamps([str(annotated.file)])), "files")
+    content = read_coco(annotated.file, objects=True) if is_coco_file else read_records(annotated.files)
     paths = {name: path for path, name in annotated.images.items()}
     numbers = {name.strip(): number for number, name in enumerate(annotated.names)}
     labels = {category.id: numbers.get(category.name) for category in content.categories}
     by_image: dict[Any, list[Any]] = {image.id: [] for image in content.images}
     sizes = {image.id: (int(image.width or 0), int(image.height or 0)) for image in content.images}
+    for file, name in () if is_coco_file else annotated.images.items():
+        with suppress(Exception):  # a damaged image is reported by the scan
+            sizes[name] = sizes[name] if min(sizes[name]) > 0 else image_size(Path(file))
     for item in content.annotations:
         try:
             left, top, width, height = map(float, item.bbox)
@@ -286,7 +291,8 @@ def _read_coco(annotated: AnnotatedImages, rules: RowRules, problems: Problems) 
         elif not item.iscrowd:
             by_image[item.image_id].append(item)
     boxes = ((*item.bbox, *sizes[key]) for key, items in by_image.items() for item in items if item.bbox)
-    _check_boxes(annotated.file, np.fromiter(boxes, np.dtype((float, 6))))
+    if is_coco_file:
+        _check_boxes(annotated.file, np.fromiter(boxes, np.dtype((float, 6))))
     del content.annotations  # frees the objects of each image once its rows are made
     rows = {}
     for image in content.images:
@@ -309,7 +315,7 @@ def _check_boxes(file: Path, rows: np.ndarray) -> None:
 
 
 def _coco_row(
-    item: Any, labels: Mapping[int, int | None], size: tuple[int, int], rules: RowRules, problems: Problems
+    item: Any, labels: Mapping[Any, int | None], size: tuple[int, int], rules: RowRules, problems: Problems
 ) -> str:
     which, label = f"annotation {item.id}", labels.get(item.category_id)
     kind = ""
@@ -330,7 +336,8 @@ def _coco_row(
         if rules.by_points:
             problems["outlines that are absent or damaged, so that the box is used"].append(which)
         return row
-    return outline_row(row, outline, size, rules)
+    shares = (outline / size).clip(0.0, 1.0).ravel().tolist()
+    return f"{label if rules.by_points else row[:-1]}{' %.6g' * len(shares)}\n" % tuple(shares)
 
 
 def _outline(raw: Any, image: tuple[int, int]) -> np.ndarray:
@@ -486,61 +493,6 @@ def _visdrone_images(location: Path, names: Sequence[str]) -> AnnotatedImages:
     return AnnotatedImages(location, sources, tuple(names), described, _read_visdrone, problems)
 
 
-# CSV, LabelMe and VIA
-
-
-def has_records(location: Path) -> bool:
-    """Return whether a path is a CSV, VIA or LabelMe file, or a folder of LabelMe's without label files."""
-    if location.is_dir():
-        files = islice(location.glob("*.json"), SAMPLED_JSON_FILES)
-        return any(file_format(file) == "LabelMe" for file in files) and not _is_labelled(location)
-    if location.suffix.lower() == ".json":
-        with suppress(UserError):  # COCO's files are large, and read anyway
-            return not _contents(location, file_stamps([str(location)]))
-    return location.suffix.lower() == ".csv" or file_format(location) in RECORDS
-
-
-def _records(location: Path) -> tuple[tuple[Path, ...], list[Record]]:
-    files = tuple(sorted(location.glob("*.json"))) if location.is_dir() else (location,)
-    return files, read_records(files, file_stamps(map(str, files)))
-
-
-def _record_images(location: Path, folders: Sequence[Path], names: Sequence[str], split: str) -> AnnotatedImages:
-    """Find the images by their names, with or without suffix, below the location's folder and `folders`."""
-    (files, records), base = _records(location), location if location.is_dir() else location.parent
-    by_name, images, missing = defaultdict[str, list[str]](list), dict[str, str](), []
-    searched = list(dict.fromkeys(map(os.path.normpath, (base, *folders))))
-    for path in dict.fromkeys(chain.from_iterable(images_below(Path(folder)) for folder in searched)):
-        for name in (os.path.basename(path), Path(path).stem):
-            by_name[name].append(path)
-    for record in records:
-        ending = record.name.replace("\\", "/")
-        paths = by_name[ending.split("/")[-1]]
-        paths = [path for path in paths if path.endswith(f"/{ending}")] or paths
-        paths = [path for path in paths if path.startswith(f"{base}{os.sep}")] or paths
-        paths = [path for path in paths if {*SPLIT_FOLDERS[split]} & {*path.split(os.sep)}] or paths
-        if len(paths) != 1 or images.setdefault(paths[0], record.name) != record.name:
-            missing.append(record.name)
-    example = f"such as {quoted(missing[0])}, below {', '.join(searched)}" if missing else ""
-    fault = f"{location}: {plural(len(missing), 'image')} without exactly one file of its name, {example}"
-    if not images:
-        raise UserError(f"{fault}; give the images' folder as `images:` of a data YAML")
-    return AnnotatedImages(location, files, tuple(names), images, _read_records, [f"{fault}; left out"] * bool(missing))
-
-
-def _read_records(annotated: AnnotatedImages, rules: RowRules, problems: Problems) -> dict[str, ImageRows]:
-    """Read the objects of records; an image without a size in them is measured."""
-    numbers, images = {name.strip(): number for number, name in enumerate(annotated.names)}, {}
-    records = {record.name: record for record in _records(annotated.file)[1]}
-    for path, (_, size, origin, found) in ((path, records[name]) for path, name in annotated.images.items()):
-        with suppress(Exception):  # a damaged image is reported by the scan
-            size = size if min(size) > 0 else image_size(Path(path))
-        objects = ((k, numbers.get(name), points_box(points), points) for k, name, points in found)
-        if min(size) > 0:
-            images[path] = image_rows(objects, size, origin, problems, rules)
-    return images
-
-
 # Folders and files as --data
 
 
@@ -567,60 +519,40 @@ def recognise(path: Path) -> tuple[str, dict[str, Any] | Path]:
     path = Path(os.path.abspath(path))
     if not path.is_dir():
         return "a data set of one file", _one_file(path)
-    files: dict[str, list[Path]] = {}
     for layouts in (LAYOUTS, CLASS_LAYOUTS):
         for title, find in layouts.items():
             if (content := find(path)) is not None:
                 return title, content
         inner = [] if (path / VOC_LISTS).is_dir() else _folders_below(path, partial(_is_set, layouts))
-        if len(inner) > 1:
-            several = " or ".join(f"--data {place}" for place in inner[:SAMPLED_JSON_FILES])
-            raise UserError(f"{path} has {len(inner)} data sets; give one of them: {several}")
-        if inner:
-            return f"the data set in it is {inner[0]}", inner[0]
-        if (files := files or _files_below(path)).keys() & {".xml file"} or _format_of(files):
-            break  # annotations, so no images of classes
-    raise _unrecognised(path, files)
+        if only := _only(path, {"train": [str(each.relative_to(path)) for each in inner]}):
+            return f"the data set in it is {only['train']}", path / only["train"]
+        error, is_annotated = _unrecognised(path)
+        if is_annotated:  # annotations that are not read do not make folders of classes
+            break
+    raise error
 
 
-def _folders_below(folder: Path, fits: Callable[[Path], bool]) -> list[Path]:
-    """Return the folders that fit, down to three levels below, and nothing below them.
+def _folders_below(folder: Path, fits: Callable[[Path], bool], levels: int = 3, left: Any = None) -> list[Path]:
+    """Return the folders that fit, of the first 1,000 down to three levels below, and none inside them.
 
-    Hidden folders, run folders and those that have only images are not tried, nor any once 1,000 other names are seen.
+    Those that have only images are not tried.
     """
-    found: list[Path] = []
-    for place, names in _walk(folder, found):
-        if place != folder and any(not is_image(name) for name in names) and fits(place):
-            found.append(place)
+    left, found = left or iter(range(SAMPLED_FILES)), list[Path]()
+    for place, _ in zip(subfolders(folder) if levels else (), left, strict=False):
+        if any(not is_image(entry.name) for entry in os.scandir(place)):
+            found += [place] if fits(place) else _folders_below(place, fits, levels - 1, left)
     return found
 
 
-def _walk(folder: Path, skipped: Sequence[Path] = ()) -> Iterator[tuple[Path, list[str]]]:
-    """Yield the folders down to three levels below, and their names, except below those `skipped`, which may grow."""
-    level, left = [folder], SAMPLED_FILES
-    for _ in range(NESTED_LEVELS + 1):
-        for place in level:
-            names = sorted(name for name in os.listdir(place) if name[0] != ".")
-            yield place, names
-            left -= sum(not is_image(name) for name in names)
-            if left < 0:
-                return
-        level = [inner for place in level if place not in skipped for inner in subfolders(place)]
-
-
 def _is_set(layouts: Layouts, folder: Path) -> bool:
-    try:
-        is_described = layouts is LAYOUTS and data_yaml(folder)
-        return bool(is_described) or any(find(folder) is not None for find in layouts.values())
-    except UserError:  # says what is wrong once the folder is named
-        return True
+    with suppress(UserError):  # which says what is wrong once the folder is named
+        return any(find(folder) is not None for find in layouts.values())
+    return True
 
 
 def _one_file(file: Path) -> dict[str, Any]:
     suffix = file.suffix.lower()
-    if has_records(file):
-        return {"train": file.name, "images": "."}
-    if is_coco(file) or is_voc(file):
+    if is_coco(file) or is_voc(file) or has_records(file):
         return {"train": file.name}
     if suffix == ".data":
         return _darknet(file)
@@ -794,11 +726,8 @@ def _split_folders(folder: Path, fits: Callable[[Path], bool]) -> dict[str, Any]
 def _record_layout(folder: Path) -> dict[str, Any] | None:
     """Return VIA's or CSV files, or folders of LabelMe's; their images may be anywhere in the folder."""
     content = _annotation_files(folder, "*.json", lambda file: file_format(file) in RECORDS[1:])
-    content = (
-        content
-        or _annotation_files(folder, "*.csv", lambda file: not table_columns(file)[1])
-        or _split_folders(folder, has_records)
-    )
+    content = content or _annotation_files(folder, "*.csv", lambda file: not table_columns(file)[1])
+    content = content or _split_folders(folder, has_records)
     content = content or ({"train": "."} if has_records(folder) else _other_folders(folder, has_records))
     return content and {**content, "images": "."}
 
@@ -816,6 +745,7 @@ def _has_classes(folder: Path, least: int = 1) -> bool:
 # By precedence.
 Layouts = dict[str, Callable[[Path], dict[str, Any] | None]]
 LAYOUTS: Layouts = {
+    "a data YAML": lambda folder: {} if data_yaml(folder) else None,  # of a folder inside
     "COCO's layout": _coco_layout,
     "VOC's layout": _voc_layout,
     "VOC's .xml files for each split": lambda folder: _split_folders(folder, is_voc),
@@ -833,25 +763,15 @@ CLASS_LAYOUTS: Layouts = {
 }
 
 
-def _files_below(folder: Path) -> dict[str, list[Path]]:
-    """Return the files in a folder by kind, such as `image` or `.txt file`; a list of classes by its name."""
+def _unrecognised(folder: Path) -> tuple[UserError, bool]:
+    """Return the error for a folder, what it has and what is missing, and whether it has annotations of any format."""
+    walked = (Path(path, name) for path, _, names in os.walk(folder) for name in sorted(names))
     files: dict[str, list[Path]] = {}
-    for file in (place / name for place, names in _walk(folder) for name in names):
-        if file.is_file():
-            kind = "image" if is_image(file.name) else f"{file.suffix.lower()} file".strip()
-            files.setdefault(file.name if any(map(file.match, CLASS_FILES)) else kind, []).append(file)
-    return files
-
-
-def _format_of(files: Mapping[str, Sequence[Path]]) -> str:
-    """Return the format of the first files of each kind, or '' if it is not known."""
-    sampled = chain.from_iterable(paths[:SAMPLED_JSON_FILES] for paths in files.values())
-    return next(filter(None, map(file_format, sampled)), "")
-
-
-def _unrecognised(folder: Path, files: Mapping[str, Sequence[Path]]) -> UserError:
-    """Return the error for a folder: what it has, and what is missing."""
-    image, program = str(files.get("image", [folder])[0]), _format_of(files)
+    for file in islice((file for file in walked if "/." not in str(file)[len(str(folder)) :]), SAMPLED_FILES):
+        kind = "image" if is_image(file.name) else f"{file.suffix.lower()} file".strip()
+        files.setdefault(file.name if any(map(file.match, CLASS_FILES)) else kind, []).append(file)
+    image, sampled = str(files.get("image", [folder])[0]), (paths[:SAMPLED_JSON_FILES] for paths in files.values())
+    program = next(filter(None, map(file_format, chain.from_iterable(sampled))), "")
     advice = ", but no label files, no annotations, and no folder of images for each class (docs/data.md)"
     if program:
         is_read = program in ("COCO", *RECORDS)
@@ -866,4 +786,7 @@ def _unrecognised(folder: Path, files: Mapping[str, Sequence[Path]]) -> UserErro
     elif ".txt file" in files:
         advice = f", but no label file where it belongs: that of {image} is expected at {label_name(image)}"
     counts = [kind if kind == paths[0].name else plural(len(paths), kind) for kind, paths in files.items()]
-    return UserError(f"{folder} is not recognised as a data set: it has {' and '.join(counts) or 'no files'}{advice}")
+    has = " and ".join(counts) or "no files"
+    return UserError(f"{folder} is not recognised as a data set: it has {has}{advice}"), bool(
+        program
+    ) or ".xml file" in files
