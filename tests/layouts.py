@@ -6,9 +6,10 @@ Called by tests/test_layouts.py, which reads each layout and trains on it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -240,6 +241,125 @@ def voc_of_any_name(folder: Path) -> Path:
     return folder
 
 
+def write_table(file: Path, header: str, images: Sequence[DrawnImage], row: str) -> None:
+    """Write a CSV file: `row` for each object, with its class and box, and a row with only a name for an image without.
+
+    `row` has the fields n (name), c (class), x, y, r, b (corners in pixels), w, h, and sx, sy, sr, sb (as shares).
+    """
+    lines = [header] * bool(header)
+    for image in images:
+        for label, (x, y, w, h) in image.objects:
+            fields = {"n": image.stem, "c": NAMES[label], "x": x, "y": y, "w": w, "h": h, "r": x + w, "b": y + h}
+            shares = {"sx": x / WIDTH, "sr": (x + w) / WIDTH, "sy": y / HEIGHT, "sb": (y + h) / HEIGHT}
+            lines.append(row.format(**fields, **shares))
+        empty = re.sub("{(?!n)[^}]*}", "", row).format(n=image.stem)
+        lines += [] if image.objects else [empty]
+    write_text(file, "\n".join(lines))
+
+
+def roboflow_csv(folder: Path) -> Path:
+    """Roboflow's CSV beside the images of each split."""
+    for split, name in SPLITS.items():
+        header, row = (
+            "filename,width,height,class,xmin,ymin,xmax,ymax",
+            f"{{n}}.jpg,{WIDTH},{HEIGHT},{{c}},{{x}},{{y}},{{r}},{{b}}",
+        )
+        write_table(folder / name / "_annotations.csv", header, write_split(split, folder / name), row)
+    return folder
+
+
+def tensorflow_csv(folder: Path) -> Path:
+    """TensorFlow's tutorials: tables in a folder of their own, here in Excel's form; a folder down."""
+    for split, name in (("train", "train"), ("val", "test")):
+        images = write_split(split, folder / "set/images" / name)
+        header, row = "Filename;Class;bbox_x;bbox_y;bbox_width;bbox_height", "{n}.jpg;{c};{x};{y};{w};{h}"
+        write_table(folder / f"set/data/{name}_labels.csv", header, images, row)
+    write_text(folder / "README.md", "a repository\n")
+    write_text(folder / ".git/objects/a.json", coco_text([]))
+    return folder
+
+
+def open_images(folder: Path) -> Path:
+    """Open Images' shares, in FiftyOne's folders."""
+    images, row = write_split("train", folder / "train/data"), "{n},{c},{sx},{sr},{sy},{sb}"
+    write_table(folder / "train/labels/detections.csv", "ImageID,LabelName,XMin,XMax,YMin,YMax", images, row)
+    return folder
+
+
+def keras_csv(folder: Path) -> Path:
+    """Keras RetinaNet's table without a header, with paths of another machine, and its list of classes."""
+    write_table(
+        folder / "train.csv", "", write_split("train", folder / "photos"), "/home/me/{n}.jpg,{x},{y},{r},{b},{c}"
+    )
+    write_text(folder / "classes.csv", "cat,0\ncow,1\ndog,2\n")
+    return folder
+
+
+def polygon(box: tuple[int, int, int, int]) -> list[list[int]]:
+    x, y, w, h = box
+    return [[x, y], [x + w, y], [x + w, y + h], [x, y + h]]
+
+
+def labelme(folder: Path) -> Path:
+    """LabelMe's files in folders of their own, two folders down: rectangles and polygons."""
+    for image in write_split("train", folder / "a/set/photos"):
+        shapes = [
+            {"label": NAMES[label], "shape_type": kind, "points": polygon(box)[:: 2 if kind == "rectangle" else 1]}
+            for (label, box), kind in zip(image.objects, ("rectangle", "polygon"), strict=False)
+        ]
+        content = {"imagePath": f"..\\photos\\{image.stem}.jpg", "shapes": shapes, "imageWidth": WIDTH}
+        write_text(folder / f"a/set/json/{image.stem}.json", json.dumps({**content, "imageHeight": HEIGHT}))
+    return folder
+
+
+def via_regions(image: DrawnImage) -> list[dict[str, Any]]:
+    """Return an image's objects as VIA's regions: polygons, rectangles and ellipses in turn."""
+    regions = []
+    for number, (label, (x, y, w, h)) in enumerate(image.objects):
+        xs, ys = zip(*polygon((x, y, w, h)), strict=True)
+        ellipse = {"name": "ellipse", "cx": x + w / 2, "cy": y + h / 2, "rx": w / 2, "ry": h / 2}
+        rect, area = {"name": "rect", "x": x, "y": y, "width": w, "height": h}, {"all_points_x": xs, "all_points_y": ys}
+        shape = (ellipse, {"name": "polygon", **area}, rect)[(number + label) % 3]
+        regions.append({"shape_attributes": shape, "region_attributes": {"id": "7", "Type": NAMES[label]}})
+    return regions
+
+
+def via(folder: Path) -> Path:
+    """VIA's project of each split, three folders down."""
+    for split in ("train", "val"):
+        images = write_split(split, folder / "a/b/c" / split)
+        files = {f"{image.stem}9": {"filename": f"{image.stem}.jpg", "regions": via_regions(image)} for image in images}
+        write_text(folder / f"a/b/c/{split}/via.json", json.dumps({"_via_img_metadata": files}))
+    return folder
+
+
+def via_csv(folder: Path) -> Path:
+    """VIA's table."""
+    lines = ["filename,region_count,region_shape_attributes,region_attributes"]
+    for image in write_split("train", folder / "images"):
+        for region in via_regions(image) or [dict.fromkeys(("shape_attributes", "region_attributes"), {})]:
+            cells = (json.dumps(value).replace('"', '""') for value in region.values())
+            lines.append(",".join([f"{image.stem}.jpg,1", *(f'"{cell}"' for cell in cells)]))
+    write_text(folder / "via_export.csv", "\n".join(lines))
+    return folder
+
+
+def pets(folder: Path) -> Path:
+    """Oxford Pets, as in TensorFlow's tutorials: masks and lists beside VOC's annotations."""
+    write_split("train", folder / "images", folder / "annotations/xmls")
+    write_text(folder / "annotations/trainval.txt", "train_1 1 1 1\n")
+    write_image(folder / "annotations/trimaps/train_0.png")
+    return folder
+
+
+def nested_voc(folder: Path) -> Path:
+    """BCCD's repository: VOC's layout beside other files and photos."""
+    voc(folder / "BCCD")
+    write_text(folder / "test.csv", "filename,cell\na.jpg,x\n")
+    write_image(folder / "docs/a.png")
+    return folder
+
+
 def class_folders(folder: Path, split: str = "train") -> Path:
     """A folder of images per class."""
     for file in [folder / f"{image.stem}.jpg" for image in write_split(split, folder)]:
@@ -263,5 +383,7 @@ BOX_LAYOUTS: dict[Layout, bool] = {
     **dict.fromkeys((other_yaml, bare_yolo, coco_by_name), True),
     **dict.fromkeys((coco_file, kaggle, cvat_yolo, darknet_file, list_file, label_studio, labelimg), False),
     **dict.fromkeys((cvat_coco, coco_beside_photos, voc_of_any_name), False),
+    **dict.fromkeys((roboflow_csv, tensorflow_csv, via, nested_voc), True),
+    **dict.fromkeys((open_images, keras_csv, labelme, via_csv, pets), False),
 }
 CLASS_LAYOUTS: dict[Layout, bool] = {class_folders: False, class_folders_by_split: True}

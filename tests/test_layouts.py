@@ -76,13 +76,34 @@ def test_classes_are_the_same_from_every_layout(layout: Layout, tmp_path: Path) 
         assert [path.parent.name for path in split.images] == [NAMES[k] for k in split.instances().classes]
 
 
+HEADER = "filename,class,xmin,ymin,xmax,ymax"
 LABELLED = {"images/a.jpg": "X", "labels/a.txt": "0 .5 .5 .1 .1", "classes.txt": "a"}
 # The files of a folder that is no data set, and what its error names. X: an image.
 REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
-    "LabelMe": ({"a.jpg": "X", "a.json": '{"shapes": [], "imagePath": "a.jpg"}'}, ("1 image", "LabelMe")),
-    "VIA": ({"images/a.jpg": "X", "via.json": '{"a.jpg9": {"filename": "a", "regions": []}}'}, ("VIA",)),
-    "VIA project": ({"images/a.jpg": "X", "via.json": '{"_via_img_metadata": {}}'}, ("VIA",)),
-    "CSV": ({"train/a.jpg": "X", "train/_annotations.csv": "a"}, ("CSV",)),
+    "empty LabelMe": ({"a.jpg": "X", "a.json": '{"shapes": [], "imagePath": "a.jpg"}'}, ("set", "nothing to learn")),
+    "damaged VIA": ({"images/a.jpg": "X", "via.json": '{"a.jpg9": {"filename": "a", "regions": [3]}}'}, ("via.json",)),
+    "CSV of classes": (
+        {"train/a.jpg": "X", "train/labels.csv": "id,breed"},
+        ("labels.csv is CSV", "(id,breed)", "xmin"),
+    ),
+    "lists in CSV": ({"a.jpg": "X", "a.csv": "image_id,bbox\na,[1;2]", "b.csv": "a"}, ("a.csv, row 2: `bbox`", "xmin")),
+    "a list in a row": ({"a.jpg": "X", "a.csv": f"{HEADER}\na.jpg,dog,1,1,[2],2"}, ("a.csv, row 2: ", "'[2]'")),
+    "CreateML": ({"a/a.jpg": "X", "a/x.json": '[{"image": "a.jpg", "annotations": []}]'}, ("-if roboflow_create_ml",)),
+    "Datumaro": ({"images/a.jpg": "X", "x/a.json": '{"categories": {}, "items": []}'}, ("set -if datumaro -f coco",)),
+    "VoTT": ({"a/a.jpg": "X", "b/b.jpg": "X", "v.json": '{"assets": {"a": {}}, "tags": []}'}, ("-if vott_json",)),
+    "Label Studio": (
+        {"a/a.jpg": "X", "b/b.jpg": "X", "x.json": '[{"data": {}, "annotations": []}]'},
+        ("Label Studio",),
+    ),
+    "Supervisely": (
+        {f"{k}/img/a.jpg": "X" for k in "ab"} | {"a/ann/a.json": '{"size": {}, "objects": []}'},
+        ("Superv",),
+    ),
+    "Hugging Face": ({f"{k}/a.jpg": "X" for k in "ab"} | {"m.jsonl": '{"file_name": "", "objects": {}}'}, ("Hugging",)),
+    "KITTI": (
+        {"training/image_2/a.jpg": "X", "training/label_2/a.txt": f"Car 0.00 0 -1.58{' 1.5' * 11}\n"},
+        ("1 image", "1 .txt file", "KITTI is not read", "-if kitti"),
+    ),
     "archive": ({"x.zip": "a"}, ("unpack",)),
     "no images": ({"labels/a.txt": "0 .5 .5 .1 .1", "classes.txt": "a"}, ("classes.txt", "1 .txt file", "no images")),
     "misplaced": ({"photos/a.jpg": "X", "txt/a.txt": "0 .5 .5 .1 .1"}, ("1 image", "photos/a.txt")),
@@ -113,7 +134,15 @@ REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         {"a.jpg": "X", "a.txt": "0 .5 .5 .1 .1", "classes.txt": "a", "b/classes.txt": "b"},
         ("set/classes.txt", "b/classes.txt"),
     ),
-    "CVAT's XML": ({"annotations.xml": "<annotations/>", "images/a.jpg": "X"}, ("annotations.xml", "CVAT")),
+    "CVAT's XML": ({"a/annotations.xml": "<annotations/>", "a/images/a.jpg": "X"}, ("a/annotations.xml", "-if cvat")),
+    "two sets below": (
+        {f"{name}/{file}": text for name in ("x/a", "x/b") for file, text in LABELLED.items()},
+        ("`train` (x/a, x/b)", "--data", "set/x/a"),
+    ),
+    "two formats below": (
+        {f"x/y/{file}": text for file, text in LABELLED.items()} | {"z/deep/a.csv": HEADER, "b.jpg": "X"},
+        ("`train` (x/y, z)", "--data", "set/x"),
+    ),
     "empty": ({}, ("set",)),
 }
 
@@ -132,7 +161,7 @@ def test_what_is_not_recognised_is_named(files: dict[str, str], named: tuple[str
     ("name", "text", "named"),
     [
         *(("x.zip", "", "archive"), ("x.csv", "", "CSV"), ("x.xml", "", "a single"), ("x.txt", "a.jpg\n", "list")),
-        *(("x.json", REFUSED["LabelMe"][0]["a.json"], "LabelMe"), ("x.json", "{", "COCO")),
+        *(("x.json", '[{"image": "a", "annotations": []}]', "CreateML"), ("x.json", "{", "COCO")),
     ],
 )
 def test_a_file_of_another_format_is_named(name: str, text: str, named: str, tmp_path: Path) -> None:
