@@ -10,10 +10,10 @@ import os
 import re
 import xml.etree.ElementTree as ET
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ SPLIT_NAMES = {
 SPLIT_FOLDERS = {key: (*names, *map(str.title, names), *map(str.upper, names)) for key, names in SPLIT_NAMES.items()}
 CLASS_FILES = ("classes.txt", "*.names", "_darknet.labels")  # class names, one per line
 # Formats: suffix of their files, keys of a JSON file or of its first record, or its beginning; and datumaro's name.
-FORMATS: dict[str, tuple[str, set[str] | str, str]] = {
+FORMATS: dict[str, tuple[str, Any, str]] = {
     "COCO": (".json", {"images", "annotations", "categories"}, ""),
     "LabelMe": (".json", {"shapes", "imagePath"}, ""),
     "VIA": (".json", {"filename", "regions"}, ""),
@@ -64,10 +64,10 @@ OTHER_FILES = (".json", ".txt", ".data", ".csv", ".xml", *ARCHIVES)  # what --da
 EXPORT = "export the data set as COCO or YOLO"
 OUTSIDE_FACTOR = 1.1  # a box that reaches beyond this share of its image's side is far outside
 MIN_OUTSIDE_SHARE = 0.25  # exclusive: with more boxes far outside, all of which could be corners, they are
-HEAD_CHARACTERS = 4096  # of a file that show its format
 SAMPLED_FILES = 1000  # files that are looked at to recognise a folder, at most
 SAMPLED_JSON_FILES = 20  # files of a format that are looked at in a folder, at most
 
+Find = Callable[[Path], dict[str, Any] | None]  # returns the data YAML of a folder with a certain layout
 VocObject = tuple[str, tuple[float, float, float, float], bool]  # name, box (left, top, width, height), is it difficult
 # The annotations that are left out, by kind, such as `boxes without an area`.
 Problems = defaultdict[str, list[Any]]
@@ -143,12 +143,10 @@ def annotated_names(locations: Sequence[Path]) -> dict[int, str]:
     They are a COCO file's categories by rising id, without supercategories that have no objects, as in Roboflow's
     exports, or the classes of other files alphabetically. Raises `UserError`.
     """
-    contents = [_contents(each, file_stamps([str(each)])) for each in locations if is_coco(each) or has_records(each)]
-    if contents:
-        contents = contents if hasattr(contents[0], "files") else contents[:1]
-        used = {item.category_id for content in contents for item in content.annotations}
-        by_id = {category.id: category for content in contents for category in content.categories}
-        categories = [by_id[number] for number in sorted(by_id)]
+    if location := next((each for each in locations if is_coco(each) or has_records(each)), None):
+        content = _contents(location, file_stamps([str(location)]))
+        used = {item.category_id for item in content.annotations}
+        categories = sorted(content.categories, key=lambda category: category.id)
         parents = {str(each.supercategory) for each in categories if each.supercategory != each.name}
         return dict(enumerate(each.name for each in categories if each.id in used or each.name not in parents))
     files = [file for location in locations if is_voc(location) for file in _voc_files(location).values()]
@@ -178,21 +176,19 @@ def has_records(location: Path) -> bool:
 
 def file_format(file: Path) -> str:
     """Return the name of a file's format in `FORMATS`, or '' if it is not known."""
-    suffix, keys, head = file.suffix.lower(), set[str](), ""
+    marks = {name: mark for name, (suffix, mark, _) in FORMATS.items() if file.suffix.lower() == suffix}
+    text, keys = "", set[str]()
     with suppress(Exception):  # of any class, for a file that is not what its suffix says
-        if suffix == ".json":
+        text = read_text(file) if marks else ""
+        if file.suffix.lower() == ".json":
             from msgspec import Raw
             from msgspec.json import decode
 
-            content = decode(read_text(file), type=dict[str, Raw] | list[Raw])
+            content = decode(text, type=dict[str, Raw] | list[Raw])
             records = list(content.values()) if isinstance(content, dict) else content
             keys |= set(content) if isinstance(content, dict) else set()
             keys |= set(decode(records[0], type=dict[str, Raw]))
-        elif suffix in (".xml", ".txt", ".jsonl"):
-            with open(file, encoding="utf-8-sig", errors="replace") as opened:
-                head = opened.read(HEAD_CHARACTERS)
-    marks = ((name, mark) for name, (ending, mark, _) in FORMATS.items() if ending == suffix)
-    fits = (name for name, mark in marks if (re.match(mark, head) if isinstance(mark, str) else mark <= keys))
+    fits = (name for name, mark in marks.items() if (re.match(mark, text) if isinstance(mark, str) else mark <= keys))
     return next(fits, "")
 
 
@@ -203,20 +199,24 @@ def _not_read(name: str, folder: Path) -> str:
 
 @lru_cache(4)
 def _contents(file: Path, stamp: bytes) -> Any:
-    """Return `read_coco` of a file without its objects, read once as long as its stamp stays. Raises `UserError`."""
-    from utils.coco import read_coco  # only for COCO's files
-
-    try:
-        content = read_coco(file)
-    except UserError:
-        if (name := file_format(file)) not in ("", "COCO", *RECORDS):
-            raise UserError(f"{file}: {_not_read(name, file.parent)}") from None
-        if not has_records(file) and name not in RECORDS:
-            raise
-        content = read_records(sorted(file.glob("*.json")) if file.is_dir() else [file])
+    """Return `_read_file` without the objects, read once as long as its stamp stays. Raises `UserError`."""
+    content = _read_file(file)
     if not content.categories:
         raise UserError(f"{file} has no categories, so there is nothing to learn from it; name another file")
     return content
+
+
+def _read_file(file: Path, objects: bool = False) -> Any:
+    from utils.coco import read_coco  # only for COCO's files
+
+    try:
+        return read_coco(file, objects)
+    except UserError:
+        if (name := file_format(file)) not in ("", "COCO", *RECORDS):
+            raise UserError(f"{file}: {_not_read(name, file.parent)}") from None
+        if name not in RECORDS and not has_records(file):
+            raise
+    return read_records(sorted(file.glob("*.json")) if file.is_dir() else [file])
 
 
 def _coco_folders(file: Path, split: str) -> list[Path]:
@@ -230,21 +230,20 @@ def _coco_folders(file: Path, split: str) -> list[Path]:
 
 def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str], split: str) -> AnnotatedImages:
     content = _contents(file, file_stamps([str(file)]))
-    is_record, base = hasattr(content, "files"), file if file.is_dir() else file.parent
-    places = (base / file.name, *(folder / file.name for folder in folders if is_record))
-    usual = [folder for place in places for folder in _coco_folders(place, split)]
+    is_record, beside = hasattr(content, "files"), file / "_" if file.is_dir() else file
+    folders = [beside.parent, *folders, *_coco_folders(beside, split)]
     categories = {category.name for category in content.categories}
     unknown = [name for name in names if name.strip() not in categories]
     problems = [f"{file}: no category '{name}'{nearest(name, categories)}" for name in unknown]
     if problems and len(unknown) == len(names):
         raise UserError(f"{problems[0]}, nor another of `names`; correct `names:`, or leave it out to use the file's")
-    parents = [
-        os.path.join(os.path.normpath(folder), "")
-        for folder in dict.fromkeys((base, *([] if is_record else folders), *usual))
-    ]
+    parents = [os.path.join(os.path.normpath(folder), "") for folder in dict.fromkeys(folders)]
     images: dict[str, str] = {}  # names by path
     missing, by_name = [], dict[str, str]()
-    for path in chain.from_iterable(map(images_below, map(Path, parents))) if is_record else ():  # any below
+    below = chain.from_iterable(
+        map(images_below, map(Path, parents if is_record else ()))
+    )  # in the split's folder first
+    for path in sorted(below, key=lambda path: {*SPLIT_FOLDERS[split]}.isdisjoint(path.split(os.sep))):
         by_name.setdefault(os.path.basename(path), path)
         by_name.setdefault(Path(path).stem, path)
     for name in (image.file_name for image in content.images):
@@ -268,16 +267,14 @@ def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str], spli
 
 def _read_coco(annotated: AnnotatedImages, rules: RowRules, problems: Problems) -> dict[str, ImageRows]:
     """Read the objects of a COCO file; crowds are left out, as in the published labels of COCO."""
-    from utils.coco import read_coco
-
-    is_coco_file = not hasattr(_contents(annotated.file, file_stamps([str(annotated.file)])), "files")
-    content = read_coco(annotated.file, objects=True) if is_coco_file else read_records(annotated.files)
+    content = _read_file(annotated.file, objects=True)
+    is_record = hasattr(content, "files")
     paths = {name: path for path, name in annotated.images.items()}
     numbers = {name.strip(): number for number, name in enumerate(annotated.names)}
     labels = {category.id: numbers.get(category.name) for category in content.categories}
     by_image: dict[Any, list[Any]] = {image.id: [] for image in content.images}
     sizes = {image.id: (int(image.width or 0), int(image.height or 0)) for image in content.images}
-    for file, name in () if is_coco_file else annotated.images.items():
+    for file, name in annotated.images.items() if is_record else ():
         with suppress(Exception):  # a damaged image is reported by the scan
             sizes[name] = sizes[name] if min(sizes[name]) > 0 else image_size(Path(file))
     for item in content.annotations:
@@ -291,7 +288,7 @@ def _read_coco(annotated: AnnotatedImages, rules: RowRules, problems: Problems) 
         elif not item.iscrowd:
             by_image[item.image_id].append(item)
     boxes = ((*item.bbox, *sizes[key]) for key, items in by_image.items() for item in items if item.bbox)
-    if is_coco_file:
+    if not is_record:
         _check_boxes(annotated.file, np.fromiter(boxes, np.dtype((float, 6))))
     del content.annotations  # frees the objects of each image once its rows are made
     rows = {}
@@ -333,7 +330,7 @@ def _coco_row(
     with suppress(LookupError, TypeError, ValueError, ArithmeticError, RuntimeError):
         outline = _outline(item.segmentation, size)
     if not (len(outline) and np.isfinite(outline).all()):
-        if rules.by_points:
+        if rules.by_points and item.segmentation is not None:  # None for a rectangle
             problems["outlines that are absent or damaged, so that the box is used"].append(which)
         return row
     shares = (outline / size).clip(0.0, 1.0).ravel().tolist()
@@ -523,7 +520,7 @@ def recognise(path: Path) -> tuple[str, dict[str, Any] | Path]:
         for title, find in layouts.items():
             if (content := find(path)) is not None:
                 return title, content
-        inner = [] if (path / VOC_LISTS).is_dir() else _folders_below(path, partial(_is_set, layouts))
+        inner = [] if (path / VOC_LISTS).is_dir() else _folders_below(path, layouts.values())
         if only := _only(path, {"train": [str(each.relative_to(path)) for each in inner]}):
             return f"the data set in it is {only['train']}", path / only["train"]
         error, is_annotated = _unrecognised(path)
@@ -532,22 +529,18 @@ def recognise(path: Path) -> tuple[str, dict[str, Any] | Path]:
     raise error
 
 
-def _folders_below(folder: Path, fits: Callable[[Path], bool], levels: int = 3, left: Any = None) -> list[Path]:
-    """Return the folders that fit, of the first 1,000 down to three levels below, and none inside them.
+def _folders_below(folder: Path, finds: Collection[Find], levels: int = 3, left: Any = None) -> list[Path]:
+    """Return the folders that are data sets, of the first 1,000 down to three levels below, and none inside them.
 
     Those that have only images are not tried.
     """
     left, found = left or iter(range(SAMPLED_FILES)), list[Path]()
     for place, _ in zip(subfolders(folder) if levels else (), left, strict=False):
-        if any(not is_image(entry.name) for entry in os.scandir(place)):
-            found += [place] if fits(place) else _folders_below(place, fits, levels - 1, left)
+        is_set = any(not is_image(entry.name) for entry in os.scandir(place))
+        with suppress(UserError):  # which says what is wrong once the folder is named
+            is_set = is_set and any(find(place) is not None for find in finds)
+        found += [place] if is_set else _folders_below(place, finds, levels - 1, left)
     return found
-
-
-def _is_set(layouts: Layouts, folder: Path) -> bool:
-    with suppress(UserError):  # which says what is wrong once the folder is named
-        return any(find(folder) is not None for find in layouts.values())
-    return True
 
 
 def _one_file(file: Path) -> dict[str, Any]:
@@ -645,7 +638,9 @@ def _label_files(folder: Path) -> dict[str, Any] | None:
     content = content or next(({"train": name} for name in ("images", ".") if _is_labelled(folder / name)), None)
     if content == {"train": "."} and not any(any(folder.glob(pattern)) for pattern in CLASS_FILES):
         parts = ("images", "train", "train.txt")  # of a complete data set: two are not joined
-        inner = _folders_below(folder, lambda place: any(_is_labelled(place / part) for part in parts))
+        inner = _folders_below(
+            folder, [lambda place: {} if any(_is_labelled(place / part) for part in parts) else None]
+        )
         _only(folder, {"train": [str(place.relative_to(folder)) for place in inner]})
         beside = (label_name(str(file)) for file in folder.iterdir() if is_image(file.name))
         content = None if inner and not any(True for _ in _classes(beside)) else content
@@ -713,7 +708,7 @@ def _xml_folder(folder: Path) -> dict[str, Any] | None:
 
 
 def _other_folders(folder: Path, fits: Callable[[Path], bool]) -> dict[str, Any] | None:
-    names = [path.name for path in subfolders(folder) if fits(path)]
+    names = [os.path.relpath(path, folder) for path in (folder, *subfolders(folder)) if fits(path)]
     return {"train": names} if names else None
 
 
@@ -727,8 +722,7 @@ def _record_layout(folder: Path) -> dict[str, Any] | None:
     """Return VIA's or CSV files, or folders of LabelMe's; their images may be anywhere in the folder."""
     content = _annotation_files(folder, "*.json", lambda file: file_format(file) in RECORDS[1:])
     content = content or _annotation_files(folder, "*.csv", lambda file: not table_columns(file)[1])
-    content = content or _split_folders(folder, has_records)
-    content = content or ({"train": "."} if has_records(folder) else _other_folders(folder, has_records))
+    content = content or _split_folders(folder, has_records) or _other_folders(folder, has_records)
     return content and {**content, "images": "."}
 
 
@@ -743,8 +737,7 @@ def _has_classes(folder: Path, least: int = 1) -> bool:
 
 
 # By precedence.
-Layouts = dict[str, Callable[[Path], dict[str, Any] | None]]
-LAYOUTS: Layouts = {
+LAYOUTS: dict[str, Find] = {
     "a data YAML": lambda folder: {} if data_yaml(folder) else None,  # of a folder inside
     "COCO's layout": _coco_layout,
     "VOC's layout": _voc_layout,
@@ -757,7 +750,7 @@ LAYOUTS: Layouts = {
     ),
     "annotations of CSV, LabelMe or VIA": _record_layout,
 }
-CLASS_LAYOUTS: Layouts = {
+CLASS_LAYOUTS: dict[str, Find] = {
     "a folder of images per class in the folder of each split": lambda folder: _splits(folder, _has_classes, ["{}"]),
     "a folder of images per class": lambda folder: {} if _has_classes(folder, 2) else None,
 }

@@ -59,7 +59,7 @@ def read_records(files: Sequence[Path]) -> Any:
 def _annotation(image: str, number: str, label: str, points: Sequence[Sequence[Any]]) -> Any:
     xs, ys = zip(*[map(float, point) for point in points], strict=True) if points else ((0.0,), (0.0,))
     box, outline = (min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)), [[*chain(*zip(xs, ys, strict=True))]]
-    coded = json.dumps(outline).encode() if len(points) > 2 else b""
+    coded = json.dumps(outline).encode() if len(points) > 2 else None
     category = label.isdecimal() and len(label), label  # numbers in their order
     return SimpleNamespace(id=number, image_id=image, category_id=category, bbox=box, segmentation=coded, iscrowd=0)
 
@@ -121,9 +121,8 @@ def _json_rows(file: Path) -> Iterator[Row]:
         yield file.stem, size, None
         for number, shape in enumerate(content["shapes"], 1):
             form, points = shape.get("shape_type") or "polygon", shape["points"]
-            if form == "circle":
-                points = _ellipse(*points[0], *[math.dist(*points)] * 2)
-            points = points if form in ("circle", "rectangle", "mask", "polygon", "rotation") else []
+            areas = points if form in ("rectangle", "mask", "polygon", "rotation") else []
+            points = _ellipse(*points[0], *[math.dist(*points)] * 2) if form == "circle" else areas
             yield file.stem, size, (f"{file.name}, shape {number}", str(shape["label"]).strip(), points)
         return
     for image in content.get("_via_img_metadata", content).values():

@@ -242,39 +242,30 @@ def voc_of_any_name(folder: Path) -> Path:
 
 
 def write_table(file: Path, header: str, images: Sequence[DrawnImage], row: str) -> None:
-    """Write a CSV file: `row` for each object, with its class and box, and a row with only a name for an image without.
-
-    `row` has the fields n (name), c (class), x, y, r, b (corners in pixels), w, h, and sx, sy, sr, sb (as shares).
-    """
+    """Write a CSV file: `row` for each object, with the fields below, and a row with only a name for images without."""
     lines = [header] * bool(header)
     for image in images:
         for label, (x, y, w, h) in image.objects:
             fields = {"n": image.stem, "c": NAMES[label], "x": x, "y": y, "w": w, "h": h, "r": x + w, "b": y + h}
-            shares = {"sx": x / WIDTH, "sr": (x + w) / WIDTH, "sy": y / HEIGHT, "sb": (y + h) / HEIGHT}
-            lines.append(row.format(**fields, **shares))
-        empty = re.sub("{(?!n)[^}]*}", "", row).format(n=image.stem)
-        lines += [] if image.objects else [empty]
+            lines.append(row.format(**fields, sx=x / WIDTH, sr=(x + w) / WIDTH, sy=y / HEIGHT, sb=(y + h) / HEIGHT))
+        lines += [] if image.objects else [re.sub("{(?!n)[^}]*}", "", row).format(n=image.stem)]
     write_text(file, "\n".join(lines))
 
 
 def roboflow_csv(folder: Path) -> Path:
     """Roboflow's CSV beside the images of each split."""
+    header, row = "filename,width,height,class,xmin,ymin,xmax,ymax", "{n}.jpg,64,48,{c},{x},{y},{r},{b}"
     for split, name in SPLITS.items():
-        header, row = (
-            "filename,width,height,class,xmin,ymin,xmax,ymax",
-            f"{{n}}.jpg,{WIDTH},{HEIGHT},{{c}},{{x}},{{y}},{{r}},{{b}}",
-        )
         write_table(folder / name / "_annotations.csv", header, write_split(split, folder / name), row)
     return folder
 
 
 def tensorflow_csv(folder: Path) -> Path:
     """TensorFlow's tutorials: tables in a folder of their own, here in Excel's form; a folder down."""
+    header, row = "Filename;Class;bbox_x;bbox_y;bbox_width;bbox_height", "{n}.jpg;{c};{x};{y};{w};{h}"
     for split, name in (("train", "train"), ("val", "test")):
         images = write_split(split, folder / "set/images" / name)
-        header, row = "Filename;Class;bbox_x;bbox_y;bbox_width;bbox_height", "{n}.jpg;{c};{x};{y};{w};{h}"
         write_table(folder / f"set/data/{name}_labels.csv", header, images, row)
-    write_text(folder / "README.md", "a repository\n")
     write_text(folder / ".git/objects/a.json", coco_text([]))
     return folder
 
@@ -288,9 +279,8 @@ def open_images(folder: Path) -> Path:
 
 def keras_csv(folder: Path) -> Path:
     """Keras RetinaNet's table without a header, with paths of another machine, and its list of classes."""
-    write_table(
-        folder / "train.csv", "", write_split("train", folder / "photos"), "/home/me/{n}.jpg,{x},{y},{r},{b},{c}"
-    )
+    images, row = write_split("train", folder / "photos"), "/home/me/{n}.jpg,{x},{y},{r},{b},{c}"
+    write_table(folder / "train.csv", "", images, row)
     write_text(folder / "classes.csv", "cat,0\ncow,1\ndog,2\n")
     return folder
 
@@ -317,10 +307,11 @@ def via_regions(image: DrawnImage) -> list[dict[str, Any]]:
     regions = []
     for number, (label, (x, y, w, h)) in enumerate(image.objects):
         xs, ys = zip(*polygon((x, y, w, h)), strict=True)
-        ellipse = {"name": "ellipse", "cx": x + w / 2, "cy": y + h / 2, "rx": w / 2, "ry": h / 2}
-        rect, area = {"name": "rect", "x": x, "y": y, "width": w, "height": h}, {"all_points_x": xs, "all_points_y": ys}
-        shape = (ellipse, {"name": "polygon", **area}, rect)[(number + label) % 3]
-        regions.append({"shape_attributes": shape, "region_attributes": {"id": "7", "Type": NAMES[label]}})
+        shapes: list[dict[str, Any]] = [{"name": "polygon", "all_points_x": xs, "all_points_y": ys}]
+        shapes.append({"name": "rect", "x": x, "y": y, "width": w, "height": h})
+        shapes.append({"name": "ellipse", "cx": x + w / 2, "cy": y + h / 2, "rx": w / 2, "ry": h / 2})
+        attributes = {"id": "7", "Type": NAMES[label]}
+        regions.append({"shape_attributes": shapes[(number + label) % 3], "region_attributes": attributes})
     return regions
 
 
@@ -333,28 +324,11 @@ def via(folder: Path) -> Path:
     return folder
 
 
-def via_csv(folder: Path) -> Path:
-    """VIA's table."""
-    lines = ["filename,region_count,region_shape_attributes,region_attributes"]
-    for image in write_split("train", folder / "images"):
-        for region in via_regions(image) or [dict.fromkeys(("shape_attributes", "region_attributes"), {})]:
-            cells = (json.dumps(value).replace('"', '""') for value in region.values())
-            lines.append(",".join([f"{image.stem}.jpg,1", *(f'"{cell}"' for cell in cells)]))
-    write_text(folder / "via_export.csv", "\n".join(lines))
-    return folder
-
-
 def pets(folder: Path) -> Path:
-    """Oxford Pets, as in TensorFlow's tutorials: masks and lists beside VOC's annotations."""
-    write_split("train", folder / "images", folder / "annotations/xmls")
-    write_text(folder / "annotations/trainval.txt", "train_1 1 1 1\n")
-    write_image(folder / "annotations/trimaps/train_0.png")
-    return folder
-
-
-def nested_voc(folder: Path) -> Path:
-    """BCCD's repository: VOC's layout beside other files and photos."""
-    voc(folder / "BCCD")
+    """Oxford Pets, a folder down: masks and lists beside VOC's annotations, and other files above."""
+    write_split("train", folder / "pets/images", folder / "pets/annotations/xmls")
+    write_text(folder / "pets/annotations/trainval.txt", "train_1 1 1 1\n")
+    write_image(folder / "pets/annotations/trimaps/train_0.png")
     write_text(folder / "test.csv", "filename,cell\na.jpg,x\n")
     write_image(folder / "docs/a.png")
     return folder
@@ -383,7 +357,7 @@ BOX_LAYOUTS: dict[Layout, bool] = {
     **dict.fromkeys((other_yaml, bare_yolo, coco_by_name), True),
     **dict.fromkeys((coco_file, kaggle, cvat_yolo, darknet_file, list_file, label_studio, labelimg), False),
     **dict.fromkeys((cvat_coco, coco_beside_photos, voc_of_any_name), False),
-    **dict.fromkeys((roboflow_csv, tensorflow_csv, via, nested_voc), True),
-    **dict.fromkeys((open_images, keras_csv, labelme, via_csv, pets), False),
+    **dict.fromkeys((roboflow_csv, tensorflow_csv, via), True),
+    **dict.fromkeys((open_images, keras_csv, labelme, pets), False),
 }
 CLASS_LAYOUTS: dict[Layout, bool] = {class_folders: False, class_folders_by_split: True}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from data.data_yaml import read_data
+from data.data_yaml import read_data, read_spec
 from data.dataset import DataOptions, DataSet, data_source
+from data.segmentation import SegmentationData
 from tests.conftest import CallMain
 from tests.curves import untouched
 from tests.layouts import (
@@ -28,7 +30,7 @@ from tests.layouts import (
     write_labels,
     write_text,
 )
-from tests.making import write_image
+from tests.making import plain, write_image, write_yaml
 from utils.errors import UserError
 
 HELD_OUT = 4  # of 20 training images, a fifth
@@ -62,6 +64,25 @@ def test_boxes_are_the_same_from_every_layout(layout: Layout, tmp_path: Path) ->
     for stem, rows in read.items():
         wanted = np.array([list(map(float, row.split())) for row in expected[stem]], np.float32).reshape(-1, 5)
         assert rows == pytest.approx(wanted, abs=1e-5), stem
+
+
+def test_circles_of_labelme_and_via(tmp_path: Path) -> None:
+    shapes: list[dict[str, Any]] = [{"label": 7, "shape_type": "circle", "points": [[20, 20], [26, 28]]}]
+    shapes += [{"label": "10", "shape_type": kind, "points": [[1, 1], [9, 9]]} for kind in ("rectangle", "line")]
+    write_text(tmp_path / "a.json", json.dumps({"imagePath": "x.jpg", "shapes": shapes}))
+    write_image(tmp_path / "a.jpg", plain(64, 48))
+    data = SegmentationData(read_spec(write_yaml(tmp_path / "my.yaml", {"train": "."})), 64, 32, DataOptions())
+    labels, names = data.split("train").labels, data.spec.names
+    assert labels.polygons is not None
+    assert (names, labels.polygons.counts.tolist()) == ({0: "7", 1: "10"}, [36, 4])
+    assert labels.rows[0] == pytest.approx([0, 20 / 64, 20 / 48, 20 / 64, 20 / 48], abs=1e-5)
+    assert [("a.json, shape 3" in problem) for problem in labels.problems] == [True]
+    region = """{""name"": ""circle"", ""cx"": 9, ""cy"": 9, ""r"": 4}"""
+    rows = f'a.jpg\t"{region}"\t{{}}\na.jpg\t{{}}\t{{}}\nb.jpg\t{{}}\t{{}}'
+    write_text(tmp_path / "via.csv", f"#filename\tregion_shape_attributes\tregion_attributes\n{rows}")
+    spec = read_spec(write_yaml(tmp_path / "my.yaml", {"train": "via.csv"}))
+    assert (spec.images("train"), spec.names) == ([tmp_path / "a.jpg"], {0: "object"})
+    assert "1 of its images" in spec.listing("train").problems[0]
 
 
 @pytest.mark.parametrize("layout", CLASS_LAYOUTS, ids=lambda layout: layout.__name__)
@@ -100,10 +121,7 @@ REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         ("Superv",),
     ),
     "Hugging Face": ({f"{k}/a.jpg": "X" for k in "ab"} | {"m.jsonl": '{"file_name": "", "objects": {}}'}, ("Hugging",)),
-    "KITTI": (
-        {"training/image_2/a.jpg": "X", "training/label_2/a.txt": f"Car 0.00 0 -1.58{' 1.5' * 11}\n"},
-        ("1 image", "1 .txt file", "KITTI is not read", "-if kitti"),
-    ),
+    "KITTI": ({"training/x/a.jpg": "X", "training/y/a.txt": f"Car 0 0 -1.58{' 1.5' * 11}\n"}, ("1 image", "-if kitti")),
     "archive": ({"x.zip": "a"}, ("unpack",)),
     "no images": ({"labels/a.txt": "0 .5 .5 .1 .1", "classes.txt": "a"}, ("classes.txt", "1 .txt file", "no images")),
     "misplaced": ({"photos/a.jpg": "X", "txt/a.txt": "0 .5 .5 .1 .1"}, ("1 image", "photos/a.txt")),
@@ -119,10 +137,6 @@ REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "two batches of COCO": (
         {f"batch{k}/{split}.json": coco_text([]) for k in (1, 2) for split in ("train", "val")},
         ("batch1/train.json, batch2/train.json", "--data", "set/batch1"),
-    ),
-    "two sets": (
-        {f"{name}/{file}": text for name in "ab" for file, text in LABELLED.items()},
-        ("`train` (a, b)", "--data", "set/a", "`train:`"),
     ),
     "two folders for validation": (
         {f"{name}/{file}": text for name in ("train", "val", "valid") for file, text in LABELLED.items()},
