@@ -192,7 +192,7 @@ def read_data(data: str) -> DataSpec:
     folder = path if path.is_dir() else path.parent
     if "val" not in content:
         content["split"] = HELD_OUT_SHARE
-    entries = ", ".join(f"{key}: {value}" for key, value in content.items() if key not in ("names", "images"))
+    entries = ", ".join(f"{key}: {value}" for key, value in content.items() if key != "names")
     messages = [f"{path}: {title} ({entries})"]
     if "nc" in content:
         messages.append(f"warning: {folder} has no classes.txt that names the classes; they are numbered from 0")

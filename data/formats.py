@@ -174,6 +174,10 @@ def has_records(location: Path) -> bool:
     return is_labelme or location.suffix.lower() == ".csv"
 
 
+def _has_files(folder: Path) -> bool:
+    return is_voc(folder) or has_records(folder)
+
+
 def file_format(file: Path) -> str:
     """Return the name of a file's format in `FORMATS`, or '' if it is not known."""
     marks = {name: mark for name, (suffix, mark, _) in FORMATS.items() if file.suffix.lower() == suffix}
@@ -231,7 +235,8 @@ def _coco_folders(file: Path, split: str) -> list[Path]:
 def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str], split: str) -> AnnotatedImages:
     content = _contents(file, file_stamps([str(file)]))
     is_record, beside = hasattr(content, "files"), file / "_" if file.is_dir() else file
-    folders = [beside.parent, *folders, *_coco_folders(beside, split)]
+    filled = (place for place in beside.parents[:3] if is_record and _only_filled([place]))
+    folders = [beside.parent, *folders, *_coco_folders(beside, split), *islice(filled, 1)]
     categories = {category.name for category in content.categories}
     unknown = [name for name in names if name.strip() not in categories]
     problems = [f"{file}: no category '{name}'{nearest(name, categories)}" for name in unknown]
@@ -240,9 +245,8 @@ def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str], spli
     parents = [os.path.join(os.path.normpath(folder), "") for folder in dict.fromkeys(folders)]
     images: dict[str, str] = {}  # names by path
     missing, by_name = [], dict[str, str]()
-    below = chain.from_iterable(
-        map(images_below, map(Path, parents if is_record else ()))
-    )  # in the split's folder first
+    searched = map(Path, filter(os.path.isdir, parents if is_record else ()))
+    below = chain.from_iterable(map(images_below, searched))  # sorted: in the split's folder first
     for path in sorted(below, key=lambda path: {*SPLIT_FOLDERS[split]}.isdisjoint(path.split(os.sep))):
         by_name.setdefault(os.path.basename(path), path)
         by_name.setdefault(Path(path).stem, path)
@@ -254,8 +258,8 @@ def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str], spli
         elif images.setdefault(path, name) != name:
             raise UserError(f"{file}: {path} is both '{images[path]}' and '{name}'; give each image a file of its own")
     if missing:
-        searched = ", ".join(os.path.normpath(parent) for parent in parents if os.path.isdir(parent))
-        example = f"such as {quoted(missing[0])}, in {searched}"
+        places = ", ".join(os.path.normpath(parent) for parent in parents if os.path.isdir(parent))
+        example = f"such as {quoted(missing[0])}, in {places}"
         if not images:
             raise UserError(
                 f"{file}: none of its {plural(len(missing), 'image')} exists, {example}; give their folder as "
@@ -702,28 +706,15 @@ def _xml_folder(folder: Path) -> dict[str, Any] | None:
     """Return the folder of VOC's XML files, unless lists say which split each file belongs to."""
     folders = [path for path in subfolders(folder) if path.name.lower() in ANNOTATION_FOLDERS]
     folders += [path for above in folders for path in subfolders(above) if path.name.lower() in ANNOTATION_FOLDERS]
-    names = [str(path.relative_to(folder)) for path in folders if is_voc(path)] or ["."] * is_voc(folder)
+    names = [str(path.relative_to(folder)) for path in folders if _has_files(path)] or ["."] * _has_files(folder)
     has_lists = any(file.stem.lower() in SPLIT_NAMES for file in (folder / VOC_LISTS).glob("*.txt"))
     return None if has_lists else _only(folder, {"train": names}) or None
 
 
-def _other_folders(folder: Path, fits: Callable[[Path], bool]) -> dict[str, Any] | None:
-    names = [os.path.relpath(path, folder) for path in (folder, *subfolders(folder)) if fits(path)]
+def _other_folders(folder: Path) -> dict[str, Any] | None:
+    places = [path for path in subfolders(folder) if path.name.lower() not in ANNOTATION_FOLDERS]
+    names = [path.name for path in places if _has_files(path)]
     return {"train": names} if names else None
-
-
-def _split_folders(folder: Path, fits: Callable[[Path], bool]) -> dict[str, Any] | None:
-    """Return the folder of each split that fits, as it is, in another folder, or in which another folder fits."""
-    inner = [f"{{}}/{path.name}" for split in subfolders(folder) for path in subfolders(split)]
-    return _splits(folder, fits, ["{}"], [f"{path.name}/{{}}" for path in subfolders(folder)], inner)
-
-
-def _record_layout(folder: Path) -> dict[str, Any] | None:
-    """Return VIA's or CSV files, or folders of LabelMe's; their images may be anywhere in the folder."""
-    content = _annotation_files(folder, "*.json", lambda file: file_format(file) in RECORDS[1:])
-    content = content or _annotation_files(folder, "*.csv", lambda file: not table_columns(file)[1])
-    content = content or _split_folders(folder, has_records) or _other_folders(folder, has_records)
-    return content and {**content, "images": "."}
 
 
 def _has_classes(folder: Path, least: int = 1) -> bool:
@@ -741,14 +732,19 @@ LAYOUTS: dict[str, Find] = {
     "a data YAML": lambda folder: {} if data_yaml(folder) else None,  # of a folder inside
     "COCO's layout": _coco_layout,
     "VOC's layout": _voc_layout,
-    "VOC's .xml files for each split": lambda folder: _split_folders(folder, is_voc),
-    "VOC's .xml files": _xml_folder,
+    "VOC's or LabelMe's files for each split": lambda folder: _splits(
+        folder,
+        _has_files,
+        ["{}"],
+        [f"{path.name}/{{}}" for path in subfolders(folder)],
+        [f"{{}}/{path.name}" for split in subfolders(folder) for path in subfolders(split)],
+    ),
+    "VOC's or LabelMe's files": _xml_folder,
     "label files": _label_files,
     "COCO annotations": lambda folder: _annotation_files(folder, "*.json", lambda file: file_format(file) == "COCO"),
-    "VOC's .xml files in a folder of another name": lambda folder: _other_folders(
-        folder, lambda path: path.name.lower() not in ANNOTATION_FOLDERS and is_voc(path)
-    ),
-    "annotations of CSV, LabelMe or VIA": _record_layout,
+    "VOC's or LabelMe's files in a folder of another name": _other_folders,
+    "VIA annotations": lambda folder: _annotation_files(folder, "*.json", lambda file: file_format(file)[:3] == "VIA"),
+    "CSV": lambda folder: _annotation_files(folder, "*.csv", lambda file: not table_columns(file)[1]),
 }
 CLASS_LAYOUTS: dict[str, Find] = {
     "a folder of images per class in the folder of each split": lambda folder: _splits(folder, _has_classes, ["{}"]),
