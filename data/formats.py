@@ -1,7 +1,4 @@
-"""Annotations that are read in place: COCO, VOC, VisDrone, and data/records.py's; layouts of folders (`recognise`).
-
-Called by data/data_yaml.py; data/labels.py reads the objects of an `AnnotatedImages`.
-"""
+"""Annotations that are read in place (COCO, VOC, VisDrone, data/records.py's), and layouts of folders (`recognise`)."""
 
 from __future__ import annotations
 
@@ -97,9 +94,10 @@ def image_rows(
     """Return the rows of objects, each a number, a class (None if it is unknown), and a box as in `box_row`."""
     rows = {}
     for number, label, box in objects:
+        which = f"{origin} {number}"
         if label is None:
-            problems["boxes of classes that are not in `names`"].append(f"{origin} {number}")
-        elif row := box_row(label, box, size, problems, f"{origin} {number}"):
+            problems["boxes of categories that `names` or the file lacks"].append(which)
+        elif row := box_row(label, box, size, problems, which):
             rows[number] = row
     return ImageRows("".join(rows.values()), size, origin, list(rows))
 
@@ -144,14 +142,30 @@ def annotated_names(locations: Sequence[Path]) -> dict[int, str]:
     They are a COCO file's categories by rising id, without supercategories that have no objects, as in Roboflow's
     exports, or the classes of other files alphabetically. Raises `UserError`.
     """
-    if location := next((each for each in locations if is_coco(each) or has_records(each)), None):
-        content = _contents(location, file_stamps([str(location)]))
-        used = {item.category_id for item in content.annotations}
-        categories = sorted(content.categories, key=lambda category: category.id)
-        parents = {str(each.supercategory) for each in categories if each.supercategory != each.name}
-        return dict(enumerate(each.name for each in categories if each.id in used or each.name not in parents))
-    files = [file for location in locations if is_voc(location) for file in _voc_files(location).values()]
-    return dict(enumerate(sorted({item[0] for file in files for item in read_voc(Path(file))[1]})))
+    for location in locations:
+        if is_coco(location) or has_records(location):
+            content = _contents(location, file_stamps([str(location)]))
+            used = {item.category_id for item in content.annotations}
+            rows = sorted((row.id, row.name, row.supercategory) for row in content.categories)
+            parents = {str(parent) for _, name, parent in rows if parent != name}
+            return dict(enumerate(name for number, name, _ in rows if number in used or name not in parents))
+    folders = [_voc_folder(location) for location in locations if is_voc(location)]
+    objects = (item for folder in folders for file in sorted(folder.glob("*.xml")) for item in read_voc(file)[1])
+    return dict(enumerate(sorted({name for name, _, _ in objects})))
+
+
+def _missing_images(
+    location: Path, missing: Sequence[str], images: Collection[str], folders: Iterable[str | Path]
+) -> list[str]:
+    """Return a sentence about the `missing` images, if there are any. Raises `UserError` if no others exist."""
+    if not missing:
+        return []
+    searched = ", ".join(os.path.normpath(folder) for folder in folders if os.path.isdir(folder))
+    count = plural(len(missing), "image")
+    fault = f"{location}: {count} without a file or an annotation, such as {quoted(missing[0])}, in {searched}"
+    if not images:
+        raise UserError(f"{fault}; give the folder of the images as `images:` of a data YAML")
+    return [f"{fault}; left out"]
 
 
 def _only_filled(folders: Iterable[Path]) -> list[Path]:
@@ -197,7 +211,7 @@ def file_format(file: Path) -> str:
     return next(fits, "")
 
 
-def _not_read(name: str, folder: Path) -> str:
+def _conversion_advice(name: str, folder: Path) -> str:
     way = f"pip install datumaro; datum convert -i {folder} -if {FORMATS[name][2]} -f coco -o OUT -- --save-media"
     return f"{name} is not read; {f'convert it to COCO: {way}' if FORMATS[name][2] else EXPORT}"
 
@@ -218,7 +232,7 @@ def _read_file(file: Path, objects: bool = False) -> Any:
         return read_coco(file, objects)
     except UserError:
         if (name := file_format(file)) not in ("", "COCO", *RECORDS):
-            raise UserError(f"{file}: {_not_read(name, file.parent)}") from None
+            raise UserError(f"{file}: {_conversion_advice(name, file.parent)}") from None
         if name not in RECORDS and not has_records(file):
             raise
     return read_records(sorted(file.glob("*.json")) if file.is_dir() else [file])
@@ -258,15 +272,7 @@ def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str], spli
             missing.append(name)
         elif images.setdefault(path, name) != name:
             raise UserError(f"{file}: {path} is both '{images[path]}' and '{name}'; give each image a file of its own")
-    if missing:
-        places = ", ".join(os.path.normpath(parent) for parent in parents if os.path.isdir(parent))
-        example = f"such as {quoted(missing[0])}, in {places}"
-        if not images:
-            raise UserError(
-                f"{file}: none of its {plural(len(missing), 'image')} exists, {example}; give their folder as "
-                "`images:` of a data YAML"
-            )
-        problems.append(f"{file}: {len(missing)} of its images do not exist, {example}; left out")
+    problems += _missing_images(file, missing, images, parents)
     return AnnotatedImages(file, getattr(content, "files", [file]), tuple(names), images, _read_coco, problems)
 
 
@@ -323,13 +329,9 @@ def _coco_row(
     item: Any, labels: Mapping[Any, int | None], size: tuple[int, int], rules: RowRules, problems: Problems
 ) -> str:
     which, label = f"annotation {item.id}", labels.get(item.category_id)
-    kind = ""
-    if label is None:
-        kind = "of categories that " + ("are not in `names`" if item.category_id in labels else "the file lacks")
-    elif min(size) < 1 or not item.bbox:
-        kind = "that are not four numbers" if min(size) else "of images without a width and height"
-    if label is None or kind:
-        problems[f"boxes {kind}"].append(which)
+    fault = "of images without a width and height" if min(size) < 1 else "that are not four numbers" * (not item.bbox)
+    if label is None or fault:
+        problems[f"boxes {fault or 'of categories that `names` or the file lacks'}"].append(which)
         return ""
     row = box_row(label, item.bbox, size, problems, which)
     if not rules.outlines or not row:
@@ -372,7 +374,7 @@ def read_voc(file: Path) -> tuple[tuple[int, int], list[VocObject]]:
         # The challenge counts pixels from 1, and the last one belongs to the box; most programs count from 0.
         first, root = int(CHALLENGE_MARK in text), ET.fromstring(text)
         if root.tag == "annotations":
-            raise UserError(f"{file}: " + _not_read("CVAT's XML", file.parent))
+            raise UserError(f"{file}: " + _conversion_advice("CVAT's XML", file.parent))
         size = int(float(_text(root, "size/width"))), int(float(_text(root, "size/height")))
         if min(size) < 1:
             raise ValueError("its <size> is not positive")
@@ -397,51 +399,42 @@ def _read_voc(annotated: AnnotatedImages, rules: RowRules, problems: Problems) -
     """Read the objects of XML files; difficult ones are left out, as in the challenge."""
     numbers, images = {name: number for number, name in enumerate(annotated.names)}, {}
     for path, file in annotated.images.items():
-        size, found = read_voc(Path(file))
-        objects = [(k, numbers.get(name), box) for k, (name, box, difficult) in enumerate(found, 1) if not difficult]
-        images[path] = image_rows(objects, size, f"{file}: object", problems)
+        size, objects = read_voc(Path(file))
+        rows = ((k, numbers.get(name), box) for k, (name, box, difficult) in enumerate(objects, 1) if not difficult)
+        images[path] = image_rows(rows, size, f"{file}: object", problems)
     return images
 
 
 def is_voc(location: Path) -> bool:
     """Return whether a path is a list of images in VOC's layout, or a folder of XML files without label files."""
     if location.suffix == ".txt":
-        return location.parts[-3:-1] == VOC_LISTS.parts and (location.parents[2] / "Annotations").is_dir()
+        return location.parts[-3:-1] == VOC_LISTS.parts and _voc_folder(location).is_dir()
     rows = _classes(map(str, location.glob("*.txt")))
     return any(location.glob("*.xml")) and not _is_labelled(location) and not any(True for _ in rows)
 
 
-def _voc_files(location: Path) -> dict[str, str]:
-    """Return the XML files of a folder, or of the folder that belongs to a list, by their stems."""
-    folder = location.parents[2] / "Annotations" if location.suffix == ".txt" else location
-    return {path.stem: str(path) for path in sorted(folder.glob("*.xml"))}
+def _voc_folder(location: Path) -> Path:
+    """Return the folder of the XML files that belong to a list, or that are in the folder `location`."""
+    return location.parents[2] / "Annotations" if location.suffix == ".txt" else location
 
 
 def _voc_images(location: Path, folders: Sequence[Path], names: Sequence[str]) -> AnnotatedImages:
-    annotations, is_list = _voc_files(location), location.suffix == ".txt"
-    annotated = location.parents[2] / "Annotations" if is_list else location
-    searched = [folder for folder in dict.fromkeys((*folders, *_voc_folders(annotated))) if folder.is_dir()]
-    try:
-        lines = read_text(location, "surrogateescape").split("\n") if is_list else annotations
-        lines = list(filter(None, map(str.strip, lines)))
-        # The list of a class has 1 or -1 after each name.
-        stems = [line if line in annotations else line.split()[0] for line in lines]
-        beside = [{p.stem: str(p) for p in folder.iterdir() if is_image(p.name)} for folder in searched]
-    except OSError as error:
-        raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
-    images = {stem: path for each in reversed(beside) for stem, path in each.items()}  # the first folder counts
-    described = {images[stem]: annotations[stem] for stem in stems if stem in images and stem in annotations}
-    if not described:
-        raise UserError(
-            f"{location}: none of its {plural(len(stems), 'annotation')} has an image of the same name in "
-            f"{', '.join(map(str, searched))}; put the images there, or give their folder as `images:` of a data YAML"
-        )
-    missing, problems = [stem for stem in stems if stem not in images or stem not in annotations], []
-    if missing:
-        pair = "an image and an annotation of one name"
-        problems.append(f"{location}: {len(missing)} without {pair}, such as {missing[0]}; left out")
-    sources = [*([location] if is_list else []), *map(Path, described.values())]
+    folder = _voc_folder(location)
+    files = {path.stem: str(path) for path in sorted(folder.glob("*.xml"))}
+    lines = read_text(location, "surrogateescape").split("\n") if location != folder else files
+    # The list of a class has 1 or -1 after each name.
+    stems = [line if line in files else line.split()[0] for line in filter(None, map(str.strip, lines))]
+    images = _images_by_stem((*folders, *_voc_folders(folder)))
+    described = {images[stem]: files[stem] for stem in stems if stem in images and stem in files}
+    missing = [stem for stem in stems if stem not in images or stem not in files]
+    problems = _missing_images(location, missing, described, dict.fromkeys((*folders, *_voc_folders(folder))))
+    sources = [*[location] * (location != folder), *map(Path, described.values())]
     return AnnotatedImages(location, sources, tuple(names), described, _read_voc, problems)
+
+
+def _images_by_stem(folders: Sequence[Path]) -> dict[str, str]:
+    files = (file for folder in reversed(folders) for file in sorted(folder.glob("*")))  # the first folder counts
+    return {file.stem: str(file) for file in files if is_image(file.name)}
 
 
 def _voc_folders(annotations: Path) -> list[Path]:
@@ -489,13 +482,14 @@ def is_visdrone(location: Path) -> bool:
 
 
 def _visdrone_images(location: Path, names: Sequence[str]) -> AnnotatedImages:
-    images = sorted(path for path in location.iterdir() if is_image(path.name))
-    files = {str(path): str(location.parent / "annotations" / f"{path.stem}.txt") for path in images}
+    folder = location.parent / "annotations"
+    files = {path: str(folder / f"{stem}.txt") for stem, path in _images_by_stem([location]).items()}
     described = {path: file for path, file in files.items() if os.path.isfile(file)}
-    absent = len(files) - len(described)
-    problems = [f"{location}: {plural(absent, 'image')} without an annotation; left out"] if absent else []
-    sources = list(map(Path, described.values()))
-    return AnnotatedImages(location, sources, tuple(names), described, _read_visdrone, problems)
+    missing = [path for path in files if path not in described]
+    problems = _missing_images(location, missing, described, [folder])
+    return AnnotatedImages(
+        location, [*map(Path, described.values())], tuple(names), described, _read_visdrone, problems
+    )
 
 
 # Folders and files as --data
@@ -517,10 +511,7 @@ def data_yaml(folder: Path) -> Path | None:
 
 
 def recognise(path: Path) -> tuple[str, dict[str, Any] | Path]:
-    """Return the title and the data YAML of the layout of a folder or file, or the only data set below the folder.
-
-    Raises `UserError` if there is none, or if several are below.
-    """
+    """Return title and data YAML of the layout of a folder or file, or of the only one below it. Raises `UserError`."""
     path = Path(os.path.abspath(path))
     if not path.is_dir():
         return "a data set of one file", _one_file(path)
@@ -538,10 +529,7 @@ def recognise(path: Path) -> tuple[str, dict[str, Any] | Path]:
 
 
 def _folders_below(folder: Path, finds: Collection[Find], levels: int = 3, left: Any = None) -> list[Path]:
-    """Return the folders that are data sets, of the first 1,000 down to three levels below, and none inside them.
-
-    Those that have only images are not tried.
-    """
+    """Return the data sets among the first 1,000 folders, three levels down, without any inside another."""
     left, found = left or iter(range(SAMPLED_FILES)), list[Path]()
     for place, _ in zip(subfolders(folder) if levels else (), left, strict=False):
         is_set = any(not is_image(entry.name) for entry in os.scandir(place))
@@ -769,7 +757,7 @@ def _unrecognised(folder: Path) -> tuple[UserError, bool]:
     advice = ", but no label files, no annotations, and no folder of images for each class (docs/data.md)"
     if program:
         is_read = program in ("COCO", *RECORDS)
-        advice = f"; give the {program} file itself" if is_read else f"; {_not_read(program, folder)}"
+        advice = f"; give the {program} file itself" if is_read else f"; {_conversion_advice(program, folder)}"
     elif "image" not in files:
         is_packed = any(f"{suffix} file" in files for suffix in ARCHIVES)
         advice = "; unpack the archive" if is_packed else ", but no images" if files else ""

@@ -344,7 +344,7 @@ def test_absent_images_and_annotations_are_left_out(tmp_path: Path) -> None:
     (folder / "JPEGImages/train1.jpg").unlink()
     split = of_data(folder)
     assert [path.stem for path in split.images] == ["train 2"]
-    assert "2 without" in split.problems[0]
+    assert "2 images without" in split.problems[0]
     animals = kaggle(tmp_path / "kaggle")
     (animals / "annotations/train_1.xml").unlink()
     (animals / "images/train_2.png").unlink()
