@@ -12,11 +12,13 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from data.images import read_image, read_reduced, resize, scaled_shape, unreadable
+from data.images import read_image, read_reduced, resize, scaled_shape
+from data.labels import file_stamps
 from utils.console import log
 from utils.distributed.ranks import shared_memory
 from utils.files import cache_folder, write_bytes
@@ -51,47 +53,35 @@ class ImageStore:
         self.shapes, self.is_ring = shapes, capacity is not None
         self.sizes = shapes.prod(1, dtype=np.int64) * 3
         self.slot_bytes = _whole_pages(int(np.quantile(self.sizes, LARGEST_STORED, method="higher")))
-        places = self.sizes if capacity is None else np.full(capacity, self.slot_bytes)
-        tables = _whole_pages(4 * (1 + len(shapes) + len(places)))
-        self.starts = tables + np.concatenate(([0], np.cumsum(places)))
+        slots = self.sizes if capacity is None else np.full(capacity, self.slot_bytes)
+        tables = _whole_pages(4 * (1 + len(shapes) + len(slots)))
+        self.starts = tables + np.concatenate(([0], np.cumsum(slots)))
         share = RING_MEMORY_SHARE if self.is_ring else CACHE_MEMORY_SHARE
         self.memory = shared_memory(lambda free: int(self.starts[self.starts <= free * share].max(initial=tables)))
         self.capacity = int((self.starts[1:] <= self.memory.size).sum())
         self.reading: set[int] = set()  # slots of a ring that this process has locked
 
     @property
-    def bytes(self) -> np.ndarray:
-        """The memory, uint8 (n,)."""
-        return np.frombuffer(self.memory.buffer, np.uint8)
+    def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Views of the memory, int32, of numbers from 1, 0 for none: an image and its slot must name each other.
 
-    # The tables at the start of the memory, int32. An image and its slot must name each other.
-
-    @property
-    def next_slot(self) -> np.ndarray:
-        """The slot of a ring to be replaced next, (1,)."""
-        return self.bytes[:4].view(np.int32)
-
-    @property
-    def slots(self) -> np.ndarray:
-        """The slot of each image plus one, 0 for none, (n,)."""
-        return self.bytes[4 : 4 + 4 * len(self.shapes)].view(np.int32)
-
-    @property
-    def images(self) -> np.ndarray:
-        """The image in each slot plus one, 0 for none, (capacity,)."""
-        first = 4 + 4 * len(self.shapes)
-        return self.bytes[first : first + 4 * self.capacity].view(np.int32)
+        They are the slot of a ring to be replaced next, (1,), the slot of each image, and the image in each slot.
+        """
+        count = 1 + len(self.shapes)
+        numbers = np.frombuffer(self.memory.buffer, np.int32, count + self.capacity)
+        return numbers[:1], numbers[1:count], numbers[count:]
 
     def get(self, index: int) -> np.ndarray | None:
         """Return an image, uint8 (h, w, 3), which does not change until `release`; None if it is not stored."""
-        slot = int(self.slots[index]) - 1
+        _, slots, images = self.tables
+        slot = int(slots[index]) - 1
         if slot < 0:
             return None
         if self.is_ring:
             if not self._lock(1 + slot, fcntl.LOCK_SH):
                 return None
             self.reading.add(slot)
-        return self._pixels(slot, index) if self.images[slot] == index + 1 else None
+        return self._pixels(slot, index) if images[slot] == index + 1 else None
 
     def put(self, index: int, image: np.ndarray) -> None:
         """Store an image, unless there is no slot for it, or its shape is not the expected one."""
@@ -104,7 +94,8 @@ class ImageStore:
         if slot is None:
             return
         self._pixels(slot, index)[:] = image  # two processes may write the same image to its own place
-        self.images[slot], self.slots[index] = index + 1, slot + 1
+        _, slots, images = self.tables
+        images[slot], slots[index] = index + 1, slot + 1
         if self.is_ring:
             self._unlock(1 + slot)
 
@@ -118,16 +109,17 @@ class ImageStore:
         """Empty and lock the oldest unused slot for writing; None if there is none."""
         if not self._lock(TABLE, fcntl.LOCK_EX):
             return None
+        next_slot, slots, images = self.tables
         try:
             for _ in range(self.capacity):
-                slot = int(self.next_slot[0]) % self.capacity
-                self.next_slot[0] = slot + 1
+                slot = int(next_slot[0]) % self.capacity
+                next_slot[0] = slot + 1
                 # This process's own locks do not exclude it.
                 if slot not in self.reading and self._lock(1 + slot, fcntl.LOCK_EX):
-                    replaced = int(self.images[slot]) - 1
-                    self.images[slot] = 0
-                    if replaced >= 0 and self.slots[replaced] == slot + 1:
-                        self.slots[replaced] = 0
+                    replaced = int(images[slot]) - 1
+                    images[slot] = 0
+                    if replaced >= 0 and slots[replaced] == slot + 1:
+                        slots[replaced] = 0
                     return slot
             return None
         finally:
@@ -135,12 +127,13 @@ class ImageStore:
 
     def _pixels(self, slot: int, index: int) -> np.ndarray:
         start = int(self.starts[slot])
-        return self.bytes[start : start + int(self.sizes[index])].reshape(*self.shapes[index].tolist(), 3)
+        pixels = np.frombuffer(self.memory.buffer, np.uint8, int(self.sizes[index]), start)
+        return pixels.reshape(*self.shapes[index].tolist(), 3)
 
-    def _lock(self, byte: int, kind: int) -> bool:
+    def _lock(self, byte: int, mode: int) -> bool:
         """Lock a byte for this process; return False if another process has locked it."""
         try:
-            fcntl.lockf(self.memory.fd, kind | fcntl.LOCK_NB, 1, byte)
+            fcntl.lockf(self.memory.fd, mode | fcntl.LOCK_NB, 1, byte)
         except OSError:
             return False
         return True
@@ -153,35 +146,25 @@ def _whole_pages(size: int) -> int:
     return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 
+@dataclass(eq=False)
 class Images:
-    """The images of a split, with the longer side at `imgsz` pixels, or as in the file if `imgsz` is 0.
+    """The images of a split, with the longer side at `imgsz` pixels, or as in the file if `imgsz` is 0."""
 
-    Args:
-        sizes: (n, 2), width and height of each file's image
-        smooth: whether to average areas if an image shrinks
-        reduced: whether to read large photos by `read_reduced`
-        stretched: whether both sides become `imgsz`, instead of the longer one
-        cache: "ram" or "val" (in memory), "disk", or "" (read from the files each time)
-        capacity: number of recent images that stay in memory
-    """
+    files: InitVar[Sequence[Path]]
+    sizes: np.ndarray  # (n, 2), width and height of each file's image
+    imgsz: int
+    smooth: bool = False  # whether to average areas if an image shrinks
+    reduced: bool = False  # whether to read large photos by `read_reduced`
+    stretched: bool = False  # whether both sides become `imgsz`, instead of the longer one
+    cache: InitVar[str] = ""  # "ram" or "val" (in memory), "disk", or "" (read from the files each time)
+    capacity: InitVar[int] = 0  # number of recent images that stay in memory
 
-    def __init__(
-        self,
-        files: Sequence[Path],
-        sizes: np.ndarray,
-        imgsz: int,
-        smooth: bool = False,
-        reduced: bool = False,
-        stretched: bool = False,
-        cache: str = "",
-        capacity: int = 0,
-    ) -> None:
+    def __post_init__(self, files: Sequence[Path], cache: str, capacity: int) -> None:
         # Names in one block of memory, which loader processes share; Path objects would be copied into each.
         self.names = np.array(list(map(os.fsencode, files)))
-        self.sizes, self.imgsz, self.smooth, self.reduced, self.stretched = sizes, imgsz, smooth, reduced, stretched
         self.folder = f"{cache_folder() / 'images'}" if cache == "disk" else ""
         self.stores: list[ImageStore] = []
-        shapes = np.array([self.shape(*size)[::-1] for size in sizes.tolist()], np.int32).reshape(-1, 2)
+        shapes = np.array([self.shape(*size)[::-1] for size in self.sizes.tolist()], np.int32).reshape(-1, 2)
         count, wanted = len(files), min(capacity, len(files))
         if cache == "disk":
             total = shapes.prod(1, dtype=np.int64).sum() * 3 / 2**30
@@ -230,15 +213,8 @@ class Images:
 
     def _read_from_disk(self, index: int) -> np.ndarray:
         """Return an image from the cache on disk, to which it is written if it is not there."""
-        name = self.name(index)
-        try:
-            status = os.stat(name)
-        except OSError as error:
-            raise unreadable(name, error) from None
-        # A program may set the modification time back after an edit, but not the change time.
-        stamp = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, self.imgsz, self.smooth, self.reduced)
-        key = f"{stamp} stretched" if self.stretched else repr(stamp)
-        digest = hashlib.sha256(os.fsencode(name) + key.encode()).hexdigest()
+        name, form = self.name(index), (self.imgsz, self.smooth, self.reduced, self.stretched)
+        digest = hashlib.sha256(os.fsencode(f"{name} {form}") + file_stamps([name])).hexdigest()
         path = Path(self.folder, digest[:2], f"{digest}.npy")
         try:
             return np.load(path, allow_pickle=False)
