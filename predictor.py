@@ -92,10 +92,7 @@ class Predictor:
         self.size = size.rounded(self.stride)  # the last: from here on `__setattr__` checks
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set `bgr`, `as_list` or one of `SETTINGS`, whose None is its default, but of `imgsz` the present size.
-
-        Raises `UserError` for anything else.
-        """
+        """Set `bgr`, `as_list` or one of `SETTINGS` (None: its default; imgsz: the present one). Raises `UserError`."""
         if name in ("bgr", "as_list") or "size" not in vars(self):
             vars(self)[name] = value
             return

@@ -1,7 +1,4 @@
-"""Read a data YAML, or a folder without one, and list the images of its splits: `read_data` returns a `DataSpec`.
-
-Called by data/dataset.py and the data sets.
-"""
+"""Read a data YAML, or a folder without one, and list its splits' images: `read_data` returns a `DataSpec`."""
 
 from __future__ import annotations
 
@@ -162,10 +159,7 @@ class DataSpec:
 
 
 def held_out(images: Sequence[Path], share: float, seed: int) -> set[Path]:
-    """Return the images that are held out for validation: at least one, but never all.
-
-    A hash of folder name, file name and seed decides, so that new images hardly change the choice.
-    """
+    """Return the images to validate with, one at least, never all: a hash of each name decides, so that few change."""
 
     def order(path: Path) -> tuple[bytes, Path]:
         return hashlib.sha256(os.fsencode(f"{seed}/{path.parent.name}/{path.name}")).digest(), path

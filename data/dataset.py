@@ -148,10 +148,7 @@ class DataSet(ABC, Generic[S]):
 
     @abstractmethod
     def split(self, name: str, hyp: Recipe | None = None) -> S:
-        """Read and check a split, with `hyp` of the run that trains on it, None if it is only evaluated.
-
-        Raises `UserError` if no image can be used; see `usable`.
-        """
+        """Read and check a split, to train on with `hyp` or to evaluate. Raises `UserError` if no image is usable."""
 
     @abstractmethod
     def documents(self, train: S, val: S) -> dict[str, str]:
@@ -195,10 +192,7 @@ class DataSet(ABC, Generic[S]):
         return read_augmentations(self.options.augmentations, classes, named_by_user)
 
     def usable(self, name: str, sizes: np.ndarray, problems: Sequence[str]) -> np.ndarray:
-        """Return a mask of the usable images of a split, bool (n,): those whose width and height in `sizes` are not 0.
-
-        Raises `UserError` if no image is usable, or with --strict if there are problems.
-        """
+        """Return which images have a size, bool (n,). Raises `UserError` for none, or with --strict for a problem."""
         bad = [problem for problem in problems if " crowds, such as " not in problem]  # COCO's rule, not a fault
         if self.options.strict and bad:
             count = plural(len(bad), "such problem")

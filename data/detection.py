@@ -138,10 +138,7 @@ class EvaluationItems(_Items):
 
 
 def to_tensors(sample: Sample, pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Write an image as RGB into `pixels`, uint8 (3, h, w); return them and the targets.
-
-    Targets are float32 (k, 5): class, normalised xywh, clipped to the image.
-    """
+    """Write an RGB image into `pixels`, uint8 (3, h, w); return them and its targets, class and xywh, (k, 5)."""
     height, width = sample.image.shape[:2]
     boxes = sample.boxes.clip(0, (width, height, width, height))
     low, high = boxes[:, :2], boxes[:, 2:]

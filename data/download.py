@@ -1,7 +1,4 @@
-"""Bring a data set onto this machine, once: archives of `download:`, and the folder of an object store or web server.
-
-Called by data/data_yaml.py.
-"""
+"""Bring a data set onto this machine, once: archives of `download:`, or a folder of an object store or web server."""
 
 from __future__ import annotations
 

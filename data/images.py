@@ -1,7 +1,4 @@
-"""Find image files, read them as pixels, and read the sizes of images from their headers.
-
-Called by data/data_yaml.py, data/cache.py, data/labels.py, data/media.py, and the data sets.
-"""
+"""Find image files, read them as pixels, and read the sizes of images from their headers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Label files: the rules of their rows, the scan of all images in parallel, and its cache away from the data.
-
-Called by the data sets.
-"""
+"""Label files: the rules of their rows, the scan of all images in parallel, and its cache away from the data."""
 
 from __future__ import annotations
 

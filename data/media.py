@@ -1,7 +1,4 @@
-"""The sources of detect.py, frame by frame: pictures, videos, cameras, streams, and images from Python.
-
-Called by detect.py and predictor.py.
-"""
+"""The sources of detect.py and `Predictor` by frame: pictures, videos, cameras, streams, and images from Python."""
 
 from __future__ import annotations
 

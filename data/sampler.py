@@ -1,7 +1,4 @@
-"""Global batches: lists of sample indices, a pure function of (seed, epoch) for any number of processes.
-
-Called by the data sets; train.py iterates over `GlobalBatches` through their loaders.
-"""
+"""Global batches: lists of sample indices, a pure function of (seed, epoch) for any number of processes."""
 
 from __future__ import annotations
 

@@ -137,10 +137,7 @@ class StageTimer:
 
 
 def log_times(times: Sequence[tuple[int, Mapping[str, float]]], batch_size: int = 0, always: bool = True) -> None:
-    """Print the mean milliseconds per image of each stage; with a batch size the rate too.
-
-    `times` has the images and the seconds by stage of each process.
-    """
+    """Print the mean time of the stages from each process's images and seconds; with a batch size the rate too."""
     images = max(sum(count for count, _ in times), 1)
     means = [1000 * sum(seconds.get(stage, 0.0) for _, seconds in times) / images for stage in STAGES]
     rate = f"; {1000 / max(sum(means), 1e-9):.1f} images/s at batch size {batch_size}" if batch_size else ""

@@ -1,7 +1,4 @@
-"""The command line: words become the flags of a script. Called by the scripts, predictor.py and settings.py.
-
-Every value, wherever it comes from, passes `typed_values`.
-"""
+"""The command line: words become the flags of a script. Every value, wherever it comes from, passes `typed_values`."""
 
 from __future__ import annotations
 

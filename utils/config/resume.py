@@ -1,7 +1,4 @@
-"""The run that --resume continues: found in its project, its settings.yaml checked, and overridden by flags.
-
-Called by settings.py before the processes start; train.py calls `read_saved_state` once the data set is known.
-"""
+"""The run that --resume continues: found in its project, its settings.yaml checked, and overridden by flags."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The doctor (`train.py --doctor`): compares all processes of a launch before a job starts.
-
-Called by train.py.
-"""
+"""The doctor (`train.py --doctor`): compares all processes of a launch before a job starts."""
 
 from __future__ import annotations
 

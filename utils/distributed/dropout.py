@@ -1,7 +1,4 @@
-"""Dropout that does not depend on the number of processes: each process draws the mask of the global batch.
-
-Called by model.py.
-"""
+"""Dropout for any number of processes: each draws the mask of the global batch. Called by model.py."""
 
 from __future__ import annotations
 

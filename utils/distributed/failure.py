@@ -207,10 +207,7 @@ def _watch_others() -> None:
 
 @contextmanager
 def barrier(seconds: float) -> Iterator[None]:
-    """Let each process run the `with` block, then wait until all have finished it.
-
-    If one has not finished it `seconds` after this one, all processes end.
-    """
+    """Run the `with` block, then wait for all processes; all end if one takes `seconds` longer than this one."""
     yield
     if distributed.is_initialized():
         with Watchdog(seconds):

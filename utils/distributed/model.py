@@ -278,10 +278,7 @@ def prepare(
 
 
 def prepare_loader(accelerator: Accelerator, logical: LogicalProcesses, loader: DataLoader[Any]) -> Any:
-    """Prepare the loader so that it delivers this process's part of each batch.
-
-    Accelerate cuts a batch into equal slices. For other lengths `GlobalBatches` does, as if this process were alone.
-    """
+    """Prepare the loader to deliver this process's part of each batch, which Accelerate only cuts into equal slices."""
     if logical.count % logical.processes == 0:
         return accelerator.prepare_data_loader(loader)
     sampler: Any = loader.batch_sampler

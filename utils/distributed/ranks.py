@@ -157,10 +157,7 @@ class RunStore:
 
 
 def open_store(timeout: float) -> distributed.Store:
-    """Open the store of all processes, hosted by the launcher, or by the main process.
-
-    Raises OSError or RuntimeError if it cannot be reached, and `UserError` if another process has this one's rank.
-    """
+    """Open the store of all processes. Raises OSError, RuntimeError, or `UserError` if another one has this rank."""
     if world_size() == 1:
         return distributed.HashStore()
     rank, (address, port), end = ranks().rank, main_address(), time.monotonic() + timeout

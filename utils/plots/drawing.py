@@ -1,7 +1,4 @@
-"""Draw boxes, captions and grids of images with OpenCV, and write picture files.
-
-Called by the tasks, detect.py and the other modules of utils/plots. Pictures are uint8 (h, w, 3) BGR. Imports no torch.
-"""
+"""Draw boxes, captions and grids on pictures, uint8 (h, w, 3) BGR, with OpenCV; write picture files. No torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The pictures of a run folder, drawn from its text files: `python -m utils.plots.pictures runs/train/exp`.
-
-Training starts this command as a process of its own (`Plotter`). Imports no torch.
-"""
+"""Draw the pictures of a run folder from its text files: `python -m utils.plots.pictures FOLDER`. Imports no torch."""
 
 from __future__ import annotations
 

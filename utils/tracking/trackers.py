@@ -31,10 +31,7 @@ NAME_ARGUMENTS = {"mlflow": "run_name", "clearml": "task_name", "trackio": "name
 
 
 class Tracker(GeneralTracker):
-    """A tracker of Accelerate: training never waits for it and never fails by it; the first failure is a warning.
-
-    `name` is a key of `LOGGER_TYPE_TO_CLASS`, `folder` the run folder.
-    """
+    """A tracker of Accelerate, by its `name` there: training never waits for it; the first failure is a warning."""
 
     requires_logging_directory = False
 

@@ -1,7 +1,4 @@
-"""What a run reports: the curves of its steps, the profile, and the row and lines of an epoch. Called by train.py.
-
-Nothing here waits for the device during an epoch.
-"""
+"""Curves of the steps, the profile, and the row and lines of an epoch. During an epoch nothing waits for the device."""
 
 from __future__ import annotations
 
