@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from data.data_yaml import read_data
-from data.dataset import DataOptions, DataSet, DataSource, dataset_class, first_batch
+from data.dataset import DataOptions, DataSet, DataSource, first_batch
 from models.loading import StartingPoint, add_user_code, head_tensors, load_and_freeze, starting_point
 from models.tasks import model_words
 from models.tasks.contract import Model, Task, compute_terms
@@ -33,6 +33,7 @@ from utils.summary import evenly_spaced, fitness_weights
 from utils.tracking.run_log import RunLog, wandb_run_id
 from utils.tracking.trackers import add_user_trackers
 from utils.training import memory
+from utils.user_code import class_named
 
 VALIDATION_BATCH = 32  # images per process and validation batch, at most
 FITTED_BATCH, FITTED_BATCHES = 16, 32  # size and number of the batches that new classes are fitted to, at most
@@ -171,7 +172,7 @@ def read_job(settings: Settings, from_main: Callable[[bool], bool] = bool) -> Jo
     settings = settings.with_defaults(spec.defaults)
     start_from = starting_point(options.cfg, settings.options.weights, saved and saved["model"])
     task_class, model_yaml = start_from.entry.load(), start_from.yaml
-    source = DataSource(spec, dataset_class(start_from.entry.data))
+    source = DataSource(spec, class_named(start_from.entry.data))
     settings = settings.with_defaults(task_class.defaults, spec.defaults)
     if task_class.prefers_trained and not (settings.is_fixed or "weights" in {**spec.defaults, **settings.flags}):
         settings = settings.with_defaults({"weights": start_from.default_weights(from_main)})

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.dataset import Item, data_source, dataset_class
+from data.dataset import DataSet, Item, data_source
 from data.media import MediaItem, as_pixels, find_files, read_files
 from models.ensemble import Inference, for_inference, read_members
 from models.loading import ImageSize, format_sides, image_sides, log_rounding
@@ -29,6 +30,7 @@ from utils.errors import UserError, nearest
 from utils.files import located
 from utils.python_api import words_of
 from utils.summary import POSTPROCESSING, StageTimer
+from utils.user_code import class_named
 
 # The flags of detect.py that are arguments of `Predictor`; `SETTINGS` can be changed later.
 THRESHOLDS = ("conf_thres", "iou_thres", "max_det", "classes", "agnostic_nms", "retina_masks")
@@ -74,10 +76,11 @@ class Predictor:
             source = data_source(options.data, members.entry.data) if options.data else None
             if flags:
                 log(located({"weights": members.files.values(), "data": [source.spec.file] if source else []}))
-            kind = members.entry.load()
+            task_class = members.entry.load()
             members.refuse_flags(options, given)
-            self.task = kind(source.names() if source else members.first.class_names, kind.recipe())
-            self.data = dataset_class(members.entry.data)
+            names = source.names() if source else members.first.class_names
+            self.task = task_class(names, task_class.recipe())
+            self.data: type[DataSet[Any]] = class_named(members.entry.data)
             size = members.image_size(options.imgsz)
             models = members.build(self.task, max(size.sides), options.data or "the names")
             self.models = [for_inference(model, self.device, half, fold=True) for model in models]
@@ -142,14 +145,15 @@ class Predictor:
         """
         source = settings.pop("ims", settings.pop("imgs", source))
         if size is not None or settings:
-            other = copy(self)
+            predictor = copy(self)
             for name, value in {"imgsz": size, **settings}.items():
                 if value is not None:
-                    setattr(other, name, value)
-            return other(source)
+                    setattr(predictor, name, value)
+            return predictor(source)
         if isinstance(source, (list, tuple)) or (isinstance(source, Tensor) and source.ndim == 4):
             results = [self(image) for image in source]
-            return Results(one for result in results for one in (result if isinstance(result, list) else [result]))
+            lists = (result if isinstance(result, list) else [result] for result in results)
+            return Results(chain.from_iterable(lists))
         if isinstance(source, str | Path):
             items = find_files(str(source))
             single = items == [MediaItem("picture", str(source))]
@@ -191,9 +195,9 @@ def class_numbers(classes: Sequence[str | int], names: Mapping[int, str]) -> tup
     """Return the numbers of classes that are given by name or number. Raises `UserError` for an unknown class."""
     numbers: list[int] = []
     for word in map(str, classes):
-        found = [int(word)] if word.isdecimal() else [number for number, name in names.items() if name == word]
-        if not found or found[0] not in names:
+        matches = [int(word)] if word.isdecimal() else [number for number, name in names.items() if name == word]
+        if not matches or matches[0] not in names:
             hint = nearest(word, names.values())
             raise UserError(f"--classes {word}: the model has classes 0 to {len(names) - 1}{hint}; name one of them")
-        numbers += found
+        numbers += matches
     return tuple(numbers)

@@ -106,13 +106,13 @@ class TrainingItems(_Items):
             pixels, label = self._transformed(sample.image, side, user_rng)
             target = one_hot(torch.tensor(label), self.classes).float()
             if chance < hyp.mixup + hyp.cutmix and self.sampling.mixes(sample.epoch):
-                mixed = v2.MixUp(alpha=hyp.mixup_alpha, num_classes=self.classes)
+                mix = v2.MixUp(alpha=hyp.mixup_alpha, num_classes=self.classes)
                 if chance >= hyp.mixup:
-                    mixed = v2.CutMix(alpha=hyp.cutmix_alpha, num_classes=self.classes)
+                    mix = v2.CutMix(alpha=hyp.cutmix_alpha, num_classes=self.classes)
                 other, partner = self._transformed(sample.partners[0] if sample.partners else drawn, side, user_rng)
                 # A batch of two, whose first image is mixed with the second: partners from the training batch would
                 # depend on the number of processes.
-                images, targets = mixed(torch.stack((pixels, other)).float(), torch.tensor([label, partner]))
+                images, targets = mix(torch.stack((pixels, other)).float(), torch.tensor([label, partner]))
                 pixels, target = images[0].round().to(torch.uint8), targets[0]
         self.images.release()
         return pixels, target, self.info(sample.image)
@@ -121,8 +121,8 @@ class TrainingItems(_Items):
         pixels, label = self.load(index)
         pixels = self.transforms[side](pixels)
         if self.user.calls:
-            given = Sample(to_array(pixels), np.zeros((0, 4), np.float32), np.zeros(0, np.float32))
-            pixels = to_tensor(self.user(given, user_rng, self.images.name(index)).image)
+            sample = Sample(to_array(pixels), np.zeros((0, 4), np.float32), np.zeros(0, np.float32))
+            pixels = to_tensor(self.user(sample, user_rng, self.images.name(index)).image)
         return pixels, label
 
 
@@ -254,7 +254,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
 
     def train_loader(self, split: ClassificationSplit, batch_size: int, hyp: Recipe, seed: int) -> DataLoader[Any]:
         options, instances = self.options, split.instances()
-        batches = training_batches(options, instances, split.sizes, batch_size, seed, self.imgsz, self.stride, mixed=1)
+        batches = training_batches(options, instances, split.sizes, batch_size, seed, self.imgsz, self.stride, 1)
         assert isinstance(hyp, Transforms)  # the recipe of a task with this data set
         capacity = images_in_use(batch_size, self.options.workers) if hyp.mixup or hyp.cutmix else 0
         images = Images(split.images, split.sizes, 0, cache=self.train_cache, capacity=capacity)
@@ -294,11 +294,11 @@ def _by_class(spec: DataSpec, name: str) -> Classes:
     split_path = spec.split and name == "train" and "train" not in spec.entries
     parents = [spec.locate(".", "path:")] if split_path else spec.locations(name)
     # Folders of other splits may be below `path:`, and are not classes.
-    excluded = [folder for other in spec.entries if split_path for folder in spec.locations(other)]
+    excluded = [folder for split in spec.entries if split_path for folder in spec.locations(split)]
     images: dict[str, set[Path]] = {}
     problems: list[str] = []
     for folder in (folder for parent in parents for folder in subfolders(parent, problems)):
-        if not any(other.is_relative_to(folder) for other in excluded):
+        if not any(split_folder.is_relative_to(folder) for split_folder in excluded):
             images.setdefault(folder.name, set()).update(map(Path, images_below(folder, problems)))
     classes = {label: sorted(images[label]) for label in sorted(images) if images[label]}
     if not classes:

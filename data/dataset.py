@@ -51,10 +51,6 @@ class Items(Dataset[Item]):
     @explained()
     def __getitems__(self, samples: Sequence[SampleIndex]) -> list[Item]:
         """Return the items of a batch. The loader calls this."""
-        return self.load_batch(samples)
-
-    def load_batch(self, samples: Sequence[SampleIndex]) -> list[Item]:
-        """Return the items of a batch."""
         return [self[sample] for sample in samples]
 
 
@@ -71,7 +67,7 @@ def stack_in_place(images: Sequence[Tensor]) -> Tensor:
     whole, step = images[0]._base, images[0].numel()
     if whole is not None and whole.shape == (len(images), *images[0].shape):
         start = whole.data_ptr()
-        if all(image.data_ptr() == start + k * step for k, image in enumerate(images)):
+        if all(image.data_ptr() == start + row * step for row, image in enumerate(images)):
             return whole
     return torch.stack(list(images), out=empty_pixels(len(images), *images[0].shape))
 
@@ -225,23 +221,17 @@ class DataSet(ABC, Generic[S]):
             "  no validation labels: ": [name for k, name in names.items() if not validated[k]],
         }
         for title, classes in texts.items():
-            more = f" and {len(classes) - PRINTED_NAMES} more" if len(classes) > PRINTED_NAMES else ""
-            if classes:
-                log(f"{title}{', '.join(classes[:PRINTED_NAMES])}{more}")
+            rest = f" and {len(classes) - PRINTED_NAMES} more" if len(classes) > PRINTED_NAMES else ""
+            log(f"{title}{', '.join(classes[:PRINTED_NAMES])}{rest}" if classes else "")
         real = cache(os.path.realpath)  # each folder is resolved once, which is fast
         paths = [{(real(folder), name) for folder, name in map(os.path.split, split.images)} for split in (train, val)]
-        if both := paths[0] & paths[1]:
-            count = f"{len(both)} of the {len(val.images)} validation images are training images too"
-            log(f"warning: {count}, such as {os.path.join(*min(both))}; the metrics will look better than they are")
+        if shared := paths[0] & paths[1]:
+            count = f"{len(shared)} of the {len(val.images)} validation images are training images too"
+            log(f"warning: {count}, such as {os.path.join(*min(shared))}; the metrics will look better than they are")
         self.options.report(train.instances(), len(train.images), self.imgsz, self.stride)
 
 
 D = TypeVar("D", bound=DataSet[Any])
-
-
-def dataset_class(name: str) -> type[DataSet[Any]]:
-    """Import a data set's class by its name, `module:class`, such as `data.detection:DetectionData`."""
-    return class_named(name)
 
 
 @dataclass(frozen=True)
@@ -264,9 +254,9 @@ class DataSource:
         return self.kind(self.spec, imgsz, stride, options)
 
 
-def data_source(data: str, kind: str) -> DataSource:
-    """Read what --data names for a data set of the class `kind`, such as `module:class`. Raises `UserError`."""
-    return DataSource(read_data(data), dataset_class(kind))
+def data_source(data: str, import_path: str) -> DataSource:
+    """Read what --data names for the class at `import_path`, as data.detection:DetectionData. Raises `UserError`."""
+    return DataSource(read_data(data), class_named(import_path))
 
 
 def labels_text(names: Mapping[int, str], train: Split, val: Split) -> str:
@@ -274,7 +264,7 @@ def labels_text(names: Mapping[int, str], train: Split, val: Split) -> str:
     rows = []
     for split, (image, label) in (("train", train.instances()), ("val", val.instances())):
         present = np.unique(image * len(names) + label) % len(names)
-        images, instances = (np.bincount(each, minlength=len(names)).tolist() for each in (present, label))
+        images, instances = (np.bincount(labels, minlength=len(names)).tolist() for labels in (present, label))
         rows += [(split, name, images[k], instances[k]) for k, name in names.items()]
     return csv_text(("split", "class", "images", "instances"), rows)
 
@@ -294,6 +284,5 @@ def split_identity(images: Sequence[Path], labels: bytes) -> dict[str, str]:
 def log_split(title: str, summary: str, problems: Sequence[str]) -> None:
     """Log a split's counts, its first few problems, and the number of further ones."""
     log(f"{title}: {summary}", *(f"warning: {problem}" for problem in problems[:PRINTED_PROBLEMS]))
-    if (more := len(problems) - PRINTED_PROBLEMS) > 0:
-        count = plural(more, "more such problem")
-        log(f"warning: {count} in {title}; problems.txt in the run folder lists all")
+    if (unlisted := len(problems) - PRINTED_PROBLEMS) > 0:
+        log(f"warning: {plural(unlisted, 'more such problem')} in {title}; problems.txt in the run folder lists all")

@@ -40,6 +40,7 @@ from utils.console import log
 from utils.errors import UserError, plural
 from utils.files import csv_text
 from utils.summary import evenly_spaced
+from utils.user_code import explained
 
 LISTED_BOXES = 5000  # training labels in boxes.csv, at most
 WARPS = ("mosaic", "degrees", "translate", "scale", "shear", "perspective")  # hyperparameters that warp or cut images
@@ -74,7 +75,8 @@ class _Items(Items):
     def __getitem__(self, sample: SampleIndex) -> Item:
         return self.item(sample, empty_pixels(3, *sample.shape))
 
-    def load_batch(self, samples: Sequence[SampleIndex]) -> list[Item]:
+    @explained()
+    def __getitems__(self, samples: Sequence[SampleIndex]) -> list[Item]:
         """Return the items of a batch, with the pixels written straight into the batch."""
         pixels = empty_pixels(len(samples), 3, *samples[0].shape)
         return [self.item(sample, pixels[k]) for k, sample in enumerate(samples)]
@@ -246,10 +248,10 @@ class DetectionData(DataSet[DetectionSplit]):
     def report(self, train: DetectionSplit, val: DetectionSplit) -> None:
         """Log what `DataSet` does, and whether most images are enlarged."""
         super().report(train, val)
-        side = np.median(train.labels.sizes.max(1))
-        enough = math.ceil(side / self.stride) * self.stride
-        if enough * ENLARGED < self.imgsz:
-            log(f"most images have at most {side:.0f} px and are enlarged: --imgsz {enough} is faster")
+        median = np.median(train.labels.sizes.max(1))
+        size = math.ceil(median / self.stride) * self.stride
+        if size * ENLARGED < self.imgsz:
+            log(f"most images have at most {median:.0f} px and are enlarged: --imgsz {size} is faster")
 
     def documents(self, train: DetectionSplit, val: DetectionSplit) -> dict[str, str]:
         """Return labels.csv, counts by class, and boxes.csv, a sample of the training boxes."""
@@ -285,13 +287,12 @@ class DetectionData(DataSet[DetectionSplit]):
         """Return a loader of augmented items. With --rect there is no mosaic, because mosaics are square."""
         assert isinstance(hyp, Augmentation)  # the recipe of every task with boxes
         options, augment = self.options, replace(hyp, mosaic=0.0) if self.options.rect else hyp
-        mixed = MOSAIC_PARTNERS + (MOSAIC_PARTNERS + 1) * (augment.mixup > 0)
-        sizes, capacity = split.labels.sizes, images_in_use(batch_size, options.workers) if augment.mosaic else 0
-        batches = training_batches(options, split.instances(), sizes, batch_size, seed, self.imgsz, self.stride, mixed)
-        stretched, cache = self.fit == "stretch", self.train_cache
-        images = Images(
-            split.images, sizes, self.imgsz, reduced=True, stretched=stretched, cache=cache, capacity=capacity
-        )
+        partners = MOSAIC_PARTNERS + (MOSAIC_PARTNERS + 1) * (augment.mixup > 0)
+        capacity = images_in_use(batch_size, options.workers) if augment.mosaic else 0
+        sizes, instances = split.labels.sizes, split.instances()
+        batches = training_batches(options, instances, sizes, batch_size, seed, self.imgsz, self.stride, partners)
+        form: Any = {"reduced": True, "stretched": self.fit == "stretch"}
+        images = Images(split.images, sizes, self.imgsz, **form, cache=self.train_cache, capacity=capacity)
         items = self.training_items(images, split.labels, augment, seed, options, self.user_augmentations())
         return loader(items, batches, self.collate, self.options.workers)
 

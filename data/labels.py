@@ -121,10 +121,10 @@ def _parse_row(words: Sequence[str], rules: RowRules) -> Row:
     if rules.keypoints and len(values) == 4 + rules.keypoints:
         values = values[:4]
     box, values = (values[:4], values[4:] or values[:4]) if rules.boxed else ([], values)
-    is_box, seen = len(values) == 4, values[6::3]  # is each key point visible, if they are after a box: 0, 1 or 2
-    is_pose = len(values) % 3 == 1 and {*seen} <= {0, 1, 2} and not rules.keypoints
-    if not is_box and (rules.keypoints or len(values) < 6 or len(values) % 2 or (is_pose and 2 in seen)):
-        shape = f"; key points need `kpt_shape: [{len(seen)}, 3]` in a data YAML" * (is_pose and len(seen) > 0)
+    is_box, visible = len(values) == 4, values[6::3]  # is each key point visible, if they are after a box: 0, 1 or 2
+    is_pose = len(values) % 3 == 1 and {*visible} <= {0, 1, 2} and not rules.keypoints
+    if not is_box and (rules.keypoints or len(values) < 6 or len(values) % 2 or (is_pose and 2 in visible)):
+        shape = f"; key points need `kpt_shape: [{len(visible)}, 3]` in a data YAML" * (is_pose and len(visible) > 0)
         raise ValueError(f"{len(words)} numbers instead of {rules.forms}{shape}")
     if not 0 <= label == label // 1 < MAX_CLASS:
         raise ValueError(f"class {quoted(words[0])} is not a whole number from 0")
@@ -182,10 +182,10 @@ class Labels:
 
     def subset(self, chosen: np.ndarray) -> Labels:
         """Return the labels of the images for which `chosen`, bool (n,), is true."""
-        of_rows = np.repeat(chosen, self.counts)
-        polygons = self.polygons and self.polygons.subset(of_rows)
+        chosen_rows = np.repeat(chosen, self.counts)
+        polygons = self.polygons and self.polygons.subset(chosen_rows)
         offsets = offsets_of(self.counts[chosen])
-        return replace(self, rows=self.rows[of_rows], offsets=offsets, sizes=self.sizes[chosen], polygons=polygons)
+        return replace(self, rows=self.rows[chosen_rows], offsets=offsets, sizes=self.sizes[chosen], polygons=polygons)
 
 
 class ImageRows(NamedTuple):
@@ -251,9 +251,9 @@ def _key(images: Sequence[Path], rules: RowRules | None, annotated: Sequence[Ann
     digest.update(os.fsencode("\0".join(names)))
     digest.update(file_stamps(names))
     if rules:
-        for each in annotated:
-            digest.update(each.stamp())
-            names = [name for name in names if name not in each.images]
+        for split in annotated:
+            digest.update(split.stamp())
+            names = [name for name in names if name not in split.images]
         digest.update(file_stamps(map(label_name, names)))
     return digest.hexdigest()[:32]
 
@@ -290,10 +290,10 @@ def _scan(
 ) -> Labels:
     described: dict[str, ImageRows] = {}
     problems: list[str] = []
-    for each in annotated:
-        rows, omitted = each.rows(rules or BOXES)
+    for split in annotated:
+        rows, split_problems = split.rows(rules or BOXES)
         described = {**rows, **described}  # if two files describe an image, the first counts
-        problems += omitted
+        problems += split_problems
     items = [(image, rules, described.get(os.fspath(image))) for image in images]
     processes = min(workers, len(images) // IMAGES_PER_PROCESS)
     with multiprocessing.Pool(processes) if processes > 1 else nullcontext() as pool:

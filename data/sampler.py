@@ -15,7 +15,7 @@ from utils.console import log
 
 # The first part of a generator's seed: what its numbers are for.
 ORDER_STREAM, ITEM_STREAM, SIZE_STREAM, PARTNERS_STREAM, USER_STREAM = 1, 2, 3, 4, 5
-PARTNERS_WINDOW = 1000  # positions around an item's own, from which its partners are drawn
+PARTNERS_WINDOW = 1000  # partners of an item are drawn from so many positions around it
 PREFETCHED_BATCHES = 2  # batches that each loader process prefetches: torch's default
 EVALUATION_PAD_STRIDES = 0.5  # strides added to both sides of a batch that is not square, as in YOLOv5
 
@@ -64,8 +64,8 @@ class Sampling:
         """
         if not self.image_weights or not len(instances.images):
             return None
-        of_class = 1 / np.maximum(np.bincount(instances.classes), 1)
-        weights = np.bincount(instances.images, weights=of_class[instances.classes], minlength=count)
+        class_weights = 1 / np.maximum(np.bincount(instances.classes), 1)
+        weights = np.bincount(instances.images, weights=class_weights[instances.classes], minlength=count)
         return weights / weights.sum()
 
     def report(self, instances: Instances, count: int, imgsz: int, stride: int) -> None:
@@ -91,8 +91,8 @@ def batch_sizes(imgsz: int, stride: int) -> range:
 
     For 640 they equal YOLOv5's. The smallest is two strides, because a map of one cell has no variance.
     """
-    least = max(math.ceil(imgsz / 2 / stride), 2) * stride
-    return range(min(least, imgsz), imgsz * 3 // 2 + 1, stride)
+    smallest = max(math.ceil(imgsz / 2 / stride), 2) * stride
+    return range(min(smallest, imgsz), imgsz * 3 // 2 + 1, stride)
 
 
 @dataclass(eq=False)
@@ -157,16 +157,15 @@ class GlobalBatches:
         positions = np.arange(batch * self.batch_size, (batch + 1) * self.batch_size)
         places = positions % self.count
         numbers = zip(positions.tolist(), order[places].tolist(), partners[places].tolist(), strict=True)
-        return [SampleIndex(epoch, position, image, shape, tuple(mixed)) for position, image, mixed in numbers]
+        return [SampleIndex(epoch, position, image, shape, tuple(partner)) for position, image, partner in numbers]
 
     def order(self) -> np.ndarray:
         """Return the indices of the images in this epoch's order, (count,)."""
         if self.fixed:
             return self.fixed[0]
         rng = np.random.default_rng((ORDER_STREAM, self.seed, self.epoch))
-        return (
-            rng.permutation(self.count) if self.weights is None else rng.choice(self.count, self.count, p=self.weights)
-        )
+        is_weighted = self.weights is not None
+        return rng.choice(self.count, self.count, p=self.weights) if is_weighted else rng.permutation(self.count)
 
     def _partners(self, order: np.ndarray) -> np.ndarray:
         """Return the indices of the partners at each place of the order, (count, partners)."""
@@ -191,10 +190,10 @@ def training_batches(
     seed: int,
     imgsz: int,
     stride: int,
-    mixed: int,
+    partners: int,
 ) -> GlobalBatches:
-    """Return the global batches for training; `mixed` images of the epoch's order are mixed into each item."""
-    count, partners = len(image_sizes), 0 if sampling.rect else mixed
+    """Return the global batches for training; `partners` images of the epoch's order are mixed into each item."""
+    count, partners = len(image_sizes), 0 if sampling.rect else partners
     sizes = batch_sizes(imgsz, stride) if sampling.multi_scale else range(0)
     weights = sampling.weights(instances, count)
     fixed = by_aspect(image_sizes, batch_size, imgsz, stride, pad=0.0) if sampling.rect else None

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from data.data_yaml import read_spec
-from data.dataset import dataset_class
 from data.labels import COORDINATE_TOLERANCE, scan_image
 from models.tasks import TASKS
 from utils.config.flags import TrainOptions, flags_of
 from utils.config.hyperparameters import read_hyperparameters
 from utils.errors import UserError
+from utils.user_code import class_named
 
 # In time: a hang is an error too.
 many = settings(max_examples=200, deadline=20_000, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -115,7 +115,7 @@ def test_data_sets(content: Any, listed: str) -> None:
         listing = spec and sentence_or(lambda: spec.listing("train"))
         if spec:
             assert spec.names or not isinstance(content, dict) or content.get("names") is None
-            for kind in (dataset_class(entry.data) for entry in TASKS.values()):
+            for kind in (class_named(entry.data) for entry in TASKS.values()):
                 sentence_or(lambda kind=kind: kind.class_names(spec, False))
                 sentence_or(lambda kind=kind: kind.files(spec))
             assert all(isinstance(name, str) for name in spec.names.values())

@@ -217,8 +217,8 @@ class Run:
         return self._stop
 
     def check_stop(self, step: int, behind: int = 0) -> None:
-        """Raise `StopRequested` if all processes must stop at the end of this step; see `GracefulStop.after`."""
-        if reason := self._stop.after(step, behind):
+        """Raise `StopRequested` if all processes must stop at the end of this step; see `GracefulStop.stop_reason`."""
+        if reason := self._stop.stop_reason(step, behind):
             raise StopRequested(reason)
 
     def stop_requested(self) -> str:

@@ -127,7 +127,7 @@ class HeatmapData(DataSet[HeatmapSplit]):
 
     def train_loader(self, split: HeatmapSplit, batch_size: int, hyp: Recipe, seed: int) -> DataLoader[Any]:
         batches = training_batches(
-            self.options, split.instances(), split.sizes, batch_size, seed, self.imgsz, self.stride, mixed=0
+            self.options, split.instances(), split.sizes, batch_size, seed, self.imgsz, self.stride, partners=0
         )
         images = Images(split.images, split.sizes, 0, cache=self.train_cache)
         items = KeypointItems(images, split, seed, getattr(hyp, "fliplr", 0.0))

@@ -103,7 +103,7 @@ INSTANCES = Instances(np.array([0, 0, 1, 2, 2, 2, 4]), np.array([0, 1, 0, 0, 0, 
 
 def test_rectangular_batches_have_images_of_like_aspect() -> None:
     def rectangular(batch_size: int) -> list[list[SampleIndex]]:
-        return epoch_of(training_batches(Sampling(rect=True), INSTANCES, SIZES, batch_size, 0, 128, 32, mixed=7), 0)
+        return epoch_of(training_batches(Sampling(rect=True), INSTANCES, SIZES, batch_size, 0, 128, 32, partners=7), 0)
 
     assert images(rectangular(4)) == images(evaluation_batches(SIZES, 4, 128, 32, square=False)) == ORDER
     # 3/4 of 128 are 96; 4/5 of 128 are 102.4, rounded up to 128
@@ -141,7 +141,7 @@ SAMPLINGS = (
 
 def batches_of(sampling: Sampling, batch_size: int = 4, seed: int = 7) -> GlobalBatches:
     """Five images at 128 pixels."""
-    return training_batches(sampling, INSTANCES, SIZES[:5], batch_size, seed, 128, 32, mixed=7)
+    return training_batches(sampling, INSTANCES, SIZES[:5], batch_size, seed, 128, 32, partners=7)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

@@ -18,7 +18,7 @@ from typing import Any
 POINTS = {
     "sample": ("data.augment", "Augmenter.__call__"),  # in a loader process: a training image is made
     "loss": ("models.heads.anchors", "DetectionCriterion.__call__"),  # of a batch of this process
-    "optimizer step": ("utils.distributed.failure", "GracefulStop.after"),  # it is done, and not yet saved
+    "optimizer step": ("utils.distributed.failure", "GracefulStop.stop_reason"),  # it is done, and not yet saved
     "validation batch": ("models.tasks.metrics", "DetectionMetrics.update"),
     "file replacement": ("utils.run", "replacing"),  # such as results.csv's
     "row for W&B": ("utils.tracking.wandb", "WandbTracker._log"),  # in the thread that logs

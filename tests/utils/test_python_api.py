@@ -84,7 +84,7 @@ def test_what_a_script_of_one_process_returns_is_returned_in_any_thread() -> Non
 
     def in_thread() -> None:
         with GracefulStop() as stop:
-            results.append(call(dict.fromkeys, {"source": stop.after(1) or "a"}))
+            results.append(call(dict.fromkeys, {"source": stop.stop_reason(1) or "a"}))
 
     thread = threading.Thread(target=in_thread)
     thread.start()

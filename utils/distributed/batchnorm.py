@@ -15,7 +15,7 @@ T = TypeVar("T")
 Total = Callable[[Tensor], Tensor]  # returns the sum of all processes' tensors, which must call it together
 
 
-def all_reduced(addend: Tensor) -> Tensor:
+def all_reduce(addend: Tensor) -> Tensor:
     """Return the sum of all processes' tensors. All processes must call it together."""
     distributed.all_reduce(addend)
     return addend
@@ -98,7 +98,7 @@ def exact_batchnorm(model: M, total: Total | None) -> M:
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, _BatchNorm) and not isinstance(child, ExactBatchNorm):
-                module.register_module(name, ExactBatchNorm.of(child, total))
+                module.register_module(name, ExactBatchNorm.from_layer(child, total))
     return model
 
 
@@ -113,7 +113,7 @@ class ExactBatchNorm(_BatchNorm):
     total: Total | None = None
 
     @classmethod
-    def of(cls, layer: _BatchNorm, total: Total | None = None) -> ExactBatchNorm:
+    def from_layer(cls, layer: _BatchNorm, total: Total | None = None) -> ExactBatchNorm:
         """Return an `ExactBatchNorm` with the same parameters and buffers as `layer`."""
         layer_copy = cls(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
         layer_copy._parameters, layer_copy._buffers, layer_copy.total = layer._parameters, layer._buffers, total
@@ -147,24 +147,15 @@ class ExactBatchNorm(_BatchNorm):
         return _Normalise.apply(input, self.weight, self.bias, *moments, count, self.eps, self.total)
 
 
-def _widened(values: Tensor) -> Tensor:
-    """Return a view (b, w c, h, 1) of channels_last values (b, c, h, w), and other values unchanged.
-
-    Each channel becomes w channels, so the kernels add w times fewer numbers in one float32.
-    """
-    last = torch.channels_last
-    if values.dim() != 4 or not values.is_contiguous(memory_format=last) or values.is_contiguous():
-        return values
-    return values.permute(0, 2, 3, 1).flatten(2).unsqueeze(2).permute(0, 3, 1, 2)
-
-
 def _local_moments(input: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance, (channels,), of this process's batch, at least float32-exact."""
-    wide = _widened(input.to(torch.promote_types(input.dtype, torch.float32)))
+    values, last = input.to(torch.promote_types(input.dtype, torch.float32)), torch.channels_last
+    if values.dim() == 4 and values.is_contiguous(memory_format=last) and not values.is_contiguous():
+        # (b, w c, h, 1): each channel becomes w channels, so the kernel adds w times fewer numbers in one float32.
+        values = values.permute(0, 2, 3, 1).flatten(2).unsqueeze(2).permute(0, 3, 1, 2)
     # BatchNorm's own kernel, without running statistics, is four times as fast as torch.var_mean on the CPU.
-    means, variances = (
-        of_parts.view(-1, input.shape[1]) for of_parts in torch.batch_norm_update_stats(wide, None, None, 0.0)
-    )
+    moments = torch.batch_norm_update_stats(values, None, None, 0.0)
+    means, variances = (parts.view(-1, input.shape[1]) for parts in moments)
     if len(means) == 1:
         return means[0], variances[0]
     between, mean = torch.var_mean(means, 0, correction=0)
@@ -206,15 +197,16 @@ class _Normalise(torch.autograd.Function):
             gradients = backward(grad, input, weight, *statistics, train=True, eps=ctx.eps, output_mask=mask)
             return *gradients, None, None, None, None, None
         gains = torch.ones_like(mean) if weight is None else weight
-        _, for_weight, for_bias = backward(
-            grad, input, gains, mean, variance, None, None, train=False, eps=ctx.eps, output_mask=[False, True, True]
+        statistics, mask = (mean, variance, None, None), [False, True, True]
+        _, grad_weight, grad_bias = backward(
+            grad, input, gains, *statistics, train=False, eps=ctx.eps, output_mask=mask
         )
-        sums = ctx.total(torch.cat((for_weight, for_bias)).double())
+        sums = ctx.total(torch.cat((grad_weight, grad_bias)).double())
         slope, shift = (part.to(mean) for part in (sums / ctx.count).chunk(2))  # mean(g x) and mean(g)
         scale = (variance + ctx.eps).rsqrt() * gains
         slope, shift = -scale * slope, -scale * shift
         # -scale (x slope + shift), with the normalised input x, is a normalisation too; addcmul_ adds scale g.
-        for_input = nn.functional.batch_norm(input, mean, variance, slope, shift, False, 0.0, ctx.eps)
-        for_input.addcmul_(grad, scale.view(-1, *[1] * (input.dim() - 2)).to(input.dtype))
-        parameters = (None, None) if weight is None else (for_weight, for_bias)
-        return for_input, *parameters, None, None, None, None, None
+        grad_input = nn.functional.batch_norm(input, mean, variance, slope, shift, False, 0.0, ctx.eps)
+        grad_input.addcmul_(grad, scale.view(-1, *[1] * (input.dim() - 2)).to(input.dtype))
+        parameters = (None, None) if weight is None else (grad_weight, grad_bias)
+        return grad_input, *parameters, None, None, None, None, None

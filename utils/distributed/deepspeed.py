@@ -1,7 +1,6 @@
 """DeepSpeed's ZeRO, if `accelerate launch` requests it: the engine's settings, partitioned parameters and states.
 
-Called by launch, logical, doctor and utils/checkpoint.py. The package deepspeed is imported only if it is used;
-Accelerate then needs transformers too.
+The package deepspeed is imported only if it is used; Accelerate then needs transformers too.
 """
 
 from __future__ import annotations
@@ -90,9 +89,14 @@ def load_optimizer_state(
     if not saved:
         return
     if not is_requested():
-        groups = optimizer.state_dict()["param_groups"]
-        state = {number: _in_layout(values, parameters[number]) for number, values in saved.items()}
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        state = {number: dict(values) for number, values in saved.items()}
+        for number, values in saved.items():
+            parameter = parameters[number]
+            for name, value in values.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    tensor = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+                    state[number][name] = tensor.copy_(value)  # in its memory layout: fused optimizers require it
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         return
     from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
@@ -113,16 +117,6 @@ def load_optimizer_state(
                 safe_set_local_optimizer_state(parameter, filled[rank * length : (rank + 1) * length], name)
             else:
                 safe_set_full_optimizer_state(parameter, value, name)
-
-
-def _in_layout(values: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    """Convert the values of the parameter's shape to its memory layout, as the fused optimizers require."""
-    return {
-        name: torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
-        if isinstance(value, Tensor) and value.shape == parameter.shape
-        else value
-        for name, value in values.items()
-    }
 
 
 def _split(state: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:

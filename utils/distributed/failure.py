@@ -56,7 +56,7 @@ REMEMBERED_TIMES = 50  # number of last steps
 TIME_LIMIT = "time"  # reason of a stop that no signal has requested
 # Windows has only the first two signals.
 STOP_SIGNALS = tuple(s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"))
-SECOND_INTERRUPT_SECONDS = 0.5  # least time between two Ctrl-C, because a single one may arrive more than once
+SECOND_INTERRUPT_SECONDS = 0.5  # shortest time between two Ctrl-C, because a single one may arrive more than once
 
 _on_failure: list[Callable[[], object]] = []  # at most one listener, see `on_failure`
 
@@ -150,8 +150,8 @@ def known_cause(error: BaseException) -> str:
 def end_together(message: str, code: int = 1, culprit: str = "", stalled: bool = False) -> NoReturn:
     """End all processes; the first that calls this prints the message; without the store, one of each machine does.
 
-    Processes that do not answer the alarm are named with `culprit`, if it is not empty, instead of the message. In a
-    `stalled` run only processes that wait for others answer. A process that has not connected opens the store for this.
+    With a `culprit`, such as `made no progress`, it prints the names of the processes that do not answer the alarm and
+    this text instead. In a `stalled` run only processes that wait for others answer.
     """
 
     def explain() -> None:
@@ -163,8 +163,8 @@ def end_together(message: str, code: int = 1, culprit: str = "", stalled: bool =
             if is_first := store.write_once("reason", ranks().rank) == ranks().rank:
                 answers, names = store.values("present"), store.values("names")
                 late = [names.get(rank, [f"process {rank}"])[0] for rank in range(world_size()) if rank not in answers]
-                is_named = culprit and answers and late
-                print(f"error: {' and '.join(late)} {culprit}" if is_named else message, file=sys.stderr, flush=True)
+                named = f"error: {' and '.join(late)} {culprit}"
+                print(named if culprit and answers and late else message, file=sys.stderr, flush=True)
             if not is_first or (ranks().rank == 0 and not store_is_hosted()):
                 time.sleep(EXPLAIN_SECONDS)  # for the first one to print, and for others to read this one's store
             hard_exit("", code)
@@ -233,8 +233,8 @@ class Watchdog:
         if self.work:
             self.durations[self.work].append(now - self.last)
         self.last, self.work = now, work
-        known = self.durations[work] if work else ()
-        self.limit = min(self.timeout, max(MIN_STALL_SECONDS, STALL_FACTOR * max(known))) if known else self.timeout
+        limits = [max(MIN_STALL_SECONDS, STALL_FACTOR * duration) for duration in self.durations[work] if work]
+        self.limit = min(self.timeout, max(limits, default=self.timeout))
 
     def __enter__(self) -> Watchdog:
         self.keep_alive()
@@ -302,8 +302,8 @@ class GracefulStop:
     """
 
     def __init__(self, hours: float = 0.0) -> None:
-        began = time.time() if RESULT in os.environ else psutil.Process().create_time()
-        self.deadline = began + hours * 3600 if hours else float("inf")
+        started_at = time.time() if RESULT in os.environ else psutil.Process().create_time()
+        self.deadline = started_at + hours * 3600 if hours else float("inf")
         self.signal, self.since, self.finished = "", 0.0, False
         self._handlers: dict[int, Any] = {}
 
@@ -319,8 +319,8 @@ class GracefulStop:
         threading.Thread(target=self._listen, daemon=True).start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if not self._handlers or ((kind or self.finished) and world_size() > 1):
+    def __exit__(self, error_class: type[BaseException] | None, *error: object) -> None:
+        if not self._handlers or ((error_class or self.finished) and world_size() > 1):
             return  # a process that is about to print an error and exit: the launcher's SIGTERM must not end it before
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._handlers.items():
@@ -342,12 +342,12 @@ class GracefulStop:
                 hard_exit("" if ranks().local_rank else reason, 128 + number)
             self.signal, self.since = name, time.monotonic()
 
-    def after(self, step: int, behind: int = 0) -> str:
+    def stop_reason(self, step: int, behind: int = 0) -> str:
         """Return the reason for all processes to stop at the end of this optimizer step, '' to continue.
 
-        The process that receives a signal writes a later step to the store. No process can have ended that step before,
-        because gradients are reduced over all processes, so all processes read it in time. This process has not waited
-        for the end of the last `behind` steps.
+        The process that receives a signal writes a later step to the store. All processes read it before they end that
+        step, because its gradients are reduced over all of them. This process has not waited for the end of the last
+        `behind` steps.
         """
         reason = self.signal or (TIME_LIMIT if ranks().rank == 0 and time.time() > self.deadline else "")
         if (store := run_store()) is None:
@@ -388,12 +388,12 @@ def _await_end() -> None:
     os._exit(0)
 
 
-def keep_freed_memory(most_bytes: int = -1) -> None:
-    """Let this process keep freed memory, up to `most_bytes` at the end of the heap; -1 sets no limit.
+def keep_freed_memory(max_bytes: int = -1) -> None:
+    """Let this process keep freed memory, up to `max_bytes` at the end of the heap; -1 sets no limit.
 
     The system fills new pages with zeros: a tenth of a training step on the CPU, and most of an image's augmentation.
     """
     with suppress(OSError, AttributeError, TypeError):  # not glibc; on Windows
         library = ctypes.CDLL(None)
         library.mallopt(M_MMAP_MAX, 0)  # large blocks have mappings of their own, which are always returned
-        library.mallopt(M_TRIM_THRESHOLD, most_bytes)
+        library.mallopt(M_TRIM_THRESHOLD, max_bytes)

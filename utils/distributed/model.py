@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from utils.batch import GlobalCounts, layout
-from utils.distributed.batchnorm import InTurn, all_reduced, exact_batchnorm
+from utils.distributed.batchnorm import InTurn, all_reduce, exact_batchnorm
 from utils.distributed.deepspeed import configure
 from utils.distributed.dropout import GlobalDropout, synchronise_dropout
 from utils.distributed.tree import LogicalProcesses
@@ -68,13 +69,9 @@ class DistributedModel:
             sizes = [weight.numel() for weight in self._trained[0]]
             # The gradients of each of the process's subtrees, one after another; the first row becomes the total.
             self._flat = self._trained[0][0].new_empty(len(logical.subtrees[logical.rank]), sum(sizes))
-            self._gradients = [
-                [
-                    view.as_strided(w.shape, w.stride())
-                    for view, w in zip(row.split(sizes), self._trained[0], strict=True)
-                ]
-                for row in self._flat
-            ]
+            forms = [(weight.shape, weight.stride()) for weight in self._trained[0]]
+            rows = [zip(row.split(sizes), forms, strict=True) for row in self._flat]
+            self._gradients = [[view.as_strided(*form) for view, form in row] for row in rows]
             self._accumulated: list[tuple[Tensor, ...]] = []  # of each copy, over the batches of a step
             self._generators = [torch.Generator(accelerator.device) for _ in copies]
             for number, model, generator in zip(logical.local, copies, self._generators, strict=True):
@@ -98,13 +95,13 @@ class DistributedModel:
         """Return `function` of the module and the batch of each local logical process, with torch seeded alike."""
         for generator in self._generators:
             generator.manual_seed(seed)
-        calls = [partial(self._seeded, function, *pair, seed) for pair in zip(self.modules, batches, strict=True)]
+        calls = [partial(self._call_seeded, function, *pair, seed) for pair in zip(self.modules, batches, strict=True)]
         self.batches = batches
         results = self.in_turn(calls) if self.in_turn else [call() for call in calls]
         self.batches = ()
         return results
 
-    def _seeded(self, function: Callable[[nn.Module, Batch], T], module: nn.Module, batch: Batch, seed: int) -> T:
+    def _call_seeded(self, function: Callable[[nn.Module, Batch], T], module: nn.Module, batch: Batch, seed: int) -> T:
         device = self.accelerator.device
         torch.default_generator.manual_seed(seed)
         if device.type != "cpu":  # `torch.manual_seed` takes a while for devices that are absent
@@ -124,18 +121,18 @@ class DistributedModel:
 
         Raises `UserError` if a trained parameter gets no gradient in the first batch, or under DDP in any.
         """
-        self._backward(objectives)
+        if self.logical.exact:
+            self._backward_by_tree(objectives)
+        else:  # DDP takes the mean over processes
+            self.accelerator.backward(objectives[0] * self.accelerator.num_processes)
         check_reduced(self.wrapped, [*self._unreached])
 
     def _note_gradient(self, name: str, gradient: Tensor) -> None:
         if hook := self._unreached.pop(name, None):  # a parameter that is used twice may come twice
             hook.remove()
 
-    def _backward(self, objectives: Sequence[Tensor]) -> None:
+    def _backward_by_tree(self, objectives: Sequence[Tensor]) -> None:
         accelerator = self.accelerator
-        if not self.logical.exact:
-            accelerator.backward(objectives[0] * accelerator.num_processes)  # DDP takes the mean over processes
-            return
         objectives = [objective / accelerator.gradient_accumulation_steps for objective in objectives]
         if accelerator.scaler:  # both as Accelerate does
             objectives = [accelerator.scaler.scale(objective) for objective in objectives]
@@ -162,8 +159,7 @@ class DistributedModel:
             pairs = zip(objectives, self._trained, strict=True)
             calls = [partial(grad, objective, trained) for objective, trained in pairs]
             return self.in_turn(calls) if self.in_turn else (call() for call in calls)
-        trained, count = [parameter for of_copy in self._trained for parameter in of_copy], len(self._trained[0])
-        gradients = grad(objectives, trained)
+        count, gradients = len(self._trained[0]), grad(objectives, [*chain.from_iterable(self._trained)])
         return [gradients[first : first + count] for first in range(0, len(gradients), count)]
 
     @torch.no_grad()
@@ -210,8 +206,8 @@ def check_reduced(module: nn.Module, missing: Sequence[str] = ()) -> None:
         try:
             ddp._check_reducer_finalized()
         except RuntimeError:
-            names = [name for name, each in ddp.module.named_parameters() if each.requires_grad and each.grad is None]
-            names = names or ["a parameter on another process"]
+            trained = [(name, weight) for name, weight in ddp.module.named_parameters() if weight.requires_grad]
+            names = [name for name, weight in trained if weight.grad is None] or ["a parameter on another process"]
     if names:
         raise UserError(
             "each trained parameter must get a gradient from each batch: use it in `forward`, remove it, or freeze it, "
@@ -257,7 +253,7 @@ def prepare(
     DDP's buffers and buckets. The loader then delivers lists: the batch of each logical process of this process.
     """
     in_turn = InTurn(logical.sum) if sync_bn and logical.exact and logical.count > 1 else None
-    total = in_turn.total if in_turn else all_reduced if sync_bn and accelerator.num_processes > 1 else None
+    total = in_turn.total if in_turn else all_reduce if sync_bn and accelerator.num_processes > 1 else None
     model = exact_batchnorm(model, total)
     loader.collate_fn = partial(collate_local, loader.collate_fn, len(logical.local))
     copies = replicate(model, len(logical.local))

@@ -1,9 +1,9 @@
-"""Logical processes, and sums over them in one order of addition. Called by train.py and model.py.
+"""Logical processes, and sums over them in one order of addition.
 
 A run is computed by V logical processes; each of the P real ones holds a contiguous range of them. A logical process
 has a fixed part of each batch, and BatchNorm statistics, dropout masks and loss sums of its own. By default V is P, and
-an all-reduce adds, rounded in an order that depends on P. With --logical-processes V one binary tree adds the sums of
-all logical processes, so that all results are the same bytes for any P from 1 to V.
+the order in which an all-reduce adds, and so the rounding, depends on P. With --logical-processes V one binary tree
+adds the sums of all logical processes, so that all results are the same bytes for any P from 1 to V.
 
 Floating-point addition is commutative but not associative: neighbours are added, then neighbouring sums, and so on. A
 process adds the whole subtrees of its range. Collective operations only copy: the sums of nodes whose children belong
@@ -81,9 +81,9 @@ class LogicalProcesses:
         """Format how the processes share a batch."""
         lengths = [len(self.range_of(rank)) for rank in range(self.processes)]
         if len(set(lengths)) > 1:
-            *others, last = map(str, lengths)
+            *first, last = map(str, lengths)
             images = " + ".join(str(batch_size // self.count * length) for length in lengths)
-            shares = f"{', '.join(others)} and {last} of {self.count} logical processes"
+            shares = f"{', '.join(first)} and {last} of {self.count} logical processes"
             return f"{self.processes} processes: {shares}, {images} images"
         split = f"{self.processes} processes x {batch_size // self.processes}" if self.processes > 1 else "1 process"
         return f"{split}, {lengths[0]} of {self.count} logical processes in each" if self.exact else split
@@ -113,8 +113,8 @@ class LogicalProcesses:
 
     def root(self, sums: Iterable[Tensor]) -> Tensor:
         """Return the sum over all logical processes from the sums of all `subtrees`, process by process."""
-        known = zip(chain(*self.subtrees), sums, strict=True)
-        return add_siblings(subtree._replace(total=total) for subtree, total in known)[0].total
+        pairs = zip(chain(*self.subtrees), sums, strict=True)
+        return add_siblings(subtree._replace(total=total) for subtree, total in pairs)[0].total
 
     def sum(self, addends: Sequence[Tensor]) -> Tensor:
         """Return the sum over all logical processes of a small tensor of each; `addends` are the local ones.
@@ -124,11 +124,11 @@ class LogicalProcesses:
         sums = self.local_sums(addends)
         if self.processes == 1:
             return sums[0]
-        most = max(map(len, self.subtrees))
-        local = torch.stack([*sums, *[torch.zeros_like(sums[0])] * (most - len(sums))])
+        padding = [torch.zeros_like(sums[0])] * (max(map(len, self.subtrees)) - len(sums))
+        local = torch.stack([*sums, *padding])
         gathered = [torch.empty_like(local) for _ in self.subtrees]
         distributed.all_gather(gathered, local)
-        return self.root(chain(*(each[: len(own)] for each, own in zip(gathered, self.subtrees, strict=True))))
+        return self.root(chain(*(sums[: len(trees)] for sums, trees in zip(gathered, self.subtrees, strict=True))))
 
     def sum_in_place(self, sums: Tensor) -> None:
         """Replace row 0 by the sum over all logical processes. sums: of this process's `subtrees`, (subtrees, n).

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from data.data_yaml import read_spec
-from data.dataset import dataset_class
 from models.ensemble import Members
 from models.tasks import TASKS, add_tasks, model_words, task_name
 from models.tasks.contract import Task
@@ -23,7 +22,7 @@ from utils.config.flags import DetectOptions, ExportOptions, TrainOptions, ValOp
 from utils.config.hyperparameters import Augmentation, Hyperparameters, Recipe, keys_of
 from utils.config.settings import refuse_flags
 from utils.errors import UserError
-from utils.user_code import load
+from utils.user_code import class_named, load
 
 # Flags and hyperparameters
 
@@ -174,7 +173,7 @@ def test_files_and_packages(name: str, module: str, folder: Path) -> None:
     assert task_name({"task": "mine"}, "its YAML") == "mine"
     entry = TASKS["mine"]
     assert (entry.load().metric_names, entry.load().__module__, entry.yolov5_class) == (("one",), module, "")
-    assert dataset_class(entry.data).__name__ == "MyData"
+    assert class_named(entry.data).__name__ == "MyData"
     assert (load(module), load("data.builtin"), sys.path[-1]) == (sys.modules[module], None, str(folder))
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from tests.conftest import OnProcesses
-from utils.distributed.batchnorm import ExactBatchNorm, all_reduced, exact_batchnorm
+from utils.distributed.batchnorm import ExactBatchNorm, all_reduce, exact_batchnorm
 from utils.distributed.ranks import ranks
 
 PARTS = {2: (3, 5), 3: (4, 1, 2)}  # images of each process
@@ -47,7 +47,7 @@ CASES = {  # by number of processes: offset, dtype, affine, tolerance
 
 def local_results(processes: int, offset: float, dtype: torch.dtype, affine: bool, device: str = "cpu") -> list[Tensor]:
     """Return the results of this process's part of the batch, with DDP's sum of the parameters' gradients."""
-    model = exact_batchnorm(nn.Sequential(layer(dtype, affine)).to(device), all_reduced)
+    model = exact_batchnorm(nn.Sequential(layer(dtype, affine)).to(device), all_reduce)
     values, slope = (
         whole.split(PARTS[processes])[ranks().rank].to(device) for whole in batch(processes, offset, dtype)
     )
@@ -107,7 +107,7 @@ def test_one_process_is_as_exact_in_any_layout(layout: torch.memory_format, affi
 
 
 def test_one_value_per_channel_is_an_error() -> None:
-    norm = ExactBatchNorm.of(nn.BatchNorm2d(3))
+    norm = ExactBatchNorm.from_layer(nn.BatchNorm2d(3))
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         norm(torch.zeros(1, 3, 1, 1))
 
@@ -116,4 +116,4 @@ def test_torch_synchronises_on_other_devices() -> None:
     """Nothing is replaced there without --sync-bn. "meta" stands for a GPU."""
     made = nn.Sequential(layer(torch.float32)).to("meta")
     assert type(exact_batchnorm(made, None)[0]) is nn.BatchNorm2d
-    assert type(exact_batchnorm(made, all_reduced)[0]) is nn.SyncBatchNorm
+    assert type(exact_batchnorm(made, all_reduce)[0]) is nn.SyncBatchNorm

@@ -270,13 +270,13 @@ def terminal() -> Iterator[None]:
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_requests_a_stop(number: int) -> None:
     with GracefulStop() as stop:
-        assert stop.after(1) == stop.requested() == ""
+        assert stop.stop_reason(1) == stop.requested() == ""
         os.kill(os.getpid(), number)
         assert until(stop.requested) == signal.Signals(number).name
-        assert stop.after(2) == stop.after(3) == signal.Signals(number).name
+        assert stop.stop_reason(2) == stop.stop_reason(3) == signal.Signals(number).name
         other = signal.SIGUSR1 if number == signal.SIGTERM else signal.SIGTERM
         os.kill(os.getpid(), other)  # the last one counts
-        assert until(lambda: stop.after(4) == other.name)
+        assert until(lambda: stop.stop_reason(4) == other.name)
 
 
 def test_a_run_under_nohup_outlives_its_terminal() -> None:
@@ -373,12 +373,12 @@ def test_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure.time, "time", lambda: now)
     stop = GracefulStop(hours=0.5)
     now = begun + 1799
-    assert stop.after(1) == ""
+    assert stop.stop_reason(1) == ""
     now = begun + 1801  # counted from the start of the process
-    assert stop.after(2) == TIME_LIMIT
+    assert stop.stop_reason(2) == TIME_LIMIT
     assert stop.requested() == ""  # a signal only
     monkeypatch.setenv(failure.RESULT, "result.json")
-    assert GracefulStop(hours=0.5).after(2) == GracefulStop().after(2) == ""  # of a call; without a limit
+    assert GracefulStop(hours=0.5).stop_reason(2) == GracefulStop().stop_reason(2) == ""  # of a call; without a limit
     assert StopRequested(TIME_LIMIT).code == 0
 
 
@@ -401,7 +401,7 @@ def train(signals: Signals, hours: float) -> Ended:
             if step == when:
                 os.kill(os.getpid(), number)
                 until(lambda: stop.signal)
-            reason = stop.after(step)
+            reason = stop.stop_reason(step)
         if when == 0:
             at_random_time.join()
         requested = until(stop.requested) if signals else stop.requested()
@@ -461,7 +461,7 @@ def one_step_ahead(_: object = None) -> list[int]:
                     time.sleep(0.5)
                     os.kill(os.getpid(), signal.SIGTERM)
                     until(lambda: stop.signal)
-                reason = stop.after(step, behind=1)
+                reason = stop.stop_reason(step, behind=1)
             before.wait()
         ended.append(step)
     return ended
