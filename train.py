@@ -42,7 +42,7 @@ from utils.training import memory
 from utils.training.log import log_best_epoch, log_epoch
 from utils.training.optimizer import ModelEMA, Schedule, build_optimizer, log_optimizer
 from utils.training.steps import OptimizerSteps
-from val import Evaluator, evaluator
+from val import Evaluator, make_evaluator
 
 DRAWN_BATCHES = 3  # training batches that are drawn into the run folder
 TRACKER_SECONDS = 10.0  # time for trackers to send their last data when a run must end
@@ -92,7 +92,7 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
     hyp = job.recipe_for(data.train, options.epochs * len(loader), known_share)
     sampler: Any = loader.batch_sampler  # the batches of all processes: data.sampler.GlobalBatches
     criterion = task.criterion(model)
-    evaluate = evaluator(run, task, model, criterion, data.set, data.val, min(2 * batch_size, VALIDATION_BATCH))
+    evaluate = make_evaluator(run, task, model, criterion, data.set, data.val, min(2 * batch_size, VALIDATION_BATCH))
     log_plan(measured.accumulation, logical, batch_size, len(loader), options.epochs)
     log(f"saving results to {run.path}")
 

@@ -45,20 +45,17 @@ SPEED_DEFAULTS = {"conf_thres": 0.25, "iou_thres": 0.45, "square": True}  # defa
 
 @dataclass
 class Evaluator:
-    """A validator of models on this process's share of a split, of `images` images in all.
-
-    `keepers` are called with each batch and its predictions.
-    """
+    """A validator of models on this process's share of a split."""
 
     run: Run
     criterion: Criterion
     inference: Inference
     metrics: Metrics
     loader: DataLoader[Any]
-    images: int
+    images: int  # of the whole split
     loss_names: Sequence[str]
     timer: StageTimer = field(default_factory=StageTimer)
-    keepers: list[Callable[[Batch, Sequence[Prediction]], object]] = field(default_factory=list)
+    batch_callbacks: list[Callable[[Batch, Sequence[Prediction]], object]] = field(default_factory=list)
 
     @torch.inference_mode()
     def __call__(self, models: Sequence[Model], stop_requested: Callable[[], str] = str) -> Summary:
@@ -89,8 +86,8 @@ class Evaluator:
             check_contract(len({*images}) == len(images), data, what)
             what = f"predicted images {predicted} instead of {images}"
             check_contract(predicted == images, self.inference.postprocess, what)
-            for keep in self.keepers:
-                keep(batch, predictions)
+            for callback in self.batch_callbacks:
+                callback(batch, predictions)
             records += self.metrics.update(predictions, batch)
             timer.end_stage("records")
             numbers += images
@@ -103,8 +100,8 @@ class Evaluator:
         check_contract(is_whole, data, f"gave {len(numbers)} images for {self.images}, or one twice")
         summary = self.metrics.summarise(run.collectives.gather(records))
         values = {**dict.fromkeys(task.metric_names), **summary.metrics, "fitness": summary.fitness}
-        wrong = [name for name, value in values.items() if not isinstance(value, (int, float))]
-        check_contract(not wrong, self.metrics, f"has no int or float for {', '.join(wrong)}")
+        missing = [name for name, value in values.items() if not isinstance(value, (int, float))]
+        check_contract(not missing, self.metrics, f"has no int or float for {', '.join(missing)}")
         means = self._mean_losses(run.collectives.gather(losses))
         return run.collectives.broadcast(replace(summary, losses=means, rate=bar.rate))
 
@@ -117,7 +114,7 @@ class Evaluator:
         return dict(zip(self.loss_names, means or [math.nan] * len(self.loss_names), strict=True))
 
 
-def evaluator(
+def make_evaluator(
     run: Run,
     task: Task,
     model: Model,
@@ -143,12 +140,12 @@ def evaluator(
     return Evaluator(run, criterion, inference, task.metrics(drawn), loader, len(split.images), names)
 
 
-def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page, in the order of a validation
+def validate(flags: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page, in the order of a validation
     """Validate as one of the processes, write the results and print them; return the evaluator, with its times.
 
     Nothing is written before all input has been checked. Raises `UserError`.
     """
-    options = ValOptions(**given)
+    options = ValOptions(**flags)
     precision = "no" if options.half else options.mixed_precision
     run = Run(*start(options.device, precision, options.dist_timeout), options.quiet)
     device = run.accelerator.device
@@ -158,18 +155,17 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     # Read and check the weights and the data.
     with barrier(options.dist_timeout):  # one machine may have more to download than another
         members = read_members(options.weights, options.layers, options.task_file, options.augment)
-        members.refuse_flags(options, given)
+        members.refuse_flags(options, flags)
         if options.annotations and not (options.save_json and Path(options.annotations).is_file()):
             raise UserError(f"--annotations {options.annotations} must be a file, and needs --save-json")
         source = data_source(options.data, members.entry.data)
         names = source.names(options.single_cls)
-    if times_speed:
-        speed_defaults: Any = {name: value for name, value in SPEED_DEFAULTS.items() if name not in given}
-        options = replace(options, **speed_defaults)
+    defaults: Any = {name: value for name, value in SPEED_DEFAULTS.items() if times_speed and name not in flags}
+    options = replace(options, **defaults)
     size = members.image_size(options.imgsz, source.spec.defaults.get("imgsz", 0))
     options = replace(options, imgsz=max(size.sides), square=options.square or size.is_fixed)
-    kind = members.entry.load()
-    task = kind(names, kind.recipe())
+    task_class = members.entry.load()
+    task = task_class(names, task_class.recipe())
     models = [for_inference(model, device, half) for model in members.build(task, options.imgsz, options.data)]
     first, stride = models[0], math.lcm(*(model.stride for model in models))
     workers = min(options.workers, cores_per_process())
@@ -181,8 +177,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     # Open the run folder.
     inputs = (name for image in map(str, split.images) for name in (image, label_name(image)))
     run.open_folder(options.project, options.name, options.exist_ok, inputs)
-    files = located({"weights": members.files.values(), "data": [source.spec.file]})
-    log(files, *source.spec.warnings)
+    log(located({"weights": members.files.values(), "data": [source.spec.file]}), *source.spec.warnings)
     split.report(split_name)
     log_rounding(size.sides, size.rounded(stride).sides, stride)
     members.first.compare_names(names, next(iter(members.files)))
@@ -195,44 +190,60 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
 
     # Evaluate.
     thresholds, draws, square = select(Thresholds, options), not options.noplots, options.square
-    batch, criterion = options.batch_size, task.criterion(first)
-    evaluate = evaluator(run, task, first, criterion, data, split, batch, draws, thresholds, square)
+    batch_size, criterion = options.batch_size, task.criterion(first)
+    evaluate = make_evaluator(run, task, first, criterion, data, split, batch_size, draws, thresholds, square)
     if not times_speed and not any(file.suppression for file in members.exported.values()):
         evaluate.metrics.check_thresholds(thresholds)
     evaluate.inference = replace(evaluate.inference, augment=options.augment, half=half)
     coco_images: list[CocoImage] = []  # predictions of this process, with --save-json
     if options.save_json:
-        evaluate.keepers.append(lambda _, predictions: coco_images.extend(result.coco_rows() for result in predictions))
+        evaluate.batch_callbacks.append(lambda _, images: coco_images.extend(image.coco_rows() for image in images))
     if options.save_txt or options.save_hybrid:
-        evaluate.keepers.append(label_writer(options, run.path / "labels", split.images))
+        evaluate.batch_callbacks.append(label_writer(options, run.path / "labels", split.images))
     if times_speed and device.type != "cpu":  # elsewhere a stage is over only after a synchronisation, which takes time
         evaluate.timer = StageTimer(torch.accelerator.synchronize)
     with run.watchdog(options.dist_timeout):
         summary = evaluate(models)
+    write_results(evaluate, summary, options, split, first.imgsz)
+    if options.save_json:
+        annotations = options.annotations or source.spec.annotation_file(split_name, split.images)
+        stem = next(iter(members.files.values())).stem
+        write_coco(evaluate, coco_images, split, annotations, bool(options.annotations), stem)
+    return evaluate
 
-    # Write, draw and print.
-    documents = evaluate.metrics.documents(summary)
-    run.files.write_documents(documents)
+
+def write_results(evaluate: Evaluator, summary: Summary, options: ValOptions, split: Split, imgsz: int) -> None:
+    """Write and draw the results of a validation, log them to the trackers, and print the metrics and times."""
+    run, device, times_speed = evaluate.run, evaluate.run.accelerator.device, options.task == "speed"
+    run.files.write_documents(evaluate.metrics.documents(summary))
     run.log_point({**summary.columns(), "epoch/images_per_second": summary.rate, "epoch": 0}, 0)  # training's keys
-    run.plot(lambda: evaluate.metrics.pictures(summary, split, first.imgsz))
+    run.plot(lambda: evaluate.metrics.pictures(summary, split, imgsz))
     run.charts()
     run.files.finish_writing()
-    brief = options.quiet or (len(names) > MANY_CLASSES and not options.verbose)
+    brief = options.quiet or (len(evaluate.inference.task.names) > MANY_CLASSES and not options.verbose)
     log(*summary.table(brief), f"{summary.rate:.1f} images/s; results in {run.path}", always=True)
     times = run.collectives.gather([(evaluate.timer.images, evaluate.timer.seconds)])
     if times_speed or device.type == "cpu":
         log_times(times, options.batch_size if times_speed else 0, always=times_speed)
     run.on_main(lambda: summary.write_result(run.path))
     run.finish()
-    if options.save_json:
-        from utils import coco  # only here, because most validations do not need it
 
-        images, named = run.collectives.gather(coco_images), options.annotations
-        file = Path(named) if named else source.spec.annotation_file(split_name, split.images)
-        stem = next(iter(members.files.values())).stem
-        write = run.files.write_documents
-        run.on_main(lambda: coco.report(write, file, bool(named), images, names, split.images, stem))
-    return evaluate
+
+def write_coco(
+    evaluate: Evaluator,
+    predictions: list[CocoImage],
+    split: Split,
+    annotations: str | Path | None,
+    named_by_user: bool,
+    stem: str,
+) -> None:
+    """Write the predictions of all processes as COCO's results, and print COCO's metrics: see `utils.coco.report`."""
+    from utils import coco  # only here, because most validations do not need it
+
+    run, names = evaluate.run, evaluate.inference.task.names
+    file, write = Path(annotations) if annotations else None, run.files.write_documents
+    images = run.collectives.gather(predictions)
+    run.on_main(lambda: coco.report(write, file, named_by_user, images, names, split.images, stem))
 
 
 def label_writer(options: ValOptions, folder: Path, images: Sequence[Path]) -> Callable[..., None]:
@@ -244,8 +255,8 @@ def label_writer(options: ValOptions, folder: Path, images: Sequence[Path]) -> C
 
     def write(batch: Batch, predictions: Sequence[Prediction]) -> None:
         for info, prediction in zip(batch.infos, predictions, strict=True):
-            kept = prediction.with_labels() if options.save_hybrid else prediction
-            if rows := kept.label_rows(options.save_conf):
+            written = prediction.with_labels() if options.save_hybrid else prediction
+            if rows := written.label_rows(options.save_conf):
                 write_text(files[info.image], "".join(f"{row}\n" for row in rows))
 
     return write
@@ -253,10 +264,10 @@ def label_writer(options: ValOptions, folder: Path, images: Sequence[Path]) -> C
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Validate from the command line, on as many processes as it says."""
-    given = given_flags(ValOptions, sys.argv[1:] if argv is None else argv)
-    options = ValOptions(**given)
-    if not spawn(partial(validate, given), options.processes, options.device):
-        validate(given)
+    flags = given_flags(ValOptions, sys.argv[1:] if argv is None else argv)
+    options = ValOptions(**flags)
+    if not spawn(partial(validate, flags), options.processes, options.device):
+        validate(flags)
 
 
 def run(**flags: Any) -> dict[str, Any]:

@@ -160,7 +160,7 @@ def call_main(
     made: list[val.Evaluator] = []
 
     def evaluator(*given: Any, **named: Any) -> val.Evaluator:
-        made.append(val.evaluator(*given, **named))
+        made.append(val.make_evaluator(*given, **named))
         return made[-1]
 
     def load_all(run: Any, job: Any, model: Any, loader: Any, *rest: Any) -> NoReturn:
@@ -171,7 +171,7 @@ def call_main(
     def call(script: str, *flags: str) -> tuple[int, str]:
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         monkeypatch.setattr(sys, "argv", [script, *flags])
-        monkeypatch.setattr(train, "evaluator", evaluator)
+        monkeypatch.setattr(train, "make_evaluator", evaluator)
         monkeypatch.setattr(train, "train_one_epoch", load_all)
         code = 0
         try:

@@ -16,10 +16,10 @@ from utils.config.settings import read_settings
 from utils.distributed.model import DistributedModel
 from utils.run import Run
 from utils.training.steps import OptimizerSteps
-from val import Evaluator, evaluator
+from val import Evaluator, make_evaluator
 
 T = TypeVar("T")
-REAL_EPOCH, REAL_EVALUATOR = train.train_one_epoch, evaluator
+REAL_EPOCH, REAL_EVALUATOR = train.train_one_epoch, make_evaluator
 
 
 class Left(Exception):
@@ -89,7 +89,7 @@ def within(flags: Sequence[str], work: Callable[[Parts], T]) -> T:
         raise Left
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "evaluator", evaluator)
+        patch.setattr(train, "make_evaluator", evaluator)
         patch.setattr(train, "train_one_epoch", epoch)
         with pytest.raises(Left):
             train.train(read_settings(flags, recipe_of))
