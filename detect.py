@@ -60,7 +60,7 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
     timer = StageTimer(wait if predictor.device.type != "cpu" else lambda: None)
     frames_done = 0
     with closing(Output(media, options)) as output:
-        for group in bar.over(grouped, len):
+        for group in bar.iterate(grouped, len):
             batch = predictor.data.collate([item for _, item in group])
             if not timer.batches:
                 predictor.predict_batch(batch, timer)  # a warm-up, which the timer does not count

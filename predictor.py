@@ -28,7 +28,7 @@ from utils.console import log
 from utils.distributed.launch import devices_named
 from utils.errors import UserError, nearest
 from utils.files import located
-from utils.python_api import words_of
+from utils.python_api import command_words
 from utils.summary import POSTPROCESSING, StageTimer
 from utils.user_code import class_named
 
@@ -65,7 +65,7 @@ class Predictor:
         flags: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
-        given = flags or given_flags(DetectOptions, words_of({**arguments, "weights": weights}), ARGUMENTS)
+        given = flags or given_flags(DetectOptions, command_words({**arguments, "weights": weights}), ARGUMENTS)
         options = DetectOptions(**given)
         self.device = devices_named("0" if options.device == "cuda" else options.device)[0]
         half = options.half and self.device.type == "cuda"
@@ -105,7 +105,7 @@ class Predictor:
             return
         if name in ARGUMENTS and name not in SETTINGS:
             raise UserError(f"{name} cannot be changed; load the model with {name}={value!r}")
-        flags = given_flags(DetectOptions, words_of({name: value}), SETTINGS)
+        flags = given_flags(DetectOptions, command_words({name: value}), SETTINGS)
         value = flags.get(name, getattr(DetectOptions(), name))
         if name == "imgsz":
             sides = image_sides(value) or self.size.sides

@@ -62,7 +62,7 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
     with barrier(options.dist_timeout):  # one machine may have more to download than another
         job = read_job(unresolved, run.collectives.broadcast)
     settings, task, options, hyp = job.settings, job.task, job.settings.options, job.settings.hyp
-    logical = LogicalProcesses.of(options.logical_processes, accelerator)
+    logical = LogicalProcesses.create(options.logical_processes, accelerator)
     logical.fix_kernels(accelerator.device)
     seed_everything(options.seed, not options.no_deterministic)
     model, known_share = job.load_model()
@@ -118,7 +118,7 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
             sync_bn=options.sync_bn,
             precision=precision.name,
             clip_norm=hyp.clip_norm,
-            keep_norms=hyp.keeps_norms(known_share),
+            freezes_batchnorm=hyp.keeps_norms(known_share),
         )
         ema.replicas = replicate(ema.model, len(logical.local))
         identity = replace(identity, settings=content)
@@ -185,7 +185,7 @@ def train_one_epoch(
     bar = run.bar(f"epoch {progress.epoch + 1}/{options.epochs}", batches * size, progress.batch * size)
     steps.log.start_epoch(bar)
     remaining = loader if progress.batch < batches else ()  # nothing if only the validation is missing
-    for number, local_batches in enumerate(bar.over(remaining, lambda _: size), progress.batch):
+    for number, local_batches in enumerate(bar.iterate(remaining, lambda _: size), progress.batch):
         run.keep_alive("training step")
         batches_so_far = progress.epoch * batches + number
         with accelerator.accumulate(model.wrapped):

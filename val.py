@@ -69,7 +69,7 @@ class Evaluator:
         for model in models:
             model.eval()
         bar = run.bar("validating", self.images)
-        for batch in bar.over(self.loader, lambda batch: len(batch.infos) * run.accelerator.num_processes):
+        for batch in bar.iterate(self.loader, lambda batch: len(batch.infos) * run.accelerator.num_processes):
             run.keep_alive("validation batch")
             if stop_requested():
                 break

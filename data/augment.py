@@ -74,7 +74,7 @@ def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool, masks: bool
     polygons = sample.polygons
     if polygons is not None:
         # As in YOLOv5, mask outlines keep the half pixel of an odd padding: drawing truncates points to whole pixels.
-        polygons = polygons.at(polygons.points * ratio + np.array(spare if masks else (left, top), np.float32))
+        polygons = polygons.with_points(polygons.points * ratio + np.array(spare if masks else (left, top), np.float32))
     return Sample(image, boxes, sample.classes, polygons), Placement((ratio, ratio), (left, top))
 
 
@@ -124,7 +124,7 @@ def warp_mosaic(
         if upright:
             factors, shifts = _draw_upright(result, tile, matrix)
             after.append((sample.boxes * factors + shifts).clip(window[:2] * 2, window[2:] * 2))
-            polygons = polygons and polygons.at(polygons.points * factors[:2] + shifts[:2])
+            polygons = polygons and polygons.with_points(polygons.points * factors[:2] + shifts[:2])
         else:
             _draw_warped(result, tile, matrix)
             polygons, limits = polygons and _warp_outlines(polygons, tile, matrix), (0, 0, *shape[::-1])
@@ -135,10 +135,10 @@ def warp_mosaic(
         outlined.append(sample.has_outline)
         classes.append(sample.classes)
     if not classes:
-        return Sample(result, np.zeros((0, 4), np.float32), np.zeros(0, np.float32), Polygons.of(()))
+        return Sample(result, np.zeros((0, 4), np.float32), np.zeros(0, np.float32), Polygons.from_outlines(()))
     old, has_outline = np.concatenate(before), np.concatenate(outlined)
     new = np.concatenate(after) if upright else warp_boxes(old, matrix, shape)
-    polygons = Polygons.joined(outlines) if outlines else None
+    polygons = Polygons.concatenate(outlines) if outlines else None
     if polygons is not None:
         polygons, extents = polygons.cut(np.concatenate(bounds))
         new = np.where(has_outline[:, None], extents, new)
@@ -223,8 +223,8 @@ def _draw_warped(result: np.ndarray, tile: _MosaicTile, matrix: np.ndarray) -> N
 
 def _warp_outlines(polygons: Polygons, tile: _MosaicTile, matrix: np.ndarray) -> Polygons:
     """Return the outlines of an image, cut off at the edge of the canvas, in pixels of the result."""
-    polygons, _ = polygons.at(polygons.points * tile.ratio + tile.position[:2]).cut(np.array(tile.part))
-    return polygons.at(warp_points(polygons.points, matrix))
+    polygons, _ = polygons.with_points(polygons.points * tile.ratio + tile.position[:2]).cut(np.array(tile.part))
+    return polygons.with_points(warp_points(polygons.points, matrix))
 
 
 def _warp_image(image: np.ndarray, matrix: np.ndarray, shape: tuple[int, int], **options: Any) -> np.ndarray:
@@ -272,7 +272,7 @@ def random_warp(
         image = _warp_image(image, matrix, shape, borderValue=(PADDING_LEVEL,) * 3)
     boxes, polygons = warp_boxes(sample.boxes, matrix, shape), sample.polygons
     if polygons is not None:
-        warped = polygons.at(warp_points(polygons.points, matrix).astype(np.float32))
+        warped = polygons.with_points(warp_points(polygons.points, matrix).astype(np.float32))
         polygons, extents = warped.cut(np.array((0, 0, *shape[::-1])))
         boxes = np.where(sample.has_outline[:, None], extents, boxes)
     visible = is_visible(sample.boxes * scale, boxes, sample.has_outline)
@@ -313,7 +313,7 @@ def mixup(a: Sample, b: Sample, rng: np.random.Generator) -> Sample:
     weight = rng.beta(32.0, 32.0)
     image = cv2.addWeighted(a.image, weight, b.image, 1 - weight, 0)
     outlines = [each.polygons for each in (a, b) if each.polygons is not None]
-    polygons = Polygons.joined(outlines) if outlines else None
+    polygons = Polygons.concatenate(outlines) if outlines else None
     return Sample(image, np.concatenate((a.boxes, b.boxes)), np.concatenate((a.classes, b.classes)), polygons)
 
 
@@ -348,7 +348,7 @@ def copy_paste(sample: Sample, chance: float, rng: np.random.Generator) -> Sampl
         classes = np.append(classes, classes[number])
         pasted.append(polygon * (-1, 1) + (image.shape[1], 0))
     if pasted:
-        polygons = Polygons.joined((polygons, Polygons.of(pasted)))
+        polygons = Polygons.concatenate((polygons, Polygons.from_outlines(pasted)))
     return Sample(image, boxes, classes, polygons)
 
 
@@ -386,7 +386,7 @@ def flip(sample: Sample, axis: int) -> Sample:
     if polygons is not None:
         points = polygons.points.copy()
         points[:, axis] = sample.image.shape[1 - axis] - points[:, axis]
-        polygons = polygons.at(points)
+        polygons = polygons.with_points(points)
     return Sample(cv2.flip(sample.image, 1 - axis), boxes, sample.classes, polygons)
 
 

@@ -205,11 +205,11 @@ class ClassificationData(DataSet[ClassificationSplit]):
     @staticmethod
     def files(spec: DataSpec) -> dict[str, list[Path]]:
         names = ("train", "val")
-        return {name: [path for paths in classes_of_split(spec, name).values() for path in paths] for name in names}
+        return {name: [path for paths in split_classes(spec, name).values() for path in paths] for name in names}
 
     def split(self, name: str, hyp: Recipe | None = None) -> ClassificationSplit:
         """Read and check a split. Raises `UserError` if no image can be used, or for a folder of an unknown class."""
-        classes = classes_of_split(self.spec, name)
+        classes = split_classes(self.spec, name)
         numbers = {text: number for number, text in self.names.items()}
         if unknown := [text for text in classes if text not in numbers]:
             raise UserError(
@@ -274,7 +274,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
 Classes = dict[str, list[Path]]  # the images of each class, sorted, by its name
 
 
-def classes_of_split(spec: DataSpec, name: str) -> Classes:
+def split_classes(spec: DataSpec, name: str) -> Classes:
     """Return the images of a split by class. Raises `UserError` if there are none."""
     if name == "test" or not spec.holds_out:
         return _by_class(spec, name)

@@ -47,9 +47,9 @@ class Listing(NamedTuple):
 
     def label_files(self) -> list[Path]:
         """Return the files that the labels are read from; label files may not exist."""
-        described = {path for each in self.annotated for path in each.images}
+        described = {path for split in self.annotated for path in split.images}
         names = [str(image) for image in self.images if str(image) not in described]
-        return [*(file for each in self.annotated for file in each.files), *map(Path, map(label_name, names))]
+        return [*(file for split in self.annotated for file in split.files), *map(Path, map(label_name, names))]
 
 
 @dataclass(frozen=True)
@@ -264,9 +264,9 @@ def _roots(file: Path, path: str | None) -> tuple[Path, ...]:
     """Return the folders that `path:` of a data YAML may mean, by precedence."""
     beside = file.resolve().parent
     if path and REMOTE.match(path):
-        from data.download import copied
+        from data.download import copy_remote
 
-        return (copied(path),)
+        return (copy_remote(path),)
     bases = [beside, Path.cwd()]
     if path and IS_INSTALLED and beside.is_relative_to(ROOT):  # a shipped file: as if the repository were here
         bases = [Path.cwd() / beside.relative_to(ROOT)]
@@ -308,21 +308,18 @@ def _candidates(entry: str, roots: Sequence[Path]) -> list[Path]:
 
 def _names(file: Path, content: Mapping[str, Any]) -> dict[int, str]:
     """Return the classes of `names:`, or numbers as names for `nc:` alone; {} without both. Raises `UserError`."""
-    given, count = content.get("names"), content.get("nc")
-    if given is None and count is None:
+    listed, count = content.get("names"), content.get("nc")
+    if listed is None and count is None:
         return {}
-    if isinstance(count, str) and count.isdecimal():
-        count = int(count)
-    if given is None and type(count) is int:
-        given = list(map(str, range(min(count, MAX_CLASSES + 1))))
-    pairs: Any = enumerate(given) if isinstance(given, list) else given.items() if isinstance(given, dict) else ()
+    count = int(count) if isinstance(count, str) and count.isdecimal() else count
+    if listed is None and type(count) is int:
+        listed = list(map(str, range(min(count, MAX_CLASSES + 1))))
+    pairs: Any = enumerate(listed) if isinstance(listed, list) else listed.items() if isinstance(listed, dict) else ()
     names = {re.sub("^0+(?=.)", "", str(key)): name for key, name in pairs}
-    is_valid = 0 < len(names) <= MAX_CLASSES and {*names} == {*map(str, range(len(given or ())))}
+    is_valid = 0 < len(names) <= MAX_CLASSES and {*names} == {*map(str, range(len(listed or ())))}
     if not is_valid or not all(isinstance(name, str) and name.strip() for name in names.values()):
-        raise UserError(
-            f"{file}: `names` must list 1 to {MAX_CLASSES} classes, as [person, car, ...] or by number from 0, each "
-            f"once, not {quoted(given)}"
-        )
+        form = f"list 1 to {MAX_CLASSES} classes, as [person, car, ...] or by number from 0, each once"
+        raise UserError(f"{file}: `names` must {form}, not {quoted(listed)}")
     if count not in (None, len(names)):
         raise UserError(f"{file}: `nc` is {quoted(count)} but `names` has {plural(len(names), 'class')}; fix either")
     return {number: names[str(number)] for number in range(len(names))}

@@ -59,14 +59,14 @@ class _Items(Items):
         """Return an image with its longer side at `imgsz`, and its boxes in pixels."""
         image = self.images.read(index)
         height, width = image.shape[:2]
-        rows = self.labels.of(index)
+        rows = self.labels.image_rows(index)
         half = rows[:, 3:5] / 2
         boxes = np.concatenate((rows[:, 1:3] - half, rows[:, 1:3] + half), 1)
         sample = Sample(image, boxes * np.array([width, height, width, height], np.float32), rows[:, 0])
         if self.labels.polygons is None:
             return sample
-        polygons = self.labels.polygons.between(*self.labels.offsets[index : index + 2].tolist())
-        return sample._replace(polygons=polygons.at(polygons.points * np.array([width, height], np.float32)))
+        polygons = self.labels.polygons.select_range(*self.labels.offsets[index : index + 2].tolist())
+        return sample._replace(polygons=polygons.with_points(polygons.points * np.array([width, height], np.float32)))
 
     def item(self, sample: SampleIndex, pixels: Tensor) -> Item:
         """Write an image into `pixels`, uint8 (3, h, w); return them with its targets (k, 5)."""
@@ -83,7 +83,7 @@ class _Items(Items):
 
     def info(self, index: int, placement: Placement) -> ImageInfo:
         width, height = (int(side) for side in self.labels.sizes[index])
-        return ImageInfo(index, self.images.name(index), (width, height), placement, self.labels.of(index))
+        return ImageInfo(index, self.images.name(index), (width, height), placement, self.labels.image_rows(index))
 
 
 @dataclass(eq=False)

@@ -27,7 +27,8 @@ def archive_sources(value: Any) -> list[tuple[str, str]]:
     """
     sources = []
     for folder, addresses in (value if isinstance(value, Mapping) else {".": value}).items():
-        sources += [(str(folder), each) for each in (addresses if isinstance(addresses, list) else [addresses])]
+        addresses = addresses if isinstance(addresses, list) else [addresses]
+        sources += [(str(folder), address) for address in addresses]
     return sources if all(is_inside(folder) and is_address(address) for folder, address in sources) else []
 
 
@@ -83,7 +84,7 @@ def unpack(archive: Path, folder: Path, dataset: str, expected: Sequence[str] = 
     try:
         part.mkdir(exist_ok=True)
         with opener(archive) as opened:
-            sizes = [each.file_size for each in opened.infolist()] if is_zip else [each.size for each in opened]
+            sizes = [file.file_size for file in opened.infolist()] if is_zip else [member.size for member in opened]
             check_free_space(part, sum(sizes))
             opened.extractall(part, **({} if is_zip else {"filter": "data"}))
         shutil.rmtree(part / "__MACOSX", ignore_errors=True)  # added by macOS
@@ -100,7 +101,7 @@ def unpack(archive: Path, folder: Path, dataset: str, expected: Sequence[str] = 
         shutil.rmtree(part, ignore_errors=True)
 
 
-def copied(address: str) -> Path:
+def copy_remote(address: str) -> Path:
     """Return this machine's copy of a folder of an object store or a web server, made once. Raises `UserError`."""
     folder = cache_folder() / "remote" / sha256(address.encode()).hexdigest()[:16]
     done = folder.with_suffix(".done")
@@ -108,7 +109,7 @@ def copied(address: str) -> Path:
         if not (done.is_file() and folder.is_dir()):
             print(f"copying {public(address)} to {folder}", file=sys.stderr, flush=True)
             try:
-                _copy(address.rstrip("/"), folder)
+                _copy_files(address.rstrip("/"), folder)
                 done.touch()
             except Exception as error:  # each store has its own kinds
                 if address.startswith("http"):  # web servers give no sizes, by which the next start could continue
@@ -117,7 +118,7 @@ def copied(address: str) -> Path:
     return folder
 
 
-def _copy(address: str, folder: Path) -> None:
+def _copy_files(address: str, folder: Path) -> None:
     """Copy all files below an address by fsspec, but not those that an earlier start has copied."""
     from fsspec.callbacks import Callback
     from fsspec.core import url_to_fs

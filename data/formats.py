@@ -20,7 +20,7 @@ from PIL import Image
 
 from data.images import image_size, images_below, is_image, is_run_folder, listed_images, named_files
 from data.labels import ImageRows, RowRules, file_stamps, label_name
-from data.polygons import joined, mask_outline
+from data.polygons import join_outlines, mask_outline
 from data.records import read_records, table_columns
 from utils.console import log
 from utils.errors import UserError, nearest, plural, quoted
@@ -361,7 +361,7 @@ def _outline(raw: Any, image: tuple[int, int]) -> np.ndarray:
         coded = segmentation if is_text else mask.frPyObjects(segmentation, *image[::-1])
         return np.array(mask_outline(mask.decode(coded)))
     parts = [np.array(part, float).reshape(-1, 2) for part in segmentation or () if len(part) > 4]
-    return joined(parts) if parts else np.zeros((0, 2))
+    return join_outlines(parts) if parts else np.zeros((0, 2))
 
 
 # VOC
@@ -682,14 +682,14 @@ def _annotation_files(folder: Path, pattern: str, fits: Callable[[Path], bool]) 
 def _voc_layout(folder: Path) -> dict[str, Any] | None:
     """Return the lists of each split in VOC's layout, of the folder or of the years in it, such as VOC2012."""
 
-    def lists_of(name: str) -> list[str]:
+    def split_lists(name: str) -> list[str]:
         years = (folder, *sorted(folder.glob("VOC*")))
         lists = [file for year in years for file in sorted((year / VOC_LISTS).glob("*.txt")) if is_voc(file)]
         names = {*SPLIT_NAMES.get(name, (name,))} - ({"test"} if name == "val" else set())
         return [str(file.relative_to(folder)) for file in lists if file.stem.lower() in names]
 
-    content: dict[str, Any] = {split: lists_of(split) for split in SPLIT_FOLDERS}
-    content["train"] = content["train"] or ([] if content["val"] else lists_of("trainval"))
+    content: dict[str, Any] = {split: split_lists(split) for split in SPLIT_FOLDERS}
+    content["train"] = content["train"] or ([] if content["val"] else split_lists("trainval"))
     content["val"] = content["val"] or content["test"]
     return {split: lists for split, lists in content.items() if lists} if content["train"] else None
 

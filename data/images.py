@@ -148,7 +148,7 @@ def read_reduced(path: Path, width: int, height: int, size: int) -> np.ndarray:
     """
     if width * height <= LARGE_PIXELS:
         return resize_long_side(read_image(path), size, smooth=False)
-    divisor = max(number for number in JPEG_FLAGS if number == 1 or number * size <= max(width, height))
+    divisor = max(divisor for divisor in JPEG_FLAGS if divisor == 1 or divisor * size <= max(width, height))
     image = read_image(path, divisor)
     reduced = -(-height // divisor), -(-width // divisor)
     if image.shape[:2] not in (reduced, (height, width)):  # the file has changed since its size was read

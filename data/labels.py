@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.images import image_size
-from data.polygons import Polygons, offsets_of
+from data.polygons import Polygons, part_offsets
 from utils.console import log
 from utils.errors import UserError, plural, quoted
 from utils.files import cache_folder, one_at_a_time, read_regular, read_text, replacing
@@ -60,7 +60,7 @@ class RowRules:
         if not all(-COORDINATE_TOLERANCE <= value <= 1 + COORDINATE_TOLERANCE for value in values):
             values = [min(max(value, 0.0), 1.0) for value in values]
         if self.by_points and values:
-            x, y = (points_of(values) - points_of(values)[0]).astype(np.float64).T
+            x, y = (as_points(values) - as_points(values)[0]).astype(np.float64).T
             farthest = np.argmax(x * x + y * y)
             across = np.abs(x * y[farthest] - y * x[farthest]).max()  # distance from the line, times the line's length
             if across < MIN_OUTLINE_WIDTH * np.hypot(x[farthest], y[farthest]):
@@ -80,7 +80,7 @@ class Row(NamedTuple):
     points: list[float]  # x1 y1 x2 y2 ...; [] for a box
 
 
-def points_of(values: Sequence[float]) -> np.ndarray:
+def as_points(values: Sequence[float]) -> np.ndarray:
     """Return coordinates x1 y1 x2 y2 ... as points, float32 (k, 2)."""
     return np.array(values, np.float32).reshape(-1, 2)
 
@@ -171,7 +171,7 @@ class Labels:
     problems: tuple[str, ...]  # sentences about what is left out
     polygons: Polygons | None = None  # outlines of the rows, if requested and if there are any
 
-    def of(self, index: int) -> np.ndarray:
+    def image_rows(self, index: int) -> np.ndarray:
         """Return the rows of one image, (k, 5)."""
         return self.rows[self.offsets[index] : self.offsets[index + 1]]
 
@@ -184,7 +184,7 @@ class Labels:
         """Return the labels of the images for which `chosen`, bool (n,), is true."""
         chosen_rows = np.repeat(chosen, self.counts)
         polygons = self.polygons and self.polygons.subset(chosen_rows)
-        offsets = offsets_of(self.counts[chosen])
+        offsets = part_offsets(self.counts[chosen])
         return replace(self, rows=self.rows[chosen_rows], offsets=offsets, sizes=self.sizes[chosen], polygons=polygons)
 
 
@@ -301,10 +301,12 @@ def _scan(
         scans = list(tqdm(scanned, f"checking {title}", len(images), unit="image", disable=None, leave=False))
     polygons = None
     if rules and rules.outlines and (rules.by_points or any(scan.outlines for scan in scans)):
-        polygons = Polygons.joined([scan.outlines or Polygons.of([points_of(())] * len(scan.rows)) for scan in scans])
+        polygons = Polygons.concatenate(
+            [scan.outlines or Polygons.from_outlines([as_points(())] * len(scan.rows)) for scan in scans]
+        )
     return Labels(
         np.concatenate([scan.rows for scan in scans]),
-        offsets_of([len(scan.rows) for scan in scans]),
+        part_offsets([len(scan.rows) for scan in scans]),
         np.array([scan.size for scan in scans], np.int32),
         (*problems, *(problem for scan in scans for problem in scan.problems)),
         polygons,
@@ -325,10 +327,7 @@ def _scan_item(item: tuple[Path, RowRules | None, ImageRows | None]) -> Scan:
 
 
 def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows | None = None) -> Scan:
-    """Check one image and its label file, or the objects that annotations describe. What is bad is left out.
-
-    An image is left out too if its label file cannot be read, or has rows but no valid one.
-    """
+    """Check an image and its label file or annotations. It is left out if bad, or if it has rows but no valid one."""
     restored: list[str] = []
     try:
         size = image_size(image, restored.append)
@@ -357,6 +356,6 @@ def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows
         return Scan(problems=[*problems, f"{origin}: no row can be used; its image is left out"])
     boxes, outlines = np.array([row.box for row in rows], np.float32).reshape(-1, 5), None
     if rules.outlines and any(row.points for row in rows):
-        outlines = Polygons.of([points_of(row.points) for row in rows])
+        outlines = Polygons.from_outlines([as_points(row.points) for row in rows])
         outlines = outlines.fitted(boxes[:, 1:]) if rules.boxed else outlines
     return Scan(size, boxes, [*restored, *problems], outlines)

@@ -30,7 +30,7 @@ VIDEO_SUFFIXES = frozenset(
 LISTS = (".txt", ".streams")  # suffixes of lists of sources
 WEB_SCHEMES = ("http", "https")
 DEFAULT_FPS = 30.0  # frame rate of a video or stream that has none
-COMPLETE = 0.9  # least share of the header's frames that a whole video has: .mkv counts on until the sound ends
+COMPLETE = 0.9  # smallest share of the header's frames that a whole video has: .mkv counts on until the sound ends
 
 
 class MediaItem(NamedTuple):
@@ -143,8 +143,8 @@ class Media:
         fps, expected = float(video.get(cv2.CAP_PROP_FPS)), int(video.get(cv2.CAP_PROP_FRAME_COUNT))
         while video.grab():
             if number % self.stride == 0:
-                fine, image = video.retrieve()
-                if not fine:
+                is_read, image = video.retrieve()
+                if not is_read:
                     break
                 yield Frame(item, image, number, fps if 0 < fps < 1000 else DEFAULT_FPS)
             number += 1

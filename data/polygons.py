@@ -14,7 +14,7 @@ MAX_MISFIT = 0.1  # largest distance of an outline's edge from its box's, in uni
 MAX_PARTS = 1000  # parts of a mask, with its holes; the time to join them grows with the square
 
 
-def offsets_of(counts: Sequence[int] | np.ndarray) -> np.ndarray:
+def part_offsets(counts: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return the start of each part of a flat array by the parts' lengths, and the end of the last, int64 (n + 1)."""
     return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
 
@@ -31,17 +31,19 @@ class Polygons:
     offsets: np.ndarray  # int64 (m + 1); object j has points offsets[j] to offsets[j + 1], none if not known or visible
 
     @staticmethod
-    def of(outlines: Sequence[np.ndarray]) -> Polygons:
+    def from_outlines(outlines: Sequence[np.ndarray]) -> Polygons:
         """Return the polygons with these points, (k, 2) each."""
-        return Polygons(np.concatenate([np.zeros((0, 2), np.float32), *outlines]), offsets_of(list(map(len, outlines))))
+        return Polygons(
+            np.concatenate([np.zeros((0, 2), np.float32), *outlines]), part_offsets(list(map(len, outlines)))
+        )
 
     @staticmethod
-    def joined(parts: Sequence[Polygons]) -> Polygons:
+    def concatenate(parts: Sequence[Polygons]) -> Polygons:
         """Return all polygons of `parts`, which must not be empty."""
         if len(parts) == 1:
             return parts[0]
         counts = np.concatenate([part.counts for part in parts])
-        return Polygons(np.concatenate([part.points for part in parts]), offsets_of(counts))
+        return Polygons(np.concatenate([part.points for part in parts]), part_offsets(counts))
 
     @cached_property
     def counts(self) -> np.ndarray:
@@ -56,7 +58,7 @@ class Polygons:
         """Return the points of each polygon, (k, 2) each."""
         return tuple(map(self.outline, range(len(self.counts))))
 
-    def between(self, first: int, end: int) -> Polygons:
+    def select_range(self, first: int, end: int) -> Polygons:
         """Return polygons `first` to `end` - 1."""
         offsets = self.offsets[first : end + 1]
         return Polygons(self.points[offsets[0] : offsets[-1]], offsets - offsets[0])
@@ -65,9 +67,9 @@ class Polygons:
         """Return the polygons for which `chosen`, bool (m,), is true."""
         if chosen.all():
             return self
-        return Polygons(self.points[np.repeat(chosen, self.counts)], offsets_of(self.counts[chosen]))
+        return Polygons(self.points[np.repeat(chosen, self.counts)], part_offsets(self.counts[chosen]))
 
-    def at(self, points: np.ndarray) -> Polygons:
+    def with_points(self, points: np.ndarray) -> Polygons:
         """Return the same polygons at other coordinates, (p, 2)."""
         return replace(self, points=points)
 
@@ -92,7 +94,7 @@ class Polygons:
         counts = np.where(fits, self.counts, 0)
         owners, spans = np.repeat(np.arange(len(boxes)), counts), extents[:, 2:] - extents[:, :2]
         shares = (self.points[np.repeat(fits, self.counts)] - extents[owners, :2]) / spans[owners]
-        return Polygons(shares * sides[owners] + corners[owners, :2], offsets_of(counts))
+        return Polygons(shares * sides[owners] + corners[owners, :2], part_offsets(counts))
 
     def cut(self, bounds: np.ndarray) -> tuple[Polygons, np.ndarray]:
         """Return the parts of the polygons inside rectangles, and the box around each part, (m, 4) xyxy, or zeros.
@@ -114,12 +116,12 @@ class Polygons:
         counts, is_real = np.bincount(owners, minlength=len(limits)), ~_is_connection(points, owners, whole, limits)
         real_counts = np.bincount(owners[is_real], minlength=len(limits))
         extents[outside] = 0
-        extents[crossing] = Polygons(points[is_real], offsets_of(real_counts)).extents()
+        extents[crossing] = Polygons(points[is_real], part_offsets(real_counts)).extents()
         all_counts = np.where(beyond, 0, self.counts)
         all_counts[crossing] = counts
         joined, is_cut = np.empty((all_counts.sum(), 2), self.points.dtype), np.repeat(crossing, all_counts)
         joined[is_cut], joined[~is_cut] = points, inside.points
-        return Polygons(joined, offsets_of(all_counts)), extents
+        return Polygons(joined, part_offsets(all_counts)), extents
 
 
 def _cut(polygons: Polygons, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -169,7 +171,7 @@ def is_inside(point: np.ndarray, outline: np.ndarray) -> bool:
     return bool(np.count_nonzero(x - y * (next_x - x) / (next_y - y) > 0) % 2)
 
 
-def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+def join_outlines(parts: Sequence[np.ndarray]) -> np.ndarray:
     """Join outlines (k, 2) into one, each to the next at their nearest points. The connections enclose no area.
 
     A hole is a part like any other: an area that the outline goes around twice is outside.
@@ -210,4 +212,4 @@ def mask_outline(mask: np.ndarray, tolerance: float = 0.0) -> list[tuple[float, 
             corners = cv2.approxPolyDP(corners[:, None], tolerance, True)[:, 0]
         if len(corners) > 2:
             parts.append(corners.astype(float))
-    return list(map(tuple, joined(parts).tolist())) if parts else []
+    return list(map(tuple, join_outlines(parts).tolist())) if parts else []

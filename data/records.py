@@ -41,18 +41,17 @@ def read_records(files: Sequence[Path]) -> Any:
     annotations: list[Any] = []
     for file in files:
         try:
-            for image, (width, height), item in (
-                _table_rows(file) if file.suffix.lower() == ".csv" else _json_rows(file)
-            ):
+            rows = _table_rows(file) if file.suffix.lower() == ".csv" else _json_rows(file)
+            for image, (width, height), item in rows:
                 name = image.replace("\\", "/")
                 images[name] = SimpleNamespace(id=name, file_name=name, width=width, height=height)
                 annotations += [_annotation(name, *item)] if item else []
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, csv.Error) as error:
             raise UserError(f"{file} cannot be read as annotations ({error}); fix it, or move it away") from None
-    if 0 < max((max(each.bbox, default=0.0) for each in annotations), default=0.0) <= 1:
+    if 0 < max((max(annotation.bbox) for annotation in annotations), default=0.0) <= 1:
         images = {name: SimpleNamespace(id=name, file_name=name, width=1, height=1) for name in images}
-    ids = {each.category_id for each in annotations}
-    categories = [SimpleNamespace(id=each, name=each[1], supercategory=each[1]) for each in ids]
+    ids = {annotation.category_id for annotation in annotations}
+    categories = [SimpleNamespace(id=key, name=key[1], supercategory=key[1]) for key in ids]
     return SimpleNamespace(files=files, images=[*images.values()], annotations=annotations, categories=categories)
 
 
@@ -79,9 +78,11 @@ def table_columns(file: Path) -> tuple[dict[str, int], str]:
         return {}, f"{file} cannot be read as CSV ({error})"
     if len(head) > 5 and all(re.fullmatch(r"-?[\d.]*", cell) for cell in head[1:5]):
         return dict(zip(HEADERLESS, range(len(head)), strict=False)), ""
-    places = {re.sub("[^a-z0-9]", "", name.lower()): k for k, name in enumerate(head)}
-    named = {key: max(filter(re.compile(form).fullmatch, places), key=len, default="") for key, form in COLUMNS.items()}
-    columns = {"header": 0, **{key: places[name] for key, name in named.items() if name}}
+    positions = {re.sub("[^a-z0-9]", "", name.lower()): column for column, name in enumerate(head)}
+    columns = {"header": 0}
+    for key, form in COLUMNS.items():
+        if name := max(filter(re.compile(form).fullmatch, positions), key=len, default=""):
+            columns[key] = positions[name]
     far = {"right", "bottom"} if "right" in columns else {"width", "height"}
     if {"image", "shape"} <= {*columns} or {"image", "left", "top", *far} <= {*columns}:
         return columns, ""

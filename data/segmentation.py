@@ -20,7 +20,7 @@ from data.dataset import Item, empty_pixels
 from data.detection import NO_PLACEMENT, DetectionData, DetectionSplit, EvaluationItems, TrainingItems, to_tensors
 from data.detection import collate as collate_boxes
 from data.labels import OUTLINES, Labels, RowRules
-from data.polygons import Polygons, offsets_of
+from data.polygons import Polygons, part_offsets
 from data.sampler import SampleIndex
 from utils.batch import MASK_STRIDE, SegmentationBatch, box_windows
 from utils.config.hyperparameters import Recipe
@@ -66,7 +66,7 @@ def _draw_all(polygons: Polygons, shape: tuple[int, int], ratio: int, value: int
     If blocks of ratio x ratio pixels fill the image, a pixel of the result is made of one block, and only the blocks
     around an object are drawn; otherwise whole images are drawn and shrunk. `shape` is the image's height and width.
     """
-    whole = polygons.at(polygons.points.astype(np.int32))
+    whole = polygons.with_points(polygons.points.astype(np.int32))
     extents = whole.extents()
     height, width = shape
     if height % ratio or width % ratio:
@@ -177,7 +177,7 @@ class MaskedEvaluationItems(EvaluationItems):
         assert self.labels.polygons is not None
         masks = evaluation_masks(fitted.polygons, targets.numpy(), sample.shape)
         first, end = self.labels.offsets[sample.image : sample.image + 2].tolist()
-        outlines = self.labels.polygons.between(first, end).outlines()
+        outlines = self.labels.polygons.select_range(first, end).outlines()
         info = self.info(sample.image, placement)._replace(outlines=outlines)
         return pixels, targets, (info, masks)
 
@@ -234,4 +234,4 @@ def outlined(labels: Labels) -> Labels:
     points[~of_box] = polygons.points
     rows = labels.rows[is_box]
     points[of_box] = (rows[:, None, 1:3] + rows[:, None, 3:] * CORNERS).reshape(-1, 2)
-    return replace(labels, polygons=Polygons(points.clip(0, 1), offsets_of(counts)))
+    return replace(labels, polygons=Polygons(points.clip(0, 1), part_offsets(counts)))

@@ -37,7 +37,7 @@ from utils.checkpoint import serialised, weights_content
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 from utils.plots.drawing import Style
-from utils.python_api import words_of
+from utils.python_api import command_words
 
 SIDE, CONFIDENCE, OVERLAP = 160, 0.1, 0.45
 
@@ -565,7 +565,7 @@ def test_files_that_cannot_be_written_are_problems(
     assert capsys.readouterr().out.count("warning: ") == 5
     assert {"m.txt", f"{long}.txt", "o.txt", "clip_2.txt"} <= {path.name for path in (out / "labels").iterdir()}
     assert (out / "n.jpg").is_file()
-    monkeypatch.setattr(sys, "argv", ["detect.py", *words_of(how)])
+    monkeypatch.setattr(sys, "argv", ["detect.py", *command_words(how)])
     with pytest.raises(SystemExit, match="1"):
         detect.main()
     assert "7 images; results in " in (printed := capsys.readouterr().out)

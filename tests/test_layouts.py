@@ -59,7 +59,7 @@ def test_boxes_are_the_same_from_every_layout(layout: Layout, tmp_path: Path) ->
     else:
         assert counts == {"train": COUNTS["train"] - HELD_OUT, "val": HELD_OUT}
     expected = {image.stem: image.label_rows() for name in ("train", "val") for image in drawn(name)}
-    read = {path.stem: split.labels.of(k) for split in splits.values() for k, path in enumerate(split.images)}
+    read = {path.stem: split.labels.image_rows(k) for split in splits.values() for k, path in enumerate(split.images)}
     assert len(read) == sum(counts.values())
     for stem, rows in read.items():
         wanted = np.array([list(map(float, row.split())) for row in expected[stem]], np.float32).reshape(-1, 5)

@@ -161,7 +161,7 @@ def test_training(trained: Path, package: Path) -> None:
     assert (weights.task, weights.settings["task_file"]) == ("keypoints", str(package))
 
 
-def points_of(folder: Path) -> list[list[str]]:
+def as_points(folder: Path) -> list[list[str]]:
     with open(folder / "points.csv", encoding="utf-8", newline="") as file:
         return list(csv.reader(file))
 
@@ -175,7 +175,7 @@ def test_the_same_bytes_on_one_and_two_processes(
         return run_script(*train_flags(package, keypoints, project, *flags), OMP_NUM_THREADS="1", **more)
 
     killed_and_moved(train, run_script, trained, "--hyp", str(package / "hyp.yaml"))
-    assert points_of(trained.with_name("killed")) == points_of(trained)
+    assert as_points(trained.with_name("killed")) == as_points(trained)
 
 
 def test_the_other_scripts(user: None, trained: Path, package: Path, keypoints: Path, tmp_path: Path) -> None:
@@ -188,10 +188,10 @@ def test_the_other_scripts(user: None, trained: Path, package: Path, keypoints: 
     for name, weights, more in (("one", best, {}), ("two", [best, last], {"augment": True}), ("file", exported, {})):
         with another_process():
             val.run(weights=weights, data=keypoints, name=name, batch_size=1, workers=0, noplots=True, **how, **more)
-        validated[name] = points_of(tmp_path / name)
-        assert [row[:2] for row in validated[name]] == [row[:2] for row in points_of(trained)]
-    assert validated["one"] == points_of(trained)
-    for one, row in zip(validated["file"][1:], points_of(trained)[1:], strict=True):
+        validated[name] = as_points(tmp_path / name)
+        assert [row[:2] for row in validated[name]] == [row[:2] for row in as_points(trained)]
+    assert validated["one"] == as_points(trained)
+    for one, row in zip(validated["file"][1:], as_points(trained)[1:], strict=True):
         assert float(one[2]) == pytest.approx(float(row[2]), abs=0.1)  # a cell may be on the edge of two
     with another_process():
         source = keypoints.parent / "images" / "val"

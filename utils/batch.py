@@ -1,7 +1,4 @@
-"""The types that data sets and tasks exchange: batches, descriptions of their images, splits, and COCO's rows.
-
-A leaf module: models/, data/ and the scripts import it; it imports nothing from this repository.
-"""
+"""The types that data sets and tasks exchange. A leaf module: it imports nothing from this repository."""
 
 from __future__ import annotations
 

@@ -172,8 +172,8 @@ class Progress:
         if summary is None:
             return False
         self.validated = self.epoch
-        first = self.best_epoch < 0 and summary.fitness == self.best  # -inf, for NaN, is better than none
-        if not (summary.fitness > self.best or first):
+        is_first = self.best_epoch < 0 and summary.fitness == self.best  # -inf, for NaN, is better than none
+        if not (summary.fitness > self.best or is_first):
             return False
         self.best, self.best_epoch, self.summary = summary.fitness, self.epoch, summary
         return True
@@ -192,29 +192,22 @@ class Progress:
         return cls(**{**saved, "summary": saved["summary"] and Summary(**saved["summary"])})
 
 
+@dataclass(eq=False)
 class TrainingState:
-    """The prepared parts of a run that training changes. All processes must call its methods together.
+    """The prepared parts of a run that training changes. All processes must call its methods together."""
 
-    Args:
-        parameters: the model's parameters, in the order of the optimizer's groups
-        terms: number of loss terms
-    """
+    identity: Identity
+    measured: MeasuredConfig
+    model: DistributedModel
+    parameters: Sequence[nn.Parameter]  # the model's, in the order of the optimizer's groups
+    ema: ModelEMA
+    optimizer: Any
+    terms: int  # number of loss terms
 
-    def __init__(
-        self,
-        identity: Identity,
-        measured: MeasuredConfig,
-        model: DistributedModel,
-        parameters: Sequence[nn.Parameter],
-        ema: ModelEMA,
-        optimizer: Any,
-        terms: int,
-    ) -> None:
-        accelerator = model.accelerator
-        self.identity, self.measured, self.progress = identity, measured, Progress()
-        self.copies, self.parameters, self.ema, self.optimizer = model.copies, parameters, ema, optimizer
-        self.scaler, self.logical, self.collectives = accelerator.scaler, model.logical, Collectives()
-        self.loss_sums = torch.zeros(len(model.copies), terms, device=accelerator.device)  # over the epoch's batches
+    def __post_init__(self) -> None:
+        accelerator, self.copies, self.logical = self.model.accelerator, self.model.copies, self.model.logical
+        self.progress, self.scaler, self.collectives = Progress(), accelerator.scaler, Collectives()
+        self.loss_sums = torch.zeros(len(self.copies), self.terms, device=accelerator.device)  # over an epoch's batches
         self._saved_progress: dict[str, Any] | None = None
 
     def save(self, write: Callable[[dict[str, Any], bool], None], keep_tensors: bool = True) -> None:

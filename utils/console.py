@@ -68,10 +68,7 @@ log = Log()
 
 
 def table(rows: Sequence[Sequence[str | float]]) -> list[str]:
-    """Return the lines of a table with right-aligned columns, the first of which has the rows' names.
-
-    Floats have three decimals. Names are shortened if the table would be wider than the terminal.
-    """
+    """Return the lines of a right-aligned table; floats have three decimals, and names fit the terminal's width."""
     cells = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
     longest, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)] or [0]
     room = shutil.get_terminal_size(TERMINAL).columns - sum(widths) - len(widths)
@@ -90,7 +87,7 @@ class Bar:
         disable = None if visible else True  # None: on terminals only
         self._bar = tqdm(total=images, initial=done, desc=title, mininterval=REFRESH_SECONDS, disable=disable, **STYLE)
 
-    def over(self, batches: Iterable[T], size: Callable[[T], int]) -> Iterator[T]:
+    def iterate(self, batches: Iterable[T], size: Callable[[T], int]) -> Iterator[T]:
         """Iterate over `batches`; `size` maps a batch to its number of images."""
         started = asked = time.monotonic()
         with self._bar:
@@ -118,7 +115,7 @@ class Background:
     def __init__(self, failure: str) -> None:
         self.failure = failure
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self.do = self._jobs.put  # runs a job after the jobs before it
+        self.submit = self._jobs.put  # runs a job after the jobs before it
         self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()
 

@@ -22,7 +22,7 @@ from utils.user_code import explained
 
 
 def call(start: Callable[[list[str]], dict[str, Any] | None], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Call the function that starts a script with words of a command line, which `words_of` makes of flags by name.
+    """Call the function that starts a script with the `command_words` of flags by name.
 
     Returns what `Summary.write_result` wrote, or else the function's result, {} for None. Raises `UserError` if the
     command would end with an error, and KeyboardInterrupt if Ctrl-C has stopped it.
@@ -32,7 +32,7 @@ def call(start: Callable[[list[str]], dict[str, Any] | None], flags: Mapping[str
         os.environ[RESULT] = str(file)
         try:
             with explained():
-                returned = start([*words_of(flags)])
+                returned = start([*command_words(flags)])
         except SystemExit as end:  # this process or its children have printed the reason
             if end.code == 128 + signal.SIGINT:
                 raise KeyboardInterrupt from None
@@ -48,7 +48,7 @@ def call(start: Callable[[list[str]], dict[str, Any] | None], flags: Mapping[str
         return json.loads(file.read_text()) if file.is_file() else returned or {}
 
 
-def words_of(flags: Mapping[str, Any]) -> Iterator[str]:
+def command_words(flags: Mapping[str, Any]) -> Iterator[str]:
     """Yield flags by name as words of a command line: none for None, several for a list."""
     for name, value in flags.items():
         if isinstance(value, (list, tuple)):

@@ -79,7 +79,7 @@ class RunFolder:
         self._write({self.path / name: text.encode(errors="surrogateescape") for name, text in documents.items()})
         self.wait_for_writing()
 
-    def add_row(self, row: Mapping[str, float | int | None]) -> None:
+    def append_row(self, row: Mapping[str, float | int | None]) -> None:
         """Add a row to results.csv: 9 significant digits, empty for None. The first row's keys are the header."""
         if not self._lines:
             self._lines.append(",".join(row))
@@ -193,7 +193,7 @@ class Run:
         # The name is broadcast, not the path: --project may differ between machines.
         self.path = Path(project) / self.collectives.broadcast(name)
         self.files = RunFolder(self.path, self._is_main)
-        log.release(lambda line: self.with_wandb(lambda run: run.write_logs(f"{line}\n")))
+        log.release(lambda line: self.with_wandb(lambda wandb_run: wandb_run.write_logs(f"{line}\n")))
 
     def bar(self, title: str, images: int, done: int = 0) -> Bar:
         """Return a progress bar, drawn by the main process only, with `done` images before the start."""
@@ -227,8 +227,8 @@ class Run:
 
     def stop_together(self, reason: str) -> None:
         """Raise `StopRequested` on every process if any has a reason. All processes must call this together."""
-        if first := next(filter(None, self.collectives.gather([reason])), ""):
-            raise StopRequested(first)
+        if reason := next(filter(None, self.collectives.gather([reason])), ""):
+            raise StopRequested(reason)
 
     def keep_alive(self, work: str = "") -> None:
         """Reset the watchdog's timer: this process starts repeated work, such as a `training step`, or ""."""

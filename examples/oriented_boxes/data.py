@@ -63,7 +63,7 @@ class OrientedEvaluationItems(EvaluationItems):
         to_tensors(fitted, pixels)
         assert self.labels.polygons is not None  # `OrientedData.row_rules`
         first, end = self.labels.offsets[sample.image : sample.image + 2].tolist()
-        outlines = self.labels.polygons.between(first, end).outlines()
+        outlines = self.labels.polygons.select_range(first, end).outlines()
         return pixels, oriented_targets(fitted), self.info(sample.image, placement)._replace(outlines=outlines)
 
 

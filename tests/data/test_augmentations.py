@@ -55,7 +55,7 @@ def python(folder: Path, code: str, name: str = "own_file.py") -> str:
 def sample(outlines: bool = False) -> Sample:
     """A noisy image of 40 x 60 pixels with two objects."""
     boxes = np.array([[2, 4, 20, 30], [30, 10, 50, 20]], np.float32)
-    polygons = Polygons.of([box[[0, 1, 2, 1, 2, 3, 0, 3]].reshape(4, 2) for box in boxes])
+    polygons = Polygons.from_outlines([box[[0, 1, 2, 1, 2, 3, 0, 3]].reshape(4, 2) for box in boxes])
     return Sample(noise(60, 40, seed=0), boxes, np.array([0, 2], np.float32), polygons if outlines else None)
 
 
@@ -115,7 +115,9 @@ def test_objects_with_outlines_stay_where_they_are(tmp_path: Path) -> None:
     changed = applied(file, sample(outlines=True))
     assert np.array_equal(changed.image, 255 - sample().image)
     assert changed.polygons is not None
-    empty = sample()._replace(boxes=np.zeros((0, 4), np.float32), classes=np.zeros(0), polygons=Polygons.of(()))
+    empty = sample()._replace(
+        boxes=np.zeros((0, 4), np.float32), classes=np.zeros(0), polygons=Polygons.from_outlines(())
+    )
     assert len(applied(file, empty).boxes) == 0
     for number, value in enumerate(("boxes + 2", "boxes[:1]", "boxes[::-1]")):
         code = f"AUGMENTATIONS = [lambda boxes, classes: ({value}, classes[:len({value})])]"

@@ -1,4 +1,4 @@
-"""Data sets from archives and from stores: what is unpacked and copied, what is refused, and nothing left behind."""
+"""Data sets from archives and from stores: what is unpacked and copy_remote, what is refused, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from data.data_yaml import read_spec
 from data.dataset import DataOptions, data_source
-from data.download import copied, unpack
+from data.download import copy_remote, unpack
 from tests.making import contents, write_image, write_yaml
 from tests.web import Server, plant_free_space, sending, serving_folder, without_end
 from utils.errors import UserError
@@ -232,9 +232,9 @@ def test_a_broken_copy_continues(served: Path, tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(LocalFileSystem, "get_file", broken)
     with pytest.raises(UserError, match=r"file://.*/served .*planted"):
-        copied(f"file://{served}")
+        copy_remote(f"file://{served}")
     fails.clear()
-    assert contents(copied(f"file://{served}")) == contents(served)
+    assert contents(copy_remote(f"file://{served}")) == contents(served)
     assert len(asked) == len(set(asked)) == 6
 
 
@@ -251,7 +251,7 @@ def test_a_store_does_not_fill_the_disk(
     server.give("set/a.jpg", sending(b"a"))
     server.give("set/b.jpg", answer)
     with pytest.raises(UserError, match="must stay free"):
-        copied(f"{server.address}/set")
+        copy_remote(f"{server.address}/set")
     assert not contents(tmp_path)
 
 
@@ -271,4 +271,4 @@ def test_names_that_lead_out_of_a_store_are_refused(served: Path, monkeypatch: p
     evil = {f"{served}/../evil": {"size": 1, "type": "file"}}
     monkeypatch.setattr(LocalFileSystem, "find", lambda self, top, **options: evil)
     with pytest.raises(UserError, match="evil"):
-        copied(f"file://{served}")
+        copy_remote(f"file://{served}")

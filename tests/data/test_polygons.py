@@ -32,7 +32,7 @@ BENT = np.array(((1, 4), (1, 6), (-3, 6), (-3, -3), (6, -3), (6, 1), (4, 1), (4,
 def test_a_cut_polygon_has_the_extent_of_its_part_inside(
     outline: np.ndarray, bounds: tuple[int, ...], extent: tuple[float, ...]
 ) -> None:
-    part, extents = Polygons.of((SQUARE, outline)).cut(np.array(((0, 0, 9, 9), bounds)))
+    part, extents = Polygons.from_outlines((SQUARE, outline)).cut(np.array(((0, 0, 9, 9), bounds)))
     assert extents.tolist() == [[2, 2, 6, 6], pytest.approx(extent, abs=1e-6)]
     assert part.counts[0] == 4
     assert (len(part.outline(1)) == 0) == (extent == (0, 0, 0, 0))
@@ -44,7 +44,7 @@ def test_a_cut_covers_the_same_points_inside() -> None:
     outlines = [rng.uniform(-6, 14, (rng.integers(3, 12), 2)).astype(np.float32) for _ in range(40)]
     bounds = np.tile((0, 0, 8, 8), (len(outlines), 1))
     bounds[::3] = 2, 1, 5, 7
-    part, extents = Polygons.of(outlines).cut(bounds)
+    part, extents = Polygons.from_outlines(outlines).cut(bounds)
     step, cut = 0.25, 0
     grid = np.stack(np.meshgrid(*[np.arange(step / 2, 8, step)] * 2), -1).reshape(-1, 2) + 1e-3
     for outline, after, box, extent in zip(outlines, part.outlines(), bounds, extents, strict=True):

@@ -151,7 +151,7 @@ def objects(drawn: list[Any]) -> tuple[Polygons, np.ndarray]:
     for x, y, radius, angles in drawn:
         points = (x, y) + radius * np.stack((np.cos(angles), np.sin(angles)), 1)
         outlines.append(points.clip(0, SHAPE[::-1]).astype(np.float32))
-    polygons = Polygons.of(outlines)
+    polygons = Polygons.from_outlines(outlines)
     return polygons, targets_of(polygons.extents())
 
 
@@ -213,5 +213,5 @@ def test_evaluated_masks_equal_those_of_whole_images_with_all_their_pixels(drawn
     masks = split_masks(evaluation_masks(polygons, targets, SHAPE))
     for got, outline in zip(masks, polygons.outlines(), strict=True):
         assert np.array_equal(got, filled(outline, 4, np.float32) > 0.5)
-    tiny = Polygons.of((np.array(((5, 5), (7, 5), (7, 7)), np.float32),))
+    tiny = Polygons.from_outlines((np.array(((5, 5), (7, 5), (7, 7)), np.float32),))
     assert evaluation_masks(tiny, targets_of(np.array([[5, 5, 7, 7]])), SHAPE).windows.tolist() == [[1, 1, 2, 2]]

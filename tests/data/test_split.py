@@ -56,7 +56,7 @@ def test_training_and_validation_are_split_anew(tmp_path: Path, monkeypatch: pyt
     for part in parts:
         for k, path in enumerate(part.images):
             rows = np.array([list(map(float, row.split())) for row in images[path.stem]]).reshape(-1, 5)
-            assert part.labels.of(k) == pytest.approx(rows, abs=1e-5)
+            assert part.labels.image_rows(k) == pytest.approx(rows, abs=1e-5)
 
 
 def test_the_test_images_defaults_and_key_points_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ def made(seed: int, saved: dict[str, Any] | None = None, optimizer: str = "SGD")
         model.load_state_dict(saved["model"])
         ema.load_state(saved)
     parameters = [parameter for group in built.param_groups for parameter in group["params"]]
-    logical = LogicalProcesses.of(0, accelerator)
+    logical = LogicalProcesses.create(0, accelerator)
     prepared = DistributedModel(accelerator, logical, [model], [model])  # type: ignore[list-item]
     state = TrainingState(IDENTITY, MEASURED, prepared, parameters, ema, accelerator.prepare(built), 2)
     state.scaler = Scaler(2.0**seed)  # type: ignore[assignment]

@@ -39,7 +39,7 @@ def test_a_line_that_is_wider_than_the_terminal_is_wrapped_there_only(monkeypatc
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_a_closed_output(closed: str) -> None:
-    code = "from utils.console import *; log('a'); [*Bar('b', 1, True).over([1], int)]; sys.stderr.write('c')"
+    code = "from utils.console import *; log('a'); [*Bar('b', 1, True).iterate([1], int)]; sys.stderr.write('c')"
     assert subprocess.run(["sh", "-c", f'{sys.executable} -c "{code}" {closed}'], cwd=ROOT).returncode == 0
 
 
@@ -76,7 +76,7 @@ def test_a_bar_measures_times_without_a_terminal(
 
     bar = Bar("epoch", 48, True, done=16)
     assert bar.rate == 0
-    for size in bar.over(batches(), lambda size: size):
+    for size in bar.iterate(batches(), lambda size: size):
         assert not bar.due
         now[0] += 3.0
         assert size == 8
@@ -91,7 +91,7 @@ def test_a_bar_shows_values_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(console, "REFRESH_SECONDS", 0.0)
     bar = Bar("epoch 1/2", 24, True)
     due = []
-    for _ in bar.over(range(3), lambda _: 8):
+    for _ in bar.iterate(range(3), lambda _: 8):
         due.append(bar.due)
         if bar.due:
             bar.show(["box 0.1234", "wait 3%", "too wide" * 9])
@@ -100,7 +100,7 @@ def test_a_bar_shows_values_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     assert "box 0.1234, wait 3%" in terminal.getvalue()
     hidden = Terminal()
     monkeypatch.setattr("sys.stderr", hidden)
-    assert list(Bar("epoch", 8, visible=False).over([1], lambda _: 8)) == [1]
+    assert list(Bar("epoch", 8, visible=False).iterate([1], lambda _: 8)) == [1]
     assert hidden.getvalue() == ""
 
 
@@ -151,12 +151,12 @@ def test_failures_are_one_warning_and_later_jobs_run(capsys: pytest.CaptureFixtu
     """In order; after `finish` none is run."""
     done: list[int] = []
     work = Background("it has failed")
-    work.do(lambda: 1 / 0)
-    work.do(lambda: (_ for _ in ()).throw(GeneratorExit))
+    work.submit(lambda: 1 / 0)
+    work.submit(lambda: (_ for _ in ()).throw(GeneratorExit))
     for number in range(20):
-        work.do(lambda number=number: done.append(number))
+        work.submit(lambda number=number: done.append(number))
     assert work.finish(5)
-    work.do(lambda: done.append(20))
+    work.submit(lambda: done.append(20))
     assert work.finish(5)
     assert done == list(range(20))
     assert capsys.readouterr().out.count("it has failed") == 1
@@ -166,7 +166,7 @@ def test_finish_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Background, "abandoned", False)
     stuck = threading.Event()
     work = Background("it has failed")
-    work.do(stuck.wait)
+    work.submit(stuck.wait)
     assert not work.finish(0.05)
     assert Background.abandoned
     stuck.set()

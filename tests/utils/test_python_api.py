@@ -16,13 +16,13 @@ from utils.config.parser import given_flags
 from utils.distributed.failure import GracefulStop, on_failure
 from utils.errors import Stopped, UserError
 from utils.files import lock_folder
-from utils.python_api import call, words_of
+from utils.python_api import call, command_words
 
 
 def given_by(kind: type[Any] = TrainOptions, **flags: Any) -> dict[str, Any]:
     """Return the flags that a call of a script's `run` gives."""
     names = hyperparameters if kind is TrainOptions else tuple
-    return given_flags(kind, words_of(flags), hyperparameters=names)
+    return given_flags(kind, command_words(flags), hyperparameters=names)
 
 
 def test_arguments_are_what_the_parser_makes_of_a_command_line() -> None:

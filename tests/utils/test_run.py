@@ -86,7 +86,7 @@ def fill(folder: RunFolder) -> None:
     folder.write_settings({"names": ["ä", "b"], "epochs": 3})
     folder.write_problems(["a.jpg is empty; left out", "b\udcff.jpg too"])
     folder.write_documents({"classes.csv": "a,b\n", "n\udcffmes.txt": "\udcff"})
-    folder.add_row({"epoch": 0, "loss": 1 / 3, "mAP": None})
+    folder.append_row({"epoch": 0, "loss": 1 / 3, "mAP": None})
     folder.save_weights(["last.pt", "best.pt"], nn.Linear(2, 1), **CONTENT)
     folder.save_weights([], nn.Linear(2, 1), **CONTENT)
     folder.save_state({"format": STATE_FORMAT, "number": 7})
@@ -151,9 +151,9 @@ def test_other_processes_write_nothing(tmp_path: Path) -> None:
 
 def test_a_resumed_run_restores_the_rows_of_its_state(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, True)
-    folder.add_row({"epoch": 0})
+    folder.append_row({"epoch": 0})
     folder.save_state({"format": STATE_FORMAT, "weights": torch.ones(3)})
-    folder.add_row({"epoch": 1})
+    folder.append_row({"epoch": 1})
     folder.write_problems(["of data that are better now"])
     folder.write_problems([])
     folder.finish_writing()
@@ -163,7 +163,7 @@ def test_a_resumed_run_restores_the_rows_of_its_state(tmp_path: Path) -> None:
     folder.restore_to_state(folder.read_state())
     assert files(tmp_path) == {"results.csv", "notes.txt"}
     assert (tmp_path / "results.csv").read_text() == "epoch\n0\n"
-    folder.add_row({"epoch": 1})
+    folder.append_row({"epoch": 1})
     assert (tmp_path / "results.csv").read_text() == "epoch\n0\n1\n"
 
 

@@ -23,7 +23,7 @@ WRONG_FLAG = 2  # exit code, as argparse's
 
 
 def given_flags(
-    kind: type[DataclassInstance],
+    options_class: type[DataclassInstance],
     argv: Iterable[str],
     names: Collection[str] = (),
     hyperparameters: Callable[[], Collection[str]] = tuple,
@@ -34,16 +34,17 @@ def given_flags(
     that are allowed, all if empty. `hyperparameters` returns the names that stand for flags such as --hyp.lr0, and is
     called only for unknown names.
     """
-    options = [option for option in flags_of(kind) if not names or option.name in names]
+    options = [option for option in flags_of(options_class) if not names or option.name in names]
     known = [as_flag(name) for option in options for name in (option.name, *option.metadata["aliases"])]
-    others, overrides = list[str](), dict[str, str]()
+    takes_overrides = "overrides" in options_class.__dataclass_fields__
+    parsed, overrides = list[str](), dict[str, str]()
     words = iter(argv)
     for word in words:
         flag, has_value, value = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         if flag.startswith("--") and as_flag(name) not in known and name in hyperparameters():
             flag = f"{OVERRIDE_PREFIX}{name}"
-        is_override = flag.startswith(OVERRIDE_PREFIX) and "overrides" in kind.__dataclass_fields__
+        is_override = flag.startswith(OVERRIDE_PREFIX) and takes_overrides
         if not has_value and (is_override or (flag.startswith("--") and name in IGNORED)):
             value = next(words, "--")  # not by argparse, which takes -1e-1 for a flag
         if is_override and value.startswith("--"):
@@ -52,36 +53,38 @@ def given_flags(
             overrides[flag.removeprefix(OVERRIDE_PREFIX).replace("-", "_")] = value
         elif (names or value not in IGNORED.get(name, ())) and not (value == "False" and as_flag(name) in known):
             rest = "" if value == "True" and as_flag(name) in known else word.removeprefix(flag)
-            others.append(f"{as_flag(name)}{rest}" if flag.startswith("--") else word)
-    values, unknown = _build_parser(kind, options).parse_known_args(others)
+            parsed.append(f"{as_flag(name)}{rest}" if flag.startswith("--") else word)
+    values, unknown = _build_parser(options_class, options).parse_known_args(parsed)
     if unknown:
         flag = unknown[0].partition("=")[0]
         name, reason = flag[2:].replace("-", "_"), f"is not a flag{nearest(flag, known)}; see --help"
         if names:  # a call from Python
             reason = f"is not an argument{nearest(name, names)}; use {', '.join(names)}"
             raise UserError(f"{name}= {REFUSED.get(name, reason)}", WRONG_FLAG)
-        if "overrides" in kind.__dataclass_fields__ and name in keys_of(Hyperparameters):
+        if takes_overrides and name in keys_of(Hyperparameters):
             reason = f"is a hyperparameter: give {OVERRIDE_PREFIX}{name}"
         raise UserError(f"{quoted(flag)} {REFUSED.get(name, reason)}", WRONG_FLAG)
     try:
-        flags = typed_values(kind, vars(values), as_flag)
+        flags = typed_values(options_class, vars(values), as_flag)
     except UserError as error:
         raise UserError(str(error), WRONG_FLAG) from None
     return {**flags, "overrides": overrides} if overrides else flags
 
 
-def _build_parser(kind: type[DataclassInstance], options: Sequence[dataclasses.Field[Any]]) -> argparse.ArgumentParser:
-    examples = "".join(f"\n  {example}" for example in getattr(kind, "examples", ()))
+def _build_parser(
+    options_class: type[DataclassInstance], options: Sequence[dataclasses.Field[Any]]
+) -> argparse.ArgumentParser:
+    examples = "".join(f"\n  {example}" for example in getattr(options_class, "examples", ()))
     parser = _Parser(
         usage="%(prog)s [flags]",
-        description=f"examples:{examples}" if examples else kind.__doc__,
-        epilog=HELP_OF_OVERRIDES if "overrides" in kind.__dataclass_fields__ else None,
+        description=f"examples:{examples}" if examples else options_class.__doc__,
+        epilog=HELP_OF_OVERRIDES if "overrides" in options_class.__dataclass_fields__ else None,
         formatter_class=_Formatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"lockstep {VERSION}")
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(options_class)
     groups = {title: parser.add_argument_group(title) for title in GROUPS}  # empty ones are not shown
     for option in options:
         flags = map(as_flag, (option.name, *option.metadata["aliases"]))
@@ -100,8 +103,8 @@ def _argument(hint: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
         return {"action": "store_true"}
     if typing.get_origin(hint) is tuple:
         return {"nargs": "+"}
-    few = metadata["choices"] and not metadata["comma_separated"]
-    metavar = {"metavar": f"{{{','.join(metadata['choices'])}}}"} if few else {}
+    is_choice = metadata["choices"] and not metadata["comma_separated"]
+    metavar = {"metavar": f"{{{','.join(metadata['choices'])}}}"} if is_choice else {}
     return {**metavar, "nargs": "?", "const": metadata["const"]} if metadata["const"] is not None else metavar
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 RecipeOf = Callable[[Mapping[str, Any], Mapping[str, Any]], type[Recipe]]
 
 LAUNCHER_FLAGS = ("device", "processes")  # not taken from a run's settings under a launcher, which decides them
-# Never taken from a run's settings: a run that has reached its time limit must continue, and its profile is written.
+# Not taken from a run's settings either: each start has a time limit of its own, and a profile only if it asks for one.
 SINGLE_START_FLAGS = ("time_limit", "profile")
 SETTINGS_PARTS = ("hyperparameters", "model")  # keys of settings.yaml beside the flags
 CURVE_FLAGS = [option.name for option in flags_of(TrainOptions) if option.metadata["curve"]]
@@ -102,10 +102,10 @@ def resumed_options(
     flags: Mapping[str, Any], run: Path, settings: Mapping[str, Any], recipe_of: RecipeOf, launched: bool
 ) -> TrainOptions:
     """Return the options that a run continues with: `flags` over its settings. Raises `UserError`."""
-    known = {field.name for field in dataclasses.fields(TrainOptions)}
     # Under a launcher the processes connect, with --dist-timeout, before the main one reads the settings.
     dropped = (*SINGLE_START_FLAGS, *((*LAUNCHER_FLAGS, "dist_timeout") if launched else ()))
-    saved = {name: value for name, value in settings.items() if name in known and name not in dropped}
+    names = {field.name for field in dataclasses.fields(TrainOptions)}.difference(dropped)
+    saved = {name: value for name, value in settings.items() if name in names}
     measured = (("hyp", AUTO), ("batch_size", -1))  # the settings hold the results
     flags = {name: value for name, value in flags.items() if name != "resume" and (name, value) not in measured}
     for name in CURVE_FLAGS:
@@ -125,8 +125,8 @@ def resumed_options(
     return TrainOptions(**{**plain, **flags, **folder})
 
 
-def check_settings(settings: Mapping[str, Any], recorded: Mapping[str, Any], source: Path) -> None:
-    """Check a settings.yaml, which may have been edited, by the settings `recorded` in a state of the run, if any.
+def check_settings(settings: Mapping[str, Any], saved: Mapping[str, Any], source: Path) -> None:
+    """Check a settings.yaml, which may have been edited, by the settings `saved` in a state of the run, if any.
 
     Raises `UserError` for a wrong value, an unknown key, and a change that the curve depends on. `Settings.resolve`
     checks the hyperparameters further.
@@ -138,12 +138,12 @@ def check_settings(settings: Mapping[str, Any], recorded: Mapping[str, Any], sou
             if not isinstance(value, dict):
                 raise UserError(f"{source}: `{key}` is {quoted(value)}; it must be `key: value` lines")
             continue
-        is_unknown = recorded and key not in recorded  # another version may have recorded it
+        is_unknown = saved and key not in saved  # another version may have saved it
         if value != _plain(fields[key].default) if key in fields else is_unknown:
             values[key] = value
     typed_values(TrainOptions, values, f"{source}: `{{}}`".format)
-    now, then = curve_settings(settings), curve_settings(yaml.safe_load(yaml.safe_dump(recorded)))  # without tuples
-    for key, value in then.items():
+    now, before = curve_settings(settings), curve_settings(yaml.safe_load(yaml.safe_dump(saved)))  # without tuples
+    for key, value in before.items():
         _check_unchanged(source.parent, f"`{key}` of {source}", now.get(key), value)
 
 

@@ -44,8 +44,8 @@ class Settings:
 
     def with_defaults(self, *defaults: Mapping[str, Any]) -> Settings:
         """Return the settings over further defaults of flags, the last of which counts; a resumed run has all."""
-        layers = {} if self.is_fixed else {name: value for layer in defaults for name, value in layer.items()}
-        changed = {name: value for name, value in layers.items() if name not in self.flags}
+        values = {} if self.is_fixed else {name: value for layer in defaults for name, value in layer.items()}
+        changed = {name: value for name, value in values.items() if name not in self.flags}
         return dataclasses.replace(self, options=dataclasses.replace(self.options, **changed))
 
     def resolve(self, recipe: type[Recipe], choose: Callable[[], str], **values: Any) -> Settings:
@@ -83,12 +83,11 @@ def read_settings(
     job = {} if {"data", "cfg", "weights", "hyp"} & flags.keys() else BUILT_IN_JOB
     settings = Settings(options := TrainOptions(**{**job, **flags}), flags)
     resume = partial(continued_run, options, flags, recipe_of)
-    if not options.resume:
+    # With --resume auto the doctor has all flags, and names the processes that cannot be reached.
+    if not options.resume or (world_size() > 1 and options.doctor and options.resume == AUTO):
         return settings
     if world_size() == 1:  # the processes that `spawn` starts get the settings from their parent
         return dataclasses.replace(settings, **resume())
-    if options.doctor and options.resume == AUTO:  # the flags are complete; the doctor names who cannot be reached
-        return settings
     connect(options.device, options.dist_timeout)
     return dataclasses.replace(settings, **broadcast_from_main(resume))
 
@@ -104,7 +103,6 @@ def refuse_flags(
     """Raise `UserError` for the first refused flag in a table of conditions and sentences; nothing is written yet.
 
     Args:
-        options: a script's options, resolved
         flags: those that the user gives, by name; one that is off or 0 needs no feature
         features: what the model, described by `model`, has of what flags need; see `Task.features`
         unused_keys: hyperparameters that it does not use
@@ -113,8 +111,8 @@ def refuse_flags(
     table: list[tuple[object, str]] = []
     for option in flags_of(type(options)):
         name, needed = as_flag(option.name), option.metadata["needs"]
-        lacks = needed and needed not in features and flags.get(option.name)
-        table += [(lacks, f"{name} needs {needed}, which {model} does not have; leave it out")]
+        is_missing = needed and needed not in features and flags.get(option.name)
+        table += [(is_missing, f"{name} needs {needed}, which {model} does not have; leave it out")]
     for key in flags.get("overrides", {}):
         table += [(key in unused_keys, f"{OVERRIDE_PREFIX}{key} has no effect on {model}; leave it out")]
     table += [(flags.get(key), message) for key, message in left_out]

@@ -46,10 +46,7 @@ def prepare_environment(on_cpu: bool) -> None:
 
 
 def configure(accelerator: Accelerator, batch_size: int, clip: float, precision: str) -> None:
-    """Set the engine's batch size per process, batches per step, gradient norm for clipping, and autocast.
-
-    The engine's autocast leaves parameters, buffers and norms in fp32.
-    """
+    """Set the engine's batch size, batches per step, clipping, and autocast, which leaves parameters in fp32."""
     accelerator.state.deepspeed_plugin.deepspeed_config.update(
         {
             "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,

@@ -12,10 +12,7 @@ from utils.distributed.ranks import ranks
 
 
 def synchronise_dropout(model: nn.Module) -> None:
-    """Replace the dropout and stochastic depth layers of `model`, in place, by `GlobalDropout`.
-
-    torch's seed must be the same on all processes. The names of modules and parameters do not change.
-    """
+    """Replace the dropout and stochastic depth layers of `model` by `GlobalDropout`, with the same names, in place."""
     stochastic_depth = getattr(sys.modules.get("torchvision.ops.stochastic_depth"), "StochasticDepth", ())
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):  # a shared layer under each of its names

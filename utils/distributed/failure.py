@@ -62,10 +62,7 @@ _on_failure: list[Callable[[], object]] = []  # at most one listener, see `on_fa
 
 
 def run_main(main: Callable[[], object]) -> None:
-    """Call a script's `main`; turn a `UserError` into one line on stderr and its exit code, Ctrl-C into 130.
-
-    Only one of all processes prints the line, also for a process that was lost.
-    """
+    """Call a script's `main`; turn a `UserError` into one line of one process and its exit code, Ctrl-C into 130."""
     code = 1
     if not gc.isenabled():  # a script, which has turned the garbage collector off for its imports
         gc.freeze()

@@ -1,7 +1,4 @@
-"""The start of a run: a process per device, how they connect, the Accelerator, its precision, and the seeds.
-
-Called by the scripts. utils/config/settings.py connects the processes earlier, to decide which run is resumed.
-"""
+"""The start of a run: a process per device, how they connect, the Accelerator, its precision, and the seeds."""
 
 from __future__ import annotations
 

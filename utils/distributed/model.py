@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,27 +36,22 @@ T = TypeVar("T")
 BUCKET = 1 << 22  # numbers that processes add at once
 
 
+@dataclass(eq=False)
 class DistributedModel:
-    """A model in training, as each logical process of this process calls it.
+    """A model in training, as each logical process of this process calls it."""
 
-    `parameters` and `layers` are listed once: every step needs them, and yolov9t has 1,400 modules.
-    """
+    accelerator: Accelerator
+    logical: LogicalProcesses
+    copies: Sequence[Model]  # the model of each logical process of this process; they share all parameters
+    modules: Sequence[nn.Module]  # what Accelerate made of `copies`
+    freezes_batchnorm: bool = False
+    in_turn: InTurn | None = None  # lets the copies meet in each BatchNorm layer (--sync-bn)
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        logical: LogicalProcesses,
-        copies: Sequence[Model],
-        modules: Sequence[nn.Module],
-        keeps_norms: bool = False,
-        in_turn: InTurn | None = None,
-    ) -> None:
-        self.accelerator, self.logical, self.keeps_norms = accelerator, logical, keeps_norms
-        self.in_turn = in_turn  # lets the copies meet in each BatchNorm layer (--sync-bn)
-        self.copies = copies  # the model of each logical process of this process; they share all parameters
-        self.modules = modules  # what Accelerate made of `copies`
+    def __post_init__(self) -> None:
+        accelerator, logical, copies = self.accelerator, self.logical, self.copies
         # Accelerate's `unwrap_model` would import deepspeed if that is installed.
-        self.model, self.wrapped = copies[0], modules[0]
+        self.model, self.wrapped = copies[0], self.modules[0]
+        # Listed once: every step needs them, and yolov9t has 1,400 modules.
         self.parameters = list(self.model.parameters())
         self.layers = [layer for model in copies for layer in model.modules()]  # of all copies
         self._generators: list[torch.Generator] = []  # of dropout, for each copy
@@ -80,10 +76,10 @@ class DistributedModel:
                         layer.number, layer.processes, layer.generator = number, logical.count, generator
 
     def train(self) -> None:
-        """Set the modules to training mode; with `keeps_norms` BatchNorm normalises as in evaluation."""
+        """Set the modules to training mode; with `freezes_batchnorm` BatchNorm normalises as in evaluation."""
         for module in self.modules:
             module.train()
-            for layer in module.modules() if self.keeps_norms else ():
+            for layer in module.modules() if self.freezes_batchnorm else ():
                 if isinstance(layer, _BatchNorm):
                     layer.eval()
 
@@ -245,7 +241,7 @@ def prepare(
     sync_bn: bool,
     precision: str,
     clip_norm: float,
-    keep_norms: bool = False,
+    freezes_batchnorm: bool = False,
 ) -> tuple[DistributedModel, Any, Any]:
     """Return the model with exact BatchNorm, the optimizer with its momentum, and the loader, prepared by Accelerate.
 
@@ -270,7 +266,7 @@ def prepare(
         ddp.broadcast_buffers = False  # --sync-bn or `average_statistics` makes the statistics equal
         if accelerator.num_processes > 2:  # the sum of two numbers does not depend on their order
             order_buckets(ddp, model.imgsz)
-    return DistributedModel(accelerator, logical, copies, modules, keep_norms, in_turn), optimizer, loader
+    return DistributedModel(accelerator, logical, copies, modules, freezes_batchnorm, in_turn), optimizer, loader
 
 
 def prepare_loader(accelerator: Accelerator, logical: LogicalProcesses, loader: DataLoader[Any]) -> Any:

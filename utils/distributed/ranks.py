@@ -258,7 +258,7 @@ def _new_memory(size: int) -> Arena:
         return Arena(max(size, 1))
     file = os.memfd_create(MEMORY_NAME, 0)
     os.ftruncate(file, max(size, 1))
-    return _memory_of(file)
+    return _open_arena(file)
 
 
 def _opened_memory(handle: Any) -> Arena:
@@ -271,10 +271,10 @@ def _opened_memory(handle: Any) -> Arena:
     path = f"/proc/{process}/fd/{descriptor}"
     if not os.readlink(path).startswith(f"/memfd:{MEMORY_NAME} "):
         raise ValueError("not shared memory")
-    return _memory_of(os.open(path, os.O_RDWR))
+    return _open_arena(os.open(path, os.O_RDWR))
 
 
-def _memory_of(file: int) -> Arena:
+def _open_arena(file: int) -> Arena:
     memory = Arena(os.fstat(file).st_size, file)
     finalize(memory, os.close, file)
     return memory

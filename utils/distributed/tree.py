@@ -61,12 +61,12 @@ class LogicalProcesses:
     exact: bool = True  # whether sums are added by the tree
 
     @classmethod
-    def of(cls, count: int, accelerator: Accelerator) -> LogicalProcesses:
+    def create(cls, count: int, accelerator: Accelerator) -> LogicalProcesses:
         """Return the logical processes that --logical-processes requests, 0 for one per process."""
         processes = accelerator.num_processes
         return cls(count or processes, processes, accelerator.process_index, bool(count))
 
-    def range_of(self, rank: int) -> range:
+    def rank_range(self, rank: int) -> range:
         """Return the logical processes of a process. The lengths differ by at most one, and the longer come first."""
         length, longer = divmod(self.count, self.processes)
         first = rank * length + min(rank, longer)
@@ -75,11 +75,11 @@ class LogicalProcesses:
     @property
     def local(self) -> range:
         """The logical processes of this process."""
-        return self.range_of(self.rank)
+        return self.rank_range(self.rank)
 
     def plan(self, batch_size: int) -> str:
         """Format how the processes share a batch."""
-        lengths = [len(self.range_of(rank)) for rank in range(self.processes)]
+        lengths = [len(self.rank_range(rank)) for rank in range(self.processes)]
         if len(set(lengths)) > 1:
             *first, last = map(str, lengths)
             images = " + ".join(str(batch_size // self.count * length) for length in lengths)
@@ -100,14 +100,11 @@ class LogicalProcesses:
     @cached_property
     def subtrees(self) -> list[list[Subtree]]:
         """The whole subtrees of each process's range, without their sums: at most 2 log2 V."""
-        ranges = map(self.range_of, range(self.processes))
+        ranges = map(self.rank_range, range(self.processes))
         return [add_siblings(map(Subtree, part), lambda *_: None) for part in ranges]
 
     def local_sums(self, addends: Iterable[T], add: Callable[[T, T], T] = operator.add) -> list[T]:
-        """Return the sum of each of this process's `subtrees` from the addends of its logical processes.
-
-        They are added as they come: of L addends at most log2 L + 1 exist at the same time.
-        """
+        """Return the sum of each local subtree; of L addends, added as they come, at most log2 L + 1 exist at once."""
         leaves = (Subtree(number, 1, addend) for number, addend in zip(self.local, addends, strict=True))
         return [subtree.total for subtree in add_siblings(leaves, add)]
 
@@ -117,10 +114,7 @@ class LogicalProcesses:
         return add_siblings(subtree._replace(total=total) for subtree, total in pairs)[0].total
 
     def sum(self, addends: Sequence[Tensor]) -> Tensor:
-        """Return the sum over all logical processes of a small tensor of each; `addends` are the local ones.
-
-        All processes must call it together; each sends its sums to all.
-        """
+        """Return the sum of a small tensor of each logical process; `addends`: the local ones. All processes call it."""
         sums = self.local_sums(addends)
         if self.processes == 1:
             return sums[0]
@@ -150,10 +144,7 @@ class LogicalProcesses:
 
 
 def check_logical_processes(count: int, batch_size: int, sync_bn: bool) -> None:
-    """Raise `UserError` if --logical-processes `count`, 0 if it is not given, does not fit the processes or flags.
-
-    sync_bn: whether torch's SyncBatchNorm is used, on GPUs, which knows real processes only
-    """
+    """Raise `UserError` if --logical-processes (0: none) does not fit; `sync_bn`: with torch's SyncBatchNorm."""
     processes = world_size()
     fits = count.bit_count() < 2 and processes <= count and (processes == count or not sync_bn)
     if count and not (fits and batch_size != -1 and not is_requested()):

@@ -217,10 +217,7 @@ def _curves_figure(curves: Curves, scores: np.ndarray, label: str, heading: str)
 def labels_figure(
     names: Sequence[str], counts: Mapping[str, np.ndarray], classes: np.ndarray, boxes: np.ndarray
 ) -> Figure:
-    """Plot the labels of each class by split, `counts` (c,); and the sides, centres and sizes of `boxes`, if any.
-
-    Boxes are normalised xywh, (n, 4), `classes` their class numbers, (n,).
-    """
+    """Plot `counts` (c,) of labels by split, and `boxes`, normalised xywh (n, 4), of the classes `classes` (n,)."""
     from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
 

@@ -46,11 +46,11 @@ class Plotter:
                 drawing.write_picture(self.folder / name, picture)
                 self.on_drawn({name: self.folder / name})
 
-        self._background.do(write)
+        self._background.submit(write)
 
     def draw_documents(self, *names: str) -> None:
         """Draw the pictures of these text files of the folder, by default of all, in a process."""
-        self._background.do(lambda: self._draw_documents(names))
+        self._background.submit(lambda: self._draw_documents(names))
 
     def _draw_documents(self, names: Sequence[str]) -> None:
         started = time.time()
@@ -121,7 +121,7 @@ def _draw_confusion(file: Path) -> Pictures:
 def _draw_confidence(file: Path) -> Pictures:
     table, prefix = read_columns(file), file.name.removesuffix("curves.csv")
     if table["class"]:
-        precision, recall = (curves_of(table, "confidence", name) for name in ("precision", "recall"))
+        precision, recall = (class_curves(table, "confidence", name) for name in ("precision", "recall"))
         f1_curves = precision._replace(values=charts.f1(precision.values, recall.values))
         operating_point = int(np.argmax(f1_curves.mean()))
         for letter, metric, curves in (("P", "precision", precision), ("R", "recall", recall), ("F1", "F1", f1_curves)):
@@ -133,7 +133,7 @@ def _draw_precision_recall(file: Path) -> Pictures:
     """Draw precision over recall, with the AP50 of classes.csv."""
     table, prefix = read_columns(file), file.name.removesuffix("PR_curve.csv")
     if table["class"]:
-        curves = curves_of(table, "recall", "precision")
+        curves = class_curves(table, "recall", "precision")
         classes = read_columns(file.with_name("classes.csv"))
         scores = dict(zip(classes["class"], numbers(classes.get(f"{prefix}AP50", [])), strict=False))
         ap50 = np.array([scores.get(name, np.nan) for name in curves.names])
@@ -252,7 +252,7 @@ def numbers(cells: Sequence[str]) -> np.ndarray:
     return np.array([float(cell or "nan") for cell in cells])
 
 
-def curves_of(table: Mapping[str, Sequence[str]], over: str, column: str) -> charts.Curves:
+def class_curves(table: Mapping[str, Sequence[str]], over: str, column: str) -> charts.Curves:
     """Return the curves of all classes over a column, which has the same rising values in each class."""
     classes, x = np.array(table["class"]), numbers(table[over])
     # `over` also starts again between two classes of the same name.

@@ -1,7 +1,4 @@
-"""The log of a run in its trackers: settings, epochs, examples, artifacts. Called by train.py and val.py.
-
-Every process makes the same calls; only the main one has trackers.
-"""
+"""The log of a run in its trackers: settings, epochs, examples, artifacts. Only the main process has trackers."""
 
 from __future__ import annotations
 

@@ -56,12 +56,12 @@ class Tracker(GeneralTracker):
         with suppress(Exception, SystemExit):  # import it here: loader processes must not be forked during an import
             importlib.import_module(MODULES.get(self.name, self.name))
         start_programs_between_forks()
-        self._background.do(lambda: self._start(values))
-        self._background.do(self._started.set)
+        self._background.submit(lambda: self._start(values))
+        self._background.submit(self._started.set)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         """Log numbers by key at an optimizer step; the key "step" or "epoch" is the x axis of the others."""
-        self.do(lambda: self._log(values, step or 0))
+        self.submit(lambda: self._log(values, step or 0))
 
     def log_media(self, make: Callable[[], Mapping[str, Any]], step: int) -> None:
         """Log what `make` returns: W&B's pictures by key. Other trackers do nothing."""
@@ -69,13 +69,13 @@ class Tracker(GeneralTracker):
     def with_wandb(self, job: Callable[[Any], object]) -> None:
         """Call `job` with W&B's run in the thread. Other trackers do nothing."""
 
-    def do(self, job: Callable[[], object]) -> None:
+    def submit(self, job: Callable[[], object]) -> None:
         """Do `job` in the thread after the earlier jobs, if the run has started by then."""
-        self._background.do(lambda: self.inner and job())
+        self._background.submit(lambda: self.inner and job())
 
     def finish(self, patience: float = FINISH_SECONDS, exit_code: int = 0) -> None:
         """Send the rest and close the run, within `patience` seconds and its own time limit."""
-        self.do(lambda: self._end(exit_code))
+        self.submit(lambda: self._end(exit_code))
         patience = min(patience, self.finish_seconds)
         if not self._background.finish(patience) and not exit_code:
             log(f"warning: {self.title} has not ended after {patience:.0f} s; {self.unsent}")

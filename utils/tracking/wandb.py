@@ -1,7 +1,4 @@
-"""The tracker for Weights & Biases: Accelerate's, with pictures, artifacts and resumed runs.
-
-Made by run_log.py. The package is imported when a run starts.
-"""
+"""The tracker for Weights & Biases, imported when a run starts: Accelerate's, with pictures and artifacts."""
 
 from __future__ import annotations
 
@@ -59,10 +56,10 @@ class WandbTracker(Tracker):
         self._defined: set[str] = set()
 
     def log_media(self, make: Callable[[], Mapping[str, Any]], step: int) -> None:
-        self.do(lambda: None if self._repeats else self._write(make(), step))
+        self.submit(lambda: None if self._repeats else self._write(make(), step))
 
     def with_wandb(self, job: Callable[[Any], object]) -> None:
-        self.do(lambda: job(self.inner.run))
+        self.submit(lambda: job(self.inner.run))
 
     # In the thread
 

@@ -104,10 +104,7 @@ class StepLog:
         return self.enabled and (last or step % self.interval == 0)
 
     def point(self, step: int, epoch: float, optimizer: Any, total: Callable[[Sequence[Tensor]], Tensor]) -> Point:
-        """Return the point of this step, in a fractional epoch such as 2.5. All processes must call it together.
-
-        total: returns the sum over all logical processes
-        """
+        """Return the point of this step, in a fractional epoch; `total` sums over logical processes. All call it."""
         accelerator = self.run.accelerator
         seconds = max(time.monotonic() - self.since, 1e-9)
         rate = self.batches * self.batch_size / seconds
@@ -224,7 +221,7 @@ def log_epoch(
         **{f"val/{name}": summary.losses[name] if summary else None for name in losses},
         **{f"x/lr{number}": group["lr"] for number, group in enumerate(steps.optimizer.param_groups)},
     }
-    run.files.add_row(row)
+    run.files.append_row(row)
     log(epoch_line(progress.epoch, options.epochs, losses, summary, bar.rate))
     if progress.skipped:
         log(f"  {plural(progress.skipped, 'optimizer step')} skipped so far: gradients that are not finite")

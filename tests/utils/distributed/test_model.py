@@ -191,8 +191,8 @@ def prepared(accelerator: Any, model: nn.Module, keep_norms: bool = False) -> tu
     place_model(accelerator, model)  # type: ignore[arg-type]
     optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(images()), SMALL_BATCH)
     how: Any = {"batch_size": SMALL_BATCH, "sync_bn": False, "precision": "no", "clip_norm": 10.0}
-    logical: Any = LogicalProcesses.of(0, accelerator)
-    made, _, loader = prepare(accelerator, logical, model, optimizer, loader, keep_norms=keep_norms, **how)  # type: ignore[arg-type]
+    logical: Any = LogicalProcesses.create(0, accelerator)
+    made, _, loader = prepare(accelerator, logical, model, optimizer, loader, freezes_batchnorm=keep_norms, **how)  # type: ignore[arg-type]
     return made, loader
 
 

@@ -82,7 +82,7 @@ def test_any_number_of_processes_has_whole_subtrees() -> None:
     for count in (1, 2, 8, 32):
         for processes in range(1, count + 1):
             logical = LogicalProcesses(count, processes)
-            ranges = [logical.range_of(rank) for rank in range(processes)]
+            ranges = [logical.rank_range(rank) for rank in range(processes)]
             assert [*chain(*ranges)] == [*range(count)]
             assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
             assert max(map(len, logical.subtrees)) <= max(2 * (count.bit_length() - 1), 1)

@@ -59,7 +59,7 @@ def steps_of(
 ) -> tuple[OptimizerSteps, DataLoader[Any]]:
     """Return the steps and the loader of a training of `model`, made as in train.py."""
     batch, accumulated = loader.batch_sampler.batch_size, run.accelerator.gradient_accumulation_steps
-    logical = LogicalProcesses.of(logical_processes, run.accelerator)
+    logical = LogicalProcesses.create(logical_processes, run.accelerator)
     place_model(run.accelerator, model)
     built: Any = build_optimizer(model, optimizer, hyp, None, batch * accumulated)
     parameters = [parameter for group in built.param_groups for parameter in group["params"]]
