@@ -44,14 +44,14 @@ from utils.python_api import call
 from utils.summary import StageTimer, log_times
 
 
-def detect(given: Mapping[str, Any]) -> dict[str, Any]:
+def detect(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Detect with flags by name; return what `run` does. Raises `UserError` if nothing could be read."""
-    options = DetectOptions(**given)
+    options = DetectOptions(**flags)
     if not any(options.source):
         raise UserError("--source is missing; name a picture, a video, a folder, an address or a camera's number")
     items = dict.fromkeys(item for source in options.source for item in find_media(source))
     media = Media(list(items), options.vid_stride)
-    predictor = Predictor(flags=given)
+    predictor = Predictor(flags=flags)
     frames = ((frame, predictor.item(frame.image, public(frame.item.name))) for frame in media)
     kinds = {item.kind for item in media.items}
     grouped = groups(frames if "live" in kinds else prefetched(frames), options.batch_size)
@@ -64,9 +64,9 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
             batch = predictor.data.collate([item for _, item in group])
             if not timer.batches:
                 predictor.predict_batch(batch, timer)  # a warm-up, which the timer does not count
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             predictions = predictor.predict_batch(batch, timer)
-            milliseconds = 1000 * (time.perf_counter() - began) / len(group)
+            milliseconds = 1000 * (time.perf_counter() - started_at) / len(group)
             for (frame, _), prediction in zip(group, predictions, strict=True):
                 output.write(frame, prediction)
                 if not options.quiet:
@@ -82,10 +82,10 @@ def detect(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"folder": folder, "images": frames_done, "problems": media.problems}
 
 
-def groups(frames: Iterable[tuple[Frame, Item]], most: int) -> Iterator[list[tuple[Frame, Item]]]:
+def groups(frames: Iterable[tuple[Frame, Item]], max_frames: int) -> Iterator[list[tuple[Frame, Item]]]:
     """Iterate over groups of at most `most` successive frames whose items have one shape."""
-    for _, of_one_shape in groupby(frames, key=lambda pair: pair[1][0].shape):
-        while group := list(islice(of_one_shape, most)):  # a full one at once: a camera's next frame comes later
+    for _, same_shape in groupby(frames, key=lambda pair: pair[1][0].shape):
+        while group := list(islice(same_shape, max_frames)):  # a full one at once: a camera's next frame comes later
             yield group
 
 
@@ -128,10 +128,10 @@ class Output:
             suffix = "" if number == 1 else f"-{number}"
             self._write(frame.item, write_picture, self.folder / "crops" / safe / f"{stem}{suffix}.jpg", crop)
 
-    def _write(self, item: MediaItem | None, write: Callable[..., object], *what: Any) -> None:
+    def _write(self, item: MediaItem | None, write: Callable[..., object], *arguments: Any) -> None:
         """Call `write`; its error is a problem, at most one for each source. Raises `UserError` for a full disk."""
         try:
-            write(*what)
+            write(*arguments)
         except UserError as error:
             if getattr(error.__context__, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
                 raise

@@ -28,22 +28,22 @@ from utils.files import located
 from utils.python_api import call
 
 
-def export(given: Mapping[str, Any]) -> list[str]:
+def export(flags: Mapping[str, Any]) -> list[str]:
     """Export the weight files to all formats that the flags name; return the paths of the exported files.
 
     Raises `Stopped` with exit code 1 if only another program can write one of the formats.
     """
-    options = ExportOptions(**given)
+    options = ExportOptions(**flags)
     if options.device == "mps":
         raise UserError("--device mps: models are not exported on Apple GPUs; give cpu")
     device = torch.device(device_kind(options.device))
-    add_user_code(options.layers, options.task_file, given)
+    add_user_code(options.layers, options.task_file, flags)
     files: list[Path] = []
     for name, path in weight_files(options.weights).items():
         weights = read_weights(path)
         stem = export_base(name, path).with_suffix("")
         members = Members({name: path}, {name: weights}, TASKS[common_task({name: weights})])
-        members.refuse_flags(options, given)
+        members.refuse_flags(options, flags)
         source = data_source(options.data, members.entry.data) if options.data else None
         log(located({"weights": [path], "data": [source.spec.file] if source else []}))
         size = members.image_size(options.imgsz)
@@ -54,12 +54,12 @@ def export(given: Mapping[str, Any]) -> list[str]:
             export_path(format_name, stem)  # raises before anything is written
         job = prepare(members, options, size, device, source.names() if source else weights.class_names)
         for format_name in formats:
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             file = write(job, format_name, stem)
             files.append(file)
             written = file.rglob("*") if file.is_dir() else [file]
             megabytes = sum(member.stat().st_size for member in written if member.is_file()) / 1e6
-            log(f"{format_name}: {file}, {megabytes:.1f} MB, {time.perf_counter() - began:.1f} s")
+            log(f"{format_name}: {file}, {megabytes:.1f} MB, {time.perf_counter() - started_at:.1f} s")
         if "engine" in options.include:
             log(f"warning: engine: not written; on the target machine, run {trtexec(job.metadata, stem)}")
     if "engine" in options.include:
@@ -82,11 +82,11 @@ def prepare(
 ) -> ExportJob:
     """Build the model of a weight file for its export, with class names by number. Raises `UserError`."""
     ((name, weights),) = members.weights.items()
-    kind = members.entry.load()
-    task = kind(names, kind.recipe())
+    task_class = members.entry.load()
+    task = task_class(names, task_class.recipe())
     model = load_model(task, weights, max(size.sides), name, options.data or "its list of names")
-    most = options.topk_all
-    limits = select(Thresholds, options, max_det=most, max_det_per_class=min(options.topk_per_class, most))
+    per_class = min(options.topk_per_class, options.topk_all)
+    limits = select(Thresholds, options, max_det=options.topk_all, max_det_per_class=per_class)
     suppression = {
         "conf_thres": limits.conf_thres,
         "iou_thres": limits.iou_thres,

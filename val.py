@@ -247,10 +247,7 @@ def write_coco(
 
 
 def label_writer(options: ValOptions, folder: Path, images: Sequence[Path]) -> Callable[..., None]:
-    """Return a function that writes the label files of a batch, given the batch and its predictions.
-
-    With --save-hybrid a file has the image's labels too, and not the predictions that match one of them.
-    """
+    """Return a writer of each batch's label files; with --save-hybrid labels too, not predictions that match them."""
     files = [folder / f"{stem}.txt" for stem in unique_stems(map(str, images))]
 
     def write(batch: Batch, predictions: Sequence[Prediction]) -> None:

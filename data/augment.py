@@ -296,10 +296,7 @@ def warp_points(points: np.ndarray, matrix: np.ndarray) -> np.ndarray:
 
 
 def is_visible(before: np.ndarray, after: np.ndarray, has_outline: np.ndarray | bool = False) -> np.ndarray:
-    """Return which warped boxes have sides over 2 pixels, enough of their area, and a moderate aspect, bool (k,).
-
-    Less of its area is enough for an object whose outline is known, bool (k,).
-    """
+    """Return which warped boxes are over 2 pixels, not too thin, and keep enough of their area, less if outlined."""
     old, new = before[:, 2:] - before[:, :2], after[:, 2:] - after[:, :2]
     large = (new > MIN_BOX_PIXELS).all(1)
     min_area_shares = np.where(has_outline, MIN_OUTLINED_AREA_SHARE, MIN_AREA_SHARE).astype(old.dtype)
@@ -312,7 +309,7 @@ def mixup(a: Sample, b: Sample, rng: np.random.Generator) -> Sample:
     """Blend two images of one size with a weight from Beta(32, 32), and join their boxes. Zhang et al. 2018."""
     weight = rng.beta(32.0, 32.0)
     image = cv2.addWeighted(a.image, weight, b.image, 1 - weight, 0)
-    outlines = [each.polygons for each in (a, b) if each.polygons is not None]
+    outlines = [sample.polygons for sample in (a, b) if sample.polygons is not None]
     polygons = Polygons.concatenate(outlines) if outlines else None
     return Sample(image, np.concatenate((a.boxes, b.boxes)), np.concatenate((a.classes, b.classes)), polygons)
 
@@ -431,10 +428,10 @@ class Augmenter:
 
     def _mosaic(self, images: Sequence[int], shape: tuple[int, int], rng: np.random.Generator) -> Sample:
         """Return a warped mosaic of four images in random order: `images`, filled up with random ones."""
-        chosen = np.array([*images, *rng.integers(self.count, size=4 - len(images))])
-        rng.shuffle(chosen)
-        positions = mosaic_positions([self.size(int(number)) for number in chosen], self.imgsz, rng)
+        indices = np.array([*images, *rng.integers(self.count, size=4 - len(images))])
+        rng.shuffle(indices)
+        positions = mosaic_positions([self.size(int(index)) for index in indices], self.imgsz, rng)
         canvas = 2 * self.imgsz
         matrix, scale = random_matrix(self.settings, (canvas, canvas), shape, rng, max(shape) / self.imgsz)
-        sample = warp_mosaic(positions, lambda number: self.load(int(chosen[number])), canvas, matrix, scale, shape)
+        sample = warp_mosaic(positions, lambda index: self.load(int(indices[index])), canvas, matrix, scale, shape)
         return copy_paste(sample, self.settings.copy_paste, rng)

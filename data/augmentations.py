@@ -37,11 +37,11 @@ class UserAugmentations(NamedTuple):
         with torch_seeded_by(rng):
             random.seed(int(rng.integers(2**63)))
             np.random.seed(int(rng.integers(2**32)))  # noqa: NPY002
-            for name, call in self.calls:
-                with explained(self.file, f", in the augmentation '{name}' of {image}"):
-                    words, given = inspect.signature(call).parameters, {**parts, "rng": rng}
-                    returned = call(**{word: given[word] for word in words if word in given})
-                    names = [word for word in words if word in parts]
+            for title, call in self.calls:
+                with explained(self.file, f", in the augmentation '{title}' of {image}"):
+                    parameters, arguments = inspect.signature(call).parameters, {**parts, "rng": rng}
+                    returned = call(**{name: value for name, value in arguments.items() if name in parameters})
+                    names = [name for name in parameters if name in parts]
                     changed = dict(zip(names, (returned,) if len(names) == 1 else returned, strict=True))
                     parts = _checked(parts | changed, sample, self.classes)
         pixels, classes = cv2.cvtColor(parts["image"], cv2.COLOR_RGB2BGR), parts["classes"].astype(np.float32)
@@ -74,8 +74,8 @@ def read_augmentations(file: str, classes: int, named_by_user: bool = True) -> U
         listed = listed if isinstance(listed, (list, tuple)) else [listed]  # an albumentations Compose
         if not listed or not all(map(callable, listed)):
             raise UserError(f"{file} has no list AUGMENTATIONS = [my_function]")
-        named = ((str(getattr(call, "__name__", type(call).__name__)), _adapted(call)) for call in listed)
-        return UserAugmentations(file, classes, tuple(named))
+        calls = ((str(getattr(call, "__name__", type(call).__name__)), _adapted(call)) for call in listed)
+        return UserAugmentations(file, classes, tuple(calls))
 
 
 def _adapted(call: Any) -> Any:

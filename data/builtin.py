@@ -149,9 +149,9 @@ def _find_room(rng: Rng, label: int, size: float, placed: list[PlacedShape], min
     """Place a shape, smaller if there is no room for it; return None if even the smallest size has no room."""
     while size >= min_pixels:
         stencil = draw_stencil(rng, label, size)
-        over = 0.25 if size >= OUTLINED_PIXELS and rng.random() < CLIPPED_SHARE else 0.0  # share of the box's side
+        overhang = 0.25 if size >= OUTLINED_PIXELS and rng.random() < CLIPPED_SHARE else 0.0  # share of the box's side
         sides = stencil.fill.shape[::-1]
-        ranges = [(round(-over * side), round(SIDE_PIXELS - (1 - over) * side) + 1) for side in sides]
+        ranges = [(round(-overhang * side), round(SIDE_PIXELS - (1 - overhang) * side) + 1) for side in sides]
         for _ in range(POSITIONS_PER_SIZE):
             left, top = (int(rng.integers(*bounds)) for bounds in ranges)
             new = place_at(stencil, left, top)
@@ -272,10 +272,10 @@ class DrawnSet:
         `folder` has other content, or cannot be written.
         """
         numbers = dict(zip(DRAWN_SPLITS, (train or self.counts[0], val or self.counts[1]), strict=True))
-        made = {"drawing": DRAWING_VERSION, "seed": seed, **numbers, "names": list(self.names)}
+        description = {"drawing": DRAWING_VERSION, "seed": seed, **numbers, "names": list(self.names)}
         # mkdtemp would make a folder that only its owner may read, and that mode would survive the rename.
         part = folder.parent / f".{folder.name}-{os.getpid()}-{secrets.token_hex(4)}"
-        file, marker = folder / f"{self.title}.json", json.dumps(made, indent=2) + "\n"
+        file, marker = folder / f"{self.title}.json", json.dumps(description, indent=2) + "\n"
         if not os.path.lexists(folder):
             work = [(split, index) for split, name in enumerate(DRAWN_SPLITS) for index in range(numbers[name])]
             try:

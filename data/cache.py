@@ -56,8 +56,8 @@ class ImageStore:
         slots = self.sizes if capacity is None else np.full(capacity, self.slot_bytes)
         tables = _whole_pages(4 * (1 + len(shapes) + len(slots)))
         self.starts = tables + np.concatenate(([0], np.cumsum(slots)))
-        share = RING_MEMORY_SHARE if self.is_ring else CACHE_MEMORY_SHARE
-        self.memory = shared_memory(lambda free: int(self.starts[self.starts <= free * share].max(initial=tables)))
+        limit = RING_MEMORY_SHARE if self.is_ring else CACHE_MEMORY_SHARE
+        self.memory = shared_memory(lambda free: int(self.starts[self.starts <= free * limit].max(initial=tables)))
         self.capacity = int((self.starts[1:] <= self.memory.size).sum())
         self.reading: set[int] = set()  # slots of a ring that this process has locked
 
@@ -165,7 +165,7 @@ class Images:
         self.folder = f"{cache_folder() / 'images'}" if cache == "disk" else ""
         self.stores: list[ImageStore] = []
         shapes = np.array([self.shape(*size)[::-1] for size in self.sizes.tolist()], np.int32).reshape(-1, 2)
-        count, wanted = len(files), min(capacity, len(files))
+        count, ring_slots = len(files), min(capacity, len(files))
         if cache == "disk":
             total = shapes.prod(1, dtype=np.int64).sum() * 3 / 2**30
             log(f"--cache disk: {count} images, {total:.2f} GiB, in {self.folder}, while {DISK_FREE_SHARE:.0%} is free")
@@ -174,9 +174,9 @@ class Images:
             room = f"room for {store.capacity} of {count} images, {store.memory.size / 2**30:.2f} GiB"
             log(f"--cache {cache}: {room}, at most {CACHE_MEMORY_SHARE:.0%} of the memory that is free")
             self.stores.append(store)
-            wanted = wanted if store.capacity < count else 0
-        if wanted and fcntl:
-            self.stores.append(ImageStore(shapes, wanted))
+            ring_slots = ring_slots if store.capacity < count else 0
+        if ring_slots and fcntl:
+            self.stores.append(ImageStore(shapes, ring_slots))
 
     def shape(self, width: int, height: int) -> tuple[int, int]:
         """Return width and height of a file's image as `read` returns it."""

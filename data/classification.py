@@ -52,7 +52,7 @@ def _steps(hyp: Transforms, side: int) -> list[torch.nn.Module]:
         (any(jitter), v2.ColorJitter(*jitter)),
         (hyp.erasing, v2.RandomErasing(hyp.erasing, value=list(ERASED_RGB))),
     ]
-    return [step for used, step in steps if used]
+    return [step for is_used, step in steps if is_used]
 
 
 def centre_crop(image: Tensor, side: int) -> Tensor:

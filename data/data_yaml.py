@@ -91,10 +91,10 @@ class DataSpec:
         if "listing" not in self.walked:
             self.walked["listing"] = self._whole_listing("train")
         whole: Listing = self.walked["listing"]
-        chosen = held_out(whole.images, self.split, self.split_seed)
-        if not chosen:
+        held_images = held_out(whole.images, self.split, self.split_seed)
+        if not held_images:
             raise UserError(f"{self.file}: `train:` has one image, so `split:` leaves none to hold out; add images")
-        images = [image for image in whole.images if (image in chosen) == (split == "val")]
+        images = [image for image in whole.images if (image in held_images) == (split == "val")]
         return Listing(images, [] if split == "val" else whole.problems, whole.annotated)  # `train:` reports them
 
     def _whole_listing(self, split: str) -> Listing:
@@ -136,9 +136,9 @@ class DataSpec:
     def locations(self, split: str) -> list[Path]:
         """Return the folders and files that a split names, downloaded if one is absent. Raises `UserError`."""
         if split not in self.entries:
-            share = ", or `split: 0.2` to hold out a share of `train:`" if split == "val" else ""
+            advice = ", or `split: 0.2` to hold out a share of `train:`" if split == "val" else ""
             raise UserError(
-                f"{self.file} has no `{split}:`; add a folder of images, a .txt list of them, or a COCO .json{share}"
+                f"{self.file} has no `{split}:`; add a folder of images, a .txt list of them, or a COCO .json{advice}"
             )
         return [self.locate(entry, f"{split}: {entry}") for entry in self.entries[split]]
 
@@ -230,7 +230,7 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
     is_shape = isinstance(shape, list) and [*map(type, shape)] == [int, int] and shape[0] > 0 and shape[1] in (2, 3)
     check("kpt_shape", shape is None or is_shape, "[K, D], K key points of 2 or 3 numbers")
     names, defaults = _names(file, content), suggested_defaults(content.get("defaults") or {}, file)
-    roots, named = _roots(file, path), {split: paths for split, paths in entries.items() if paths}
+    roots, named_entries = _roots(file, path), {split: paths for split, paths in entries.items() if paths}
     if "draw" in content:
         check("draw", _draw(content["draw"], roots[0]), "a drawn set and its seed, such as {data.builtin.shapes: 0}")
     messages = list(messages)
@@ -238,18 +238,18 @@ def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str]
         messages.append(f"warning: {file}: {quoted(unknown)}: unknown, and not used")
     if shape:
         messages.append(f"{file}: `kpt_shape: {shape}`: label rows are read as boxes, without their key points")
-    if share and "val" in named:
+    if share and "val" in named_entries:
         messages.append(f"warning: {file}: `split: {share:g}` is not used, because there is a `val:`")
     if path and REMOTE.match(path):
         messages.append(f"{public(path)}: copied to {roots[0]}; delete this folder to copy it again")
     if not names:
-        listed = [entry for paths in named.values() for entry in paths]
+        listed = [entry for paths in named_entries.values() for entry in paths]
         names = formats.annotated_names([path for entry in listed for path in _candidates(entry, roots)])
     return DataSpec(
         file,
         names,
         roots,
-        named,
+        named_entries,
         image_folders={split: paths for split, paths in image_folders.items() if paths},
         warnings=tuple(messages),
         defaults=defaults,

@@ -214,11 +214,11 @@ class DataSet(ABC, Generic[S]):
         val.report("val")
         names = self.class_names(self.spec, self.options.single_cls)
         trained, validated = (np.bincount(split.instances().classes, minlength=len(names)) for split in (train, val))
-        rare = [k for k in np.argsort(trained, kind="stable").tolist() if trained[k] < FEW_LABELS]
+        rising = ((names[class_id], trained[class_id]) for class_id in np.argsort(trained, kind="stable").tolist())
         texts = {
             f"{plural(len(names), 'class')}: ": list(names.values()),
-            f"  fewer than {FEW_LABELS} training labels: ": [f"{names[k]} ({trained[k]})" for k in rare],
-            "  no validation labels: ": [name for k, name in names.items() if not validated[k]],
+            f"  fewer than {FEW_LABELS} training labels: ": [f"{name} ({n})" for name, n in rising if n < FEW_LABELS],
+            "  no validation labels: ": [name for class_id, name in names.items() if not validated[class_id]],
         }
         for title, classes in texts.items():
             rest = f" and {len(classes) - PRINTED_NAMES} more" if len(classes) > PRINTED_NAMES else ""
@@ -265,7 +265,7 @@ def labels_text(names: Mapping[int, str], train: Split, val: Split) -> str:
     for split, (image, label) in (("train", train.instances()), ("val", val.instances())):
         present = np.unique(image * len(names) + label) % len(names)
         images, instances = (np.bincount(labels, minlength=len(names)).tolist() for labels in (present, label))
-        rows += [(split, name, images[k], instances[k]) for k, name in names.items()]
+        rows += [(split, name, images[class_id], instances[class_id]) for class_id, name in names.items()]
     return csv_text(("split", "class", "images", "instances"), rows)
 
 

@@ -258,7 +258,7 @@ class DetectionData(DataSet[DetectionSplit]):
         names = self.class_names(self.spec, self.options.single_cls)
         rows = train.labels.rows
         listed = evenly_spaced(len(rows), LISTED_BOXES)
-        boxes = [[names[int(rows[k, 0])], *(f"{value:.5g}" for value in rows[k, 1:].tolist())] for k in listed]
+        boxes = [[names[int(rows[row, 0])], *(f"{value:.5g}" for value in rows[row, 1:].tolist())] for row in listed]
         columns = ("class", "x", "y", "width", "height")
         return {"labels.csv": labels_text(names, train, val), "boxes.csv": csv_text(columns, boxes)}
 

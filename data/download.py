@@ -21,10 +21,7 @@ LISTED_DEPTH = 32  # levels of folders that are listed on a web server
 
 
 def archive_sources(value: Any) -> list[tuple[str, str]]:
-    """Return the archives in `download:`, each with the folder to unpack it to; [] for other values, such as a script.
-
-    The value is an address, a list of addresses, or a mapping from folders below the data set's own to either.
-    """
+    """Return folder and address of each archive of `download:`, one, a list or a mapping; [] for others, as scripts."""
     sources = []
     for folder, addresses in (value if isinstance(value, Mapping) else {".": value}).items():
         addresses = addresses if isinstance(addresses, list) else [addresses]

@@ -250,7 +250,7 @@ def _coco_folders(file: Path, split: str) -> list[Path]:
 def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str], split: str) -> AnnotatedImages:
     content = _contents(file, file_stamps([str(file)]))
     is_record, beside = hasattr(content, "files"), file / "_" if file.is_dir() else file
-    filled = (place for place in beside.parents[:3] if is_record and _only_filled([place]))
+    filled = (folder_above for folder_above in beside.parents[:3] if is_record and _only_filled([folder_above]))
     folders = [beside.parent, *folders, *_coco_folders(beside, split), *islice(filled, 1)]
     categories = {category.name for category in content.categories}
     unknown = [name for name in names if name.strip() not in categories]
@@ -281,7 +281,7 @@ def _read_coco(annotated: AnnotatedImages, rules: RowRules, problems: Problems) 
     content = _read_file(annotated.file, objects=True)
     is_record = hasattr(content, "files")
     paths = {name: path for path, name in annotated.images.items()}
-    numbers = {name.strip(): number for number, name in enumerate(annotated.names)}
+    numbers = {name.strip(): annotation_id for annotation_id, name in enumerate(annotated.names)}
     labels = {category.id: numbers.get(category.name) for category in content.categories}
     by_image: dict[Any, list[Any]] = {image.id: [] for image in content.images}
     sizes = {image.id: (int(image.width or 0), int(image.height or 0)) for image in content.images}
@@ -308,21 +308,22 @@ def _read_coco(annotated: AnnotatedImages, rules: RowRules, problems: Problems) 
     rows = {}
     for image in content.images:
         items, size = by_image.pop(image.id), sizes[image.id]
-        made = [(_coco_row(item, labels, size, rules, problems), item.id) for item in items]
+        object_rows = [(_coco_row(item, labels, size, rules, problems), item.id) for item in items]
         if path := paths.get(image.file_name):
-            ids = [number for row, number in made if row]
-            rows[path] = ImageRows("".join(row for row, _ in made), size, f"{annotated.file}: annotation", ids)
+            ids = [annotation_id for row, annotation_id in object_rows if row]
+            rows[path] = ImageRows("".join(row for row, _ in object_rows), size, f"{annotated.file}: annotation", ids)
     return rows
 
 
 def _check_boxes(file: Path, rows: np.ndarray) -> None:
     """Raise a `UserError` if boxes are shares of the image, or corners. rows: box, width and height, (n, 6)."""
-    low, far, size = rows[:, :2], rows[:, 2:4], rows[:, 4:]
-    is_outside = (low + far > OUTSIDE_FACTOR * size).any(1)
-    are_corners = ((far > low) & (far <= size + 1)).all() and is_outside.mean() > MIN_OUTSIDE_SHARE if len(rows) else 0
+    corner, sides, size = rows[:, :2], rows[:, 2:4], rows[:, 4:]
+    is_outside = (corner + sides > OUTSIDE_FACTOR * size).any(1)
+    fit_corners = len(rows) > 0 and ((sides > corner) & (sides <= size + 1)).all()
+    are_corners = fit_corners and is_outside.mean() > MIN_OUTSIDE_SHARE
     if are_corners or 0 < rows[:, :4].max(initial=0) <= 1:
-        what = "corners, x1 y1 x2 y2" if are_corners else "shares of the image, or all smaller than a pixel"
-        raise UserError(f"{file}: its boxes seem to be {what}; a `bbox` must be left, top, width, height in pixels")
+        form = "corners, x1 y1 x2 y2" if are_corners else "shares of the image, or all smaller than a pixel"
+        raise UserError(f"{file}: its boxes seem to be {form}; a `bbox` must be left, top, width, height in pixels")
 
 
 def _coco_row(
@@ -400,7 +401,8 @@ def _read_voc(annotated: AnnotatedImages, rules: RowRules, problems: Problems) -
     numbers, images = {name: number for number, name in enumerate(annotated.names)}, {}
     for path, file in annotated.images.items():
         size, objects = read_voc(Path(file))
-        rows = ((k, numbers.get(name), box) for k, (name, box, difficult) in enumerate(objects, 1) if not difficult)
+        rows = [(number, numbers.get(name), box) for number, (name, box, _) in enumerate(objects, 1)]
+        rows = [row for row, (*_, is_difficult) in zip(rows, objects, strict=True) if not is_difficult]
         images[path] = image_rows(rows, size, f"{file}: object", problems)
     return images
 
@@ -443,15 +445,15 @@ def _voc_folders(annotations: Path) -> list[Path]:
     For `.../annotations/train` they are `.../images/train`, `.../images`, the folder itself, `.../train`, and `...`.
     """
     parts = annotations.parts
-    number = next((k for k in (-1, -2) if parts[k:] and parts[k].lower() in ANNOTATION_FOLDERS), 0)
-    if not number and _only_filled([annotations]):
+    level = next((level for level in (-1, -2) if parts[level:] and parts[level].lower() in ANNOTATION_FOLDERS), 0)
+    if not level and _only_filled([annotations]):
         return [annotations, *(annotations / name for name in IMAGE_FOLDERS)]
-    number = len(parts) + (number or (-2 if annotations.name in chain(*SPLIT_FOLDERS.values()) else -1))
-    above, below = Path(*parts[:number]), parts[number + 1 :]
+    level = len(parts) + (level or (-2 if annotations.name in chain(*SPLIT_FOLDERS.values()) else -1))
+    above, below = Path(*parts[:level]), parts[level + 1 :]
     folders = [above.joinpath(name, *below) for name in IMAGE_FOLDERS] + [above / name for name in IMAGE_FOLDERS]
-    others = [above.parent / name for name in IMAGE_FOLDERS] if above.name.lower() in ANNOTATION_FOLDERS else []
-    others += _only_filled(folder.joinpath(*below) for folder in subfolders(above))
-    return [*folders, annotations, above.joinpath(*below), above, *others]
+    other_folders = [above.parent / name for name in IMAGE_FOLDERS] if above.name.lower() in ANNOTATION_FOLDERS else []
+    other_folders += _only_filled(folder.joinpath(*below) for folder in subfolders(above))
+    return [*folders, annotations, above.joinpath(*below), above, *other_folders]
 
 
 # VisDrone
@@ -520,7 +522,7 @@ def recognise(path: Path) -> tuple[str, dict[str, Any] | Path]:
             if (content := find(path)) is not None:
                 return title, content
         inner = [] if (path / VOC_LISTS).is_dir() else _folders_below(path, layouts.values())
-        if only := _only(path, {"train": [str(each.relative_to(path)) for each in inner]}):
+        if only := _only(path, {"train": [str(folder.relative_to(path)) for folder in inner]}):
             return f"the data set in it is {only['train']}", path / only["train"]
         error, is_annotated = _unrecognised(path)
         if is_annotated:  # annotations that are not read do not make folders of classes
@@ -528,15 +530,15 @@ def recognise(path: Path) -> tuple[str, dict[str, Any] | Path]:
     raise error
 
 
-def _folders_below(folder: Path, finds: Collection[Find], levels: int = 3, left: Any = None) -> list[Path]:
+def _folders_below(folder: Path, finds: Collection[Find], levels: int = 3, remaining: Any = None) -> list[Path]:
     """Return the data sets among the first 1,000 folders, three levels down, without any inside another."""
-    left, found = left or iter(range(SAMPLED_FILES)), list[Path]()
-    for place, _ in zip(subfolders(folder) if levels else (), left, strict=False):
-        is_set = any(not is_image(entry.name) for entry in os.scandir(place))
+    remaining, data_sets = remaining or iter(range(SAMPLED_FILES)), list[Path]()
+    for folder_below, _ in zip(subfolders(folder) if levels else (), remaining, strict=False):
+        is_set = any(not is_image(entry.name) for entry in os.scandir(folder_below))
         with suppress(UserError):  # which says what is wrong once the folder is named
-            is_set = is_set and any(find(place) is not None for find in finds)
-        found += [place] if is_set else _folders_below(place, finds, levels - 1, left)
-    return found
+            is_set = is_set and any(find(folder_below) is not None for find in finds)
+        data_sets += [folder_below] if is_set else _folders_below(folder_below, finds, levels - 1, remaining)
+    return data_sets
 
 
 def _one_file(file: Path) -> dict[str, Any]:
@@ -546,8 +548,8 @@ def _one_file(file: Path) -> dict[str, Any]:
     if suffix == ".data":
         return _darknet(file)
     if suffix == ".txt" and _is_labelled(file):
-        others = {*SPLIT_FOLDERS["train"]} - {file.stem}  # which are not given; lists for validation may be beside
-        content = _splits(file.parent, lambda path: path.stem not in others and _is_labelled(path), ["{}.txt"])
+        other_names = {*SPLIT_FOLDERS["train"]} - {file.stem}  # which are not given; lists for validation may be beside
+        content = _splits(file.parent, lambda path: path.stem not in other_names and _is_labelled(path), ["{}.txt"])
         return _with_classes(file.parent, content or {"train": file.name})
     faults = {
         ".xml": f"a single .xml file; give the folder of all if they are VOC's, otherwise {EXPORT}",
@@ -570,9 +572,9 @@ def _only(folder: Path, candidates: Mapping[str, Sequence[str]]) -> dict[str, An
     content: dict[str, Any] = {}
     for split, paths in candidates.items() if candidates["train"] else ():
         # What is for testing validates only if nothing else does.
-        others = [path for path in paths if split != "val" or path not in candidates["test"]]
+        val_paths = [path for path in paths if split != "val" or path not in candidates["test"]]
         # Compared by inode and device: on some disks `Train` is `train`, and a link is the same source.
-        files = {os.stat(folder / path)[1:3]: path for path in reversed(others or paths)}
+        files = {os.stat(folder / path)[1:3]: path for path in reversed(val_paths or paths)}
         if len(files) > 1:
             listed = [*files.values()][::-1]
             tops = [Path(path).parts[0] for path in listed]
@@ -635,9 +637,9 @@ def _label_files(folder: Path) -> dict[str, Any] | None:
     if content == {"train": "."} and not any(any(folder.glob(pattern)) for pattern in CLASS_FILES):
         parts = ("images", "train", "train.txt")  # of a complete data set: two are not joined
         inner = _folders_below(
-            folder, [lambda place: {} if any(_is_labelled(place / part) for part in parts) else None]
+            folder, [lambda subfolder: {} if any(_is_labelled(subfolder / part) for part in parts) else None]
         )
-        _only(folder, {"train": [str(place.relative_to(folder)) for place in inner]})
+        _only(folder, {"train": [str(subfolder.relative_to(folder)) for subfolder in inner]})
         beside = (label_name(str(file)) for file in folder.iterdir() if is_image(file.name))
         content = None if inner and not any(True for _ in _classes(beside)) else content
     return content and _with_classes(folder, content)
@@ -650,13 +652,13 @@ def _darknet_values(file: Path) -> dict[str, str]:
 
 def _darknet(file: Path) -> dict[str, Any]:
     """Return what a Darknet .data file names. Raises `UserError` if one of its files is absent."""
-    named = {"train": "", **_darknet_values(file)}
-    paths, message = named_files(file, list(named.values()))
-    for (key, name), path in zip(named.items(), paths, strict=True):
+    values = {"train": "", **_darknet_values(file)}
+    paths, message = named_files(file, list(values.values()))
+    for (key, name), path in zip(values.items(), paths, strict=True):
         if not os.path.isfile(path):
             raise UserError(f"{file}: `{key} = {name}` is not a file, neither beside it nor here; correct the path")
     log(message)
-    content = {key.replace("valid", "val"): path for key, path in zip(named, paths, strict=True)}
+    content = {key.replace("valid", "val"): path for key, path in zip(values, paths, strict=True)}
     return _with_classes(file.parent, content, content.pop("names", ""))
 
 
@@ -667,8 +669,8 @@ def _coco_layout(folder: Path) -> dict[str, Any] | None:
 
 def _annotation_files(folder: Path, pattern: str, fits: Callable[[Path], bool]) -> dict[str, Any] | None:
     """Return the only file that fits in a folder and its subfolders, or one for each split by the words of its path."""
-    places = [sorted(place.glob(pattern))[:SAMPLED_JSON_FILES] for place in (folder, *subfolders(folder))]
-    files = [str(file.relative_to(folder)) for file in chain(*places) if fits(file)]
+    lists = [sorted(subfolder.glob(pattern))[:SAMPLED_JSON_FILES] for subfolder in (folder, *subfolders(folder))]
+    files = [str(file.relative_to(folder)) for file in chain(*lists) if fits(file)]
     if len(files) < 2:
         return {"train": files[0]} if files else None
 
@@ -704,19 +706,19 @@ def _xml_folder(folder: Path) -> dict[str, Any] | None:
 
 
 def _other_folders(folder: Path) -> dict[str, Any] | None:
-    places = [path for path in subfolders(folder) if path.name.lower() not in ANNOTATION_FOLDERS]
-    names = [path.name for path in places if _has_files(path)]
+    folders = [path for path in subfolders(folder) if path.name.lower() not in ANNOTATION_FOLDERS]
+    names = [path.name for path in folders if _has_files(path)]
     return {"train": names} if names else None
 
 
-def _has_classes(folder: Path, least: int = 1) -> bool:
+def _has_classes(folder: Path, min_count: int = 1) -> bool:
     """Return whether a folder has at least `least` folders with images, apart from folders of splits, YOLO or VOC."""
     folders, splits = subfolders(folder), {name for names in SPLIT_FOLDERS.values() for name in names}
     names = {path.name for path in folders}
     if names & {"images", "labels", "JPEGImages"} or names <= splits:
         return False
     classes = (path for path in folders if next(images_below(path), ""))
-    return len(list(islice(classes, least))) == least
+    return len(list(islice(classes, min_count))) == min_count
 
 
 # By precedence.
@@ -750,8 +752,8 @@ def _unrecognised(folder: Path) -> tuple[UserError, bool]:
     walked = (file for file in walked if f"{os.sep}." not in f"{os.sep}{file.relative_to(folder)}")  # but not .git
     files: dict[str, list[Path]] = {}
     for file in islice(walked, SAMPLED_FILES):
-        kind = "image" if is_image(file.name) else f"{file.suffix.lower()} file".strip()
-        files.setdefault(file.name if any(map(file.match, CLASS_FILES)) else kind, []).append(file)
+        noun = "image" if is_image(file.name) else f"{file.suffix.lower()} file".strip()
+        files.setdefault(file.name if any(map(file.match, CLASS_FILES)) else noun, []).append(file)
     image, sampled = str(files.get("image", [folder])[0]), (paths[:SAMPLED_JSON_FILES] for paths in files.values())
     program = next(filter(None, map(file_format, chain.from_iterable(sampled))), "")
     advice = ", but no label files, no annotations, and no folder of images for each class (docs/data.md)"
@@ -767,8 +769,7 @@ def _unrecognised(folder: Path) -> tuple[UserError, bool]:
         advice = f"; {max(faults, key=lambda fault: 'row 2' in fault)}"  # a list of boxes, if a table has it
     elif ".txt file" in files:
         advice = f", but no label file where it belongs: that of {image} is expected at {label_name(image)}"
-    counts = [kind if kind == paths[0].name else plural(len(paths), kind) for kind, paths in files.items()]
-    has = " and ".join(counts) or "no files"
-    return UserError(f"{folder} is not recognised as a data set: it has {has}{advice}"), bool(
-        program
-    ) or ".xml file" in files
+    counts = [noun if noun == paths[0].name else plural(len(paths), noun) for noun, paths in files.items()]
+    content = " and ".join(counts) or "no files"
+    error = UserError(f"{folder} is not recognised as a data set: it has {content}{advice}")
+    return error, bool(program) or ".xml file" in files

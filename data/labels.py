@@ -106,8 +106,8 @@ def parse_rows(
                 raise ValueError(f"the same {rules.noun if key[5:] else 'box'} again")
             rows[key] = row
         except ValueError as error:
-            place = f"{file} {ids[number - 1]}" if ids else f"{file}, line {number}"
-            problems.append(f"{place}: {error}; row left out")
+            source = f"{file} {ids[number - 1]}" if ids else f"{file}, line {number}"
+            problems.append(f"{source}: {error}; row left out")
     return list(rows.values()), problems
 
 
@@ -226,20 +226,21 @@ def load_labels(
 
 def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: Path) -> None:
     """Raise a `UserError` for the first row with a class outside of the `classes` names of the data YAML `source`."""
-    wrong = np.flatnonzero(labels.rows[:, 0] >= classes)
-    if not len(wrong):
+    wrong_rows = np.flatnonzero(labels.rows[:, 0] >= classes)
+    if not len(wrong_rows):
         return
-    image = images[int(np.searchsorted(labels.offsets, wrong[0], side="right")) - 1]
-    file, number, line = label_name(os.fspath(image)), int(labels.rows[wrong[0], 0]), ""
+    image = images[int(np.searchsorted(labels.offsets, wrong_rows[0], side="right")) - 1]
+    file, class_id, line = label_name(os.fspath(image)), int(labels.rows[wrong_rows[0], 0]), ""
     with suppress(UserError):
-        rows = enumerate(read_text(file).split("\n"), 1)
-        line = next((f", line {k}" for k, row in rows if row.split()[:1] in ([f"{number}"], [f"{number}.0"])), "")
+        words = (line.split()[:1] for line in read_text(file).split("\n"))
+        lines = [number for number, word in enumerate(words, 1) if word in ([f"{class_id}"], [f"{class_id}.0"])]
+        line = f", line {lines[0]}" if lines else ""
     fix = "fix the label or add the class"
     if labels.rows[:, 0].min() == 1 and labels.rows[:, 0].max() == classes:
         fix = "the labels count from 1, but classes count from 0: subtract 1"
     raise UserError(
-        f"{file}{line} has class {number}, but `names` of {source} ends at {classes - 1}; "
-        f"{fix} ({plural(len(wrong), 'such row')} in all)"
+        f"{file}{line} has class {class_id}, but `names` of {source} ends at {classes - 1}; "
+        f"{fix} ({plural(len(wrong_rows), 'such row')} in all)"
     )
 
 

@@ -33,10 +33,7 @@ Row = tuple[str, tuple[int, int], tuple[str, str, Sequence[Any]] | None]  # imag
 
 
 def read_records(files: Sequence[Path]) -> Any:
-    """Return the annotations of files as `read_coco` does, and `files`; ids are names. Raises `UserError`.
-
-    Sizes that the files lack are 0; they are 1 if coordinates are shares of the image.
-    """
+    """Return what `read_coco` does, and `files`. Absent sizes are 0, and 1 if boxes are shares. Raises `UserError`."""
     images: dict[str, Any] = {}
     annotations: list[Any] = []
     for file in files:
@@ -83,8 +80,8 @@ def table_columns(file: Path) -> tuple[dict[str, int], str]:
     for key, form in COLUMNS.items():
         if name := max(filter(re.compile(form).fullmatch, positions), key=len, default=""):
             columns[key] = positions[name]
-    far = {"right", "bottom"} if "right" in columns else {"width", "height"}
-    if {"image", "shape"} <= {*columns} or {"image", "left", "top", *far} <= {*columns}:
+    far_sides = {"right", "bottom"} if "right" in columns else {"width", "height"}
+    if {"image", "shape"} <= {*columns} or {"image", "left", "top", *far_sides} <= {*columns}:
         return columns, ""
     lists = [name for name, cell in zip(head, first, strict=False) if cell.startswith(("[", "{", "("))]
     fault = f", row 2: `{lists[0]}` is a list in one cell" if lists else f" is CSV without boxes ({','.join(head)})"
@@ -97,10 +94,10 @@ def _table_rows(file: Path) -> Iterator[Row]:
     if fault:
         raise UserError(fault)
     for line, row in islice(_rows(file), int("header" in columns), None):
-        cells = {key: row[k] if k < len(row) else "" for key, k in columns.items()}
+        cells = {key: row[column] if column < len(row) else "" for key, column in columns.items()}
         has_corners, which, item = "right" in columns, f"line {line}", None
-        far = ("right", "bottom") if has_corners else ("width", "height")
-        box = [cells.get(side, "") for side in ("left", "top", *far)]
+        far_sides = ("right", "bottom") if has_corners else ("width", "height")
+        box = [cells.get(side, "") for side in ("left", "top", *far_sides)]
         if len(cells.get("shape", "")) > 2:
             item = which, *_region(json.loads(cells["shape"]), json.loads(cells["attributes"]))
         elif any(box):
@@ -151,6 +148,7 @@ def _region(shape: Mapping[str, Any], attributes: Mapping[str, Any]) -> tuple[st
 
 
 def _ellipse(x: float, y: float, across: float, down: float, angle: float = 0.0) -> Sequence[Any]:
-    turns, cos, sin = (2 * math.pi * k / ROUND_POINTS for k in range(ROUND_POINTS)), math.cos(angle), math.sin(angle)
+    turns = (2 * math.pi * step / ROUND_POINTS for step in range(ROUND_POINTS))
+    cos, sin = math.cos(angle), math.sin(angle)
     points = ((across * math.cos(turn), down * math.sin(turn)) for turn in turns)
     return [(x + cos * a - sin * d, y + sin * a + cos * d) for a, d in points]

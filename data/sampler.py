@@ -212,8 +212,8 @@ def evaluation_batches(
         order, shapes = np.arange(count), [(imgsz, imgsz)] * count
     else:
         order, shared = by_aspect(sizes, batch_size, imgsz, stride, EVALUATION_PAD_STRIDES)
-        shapes = [shared[k // batch_size] for k in range(count)]
-    samples = [SampleIndex(0, k, int(order[k]), shapes[k]) for k in range(count)]
+        shapes = [shared[position // batch_size] for position in range(count)]
+    samples = [SampleIndex(0, position, int(order[position]), shapes[position]) for position in range(count)]
     groups = (list(group) for _, group in groupby(samples, key=lambda sample: sample.shape))
     return [group[start : start + batch_size] for group in groups for start in range(0, len(group), batch_size)]
 

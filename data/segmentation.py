@@ -186,10 +186,10 @@ def collate(items: Sequence[Item]) -> SegmentationBatch:
     """Join items of one shape; the last part of each is a pair, its `ImageInfo` and its `TargetMasks`."""
     infos, masks = zip(*(item[2] for item in items), strict=True)
     batch = collate_boxes([(*item[:2], info) for item, info in zip(items, infos, strict=True)])
-    count = sum(len(each.pixels) for each in masks)
+    count = sum(len(image_masks.pixels) for image_masks in masks)
     mask_pixels = empty_pixels(count) if count else torch.zeros(0, dtype=torch.uint8)
-    np.concatenate([each.pixels for each in masks], out=mask_pixels.numpy())
-    windows = np.concatenate([each.windows for each in masks])
+    np.concatenate([image_masks.pixels for image_masks in masks], out=mask_pixels.numpy())
+    windows = np.concatenate([image_masks.windows for image_masks in masks])
     # A copy: the tensor's memory may be moved into memory shared between processes.
     host_targets = batch.targets.numpy().copy()
     return SegmentationBatch(batch.images, batch.targets, batch.infos, mask_pixels, windows, host_targets)

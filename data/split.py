@@ -31,15 +31,15 @@ def assigned(counts: np.ndarray, shares: Sequence[float]) -> np.ndarray:
     Images with the rarest class are assigned first, each to the part that lacks most of it. `counts`, int (n, classes),
     is 1 for each class that an image has, otherwise 0; each image has one at least.
     """
-    wanted = np.outer(shares, counts.sum(0))  # images of each class that each part still lacks
+    lacking = np.outer(shares, counts.sum(0))  # images of each class that each part still lacks
     parts = np.full(len(counts), -1)
     while (parts < 0).any():
         holders = counts[parts < 0].sum(0)
         rarest = int(np.where(holders > 0, holders, len(counts) + 1).argmin())
         for image in np.flatnonzero((parts < 0) & (counts[:, rarest] > 0)):
-            lacking = np.stack([wanted.sum(1), wanted[:, rarest]]).round(6)  # ties: the part that lacks most in total
-            parts[image] = np.lexsort(lacking)[-1]
-            wanted[parts[image]] -= counts[image]
+            keys = np.stack([lacking.sum(1), lacking[:, rarest]]).round(6)  # ties: the part that lacks most in total
+            parts[image] = np.lexsort(keys)[-1]
+            lacking[parts[image]] -= counts[image]
     return parts
 
 
@@ -74,7 +74,7 @@ def split(data: str, val: float = 0.2, seed: int = 0, folds: int = 0) -> None:
     test: list[str] = []
     with suppress(UserError):  # no `test:`, or its images are not here
         test = list(map(str, spec.locations("test")))
-    kept = {"test": test, "kpt_shape": list(spec.kpt_shape), "defaults": dict(spec.defaults), "names": spec.names}
+    other_keys = {"test": test, "kpt_shape": list(spec.kpt_shape), "defaults": dict(spec.defaults), "names": spec.names}
     log(*spec.warnings)
     for number in range(folds or 1):
         folder, validates = top / f"fold{number + 1}" if folds else top, parts == (number if folds else 1)
@@ -83,7 +83,7 @@ def split(data: str, val: float = 0.2, seed: int = 0, folds: int = 0) -> None:
             folder.mkdir(parents=True)
             for file, chosen in zip(files.values(), (~validates, validates), strict=True):
                 Path(file).write_bytes(b"".join(os.fsencode(f"{images[k]}\n") for k in np.flatnonzero(chosen)))
-            content = {**files, **{key: value for key, value in kept.items() if value}}
+            content = {**files, **{key: value for key, value in other_keys.items() if value}}
             (folder / "data.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
         except OSError as error:
             raise UserError(f"{folder} cannot be written ({error.strerror}); remove it, or call elsewhere") from None

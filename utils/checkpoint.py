@@ -94,22 +94,19 @@ def weights_content(
         half: whether to store floating-point tensors as float16, except tensors with values beyond its range
         origin: `licence` and `origin`, see models/weights.py
     """
+    state = {key: value.detach().cpu() for key, value in model.state_dict().items()}
+    for key, value in state.items() if half else ():
+        if value.is_floating_point() and (halved := value.half()).isfinite().all():
+            state[key] = halved
     return {
         "format": FORMAT,
         "task": yaml["task"],
         "model": dict(yaml),
         "names": dict(names),
-        "state": {key: _stored(value.detach().cpu(), half) for key, value in model.state_dict().items()},
+        "state": state,
         "settings": dict(settings),
         **origin,
     }
-
-
-def _stored(tensor: Tensor, half: bool) -> Tensor:
-    if not half or not tensor.is_floating_point():
-        return tensor
-    halved = tensor.half()
-    return halved if halved.isfinite().all() else tensor
 
 
 # The state of a run

@@ -53,19 +53,19 @@ def read_coco(file: Path, objects: bool = False) -> Any:
         category.name = str(category.name).strip()
     for image in coco.images:
         image.file_name = image.file_name.replace("\\", "/")
-    _refuse_two_meanings(file, "category id", ((category.id, category.name) for category in coco.categories))
-    _refuse_two_meanings(file, "image id", ((image.id, image.file_name) for image in coco.images))
-    _refuse_two_meanings(file, "file_name", ((image.file_name, image.id) for image in coco.images))
+    _check_unique(file, "category id", ((category.id, category.name) for category in coco.categories))
+    _check_unique(file, "image id", ((image.id, image.file_name) for image in coco.images))
+    _check_unique(file, "file_name", ((image.file_name, image.id) for image in coco.images))
     for entries in (coco.images, coco.categories):
         entries[:] = {entry.id: entry for entry in entries}.values()
     return coco
 
 
-def _refuse_two_meanings(file: Path, noun: str, pairs: Iterable[tuple[Any, Any]]) -> None:
-    known: dict[Any, Any] = {}
+def _check_unique(file: Path, noun: str, pairs: Iterable[tuple[Any, Any]]) -> None:
+    values: dict[Any, Any] = {}
     for key, value in pairs:
-        if known.setdefault(key, value) != value:
-            raise UserError(f"{file}: {noun} {quoted(key)} means {quoted(known[key])} and {quoted(value)}; fix either")
+        if values.setdefault(key, value) != value:
+            raise UserError(f"{file}: {noun} {quoted(key)} means {quoted(values[key])} and {quoted(value)}; fix either")
 
 
 # Results
@@ -95,13 +95,14 @@ def annotated_ids(file: Path, names: Mapping[int, str], paths: Sequence[Path]) -
     for name in names.values():
         if name not in categories:
             raise UserError(f"{file} has no category '{name}'{nearest(name, categories)}; give the data set's own")
-    known = {image.file_name: image.id for image in coco.images}
+    image_ids = {image.file_name: image.id for image in coco.images}
     endings = (("/".join(path.parts[start:]) for start in range(1, len(path.parts))) for path in paths)
-    images = tuple(next((known[ending] for ending in of_path if ending in known), None) for of_path in endings)
+    names_in_file = (next(filter(image_ids.__contains__, path_endings), None) for path_endings in endings)
+    images = tuple(map(image_ids.get, names_in_file))
     if not any(image is not None for image in images):
         raise UserError(f"{file} has none of the {len(paths)} images, such as {paths[0].name}; give the split's own")
     matched = ((image, str(path)) for image, path in zip(images, paths, strict=True) if image is not None)
-    _refuse_two_meanings(file, "image id", matched)
+    _check_unique(file, "image id", matched)
     return CocoIds(tuple(categories[name] for name in names.values()), images, f"ids are from {file}")
 
 
@@ -113,8 +114,8 @@ def results(images: Sequence[CocoImage], ids: CocoIds) -> list[dict[str, Any]]:
         boxes = np.concatenate((corners[:, :2], corners[:, 2:] - corners[:, :2]), 1).round(3).tolist()
         masks = [{"segmentation": mask} for mask in image.masks] or [{}] * len(boxes)
         image_id = ids.images[image.image]
-        for box, score, number, mask in zip(boxes, confidence.tolist(), label.tolist(), masks, strict=True):
-            row = {"image_id": image_id, "category_id": ids.categories[number], "bbox": box, "score": round(score, 5)}
+        for box, score, class_id, mask in zip(boxes, confidence.tolist(), label.tolist(), masks, strict=True):
+            row = {"image_id": image_id, "category_id": ids.categories[class_id], "bbox": box, "score": round(score, 5)}
             rows.append({**row, **mask})
     return [row for row in rows if row["image_id"] is not None]
 
@@ -126,25 +127,25 @@ def metrics(file: Path, ids: CocoIds, rows: list[dict[str, Any]]) -> Iterator[tu
     """Iterate over the `COCO_METRICS` by kind, "bbox" and, with masks, "segm"; -1: not measured. Raises `UserError`."""
     from faster_coco_eval import COCO, COCOeval_faster
 
-    kinds = ("bbox", "segm") if any("segmentation" in row for row in rows) else ("bbox",)
+    iou_types = ("bbox", "segm") if any("segmentation" in row for row in rows) else ("bbox",)
     try:
         annotations = json.loads(read_text(file))
         # The annotations' own ids are replaced: the evaluator ignores id 0 and merges equal ids.
-        boxed = [one for one in annotations["annotations"] if one.get("bbox")]  # training leaves out the others too
-        crowd = {"iscrowd": 0} if all(one.get("iscrowd") for one in boxed) else {}  # objects: see data/formats.py
-        numbered = [{**one, **crowd, "id": number} for number, one in enumerate(boxed or annotations["annotations"], 1)]
-        truth = COCO({**annotations, "annotations": numbered})
+        boxed = [item for item in annotations["annotations"] if item.get("bbox")]  # as in training
+        crowd = {"iscrowd": 0} if all(item.get("iscrowd") for item in boxed) else {}  # objects: see data/formats.py
+        objects = enumerate(boxed or annotations["annotations"], 1)
+        truth = COCO({**annotations, "annotations": [{**item, **crowd, "id": number} for number, item in objects]})
         predicted = truth.loadRes(rows) if rows else COCO({**annotations, "annotations": []})
-        for kind in kinds:
-            evaluation = COCOeval_faster(truth, predicted, kind)
+        for iou_type in iou_types:
+            evaluation = COCOeval_faster(truth, predicted, iou_type)
             evaluation.params.imgIds = [image for image in ids.images if image is not None]
             evaluation.params.catIds = list(ids.categories)
             evaluation.run()
-            yield kind, [float(value) for value in evaluation.stats[: len(COCO_METRICS)]]
+            yield iou_type, [float(value) for value in evaluation.stats[: len(COCO_METRICS)]]
     except Exception as error:  # the annotations may lack anything
         raise UserError(
             f"{file} cannot be used ({type(error).__name__}: {first_line(error)}); give a file of COCO annotations, "
-            f"with bbox, area and iscrowd{', and segmentation' if 'segm' in kinds else ''}"
+            f"with bbox, area and iscrowd{', and segmentation' if 'segm' in iou_types else ''}"
         ) from error
 
 

@@ -49,7 +49,7 @@ def compare(*runs: Path) -> dict[str, Any]:
     steps = [read_hashes(run) for run in runs]
     before = [{**curve_settings(read_yaml(run / "settings.yaml")), **read_yaml(run / MACHINE)} for run in runs]
     pairs = {key: [values.get(key) for values in before] for key in dict.fromkeys([*before[0], *before[1]])}
-    causes = {key: [one, two] for key, (one, two) in pairs.items() if one != two}
+    causes = {key: [first, second] for key, (first, second) in pairs.items() if first != second}
     result = {"same": len(steps[0]) == len(steps[1]), "steps": [len(rows) for rows in steps], "causes": causes}
     for row, other in zip(*steps, strict=False):
         if row != other:
@@ -70,18 +70,18 @@ def compare(*runs: Path) -> dict[str, Any]:
 def described(result: Mapping[str, Any]) -> list[str]:
     """Return the lines that say what `compare` has found."""
     causes, (shorter, longer) = result["causes"].items(), sorted(result["steps"])
-    lines = [f"{key} differs: {' and '.join(quoted(each, 60) for each in pair)}" for key, pair in causes]
+    lines = [f"{key} differs: {' and '.join(quoted(value, 60) for value in pair)}" for key, pair in causes]
     if "step" not in result:
         rest = "" if result["same"] else f", then one run goes on to step {longer}"
         return [*lines, f"the same: {plural(shorter, 'step')}{rest}"]
-    found = []
+    differences = []
     for name in result["different"]:
         first, *others = result["parameters"].get(name) or [""]
-        more = f" and {plural(len(others), 'other')}" if others else ""
-        found.append(f"{name} of {first}{more}" if first else name)
+        rest = f" and {plural(len(others), 'other')}" if others else ""
+        differences.append(f"{name} of {first}{rest}" if first else name)
     equal = f"{', '.join(result['equal'])} are equal; " if result["equal"] else ""
-    place = f"step {result['step']} (epoch {result['epoch']}, batch {result['batch']})"
-    return [*lines, f"{place}: {equal}these differ: {', '.join(found)}"]
+    position = f"step {result['step']} (epoch {result['epoch']}, batch {result['batch']})"
+    return [*lines, f"{position}: {equal}these differ: {', '.join(differences)}"]
 
 
 def weights_hash(run: Path) -> str:

@@ -89,13 +89,13 @@ class Bar:
 
     def iterate(self, batches: Iterable[T], size: Callable[[T], int]) -> Iterator[T]:
         """Iterate over `batches`; `size` maps a batch to its number of images."""
-        started = asked = time.monotonic()
+        started_at = requested_at = time.monotonic()
         with self._bar:
             for batch in batches:
-                self.waited += time.monotonic() - asked
+                self.waited += time.monotonic() - requested_at
                 yield batch
                 self.due = bool(self._bar.update(size(batch)))
-                self.seconds = (asked := time.monotonic()) - started
+                self.seconds = (requested_at := time.monotonic()) - started_at
                 self.waiting = self.waited / max(self.seconds, 1e-9)
         self.rate = self.images / max(self.seconds, 1e-9)
 

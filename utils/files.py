@@ -121,9 +121,9 @@ def find_file(name: str, what: str, folders: Sequence[str], kind: str = "a file"
     if os.path.isfile(name):  # Path.is_file raises an error for a name that is too long
         return Path(name)
     shipped = sorted(path for folder in folders for path in (ROOT / folder).glob("*.yaml"))
-    wanted = f"{name.removesuffix('.yml').removesuffix('.yaml')}.yaml"
+    file_name = f"{name.removesuffix('.yml').removesuffix('.yaml')}.yaml"
     for path in shipped:
-        if wanted in (path.name, *(f"{folder}/{path.name}" for folder in folders)):
+        if file_name in (path.name, *(f"{folder}/{path.name}" for folder in folders)):
             return path
     raise UserError(
         f"{what} '{name}' is not {kind}{nearest(name, (path.stem for path in shipped), 0.7)}; give the path of {kind}, "

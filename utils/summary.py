@@ -141,5 +141,5 @@ def log_times(times: Sequence[tuple[int, Mapping[str, float]]], batch_size: int 
     images = max(sum(count for count, _ in times), 1)
     means = [1000 * sum(seconds.get(stage, 0.0) for _, seconds in times) / images for stage in STAGES]
     rate = f"; {1000 / max(sum(means), 1e-9):.1f} images/s at batch size {batch_size}" if batch_size else ""
-    words = ", ".join(f"{mean:.1f} ms {stage}" for mean, stage in zip(means, STAGES, strict=True))
-    log(f"speed per image: {words}; image loading and warm-up excluded{rate}", always=always)
+    stage_times = ", ".join(f"{mean:.1f} ms {stage}" for mean, stage in zip(means, STAGES, strict=True))
+    log(f"speed per image: {stage_times}; image loading and warm-up excluded{rate}", always=always)

@@ -1,4 +1,4 @@
-"""Data sets from archives and from stores: what is unpacked and copy_remote, what is refused, and nothing left behind."""
+"""Data sets from archives and from stores: what is unpacked and copied, what is refused, and nothing left behind."""
 
 from __future__ import annotations
 

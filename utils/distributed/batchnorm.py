@@ -26,9 +26,7 @@ class InTurn:
 
     In the middle of its forward and its backward pass a layer needs the sums of all logical processes. Each call has a
     thread, of which one runs at a time: it passes the turn to the next one at each `total`, and at its end.
-
-    Args:
-        sum_over_all: returns the sum over all logical processes from the local addends
+    `sum_over_all` returns the sum over all logical processes from the local addends.
     """
 
     def __init__(self, sum_over_all: Callable[[Sequence[Tensor]], Tensor]) -> None:
@@ -140,9 +138,9 @@ class ExactBatchNorm(_BatchNorm):
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
         if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
             self.num_batches_tracked += 1
-            share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-            self.running_mean.lerp_(mean.to(self.running_mean), share)
-            self.running_var.lerp_((variance * (count / (count - 1))).to(self.running_var), share)
+            momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean.to(self.running_mean), momentum)
+            self.running_var.lerp_((variance * (count / (count - 1))).to(self.running_var), momentum)
         moments = mean.to(dtype), variance.to(dtype)
         return _Normalise.apply(input, self.weight, self.bias, *moments, count, self.eps, self.total)
 

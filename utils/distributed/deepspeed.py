@@ -59,10 +59,7 @@ def configure(accelerator: Accelerator, batch_size: int, clip: float, precision:
 
 
 def optimizer_state(optimizer: Any, parameters: Sequence[nn.Parameter]) -> dict[int, dict[str, Any]]:
-    """Return the unpartitioned state of each parameter, in the order of the optimizer's groups, by its number.
-
-    All processes must call this together; `optimizer` is Accelerate's.
-    """
+    """Return the unpartitioned state of each parameter, by its number in the groups. All must call this together."""
     if not is_requested():
         return optimizer.state_dict()["state"]
     from deepspeed.utils import safe_get_full_optimizer_state

@@ -51,24 +51,24 @@ def run_doctor(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> None:
 
 def process_facts(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> Facts:
     """Return the facts about this process; the arguments are those of `run_doctor`."""
-    kind, errors = "", []
+    device_type, errors = "", []
     inputs: Inputs = ({}, {})
     try:
-        kind = launch.device_kind(flags["device"])
+        device_type = launch.device_kind(flags["device"])
         inputs = read()
     except UserError as error:
         errors.append(str(error))
     gpu = torch.device("cuda", ranks().local_rank)
-    hardware = launch.describe_device(gpu) if kind == "cuda" else torch.backends.cpu.get_cpu_capability()
+    hardware = launch.describe_device(gpu) if device_type == "cuda" else torch.backends.cpu.get_cpu_capability()
     versions = {"torch": torch.__version__, "accelerate": metadata.version("accelerate")}
     if deepspeed.is_requested():
         versions["deepspeed"] = metadata.version("deepspeed")
     code, files = code_hash(ROOT), {f"the data ({name})": fingerprint(paths) for name, paths in inputs[1].items()}
     settings = {f"--{name}".replace("_", "-"): value for name, value in flags.items() if name not in MACHINE_FLAGS}
-    compared = {"the code": code, **files, **versions, **({"the kind of device": kind} if kind else {})}
+    compared = {"the code": code, **files, **versions, **({"the kind of device": device_type} if device_type else {})}
     for name, value in {**settings, **inputs[0]}.items():
         compared[name] = text if len(text := str(value)) <= MAX_VALUE_LENGTH else _hash(text)
-    names = {"host": socket.gethostname(), "rank": str(ranks().rank), "device": f"{kind or '-'} {hardware}"}
+    names = {"host": socket.gethostname(), "rank": str(ranks().rank), "device": f"{device_type or '-'} {hardware}"}
     row = {**names, **versions, "code": code, "data": _hash(str(files))}
     return {"row": row, "compared": compared, "errors": errors}
 

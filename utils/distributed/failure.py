@@ -160,8 +160,8 @@ def end_together(message: str, code: int = 1, culprit: str = "", stalled: bool =
             if is_first := store.write_once("reason", ranks().rank) == ranks().rank:
                 answers, names = store.values("present"), store.values("names")
                 late = [names.get(rank, [f"process {rank}"])[0] for rank in range(world_size()) if rank not in answers]
-                named = f"error: {' and '.join(late)} {culprit}"
-                print(named if culprit and answers and late else message, file=sys.stderr, flush=True)
+                late_message = f"error: {' and '.join(late)} {culprit}"
+                print(late_message if culprit and answers and late else message, file=sys.stderr, flush=True)
             if not is_first or (ranks().rank == 0 and not store_is_hosted()):
                 time.sleep(EXPLAIN_SECONDS)  # for the first one to print, and for others to read this one's store
             hard_exit("", code)

@@ -75,13 +75,13 @@ class Precision(NamedTuple):
 
 def start(device: str, mixed_precision: str, timeout: float) -> tuple[Accelerator, Precision]:
     """Connect all processes as `connect` does, and make an Accelerator for global batches. Raises `UserError`."""
-    kind, by_zero = connect(device, timeout), deepspeed.is_requested()
-    precision = broadcast_from_main(lambda: choose_precision(mixed_precision, kind, by_zero))
-    if kind == "cpu":
+    device_type, by_zero = connect(device, timeout), deepspeed.is_requested()
+    precision = broadcast_from_main(lambda: choose_precision(mixed_precision, device_type, by_zero))
+    if device_type == "cpu":
         keep_freed_memory()  # activations are allocated anew in each step
     with variables_named():
         return Accelerator(
-            cpu=kind == "cpu" and not by_zero,
+            cpu=device_type == "cpu" and not by_zero,
             mixed_precision="no" if by_zero else precision.name,
             dataloader_config=DataLoaderConfiguration(split_batches=True, dispatch_batches=False, non_blocking=True),
             step_scheduler_with_optimizer=False,
@@ -95,22 +95,22 @@ def choose_precision(flag: str, device: str, by_zero: bool) -> Precision:
     Raises `UserError` for one that is not supported: DeepSpeed's autocast has no loss scaling, so no fp16, and
     Accelerate would silently compute fp16 on a CPU in float32.
     """
-    named = (os.environ.get(LAUNCHER_PRECISION) or "no").lower()
+    launcher_precision = (os.environ.get(LAUNCHER_PRECISION) or "no").lower()
     if flag:
-        chosen = Precision(flag, "by a flag")
-    elif named != "no":
-        chosen = Precision(named, f"named by the launcher, {LAUNCHER_PRECISION}")
+        precision = Precision(flag, "by a flag")
+    elif launcher_precision != "no":
+        precision = Precision(launcher_precision, f"named by the launcher, {LAUNCHER_PRECISION}")
     elif device != "cuda":
-        chosen = Precision("no", f"the default on {device}")
+        precision = Precision("no", f"the default on {device}")
     elif torch.cuda.is_bf16_supported(including_emulation=False):
-        chosen = Precision("bf16", "the default on this GPU")
+        precision = Precision("bf16", "the default on this GPU")
     else:
-        chosen = Precision("no" if by_zero else "fp16", "the default on this GPU, which has no fast bf16")
+        precision = Precision("no" if by_zero else "fp16", "the default on this GPU, which has no fast bf16")
     supported = [name for name in PRECISIONS if name != "fp16" or not (by_zero or device == "cpu")]
-    if chosen.name not in supported:
+    if precision.name not in supported:
         where = "with DeepSpeed" if by_zero else f"on {device}"
-        raise UserError(f"{chosen} is not supported {where}; use one of {', '.join(supported)}")
-    return chosen
+        raise UserError(f"{precision} is not supported {where}; use one of {', '.join(supported)}")
+    return precision
 
 
 def seed_everything(seed: int, deterministic: bool = True) -> None:
@@ -166,7 +166,7 @@ def connect(device: str, timeout: float) -> str:
     """Connect all processes, unless they are connected, and return the device's kind. Raises `UserError`."""
     if PartialState._shared_state:
         return PartialState().device.type
-    kind, by_zero = device_kind(device), deepspeed.is_requested()
+    device_type, by_zero = device_kind(device), deepspeed.is_requested()
     is_launched = world_size() > 1 or "LOCAL_RANK" in os.environ
     for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "SAGEMAKER")[is_launched:]:
         is_off = os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("", "false", "no", "off", "0")
@@ -179,13 +179,13 @@ def connect(device: str, timeout: float) -> str:
         os.environ.pop(name, None)  # Accelerate would wait for the other tasks of mpirun
     if by_zero:
         launch_number("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2, maximum=3)
-        deepspeed.prepare_environment(kind == "cpu")
+        deepspeed.prepare_environment(device_type == "cpu")
     try:
         with variables_named():
             PartialState(
-                cpu=kind == "cpu" and not by_zero,  # with cpu=True Accelerate would silently not use DeepSpeed
+                cpu=device_type == "cpu" and not by_zero,  # with cpu=True Accelerate would silently not use DeepSpeed
                 timeout=timedelta(seconds=timeout + COLLECTIVE_MARGIN_SECONDS),
-                backend="gloo" if by_zero and kind == "cpu" else None,
+                backend="gloo" if by_zero and device_type == "cpu" else None,
                 init_method=f"{RENDEZVOUS}://",
             )
     except (RuntimeError, OSError, UnicodeError) as error:
@@ -195,7 +195,7 @@ def connect(device: str, timeout: float) -> str:
             f"them ({first_line(error, 300)}): start all with one free and open port (--main_process_port), raise "
             "--dist-timeout, or name the network's interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
         ) from None
-    return kind
+    return device_type
 
 
 def _prepare_processes() -> None:
@@ -253,17 +253,17 @@ def device_kind(device: str) -> str:
     if (any(numbers) and torch.cuda.is_initialized()) or (numbers and _chosen[1:] == [visible]):
         raise UserError(f"--device {device}: this Python process has used another GPU; restart Python")
     devices, here = devices_named(device), ranks().local_world_size
-    kind = devices[0].type
-    if kind == "cuda" and len(devices) < here:
+    device_type = devices[0].type
+    if device_type == "cuda" and len(devices) < here:
         raise UserError(
             f"{f'--device {device} names' if device else 'torch sees'} {plural(len(devices), 'CUDA device')} for the "
             f"{here} processes of this machine; use one for each, or --device cpu"
         )
-    if kind == "cuda" and device:
+    if device_type == "cuda" and device:
         visible = visible or ",".join(map(str, range(torch.cuda.device_count())))
-        os.environ[VISIBLE_DEVICES] = ",".join(visible.split(",")[named.index] for named in devices)
+        os.environ[VISIBLE_DEVICES] = ",".join(visible.split(",")[selected.index] for selected in devices)
         _chosen[:] = numbers, os.environ[VISIBLE_DEVICES]
-    return kind
+    return device_type
 
 
 def devices_named(device: str) -> list[torch.device]:
@@ -281,10 +281,10 @@ def device_numbers(device: str) -> list[int]:
     """Return torch's numbers of the CUDA devices that `--device` names; [] for '', cpu and mps. Raises `UserError`."""
     if device in ("", "cpu", "mps"):
         return []
-    words = device.replace("cuda:", "").replace(" ", "").split(",")
-    if not all(map(str.isdecimal, words)) or len(set(words)) < len(words):
+    numbers = device.replace("cuda:", "").replace(" ", "").split(",")
+    if not all(map(str.isdecimal, numbers)) or len(set(numbers)) < len(numbers):
         raise UserError(f"--device {device}: give cpu, mps, or the numbers of CUDA devices such as 0 or 0,1")
-    return list(map(int, words))
+    return list(map(int, numbers))
 
 
 def cores_per_process() -> int:
@@ -309,19 +309,19 @@ def spawn(main: Callable[[], object], processes: int, device: str = "") -> bool:
     Their number is `processes`, or that of the named devices. Returns False without starting any if one is enough or if
     a launcher has started this process. Raises `UserError`.
     """
-    named, launched = len(device_numbers(device)), world_size()
-    expected = launched if launched > 1 else 1 if device == "mps" else named or processes
+    named_devices, launched_processes = len(device_numbers(device)), world_size()
+    expected = launched_processes if launched_processes > 1 else 1 if device == "mps" else named_devices or processes
     if processes and processes != expected:
         raise UserError(
             f"--processes {processes}: it is {expected}, by the launcher or by --device {device} with one process per "
             f"GPU; give --processes {expected}"
         )
-    processes = processes or named
-    if processes < 2 or launched > 1 or "LOCAL_RANK" in os.environ:
+    processes = processes or named_devices
+    if processes < 2 or launched_processes > 1 or "LOCAL_RANK" in os.environ:
         return False
-    gpus = named or (0 if device == "cpu" or "ACCELERATE_USE_CPU" in os.environ else torch.cuda.device_count())
-    if processes > (most := gpus or 4 * cores_per_process()):
-        raise UserError(f"--processes {processes}: at most {most} here, {'one per GPU' if gpus else '4 per CPU core'}")
+    gpus = named_devices or (0 if device == "cpu" or "ACCELERATE_USE_CPU" in os.environ else torch.cuda.device_count())
+    if processes > (limit := gpus or 4 * cores_per_process()):
+        raise UserError(f"--processes {processes}: at most {limit} here, {'one per GPU' if gpus else '4 per CPU core'}")
     # The parent hosts the store, on the loopback only: its port is taken from now on, and it outlives the processes.
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]

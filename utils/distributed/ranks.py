@@ -101,10 +101,11 @@ def check_launch() -> None:
     tasks = [name for name in TASKS if launch_number(name, 1) > 1]
     forgotten = tasks and not any(map(os.environ.get, ("WORLD_SIZE", "WANDB_SWEEP_ID")))
     if forgotten or rank >= processes or (processes > 1 and not os.environ.get("RANK")):
-        named = [f"{name} {os.environ[name]}" for name in ("RANK", "WORLD_SIZE", *tasks) if os.environ.get(name)]
+        variables = [f"{name} {os.environ[name]}" for name in ("RANK", "WORLD_SIZE", *tasks) if os.environ.get(name)]
         raise UserError(
-            f"the environment has {', '.join(named)}, which is not a whole launch; start accelerate_configs/start.sh "
-            "on each machine, or set WORLD_SIZE=1 and unset RANK for a run of this process alone"
+            f"the environment has {', '.join(variables)}, which is not a whole launch; start "
+            "accelerate_configs/start.sh on each machine, or set WORLD_SIZE=1 and unset RANK for a run of this process "
+            "alone"
         )
 
 
@@ -172,11 +173,11 @@ def open_store(timeout: float) -> distributed.Store:
             if time.monotonic() > end:
                 raise
             time.sleep(0.2)
-    this = [str(ranks()), os.getpid()]
-    other = RunStore(store).write_once(f"names/{rank}", this)
-    if other != this and not store_is_hosted():  # a launcher may start processes again with its store
+    identity = [str(ranks()), os.getpid()]
+    owner = RunStore(store).write_once(f"names/{rank}", identity)
+    if owner != identity and not store_is_hosted():  # a launcher may start processes again with its store
         raise UserError(
-            f"{other[0]} (PID {other[1]}) has rank {rank} too; give each process its rank, each run its port"
+            f"{owner[0]} (PID {owner[1]}) has rank {rank} too; give each process its rank, each run its port"
         )
     _opened[:] = [RunStore(store)]
     return store

@@ -114,7 +114,7 @@ class LogicalProcesses:
         return add_siblings(subtree._replace(total=total) for subtree, total in pairs)[0].total
 
     def sum(self, addends: Sequence[Tensor]) -> Tensor:
-        """Return the sum of a small tensor of each logical process; `addends`: the local ones. All processes call it."""
+        """Return the sum of a small tensor of each logical process; `addends` are the local ones. All must call it."""
         sums = self.local_sums(addends)
         if self.processes == 1:
             return sums[0]

@@ -88,9 +88,9 @@ def results_figure(results: Mapping[str, np.ndarray]) -> Figure:
 
     groups = {group: [name for name in results if name.startswith(group)] for group in ("train/", "val/", "metrics/")}
     train, val, metrics = groups.values()
-    others = [name for name in results if not name.startswith((*groups, "epoch"))]
+    other_columns = [name for name in results if not name.startswith((*groups, "epoch"))]
     half = math.ceil(len(metrics) / 2)
-    rows = [row for row in ([*train, *metrics[:half]], [*val, *metrics[half:]], others) if row]
+    rows = [row for row in ([*train, *metrics[:half]], [*val, *metrics[half:]], other_columns) if row]
     columns = max(map(len, rows), default=1)
     figure = Figure((columns * SUBPLOT_INCHES[0], len(rows) * SUBPLOT_INCHES[1]), layout="constrained")
     grid = figure.add_gridspec(max(len(rows), 1), columns)
@@ -127,18 +127,18 @@ def confusion_figure(counts: np.ndarray, names: Sequence[str]) -> Figure:
     from matplotlib.figure import Figure
 
     size = len(names)
-    named = size <= MAX_CONFUSION_NAMES
-    side = max(0.24 * size, 3.6 + 0.15 * size) if named else 12.0  # inches of the matrix
+    has_names = size <= MAX_CONFUSION_NAMES
+    side = max(0.24 * size, 3.6 + 0.15 * size) if has_names else 12.0  # inches of the matrix
     figure = Figure((side, side))
     axes = figure.add_axes((0, 0, 1, 1))
     shares, edges = counts / np.maximum(counts.sum(1, keepdims=True), 1), np.arange(size + 1) - 0.5
-    borders = "0.85" if named else "none"
+    borders = "0.85" if has_names else "none"
     mesh = axes.pcolormesh(edges, edges, shares, cmap="Blues", vmin=0, vmax=1, edgecolors=borders, linewidth=0.5)
     figure.colorbar(mesh, cax=axes.inset_axes((1 + 0.15 / side, 0, 0.2 / side, 1)), label="share of the true class")
     axes.set_xlabel("predicted class", fontsize=11, fontweight="bold")
     axes.set_ylabel("true class", fontsize=11, fontweight="bold")
     axes.invert_yaxis()
-    if named:
+    if has_names:
         labels, font_size = [axis_text(name) for name in names], 8 if size > 12 else 9
         axes.set_xticks(range(size), labels, rotation=90, fontsize=font_size)
         axes.set_yticks(range(size), labels, fontsize=font_size)
@@ -192,10 +192,7 @@ def recall_figure(curves: Curves, ap50: np.ndarray) -> Figure:
 
 
 def _curves_figure(curves: Curves, scores: np.ndarray, label: str, heading: str) -> Figure:
-    """Plot a thin line for each class and a thick one for their mean; a legend has the score (c,) of each class.
-
-    In the legend, `label` is the text of the mean, and `heading` is above the classes. Many classes have no names.
-    """
+    """Plot a line for each class and a thick one for the mean; the legend has `label`, `heading` and `scores` (c,)."""
     from matplotlib.figure import Figure
 
     figure, count = Figure((10, 6), layout="constrained"), len(curves.names)
@@ -203,8 +200,8 @@ def _curves_figure(curves: Curves, scores: np.ndarray, label: str, heading: str)
     label = f"{axis_text(curves.names[0]) if count == 1 else 'all classes'}: {label}"
     entries = axes.plot(curves.x, curves.mean(), color="black", linewidth=3, zorder=3, label=label)
     if count > MAX_NAMED_CURVES:
-        others = axes.plot(curves.x, curves.values.T, color=GREY, linewidth=0.5, alpha=0.5, label=f"{count} classes")
-        entries.append(others[0])
+        lines = axes.plot(curves.x, curves.values.T, color=GREY, linewidth=0.5, alpha=0.5, label=f"{count} classes")
+        entries.append(lines[0])
     elif count > 1:
         entries += axes.plot([], [], " ", label=heading)
         for name, score, values, colour in zip(curves.names, scores, curves.values, colours(count), strict=True):
@@ -227,11 +224,11 @@ def labels_figure(
     _draw_bars(figure.add_subplot(grid[0, :]), names, counts)
     if len(boxes):
         shapes, centres, sizes = (figure.add_subplot(grid[1, column], box_aspect=1) for column in range(3))
-        some = np.linspace(0, len(boxes) - 1, min(len(boxes), MAX_DRAWN_BOXES)).astype(int)
-        corners = 0.5 + np.array([(-1, -1), (1, -1), (1, 1), (-1, 1), (-1, -1)]) / 2 * boxes[some, None, 2:]
-        shades = np.array(colours(len(names)))[classes[some]]
+        drawn = np.linspace(0, len(boxes) - 1, min(len(boxes), MAX_DRAWN_BOXES)).astype(int)
+        corners = 0.5 + np.array([(-1, -1), (1, -1), (1, 1), (-1, 1), (-1, -1)]) / 2 * boxes[drawn, None, 2:]
+        shades = np.array(colours(len(names)))[classes[drawn]]
         shapes.add_collection(LineCollection([*corners], linewidths=0.6, colors=shades, alpha=0.25))
-        title = f"{len(some)} boxes around one centre"
+        title = f"{len(drawn)} boxes around one centre"
         shapes.set(title=title, xlim=(0, 1), ylim=(0, 1), xlabel="width", ylabel="height")
         _draw_density(centres, boxes[:, :2], "centres", "x", "y")
         _draw_density(sizes, boxes[:, 2:], "sizes", "width", "height")

@@ -61,10 +61,7 @@ def draw_text_lines(image: np.ndarray, lines: Sequence[str], thickness: int = LI
 
 
 def draw_targets(images: np.ndarray, targets: np.ndarray, names: Mapping[int, str]) -> np.ndarray:
-    """Return a grid of up to 16 images, uint8 (b, 3, h, w) RGB, with their boxes, at most 1920 pixels wide and high.
-
-    Targets are (m, 6): image in the batch, class, normalised xywh.
-    """
+    """Return a grid of up to 16 images, uint8 (b, 3, h, w) RGB, with their boxes; targets as in `Batch`, (m, 6)."""
     images = images[:MAX_GRID_IMAGES]
     columns = math.ceil(math.sqrt(len(images)))
     scale = min(1.0, MAX_GRID_PIXELS / (columns * max(images.shape[2:])))

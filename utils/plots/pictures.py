@@ -57,7 +57,7 @@ class Plotter:
         nice = "os.nice(5); " if names and hasattr(os, "nice") else ""  # named documents are drawn beside the training
         # Unlike `python -m`, this does not search the current folder for the module.
         code = f"import os, sys; {nice}sys.path[0] = {str(ROOT)!r}; from utils.plots.pictures import main; main()"
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", code, str(self.folder), *(["--only", *names] if names else [])],
             env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             stdin=subprocess.DEVNULL,
@@ -69,8 +69,8 @@ class Plotter:
         )
         pictures = [path for path in sorted(self.folder.iterdir()) if path.suffix in (".png", ".jpg")]
         self.on_drawn({path.name: path for path in pictures if path.stat().st_mtime >= started})
-        if done.returncode:
-            raise RuntimeError((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1])
+        if process.returncode:
+            raise RuntimeError((process.stderr.strip() or f"exit code {process.returncode}").splitlines()[-1])
 
     def finish(self, patience: float) -> bool:
         """Wait at most `patience` seconds for all drawings; return whether they are done."""

@@ -97,14 +97,11 @@ class RunLog:
             self.metrics[row["epoch"]] = dict(summary.metrics)
 
     def log_examples(self, examples: Callable[[], Sequence[Example]], epoch: int) -> None:
-        """Log validation images with their boxes if they are due in this epoch, the same images each time.
-
-        `examples`, which returns them, is called only then, and only on the main process.
-        """
+        """Log the same few validation images with boxes if due; the main process then calls `examples`."""
         due = self.examples_interval and (epoch % self.examples_interval == 0 or epoch + 1 == self.options.epochs)
         if due and self.run.trackers and (candidates := examples()):
-            chosen = [candidates[k] for k in evenly_spaced(len(candidates), LOGGED_IMAGES)]
-            images = partial(wandb.example_images, chosen, self.read_image, self.class_names)
+            shown = [candidates[k] for k in evenly_spaced(len(candidates), LOGGED_IMAGES)]
+            images = partial(wandb.example_images, shown, self.read_image, self.class_names)
             self.run.log_media(lambda: {"examples/validation": images()})
 
     # Artifacts
@@ -147,13 +144,14 @@ class RunLog:
         """
         if not self.options.upload_dataset or not self.run.trackers:
             return
-        named: list[tuple[Path, str]] = []
-        for kind, paths in files().items():
+        references: list[tuple[Path, str]] = []
+        for group, paths in files().items():
             existing = [path.absolute() for path in paths if path.is_file()]
             root = os.path.commonpath([path.parent for path in existing]) if existing else ""
-            named += [(path, f"{kind}/{path.relative_to(root)}") for path in existing]
+            references += [(path, f"{group}/{path.relative_to(root)}") for path in existing]
         name, yaml = re.sub(r"[^\w.-]", "-", source.stem), [source] if source.is_file() else []
-        self.run.with_wandb(lambda run: wandb.log_artifact(run, name, "dataset", ["latest"], yaml, identity, named))
+        upload = partial(wandb.log_artifact, name=name, kind="dataset", aliases=["latest"], files=yaml)
+        self.run.with_wandb(lambda wandb_run: upload(wandb_run, metadata=identity, references=references))
 
 
 def start_validation(run: Run, flags: Mapping[str, Any], training: Mapping[str, Any]) -> None:

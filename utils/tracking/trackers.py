@@ -87,20 +87,20 @@ class Tracker(GeneralTracker):
     # In the thread
 
     def _start(self, config: Mapping[str, Any]) -> None:
-        kind: Any = LOGGER_TYPE_TO_CLASS[self.name]
-        arguments = {"logging_dir": str(self.folder)} if kind.requires_logging_directory else {}
+        tracker_class: Any = LOGGER_TYPE_TO_CLASS[self.name]
+        arguments = {"logging_dir": str(self.folder)} if tracker_class.requires_logging_directory else {}
         if self.name in NAME_ARGUMENTS:
             arguments[NAME_ARGUMENTS[self.name]] = self.folder.name
         # TensorBoard's project is the name of its folder in the run folder.
-        tracker = kind(self.name if self.name == TENSORBOARD else self.project, **arguments)
+        tracker = tracker_class(self.name if self.name == TENSORBOARD else self.project, **arguments)
         tracker.start()
         tracker.store_init_configuration(flat(config))
         self.inner = tracker
 
     def _log(self, values: Mapping[str, Any], step: int) -> None:
         # MLflow refuses other characters, and a key "epoch" beside keys that begin with "epoch/".
-        named = {re.sub(r"[^\w\-. :/]", "_", key): value for key, value in values.items() if key not in (STEP, EPOCH)}
-        self.inner.log(named, step=step)
+        allowed = {re.sub(r"[^\w\-. :/]", "_", key): value for key, value in values.items() if key not in (STEP, EPOCH)}
+        self.inner.log(allowed, step=step)
 
     def _end(self, exit_code: int) -> None:
         self.inner.finish()
@@ -125,8 +125,8 @@ def start_programs_between_forks() -> None:
 
 def requested_trackers(log_with: str, no_wandb: bool = False) -> list[str]:
     """Return the installed trackers that --log-with names, a user's by the name of its file; warn of the others."""
-    words = {"": [WANDB], "none": [], "all": TRACKERS}.get(log_with, log_with.split(","))
-    names = dict.fromkeys(Path(word).stem if word.endswith(PYTHON_SUFFIX) else word for word in words)
+    entries = {"": [WANDB], "none": [], "all": TRACKERS}.get(log_with, log_with.split(","))
+    names = dict.fromkeys(Path(entry).stem if entry.endswith(PYTHON_SUFFIX) else entry for entry in entries)
     if no_wandb or os.environ.get("WANDB_MODE") == "disabled":
         names.pop(WANDB, None)
     # Without an origin it is a folder of that name in the current one.
@@ -146,10 +146,11 @@ def add_user_trackers(log_with: str, named_by_user: bool = True) -> None:
     for file in [word for word in log_with.split(",") if word.endswith(PYTHON_SUFFIX)]:
         with imported(file, "--log-with", named_by_user) as module:
             classes = [value for value in vars(module).values() if inspect.isclass(value)]
-            own = [kind for kind in classes if kind.__module__ == module.__name__ and issubclass(kind, GeneralTracker)]
-            if len(own) != 1:
+            defined = [value for value in classes if value.__module__ == module.__name__]
+            trackers = [value for value in defined if issubclass(value, GeneralTracker)]
+            if len(trackers) != 1:
                 raise UserError(f"{file} must define one class that extends accelerate.tracking.GeneralTracker")
-            LOGGER_TYPE_TO_CLASS[module.__name__] = own[0]
+            LOGGER_TYPE_TO_CLASS[module.__name__] = trackers[0]
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

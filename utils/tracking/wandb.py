@@ -86,15 +86,15 @@ class WandbTracker(Tracker):
         elif not has_key():
             reason = f"not logged in (wandb login), so {reason}"
         else:
-            folder, ours = Path(self.arguments["dir"]) / "wandb", f"run-*-{self.arguments['id']}"
-            earlier = set(folder.glob(ours))
+            folder, pattern = Path(self.arguments["dir"]) / "wandb", f"run-*-{self.arguments['id']}"
+            earlier = set(folder.glob(pattern))
             try:
                 tracker = started("online")
             except Exception as error:
                 log(f"warning: W&B: {first_line(error, 1000)}; training continues")
                 wandb.teardown(1)
-                for begun in set(folder.glob(ours)) - earlier:
-                    shutil.rmtree(begun, ignore_errors=True)
+                for run_folder in set(folder.glob(pattern)) - earlier:
+                    shutil.rmtree(run_folder, ignore_errors=True)
         if tracker:
             log(f"W&B: {tracker.run.url}")
             if tracker.run.resumed:  # what an earlier process could not send is not here
@@ -163,10 +163,7 @@ def log_artifact(
     metadata: Mapping[str, Any],
     references: Sequence[tuple[Path, str]] = (),
 ) -> None:
-    """Log a version of an artifact: an output of the run, or an input if its kind is "dataset".
-
-    It has uploaded files, and references: pairs of a path, whose file is not stored, and a name in the artifact.
-    """
+    """Log an artifact: an output of the run, or its input if a "dataset"; `references` are files that stay here."""
     import wandb
 
     artifact = wandb.Artifact(name, type=kind, metadata=dict(metadata))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from models.tasks.contract import Criterion, Function, Task
 
 WARM_UP_CALLS = 3  # calls before a recording: libraries then have their handles and workspaces
-# Largest share of a device's memory that training may use with a recording. What a graph uses is lent to nothing else,
-# so validation and other batches need memory of their own.
+# Largest share of a device's memory that training may use with a recording. A graph keeps the memory that it uses, so
+# validation and other batches need memory of their own.
 MEMORY_SHARE = 0.4
 MAX_RECORDINGS = 12  # of a function; with further shapes it is called
 RECORDABLE_PACKAGES = {"models", "torch", "torchvision", "utils"}  # whose layers are known to work
@@ -126,17 +127,17 @@ class RowsTogether:
         """Return what network `number` returns for its batch; the first call of a step runs all networks."""
         if number == 0:
             self.until = until
-            others = [self.task.inputs(batch) for batch in self.model.batches[1:]]
-            self.outputs = self.recorded(images, *others)
+            inputs = [self.task.inputs(batch) for batch in self.model.batches[1:]]
+            self.outputs = self.recorded(images, *inputs)
         return self.outputs[number]
 
     def _run(self, *images: Tensor) -> list[dict[int, Any]]:
         outputs, current = [], torch.cuda.current_stream()
         streams = self.streams if torch.cuda.is_current_stream_capturing() else [current] * len(images)
-        for network, of_network, stream in zip(self.networks, images, streams, strict=True):
+        for network, batch_images, stream in zip(self.networks, images, streams, strict=True):
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                outputs.append(network.run_rows({-1: of_network}, 0, self.until))
+                outputs.append(network.run_rows({-1: batch_images}, 0, self.until))
         for stream in streams:
             current.wait_stream(stream)
         return outputs
@@ -175,7 +176,7 @@ class Recorded:
         self.pools[turn] = self.pools[turn] or torch.cuda.graph_pool_handle()
         memory = self.recorder.memory
         inputs = [tensor.detach() if tensor.data_ptr() in memory else torch.empty_like(tensor) for tensor in leaves]
-        inputs = [kept.requires_grad_(tensor.requires_grad) for kept, tensor in zip(inputs, leaves, strict=True)]
+        inputs = [buffer.requires_grad_(tensor.requires_grad) for buffer, tensor in zip(inputs, leaves, strict=True)]
         recording = Recording(self.part, self.parameters, inputs, structure, self.pools[turn], self.recorder.copies)
         memory.update(tensor.data_ptr() for tensor in recording.outputs)
         return recording
@@ -192,37 +193,31 @@ class _Part(nn.Module):
         return self.function(*inputs)
 
 
+@dataclass(eq=False)
 class Recording:
     """The kernels of the forward and the backward pass of a function, for inputs of certain shapes.
 
     Nothing is computed while they are recorded. Raises RuntimeError if something waits for the device, or if the memory
     is too small.
-
-    Args:
-        parameters: parameters of `part` that are trained. The recording uses aliases of them, since the parameters
-            themselves may belong to autograd's graph of this step, or to DDP
-        inputs: tensors that a replay reads, which are filled before it
-        structure: the nested lists, tuples and dicts that `inputs` are the leaves of
     """
 
-    def __init__(
-        self,
-        part: nn.Module,
-        parameters: Mapping[str, Tensor],
-        inputs: Sequence[Tensor],
-        structure: Any,
-        pool: Any,
-        copies: bool,
-    ) -> None:
-        self.copies = copies
-        self.inputs, aliases = inputs, {name: tensor.detach().requires_grad_() for name, tensor in parameters.items()}
+    part: InitVar[nn.Module]
+    parameters: InitVar[Mapping[str, Tensor]]  # of `part`, which are trained
+    inputs: Sequence[Tensor]  # which a replay reads; they are filled before it
+    structure: Any  # nested lists, tuples and dicts of the inputs, then of the outputs
+    pool: InitVar[Any]
+    copies: bool
+
+    def __post_init__(self, part: nn.Module, parameters: Mapping[str, Tensor], pool: Any) -> None:
+        # Aliases, since the parameters themselves may belong to autograd's graph of this step, or to DDP.
+        inputs, aliases = self.inputs, {name: tensor.detach().requires_grad_() for name, tensor in parameters.items()}
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # Without autocast's cache: a replay must convert the weights anew.
         with (
             torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False),
             torch.cuda.graph(self.forward, pool, capture_error_mode=CAPTURE_MODE),
         ):
-            outputs = functional_call(part, aliases, tree_unflatten(inputs, structure))
+            outputs = functional_call(part, aliases, tree_unflatten(inputs, self.structure))
         leaves, self.structure = tree_flatten(outputs)
         trained, sources = ([tensor for tensor in some if tensor.requires_grad] for some in (leaves, inputs))
         self.upstream = [torch.zeros_like(tensor) for tensor in trained]
@@ -233,9 +228,10 @@ class Recording:
         if trained and sources:
             with torch.cuda.graph(self.backward, pool, capture_error_mode=CAPTURE_MODE):
                 gradients = torch.autograd.grad(trained, sources, self.upstream, allow_unused=True)
-        of_inputs = iter(gradients[: len(sources) - len(aliases)])
-        self.of_inputs = [next(of_inputs) if tensor.requires_grad else None for tensor in inputs]
-        self.of_parameters = gradients[len(sources) - len(aliases) :]
+        count = len(sources) - len(aliases)
+        used = iter(gradients[:count])
+        self.input_gradients = [next(used) if tensor.requires_grad else None for tensor in inputs]
+        self.parameter_gradients = gradients[count:]
 
 
 class _Replay(torch.autograd.Function):
@@ -256,17 +252,17 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         recording = ctx.recording
         received = [tensor for tensor, trained in zip(upstream, recording.is_trained, strict=True) if trained]
-        for kept, tensor in zip(recording.upstream, received, strict=True):
+        for buffer, tensor in zip(recording.upstream, received, strict=True):
             if tensor is None:
-                kept.zero_()
+                buffer.zero_()
         _copy(recording.upstream, received)
         recording.backward.replay()
-        of_parameters = recording.of_parameters
-        used = [tensor for tensor in of_parameters if tensor is not None]
-        if used and recording.copies:
-            copies = iter(torch._foreach_mul(used, 1.0))
-            of_parameters = [None if tensor is None else next(copies) for tensor in of_parameters]
-        return None, None, *recording.of_inputs, *of_parameters
+        parameter_gradients = recording.parameter_gradients
+        gradients = [tensor for tensor in parameter_gradients if tensor is not None]
+        if gradients and recording.copies:
+            copies = iter(torch._foreach_mul(gradients, 1.0))
+            parameter_gradients = [None if tensor is None else next(copies) for tensor in parameter_gradients]
+        return None, None, *recording.input_gradients, *parameter_gradients
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor | None]) -> None:

@@ -131,4 +131,4 @@ class StepHashes:
             if tensor.numel() % 2:
                 flat.append(self.padding)
         words = torch.cat(flat).view(torch.int64).mul_(self.factors)
-        return torch.stack([each.sum() for each in words.split(self.words)])
+        return torch.stack([parameter_words.sum() for parameter_words in words.split(self.words)])

@@ -144,8 +144,8 @@ class StepLog:
             return
         means = loss_sums.sum(0) * self.run.accelerator.num_processes / batches  # estimated from this process
         losses = dict(zip(self.terms, means.tolist(), strict=True))
-        left = (time.monotonic() - self.started) * (self.left / self.done - 1)  # seconds, validations included
-        values = [f"batch {batches}/{of_batches}", _loss_text(losses, 3), f"left {tqdm.format_interval(left)}"]
+        seconds_left = (time.monotonic() - self.started) * (self.left / self.done - 1)  # seconds, validations included
+        values = [f"batch {batches}/{of_batches}", _loss_text(losses, 3), f"left {tqdm.format_interval(seconds_left)}"]
         if best:
             title, value = list((best.headline or best.metrics).items())[-1]
             values.append(f"best {title} {value:.3f}")

@@ -34,8 +34,8 @@ BYTES_PER_MIB = 2**20
 
 def check_repeats(batch_size: int, images: int) -> None:
     """Raise `UserError` for a large batch that would have the same training images several times."""
-    if batch_size > (most := max(images, REPEATING_BATCH)):
-        raise UserError(f"--batch-size {batch_size} of {plural(images, 'training image')}: give {most} or less")
+    if batch_size > (max_size := max(images, REPEATING_BATCH)):
+        raise UserError(f"--batch-size {batch_size} of {plural(images, 'training image')}: give {max_size} or less")
 
 
 def loader_processes(limit: int, batch_bytes: int) -> int:
