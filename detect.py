@@ -30,7 +30,7 @@ import yaml
 
 from data.dataset import Item
 from data.labels import label_name
-from data.media import Frame, Media, MediaItem, find_media, prefetched
+from data.media import Frame, Media, MediaItem, find_media, prefetch
 from models.tasks.contract import Prediction
 from predictor import Predictor
 from utils.config.flags import DetectOptions
@@ -54,7 +54,7 @@ def detect(flags: Mapping[str, Any]) -> dict[str, Any]:
     predictor = Predictor(flags=flags)
     frames = ((frame, predictor.item(frame.image, public(frame.item.name))) for frame in media)
     kinds = {item.kind for item in media.items}
-    grouped = groups(frames if "live" in kinds else prefetched(frames), options.batch_size)
+    grouped = groups(frames if "live" in kinds else prefetch(frames), options.batch_size)
     bar = Bar("detecting", len(media.items) if kinds == {"picture"} else 0, visible=True)
     wait = partial(torch.accelerator.synchronize, predictor.device)
     timer = StageTimer(wait if predictor.device.type != "cpu" else lambda: None)

@@ -22,9 +22,9 @@ from utils.config.flags import ExportOptions, select
 from utils.config.parser import given_flags
 from utils.console import log
 from utils.distributed.failure import run_main
-from utils.distributed.launch import device_kind
+from utils.distributed.launch import select_device_type
 from utils.errors import Stopped, UserError, plural
-from utils.files import located
+from utils.files import format_paths
 from utils.python_api import call
 
 
@@ -36,7 +36,7 @@ def export(flags: Mapping[str, Any]) -> list[str]:
     options = ExportOptions(**flags)
     if options.device == "mps":
         raise UserError("--device mps: models are not exported on Apple GPUs; give cpu")
-    device = torch.device(device_kind(options.device))
+    device = torch.device(select_device_type(options.device))
     add_user_code(options.layers, options.task_file, flags)
     files: list[Path] = []
     for name, path in weight_files(options.weights).items():
@@ -45,7 +45,7 @@ def export(flags: Mapping[str, Any]) -> list[str]:
         members = Members({name: path}, {name: weights}, TASKS[common_task({name: weights})])
         members.refuse_flags(options, flags)
         source = data_source(options.data, members.entry.data) if options.data else None
-        log(located({"weights": [path], "data": [source.spec.file] if source else []}))
+        log(format_paths({"weights": [path], "data": [source.spec.file] if source else []}))
         size = members.image_size(options.imgsz)
         if "safetensors" in options.include and path == stem.with_suffix(".safetensors"):
             raise UserError(f"--include safetensors would overwrite {path}; copy or rename it first")

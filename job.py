@@ -27,7 +27,7 @@ from utils.config.hyperparameters import Recipe, is_shipped, log_unused
 from utils.config.settings import Settings, refuse_flags
 from utils.console import log
 from utils.distributed.ranks import broadcast_from_main, world_size
-from utils.files import located
+from utils.files import format_paths
 from utils.run import Run
 from utils.summary import evenly_spaced, fitness_weights
 from utils.tracking.run_log import RunLog, wandb_run_id
@@ -72,7 +72,7 @@ class Job(NamedTuple):
             task.build_model(start_from.yaml, largest, start_from.source)
         model = task.build_model(start_from.yaml, options.imgsz, start_from.source)
         weights = [start_from.weights_file] if start_from.weights_file else []
-        log(located({"weights": weights, "data": [source.spec.file]}))
+        log(format_paths({"weights": weights, "data": [source.spec.file]}))
         load_and_freeze(model, start_from, task, options)
         if options.fitness:
             log(f"the best epoch is the one with the highest {options.fitness}")

@@ -27,7 +27,7 @@ from utils.config.parser import given_flags
 from utils.console import log
 from utils.distributed.launch import devices_named
 from utils.errors import UserError, nearest
-from utils.files import located
+from utils.files import format_paths
 from utils.python_api import command_words
 from utils.summary import POSTPROCESSING, StageTimer
 from utils.user_code import class_named
@@ -75,7 +75,7 @@ class Predictor:
             members = read_members(options.weights, options.layers, options.task_file, options.augment)
             source = data_source(options.data, members.entry.data) if options.data else None
             if flags:
-                log(located({"weights": members.files.values(), "data": [source.spec.file] if source else []}))
+                log(format_paths({"weights": members.files.values(), "data": [source.spec.file] if source else []}))
             task_class = members.entry.load()
             members.refuse_flags(options, given)
             names = source.names() if source else members.first.class_names

@@ -32,7 +32,7 @@ from utils.console import log
 from utils.distributed.failure import barrier, run_main
 from utils.distributed.launch import cores_per_process, spawn, start
 from utils.errors import UserError
-from utils.files import located, unique_stems, write_text
+from utils.files import format_paths, unique_stems, write_text
 from utils.python_api import call
 from utils.run import Run
 from utils.summary import DRAWN_IMAGES, POSTPROCESSING, StageTimer, Summary, evenly_spaced, log_times
@@ -177,7 +177,7 @@ def validate(flags: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     # Open the run folder.
     inputs = (name for image in map(str, split.images) for name in (image, label_name(image)))
     run.open_folder(options.project, options.name, options.exist_ok, inputs)
-    log(located({"weights": members.files.values(), "data": [source.spec.file]}), *source.spec.warnings)
+    log(format_paths({"weights": members.files.values(), "data": [source.spec.file]}), *source.spec.warnings)
     split.report(split_name)
     log_rounding(size.sides, size.rounded(stride).sides, stride)
     members.first.compare_names(names, next(iter(members.files)))

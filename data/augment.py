@@ -50,7 +50,7 @@ class Sample(NamedTuple):
 
 
 @contextmanager
-def torch_seeded_by(generator: np.random.Generator) -> Iterator[None]:
+def seed_torch(generator: np.random.Generator) -> Iterator[None]:
     """Seed torch's CPU generator from `generator` inside the block, and restore its state afterwards."""
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(int(generator.integers(2**63)))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import cv2
 import numpy as np
 
-from data.augment import MIN_AREA_SHARE, Sample, torch_seeded_by
+from data.augment import MIN_AREA_SHARE, Sample, seed_torch
 from utils.errors import UserError
 from utils.user_code import explained, imported
 
@@ -34,7 +34,7 @@ class UserAugmentations(NamedTuple):
         """Return the changed sample of the file `image`. Raises `UserError` with file and callable if one fails."""
         parts = {"image": sample.image[..., ::-1], "boxes": sample.boxes, "classes": sample.classes}
         parts = _checked(parts, sample, self.classes)
-        with torch_seeded_by(rng):
+        with seed_torch(rng):
             random.seed(int(rng.integers(2**63)))
             np.random.seed(int(rng.integers(2**32)))  # noqa: NPY002
             for title, call in self.calls:

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torch.utils.data import DataLoader
 
-from data.augment import Sample, torch_seeded_by
+from data.augment import Sample, seed_torch
 from data.augmentations import UserAugmentations
 from data.cache import Images
-from data.data_yaml import DataSpec, held_out
+from data.data_yaml import DataSpec, hold_out
 from data.dataset import DataSet, Item, Items, labels_text, loader, log_split, split_identity, stack_in_place
 from data.formats import subfolders
 from data.images import images_below, read_image
@@ -102,7 +102,7 @@ class TrainingItems(_Items):
         chance, drawn = rng.random(), int(rng.integers(len(self.labels)))
         if side not in self.transforms:
             self.transforms[side] = torch.nn.Sequential(*_steps(hyp, side))
-        with torch_seeded_by(rng):
+        with seed_torch(rng):
             pixels, label = self._transformed(sample.image, side, user_rng)
             target = one_hot(torch.tensor(label), self.classes).float()
             if chance < hyp.mixup + hyp.cutmix and self.sampling.mixes(sample.epoch):
@@ -283,7 +283,7 @@ def split_classes(spec: DataSpec, name: str) -> Classes:
         raise UserError(
             f"{spec.file}: no class has two images, so `split: {spec.split:g}` leaves none to hold out; add images"
         )
-    held = {text: held_out(paths, spec.split, spec.split_seed) for text, paths in classes.items()}
+    held = {text: hold_out(paths, spec.split, spec.split_seed) for text, paths in classes.items()}
     return {text: [path for path in classes[text] if (path in held[text]) == (name == "val")] for text in classes}
 
 

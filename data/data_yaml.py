@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from data import formats
 from data.builtin import DRAWN_SETS
-from data.images import images_below, listed_images
+from data.images import images_below, read_image_list
 from data.labels import RowRules, label_name
 from utils import user_code
 from utils.config.flags import is_number
@@ -91,7 +91,7 @@ class DataSpec:
         if "listing" not in self.walked:
             self.walked["listing"] = self._whole_listing("train")
         whole: Listing = self.walked["listing"]
-        held_images = held_out(whole.images, self.split, self.split_seed)
+        held_images = hold_out(whole.images, self.split, self.split_seed)
         if not held_images:
             raise UserError(f"{self.file}: `train:` has one image, so `split:` leaves none to hold out; add images")
         images = [image for image in whole.images if (image in held_images) == (split == "val")]
@@ -110,7 +110,8 @@ class DataSpec:
                 listed += described.images
                 problems += described.problems
             else:
-                paths, note = listed_images(location) if location.is_file() else (images_below(location, problems), "")
+                is_list = location.is_file()
+                paths, note = read_image_list(location) if is_list else (images_below(location, problems), "")
                 listed += paths
                 log("" if note in self.walked else note)  # once
                 self.walked[note] = note
@@ -158,7 +159,7 @@ class DataSpec:
         raise UserError(f"{self.file}: `{title}` does not exist; looked for {tried}{rule if self.download else ''}")
 
 
-def held_out(images: Sequence[Path], share: float, seed: int) -> set[Path]:
+def hold_out(images: Sequence[Path], share: float, seed: int) -> set[Path]:
     """Return the images to validate with, one at least, never all: a hash of each name decides, so that few change."""
 
     def order(path: Path) -> tuple[bytes, Path]:
@@ -196,15 +197,15 @@ def read_data(data: str) -> DataSpec:
         messages.append(f"warning: {folder} has no images for validation, so the test split chooses best.pt")
     if "nc" in content:
         messages.append(f"warning: {folder} has no classes.txt that names the classes; they are numbered from 0")
-    return checked_spec(path, {**content, "path": os.path.abspath(folder)}, messages)
+    return check_spec(path, {**content, "path": os.path.abspath(folder)}, messages)
 
 
 def read_spec(file: Path) -> DataSpec:
     """Read a data YAML. Raises `UserError`."""
-    return checked_spec(file, read_yaml(file))
+    return check_spec(file, read_yaml(file))
 
 
-def checked_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str] = ()) -> DataSpec:
+def check_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str] = ()) -> DataSpec:
     """Return the data set that the content of a YAML, or what was found in a folder, describes. Raises `UserError`."""
 
     def check(key: str, is_valid: bool, expected: str) -> None:

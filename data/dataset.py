@@ -73,7 +73,7 @@ def stack_in_place(images: Sequence[Tensor]) -> Tensor:
 
 
 @explained()
-def collated(collate: Callable[[Sequence[Any]], Batch], items: Sequence[Any]) -> Batch:
+def collate_batch(collate: Callable[[Sequence[Any]], Batch], items: Sequence[Any]) -> Batch:
     """Return the batch of some items."""
     return collate(items)
 
@@ -94,7 +94,7 @@ def loader(
         items,
         batch_sampler=batches,
         num_workers=workers,
-        collate_fn=partial(collated, collate),
+        collate_fn=partial(collate_batch, collate),
         pin_memory=torch.cuda.is_available(),
         persistent_workers=workers > 0,
         worker_init_fn=init_worker,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data.images import image_size, images_below, is_image, is_run_folder, listed_images, named_files
+from data.images import image_size, images_below, is_image, is_run_folder, read_image_list, resolve_paths
 from data.labels import ImageRows, RowRules, file_stamps, label_name
 from data.polygons import join_outlines, mask_outline
 from data.records import read_records, table_columns
@@ -595,7 +595,7 @@ def _splits(folder: Path, fits: Callable[[Path], bool], *groups: Sequence[str]) 
 
 
 def _images(path: Path) -> Iterator[str]:
-    return filter(os.path.isfile, listed_images(path)[0]) if path.is_file() else images_below(path)
+    return filter(os.path.isfile, read_image_list(path)[0]) if path.is_file() else images_below(path)
 
 
 def _classes(files: Iterable[str]) -> Iterator[int]:
@@ -653,7 +653,7 @@ def _darknet_values(file: Path) -> dict[str, str]:
 def _darknet(file: Path) -> dict[str, Any]:
     """Return what a Darknet .data file names. Raises `UserError` if one of its files is absent."""
     values = {"train": "", **_darknet_values(file)}
-    paths, message = named_files(file, list(values.values()))
+    paths, message = resolve_paths(file, list(values.values()))
     for (key, name), path in zip(values.items(), paths, strict=True):
         if not os.path.isfile(path):
             raise UserError(f"{file}: `{key} = {name}` is not a file, neither beside it nor here; correct the path")

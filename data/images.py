@@ -64,16 +64,16 @@ def _refuse(error: OSError) -> NoReturn:
     raise UserError(f"the folder {error.filename} cannot be read: {error.strerror}; fix its permissions") from None
 
 
-def listed_images(file: Path) -> tuple[list[str], str]:
-    """Return the images that a text file lists, one per line, and a message: see `named_files`. Raises `UserError`."""
+def read_image_list(file: Path) -> tuple[list[str], str]:
+    """Return the images that a text file lists, one a line, and a message: see `resolve_paths`. Raises `UserError`."""
     try:
         lines = read_text(file, "surrogateescape").split("\n")  # names may be any bytes
     except UserError:  # as for an image
         raise UserError(f"{file} is neither a folder nor a readable text list of images") from None
-    return named_files(file, list(filter(None, (line.strip(" \t\v\f") for line in lines))))
+    return resolve_paths(file, list(filter(None, (line.strip(" \t\v\f") for line in lines))))
 
 
-def named_files(file: Path, names: Sequence[str]) -> tuple[list[str], str]:
+def resolve_paths(file: Path, names: Sequence[str]) -> tuple[list[str], str]:
     """Return the paths that `file` names, relative to its folder or to the working folder, and a message or ''.
 
     If none exists, nor its folder, all may be of another machine: a prefix of all is replaced by the file's folder or
@@ -106,7 +106,7 @@ def read_image(path: Path, jpeg_divisor: int = 1) -> np.ndarray:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), flags) if data else None
         return image if image is not None else _read_with_pillow(data)
     except Exception as error:  # Pillow raises many kinds for a damaged file
-        raise unreadable(path, error) from None
+        raise unreadable_image(path, error) from None
 
 
 def _read_with_pillow(data: bytes) -> np.ndarray:
@@ -125,11 +125,11 @@ def read_whole_image(path: Path) -> np.ndarray:
     except Image.DecompressionBombError:
         pass  # OpenCV reads larger images than Pillow
     except Exception as error:
-        raise unreadable(path, error) from None
+        raise unreadable_image(path, error) from None
     return read_image(path)
 
 
-def unreadable(name: object, error: Exception) -> UserError:
+def unreadable_image(name: object, error: Exception) -> UserError:
     """Return the error for an image that OpenCV or Pillow cannot read."""
     reason = re.sub(r" ?<\S+ object at 0x\w+>", "", str(error))  # Pillow names the object that holds the bytes
     if isinstance(error, UnidentifiedImageError):

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from data.images import IMAGE_SUFFIXES, read_whole_image, unreadable
+from data.images import IMAGE_SUFFIXES, read_whole_image, unreadable_image
 from utils.console import log
 from utils.errors import UserError
 from utils.files import cache_folder, download, read_text
@@ -188,7 +188,7 @@ def as_pixels(image: Any, bgr: bool = False) -> np.ndarray:
         try:
             image = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
         except Exception as error:  # Pillow reads the file only now, and raises many kinds if it is damaged
-            raise unreadable(getattr(image, "filename", "") or "the PIL image", error) from None
+            raise unreadable_image(getattr(image, "filename", "") or "the PIL image", error) from None
     elif isinstance(image, Tensor):
         array = (image.float() if image.is_floating_point() else image).detach().cpu().numpy()
         if image.is_floating_point() and ((array >= 0) & (array <= 1)).all():
@@ -206,7 +206,7 @@ def as_pixels(image: Any, bgr: bool = False) -> np.ndarray:
     )
 
 
-def prefetched(frames: Iterable[T], count: int = 4) -> Iterator[T]:
+def prefetch(frames: Iterable[T], count: int = 4) -> Iterator[T]:
     """Yield the frames, read by a thread up to `count` frames ahead: decoding overlaps with inference."""
     iterator, end = iter(frames), object()
     reader = ThreadPoolExecutor(1)

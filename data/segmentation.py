@@ -216,7 +216,7 @@ class SegmentationData(DetectionData):
         if boxes:
             count = f"{name}: {boxes} of {len(split.labels.rows)} labels"
             problems = (f"{count} are boxes without an outline; their masks are rectangles", *problems)
-        return replace(split, labels=outlined(split.labels), problems=problems)
+        return replace(split, labels=with_outlines(split.labels), problems=problems)
 
     @classmethod
     def item(cls, image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
@@ -224,7 +224,7 @@ class SegmentationData(DetectionData):
         return pixels, targets, (info, NO_MASKS)
 
 
-def outlined(labels: Labels) -> Labels:
+def with_outlines(labels: Labels) -> Labels:
     """Return labels with an outline for each row, clipped to the image; a box's outline is its rectangle."""
     polygons = labels.polygons
     assert polygons is not None

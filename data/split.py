@@ -25,7 +25,7 @@ from utils.errors import UserError, plural
 WORKERS = 8  # processes that read labels, at most
 
 
-def assigned(counts: np.ndarray, shares: Sequence[float]) -> np.ndarray:
+def assign_parts(counts: np.ndarray, shares: Sequence[float]) -> np.ndarray:
     """Return the part of each image, int (n,): iterative stratification (Sechidis et al., 2011).
 
     Images with the rarest class are assigned first, each to the part that lacks most of it. `counts`, int (n, classes),
@@ -65,7 +65,7 @@ def split(data: str, val: float = 0.2, seed: int = 0, folds: int = 0) -> None:
     keys = [os.fsencode(f"{seed}/{image.parent.name}/{image.name}") for image in images]
     order = sorted(range(len(images)), key=lambda k: hashlib.sha256(keys[k]).digest())
     parts = np.empty(len(images), int)
-    parts[order] = assigned(present[order], [1 / folds] * folds if folds else (1 - val, val))
+    parts[order] = assign_parts(present[order], [1 / folds] * folds if folds else (1 - val, val))
     if 0 in np.bincount(parts, minlength=folds or 2):
         raise UserError(f"{spec.file} has too few images: a part would be empty; add images, or give another --val")
 

@@ -19,7 +19,7 @@ from models.tasks.predictions import DetectionPrediction
 from models.weights import read_weights
 from models.yolo import build_model
 from tests.making import noise, tiny_anchor_free, write_image, write_yaml
-from utils.checkpoint import serialised, weights_content
+from utils.checkpoint import serialise, weights_content
 
 NAMES = dict(enumerate(shapes.names))
 
@@ -39,7 +39,7 @@ def detector(tmp_path_factory: pytest.TempPathFactory) -> Path:
             nn.init.normal_(branches.get_parameter(f"{branch}.2.weight"), std=3)
         nn.init.constant_(branches.get_parameter("class_conv.2.bias"), -2)
     file = tmp_path_factory.mktemp("weights") / "best.pt"
-    file.write_bytes(serialised(weights_content(model, model.yaml, NAMES, {"imgsz": 64})))
+    file.write_bytes(serialise(weights_content(model, model.yaml, NAMES, {"imgsz": 64})))
     return file
 
 

@@ -33,7 +33,7 @@ from models.tasks.results import Results
 from models.yolo import build_model
 from tests.conftest import RunScript
 from tests.making import contents, noise, plain, tiny_detector, write_image, write_yaml
-from utils.checkpoint import serialised, weights_content
+from utils.checkpoint import serialise, weights_content
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 from utils.plots.drawing import Style
@@ -52,7 +52,7 @@ def detector(tmp_path_factory: pytest.TempPathFactory) -> Path:
         nn.init.normal_(level.weight)
         nn.init.normal_(level.bias)
     file = tmp_path_factory.mktemp("weights") / "last.pt"
-    file.write_bytes(serialised(weights_content(model, {**model.yaml, "task": "detect"}, names, {"imgsz": 96})))
+    file.write_bytes(serialise(weights_content(model, {**model.yaml, "task": "detect"}, names, {"imgsz": 96})))
     return file
 
 
@@ -78,7 +78,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> str:
     yaml = {**read_yaml(ROOT / "models" / "resnet18.yaml"), "nc": 3}
     model = task.build_model(task.model_yaml(yaml), 64)
     path = tmp_path_factory.mktemp("weights") / "kinds.pt"
-    path.write_bytes(serialised(weights_content(model, {**yaml, "task": "classify"}, names, {"imgsz": 64})))
+    path.write_bytes(serialise(weights_content(model, {**yaml, "task": "classify"}, names, {"imgsz": 64})))
     return str(path)
 
 

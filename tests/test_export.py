@@ -29,7 +29,7 @@ from models.weights import Origin, read_weights
 from models.yolo import build_model
 from tests.conftest import RunScript, not_here
 from tests.making import contents, noise, tiny_detector, write_image
-from utils.checkpoint import serialised, weights_content
+from utils.checkpoint import serialise, weights_content
 from utils.config.flags import REFUSED, ExportOptions
 from utils.distributed.failure import run_main
 from utils.errors import UserError
@@ -48,7 +48,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
         nn.init.normal_(level.weight, std=4)
         nn.init.normal_(level.bias)
     file = tmp_path_factory.mktemp("weights") / "best.pt"
-    file.write_bytes(serialised(weights_content(model, model.yaml, NAMES, {"imgsz": 64})))
+    file.write_bytes(serialise(weights_content(model, model.yaml, NAMES, {"imgsz": 64})))
     return file
 
 

@@ -23,7 +23,7 @@ from tests.conftest import ROOT, RunScript
 from tests.curves import rows
 from tests.making import plain, write_image, write_yaml
 from utils.batch import Batch, GlobalCounts, ImageInfo, Placement
-from utils.checkpoint import serialised, weights_content
+from utils.checkpoint import serialise, weights_content
 from utils.files import read_yaml
 
 PACKAGE = ROOT / "examples" / "oriented_boxes"
@@ -194,7 +194,7 @@ def test_validation_and_detection(
     """On one process and on two, of weights that find boxes everywhere, and of their .onnx."""
     _, model = oriented_model(parts)
     weights, settings = tmp_path / "found.pt", {"task_file": str(PACKAGE), "imgsz": 64}
-    weights.write_bytes(serialised(weights_content(model, {**model.yaml, "task": "oriented"}, NAMES, settings)))
+    weights.write_bytes(serialise(weights_content(model, {**model.yaml, "task": "oriented"}, NAMES, settings)))
     task, project = ("--task-file", str(PACKAGE)), ("--device", "cpu", "--project", str(tmp_path))
     run_script("export.py", "--weights", str(weights), *task, "--include", "onnx", "--imgsz", "64")
     how = ("--data", str(drawn_rectangles), "--square", "--workers", "0", *task, *project)

@@ -23,7 +23,7 @@ from tests.conftest import ROOT, RunScript
 from tests.curves import SEGMENTED, rows
 from tests.making import noise, write_image
 from tests.models.tasks.mask_batches import tiny_segmenter
-from utils.checkpoint import serialised, weights_content
+from utils.checkpoint import serialise, weights_content
 from utils.config.hyperparameters import Hyperparameters
 
 
@@ -68,7 +68,7 @@ def test_detect_writes_outlines(tmp_path: Path) -> None:
         for convolve in model.head.m:
             convolve.weight.normal_()
             convolve.bias.view(model.head.na, -1)[:, 4:] = 0.5
-    weights.write_bytes(serialised(weights_content(model, {**model.yaml, "task": "segment"}, names, {})))
+    weights.write_bytes(serialise(weights_content(model, {**model.yaml, "task": "segment"}, names, {})))
     image = write_image(tmp_path / "photo.png", noise(130, 90))
     how = {"imgsz": 96, "conf_thres": 0.3, "max_det": 20, "device": "cpu"}
     prediction = detect.Predictor(weights, **how, quiet=True)(image)

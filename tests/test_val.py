@@ -22,7 +22,7 @@ from models.weights import Weights
 from tests.conftest import RunScript
 from tests.curves import untouched
 from tests.making import noise, tiny_detector, write_image, write_yaml
-from utils.checkpoint import serialised, weights_content
+from utils.checkpoint import serialise, weights_content
 from utils.config.flags import ValOptions
 from utils.config.hyperparameters import Hyperparameters
 from utils.config.parser import given_flags
@@ -82,7 +82,7 @@ def weights(file: Path, yaml: dict[str, Any], names: Mapping[int, str], seed: in
     with torch.no_grad():
         for convolve in model.head.m:
             convolve.bias.view(model.head.na, -1)[:, 4:] = 0.5
-    file.write_bytes(serialised(weights_content(model, {**model.yaml, "task": "detect"}, names, settings)))
+    file.write_bytes(serialise(weights_content(model, {**model.yaml, "task": "detect"}, names, settings)))
     return str(file)
 
 

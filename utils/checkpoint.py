@@ -44,7 +44,7 @@ SAFETENSORS_KEY = "lockstep"  # metadata key of everything but the tensors, as J
 # Weight files
 
 
-def serialised(content: Any) -> memoryview:
+def serialise(content: Any) -> memoryview:
     """Return the bytes of a file that `torch.load` reads as `content`."""
     buffer = io.BytesIO()
     # Contiguous, so that the file does not depend on the device.

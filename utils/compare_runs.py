@@ -67,7 +67,7 @@ def compare(*runs: Path) -> dict[str, Any]:
     return result
 
 
-def described(result: Mapping[str, Any]) -> list[str]:
+def describe(result: Mapping[str, Any]) -> list[str]:
     """Return the lines that say what `compare` has found."""
     causes, (shorter, longer) = result["causes"].items(), sorted(result["steps"])
     lines = [f"{key} differs: {' and '.join(quoted(value, 60) for value in pair)}" for key, pair in causes]
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    lines = described(result) if options.other else []
+    lines = describe(result) if options.other else []
     print(json.dumps(result) if options.json else "\n".join([*lines, f"SHA-256 of A's weights: {result['weights']}"]))
     sys.exit(not result["same"] or options.expect not in (None, result["weights"]))
 

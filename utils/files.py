@@ -131,7 +131,7 @@ def find_file(name: str, what: str, folders: Sequence[str], kind: str = "a file"
     )
 
 
-def located(files: Mapping[str, Iterable[Path]]) -> str:
+def format_paths(files: Mapping[str, Iterable[Path]]) -> str:
     """Return a line with the paths of files by kind; paths in the working folder are relative to it."""
     here = f"{Path.cwd()}{os.sep}"
     lists = {kind: ", ".join(os.path.abspath(path).removeprefix(here) for path in files[kind]) for kind in files}

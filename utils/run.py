@@ -21,7 +21,7 @@ from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from utils.checkpoint import StateFiles, serialised, weights_content
+from utils.checkpoint import StateFiles, serialise, weights_content
 from utils.console import Bar, log
 from utils.distributed.failure import GracefulStop, StopRequested, Watchdog, on_failure
 from utils.distributed.launch import Precision, log_devices
@@ -90,14 +90,14 @@ class RunFolder:
         """Write files of the same `weights_content` into weights/ in the background, then call `then`."""
         self._check_finite(model.state_dict())
         if files and self.is_main:
-            data = serialised(weights_content(model, **content))
+            data = serialise(weights_content(model, **content))
             self._write({self.path / "weights" / name: data for name in files}, then)
 
     def save_state(self, state: Mapping[str, Any], final: bool = False) -> None:
         """Write a state for --resume, with the rows of results.csv, in the background; a `final` one replaces all."""
         self._check_finite(state.get("ema", {}))
         if self.is_main:
-            data = serialised({**state, "rows": self._lines})
+            data = serialise({**state, "rows": self._lines})
             self._start({self._states.folder: lambda: self._states.write(data, final)})
 
     def read_state(self) -> dict[str, Any] | None:

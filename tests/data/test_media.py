@@ -12,7 +12,7 @@ from pathlib import Path
 import cv2
 import pytest
 
-from data.media import Frame, Media, MediaItem, find_media, prefetched
+from data.media import Frame, Media, MediaItem, find_media, prefetch
 from tests.making import plain, write_image
 from tests.web import sending, serving
 from utils.errors import UserError
@@ -170,9 +170,9 @@ def test_prefetching_raises_errors_and_can_be_stopped() -> None:
         raise UserError("no more")
 
     with pytest.raises(UserError, match="no more"):
-        list(prefetched(broken()))
+        list(prefetch(broken()))
     before = threading.active_count()
-    frames = prefetched(pictures(1000), 2)
+    frames = prefetch(pictures(1000), 2)
     next(frames)
     frames.close()  # type: ignore[attr-defined]
     assert threading.active_count() == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from utils.batch import layout
-from utils.checkpoint import serialised
+from utils.checkpoint import serialise
 
 
 def test_layout() -> None:
@@ -15,7 +15,7 @@ def test_layout() -> None:
 
 def test_a_file_does_not_depend_on_the_memory_format() -> None:
     plain, last = (
-        serialised({"a": [torch.arange(54.0).view(2, 3, 3, 3).to(memory_format=memory_format), 3], 4: {"b": None}})
+        serialise({"a": [torch.arange(54.0).view(2, 3, 3, 3).to(memory_format=memory_format), 3], 4: {"b": None}})
         for memory_format in (torch.contiguous_format, torch.channels_last)
     )
     assert plain == last

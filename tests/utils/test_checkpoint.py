@@ -28,7 +28,7 @@ from utils.checkpoint import (
     Progress,
     StateFiles,
     TrainingState,
-    serialised,
+    serialise,
     weights_content,
 )
 from utils.config.flags import TrainOptions
@@ -57,7 +57,7 @@ def test_weights_are_read_as_they_were_written(tmp_path: Path) -> None:
     model.get_buffer(name).fill_(1e6)
     for half in (False, True):
         content = weights_content(model, model.yaml, NAMES, vars(TrainOptions()), half)
-        (tmp_path / "a.pt").write_bytes(serialised(content))
+        (tmp_path / "a.pt").write_bytes(serialise(content))
         weights = read_weights(tmp_path / "a.pt")
         assert (weights.source, weights.task, weights.names, weights.model) == ("lockstep", "detect", NAMES, model.yaml)
         assert weights.settings == vars(TrainOptions())
@@ -78,7 +78,7 @@ class Folder(RunFolder):
         self.states: list[memoryview] = []
 
     def save_state(self, state: Any, final: bool = False) -> None:
-        self.states.append(serialised(state))
+        self.states.append(serialise(state))
         self.final = final
 
     def last(self) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def test_the_best_epoch_and_patience(
 
 
 def state_file(number: int) -> memoryview:
-    return serialised({"format": STATE_FORMAT, "number": number, "weights": torch.full((1000,), float(number))})
+    return serialise({"format": STATE_FORMAT, "number": number, "weights": torch.full((1000,), float(number))})
 
 
 @pytest.fixture
@@ -326,8 +326,8 @@ def test_a_damaged_state_is_named_and_then_removed(
     [
         pickle.dumps(errno.errorcode.get),
         b"PK\x03\x04 no archive",
-        serialised([1, 2]),
-        serialised({"format": "lockstep-state-0", "version": "7.8.9"}),
+        serialise([1, 2]),
+        serialise({"format": "lockstep-state-0", "version": "7.8.9"}),
     ],
 )
 def test_other_files_are_refused_although_their_checksums_match(content: bytes, states: StateFiles) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import train
-from utils.checkpoint import serialised
+from utils.checkpoint import serialise
 from utils.compare_runs import COUNTERS, FORMAT, HASHES, MACHINE, compare, main, weights_hash
 from utils.training.steps import OptimizerSteps
 
@@ -99,7 +99,7 @@ def test_a_resumed_run_goes_on(trained: Train, usual: Path, older: bool, monkeyp
 
 HEAD = ",".join([*COUNTERS, "pixels", "weights", "weights a"]) + "\n"
 ROWS = [f"{step},1,{step}{f',{step:016x}' * 3}\n" for step in (1, 2, 3)]
-WEIGHTS = serialised({"state": {"a": torch.arange(4.0)}}).tobytes()
+WEIGHTS = serialise({"state": {"a": torch.arange(4.0)}}).tobytes()
 
 
 @pytest.fixture

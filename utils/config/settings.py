@@ -17,7 +17,7 @@ from utils.config.hyperparameters import OVERRIDE_PREFIX, Recipe, defaults_of_hy
 from utils.config.parser import given_flags
 from utils.config.resume import RecipeOf, continued_run
 from utils.distributed.deepspeed import is_requested
-from utils.distributed.launch import connect, device_kind
+from utils.distributed.launch import connect, select_device_type
 from utils.distributed.ranks import broadcast_from_main, world_size
 from utils.distributed.tree import check_logical_processes
 from utils.errors import UserError
@@ -136,4 +136,4 @@ def refuse_flags(
         if is_refused:
             raise UserError(sentence)
     if isinstance(options, TrainOptions):
-        check_logical_processes(logical, size, options.sync_bn and device_kind(options.device) != "cpu")
+        check_logical_processes(logical, size, options.sync_bn and select_device_type(options.device) != "cpu")

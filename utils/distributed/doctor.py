@@ -54,7 +54,7 @@ def process_facts(flags: Mapping[str, Any], read: Callable[[], Inputs]) -> Facts
     device_type, errors = "", []
     inputs: Inputs = ({}, {})
     try:
-        device_type = launch.device_kind(flags["device"])
+        device_type = launch.select_device_type(flags["device"])
         inputs = read()
     except UserError as error:
         errors.append(str(error))

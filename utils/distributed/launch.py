@@ -166,7 +166,7 @@ def connect(device: str, timeout: float) -> str:
     """Connect all processes, unless they are connected, and return the device's kind. Raises `UserError`."""
     if PartialState._shared_state:
         return PartialState().device.type
-    device_type, by_zero = device_kind(device), deepspeed.is_requested()
+    device_type, by_zero = select_device_type(device), deepspeed.is_requested()
     is_launched = world_size() > 1 or "LOCAL_RANK" in os.environ
     for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "SAGEMAKER")[is_launched:]:
         is_off = os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("", "false", "no", "off", "0")
@@ -239,7 +239,7 @@ register_rendezvous_handler(RENDEZVOUS, _rendezvous)
 # Devices
 
 
-def device_kind(device: str) -> str:
+def select_device_type(device: str) -> str:
     """Prepare the devices of a run; return the kind that `--device` selects: cpu, cuda or mps.
 
     Only the named CUDA devices become visible, so that local rank k gets the k-th. Raises `UserError` if there are

@@ -94,7 +94,7 @@ class Tracker(GeneralTracker):
         # TensorBoard's project is the name of its folder in the run folder.
         tracker = tracker_class(self.name if self.name == TENSORBOARD else self.project, **arguments)
         tracker.start()
-        tracker.store_init_configuration(flat(config))
+        tracker.store_init_configuration(flatten(config))
         self.inner = tracker
 
     def _log(self, values: Mapping[str, Any], step: int) -> None:
@@ -153,12 +153,12 @@ def add_user_trackers(log_with: str, named_by_user: bool = True) -> None:
             LOGGER_TYPE_TO_CLASS[module.__name__] = trackers[0]
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested settings as one mapping with keys such as `hyperparameters.lr0`; lists become text."""
     flattened: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
-            flattened |= flat(value, f"{prefix}{key}.")
+            flattened |= flatten(value, f"{prefix}{key}.")
         else:
             flattened[f"{prefix}{key}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
     return flattened

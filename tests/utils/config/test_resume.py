@@ -15,7 +15,7 @@ from tests.conftest import OnProcesses
 from tests.making import options_of
 from tests.utils.test_checkpoint import IDENTITY, NAMES
 from tests.utils.test_run import run_in
-from utils.checkpoint import STATE_FORMAT, Progress, StateFiles, serialised
+from utils.checkpoint import STATE_FORMAT, Progress, StateFiles, serialise
 from utils.config.flags import TrainOptions, flags_of
 from utils.config.hyperparameters import Hyperparameters, Recipe, parse_overrides
 from utils.config.parser import given_flags
@@ -53,7 +53,7 @@ def begin(run: Path, state: dict[str, Any] | None = None, written: float = 0.0, 
     content = saved(**{"project": str(run.parent), "name": run.name, **settings})
     (run / "settings.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     if state:
-        StateFiles(run / "checkpoint").write(serialised(state))
+        StateFiles(run / "checkpoint").write(serialise(state))
     for file in (run / "settings.yaml", *(run / "checkpoint").glob("*.pt")):
         os.utime(file, (written, written))
     return run
@@ -159,7 +159,7 @@ def test_a_run_whose_states_are_all_lost(damage: str, auto: bool, run: Path) -> 
 def test_edited_settings(tmp_path: Path) -> None:
     run = begin(tmp_path / "exp")
     settings = read_yaml(run / "settings.yaml")
-    StateFiles(run / "checkpoint").write(serialised({**STATE, "settings": {**settings, "freeze": (0, 2)}}))
+    StateFiles(run / "checkpoint").write(serialise({**STATE, "settings": {**settings, "freeze": (0, 2)}}))
     assert started("--resume", str(run)).options.freeze == (0, 2)
     (run / "settings.yaml").write_text(yaml.safe_dump({**settings, "batch_size": 16}))
     with pytest.raises(UserError, match="batch_size"):

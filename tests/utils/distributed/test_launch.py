@@ -181,21 +181,21 @@ def test_only_the_named_devices_are_visible(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     for devices in (visible.count(",") + 1 if visible else 4, count):
         set_devices(monkeypatch, devices)
-        assert launch.device_kind(device) == "cuda"
+        assert launch.select_device_type(device) == "cuda"
         assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
     with pytest.raises(UserError, match="another GPU"):
-        launch.device_kind("0,1,2")
+        launch.select_device_type("0,1,2")
 
 
 def test_the_best_device_or_the_requested_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for gpus, apple, expected in ((0, False, "cpu"), (0, True, "mps"), (2, False, "cuda")):
         set_devices(monkeypatch, gpus, apple)
-        assert launch.device_kind("") == expected
+        assert launch.select_device_type("") == expected
         assert launch.devices_named("")[0].type == expected
-        assert launch.device_kind("cpu") == "cpu"
+        assert launch.select_device_type("cpu") == "cpu"
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")  # by accelerate launch --cpu
-    assert launch.device_kind("") == "cpu"
-    for choose in (launch.devices_named, launch.device_kind):
+    assert launch.select_device_type("") == "cpu"
+    for choose in (launch.devices_named, launch.select_device_type):
         with pytest.raises(UserError, match="--device mps"):
             choose("mps")
 
@@ -207,7 +207,7 @@ def test_too_few_devices_are_an_error(
     set_devices(monkeypatch, devices)
     launched(monkeypatch, processes, processes)
     with pytest.raises(UserError, match=f"--device {device}" if device else "CUDA device"):
-        launch.device_kind(device)
+        launch.select_device_type(device)
 
 
 @pytest.mark.parametrize(
