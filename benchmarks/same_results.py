@@ -30,7 +30,7 @@ import torch
 import yaml
 from filelock import FileLock
 
-from utils.compare_runs import HASHES, compare, described
+from utils.compare_runs import HASHES, compare, describe
 from utils.errors import UserError
 from utils.files import ROOT
 
@@ -166,7 +166,7 @@ def main() -> None:
             print(f"{name:<10} {result} ({time.monotonic() - start:.0f} s)", flush=True)
             if different and all((folder / HASHES).is_file() for folder in folders):
                 try:
-                    print(*described(compare(*folders)), sep="\n")
+                    print(*describe(compare(*folders)), sep="\n")
                 except UserError as error:  # an older checkout computes hashes in another way
                     print(error)
     sys.exit(bool(wrong))
