@@ -195,7 +195,7 @@ def class_numbers(classes: Sequence[str | int], names: Mapping[int, str]) -> tup
     """Return the numbers of classes that are given by name or number. Raises `UserError` for an unknown class."""
     numbers: list[int] = []
     for word in map(str, classes):
-        matches = [int(word)] if word.isdecimal() else [number for number, name in names.items() if name == word]
+        matches = [int(word)] if word.isdecimal() else [class_id for class_id, name in names.items() if name == word]
         if not matches or matches[0] not in names:
             hint = nearest(word, names.values())
             raise UserError(f"--classes {word}: the model has classes 0 to {len(names) - 1}{hint}; name one of them")

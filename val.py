@@ -82,17 +82,17 @@ class Evaluator:
             predictions = self.inference.postprocess(views, batch)
             timer.end_stage(POSTPROCESSING)
             images, predicted = [info.image for info in batch.infos], [result.image for result in predictions]
-            what = f"has an image number twice: a batch of images {images}"
-            check_contract(len({*images}) == len(images), data, what)
-            what = f"predicted images {predicted} instead of {images}"
-            check_contract(predicted == images, self.inference.postprocess, what)
+            fault = f"has an image number twice: a batch of images {images}"
+            check_contract(len({*images}) == len(images), data, fault)
+            fault = f"predicted images {predicted} instead of {images}"
+            check_contract(predicted == images, self.inference.postprocess, fault)
             for callback in self.batch_callbacks:
                 callback(batch, predictions)
             records += self.metrics.update(predictions, batch)
             timer.end_stage("records")
             numbers += images
-            what = f"made {len(records)} records of {len(numbers)} images"
-            check_contract(len(records) == len(numbers), self.metrics, what)
+            fault = f"made {len(records)} records of {len(numbers)} images"
+            check_contract(len(records) == len(numbers), self.metrics, fault)
         run.keep_alive()
         run.stop_together(stop_requested())
         numbers = sorted(run.collectives.gather(numbers))

@@ -222,10 +222,9 @@ class ClassificationData(DataSet[ClassificationSplit]):
         problems = (*self.spec.walked.get(f"problems of {name}", ()), *scanned.problems)
         if name == "train":
             counts = np.bincount(labels[scanned.sizes[:, 0] > 0], minlength=len(self.names))
-            problems += tuple(
-                f"{self.spec.file}: `train:` has no images of the class '{self.names[int(k)]}'; it cannot be learned"
-                for k in np.flatnonzero(counts == 0)
-            )
+            absent = [self.names[class_id] for class_id in np.flatnonzero(counts == 0).tolist()]
+            fault = f"{self.spec.file}: `train:` has no images of the class"
+            problems += tuple(f"{fault} '{name}'; it cannot be learned" for name in absent)
         readable = self.usable(name, scanned.sizes, problems)
         images = list(compress(images, readable))
         return ClassificationSplit(images, labels[readable], scanned.sizes[readable], self.names, problems)
@@ -234,9 +233,9 @@ class ClassificationData(DataSet[ClassificationSplit]):
         """Return class_indices.json, split.csv (the images of both splits) and labels.csv (counts by class)."""
         splits = {"train": train, "val": val}
         table = [
-            (name, self.names[int(k)], path)
+            (name, self.names[int(class_id)], path)
             for name, split in splits.items()
-            for k, path in zip(split.labels, split.images, strict=True)
+            for class_id, path in zip(split.labels, split.images, strict=True)
         ]
         indices = {str(number): text for number, text in self.names.items()}
         return {

@@ -239,19 +239,19 @@ class DataSource:
     """The YAML and the class of a data set, before there is a model."""
 
     spec: DataSpec
-    kind: type[DataSet[Any]]
+    dataset_class: type[DataSet[Any]]
 
     def names(self, single_cls: bool = False) -> dict[int, str]:
         """Return the classes by number. Raises `UserError`."""
-        return self.kind.class_names(self.spec, single_cls)
+        return self.dataset_class.class_names(self.spec, single_cls)
 
     def files(self) -> dict[str, list[Path]]:
         """Return all files that training reads, by kind."""
-        return self.kind.files(self.spec)
+        return self.dataset_class.files(self.spec)
 
     def open(self, imgsz: int, stride: int, options: DataOptions) -> DataSet[Any]:
         """Return the data set for a model's images, of `imgsz` pixels in whole strides. Raises `UserError`."""
-        return self.kind(self.spec, imgsz, stride, options)
+        return self.dataset_class(self.spec, imgsz, stride, options)
 
 
 def data_source(data: str, import_path: str) -> DataSource:

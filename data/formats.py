@@ -145,10 +145,10 @@ def annotated_names(locations: Sequence[Path]) -> dict[int, str]:
     for location in locations:
         if is_coco(location) or has_records(location):
             content = _contents(location, file_stamps([str(location)]))
-            used = {item.category_id for item in content.annotations}
+            used_ids = {item.category_id for item in content.annotations}
             rows = sorted((row.id, row.name, row.supercategory) for row in content.categories)
             parents = {str(parent) for _, name, parent in rows if parent != name}
-            return dict(enumerate(name for number, name, _ in rows if number in used or name not in parents))
+            return dict(enumerate(name for number, name, _ in rows if number in used_ids or name not in parents))
     folders = [_voc_folder(location) for location in locations if is_voc(location)]
     objects = (item for folder in folders for file in sorted(folder.glob("*.xml")) for item in read_voc(file)[1])
     return dict(enumerate(sorted({name for name, _, _ in objects})))
@@ -622,8 +622,8 @@ def _with_classes(folder: Path, content: dict[str, Any], named: str = "") -> dic
     files = [Path(named)] if named else list(searched)
     lists = {"\n".join(map(str.strip, read_text(file).split("\n"))).rstrip(): file for file in files}
     if len(lists) > 1:
-        both = " and ".join(map(str, lists.values()))
-        raise UserError(f"{both} differ; remove one, give the folder of one data set as --data, or write a data YAML")
+        paths = " and ".join(map(str, lists.values()))
+        raise UserError(f"{paths} differ; remove one, give the folder of one data set as --data, or write a data YAML")
     above, splits = tuple(f"{file.parent}{os.sep}" for file in files), [folder / path for path in content.values()]
     covers = (all(name.startswith(above) or label_name(name).startswith(above) for name in _images(s)) for s in splits)
     if files and (named or f"{folder}{os.sep}" in above or any(covers)):

@@ -81,10 +81,10 @@ def find_media(source: str) -> list[MediaItem]:
     paths = [text] if os.path.isfile(text) else glob.glob(pattern, recursive=True)
     items = [_item(path) for path in sorted(paths) if _kind(path) and not os.path.isdir(path)]
     if not items:
-        known = " ".join(sorted(IMAGE_SUFFIXES | VIDEO_SUFFIXES))
+        suffixes = " ".join(sorted(IMAGE_SUFFIXES | VIDEO_SUFFIXES))
         raise UserError(
             f"the source '{text}' does not exist or has no picture or video; name a file, a folder, a glob such as "
-            f"'folder/**/*', an address or a camera (suffixes: {known})"
+            f"'folder/**/*', an address or a camera (suffixes: {suffixes})"
         )
     return items
 

@@ -81,8 +81,8 @@ def split(data: str, val: float = 0.2, seed: int = 0, folds: int = 0) -> None:
         files = {name: str(folder / f"{name}.txt") for name in ("train", "val")}
         try:
             folder.mkdir(parents=True)
-            for file, chosen in zip(files.values(), (~validates, validates), strict=True):
-                Path(file).write_bytes(b"".join(os.fsencode(f"{images[k]}\n") for k in np.flatnonzero(chosen)))
+            for file, is_listed in zip(files.values(), (~validates, validates), strict=True):
+                Path(file).write_bytes(b"".join(os.fsencode(f"{images[k]}\n") for k in np.flatnonzero(is_listed)))
             content = {**files, **{key: value for key, value in other_keys.items() if value}}
             (folder / "data.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
         except OSError as error:

@@ -76,8 +76,8 @@ def describe(result: Mapping[str, Any]) -> list[str]:
         return [*lines, f"the same: {plural(shorter, 'step')}{rest}"]
     differences = []
     for name in result["different"]:
-        first, *others = result["parameters"].get(name) or [""]
-        rest = f" and {plural(len(others), 'other')}" if others else ""
+        first, *other_names = result["parameters"].get(name) or [""]
+        rest = f" and {plural(len(other_names), 'other')}" if other_names else ""
         differences.append(f"{name} of {first}{rest}" if first else name)
     equal = f"{', '.join(result['equal'])} are equal; " if result["equal"] else ""
     position = f"step {result['step']} (epoch {result['epoch']}, batch {result['batch']})"

@@ -35,29 +35,29 @@ def given_flags(
     called only for unknown names.
     """
     options = [option for option in flags_of(options_class) if not names or option.name in names]
-    known = [as_flag(name) for option in options for name in (option.name, *option.metadata["aliases"])]
+    known_flags = [as_flag(name) for option in options for name in (option.name, *option.metadata["aliases"])]
     takes_overrides = "overrides" in options_class.__dataclass_fields__
     parsed, overrides = list[str](), dict[str, str]()
-    words = iter(argv)
-    for word in words:
-        flag, has_value, value = word.partition("=")
+    arguments = iter(argv)
+    for argument in arguments:
+        flag, has_value, value = argument.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
-        if flag.startswith("--") and as_flag(name) not in known and name in hyperparameters():
+        if flag.startswith("--") and as_flag(name) not in known_flags and name in hyperparameters():
             flag = f"{OVERRIDE_PREFIX}{name}"
         is_override = flag.startswith(OVERRIDE_PREFIX) and takes_overrides
         if not has_value and (is_override or (flag.startswith("--") and name in IGNORED)):
-            value = next(words, "--")  # not by argparse, which takes -1e-1 for a flag
+            value = next(arguments, "--")  # not by argparse, which takes -1e-1 for a flag
         if is_override and value.startswith("--"):
             raise UserError(f"{flag} needs a value; see --help", WRONG_FLAG)
         if is_override:
             overrides[flag.removeprefix(OVERRIDE_PREFIX).replace("-", "_")] = value
-        elif (names or value not in IGNORED.get(name, ())) and not (value == "False" and as_flag(name) in known):
-            rest = "" if value == "True" and as_flag(name) in known else word.removeprefix(flag)
-            parsed.append(f"{as_flag(name)}{rest}" if flag.startswith("--") else word)
+        elif (names or value not in IGNORED.get(name, ())) and not (value == "False" and as_flag(name) in known_flags):
+            rest = "" if value == "True" and as_flag(name) in known_flags else argument.removeprefix(flag)
+            parsed.append(f"{as_flag(name)}{rest}" if flag.startswith("--") else argument)
     values, unknown = _build_parser(options_class, options).parse_known_args(parsed)
     if unknown:
         flag = unknown[0].partition("=")[0]
-        name, reason = flag[2:].replace("-", "_"), f"is not a flag{nearest(flag, known)}; see --help"
+        name, reason = flag[2:].replace("-", "_"), f"is not a flag{nearest(flag, known_flags)}; see --help"
         if names:  # a call from Python
             reason = f"is not an argument{nearest(name, names)}; use {', '.join(names)}"
             raise UserError(f"{name}= {REFUSED.get(name, reason)}", WRONG_FLAG)

@@ -73,7 +73,7 @@ def draw_targets(images: np.ndarray, targets: np.ndarray, names: Mapping[int, st
         centres, sides = image_targets[:, 2:4], image_targets[:, 4:6]
         boxes = np.concatenate((centres - sides / 2, centres + sides / 2), 1) * np.tile(tile.shape[1::-1], 2)
         classes = image_targets[:, 1].astype(int).tolist()
-        draw_boxes(tile, boxes, classes, [names[k] for k in classes])
+        draw_boxes(tile, boxes, classes, [names[class_id] for class_id in classes])
         tiles.append(tile)
     return grid(tiles)
 
@@ -137,16 +137,16 @@ def draw_boxes(
     corners = np.clip(boxes, -limit, limit).astype(int).tolist()
     default_thickness = 1 if min(image.shape[:2]) < SMALL_IMAGE_PIXELS else 2
     scale = font_scale(image, thickness or LINE_PIXELS)
-    for number, ((left, top, right, bottom), k) in enumerate(zip(corners, classes, strict=True)):
-        colour, width = COLOURS[k % len(COLOURS)], thickness or default_thickness
+    for number, ((left, top, right, bottom), class_id) in enumerate(zip(corners, classes, strict=True)):
+        colour, width = COLOURS[class_id % len(COLOURS)], thickness or default_thickness
         if outlines and len(outlines[number]):
             points = np.round(np.clip(outlines[number], -limit, limit)).astype(np.int32)
             cv2.polylines(image, [points], True, colour, width, cv2.LINE_AA)
         else:
             cv2.rectangle(image, (left, top), (right, bottom), colour, width, cv2.LINE_AA)
-    for (left, top, *_), k, text in zip(corners, classes, texts, strict=True):
+    for (left, top, *_), class_id, text in zip(corners, classes, texts, strict=True):
         if text:
-            _draw_label(image, left, top, text, COLOURS[k % len(COLOURS)], scale)
+            _draw_label(image, left, top, text, COLOURS[class_id % len(COLOURS)], scale)
 
 
 def tint(image: np.ndarray, mask: np.ndarray, label: int) -> None:

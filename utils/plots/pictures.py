@@ -205,11 +205,11 @@ def _with_boxes(
     cells = ([row.get(key, "").split() for row in rows] for key in ("mask", "outline"))  # x y x y ...
     masks, outlines = ([scale * np.array(cell, float).reshape(-1, 2) for cell in column] for column in cells)
     image = image.copy()
-    for outline, k in zip(masks, classes, strict=True):
+    for outline, class_id in zip(masks, classes, strict=True):
         if len(outline):
             mask = np.zeros(image.shape[:2], np.uint8)
             cv2.fillPoly(mask, [np.round(outline).astype(np.int32)], 1)
-            drawing.tint(image, mask > 0, k)
+            drawing.tint(image, mask > 0, class_id)
     drawing.draw_boxes(image, boxes, classes, texts, outlines=outlines)
     return image
 

@@ -100,7 +100,7 @@ class RunLog:
         """Log the same few validation images with boxes if due; the main process then calls `examples`."""
         due = self.examples_interval and (epoch % self.examples_interval == 0 or epoch + 1 == self.options.epochs)
         if due and self.run.trackers and (candidates := examples()):
-            shown = [candidates[k] for k in evenly_spaced(len(candidates), LOGGED_IMAGES)]
+            shown = [candidates[index] for index in evenly_spaced(len(candidates), LOGGED_IMAGES)]
             images = partial(wandb.example_images, shown, self.read_image, self.class_names)
             self.run.log_media(lambda: {"examples/validation": images()})
 

@@ -219,7 +219,7 @@ class Recording:
         ):
             outputs = functional_call(part, aliases, tree_unflatten(inputs, self.structure))
         leaves, self.structure = tree_flatten(outputs)
-        trained, sources = ([tensor for tensor in some if tensor.requires_grad] for some in (leaves, inputs))
+        trained, sources = ([tensor for tensor in tensors if tensor.requires_grad] for tensors in (leaves, inputs))
         self.upstream = [torch.zeros_like(tensor) for tensor in trained]
         self.is_trained = [tensor.requires_grad for tensor in leaves]
         self.outputs = [tensor.detach() for tensor in leaves]
@@ -229,8 +229,8 @@ class Recording:
             with torch.cuda.graph(self.backward, pool, capture_error_mode=CAPTURE_MODE):
                 gradients = torch.autograd.grad(trained, sources, self.upstream, allow_unused=True)
         count = len(sources) - len(aliases)
-        used = iter(gradients[:count])
-        self.input_gradients = [next(used) if tensor.requires_grad else None for tensor in inputs]
+        input_gradients = iter(gradients[:count])
+        self.input_gradients = [next(input_gradients) if tensor.requires_grad else None for tensor in inputs]
         self.parameter_gradients = gradients[count:]
 
 

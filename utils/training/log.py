@@ -207,11 +207,11 @@ def log_epoch(
     improved: bool,
     metric_names: Sequence[str],
     metrics: Metrics,
-    began: float,
+    started_at: float,
 ) -> None:
     """Write the epoch's row of results.csv and its documents, print its line, and log it to the trackers.
 
-    The validation, without a `summary` if there was none, `began` at a time of `time.monotonic`.
+    The validation, without a `summary` if there was none, began at `started_at`, a time of `time.monotonic`.
     """
     run, progress, bar = steps.run, steps.progress, steps.log.bar
     row: dict[str, float | None] = {  # YOLOv5's columns
@@ -230,7 +230,7 @@ def log_epoch(
     timing = {
         "images_per_second": bar.rate,
         "train_seconds": bar.seconds,
-        "validation_seconds": time.monotonic() - began,
+        "validation_seconds": time.monotonic() - started_at,
         "data_wait": bar.waiting,
         "steps_skipped": progress.skipped,
     }
