@@ -51,11 +51,11 @@ class OnTheCpu(cuda_graph.Recording):
         def backward() -> None:
             trained = [each for each in live if each.requires_grad]
             found = torch.autograd.grad(trained, sources, self.upstream, allow_unused=True)
-            of_inputs = [of for of, each in zip(self.of_inputs, inputs, strict=True) if each.requires_grad]
-            for of, each in zip([*of_inputs, *self.of_parameters], found, strict=True):
-                assert (of is None) == (each is None)
-                if of is not None and each is not None:
-                    of.copy_(each)
+            targets = [grad for grad, tensor in zip(self.input_gradients, inputs, strict=True) if tensor.requires_grad]
+            for target, source in zip([*targets, *self.parameter_gradients], found, strict=True):
+                assert (target is None) == (source is None)
+                if target is not None and source is not None:
+                    target.copy_(source)
 
         self.forward.replay, self.backward.replay = forward, backward  # type: ignore[method-assign]
 
