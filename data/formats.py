@@ -281,8 +281,8 @@ def _read_coco(annotated: AnnotatedImages, rules: RowRules, problems: Problems) 
     content = _read_file(annotated.file, objects=True)
     is_record = hasattr(content, "files")
     paths = {name: path for path, name in annotated.images.items()}
-    numbers = {name.strip(): annotation_id for annotation_id, name in enumerate(annotated.names)}
-    labels = {category.id: numbers.get(category.name) for category in content.categories}
+    class_ids = {name.strip(): class_id for class_id, name in enumerate(annotated.names)}
+    labels = {category.id: class_ids.get(category.name) for category in content.categories}
     by_image: dict[Any, list[Any]] = {image.id: [] for image in content.images}
     sizes = {image.id: (int(image.width or 0), int(image.height or 0)) for image in content.images}
     for file, name in annotated.images.items() if is_record else ():
