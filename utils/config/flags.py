@@ -304,7 +304,12 @@ class TrainOptions:
     sync_bn: bool = flag(False, "SyncBatchNorm over all processes, on CPU too", "processes")
     single_cls: bool = flag(False, "treat all classes as one", "model", curve=True)
     optimizer: str = flag(
-        "SGD", "class of torch.optim or of a package", "training", choices=OPTIMIZERS, curve=True, suggested=BY_FILES
+        "SGD",
+        "class of torch.optim, or package.module:Class",
+        "training",
+        choices=OPTIMIZERS,
+        curve=True,
+        suggested=BY_FILES,
     )
     workers: int = flag(8, "loader processes per training process, at most one per CPU core", "data", NOT_NEGATIVE)
     project: str = flag("runs/train", "folder in which run folders are made", "saving")
