@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.conftest import OnProcesses
+from tests.conftest import OnProcesses, not_here
 from tests.utils.test_run import run_in
 from utils.checkpoint import Identity, MeasuredConfig, TrainingState
 from utils.config.hyperparameters import Recipe
@@ -185,13 +185,15 @@ class Counting(torch.optim.Optimizer):
                 weight -= group["lr"] * (weight.grad + state["rows"].mean() + group["sum"]) / group["count"]
 
 
-PACKAGE = pytest.param("lion_pytorch:Lion", marks=pytest.mark.skipif(not find_spec("lion_pytorch"), reason="no Lion"))
-KINDS = ["SGD", "AdamW", "NAdam", "Adafactor", "Adagrad", "RMSprop", PACKAGE, f"{__name__}:Counting"]
+LION = "lion_pytorch:Lion"  # of a package
+KINDS = ["SGD", "AdamW", "NAdam", "Adafactor", "Adagrad", "RMSprop", LION, f"{__name__}:Counting"]
 
 
 @pytest.mark.parametrize("optimizer", KINDS)
 def test_steps_of_each_kind_of_optimizer(optimizer: str, tmp_path: Path) -> None:
     """Fused, torch's others, a package's: one that is not finite is skipped, and a saved state continues to the bit."""
+    if optimizer == LION and not find_spec("lion_pytorch"):
+        not_here("lion-pytorch")
     how: Any = {"optimizer": optimizer, "of_images": True}
     steps, loader = prepared(run_in(tmp_path), **how)
     train(steps, loader, not_finite=[1], stop=1)
