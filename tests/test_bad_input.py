@@ -167,7 +167,7 @@ ERRORS: dict[str, Case] = {
     "out of range": (lambda i: i.write("hyp.yaml", {"mosaic": 2}), "hyp.yaml: mosaic", ""),
     # models and a user's files
     "no augmentations": (lambda i: i.write("own.py", "A = []"), "{set}/own.py", "--augmentations {set}/own.py"),
-    "no hooks": (lambda i: i.write("own.py", "A = []"), "{set}/own.py has no function", "--hooks {set}/own.py"),
+    "no hooks": (lambda i: i.write("my.py", "A = []"), "{set}/my.py has no function", "--hooks {set}/my.py"),
     "bad module": (lambda i: i.row(1, [-1, 1, "Cnov", [8, 3, 2]]), "model.yaml, row 1: Cnov", ""),
     "bad channels": (lambda i: i.row(1, [-1, 1, "Conv", [-8]]), "model.yaml, row 1", ""),
     "unread row": (lambda i: i.row(1, ["image", 1, "Conv", [16, 3, 2]]), "reads row 0 ", ""),

@@ -173,7 +173,6 @@ def test_hooks_of_a_call(tmp_path: Path) -> None:
     """A function that other processes cannot import is refused; an error names its file and line."""
     with pytest.raises(UserError, match=r"<lambda>.*--hooks"):
         run(on_epoch=lambda *_: None, processes=2, device="cpu")
-    gather: Any = list
 
     def on_epoch(epoch: int, *_: object) -> object:
         if epoch == 1:
@@ -181,7 +180,7 @@ def test_hooks_of_a_call(tmp_path: Path) -> None:
         return [None, None, "stop"][epoch]
 
     hooks = Hooks(on_epoch)
-    assert [hooks.call(gather, "on_epoch", epoch) for epoch in range(3)] == [False, True, True]
-    assert not hooks.call(gather, "on_end", tmp_path)
+    assert [hooks.call(list, "on_epoch", epoch) for epoch in range(3)] == [False, True, True]
+    assert not hooks.call(list, "on_end", tmp_path)
     with pytest.raises(UserError, match=rf"{__file__}, line \d+: IndexError: .*, in on_epoch; fix it"):
-        hooks.call(gather, "on_epoch", 3)
+        hooks.call(list, "on_epoch", 3)
