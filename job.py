@@ -18,7 +18,7 @@ from data.data_yaml import read_data
 from data.dataset import DataOptions, DataSet, DataSource, dataset_class, first_batch
 from models.loading import StartingPoint, add_user_code, head_tensors, load_and_freeze, starting_point
 from models.tasks import model_words
-from models.tasks.contract import Model, Task, terms_of
+from models.tasks.contract import Model, Task, compute_terms
 from models.weights import Origin, same_names
 from utils.batch import Batch
 from utils.checkpoint import Identity, MeasuredConfig
@@ -110,7 +110,7 @@ class Job(NamedTuple):
             batch = first_batch(loader).to(run.accelerator.device)
             with run.accelerator.autocast():
                 outputs = model(self.task.inputs(batch), *criterion.hints(batch))
-            terms = terms_of(criterion, outputs, batch, self.task.loss_names_of(model), reads=True)
+            terms = compute_terms(criterion, outputs, batch, self.task.loss_names_of(model), reads=True)
             criterion.objective(terms.local_means(), size).backward()  # type: ignore[no-untyped-call]
             model.zero_grad()
 

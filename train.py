@@ -25,7 +25,7 @@ from torch import nn
 from job import VALIDATION_BATCH, Job, read_job
 from models.loading import rate_factors, recipe_of
 from models.tasks import hyperparameters
-from models.tasks.contract import Criterion, LossTerms, refuse, terms_of
+from models.tasks.contract import Criterion, LossTerms, check_contract, compute_terms
 from utils.batch import Batch
 from utils.checkpoint import Identity, MeasuredConfig, TrainingState, explain_misfit
 from utils.config.resume import read_saved_state
@@ -144,7 +144,7 @@ def train(unresolved: Settings, hooks: Hooks = NO_HOOKS) -> None:  # noqa: PLR09
                         steps.save()  # written while the epoch is validated; only its scores are missing
                     began, summary = time.monotonic(), None
                     if progress.epoch + 1 == options.epochs or not options.noval:
-                        summary = evaluate([ema.model], run.stop_requested).weighed(job.fitness)  # equal on every rank
+                        summary = evaluate([ema.model], run.stop_requested).with_fitness(job.fitness)  # on every rank
                     improved = progress.record(summary)
                     progress.finished = progress.epoch + 1 == options.epochs or progress.stalled(options.patience)
                     row = log_epoch(
@@ -181,7 +181,7 @@ def train_one_epoch(
     def loss_terms(module: nn.Module, batch: Batch) -> LossTerms:
         """Return the loss terms of a logical process, which is usually this process."""
         outputs = module(task.inputs(batch), *criterion.hints(batch))
-        return terms_of(criterion, outputs, batch, steps.log.terms, progress.batch == first)
+        return compute_terms(criterion, outputs, batch, steps.log.terms, progress.batch == first)
 
     model.train()
     loader.set_epoch(progress.epoch)
@@ -211,7 +211,7 @@ def train_one_epoch(
         if progress.epoch == 0 and number < DRAWN_BATCHES:
             run.plot(partial(job.draw_batch, local_batches[0], number))
     run.keep_alive()
-    refuse(progress.batch < batches, loader.dataset, f"gave {progress.batch} of {batches} batches of an epoch")
+    check_contract(progress.batch >= batches, loader.dataset, f"gave {progress.batch} of {batches} batches of an epoch")
     return steps.end_epoch()
 
 

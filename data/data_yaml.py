@@ -187,9 +187,12 @@ def read_data(data: str) -> DataSpec:
                 return spec
             note = f"{spec.file} has no `val:`, so it is as if it had `split: {HELD_OUT_SHARE}`, a share of `train:`"
             return replace(spec, split=HELD_OUT_SHARE, warnings=(*spec.warnings, note))
-    elif inner := formats.data_yaml(path) or formats.only_folder(path):
+    elif inner := formats.data_yaml(path):
         return read_data(str(inner))
     title, content = formats.recognise(path)
+    if isinstance(content, Path):
+        spec = read_data(str(content))
+        return replace(spec, warnings=(f"{path}: {title}", *spec.warnings))
     folder = path if path.is_dir() else path.parent
     if "val" not in content:
         content["split"] = HELD_OUT_SHARE

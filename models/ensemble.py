@@ -19,8 +19,8 @@ from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from models.layers import Conv, RepConv
-from models.loading import ImageSize, add_user_code, in_words, sides_of, transfer
-from models.tasks import TASKS, TaskEntry, add_tasks, model_words, task_of
+from models.loading import ImageSize, add_user_code, format_sides, image_sides, transfer
+from models.tasks import TASKS, TaskEntry, add_tasks, model_words, task_name
 from models.tasks.contract import Model, Postprocess, Task, View
 from models.weights import Weights, find_weights
 from models.yolo import whole_strides
@@ -59,7 +59,7 @@ def common_task(weights: Mapping[str, Weights]) -> str:
             raise UserError(f"{name} holds bare tensors without a model; give weights that train.py or YOLOv5 wrote")
         if content.task not in TASKS and (task_file := content.settings.get("task_file")):
             add_tasks(str(task_file), named_by_user=False, named_by=name)
-    kinds = {name: (task_of({"task": content.task}, name), content.names) for name, content in weights.items()}
+    kinds = {name: (task_name({"task": content.task}, name), content.names) for name, content in weights.items()}
     first = next(iter(weights))
     for other, kind in kinds.items():
         if kind != kinds[first]:
@@ -130,11 +130,11 @@ class Members:
         Raises `UserError` for a wrong --imgsz, and if the files disagree.
         """
         fixed = {name: file.imgsz for name, file in self.exported.items() if not file.dynamic}
-        if not fixed and (sides := sides_of(imgsz)):
+        if not fixed and (sides := image_sides(imgsz)):
             return ImageSize((sides[0], sides[-1]))
         sizes = fixed or {name: size for name, content in self.weights.items() if (size := content.image_sides)}
         if len(set(sizes.values())) > 1:
-            words = ", ".join(f"{name} at {in_words(size)}" for name, size in sizes.items())
+            words = ", ".join(f"{name} at {format_sides(size)}" for name, size in sizes.items())
             raise UserError(
                 f"these models are for different image sizes ({words} px); give one with --imgsz, and export with "
                 "--dynamic"
@@ -143,7 +143,8 @@ class Members:
             default = suggested or int(self.entry.load().defaults.get("imgsz", DEFAULT_SIDE_PIXELS))
             return ImageSize((default, default))
         size = next(iter(sizes.values()))
-        log(f"image size {in_words(size)} ({'fixed by the exported file' if fixed else 'stored in the checkpoint'})")
+        reason = "fixed by the exported file" if fixed else "stored in the checkpoint"
+        log(f"image size {format_sides(size)} ({reason})")
         return ImageSize(size, is_fixed=bool(fixed))
 
     @property

@@ -128,11 +128,10 @@ OF_FLAGS = {
     "--batch-size 1000000000": "--batch-size",
     "--batch-size 65": "--batch-size 65",  # of fewer images
     "--optimizer adamw": "'AdamW'?",
-    "--optimizer nadam": "'NAdam'?",
     "--optimizer Muon": "takes matrices only",
     "--optimizer absent:Lion": "No module named 'absent'",
     "--optimizer NAdam --hyp.optimizer_args [1]": "--hyp.optimizer_args must be names with values",
-    "--local_rank 1": "--local-rank",
+    "--local_rank x": "--local-rank",
     "--hyp.lr 1": "'lr0'",
     "--verbose=False": "--quiet",
     "--name=": "--name",

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchvision.models import resnet18
+from torchvision.models import get_model_weights, resnet18
 
 from job import read_job
-from models.tasks.classify import default_weights
 from tests.conftest import VAL, CallMain, OnProcesses, RunScript
 from tests.curves import CLASSIFIED, floats, refused, rows, same_curve
 from tests.making import write_yaml
@@ -78,7 +77,7 @@ def test_the_run_folder(alone: Path) -> None:
 
 def write_default_weights(torch_home: Path) -> None:
     """Write random weights where torch caches the recommended ones of ResNet-18."""
-    cached = torch_home / "hub" / "checkpoints" / Path(default_weights("resnet18")).name
+    cached = torch_home / "hub" / "checkpoints" / Path(get_model_weights("resnet18").DEFAULT.url).name
     cached.parent.mkdir(parents=True)
     torch.save(resnet18(num_classes=1000).state_dict(), cached)
 

@@ -29,7 +29,7 @@ from data.images import images_below, read_image
 from data.media import Frame, MediaItem, as_pixels
 from detect import Predictor, groups
 from models.tasks.classify import ClassificationRecipe, ClassificationTask
-from models.tasks.contract import Results
+from models.tasks.results import Results
 from models.yolo import build_model
 from tests.conftest import RunScript
 from tests.making import contents, noise, plain, tiny_detector, write_image, write_yaml

@@ -24,9 +24,9 @@ from utils.files import cache_folder
 _paths: dict[str, Path] = {}  # the files and packages that have run in this process, by their stems
 
 
-def class_named(place: str) -> type[Any]:
+def class_named(import_path: str) -> type[Any]:
     """Import the class that `module:class` names. Raises ImportError or AttributeError if it does not exist."""
-    module, _, name = place.partition(":")
+    module, _, name = import_path.partition(":")
     return getattr(importlib.import_module(module), name)
 
 

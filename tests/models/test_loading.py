@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchvision.models import resnet18, vit_b_32
 
 from job import read_job
-from models.loading import StartingPoint, freeze, gflops, load_and_freeze, parameters_of, rate_factors, transfer
+from models.loading import StartingPoint, count_gflops, find_parameters, freeze, load_and_freeze, rate_factors, transfer
 from models.tasks import TASKS
 from models.tasks.detect import DetectionTask
 from models.weights import Weights
@@ -29,7 +29,7 @@ from utils.files import read_yaml
 
 def test_the_work_of_a_convolution_by_hand() -> None:
     model = nn.Conv2d(3, 5, 3, padding=1)
-    assert gflops(model, 10) == pytest.approx(2 * 3 * 5 * 9 * 100 / 1e9)
+    assert count_gflops(model, 10) == pytest.approx(2 * 3 * 5 * 9 * 100 / 1e9)
     assert next(model.parameters()).device.type == "cpu"
 
 
@@ -49,11 +49,11 @@ class Scaled(nn.Conv2d):
 
 
 def test_a_model_that_cannot_be_traced() -> None:
-    assert gflops(Scaled(reads=False), 10) == pytest.approx(2 * 3 * 5 * 100 / 1e9)
+    assert count_gflops(Scaled(reads=False), 10) == pytest.approx(2 * 3 * 5 * 100 / 1e9)
     model = Scaled(reads=True)
-    assert gflops(model, 10) == 0
+    assert count_gflops(model, 10) == 0
     with pytest.raises(UserError, match=r"mine\.yaml .*--imgsz"):
-        gflops(model, 4, "mine.yaml")
+        count_gflops(model, 4, "mine.yaml")
 
 
 # Frozen layers, and factors of the learning rate
@@ -146,8 +146,8 @@ def test_backbone_and_head(build: Callable[[], nn.Module], backbone: tuple[str, 
     names = {name for name, _ in model.named_parameters()}
     expected = {name for name in names if name.startswith(backbone)}
     assert 0 < len(expected) < len(names)
-    assert parameters_of(model, "backbone", "--freeze") == expected
-    assert parameters_of(model, "head", "--freeze") == names - expected
+    assert find_parameters(model, "backbone", "--freeze") == expected
+    assert find_parameters(model, "head", "--freeze") == names - expected
 
 
 def test_factors_of_learning_rates() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
 import sys
 import typing
@@ -488,8 +487,8 @@ BUILT_IN_JOB: Mapping[str, Any] = {
 
 # Formats that other programs make of an exported file.
 CONVERTED = ("saved_model", "pb", "tflite", "edgetpu", "tfjs", "tensorflow", "paddle", "ncnn", "coreml", "mlmodel")
-# Others' flags that are accepted with these values, which ask for nothing: old launchers pass --local_rank on.
-IGNORED = {"local_rank": ("-1", os.environ.get("LOCAL_RANK")), "artifact_alias": ("latest",), "save": ("True",)}
+# Others' flags that are accepted with these values, which ask for nothing: a rank is in the environment too.
+IGNORED = {"local_rank": tuple(map(str, range(-1, 64))), "artifact_alias": ("latest",), "save": ("True",)}
 # Keys: a flag with underscores, or a flag and its value. The error message is the flag and the text; a script that has
 # the flag accepts it.
 REFUSED = {

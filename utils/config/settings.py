@@ -121,7 +121,7 @@ def refuse_flags(
         flags: those that the user gives, by name; one that is off or 0 needs no feature
         features: what the model, described by `model`, has of what flags need; see `Task.features`
         unused_keys: hyperparameters that it does not use
-        left_out: flags that its predictions leave out, with the reason
+        left_out: flags that its predictions leave out, with the message of each
     """
     table: list[tuple[object, str]] = []
     for option in flags_of(type(options)):
@@ -130,7 +130,7 @@ def refuse_flags(
         table += [(lacks, f"{name} needs {needed}, which {model} does not have; leave it out")]
     for key in flags.get("overrides", {}):
         table += [(key in unused_keys, f"{OVERRIDE_PREFIX}{key} has no effect on {model}; leave it out")]
-    table += [(flags.get(key), f"{as_flag(key)} {reason}") for key, reason in left_out]
+    table += [(flags.get(key), message) for key, message in left_out]
     if isinstance(options, TrainOptions):
         size, logical, window = options.batch_size, options.logical_processes, options.profile
         processes, noun = logical or world_size(), "logical processes" if logical else "processes"

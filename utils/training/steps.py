@@ -41,7 +41,14 @@ class EndedStep(NamedTuple):
 
 
 class OptimizerSteps:
-    """The optimizer steps of a run, over the parts that train.py has made and whose state is loaded."""
+    """The optimizer steps of a run, over the parts that train.py has made and whose state is loaded.
+
+    The order of the calls, with two batches to a step; `finish`, `end_epoch` and `save` call `flush`:
+
+        batch 1:                 add
+        batch 2:         step -> add -> finish (on a GPU counts the step before) [-> save, every --save-steps]
+        end of epoch:    end_epoch (counts the last step) -> save -> next_epoch
+    """
 
     def __init__(
         self,

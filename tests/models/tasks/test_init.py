@@ -13,7 +13,7 @@ import pytest
 from data.data_yaml import read_spec
 from data.dataset import dataset_class
 from models.ensemble import Members
-from models.tasks import TASKS, add_tasks, model_words, task_of
+from models.tasks import TASKS, add_tasks, model_words, task_name
 from models.tasks.contract import Task
 from models.tasks.detect import DetectionTask
 from models.weights import Weights
@@ -171,7 +171,7 @@ def test_files_and_packages(name: str, module: str, folder: Path) -> None:
         file.write("from own_names import NAME\n")
     for place in (path, folder / "sub" / ".." / name):
         add_tasks(str(place))
-    assert task_of({"task": "mine"}, "its YAML") == "mine"
+    assert task_name({"task": "mine"}, "its YAML") == "mine"
     entry = TASKS["mine"]
     assert (entry.load().metric_names, entry.load().__module__, entry.yolov5_class) == (("one",), module, "")
     assert dataset_class(entry.data).__name__ == "MyData"

@@ -33,7 +33,7 @@ def test_the_lines_of_each_task_fit(
     """A run of 300 epochs and thousands of images per second; a wider terminal gets all digits."""
     monkeypatch.setenv("COLUMNS", columns)
     metrics = task({0: "a", 1: "b"}, task.recipe()).metrics()
-    losses = dict.fromkeys(task.loss_names, 1 / 3)
+    losses = dict.fromkeys(getattr(task, "heads", [task])[0].loss_names, 1 / 3)
     line = epoch_line(298, 300, losses, metrics.summarise(records), 1234.5)
     assert len(line) <= (int(columns) if columns else TERMINAL[0])
     # With three losses and 80 columns there is no room for the rate, which the bar shows.
