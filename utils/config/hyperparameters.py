@@ -72,6 +72,8 @@ class Recipe:
     # Factors of the learning rate by part of the model, such as {backbone: 0.1, head: 1}; parts are named as for
     # --freeze, and the last one that names a parameter counts.
     lr_factor: Mapping[str, float] = dataclasses.field(default_factory=dict, metadata={"within": NOT_NEGATIVE})
+    # Further arguments of the optimizer's class, such as {eps: 1e-6}; a class that is not ours reads no `momentum`.
+    optimizer_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def flags(self, epochs: int) -> dict[str, Any]:
         """Return defaults of flags that follow from the hyperparameters and the number of epochs."""

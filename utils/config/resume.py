@@ -19,6 +19,7 @@ from utils.console import log
 from utils.distributed.ranks import world_size
 from utils.errors import Stopped, UserError, plural, quoted
 from utils.files import SETTINGS_FILE, read_yaml
+from utils.user_code import package_version
 
 if TYPE_CHECKING:
     from utils.config.settings import Settings
@@ -142,6 +143,9 @@ def check_settings(settings: Mapping[str, Any], saved: Mapping[str, Any], source
         if value != _plain(fields[key].default) if key in fields else is_unknown:
             values[key] = value
     typed_values(TrainOptions, values, f"{source}: `{{}}`".format)
+    if version := settings.get("optimizer_version"):
+        name = f"the version of --optimizer {settings['optimizer']}"
+        _check_unchanged(source.parent, name, package_version(str(settings["optimizer"])), version)
     now, before = curve_settings(settings), curve_settings(yaml.safe_load(yaml.safe_dump(saved)))  # without tuples
     for key, value in before.items():
         _check_unchanged(source.parent, f"`{key}` of {source}", now.get(key), value)

@@ -250,9 +250,10 @@ def prepare(
     """
     in_turn = InTurn(logical.sum) if sync_bn and logical.exact and logical.count > 1 else None
     total = in_turn.total if in_turn else all_reduce if sync_bn and accelerator.num_processes > 1 else None
-    model = exact_batchnorm(model, total)
     loader.collate_fn = partial(collate_local, loader.collate_fn, len(logical.local))
-    copies = replicate(model, len(logical.local))
+    # The layers are replaced in each copy: the locks of `InTurn` cannot be copied.
+    copies = [exact_batchnorm(replica, total) for replica in replicate(model, len(logical.local))]
+    model = copies[0]
     if accelerator.state.deepspeed_plugin:
         configure(accelerator, batch_size, clip_norm, precision)
     if logical.exact:  # no DDP: `DistributedModel` adds the gradients
