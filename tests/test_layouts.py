@@ -82,7 +82,7 @@ def test_circles_of_labelme_and_via(tmp_path: Path) -> None:
     write_text(tmp_path / "via.csv", f"#filename\tregion_shape_attributes\tregion_attributes\n{rows}")
     spec = read_spec(write_yaml(tmp_path / "my.yaml", {"train": "via.csv"}))
     assert (spec.images("train"), spec.names) == ([tmp_path / "a.jpg"], {0: "object"})
-    assert "1 of its images" in spec.listing("train").problems[0]
+    assert "1 image without a file" in spec.listing("train").problems[0]
 
 
 @pytest.mark.parametrize("layout", CLASS_LAYOUTS, ids=lambda layout: layout.__name__)
