@@ -257,6 +257,10 @@ def suggested_defaults(values: object, source: Path, kind: str = "data") -> dict
     if not isinstance(values, dict):
         raise UserError(f"{source}: `defaults` must be lines such as `imgsz: 64`, not {values!r}")
     known = [field.name for field in flags_of(TrainOptions) if kind in field.metadata["suggested"]]
+    if ":" in str(code := values.get("optimizer", "")):
+        raise UserError(
+            f"{source}: `optimizer: {code}` under `defaults` would import code; give it as --optimizer {code}"
+        )
     return typed_values(TrainOptions, values, f"{source}: `{{}}` under `defaults`".format, known)
 
 
