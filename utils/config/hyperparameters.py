@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from utils.config.flags import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, typed_values
 from utils.console import log
-from utils.errors import plural
+from utils.errors import UserError, plural
 from utils.files import ROOT, find_file, read_yaml
 
 if TYPE_CHECKING:
@@ -240,6 +240,8 @@ def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] 
     path = find_hyperparameters(name)
     left_out = {DEFAULTS, *kind.left_out()}
     values = {key: value for key, value in read_yaml(path).items() if key not in left_out}
+    if (unknown := values.keys() - keys_of(kind)) and unknown <= keys_of(Hyperparameters):
+        raise UserError(f"{path} is a detector's recipe: this task has no {min(unknown)}; give another --hyp, or auto")
     return dataclasses.replace(from_mapping(kind, values, path), **parse_overrides(kind, overrides))
 
 

@@ -259,9 +259,7 @@ def prepare(
     in_turn = InTurn(logical.sum) if sync_bn and logical.exact and logical.count > 1 else None
     total = in_turn.total if in_turn else all_reduced if sync_bn and accelerator.num_processes > 1 else None
     loader.collate_fn = partial(collate_local, loader.collate_fn, len(logical.local))
-    copies = [
-        exact_batchnorm(each, total) for each in replicate(model, len(logical.local))
-    ]  # a lock of `total` has no copy
+    copies = [exact_batchnorm(each, total) for each in replicate(model, len(logical.local))]  # `total` has no copy
     model = copies[0]
     if accelerator.state.deepspeed_plugin:
         configure(accelerator, batch_size, clip_norm, precision)
