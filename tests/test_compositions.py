@@ -53,15 +53,7 @@ FIXED: dict[str, Job] = {
     "--hyp.flipud": ("ten", "--batch-size", "4", "--rect", "--hyp.nbs", "4", "--hyp.flipud", "0.5"),
     "--image-weights": ("p6", "--multi-scale", "--label-smoothing", "0.1", "--hyp.fl_gamma", "1.5", "--image-weights"),
     "--hyp.mixup": ("anchor-free", "--cache", "--close-mosaic", "1", "--sync-bn", "--hyp.mixup", "1"),
-    "--hyp.copy_paste": (
-        "segment",
-        "--hyp.copy_paste",
-        "1",
-        "--hyp.class_weights",
-        "{disc: 5}",
-        "--optimizer",
-        "AdamW",
-    ),
+    "--rect": ("segment", "--hyp.copy_paste=1", "--hyp.class_weights={disc: 5}", "--optimizer", "Adam", "--rect"),
     "--mixed-precision": ("detect", "--single-cls", "--cos-lr", "--mixed-precision", "bf16", "--freeze", "1"),
     "--hyp.cutmix": ("classify", "--hyp.cutmix", "1", "--hyp.clip_norm", "0.1", "--hyp.nbs", "0", "--freeze", "*.bn"),
 }
