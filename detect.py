@@ -34,7 +34,7 @@ from data.media import Frame, Media, MediaItem, find_media, prefetched
 from models.tasks.contract import Prediction
 from predictor import Predictor
 from utils.config.flags import DetectOptions
-from utils.config.parser import given_flags, over_defaults
+from utils.config.parser import given_flags
 from utils.console import Bar, log
 from utils.distributed.failure import run_main
 from utils.errors import Stopped, UserError, plural, public
@@ -46,7 +46,7 @@ from utils.summary import StageTimer, log_times
 
 def detect(given: Mapping[str, Any]) -> dict[str, Any]:
     """Detect with flags by name; return what `run` does. Raises `UserError` if nothing could be read."""
-    options = over_defaults(DetectOptions, given)
+    options = DetectOptions(**given)
     if not any(options.source):
         raise UserError("--source is missing; name a picture, a video, a folder, an address or a camera's number")
     items = dict.fromkeys(item for source in options.source for item in find_media(source))

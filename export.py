@@ -19,7 +19,7 @@ from models.tasks import TASKS
 from models.tasks.contract import Thresholds
 from models.weights import read_weights
 from utils.config.flags import ExportOptions, select
-from utils.config.parser import given_flags, over_defaults
+from utils.config.parser import given_flags
 from utils.console import log
 from utils.distributed.failure import run_main
 from utils.distributed.launch import device_kind
@@ -33,7 +33,7 @@ def export(given: Mapping[str, Any]) -> list[str]:
 
     Raises `Stopped` with exit code 1 if only another program can write one of the formats.
     """
-    options = over_defaults(ExportOptions, given)
+    options = ExportOptions(**given)
     if options.device == "mps":
         raise UserError("--device mps: models are not exported on Apple GPUs; give cpu")
     device = torch.device(device_kind(options.device))
@@ -43,7 +43,7 @@ def export(given: Mapping[str, Any]) -> list[str]:
         weights = read_weights(path)
         stem = export_base(name, path).with_suffix("")
         members = Members({name: path}, {name: weights}, TASKS[common_task({name: weights})])
-        members.refuse(ExportOptions, given)
+        members.refuse_flags(options, given)
         source = data_source(options.data, members.entry.data) if options.data else None
         log(located({"weights": [path], "data": [source.spec.file] if source else []}))
         size = members.image_size(options.imgsz)

@@ -1,12 +1,12 @@
 """The job of a training: what the flags of train.py name, read and checked.
 
-train.py calls `resolve`, which returns the settings with every default of the task, the data YAML and a resumed run
-(nothing replaces them), then `load_model`, `open_data`, `decide` and `write_inputs`.
+train.py calls `read_job`, which resolves the settings with every default of the task and the data YAML, then
+`load_model`, `open_data`, `measure` and `write_inputs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,42 +16,26 @@ from torch import Tensor
 
 from data.data_yaml import read_data
 from data.dataset import DataOptions, DataSet, DataSource, dataset_class, first_batch
-from models.loading import StartingPoint, add_user_code, head_tensors, load_and_freeze, recipe_of, starting_point
-from models.tasks import hyperparameters, model_words
-from models.tasks.contract import Model, Task, terms_of
+from models.loading import StartingPoint, add_user_code, head_tensors, load_and_freeze, starting_point
+from models.tasks import model_words
+from models.tasks.contract import Model, Task, compute_terms
 from models.weights import Origin, same_names
 from utils.batch import Batch
-from utils.checkpoint import Decisions, Identity, resolve_settings
-from utils.config.flags import TrainOptions, select
-from utils.config.hyperparameters import Recipe, is_shipped, log_unread
-from utils.config.parser import given_flags
-from utils.config.settings import Settings
+from utils.checkpoint import Identity, MeasuredConfig
+from utils.config.flags import select
+from utils.config.hyperparameters import Recipe, is_shipped, log_unused
+from utils.config.settings import Settings, refuse_flags
 from utils.console import log
-from utils.distributed.deepspeed import is_requested
-from utils.distributed.launch import device_kind
 from utils.distributed.ranks import broadcast_from_main, world_size
-from utils.distributed.tree import check_logical_processes
-from utils.errors import UserError
 from utils.files import located
 from utils.run import Run
 from utils.summary import evenly_spaced, fitness_weights
 from utils.tracking.run_log import RunLog, wandb_run_id
 from utils.tracking.trackers import add_user_trackers
 from utils.training import memory
-from utils.training.log import profile_window
 
 VALIDATION_BATCH = 32  # images per process and validation batch, at most
 FITTED_BATCH, FITTED_BATCHES = 16, 32  # size and number of the batches that new classes are fitted to, at most
-
-
-def settings_of(argv: Sequence[str], hyperparameters: Callable[[], Collection[str]] = tuple) -> Settings:
-    """Return the settings of a command line, see `given_flags`, or with --resume the run's. Raises `UserError`."""
-    return resolve_settings(given_flags(TrainOptions, argv, hyperparameters=hyperparameters), recipe_of)
-
-
-def hyperparameter_names(flags: Mapping[str, Any]) -> list[str]:
-    """Return the names of the hyperparameters of all tasks, and of the user's that `flags` name."""
-    return hyperparameters(str(flags.get("task_file") or flags.get("task") or ""))
 
 
 class Data(NamedTuple):
@@ -70,11 +54,6 @@ class Job(NamedTuple):
     start: StartingPoint
     task: Task
     fitness: Mapping[str, float]  # weights of metrics; {} for the task's own
-
-    @property
-    def options(self) -> TrainOptions:
-        """The flags of train.py."""
-        return self.settings.options
 
     def draw_batch(self, batch: Batch, number: int) -> dict[str, np.ndarray]:
         """Draw a training batch as the model sees it; return the picture by its file name."""
@@ -97,27 +76,27 @@ class Job(NamedTuple):
         if options.fitness:
             log(f"the best epoch is the one with the highest {options.fitness}")
         if not is_shipped(options.hyp):
-            log_unread(hyp, task.unread(start_from.yaml), model_words(start_from.yaml))
+            log_unused(hyp, task.unused_keys(start_from.yaml), model_words(start_from.yaml))
         return model, start_from.known_share(model, task)
 
     def open_data(self, model: Model) -> Data:
         """Read and check the data set. Raises `UserError`."""
-        settings, options, data_options = self.settings, self.options, select(DataOptions, self.options)
+        options, data_options = self.settings.options, select(DataOptions, self.settings.options)
         images = max(-(-options.batch_size // world_size()), VALIDATION_BATCH)  # in this process's batch
         batch_bytes = images * 3 * data_options.largest(model.imgsz) ** 2
         workers = memory.loader_processes(options.workers, batch_bytes)
         data = self.source.open(model.imgsz, model.stride, replace(data_options, workers=workers))
-        user = data.user_augmentations("augmentations" in settings.given)
+        user = data.user_augmentations("augmentations" in self.settings.flags)
         log(f"augmentations of {user.file}: {', '.join(name for name, _ in user.calls)}" if user.calls else "")
-        add_user_trackers(options.log_with, "log_with" in settings.given)
-        splits = data.split("train", settings.hyp), data.split("val")
+        add_user_trackers(options.log_with, "log_with" in self.settings.flags)
+        splits = data.split("train", self.settings.hyp), data.split("val")
         memory.check_repeats(options.batch_size, len(splits[0].images))
         data.report(*splits)
         return Data(data, *splits)
 
-    def decide(self, run: Run, model: Model, data: Data, known_share: float | None) -> Decisions:
-        """Adapt a new run's anchors, and decide what depends on the memory and the weights; --resume keeps it."""
-        options, hyp, uncached = self.options, self.settings.hyp, data.set.uncached()
+    def measure(self, run: Run, model: Model, data: Data, known_share: float | None) -> MeasuredConfig:
+        """Adapt a new run's anchors, and measure what depends on the memory and the weights; --resume keeps it."""
+        options, hyp, uncached = self.settings.options, self.settings.hyp, data.set.uncached()
         if not options.noautoanchor:
             self.task.adapt(model, data.train)
         if known_share is not None:
@@ -129,7 +108,7 @@ class Job(NamedTuple):
             batch = first_batch(loader).to(run.accelerator.device)
             with run.accelerator.autocast():
                 outputs = model(self.task.inputs(batch), *criterion.hints(batch))
-            terms = terms_of(criterion, outputs, batch, self.task.loss_names_of(model), reads=True)
+            terms = compute_terms(criterion, outputs, batch, self.task.loss_names_of(model), reads=True)
             criterion.objective(terms.local_means(), size).backward()  # type: ignore[no-untyped-call]
             model.zero_grad()
 
@@ -139,7 +118,7 @@ class Job(NamedTuple):
             options.batch_size, train_step, model, device, images, run.collectives, logical
         )
         accumulation = hyp.accumulation(size * parts) * parts
-        return Decisions(size, accumulation, known_share, run.collectives.broadcast(wandb_run_id()))
+        return MeasuredConfig(size, accumulation, known_share, run.collectives.broadcast(wandb_run_id()))
 
     def fitted_head(self, run: Run, model: Model, data: Data) -> dict[str, Tensor]:
         """Fit the head's outputs of classes that the initial weights do not know; return the head's tensors."""
@@ -148,8 +127,8 @@ class Job(NamedTuple):
         if not (new := [number for number in self.task.names if number not in known]):
             return {}
         batches = uncached.evaluation_batches(data.train, FITTED_BATCH, square=True)
-        chosen = [batches[k] for k in evenly_spaced(len(batches), FITTED_BATCHES)]
-        loader = uncached.evaluation_loader(data.train, chosen)
+        fitted = [batches[k] for k in evenly_spaced(len(batches), FITTED_BATCHES)]
+        loader = uncached.evaluation_loader(data.train, fitted)
         self.task.fit_classes(model.to(device), (batch.to(device) for batch in loader), new)
         return {name: tensor.cpu() for name, tensor in head_tensors(model).items()}
 
@@ -172,7 +151,7 @@ class Job(NamedTuple):
         run.files.write_problems([*data.train.problems, *data.val.problems])
         run.files.write_settings(content)
         run.files.write_documents(data.set.documents(data.train, data.val))
-        options, names = self.options, list(self.task.names.values())
+        options, names = self.settings.options, list(self.task.names.values())
         run_log = RunLog(run, options, content["wandb_id"], data.val.display_image, names)
         run_log.start(content, source, saved)
         run_log.upload_dataset(self.source.spec.file, self.source.files, source)
@@ -181,62 +160,53 @@ class Job(NamedTuple):
         return run_log
 
 
-def resolve(unresolved: Settings, agreed: Callable[[bool], bool] = bool) -> Job:
-    """Read the files that the flags name, and return the settings with every default in them; nothing replaces them.
+def read_job(settings: Settings, from_main: Callable[[bool], bool] = bool) -> Job:
+    """Read the files that the flags name, downloaded if necessary, and resolve the settings of `read_settings`.
 
-    Downloads what is missing. Raises `UserError`.
-
-    Args:
-        agreed: returns the main process's value: one machine may lack weights that no flag names
+    `from_main` returns the main process's value: one machine may lack weights that no flag names. Raises `UserError`.
     """
-    saved, given = unresolved.saved, unresolved.options
-    add_user_code(given.layers, given.task_file, unresolved.given)
-    spec = read_data(given.data)
-    start_from = starting_point(given, unresolved.value("weights", spec.defaults), saved and saved["model"])
-    kind, words = start_from.entry.load(), model_words(start_from.yaml)
-    source, defaults = DataSource(spec, dataset_class(start_from.entry.data)), (kind.defaults, spec.defaults)
-    weights, named = unresolved.value("weights", *defaults), {}
-    if kind.prefers_trained and not unresolved.names("weights", spec.defaults):
-        weights = start_from.default_weights(agreed)
-        named = {"weights": weights}
+    saved, options = settings.saved, settings.options
+    add_user_code(options.layers, options.task_file, settings.flags)
+    spec = read_data(options.data)
+    settings = settings.with_defaults(spec.defaults)
+    start_from = starting_point(options.cfg, settings.options.weights, saved and saved["model"])
+    task_class, model_yaml = start_from.entry.load(), start_from.yaml
+    source = DataSource(spec, dataset_class(start_from.entry.data))
+    settings = settings.with_defaults(task_class.defaults, spec.defaults)
+    if task_class.prefers_trained and not (settings.is_fixed or "weights" in {**spec.defaults, **settings.flags}):
+        settings = settings.with_defaults({"weights": start_from.default_weights(from_main)})
     if not saved:
-        start_from = start_from.with_weights(weights)
+        start_from = start_from.with_weights(settings.options.weights)
 
-    def choose() -> tuple[str, str, str]:
+    def choose() -> str:
         """Return the recipe of a new run. Weights of which few tensors fit do not count."""
         trained = start_from.weights is not None
         if trained and start_from.from_yaml:  # else the model is the file's own
-            task = kind(source.names(unresolved.options.single_cls), kind.recipe())
-            model = task.build_model(start_from.yaml, unresolved.value("imgsz", *defaults), start_from.source)
+            task = task_class(source.names(options.single_cls), task_class.recipe())
+            model = task.build_model(model_yaml, settings.options.imgsz, start_from.source)
             trained = start_from.known_share(model, task) is not None
-        return kind.recipes.choose(trained, lambda: len(source.spec.images("train")))
+        return task_class.recipes.choose(trained, lambda: len(source.spec.images("train")))
 
     origin = Origin.recorded(saved) if saved else start_from.origin
-    settings = unresolved.resolve(kind.recipe, *defaults, named, choose=choose, origin=origin.content())
+    settings = settings.resolve(task_class.recipe, choose, origin=origin.content())
     options = settings.options
     origin.require(options.allow_licence)
-    task = kind(source.names(options.single_cls), settings.hyp, options.label_smoothing)
-    settings.refuse(kind.features_of(start_from.yaml), task.unread(start_from.yaml), words)
-    yaml = start_from.yaml if saved else task.model_yaml(start_from.yaml)
+    task = task_class(source.names(options.single_cls), settings.hyp, options.label_smoothing)
+    features, unused_keys = task_class.features_of(model_yaml), task.unused_keys(model_yaml)
+    refuse_flags(options, {} if saved else settings.flags, features, model_words(model_yaml), unused_keys)
     fitness = fitness_weights(options.fitness, task.metric_names) if options.fitness else {}
-    memory.check_batch_size(options.batch_size, options.logical_processes)
-    sync_bn_on_gpus = options.sync_bn and device_kind(options.device) != "cpu"
-    check_logical_processes(options.logical_processes, options.batch_size, sync_bn_on_gpus)
-    profile_window(options.profile)
-    if options.hashes and is_requested():
-        raise UserError("--hashes cannot see DeepSpeed's gradients; leave it out, or use another launch file")
-    if options.no_deterministic and options.logical_processes:
-        raise UserError("--no-deterministic cannot be used with --logical-processes, which promises equal bytes")
-    return Job(settings, source, replace(start_from, yaml=yaml), task, fitness)
+    start_from = replace(start_from, yaml=model_yaml if saved else task.model_yaml(model_yaml))
+    return Job(settings, source, start_from, task, fitness)
 
 
 def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, Sequence[Path]]]:
     """Return the settings of a job and its files by purpose. Raises `UserError` if the job could not start."""
-    job = resolve(settings)
+    job = read_job(settings)
     job.open_data(job.load_model()[0])
     files: dict[str, Sequence[Path]] = {**job.source.files()}
     if job.start.weights_file:
         files["weights"] = [job.start.weights_file]
-    places = [Path(each) for each in (job.options.layers, job.options.task_file, job.options.augmentations) if each]
-    code = [file.read_bytes() for place in places for file in sorted(place.rglob("*.py")) or [place]]
+    options = job.settings.options
+    paths = map(Path, filter(None, (options.layers, options.task_file, options.augmentations)))
+    code = [file.read_bytes() for path in paths for file in sorted(path.rglob("*.py")) or [path]]
     return {**vars(job.settings.hyp), "model": job.start.yaml, "class names": job.task.names, "your code": code}, files

@@ -17,8 +17,9 @@ from torch import Tensor
 from data.dataset import Item, data_source, dataset_class
 from data.media import MediaItem, as_pixels, find_files, read_files
 from models.ensemble import Inference, for_inference, read_members
-from models.loading import ImageSize, in_words, log_rounding, sides_of
-from models.tasks.contract import Prediction, Results, Thresholds
+from models.loading import ImageSize, format_sides, image_sides, log_rounding
+from models.tasks.contract import Prediction, Thresholds
+from models.tasks.results import Results
 from utils.batch import Batch
 from utils.config.flags import DetectOptions, flags_of, select
 from utils.config.parser import given_flags
@@ -74,7 +75,7 @@ class Predictor:
             if flags:
                 log(located({"weights": members.files.values(), "data": [source.spec.file] if source else []}))
             kind = members.entry.load()
-            members.refuse(DetectOptions, given)
+            members.refuse_flags(options, given)
             self.task = kind(source.names() if source else members.first.class_names, kind.recipe())
             self.data = dataset_class(members.entry.data)
             size = members.image_size(options.imgsz)
@@ -99,7 +100,7 @@ class Predictor:
             vars(self)[name] = value
             return
         name = ALIASES.get(name, name)
-        unchanged = {"multi_label": False, "amp": False, "augment": self.inference.augment}  # what YOLOv5's users set
+        unchanged = {"multi_label": False, "amp": False, "verbose": False, "augment": self.inference.augment}  # habits
         if name in unchanged and value == unchanged[name]:
             return
         if name in ARGUMENTS and name not in SETTINGS:
@@ -107,10 +108,11 @@ class Predictor:
         flags = given_flags(DetectOptions, words_of({name: value}), SETTINGS)
         value = flags.get(name, getattr(DetectOptions(), name))
         if name == "imgsz":
-            sides = sides_of(value) or self.size.sides
+            sides = image_sides(value) or self.size.sides
             size = ImageSize((sides[0], sides[-1])).rounded(self.stride)
             if self.size.is_fixed and size.sides != self.size.sides:
-                raise UserError(f"imgsz={value}: the model was exported only for --imgsz {in_words(self.size.sides)}")
+                fixed = format_sides(self.size.sides)
+                raise UserError(f"imgsz={value}: the model was exported only for --imgsz {fixed}")
             vars(self)["size"] = self.size._replace(sides=size.sides)
             return
         value = class_numbers(value, self.task.names) if name == "classes" else value

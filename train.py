@@ -22,12 +22,14 @@ if __name__ == "__main__":
 import torch
 from torch import nn
 
-from job import VALIDATION_BATCH, Job, hyperparameter_names, resolve, settings_of
-from models.loading import rate_factors
-from models.tasks.contract import Criterion, LossTerms, refuse, terms_of
+from job import VALIDATION_BATCH, Job, read_job
+from models.loading import rate_factors, recipe_of
+from models.tasks import hyperparameters
+from models.tasks.contract import Criterion, LossTerms, check_contract, compute_terms
 from utils.batch import Batch
-from utils.checkpoint import Decisions, Identity, TrainingState, explain_misfit, read_saved_state
-from utils.config.settings import Settings
+from utils.checkpoint import Identity, MeasuredConfig, TrainingState, explain_misfit
+from utils.config.resume import read_saved_state
+from utils.config.settings import Settings, read_settings
 from utils.console import log
 from utils.distributed.failure import StopRequested, barrier, run_main
 from utils.distributed.launch import log_plan, seed_everything, spawn, start
@@ -58,8 +60,8 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
 
     # Read and check all input. Nothing is written yet, and what is printed waits for the run folder.
     with barrier(options.dist_timeout):  # one machine may have more to download than another
-        job = resolve(unresolved, run.collectives.broadcast)
-    settings, task, options, hyp = job.settings, job.task, job.options, job.settings.hyp
+        job = read_job(unresolved, run.collectives.broadcast)
+    settings, task, options, hyp = job.settings, job.task, job.settings.options, job.settings.hyp
     logical = LogicalProcesses.of(options.logical_processes, accelerator)
     logical.fix_kernels(accelerator.device)
     seed_everything(options.seed, not options.no_deterministic)
@@ -77,12 +79,12 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
     if saved:
         with explain_misfit(saved):
             model.load_state_dict(saved["model"])  # before `task.criterion`, which may read what `adapt` has changed
-            decisions = Decisions(**saved["decisions"])
+            measured = MeasuredConfig(**saved["decisions"])
     else:
-        decisions = job.decide(run, model, data, known_share)
-    batch_size, known_share = decisions.batch_size, decisions.known
-    accelerator.gradient_accumulation_steps = decisions.accumulation
-    content = settings.content(model.yaml, model.imgsz, batch_size, decisions.run_id, torch.get_num_threads())
+        measured = job.measure(run, model, data, known_share)
+    batch_size, known_share = measured.batch_size, measured.known
+    accelerator.gradient_accumulation_steps = measured.accumulation
+    content = settings.content(model.yaml, model.imgsz, batch_size, measured.run_id, torch.get_num_threads())
     run_log = job.write_inputs(run, data, identity, content, saved)
 
     # Loaders, loss and evaluation.
@@ -91,19 +93,19 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
     sampler: Any = loader.batch_sampler  # the batches of all processes: data.sampler.GlobalBatches
     criterion = task.criterion(model)
     evaluate = evaluator(run, task, model, criterion, data.set, data.val, min(2 * batch_size, VALIDATION_BATCH))
-    log_plan(decisions.accumulation, logical, batch_size, len(loader), options.epochs)
+    log_plan(measured.accumulation, logical, batch_size, len(loader), options.epochs)
     log(f"saving results to {run.path}")
 
     # Optimizer, schedule and average; then Accelerate wraps them: DDP, DeepSpeed, or copies for logical processes.
     with memory.explain_out_of_memory(batch_size, model.imgsz):
         place_model(accelerator, model)
-        step_images = batch_size * decisions.accumulation
+        step_images = batch_size * measured.accumulation
         optimizer: Any = build_optimizer(model, options.optimizer, hyp, known_share, step_images, factors)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         hyp.log_weights_rules(known_share)
         schedule = Schedule.of(hyp, known_share, options.epochs, len(loader), options.cos_lr, model, factors)
         log_optimizer(optimizer, schedule)
-        ema = ModelEMA(model, hyp.ema_share, options.epochs * math.ceil(len(loader) / decisions.accumulation))
+        ema = ModelEMA(model, hyp.ema_share, options.epochs * math.ceil(len(loader) / measured.accumulation))
         if saved:
             ema.load_state(saved)  # before `prepare`, in which ZeRO-3 partitions them
         distributed, optimizer, loader = prepare(
@@ -120,14 +122,14 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
         )
         ema.replicas = replicate(ema.model, len(logical.local))
         identity = replace(identity, settings=content)
-        state = TrainingState(identity, decisions, distributed, parameters, ema, optimizer, len(evaluate.loss_names))
+        state = TrainingState(identity, measured, distributed, parameters, ema, optimizer, len(evaluate.loss_names))
         if saved:
             state.load(saved)
     record = not (options.no_cuda_graph or options.rect or options.multi_scale)  # images of one size
     steps = OptimizerSteps(run, distributed, state, schedule, evaluate.loss_names, options.profile, options.hashes)
     criterion = steps.recorded(task, criterion, record)
     progress, half = steps.progress, accelerator.mixed_precision != "no"
-    flags = {**vars(options), "imgsz": model.imgsz, "wandb_id": decisions.run_id}
+    flags = {**vars(options), "imgsz": model.imgsz, "wandb_id": measured.run_id}
     weights = {"yaml": model.yaml, "names": task.names, "settings": flags, "half": half, **settings.origin}
 
     with run.graceful_stop(options.time_limit) as stop:
@@ -139,7 +141,7 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
                         steps.save()  # written while the epoch is validated; only its scores are missing
                     began, summary = time.monotonic(), None
                     if progress.epoch + 1 == options.epochs or not options.noval:
-                        summary = evaluate([ema.model], run.stop_requested).weighed(job.fitness)  # equal on every rank
+                        summary = evaluate([ema.model], run.stop_requested).with_fitness(job.fitness)  # on every rank
                     improved = progress.record(summary)
                     progress.finished = progress.epoch + 1 == options.epochs or progress.stalled(options.patience)
                     log_epoch(
@@ -168,13 +170,13 @@ def train_one_epoch(
         sampler: the loader's batches of all processes
     """
     accelerator, progress, batches = run.accelerator, steps.progress, len(loader)
-    task, options = job.task, job.options
+    task, options = job.task, job.settings.options
     first = progress.batch  # the first step of this process checks the criterion
 
     def loss_terms(module: nn.Module, batch: Batch) -> LossTerms:
         """Return the loss terms of a logical process, which is usually this process."""
         outputs = module(task.inputs(batch), *criterion.hints(batch))
-        return terms_of(criterion, outputs, batch, steps.log.terms, progress.batch == first)
+        return compute_terms(criterion, outputs, batch, steps.log.terms, progress.batch == first)
 
     model.train()
     loader.set_epoch(progress.epoch)
@@ -200,11 +202,11 @@ def train_one_epoch(
             if options.save_steps and progress.step % options.save_steps == 0:
                 run.keep_alive()  # the disk may be slow
                 steps.save()
-        steps.log.update_bar(steps.state.loss_sums, number + 1, progress.summary)
+        steps.log.update_bar(steps.state.loss_sums, number + 1, batches, progress.summary)
         if progress.epoch == 0 and number < DRAWN_BATCHES:
             run.plot(partial(job.draw_batch, local_batches[0], number))
     run.keep_alive()
-    refuse(progress.batch < batches, loader.dataset, f"gave {progress.batch} of {batches} batches of an epoch")
+    check_contract(progress.batch >= batches, loader.dataset, f"gave {progress.batch} of {batches} batches of an epoch")
     return steps.end_epoch()
 
 
@@ -231,9 +233,9 @@ def finish(run: Run, job: Job, data: Any, evaluate: Evaluator, run_log: RunLog, 
     """Draw, upload and print the results of the run."""
     progress, best = steps.progress, steps.progress.summary
     assert best is not None
-    if progress.epoch < job.options.epochs:
+    if progress.epoch < job.settings.options.epochs:
         epoch = progress.best_epoch + 1
-        log(f"stopped by --patience {job.options.patience}: no better fitness since epoch {epoch}")
+        log(f"stopped by --patience {job.settings.options.patience}: no better fitness since epoch {epoch}")
     run.plot(lambda: evaluate.metrics.pictures(best, data.val, steps.model.model.imgsz))
     run.charts()
     run.files.finish_writing()
@@ -259,7 +261,7 @@ def launch(unresolved: Settings) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train from the command line."""
-    launch(settings_of(sys.argv[1:] if argv is None else argv))
+    launch(read_settings(sys.argv[1:] if argv is None else argv, recipe_of))
 
 
 def run(**flags: Any) -> dict[str, Any]:
@@ -272,7 +274,8 @@ def run(**flags: Any) -> dict[str, Any]:
     Args:
         flags: flags of the command and hyperparameters, by name with underscores
     """
-    return call(lambda words: launch(settings_of(words, partial(hyperparameter_names, flags))), flags)
+    names = partial(hyperparameters, str(flags.get("task_file") or flags.get("task") or ""))
+    return call(lambda words: launch(read_settings(words, recipe_of, names)), flags)
 
 
 if __name__ == "__main__":

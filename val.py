@@ -24,10 +24,10 @@ from data.dataset import DataOptions, DataSet, data_source
 from data.labels import label_name
 from models.ensemble import Inference, for_inference, read_members
 from models.loading import log_rounding
-from models.tasks.contract import Criterion, Metrics, Model, Prediction, Task, Thresholds, refuse, terms_of
+from models.tasks.contract import Criterion, Metrics, Model, Prediction, Task, Thresholds, check_contract, compute_terms
 from utils.batch import Batch, CocoImage, Split
 from utils.config.flags import ValOptions, select
-from utils.config.parser import given_flags, over_defaults
+from utils.config.parser import given_flags
 from utils.console import log
 from utils.distributed.failure import barrier, run_main
 from utils.distributed.launch import cores_per_process, spawn, start
@@ -79,28 +79,32 @@ class Evaluator:
             with run.accelerator.autocast():
                 batch, views = self.inference.views(models, batch, timer)
             if views[0].outputs is not None:  # some exported files return no raw outputs
-                terms = terms_of(self.criterion, views[0].outputs, batch, self.loss_names, reads=True)
+                terms = compute_terms(self.criterion, views[0].outputs, batch, self.loss_names, reads=True)
                 losses.append((batch.infos[0].image, self.criterion.weight(batch), terms.local_means().tolist()))
             timer.end_stage("losses")
             predictions = self.inference.postprocess(views, batch)
             timer.end_stage(POSTPROCESSING)
-            images, predicted = [info.image for info in batch.infos], [each.image for each in predictions]
-            refuse(len({*images}) < len(images), data, f"has an image number twice: a batch of images {images}")
-            refuse(predicted != images, self.inference.postprocess, f"predicted images {predicted} instead of {images}")
+            images, predicted = [info.image for info in batch.infos], [result.image for result in predictions]
+            what = f"has an image number twice: a batch of images {images}"
+            check_contract(len({*images}) == len(images), data, what)
+            what = f"predicted images {predicted} instead of {images}"
+            check_contract(predicted == images, self.inference.postprocess, what)
             for keep in self.keepers:
                 keep(batch, predictions)
             records += self.metrics.update(predictions, batch)
             timer.end_stage("records")
             numbers += images
-            refuse(len(records) != len(numbers), self.metrics, f"made {len(records)} records of {len(numbers)} images")
+            what = f"made {len(records)} records of {len(numbers)} images"
+            check_contract(len(records) == len(numbers), self.metrics, what)
         run.keep_alive()
         run.stop_together(stop_requested())
         numbers = sorted(run.collectives.gather(numbers))
-        refuse(numbers != [*range(self.images)], data, f"gave {len(numbers)} images for {self.images}, or one twice")
+        is_whole = numbers == [*range(self.images)]
+        check_contract(is_whole, data, f"gave {len(numbers)} images for {self.images}, or one twice")
         summary = self.metrics.summarise(run.collectives.gather(records))
         values = {**dict.fromkeys(task.metric_names), **summary.metrics, "fitness": summary.fitness}
         wrong = [name for name, value in values.items() if not isinstance(value, (int, float))]
-        refuse(bool(wrong), self.metrics, f"has no int or float for {', '.join(wrong)}")
+        check_contract(not wrong, self.metrics, f"has no int or float for {', '.join(wrong)}")
         means = self._mean_losses(run.collectives.gather(losses))
         return run.collectives.broadcast(replace(summary, losses=means, rate=bar.rate))
 
@@ -144,7 +148,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
 
     Nothing is written before all input has been checked. Raises `UserError`.
     """
-    options = over_defaults(ValOptions, given)
+    options = ValOptions(**given)
     precision = "no" if options.half else options.mixed_precision
     run = Run(*start(options.device, precision, options.dist_timeout), options.quiet)
     device = run.accelerator.device
@@ -154,7 +158,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     # Read and check the weights and the data.
     with barrier(options.dist_timeout):  # one machine may have more to download than another
         members = read_members(options.weights, options.layers, options.task_file, options.augment)
-        members.refuse(ValOptions, given)
+        members.refuse_flags(options, given)
         if options.annotations and not (options.save_json and Path(options.annotations).is_file()):
             raise UserError(f"--annotations {options.annotations} must be a file, and needs --save-json")
         source = data_source(options.data, members.entry.data)
@@ -198,7 +202,7 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     evaluate.inference = replace(evaluate.inference, augment=options.augment, half=half)
     coco_images: list[CocoImage] = []  # predictions of this process, with --save-json
     if options.save_json:
-        evaluate.keepers.append(lambda _, predictions: coco_images.extend(each.coco_rows() for each in predictions))
+        evaluate.keepers.append(lambda _, predictions: coco_images.extend(result.coco_rows() for result in predictions))
     if options.save_txt or options.save_hybrid:
         evaluate.keepers.append(label_writer(options, run.path / "labels", split.images))
     if times_speed and device.type != "cpu":  # elsewhere a stage is over only after a synchronisation, which takes time
@@ -250,7 +254,7 @@ def label_writer(options: ValOptions, folder: Path, images: Sequence[Path]) -> C
 def main(argv: Sequence[str] | None = None) -> None:
     """Validate from the command line, on as many processes as it says."""
     given = given_flags(ValOptions, sys.argv[1:] if argv is None else argv)
-    options = over_defaults(ValOptions, given)
+    options = ValOptions(**given)
     if not spawn(partial(validate, given), options.processes, options.device):
         validate(given)
 

@@ -61,15 +61,15 @@ def _checked(parts: dict[str, Any], before: Sample, classes: int) -> dict[str, A
     return {"image": image, "boxes": boxes, "classes": numbers}
 
 
-def read_augmentations(file: str, classes: int, is_named: bool = True) -> UserAugmentations:
+def read_augmentations(file: str, classes: int, named_by_user: bool = True) -> UserAugmentations:
     """Run the Python file of --augmentations, '' for none. Raises `UserError`.
 
-    A file that the user does not name now (`is_named`) is run only if this user has run the same before.
+    A file that the user does not name now (`named_by_user`) is run only if this user has run the same before.
     """
     if not file:
         return UserAugmentations()
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # importing it must not ask a server for a newer version
-    with imported(file, "--augmentations", is_named) as module:
+    with imported(file, "--augmentations", named_by_user) as module:
         listed = getattr(module, "AUGMENTATIONS", ())
         listed = listed if isinstance(listed, (list, tuple)) else [listed]  # an albumentations Compose
         if not listed or not all(map(callable, listed)):

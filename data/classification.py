@@ -162,17 +162,14 @@ class ClassificationSplit(Split):
     problems: tuple[str, ...] = ()
 
     def identity(self) -> dict[str, str]:
-        """Return hashes of the files' names and the classes."""
         return split_identity(self.images, self.labels.tobytes())
 
     def report(self, title: str) -> None:
-        """Log counts, and the first few problems."""
         counts = np.bincount(self.labels, minlength=len(self.names))
         images, classes = plural(len(self.images), "image"), plural((counts > 0).sum(), "class")
         log_split(title, f"{images} of {classes}, {counts.min()} to {counts.max()} each", self.problems)
 
     def instances(self) -> Instances:
-        """Return each image and its class."""
         return Instances(np.arange(len(self.images)), self.labels)
 
     def display_image(self, index: int, side: int) -> np.ndarray:
@@ -207,7 +204,6 @@ class ClassificationData(DataSet[ClassificationSplit]):
 
     @staticmethod
     def files(spec: DataSpec) -> dict[str, list[Path]]:
-        """Return the images of training and validation."""
         names = ("train", "val")
         return {name: [path for paths in classes_of_split(spec, name).values() for path in paths] for name in names}
 
@@ -257,7 +253,6 @@ class ClassificationData(DataSet[ClassificationSplit]):
     collate = staticmethod(collate)
 
     def train_loader(self, split: ClassificationSplit, batch_size: int, hyp: Recipe, seed: int) -> DataLoader[Any]:
-        """Return a loader of augmented items."""
         options, instances = self.options, split.instances()
         batches = training_batches(options, instances, split.sizes, batch_size, seed, self.imgsz, self.stride, mixed=1)
         assert isinstance(hyp, Transforms)  # the recipe of a task with this data set
@@ -268,11 +263,9 @@ class ClassificationData(DataSet[ClassificationSplit]):
         return loader(items, batches, collate, self.options.workers)
 
     def evaluation_batches(self, split: ClassificationSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:
-        """Return the batches of an evaluation, which are always square; see `DataSet`."""
         return evaluation_batches(split.sizes, batch_size, self.imgsz, 1, square=True)
 
     def evaluation_loader(self, split: ClassificationSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
-        """Return a loader of centre crops."""
         images = Images(split.images, split.sizes, 0, cache=self.options.cache)
         items = EvaluationItems(images, split.labels, len(self.names))
         return loader(items, batches, collate, self.options.workers)

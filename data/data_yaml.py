@@ -20,7 +20,7 @@ from data.images import images_below, listed_images
 from data.labels import RowRules, label_name
 from utils import user_code
 from utils.config.flags import is_number
-from utils.config.parser import suggested_defaults
+from utils.config.hyperparameters import suggested_defaults
 from utils.console import log
 from utils.errors import UserError, nearest, plural, public, quoted
 from utils.files import IS_INSTALLED, ROOT, find_file, read_yaml
@@ -118,7 +118,7 @@ class DataSpec:
                 log("" if note in self.walked else note)  # once
                 self.walked[note] = note
         if not listed:
-            searched = "; ".join([", ".join(map(str, locations)), *problems])
+            searched = "; ".join([", ".join(dict.fromkeys(map(str, locations))), *problems])
             raise UserError(f"{self.file}: `{split}:` has no images in {searched}; put images there or fix the path")
         images = sorted(set(listed), key=lambda image: image.replace(os.sep, "\0"))  # as Paths, folder by folder
         return Listing(list(map(Path, images)), problems, tuple(annotated))
@@ -182,15 +182,24 @@ def read_data(data: str) -> DataSpec:
     path = Path(data)
     if not os.path.isdir(data):  # Path.is_dir raises an error for a name that is too long
         if not os.path.isfile(data) or path.suffix.lower() not in formats.OTHER_FILES:
-            return read_spec(find_file(data, "data set", ["data"], kind="a file or a folder"))
-    elif inner := formats.data_yaml(path) or formats.only_folder(path):
+            spec = read_spec(find_file(data, "data set", ["data"], kind="a file or a folder"))
+            if spec.split or {"train", "val"}.intersection(spec.entries) != {"train"}:
+                return spec
+            note = f"{spec.file} has no `val:`, so it is as if it had `split: {HELD_OUT_SHARE}`, a share of `train:`"
+            return replace(spec, split=HELD_OUT_SHARE, warnings=(*spec.warnings, note))
+    elif inner := formats.data_yaml(path):
         return read_data(str(inner))
     title, content = formats.recognise(path)
+    if isinstance(content, Path):
+        spec = read_data(str(content))
+        return replace(spec, warnings=(f"{path}: {title}", *spec.warnings))
     folder = path if path.is_dir() else path.parent
     if "val" not in content:
         content["split"] = HELD_OUT_SHARE
     entries = ", ".join(f"{key}: {value}" for key, value in content.items() if key != "names")
     messages = [f"{path}: {title} ({entries})"]
+    if content.get("val") and content["val"] == content.get("test"):
+        messages.append(f"warning: {folder} has no images for validation, so the test split chooses best.pt")
     if "nc" in content:
         messages.append(f"warning: {folder} has no classes.txt that names the classes; they are numbered from 0")
     return checked_spec(path, {**content, "path": os.path.abspath(folder)}, messages)

@@ -189,19 +189,20 @@ class DataSet(ABC, Generic[S]):
     def evaluation_loader(self, split: S, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
         """Return a loader over `batches`, a process's share of the evaluation. Nothing is random."""
 
-    def user_augmentations(self, is_named: bool = True) -> UserAugmentations:
+    def user_augmentations(self, named_by_user: bool = True) -> UserAugmentations:
         """Read the user's augmentations: see `read_augmentations`."""
         classes = len(self.class_names(self.spec, self.options.single_cls))
-        return read_augmentations(self.options.augmentations, classes, is_named)
+        return read_augmentations(self.options.augmentations, classes, named_by_user)
 
     def usable(self, name: str, sizes: np.ndarray, problems: Sequence[str]) -> np.ndarray:
         """Return a mask of the usable images of a split, bool (n,): those whose width and height in `sizes` are not 0.
 
         Raises `UserError` if no image is usable, or with --strict if there are problems.
         """
-        if self.options.strict and problems:
-            count = plural(len(problems), "such problem")
-            raise UserError(f"{problems[0].rpartition('; ')[0] or problems[0]} (--strict; {count} in {name})")
+        bad = [problem for problem in problems if " crowds, such as " not in problem]  # COCO's rule, not a fault
+        if self.options.strict and bad:
+            count = plural(len(bad), "such problem")
+            raise UserError(f"{bad[0].rpartition('; ')[0] or bad[0]} (--strict; {count} in {name})")
         readable: np.ndarray = sizes[:, 0] > 0
         if not readable.any():
             raise UserError(f"{self.spec.file}: no image of `{name}:` can be used; the first problem: {problems[0]}")

@@ -174,24 +174,20 @@ class DetectionSplit(BoxSplit):
         return split_identity(self.images, b"".join(array.tobytes() for array in arrays))
 
     def report(self, title: str) -> None:
-        """Log counts, and the first few problems."""
         counts = self.labels.counts
         images, backgrounds = plural(len(counts), "image"), plural((counts == 0).sum(), "background")
         log_split(title, f"{images}, {backgrounds}, {plural(counts.sum(), 'instance')}", self.problems)
 
     def side_lengths(self, imgsz: int) -> np.ndarray:
-        """Return width and height of every box, (m, 2), in pixels of images whose longer side is `imgsz`."""
         sizes = self.labels.sizes
         scale = imgsz * sizes / sizes.max(1, keepdims=True)
         return np.repeat(scale, self.labels.counts, axis=0) * self.labels.rows[:, 3:5]
 
     def display_image(self, index: int, side: int) -> np.ndarray:
-        """Return an image, uint8 (h, w, 3) BGR, shrunk if a side is longer than `side` pixels."""
         image = read_image(self.images[index])
         return resize_long_side(image, min(side, max(image.shape[:2])), smooth=True)
 
     def instances(self) -> Instances:
-        """Return the image and class of every box."""
         images = np.repeat(np.arange(len(self.images)), self.labels.counts)
         return Instances(images, self.labels.rows[:, 0].astype(np.int64))
 
@@ -303,12 +299,10 @@ class DetectionData(DataSet[DetectionSplit]):
         return loader(items, batches, self.collate, self.options.workers)
 
     def evaluation_batches(self, split: DetectionSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:
-        """Return the batches of an evaluation: see `DataSet`."""
         square = square or self.fit == "stretch"
         return evaluation_batches(split.labels.sizes, batch_size, self.imgsz, self.stride, square)
 
     def evaluation_loader(self, split: DetectionSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
-        """Return a loader of items without augmentation."""
         sizes, stretched = split.labels.sizes, self.fit == "stretch"
         images = Images(split.images, sizes, self.imgsz, smooth=True, stretched=stretched, cache=self.options.cache)
         items = self.evaluation_items(images, split.labels)

@@ -1,4 +1,4 @@
-"""Annotations that are read in place: COCO's JSON, VOC's XML and VisDrone's text; and layouts of folders (`recognise`).
+"""Annotations that are read in place: COCO, VOC, VisDrone, and data/records.py's; layouts of folders (`recognise`).
 
 Called by data/data_yaml.py; data/labels.py reads the objects of an `AnnotatedImages`.
 """
@@ -10,7 +10,7 @@ import os
 import re
 import xml.etree.ElementTree as ET
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data.images import images_below, is_image, is_run_folder, listed_images, named_files
+from data.images import image_size, images_below, is_image, is_run_folder, listed_images, named_files
 from data.labels import ImageRows, RowRules, file_stamps, label_name
 from data.polygons import joined, mask_outline
+from data.records import read_records, table_columns
 from utils.console import log
 from utils.errors import UserError, nearest, plural, quoted
 from utils.files import read_regular, read_text, read_yaml
@@ -42,23 +43,31 @@ SPLIT_NAMES = {
 # And as Train or TRAIN.
 SPLIT_FOLDERS = {key: (*names, *map(str.title, names), *map(str.upper, names)) for key, names in SPLIT_NAMES.items()}
 CLASS_FILES = ("classes.txt", "*.names", "_darknet.labels")  # class names, one per line
-# Keys of a JSON file, or of its first record, by the format or program that writes them.
-JSON_KEYS = {
-    "COCO": {"images", "annotations", "categories"},
-    "LabelMe": {"shapes", "imagePath"},
-    "VIA": {"filename", "regions"},
-    "VIA project": {"_via_img_metadata"},
-    "Label Studio": {"data", "annotations"},
-    "Supervisely": {"objects", "size"},
+# Formats: suffix of their files, keys of a JSON file or of its first record, or its beginning; and datumaro's name.
+FORMATS: dict[str, tuple[str, Any, str]] = {
+    "COCO": (".json", {"images", "annotations", "categories"}, ""),
+    "LabelMe": (".json", {"shapes", "imagePath"}, ""),
+    "VIA": (".json", {"filename", "regions"}, ""),
+    "VIA project": (".json", {"_via_img_metadata"}, ""),
+    "CreateML": (".json", {"image", "annotations"}, "roboflow_create_ml"),
+    "Datumaro": (".json", {"categories", "items"}, "datumaro"),
+    "Label Studio": (".json", {"data", "annotations"}, ""),
+    "Supervisely": (".json", {"objects", "size"}, ""),
+    "VoTT": (".json", {"assets", "tags"}, "vott_json"),
+    "CVAT's XML": (".xml", r"\s*(<\?xml[^>]*>)?\s*<annotations\b", "cvat"),
+    "KITTI": (".txt", r"\S*[A-Za-z]\S*( -?[\d.]+){14,15}\s*\n", "kitti"),
+    "Hugging Face's metadata": (".jsonl", r'(?=.*"file_name").*"objects"', ""),
 }
+RECORDS = ("LabelMe", "VIA", "VIA project")
 ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".7z", ".rar")
 OTHER_FILES = (".json", ".txt", ".data", ".csv", ".xml", *ARCHIVES)  # what --data may name besides YAMLs
 EXPORT = "export the data set as COCO or YOLO"
 OUTSIDE_FACTOR = 1.1  # a box that reaches beyond this share of its image's side is far outside
 MIN_OUTSIDE_SHARE = 0.25  # exclusive: with more boxes far outside, all of which could be corners, they are
 SAMPLED_FILES = 1000  # files that are looked at to recognise a folder, at most
-SAMPLED_JSON_FILES = 20  # and in each folder that may have a COCO file
+SAMPLED_JSON_FILES = 20  # files of a format that are looked at in a folder, at most
 
+Find = Callable[[Path], dict[str, Any] | None]  # returns the data YAML of a folder with a certain layout
 VocObject = tuple[str, tuple[float, float, float, float], bool]  # name, box (left, top, width, height), is it difficult
 # The annotations that are left out, by kind, such as `boxes without an area`.
 Problems = defaultdict[str, list[Any]]
@@ -116,13 +125,14 @@ class AnnotatedImages:
         """Return the objects of each image by path, and sentences about those left out. Raises `UserError`."""
         problems = Problems(list)
         rows = self.read(self, rules, problems)
-        return rows, [f"{self.file}: {len(ids)} {what}, such as {ids[0]}; left out" for what, ids in problems.items()]
+        kinds = ((*what.split("; "), "left out", ids) for what, ids in problems.items())
+        return rows, [f"{self.file}: {len(ids)} {what}, such as {ids[0]}; {fate}" for what, fate, *_, ids in kinds]
 
 
 def find_annotated(location: Path, folders: Sequence[Path], names: Sequence[str], split: str) -> AnnotatedImages | None:
     """Return the images that annotations describe, searched for in `folders` first, or None. Raises `UserError`."""
-    if is_coco(location):
-        return _coco_images(location, [*folders, *_coco_folders(location, split)], names)
+    if is_coco(location) or has_records(location):
+        return _coco_images(location, folders, names, split)
     if is_voc(location):
         return _voc_images(location, folders, names)
     return _visdrone_images(location, names) if is_visdrone(location) else None
@@ -132,9 +142,9 @@ def annotated_names(locations: Sequence[Path]) -> dict[int, str]:
     """Return the classes of a data set whose YAML has no `names:`, from the annotations of its splits.
 
     They are a COCO file's categories by rising id, without supercategories that have no objects, as in Roboflow's
-    exports, or the classes of VOC's files alphabetically. Raises `UserError`.
+    exports, or the classes of other files alphabetically. Raises `UserError`.
     """
-    if location := next(filter(is_coco, locations), None):
+    if location := next((each for each in locations if is_coco(each) or has_records(each)), None):
         content = _contents(location, file_stamps([str(location)]))
         used = {item.category_id for item in content.annotations}
         categories = sorted(content.categories, key=lambda category: category.id)
@@ -154,38 +164,64 @@ def _only_filled(folders: Iterable[Path]) -> list[Path]:
 
 
 def is_coco(location: Path) -> bool:
-    """Return whether a path is a COCO annotation file."""
+    """Return whether a path is a JSON file, as of COCO."""
     return location.suffix.lower() == ".json" and os.path.isfile(location)
 
 
-def json_format(file: Path) -> str:
-    """Return the format of a JSON file by its keys, or '' if it is not known."""
-    from msgspec import Raw
-    from msgspec.json import decode
+def has_records(location: Path) -> bool:
+    """Return whether a path is a CSV file, or a folder of LabelMe's files without label files."""
+    formats = map(file_format, islice(location.glob("*.json"), SAMPLED_JSON_FILES))
+    is_labelme = "LabelMe" in formats and not (_is_labelled(location) or is_voc(location))
+    return is_labelme or location.suffix.lower() == ".csv"
 
-    keys: set[str] = set()
-    with suppress(Exception):  # of any class, for a file that is not JSON
-        content = decode(read_text(file), type=dict[str, Raw] | list[Raw])
-        records = list(content.values()) if isinstance(content, dict) else content
-        keys |= set(content) if isinstance(content, dict) else set()
-        keys |= set(decode(records[0], type=dict[str, Raw]))
-    return next((name for name, known in JSON_KEYS.items() if known <= keys), "")
+
+def _has_files(folder: Path) -> bool:
+    return is_voc(folder) or has_records(folder)
+
+
+def file_format(file: Path) -> str:
+    """Return the name of a file's format in `FORMATS`, or '' if it is not known."""
+    marks = {name: mark for name, (suffix, mark, _) in FORMATS.items() if file.suffix.lower() == suffix}
+    text, keys = "", set[str]()
+    with suppress(Exception):  # of any class, for a file that is not what its suffix says
+        text = read_text(file) if marks else ""
+        if file.suffix.lower() == ".json":
+            from msgspec import Raw
+            from msgspec.json import decode
+
+            content = decode(text, type=dict[str, Raw] | list[Raw])
+            records = list(content.values()) if isinstance(content, dict) else content
+            keys |= set(content) if isinstance(content, dict) else set()
+            keys |= set(decode(records[0], type=dict[str, Raw]))
+    fits = (name for name, mark in marks.items() if (re.match(mark, text) if isinstance(mark, str) else mark <= keys))
+    return next(fits, "")
+
+
+def _not_read(name: str, folder: Path) -> str:
+    way = f"pip install datumaro; datum convert -i {folder} -if {FORMATS[name][2]} -f coco -o OUT -- --save-media"
+    return f"{name} is not read; {f'convert it to COCO: {way}' if FORMATS[name][2] else EXPORT}"
 
 
 @lru_cache(4)
 def _contents(file: Path, stamp: bytes) -> Any:
-    """Return `read_coco` of a file without its objects, read once as long as its stamp stays. Raises `UserError`."""
-    from utils.coco import read_coco  # only for COCO's files
-
-    try:
-        content = read_coco(file)
-    except UserError:
-        if (name := json_format(file)) not in ("", "COCO"):
-            raise UserError(f"{file} is JSON of {name}, which is not read; {EXPORT}") from None
-        raise
+    """Return `_read_file` without the objects, read once as long as its stamp stays. Raises `UserError`."""
+    content = _read_file(file)
     if not content.categories:
         raise UserError(f"{file} has no categories, so there is nothing to learn from it; name another file")
     return content
+
+
+def _read_file(file: Path, objects: bool = False) -> Any:
+    from utils.coco import read_coco  # only for COCO's files
+
+    try:
+        return read_coco(file, objects)
+    except UserError:
+        if (name := file_format(file)) not in ("", "COCO", *RECORDS):
+            raise UserError(f"{file}: {_not_read(name, file.parent)}") from None
+        if name not in RECORDS and not has_records(file):
+            raise
+    return read_records(sorted(file.glob("*.json")) if file.is_dir() else [file])
 
 
 def _coco_folders(file: Path, split: str) -> list[Path]:
@@ -197,45 +233,56 @@ def _coco_folders(file: Path, split: str) -> list[Path]:
     return [*(folders or _only_filled(folder for base in bases for folder in subfolders(base))), *bases]
 
 
-def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str]) -> AnnotatedImages:
+def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str], split: str) -> AnnotatedImages:
     content = _contents(file, file_stamps([str(file)]))
+    is_record, beside = hasattr(content, "files"), file / "_" if file.is_dir() else file
+    filled = (place for place in beside.parents[:3] if is_record and _only_filled([place]))
+    folders = [beside.parent, *folders, *_coco_folders(beside, split), *islice(filled, 1)]
     categories = {category.name for category in content.categories}
     unknown = [name for name in names if name.strip() not in categories]
     problems = [f"{file}: no category '{name}'{nearest(name, categories)}" for name in unknown]
     if problems and len(unknown) == len(names):
         raise UserError(f"{problems[0]}, nor another of `names`; correct `names:`, or leave it out to use the file's")
-    parents = [os.path.join(os.path.normpath(folder), "") for folder in dict.fromkeys((file.parent, *folders))]
+    parents = list(dict.fromkeys(os.path.join(os.path.normpath(folder), "") for folder in folders))
     images: dict[str, str] = {}  # names by path
-    missing = []
+    missing, by_name = [], dict[str, str]()
+    searched = map(Path, filter(os.path.isdir, parents if is_record else ()))
+    below = chain.from_iterable(map(images_below, searched))  # sorted: in the split's folder first
+    for path in sorted(below, key=lambda path: {*SPLIT_FOLDERS[split]}.isdisjoint(path.split(os.sep))):
+        by_name.setdefault(os.path.basename(path), path)
+        by_name.setdefault(Path(path).stem, path)
     for name in (image.file_name for image in content.images):
         paths = filter(os.path.isfile, (os.path.join(parent, name) for parent in parents))
-        path = os.path.normpath(next(paths, ""))
+        path = os.path.normpath(next(paths, "") or by_name.get(os.path.basename(name), ""))
         if not any(map(path.startswith, parents)):  # absent, or outside of the data set
             missing.append(name)
         elif images.setdefault(path, name) != name:
             raise UserError(f"{file}: {path} is both '{images[path]}' and '{name}'; give each image a file of its own")
     if missing:
-        searched = ", ".join(os.path.normpath(parent) for parent in parents if os.path.isdir(parent))
-        example = f"such as {quoted(missing[0])}, in {searched}"
+        places = ", ".join(os.path.normpath(parent) for parent in parents if os.path.isdir(parent))
+        example = f"such as {quoted(missing[0])}, in {places}"
         if not images:
             raise UserError(
                 f"{file}: none of its {plural(len(missing), 'image')} exists, {example}; give their folder as "
                 "`images:` of a data YAML"
             )
         problems.append(f"{file}: {len(missing)} of its images do not exist, {example}; left out")
-    return AnnotatedImages(file, [file], tuple(names), images, _read_coco, problems)
+    return AnnotatedImages(file, getattr(content, "files", [file]), tuple(names), images, _read_coco, problems)
 
 
 def _read_coco(annotated: AnnotatedImages, rules: RowRules, problems: Problems) -> dict[str, ImageRows]:
-    """Read the objects of a COCO file; crowds are left out, as in the published labels of COCO."""
-    from utils.coco import read_coco
-
-    content = read_coco(annotated.file, objects=True)
+    """Read the objects of a COCO file; crowds are left out, as in COCO's published labels, unless all are crowds."""
+    content = _read_file(annotated.file, objects=True)
+    is_record = hasattr(content, "files")
     paths = {name: path for path, name in annotated.images.items()}
     numbers = {name.strip(): number for number, name in enumerate(annotated.names)}
     labels = {category.id: numbers.get(category.name) for category in content.categories}
     by_image: dict[Any, list[Any]] = {image.id: [] for image in content.images}
     sizes = {image.id: (int(image.width or 0), int(image.height or 0)) for image in content.images}
+    for file, name in annotated.images.items() if is_record else ():
+        with suppress(Exception):  # a damaged image is reported by the scan
+            sizes[name] = sizes[name] if min(sizes[name]) > 0 else image_size(Path(file))
+    are_crowds = all(item.iscrowd for item in content.annotations)  # as CVAT writes brush masks
     for item in content.annotations:
         try:
             left, top, width, height = map(float, item.bbox)
@@ -244,10 +291,13 @@ def _read_coco(annotated: AnnotatedImages, rules: RowRules, problems: Problems) 
             item.bbox = ()
         if item.image_id not in by_image:
             problems["boxes of images that the file lacks"].append(f"annotation {item.id}")
-        elif not item.iscrowd:
+        elif are_crowds or not item.iscrowd:
             by_image[item.image_id].append(item)
+        if item.iscrowd:
+            problems["crowds" + "; read as objects: there are no others" * are_crowds].append(f"annotation {item.id}")
     boxes = ((*item.bbox, *sizes[key]) for key, items in by_image.items() for item in items if item.bbox)
-    _check_boxes(annotated.file, np.fromiter(boxes, np.dtype((float, 6))))
+    if not is_record:
+        _check_boxes(annotated.file, np.fromiter(boxes, np.dtype((float, 6))))
     del content.annotations  # frees the objects of each image once its rows are made
     rows = {}
     for image in content.images:
@@ -270,7 +320,7 @@ def _check_boxes(file: Path, rows: np.ndarray) -> None:
 
 
 def _coco_row(
-    item: Any, labels: Mapping[int, int | None], size: tuple[int, int], rules: RowRules, problems: Problems
+    item: Any, labels: Mapping[Any, int | None], size: tuple[int, int], rules: RowRules, problems: Problems
 ) -> str:
     which, label = f"annotation {item.id}", labels.get(item.category_id)
     kind = ""
@@ -288,7 +338,7 @@ def _coco_row(
     with suppress(LookupError, TypeError, ValueError, ArithmeticError, RuntimeError):
         outline = _outline(item.segmentation, size)
     if not (len(outline) and np.isfinite(outline).all()):
-        if rules.by_points:
+        if rules.by_points and item.segmentation is not None:  # None for a rectangle
             problems["outlines that are absent or damaged, so that the box is used"].append(which)
         return row
     shares = (outline / size).clip(0.0, 1.0).ravel().tolist()
@@ -322,7 +372,7 @@ def read_voc(file: Path) -> tuple[tuple[int, int], list[VocObject]]:
         # The challenge counts pixels from 1, and the last one belongs to the box; most programs count from 0.
         first, root = int(CHALLENGE_MARK in text), ET.fromstring(text)
         if root.tag == "annotations":
-            raise UserError(f"{file} is CVAT's XML for images; {EXPORT}")
+            raise UserError(f"{file}: " + _not_read("CVAT's XML", file.parent))
         size = int(float(_text(root, "size/width"))), int(float(_text(root, "size/height")))
         if min(size) < 1:
             raise ValueError("its <size> is not positive")
@@ -370,7 +420,7 @@ def _voc_files(location: Path) -> dict[str, str]:
 def _voc_images(location: Path, folders: Sequence[Path], names: Sequence[str]) -> AnnotatedImages:
     annotations, is_list = _voc_files(location), location.suffix == ".txt"
     annotated = location.parents[2] / "Annotations" if is_list else location
-    searched = [folder for folder in (*folders, *_voc_folders(annotated)) if folder.is_dir()]
+    searched = [folder for folder in dict.fromkeys((*folders, *_voc_folders(annotated))) if folder.is_dir()]
     try:
         lines = read_text(location, "surrogateescape").split("\n") if is_list else annotations
         lines = list(filter(None, map(str.strip, lines)))
@@ -466,20 +516,44 @@ def data_yaml(folder: Path) -> Path | None:
     return files[0] if files else None
 
 
-def recognise(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the title and the data YAML of the layout of a folder or file. Raises `UserError` if it is unknown."""
+def recognise(path: Path) -> tuple[str, dict[str, Any] | Path]:
+    """Return the title and the data YAML of the layout of a folder or file, or the only data set below the folder.
+
+    Raises `UserError` if there is none, or if several are below.
+    """
     path = Path(os.path.abspath(path))
     if not path.is_dir():
         return "a data set of one file", _one_file(path)
-    for title, find in LAYOUTS.items():
-        if (content := find(path)) is not None:
-            return title, content
-    raise _unrecognised(path)
+    for layouts in (LAYOUTS, CLASS_LAYOUTS):
+        for title, find in layouts.items():
+            if (content := find(path)) is not None:
+                return title, content
+        inner = [] if (path / VOC_LISTS).is_dir() else _folders_below(path, layouts.values())
+        if only := _only(path, {"train": [str(each.relative_to(path)) for each in inner]}):
+            return f"the data set in it is {only['train']}", path / only["train"]
+        error, is_annotated = _unrecognised(path)
+        if is_annotated:  # annotations that are not read do not make folders of classes
+            break
+    raise error
+
+
+def _folders_below(folder: Path, finds: Collection[Find], levels: int = 3, left: Any = None) -> list[Path]:
+    """Return the folders that are data sets, of the first 1,000 down to three levels below, and none inside them.
+
+    Those that have only images are not tried.
+    """
+    left, found = left or iter(range(SAMPLED_FILES)), list[Path]()
+    for place, _ in zip(subfolders(folder) if levels else (), left, strict=False):
+        is_set = any(not is_image(entry.name) for entry in os.scandir(place))
+        with suppress(UserError):  # which says what is wrong once the folder is named
+            is_set = is_set and any(find(place) is not None for find in finds)
+        found += [place] if is_set else _folders_below(place, finds, levels - 1, left)
+    return found
 
 
 def _one_file(file: Path) -> dict[str, Any]:
     suffix = file.suffix.lower()
-    if is_coco(file) or is_voc(file):
+    if is_coco(file) or is_voc(file) or has_records(file):
         return {"train": file.name}
     if suffix == ".data":
         return _darknet(file)
@@ -488,18 +562,10 @@ def _one_file(file: Path) -> dict[str, Any]:
         content = _splits(file.parent, lambda path: path.stem not in others and _is_labelled(path), ["{}.txt"])
         return _with_classes(file.parent, content or {"train": file.name})
     faults = {
-        ".csv": f"a CSV file, which is not read; {EXPORT}",
         ".xml": f"a single .xml file; give the folder of all if they are VOC's, otherwise {EXPORT}",
         ".txt": "a list without an image that exists and has a label file; fix it",
     }
     raise UserError(f"{file} is {faults.get(suffix, 'an archive; unpack it and give its folder')}")
-
-
-def only_folder(path: Path) -> Path | None:
-    """Return the only subfolder, as of an unpacked archive; None if it is a split or other files are beside it."""
-    known, folders = {*chain(*SPLIT_FOLDERS.values()), *ANNOTATION_FOLDERS, "images"}, subfolders(path)
-    names = [name for name in os.listdir(path) if not name.startswith((".", "__"))]
-    return folders[0] if folders and names == [folders[0].name] and names[0].lower() not in known else None
 
 
 def subfolders(folder: Path, problems: list[str] | None = None) -> list[Path]:
@@ -580,7 +646,12 @@ def _label_files(folder: Path) -> dict[str, Any] | None:
     content = content or next(({"train": name} for name in ("images", ".") if _is_labelled(folder / name)), None)
     if content == {"train": "."} and not any(any(folder.glob(pattern)) for pattern in CLASS_FILES):
         parts = ("images", "train", "train.txt")  # of a complete data set: two are not joined
-        _only(folder, {"train": [p.name for p in subfolders(folder) if any(_is_labelled(p / part) for part in parts)]})
+        inner = _folders_below(
+            folder, [lambda place: {} if any(_is_labelled(place / part) for part in parts) else None]
+        )
+        _only(folder, {"train": [str(place.relative_to(folder)) for place in inner]})
+        beside = (label_name(str(file)) for file in folder.iterdir() if is_image(file.name))
+        content = None if inner and not any(True for _ in _classes(beside)) else content
     return content and _with_classes(folder, content)
 
 
@@ -606,10 +677,10 @@ def _coco_layout(folder: Path) -> dict[str, Any] | None:
     return _only(folder, {split: [f"annotations/{file.name}" for file in files[split]] for split in files}) or None
 
 
-def _coco_files(folder: Path) -> dict[str, Any] | None:
-    """Return the only COCO file in a folder and its subfolders, or the one for each split by the words of its path."""
-    places = [sorted(place.glob("*.json"))[:SAMPLED_JSON_FILES] for place in (folder, *subfolders(folder))]
-    files = [str(file.relative_to(folder)) for file in chain(*places) if json_format(file) == "COCO"]
+def _annotation_files(folder: Path, pattern: str, fits: Callable[[Path], bool]) -> dict[str, Any] | None:
+    """Return the only file that fits in a folder and its subfolders, or one for each split by the words of its path."""
+    places = [sorted(place.glob(pattern))[:SAMPLED_JSON_FILES] for place in (folder, *subfolders(folder))]
+    files = [str(file.relative_to(folder)) for file in chain(*places) if fits(file)]
     if len(files) < 2:
         return {"train": files[0]} if files else None
 
@@ -637,14 +708,16 @@ def _voc_layout(folder: Path) -> dict[str, Any] | None:
 
 def _xml_folder(folder: Path) -> dict[str, Any] | None:
     """Return the folder of VOC's XML files, unless lists say which split each file belongs to."""
-    names = [path.name for path in subfolders(folder) if path.name.lower() in ANNOTATION_FOLDERS and is_voc(path)]
-    names = names or ["."] * is_voc(folder)
+    folders = [path for path in subfolders(folder) if path.name.lower() in ANNOTATION_FOLDERS]
+    folders += [path for above in folders for path in subfolders(above) if path.name.lower() in ANNOTATION_FOLDERS]
+    names = [str(path.relative_to(folder)) for path in folders if _has_files(path)] or ["."] * _has_files(folder)
     has_lists = any(file.stem.lower() in SPLIT_NAMES for file in (folder / VOC_LISTS).glob("*.txt"))
     return None if has_lists else _only(folder, {"train": names}) or None
 
 
-def _other_xml_folder(folder: Path) -> dict[str, Any] | None:
-    names = [path.name for path in subfolders(folder) if path.name.lower() not in ANNOTATION_FOLDERS and is_voc(path)]
+def _other_folders(folder: Path) -> dict[str, Any] | None:
+    places = [path for path in subfolders(folder) if path.name.lower() not in ANNOTATION_FOLDERS]
+    names = [path.name for path in places if _has_files(path)]
     return {"train": names} if names else None
 
 
@@ -659,44 +732,55 @@ def _has_classes(folder: Path, least: int = 1) -> bool:
 
 
 # By precedence.
-LAYOUTS: dict[str, Callable[[Path], dict[str, Any] | None]] = {
+LAYOUTS: dict[str, Find] = {
+    "a data YAML": lambda folder: {} if data_yaml(folder) else None,  # of a folder inside
     "COCO's layout": _coco_layout,
     "VOC's layout": _voc_layout,
-    "VOC's .xml files for each split": lambda folder: _splits(
+    "VOC's or LabelMe's files for each split": lambda folder: _splits(
         folder,
-        is_voc,
+        _has_files,
         ["{}"],
         [f"{path.name}/{{}}" for path in subfolders(folder)],
         [f"{{}}/{path.name}" for split in subfolders(folder) for path in subfolders(split)],
     ),
-    "VOC's .xml files": _xml_folder,
+    "VOC's or LabelMe's files": _xml_folder,
     "label files": _label_files,
-    "COCO annotations": _coco_files,
-    "VOC's .xml files in a folder of another name": _other_xml_folder,
+    "COCO annotations": lambda folder: _annotation_files(folder, "*.json", lambda file: file_format(file) == "COCO"),
+    "VOC's or LabelMe's files in a folder of another name": _other_folders,
+    "VIA annotations": lambda folder: _annotation_files(folder, "*.json", lambda file: file_format(file)[:3] == "VIA"),
+    "CSV": lambda folder: _annotation_files(folder, "*.csv", lambda file: not table_columns(file)[1]),
+}
+CLASS_LAYOUTS: dict[str, Find] = {
     "a folder of images per class in the folder of each split": lambda folder: _splits(folder, _has_classes, ["{}"]),
     "a folder of images per class": lambda folder: {} if _has_classes(folder, 2) else None,
 }
 
 
-def _unrecognised(folder: Path) -> UserError:
-    """Return the error for a folder: what it has, and what is missing."""
+def _unrecognised(folder: Path) -> tuple[UserError, bool]:
+    """Return the error for a folder, what it has and what is missing, and whether it has annotations of any format."""
     walked = (Path(path, name) for path, _, names in os.walk(folder) for name in sorted(names))
+    walked = (file for file in walked if f"{os.sep}." not in f"{os.sep}{file.relative_to(folder)}")  # but not .git
     files: dict[str, list[Path]] = {}
     for file in islice(walked, SAMPLED_FILES):
         kind = "image" if is_image(file.name) else f"{file.suffix.lower()} file".strip()
         files.setdefault(file.name if any(map(file.match, CLASS_FILES)) else kind, []).append(file)
-    image, jsons = str(files.get("image", [folder])[0]), files.get(".json file", [])[:SAMPLED_JSON_FILES]
-    program = next(filter(None, map(json_format, jsons)), "CSV" if ".csv file" in files else "")
+    image, sampled = str(files.get("image", [folder])[0]), (paths[:SAMPLED_JSON_FILES] for paths in files.values())
+    program = next(filter(None, map(file_format, chain.from_iterable(sampled))), "")
+    advice = ", but no label files, no annotations, and no folder of images for each class (docs/data.md)"
     if program:
-        advice = "; give the COCO file itself" if program == "COCO" else f"; {program} is not read: {EXPORT}"
+        is_read = program in ("COCO", *RECORDS)
+        advice = f"; give the {program} file itself" if is_read else f"; {_not_read(program, folder)}"
     elif "image" not in files:
         is_packed = any(f"{suffix} file" in files for suffix in ARCHIVES)
         advice = "; unpack the archive" if is_packed else ", but no images" if files else ""
     elif ".xml file" in files:
         advice = ", but no folder of VOC's .xml files with their images beside it"
+    elif faults := [table_columns(file)[1] for file in files.get(".csv file", ())[:SAMPLED_JSON_FILES]]:
+        advice = f"; {max(faults, key=lambda fault: 'row 2' in fault)}"  # a list of boxes, if a table has it
     elif ".txt file" in files:
         advice = f", but no label file where it belongs: that of {image} is expected at {label_name(image)}"
-    else:
-        advice = ", but no label files, no annotations, and no folder of images for each class (docs/data.md)"
     counts = [kind if kind == paths[0].name else plural(len(paths), kind) for kind, paths in files.items()]
-    return UserError(f"{folder} is not recognised as a data set: it has {' and '.join(counts) or 'no files'}{advice}")
+    has = " and ".join(counts) or "no files"
+    return UserError(f"{folder} is not recognised as a data set: it has {has}{advice}"), bool(
+        program
+    ) or ".xml file" in files

@@ -9,7 +9,7 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -20,6 +20,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.ExifTags import Base
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 
+from utils.console import log
 from utils.errors import UserError, plural
 from utils.files import SETTINGS_FILE, read_regular, read_text
 
@@ -28,6 +29,7 @@ cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)  # Pillow read
 
 IMAGE_SUFFIXES = frozenset([".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".png", ".tif", ".tiff", ".webp"])
 JPEG_START, JPEG_END = b"\xff\xd8", b"\xff\xd9"
+MIN_RESTORED_VALUES = 3 * 16 * 32  # that are not the grey of missing ones: of a file without pixels a block has some
 # Flags that decode a JPEG at 1/1, 1/2, 1/4, 1/8 of its size, from the low frequencies of each block only.
 REDUCED = (cv2.IMREAD_REDUCED_COLOR_2, cv2.IMREAD_REDUCED_COLOR_4, cv2.IMREAD_REDUCED_COLOR_8)
 JPEG_FLAGS = dict(zip((1, 2, 4, 8), (cv2.IMREAD_COLOR, *REDUCED), strict=True))
@@ -111,8 +113,8 @@ def read_image(path: Path, jpeg_divisor: int = 1) -> np.ndarray:
 
 
 def _read_with_pillow(data: bytes) -> np.ndarray:
-    """Read formats that OpenCV does not know."""
-    with Image.open(io.BytesIO(data)) as opened:
+    """Read formats that OpenCV does not know, and truncated JPEGs: with an end, Pillow decodes what is there."""
+    with Image.open(io.BytesIO(data + JPEG_END if data.startswith(JPEG_START) else data)) as opened:
         upright = ImageOps.exif_transpose(opened)
         if opened.mode.startswith("I;16"):
             upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
@@ -120,9 +122,9 @@ def _read_with_pillow(data: bytes) -> np.ndarray:
 
 
 def read_whole_image(path: Path) -> np.ndarray:
-    """Return the pixels as `read_image` does, but raise the `UserError` for a truncated file too, as data sets do."""
+    """Return the pixels as `read_image` does, but raise the `UserError` for any file that data sets leave out."""
     try:
-        image_size(path)
+        image_size(path, lambda problem: log(f"warning: {problem}"))
     except Image.DecompressionBombError:
         pass  # OpenCV reads larger images than Pillow
     except Exception as error:
@@ -158,12 +160,12 @@ def read_reduced(path: Path, width: int, height: int, size: int) -> np.ndarray:
     return resize(image, scaled_shape(width, height, size), smooth=max(image.shape) >= 2 * size)
 
 
-def image_size(path: Path) -> tuple[int, int]:
+def image_size(path: Path, report: Callable[[str], object] = len) -> tuple[int, int]:
     """Return width and height in pixels as displayed: swapped for EXIF orientations 5 to 8.
 
     Of a JPEG only headers and the end are read, of a PNG the checksums; others, and one without an end, are decoded.
-    Raises OSError for a pipe or device, and one of Pillow's many errors if the file is not an image, is truncated, or
-    has neither 8 nor 16 bits.
+    `report` is called with a message for a truncated JPEG that has pixels. Raises OSError for a pipe or device, and one
+    of Pillow's many errors if the file is not an image, is otherwise truncated, or has neither 8 nor 16 bits.
     """
     if path.exists() and not path.is_file():  # to read it may wait forever
         raise OSError("it is not a regular file")
@@ -182,7 +184,12 @@ def image_size(path: Path) -> tuple[int, int]:
             if opened.format == "PNG":
                 opened.verify()
             elif not is_complete:
-                opened.load()
+                try:
+                    opened.load()
+                except OSError:
+                    if opened.format not in ("JPEG", "MPO") or (read_image(path) != 128).sum() < MIN_RESTORED_VALUES:
+                        raise
+                    report(f"{path}: truncated, restored")
             if opened.mode == "F" or (opened.mode == "I" and opened.format != "PNG"):
                 raise ValueError("its pixels have neither 8 nor 16 bits")
     return (height, width) if orientation in (5, 6, 7, 8) else (width, height)

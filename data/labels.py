@@ -29,7 +29,7 @@ from utils.files import cache_folder, one_at_a_time, read_regular, read_text, re
 if TYPE_CHECKING:
     from data.formats import AnnotatedImages
 
-CACHE_VERSION = 11
+CACHE_VERSION = 12
 IMAGES_PER_CHUNK = 64  # images that a scanning process takes at a time
 IMAGES_PER_PROCESS = 500  # with fewer, starting another process takes longer than it saves
 MIN_IMAGE_SIDE_PIXELS = 10  # a smaller image is left out
@@ -124,9 +124,11 @@ def _parse_row(words: Sequence[str], rules: RowRules) -> Row:
     if rules.keypoints and len(values) == 4 + rules.keypoints:
         values = values[:4]
     box, values = (values[:4], values[4:] or values[:4]) if rules.boxed else ([], values)
-    is_box = len(values) == 4
-    if not is_box and (rules.keypoints or len(values) < 6 or len(values) % 2):
-        raise ValueError(f"{len(words)} numbers instead of {rules.forms}")
+    is_box, seen = len(values) == 4, values[6::3]  # is each key point visible, if they are after a box: 0, 1 or 2
+    is_pose = len(values) % 3 == 1 and {*seen} <= {0, 1, 2} and not rules.keypoints
+    if not is_box and (rules.keypoints or len(values) < 6 or len(values) % 2 or (is_pose and 2 in seen)):
+        shape = f"; key points need `kpt_shape: [{len(seen)}, 3]` in a data YAML" * (is_pose and len(seen) > 0)
+        raise ValueError(f"{len(words)} numbers instead of {rules.forms}{shape}")
     if not 0 <= label == label // 1 < MAX_CLASS:
         raise ValueError(f"class {quoted(words[0])} is not a whole number from 0")
     tolerance = COORDINATE_TOLERANCE if is_box else rules.tolerance
@@ -330,21 +332,22 @@ def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows
 
     An image is left out too if its label file cannot be read, or has rows but no valid one.
     """
+    restored: list[str] = []
     try:
-        size = image_size(image)
+        size = image_size(image, restored.append)
     except Exception as error:  # Pillow raises many kinds for a damaged file
         reason = getattr(error, "strerror", None) or error
         return Scan(problems=[f"{image}: not readable as an image ({reason}); left out"])
     if min(size) < MIN_IMAGE_SIDE_PIXELS:
         return Scan(problems=[f"{image}: {size[0]}x{size[1]} pixels, smaller than {MIN_IMAGE_SIDE_PIXELS}; left out"])
     if rules is None:
-        return Scan(size)
+        return Scan(size, problems=restored)
     file = label_name(os.fspath(image))
     try:
         labels = described or ImageRows(read_text(file), None, file)
     except UserError as error:
         if isinstance(error.__cause__, FileNotFoundError):
-            return Scan(size)  # background
+            return Scan(size, problems=restored)  # background
         return Scan(problems=[f"{error}; its image is left out"])
     if labels.size and abs(size[0] * labels.size[1] - size[1] * labels.size[0]) > max(*size, *labels.size):
         annotated = f"{labels.size[0]}x{labels.size[1]}"  # another aspect ratio, by more than the rounding of a pixel
@@ -359,4 +362,4 @@ def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows
     if rules.outlines and any(row.points for row in rows):
         outlines = Polygons.of([points_of(row.points) for row in rows])
         outlines = outlines.fitted(boxes[:, 1:]) if rules.boxed else outlines
-    return Scan(size, boxes, problems, outlines)
+    return Scan(size, boxes, [*restored, *problems], outlines)

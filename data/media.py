@@ -152,7 +152,9 @@ class Media:
                 yield Frame(item, image, number, fps if 0 < fps < 1000 else DEFAULT_FPS)
             number += 1
         video.release()
-        if number == 0 or number < COMPLETE * expected or (item.kind == "live" and expected <= 0):
+        if item.kind == "live" and not number:
+            self.problems.append(f"{item.name} cannot be opened; check the camera or address, and who else uses it")
+        elif number == 0 or number < COMPLETE * expected or (item.kind == "live" and expected <= 0):
             self.problems.append(f"{item.name} cannot be read after {number} frames; it is damaged, cut or a web page")
 
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from utils.batch import Instances
 from utils.console import log
-from utils.errors import UserError
 
 # The first part of a generator's seed: what its numbers are for.
 ORDER_STREAM, ITEM_STREAM, SIZE_STREAM, PARTNERS_STREAM, USER_STREAM = 1, 2, 3, 4, 5
@@ -44,20 +43,13 @@ def item_generator(seed: int, sample: SampleIndex, of_user: bool = False) -> np.
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which images an epoch has, and at which size: train.py's flags of these names. By default each image comes once.
-
-    Raises `UserError` for flags that exclude each other.
-    """
+    """Which images an epoch has, and at which size: train.py's flags of these names. By default each image once."""
 
     rect: bool = False
     multi_scale: bool = False  # an image is scaled to the usual size first, and then to the size of its batch
     image_weights: bool = False
     close_mosaic: int = 0
     epochs: int = 0  # of the whole run
-
-    def __post_init__(self) -> None:
-        if self.rect and self.image_weights:
-            raise UserError("--rect and --image-weights both determine the order of the images; leave one of them out")
 
     def largest(self, imgsz: int) -> int:
         """Return the largest size of a batch in pixels, not rounded to strides."""

@@ -220,7 +220,6 @@ class SegmentationData(DetectionData):
 
     @classmethod
     def item(cls, image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
-        """Return an image fitted into `sides`, without masks: see `DetectionData`."""
         pixels, targets, info = super().item(image, name, sides, stride, full)
         return pixels, targets, (info, NO_MASKS)
 

@@ -19,13 +19,13 @@ from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from models.layers import Conv, RepConv
-from models.loading import ImageSize, add_user_code, in_words, sides_of, transfer
-from models.tasks import TASKS, TaskEntry, add_tasks, model_words, task_of
+from models.loading import ImageSize, add_user_code, format_sides, image_sides, transfer
+from models.tasks import TASKS, TaskEntry, add_tasks, model_words, task_name
 from models.tasks.contract import Model, Postprocess, Task, View
 from models.weights import Weights, find_weights
 from models.yolo import whole_strides
 from utils.batch import Batch, layout
-from utils.config.parser import refuse_flags
+from utils.config.settings import refuse_flags
 from utils.console import log
 from utils.errors import UserError, plural
 from utils.summary import INFERENCE, PREPARING, StageTimer
@@ -58,8 +58,8 @@ def common_task(weights: Mapping[str, Weights]) -> str:
         if content.model is None:
             raise UserError(f"{name} holds bare tensors without a model; give weights that train.py or YOLOv5 wrote")
         if content.task not in TASKS and (task_file := content.settings.get("task_file")):
-            add_tasks(str(task_file), is_named=False, named_by=name)
-    kinds = {name: (task_of({"task": content.task}, name), content.names) for name, content in weights.items()}
+            add_tasks(str(task_file), named_by_user=False, named_by=name)
+    kinds = {name: (task_name({"task": content.task}, name), content.names) for name, content in weights.items()}
     first = next(iter(weights))
     for other, kind in kinds.items():
         if kind != kinds[first]:
@@ -115,19 +115,12 @@ class Members:
         """The content of the first file."""
         return next(iter(self.weights.values()))
 
-    @property
-    def features(self) -> frozenset[str]:
-        """The features that flags may need: all that one of the models has."""
-        kind = self.entry.load()
-        return frozenset().union(*(kind.features_of(content.task_yaml) for content in self.weights.values()))
-
-    def refuse(self, kind: type[DataclassInstance], given: Mapping[str, Any]) -> None:
-        """Raise `UserError` for a given flag, of the options `kind`, that does not apply to the models."""
-        refuse_flags(kind, given, self.features, model_words(self.first.task_yaml))
-        prediction = self.entry.load().prediction
-        for name, reason in (prediction.refused() if prediction else {}).items():
-            if given.get(name):
-                raise UserError(f"--{name.replace('_', '-')} {reason}")
+    def refuse_flags(self, options: DataclassInstance, flags: Mapping[str, Any]) -> None:
+        """Raise `UserError` for a flag, among `options` of a script, that the models cannot have: see `refusals`."""
+        task, yamls = self.entry.load(), [content.task_yaml for content in self.weights.values()]
+        features = frozenset().union(*map(task.features_of, yamls))  # that one of the models has
+        left_out = task.prediction.refused() if task.prediction else {}
+        refuse_flags(options, flags, features, model_words(yamls[0]), left_out=left_out.items())
 
     def image_size(self, imgsz: int | Sequence[int], suggested: int = 0) -> ImageSize:
         """Return the image size, not rounded, and log a size that the weights decide.
@@ -137,11 +130,11 @@ class Members:
         Raises `UserError` for a wrong --imgsz, and if the files disagree.
         """
         fixed = {name: file.imgsz for name, file in self.exported.items() if not file.dynamic}
-        if not fixed and (sides := sides_of(imgsz)):
+        if not fixed and (sides := image_sides(imgsz)):
             return ImageSize((sides[0], sides[-1]))
         sizes = fixed or {name: size for name, content in self.weights.items() if (size := content.image_sides)}
         if len(set(sizes.values())) > 1:
-            words = ", ".join(f"{name} at {in_words(size)}" for name, size in sizes.items())
+            words = ", ".join(f"{name} at {format_sides(size)}" for name, size in sizes.items())
             raise UserError(
                 f"these models are for different image sizes ({words} px); give one with --imgsz, and export with "
                 "--dynamic"
@@ -150,7 +143,8 @@ class Members:
             default = suggested or int(self.entry.load().defaults.get("imgsz", DEFAULT_SIDE_PIXELS))
             return ImageSize((default, default))
         size = next(iter(sizes.values()))
-        log(f"image size {in_words(size)} ({'fixed by the exported file' if fixed else 'stored in the checkpoint'})")
+        reason = "fixed by the exported file" if fixed else "stored in the checkpoint"
+        log(f"image size {format_sides(size)} ({reason})")
         return ImageSize(size, is_fixed=bool(fixed))
 
     @property

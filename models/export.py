@@ -131,8 +131,8 @@ class Exported(Model):
             batch = file.batch
             inputs = torch.cat((inputs, inputs.new_zeros(-len(images) % batch, *images.shape[1:])))
         with torch.autocast(images.device.type, enabled=False):
-            of_chunks = [self._run(chunk.contiguous()) for chunk in inputs.split(batch)]
-        outputs = tuple(torch.cat(chunks)[: len(images)].to(images.device) for chunks in zip(*of_chunks, strict=True))
+            results = [self._run(chunk.contiguous()) for chunk in inputs.split(batch)]
+        outputs = tuple(torch.cat(chunks)[: len(images)].to(images.device) for chunks in zip(*results, strict=True))
         return outputs[0] if len(outputs) == 1 else outputs
 
 

@@ -73,11 +73,12 @@ class Conv(nn.Module):
         return norm_and_activate(self.conv(x), self.bn, self.act)
 
 
-def skip_norms(module: nn.Module) -> None:
-    """Make the BatchNorm of each `Conv` return its input: on the "meta" device its kernel takes a millisecond."""
+def without_batchnorm(module: nn.Module) -> nn.Module:
+    """Return the module, whose `Conv`s now skip BatchNorm: on the "meta" device its kernel takes a millisecond."""
     for layer in module.modules():
         if isinstance(layer, Conv) and isinstance(layer.bn, nn.BatchNorm2d):
             layer.bn.forward = nn.Identity().forward  # type: ignore[method-assign]
+    return module
 
 
 class DWConv(Conv):
@@ -227,12 +228,9 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, channels: int, heads: int) -> None:
         super().__init__()
-        self.q = nn.Linear(channels, channels, bias=False)
-        self.k = nn.Linear(channels, channels, bias=False)
-        self.v = nn.Linear(channels, channels, bias=False)
+        self.q, self.k, self.v = (nn.Linear(channels, channels, bias=False) for _ in range(3))
         self.ma = nn.MultiheadAttention(channels, heads)
-        self.fc1 = nn.Linear(channels, channels, bias=False)
-        self.fc2 = nn.Linear(channels, channels, bias=False)
+        self.fc1, self.fc2 = (nn.Linear(channels, channels, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         # The attention weights are not used; without them torch picks kernels that are not deterministic on CUDA.
@@ -464,7 +462,7 @@ class Head(nn.Module):
     example: ClassVar[str]  # row of a model YAML that names it
     any_size: ClassVar[bool] = False  # whether image sides need not be multiples of the largest stride
 
-    def placed(self, strides: Sequence[float]) -> None:
+    def set_strides(self, strides: Sequence[float]) -> None:
         """Set values that depend on the strides of the input maps in pixels, such as initial biases; none by default.
 
         Called once, when the model is built. The stride of an input that is not a map is 1.

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.layers import skip_norms
-from models.tasks import TASKS, TaskEntry, add_tasks, task_of
+from models.layers import without_batchnorm
+from models.tasks import TASKS, TaskEntry, add_tasks, task_name
 from models.tasks.contract import Model, Task
 from models.weights import (
     LICENCES,
@@ -41,7 +41,7 @@ from utils.files import find_file, read_yaml
 # The image size
 
 
-def sides_of(imgsz: int | Sequence[int]) -> tuple[int, ...]:
+def image_sides(imgsz: int | Sequence[int]) -> tuple[int, ...]:
     """Return the sides that --imgsz gives: one, height and width, or none for 0. Raises `UserError` for more."""
     sides = tuple(filter(None, (imgsz,) if isinstance(imgsz, int) else imgsz))
     if len(sides) > 2:
@@ -49,7 +49,7 @@ def sides_of(imgsz: int | Sequence[int]) -> tuple[int, ...]:
     return sides
 
 
-def in_words(sides: Sequence[int]) -> str:
+def format_sides(sides: Sequence[int]) -> str:
     """Format one side, or height and width, as --imgsz takes them."""
     return " ".join(map(str, sides if len(set(sides)) > 1 else sides[:1]))
 
@@ -57,7 +57,7 @@ def in_words(sides: Sequence[int]) -> str:
 def log_rounding(asked: Sequence[int], sides: Sequence[int], stride: int) -> None:
     """Log that --imgsz was rounded to `sides`, if it was. Each is one side, or height and width, in pixels."""
     if (asked[0], asked[-1]) != (sides[0], sides[-1]):
-        log(f"--imgsz {in_words(asked)} is rounded up to {in_words(sides)}, whole strides of {stride} pixels")
+        log(f"--imgsz {format_sides(asked)} is rounded up to {format_sides(sides)}, whole strides of {stride} pixels")
 
 
 class ImageSize(NamedTuple):
@@ -72,7 +72,7 @@ class ImageSize(NamedTuple):
         return self if self.is_fixed else ImageSize((whole_strides(height, stride), whole_strides(width, stride)))
 
 
-def gflops(model: nn.Module, imgsz: int, source: str = "the model") -> float:
+def count_gflops(model: nn.Module, imgsz: int, source: str = "the model") -> float:
     """Return the billions of floating-point operations for one image (3, imgsz, imgsz); a multiply-add counts as two.
 
     The model is traced on the "meta" device. If a layer cannot be traced, the model runs on a black image and the
@@ -81,8 +81,7 @@ def gflops(model: nn.Module, imgsz: int, source: str = "the model") -> float:
     dtype = next(model.parameters(), torch.zeros(0)).dtype
     with suppress(Exception), torch.no_grad():  # a user's layer can fail anywhere
         replaced = {id(tensor): tensor.to("meta") for tensor in (*model.parameters(), *model.buffers())}
-        traced = copy.deepcopy(model, replaced).eval()  # no weight is copied
-        skip_norms(traced)
+        traced = without_batchnorm(copy.deepcopy(model, replaced).eval())  # no weight is copied
         with FlopCounterMode(display=False) as counter:
             traced(torch.empty(1, 3, imgsz, imgsz, dtype=dtype, device="meta"))
         return counter.get_total_flops() / 1e9
@@ -99,7 +98,7 @@ def gflops(model: nn.Module, imgsz: int, source: str = "the model") -> float:
 # Layers and parameters by name, for --freeze and `lr_factor`
 
 
-def layers_of(model: nn.Module) -> list[str]:
+def layer_names(model: nn.Module) -> list[str]:
     """Return the names of the numbered layers of a model, such as `model.0`."""
     parent = "model" if "model" in dict(model.named_children()) else ""
     return [f"{parent}.{name}".strip(".") for name, _ in model.get_submodule(parent).named_children()]
@@ -108,10 +107,10 @@ def layers_of(model: nn.Module) -> list[str]:
 def head_prefix(model: nn.Module) -> str:
     """Return the name of the head among a model's modules; if none is known, of the last layer."""
     head = getattr(model, "head", None)
-    return next((name for name, module in model.named_modules() if module is head), layers_of(model)[-1])
+    return next((name for name, module in model.named_modules() if module is head), layer_names(model)[-1])
 
 
-def parameters_of(model: nn.Module, word: str, flag: str) -> set[str]:
+def find_parameters(model: nn.Module, word: str, flag: str) -> set[str]:
     """Return the names of the parameters that a word of a flag selects. Raises `UserError` if it names no layer.
 
     A word is `backbone` (the rows of that list in the model YAML; without one the modules of that name, or as -1),
@@ -119,9 +118,9 @@ def parameters_of(model: nn.Module, word: str, flag: str) -> set[str]:
     for parameters, and for modules with all their parameters.
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}  # names of shared ones too
-    layers, rows = layers_of(model), getattr(model, "yaml", {}).get("backbone")
+    layers, rows = layer_names(model), getattr(model, "yaml", {}).get("backbone")
     if word == "head":
-        return parameters - parameters_of(model, "backbone", flag)
+        return parameters - find_parameters(model, "backbone", flag)
     is_number = word.isdecimal() and int(word) < len(layers)
     if is_number:
         patterns = [layers[int(word)]]
@@ -142,23 +141,23 @@ def parameters_of(model: nn.Module, word: str, flag: str) -> set[str]:
 
 
 def rate_factors(model: nn.Module, factors: Mapping[str, float]) -> dict[str, float]:
-    """Return the learning-rate factors of parameters by name, from factors by words as for `parameters_of`.
+    """Return the learning-rate factors of parameters by name, from factors by words as for `find_parameters`.
 
     The last word that selects a parameter decides. Raises `UserError` if a word selects none.
     """
-    return {name: factor for word, factor in factors.items() for name in parameters_of(model, word, "lr_factor:")}
+    return {name: factor for word, factor in factors.items() for name in find_parameters(model, word, "lr_factor:")}
 
 
 def freeze(model: nn.Module, words: Sequence[int | str]) -> None:
     """Freeze the parameters of layers, and log how many. Raises `UserError` for an unknown layer, or if all are frozen.
 
-    A single number N stands for the first N layers, -N for all but the last N; else see `parameters_of`.
+    A single number N stands for the first N layers, -N for all but the last N; else see `find_parameters`.
     """
-    parameters, layers = dict(model.named_parameters(remove_duplicate=False)), len(layers_of(model))
+    parameters, layers = dict(model.named_parameters(remove_duplicate=False)), len(layer_names(model))
     flag, count = f"--freeze {' '.join(map(str, words))}", words[0] if len(words) == 1 else None
     if isinstance(count, int) and -layers < count <= layers and count != -1:  # -1 is a word: all but the head
         words = range(count if count >= 0 else layers + count)
-    frozen = {name for word in words for name in parameters_of(model, str(word), "--freeze")}
+    frozen = {name for word in words for name in find_parameters(model, str(word), "--freeze")}
     if frozen == {*parameters}:
         raise UserError(f"{flag} freezes all parameters; freeze fewer")
     for name in frozen:
@@ -222,10 +221,10 @@ class StartingPoint:
         """The licence of the initial weights, and the files that they began from."""
         return self.weights.origin if self.weights else Origin(YOURS)
 
-    def default_weights(self, agreed: Callable[[bool], bool]) -> str:
+    def default_weights(self, from_main: Callable[[bool], bool]) -> str:
         """Return DEFAULT if the main process can get the weights that torchvision recommends for the model, else ''.
 
-        `agreed` returns the main process's value on every process.
+        `from_main` returns the main process's value on every process.
         """
         if "architecture" not in self.yaml:
             log("training from scratch: no --weights are given")
@@ -233,7 +232,7 @@ class StartingPoint:
         found = False
         with suppress(UserError):
             found = bool(find_weights(TORCHVISION_DEFAULT, self.yaml, self.source))
-        if not agreed(found):
+        if not from_main(found):
             log("training from scratch: torchvision's weights cannot be downloaded")
             return ""
         log("starting from torchvision's weights; --weights '' trains from scratch")
@@ -250,37 +249,37 @@ class StartingPoint:
         fitting = sum(name in file.state and file.state[name].shape == x.shape for name, x in tensors.items())
         if fitting <= len(tensors) / 2:
             return None
-        share = len(same_names(file.names, task.names)) / len(task.names)
-        return share if all(name in file.state for name in head_tensors(model)) else share / 2
+        known = len(same_names(file.names, task.names)) / len(task.names)
+        return known if all(name in file.state for name in head_tensors(model)) else known / 2
 
 
-def add_user_code(layers: str, task_file: str, given: Collection[str] = ("layers", "task_file")) -> None:
-    """Add the layers and tasks of --layers and --task-file; if not `given`, the settings of a resumed run name them."""
+def add_user_code(layers: str, task_file: str, flags: Collection[str] = ("layers", "task_file")) -> None:
+    """Add the layers and tasks of --layers and --task-file; not in `flags`, the settings of a resumed run name them."""
     if layers:
-        add_layers(layers, "layers" in given)
+        add_layers(layers, "layers" in flags)
     if task_file:
-        add_tasks(task_file, "task_file" in given)
+        add_tasks(task_file, "task_file" in flags)
 
 
-def starting_point(options: TrainOptions, weights: str, saved_yaml: Mapping[str, Any] | None) -> StartingPoint:
+def starting_point(cfg: str, weights: str, saved_yaml: Mapping[str, Any] | None) -> StartingPoint:
     """Read the model that --cfg names, else the one in the file `weights`.
 
     If --cfg is given, `with_weights` reads the weights later. A resumed run has its model in `saved_yaml`. Raises
     `UserError`.
     """
-    source = options.cfg or weights
+    source = cfg or weights
     if saved_yaml is None:
-        refuse_unread_family(f"--cfg {options.cfg}", options.cfg, "yolov9t.yaml")
-    if saved_yaml is not None or options.cfg:
-        yaml = saved_yaml or read_yaml(find_file(options.cfg, "model", MODEL_FOLDERS))
-        return StartingPoint(TASKS[task_of(yaml, source)], dict(yaml), source, bool(options.cfg))
+        refuse_unread_family(f"--cfg {cfg}", cfg, "yolov9t.yaml")
+    if saved_yaml is not None or cfg:
+        yaml = saved_yaml or read_yaml(find_file(cfg, "model", MODEL_FOLDERS))
+        return StartingPoint(TASKS[task_name(yaml, source)], dict(yaml), source, bool(cfg))
     file = find_weights(weights) if weights else None
     content = read_weights(file) if file else None
     if file is None or content is None or content.model is None:
         what = f"{weights} holds no model" if file else "no model is given"
         raise UserError(f"{what}; name one with --cfg, such as --cfg yolov5n.yaml")
     yaml = content.task_yaml
-    start = StartingPoint(TASKS[task_of(yaml, source)], yaml, source, from_yaml=False)
+    start = StartingPoint(TASKS[task_name(yaml, source)], yaml, source, from_yaml=False)
     return start.with_content(content, weights, file)
 
 
@@ -288,7 +287,7 @@ def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: Tra
     """Load the tensors that fit `model` and freeze layers; log the model, tensors and layers. Raises `UserError`."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     layers = sum(not any(module.children()) for module in model.modules())
-    work = gflops(model, model.imgsz, start.source)
+    work = count_gflops(model, model.imgsz, start.source)
     size = f", {work:.3g} GFLOPs at {model.imgsz} px" if work else ""
     log(f"{start.source}: {layers} layers, {parameters:,} parameters{size}")
     log_rounding([options.imgsz], [model.imgsz], model.stride)
@@ -325,8 +324,8 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> N
         weights.compare_names(task.names, name)
 
 
-def recipe_of(settings: Mapping[str, Any], given: Mapping[str, Any]) -> type[Recipe]:
-    """Return the class of a run's hyperparameters, by settings that `given` flags may replace. Raises `UserError`."""
-    if task_file := {**settings, **given}.get("task_file"):
-        add_tasks(task_file, "task_file" in given)
-    return TASKS[task_of(settings["model"], "the model")].load().recipe
+def recipe_of(settings: Mapping[str, Any], flags: Mapping[str, Any]) -> type[Recipe]:
+    """Return the class of a run's hyperparameters, by settings that `flags` may replace. Raises `UserError`."""
+    if task_file := {**settings, **flags}.get("task_file"):
+        add_tasks(task_file, "task_file" in flags)
+    return TASKS[task_name(settings["model"], "the model")].load().recipe

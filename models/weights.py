@@ -39,7 +39,7 @@ from models.yolov5_pickle import (
 from utils.checkpoint import FORMAT, SAFETENSORS_SUFFIX, is_safetensors, read_safetensors
 from utils.config.flags import IMGSZ, is_number
 from utils.console import log
-from utils.errors import UserError, first_line, plural, quoted
+from utils.errors import UserError, first_line, nearest, plural, quoted
 from utils.files import HUB_PREFIX, ROOT, cache_folder, download, fetch_from_hub, one_at_a_time, read_regular, read_yaml
 
 if TYPE_CHECKING:
@@ -235,8 +235,8 @@ def _interpret(content: Any) -> Weights:
         raise UnusableFile("is a model of ultralytics, such as YOLOv8 or yolov5nu, which is not read; nearest: v9-t.pt")
     state, names, kind = state_dict(network), _numbered(network.state.get("names") or {}), class_name(network)
     # Older detectors are of class `Model`, other programs' detectors of any class.
-    unknown = kind if kind.endswith("Model") and kind != "Model" else DEFAULT_TASK
-    task = next((name for name, entry in TASKS.items() if entry.yolov5_class == kind), unknown)
+    fallback_task = kind if kind.endswith("Model") and kind != "Model" else DEFAULT_TASK
+    task = next((name for name, entry in TASKS.items() if entry.yolov5_class == kind), fallback_task)
     return Weights(state, _yolov5_yaml(network, state, len(names)), names, task, settings, "yolov5")
 
 
@@ -360,7 +360,7 @@ YOLOV9_FILE = re.compile(r"v9-[tsmc]\.pt")
 YOLOV9_ADDRESS = "https://github.com/MultimediaTechLab/YOLO/releases/download/v1.0-alpha/"
 YOLOV9_LICENCE = "MIT, published by MultimediaTechLab"
 # Starts of their files' names.
-UNREAD_FAMILY = re.compile(r"yolov?(?:6|7|8|1\d|26)|yolo(?:x|[-_]?nas|[-_]?world)|rf-?detr")
+UNREAD_FAMILY = re.compile(r"yolov?(?:6|7|8|1\d|26)|yolo(?:x|[-_]?nas|[-_]?world)|r[ft]-?detr")
 
 
 def _is_released(file: str) -> bool:
@@ -370,6 +370,7 @@ def _is_released(file: str) -> bool:
 def refuse_unread_family(what: str, file: str, instead: str) -> None:
     """Raise `UserError` if a missing file's name is that of a family of models that are not read, as yolov8n.pt."""
     if not os.path.isfile(file) and (family := UNREAD_FAMILY.match(Path(file).name.lower())):
+        instead = "--task-file examples/dfine, RT-DETRv2 and D-FINE" if family[0].startswith("rt") else instead
         raise UserError(f"{what}: {family[0]} models are not supported; nearest: {instead}")
 
 
@@ -393,8 +394,8 @@ def find_weights(
     path, file = Path(name), Path(name).name
     if os.path.isfile(path) or (file.endswith(EXPORTED_SUFFIXES) and os.path.isdir(path)):
         return path
-    of_run = [path / "weights" / best_or_last for best_or_last in ("best.pt", "last.pt")]
-    if weights := next(filter(os.path.isfile, of_run), None):
+    run_files = [path / "weights" / best_or_last for best_or_last in ("best.pt", "last.pt")]
+    if weights := next(filter(os.path.isfile, run_files), None):
         return weights
     alternative = ", or start from scratch with --weights ''" if training else ""
     if not _is_released(file) or os.path.isdir(path):
@@ -402,7 +403,7 @@ def find_weights(
         official = f"{file.removesuffix('.pt').replace('yolov9-', 'v9-').replace('yolov9', 'v9-')}.pt"
         if official != file and _is_released(official):
             alternative = f" (did you mean '{official}'?){alternative}"
-        tried = " and ".join(map(os.path.abspath, (path, *of_run)))
+        tried = " and ".join(map(os.path.abspath, (path, *run_files)))
         raise UserError(
             f"weights {name} are neither a file nor a run's folder; check the path{alternative} (looked for {tried})"
         )
@@ -420,13 +421,24 @@ def find_weights(
     )
 
 
+def architecture(yaml: Mapping[str, Any], source: str) -> str:
+    """Return the `architecture` of a YAML. Raises `UserError`, which names `source`, if torchvision lacks it."""
+    from torchvision import models as torchvision_models
+
+    name, known = yaml.get("architecture"), torchvision_models.list_models(module=torchvision_models)
+    if not isinstance(name, str) or name not in known:
+        hint = nearest(str(name), known) or ", such as resnet34"
+        raise UserError(f"{source}: `architecture` is {name!r}; give a classification model of torchvision{hint}")
+    return name
+
+
 def torchvision_weights(yaml: Mapping[str, Any], source: str) -> Path:
     """Return the file of the weights that torchvision recommends for a YAML's `architecture`. Raises `UserError`."""
-    from models.tasks import classify
+    from torchvision.models import get_model_weights
 
     if "architecture" not in yaml:
         raise UserError(f"--weights {TORCHVISION_DEFAULT} needs a --cfg that names an `architecture` of torchvision")
-    address = classify.default_weights(classify.architecture(yaml, source))
+    address = get_model_weights(architecture(yaml, source)).DEFAULT.url
     file = Path(address).name
     digits = CHECKSUM_IN_NAME.search(file)
     return download(address, Path(torch.hub.get_dir()) / "checkpoints" / file, sha256=digits[1] if digits else "")

@@ -28,8 +28,8 @@ from models import layers
 from models.heads.anchors import Detect, Segment
 from models.heads.contract import DetectionHead
 from models.heads.dfl import DetectDFL
-from models.layers import Conv, Head, RepConv, skip_norms
-from models.tasks import head_name, task_of
+from models.layers import Conv, Head, RepConv, without_batchnorm
+from models.tasks import head_name, task_name
 from models.tasks.contract import Model
 from models.weights import MODEL_KEYS
 from utils.config.flags import is_number
@@ -123,16 +123,16 @@ def chain(modules: list[nn.Module]) -> nn.Module:
     return modules[0] if len(modules) == 1 else nn.Sequential(*modules)
 
 
-def add_layers(file: str | Path, is_named: bool = True) -> list[str]:
+def add_layers(file: str | Path, named_by_user: bool = True) -> list[str]:
     """Register the layers that a user's Python file defines, and return their names. The file is run once.
 
     A layer is a class in the file that extends nn.Module. The names of its parameters decide how it is called, as for
     ours: (c1, c2, *args[1:]), with c2 scaled, and with repeats after c2 if the third parameter is `n` or `repeats`;
     (c1, *args); (channels, *args) or (*args, channels=...), with the channels of all input maps; else (*args).
     Raises `UserError` if the file does not load, defines no layer, or defines one whose name is taken, or if it is not
-    to be trusted: the settings of a run name it, not the user (`is_named`).
+    to be trusted: the settings of a run name it, not the user (`named_by_user`).
     """
-    with imported(file, "--layers", is_named) as module:
+    with imported(file, "--layers", named_by_user) as module:
         classes = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, nn.Module)]
         defined = {layer.__name__: layer for layer in classes if layer.__module__ == module.__name__}
         if not defined:
@@ -185,7 +185,6 @@ class YoloModel(Model):
 
     @property
     def head(self) -> nn.Module:
-        """The last layer of `head`, whose class decides the task."""
         return self.model[self._head_row]
 
     def check_rows(self, source: str) -> None:
@@ -193,11 +192,11 @@ class YoloModel(Model):
         reached = {*self._results}
         for row in reversed(self.rows):
             reached |= {*row.sources} if row.index in reached else set()
-        unread = [row.index for row in self.rows if row.index not in reached]
-        trained = [weight.requires_grad for k in unread for weight in self.model[k].parameters()]
-        if unread and (any(trained) or not trained):
+        unused = [row.index for row in self.rows if row.index not in reached]
+        trained = [weight.requires_grad for k in unused for weight in self.model[k].parameters()]
+        if unused and (any(trained) or not trained):
             raise UserError(
-                f"{source}: no row that leads to the head reads row {', '.join(map(str, unread))} (they count from 0), "
+                f"{source}: no row that leads to the head reads row {', '.join(map(str, unused))} (they count from 0), "
                 "so it cannot learn; remove it, or name it in the `from` of such a row"
             )
 
@@ -284,7 +283,7 @@ def _with_defaults(source: str, yaml: dict[str, Any], nc: int | None) -> dict[st
     if unknown := [str(key) for key in yaml if key not in MODEL_KEYS]:
         hint, known = nearest(unknown[0], MODEL_KEYS), ", ".join(MODEL_KEYS)
         raise UserError(f"{source}: unknown key '{unknown[0]}'{hint}; known are {known}")
-    task = {"task": task_of(yaml, source)}
+    task = {"task": task_name(yaml, source)}
     sizes = {"ch": CHANNELS, "depth_multiple": 1.0, "width_multiple": 1.0, "channel_multiple": 8}
     yaml = {**task, **sizes, **yaml, **task, **({} if nc is None else {"nc": nc})}
     whole = is_count, f"a whole number from 1 to {MAX_COUNT}"
@@ -321,7 +320,7 @@ def _parse_row(source: str, index: int, row: Any, values: dict[str, Any]) -> Row
         origin, number, module, args = row
         numbers = range(-1, index)  # of the rows before it, and -1 for the image
         origins = origin if isinstance(origin, list) else [origin]
-        sources = [-1 if one == "image" else numbers[one if one < 0 else one + 1] for one in origins]
+        sources = [-1 if name == "image" else numbers[name if name < 0 else name + 1] for name in origins]
         if not (sources and is_count(number) and isinstance(args, list)):
             raise ValueError
     except (ValueError, TypeError, IndexError):
@@ -367,8 +366,7 @@ def _build_layers(source: str, rows: list[Row], yaml: dict[str, Any], imgsz: int
     for row in rows:
         with _naming(source, row):
             with torch.device("meta"), torch.no_grad():
-                draft = make(row).eval()  # BatchNorm must accept single values
-                skip_norms(draft)
+                draft = without_batchnorm(make(row).eval())  # BatchNorm must accept single values
                 maps[row.index] = draft(row.inputs(maps))
             for shape in (x.shape for x in _tensors(maps[row.index]) if x.ndim == 4):
                 if len({*shape[2:]}) > 1 or shape[0] != 1:
@@ -376,7 +374,7 @@ def _build_layers(source: str, rows: list[Row], yaml: dict[str, Any], imgsz: int
             drafts.append(draft)
             built.append(layer := make(row))
             if isinstance(layer, Head):
-                layer.placed(strides := [_stride(maps[j], PROBE_PIXELS) for j in row.sources])
+                layer.set_strides(strides := [_stride(maps[j], PROBE_PIXELS) for j in row.sources])
                 largest = largest if layer.any_size else max(largest, *strides)
     stride = 2 ** math.ceil(math.log2(largest))
     for multiple in (stride << doublings for doublings in range(8)):

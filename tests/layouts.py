@@ -6,9 +6,10 @@ Called by tests/test_layouts.py, which reads each layout and trains on it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -240,6 +241,99 @@ def voc_of_any_name(folder: Path) -> Path:
     return folder
 
 
+def write_table(file: Path, header: str, images: Sequence[DrawnImage], row: str) -> None:
+    """Write a CSV file: `row` for each object, with the fields below, and a row with only a name for images without."""
+    lines = [header] * bool(header)
+    for image in images:
+        for label, (x, y, w, h) in image.objects:
+            fields = {"n": image.stem, "c": NAMES[label], "x": x, "y": y, "w": w, "h": h, "r": x + w, "b": y + h}
+            lines.append(row.format(**fields, sx=x / WIDTH, sr=(x + w) / WIDTH, sy=y / HEIGHT, sb=(y + h) / HEIGHT))
+        lines += [] if image.objects else [re.sub("{(?!n)[^}]*}", "", row).format(n=image.stem)]
+    write_text(file, "\n".join(lines))
+
+
+def roboflow_csv(folder: Path) -> Path:
+    """Roboflow's CSV beside the images of each split."""
+    header, row = "filename,width,height,class,xmin,ymin,xmax,ymax", "{n}.jpg,64,48,{c},{x},{y},{r},{b}"
+    for split, name in SPLITS.items():
+        write_table(folder / name / "_annotations.csv", header, write_split(split, folder / name), row)
+    return folder
+
+
+def tensorflow_csv(folder: Path) -> Path:
+    """TensorFlow's tutorials: tables in a folder of their own, here in Excel's form; a folder down."""
+    header, row = "Filename;Class;bbox_x;bbox_y;bbox_width;bbox_height", "{n}.jpg;{c};{x};{y};{w};{h}"
+    for split, name in (("train", "train"), ("val", "test")):
+        images = write_split(split, folder / "set/images" / name)
+        write_table(folder / f"set/data/{name}_labels.csv", header, images, row)
+    write_text(folder / ".git/objects/a.json", coco_text([]))
+    return folder
+
+
+def open_images(folder: Path) -> Path:
+    """Open Images' shares, in FiftyOne's folders."""
+    images, row = write_split("train", folder / "train/data"), "{n},{c},{sx},{sr},{sy},{sb}"
+    write_table(folder / "train/labels/detections.csv", "ImageID,LabelName,XMin,XMax,YMin,YMax", images, row)
+    return folder
+
+
+def keras_csv(folder: Path) -> Path:
+    """Keras RetinaNet's table without a header, with paths of another machine, and its list of classes."""
+    images, row = write_split("train", folder / "photos"), "/home/me/{n}.jpg,{x},{y},{r},{b},{c}"
+    write_table(folder / "train.csv", "", images, row)
+    write_text(folder / "classes.csv", "cat,0\ncow,1\ndog,2\n")
+    return folder
+
+
+def polygon(box: tuple[int, int, int, int]) -> list[list[int]]:
+    x, y, w, h = box
+    return [[x, y], [x + w, y], [x + w, y + h], [x, y + h]]
+
+
+def labelme(folder: Path) -> Path:
+    """LabelMe's files in folders of their own, two folders down: rectangles and polygons."""
+    for image in write_split("train", folder / "a/set/photos"):
+        shapes = [
+            {"label": NAMES[label], "shape_type": kind, "points": polygon(box)[:: 2 if kind == "rectangle" else 1]}
+            for (label, box), kind in zip(image.objects, ("rectangle", "polygon"), strict=False)
+        ]
+        content = {"imagePath": f"..\\photos\\{image.stem}.jpg", "shapes": shapes, "imageWidth": WIDTH}
+        write_text(folder / f"a/set/json/{image.stem}.json", json.dumps({**content, "imageHeight": HEIGHT}))
+    return folder
+
+
+def via_regions(image: DrawnImage) -> list[dict[str, Any]]:
+    """Return an image's objects as VIA's regions: polygons, rectangles and ellipses in turn."""
+    regions = []
+    for number, (label, (x, y, w, h)) in enumerate(image.objects):
+        xs, ys = zip(*polygon((x, y, w, h)), strict=True)
+        shapes: list[dict[str, Any]] = [{"name": "polygon", "all_points_x": xs, "all_points_y": ys}]
+        shapes.append({"name": "rect", "x": x, "y": y, "width": w, "height": h})
+        shapes.append({"name": "ellipse", "cx": x + w / 2, "cy": y + h / 2, "rx": w / 2, "ry": h / 2})
+        attributes = {"id": "7", "Type": NAMES[label]}
+        regions.append({"shape_attributes": shapes[(number + label) % 3], "region_attributes": attributes})
+    return regions
+
+
+def via(folder: Path) -> Path:
+    """VIA's project of each split, three folders down."""
+    for split in ("train", "val"):
+        images = write_split(split, folder / "a/b/c" / split)
+        files = {f"{image.stem}9": {"filename": f"{image.stem}.jpg", "regions": via_regions(image)} for image in images}
+        write_text(folder / f"a/b/c/{split}/via.json", json.dumps({"_via_img_metadata": files}))
+    return folder
+
+
+def pets(folder: Path) -> Path:
+    """Oxford Pets, a folder down: masks and lists beside VOC's annotations, and other files above."""
+    write_split("train", folder / "pets/images", folder / "pets/annotations/xmls")
+    write_text(folder / "pets/annotations/trainval.txt", "train_1 1 1 1\n")
+    write_image(folder / "pets/annotations/trimaps/train_0.png")
+    write_text(folder / "test.csv", "filename,cell\na.jpg,x\n")
+    write_image(folder / "docs/a.png")
+    return folder
+
+
 def class_folders(folder: Path, split: str = "train") -> Path:
     """A folder of images per class."""
     for file in [folder / f"{image.stem}.jpg" for image in write_split(split, folder)]:
@@ -263,5 +357,7 @@ BOX_LAYOUTS: dict[Layout, bool] = {
     **dict.fromkeys((other_yaml, bare_yolo, coco_by_name), True),
     **dict.fromkeys((coco_file, kaggle, cvat_yolo, darknet_file, list_file, label_studio, labelimg), False),
     **dict.fromkeys((cvat_coco, coco_beside_photos, voc_of_any_name), False),
+    **dict.fromkeys((roboflow_csv, tensorflow_csv, via), True),
+    **dict.fromkeys((open_images, keras_csv, labelme, pets), False),
 }
 CLASS_LAYOUTS: dict[Layout, bool] = {class_folders: False, class_folders_by_split: True}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from data.labels import label_name
 from utils.batch import Batch, ImageInfo, Placement
-from utils.config.parser import given_flags, over_defaults
+from utils.config.parser import given_flags
 
 CLASS_NAMES = {0: "disc", 1: "traffic light", 2: "bar"}
 
@@ -98,9 +98,9 @@ def grey_batch(*infos: Any, targets: Tensor | None = None, side: int = 64, count
 # Models
 
 
-def options_of(kind: type[Any], argv: Sequence[str], job: Mapping[str, Any] | None = None) -> Any:
+def options_of(kind: type[Any], argv: Sequence[str]) -> Any:
     """Return the flags of a command line over their defaults, as a script does."""
-    return over_defaults(kind, given_flags(kind, argv), job)
+    return kind(**given_flags(kind, argv))
 
 
 def tiny_detector() -> dict[str, Any]:

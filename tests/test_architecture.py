@@ -9,6 +9,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,22 @@ def test_packages_re_export_nothing() -> None:
     """An import names the module that defines the thing, and loads no more than that."""
     filled = [relative(path) for path in PROJECT if path.name == "__init__.py" and path.read_text()]
     assert filled == ["models/tasks/__init__.py"]  # the table of the tasks
+
+
+def runtime_imports(node: ast.AST) -> set[str]:
+    """Return the modules that code imports when it runs, in functions too, and the names that it takes from them."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return set()
+    source = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+    names = {source + alias.name for alias in getattr(node, "names", ()) if isinstance(alias, ast.alias)}
+    return names.union([source.rstrip(".")], *map(runtime_imports, ast.iter_child_nodes(node)))
+
+
+def test_no_circle_of_imports() -> None:
+    modules = {re.sub("(/__init__)?[.]py", "", relative(path)).replace("/", "."): path for path in PROJECT}
+    graph = {name: runtime_imports(ast.parse(path.read_text())) & modules.keys() for name, path in modules.items()}
+    assert {"models.ensemble", "models.weights"} <= graph["models.tasks.classify"]  # in a function, and above
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 ASKING_FOR_RANK = {
@@ -64,7 +81,7 @@ def test_only_the_run_and_its_processes_know_the_rank() -> None:
 def task_names(source: str) -> list[str]:
     """Return the words of a source that name a task; the script detect.py is not the task `detect`."""
     entries = TASKS.values()
-    classes = {place.partition(":")[2] for entry in entries for place in (entry.task, entry.data)}
+    classes = {path.partition(":")[2] for entry in entries for path in (entry.task, entry.data)}
     modules = {entry.task.partition(":")[0] for entry in entries}
     words = {*map(re.escape, classes | modules), "detector", "classif", *(f'"{name}"' for name in TASKS)}
     return re.findall("|".join(words), source, re.IGNORECASE)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchvision.models import resnet18
+from torchvision.models import get_model_weights, resnet18
 
-from job import resolve, settings_of
-from models.tasks.classify import default_weights
+from job import read_job
 from tests.conftest import VAL, CallMain, OnProcesses, RunScript
 from tests.curves import CLASSIFIED, floats, refused, rows, same_curve
 from tests.making import write_yaml
+from utils.config.settings import read_settings
 from utils.distributed.launch import start
 from utils.distributed.ranks import ranks
 from utils.files import read_yaml
@@ -77,7 +77,7 @@ def test_the_run_folder(alone: Path) -> None:
 
 def write_default_weights(torch_home: Path) -> None:
     """Write random weights where torch caches the recommended ones of ResNet-18."""
-    cached = torch_home / "hub" / "checkpoints" / Path(default_weights("resnet18")).name
+    cached = torch_home / "hub" / "checkpoints" / Path(get_model_weights("resnet18").DEFAULT.url).name
     cached.parent.mkdir(parents=True)
     torch.save(resnet18(num_classes=1000).state_dict(), cached)
 
@@ -125,9 +125,9 @@ def weights_on_one_machine(flags: list[str], folder: str) -> str:
     os.environ |= {"TORCH_HOME": f"{folder}/torch{rank}", "https_proxy": "http://127.0.0.1:9", "no_proxy": "localhost"}
     if rank:
         write_default_weights(Path(folder, f"torch{rank}"))
-    settings = settings_of(flags)
+    settings = read_settings(flags, pytest.fail)
     run = Run(*start("cpu", "", 60.0))
-    job = resolve(settings, run.collectives.broadcast)
+    job = read_job(settings, run.collectives.broadcast)
     assert job.start.weights is None
     return job.settings.options.weights
 

@@ -29,7 +29,7 @@ from data.images import images_below, read_image
 from data.media import Frame, MediaItem, as_pixels
 from detect import Predictor, groups
 from models.tasks.classify import ClassificationRecipe, ClassificationTask
-from models.tasks.contract import Results
+from models.tasks.results import Results
 from models.yolo import build_model
 from tests.conftest import RunScript
 from tests.making import contents, noise, plain, tiny_detector, write_image, write_yaml
@@ -133,7 +133,8 @@ def test_a_prediction(predictor: Predictor, photo: Path, tmp_path: Path, monkeyp
     ]
     assert [list(each) for each in result] == [columns] * len(array)
     assert json.loads(result.to_json()) == list(result)
-    nothing = predictor(photo, conf=1.0)
+    assert result[0] is result
+    nothing = predictor(photo, conf=1.0, verbose=False)
     assert (len(nothing), list(nothing), nothing.to_json()) == (0, [], "[]")
     left, top, right, bottom = array[:, :4].T
     centred = np.stack(((left + right) / 2, (top + bottom) / 2, right - left, bottom - top), 1)
@@ -174,7 +175,7 @@ def test_results_of_several_images(
     assert [list(table) for table, _ in results.pandas().xyxy] == [list(results[0].columns())] * 3
     monkeypatch.setitem(sys.modules, "pandas", None)
     for one in (results, results[0]):
-        with pytest.raises(UserError, match="pandas"):
+        with pytest.raises(UserError, match="pip install pandas"):
             one.to_df()
     monkeypatch.chdir(tmp_path)
     assert results[0].save() == Path("runs/detect/exp/photo.jpg")
@@ -259,7 +260,8 @@ REFUSED = [
     ({"classes": 6}, "--classes 6"),
     ({"augment": "yes"}, "augment"),
     ({"save_txt": True}, "^save_txt= "),
-    ({"stream": True}, "stream"),
+    ({"stream": True}, "^stream= is not needed"),
+    ({"save": True}, r"^save= .* save\(\)"),
 ]
 SIZES = [({"imgsz": "big"}, "imgsz"), ({"imgsz": -8}, "imgsz"), ({"imgsz": (1, 2, 3)}, "--imgsz 1 2 3")]
 
@@ -340,7 +342,7 @@ def test_a_classifier(classifier: str, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_invalid_images(predictor: Predictor, tmp_path: Path) -> None:
-    cut = truncated(tmp_path / "cut.jpg")
+    cut = truncated(tmp_path / "cut.png")
     images: list[tuple[object, str]] = [
         (np.zeros((4, 4, 3), np.float32), "uint8"),
         (np.zeros((4, 4, 4), np.uint8), r"\(4, 4, 4\)"),
@@ -352,7 +354,7 @@ def test_invalid_images(predictor: Predictor, tmp_path: Path) -> None:
         (torch.zeros(3, 4, 4, dtype=torch.int64), "int64"),
         ("nowhere.jpg", r"nowhere\.jpg"),
         ("0", "^0 is a camera"),
-        *((image, r"cut\.jpg") for image in (cut, str(cut), Image.open(cut))),
+        *((image, r"cut\.png") for image in (cut, str(cut), Image.open(cut))),
     ]
     for image, named in images:
         with pytest.raises(UserError, match=named):
@@ -461,13 +463,13 @@ def test_a_folder_with_everything(
     )  # fmt: skip
     warnings = [line for line in printed.splitlines() if line.startswith("warning: ")]
     for file in broken:
-        assert len([line for line in warnings if line.startswith(f"warning: {file} ")]) == 1
+        assert len([line for line in warnings if re.match(f"warning: {file}:? ", line)]) == 1
     assert len(warnings) == len(broken)
     for raw in ("Corrupt JPEG data", "moov atom", "[mov", "BytesIO"):
         assert raw not in printed
     assert f"weights: {detector}\n" in printed
     assert "per image: " in printed
-    assert "\n4 images; results in " in printed
+    assert "\n5 images; results in " in printed
     line = next(line for line in printed.splitlines() if line.startswith(str(folder / "photo.png")))
     names = [predictor.names[int(row[5])] for row in expected]
     assert f"{names.count(names[0])} {names[0]}" in line
@@ -477,7 +479,7 @@ def test_a_folder_with_everything(
     clip = cv2.VideoCapture(str(out / "clip.mp4"))
     assert (clip.get(cv2.CAP_PROP_FRAME_COUNT), clip.get(cv2.CAP_PROP_FPS)) == (3, 5)
     files = sorted(path.name for path in (out / "labels").iterdir())
-    assert files == ["clip_1.txt", "clip_3.txt", "clip_5.txt", "photo.txt"]
+    assert {*files} - {"cut-2.txt"} == {"clip_1.txt", "clip_3.txt", "clip_5.txt", "photo.txt"}
     rows = np.loadtxt(out / "labels" / "photo.txt", ndmin=2)
     np.testing.assert_allclose(rows, expected[:, [5, 0, 1, 2, 3, 4]], rtol=1e-4, atol=1e-2)
     with (out / "predictions.csv").open(newline="") as file:
@@ -492,7 +494,7 @@ def test_from_python(detector: Path, photo: Path, predictor: Predictor, tmp_path
     source, runs = tmp_path / "in", tmp_path / "runs"
     source.mkdir()
     shutil.copy(photo, source / "photo.png")
-    cut = truncated(source / "cut.jpg")
+    cut = truncated(source / "cut.png")
     how = {"weights": detector, "imgsz": SIDE, "conf": CONFIDENCE, "device": "cpu", "project": runs, "quiet": True}
     result = detect.run(source=source, save_txt=True, **how)
     assert (result["folder"], result["images"]) == (str(runs / "exp"), 1)

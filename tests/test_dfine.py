@@ -163,7 +163,7 @@ def test_gradients_and_counts(dfine: SimpleNamespace, published: SimpleNamespace
     with torch.no_grad():
         whole, *shares = (criterion(model(batch.images, batch.targets), batch) for batch in batches)
     assert whole.counts.equal(sum(share.counts for share in shares))
-    means = sum(share.share_of(GlobalCounts(whole.counts)) for share in shares)
+    means = sum(share.share_of_mean(GlobalCounts(whole.counts)) for share in shares)
     torch.testing.assert_close(means, whole.local_means(), rtol=1e-5, atol=1e-6)
     alike = torch.zeros(1, 1, 5, 3), torch.full((1, 1, 5, 4), 0.5)
     assert criterion.matched(*alike, targets[:2, :6]).tolist() == [[[0, 1, -1, -1, -1]]]  # equal costs

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from data.data_yaml import read_data
+from data.data_yaml import read_data, read_spec
 from data.dataset import DataOptions, DataSet, data_source
+from data.segmentation import SegmentationData
 from tests.conftest import CallMain
 from tests.curves import untouched
 from tests.layouts import (
@@ -28,7 +30,7 @@ from tests.layouts import (
     write_labels,
     write_text,
 )
-from tests.making import write_image
+from tests.making import plain, write_image, write_yaml
 from utils.errors import UserError
 
 HELD_OUT = 4  # of 20 training images, a fifth
@@ -64,6 +66,25 @@ def test_boxes_are_the_same_from_every_layout(layout: Layout, tmp_path: Path) ->
         assert rows == pytest.approx(wanted, abs=1e-5), stem
 
 
+def test_circles_of_labelme_and_via(tmp_path: Path) -> None:
+    shapes: list[dict[str, Any]] = [{"label": 7, "shape_type": "circle", "points": [[20, 20], [26, 28]]}]
+    shapes += [{"label": "10", "shape_type": kind, "points": [[1, 1], [9, 9]]} for kind in ("rectangle", "line")]
+    write_text(tmp_path / "a.json", json.dumps({"imagePath": "x.jpg", "shapes": shapes}))
+    write_image(tmp_path / "a.jpg", plain(64, 48))
+    data = SegmentationData(read_spec(write_yaml(tmp_path / "my.yaml", {"train": "."})), 64, 32, DataOptions())
+    labels, names = data.split("train").labels, data.spec.names
+    assert labels.polygons is not None
+    assert (names, labels.polygons.counts.tolist()) == ({0: "7", 1: "10"}, [36, 4])
+    assert labels.rows[0] == pytest.approx([0, 20 / 64, 20 / 48, 20 / 64, 20 / 48], abs=1e-5)
+    assert [("a.json, shape 3" in problem) for problem in labels.problems] == [True]
+    region = """{""name"": ""circle"", ""cx"": 9, ""cy"": 9, ""r"": 4}"""
+    rows = f'a.jpg\t"{region}"\t{{}}\na.jpg\t{{}}\t{{}}\nb.jpg\t{{}}\t{{}}'
+    write_text(tmp_path / "via.csv", f"#filename\tregion_shape_attributes\tregion_attributes\n{rows}")
+    spec = read_spec(write_yaml(tmp_path / "my.yaml", {"train": "via.csv"}))
+    assert (spec.images("train"), spec.names) == ([tmp_path / "a.jpg"], {0: "object"})
+    assert "1 of its images" in spec.listing("train").problems[0]
+
+
 @pytest.mark.parametrize("layout", CLASS_LAYOUTS, ids=lambda layout: layout.__name__)
 def test_classes_are_the_same_from_every_layout(layout: Layout, tmp_path: Path) -> None:
     data = opened(layout(tmp_path / "my set"), "classify")
@@ -76,13 +97,31 @@ def test_classes_are_the_same_from_every_layout(layout: Layout, tmp_path: Path) 
         assert [path.parent.name for path in split.images] == [NAMES[k] for k in split.instances().classes]
 
 
+HEADER = "filename,class,xmin,ymin,xmax,ymax"
 LABELLED = {"images/a.jpg": "X", "labels/a.txt": "0 .5 .5 .1 .1", "classes.txt": "a"}
 # The files of a folder that is no data set, and what its error names. X: an image.
 REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
-    "LabelMe": ({"a.jpg": "X", "a.json": '{"shapes": [], "imagePath": "a.jpg"}'}, ("1 image", "LabelMe")),
-    "VIA": ({"images/a.jpg": "X", "via.json": '{"a.jpg9": {"filename": "a", "regions": []}}'}, ("VIA",)),
-    "VIA project": ({"images/a.jpg": "X", "via.json": '{"_via_img_metadata": {}}'}, ("VIA",)),
-    "CSV": ({"train/a.jpg": "X", "train/_annotations.csv": "a"}, ("CSV",)),
+    "empty LabelMe": ({"a.jpg": "X", "a.json": '{"shapes": [], "imagePath": "a.jpg"}'}, ("set", "nothing to learn")),
+    "damaged VIA": ({"images/a.jpg": "X", "via.json": '{"a.jpg9": {"filename": "a", "regions": [3]}}'}, ("via.json",)),
+    "CSV of classes": (
+        {"train/a.jpg": "X", "train/labels.csv": "id,breed"},
+        ("labels.csv is CSV", "(id,breed)", "xmin"),
+    ),
+    "lists in CSV": ({"a.jpg": "X", "a.csv": "image_id,bbox\na,[1;2]", "b.csv": "a"}, ("a.csv, row 2: `bbox`", "xmin")),
+    "a list in a row": ({"a.jpg": "X", "a.csv": f"{HEADER}\na.jpg,dog,1,1,[2],2"}, ("a.csv, row 2: ", "'[2]'")),
+    "CreateML": ({"a/a.jpg": "X", "a/x.json": '[{"image": "a.jpg", "annotations": []}]'}, ("-if roboflow_create_ml",)),
+    "Datumaro": ({"images/a.jpg": "X", "x/a.json": '{"categories": {}, "items": []}'}, ("set -if datumaro -f coco",)),
+    "VoTT": ({"a/a.jpg": "X", "b/b.jpg": "X", "v.json": '{"assets": {"a": {}}, "tags": []}'}, ("-if vott_json",)),
+    "Label Studio": (
+        {"a/a.jpg": "X", "b/b.jpg": "X", "x.json": '[{"data": {}, "annotations": []}]'},
+        ("Label Studio",),
+    ),
+    "Supervisely": (
+        {f"{k}/img/a.jpg": "X" for k in "ab"} | {"a/ann/a.json": '{"size": {}, "objects": []}'},
+        ("Superv",),
+    ),
+    "Hugging Face": ({f"{k}/a.jpg": "X" for k in "ab"} | {"m.jsonl": '{"file_name": "", "objects": {}}'}, ("Hugging",)),
+    "KITTI": ({"training/x/a.jpg": "X", "training/y/a.txt": f"Car 0 0 -1.58{' 1.5' * 11}\n"}, ("1 image", "-if kitti")),
     "archive": ({"x.zip": "a"}, ("unpack",)),
     "no images": ({"labels/a.txt": "0 .5 .5 .1 .1", "classes.txt": "a"}, ("classes.txt", "1 .txt file", "no images")),
     "misplaced": ({"photos/a.jpg": "X", "txt/a.txt": "0 .5 .5 .1 .1"}, ("1 image", "photos/a.txt")),
@@ -99,10 +138,6 @@ REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         {f"batch{k}/{split}.json": coco_text([]) for k in (1, 2) for split in ("train", "val")},
         ("batch1/train.json, batch2/train.json", "--data", "set/batch1"),
     ),
-    "two sets": (
-        {f"{name}/{file}": text for name in "ab" for file, text in LABELLED.items()},
-        ("`train` (a, b)", "--data", "set/a", "`train:`"),
-    ),
     "two folders for validation": (
         {f"{name}/{file}": text for name in ("train", "val", "valid") for file, text in LABELLED.items()},
         ("`val` (val/images, valid/images)", "`val:`"),
@@ -113,8 +148,16 @@ REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         {"a.jpg": "X", "a.txt": "0 .5 .5 .1 .1", "classes.txt": "a", "b/classes.txt": "b"},
         ("set/classes.txt", "b/classes.txt"),
     ),
-    "CVAT's XML": ({"annotations.xml": "<annotations/>", "images/a.jpg": "X"}, ("annotations.xml", "CVAT")),
-    "empty": ({}, ("set",)),
+    "CVAT's XML": ({"a/annotations.xml": "<annotations/>", "a/images/a.jpg": "X"}, ("a/annotations.xml", "-if cvat")),
+    "two sets below": (
+        {f"{name}/{file}": text for name in ("x/a", "x/b") for file, text in LABELLED.items()},
+        ("`train` (x/a, x/b)", "--data", "set/x/a"),
+    ),
+    "two formats below": (
+        {f"x/y/{file}": text for file, text in LABELLED.items()} | {"z/deep/a.csv": HEADER, "b.jpg": "X"},
+        ("`train` (x/y, z)", "--data", "set/x"),
+    ),
+    "empty": ({".git/a.txt": "a"}, ("has no files",)),
 }
 
 
@@ -132,7 +175,7 @@ def test_what_is_not_recognised_is_named(files: dict[str, str], named: tuple[str
     ("name", "text", "named"),
     [
         *(("x.zip", "", "archive"), ("x.csv", "", "CSV"), ("x.xml", "", "a single"), ("x.txt", "a.jpg\n", "list")),
-        *(("x.json", REFUSED["LabelMe"][0]["a.json"], "LabelMe"), ("x.json", "{", "COCO")),
+        *(("x.json", '[{"image": "a", "annotations": []}]', "CreateML"), ("x.json", "{", "COCO")),
     ],
 )
 def test_a_file_of_another_format_is_named(name: str, text: str, named: str, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_the_loss_of_two_processes_is_that_of_one(parts: SimpleNamespace) -> Non
         part = Batch(batch.images[numbers], targets, tuple(batch.infos[k] for k in numbers))
         shares.append(criterion([level[numbers] for level in outputs], part))
     assert whole.counts.unique().tolist() == [sum(share.counts[0].item() for share in shares)]
-    means = [share.share_of(GlobalCounts(whole.counts)) for share in shares]
+    means = [share.share_of_mean(GlobalCounts(whole.counts)) for share in shares]
     torch.testing.assert_close(sum(means), whole.local_means())
     criterion.objective(means[1], 4).backward()  # without a target every parameter has a gradient
     assert all(parameter.grad is not None for parameter in model.head.parameters())

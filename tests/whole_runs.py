@@ -12,8 +12,10 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 
 import train
-from job import Job, settings_of
+from job import Job
+from models.loading import recipe_of
 from models.tasks.contract import Criterion
+from utils.config.settings import read_settings
 from utils.distributed.model import DistributedModel
 from utils.run import Run
 from utils.training.steps import OptimizerSteps
@@ -93,7 +95,7 @@ def within(flags: Sequence[str], work: Callable[[Parts], T]) -> T:
         patch.setattr(train, "evaluator", evaluator)
         patch.setattr(train, "train_one_epoch", epoch)
         with pytest.raises(Left):
-            train.train(settings_of(flags))
+            train.train(read_settings(flags, recipe_of))
     return returned[0]
 
 

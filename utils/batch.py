@@ -36,9 +36,9 @@ def layout(device: torch.device) -> torch.memory_format:
 
 
 class GlobalCounts(NamedTuple):
-    """The counts of a loss's terms, added up over all processes; only `DistributedModel.over_global_counts` makes them.
+    """The counts of a loss's terms: of all processes by `DistributedModel.over_global_counts`, as training needs them.
 
-    A type of their own, because a division by a process's own counts would give each process another loss.
+    A type of their own: divided by a process's own counts, as by `LossTerms.local_means`, each has another loss.
     """
 
     values: Tensor  # (terms, parts)

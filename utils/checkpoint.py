@@ -1,8 +1,7 @@
-"""What --resume needs: the state of a run, saved and loaded side by side, its files, and the settings to continue with.
+"""Weight files, and the state of a run for --resume: what is saved beside what is loaded, and the state's files.
 
-train.py calls `resolve_settings` before anything else is read, and `read_saved_state` once the data set is known. The
-weights are loaded before `Accelerator.prepare`, whose results a `TrainingState` holds. A state is replaced as a whole
-and verified by a checksum. Weight files have tensors and plain values only: loading one runs no code.
+The weights are loaded before `Accelerator.prepare`, whose results a `TrainingState` holds. A state is replaced as a
+whole and verified by a checksum. Weight files have tensors and plain values only: loading one runs no code.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,20 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
-from utils.config.flags import AUTO, BUILT_IN_JOB, NEWEST, TrainOptions
-from utils.config.parser import over_defaults
-from utils.config.settings import RecipeOf, Settings, check_settings, resumed_options
 from utils.console import log
 from utils.distributed.deepspeed import gathered_parameters, load_optimizer_state, optimizer_state
-from utils.distributed.launch import connect
-from utils.distributed.ranks import Collectives, broadcast_from_main, world_size
-from utils.errors import Stopped, UserError, first_line, plural, public
-from utils.files import SETTINGS_FILE, VERSION, read_regular, read_yaml, write_bytes
+from utils.distributed.ranks import Collectives
+from utils.errors import UserError, first_line, public
+from utils.files import VERSION, read_regular, write_bytes
 from utils.summary import Summary
 
 if TYPE_CHECKING:
     from utils.distributed.model import DistributedModel
-    from utils.run import Run, RunFolder
     from utils.training.optimizer import ModelEMA
 
 FORMAT, STATE_FORMAT = "lockstep-1", "lockstep-state-2"  # of a weight file, and of a state
@@ -129,7 +122,7 @@ class Identity:
     names: Mapping[int, str]  # class names
     imgsz: int  # pixels
     splits: Mapping[str, Mapping[str, str]]  # `Split.identity` of `train` and `val`
-    settings: Mapping[str, Any] = field(default_factory=dict)  # compared with settings.yaml by `check_settings`
+    settings: Mapping[str, Any] = field(default_factory=dict)  # compared with settings.yaml when the run is resumed
 
     def check(self, saved: Mapping[str, Any]) -> None:
         """Compare with a saved state; raise `UserError` if classes, image size, images or labels have changed."""
@@ -147,8 +140,8 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Decisions:
-    """What a new run has decided from the memory, the weights and the environment; a resumed run keeps it."""
+class MeasuredConfig:
+    """What a new run has taken from the memory, the weights and the environment; a resumed run keeps it."""
 
     batch_size: int  # images of a batch of all processes
     accumulation: int  # batches of an optimizer step
@@ -210,7 +203,7 @@ class TrainingState:
     def __init__(
         self,
         identity: Identity,
-        decisions: Decisions,
+        measured: MeasuredConfig,
         model: DistributedModel,
         parameters: Sequence[nn.Parameter],
         ema: ModelEMA,
@@ -218,20 +211,20 @@ class TrainingState:
         terms: int,
     ) -> None:
         accelerator = model.accelerator
-        self.identity, self.decisions, self.progress = identity, decisions, Progress()
+        self.identity, self.measured, self.progress = identity, measured, Progress()
         self.copies, self.parameters, self.ema, self.optimizer = model.copies, parameters, ema, optimizer
         self.scaler, self.logical, self.collectives = accelerator.scaler, model.logical, Collectives()
         self.loss_sums = torch.zeros(len(model.copies), terms, device=accelerator.device)  # over the epoch's batches
         self._saved_progress: dict[str, Any] | None = None
 
-    def save(self, files: RunFolder, keep_tensors: bool = True) -> None:
-        """Write the state into the run folder, unless it has just been written; of a finished run the counters only."""
+    def save(self, write: Callable[[dict[str, Any], bool], None], keep_tensors: bool = True) -> None:
+        """Let `RunFolder.save_state` write the state, unless it has just; of a finished run the counters only."""
         progress = {**asdict(self.progress), "summary": None}  # the summary changes with the best epoch only
         if progress == self._saved_progress:
             return
         self._saved_progress = progress
         with gathered_parameters(self.copies[0].parameters() if keep_tensors else ()):
-            files.save_state(self.state(keep_tensors), final=not keep_tensors)
+            write(self.state(keep_tensors), not keep_tensors)
 
     def state(self, keep_tensors: bool = True) -> dict[str, Any]:
         """Return the state as tensors and plain values. Under ZeRO-3 the weights must be gathered."""
@@ -239,7 +232,7 @@ class TrainingState:
             "format": STATE_FORMAT,
             "version": VERSION,
             **vars(self.identity),
-            "decisions": asdict(self.decisions),
+            "decisions": asdict(self.measured),
             "progress": asdict(self.progress),
         }
         if not keep_tensors:
@@ -367,106 +360,3 @@ def _load(file: Path, content: bytes) -> dict[str, Any]:
 
 def _checksum(content: memoryview | bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:CHECKSUM_DIGITS]
-
-
-# What a run continues with
-
-
-def resolve_settings(given: Mapping[str, Any], recipe_of: RecipeOf) -> Settings:
-    """Return the settings that a run starts or continues with; the main process decides for all.
-
-    `given` are flags by name; if they name no data, model, weights or hyperparameters, the built-in job gives the rest.
-    Raises `Stopped` with exit code 0 if the run is finished, and `UserError` if there is nothing to resume or a flag
-    must not change.
-    """
-    settings = Settings(over_defaults(TrainOptions, given, BUILT_IN_JOB), given)
-    options = settings.options
-    if not options.resume:
-        return settings
-    if world_size() == 1:  # the processes that `spawn` starts get the settings from their parent
-        return _settings_of_run(settings, recipe_of)
-    if options.doctor and options.resume == AUTO:  # the flags are complete; the doctor names who cannot be reached
-        return settings
-    connect(options.device, options.dist_timeout)
-    return broadcast_from_main(lambda: _settings_of_run(settings, recipe_of))
-
-
-def read_saved_state(run: Run, settings: Settings, identity: Identity) -> dict[str, Any] | None:
-    """Return the saved state of a run, None for a new run; restore the run folder to that state.
-
-    Raises `UserError` if classes, image size, images or labels differ from the saved state's, before anything in the
-    folder changes.
-    """
-    saved = run.collectives.broadcast(run.files.read_state()) if settings.saved else None
-    if saved:
-        identity.check(saved)
-        settings.log_changes(torch.get_num_threads() if run.accelerator.device.type == "cpu" else 0)
-        log(f"resuming {run.path} {Progress.from_state(saved['progress'])}")
-    elif settings.is_fixed:
-        log(f"{run.path} ended before it saved anything: it starts anew, with its settings")
-    run.files.restore_to_state(saved)
-    return saved
-
-
-def _settings_of_run(settings: Settings, recipe_of: RecipeOf) -> Settings:
-    """Return the settings of the run that --resume names, overridden by the given flags."""
-    asked = settings.options
-    run = find_run(asked.resume, Path(asked.project), asked.name, asked.exist_ok)
-    if run is None:
-        return settings
-    saved = read_yaml(run / SETTINGS_FILE)
-    if not {"epochs", "batch_size", "hyperparameters", "model"} <= saved.keys():
-        raise UserError(f"{run} is not the folder of a training run, so it cannot be resumed; name one that is")
-    states = StateFiles(run / STATES)
-    state = states.read(warns=False)  # `read_saved_state` reads it again
-    check_settings(saved, state.get("settings", {}) if state else {}, run / SETTINGS_FILE)
-    options = resumed_options(settings.given, run, saved, recipe_of, world_size() > 1)
-    if state is None:
-        has_results = any(run.glob("weights/*.pt")) or (not options.nosave and (run / "results.csv").exists())
-        if asked.resume == AUTO and not has_results:
-            return Settings(options, settings.given, is_fixed=True)
-        raise UserError(
-            f"no state is in {states.folder}, so {run} cannot be resumed; restore the states, start a new run from its "
-            "weights, or, if it has no results, start it again with --resume auto"
-        )
-    with explain_misfit(state):
-        progress = Progress.from_state(state["progress"])
-    if progress.finished and options.epochs > saved["epochs"]:
-        raise UserError(
-            f"{run} is finished and has not kept the optimizer's state, so --epochs {options.epochs} cannot continue "
-            f"it; start a new run from {run / 'weights' / 'last.pt'}"
-        )
-    if progress.finished or progress.epoch >= options.epochs:
-        print(f"{run} is finished: it has trained {plural(progress.epoch, 'epoch')}", flush=True)
-        if progress.summary:
-            progress.summary.write_result(run)
-        raise Stopped(0)
-    return Settings(options, settings.given, saved, is_fixed=True)
-
-
-def find_run(resume: str, project: Path, name: str, exist_ok: bool) -> Path | None:
-    """Return the run folder that --resume names; None if it is `auto` and there is no run. Raises `UserError`."""
-    if resume in (NEWEST, AUTO):
-        pattern = ".*" if resume == NEWEST else re.escape(name) if exist_ok else rf"{re.escape(name)}\d*"
-        runs = [file.parent for file in project.glob(f"*/{SETTINGS_FILE}") if re.fullmatch(pattern, file.parent.name)]
-        for run in sorted(runs, key=_last_written, reverse=True):
-            settings = read_yaml(run / SETTINGS_FILE)  # without hyperparameters: of a validation
-            # The second run `fold1` is in fold12, as is the first run `fold12`.
-            if "hyperparameters" in settings and (resume == NEWEST or exist_ok or settings.get("name") == name):
-                return run
-        if resume == AUTO:
-            return None
-        raise UserError(f"there is no run to resume in {project}; name a run folder, or start one without --resume")
-    path = Path(os.path.abspath(resume))
-    for folder in (path, *path.parents[:2]):  # the run folder, or checkpoint/ or weights/last.pt in it
-        if os.path.isfile(folder / SETTINGS_FILE):  # Path.is_file raises an error for a folder that may not be entered
-            return folder
-    raise UserError(
-        f"--resume {path}: neither it nor its parent folders are a run folder of train.py (no {SETTINGS_FILE}); name "
-        "one, or start a new run with --weights, as from a run of YOLOv5"
-    )
-
-
-def _last_written(run: Path) -> float:
-    files = [run / SETTINGS_FILE, run / "results.csv", *(run / STATES).glob("*.pt")]
-    return max(file.stat().st_mtime for file in files if file.exists())

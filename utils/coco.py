@@ -131,7 +131,8 @@ def metrics(file: Path, ids: CocoIds, rows: list[dict[str, Any]]) -> Iterator[tu
         annotations = json.loads(read_text(file))
         # The annotations' own ids are replaced: the evaluator ignores id 0 and merges equal ids.
         boxed = [one for one in annotations["annotations"] if one.get("bbox")]  # training leaves out the others too
-        numbered = [{**one, "id": number} for number, one in enumerate(boxed or annotations["annotations"], 1)]
+        crowd = {"iscrowd": 0} if all(one.get("iscrowd") for one in boxed) else {}  # objects: see data/formats.py
+        numbered = [{**one, **crowd, "id": number} for number, one in enumerate(boxed or annotations["annotations"], 1)]
         truth = COCO({**annotations, "annotations": numbered})
         predicted = truth.loadRes(rows) if rows else COCO({**annotations, "annotations": []})
         for kind in kinds:
@@ -150,7 +151,7 @@ def metrics(file: Path, ids: CocoIds, rows: list[dict[str, Any]]) -> Iterator[tu
 def report(
     write: Callable[[Mapping[str, str]], object],
     file: Path | None,
-    is_named: bool,
+    named_by_user: bool,
     predictions: Sequence[CocoImage],
     names: Mapping[int, str],
     images: Sequence[Path],
@@ -158,8 +159,8 @@ def report(
 ) -> None:
     """Write the predictions for `images` as COCO's results, <stem>_predictions.json; write and print COCO's metrics.
 
-    An annotation file that does not fit is a warning, or if the user names it (`is_named`) a `UserError`, raised once
-    the results are written. `write` writes text files by name.
+    An annotation file that does not fit is a warning, or if it is `named_by_user` a `UserError`, raised once the
+    results are written. `write` writes text files by name.
     """
     ids = default_ids(names, images)
     try:
@@ -177,6 +178,6 @@ def report(
             write({document: csv_text(("metric", "iou", "area", "max_det", "value"), measured)})
             log(*table([(title, "IoU", "area", "maxDets", "value"), *measured]), always=True)
     except UserError as error:
-        if is_named:
+        if named_by_user:
             raise
         log(f"warning: {error}")

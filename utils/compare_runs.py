@@ -16,7 +16,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from utils.config.settings import curve_settings
+from utils.config.resume import curve_settings
 from utils.errors import UserError, first_line, plural, quoted
 from utils.files import read_regular, read_yaml
 

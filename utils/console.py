@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,12 +23,13 @@ T = TypeVar("T")
 REFRESH_SECONDS = 1.0  # between two drawings of a bar, each with new values, which synchronise the device
 BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:5}| {rate_fmt}{postfix}"
 STYLE: Any = {"bar_format": BAR_FORMAT, "unit": " img", "leave": False, "dynamic_ncols": True, "miniters": 1}
+WRAPPED: Any = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}  # wide lines
 TERMINAL = 80, 24  # columns and lines of an output that is not a terminal
 SHORTEST_NAME = 8  # characters that a name in a table keeps, however narrow the table
 
 
 class Log:
-    """Prints lines on the main process; if `quiet`, only warnings and lines with `always`.
+    """Prints lines on the main process, wrapped on a terminal; if `quiet`, only warnings and lines with `always`.
 
     A run holds its lines until its folder is open: if it cannot start, only the error is printed.
     """
@@ -55,7 +57,9 @@ class Log:
         for line in filter(None, map(public, lines) if self.is_main else ()):
             if always or not self.quiet or line.startswith("warning: "):
                 with suppress(OSError, ValueError):  # its reader has ended, or its disk is full
-                    tqdm.write(line.encode(encoding, "backslashreplace").decode(encoding))
+                    width = shutil.get_terminal_size(TERMINAL).columns if sys.stdout.isatty() else len(line)
+                    text = textwrap.fill(line, width, **WRAPPED) if len(line) > width else line
+                    tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding))
                     sys.stdout.flush()
             self._listener(line)
 
@@ -99,7 +103,10 @@ class Bar:
         self.rate = self.images / max(self.seconds, 1e-9)
 
     def show(self, values: Sequence[str]) -> None:
-        """Show values beside the bar."""
+        """Show values beside the bar: as many as the terminal has room for."""
+        room, state = shutil.get_terminal_size(TERMINAL).columns, {**self._bar.format_dict, "ncols": None}
+        while values and len(tqdm.format_meter(**{**state, "postfix": ", ".join(values)})) >= room:
+            values = values[:-1]
         self._bar.set_postfix_str(", ".join(values))
 
 

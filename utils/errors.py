@@ -49,7 +49,8 @@ def plural(number: int, noun: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """Return ` (did you mean 'x'?)` for the most similar of `known`, or '' if none reaches `likeness`, from 0 to 1."""
+    """Return ` (did you mean 'x'?)` for the most similar of `known`, '' if none reaches `likeness`, from 0 to 1; of
+    equals for the first in the alphabet, as lr0 for lr."""
     by_lower = {name.lower(): name for name in known}
-    matches = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=likeness)
-    return f" (did you mean '{by_lower[matches[0]]}'?)" if matches else ""
+    ranked = sorted((-difflib.SequenceMatcher(None, name, word.lower()).ratio(), name) for name in by_lower)
+    return f" (did you mean '{by_lower[ranked[0][1]]}'?)" if ranked and -ranked[0][0] >= likeness else ""

@@ -54,7 +54,7 @@ class Summary:
         if file := os.environ.get(RESULT):
             Path(file).write_text(json.dumps({**self.columns(), "fitness": self.fitness, "folder": str(folder)}))
 
-    def weighed(self, weights: Mapping[str, float]) -> Summary:
+    def with_fitness(self, weights: Mapping[str, float]) -> Summary:
         """Return the summary with the sum of its metrics with `weights` as its fitness, if any; NaN becomes -inf."""
         if not weights:
             return self if self.fitness > -math.inf else replace(self, fitness=-math.inf)

@@ -23,9 +23,9 @@ from utils.files import cache_folder
 _paths: dict[str, Path] = {}  # the files and packages that have run in this process, by their stems
 
 
-def class_named(place: str) -> type[Any]:
+def class_named(import_path: str) -> type[Any]:
     """Import the class that `module:class` names. Raises ImportError or AttributeError if it does not exist."""
-    module, _, name = place.partition(":")
+    module, _, name = import_path.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
@@ -38,24 +38,24 @@ def load(module: str) -> ModuleType | None:
 
 @contextmanager
 def imported(
-    place: str | Path, flag: str, is_named: bool = True, named_by: str = "the run's settings.yaml"
+    place: str | Path, flag: str, named_by_user: bool = True, named_by: str = "the run's settings.yaml"
 ) -> Iterator[ModuleType]:
     """Import the Python file or package at `place`, and run a block with it; if that fails, forget the module.
 
-    Its folder stays the last in `sys.path`, so that loader processes can import it too. If not the user names it
-    (`is_named`) but a file, `named_by`, perhaps somebody else's, it is run only if this user has run the same code at
-    the same path before. Raises `UserError`, also if another module has its name, or for any error in it or the block.
+    Its folder stays the last in `sys.path`, so that loader processes can import it too. If it is not `named_by_user`,
+    but by a file, `named_by`, which may be somebody else's, it is run only if this user has run the same code at the
+    same path before. Raises `UserError`, also if another module has its name, or for any error in it or the block.
     """
     path = Path(place).resolve()
     file, name = path / "__init__.py" if os.path.isdir(path) else path, path.stem
-    subject = f"{flag} {place}" if is_named else f"{named_by} names {flag} {place}"
+    subject = f"{flag} {place}" if named_by_user else f"{named_by} names {flag} {place}"
     if not os.path.isfile(file) or file.suffix != ".py":
         raise UserError(f"{subject}: give a .py file, or a folder with an __init__.py (looked for {file})")
     digest = hashlib.sha256(os.fsencode(path))
     for part in [path] if file == path else sorted(path.rglob("*.py")):
         digest.update(os.fsencode(part) + hashlib.sha256(part.read_bytes()).digest())
     mark = cache_folder() / "trusted" / digest.hexdigest()
-    if not is_named and not mark.is_file():
+    if not named_by_user and not mark.is_file():
         trust = f"read {path}, and if you trust it add {flag} {place}"
         raise UserError(f"{subject}, which would be run and which you have not run before; {trust}")
     with suppress(OSError):  # without the record the user must name it each time

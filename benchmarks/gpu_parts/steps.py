@@ -163,7 +163,7 @@ def fits(here: Machine, model: str, imgsz: int, batch: int) -> str:
 
     def three(parts: Parts, shares: Any) -> Generator[Any, None, int]:
         yield from [shares] * 3
-        return parts.steps.state.decisions.batch_size
+        return parts.steps.state.measured.batch_size
 
     try:
         taken = take_steps(here, model, imgsz, batch, three, "--data", str(here.photos(times=16)))
@@ -177,7 +177,7 @@ def fitting(here: Machine) -> None:
     for model in ("yolov5n",) if here.quick else ("yolov5x", "yolov5s"):
         _, imgsz = here.size(1)
         flags = here.flags(model, imgsz, -1, "--mixed-precision", "bf16", "--data", str(here.photos(times=16)))
-        chosen = within(flags, lambda parts: parts.steps.state.decisions.batch_size)
+        chosen = within(flags, lambda parts: parts.steps.state.measured.batch_size)
         reset_accelerate()
         multiples = MULTIPLES[:2] if here.quick else MULTIPLES
         outcomes = {f"{times:g} times": fits(here, model, imgsz, int(times * chosen)) for times in multiples}

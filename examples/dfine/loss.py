@@ -33,11 +33,11 @@ class DFineTerms(LossTerms):
     DDF weights its means over n edges with a target and m others by the square roots of n and m.
     """
 
-    def share_of(self, counts: GlobalCounts) -> Tensor:
+    def share_of_mean(self, counts: GlobalCounts) -> Tensor:
         """Return this process's share of each mean over the global batch; DDF's divisor is root n (root n + root m)."""
         divisors, roots = counts.values, counts.values[DISTILLED:].sqrt()
         divisors = torch.cat((divisors[:DISTILLED], roots * (roots + roots.roll(2, 1))))
-        return (self.weights * self.sums / divisors.clamp(min=self.least)).sum(1)
+        return (self.weights * self.sums / divisors.clamp(min=self.min_divisor)).sum(1)
 
 
 class DFineCriterion(Criterion):

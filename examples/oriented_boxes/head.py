@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from models.layers import Conv, Head
-from models.tasks.contract import Model, at_least_float32
+from models.tasks.contract import Model, upcast_half
 from models.yolo import LAYERS
 
 from .geometry import canonical, unspun
@@ -46,7 +46,7 @@ class OrientedDetect(Head):
         )
 
     @torch.no_grad()
-    def placed(self, strides: Sequence[float]) -> None:
+    def set_strides(self, strides: Sequence[float]) -> None:
         """Set the strides of the levels, in pixels, and the biases from which a training from scratch starts."""
         self.stride.copy_(torch.tensor(strides))
         for level, stride in zip(self.levels, strides, strict=True):
@@ -63,7 +63,7 @@ class OrientedDetect(Head):
         rows = [raw.flatten(2).transpose(1, 2) for raw in outputs]
         strides = self.stride.to(outputs[0].device, torch.float32)
         places = [_places(raw, stride) for raw, stride in zip(outputs, strides, strict=True)]
-        return Cells(at_least_float32(torch.cat(rows, 1)), torch.cat(places))
+        return Cells(upcast_half(torch.cat(rows, 1)), torch.cat(places))
 
 
 def _places(raw: Tensor, stride: Tensor) -> Tensor:

@@ -25,11 +25,10 @@ from models.heads.contract import (
     row_sigmoids,
 )
 from models.layers import Proto
-from models.tasks.contract import Criterion, LossTerms, Model, at_least_float32, device_constant
+from models.tasks.contract import Criterion, LossTerms, Model, Term, device_constant, upcast_half
 from utils.batch import Batch, BoxSplit
 from utils.config.hyperparameters import AnchorKeys, keys_of
 
-LOSS_NAMES = ("box_loss", "obj_loss", "cls_loss")  # names of the terms, in the order of `LossTerms`
 # Offsets (x, y) of the cells that a target may be assigned to: its centre's cell, then left, above, right and below.
 NEIGHBOURS = ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (-1.0, 0.0), (0.0, -1.0))
 NEIGHBOUR_DISTANCE_CELLS = 0.5  # largest distance from a target's centre to a neighbouring cell
@@ -96,7 +95,7 @@ def match(cells: Cells, anchors: Tensor, threshold: float) -> Tensor:
 def map_sizes(outputs: Sequence[Tensor | Level]) -> MapSizes:
     """Return the height and width of each level's map."""
     maps = [output.objectness if isinstance(output, Level) else output for output in outputs]
-    return tuple((one.shape[2], one.shape[3]) for one in maps)
+    return tuple((level.shape[2], level.shape[3]) for level in maps)
 
 
 # The loss
@@ -121,7 +120,7 @@ class DetectionCriterion(BoxCriterion):
         self, hyp: AnchorKeys, head: Detect, label_smoothing: float = 0.0, class_weights: Sequence[float] = ()
     ) -> None:
         self.hyp, self.classes, self._head, self.label_smoothing = hyp, head.nc, head, label_smoothing
-        self.class_weights = tuple(class_weights)
+        self.class_weights, self.min_divisor = tuple(class_weights), min((1.0, *class_weights))
         self._strides = head.stride.tolist()
 
     def hints(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -133,9 +132,9 @@ class DetectionCriterion(BoxCriterion):
     def __call__(self, outputs: Sequence[Tensor | Level], batch: Batch) -> LossTerms:
         """Return the loss terms, whose parts are the levels, from raw maps (b, anchors, h, w, 5 + classes), or each
         level's `Level` at the cells of `hints`."""
-        return self.box_terms(outputs, batch.targets)[0]
+        return LossTerms.stacked(self.box_terms(outputs, batch.targets)[0], self._head.loss_names, self.min_divisor)
 
-    def box_terms(self, outputs: Sequence[Tensor | Level], targets: Tensor) -> tuple[LossTerms, Tensor]:
+    def box_terms(self, outputs: Sequence[Tensor | Level], targets: Tensor) -> tuple[dict[str, Term], Tensor]:
         """Return box, objectness and class terms, and all logits near the targets, (levels, k, anchors, outputs)."""
         hyp, anchors = self.hyp, self._head.anchors.to(targets.device)
         cells = near_cells(map_sizes(outputs), targets)
@@ -144,30 +143,32 @@ class DetectionCriterion(BoxCriterion):
             output if isinstance(output, Level) else Level(output[..., 4], output[image, :, row, column])
             for output, (image, row, column) in zip(outputs, cells.indices, strict=True)
         ]
-        rows = at_least_float32(torch.stack([level.rows for level in levels]))
+        rows = upcast_half(torch.stack([level.rows for level in levels]))
         centre = rows[..., :2].sigmoid() * 2 - 0.5
         size = (rows[..., 2:4].sigmoid() * 2) ** 2 * anchors[:, None]
         iou = complete_iou(torch.cat((centre, size), 3), cells.box[:, :, None])
         weights = None  # of each cell's target, (k, 1); None if all are 1
         if self.class_weights:
-            of_targets = device_constant(self.class_weights, rows.device).to(rows)[targets[:, 1].long()]
-            weights = of_targets.repeat(len(NEIGHBOURS))[:, None]
+            target_weights = device_constant(self.class_weights, rows.device).to(rows)[targets[:, 1].long()]
+            weights = target_weights.repeat(len(NEIGHBOURS))[:, None]
         box = _match_sums(1 - iou, matched, weights)
         overlaps = iou.detach().clamp(min=0).to(rows.dtype)
         obj = []
         for level, *matches in zip(levels, cells.indices, matched, overlaps, strict=True):
-            logits = at_least_float32(level.objectness)
+            logits = upcast_half(level.objectness)
             obj.append(self._cross_entropy(logits, _overlap_map(logits.shape, *matches), hyp.obj_pw).sum())
         cls = self._class_sums(rows[..., 5 : 5 + self.classes], targets[:, 1].long(), matched, weights)
-        sums = torch.stack((box, torch.stack(obj), cls))
-        match_counts = _match_sums(matched, matched, weights).to(sums)
-        cell_counts = device_constant(tuple(level.objectness.numel() for level in levels), sums.device).to(sums)
-        counts = torch.stack((match_counts, cell_counts, match_counts * self.classes))
+        match_counts = _match_sums(matched, matched, weights).to(box)
+        cell_counts = device_constant(tuple(level.objectness.numel() for level in levels), box.device).to(box)
         level_weights = LEVEL_WEIGHTS.get(len(levels), LEVEL_WEIGHTS_DEEP[: len(levels)])
-        equal = (1.0,) * len(levels)
-        gains = ((hyp.box, equal), (hyp.obj, level_weights), (hyp.cls, equal))
-        shares = device_constant(tuple(tuple(gain * share for share in shares) for gain, shares in gains), sums.device)
-        return LossTerms(sums, counts, shares.to(sums), min((1.0, *self.class_weights))), rows
+        gains = zip(*((hyp.box, hyp.obj * weight, hyp.cls) for weight in level_weights), strict=True)
+        box_gains, obj_gains, cls_gains = device_constant(tuple(gains), box.device).to(box)
+        terms = {
+            "box_loss": (box, match_counts, box_gains),
+            "obj_loss": (torch.stack(obj), cell_counts, obj_gains),
+            "cls_loss": (cls, match_counts * self.classes, cls_gains),
+        }
+        return terms, rows
 
     def _class_sums(self, logits: Tensor, labels: Tensor, matched: Tensor, weights: Tensor | None) -> Tensor:
         """Return the class sums (levels,) over the matched ones of logits (levels, k, anchors, classes), from the class
@@ -304,13 +305,13 @@ class Detect(DetectionHead):
     """The detection head: one 1x1 convolution per level, which returns raw maps in training and in evaluation.
 
     `anchors` are a flat list [w, h, w, h, ...] in pixels for each level, or their number, and AutoAnchor computes them;
-    the buffer (levels, anchors, 2) is in stride units after `placed`. `more` is the number of outputs per anchor after
-    the class scores.
+    the buffer (levels, anchors, 2) is in stride units after `set_strides`. `num_extra` is the number of outputs per
+    anchor after the class scores.
     """
 
     description = "detection head"
     example = "[[17, 20, 23], 1, Detect, [nc, anchors]]"
-    loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
+    loss_names: ClassVar[tuple[str, ...]] = ("box_loss", "obj_loss", "cls_loss")
     hyperparameters = keys_of(AnchorKeys)
     features = frozenset({"anchors", "label smoothing"})
     takes_anchors = True
@@ -319,7 +320,7 @@ class Detect(DetectionHead):
     anchors: Tensor
 
     def __init__(
-        self, nc: int, anchors: Sequence[Sequence[float]] | int, channels: Sequence[int], more: int = 0
+        self, nc: int, anchors: Sequence[Sequence[float]] | int, channels: Sequence[int], num_extra: int = 0
     ) -> None:
         super().__init__()
         if isinstance(anchors, int):
@@ -327,7 +328,7 @@ class Detect(DetectionHead):
         lengths = {len(level) for level in anchors}
         if len(anchors) != len(channels) or len(lengths) > 1 or lengths.pop() % 2:
             raise ValueError(f"`anchors` needs {len(channels)} rows, one per input map, of equally many pairs of sides")
-        self.nc, self.nl, self.na, self.no = nc, len(channels), len(anchors[0]) // 2, nc + 5 + more
+        self.nc, self.nl, self.na, self.no = nc, len(channels), len(anchors[0]) // 2, nc + 5 + num_extra
         self._sides = [[float(side) for side in level] for level in anchors]  # width, height, width ... in pixels
         self.register_buffer("anchors", torch.tensor(self._sides).view(self.nl, self.na, 2))
         # Not saved: the layers determine it, and YOLOv5's files do not have it.
@@ -344,7 +345,7 @@ class Detect(DetectionHead):
         return [convolve(x, index) for convolve, x, index in zip(self.m, maps, cells, strict=True)]
 
     @torch.no_grad()
-    def placed(self, strides: Sequence[float]) -> None:
+    def set_strides(self, strides: Sequence[float]) -> None:
         """Set the strides in pixels, the anchors in stride units (small ones at small strides), and the biases.
 
         The biases make initial scores mean 8 objects per image of 640 px, and 0.6 / nc per class: prior probabilities
@@ -370,23 +371,23 @@ class Detect(DetectionHead):
     def candidates(self, view: HeadView, conf_thres: float) -> Iterator[Candidates]:
         """Iterate over the boxes of groups of images whose objectness exceeds the threshold; only these are decoded."""
         outputs, geometries = zip(*self._levels(view), strict=True)
-        for levels in image_groups([raw.flatten(1, 3) for raw in outputs]):  # (b, n, 5 + classes + more)
-            places = [(level[..., 4].float() > least_logit(conf_thres)).nonzero(as_tuple=True) for level in levels]
-            rows = [level[place] for level, place in zip(levels, places, strict=True)]
-            scores = row_sigmoids([row[:, : row.shape[1] - view.more] for row in rows])
-            cells = [cells[box] for cells, (_, box) in zip(geometries, places, strict=True)]
+        for levels in image_groups([raw.flatten(1, 3) for raw in outputs]):  # (b, n, 5 + classes + extra)
+            indices = [(level[..., 4].float() > least_logit(conf_thres)).nonzero(as_tuple=True) for level in levels]
+            rows = [level[index] for level, index in zip(levels, indices, strict=True)]
+            scores = row_sigmoids([row[:, : row.shape[1] - view.num_extra] for row in rows])
+            cells = [cells[box] for cells, (_, box) in zip(geometries, indices, strict=True)]
             boxes = torch.cat((decode_xywh(scores, torch.cat(cells)), scores[:, 4:]), 1)
-            more = torch.cat([row[:, row.shape[1] - view.more :].float() for row in rows])
-            yield Candidates(len(levels[0]), torch.cat([image for image, _ in places]), boxes, more)
+            extra = torch.cat([row[:, row.shape[1] - view.num_extra :].float() for row in rows])
+            yield Candidates(len(levels[0]), torch.cat([image for image, _ in indices]), boxes, extra)
 
-    def decode(self, outputs: list[Tensor], more: int = 0) -> Tensor:
-        """Return all boxes, (b, n, 5 + classes + more): by level, anchor, row, column."""
+    def decode(self, outputs: list[Tensor], num_extra: int = 0) -> Tensor:
+        """Return all boxes, (b, n, 5 + classes + extra): by level, anchor, row, column."""
         parts = []
         for raw, cells in self._levels(HeadView(self, outputs)):
             rows = raw.flatten(1, 3).float()
-            scores = rows[..., :-more].sigmoid() if more else rows.sigmoid()
-            others = (rows[..., -more:],) if more else ()
-            parts.append(torch.cat((decode_xywh(scores, cells), scores[..., 4:], *others), 2))
+            scores = rows[..., :-num_extra].sigmoid() if num_extra else rows.sigmoid()
+            extra = (rows[..., -num_extra:],) if num_extra else ()
+            parts.append(torch.cat((decode_xywh(scores, cells), scores[..., 4:], *extra), 2))
         return torch.cat(parts, 1)
 
     def _levels(self, view: HeadView) -> list[tuple[Tensor, Tensor]]:
@@ -429,7 +430,6 @@ class Detect(DetectionHead):
         return sum(len(labels) for level in samples for _, labels in level)
 
     def adapt(self, model: Model, split: BoxSplit, hyp: AnchorKeys) -> None:
-        """Run AutoAnchor."""
         from models.heads.auto_anchor import adapt_anchors  # only here, because most runs keep their anchors
 
         adapt_anchors(self, model.yaml, split.side_lengths(model.imgsz), hyp.anchor_t, hyp.anchor_recall)

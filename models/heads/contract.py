@@ -63,8 +63,8 @@ def least_logit(probability: float) -> float:
 
     It may be applied to objectness, which no confidence exceeds, and to class scores that are confidences.
     """
-    least = min(probability, 1.0) * (1 - 1e-5)
-    return math.log(least / (1 - least)) if least > 0 else -math.inf
+    bound = min(probability, 1.0) * (1 - 1e-5)
+    return math.log(bound / (1 - bound)) if bound > 0 else -math.inf
 
 
 def row_sigmoids(parts: Sequence[Tensor]) -> Tensor:
@@ -94,7 +94,7 @@ class Candidates(NamedTuple):
     images: int  # number of images
     image: Tensor  # int64 (k,): number of each box's image, from 0
     scores: Tensor  # float32 (k, 5 + classes): xywh in pixels of the batch, objectness, class scores
-    more: Tensor  # float32 (k, more): the boxes' other outputs, such as mask coefficients
+    extra: Tensor  # float32 (k, extra): the boxes' other outputs, such as mask coefficients
 
 
 class HeadView(NamedTuple):
@@ -102,26 +102,24 @@ class HeadView(NamedTuple):
 
     head: DetectionHead
     outputs: Any  # the input of the criterion
-    more: int = 0  # number of a box's outputs after its class scores
+    num_extra: int = 0  # number of a box's outputs after its class scores
     scale: tuple[float, float] = (1.0, 1.0)  # width and height of the model's images, each as a share of the batch's
     mirrored_width: int = 0  # width of the batch in pixels if the images are mirrored, else 0
     skipped_level: int | None = None  # number of a level whose boxes are left out
 
     def candidates(self, conf_thres: float) -> Iterator[Candidates]:
-        """Iterate over the boxes of groups of images whose confidence may exceed `conf_thres`."""
         return self.head.candidates(self, conf_thres)
 
 
 class DecodedView(NamedTuple):
     """The boxes of an exported file."""
 
-    boxes: Tensor  # (b, n, 5 + classes + more): xywh in pixels of the batch, objectness, class scores, other outputs
+    boxes: Tensor  # (b, n, 5 + classes + extra): xywh in pixels of the batch, objectness, class scores, other outputs
     outputs: None = None  # exported files return no raw maps for a loss
-    more: int = 0
+    num_extra: int = 0
 
     def candidates(self, conf_thres: float) -> Iterator[Candidates]:
-        """Iterate over the boxes of groups of images whose objectness exceeds the threshold."""
-        end = self.boxes.shape[2] - self.more
+        end = self.boxes.shape[2] - self.num_extra
         for (group,) in image_groups([self.boxes]):
             image, box = (group[..., 4] > conf_thres).nonzero(as_tuple=True)
             rows = group[image, box].float()
@@ -149,7 +147,7 @@ class DetectionHead(Head):
     stride: Tensor  # buffer (levels,), pixels per cell
 
     @abstractmethod
-    def placed(self, strides: Sequence[float]) -> None:
+    def set_strides(self, strides: Sequence[float]) -> None:
         """Set the levels' strides in pixels, and from them the biases that training from scratch starts with."""
 
     @abstractmethod
@@ -164,16 +162,16 @@ class DetectionHead(Head):
         """Iterate over the `image_groups` of boxes whose confidence, objectness x score, may exceed `conf_thres`."""
 
     @abstractmethod
-    def decode(self, outputs: Any, more: int = 0) -> Tensor:
+    def decode(self, outputs: Any, num_extra: int = 0) -> Tensor:
         """Return all boxes of raw outputs, float32 (b, n, outputs of a box), as exported files do.
 
-        A box is xywh in pixels, objectness if the head has it, class scores, `more` other outputs. Boxes are ordered by
-        level, then row and column.
+        A box is xywh in pixels, objectness if the head has it, class scores, `num_extra` other outputs. Boxes are
+        ordered by level, then row and column.
         """
 
     @staticmethod
     def scored(decoded: Tensor) -> Tensor:
-        """Add objectness to boxes of `decode` that lack it: (b, n, 5 + classes + more), as suppression needs."""
+        """Add objectness to boxes of `decode` that lack it: (b, n, 5 + classes + extra), as suppression needs."""
         return decoded
 
     @torch.no_grad()
@@ -196,8 +194,8 @@ class DetectionHead(Head):
             for pair in pairs:
                 target, source = (tensor.reshape(self.na, -1, *tensor.shape[1:]) for tensor in pair)
                 target[:, :start] = source[:, :start]
-                for number, of_file in same.items():
-                    target[:, start + number] = source[:, start + of_file]
+                for number, file_number in same.items():
+                    target[:, start + number] = source[:, start + file_number]
                 others, file_others = target[:, start + self.nc :], source[:, start + len(names) :]
                 if names and others.shape == file_others.shape:
                     others.copy_(file_others)
@@ -210,7 +208,7 @@ class DetectionHead(Head):
         """Adapt the head, and the model's YAML, to the training boxes before the first step; log how."""
 
 
-def head_of(model: Model) -> DetectionHead:
+def require_head(model: Model) -> DetectionHead:
     """Return the head of a detector. Raises TypeError if it has none, as with an exported file."""
     if not isinstance(model.head, DetectionHead):
         raise TypeError(f"{type(model).__name__} has no detection head")
@@ -221,14 +219,10 @@ class BoxCriterion(Criterion):
     """The loss of a detector, with YOLOv5's objective. Targets outside of the images must not change it."""
 
     def for_gpu(self, recorded: Callable[[Function], Function]) -> Criterion:
-        """Return the loss with padded targets if this class derives from `BoxCriterion` itself, as ours do.
-
-        A class derived further may read what is not recorded: it returns itself, neither padded nor recorded.
-        """
+        """Return the loss with padded targets, but a class derived from one of ours, which may read more, as it is."""
         return PaddedCriterion(self, recorded) if BoxCriterion in type(self).__bases__ else self
 
     def objective(self, means: Tensor, images: int) -> Tensor:
-        """Return the sum of the terms, times the images of a step."""
         return means.sum() * images
 
     def weight(self, batch: Batch) -> float:
@@ -237,10 +231,8 @@ class BoxCriterion(Criterion):
 
 
 def padded(targets: Tensor) -> Tensor:
-    """Return targets (m, 6) and, after them, boxes of no size outside of image 0, so that there are a power of two.
-
-    Or a power of two and half of it: 16, 24, 32, 48 ...; at least one is added.
-    """
+    """Return targets (m, 6) padded to the next larger of the lengths 16, 24, 32, 48, 64 ..., with boxes that match
+    nothing: they have no size and lie outside of image 0."""
     power = 1 << max(len(targets).bit_length(), 4)
     length = power * 3 // 4 if len(targets) < power * 3 // 4 and power > MIN_TARGETS else power
     box = device_constant(OUTSIDE, targets.device)
@@ -257,18 +249,16 @@ class PaddedCriterion(BoxCriterion):
         self.criterion, self.recorded = criterion, recorded
         self.objective, self.weight = criterion.objective, criterion.weight  # type: ignore[method-assign]
         self.functions: dict[torch.Size, tuple[Function, Function]] = {}  # hints and loss, by the shape of the images
-        self.least = 1.0  # of the last loss
+        self.min_divisor = 1.0  # of the last loss
 
     def hints(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the hints for the padded targets."""
         if type(self.criterion).hints is Criterion.hints:
             return ()
         return self._functions(batch)[0](padded(batch.targets))
 
     def __call__(self, outputs: Any, batch: Batch) -> LossTerms:
-        """Return the loss terms for the padded targets."""
         sums, counts, weights = self._functions(batch)[1](outputs, padded(batch.targets))
-        return LossTerms(sums, counts, weights, self.least)
+        return LossTerms(sums, counts, weights, self.min_divisor)
 
     def _functions(self, batch: Batch) -> tuple[Function, Function]:
         shape = batch.images.shape
@@ -280,7 +270,7 @@ class PaddedCriterion(BoxCriterion):
 
             def loss(outputs: Any, targets: Tensor) -> tuple[Tensor, ...]:
                 terms = self.criterion(outputs, replace(like, targets=targets))
-                self.least = terms.least
+                self.min_divisor = terms.min_divisor
                 return terms.sums, terms.counts, terms.weights
 
             self.functions[shape] = self.recorded(hints), self.recorded(loss)

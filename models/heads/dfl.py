@@ -25,11 +25,10 @@ from models.heads.contract import (
     row_sigmoids,
 )
 from models.layers import Conv
-from models.tasks.contract import Criterion, LossTerms, at_least_float32, device_constant
+from models.tasks.contract import Criterion, LossTerms, device_constant, upcast_half
 from utils.batch import Batch
 from utils.config.hyperparameters import AlignmentKeys, keys_of
 
-LOSS_NAMES = ("box_loss", "cls_loss", "dfl_loss")  # names of the terms, in the order of `LossTerms`
 SIDES = 4  # left, top, right, bottom
 BINS = 16  # bins of a distance's distribution: 0 to 15 strides
 MAX_DISTANCE = BINS - 1.01  # largest distance from a cell's centre to a side of its box, in strides: below the last bin
@@ -140,15 +139,15 @@ def assign(boxes: Tensor, scores: Tensor, cells: Tensor, targets: Tensor, corner
         _best_cells(predicted, scores, cells, *chunk)
         for chunk in zip(targets.split(at_a_time), corners.split(at_a_time), strict=True)
     ]
-    best_cell, alignment, overlap = (torch.cat(each) for each in zip(*parts, strict=True))
+    best_cell, alignment, overlap = (torch.cat(chunks) for chunks in zip(*parts, strict=True))
     used, cell = alignment > 0, targets[:, :1].long() * count + best_cell
     # The first target has the highest rank, so that it wins among equal overlaps.
     rank = torch.arange(len(targets) - 1, -1, -1, device=cell.device)[:, None]
     key = _keys(overlap, rank)
-    everywhere = len(boxes) * count  # an extra element for slots that are not used
-    place = torch.where(used, cell, everywhere).flatten()
-    winner = key.new_full((everywhere + 1,), -1).scatter_reduce_(0, place, key.flatten(), "amax")
-    used = used & (winner[place].view_as(key) == key)
+    sentinel = len(boxes) * count  # the cell of slots that are not used
+    index = torch.where(used, cell, sentinel).flatten()
+    winner = key.new_full((sentinel + 1,), -1).scatter_reduce_(0, index, key.flatten(), "amax")
+    used = used & (winner[index].view_as(key) == key)
     alignment, overlap = torch.where(used, alignment, 0), torch.where(used, overlap, 0)
     most = alignment.amax(1, keepdim=True) + ALIGNMENT_EPSILON
     return Assignment(torch.where(used, cell, 0), alignment / most * overlap.amax(1, keepdim=True))
@@ -232,8 +231,8 @@ class DFLCriterion(BoxCriterion):
         the pair of their levels."""
         heads = outputs if isinstance(outputs, tuple) else (outputs,)
         parts = [self.head_sums(levels, batch) for levels in heads]
-        sums, counts = (torch.stack(each, 1) for each in zip(*parts, strict=True))
-        gains = (self.settings.tal_box, self.settings.tal_cls, self.settings.tal_dfl)
+        sums, counts = (torch.stack(values, 1) for values in zip(*parts, strict=True))
+        gains = (self.settings.tal_box, self.settings.tal_cls, self.settings.tal_dfl)  # as `DetectDFL.loss_names`
         shares = (1.0, self.settings.tal_aux)[: len(heads)]
         weights = device_constant(tuple(tuple(gain * share for share in shares) for gain in gains), sums.device)
         return LossTerms(sums, counts, weights.to(sums))
@@ -241,7 +240,7 @@ class DFLCriterion(BoxCriterion):
     def head_sums(self, levels: Sequence[DFLLevel], batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the box, class and distribution sums, (3,), and their counts, (3,): the sum of the class targets."""
         sides, scores, geometry = join_cells(levels, self._head.stride.to(levels[0].sides.device))
-        cells = Cells(at_least_float32(sides), at_least_float32(scores), geometry)
+        cells = Cells(upcast_half(sides), upcast_half(scores), geometry)
         height, width = batch.images.shape[2:]
         x, y, w, h = batch.targets[:, 2:].unbind(1)
         low, high = ((x - w / 2) * width, (y - h / 2) * height), ((x + w / 2) * width, (y + h / 2) * height)
@@ -324,7 +323,7 @@ class DetectDFL(DetectionHead):
 
     description = "detection head"
     example = "[[15, 18, 21], 1, DetectDFL, [nc]]"
-    loss_names = LOSS_NAMES
+    loss_names = ("box_loss", "cls_loss", "dfl_loss")
     hyperparameters = keys_of(AlignmentKeys)
     takes_anchors = False
     last_layers = "heads.{level}.class_conv.2"
@@ -342,7 +341,7 @@ class DetectDFL(DetectionHead):
         return [branches(x) for branches, x in zip(self.heads, maps, strict=True)]
 
     @torch.no_grad()
-    def placed(self, strides: Sequence[float]) -> None:
+    def set_strides(self, strides: Sequence[float]) -> None:
         """Set the levels' strides in pixels, and the biases of the last convolutions.
 
         Class scores predict 5 objects per level, and boxes are 3 strides wide and high. Equal biases would make them 15
@@ -372,12 +371,11 @@ class DetectDFL(DetectionHead):
             rows = torch.cat((xywh, torch.ones_like(xywh[:, :1]), row_sigmoids([scores[image, box]])), 1)
             yield Candidates(len(scores), image, rows, rows[:, :0])
 
-    def decode(self, outputs: list[DFLLevel], more: int = 0) -> Tensor:
+    def decode(self, outputs: list[DFLLevel], num_extra: int = 0) -> Tensor:
         """Return all boxes, (b, n, 4 + classes): xywh in pixels, class scores; by level, row, column."""
         sides, scores, cells = join_cells(outputs, self.stride.float())
         return torch.cat((decode_xywh(sides.float(), cells), scores.float().sigmoid()), 2)
 
     @staticmethod
     def scored(decoded: Tensor) -> Tensor:
-        """Return boxes (b, n, 4 + classes) with an objectness of 1, (b, n, 5 + classes)."""
         return torch.cat((decoded[..., :4], torch.ones_like(decoded[..., :1]), decoded[..., 4:]), -1)

@@ -65,14 +65,14 @@ def head_name(yaml: Mapping[str, Any]) -> object:
 def model_words(yaml: Mapping[str, Any]) -> str:
     """Name the task and the head of a model YAML for messages: `detect with the head DetectDFL`."""
     head = head_name(yaml)
-    return f"{task_of(yaml, 'the model')}{f' with the head {head}' if head else ''}"
+    return f"{task_name(yaml, 'the model')}{f' with the head {head}' if head else ''}"
 
 
-def task_of(yaml: Mapping[str, Any], source: str) -> str:
+def task_name(yaml: Mapping[str, Any], source: str) -> str:
     """Return the task of a model YAML: its `task:`, else by the head in the last row. Raises `UserError`."""
     head = head_name(yaml)
-    of_head = next((name for name, entry in TASKS.items() if entry.head == head), DEFAULT_TASK)
-    task = str(yaml.get("task") or of_head)
+    head_task = next((name for name, entry in TASKS.items() if entry.head == head), DEFAULT_TASK)
+    task = str(yaml.get("task") or head_task)
     if task not in TASKS:
         raise UserError(
             f"{source} is a model for the task '{task}'; give one for {' or '.join(TASKS)}, or name the Python file of "
@@ -81,26 +81,26 @@ def task_of(yaml: Mapping[str, Any], source: str) -> str:
     return task
 
 
-def add_tasks(place: str, is_named: bool = True, named_by: str = "the run's settings.yaml") -> list[str]:
+def add_tasks(path: str, named_by_user: bool = True, named_by: str = "the run's settings.yaml") -> list[str]:
     """Run a user's Python file or package, register the tasks in its `TASKS`, a dict of `TaskEntry` by name, and return
     their names.
 
-    An entry names classes in the module itself, as `f"{__name__}:MyTask"`, or in modules of its package. `is_named` and
-    `named_by` are as in `imported`. Raises `UserError` if the file does not load, or defines no task, an incomplete
-    task, or one whose name is taken.
+    An entry names classes in the module itself, as `f"{__name__}:MyTask"`, or in modules of its package. See `imported`
+    for the other arguments. Raises `UserError` if the file does not load, or defines no task, an incomplete task, or
+    one whose name is taken.
     """
-    with imported(place, "--task-file", is_named, named_by) as module:
+    with imported(path, "--task-file", named_by_user, named_by) as module:
         entries = getattr(module, "TASKS", None)
         if not entries or not isinstance(entries, dict) or {*map(type, entries.values())} != {TaskEntry}:
             raise UserError(
-                f'{place} defines no task; write `TASKS = {{"name": TaskEntry(...)}}`, with models.tasks.TaskEntry'
+                f'{path} defines no task; write `TASKS = {{"name": TaskEntry(...)}}`, with models.tasks.TaskEntry'
             )
         for name, entry in entries.items():
             if name in TASKS and TASKS[name] is not entry:
-                raise UserError(f"{place} defines a task '{name}', but that name is taken; give it another name")
-            for kind in (entry.load(), class_named(entry.data)):
-                if missing := ", ".join(sorted(kind.__abstractmethods__)):
-                    raise UserError(f"{place}: the class {kind.__name__} of '{name}' lacks {missing}; define them")
+                raise UserError(f"{path} defines a task '{name}', but that name is taken; give it another name")
+            for part in (entry.load(), class_named(entry.data)):
+                if missing := ", ".join(sorted(part.__abstractmethods__)):
+                    raise UserError(f"{path}: the class {part.__name__} of '{name}' lacks {missing}; define them")
     TASKS.update(entries)
     return list(entries)
 

@@ -30,10 +30,11 @@ from models.tasks.contract import (
     Task,
     Thresholds,
     View,
-    at_least_float32,
     device_constant,
+    upcast_half,
     weights_by_class,
 )
+from models.weights import architecture
 from models.yolo import build_model
 from utils.batch import Batch, ClassInfo, Split, layout
 from utils.config.flags import BELOW_ONE, NOT_NEGATIVE
@@ -53,24 +54,6 @@ CLASSIFIER_KEYS = ("task", "architecture", "nc", "args")
 # These architectures have auxiliary heads for training, which would need a loss, so they are left out. Their pretrained
 # weights expect another normalisation of the images, which `transform_input` does.
 AUXILIARY_ARGUMENTS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
-
-
-def architecture(yaml: Mapping[str, Any], source: str) -> str:
-    """Return the `architecture` of a YAML. Raises `UserError`, which names `source`, if torchvision lacks it."""
-    from torchvision import models as torchvision_models
-
-    name, known = yaml.get("architecture"), torchvision_models.list_models(module=torchvision_models)
-    if not isinstance(name, str) or name not in known:
-        hint = nearest(str(name), known) or ", such as resnet34"
-        raise UserError(f"{source}: `architecture` is {name!r}; give a classification model of torchvision{hint}")
-    return name
-
-
-def default_weights(name: str) -> str:
-    """Return the URL of the weights that torchvision recommends for an architecture."""
-    from torchvision.models import get_model_weights
-
-    return str(get_model_weights(name).DEFAULT.url)
 
 
 def build_classifier(yaml: Mapping[str, Any], nc: int, imgsz: int, source: str = "the model YAML") -> Model:
@@ -146,7 +129,6 @@ class ClassificationPrediction(Prediction):
         return draw_text_lines(image, list(filter(None, texts)), style.thickness)
 
     def crops(self, image: Image) -> list[tuple[str, Image]]:
-        """Return the whole image, with the name of its most probable class."""
         return [(self.items[0][0], image)]
 
     def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
@@ -187,18 +169,18 @@ class ClassificationCriterion(Criterion):
 
     def __init__(self, classes: int, label_smoothing: float = 0.0, class_weights: Sequence[float] = ()) -> None:
         self.classes, self.label_smoothing, self.class_weights = classes, label_smoothing, tuple(class_weights)
-        self.least = min((1.0, *class_weights))
+        self.min_divisor = min((1.0, *class_weights))
 
     def __call__(self, outputs: Tensor, batch: Batch) -> LossTerms:
         """Return the loss of logits (b, classes), in fp32 or fp64, as one term: a weighted sum over the images."""
-        logits, targets = at_least_float32(outputs), batch.targets
+        logits, targets = upcast_half(outputs), batch.targets
         images = targets.new_ones(len(targets), 1)  # number of images that each counts as
         if self.class_weights:
             targets = targets * device_constant(self.class_weights, targets.device).to(targets)
             images = targets.sum(1, keepdim=True)
         smoothed = targets * (1 - self.label_smoothing) + images * (self.label_smoothing / self.classes)
         total = -(smoothed * logits.log_softmax(1)).sum().view(1, 1)
-        return LossTerms(total, images.sum().to(total).view(1, 1), torch.ones_like(total), self.least)
+        return LossTerms(total, images.sum().to(total).view(1, 1), torch.ones_like(total), self.min_divisor)
 
     def objective(self, means: Tensor, images: int) -> Tensor:
         """Return the mean over the images of a step."""

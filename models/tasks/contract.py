@@ -7,36 +7,30 @@ import utils, but not data/.
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import cv2
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from models.tasks.results import Result
 from utils.batch import Batch, CocoImage, GlobalCounts, Split
 from utils.errors import UserError, nearest, quoted
-from utils.files import numbered_folder, unique_stems
-from utils.plots.drawing import Style, write_picture
 
 if TYPE_CHECKING:
     from utils.config.hyperparameters import Recipe, Recipes
+    from utils.plots.drawing import Style
     from utils.summary import Example, Summary
 
 Image = np.ndarray  # uint8 (h, w, 3), BGR
 Function = Callable[..., Any]
-ROWS = ("xyxy", "xywh", "xyxyn", "xywhn")  # YOLOv5's attributes of `Results`
-YOLOV5_NAMES = {"pred": "xyxy", "files": "path"}  # further attributes there, and what they are here
-SAVE_PROJECT = Path("runs/detect")  # folder that `save` writes into by default
+Term = tuple[Tensor, Tensor, Tensor]  # sums, counts and weights of a loss term's parts, (parts,) each, see `LossTerms`
 
 
 class Model(nn.Module):
@@ -66,15 +60,21 @@ class LossTerms:
     sums: Tensor  # differentiable, (terms, parts)
     counts: Tensor  # number of values in each sum, or the sum of their weights, (terms, parts)
     weights: Tensor  # of the parts in their terms, (terms, parts)
-    least: float = 1.0  # smallest divisor of a sum; below 1 if a sum of weights may be
+    min_divisor: float = 1.0  # of a sum; below 1 if counts are sums of weights, which may be below 1
 
-    def share_of(self, counts: GlobalCounts) -> Tensor:
+    @classmethod
+    def stacked(cls, terms: Mapping[str, Term], names: Sequence[str], min_divisor: float) -> LossTerms:
+        """Return the terms in the order of `names`."""
+        sums, counts, weights = (torch.stack(parts) for parts in zip(*(terms[name] for name in names), strict=True))
+        return cls(sums, counts, weights, min_divisor)
+
+    def share_of_mean(self, counts: GlobalCounts) -> Tensor:
         """Return this process's share of each mean over the global batch, (terms,); the shares add up to the mean."""
-        return (self.weights * self.sums / counts.values.clamp(min=self.least)).sum(1)
+        return (self.weights * self.sums / counts.values.clamp(min=self.min_divisor)).sum(1)
 
     def local_means(self) -> Tensor:
         """Return the means over this process's images alone, (terms,)."""
-        return self.share_of(GlobalCounts(self.counts))
+        return self.share_of_mean(GlobalCounts(self.counts))
 
 
 @cache
@@ -84,7 +84,7 @@ def device_constant(values: Any, device: torch.device) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-def at_least_float32(values: Tensor) -> Tensor:
+def upcast_half(values: Tensor) -> Tensor:
     """Return half-precision values as float32, other values unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
@@ -117,7 +117,7 @@ class Criterion(ABC):
 
     @abstractmethod
     def objective(self, means: Tensor, images: int) -> Tensor:
-        """Return the scalar to differentiate, from a share of one batch's mean terms (`LossTerms.share_of`).
+        """Return the scalar to differentiate, from a share of one batch's mean terms (`LossTerms.share_of_mean`).
 
         It must be linear in them, because the gradients of all shares are added. `images` is the number of images of an
         optimizer step.
@@ -128,45 +128,42 @@ class Criterion(ABC):
         """Return the weight of this batch's loss in the mean over a validation."""
 
 
-def refuse(wrong: bool, part: object, what: str) -> None:
-    """Raise `UserError` with the class of a task's part and what is wrong with it, if `wrong`."""
-    if wrong:
+def check_contract(holds: bool, part: object, what: str) -> None:
+    """Raise `UserError` unless a task's part `holds` its contract, with its class and what is wrong with it."""
+    if not holds:
         raise UserError(f"{type(part).__module__}.{type(part).__qualname__} {what}; fix that class")
 
 
-def terms_of(criterion: Criterion, outputs: Any, batch: Batch, names: Sequence[str], reads: bool) -> LossTerms:
+def compute_terms(criterion: Criterion, outputs: Any, batch: Batch, names: Sequence[str], reads: bool) -> LossTerms:
     """Return the loss terms of outputs. Raises `UserError` for wrong shapes or, if it `reads` them, wrong counts."""
     terms = criterion(outputs, batch)
-    refuse(not isinstance(terms, LossTerms), criterion, f"returned {type(terms).__name__} instead of LossTerms")
+    check_contract(isinstance(terms, LossTerms), criterion, f"returned {type(terms).__name__} instead of LossTerms")
     shapes = [tuple(values.shape) for values in (terms.sums, terms.counts, terms.weights)]
-    wrong = len({*shapes}) > 1 or len(shapes[0]) != 2 or shapes[0][0] != len(names)
-    refuse(wrong, criterion, f"returned sums, counts and weights of shapes {shapes} for the terms {', '.join(names)}")
-    refuse(reads and not bool((terms.counts >= 0).all()), criterion, "returned a count that is negative or NaN")
-    scalar = not reads or criterion.objective(terms.local_means(), len(batch.infos)).numel() == 1
-    refuse(not scalar, criterion, "returned an objective that is not one number")
+    fits = len({*shapes}) == 1 and len(shapes[0]) == 2 and shapes[0][0] == len(names)
+    what = f"returned sums, counts and weights of shapes {shapes} for the terms {', '.join(names)}"
+    check_contract(fits, criterion, what)
+    if reads:
+        check_contract(bool((terms.counts >= 0).all()), criterion, "returned a count that is negative or NaN")
+        is_scalar = criterion.objective(terms.local_means(), len(batch.infos)).numel() == 1
+        check_contract(is_scalar, criterion, "returned an objective that is not one number")
     return terms
 
 
 # The result for one image
 
-# The methods that a `Prediction` may leave out, with the flag that needs each and the reason why the flag is refused.
+# The methods that a `Prediction` may leave out, with the flag that needs each and the reason why it is refused.
 OPTIONAL_METHODS = {
-    "crops": ("save_crop", "is not for this model: its results cover no part of an image; leave it out"),
-    "with_labels": ("save_hybrid", "is not for this model: its results are not joined with labels; leave it out"),
-    "coco_rows": ("save_json", "is not for this model: COCO has no format for its results; leave it out"),
+    "crops": ("save_crop", "its results cover no part of an image"),
+    "with_labels": ("save_hybrid", "its results are not joined with labels"),
+    "coco_rows": ("save_json", "COCO has no format for its results"),
 }
 
 
-def _save_folder(exist_ok: bool) -> Path:
-    return SAVE_PROJECT / "exp" if exist_ok else numbered_folder(SAVE_PROJECT, "exp", exist_ok=False)
-
-
 @dataclass(frozen=True, eq=False, repr=False)
-class Prediction(ABC):
-    """The result for one image, in pixels of its file: an iterable over its objects, each a dict of `columns`.
+class Prediction(Result, ABC):
+    """The result for one image, in pixels of its file. val.py and detect.py write it, and Python users get it.
 
-    val.py and detect.py write it, and Python users get it. A subclass is a dataclass with more fields; it may leave out
-    `OPTIONAL_METHODS`.
+    A subclass is a dataclass with more fields; it may leave out `OPTIONAL_METHODS`.
     """
 
     image: int  # index in its split
@@ -205,172 +202,24 @@ class Prediction(ABC):
 
     def crops(self, image: Image) -> list[tuple[str, Image]]:
         """Return the part of `image` that each object covers, with the class name (--save-crop); no part is empty."""
-        raise _left_out("crops")
+        raise UserError(Prediction.refused()["save_crop"])
 
     def with_labels(self) -> Prediction:
         """Return the image's labels followed by the predictions that match no label (--save-hybrid)."""
-        raise _left_out("with_labels")
+        raise UserError(Prediction.refused()["save_hybrid"])
 
     def coco_rows(self) -> CocoImage:
         """Return the detections in COCO's results format (--save-json)."""
-        raise _left_out("coco_rows")
+        raise UserError(Prediction.refused()["save_json"])
 
     @classmethod
     def refused(cls) -> dict[str, str]:
-        """Return the flags that need a method that this class leaves out, each with the reason."""
-        left_out = [name for name in OPTIONAL_METHODS if getattr(cls, name) is getattr(Prediction, name)]
-        return dict(OPTIONAL_METHODS[name] for name in left_out)
-
-    # For Python users
-
-    @property
-    def items(self) -> list[tuple[str, float]]:
-        """Return the class name and confidence of each of `scores`."""
-        return [(self.names[k], score) for k, score in zip(self.classes.tolist(), self.scores.tolist(), strict=True)]
-
-    def columns(self) -> dict[str, Any]:
-        """Return the columns of `to_df` by name, with one value for each of `scores`."""
-        return {"confidence": self.scores, "class": self.classes, "name": [name for name, _ in self.items]}
-
-    def __len__(self) -> int:
-        """Return the number of objects, or of the most probable classes."""
-        return len(self.scores)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Iterate over the objects, each a dict of numbers and text, see `columns`."""
-        columns = {name: np.asarray(values).tolist() for name, values in self.columns().items()}
-        return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
-
-    def to_df(self) -> Any:
-        """Return a pandas.DataFrame of `columns`. Raises `UserError` if pandas is not installed."""
-        return data_frame(self.columns())
-
-    def to_json(self) -> str:
-        """Return the objects as JSON: a list of dicts of `columns`."""
-        return json.dumps(list(self))
-
-    def plot(
-        self,
-        line_thickness: int = Style().thickness,
-        hide_labels: bool = False,
-        hide_conf: bool = False,
-        bgr: bool = False,
-        labels: bool = True,  # False is YOLOv5's name for `hide_labels`
-    ) -> Image:
-        """Return the image with the result drawn on it, uint8 (h, w, 3) in RGB or BGR; see detect.py's flags."""
-        if self.pixels is None:
-            raise UserError(f"{self.path}: there is no image to draw on; use draw(image, style)")
-        picture = self.draw(self.pixels(), Style(line_thickness, labels and not hide_labels, not hide_conf))
-        return picture if bgr else np.ascontiguousarray(picture[..., ::-1])
-
-    def show(self, **style: Any) -> None:
-        """Show the picture of `plot`, whose arguments `style` are, in the notebook or a viewer. Raises `UserError`."""
-        from PIL import Image, ImageShow  # imported here because it imports IPython if that is installed
-
-        picture, notebook = Image.fromarray(self.plot(**{**style, "bgr": False})), sys.modules.get("IPython")
-        if notebook and hasattr(notebook.get_ipython(), "kernel"):
-            notebook.display.display(picture)
-        elif not ImageShow.show(picture):
-            raise UserError("show(): this machine has no program that shows pictures; write a file with save(path)")
-
-    def save(self, path: str | Path = "", exist_ok: bool = False, **style: Any) -> Path:
-        """Write the picture of `plot`, whose arguments `style` are, to a file and return its path.
-
-        `path` is a file, whose suffix names the format, or a folder; by default the next free runs/detect/exp, exp2 ...
-        """
-        picture = self.plot(**{**style, "bgr": True})  # before a folder is made
-        file = Path(path) if path else _save_folder(exist_ok)
-        if file.is_dir() or not file.suffix:
-            file /= f"{unique_stems([self.path])[0]}.jpg"
-        if file.resolve() == Path(self.path).resolve():
-            raise UserError(f"{file} is the image itself; name another file or folder")
-        write_picture(file, picture)
-        return file
-
-    def _repr_png_(self) -> bytes | None:
-        """Return the picture of `plot` as PNG, for notebooks; None if the image cannot be read."""
-        try:
-            return cv2.imencode(".png", self.plot(bgr=True))[1].tobytes()
-        except UserError:
-            return None
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.describe()}"
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self}>"
-
-
-class Results(list[Any]):
-    """A list of the results for several images, in order. An attribute such as `boxes` is the list of its members'; the
-    arrays of ROWS are tensors, as in YOLOv5."""
-
-    def show(self, **style: Any) -> None:
-        """Show each image, see `Prediction.show`."""
-        for result in self:
-            result.show(**style)
-
-    def render(self, **style: Any) -> list[Image]:
-        """Return each image drawn, see `Prediction.plot`."""
-        return [result.plot(**style) for result in self]
-
-    plot, n = render, property(len)
-
-    def save(self, save_dir: str | Path = "", exist_ok: bool = False, **style: Any) -> Path:
-        """Write each image into a folder, see `Prediction.save`; return the folder."""
-        Results(self[:1]).render(**style)  # raises for a wrong argument before a folder is made
-        folder = Path(save_dir) if save_dir else _save_folder(exist_ok)
-        for result, stem in zip(self, unique_stems(result.path for result in self), strict=True):
-            result.save(folder / f"{stem}.jpg", **style)
-        return folder
-
-    def to_df(self) -> Any:
-        """Return a pandas.DataFrame of the objects of all images, with a column `image` first. Raises `UserError`."""
-        names = ["image", *(self[0].columns() if self else ())]
-        return data_frame([(result.path, *row.values()) for result in self for row in result], columns=names)
-
-    def pandas(self) -> SimpleNamespace:
-        """Return the tables of the images as in YOLOv5: `pandas().xyxy[0]` is `to_df` of the first."""
-        return SimpleNamespace(xyxy=[result.to_df() for result in self])
-
-    def print(self) -> None:
-        """Print a line for each image."""
-        print(self)
-
-    def to_json(self) -> str:
-        """Return JSON: a list with the `image` and `objects` of each image."""
-        return json.dumps([{"image": result.path, "objects": list(result)} for result in self])
-
-    @property
-    def names(self) -> dict[int, str]:
-        """The class names by number, as in YOLOv5; {} without images."""
-        return dict(self[0].names) if self else {}
-
-    def __getattr__(self, name: str) -> list[Any]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if name in ("crop", "ims", "imgs", "s", "t", "tolist"):
-            raise AttributeError(f"results have no {name}: each result of the list has crops(image), plot() and xyxy")
-        name = YOLOV5_NAMES.get(name, name)
-        values = [getattr(result, name) for result in self]
-        return [torch.from_numpy(value) for value in values] if name in ROWS else values
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self))
-
-
-def data_frame(data: Any, **options: Any) -> Any:
-    """Return pandas.DataFrame(data, **options). Raises `UserError` if pandas is not installed."""
-    try:
-        import pandas
-    except ImportError:
-        raise UserError("to_df() needs pandas, which is not installed; pip install pandas") from None
-    return pandas.DataFrame(data, **options)
-
-
-def _left_out(method: str) -> UserError:
-    flag, reason = OPTIONAL_METHODS[method]
-    return UserError(f"--{flag.replace('_', '-')} {reason}")
+        """Return the flags that need a method that this class leaves out, each with the message of their refusal."""
+        return {
+            flag: f"--{flag.replace('_', '-')} is not for this model: {reason}; leave it out"
+            for name, (flag, reason) in OPTIONAL_METHODS.items()
+            if getattr(cls, name) is getattr(Prediction, name)
+        }
 
 
 # From outputs to predictions and metrics
@@ -443,7 +292,7 @@ class Metrics(ABC):
 class Task(ABC):
     """The factory of a task's parts, built once from class names and hyperparameters, then immutable."""
 
-    loss_names: ClassVar[tuple[str, ...]]  # columns of results.csv after train/ and val/
+    loss_names: ClassVar[tuple[str, ...]]  # columns of results.csv after train/ and val/, see `loss_names_of`
     metric_names: ClassVar[tuple[str, ...]]  # columns of results.csv after metrics/
     recipe: ClassVar[type[Recipe]]  # class with the keys of its hyperparameter YAML
     recipes: ClassVar[Recipes]  # its hyperparameter files
@@ -522,7 +371,7 @@ class Task(ABC):
         """Return a model's YAML with the changes that hyperparameters make. Not called for a resumed run."""
         return dict(yaml)
 
-    def unread(self, yaml: Mapping[str, Any]) -> tuple[str, ...]:
+    def unused_keys(self, yaml: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the keys of `recipe` that are not used when the model of a YAML is trained; none by default."""
         return ()
 

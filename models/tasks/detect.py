@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.heads.anchors import LOSS_NAMES, Detect
+from models.heads.anchors import Detect
 from models.heads.contract import (
     BoxView,
     Candidates,
     DecodedView,
+    DetectionHead,
     HeadView,
     UnavailableCriterion,
-    head_of,
+    require_head,
     xywh_to_xyxy,
 )
 from models.heads.dfl import DetectDFL
-from models.layers import Head
 from models.loading import head_prefix, head_tensors
 from models.tasks.contract import (
     Criterion,
@@ -74,38 +74,30 @@ DetectionView: TypeAlias = BoxView | SuppressedView
 # Suppression
 
 
-class Detected(NamedTuple):
-    """The detections of an image, with the other outputs of their boxes."""
+class Detections(NamedTuple):
+    """The k detections of an image, in falling confidence."""
 
-    boxes: Tensor  # (k, 6), see `detect`
-    more: Tensor  # float32 (k, more): outputs after the class scores
+    boxes: Tensor  # float32 (k, 6): xyxy in pixels of the batch, confidence, class
+    extra: Tensor  # float32 (k, extra): outputs after the class scores
     view: Tensor  # int64 (k,): number of the view that each detection comes from
 
 
-def detect(views: Sequence[BoxView], thresholds: Thresholds) -> list[Tensor]:
-    """Return the detections of each image as float32 (k, 6): xyxy in pixels of the batch, confidence, class.
-
-    They are in falling confidence. A box counts for every class whose objectness x score exceeds `conf_thres`. Among
-    boxes of the same class that overlap by more than `iou_thres`, in any views, the most confident one remains. There
-    is no time limit. The detections of an image do not depend on the other images.
-    """
-    return [image.boxes for image in detect_with_more(views, thresholds)]
-
-
 @torch.no_grad()
-def detect_with_more(views: Sequence[BoxView], thresholds: Thresholds) -> list[Detected]:
-    """Return the detections of each image, with the outputs after the class scores.
+def detect(views: Sequence[BoxView], thresholds: Thresholds) -> list[Detections]:
+    """Return the detections of each image, which do not depend on the other images.
 
-    If views have different numbers of such outputs, shorter rows are padded with zeros.
+    A box counts for every class whose objectness x score exceeds `conf_thres`. Among boxes of the same class that
+    overlap by more than `iou_thres`, in any views, the most confident one remains. There is no time limit. If views
+    have different numbers of extra outputs, shorter rows are padded with zeros.
     """
-    width = max(view.more for view in views)
-    detected: list[Detected] = []
+    width = max(view.num_extra for view in views)
+    detected: list[Detections] = []
     for group in zip(*(view.candidates(thresholds.conf_thres) for view in views), strict=True):
-        scores, image = _joined([part.scores for part in group]), _joined([part.image for part in group])
-        more = _joined([functional.pad(part.more, (0, width - part.more.shape[1])) for part in group])
-        view = _joined([part.image.new_full((len(part.image),), number) for number, part in enumerate(group)])
-        boxes, row, counts = suppress(Candidates(group[0].images, image, scores, more), thresholds)
-        detected += map(Detected, *(torch.split(column, counts) for column in (boxes, more[row], view[row])))
+        scores, image = torch.cat([part.scores for part in group]), torch.cat([part.image for part in group])
+        extra = torch.cat([functional.pad(part.extra, (0, width - part.extra.shape[1])) for part in group])
+        view = torch.cat([part.image.new_full((len(part.image),), number) for number, part in enumerate(group)])
+        boxes, row, counts = suppress(Candidates(group[0].images, image, scores, extra), thresholds)
+        detected += map(Detections, *(torch.split(column, counts) for column in (boxes, extra[row], view[row])))
     return detected
 
 
@@ -114,11 +106,6 @@ def allowed_rows(view: SuppressedView, thresholds: Thresholds) -> list[Tensor]:
     detections = [image[: int(count)] for image, count in zip(view.detections, view.counts.tolist(), strict=True)]
     allowed = [(image[:, 4] > thresholds.conf_thres) & _of_classes(image[:, 5], thresholds) for image in detections]
     return [mask.nonzero()[: thresholds.max_det, 0] for mask in allowed]
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors; a single one is not copied."""
-    return torch.cat([*tensors]) if len(tensors) > 1 else tensors[0]
 
 
 def suppress(candidates: Candidates, thresholds: Thresholds) -> tuple[Tensor, Tensor, list[int]]:
@@ -162,8 +149,8 @@ def nms_by_image(boxes: Tensor, starts: Tensor, iou_thres: float, most: int, max
     """
     from torchvision.ops import nms  # imported here because it takes over a second: errors in flags are reported before
 
-    found = torch.full((len(starts) - 1, max_det), -1, device=boxes.device)
-    for of_image, (start, end) in zip(found, pairwise(starts.tolist()), strict=True):
+    detections = torch.full((len(starts) - 1, max_det), -1, device=boxes.device)
+    for image, (start, end) in zip(detections, pairwise(starts.tolist()), strict=True):
         remaining, compared, count = starts[:0], start, FIRST_CANDIDATES_PER_DETECTION * max_det
         while len(remaining) < max_det and compared < min(end, start + most):
             stop = min(end, start + min(count, most))
@@ -171,8 +158,8 @@ def nms_by_image(boxes: Tensor, starts: Tensor, iou_thres: float, most: int, max
             falling = -torch.arange(len(remaining), device=boxes.device, dtype=torch.float32)
             remaining = remaining[nms(boxes[remaining], falling, iou_thres)]
             compared, count = stop, count * CANDIDATE_GROWTH
-        of_image[: len(remaining)] = remaining[:max_det]
-    return found
+        image[: len(remaining)] = remaining[:max_det]
+    return detections
 
 
 def _allowed_scores(scores: Tensor, thresholds: Thresholds) -> Tensor:
@@ -255,7 +242,7 @@ class DetectionPostprocess(Postprocess):
         if not augment:
             outputs = model(inputs)
             if model.head is not None:
-                return [HeadView(head_of(model), outputs)]
+                return [HeadView(require_head(model), outputs)]
             if not isinstance(outputs, Tensor):
                 return [SuppressedView(*outputs)]
             head = detection_head(model.yaml)
@@ -264,8 +251,8 @@ class DetectionPostprocess(Postprocess):
         for scale, mirrored in AUGMENTATIONS:
             images, exact_scale = scaled_copy(inputs, scale, mirrored, model.stride)
             mirrored_width = inputs.shape[3] if mirrored else 0
-            views.append(HeadView(head_of(model), model(images), scale=exact_scale, mirrored_width=mirrored_width))
-        strides = head_of(model).stride.tolist()
+            views.append(HeadView(require_head(model), model(images), scale=exact_scale, mirrored_width=mirrored_width))
+        strides = require_head(model).stride.tolist()
         if len(strides) > 1:
             views[0] = views[0]._replace(skipped_level=strides.index(max(strides)))
             views[-1] = views[-1]._replace(skipped_level=strides.index(min(strides)))
@@ -276,9 +263,9 @@ class DetectionPostprocess(Postprocess):
         `SuppressedView` is always the only view."""
         if isinstance(view := views[0], SuppressedView):
             rows = allowed_rows(view, self.thresholds)
-            detections = [image[of_image] for image, of_image in zip(view.detections, rows, strict=True)]
+            detections = [image[allowed] for image, allowed in zip(view.detections, rows, strict=True)]
         else:
-            detections = detect(cast("Sequence[BoxView]", views), self.thresholds)
+            detections = [image.boxes for image in detect(cast("Sequence[BoxView]", views), self.thresholds)]
         return box_predictions(detections, batch, self.names, self.thresholds)
 
 
@@ -291,7 +278,7 @@ class DecodedDetector(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.model = model
-        self.head = head_of(model)
+        self.head = require_head(model)
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images (b, 3, h, w), in 0 to 1, to boxes (b, n, outputs), see `DetectionHead.decode`."""
@@ -365,9 +352,9 @@ class SuppressedDetector(nn.Module):
     def _within_class(self, label: Tensor, confidence: Tensor) -> Tensor:
         """Return which candidates are among the most confident of their class, (b, k), 0 or 1."""
         classes = torch.arange(self.decoding.head.nc, device=label.device)
-        of_class = (label[..., None] == classes).float() * (confidence > 0)[..., None]
-        rank = of_class.cumsum(1)
-        return (of_class * (rank <= self.thresholds.max_det_per_class)).amax(2)
+        is_of_class = (label[..., None] == classes).float() * (confidence > 0)[..., None]
+        rank = is_of_class.cumsum(1)
+        return (is_of_class * (rank <= self.thresholds.max_det_per_class)).amax(2)
 
 
 # Tasks
@@ -398,12 +385,11 @@ class BoxTask(Task):
 class DetectionTask(BoxTask):
     """Object detection by the models of YOLOv5 and YOLOv9: rows of a model YAML, the last of them a `DetectionHead`."""
 
-    loss_names: ClassVar[tuple[str, ...]] = LOSS_NAMES
     recipe = Hyperparameters
     recipes = Recipes(trained="finetune", few="scratch-small", many="low", yolov5="low")
     official_weights = r"yolov5[nsmlx]6?\.pt|v9-[tsmc]\.pt"
     features = BoxTask.features | {"suppression"}
-    heads: ClassVar[tuple[type[Head], ...]] = (Detect, DetectDFL)  # heads that its models may have; the usual one first
+    heads: ClassVar[tuple[type[DetectionHead], ...]] = (Detect, DetectDFL)  # of its models; the usual one first
     # Modules of exported files, without and with suppression.
     export_modules: ClassVar[tuple[type[DecodedDetector], type[SuppressedDetector]]] = (
         DecodedDetector,
@@ -421,7 +407,7 @@ class DetectionTask(BoxTask):
         head = detection_head(yaml)
         return cls.features | (head.features if head else frozenset())
 
-    def unread(self, yaml: Mapping[str, Any]) -> tuple[str, ...]:
+    def unused_keys(self, yaml: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the detector's keys that neither augmentation nor the head of a YAML's model reads.
 
         Keys that a derived task adds are not among them.
@@ -449,14 +435,13 @@ class DetectionTask(BoxTask):
         return model
 
     def loss_names_of(self, model: Model) -> tuple[str, ...]:
-        head = detection_head(model.yaml)
-        return head.loss_names if head else self.loss_names
+        return (detection_head(model.yaml) or self.heads[0]).loss_names
 
     def criterion(self, model: Model) -> Criterion:
         """Return the loss of `model`, as its head defines it; for an exported file every term is NaN."""
         if model.head is None:
             return UnavailableCriterion(len(self.loss_names_of(model)))
-        return head_of(model).criterion(self.hyp, self.label_smoothing, model.imgsz, self.class_weights)
+        return require_head(model).criterion(self.hyp, self.label_smoothing, model.imgsz, self.class_weights)
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> DetectionPostprocess:
         return DetectionPostprocess(self.names, thresholds)
@@ -475,15 +460,14 @@ class DetectionTask(BoxTask):
         fits = all(name not in state or state[name].shape == part.shape for name, part in parts.items())
         if not self.hyp.keep_head or (fits and dict(names) == self.names):
             return ""
-        return head_of(model).keep(head_prefix(model), state, names, self.names)
+        return require_head(model).keep(head_prefix(model), state, names, self.names)
 
     def adapt(self, model: Model, split: BoxSplit) -> None:
-        """Adapt the head to the training boxes, by AutoAnchor if it has anchors."""
-        head_of(model).adapt(model, split, self.hyp)
+        require_head(model).adapt(model, split, self.hyp)
 
     def fit_classes(self, model: Model, batches: Iterable[Batch], new: Sequence[int]) -> None:
         """Fit the outputs of `new` classes of a head with anchors, if the key `fit_classes` is set; log how."""
-        head = head_of(model)
+        head = require_head(model)
         if not (self.hyp.fit_classes and isinstance(head, Detect) and len(self.names) > 1):
             return  # a loss with one class does not read its output
         inputs: list[Any] = []

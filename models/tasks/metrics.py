@@ -101,10 +101,10 @@ def paired_by(overlaps: Overlaps, records: Sequence[ImageRecord]) -> list[ImageR
     """Return the records of a batch with the pairs of the confusion matrix, regardless of class; see `matched_by`."""
     joined, image, true_image = _joined(records)
     confident = np.flatnonzero(joined.confidence > CONFIDENT_THRESHOLD)
-    detection, label = pair_by_overlap(lambda one, true: overlaps(confident[one], true), image[confident], true_image)
+    detection, label = pair_by_overlap(lambda row, true: overlaps(confident[row], true), image[confident], true_image)
     pairs = np.stack((joined.true_label[label], joined.label[confident[detection]]), 1).astype(np.int32)
     ends = np.bincount(true_image[label], minlength=len(records)).cumsum()[:-1]
-    return [record._replace(paired=of_image) for record, of_image in zip(records, np.split(pairs, ends), strict=True)]
+    return [record._replace(paired=part) for record, part in zip(records, np.split(pairs, ends), strict=True)]
 
 
 def drawn_image(
@@ -123,15 +123,15 @@ def drawn_image(
 
 
 def image_records(
-    boxes_of: Sequence[Tensor], infos: Sequence[ImageInfo], drawn: Collection[int] = ()
+    image_boxes: Sequence[Tensor], infos: Sequence[ImageInfo], drawn: Collection[int] = ()
 ) -> list[ImageRecord]:
     """Return a record for each image of a batch, with what to draw if its index is among `drawn`.
 
-    `boxes_of` are the detections (k, 6) of each image in falling confidence: xyxy in pixels of its file, confidence,
+    `image_boxes` are the detections (k, 6) of each image in falling confidence: xyxy in pixels of its file, confidence,
     class.
     """
     records = []
-    detections, true_boxes = [boxes.numpy() for boxes in boxes_of], []
+    detections, true_boxes = [boxes.numpy() for boxes in image_boxes], []
     for rows, info in zip(detections, infos, strict=True):
         limits = np.array(info.size * 2, np.float32)
         corners = xywh_to_xyxy(torch.from_numpy(info.rows[:, 1:5])).numpy() * limits
@@ -247,8 +247,8 @@ def _by_class(joined: ImageRecord, classes: np.ndarray) -> Iterator[np.ndarray]:
     row = row.astype(np.min_scalar_type(len(classes)))  # small integers sort faster
     order = np.argsort(row, kind="stable")
     for start, end in pairwise(np.searchsorted(row[order], np.arange(len(classes) + 1)).tolist()):
-        of_class = order[start:end]
-        yield of_class[np.argsort(-joined.confidence[of_class], kind="stable")]
+        detections = order[start:end]
+        yield detections[np.argsort(-joined.confidence[detections], kind="stable")]
 
 
 def _envelope(hits: np.ndarray, total: int, count: int, at: np.ndarray) -> np.ndarray:
@@ -305,20 +305,20 @@ class DetectionMetrics(Metrics):
         """Return the metrics of a split, the table by class, and the evidence for `documents` and `examples`."""
         number = len(self.sets)
         record_sets = [[record[k] for record in records] for k in range(number)] if number > 1 else [records]
-        scores = [score_classes(of_set) for of_set in record_sets]
-        tables = [of_set.rows() for of_set in scores]
+        scores = [score_classes(set_records) for set_records in record_sets]
+        tables = [class_scores.rows() for class_scores in scores]
         metrics: dict[str, float] = {}
         by_class: dict[str, dict[str, float]] = {}
         score_evidence: list[dict[str, Any]] = []
         fitness = 0.0
-        for suffix, of_set, table in zip(self.sets, scores, tables, strict=True):
-            means = of_set.means()
+        for suffix, class_scores, table in zip(self.sets, scores, tables, strict=True):
+            means = class_scores.means()
             metrics |= {f"{name}{suffix}": value for name, value in means.items()}
             for name, weight in FITNESS_WEIGHTS.items():
                 fitness += weight * means[name]
             for name, column in (("AP50", 5), ("AP", 6)):
                 by_class[f"{name}{suffix}"] = {self.names[row[0]]: row[column] for row in table}
-            curves = {name: torch.from_numpy(curve).float() for name, curve in of_set.curves._asdict().items()}
+            curves = {name: torch.from_numpy(curve).float() for name, curve in class_scores.curves._asdict().items()}
             score_evidence.append({"classes": table, **curves})
         details: list[Row] = [
             (self.names[row[0]], *row[1:], *(score for other in others for score in other[3:]))
@@ -378,7 +378,7 @@ class DetectionMetrics(Metrics):
         for image in summary.evidence["drawn"]:
             boxes: dict[str, list[Box]] = {"label": [], "prediction": []}
             for kind, label, confidence, *points in image["objects"]:
-                xyxy, outline = (tuple(x / image["size"][k % 2] for k, x in enumerate(of_kind)) for of_kind in points)
+                xyxy, outline = (tuple(x / image["size"][k % 2] for k, x in enumerate(numbers)) for numbers in points)
                 boxes[kind].append(Box(label, confidence, xyxy, outline))
             name, size = Path(image["path"]).name, tuple(image["size"])
             examples.append(Example(name, image["image"], size, boxes["label"], boxes["prediction"]))

@@ -68,13 +68,13 @@ def pair_by_overlap(overlaps: Overlaps, group: np.ndarray, true_group: np.ndarra
     near = np.flatnonzero(overlap > CONFUSION_IOU)
     detection, label = detection[near], label[near]
     order = np.lexsort((detection, label, -overlap[near], true_group[label]))
-    detection_of: dict[int, int] = {}  # label -> detection
-    paired = set()
-    for one, true in zip(detection[order].tolist(), label[order].tolist(), strict=True):
-        if one not in paired and true not in detection_of:
-            detection_of[true] = one
-            paired.add(one)
-    return np.fromiter(detection_of.values(), np.int64), np.fromiter(detection_of, np.int64)
+    labels: dict[int, int] = {}  # of each paired detection
+    paired_labels = set()
+    for found, true in zip(detection[order].tolist(), label[order].tolist(), strict=True):
+        if found not in labels and true not in paired_labels:
+            labels[found] = true
+            paired_labels.add(true)
+    return np.fromiter(labels, np.int64), np.fromiter(labels.values(), np.int64)
 
 
 def _pairs(group: np.ndarray, true_group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -142,12 +142,10 @@ class DetectionPrediction(Prediction):
 
     @property
     def scores(self) -> np.ndarray:
-        """The confidences, float32 (k,)."""
         return self.array[:, 4]
 
     @property
     def classes(self) -> np.ndarray:
-        """The class numbers, int64 (k,)."""
         return np.asarray(self.rows[:, 5].long().numpy())
 
     def columns(self) -> dict[str, Any]:

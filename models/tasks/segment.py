@@ -23,17 +23,8 @@ from models.heads.anchors import (
     near_cells,
     scaled_gains,
 )
-from models.heads.contract import EPSILON, BoxView, DecodedView, HeadView, UnavailableCriterion, head_of
-from models.tasks.contract import (
-    Criterion,
-    Image,
-    LossTerms,
-    Model,
-    Thresholds,
-    View,
-    at_least_float32,
-    device_constant,
-)
+from models.heads.contract import EPSILON, BoxView, DecodedView, HeadView, UnavailableCriterion, require_head
+from models.tasks.contract import Criterion, Image, LossTerms, Model, Thresholds, View, device_constant, upcast_half
 from models.tasks.detect import (
     DecodedDetector,
     DetectionPostprocess,
@@ -42,7 +33,7 @@ from models.tasks.detect import (
     SuppressedView,
     allowed_rows,
     boxes_in_files,
-    detect_with_more,
+    detect,
 )
 from models.tasks.segment_metrics import (
     SEGMENTATION_METRICS,
@@ -123,9 +114,9 @@ def plan_masks(
     targets = np.concatenate([np.zeros(0, np.int64), *grouped])
     sizes = [(len(group), int(counts[group].max()), int(pixels[group].max())) for group in grouped]
     # The matches of each target, padded with its first one.
-    each = np.repeat([most for _, most, _ in sizes], [count for count, _, _ in sizes]).astype(np.int64)
-    position = np.arange(each.sum()) - np.repeat(each.cumsum() - each, each)
-    target = np.repeat(targets, each)
+    repeats = np.repeat([most for _, most, _ in sizes], [count for count, _, _ in sizes]).astype(np.int64)
+    position = np.arange(repeats.sum()) - np.repeat(repeats.cumsum() - repeats, repeats)
+    target = np.repeat(targets, repeats)
     padded = position >= counts[target]
     order, starts = np.argsort(matches.target, kind="stable"), counts.cumsum() - counts
     match = order[starts[target] + np.where(padded, 0, position)]
@@ -155,11 +146,11 @@ def _similar(counts: np.ndarray, pixels: np.ndarray, masks: int) -> Iterator[np.
     start = spare = 0
     for end in range(1, len(used) + 1):
         if end < len(used) and edges[end] == edges[start]:
-            more = spare + sizes[start] - sizes[end]
-            count, each = end + 1 - start, most[edges[start]]
-            within = count * sizes[start] * max(each, masks) <= MAX_GROUP_VALUES
-            if within and more * each <= max(SPARE_VALUES, SPARE_SHARE * count * sizes[start] * each):
-                spare = more
+            wider = spare + sizes[start] - sizes[end]
+            count, matches = end + 1 - start, most[edges[start]]
+            fits = count * sizes[start] * max(matches, masks) <= MAX_GROUP_VALUES
+            if fits and wider * matches <= max(SPARE_VALUES, SPARE_SHARE * count * sizes[start] * matches):
+                spare = wider
                 continue
         yield used[start:end]
         start, spare = end, 0
@@ -267,14 +258,11 @@ class SegmentationCriterion(DetectionCriterion):
         matches = self._mask_matches(map_sizes(maps), with_masks.host_targets, size)
         plan = plan_masks(matches, window_table(with_masks, size), levels, self.masks, size[1], device)
         coefficients = rows.flatten(0, 2)[:, 5 + self.classes :]
-        sums = mask_sums(coefficients, at_least_float32(prototypes), with_masks.mask_pixels, plan)
+        sums = mask_sums(coefficients, upcast_half(prototypes), with_masks.mask_pixels, plan)
         counts = device_constant((float(len(prototypes)),) * levels, device)
         weights = device_constant((self.hyp.box,) * levels, device)
-        sums, counts, weights = (
-            torch.cat((boxes[:1], masks[None].to(boxes), boxes[1:]))
-            for boxes, masks in ((terms.sums, sums), (terms.counts, counts), (terms.weights, weights))
-        )
-        return LossTerms(sums, counts, weights, terms.least)
+        terms["seg_loss"] = sums.to(rows), counts.to(rows), weights.to(rows)
+        return LossTerms.stacked(terms, self._head.loss_names, self.min_divisor)
 
     def _mask_matches(self, sizes: MapSizes, targets: np.ndarray, size: tuple[int, int]) -> MaskMatches:
         """Match targets (m, 6) on the host, as the detector does on the device; `size`: height and width of the masks'
@@ -286,15 +274,15 @@ class SegmentationCriterion(DetectionCriterion):
         target = cell % max(len(targets), 1)
         image = targets[target, 0].astype(np.int64) * len(sizes) + level
         area = targets[target, 4] * targets[target, 5] * np.float32(size[0] * size[1])
-        share = np.array(self.class_weights or (1.0,) * self.classes)[targets[target, 1].astype(np.int64)]
-        weight = share / (area.clip(min=EPSILON) * np.bincount(image, share)[image])  # a mean over an image's matches
+        weight = np.array(self.class_weights or (1.0,) * self.classes)[targets[target, 1].astype(np.int64)]
+        weight = weight / (area.clip(min=EPSILON) * np.bincount(image, weight)[image])  # a mean over an image's matches
         return MaskMatches(target, (level * near + cell) * anchors + anchor, level, weight.astype(np.float32))
 
 
 class SegmentationView(NamedTuple):
     """The outputs of a model for a batch."""
 
-    boxes: BoxView | SuppressedView  # of an exported file with suppression in its graph; else `more` coefficients each
+    boxes: BoxView | SuppressedView  # `SuppressedView` of an exported file with suppression; else with coefficients
     maps: Tensor  # (b, m, h, w): each detection's mask in that case, 0 or 1, cropped to its box; else the prototypes
 
     @property
@@ -313,9 +301,9 @@ class SegmentationPostprocess(DetectionPostprocess):
             raise UserError("--augment is for detectors: masks of scaled and mirrored images are not joined")
         *boxes, maps = model(inputs)
         if isinstance(boxes[0], list):
-            return [SegmentationView(HeadView(head_of(model), boxes[0], more=maps.shape[1]), maps)]
+            return [SegmentationView(HeadView(require_head(model), boxes[0], num_extra=maps.shape[1]), maps)]
         if len(boxes) == 1:  # an exported file's boxes
-            return [SegmentationView(DecodedView(boxes[0], more=maps.shape[1]), maps)]
+            return [SegmentationView(DecodedView(boxes[0], num_extra=maps.shape[1]), maps)]
         return [SegmentationView(SuppressedView(*boxes), maps)]
 
     def __call__(  # type: ignore[override]
@@ -328,10 +316,11 @@ class SegmentationPostprocess(DetectionPostprocess):
         height, width = segmentation_views[0].maps.shape[2:]
         iou_thres, retina = self.thresholds.iou_thres, self.thresholds.retina_masks
         predictions = []
-        for info, of_network, of_file, maps in zip(infos, boxes, boxes_in_files(boxes, infos), logits, strict=True):
-            corners = of_file[:, :4].numpy()
-            masks = DetectedMasks(maps, (height, width), of_network, corners, info.size, info.placement, retina)
-            fields = (info.image, info.path, self.names, info.size, of_file, info.rows, iou_thres, masks, info.outlines)
+        file_boxes = boxes_in_files(boxes, infos)
+        for info, network_boxes, rows, maps in zip(infos, boxes, file_boxes, logits, strict=True):
+            corners = rows[:, :4].numpy()
+            masks = DetectedMasks(maps, (height, width), network_boxes, corners, info.size, info.placement, retina)
+            fields = (info.image, info.path, self.names, info.size, rows, info.rows, iou_thres, masks, info.outlines)
             predictions.append(SegmentationPrediction(*fields))
         return predictions
 
@@ -340,13 +329,14 @@ class SegmentationPostprocess(DetectionPostprocess):
         boxes, maps = zip(*views, strict=True)
         if isinstance(suppressed := boxes[0], SuppressedView):
             rows = allowed_rows(suppressed, self.thresholds)
-            detections = [image[of_image] for image, of_image in zip(suppressed.detections, rows, strict=True)]
-            return detections, [known_masks(image[of_image]) for image, of_image in zip(maps[0], rows, strict=True)]
-        detected, prototypes = detect_with_more(boxes, self.thresholds), zip(*maps, strict=True)
-        return [one.boxes for one in detected], [
-            weighted_prototypes(one.more, one.view, of_image)
-            for one, of_image in zip(detected, prototypes, strict=True)
+            detections = [image[allowed] for image, allowed in zip(suppressed.detections, rows, strict=True)]
+            return detections, [known_masks(image[allowed]) for image, allowed in zip(maps[0], rows, strict=True)]
+        detected = detect(boxes, self.thresholds)
+        logits = [
+            weighted_prototypes(image.extra, image.view, prototypes)
+            for image, *prototypes in zip(detected, *maps, strict=True)
         ]
+        return [image.boxes for image in detected], logits
 
 
 class DecodedSegmenter(DecodedDetector):
@@ -385,7 +375,6 @@ class SuppressedSegmenter(SuppressedDetector):
 class SegmentationTask(DetectionTask):
     """Instance segmentation, as in YOLOv5: a detector whose boxes have masks."""
 
-    loss_names = Segment.loss_names
     metric_names = SEGMENTATION_METRICS
     official_weights = r"yolov5[nsmlx]-seg\.pt"
     prediction = SegmentationPrediction
@@ -396,7 +385,7 @@ class SegmentationTask(DetectionTask):
     def build_model(self, yaml: Mapping[str, Any], imgsz: int, source: str = "the model YAML") -> YoloModel:
         """Build the model of a YAML. Raises `UserError` unless the prototypes are a quarter of the images."""
         model = super().build_model(yaml, imgsz, source)
-        stride = int(head_of(model).stride[0]) // 2  # `Proto` doubles height and width
+        stride = int(require_head(model).stride[0]) // 2  # `Proto` doubles height and width
         if stride != MASK_STRIDE:
             raise UserError(
                 f"{source}: the first map of Segment has stride {2 * stride}, and masks need {2 * MASK_STRIDE}; "
@@ -405,9 +394,8 @@ class SegmentationTask(DetectionTask):
         return model
 
     def criterion(self, model: Model) -> Criterion:
-        """Return the loss of `model`, with gains scaled to it; for an exported file every term is NaN."""
         if not isinstance(head := model.head, Segment):
-            return UnavailableCriterion(len(self.loss_names))
+            return UnavailableCriterion(len(Segment.loss_names))
         hyp = scaled_gains(self.hyp, head, model.imgsz)
         return SegmentationCriterion(hyp, head, self.label_smoothing, self.class_weights)
 

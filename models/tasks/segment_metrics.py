@@ -46,8 +46,8 @@ def weighted_prototypes(coefficients: Tensor, view: Tensor, prototypes: Sequence
     def logits(rows: Rows) -> Tensor:
         weights, (first, *others) = coefficients[rows].float(), prototypes
         maps = _weighted(weights, first)
-        for number, of_view in enumerate(others, 1):
-            maps = torch.where((view[rows] == number)[:, None, None], _weighted(weights, of_view), maps)
+        for number, view_prototypes in enumerate(others, 1):
+            maps = torch.where((view[rows] == number)[:, None, None], _weighted(weights, view_prototypes), maps)
         return maps
 
     return logits
@@ -103,7 +103,7 @@ class MaskPart(NamedTuple):
         contours, _ = cv2.findContours(
             self.pixels.astype(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE, offset=(self.left, self.top)
         )
-        largest = max(contours, key=lambda one: (cv2.contourArea(one), len(one)), default=np.zeros((0, 2), np.int32))
+        largest = max(contours, key=lambda line: (cv2.contourArea(line), len(line)), default=np.zeros((0, 2), np.int32))
         return np.asarray(largest.reshape(-1, 2))
 
     def run_lengths(self, size: tuple[int, int]) -> dict[str, Any]:
@@ -173,8 +173,8 @@ class DetectedMasks:
             first, last = offset // MASK_STRIDE, min(last, np.ceil((offset + length * scale) / MASK_STRIDE) - 1)
         else:
             position = np.floor(position).clip(0, cells * MASK_STRIDE - 1) + 0.5
-        place = (position / MASK_STRIDE - 0.5).clip(first, last)
-        return np.asarray((1 - abs(place[:, None] - np.arange(cells))).clip(min=0), np.float32)
+        cell = (position / MASK_STRIDE - 0.5).clip(first, last)
+        return np.asarray((1 - abs(cell[:, None] - np.arange(cells))).clip(min=0), np.float32)
 
     def _spans(self, weights: np.ndarray, low: int, high: int) -> tuple[slice, slice]:
         """Return the pixels of a mask along an axis, and the cells that they are computed from.
@@ -247,7 +247,6 @@ class SegmentationPrediction(DetectionPrediction):
         return replace(self, rows=rows, known_outlines=[*outlines, *self.outlines_of(unlabelled)])
 
     def coco_rows(self) -> CocoImage:
-        """Return the detections in COCO's results format, with masks as run lengths."""
         masks = [part.run_lengths(self.size) for part in self.source.parts(range(len(self.rows)))]
         return super().coco_rows()._replace(masks=masks)
 
@@ -267,14 +266,14 @@ def mask_overlaps(predictions: Sequence[SegmentationPrediction], batch: Segmenta
     The masks are compared at the maps' size, a detection's within its box. Only those are computed whose box meets the
     window of a label that they are paired with.
     """
-    sources = [one.source for one in predictions]
-    starts = list(accumulate((len(one.boxes) for one in sources), initial=0))
+    sources = [prediction.source for prediction in predictions]
+    starts = list(accumulate((len(source.boxes) for source in sources), initial=0))
 
     def overlaps(detection: np.ndarray, label: np.ndarray) -> np.ndarray:
         result = np.zeros(len(detection))
         if not len(detection):
             return result
-        boxes = torch.cat([one.map_boxes for one in sources]).cpu().numpy()[detection]
+        boxes = torch.cat([source.map_boxes for source in sources]).cpu().numpy()[detection]
         windows = batch.windows[label].astype(np.int64)
         meets = (np.minimum(boxes[:, 2:], windows[:, 2:]) > np.maximum(boxes[:, :2], windows[:, :2])).all(1)
         (near,) = np.nonzero(meets)
@@ -317,16 +316,16 @@ class SegmentationMetrics(DetectionMetrics):
     def update(self, predictions: Sequence[Prediction], batch: Batch) -> list[tuple[ImageRecord, ImageRecord]]:
         """Return the records of boxes and masks of each image; what is drawn of an image has the masks' outlines."""
         instances = cast("Sequence[SegmentationPrediction]", predictions)
-        of_boxes = image_records([one.rows for one in instances], batch.infos, self.drawn)
+        box_records = image_records([prediction.rows for prediction in instances], batch.infos, self.drawn)
         overlaps = mask_overlaps(instances, cast("SegmentationBatch", batch))
-        of_masks = matched_by(overlaps, [record._replace(drawn=None) for record in of_boxes])
+        mask_records = matched_by(overlaps, [record._replace(drawn=None) for record in box_records])
         records = []
-        for boxes, masks, prediction in zip(of_boxes, of_masks, instances, strict=True):
+        for boxes, masks, prediction in zip(box_records, mask_records, instances, strict=True):
             if drawn := boxes.drawn:
                 size, confident = np.array(drawn.size, np.float32), range(len(drawn.predictions))
                 label_outlines, outlines = (
-                    [(points * size).astype(np.int32) for points in of_kind]
-                    for of_kind in (prediction.label_outlines, prediction.outlines_of(confident))
+                    [(points * size).astype(np.int32) for points in fractions]
+                    for fractions in (prediction.label_outlines, prediction.outlines_of(confident))
                 )
                 drawn = drawn._replace(label_outlines=label_outlines, prediction_outlines=outlines)
                 boxes = boxes._replace(drawn=drawn)

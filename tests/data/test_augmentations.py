@@ -140,9 +140,9 @@ def test_what_only_a_run_names_is_not_run(tmp_path: Path) -> None:
     """The same content at the same place is run if this user has run it before."""
     file = python(tmp_path, "AUGMENTATIONS = [lambda image: image]\n")
     with pytest.raises(UserError, match=rf"--augmentations {file}$"):
-        read_augmentations(file, CLASSES, is_named=False)
+        read_augmentations(file, CLASSES, named_by_user=False)
     read_augmentations(file, CLASSES)
-    assert read_augmentations(file, CLASSES, is_named=False).calls
+    assert read_augmentations(file, CLASSES, named_by_user=False).calls
 
 
 @pytest.mark.parametrize("code", ["[{}]", "A.Compose([A.NoOp(), {}])"], ids=["a list", "Compose"])

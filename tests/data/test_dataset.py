@@ -82,7 +82,7 @@ def test_the_first_five_of_many_problems_are_logged_and_the_others_counted(capsy
 
 def test_strict_raises_the_first_problem_without_its_consequence(tmp_path: Path) -> None:
     image = write_image(tmp_path / "images/a.png", None, "0 .5 .5 .5 .5")
-    file = write_yaml(tmp_path / "data.yaml", {"train": "images", "names": ["cat"]})
+    file = write_yaml(tmp_path / "data.yaml", {"train": "images", "val": "v", "names": ["cat"]})
     data = data_source(str(file), "data.detection:DetectionData").open(32, 32, DataOptions(strict=True))
     assert len(data.split("train").images) == 1
     write_image(tmp_path / "images/small.png", plain(4, 4))

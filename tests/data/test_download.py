@@ -206,7 +206,7 @@ def test_a_folder_is_copied_once(kind: str, served: Path, tmp_path: Path) -> Non
         pytest.importorskip("aiohttp")
     with serving_folder(served) as address:
         address = f"file://{served}" if kind == "file" else address
-        file = write_yaml(tmp_path / "my.yaml", {"path": address, "train": "images/train", "names": ["a"]})
+        file = write_yaml(tmp_path / "my.yaml", {"path": address, "train": "images/train", "val": "v", "names": ["a"]})
         for _ in range(2):
             data = data_source(str(file), "data.detection:DetectionData").open(32, 32, DataOptions())
             split = data.split("train")

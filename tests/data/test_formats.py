@@ -119,6 +119,18 @@ def test_wrong_annotations_are_counted_by_kind_with_the_first_of_each(tmp_path: 
     assert [named[number].startswith(f"{file}: {count} ") for number, count in (("71", 2), ("74", 4))] == [True] * 2
 
 
+@pytest.mark.parametrize("others", [1, 0])
+def test_crowds_are_counted_and_are_objects_if_there_is_nothing_else(tmp_path: Path, others: int) -> None:
+    """Neither is a fault for --strict."""
+    crowds = objects((0, 1, [4, 4, 8, 8]), (1, 1, [0, 0, 10, 20]), iscrowd=1)
+    file = export(tmp_path / "train", annotations=[*crowds, *objects((1, 1, [0, 0, 4, 4]))[:others]])
+    split_of(tmp_path)
+    split = DetectionData(read_spec(tmp_path / "my.yaml"), 32, 32, DataOptions(strict=True)).split("train")
+    assert split.labels.counts.tolist() == ([0, 1, 0] if others else [1, 1, 0])
+    what = "left out" if others else "read as objects: there are no others"
+    assert split.problems == (f"{file}: 2 crowds, such as annotation 0; {what}",)
+
+
 @pytest.mark.parametrize("boxes", [[0.1, 0.2, 0.1, 0.2], [12, 12, 18, 19]], ids=["shares", "corners"])
 def test_boxes_that_are_not_in_cocos_form_are_an_error(tmp_path: Path, boxes: list[float]) -> None:
     file = export(tmp_path / "train", annotations=objects((0, 1, boxes), (1, 1, boxes)))
@@ -377,7 +389,7 @@ def test_a_folder_of_xml_files(tmp_path: Path, annotations: str, images: str) ->
         file.rename(tmp_path / images / file.name)
         xml = tmp_path / f"voc/Annotations/{file.stem}.xml"
         xml.rename(tmp_path / annotations / xml.name)
-    content = {"train": annotations, **({"images": "photos"} if images == "photos" else {})}
+    content = {"train": annotations, "val": "v", **({"images": "photos"} if images == "photos" else {})}
     split = of_data(write_yaml(tmp_path / "my.yaml", content))
     assert split.images == [tmp_path / images / file.name for file in files]
     assert (split.labels.counts.tolist(), split.problems) == ([1, 0, 2], ())

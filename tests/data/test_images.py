@@ -130,6 +130,8 @@ UPRIGHT_FILES = {
     "jpeg with damaged EXIF": with_segment(0xE1, b"Exif\0\0MM\0*\0\0"),
     "jpeg of Photoshop": with_segment(0xED, b"Photoshop 3.0\0" + b"8BIM\x04\x04\0\0\0\0\0\x020\0"),
     "jpeg with more after its end": JPEG + b"more",
+    "jpeg without its end": JPEG[:-2],
+    "jpeg, progressive, without its end": encoded("jpeg", progressive=True)[:-2],
     "png": PNG,
     "png of 16 bits": encoded("png", "I;16"),
     "png with late text": PNG[:-12] + TEXT + PNG[-12:],
@@ -139,8 +141,6 @@ UPRIGHT_FILES = {
 }
 BROKEN_FILES = {
     "jpeg cut short": JPEG[: len(JPEG) * 3 // 4],
-    "jpeg without its end": JPEG[:-2],
-    "jpeg, progressive, without its end": encoded("jpeg", progressive=True)[:-2],
     "png cut short": PNG[:-40],
     "png without its end": PNG[:-12],
     "png with a wrong byte": PNG[:60] + bytes([PNG[60] ^ 1]) + PNG[61:],
@@ -164,7 +164,24 @@ def test_a_whole_file_has_the_size_of_its_pixels_and_a_broken_one_is_refused(
     else:
         with pytest.raises(UserError, match=r"a\.jpg .*\([^<>]*\)"):
             read_whole_image(file)
-        assert capfd.readouterr() == ("", "")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_truncated_jpeg_is_used_as_far_as_it_goes_and_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first half is nearly as if whole, at any scale; one without a pixel is left out."""
+    file, problems = write_image(tmp_path / "a.jpg", np.tile(corners(), (4, 4, 1))), list[str]()
+    whole, content = read_image(file), file.read_bytes()
+    file.write_bytes(content[: len(content) * 3 // 4])
+    assert (image_size(file, problems.append), problems) == ((192, 128), [f"{file}: truncated, restored"])
+    for pixels in (read_image(file), read_image(file, 4), read_whole_image(file)):
+        assert np.abs(pixels[:64].astype(int) - whole[:64]).mean() < 2
+        assert (pixels[-8:] == 128).all()
+    assert capfd.readouterr() == (f"warning: {problems[0]}\n", "")
+    file.write_bytes(content[: content.index(b"\xff\xda") + 14])
+    with pytest.raises(UserError, match=r"a\.jpg"):
+        read_whole_image(file)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

@@ -85,6 +85,7 @@ def test_the_box_of_an_outline_is_around_its_points(points: list[tuple[float, fl
         *("0 0.5 0.5 320 240", "0 1 1 639 1 639 479", "0 nan 0.5 0.25 0.25", "0 0.5 inf 0.25 0.25", "0 1e999 0 1 1"),
         *("0", "0 0.5 0.5 0.25", "0 0.5 0.5 0.25 0.25 0.9", "0 .1 .1 .9 .1 .9 .9 .5"),
         *("cat 0.5 0.5 0.25 0.25", "0 0,5 0.5 0.25 0.25", "# note", "1_0 0.5 0.5 0.25 0.25", "0 0.5 0.5 0.2_5 0.25"),
+        *("0 .5 .5 .2 .2 .5 .5 2 .4 .4 1", "0 .5 .5 .2 .2 .5 .5 0"),  # key points
         *("\u0661 0.5 0.5 0.25 0.25", "0 0.5 0.5 0.\uff15 0.25"),
         *("0 0.5 0.5 0 0.25", "0 0.5 0.5 0.25 0", "0 0.1 0.5 0.9 0.5 0.4 0.5", "3 0.5 0.5 0.25 .250"),
     ],
@@ -95,6 +96,7 @@ def test_a_bad_row_is_left_out_and_named(line: str) -> None:
     assert [row.box[0] for row in rows] == [3, 4]
     (problem,) = problems
     assert problem.startswith(f"{FILE}, line 3: ")
+    assert ("kpt_shape" in problem) == line.startswith("0 .5 .5 .2 .2 .5 .5")
 
 
 # One image

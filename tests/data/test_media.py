@@ -157,7 +157,7 @@ def test_a_stream_has_frames_until_it_ends(folder: Path) -> None:
         assert stream.problems == []
         missing = Media([MediaItem("live", f"{server.address}/none")])
         assert not list(missing)
-        assert "/none cannot be read" in missing.problems[0]
+        assert "/none cannot be opened" in missing.problems[0]
 
 
 def pictures(count: int) -> Iterator[Frame]:

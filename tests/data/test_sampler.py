@@ -22,7 +22,6 @@ from data.sampler import (
     training_batches,
 )
 from utils.batch import Instances
-from utils.errors import UserError
 
 SQUARE = (64, 64)
 examples = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -170,11 +169,6 @@ def test_images_are_sampled_in_proportion_to_their_weights() -> None:
         assert (counts[3], counts.sum()) == (0, 2000)
         assert counts == pytest.approx(2000 * weights / weights.sum(), abs=6 * 2000**0.5 / 2)
     assert {len(sample.partners) for sample in samples} == {7}
-
-
-def test_only_one_flag_may_set_the_order() -> None:
-    with pytest.raises(UserError, match="--rect and --image-weights"):
-        Sampling(rect=True, image_weights=True)
 
 
 @pytest.mark.parametrize("close", range(8))

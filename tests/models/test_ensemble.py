@@ -13,7 +13,7 @@ from torch import nn
 
 from models.ensemble import Members, common_task, for_inference, fuse, halve, load_model, read_members
 from models.export import Exported, ExportMetadata
-from models.heads.contract import head_of
+from models.heads.contract import require_head
 from models.layers import RepConv
 from models.tasks import TASKS
 from models.tasks.contract import Model
@@ -142,7 +142,7 @@ def test_what_inference_leaves_out() -> None:
     used = for_inference(model, cpu, half=False)
     assert not any(module.conv2 for module in used.modules() if isinstance(module, RepConv))
     with torch.no_grad():
-        before, after = (head_of(one).decode(one(images)) for one in (model.eval(), used))
+        before, after = (require_head(one).decode(one(images)) for one in (model.eval(), used))
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
     anchors = for_inference(load_model(task, initial(tiny_detector()), 64, "", ""), cpu, half=False)
     assert batch_norms(anchors)

@@ -47,7 +47,7 @@ def test_skipped_norms_are_those_inside_of_conv() -> None:
         norm.running_mean.fill_(1)
     images = torch.rand(1, 3, 8, 8)
     expected = chain[1](nn.functional.silu(chain[0].conv(images)))
-    layers.skip_norms(chain)
+    layers.without_batchnorm(chain)
     assert torch.equal(chain(images), expected)
 
 
@@ -117,7 +117,7 @@ ANCHORS = [[10, 13, 16, 30], [116, 90, 156, 198]]
 @pytest.mark.parametrize("anchors", [ANCHORS, ANCHORS[::-1]])
 def test_small_anchors_go_to_small_strides(anchors: list[list[int]]) -> None:
     head = Detect(3, anchors, (4, 6))
-    head.placed([8.0, 32.0])
+    head.set_strides([8.0, 32.0])
     pixels = head.anchors * head.stride.view(-1, 1, 1)
     torch.testing.assert_close(pixels, torch.tensor(ANCHORS, dtype=torch.float32).view(2, 2, 2))
     assert "stride" not in head.state_dict()
@@ -134,7 +134,7 @@ def test_bias_initialisation() -> None:
     head = Segment(3, ANCHORS, 5, 8, (4, 6))
     for convolve in head.m:
         nn.init.zeros_(convolve.bias)
-    head.placed([8.0, 32.0])
+    head.set_strides([8.0, 32.0])
     expected = [0, 0, 0, 0, math.log(8 / 20**2), *[math.log(0.6 / 2.00001)] * 3, *[0] * 5]
     torch.testing.assert_close(head.m[1].bias.detach(), torch.tensor(expected * 2))
     assert head.m[0].bias[4].item() == pytest.approx(math.log(8 / 80**2))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import resnet18, vit_b_32
 
-from job import resolve, settings_of
-from models.loading import StartingPoint, freeze, gflops, load_and_freeze, parameters_of, rate_factors, transfer
+from job import read_job
+from models.loading import StartingPoint, count_gflops, find_parameters, freeze, load_and_freeze, rate_factors, transfer
 from models.tasks import TASKS
 from models.tasks.detect import DetectionTask
 from models.weights import Weights
@@ -20,6 +20,7 @@ from models.yolo import YoloModel, build_model
 from tests.making import tiny_anchor_free, tiny_detector, write_yaml
 from utils.config.flags import TrainOptions
 from utils.config.hyperparameters import Hyperparameters
+from utils.config.settings import read_settings
 from utils.errors import UserError
 from utils.files import read_yaml
 
@@ -28,7 +29,7 @@ from utils.files import read_yaml
 
 def test_the_work_of_a_convolution_by_hand() -> None:
     model = nn.Conv2d(3, 5, 3, padding=1)
-    assert gflops(model, 10) == pytest.approx(2 * 3 * 5 * 9 * 100 / 1e9)
+    assert count_gflops(model, 10) == pytest.approx(2 * 3 * 5 * 9 * 100 / 1e9)
     assert next(model.parameters()).device.type == "cpu"
 
 
@@ -48,11 +49,11 @@ class Scaled(nn.Conv2d):
 
 
 def test_a_model_that_cannot_be_traced() -> None:
-    assert gflops(Scaled(reads=False), 10) == pytest.approx(2 * 3 * 5 * 100 / 1e9)
+    assert count_gflops(Scaled(reads=False), 10) == pytest.approx(2 * 3 * 5 * 100 / 1e9)
     model = Scaled(reads=True)
-    assert gflops(model, 10) == 0
+    assert count_gflops(model, 10) == 0
     with pytest.raises(UserError, match=r"mine\.yaml .*--imgsz"):
-        gflops(model, 4, "mine.yaml")
+        count_gflops(model, 4, "mine.yaml")
 
 
 # Frozen layers, and factors of the learning rate
@@ -145,8 +146,8 @@ def test_backbone_and_head(build: Callable[[], nn.Module], backbone: tuple[str, 
     names = {name for name, _ in model.named_parameters()}
     expected = {name for name in names if name.startswith(backbone)}
     assert 0 < len(expected) < len(names)
-    assert parameters_of(model, "backbone", "--freeze") == expected
-    assert parameters_of(model, "head", "--freeze") == names - expected
+    assert find_parameters(model, "backbone", "--freeze") == expected
+    assert find_parameters(model, "head", "--freeze") == names - expected
 
 
 def test_factors_of_learning_rates() -> None:
@@ -232,4 +233,4 @@ def test_the_weights_that_a_data_yaml_names_contain_the_model(small_data: Path, 
         (["--cfg", "none.yaml"], "none.yaml"),
     ):
         with pytest.raises(UserError, match=named):
-            resolve(settings_of(["--data", str(data), *flags]))
+            read_job(read_settings(["--data", str(data), *flags], pytest.fail))

@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import save
 from torch import Tensor
+from torchvision.models import get_model_weights
 
 from models.loading import transfer
-from models.tasks import classify as torchvision_models
 from models.weights import RELEASE_SHA256, Origin, Weights, find_weights, read_weights, same_names
 from models.yolo import build_model
 from tests.models.test_yolov5_pickle import Call, Pickled, refused, save_as_yolov5, save_bytes, save_legacy, save_zip
@@ -359,12 +359,12 @@ def test_other_names_are_not_downloaded(name: str, folder: Path) -> None:
 def test_torchvisions_default_weights(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their names end with the first digits of the SHA-256."""
     digits = hashlib.sha256(weights()).hexdigest()[:8]
-    of_name = {"resnet34": f"small-{digits}.pth", "resnet18": "small-0123abcd.pth"}
-    monkeypatch.setattr(torchvision_models, "default_weights", lambda name: f"{server.address}/{of_name[name]}")
-    for file in of_name.values():
+    files = {"resnet34": f"small-{digits}.pth", "resnet18": "small-0123abcd.pth"}
+    for name, file in files.items():
+        monkeypatch.setattr(get_model_weights(name).DEFAULT.value, "url", f"{server.address}/{file}")
         server.give(file, sending(weights()))
     path = find_weights("DEFAULT", {"task": "classify", "architecture": "resnet34"}, "mine.yaml")
-    assert path == folder / "torch/hub/checkpoints" / of_name["resnet34"]  # torch's own cache
+    assert path == folder / "torch/hub/checkpoints" / files["resnet34"]  # torch's own cache
     assert path.read_bytes() == weights()
     for yaml in ({"architecture": "resnet18"}, {"architecture": "resnet33"}, {}):
         with pytest.raises(UserError, match=r"0123abcd|mine\.yaml|--cfg"):
@@ -398,6 +398,7 @@ def test_artifacts_of_wandb(files: tuple[str, ...], chosen: str, folder: Path, m
     ("name", "named"),
     [
         *(("yolov8n.pt", "v9-t.pt"), ("yolo11n.pt", "v9-t.pt"), ("rf-detr-nano.pth", "v9-t.pt")),
+        ("rtdetr-l.pt", "examples/dfine"),
         *(("yolov5n", "'yolov5n.pt'"), ("yolov9t.pt", "'v9-t.pt'"), ("yolov9-c.pt", "'v9-c.pt'")),
     ],
 )

@@ -16,9 +16,9 @@ import yaml
 from torch import Tensor, nn
 
 from models.heads.anchors import Detect
-from models.heads.contract import head_of
+from models.heads.contract import require_head
 from models.layers import Classify, Conv
-from models.loading import gflops, transfer
+from models.loading import count_gflops, transfer
 from models.tasks.detect import DetectionTask
 from models.weights import read_weights
 from models.yolo import LAYERS, YoloModel, add_layers, build_model
@@ -99,7 +99,7 @@ def test_parameters_and_work_of_a_model_without_its_auxiliary_branch(name: str, 
     yaml = read_yaml(ROOT / "models" / f"{name}.yaml")
     del yaml["auxiliary"]
     model = on_meta(yaml)
-    work = gflops(model, 640)
+    work = count_gflops(model, 640)
     assert not published or work == pytest.approx(published, rel=0.015)
     assert f"| `{name}` | {count(model):,} | {documented()[name]:,} | {work:.1f} |" in DOCUMENTED
 
@@ -149,7 +149,7 @@ def test_official_weights_predict_as_in_yolov5(shared: Path) -> None:
     model = build_model(official.model).eval()
     assert shapes(model.state_dict()) == shapes(official.state) == shapes(on_meta("yolov5n.yaml").state_dict())
     transfer(model, official.state)
-    predictions = head_of(model).decode(model(reference["image"]))
+    predictions = require_head(model).decode(model(reference["image"]))
     torch.testing.assert_close(predictions, reference["predictions"], rtol=0, atol=1e-3)
 
 
@@ -387,6 +387,6 @@ def test_a_file_that_only_the_settings_of_a_run_name_is_not_run(user_file: Path)
     code = f"class First(nn.Identity):\n    Path({str(mark)!r}).touch()\n"
     user_file.write_text(f"from pathlib import Path\nfrom torch import nn\n\n\n{code}")
     with pytest.raises(UserError, match=f"--layers {user_file}"):
-        add_layers(user_file, is_named=False)
+        add_layers(user_file, named_by_user=False)
     assert not mark.exists()
     assert add_layers(user_file) == ["First"]

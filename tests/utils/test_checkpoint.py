@@ -1,4 +1,4 @@
-"""Weight files, the state of a run and its files, and what --resume continues with."""
+"""Weight files, the state of a run, and its files."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import math
 import os
 import pickle
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from accelerate import Accelerator
 from torch import nn
 
@@ -23,29 +21,23 @@ from models.weights import read_weights
 from models.yolo import build_model
 from tests.conftest import OnProcesses
 from tests.making import tiny_detector
-from tests.utils.test_run import run_in
 from utils.checkpoint import (
     STATE_FORMAT,
-    Decisions,
     Identity,
+    MeasuredConfig,
     Progress,
     StateFiles,
     TrainingState,
-    find_run,
-    read_saved_state,
-    resolve_settings,
     serialised,
     weights_content,
 )
-from utils.config.flags import BUILT_IN_JOB, TrainOptions
-from utils.config.hyperparameters import Hyperparameters, Recipe
-from utils.config.parser import given_flags, over_defaults
-from utils.config.settings import Settings
+from utils.config.flags import TrainOptions
+from utils.config.hyperparameters import Recipe
 from utils.distributed.model import DistributedModel
 from utils.distributed.ranks import ranks
 from utils.distributed.tree import LogicalProcesses
-from utils.errors import Stopped, UserError
-from utils.files import ROOT, VERSION, read_yaml
+from utils.errors import UserError
+from utils.files import VERSION
 from utils.run import RunFolder
 from utils.summary import Summary
 from utils.training.optimizer import ModelEMA, build_optimizer
@@ -53,7 +45,7 @@ from utils.training.optimizer import ModelEMA, build_optimizer
 NAMES = {0: "disc", 1: "ring", 2: "bar"}
 TRAIN, VAL = ({"count": count, "file sizes": "aaaa", "labels": "bbbb"} for count in ("28", "8"))
 IDENTITY = Identity(NAMES, 96, {"train": TRAIN, "val": VAL})
-DECISIONS = Decisions(batch_size=8, accumulation=2, known=0.5, run_id="abc")
+MEASURED = MeasuredConfig(batch_size=8, accumulation=2, known=0.5, run_id="abc")
 
 # Weight files
 
@@ -117,7 +109,7 @@ def made(seed: int, saved: dict[str, Any] | None = None, optimizer: str = "SGD")
     parameters = [parameter for group in built.param_groups for parameter in group["params"]]
     logical = LogicalProcesses.of(0, accelerator)
     prepared = DistributedModel(accelerator, logical, [model], [model])  # type: ignore[list-item]
-    state = TrainingState(IDENTITY, DECISIONS, prepared, parameters, ema, accelerator.prepare(built), 2)
+    state = TrainingState(IDENTITY, MEASURED, prepared, parameters, ema, accelerator.prepare(built), 2)
     state.scaler = Scaler(2.0**seed)  # type: ignore[assignment]
     if saved:
         state.load(saved)
@@ -137,7 +129,7 @@ def train(state: TrainingState, seed: int = 0) -> None:
 
 def saved(state: TrainingState) -> dict[str, Any]:
     folder = Folder()
-    state.save(folder)
+    state.save(folder.save_state)
     return folder.last()
 
 
@@ -163,7 +155,7 @@ def test_a_resumed_run_is_identical_bit_by_bit(optimizer: str) -> None:
         train(run, seed=1)
     assert same(saved(second), saved(first))
     assert (second.optimizer.param_groups[0]["lr"], second.scaler.scale) == (0.025, 2.0)  # type: ignore[union-attr]
-    assert Decisions(**state["decisions"]) == DECISIONS
+    assert MeasuredConfig(**state["decisions"]) == MEASURED
     second.scaler = None  # a run without one loads any state
     second.load(state)
     assert saved(second)["scaler"] is None
@@ -171,15 +163,15 @@ def test_a_resumed_run_is_identical_bit_by_bit(optimizer: str) -> None:
 
 def test_a_run_is_saved_if_it_has_changed_and_finally_its_counters_only() -> None:
     run, folder = made(1), Folder()
-    run.save(folder)
+    run.save(folder.save_state)
     run.progress.summary = Summary({}, 0.5, [], [])  # the summary never changes alone
-    run.save(folder)
+    run.save(folder.save_state)
     assert len(folder.states) == 1
     run.progress.step += 1
-    run.save(folder)
+    run.save(folder.save_state)
     assert (folder.last()["progress"]["step"], folder.final) == (1, False)
     run.progress.finished = True
-    run.save(folder, keep_tensors=False)
+    run.save(folder.save_state, keep_tensors=False)
     assert folder.final
     assert set(folder.last()) == {"format", "version", *vars(IDENTITY), "decisions", "progress"}
 
@@ -352,170 +344,3 @@ def test_a_state_that_has_no_end_is_an_error(states: StateFiles, source: str) ->
     os.mkfifo(path) if source == "pipe" else path.symlink_to(source)
     with pytest.raises(UserError, match=path.name):
         states.read()
-
-
-# What a run continues with
-
-LOW = str(ROOT / "data" / "hyps" / "low.yaml")
-BEGUN = {"epochs": 10, "batch_size": 8, "imgsz": 96, "hyp": LOW, "freeze": (0, 2), "workers": 1, "device": "cpu"}
-AUTO = ("--resume", "auto", "--project")
-STATE = {
-    **{"format": STATE_FORMAT, "names": NAMES, "imgsz": 96, "splits": IDENTITY.splits, "model": {}},
-    **{"progress": asdict(Progress(epoch=3, batch=2, step=11)), "rows": ["epoch", "0", "1", "2"]},
-}
-
-
-def begin(run: Path, state: dict[str, Any] | None = None, written: float = 0.0, **settings: Any) -> Path:
-    """Make a run folder as train.py does, whose files are `written` at a time in seconds."""
-    run.mkdir(parents=True)
-    content = {**vars(TrainOptions()), "project": str(run.parent), "name": run.name, **BEGUN, **settings}
-    content |= {"hyperparameters": vars(Hyperparameters()), "model": {"task": "detect", "nc": 3}}
-    (run / "settings.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    if state:
-        StateFiles(run / "checkpoint").write(serialised(state))
-    for file in (run / "settings.yaml", *(run / "checkpoint").glob("*.pt")):
-        os.utime(file, (written, written))
-    return run
-
-
-def resumed(*flags: str) -> Settings:
-    """Return the settings that train.py starts or continues with."""
-    return resolve_settings(given_flags(TrainOptions, flags), lambda *_: Hyperparameters)
-
-
-def named(*flags: str) -> Path | None:
-    """Return the run folder that --resume names."""
-    options = over_defaults(TrainOptions, given_flags(TrainOptions, flags))
-    return find_run(options.resume, Path(options.project), options.name, options.exist_ok)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """The folder of a run of 10 epochs that stopped in its fourth, whose results.csv has one row more."""
-    run = begin(tmp_path / "runs" / "exp", STATE)
-    (run / "results.csv").write_text("epoch\n0\n1\n2\n3\n")
-    return run
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A project of several runs: `exp10` was written last of those that --name exp has started, `other` of all."""
-    for name, written in {"exp": 100.0, "exp2": 300.0, "exp10": 400.0}.items():
-        begin(tmp_path / name, written=written, name="exp")
-    for name, written in {"exp12": 410.0, "other": 500.0, "expert": 450.0}.items():
-        begin(tmp_path / name, written=written)
-    (tmp_path / "exp13").mkdir()
-    (tmp_path / "exp13" / "settings.yaml").write_text("name: exp\n")  # of val.py
-    (tmp_path / "exp11").mkdir()  # of a run that had not begun
-    return tmp_path
-
-
-def test_the_newest_run_is_the_last_written_one(project: Path) -> None:
-    newest, auto = ("--project", str(project), "--resume"), (*AUTO, str(project))
-    assert [named(*newest), named(*auto)] == [project / "other", project / "exp10"]
-    assert [named(*auto, "--exist-ok"), named(*auto, "--name", "other")] == [project / "exp", project / "other"]
-    os.utime(project / "exp" / "settings.yaml", (600, 600))
-    assert [named(*newest), named(*auto)] == [project / "exp"] * 2
-    for number, file in enumerate(("exp2/results.csv", "exp10/checkpoint/00000001-0123456789abcdef.pt")):
-        (project / file).parent.mkdir(exist_ok=True)
-        (project / file).touch()
-        os.utime(project / file, (700 + number, 700 + number))
-        assert named(*newest) == project / Path(file).parts[0]
-
-
-def test_auto_takes_a_name_literally_and_may_find_nothing(tmp_path: Path) -> None:
-    begin(tmp_path / "axb")
-    assert named(*AUTO, str(tmp_path), "--name", "a.b") is None
-    assert begin(tmp_path / "a.b2", name="a.b") == named(*AUTO, str(tmp_path), "--name", "a.b")
-    flags = (*AUTO, str(tmp_path / "none"))
-    given = given_flags(TrainOptions, flags)
-    assert resumed(*flags) == Settings(over_defaults(TrainOptions, given, BUILT_IN_JOB), given)
-    with pytest.raises(UserError, match=str(tmp_path / "none")):
-        named("--project", str(tmp_path / "none"), "--resume")
-
-
-@pytest.mark.parametrize("inside", ["", "settings.yaml", "checkpoint", "weights/last.pt", "checkpoint/1-a.pt"])
-def test_a_path_to_a_run_or_into_it(project: Path, inside: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = project / "exp2" / inside
-    if not path.exists():
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
-    assert named("--resume", str(path)) == project / "exp2"
-    monkeypatch.chdir(project)
-    assert named("--resume", str(path.relative_to(project))) == project / "exp2"
-    monkeypatch.chdir(project / "exp2")
-    assert named("--resume", ".") == project / "exp2"
-
-
-def test_settings_that_are_not_of_a_training_run(tmp_path: Path) -> None:
-    (tmp_path / "settings.yaml").write_text("epochs: 3\n")
-    with pytest.raises(UserError, match=str(tmp_path)):
-        resumed("--resume", str(tmp_path))
-
-
-@pytest.mark.parametrize("settings", [{}, {"nosave": True}])
-def test_a_run_that_never_saved_starts_anew_in_its_folder(settings: dict[str, bool], tmp_path: Path) -> None:
-    run = begin(tmp_path / "exp", **settings)
-    if settings:
-        (run / "results.csv").touch()  # with --nosave there are rows before there is a state
-    with pytest.raises(UserError, match=f"{run}/checkpoint"):
-        resumed("--resume", str(run))
-    resuming = resumed(*AUTO, str(tmp_path))
-    assert (resuming.saved, resuming.is_fixed) == (None, True)  # its settings contain all defaults
-    options = resuming.options
-    assert (options.project, options.name, options.exist_ok, options.epochs) == (str(tmp_path), "exp", True, 10)
-    assert read_saved_state(run_in(tmp_path, exist_ok=True), resuming, IDENTITY) is None
-
-
-@pytest.mark.parametrize("auto", [False, True])
-@pytest.mark.parametrize("damage", ["cut", "removed"])
-def test_a_run_whose_states_are_all_lost(damage: str, auto: bool, run: Path) -> None:
-    """Nothing is overwritten, and the error names the files."""
-    (state,) = StateFiles(run / "checkpoint").files()
-    state.unlink() if damage == "removed" else state.write_bytes(state.read_bytes()[:100])
-    with pytest.raises(UserError, match=f"{run}/checkpoint" if damage == "removed" else state.name):
-        resumed(*((*AUTO, str(run.parent)) if auto else ("--resume", str(run))))
-
-
-def test_edited_settings(tmp_path: Path) -> None:
-    """test_settings.py tests the check."""
-    run = begin(tmp_path / "exp")
-    settings = read_yaml(run / "settings.yaml")
-    StateFiles(run / "checkpoint").write(serialised({**STATE, "settings": {**settings, "freeze": (0, 2)}}))
-    assert resumed("--resume", str(run)).options.freeze == (0, 2)
-    (run / "settings.yaml").write_text(yaml.safe_dump({**settings, "batch_size": 16}))
-    with pytest.raises(UserError, match="batch_size"):
-        resumed("--resume", str(run))
-
-
-def test_a_finished_run(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    finished = begin(tmp_path / "exp", {**STATE, "progress": asdict(Progress(epoch=10, finished=True))})
-    name, fewer = ("--resume", str(finished)), ("--epochs", "3")
-    project = ("--project", str(tmp_path))
-    for flags in (
-        name,
-        (*name, *fewer),
-        (*project, "--resume"),
-        (*AUTO, str(tmp_path)),
-        ("--resume", str(run), *fewer),
-    ):
-        with pytest.raises(Stopped) as stopped:
-            resumed(*flags)
-        assert stopped.value.code == 0
-        assert str(tmp_path) in capsys.readouterr().out
-    with pytest.raises(UserError, match="--epochs 11"):
-        resumed(*name, "--epochs", "11")
-    assert resumed("--resume", str(run), "--epochs", "4").options.epochs == 4
-
-
-def decided(project: str) -> list[Any]:
-    """Return the settings of a process; other processes than the main one have no such project, as on a machine."""
-    project = project if ranks().rank == 0 else "nowhere"
-    settings = resumed("--project", project, "--resume", "--epochs", "12", "--device", "cpu")
-    return [vars(settings.options), settings.saved, settings.is_fixed]
-
-
-def test_the_main_process_decides_for_all(run: Path, on_processes: OnProcesses) -> None:
-    """tests/utils/distributed/test_ranks.py tests its errors."""
-    expected = resumed("--project", str(run.parent), "--resume", "--epochs", "12", "--device", "cpu")
-    assert on_processes(2, decided, str(run.parent)) == [[vars(expected.options), expected.saved, True]] * 2

@@ -171,10 +171,10 @@ def test_annotations_that_cannot_be_scored(tmp_path: Path) -> None:
 def test_results_are_written_even_if_annotations_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Such annotations are an error if the command line names them, else a warning."""
     wrong, found = written(tmp_path, "{"), [detections(2, (0, 0, 2, 1, 0.5, 0))]
-    for is_named in (False, True):
+    for named_by_user in (False, True):
         documents: dict[str, str] = {}
-        with pytest.raises(UserError, match="instances_val") if is_named else nullcontext():
-            report(documents.update, wrong, is_named, found, NAMES, PATHS, "best")
+        with pytest.raises(UserError, match="instances_val") if named_by_user else nullcontext():
+            report(documents.update, wrong, named_by_user, found, NAMES, PATHS, "best")
         (row,) = json.loads(documents.pop("best_predictions.json"))
         assert row == {"image_id": 7, "category_id": 0, "bbox": [0, 0, 2, 1], "score": 0.5}
-        assert (documents, "instances_val" in capsys.readouterr().out) == ({}, not is_named)
+        assert (documents, "instances_val" in capsys.readouterr().out) == ({}, not named_by_user)

@@ -29,6 +29,14 @@ def test_names_of_files_are_printed_in_any_encoding(
     assert output.getvalue() == expected
 
 
+def test_a_line_that_is_wider_than_the_terminal_is_wrapped_there_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    for output, end in ((Terminal(), "\n  to /a/folder\n"), (io.StringIO(), " to /a/folder\n")):
+        monkeypatch.setattr("sys.stdout", output)
+        log("saving all results to /a/folder")
+        assert output.getvalue() == f"saving all results{end}"
+
+
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_a_closed_output(closed: str) -> None:
     code = "from utils.console import *; log('a'); [*Bar('b', 1, True).over([1], int)]; sys.stderr.write('c')"
@@ -86,7 +94,7 @@ def test_a_bar_shows_values_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     for _ in bar.over(range(3), lambda _: 8):
         due.append(bar.due)
         if bar.due:
-            bar.show(["box 0.1234", "wait 3%"])
+            bar.show(["box 0.1234", "wait 3%", "too wide" * 9])
     assert due == [False, True, True]
     assert "epoch 1/2" in terminal.getvalue()
     assert "box 0.1234, wait 3%" in terminal.getvalue()

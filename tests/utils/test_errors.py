@@ -10,6 +10,7 @@ def test_words() -> None:
     assert [plural(2, noun) for noun in ("epoch", "process", "box")] == ["2 epochs", "2 processes", "2 boxes"]
     known = ("epochs", "batch-size", "imgsz")
     assert nearest("epoch", known) == " (did you mean 'epochs'?)"
+    assert nearest("lr", {"lrf": 0, "lr0": 1}) == " (did you mean 'lr0'?)"
     assert nearest("imgs", known) == " (did you mean 'imgsz'?)"
     assert nearest("weights", known) == nearest("epochs", ()) == ""
     assert first_line(ValueError("one\ntwo")) == "one"

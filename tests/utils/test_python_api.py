@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import job
+from models.tasks import hyperparameters
 from utils.config.flags import TrainOptions, ValOptions
 from utils.config.parser import given_flags
 from utils.distributed.failure import GracefulStop, on_failure
@@ -21,7 +21,7 @@ from utils.python_api import call, words_of
 
 def given_by(kind: type[Any] = TrainOptions, **flags: Any) -> dict[str, Any]:
     """Return the flags that a call of a script's `run` gives."""
-    names = job.hyperparameters if kind is TrainOptions else tuple
+    names = hyperparameters if kind is TrainOptions else tuple
     return given_flags(kind, words_of(flags), hyperparameters=names)
 
 

@@ -35,15 +35,15 @@ METRICS = ("precision", "recall", "mAP_0.5")
 
 def test_the_fitness_is_a_weighted_sum() -> None:
     summary = Summary({"precision": 0.5, "recall": 0.25, "mAP_0.5": 0.125}, 0.4, [], [], headline={"mAP50": 0.125})
-    assert summary.weighed({}) is summary  # the task's own
-    weighed = summary.weighed(fitness_weights("metrics/precision=2, recall = -1", METRICS))
+    assert summary.with_fitness({}) is summary  # the task's own
+    weighed = summary.with_fitness(fitness_weights("metrics/precision=2, recall = -1", METRICS))
     assert (weighed.fitness, weighed.highest_fitness) == (0.75, 2.0)
     assert weighed.headline == {"mAP50": 0.125, "fitness": 0.75}
     assert weighed.metrics == summary.metrics
-    assert summary.weighed(fitness_weights("recall=-1", METRICS)).fitness == -0.25
+    assert summary.with_fitness(fitness_weights("recall=-1", METRICS)).fitness == -0.25
     nan = Summary({**summary.metrics, "recall": math.nan}, 0.4, [], [])
-    assert nan.weighed({"recall": 1.0}).fitness == -math.inf  # the worst
-    assert replace(nan, fitness=math.nan).weighed({}).fitness == -math.inf
+    assert nan.with_fitness({"recall": 1.0}).fitness == -math.inf  # the worst
+    assert replace(nan, fitness=math.nan).with_fitness({}).fitness == -math.inf
 
 
 @pytest.mark.parametrize(

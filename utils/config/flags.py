@@ -125,6 +125,12 @@ def expected(hint: Any, metadata: Mapping[str, Any]) -> str:
     return noun if within == FINITE or hint not in (int, float) else f"{noun}, {within}"
 
 
+def profile_window(text: str) -> tuple[int, int]:
+    """Return the first and the last step of --profile START:STOP; (0, 0) for any other text, which is refused."""
+    first, last = map(int, text.split(":")) if re.fullmatch(r"\d+:\d+", text) else (0, 0)
+    return (first, last) if 1 <= first <= last else (0, 0)
+
+
 def typed_values(
     kind: type[DataclassInstance],
     values: Mapping[str, Any],
@@ -133,11 +139,14 @@ def typed_values(
 ) -> dict[str, Any]:
     """Return values by field name as the types of the fields of `kind`, or of those in `known`.
 
-    Raises `UserError`, in which `named` names a field, also for an unknown name.
+    Raises `UserError`, in which `named` names a field, also for an unknown name and for a value in `REFUSED`.
     """
     hints, result = typing.get_type_hints(kind), {}
     known = kind.__dataclass_fields__ if known is None else known
     for key, value in values.items():
+        for word in value if isinstance(value, (list, tuple)) else [value]:
+            if instead := REFUSED.get(f"{key} {word}"):
+                raise UserError(f"{named(key)} {word} {instead}")
         if key not in known:
             raise UserError(f"{named(key)} is unknown{nearest(str(key), known)}; correct or remove it")
         metadata = kind.__dataclass_fields__[key].metadata
@@ -197,6 +206,11 @@ def flag(  # noqa: PLR0913 - a flag is one declaration
     return dataclasses.field(default=default, metadata={**locals(), "help": text})
 
 
+def as_flag(name: str) -> str:
+    """Return the name of a field as the flag of the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
 def flags_of(kind: type[DataclassInstance]) -> list[dataclasses.Field[Any]]:
     """Return the fields of an options class that are flags: all but `overrides`."""
     return [field for field in dataclasses.fields(kind) if "help" in field.metadata]
@@ -236,7 +250,7 @@ class TrainOptions:
     allow_licence: tuple[str, ...] = flag((), "licences that --weights may have", "model", comma_separated=True)
     layers: str = LAYERS()
     task_file: str = flag("", "Python file or package with your own task; it is executed", "model", aliases=TASK)
-    data: str = flag("data/coco128.yaml", "data set YAML", "data")
+    data: str = flag("data/coco128.yaml", "data set: a YAML, a folder, or a file of annotations or images", "data")
     hyp: str = flag("auto", "recipe, a YAML of data/hyps; auto chooses, low is YOLOv5's", "training", suggested=BY_DATA)
     epochs: int = flag(100, "passes over the training images", "training", Range(1), suggested=BY_FILES)
     batch_size: int = flag(
@@ -325,7 +339,7 @@ class ValOptions:
         "python val.py --weights best.pt --data my.yaml --task test --save-json",
         "python val.py --weights best.pt --data my.yaml --task speed --batch-size 1",
     )
-    data: str = flag("data/coco128.yaml", "data set YAML", "data")
+    data: str = flag("data/coco128.yaml", "data set: a YAML, a folder, or a file of annotations or images", "data")
     weights: tuple[str, ...] = ENSEMBLE()
     layers: str = LAYERS()
     task_file: str = TASK_FILE()
@@ -456,8 +470,8 @@ BUILT_IN_JOB: Mapping[str, Any] = {
 
 # Formats that other programs make of an exported file.
 CONVERTED = ("saved_model", "pb", "tflite", "edgetpu", "tfjs", "tensorflow", "paddle", "ncnn", "coreml", "mlmodel")
-# Flags of YOLOv5 that are accepted with this value, which asks for nothing.
-IGNORED = {"local_rank": "-1", "artifact_alias": "latest"}
+# Others' flags that are accepted with these values, which ask for nothing: a rank is in the environment too.
+IGNORED = {"local_rank": tuple(map(str, range(-1, 64))), "artifact_alias": ("latest",), "save": ("True",)}
 # Keys: a flag with underscores, or a flag and its value. The error message is the flag and the text; a script that has
 # the flag accepts it.
 REFUSED = {
@@ -491,14 +505,16 @@ REFUSED = {
     "dropout": "is the second argument of the row Classify in the model YAML; give your own YAML with --cfg",
     # ultralytics
     "format": "is --include of export.py here",
+    "save": "is the default of detect.py, without --nosave; results of a Predictor have save()",
+    "verbose": "is for val.py and export.py; val.py and detect.py have --quiet (from Python quiet=True)",
     "stream": "is not needed: detect.py writes results one by one, and a Predictor takes an image or frame per call",
     "local_rank": "is in the environment: start with torchrun, accelerate launch or --processes",
-    **dict.fromkeys(("scale_lr", "learning_rate"), "is the hyperparameter lr0 here: give --hyp.lr0"),
+    **dict.fromkeys(("scale_lr", "learning_rate", "lr"), "is the hyperparameter lr0 here: give --hyp.lr0"),
     # earlier versions of this repository
     **dict.fromkeys(
         (
             *("image_padding", "repeat_factor", "partners", "no_oom_retry", "keep_state", "weights_precision"),
-            *("max_skips", "log_interval", "max_images", "verbose", "quiet", "push_to_hub", "comm_hook"),
+            *("max_skips", "log_interval", "max_images", "quiet", "push_to_hub", "comm_hook"),
             *("show_processes", "wandb_registry", "wandb_alerts", "wandb_project", "wandb_entity", "wandb_group"),
             *("wandb_tags", "wandb_name", "wandb_notes", "wandb_job_type", "wandb_id"),
         ),

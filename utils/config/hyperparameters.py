@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from utils.config.flags import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, typed_values
+from utils.config.flags import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, TrainOptions, flags_of, typed_values
 from utils.console import log
 from utils.errors import UserError, plural
 from utils.files import ROOT, find_file, read_yaml
@@ -220,22 +220,23 @@ class Recipes(NamedTuple):
     many: str = ""  # for any other run from scratch; '' means `few`
     yolov5: str = ""  # with YOLOv5's own values; '' if the task has none
 
-    def choose(self, trained: bool, images: Callable[[], int]) -> tuple[str, str, str]:
-        """Return the hyperparameter file for a run, the reason, and YOLOv5's file; count `images` if it matters."""
-        if trained:
-            return self.trained, "the run starts from trained weights", self.yolov5
-        name, reason = self.few or self.trained, "no trained weights are given or fit"
-        if self.many not in ("", name):
+    def choose(self, trained: bool, images: Callable[[], int]) -> str:
+        """Return the hyperparameter file for a run, and log the reason; count `images` if it matters."""
+        name = self.trained if trained else self.few or self.trained
+        reason = "the run starts from trained weights" if trained else "no trained weights are given or fit"
+        if not trained and self.many not in ("", name):
             count = images()
             name, bound = (name, "fewer than") if count < FEW_IMAGES else (self.many, "at least")
             reason += f", and there are {plural(count, 'training image')}, {bound} {FEW_IMAGES}"
-        return name, reason, self.yolov5
+        other = f"; --hyp {self.yolov5} has YOLOv5's values" if self.yolov5 not in ("", name) else ""
+        log(f"hyperparameters: --hyp {name}, because {reason}{other}")
+        return name
 
 
 def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] = NO_OVERRIDES) -> R:
     """Read and check a hyperparameter YAML as a `kind`; absent keys keep its defaults.
 
-    `defaults:` is left to parser.py, and keys that `Recipe.left_out` names are ignored. Raises `UserError`.
+    `defaults:` is left to `defaults_of_hyp`, and keys that `Recipe.left_out` names are ignored. Raises `UserError`.
     """
     path = find_hyperparameters(name)
     left_out = {DEFAULTS, *kind.left_out()}
@@ -243,6 +244,20 @@ def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] 
     if (unknown := values.keys() - keys_of(kind)) and unknown <= keys_of(Hyperparameters):
         raise UserError(f"{path} is a detector's recipe: this task has no {min(unknown)}; give another --hyp, or auto")
     return dataclasses.replace(from_mapping(kind, values, path), **parse_overrides(kind, overrides))
+
+
+def defaults_of_hyp(name: str) -> dict[str, Any]:
+    """Return the `defaults:` of the hyperparameter file that --hyp names, {} if it has none. Raises `UserError`."""
+    path = find_hyperparameters(name)
+    return suggested_defaults(read_yaml(path).get(DEFAULTS, {}), path, "hyp")
+
+
+def suggested_defaults(values: object, source: Path, kind: str = "data") -> dict[str, Any]:
+    """Return the `defaults:` of a YAML of a kind, "data" or "hyp", by field name. Raises `UserError`."""
+    if not isinstance(values, dict):
+        raise UserError(f"{source}: `defaults` must be lines such as `imgsz: 64`, not {values!r}")
+    known = [field.name for field in flags_of(TrainOptions) if kind in field.metadata["suggested"]]
+    return typed_values(TrainOptions, values, f"{source}: `{{}}` under `defaults`".format, known)
 
 
 def find_hyperparameters(name: str) -> Path:
@@ -263,9 +278,9 @@ def parse_overrides(kind: type[Recipe], overrides: Mapping[str, str]) -> dict[st
     return typed_values(kind, overrides, (OVERRIDE_PREFIX + "{}").format)
 
 
-def log_unread(hyp: Recipe, unread: Collection[str], model: str) -> None:
+def log_unused(hyp: Recipe, unused_keys: Collection[str], model: str) -> None:
     """Log the keys that have no effect although the hyperparameter file changes their defaults."""
-    if changed := [key for key in unread if getattr(hyp, key) != getattr(type(hyp)(), key)]:
+    if changed := [key for key in unused_keys if getattr(hyp, key) != getattr(type(hyp)(), key)]:
         log(f"hyperparameters without effect on {model}: {', '.join(changed)}")
 
 

@@ -1,52 +1,28 @@
-"""The command line: flags become the options of a script, over the defaults of a job, a task and a data set YAML.
+"""The command line: words become the flags of a script. Called by the scripts, predictor.py and settings.py.
 
-Called by the scripts, predictor.py and settings.py; data/data_yaml.py calls `suggested_defaults`. Every value,
-wherever it comes from, passes `checked`.
+Every value, wherever it comes from, passes `typed_values`.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from utils.config.flags import GROUPS, IGNORED, REFUSED, TrainOptions, flags_of, typed_values
-from utils.config.hyperparameters import DEFAULTS, OVERRIDE_PREFIX, Hyperparameters, find_hyperparameters, keys_of
+from utils.config.flags import GROUPS, IGNORED, REFUSED, as_flag, flags_of, typed_values
+from utils.config.hyperparameters import OVERRIDE_PREFIX, Hyperparameters, keys_of
 from utils.console import log
 from utils.errors import UserError, nearest, quoted
-from utils.files import VERSION, read_yaml
+from utils.files import IS_INSTALLED, VERSION
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance, SupportsWrite
 
 HELP_OF_OVERRIDES = f"{OVERRIDE_PREFIX}KEY VALUE replaces one value of --hyp, such as {OVERRIDE_PREFIX}lr0 0.005"
 WRONG_FLAG = 2  # exit code, as argparse's
-T = TypeVar("T", bound="DataclassInstance")
-
-
-def as_flag(name: str) -> str:
-    """Return the name of a field as the flag of the command line."""
-    return f"--{name.replace('_', '-')}"
-
-
-def checked(
-    kind: type[DataclassInstance], values: Mapping[str, Any], named: Callable[[str], str] = as_flag
-) -> dict[str, Any]:
-    """Return the values of flags as their types. Raises `UserError` for a value that a flag refuses."""
-    for name, value in values.items():
-        for word in value if isinstance(value, (list, tuple)) else [value]:
-            if instead := REFUSED.get(f"{name} {word}"):
-                raise UserError(f"{named(name)} {word} {instead}")
-    return typed_values(kind, values, named)
-
-
-def over_defaults(kind: type[T], given: Mapping[str, Any], job: Mapping[str, Any] | None = None) -> T:
-    """Return given flags over their defaults as a `kind`."""
-    names_files = {"data", "cfg", "weights", "hyp"} & given.keys()
-    return kind(**{**({} if names_files or job is None else job), **given})
 
 
 def given_flags(
@@ -77,47 +53,24 @@ def given_flags(
             raise UserError(f"{flag} needs a value; see --help", WRONG_FLAG)
         if is_override:
             overrides[flag.removeprefix(OVERRIDE_PREFIX).replace("-", "_")] = value
-        elif value != IGNORED.get(name) and not (value == "False" and as_flag(name) in known):
+        elif (names or value not in IGNORED.get(name, ())) and not (value == "False" and as_flag(name) in known):
             rest = "" if value == "True" and as_flag(name) in known else word.removeprefix(flag)
             others.append(f"{as_flag(name)}{rest}" if flag.startswith("--") else word)
-    flags, unknown = _build_parser(kind, options).parse_known_args(others)
+    values, unknown = _build_parser(kind, options).parse_known_args(others)
     if unknown:
         flag = unknown[0].partition("=")[0]
         name, reason = flag[2:].replace("-", "_"), f"is not a flag{nearest(flag, known)}; see --help"
         if names:  # a call from Python
-            raise UserError(f"{name}= is not an argument{nearest(name, names)}; use {', '.join(names)}", WRONG_FLAG)
+            reason = f"is not an argument{nearest(name, names)}; use {', '.join(names)}"
+            raise UserError(f"{name}= {REFUSED.get(name, reason)}", WRONG_FLAG)
         if "overrides" in kind.__dataclass_fields__ and name in keys_of(Hyperparameters):
             reason = f"is a hyperparameter: give {OVERRIDE_PREFIX}{name}"
         raise UserError(f"{quoted(flag)} {REFUSED.get(name, reason)}", WRONG_FLAG)
     try:
-        given = checked(kind, vars(flags))
+        flags = typed_values(kind, vars(values), as_flag)
     except UserError as error:
         raise UserError(str(error), WRONG_FLAG) from None
-    return {**given, "overrides": overrides} if overrides else given
-
-
-def refuse_flags(
-    kind: type[DataclassInstance], given: Mapping[str, Any], features: Collection[str], model: str
-) -> None:
-    """Raise `UserError` for a given flag, neither off nor 0, that needs a feature which a model does not have."""
-    for option in flags_of(kind):
-        needed = option.metadata["needs"]
-        if needed and needed not in features and given.get(option.name):
-            raise UserError(f"{as_flag(option.name)} needs {needed}, which {model} does not have; leave it out")
-
-
-def defaults_of_hyp(name: str) -> dict[str, Any]:
-    """Return the `defaults:` of the hyperparameter file that --hyp names, {} if it has none. Raises `UserError`."""
-    path = find_hyperparameters(name)
-    return suggested_defaults(read_yaml(path).get(DEFAULTS, {}), path, "hyp")
-
-
-def suggested_defaults(values: object, source: Path, kind: str = "data") -> dict[str, Any]:
-    """Return the `defaults:` of a YAML of a kind, "data" or "hyp", by field name. Raises `UserError`."""
-    if not isinstance(values, dict):
-        raise UserError(f"{source}: `defaults` must be lines such as `imgsz: 64`, not {values!r}")
-    known = [field.name for field in flags_of(TrainOptions) if kind in field.metadata["suggested"]]
-    return typed_values(TrainOptions, values, f"{source}: `{{}}` under `defaults`".format, known)
+    return {**flags, "overrides": overrides} if overrides else flags
 
 
 def _build_parser(kind: type[DataclassInstance], options: Sequence[dataclasses.Field[Any]]) -> argparse.ArgumentParser:
@@ -145,7 +98,7 @@ def _build_parser(kind: type[DataclassInstance], options: Sequence[dataclasses.F
 
 
 def _argument(hint: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `add_argument` that say how many words a flag takes; `checked` reads the words."""
+    """Return the arguments of `add_argument` that say how many words a flag takes; `typed_values` reads the words."""
     if hint is bool:
         return {"action": "store_true"}
     if typing.get_origin(hint) is tuple:
@@ -168,6 +121,8 @@ class _Parser(argparse.ArgumentParser):
     """A parser that raises `UserError`, and prints its help on one process of a machine."""
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        if IS_INSTALLED:  # there the scripts are commands: see __main__.py
+            message = re.sub(r"(?:python )?\b(train|val|detect|export)\.py", r"lockstep \1", message)
         if log.is_main:  # only one process of a machine prints
             super()._print_message(message, file)
 

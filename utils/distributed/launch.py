@@ -1,6 +1,6 @@
 """The start of a run: a process per device, how they connect, the Accelerator, its precision, and the seeds.
 
-Called by the scripts. utils/checkpoint.py connects the processes earlier, to decide which run is resumed.
+Called by the scripts. utils/config/settings.py connects the processes earlier, to decide which run is resumed.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class DistributedModel:
         Their sum over all logical processes is the mean over the global batch. All processes must call it together.
         """
         counts = GlobalCounts(self.sum([local.counts for local in terms]))
-        return [local.share_of(counts) for local in terms]
+        return [local.share_of_mean(counts) for local in terms]
 
     def backward(self, objectives: Sequence[Tensor]) -> None:
         """Add the objectives' gradients, in the last batch of a step over all processes. All must call it together.
@@ -259,7 +259,8 @@ def prepare(
     in_turn = InTurn(logical.sum) if sync_bn and logical.exact and logical.count > 1 else None
     total = in_turn.total if in_turn else all_reduced if sync_bn and accelerator.num_processes > 1 else None
     loader.collate_fn = partial(collate_local, loader.collate_fn, len(logical.local))
-    copies = [exact_batchnorm(each, total) for each in replicate(model, len(logical.local))]  # `total` has no copy
+    # The layers are replaced in each copy: the locks of `InTurn` cannot be copied.
+    copies = [exact_batchnorm(replica, total) for replica in replicate(model, len(logical.local))]
     model = copies[0]
     if accelerator.state.deepspeed_plugin:
         configure(accelerator, batch_size, clip_norm, precision)

@@ -140,14 +140,14 @@ def requested_trackers(log_with: str, no_wandb: bool = False) -> list[str]:
     return installed
 
 
-def add_user_trackers(log_with: str, is_named: bool = True) -> None:
+def add_user_trackers(log_with: str, named_by_user: bool = True) -> None:
     """Make the Python files that --log-with names trackers of Accelerate, named like their files.
 
-    Unless `is_named`, the run's settings.yaml names them, not the user. Raises `UserError` for a file that does not
-    load, or does not define one class that extends `GeneralTracker`.
+    Unless `named_by_user`, the run's settings.yaml names them. Raises `UserError` for a file that does not load, or
+    does not define one class that extends `GeneralTracker`.
     """
     for file in [word for word in log_with.split(",") if word.endswith(PYTHON_SUFFIX)]:
-        with imported(file, "--log-with", is_named) as module:
+        with imported(file, "--log-with", named_by_user) as module:
             classes = [value for value in vars(module).values() if inspect.isclass(value)]
             own = [kind for kind in classes if kind.__module__ == module.__name__ and issubclass(kind, GeneralTracker)]
             if len(own) != 1:

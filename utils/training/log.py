@@ -20,8 +20,9 @@ from accelerate.utils import ProfileKwargs
 from torch import Tensor
 from tqdm import tqdm
 
+from utils.config.flags import profile_window
 from utils.console import TERMINAL, Bar, log
-from utils.errors import UserError, plural
+from utils.errors import plural
 from utils.summary import Summary
 
 if TYPE_CHECKING:
@@ -143,14 +144,14 @@ class StepLog:
             values["step/gpu_memory"] = memory
         return values
 
-    def update_bar(self, loss_sums: Tensor, batches: int, best: Summary | None) -> None:
+    def update_bar(self, loss_sums: Tensor, batches: int, of_batches: int, best: Summary | None) -> None:
         """Show values beside the progress bar if it is time for that, which reads the sums over an epoch's batches."""
         if not self.bar.due:
             return
         means = loss_sums.sum(0) * self.run.accelerator.num_processes / batches  # estimated from this process
         losses = dict(zip(self.terms, means.tolist(), strict=True))
         left = (time.monotonic() - self.started) * (self.left / self.done - 1)  # seconds, validations included
-        values = [f"left {tqdm.format_interval(left)}", _loss_text(losses, 3)]
+        values = [f"batch {batches}/{of_batches}", _loss_text(losses, 3), f"left {tqdm.format_interval(left)}"]
         if best:
             title, value = list((best.headline or best.metrics).items())[-1]
             values.append(f"best {title} {value:.3f}")
@@ -172,18 +173,6 @@ class StepLog:
             kinds: Any = ["cpu"] + ["cuda"] * (self.device.type == "cuda")
             options = ProfileKwargs(activities=kinds, output_trace_dir=str(self.run.path / TRACE_FOLDER))
             self._profile = self._profiling.enter_context(self.run.accelerator.profile(options))
-
-
-def profile_window(window: str) -> tuple[int, int]:
-    """Return the first and the last step of --profile START:STOP, (0, 0) for ''. Raises `UserError`."""
-    if not window:
-        return 0, 0
-    first, _, last = window.partition(":")
-    if not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
-        raise UserError(
-            f"--profile {window}: give the first and the last optimizer step, counted from 1, such as 10:15"
-        )
-    return int(first), int(last)
 
 
 def peak_memory(device: torch.device) -> float:

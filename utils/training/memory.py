@@ -32,16 +32,6 @@ OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_S
 BYTES_PER_MIB = 2**20
 
 
-def check_batch_size(batch_size: int, logical_processes: int) -> None:
-    """Raise `UserError` if the processes cannot share a batch evenly."""
-    processes = logical_processes or world_size()
-    if not batch_size or (batch_size > 0 and batch_size % processes):
-        raise UserError(
-            f"--batch-size {batch_size} cannot be shared evenly; give a multiple of {processes}, the number of "
-            f"{'logical ' if logical_processes else ''}processes, or -1 for what the GPU holds"
-        )
-
-
 def check_repeats(batch_size: int, images: int) -> None:
     """Raise `UserError` for a large batch that would have the same training images several times."""
     if batch_size > (most := max(images, REPEATING_BATCH)):

@@ -41,7 +41,14 @@ class EndedStep(NamedTuple):
 
 
 class OptimizerSteps:
-    """The optimizer steps of a run, over the parts that train.py has made and whose state is loaded."""
+    """The optimizer steps of a run, over the parts that train.py has made and whose state is loaded.
+
+    The order of the calls, with two batches to a step; `finish`, `end_epoch` and `save` call `flush`:
+
+        batch 1:                 add
+        batch 2:         step -> add -> finish (on a GPU counts the step before) [-> save, every --save-steps]
+        end of epoch:    end_epoch (counts the last step) -> save -> next_epoch
+    """
 
     def __init__(
         self,
@@ -59,7 +66,7 @@ class OptimizerSteps:
             from utils.training.hashes import StepHashes
 
             self.hashes = StepHashes(run, model, loss_names, state)
-        self.log = StepLog(run, loss_names, schedule, state.decisions.batch_size, state.progress, profile_steps)
+        self.log = StepLog(run, loss_names, schedule, state.measured.batch_size, state.progress, profile_steps)
         self.optimizer, self.ema, self.progress = state.optimizer, state.ema, state.progress
         buffers = [buffer for copy in model.copies for buffer in floating_buffers(copy).values()]
         self.guard = NonFiniteGuard([state.loss_sums, *buffers])
@@ -169,7 +176,7 @@ class OptimizerSteps:
         """Save what --resume needs, of a finished run the counters only. All processes must call it together."""
         self.flush()
         self.check_training()
-        self.state.save(self.run.files, keep_tensors)
+        self.state.save(self.run.files.save_state, keep_tensors)
 
     def check_training(self) -> None:
         """Raise `UserError` on every process if no weight has changed by a bit, but the last step was long enough."""

@@ -108,7 +108,7 @@ def zeros(batch: int, anchors: int, height: int, width: int, classes: int) -> Te
     return torch.zeros(batch, anchors, height, width, 5 + classes, requires_grad=True)
 
 
-def head_of(anchors: Tensor, strides: list[int], classes: int) -> Detect:
+def make_head(anchors: Tensor, strides: list[int], classes: int) -> Detect:
     """Return a head with anchors (levels, anchors, 2), in cells."""
     head = Detect(classes, anchors.shape[1], strides)
     head.anchors.copy_(anchors)
@@ -120,7 +120,7 @@ def criterion_of(
     classes: int, anchors: Tensor, label_smoothing: float = 0.0, weights: Sequence[float] = (), **gains: float
 ) -> DetectionCriterion:
     """Return the loss of a head with anchors (levels, anchors, 2), in cells."""
-    head = head_of(anchors, [1] * len(anchors), classes).to(anchors.dtype)
+    head = make_head(anchors, [1] * len(anchors), classes).to(anchors.dtype)
     return DetectionCriterion(AnchorKeys(**gains), head, label_smoothing, weights)
 
 
@@ -204,7 +204,7 @@ def test_halves_of_a_batch_add_up_to_the_whole() -> None:
     assert not torch.equal(halves[0].counts[0], halves[1].counts[0])  # so a mean of means would differ
     assert torch.equal(halves[0].counts + halves[1].counts, whole.counts)
     torch.testing.assert_close(halves[0].sums + halves[1].sums, whole.sums)
-    shares = halves[0].share_of(GlobalCounts(whole.counts)) + halves[1].share_of(GlobalCounts(whole.counts))
+    shares = halves[0].share_of_mean(GlobalCounts(whole.counts)) + halves[1].share_of_mean(GlobalCounts(whole.counts))
     expected = whole.local_means()
     torch.testing.assert_close(shares, expected)
     for of_halves, of_whole in zip(
@@ -360,7 +360,7 @@ def corners(decoded: Tensor) -> Tensor:
 def test_decode_one_cell() -> None:
     raw = torch.zeros(2, 2, 3, 4, 7)  # 3 rows, 4 columns
     raw[1, 1, 2, 3] = torch.tensor([THREE, -THREE, THREE, -THREE, -THREE, THREE, 0])
-    boxes = corners(head_of(torch.tensor([[[1, 1], [2, 5]]]), [8], 2).decode([raw]))
+    boxes = corners(make_head(torch.tensor([[[1, 1], [2, 5]]]), [8], 2).decode([raw]))
     assert boxes.shape == (2, 2 * 3 * 4, 7)
     # x (1.5 - 0.5 + 3) 8, y (0.5 - 0.5 + 2) 8, w 1.5^2 2 x 8, h 0.5^2 5 x 8: around 32, 16 by 36, 10
     expected = torch.tensor([14, 11, 50, 21, 0.25, 0.75, 0.5])
@@ -372,14 +372,14 @@ def test_decode_one_cell() -> None:
 def test_candidates_are_the_decoded_boxes_level_by_level() -> None:
     outputs = [torch.zeros(1, 1, 2, 2, 7), torch.zeros(1, 1, 1, 1, 7)]  # the last output belongs to a mask
     outputs[0][..., 6] = 3
-    head = head_of(torch.tensor([[[1, 2]], [[3, 1]]]), [8, 16], 1)
+    head = make_head(torch.tensor([[[1, 2]], [[3, 1]]]), [8, 16], 1)
     boxes = torch.tensor([[0, -4, 8, 12], [8, -4, 16, 12], [0, 4, 8, 20], [8, 4, 16, 20], [-16, 0, 32, 16]])
     decoded = head.decode(outputs, 1)
     torch.testing.assert_close(corners(decoded)[0, :, :4], boxes.float())
     view = HeadView(head, outputs, 1)
     for given, expected in ((view, decoded[0]), (view._replace(skipped_level=0), decoded[0, 4:])):
         (candidates,) = given.candidates(0.4)
-        torch.testing.assert_close(torch.cat((candidates.scores, candidates.more), 1), expected)
+        torch.testing.assert_close(torch.cat((candidates.scores, candidates.extra), 1), expected)
     assert [len(one.scores) for one in view.candidates(0.6)] == [0]
 
 

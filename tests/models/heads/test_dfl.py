@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from models.heads import dfl
 from models.heads.contract import HeadView, xywh_to_xyxy
 from models.heads.dfl import DetectDFL, DFLCriterion, DFLLevel, assign, cell_geometry
-from models.tasks.contract import Thresholds
-from models.tasks.detect import DetectionTask, detect
+from models.tasks.detect import DetectionTask
 from models.yolo import YoloModel, build_model
 from utils.batch import Batch, GlobalCounts
 from utils.config.hyperparameters import AlignmentKeys, Hyperparameters
@@ -40,15 +39,15 @@ def point(given: DFLLevel, row: int, column: int, reach: tuple[int, int, int, in
     return given
 
 
-def head_of(*strides: int, classes: int = 2) -> DetectDFL:
+def make_head(*strides: int, classes: int = 2) -> DetectDFL:
     head = DetectDFL(classes, channels=(8,) * len(strides))
-    head.placed(strides)
+    head.set_strides(strides)
     return head
 
 
 def test_a_cell_by_hand() -> None:
     """Around the centre of row 1, column 2, (20, 12): 1 and 3 strides to the sides, 2 up and none down."""
-    decoded = head_of(8).decode([point(level(3, 4), 1, 2, (1, 2, 3, 0), 0.0)])
+    decoded = make_head(8).decode([point(level(3, 4), 1, 2, (1, 2, 3, 0), 0.0)])
     assert decoded.shape == (1, 12, 6)
     torch.testing.assert_close(decoded[0, 4 + 2], torch.tensor([28.0, 4, 32, 16, 0, 0.5]))
     torch.testing.assert_close(decoded[0, 0, :4], torch.tensor([4.0, 4, 120, 120]))  # equal bins: 7.5 strides
@@ -56,7 +55,7 @@ def test_a_cell_by_hand() -> None:
 
 @torch.no_grad()
 def test_candidates_are_the_decoded_boxes_above_the_threshold() -> None:
-    levels, head = level_outputs(0), head_of(*STRIDES, classes=3)
+    levels, head = level_outputs(0), make_head(*STRIDES, classes=3)
     decoded, view = head.decode(levels), HeadView(head, levels)
     finest = levels[0].sides[0, 0].numel()
     for given, boxes in ((view, decoded), (view._replace(skipped_level=0), decoded[:, finest:])):
@@ -64,16 +63,7 @@ def test_candidates_are_the_decoded_boxes_above_the_threshold() -> None:
             expected = DetectDFL.scored(image[image[:, 4:].amax(1) > 0.3])
             assert 0 < len(expected) < len(image)
             torch.testing.assert_close(candidates.scores, expected, rtol=1e-5, atol=1e-4)
-            assert candidates.more.shape == (len(expected), 0)
-
-
-@torch.no_grad()
-def test_the_detections_of_an_image_do_not_depend_on_the_others() -> None:
-    levels, head = level_outputs(0, batch=3), head_of(*STRIDES, classes=3)
-    for image, detections in enumerate(detect([HeadView(head, levels)], Thresholds())):
-        alone = [DFLLevel(*(one[image : image + 1] for one in level)) for level in levels]
-        assert len(detections) > 5
-        assert torch.equal(detections, detect([HeadView(head, alone)], Thresholds())[0])
+            assert candidates.extra.shape == (len(expected), 0)
 
 
 # The loss
@@ -105,7 +95,7 @@ def batch_of(targets: Tensor, images: int = 2, height: int = 48, width: int = 64
 
 
 def criterion(class_weights: Sequence[float] = (), **gains: float) -> DFLCriterion:
-    return DFLCriterion(AlignmentKeys(**gains), head_of(*STRIDES, classes=3), class_weights)
+    return DFLCriterion(AlignmentKeys(**gains), make_head(*STRIDES, classes=3), class_weights)
 
 
 # Sums of the terms, and the sum of the class targets, as a loop over images, targets and cells in float64 made them.
@@ -142,7 +132,7 @@ def test_the_objective_is_yolov9s() -> None:
     """The sum of the terms, each divided by the sum of the class targets but at least by 1, times the batch size."""
     loss = criterion()
     terms = loss(level_outputs(1), batch_of(random_targets(0, 5)))
-    few = terms.share_of(GlobalCounts(terms.counts / 100))
+    few = terms.share_of_mean(GlobalCounts(terms.counts / 100))
     torch.testing.assert_close(few, terms.sums[:, 0] * torch.tensor([7.5, 0.5, 1.5]))
     assert loss.objective(few, 4).item() == pytest.approx(4 * few.sum().item())
 

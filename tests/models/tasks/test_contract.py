@@ -14,13 +14,11 @@ import torch
 from models.ensemble import Members
 from models.tasks import TASKS, TaskEntry
 from models.tasks.classify import ClassificationTask
-from models.tasks.contract import Image, Prediction, device_constant, weights_by_class
+from models.tasks.contract import OPTIONAL_METHODS, Image, Prediction, device_constant, weights_by_class
 from tests.making import CLASS_NAMES
 from utils.config.flags import ValOptions
 from utils.errors import UserError
 from utils.plots.drawing import Style
-
-FLAGS = {"save_crop": "crops", "save_hybrid": "with_labels", "save_json": "coco_rows"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -62,15 +60,15 @@ def test_what_each_task_leaves_out() -> None:
     assert refused == {"detect": set(), "segment": set(), "classify": {"save_hybrid", "save_json"}}
 
 
-@pytest.mark.parametrize(("flag", "method"), FLAGS.items())
+@pytest.mark.parametrize(("method", "flag"), [(method, flag) for method, (flag, _) in OPTIONAL_METHODS.items()])
 def test_flags_for_a_method_that_is_left_out_are_refused(flag: str, method: str) -> None:
     """At the start; and when it is called, as a task may not name the class."""
     entry = TaskEntry(f"{__name__}:CountingTask", "data.classification:ClassificationData", "Classify")
     weights: Any = {"best.pt": SimpleNamespace(task_yaml={"task": "classify"})}
     members = Members({"best.pt": Path("best.pt")}, weights, entry)
-    members.refuse(ValOptions, {flag: False})
+    members.refuse_flags(ValOptions(), {flag: False})
     with pytest.raises(UserError, match=f"^--{flag.replace('_', '-')} "):
-        members.refuse(ValOptions, {flag: True})
+        members.refuse_flags(ValOptions(), {flag: True})
     prediction: Any = Count(0, "a.jpg", {0: "thing"}, 3)
     with pytest.raises(UserError, match=f"^--{flag.replace('_', '-')} "):
         getattr(prediction, method)(*([np.zeros((4, 4, 3), np.uint8)] if method == "crops" else []))

@@ -29,11 +29,6 @@ from models.tasks.detect import (
     DetectionPostprocess,
     DetectionTask,
     SuppressedDetector,
-    box_predictions,
-    detect,
-    detect_with_more,
-    nms_by_image,
-    suppress,
 )
 from models.tasks.segment import SegmentationTask
 from models.yolo import YoloModel, build_model
@@ -68,7 +63,7 @@ def run(
     """Return the detections of an image from rows x, y, w, h, objectness, class scores."""
     scores = torch.tensor(rows, dtype=torch.float)
     candidates = Candidates(1, torch.zeros(len(rows), dtype=torch.long), scores, scores[:, :0])
-    return suppress(candidates, Thresholds(conf_thres, iou_thres, max_det, **more))[0]
+    return module.suppress(candidates, Thresholds(conf_thres, iou_thres, max_det, **more))[0]
 
 
 SAME, OTHER = (50, 50, 20, 20, 1, 0.8, 0), (51, 50, 20, 20, 1, 0, 0.75)
@@ -107,6 +102,10 @@ def test_thresholds_by_hand(rows: Any, thresholds: dict[str, Any], expected: lis
     assert detections[:, 5].tolist() == [label for _, label in expected]
     for *box, _, _ in detections.tolist():  # corners of the rows' boxes
         assert any(box == [x - w / 2, y - h / 2, x + w / 2, y + h / 2] for x, y, w, h, *_ in rows)
+
+
+def detect(views: list[Any], thresholds: Thresholds) -> list[Tensor]:
+    return [image.boxes for image in module.detect(views, thresholds)]
 
 
 def test_detections_are_in_fp32_without_gradient_and_leave_the_maps_unchanged() -> None:
@@ -232,7 +231,7 @@ def check_together(nms: Callable[..., Tensor]) -> None:
         low = (torch.rand(sum(counts), 2, generator=generator) * 12).round()
         boxes = torch.cat((low, low + (torch.rand(sum(counts), 2, generator=generator) * 6).round() + 1), 1)
         for limits in ((0.5, 30_000, 300), (0.5, 20, 300), (0.25, 30_000, 5), (0.0, 30_000, 1), (0.75, 3, 2)):
-            assert torch.equal(nms(boxes, starts, *limits), nms_by_image(boxes, starts, *limits))
+            assert torch.equal(nms(boxes, starts, *limits), module.nms_by_image(boxes, starts, *limits))
 
 
 def test_the_kernel_on_the_cpu() -> None:
@@ -247,10 +246,10 @@ def test_groups_of_images_have_the_detections_of_each(monkeypatch: pytest.Monkey
     """As on a GPU without Triton."""
     views: list[Any] = [random_view(seed, few=True) for seed in (0, 1)]
     views.append(DecodedView(torch.rand(3, 20, 8, generator=torch.Generator().manual_seed(0)) * 4))
-    expected = detect_with_more(views, Thresholds())
+    expected = module.detect(views, Thresholds())
     for place in ("models.heads.anchors", "models.heads.contract"):
         monkeypatch.setattr(f"{place}.image_groups", lambda outputs: iter([outputs]))
-    for one, other in zip(detect_with_more(views, Thresholds()), expected, strict=True):
+    for one, other in zip(module.detect(views, Thresholds()), expected, strict=True):
         assert all(map(torch.equal, one, other))
 
 
@@ -306,7 +305,7 @@ def test_predictions_undo_the_placement_and_are_cut_at_the_edges() -> None:
     expected = torch.tensor([[10, 10, 50, 40, 0.9, 2], [0, 0, 100, 50, 0.5, 1], [0, 0, 0, 0, 0.4, 0]])
     batch = grey_batch(image_info(), info, info)
     given = [torch.tensor([[1, 2, 3, 4, 0.5, 0]]), torch.zeros(0, 6), detections]
-    exact, empty, last = box_predictions(given, batch, CLASS_NAMES, Thresholds())
+    exact, empty, last = module.box_predictions(given, batch, CLASS_NAMES, Thresholds())
     assert exact.rows.tolist() == [[1, 2, 3, 4, 0.5, 0]]
     assert empty.rows.shape == (0, 6)
     torch.testing.assert_close(last.rows, expected, check_dtype=False)

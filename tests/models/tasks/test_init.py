@@ -13,7 +13,7 @@ import pytest
 from data.data_yaml import read_spec
 from data.dataset import dataset_class
 from models.ensemble import Members
-from models.tasks import TASKS, add_tasks, model_words, task_of
+from models.tasks import TASKS, add_tasks, model_words, task_name
 from models.tasks.contract import Task
 from models.tasks.detect import DetectionTask
 from models.weights import Weights
@@ -21,7 +21,7 @@ from tests.making import CLASS_NAMES, tiny_anchor_free, tiny_detector, write_yam
 from tests.models.tasks.mask_batches import tiny_segmenter
 from utils.config.flags import DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
 from utils.config.hyperparameters import Augmentation, Hyperparameters, Recipe, keys_of
-from utils.config.parser import refuse_flags
+from utils.config.settings import refuse_flags
 from utils.errors import UserError
 from utils.user_code import load
 
@@ -60,8 +60,8 @@ def test_a_task_that_says_nothing_takes_the_universal_flags_alone(kind: type[Any
     for option in flags_of(kind):
         subject, flag = option.metadata["needs"], f"--{option.name.replace('_', '-')}"
         with pytest.raises(UserError, match=f"{flag} .*later") if subject else nullcontext():
-            refuse_flags(kind, {option.name: option.default or 1}, LaterTask.features_of({}), "later")
-        refuse_flags(kind, {option.name: option.default or 1}, {subject}, "later")
+            refuse_flags(kind(), {option.name: option.default or 1}, LaterTask.features_of({}), "later")
+        refuse_flags(kind(), {option.name: option.default or 1}, {subject}, "later")
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_which_models_take_a_flag_of_training(flag: str, models: set[str]) -> No
         assert model_words(yaml) == name
         expected = nullcontext() if name in models else pytest.raises(UserError, match=name)
         with expected:
-            refuse_flags(TrainOptions, {flag: 1}, features_of(yaml), name)
-        refuse_flags(TrainOptions, {flag: 0}, features_of(yaml), name)  # off
+            refuse_flags(TrainOptions(), {flag: 1}, features_of(yaml), name)
+        refuse_flags(TrainOptions(), {flag: 0}, features_of(yaml), name)  # off
 
 
 def test_an_ensemble_takes_a_flag_that_applies_to_one_of_its_models() -> None:
@@ -90,23 +90,24 @@ def test_an_ensemble_takes_a_flag_that_applies_to_one_of_its_models() -> None:
         name: Weights({}, yaml, {}, "detect", {}, "lockstep")
         for name, yaml in (("a.pt", tiny_anchor_free()), ("b.pt", tiny_detector()))
     }
-    Members({name: Path(name) for name in both}, both, TASKS["detect"]).refuse(TrainOptions, {"noautoanchor": True})
+    together = Members({name: Path(name) for name in both}, both, TASKS["detect"])
+    together.refuse_flags(TrainOptions(), {"noautoanchor": True})
     alone = Members({"a.pt": Path("a.pt")}, {"a.pt": both["a.pt"]}, TASKS["detect"])
     with pytest.raises(UserError, match="detect with the head DetectDFL"):
-        alone.refuse(TrainOptions, {"noautoanchor": True})
+        alone.refuse_flags(TrainOptions(), {"noautoanchor": True})
     with pytest.raises(UserError, match="--retina-masks"):
-        alone.refuse(DetectOptions, {"retina_masks": True})
+        alone.refuse_flags(DetectOptions(), {"retina_masks": True})
 
 
 def test_the_keys_that_nothing_reads_depend_on_the_head() -> None:
     classify = TASKS["classify"].load()
-    assert classify({0: "a", 1: "b"}, classify.recipe()).unread(YAMLS["classify"]) == ()
+    assert classify({0: "a", 1: "b"}, classify.recipe()).unused_keys(YAMLS["classify"]) == ()
     task = DetectionTask(CLASS_NAMES, Hyperparameters())
     gains = {"tal_box", "tal_cls", "tal_dfl", "tal_aux"}
-    assert set(task.unread(tiny_detector())) == {"iou_t"} | gains
+    assert set(task.unused_keys(tiny_detector())) == {"iou_t"} | gains
     loss = {"box", "obj", "cls", "obj_pw", "cls_pw", "anchor_t", "anchors", "anchor_recall", "fl_gamma", "fit_classes"}
-    assert set(task.unread(tiny_anchor_free())) == {"iou_t"} | loss
-    assert task.unread({**tiny_detector(), "head": []}) == ()  # which building the model reports
+    assert set(task.unused_keys(tiny_anchor_free())) == {"iou_t"} | loss
+    assert task.unused_keys({**tiny_detector(), "head": []}) == ()  # which building the model reports
 
 
 def test_every_key_of_a_detector_is_read_by_augmentation_a_head_or_the_run() -> None:
@@ -170,7 +171,7 @@ def test_files_and_packages(name: str, module: str, folder: Path) -> None:
         file.write("from own_names import NAME\n")
     for place in (path, folder / "sub" / ".." / name):
         add_tasks(str(place))
-    assert task_of({"task": "mine"}, "its YAML") == "mine"
+    assert task_name({"task": "mine"}, "its YAML") == "mine"
     entry = TASKS["mine"]
     assert (entry.load().metric_names, entry.load().__module__, entry.yolov5_class) == (("one",), module, "")
     assert dataset_class(entry.data).__name__ == "MyData"
@@ -228,7 +229,7 @@ def test_what_only_a_run_or_weights_name_is_not_run(name: str, folder: Path) -> 
 
     def refused() -> bool:
         with pytest.raises(UserError, match=rf"^best.pt names --task-file {path}.* --task-file {path}$"):
-            add_tasks(str(path), is_named=False, named_by="best.pt")
+            add_tasks(str(path), named_by_user=False, named_by="best.pt")
         return "mine" not in TASKS
 
     assert refused()
@@ -240,7 +241,7 @@ def test_what_only_a_run_or_weights_name_is_not_run(name: str, folder: Path) -> 
     changed.write_text(content + "# changed\n")
     assert refused()
     changed.write_text(content)
-    add_tasks(str(path), is_named=False, named_by="best.pt")
+    add_tasks(str(path), named_by_user=False, named_by="best.pt")
     assert "mine" in TASKS
     with pytest.raises(UserError, match=r"gone.py"):
-        add_tasks(str(folder / "gone.py"), is_named=False, named_by="best.pt")
+        add_tasks(str(folder / "gone.py"), named_by_user=False, named_by="best.pt")

@@ -211,7 +211,7 @@ def test_a_training_step_reaches_every_parameter() -> None:
     terms = criterion(model(inputs, *criterion.hints(batch)), batch)
     torch.testing.assert_close(terms.sums, criterion(model(inputs), batch).sums)
     losses = terms.local_means()
-    assert (len(losses), bool((losses > 0).all())) == (len(task.loss_names), True)
+    assert (len(losses), bool((losses > 0).all())) == (len(task.loss_names_of(model)), True)
     criterion.objective(losses, 3).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert [name for name, one in gradients.items() if one is None or not one.isfinite().all() or not one.any()] == []
@@ -249,9 +249,8 @@ def test_predictions_and_masks_are_those_of_yolov5(official: YoloModel, referenc
     postprocess = SegmentationPostprocess(names, Thresholds(0.25, 0.45, one_class=True))
     with torch.no_grad():
         (view,) = postprocess.views(official.eval(), reference["im_uint8"].float() / 255, augment=False)
-    torch.testing.assert_close(
-        view.boxes.head.decode(view.boxes.outputs, view.boxes.more)[:1], reference["predictions"], rtol=0, atol=1e-3
-    )  # type: ignore[arg-type]
+    decoded = view.boxes.head.decode(view.boxes.outputs, view.boxes.num_extra)  # type: ignore[arg-type]
+    torch.testing.assert_close(decoded[:1], reference["predictions"], rtol=0, atol=1e-3)
     torch.testing.assert_close(view.maps[:1], reference["prototypes"], rtol=0, atol=1e-3)
     for number, prediction in enumerate(postprocess([view], batch_of(4, 320))):
         detections, small, in_file = (
@@ -271,7 +270,7 @@ def test_every_detection_of_an_ensemble_has_the_prototypes_of_its_model(fewer: b
     assert not torch.equal(first.maps, second.maps)
     if fewer:
         boxes: Any = first.boxes
-        boxes = boxes._replace(outputs=[raw[..., :-1] for raw in boxes.outputs], more=MASKS - 1)
+        boxes = boxes._replace(outputs=[raw[..., :-1] for raw in boxes.outputs], num_extra=MASKS - 1)
         first = SegmentationView(boxes, first.maps[:, :-1])
     alone = [postprocess([view], batch_of(2)) for view in (first, second)]
     for number, prediction in enumerate(postprocess([first, second], batch_of(2))):

@@ -18,7 +18,7 @@ from utils.config.hyperparameters import (
     Hyperparameters,
     Recipe,
     is_shipped,
-    log_unread,
+    log_unused,
     number,
     read_hyperparameters,
 )
@@ -108,9 +108,9 @@ def test_keys_of_a_file_without_effect_are_named_if_they_are_not_the_defaults(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     hyp = Hyperparameters(box=0.1, obj=0.7, lr0=0.1)
-    log_unread(hyp, ("box", "cls", "obj"), "this model")
+    log_unused(hyp, ("box", "cls", "obj"), "this model")
     assert capsys.readouterr().out.endswith(": box, obj\n")
-    log_unread(hyp, ("cls",), "this model")
+    log_unused(hyp, ("cls",), "this model")
     assert capsys.readouterr().out == ""
 
 

@@ -14,7 +14,9 @@ import yaml
 
 from tests.making import options_of
 from utils.config.flags import BUILT_IN_JOB, DetectOptions, ExportOptions, TrainOptions, ValOptions, flags_of
-from utils.config.parser import given_flags, suggested_defaults
+from utils.config.hyperparameters import suggested_defaults
+from utils.config.parser import given_flags
+from utils.config.settings import read_settings
 from utils.errors import UserError
 
 KINDS = (TrainOptions, ValOptions)
@@ -132,8 +134,8 @@ def test_a_wrong_flag_is_one_short_line(argv: list[str], named: str) -> None:
     assert len(str(caught.value)) < 3000
 
 
-def test_values_of_yolov5_that_ask_for_nothing() -> None:
-    words = ["--local_rank", "-1", "--artifact_alias=latest", "--epochs", "3"]
+def test_values_of_others_that_ask_for_nothing() -> None:
+    words = ["--local_rank", "-1", "--artifact_alias=latest", "--save=True", "--epochs", "3"]
     assert options_of(TrainOptions, words) == TrainOptions(epochs=3)
 
 
@@ -142,10 +144,10 @@ def test_values_of_yolov5_that_ask_for_nothing() -> None:
 
 @pytest.mark.parametrize("flag", ["data", "cfg", "weights", "hyp"])
 def test_the_built_in_job_applies_if_no_file_is_named(flag: str) -> None:
-    options = options_of(TrainOptions, ["--epochs", "3", "--hyp.lr0", "0.01"], BUILT_IN_JOB)
+    options = read_settings(["--epochs", "3", "--hyp.lr0", "0.01"], pytest.fail).options
     assert options == TrainOptions(**{**BUILT_IN_JOB, "epochs": 3, "overrides": {"lr0": "0.01"}})
     for value in ("x", "", getattr(TrainOptions(), flag)):  # even if it is the default
-        assert options_of(TrainOptions, [f"--{flag}={value}"], BUILT_IN_JOB) == TrainOptions(**{flag: value})
+        assert read_settings([f"--{flag}={value}"], pytest.fail).options == TrainOptions(**{flag: value})
 
 
 # Single hyperparameters

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.making import write_yaml
-from utils.config.flags import Range, TrainOptions, flags_of
-from utils.config.hyperparameters import Hyperparameters, Recipe, Recipes, number, parse_overrides, read_hyperparameters
-from utils.config.parser import given_flags, over_defaults
-from utils.config.settings import Settings, check_settings, resumed_options
+from utils.config.flags import Range, TrainOptions
+from utils.config.hyperparameters import Hyperparameters, Recipe, Recipes, number, read_hyperparameters
+from utils.config.parser import given_flags
+from utils.config.settings import Settings, refuse_flags
 from utils.errors import UserError
 from utils.files import ROOT
 
@@ -38,7 +37,7 @@ def stripes(tmp_path: Path) -> str:
 def settings_of(*flags: str) -> Settings:
     """Return the settings of a command line, without the defaults of task and files."""
     given = given_flags(TrainOptions, flags)
-    return Settings(over_defaults(TrainOptions, given), given)
+    return Settings(TrainOptions(**given), given)
 
 
 # With the defaults and hyperparameters of a task
@@ -50,7 +49,7 @@ def test_defaults_of_task_and_data_set(stripes: str) -> None:
         {"imgsz": 224, "epochs": 50, "optimizer": "Adam", "hyp": NONE},
         {"imgsz": 64, "epochs": 20, "hyp": stripes},
     )
-    complete = settings.resolve(StripesRecipe, *defaults)
+    complete = settings.with_defaults(*defaults).resolve(StripesRecipe, pytest.fail)
     assert complete.options == replace(settings.options, imgsz=96, epochs=20, optimizer="Adam", hyp=stripes)
     assert complete.hyp == StripesRecipe(lr0=0.25, nbs=32, stripes=5.0)
 
@@ -67,15 +66,14 @@ DETECTOR = Recipes(trained="finetune", few="scratch-small", many="low", yolov5="
 )
 def test_the_choice(trained: bool, images: int | None, name: str) -> None:
     """Images are counted only if it matters."""
-    chosen, _, yolov5 = DETECTOR.choose(trained, lambda: images or pytest.fail("counted"))
-    assert (chosen, yolov5) == (name, "low")
-    assert Recipes("mine").choose(trained, lambda: pytest.fail("counted"))[0] == "mine"
+    assert DETECTOR.choose(trained, lambda: images or pytest.fail("counted")) == name
+    assert Recipes("mine").choose(trained, lambda: pytest.fail("counted")) == "mine"
 
 
 def chosen(*flags: str, **defaults: str) -> Settings:
     """Return the settings of a detector that starts from trained weights."""
     choose = partial(DETECTOR.choose, True, lambda: 0)
-    return settings_of("--data", "a", *flags).resolve(Hyperparameters, defaults, choose=choose)
+    return settings_of("--data", "a", *flags).with_defaults(defaults).resolve(Hyperparameters, choose)
 
 
 @pytest.mark.parametrize("flags", [(), ("--hyp", "auto")])
@@ -98,7 +96,8 @@ def test_defaults_of_the_hyperparameter_file(tmp_path: Path) -> None:
     defaults = {"optimizer": "AdamW", "epochs": 40, "imgsz": 320}
     hyp = str(write_yaml(tmp_path / "hyp.yaml", {"lr0": 0.5, "defaults": defaults}))
     settings = settings_of("--data", "a", "--imgsz", "96")
-    complete = settings.resolve(Recipe, {"hyp": hyp, "epochs": 50, "batch_size": 8}, {"epochs": 20, "cos_lr": True})
+    layers = {"hyp": hyp, "epochs": 50, "batch_size": 8}, {"epochs": 20, "cos_lr": True}
+    complete = settings.with_defaults(*layers).resolve(Recipe, pytest.fail)
     expected = {"hyp": hyp, "imgsz": 96, "optimizer": "AdamW", "epochs": 40, "batch_size": 8, "cos_lr": True}
     assert complete.options == replace(settings.options, **expected)
     assert complete.hyp == Recipe(lr0=0.5)
@@ -108,7 +107,7 @@ def test_defaults_of_the_hyperparameter_file(tmp_path: Path) -> None:
 def test_wrong_defaults_of_the_hyperparameter_file(tmp_path: Path, defaults: object, named: str) -> None:
     hyp = str(write_yaml(tmp_path / "hyp.yaml", {"defaults": defaults}))
     with pytest.raises(UserError, match=rf"hyp\.yaml: .*{named}"):
-        settings_of("--hyp", hyp).resolve(Recipe)
+        settings_of("--hyp", hyp).resolve(Recipe, pytest.fail)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_flags_that_follow_from_the_hyperparameters(flags: tuple[str, ...], is_f
             return {"close_mosaic": epochs // 2}
 
     settings = replace(settings_of("--hyp", NONE, "--epochs", "9", *flags), is_fixed=is_fixed)
-    assert settings.resolve(HalvingRecipe).options.close_mosaic == final
+    assert settings.resolve(HalvingRecipe, pytest.fail).options.close_mosaic == final
 
 
 @pytest.mark.parametrize(("key", "value"), [("lr0", "high"), ("lr0", -1), ("lr9", 1)])
@@ -129,121 +128,25 @@ def test_edited_hyperparameters_of_a_resumed_run_are_checked(key: str, value: ob
     saved = {"hyperparameters": {**vars(StripesRecipe()), key: value}, "model": {}}
     settings = Settings(TrainOptions(resume="runs/exp"), {"resume": "runs/exp"}, saved, is_fixed=True)
     with pytest.raises(UserError, match=rf"^settings\.yaml of runs/exp: .*{key}"):
-        settings.resolve(StripesRecipe)
-
-
-def test_flags_that_a_new_runs_model_does_not_use_are_refused() -> None:
-    settings, model = settings_of("--hyp.lr0", "1", "--hyp.obj", "1", "--noautoanchor"), "detect"
-    settings.refuse({"anchors"}, ("box",), model)
-    replace(settings, saved={"obj": 1}).refuse((), ("box", "obj"), model)
-    with pytest.raises(UserError, match=r"--hyp\.obj"):
-        settings.refuse({"anchors"}, ("box", "obj"), model)
-    with pytest.raises(UserError, match="--noautoanchor"):
-        settings.refuse((), (), model)
-
-
-# A resumed run
-
-LOW = str(ROOT / "data" / "hyps" / "low.yaml")
-RUN = Path("runs") / "exp"
-BEGUN: dict[str, Any] = {
-    **{"epochs": 10, "batch_size": 8, "imgsz": 96, "hyp": LOW, "freeze": (0, 2), "workers": 1, "device": "cpu"}
-}
-
-
-def recipe_of(settings: Mapping[str, Any], given: Mapping[str, Any]) -> type[Recipe]:
-    return {"detect": Hyperparameters, "stripes": StripesRecipe}[settings["model"]["task"]]
-
-
-def saved(hyperparameters: Recipe | None = None, task: str = "detect", **options: Any) -> dict[str, Any]:
-    """Return the settings of a run as read from its settings.yaml."""
-    settings = {**vars(TrainOptions()), **BEGUN, **options}
-    settings |= {"hyperparameters": vars(hyperparameters or Hyperparameters()), "model": {"task": task, "nc": 3}}
-    read: dict[str, Any] = yaml.safe_load(yaml.safe_dump(settings))
-    return read
-
-
-def resumed(settings: Mapping[str, Any], *flags: str, launched: bool = False) -> TrainOptions:
-    return resumed_options(given_flags(TrainOptions, flags), RUN, settings, recipe_of, launched)
-
-
-def test_flags_take_precedence_over_the_settings() -> None:
-    flags = ("--project", "elsewhere", "--name", "other", "--workers", "3", "--epochs", "20", "--data", "moved.yaml")
-    options = resumed(saved(), *flags)
-    assert (options.workers, options.epochs, options.data) == (3, 20, "moved.yaml")
-    assert (options.project, options.name, options.exist_ok) == ("runs", "exp", True)  # its folder does not change
-    assert resumed(saved(), "--imgsz", "90").imgsz == 90  # the settings have the rounded size
-    assert resumed(saved(), "--batch-size", "-1").batch_size == 8  # as it was measured
-    assert resumed(saved(), "--hyp", "auto").hyp == LOW  # what auto chose
-    assert (resumed(saved()).device, resumed(saved(), launched=True).device) == ("cpu", "")
-
-
-@pytest.mark.parametrize("option", [option for option in flags_of(TrainOptions) if option.metadata["curve"]])
-def test_a_flag_that_the_curve_depends_on(option: Any) -> None:
-    then = saved()[option.name]
-    choices = [each for each in option.metadata["choices"] if each != then]
-    now = choices[:1] or {bool: [], str: ["other"], int: ["3"], float: ["0.5"], list: ["7"]}[type(then)]
-    flag = f"--{option.name.replace('_', '-')}"
-    with pytest.raises(UserError, match=flag):
-        resumed(saved(), flag, *now)
-    if not isinstance(then, (bool, list)) and option.name != "logical_processes":  # 0 is not a value to give
-        assert resumed(saved(), f"{flag}={then}") == resumed(saved())
-
-
-def test_hyperparameters_that_have_changed(tmp_path: Path) -> None:
-    hyp = tmp_path / "mine.yaml"
-    hyp.write_text("lr0: 0.01\nmosaic: 1\n")  # the same values, written differently
-    assert resumed(saved(), "--hyp", str(hyp)).hyp == str(hyp)
-    assert resumed(saved(), "--hyp.lr0", "0.01").overrides == {"lr0": "0.01"}
-    hyp.write_text("lr0: 0.02\n")
-    for flags in (("--hyp", str(hyp)), ("--hyp.lr0", "0.02"), ("--hyp", LOW, "--hyp.mosaic", "0.5")):
-        with pytest.raises(UserError, match=r"lr0|mosaic"):
-            resumed(saved(), *flags)
-    assert resumed(saved(hyp="gone.yaml")).hyp == "gone.yaml"  # only read if it is given
-
-
-@pytest.mark.parametrize(("now", "warns"), [(2, True), (4, False), (0, False)])
-def test_another_number_of_threads_is_named(now: int, warns: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    Settings(TrainOptions(), {}, {"threads": 4}).log_changes(now)
-    assert ("CPU threads: 2, was 4; the same bytes need OMP_NUM_THREADS=4" in capsys.readouterr().out) == warns
-
-
-def test_overrides_are_taken_from_the_settings() -> None:
-    overrides = {"lr0": "2e-2", "mosaic": "0.5"}
-    faster = saved(Hyperparameters(**parse_overrides(Hyperparameters, overrides)), overrides=overrides)
-    assert resumed(faster).overrides == overrides
-    assert resumed(faster, "--hyp", LOW, "--hyp.lr0", "0.02").overrides == {**overrides, "lr0": "0.02"}
-    with pytest.raises(UserError, match=r"--hyp\.box"):
-        resumed(faster, "--hyp.box", "7")
-
-
-# A settings.yaml that was edited
-
-SOURCE = RUN / "settings.yaml"
-
-
-def test_settings_as_they_were_written() -> None:
-    """All defaults are valid values; flags that may change on resume may be edited."""
-    check_settings(saved(), saved(), SOURCE)
-    check_settings(saved(epochs=20, workers=4, processes=2, cache="ram", time_limit=3), saved(), SOURCE)
-    old = saved(gone=1)
-    old["hyperparameters"] = {"lr0": 0.01}
-    check_settings(saved(gone=1), old, SOURCE)  # of another version
+        settings.resolve(StripesRecipe, pytest.fail)
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("flags", "refused"),
     [
-        ({"epochs": "three"}, "epochs"),
-        ({"freeze": [1.5]}, "freeze"),
-        ({"model": [1]}, "model"),
-        ({"overrides": 3}, "overrides"),
-        ({"batch_size": 16}, "batch_size"),
-        ({"hyperparameters": {**vars(Hyperparameters()), "lr0": 1}}, "hyperparameters: lr0"),
-        ({"model": {"task": "detect", "nc": 4}}, "model: nc"),
-        ({"epoch": 3}, "epoch"),
+        ("--hyp.lr0 1 --hyp.box 1 --rect --hashes", ""),
+        ("--hyp.obj 1", "--hyp.obj has no effect on detect"),
+        ("--noautoanchor", "--noautoanchor needs anchors, which detect does not have"),
+        ("--batch-size 3 --logical-processes 2", "--batch-size 3 .* 2, the number of logical processes"),
+        ("--profile 3:2", "--profile 3:2: give"),
+        ("--no-deterministic --logical-processes 2", "--no-deterministic"),
+        ("--rect --image-weights", "--rect and --image-weights"),
+        ("zero --hashes", "--hashes cannot see DeepSpeed's gradients"),
     ],
 )
-def test_wrong_changes(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=rf"settings\.yaml.*{named}|{named}.*settings\.yaml"):
-        check_settings({**saved(), **changes}, saved(), SOURCE)
+def test_refused_flags(flags: str, refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the model, the launch, and one by another."""
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", str("zero" in flags).lower())
+    settings = settings_of(*flags.removeprefix("zero ").split())
+    with pytest.raises(UserError, match=f"^{refused}") if refused else nullcontext():
+        refuse_flags(settings.options, settings.flags, {"padding"}, "detect", ("obj",))

@@ -114,15 +114,15 @@ def test_a_process_forked_while_a_tracker_starts_a_program(
 def test_files_that_are_refused(file: Path) -> None:
     """Without one tracker; and a file that only a run folder names is run only for a user who has run it before."""
     other = TRACKER + "\nclass Other(Mine):\n    pass\n"
-    for text, is_named in (("x = 1\n", True), (other, True), ("import accelerate\n1 / 0\n", True), (TRACKER, False)):
+    for text, by_user in (("x = 1\n", True), (other, True), ("import accelerate\n1 / 0\n", True), (TRACKER, False)):
         file.write_text(text)
         with pytest.raises(UserError, match="own_mine"):
-            add_user_trackers(str(file), is_named)
+            add_user_trackers(str(file), by_user)
     add_user_trackers(str(file))
-    add_user_trackers(str(file), is_named=False)
+    add_user_trackers(str(file), named_by_user=False)
     file.write_text(TRACKER + "# changed\n")
     with pytest.raises(UserError, match="own_mine"):
-        add_user_trackers(str(file), is_named=False)
+        add_user_trackers(str(file), named_by_user=False)
     file.unlink()
     with pytest.raises(UserError, match="own_mine"):
         add_user_trackers(str(file))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.conftest import OnProcesses
 from tests.utils.test_run import run_in
-from utils.checkpoint import Decisions, Identity, TrainingState
+from utils.checkpoint import Identity, MeasuredConfig, TrainingState
 from utils.config.hyperparameters import Recipe
 from utils.distributed.launch import start
 from utils.distributed.model import place_model, prepare, replicate
@@ -70,11 +70,11 @@ def steps_of(
     how: Any = {"batch_size": batch, "sync_bn": False, "precision": precision, "clip_norm": hyp.clip_norm}
     made, built, loader = prepare(run.accelerator, logical, model, built, loader, **how)
     ema.replicas = replicate(ema.model, len(logical.local))
-    identity, decisions = (
+    identity, measured = (
         Identity({0: "disc"}, 32, {"train": {"count": "20"}}),
-        Decisions(batch, accumulated, None, "a"),
+        MeasuredConfig(batch, accumulated, None, "a"),
     )
-    state = TrainingState(identity, decisions, made, parameters, ema, built, 1)
+    state = TrainingState(identity, measured, made, parameters, ema, built, 1)
     if saved:
         state.load(saved)
     return OptimizerSteps(run, made, state, schedule, ["loss"]), loader
