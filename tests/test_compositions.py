@@ -20,12 +20,13 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState
 
 import train
-from job import read_settings
+from models.loading import recipe_of
 from tests.conftest import RECIPE, ROOT, OnProcesses
 from tests.curves import floats, identical
 from tests.making import noise, tiny_anchor_free, tiny_detector, write_image, write_yaml
 from tests.models.tasks.mask_batches import tiny_segmenter
 from tests.whole_runs import Left
+from utils.config.settings import read_settings
 from utils.distributed.ranks import ranks
 from utils.errors import UserError
 from utils.training.steps import OptimizerSteps
@@ -89,7 +90,7 @@ def train_all(
                 patch.setattr(OptimizerSteps, "save", leave)
             try:
                 with suppress(Left):
-                    train.train(read_settings(words))
+                    train.train(read_settings(words, recipe_of))
             except UserError as error:
                 refusals[-1] = str(error)
         AcceleratorState._reset_state()
