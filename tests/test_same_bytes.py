@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import RECIPE, RunScript, not_here
-from tests.curves import identical, killed_and_moved, refused, rows
+from tests.curves import identical, killed_and_moved, refused
 from tests.faults.fault_points import planted
 from tests.machines import TORCHRUN, living, on_machine
 from tests.making import tiny_anchor_free, write_yaml
@@ -170,15 +170,6 @@ def test_a_machine_leaves_and_returns(train: Train, tmp_path: Path, hosts: tuple
     plans = re.findall(r"batch size 8 \((\d) processes", printed[1])
     assert (plans[0], "2" in plans, plans[-1]) == ("3", True, "3")
     identical(tmp_path / "elastic", tmp_path / "alone")
-
-
-@pytest.mark.long
-def test_class_weights_on_one_and_two_processes(train: Train, alone: Path, tmp_path: Path) -> None:
-    weighted = ("--epochs", "1", "--hyp.class_weights", "{disc: 5}")
-    for processes in ("1", "2"):
-        train(tmp_path, "--processes", processes, "--name", processes, *weighted)
-    identical(tmp_path / "2", tmp_path / "1")
-    assert rows(tmp_path / "1")[0]["train/cls_loss"] != rows(alone)[0]["train/cls_loss"]
 
 
 @pytest.mark.gpu2
