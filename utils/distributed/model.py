@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from utils.batch import GlobalCounts, layout
+from utils.batch import layout
 from utils.distributed.batchnorm import InTurn, all_reduced, exact_batchnorm
 from utils.distributed.deepspeed import configure
 from utils.distributed.dropout import GlobalDropout, synchronise_dropout
@@ -116,7 +116,7 @@ class DistributedModel:
 
         Their sum over all logical processes is the mean over the global batch. All processes must call it together.
         """
-        counts = GlobalCounts(self.sum([local.counts for local in terms]))
+        counts = self.sum([local.counts for local in terms])
         return [local.share_of_mean(counts) for local in terms]
 
     def backward(self, objectives: Sequence[Tensor]) -> None:
