@@ -3,14 +3,14 @@
     python examples/plain_train.py --data coco128.yaml --weights yolov5n.pt
     torchrun --nproc_per_node 2 examples/plain_train.py --data coco128.yaml --weights yolov5n.pt
 
-On one CPU process and on two, the weights after each epoch are to the byte those of train.py with the same flags and
-`--noautoanchor`. Left out, and in train.py:
+On one CPU process and on two, the weights after each epoch are to the byte those of train.py with the same values of
+these flags (its defaults differ), `--optimizer SGD` and `--noautoanchor`. Left out, and in train.py:
 
 - the average of the weights (EMA), which it validates and saves; validation, best.pt, --patience
 - states, --resume, stopping in order; results.csv, charts, trackers; one sentence for each error
 - skipping a step whose gradients are not finite; equal rounding in a resumed run on three or more processes
-- AutoAnchor, and recipes whose rules depend on the weights or the data, such as `finetune`
-- --freeze, --sync-bn, --logical-processes, --batch-size -1, DeepSpeed, CUDA graphs
+- AutoAnchor, `defaults:` of YAMLs, and recipes whose rules depend on the weights or the data, such as `finetune`
+- --freeze, --sync-bn, --logical-processes, --batch-size -1, DeepSpeed, CUDA graphs; the seeds of dropout
 """
 
 from __future__ import annotations
