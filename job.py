@@ -33,6 +33,7 @@ from utils.summary import evenly_spaced, fitness_weights
 from utils.tracking.run_log import RunLog, wandb_run_id
 from utils.tracking.trackers import add_user_trackers
 from utils.training import memory
+from utils.training.optimizer import build_optimizer
 
 VALIDATION_BATCH = 32  # images per process and validation batch, at most
 FITTED_BATCH, FITTED_BATCHES = 16, 32  # size and number of the batches that new classes are fitted to, at most
@@ -73,6 +74,7 @@ class Job(NamedTuple):
         weights = [start_from.weights_file] if start_from.weights_file else []
         log(located({"weights": weights, "data": [source.spec.file]}))
         load_and_freeze(model, start_from, task, options)
+        build_optimizer(model, options.optimizer, hyp, None, 1)  # raises here for a class or arguments that do not work
         if options.fitness:
             log(f"the best epoch is the one with the highest {options.fitness}")
         if not is_shipped(options.hyp):
@@ -207,6 +209,6 @@ def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, S
     if job.start.weights_file:
         files["weights"] = [job.start.weights_file]
     options = job.settings.options
-    paths = map(Path, filter(None, (options.layers, options.task_file, options.augmentations)))
+    paths = map(Path, filter(None, (options.layers, options.task_file, options.augmentations, options.hooks)))
     code = [file.read_bytes() for path in paths for file in sorted(path.rglob("*.py")) or [path]]
     return {**vars(job.settings.hyp), "model": job.start.yaml, "class names": job.task.names, "your code": code}, files

@@ -42,14 +42,16 @@ from utils.training import memory
 from utils.training.log import log_best_epoch, log_epoch
 from utils.training.optimizer import ModelEMA, Schedule, build_optimizer, log_optimizer
 from utils.training.steps import OptimizerSteps
+from utils.user_code import NO_HOOKS, Hooks
+from utils.user_code import StopTraining as StopTraining  # for users
 from val import Evaluator, evaluator
 
 DRAWN_BATCHES = 3  # training batches that are drawn into the run folder
 TRACKER_SECONDS = 10.0  # time for trackers to send their last data when a run must end
 
 
-def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the order of a run
-    """Train as one of the run's processes.
+def train(unresolved: Settings, hooks: Hooks = NO_HOOKS) -> None:  # noqa: PLR0915 - one page, in the order of a run
+    """Train as one of the run's processes, and call the user's hooks.
 
     Raises `UserError` before anything is written if the settings, data or weights cannot be used, and `StopRequested`
     once everything is saved after a signal or at the time limit.
@@ -62,6 +64,7 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
     with barrier(options.dist_timeout):  # one machine may have more to download than another
         job = read_job(unresolved, run.collectives.broadcast)
     settings, task, options, hyp = job.settings, job.task, job.settings.options, job.settings.hyp
+    hooks = hooks.with_file(options.hooks, "hooks" in settings.flags)
     logical = LogicalProcesses.of(options.logical_processes, accelerator)
     logical.fix_kernels(accelerator.device)
     seed_everything(options.seed, not options.no_deterministic)
@@ -144,9 +147,11 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
                         summary = evaluate([ema.model], run.stop_requested).with_fitness(job.fitness)  # on every rank
                     improved = progress.record(summary)
                     progress.finished = progress.epoch + 1 == options.epochs or progress.stalled(options.patience)
-                    log_epoch(
+                    row = log_epoch(
                         run_log, steps, options, losses, summary, improved, task.metric_names, evaluate.metrics, began
                     )
+                    if summary and hooks.call(run.collectives.gather, "on_epoch", progress.epoch, ema.model, row):
+                        progress.finished = True  # a process wants to stop
                     run_log.save_weights(ema.model, weights, progress, improved)
                     steps.next_epoch()
             except StopRequested as request:
@@ -155,7 +160,7 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
         stop.finished = True
         run.files.finish_writing()
         steps.save(keep_tensors=False)  # finished: no weights are missing
-        finish(run, job, data, evaluate, run_log, steps)
+        finish(run, job, data, evaluate, run_log, steps, hooks)
 
 
 def train_one_epoch(
@@ -229,13 +234,15 @@ def leave(
     run.collectives.broadcast(None)  # no process ends while another one still writes
 
 
-def finish(run: Run, job: Job, data: Any, evaluate: Evaluator, run_log: RunLog, steps: OptimizerSteps) -> None:
+def finish(
+    run: Run, job: Job, data: Any, evaluate: Evaluator, run_log: RunLog, steps: OptimizerSteps, hooks: Hooks
+) -> None:
     """Draw, upload and print the results of the run."""
-    progress, best = steps.progress, steps.progress.summary
+    progress, best, patience = steps.progress, steps.progress.summary, job.settings.options.patience
     assert best is not None
     if progress.epoch < job.settings.options.epochs:
-        epoch = progress.best_epoch + 1
-        log(f"stopped by --patience {job.settings.options.patience}: no better fitness since epoch {epoch}")
+        stalled = f"--patience {patience}: no better fitness since epoch {progress.best_epoch + 1}"
+        log(f"stopped by {stalled if progress.stalled(patience) else 'on_epoch'}")
     run.plot(lambda: evaluate.metrics.pictures(best, data.val, steps.model.model.imgsz))
     run.charts()
     run.files.finish_writing()
@@ -243,13 +250,14 @@ def finish(run: Run, job: Job, data: Any, evaluate: Evaluator, run_log: RunLog, 
     log_best_epoch(progress, best)
     log(f"results in {run.path}")
     run.on_main(lambda: best.write_result(run.path))
+    hooks.call(run.collectives.gather, "on_end", run.path, {**best.columns(), "fitness": best.fitness})
     # The store that `stop_requested` asks may end with the main process. A launcher waits for 30 s.
     run.on_main(lambda: run.finish(TRACKER_SECONDS if run.stop_requested() else math.inf))
 
 
-def launch(unresolved: Settings) -> None:
+def launch(unresolved: Settings, hooks: Hooks = NO_HOOKS) -> None:
     """Start a run, or continue one, on as many processes as the settings say; or examine the machines (--doctor)."""
-    work = partial(train, unresolved)
+    work = partial(train, unresolved, hooks)
     if unresolved.options.doctor:
         from job import doctor_inputs
         from utils.distributed.doctor import run_doctor  # only here, because training does not need it
@@ -264,7 +272,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     launch(read_settings(sys.argv[1:] if argv is None else argv, recipe_of))
 
 
-def run(**flags: Any) -> dict[str, Any]:
+def run(
+    on_epoch: Callable[..., object] | None = None, on_end: Callable[..., object] | None = None, **flags: Any
+) -> dict[str, Any]:
     """Train from Python: `train.run(data="my.yaml", lr0=0.02)`.
 
     Returns the values of the best epoch by the names of results.csv, its `fitness`, and the run's `folder`. Raises
@@ -272,10 +282,12 @@ def run(**flags: Any) -> dict[str, Any]:
     is saved, and `train.run(resume=folder)` continues.
 
     Args:
+        on_epoch, on_end: hooks, see `Hooks`
         flags: flags of the command and hyperparameters, by name with underscores
     """
+    hooks = Hooks(on_epoch, on_end)
     names = partial(hyperparameters, str(flags.get("task_file") or flags.get("task") or ""))
-    return call(lambda words: launch(read_settings(words, recipe_of, names)), flags)
+    return call(lambda words: launch(read_settings(words, recipe_of, names), hooks), flags)
 
 
 if __name__ == "__main__":

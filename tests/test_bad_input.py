@@ -128,6 +128,9 @@ OF_FLAGS = {
     "--batch-size 1000000000": "--batch-size",
     "--batch-size 65": "--batch-size 65",  # of fewer images
     "--optimizer adamw": "'AdamW'?",
+    "--optimizer Muon": "takes matrices only",
+    "--optimizer absent:Lion": "No module named 'absent'",
+    "--optimizer NAdam --hyp.optimizer_args [1]": "--hyp.optimizer_args must be names with values",
     "--local_rank x": "--local-rank",
     "--hyp.lr 1": "'lr0'",
     "--verbose=False": "--quiet",
@@ -163,6 +166,7 @@ ERRORS: dict[str, Case] = {
     "out of range": (lambda i: i.write("hyp.yaml", {"mosaic": 2}), "hyp.yaml: mosaic", ""),
     # models and a user's files
     "no augmentations": (lambda i: i.write("own.py", "A = []"), "{set}/own.py", "--augmentations {set}/own.py"),
+    "no hooks": (lambda i: i.write("my.py", "A = []"), "{set}/my.py has no function", "--hooks {set}/my.py"),
     "bad module": (lambda i: i.row(1, [-1, 1, "Cnov", [8, 3, 2]]), "model.yaml, row 1: Cnov", ""),
     "bad channels": (lambda i: i.row(1, [-1, 1, "Conv", [-8]]), "model.yaml, row 1", ""),
     "unread row": (lambda i: i.row(1, ["image", 1, "Conv", [16, 3, 2]]), "reads row 0 ", ""),

@@ -152,11 +152,12 @@ def test_five_steps_as_under_ddp(stage: int, precision: str, on_processes: OnPro
     assert (moved - expected).norm() < tolerance * expected.norm()
 
 
-def test_hashes_are_refused_before_anything_is_written(
-    call_main: CallMain, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("refused_flag", ["--hashes", "--optimizer=Adafactor"])
+def test_flags_are_refused_before_anything_is_written(
+    refused_flag: str, call_main: CallMain, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("job.is_requested", lambda: True)
+    monkeypatch.setattr("utils.config.settings.is_requested", lambda: True)
     flags = ("--data", str(small_data), "--weights", "", "--cfg", "yolov5n.yaml", "--imgsz", "64", "--device", "cpu")
-    code, printed = call_main("train.py", *flags, "--hashes", "--project", str(tmp_path / "runs"))
+    code, printed = call_main("train.py", *flags, refused_flag, "--project", str(tmp_path / "runs"))
     assert (code, printed.count("\n"), (tmp_path / "runs").exists()) == (1, 1, False)
-    assert printed.startswith("error: --hashes ")
+    assert printed.startswith(f"error: {refused_flag.replace('=', ' ')} ")

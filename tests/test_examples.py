@@ -1,4 +1,4 @@
-"""The examples that are a file: an own layer and an own tracker in a whole run, the notebook. Others have own tests."""
+"""The examples that are a file: own layer, tracker and hooks in a whole run, the notebook. Others have own tests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ EXAMPLES = ROOT / "examples"
 NOTEBOOK = EXAMPLES / "train.ipynb"
 
 
-def test_a_layer_and_a_tracker(run_script: RunScript, small_data: Path, tmp_path: Path) -> None:
+def test_a_layer_a_tracker_and_hooks(run_script: RunScript, small_data: Path, tmp_path: Path) -> None:
     """The weights have the layer, and the tracker has the steps and the row of the epoch."""
     model = ("--cfg", str(EXAMPLES / "own_layer.yaml"), "--layers", str(EXAMPLES / "own_layer.py"), "--weights", "")
     how = ("--imgsz", "64", "--epochs", "1", "--batch-size", "8", "--workers", "0", "--device", "cpu")
-    logged = ("--log-with", str(EXAMPLES / "own_tracker.py"))
+    logged = ("--log-with", str(EXAMPLES / "own_tracker.py"), "--hooks", str(EXAMPLES / "own_hooks.py"))
     run_script("train.py", *model, *how, *logged, "--data", str(small_data), "--project", str(tmp_path))
     run = tmp_path / "exp"
     weights = torch.load(run / "weights" / "last.pt", weights_only=True)
@@ -32,6 +32,16 @@ def test_a_layer_and_a_tracker(run_script: RunScript, small_data: Path, tmp_path
     (row,) = csv.DictReader((run / "results.csv").open())
     for key in ("train/box_loss", "val/obj_loss", "metrics/recall"):
         assert epoch[key] == pytest.approx(float(row[key]))
+
+    assert (run / "confusion" / "shares.csv").is_file()
+
+
+@pytest.mark.long
+def test_unfreezing(run_script: RunScript, small_data: Path, learned: Path, tmp_path: Path) -> None:
+    how = ("--imgsz", "64", "--epochs", "4", "--batch-size", "8", "--workers", "0", "--device", "cpu")
+    what = ("--data", str(small_data), "--weights", str(learned), "--project", str(tmp_path))
+    assert "stopped by on_epoch" in run_script("examples/unfreeze.py", *what, *how)
+    assert [len((tmp_path / name / "results.csv").read_text().splitlines()) for name in ("exp", "exp2")] == [4, 5]
 
 
 @pytest.mark.long

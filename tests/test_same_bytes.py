@@ -7,13 +7,14 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import RECIPE, RunScript
-from tests.curves import identical, killed_and_moved, rows
+from tests.conftest import RECIPE, RunScript, not_here
+from tests.curves import identical, killed_and_moved, refused, rows
 from tests.faults.fault_points import planted
 from tests.machines import TORCHRUN, living, on_machine
 from tests.making import tiny_anchor_free, write_yaml
@@ -72,6 +73,58 @@ def test_killed_and_resumed_on_other_processes(
     assert "resuming " in printed
     assert "warning" not in printed
     identical(tmp_path / "exp", alone)
+
+
+@pytest.mark.parametrize("name", ["NAdam", pytest.param("lion_pytorch:Lion", marks=pytest.mark.long)])
+def test_another_optimizer(name: str, train: Train, run_script: RunScript, tmp_path: Path) -> None:
+    """Killed on one process and continued on two; another name is refused, as is another version of its package."""
+    if ":" in name and not find_spec("lion_pytorch"):
+        not_here("lion-pytorch")
+    which = ("--optimizer", name, "--hyp.optimizer_args", "{betas: [0.9, 0.99]}", "--hyp.lr0", "0.001")
+    assert f"choose lr0 for {name[-5:].lstrip(':')}" in " ".join(train(tmp_path / "alone", *which).split())
+    train(tmp_path, *which, "--save-steps", "1", **planted("SIGKILL", "optimizer step", 2), code=-signal.SIGKILL)
+    resume = ("train.py", "--resume", str(tmp_path / "exp"))
+    assert "--optimizer is 'Adam'" in run_script(*resume, "--optimizer", "Adam", code=1)
+    if ":" in name:
+        settings = tmp_path / "exp" / "settings.yaml"
+        written = settings.read_text()
+        settings.write_text(re.sub("lion-pytorch [0-9.]+", "lion-pytorch 0.0.1", written))
+        assert "the version of --optimizer" in run_script(*resume, code=1)
+        settings.write_text(written)
+    run_script(*resume, "--processes", "2")
+    identical(tmp_path / "exp", tmp_path / "alone" / "exp")
+
+
+HOOKS = """
+import os, random, numpy, torch
+from accelerate import PartialState
+from train import StopTraining
+
+def on_epoch(epoch, model, results):
+    torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
+    model(torch.rand(1, 3, 64, 64))
+    do = os.environ.get("DO") if PartialState().process_index else ""
+    if do == "stop":
+        raise StopTraining
+    assert results["epoch"] == epoch and results.pop("metrics/recall") >= 0
+    return 1 / (do != "fail")
+
+def on_end(folder, results):
+    (folder / f"{PartialState().process_index}.txt").write_text(str(results["fitness"]))
+"""
+
+
+def test_hooks(train: Train, run_script: RunScript, alone: Path, tmp_path: Path) -> None:
+    """One that only reads changes no byte; one process may fail, which --resume continues, or end the run for all."""
+    (file := tmp_path / "hooks.py").write_text(HOOKS)
+    which = ("--processes", "2", "--hooks", str(file))
+    refused(train(tmp_path, *which, DO="fail", code=1), f"{file}, line 13: ZeroDivisionError: division by zero, in ")
+    run_script("train.py", "--resume", str(tmp_path / "exp"))  # the hooks have run before
+    identical(tmp_path / "exp", alone)
+    assert len({(tmp_path / "exp" / f"{rank}.txt").read_text() for rank in (0, 1)}) == 1
+    assert "stopped by on_epoch" in train(tmp_path, *which, "--name", "ended", DO="stop")
+    assert len(rows(tmp_path / "ended")) == 1
+    assert "is finished" in run_script("train.py", "--resume", str(tmp_path / "ended"))
 
 
 @pytest.mark.parametrize("count", ["1", pytest.param("4", marks=pytest.mark.long)])

@@ -16,7 +16,10 @@ from models.weights import read_weights
 from tests.conftest import CallMain, RunScript
 from tests.curves import refused
 from tests.making import write_yaml
+from train import StopTraining, run
+from utils.errors import UserError
 from utils.files import read_yaml
+from utils.user_code import Hooks
 
 COLUMNS = [
     *("epoch", "train/box_loss", "train/obj_loss", "train/cls_loss"),
@@ -164,3 +167,20 @@ def test_trains_on_a_gpu(tmp_path: Path, run_script: RunScript, small_data: Path
         flags = ("--device", "0", "--mixed-precision", precision, "--name", f"{precision}{number}", "--workers", "2")
         train(run_script, tmp_path, small_data, *flags)
     assert (tmp_path / "no2" / "results.csv").read_bytes() == (tmp_path / "no3" / "results.csv").read_bytes()
+
+
+def test_hooks_of_a_call(tmp_path: Path) -> None:
+    """A function that other processes cannot import is refused; an error names its file and line."""
+    with pytest.raises(UserError, match=r"<lambda>.*--hooks"):
+        run(on_epoch=lambda *_: None, processes=2, device="cpu")
+
+    def on_epoch(epoch: int, *_: object) -> object:
+        if epoch == 1:
+            raise StopTraining
+        return [None, None, "stop"][epoch]
+
+    hooks = Hooks(on_epoch)
+    assert [hooks.call(list, "on_epoch", epoch) for epoch in range(3)] == [False, True, True]
+    assert not hooks.call(list, "on_end", tmp_path)
+    with pytest.raises(UserError, match=rf"{__file__}, line \d+: IndexError: .*, in on_epoch; fix it"):
+        hooks.call(list, "on_epoch", 3)

@@ -242,7 +242,7 @@ class TrainingState:
             "model": dict(self.copies[0].state_dict()),
             **self.ema.state(),
             "optimizer": optimizer_state(self.optimizer, self.parameters),
-            "rates": [group["lr"] for group in self.optimizer.param_groups],
+            "groups": [numbers_of(group) for group in self.optimizer.param_groups],
             "scaler": self.scaler and self.scaler.state_dict(),
             "shares": self.collectives.gather(tree_map(Tensor.cpu, self._per_logical())),
         }
@@ -266,8 +266,10 @@ class TrainingState:
             # The view, because `copy_` alone would spread a single value.
             tree_map(lambda now, then: now.copy_(then.view_as(now)), self._per_logical(), local_values)
         load_optimizer_state(self.optimizer, self.parameters, saved["optimizer"])
-        for group, rate in zip(self.optimizer.param_groups, saved["rates"], strict=True):
-            group["lr"] = rate
+        saved_groups = saved.get("groups") or [{"lr": rate} for rate in saved["rates"]]  # of earlier versions
+        for group, values in zip(self.optimizer.param_groups, saved_groups, strict=True):
+            tensors = {name: group[name] for name in values if isinstance(group.get(name), Tensor)}
+            group.update(values | {name: tensor.copy_(values[name]) for name, tensor in tensors.items()})
         if self.scaler is not None and saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
 
@@ -291,6 +293,11 @@ def explain_misfit(saved: Mapping[str, Any]) -> Iterator[None]:
             f"the saved state does not fit this code ({reason}); resume with the code and Lockstep version {version}, "
             "or start a new run from its weights/last.pt"
         ) from error
+
+
+def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of an optimizer's group: its rate, and what some classes count there, as Prodigy does."""
+    return {name: value for name, value in group.items() if isinstance(value, (int, float, Tensor))}
 
 
 def floating_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Run a user's Python code: the files of --layers, --augmentations and --log-with, and what --task-file names.
+"""Run a user's Python code: the files of --layers, --augmentations, --log-with and --hooks, what --task-file names.
 
 Code named by a run folder or a weight file, not by the command line, is run only if this user has run it before.
 """
@@ -11,11 +11,12 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from utils.errors import UserError, first_line
 from utils.files import cache_folder
@@ -27,6 +28,12 @@ def class_named(import_path: str) -> type[Any]:
     """Import the class that `module:class` names. Raises ImportError or AttributeError if it does not exist."""
     module, _, name = import_path.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def package_version(place: str) -> str:
+    """Return the name and version of the installed package of `module:class`, '' for a name alone or a plain file."""
+    names = metadata.packages_distributions().get(place.partition(":")[0].partition(".")[0], []) if ":" in place else []
+    return ", ".join(f"{name} {metadata.version(name)}" for name in sorted({*names}))
 
 
 def load(module: str) -> ModuleType | None:
@@ -81,17 +88,68 @@ def imported(
 def explained(place: object = "", context: str = "") -> Iterator[None]:
     """Raise `UserError` with file and line for what a user's code raises in a block, StopIteration and SystemExit too.
 
-    `place` is named for an error without a line, unless the block may run other code (''); `context` follows the error.
+    `place`, which may be a file of theirs, is named for an error without a line, unless the block may run other code
+    (''); `context` follows the error.
     """
     try:
         yield
-    except (UserError, KeyboardInterrupt):
+    except (UserError, StopTraining, KeyboardInterrupt):
         raise
     except BaseException as error:
         errors = [cause for cause in (error.__cause__, error) if cause]
         frames = [frame for cause in errors for frame in traceback.extract_tb(cause.__traceback__)]
-        users = [frame for frame in frames if {*_paths.values()} & {(file := Path(frame.filename)), *file.parents}]
+        known = {*_paths.values(), *([Path(str(place))] if place else [])}
+        users = [frame for frame in frames if known & {(file := Path(frame.filename)), *file.parents}]
         where = f"{users[-1].filename}, line {users[-1].lineno}" if users else place
         if not where:
             raise
         raise UserError(f"{where}: {type(error).__name__}: {first_line(error)}{context}; fix it there") from error
+
+
+# Hooks
+
+STOP = "stop"
+
+
+class StopTraining(Exception):
+    """A hook raises this, or returns "stop", to end the run in order after the epoch."""
+
+
+class Hooks(NamedTuple):
+    """A user's functions, which every process calls; None calls nothing.
+
+    `on_epoch(epoch, model, results)` is called after each validation, with the EMA and the epoch's row of results.csv
+    by column; `on_end(folder, results)` once the run is finished, with the best epoch's values.
+    """
+
+    on_epoch: Callable[..., object] | None = None
+    on_end: Callable[..., object] | None = None
+
+    def with_file(self, file: str, named_by_user: bool) -> Hooks:
+        """Return the hooks and those of the Python file of --hooks, '' for none, over them. Raises `UserError`."""
+        if not file:
+            return self
+        with imported(file, "--hooks", named_by_user) as module:
+            functions = {name: getattr(module, name) for name in self._fields if hasattr(module, name)}
+            if not functions or not all(map(callable, functions.values())):
+                raise UserError(f"{file} has no function on_epoch(epoch, model, results) or on_end(folder, results)")
+        return self._replace(**functions)
+
+    def call(self, gather: Callable[[list[bool]], list[bool]], name: str, *arguments: object) -> bool:
+        """Call a hook, if there is one; return whether it ends the run on any process. All must call it together.
+
+        `gather` returns the items of all processes. Raises `UserError` for an error in the hook.
+        """
+        if (hook := getattr(self, name)) is None:
+            return False
+        gather([])  # the main process has written state and results
+        code = getattr(hook, "__code__", None)
+        try:
+            with explained(code.co_filename if code else name, f", in {name}"):
+                answer = hook(*arguments)
+        except StopTraining:
+            answer = STOP
+        return any(gather([isinstance(answer, str) and answer == STOP]))
+
+
+NO_HOOKS = Hooks()

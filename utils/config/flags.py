@@ -62,6 +62,7 @@ IMGSZ = Range(1, 2**14)  # the side of an image, in pixels
 NUMBER_OR_NAME = int | str
 PYTHON_SUFFIX = ".py"
 PYTHON_FILE = f"FILE{PYTHON_SUFFIX}"  # among the choices of a flag: any Python file
+IMPORT_PATH = "package.module:Class"  # among the choices of a flag: any class of an installed package
 WRONG_VALUE = (ValueError, TypeError, OverflowError, yaml.YAMLError)
 OPSETS = Range(12, 21)  # ONNX operator sets that torch's exporters write and ONNX Runtime 1.20 runs
 
@@ -74,7 +75,8 @@ def typed(hint: Any, metadata: Mapping[str, Any], value: Any) -> Any:
     origin = typing.get_origin(hint)
     if origin is Mapping:
         mapping = yaml.load(value, YamlLoader) if isinstance(value, str) else value
-        return {str(key): typed(float, metadata, number) for key, number in dict(mapping).items()}
+        is_plain = typing.get_args(hint)[1] is Any
+        return {str(key): x if is_plain else typed(float, metadata, x) for key, x in dict(mapping).items()}
     if origin is tuple:
         items = value if isinstance(value, (list, tuple)) else [value]
         if metadata.get("comma_separated"):
@@ -95,13 +97,14 @@ def typed(hint: Any, metadata: Mapping[str, Any], value: Any) -> Any:
 
 
 def _text(text: str, metadata: Mapping[str, Any]) -> str:
-    """Return a text whose words are choices, of which `PYTHON_FILE` is any Python file."""
+    """Return a text whose words are choices; `PYTHON_FILE` is any Python file, `IMPORT_PATH` any import path."""
     choices, synonyms = metadata.get("choices") or (), metadata.get("synonyms") or {}
     words = separated(text) if metadata.get("comma_separated") else [text]
     words = [synonyms.get(word.lower(), word) for word in words]
     for word in words if choices and text else ():
         is_file = PYTHON_FILE in choices and PurePath(word).suffix == PYTHON_SUFFIX
-        if not (word in choices or is_file) or (len(words) > 1 and word in ("none", "all")):
+        is_path = IMPORT_PATH in choices and re.fullmatch(r"[\w.]+:\w+", word)
+        if not (word in choices or is_file or is_path) or (len(words) > 1 and word in ("none", "all")):
             raise ValueError
     return ",".join(words)
 
@@ -115,6 +118,8 @@ def expected(hint: Any, metadata: Mapping[str, Any]) -> str:
     """Describe the values that `typed` takes: `a whole number, 1 or more`."""
     within = metadata.get("within", FINITE)
     if typing.get_origin(hint) is Mapping:
+        if typing.get_args(hint)[1] is Any:
+            return "names with values, such as {eps: 1e-6, foreach: false}"
         return f"names with numbers, {within}, such as {{cat: 2, dog: 1.5}}"
     if typing.get_origin(hint) is tuple:
         return f"{expected(typing.get_args(hint)[0], metadata)}, or a list of such"
@@ -166,7 +171,11 @@ def select(kind: type[T], source: DataclassInstance, **more: Any) -> T:
 
 NEWEST = "newest"  # --resume without a value: the newest run of --project
 AUTO = "auto"  # --resume auto: the newest run of --name, else a new run; --hyp auto: see `Recipes.choose`
-PRECISIONS, OPTIMIZERS, CACHES = ("no", "fp16", "bf16"), ("SGD", "Adam", "AdamW"), ("ram", "disk", "val")
+PRECISIONS, CACHES = ("no", "fp16", "bf16"), ("ram", "disk", "val")
+RECIPE_OPTIMIZERS = ("SGD", "Adam", "AdamW")  # for which the recipes' learning rates are meant
+# Others that work alike on any part of a parameter, as ZeRO needs it
+ELEMENTWISE_OPTIMIZERS = (*RECIPE_OPTIMIZERS, "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop")
+OPTIMIZERS = (*ELEMENTWISE_OPTIMIZERS, "Adafactor", "Adagrad", "ASGD", "Rprop", IMPORT_PATH)
 # Of --log-with: all that Accelerate knows, named like the packages to install.
 TRACKERS = ("wandb", "tensorboard", "mlflow", "comet_ml", "clearml", "aim", "dvclive", "swanlab", "trackio")
 LOG_WITH = ("none", "all", *TRACKERS, PYTHON_FILE)
@@ -293,7 +302,14 @@ class TrainOptions:
     dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", "processes", Range(1, 1e6))
     sync_bn: bool = flag(False, "SyncBatchNorm over all processes, on CPU too", "processes")
     single_cls: bool = flag(False, "treat all classes as one", "model", curve=True)
-    optimizer: str = flag("SGD", "optimizer", "training", choices=OPTIMIZERS, curve=True, suggested=BY_FILES)
+    optimizer: str = flag(
+        "SGD",
+        "class of torch.optim, or package.module:Class",
+        "training",
+        choices=OPTIMIZERS,
+        curve=True,
+        suggested=BY_FILES,
+    )
     workers: int = flag(8, "loader processes per training process, at most one per CPU core", "data", NOT_NEGATIVE)
     project: str = flag("runs/train", "folder in which run folders are made", "saving")
     name: str = flag("exp", "name of the run folder; a number is added if it is taken", "saving")
@@ -324,6 +340,7 @@ class TrainOptions:
     upload_model: bool = flag(False, "upload weights to W&B: each --save-period, and last.pt and best.pt", "logging")
     upload_dataset: bool = flag(False, "make the data set a W&B artifact of references to its files", "logging")
     profile: str = flag("", "profile the optimizer steps START:STOP, such as 10:15", "training")
+    hooks: str = flag("", "Python file with your on_epoch and on_end; it is executed", "training")
     hashes: bool = flag(False, "write hashes.csv: hashes of what each step reads and changes", "saving")
     doctor: bool = flag(False, "do not train: check all processes and hosts for what would go wrong", "processes")
     # The values of flags such as --hyp.lr0, as text by key; the model's task knows which keys there are.
@@ -480,6 +497,7 @@ REFUSED = {
         "is not built in: examples/tune.py searches, and W&B sweeps do on many machines; see docs/tracking.md#sweeps",
     ),
     "bucket": "is not built in: copy the run folder with your cloud's own command, such as aws s3 sync",
+    "optimizer Muon": "takes matrices only, and a network also has other parameters; give AdamW",
     "quad": "is not built in: train at a larger --imgsz, or with --multi-scale",
     "update": "is not needed: official weights are read as they are",
     "visualize": "is not built in: a PyTorch forward hook on a layer returns its feature maps",

@@ -72,6 +72,8 @@ class Recipe:
     # Factors of the learning rate by part of the model, such as {backbone: 0.1, head: 1}; parts are named as for
     # --freeze, and the last one that names a parameter counts.
     lr_factor: Mapping[str, float] = dataclasses.field(default_factory=dict, metadata={"within": NOT_NEGATIVE})
+    # Further arguments of the optimizer's class, such as {eps: 1e-6}; a class that is not ours reads no `momentum`.
+    optimizer_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def flags(self, epochs: int) -> dict[str, Any]:
         """Return defaults of flags that follow from the hyperparameters and the number of epochs."""
@@ -255,6 +257,10 @@ def suggested_defaults(values: object, source: Path, kind: str = "data") -> dict
     if not isinstance(values, dict):
         raise UserError(f"{source}: `defaults` must be lines such as `imgsz: 64`, not {values!r}")
     known = [field.name for field in flags_of(TrainOptions) if kind in field.metadata["suggested"]]
+    if ":" in str(code := values.get("optimizer", "")):
+        raise UserError(
+            f"{source}: `optimizer: {code}` under `defaults` would import code; give it as --optimizer {code}"
+        )
     return typed_values(TrainOptions, values, f"{source}: `{{}}` under `defaults`".format, known)
 
 

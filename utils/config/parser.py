@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from utils.config.flags import GROUPS, IGNORED, REFUSED, as_flag, flags_of, typed_values
+from utils.config.flags import GROUPS, IGNORED, IMPORT_PATH, REFUSED, as_flag, flags_of, typed_values
 from utils.config.hyperparameters import OVERRIDE_PREFIX, Hyperparameters, keys_of
 from utils.console import log
 from utils.errors import UserError, nearest, quoted
@@ -103,7 +103,7 @@ def _argument(hint: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
         return {"action": "store_true"}
     if typing.get_origin(hint) is tuple:
         return {"nargs": "+"}
-    few = metadata["choices"] and not metadata["comma_separated"]
+    few = metadata["choices"] and not metadata["comma_separated"] and IMPORT_PATH not in metadata["choices"]
     metavar = {"metavar": f"{{{','.join(metadata['choices'])}}}"} if few else {}
     return {**metavar, "nargs": "?", "const": metadata["const"]} if metadata["const"] is not None else metavar
 

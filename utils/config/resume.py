@@ -22,6 +22,7 @@ from utils.console import log
 from utils.distributed.ranks import world_size
 from utils.errors import Stopped, UserError, plural, quoted
 from utils.files import SETTINGS_FILE, read_yaml
+from utils.user_code import package_version
 
 if TYPE_CHECKING:
     from utils.config.settings import Settings
@@ -145,6 +146,9 @@ def check_settings(settings: Mapping[str, Any], recorded: Mapping[str, Any], sou
         if value != _plain(fields[key].default) if key in fields else is_unknown:
             values[key] = value
     typed_values(TrainOptions, values, f"{source}: `{{}}`".format)
+    if before := settings.get("optimizer_version"):
+        name = f"the version of --optimizer {settings['optimizer']}"
+        _check_unchanged(source.parent, name, package_version(str(settings["optimizer"])), before)
     now, then = curve_settings(settings), curve_settings(yaml.safe_load(yaml.safe_dump(recorded)))  # without tuples
     for key, value in then.items():
         _check_unchanged(source.parent, f"`{key}` of {source}", now.get(key), value)

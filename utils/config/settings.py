@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from utils.config.flags import AUTO, BUILT_IN_JOB, TrainOptions, as_flag, flags_of, profile_window
+from utils.config.flags import (
+    AUTO,
+    BUILT_IN_JOB,
+    ELEMENTWISE_OPTIMIZERS,
+    TrainOptions,
+    as_flag,
+    flags_of,
+    profile_window,
+)
 from utils.config.hyperparameters import OVERRIDE_PREFIX, Recipe, defaults_of_hyp, from_mapping, read_hyperparameters
 from utils.config.parser import given_flags
 from utils.config.resume import RecipeOf, continued_run
@@ -21,6 +29,7 @@ from utils.distributed.launch import connect, device_kind
 from utils.distributed.ranks import broadcast_from_main, world_size
 from utils.distributed.tree import check_logical_processes
 from utils.errors import UserError
+from utils.user_code import package_version
 
 
 @dataclass(frozen=True)
@@ -66,8 +75,12 @@ class Settings:
         self, model_yaml: Mapping[str, Any], imgsz: int, batch_size: int, run_id: str, threads: int
     ) -> dict[str, Any]:
         """Return the content of settings.yaml, with the model's image size and what --batch-size -1 has measured."""
-        sizes = {"imgsz": imgsz} if self.options.batch_size > 0 else {"imgsz": imgsz, "batch_size": batch_size}
+        sizes: dict[str, Any] = (
+            {"imgsz": imgsz} if self.options.batch_size > 0 else {"imgsz": imgsz, "batch_size": batch_size}
+        )
         parts = {"hyperparameters": vars(self.hyp), "model": model_yaml, **self.origin}
+        if version := package_version(self.options.optimizer):
+            sizes["optimizer_version"] = version
         return {**vars(self.options), **sizes, "threads": threads, "wandb_id": run_id, **parts}
 
 
@@ -129,6 +142,9 @@ def refuse_flags(
              f"--profile {window}: give the first and the last optimizer step, counted from 1, such as 10:15"),
             (options.hashes and is_requested(),
              "--hashes cannot see DeepSpeed's gradients; leave it out, or use another launch file"),
+            (options.optimizer not in ELEMENTWISE_OPTIMIZERS and is_requested(),
+             f"--optimizer {options.optimizer} may need whole parameters, and DeepSpeed gives it parts; use one of "
+             f"{', '.join(ELEMENTWISE_OPTIMIZERS)}, or another launch file"),
             (options.no_deterministic and logical,
              "--no-deterministic cannot be used with --logical-processes, which promises equal bytes"),
             (options.rect and options.image_weights,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -40,31 +41,28 @@ class InTurn:
     def __call__(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Return the results of the calls. Raises the first error of one of them."""
         self.turns, self.addends, self.error = [threading.Semaphore(0) for _ in calls], [], None
-        if len(calls) == 1:
-            self.caller.number = 0
-            return [calls[0]()]
-        results: dict[int, T] = {}
         threads_of_torch = torch.get_num_threads()
 
-        def run(number: int, call: Callable[[], T]) -> None:
+        def run(number: int, call: Callable[[], T]) -> T:
             self.caller.number = number
             self.turns[number].acquire()
             torch.set_num_threads(threads_of_torch)  # OpenMP gives each thread a number of its own
             try:
-                results[number] = call()
+                return call()
             except BaseException as error:
-                self.error = self.error or error
-            self._pass_turn()
+                self.error = self.error or error  # of the others it is that one has failed
+                raise
+            finally:
+                self._pass_turn()
 
-        threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(calls)]
-        for thread in threads:
-            thread.start()
         self.turns[0].release()
-        for thread in threads:
-            thread.join()
+        if len(calls) == 1:
+            return [run(0, calls[0])]
+        with ThreadPoolExecutor(len(calls)) as pool:
+            futures = [pool.submit(run, *pair) for pair in enumerate(calls)]
         if self.error:
             raise self.error
-        return [results[number] for number in range(len(calls))]
+        return [future.result() for future in futures]
 
     def _pass_turn(self) -> None:
         self.turns[(self.caller.number + 1) % len(self.turns)].release()

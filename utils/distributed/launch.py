@@ -18,6 +18,7 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from multiprocessing.util import get_temp_dir
+from pickle import PicklingError
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -346,6 +347,9 @@ def spawn(main: Callable[[], object], processes: int, device: str = "") -> bool:
             sys.modules["__main__"] = ModuleType("__main__")
         for process in started:
             process.start()
+    except (PicklingError, AttributeError, TypeError) as error:
+        reason = f"the processes cannot import a function of this call ({first_line(error)})"
+        raise UserError(f"{reason}; put it into a file, and name that with --hooks (hooks=)") from None
     finally:
         sys.modules["__main__"] = script
     _wait(started, RunStore(store))

@@ -259,9 +259,10 @@ def prepare(
     """
     in_turn = InTurn(logical.sum) if sync_bn and logical.exact and logical.count > 1 else None
     total = in_turn.total if in_turn else all_reduced if sync_bn and accelerator.num_processes > 1 else None
-    model = exact_batchnorm(model, total)  # torch's, in channels_last on a CPU, errs by 7e-5
     loader.collate_fn = partial(collate_local, loader.collate_fn, len(logical.local))
-    copies = replicate(model, len(logical.local))
+    # In each copy: the locks of `InTurn` cannot be copied. torch's layers, in channels_last on a CPU, err by 7e-5.
+    copies = [exact_batchnorm(replica, total) for replica in replicate(model, len(logical.local))]
+    model = copies[0]
     if accelerator.state.deepspeed_plugin:
         configure(accelerator, batch_size, clip_norm, precision)
     if logical.exact:  # no DDP: `DistributedModel` adds the gradients

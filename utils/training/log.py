@@ -214,8 +214,8 @@ def log_epoch(
     metric_names: Sequence[str],
     metrics: Metrics,
     began: float,
-) -> None:
-    """Write the epoch's row of results.csv and its documents, print its line, and log it to the trackers.
+) -> dict[str, float | None]:
+    """Write the epoch's row of results.csv and its documents, print its line, log it to the trackers; return the row.
 
     The validation, without a `summary` if there was none, `began` at a time of `time.monotonic`.
     """
@@ -243,3 +243,4 @@ def log_epoch(
     run_log.log_epoch(row, timing, summary, progress)
     if summary:
         run_log.log_examples(partial(metrics.examples, summary), progress.epoch)
+    return row

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from utils.config.flags import RECIPE_OPTIMIZERS
 from utils.config.hyperparameters import Recipe
 from utils.console import log
-from utils.errors import plural
+from utils.errors import UserError, plural
+from utils.user_code import class_named, explained
 
 if TYPE_CHECKING:
     from models.tasks.contract import Model
@@ -54,19 +56,28 @@ def grouped_parameters(model: nn.Module, factors: Factors = NO_FACTORS) -> dict[
 def build_optimizer(
     model: nn.Module, name: str, hyp: Recipe, known_share: float | None, images: int, factors: Factors = NO_FACTORS
 ) -> torch.optim.Optimizer:
-    """Build SGD (with Nesterov momentum, unless it is 0), Adam or AdamW over the groups; only weights decay.
+    """Build an optimizer over the groups, of which only weights decay: a class of torch.optim, or `module:Class`.
 
-    `momentum` is Adam's first beta; `known_share` is the share in `Recipe.weights_factor`.
+    SGD has Nesterov momentum, unless it is 0; `momentum` is the first beta of Adam and AdamW. All classes get
+    `optimizer_args`. `known_share` is the share in `Recipe.weights_factor`. Raises `UserError`.
     """
     lr, decay = hyp.lr0 * hyp.weights_factor(known_share), hyp.decay(images)
     groups = [
         {"params": parameters, "weight_decay": decay if kind == WEIGHT else 0.0}
         for (_, kind), parameters in grouped_parameters(model, factors).items()
     ]
-    if name == "SGD":
-        return torch.optim.SGD(groups, lr=lr, momentum=hyp.momentum, nesterov=hyp.momentum > 0, fused=True)
-    kind = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[name]
-    return kind(groups, lr=lr, betas=(hyp.momentum, 0.999), fused=True)
+    adam: dict[str, Any] = {"betas": (hyp.momentum, 0.999), "fused": True}
+    sgd = {"momentum": hyp.momentum, "nesterov": hyp.momentum > 0, "fused": True}
+    arguments = {**{"SGD": sgd, "Adam": adam, "AdamW": adam}.get(name, {}), **hyp.optimizer_args}
+    if wrong := {"params", "lr", "weight_decay", *(["momentum"] if name == "SGD" else [])} & {*hyp.optimizer_args}:
+        raise UserError(
+            f"optimizer_args has {min(wrong)}: give the hyperparameter lr0, weight_decay or momentum instead"
+        )
+    with explained(f"--optimizer {name}", f" (optimizer_args: {dict(hyp.optimizer_args)})"):
+        optimizer_class: Any = class_named(name if ":" in name else f"torch.optim:{name}")
+        if not issubclass(optimizer_class, torch.optim.Optimizer):
+            raise TypeError("it does not extend torch.optim.Optimizer")
+        return optimizer_class(groups, lr=lr, **arguments)
 
 
 def log_optimizer(optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
@@ -74,12 +85,16 @@ def log_optimizer(optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
     tensors = [0, 0, 0]
     for group, (_, kind) in zip(optimizer.param_groups, schedule.groups, strict=True):
         tensors[kind] += sum(parameter.requires_grad for parameter in group["params"])
-    decay = max(group["weight_decay"] for group in optimizer.param_groups)
+    decay = (
+        max(group["weight_decay"] for group in optimizer.param_groups) if "weight_decay" in optimizer.defaults else 0
+    )
     shape = "cosine" if schedule.cosine else "linear"
     log(
         f"optimizer: {type(optimizer).__name__}(lr={schedule.peak:.3g}, {shape}), {plural(tensors[WEIGHT], 'weight')} "
         f"with decay {decay:.3g}, {tensors[NORM]} without, {tensors[BIAS]} biases"
     )
+    if (name := type(optimizer).__name__) not in RECIPE_OPTIMIZERS:
+        log(f"the recipe's learning rate is for {', '.join(RECIPE_OPTIMIZERS)}: choose lr0 for {name} (--hyp.lr0)")
 
 
 def step_if(optimizer: Any, finite: Tensor) -> Tensor:
@@ -173,11 +188,11 @@ class Schedule:
         return Rates((bias, rate * done, rate * done), momentum)
 
     def apply(self, optimizer: torch.optim.Optimizer, batch: int) -> Rates:
-        """Set the rates of a batch in the optimizer and return them. Adam's betas are not warmed up."""
+        """Set the rates of a batch in the optimizer and return them. Only SGD's momentum is warmed up."""
         rates = self.at(batch)
         for group, (factor, kind) in zip(optimizer.param_groups, self.groups, strict=True):
             group["lr"] = rates.lrs[kind] * factor
-            if "momentum" in group:
+            if "dampening" in group:  # SGD
                 group["momentum"] = rates.momentum
         return rates
 

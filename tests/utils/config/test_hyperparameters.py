@@ -6,6 +6,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -152,7 +153,10 @@ def test_the_recipe_classify_states_the_defaults() -> None:
     content = read_yaml(ROOT / "data" / "hyps" / "classify.yaml")
     assert content == vars(ClassificationRecipe())
     types = {key: type(value) for key, value in content.items()}
-    by_name = dict.fromkeys(("class_weights", "lr_factor"), Mapping[str, float])
+    by_name = {
+        **dict.fromkeys(("class_weights", "lr_factor"), Mapping[str, float]),
+        "optimizer_args": Mapping[str, Any],
+    }
     assert {**types, **by_name} == typing.get_type_hints(ClassificationRecipe)
 
 

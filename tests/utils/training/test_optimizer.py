@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from utils.config.hyperparameters import Recipe
+from utils.errors import UserError
 from utils.training.optimizer import ModelEMA, Schedule, build_optimizer, grouped_parameters, log_optimizer
 
 # Groups
@@ -57,6 +58,31 @@ def test_groups(network: nn.Module, name: str, momentum: float, values: dict[str
     for group, decay in zip(optimizer.param_groups, (0, 0.1, 0), strict=True):
         expected = {"lr": 0.01, "weight_decay": decay, **values}
         assert {key: group[key] for key in expected} == expected
+
+
+def test_another_class_has_its_own_arguments(network: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its momentum is not warmed up; one line says whose the learning rate is."""
+    hyp = replace(HYP, optimizer_args={"momentum": 0.3, "foreach": False})
+    optimizer = build_optimizer(network, "torch.optim:RMSprop", hyp, None, 64)
+    schedule = Schedule.of(hyp, None, 10, 200, True, network)
+    schedule.apply(optimizer, 5)
+    assert [group["momentum"] for group in optimizer.param_groups] == [0.3] * 3
+    log_optimizer(optimizer, schedule)
+    assert "choose lr0 for RMSprop" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "named"),
+    [
+        ("NAdam", {"size": 1}, "--optimizer NAdam: TypeError: .*'size'"),
+        ("SGD", {"momentum": 0.1}, "optimizer_args has momentum"),
+        ("torch.optim:Muon", {}, "--optimizer torch.optim:Muon: ValueError: .*2D"),
+        ("torch.nn:Linear", {}, "does not extend"),
+    ],
+)
+def test_a_class_that_cannot_be_used(network: nn.Module, name: str, arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        build_optimizer(network, name, replace(HYP, optimizer_args=arguments), None, 64)
 
 
 def test_the_optimizer_as_it_is_used(network: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:

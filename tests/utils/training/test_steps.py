@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Container
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.conftest import OnProcesses
+from tests.conftest import OnProcesses, not_here
 from tests.utils.test_run import run_in
 from utils.checkpoint import Identity, MeasuredConfig, TrainingState
 from utils.config.hyperparameters import Recipe
@@ -165,9 +166,35 @@ def test_a_skipped_step_changes_nothing(tmp_path: Path) -> None:
     assert all(tensor.isfinite().all() for tensor in values(steps))
 
 
-def test_a_skipped_step_of_an_optimizer_that_is_not_fused(tmp_path: Path) -> None:
-    steps, loader = prepared(run_in(tmp_path))
-    steps.optimizer.optimizer = torch.optim.NAdam(steps.model.parameters)
+class Counting(torch.optim.Optimizer):
+    """Steps of a length by the number of steps, which it keeps in its groups; its states have shapes of their own."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "count": 0, "sum": torch.zeros(())})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] += 1
+            for weight in group["params"]:
+                state = self.state[weight]
+                norms = weight.grad.reshape(len(weight), -1).norm(dim=1)
+                state["rows"] = state.get("rows", torch.zeros(len(weight), 1)) + norms[:, None]
+                state["all"] = [len(state["rows"]), weight.grad.norm()]
+                group["sum"] += state["all"][1]
+                weight -= group["lr"] * (weight.grad + state["rows"].mean() + group["sum"]) / group["count"]
+
+
+LION = "lion_pytorch:Lion"
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "NAdam", "Adafactor", "Adagrad", LION, f"{__name__}:Counting"])
+def test_steps_of_each_kind_of_optimizer(optimizer: str, tmp_path: Path) -> None:
+    """Fused, torch's others, a package's: one that is not finite is skipped, and a saved state continues to the bit."""
+    if optimizer == LION and not find_spec("lion_pytorch"):
+        not_here("lion-pytorch")
+    how: Any = {"optimizer": optimizer, "of_images": True}
+    steps, loader = prepared(run_in(tmp_path), **how)
     train(steps, loader, not_finite=[1], stop=1)
     before = [parameter.clone() for parameter in steps.model.parameters]
     train(steps, loader, not_finite=[1], start=1, stop=2)
@@ -175,6 +202,11 @@ def test_a_skipped_step_of_an_optimizer_that_is_not_fused(tmp_path: Path) -> Non
     train(steps, loader, start=2, stop=3)
     assert not equal(before, steps.model.parameters)  # type: ignore[arg-type]
     assert (steps.progress.taken, steps.progress.skipped) == (2, 1)
+    again, loader_again = prepared(run_in(tmp_path), stored(steps), **how)
+    train(steps, loader, start=3)
+    train(again, loader_again, start=3)
+    assert equal(steps.model.parameters, again.model.parameters)  # type: ignore[arg-type]
+    assert all(parameter.isfinite().all() for parameter in steps.model.parameters)
 
 
 def test_too_many_skipped_steps_end_the_run(tmp_path: Path) -> None:

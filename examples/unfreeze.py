@@ -1,0 +1,32 @@
+"""Train the head first, then all layers: `python examples/unfreeze.py --data my.yaml --weights yolov5n.pt`.
+
+DDP and the optimizer are made for the parameters that train at the start, so that a run cannot unfreeze a layer. The
+hook ends the frozen run after `FROZEN_EPOCHS`; a second run starts from its weights. Flags go to both runs.
+
+The hook decides by `epoch`, not by the number of its calls: a run that is killed and resumed calls it in a new process.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the repository
+
+import train
+
+FROZEN_EPOCHS = 3
+
+
+def on_epoch(epoch: int, *_: Any) -> str | None:
+    """End the frozen run, in which `epoch` counts from 0."""
+    return "stop" if epoch + 1 >= FROZEN_EPOCHS else None
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    flags: dict[str, Any] = dict(zip([word.removeprefix("--") for word in words[::2]], words[1::2], strict=True))
+    # The file, not the function: other processes of the run cannot import what this script defines.
+    frozen = train.run(**{**flags, "freeze": "backbone", "hooks": __file__})
+    train.run(**{**flags, "weights": Path(frozen["folder"], "weights", "last.pt")})
