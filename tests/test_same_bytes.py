@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import RECIPE, RunScript, not_here
-from tests.curves import identical, killed_and_moved, refused
+from tests.curves import identical, killed_and_moved, refused, rows
 from tests.faults.fault_points import planted
 from tests.machines import TORCHRUN, living, on_machine
 from tests.making import tiny_anchor_free, write_yaml
