@@ -86,7 +86,7 @@ def train(unresolved: Settings, hooks: Hooks = NO_HOOKS) -> None:  # noqa: PLR09
     else:
         measured = job.measure(run, model, data, known_share)
     batch_size, known_share = measured.batch_size, measured.known
-    accelerator.gradient_accumulation_steps = measured.accumulation
+    accelerator.gradient_accumulation_steps = measured.accumulation  # unknown until the memory is measured
     content = settings.content(model.yaml, model.imgsz, batch_size, measured.run_id, torch.get_num_threads())
     run_log = job.write_inputs(run, data, identity, content, saved)
 
@@ -194,13 +194,13 @@ def train_one_epoch(
         run.keep_alive("training step")
         batches_so_far = progress.epoch * batches + number
         with accelerator.accumulate(model.wrapped):
-            steps.schedule.apply(steps.optimizer, batches_so_far)
+            steps.schedule.apply(steps.optimizer, batches_so_far)  # no lr_scheduler: a resumed run needs no state of it
             terms = model.each(loss_terms, local_batches, options.seed + batches_so_far)
             losses = model.over_global_counts(terms)  # two processes have the gradient of one
             model.backward([criterion.objective(loss, step_images) for loss in losses])
             taken = steps.step() if accelerator.sync_gradients else None  # None: only accumulated
-            steps.optimizer.zero_grad()
-        steps.add(losses, local_batches)
+            steps.optimizer.zero_grad()  # Accelerate ignores this while batches accumulate
+        steps.add(losses, local_batches)  # no `.item()`: on a GPU the host would wait for each batch
         if taken is not None:
             steps.finish(taken, number + 1, batches)
             run.check_stop(progress.step, steps.behind)  # every process leaves after the same step

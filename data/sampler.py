@@ -15,7 +15,9 @@ from utils.console import log
 
 # The first part of a generator's seed: what its numbers are for.
 ORDER_STREAM, ITEM_STREAM, SIZE_STREAM, PARTNERS_STREAM, USER_STREAM = 1, 2, 3, 4, 5
-PARTNERS_WINDOW = 1000  # partners of an item are drawn from so many positions around it
+# An item's partners are drawn from so many positions around it. From the whole set, as in YOLOv5, an image would be
+# decoded 3.6 instead of 1.07 times per epoch, for the same scores.
+PARTNERS_WINDOW = 1000
 PREFETCHED_BATCHES = 2  # batches that each loader process prefetches: torch's default
 EVALUATION_PAD_STRIDES = 0.5  # strides added to both sides of a batch that is not square, as in YOLOv5
 
@@ -155,7 +157,7 @@ class GlobalBatches:
         self, batch: int, shape: tuple[int, int], epoch: int, order: np.ndarray, partners: np.ndarray
     ) -> list[SampleIndex]:
         positions = np.arange(batch * self.batch_size, (batch + 1) * self.batch_size)
-        places = positions % self.count
+        places = positions % self.count  # full batches: Accelerate cuts them into equal slices
         numbers = zip(positions.tolist(), order[places].tolist(), partners[places].tolist(), strict=True)
         return [SampleIndex(epoch, position, image, shape, tuple(partner)) for position, image, partner in numbers]
 

@@ -144,7 +144,7 @@ def test_the_built_in_job_learns(run_script: RunScript, tmp_path: Path) -> None:
     ("flags", "named"),
     [
         (("--data", "DETECTION"), "small.yaml"),
-        (("--hyp", "low.yaml"), "box is unknown"),
+        (("--hyp", "low.yaml"), "low.yaml is a detector's recipe: "),
         (("--cfg", "resnet18.yaml", "--weights", "DEFAULT"), "resnet18-f37072fd.pth"),
     ],
 )

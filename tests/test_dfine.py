@@ -23,7 +23,7 @@ from tests.conftest import NOT_HERE, ROOT, RunScript
 from tests.curves import identical
 from tests.faults.fault_points import planted
 from tests.making import write_image, write_yaml
-from utils.batch import Batch, GlobalCounts
+from utils.batch import Batch
 from utils.files import read_yaml
 
 PACKAGE = ROOT / "examples" / "dfine"
@@ -163,7 +163,7 @@ def test_gradients_and_counts(dfine: SimpleNamespace, published: SimpleNamespace
     with torch.no_grad():
         whole, *shares = (criterion(model(batch.images, batch.targets), batch) for batch in batches)
     assert whole.counts.equal(sum(share.counts for share in shares))
-    means = sum(share.share_of_mean(GlobalCounts(whole.counts)) for share in shares)
+    means = sum(share.share_of_mean(whole.counts) for share in shares)
     torch.testing.assert_close(means, whole.local_means(), rtol=1e-5, atol=1e-6)
     alike = torch.zeros(1, 1, 5, 3), torch.full((1, 1, 5, 4), 0.5)
     assert criterion.matched(*alike, targets[:2, :6]).tolist() == [[[0, 1, -1, -1, -1]]]  # equal costs

@@ -22,7 +22,7 @@ from models.yolo import LAYERS
 from tests.conftest import ROOT, RunScript
 from tests.curves import rows
 from tests.making import plain, write_image, write_yaml
-from utils.batch import Batch, GlobalCounts, ImageInfo, Placement
+from utils.batch import Batch, ImageInfo, Placement
 from utils.checkpoint import serialise, weights_content
 from utils.files import read_yaml
 
@@ -119,7 +119,7 @@ def test_the_loss_of_two_processes_is_that_of_one(parts: SimpleNamespace) -> Non
         part = Batch(batch.images[numbers], targets, tuple(batch.infos[k] for k in numbers))
         shares.append(criterion([level[numbers] for level in outputs], part))
     assert whole.counts.unique().tolist() == [sum(share.counts[0].item() for share in shares)]
-    means = [share.share_of_mean(GlobalCounts(whole.counts)) for share in shares]
+    means = [share.share_of_mean(whole.counts) for share in shares]
     torch.testing.assert_close(sum(means), whole.local_means())
     criterion.objective(means[1], 4).backward()  # without a target every parameter has a gradient
     assert all(parameter.grad is not None for parameter in model.head.parameters())

@@ -172,15 +172,6 @@ def test_a_machine_leaves_and_returns(train: Train, tmp_path: Path, hosts: tuple
     identical(tmp_path / "elastic", tmp_path / "alone")
 
 
-@pytest.mark.long
-def test_class_weights_on_one_and_two_processes(train: Train, alone: Path, tmp_path: Path) -> None:
-    weighted = ("--epochs", "1", "--hyp.class_weights", "{disc: 5}")
-    for processes in ("1", "2"):
-        train(tmp_path, "--processes", processes, "--name", processes, *weighted)
-    identical(tmp_path / "2", tmp_path / "1")
-    assert rows(tmp_path / "1")[0]["train/cls_loss"] != rows(alone)[0]["train/cls_loss"]
-
-
 @pytest.mark.gpu2
 def test_two_gpus(train: Train, tmp_path: Path) -> None:
     for devices in ("0", "0,1"):

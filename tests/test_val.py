@@ -19,16 +19,17 @@ from models.ensemble import Members
 from models.tasks import TASKS
 from models.tasks.detect import DetectionTask
 from models.weights import Weights
-from tests.conftest import RunScript
+from tests.conftest import OnProcesses, RunScript
 from tests.curves import untouched
 from tests.making import noise, tiny_detector, write_image, write_yaml
+from tests.whole_runs import opened_files
 from utils.checkpoint import serialise, weights_content
 from utils.config.flags import ValOptions
 from utils.config.hyperparameters import Hyperparameters
 from utils.config.parser import given_flags
 from utils.errors import UserError
 from utils.files import read_yaml
-from val import run
+from val import main, run
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -131,6 +132,16 @@ def test_all_at_once_on_two_processes(
         written = files[file.name].decode().splitlines()
         assert all(line.endswith(" 1") for line in written[: len(truth)])
         assert [line.split()[0] for line in written[: len(truth)]] == [line.split()[0] for line in truth]
+
+
+def test_one_process_writes(
+    two_models: tuple[str, str], small_data: Path, on_processes: OnProcesses, tmp_path: Path
+) -> None:
+    flags = ("--weights", two_models[0], "--data", str(small_data), "--workers", "0", "--device", "cpu", "--save-json")
+    project = str(tmp_path / "runs")
+    first, second = on_processes(2, opened_files, main, (*flags, "--project", project), project)
+    assert any("fine_predictions.json" in name for name in first)
+    assert second == []
 
 
 def test_images_of_one_name_have_label_files_of_their_own(two_models: tuple[str, str], tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
@@ -94,3 +97,16 @@ def within(flags: Sequence[str], work: Callable[[Parts], T]) -> T:
         with pytest.raises(Left):
             train.train(read_settings(flags, recipe_of))
     return returned[0]
+
+
+def opened_files(main: Callable[[Sequence[str]], object], flags: Sequence[str], folder: str) -> list[str]:
+    """Call a script's `main`; return the names of the files in a folder that this process has opened to write."""
+    opened: list[str] = []
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]).startswith(folder) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            opened.append(Path(arguments[0]).name)
+
+    sys.addaudithook(note)
+    main(flags)
+    return opened

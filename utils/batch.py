@@ -32,15 +32,6 @@ def layout(device: torch.device) -> torch.memory_format:
     return torch.channels_last if device.type in ("cpu", "cuda") else torch.contiguous_format
 
 
-class GlobalCounts(NamedTuple):
-    """The counts of a loss's terms: of all processes by `DistributedModel.over_global_counts`, as training needs them.
-
-    A type of their own: divided by a process's own counts, as by `LossTerms.local_means`, each has another loss.
-    """
-
-    values: Tensor  # (terms, parts)
-
-
 class Placement(NamedTuple):
     """The map from a file's pixels to the batch's: batch = file x scale + offset, by (x, y)."""
 

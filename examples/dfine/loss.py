@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, kl_div, pad
 
 from models.tasks.contract import Criterion, LossTerms, device_constant
-from utils.batch import Batch, GlobalCounts
+from utils.batch import Batch
 
 from .denoising import NONE, corners
 from .network import DFine, Outputs, modules_of
@@ -33,9 +33,9 @@ class DFineTerms(LossTerms):
     DDF weights its means over n edges with a target and m others by the square roots of n and m.
     """
 
-    def share_of_mean(self, counts: GlobalCounts) -> Tensor:
+    def share_of_mean(self, global_counts: Tensor) -> Tensor:
         """Return this process's share of each mean over the global batch; DDF's divisor is root n (root n + root m)."""
-        divisors, roots = counts.values, counts.values[DISTILLED:].sqrt()
+        divisors, roots = global_counts, global_counts[DISTILLED:].sqrt()
         divisors = torch.cat((divisors[:DISTILLED], roots * (roots + roots.roll(2, 1))))
         return (self.weights * self.sums / divisors.clamp(min=self.min_divisor)).sum(1)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from models.tasks.results import Result
-from utils.batch import Batch, CocoImage, GlobalCounts, Split
+from utils.batch import Batch, CocoImage, Split
 from utils.errors import UserError, nearest, quoted
 
 if TYPE_CHECKING:
@@ -68,13 +68,16 @@ class LossTerms:
         sums, counts, weights = (torch.stack(parts) for parts in zip(*(terms[name] for name in names), strict=True))
         return cls(sums, counts, weights, min_divisor)
 
-    def share_of_mean(self, counts: GlobalCounts) -> Tensor:
-        """Return this process's share of each mean over the global batch, (terms,); the shares add up to the mean."""
-        return (self.weights * self.sums / counts.values.clamp(min=self.min_divisor)).sum(1)
+    def share_of_mean(self, global_counts: Tensor) -> Tensor:
+        """Return this process's share of each mean over the global batch, (terms,); the shares add up to the mean.
+
+        `global_counts` are the `counts` of all processes, added.
+        """
+        return (self.weights * self.sums / global_counts.clamp(min=self.min_divisor)).sum(1)
 
     def local_means(self) -> Tensor:
         """Return the means over this process's images alone, (terms,)."""
-        return self.share_of_mean(GlobalCounts(self.counts))
+        return self.share_of_mean(self.counts)
 
 
 @cache

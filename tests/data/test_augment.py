@@ -246,6 +246,9 @@ def test_mixup_is_a_weighted_mean_with_the_boxes_of_both() -> None:
     assert np.array_equal(mixed.image, plain(6, 4, 125))
     assert mixed.boxes.tolist() == [[0, 0, 3, 3], [1, 1, 4, 4], [2, 0, 6, 3]]
     assert mixed.classes.tolist() == [1, 2, 3]
+    empty = sample(plain(6, 4, 100))
+    for pair in ((b, empty), (empty, b)):
+        assert mixup(*pair, np.random.default_rng(0)).classes.tolist() == [2, 3]
     assert outlines_of(mixup(outlined(SQUARE), outlined(TRIANGLE), np.random.default_rng(0))) == [SQUARE, TRIANGLE]
 
 

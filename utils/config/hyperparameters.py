@@ -243,6 +243,8 @@ def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] 
     path = find_hyperparameters(name)
     left_out = {DEFAULTS, *kind.left_out()}
     values = {key: value for key, value in read_yaml(path).items() if key not in left_out}
+    if (unknown := values.keys() - keys_of(kind)) and unknown <= keys_of(Hyperparameters):
+        raise UserError(f"{path} is a detector's recipe: this task has no {min(unknown)}; give another --hyp, or auto")
     return dataclasses.replace(from_mapping(kind, values, path), **parse_overrides(kind, overrides))
 
 
@@ -257,6 +259,10 @@ def suggested_defaults(values: object, source: Path, kind: str = "data") -> dict
     if not isinstance(values, dict):
         raise UserError(f"{source}: `defaults` must be lines such as `imgsz: 64`, not {values!r}")
     known = [field.name for field in flags_of(TrainOptions) if kind in field.metadata["suggested"]]
+    if ":" in str(code := values.get("optimizer", "")):
+        raise UserError(
+            f"{source}: `optimizer: {code}` under `defaults` would import code; give it as --optimizer {code}"
+        )
     return typed_values(TrainOptions, values, f"{source}: `{{}}` under `defaults`".format, known)
 
 

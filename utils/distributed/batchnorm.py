@@ -83,7 +83,7 @@ class InTurn:
             raise RuntimeError("another logical process failed")
 
 
-def exact_batchnorm(model: M, total: Total | None) -> M:
+def exact_batchnorm(model: M, total: Total | None = None) -> M:
     """Replace the BatchNorm layers of `model` by exact ones with the same parameters, buffers and names.
 
     On the CPU the layers become `ExactBatchNorm`. On other devices they become torch's SyncBatchNorm if there is a

@@ -17,7 +17,7 @@ from models.weights import read_weights
 from models.yolo import YoloModel, build_model
 from tests.making import grey_batch, tiny_detector
 from tests.models.reference import agrees_with_yolov5
-from utils.batch import Batch, GlobalCounts
+from utils.batch import Batch
 from utils.config.hyperparameters import AnchorKeys, keys_of
 
 THREE = math.log(3)  # the logit of 3/4; of 1/4 with a minus
@@ -204,7 +204,7 @@ def test_halves_of_a_batch_add_up_to_the_whole() -> None:
     assert not torch.equal(halves[0].counts[0], halves[1].counts[0])  # so a mean of means would differ
     assert torch.equal(halves[0].counts + halves[1].counts, whole.counts)
     torch.testing.assert_close(halves[0].sums + halves[1].sums, whole.sums)
-    shares = halves[0].share_of_mean(GlobalCounts(whole.counts)) + halves[1].share_of_mean(GlobalCounts(whole.counts))
+    shares = halves[0].share_of_mean(whole.counts) + halves[1].share_of_mean(whole.counts)
     expected = whole.local_means()
     torch.testing.assert_close(shares, expected)
     for of_halves, of_whole in zip(

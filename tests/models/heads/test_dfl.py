@@ -16,7 +16,7 @@ from models.heads.contract import HeadView, xywh_to_xyxy
 from models.heads.dfl import DetectDFL, DFLCriterion, DFLLevel, assign, cell_geometry
 from models.tasks.detect import DetectionTask
 from models.yolo import YoloModel, build_model
-from utils.batch import Batch, GlobalCounts
+from utils.batch import Batch
 from utils.config.hyperparameters import AlignmentKeys, Hyperparameters
 
 STRIDES = (4, 8)
@@ -132,7 +132,7 @@ def test_the_objective_is_yolov9s() -> None:
     """The sum of the terms, each divided by the sum of the class targets but at least by 1, times the batch size."""
     loss = criterion()
     terms = loss(level_outputs(1), batch_of(random_targets(0, 5)))
-    few = terms.share_of_mean(GlobalCounts(terms.counts / 100))
+    few = terms.share_of_mean(terms.counts / 100)
     torch.testing.assert_close(few, terms.sums[:, 0] * torch.tensor([7.5, 0.5, 1.5]))
     assert loss.objective(few, 4).item() == pytest.approx(4 * few.sum().item())
 

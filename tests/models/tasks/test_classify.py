@@ -32,7 +32,7 @@ from models.tasks.classify import (
 from models.tasks.contract import Model, Thresholds
 from models.yolo import YoloModel
 from tests.making import CLASS_NAMES, grey_batch
-from utils.batch import Batch, ClassInfo, GlobalCounts
+from utils.batch import Batch, ClassInfo
 from utils.config.flags import TrainOptions
 from utils.config.hyperparameters import find_hyperparameters, from_mapping
 from utils.distributed.dropout import synchronise_dropout
@@ -249,7 +249,7 @@ def test_the_loss_equals_torchs_cross_entropy() -> None:
     (gradient,) = torch.autograd.grad(criterion().objective(terms.local_means(), images=16), logits)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0])
     parts = [criterion(0.1)(logits[cut], of_classes(*labels[cut].tolist())) for cut in (slice(0, 5), slice(5, 16))]
-    counts = GlobalCounts(parts[0].counts + parts[1].counts)
+    counts = parts[0].counts + parts[1].counts
     torch.testing.assert_close(parts[0].share_of_mean(counts) + parts[1].share_of_mean(counts), terms.local_means())
     assert criterion().weight(of_classes(0, 1, 2)) == 3
 

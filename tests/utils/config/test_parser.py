@@ -181,6 +181,7 @@ def test_overrides_are_text(argv: str, overrides: dict[str, str]) -> None:
         ({"device": "cpu"}, "device"),  # a flag, but no YAML may set it
         ({"close_mosaic": 3}, "close_mosaic"),  # a hyperparameter file may
         ({5: 1}, "5"),
+        ({"optimizer": "package:Class"}, "--optimizer package:Class"),  # would import code
     ],
 )
 def test_an_error_names_the_suggested_default(values: Any, named: str) -> None:
