@@ -324,9 +324,8 @@ def test_a_pasted_object_is_the_mirrored_one_cut_out_along_its_polygon() -> None
 def test_an_object_is_not_pasted_over_another(right: float, is_pasted: bool) -> None:
     """The pasted object, from 32 to 38, covers 0.29 or 0.31 of a box that is ten pixels wide."""
     before = outlined(SQUARE, rectangle(right - 10, 4, right, 10))
-    before = before._replace(
-        polygons=Polygons.from_outlines((before.polygons.outline(0), np.zeros((0, 2), np.float32)))
-    )
+    outlines = before.polygons.outline(0), np.zeros((0, 2), np.float32)
+    before = before._replace(polygons=Polygons.from_outlines(outlines))
     assert covered_shares(before.boxes, np.array([32, 4, 38, 10]))[1] == pytest.approx((right - 32) / 10, abs=1e-6)
     assert len(copy_paste(before, 1.0, np.random.default_rng(0)).boxes) == 2 + is_pasted
 

@@ -115,9 +115,7 @@ def test_objects_with_outlines_stay_where_they_are(tmp_path: Path) -> None:
     changed = applied(file, sample(outlines=True))
     assert np.array_equal(changed.image, 255 - sample().image)
     assert changed.polygons is not None
-    empty = sample()._replace(
-        boxes=np.zeros((0, 4), np.float32), classes=np.zeros(0), polygons=Polygons.from_outlines(())
-    )
+    empty = Sample(sample().image, np.zeros((0, 4), np.float32), np.zeros(0), Polygons.from_outlines(()))
     assert len(applied(file, empty).boxes) == 0
     for number, value in enumerate(("boxes + 2", "boxes[:1]", "boxes[::-1]")):
         code = f"AUGMENTATIONS = [lambda boxes, classes: ({value}, classes[:len({value})])]"
