@@ -28,6 +28,7 @@ from utils.config.settings import Settings, refuse_flags
 from utils.console import log
 from utils.distributed.ranks import broadcast_from_main, world_size
 from utils.files import located
+from utils.receipt import Receipt, environment, split_inputs, tensors_hash
 from utils.run import Run
 from utils.summary import evenly_spaced, fitness_weights
 from utils.tracking.run_log import RunLog, wandb_run_id
@@ -138,8 +139,24 @@ class Job(NamedTuple):
         are_new = known_share == 0 and "boxes" in self.task.features
         return hyp.for_boxes(train.side_lengths(1), batches) if are_new else hyp
 
+    def receipt(self, run: Run, model: Model, data: Data) -> Receipt:
+        """Return the receipt of what the run begins with, compared if it repeats another run: `check_repetition`."""
+        train, val = (split_inputs(split, self.settings.options.hashes) for split in (data.train, data.val))
+        initial, names = tensors_hash(model.state_dict()), [*self.task.names.values()]
+        inputs = {"initial weights": initial, "classes": names, "train": train, "val": val}
+        receipt = Receipt(inputs, environment(run.accelerator.device, run.accelerator))
+        if self.settings.is_fixed and not self.settings.saved:
+            receipt.check_repetition(Path(self.settings.options.resume))
+        return receipt
+
     def write_inputs(
-        self, run: Run, data: Data, identity: Identity, content: Mapping[str, Any], saved: Mapping[str, Any] | None
+        self,
+        run: Run,
+        data: Data,
+        identity: Identity,
+        content: Mapping[str, Any],
+        saved: Mapping[str, Any] | None,
+        receipt: Receipt,
     ) -> RunLog:
         """Write settings, problems and data documents into the run folder, and start the trackers; return their log.
 
@@ -150,6 +167,7 @@ class Job(NamedTuple):
         source = {"yaml": str(self.source.spec.file), **identity.splits}
         run.files.write_problems([*data.train.problems, *data.val.problems])
         run.files.write_settings(content)
+        run.on_main(lambda: run.files.write_receipt(receipt, content, resumed=saved is not None))
         run.files.write_documents(data.set.documents(data.train, data.val))
         options, names = self.settings.options, list(self.task.names.values())
         run_log = RunLog(run, options, content["wandb_id"], data.val.display_image, names)

@@ -34,6 +34,7 @@ from utils.console import log
 from utils.distributed.failure import StopRequested, barrier, run_main
 from utils.distributed.launch import log_plan, seed_everything, spawn, start
 from utils.distributed.model import DistributedModel, place_model, prepare, replicate
+from utils.distributed.ranks import broadcast_from_main
 from utils.distributed.tree import LogicalProcesses
 from utils.python_api import call
 from utils.run import Run
@@ -69,6 +70,7 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
     factors = rate_factors(model, hyp.lr_factor)  # of the learning rate
     with barrier(options.dist_timeout):  # one machine may have more labels to check
         data = job.open_data(model)
+    receipt = broadcast_from_main(partial(job.receipt, run, model, data))
 
     # Open the run folder: a new one, or the folder of the run that is resumed.
     name = Path(options.resume).name if settings.is_fixed else options.name
@@ -85,7 +87,7 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
     batch_size, known_share = measured.batch_size, measured.known
     accelerator.gradient_accumulation_steps = measured.accumulation
     content = settings.content(model.yaml, model.imgsz, batch_size, measured.run_id, torch.get_num_threads())
-    run_log = job.write_inputs(run, data, identity, content, saved)
+    run_log = job.write_inputs(run, data, identity, content, saved, receipt)
 
     # Loaders, loss and evaluation.
     loader = data.set.train_loader(data.train, batch_size, hyp, options.seed)

@@ -34,6 +34,7 @@ from utils.distributed.launch import cores_per_process, spawn, start
 from utils.errors import UserError
 from utils.files import located, unique_stems, write_text
 from utils.python_api import call
+from utils.receipt import Receipt, environment, split_inputs
 from utils.run import Run
 from utils.summary import DRAWN_IMAGES, POSTPROCESSING, StageTimer, Summary, evenly_spaced, log_times
 from utils.tracking import run_log
@@ -223,6 +224,14 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     if times_speed or device.type == "cpu":
         log_times(times, options.batch_size if times_speed else 0, always=times_speed)
     run.on_main(lambda: summary.write_result(run.path))
+    metrics = {name: float(value) for name, value in {**summary.columns(), "fitness": summary.fitness}.items()}
+    inputs: dict[str, Any] = {"weights": members.files_read, "classes": [*names.values()]}
+
+    def write_receipt() -> None:
+        found = {**inputs, split_name: split_inputs(split, False)}
+        run.files.write_receipt(Receipt(found, environment(device, run.accelerator), metrics), vars(options))
+
+    run.on_main(write_receipt)
     run.finish()
     if options.save_json:
         from utils import coco  # only here, because most validations do not need it

@@ -92,10 +92,11 @@ def weights_content(
     Args:
         settings: the run's settings, for information
         half: whether to store floating-point tensors as float16, except tensors with values beyond its range
-        origin: `licence` and `origin`, see models/weights.py
+        origin: `licence` and `origin`, see models/weights.py, and `receipt`, the hash in receipt.yaml
     """
     return {
         "format": FORMAT,
+        "version": VERSION,
         "task": yaml["task"],
         "model": dict(yaml),
         "names": dict(names),

@@ -11,7 +11,6 @@ import csv
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from utils.config.resume import curve_settings
 from utils.errors import UserError, first_line, plural, quoted
 from utils.files import read_regular, read_yaml
+from utils.receipt import tensors_hash
 
 HASHES, MACHINE = "hashes.csv", "hashes.yaml"  # in a run folder
 COUNTERS = ("step", "epoch", "batch")  # columns of hashes.csv that are not hashes; the batch is the step's last
@@ -88,13 +88,11 @@ def weights_hash(run: Path) -> str:
     """Return the SHA-256 of the names and the bytes of all tensors in weights/last.pt. Raises `UserError`."""
     import torch  # only here, because a comparison needs none
 
-    file, digest = run / "weights" / "last.pt", sha256()
+    file = run / "weights" / "last.pt"
     try:
-        for name, tensor in torch.load(BytesIO(read_regular(file)), map_location="cpu")["state"].items():
-            digest.update(name.encode() + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return tensors_hash(torch.load(BytesIO(read_regular(file)), map_location="cpu")["state"])
     except Exception as error:  # of any class, if the file is not one of train.py
         raise UserError(f"{file} cannot be read: {first_line(error)}; train the run again") from None
-    return digest.hexdigest()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

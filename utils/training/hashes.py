@@ -19,9 +19,9 @@ from utils.batch import ClassInfo
 from utils.compare_runs import BY_PARAMETER, COUNTERS, FORMAT, HASHES, MACHINE, read_hashes
 from utils.console import log
 from utils.distributed.doctor import code_hash
-from utils.distributed.launch import describe_device
 from utils.errors import UserError
 from utils.files import ROOT
+from utils.receipt import environment
 from utils.training.log import DeviceValue
 
 if TYPE_CHECKING:
@@ -78,10 +78,7 @@ class StepHashes:
             "format": FORMAT,
             **{f"data of `{split}`": dict(values) for split, values in identity.splits.items()},
             "code": code_hash(ROOT),
-            "torch": str(torch.__version__),
-            "device": describe_device(self.device),
-            "cpu": torch.backends.cpu.get_cpu_capability(),
-            "processes": self.run.accelerator.num_processes,
+            **environment(self.device, self.run.accelerator),
         }
         (self.run.path / MACHINE).write_text(yaml.safe_dump(machine, sort_keys=False))
         self.file = (self.run.path / HASHES).open("w", newline="")

@@ -1,0 +1,151 @@
+"""The receipt of a run, receipt.yaml: what its results were made from, and their hashes, for `python -m utils.repeat`.
+
+No path of a machine, no user's name and no key is in it. Written by utils/run.py and export.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import cv2
+import torch
+import yaml
+from accelerate import Accelerator
+
+from utils.batch import Split
+from utils.distributed import deepspeed
+from utils.distributed.doctor import MACHINE_FLAGS, code_hash
+from utils.distributed.launch import describe_device
+from utils.errors import Stopped, UserError, public
+from utils.files import ROOT, VERSION, read_yaml
+from utils.tracking.run_log import git, git_commit
+
+RECEIPT, DIFF = "receipt.yaml", "code.diff"
+REPEATED = "repeated.yaml"  # the receipt of the run that a run repeats, and `check`: whether to stop before training
+USER_FILES = ("layers", "task_file", "augmentations")
+# Other settings that are places, belong to one start, or are in the environment too.
+OTHER_FLAGS = ("resume", "time_limit", "profile", "threads", "wandb_id", "log_with", "annotations")
+PACKAGES = ("accelerate", "torchvision", "numpy", "pillow")
+HASHED_BYTES = 2**30  # of a split's images, without --hashes; takes one or two seconds
+Values = dict[str, Any]
+
+
+def file_hash(*files: Path) -> str:
+    """Return the SHA-256 of the contents of files, one after another."""
+    digest = sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def tensors_hash(state: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of the names and the bytes of tensors."""
+    digest = sha256()
+    for name, tensor in state.items():
+        digest.update(name.encode() + tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def split_inputs(split: Split, hashes: bool) -> dict[str, str]:
+    """Return what identifies a split wherever it lies; images by content if they are small or `hashes` is given."""
+    is_small = sum(path.stat().st_size for path in split.images) <= HASHED_BYTES
+    content = file_hash(*split.images) if hashes or is_small else "above 1 GiB, without --hashes"
+    return {**split.identity(), "images": content}
+
+
+def code_inputs(settings: Mapping[str, Any]) -> Values:
+    """Return the hashes of the code and of the user's files, and the settings that are inputs, in plain values."""
+    paths = {flag: Path(settings[flag]) for flag in USER_FILES if settings.get(flag)}
+    parts = {flag: sorted(path.rglob("*.py")) or [path] for flag, path in paths.items()}
+    values = {key: value for key, value in settings.items() if key not in (*MACHINE_FLAGS, *OTHER_FLAGS)}
+    values = {key: os.path.basename(value) if isinstance(value, str) else value for key, value in values.items()}
+    nested = {key: values.pop(key) for key in ("hyperparameters", "model") if key in values}
+    files = {f"{flag} {paths[flag].name}": file_hash(*filter(Path.is_file, parts[flag])) for flag in parts}
+    plain: Values = json.loads(json.dumps({"settings": values, **nested}))
+    return {"code": code_hash(ROOT), "your files": files, **plain}
+
+
+def environment(device: torch.device, accelerator: Accelerator | None = None) -> Values:
+    """Return what else decides the bytes: versions, hardware, and the precision and processes of a run."""
+    run = {"precision": accelerator.mixed_precision, "processes": accelerator.num_processes} if accelerator else {}
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        **{name: metadata.version(name) for name in (*PACKAGES, *["deepspeed"] * deepspeed.is_requested())},
+        "opencv": cv2.__version__,
+        "device": describe_device(device),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        **run,
+    }
+
+
+def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, str]:
+    """Return a line for each difference of two mappings of values or mappings, by name: `torch 2.15.0, was 2.14.1`."""
+    flat: list[Values] = []
+    for values in (now, then):
+        parts = {key: part if isinstance(part, dict) else {"": part} for key, part in values.items()}
+        flat.append({f"{key} {name}".strip(): part[name] for key, part in parts.items() for name in part})
+    pairs = {name: [part.get(name, "none") for part in flat] for name in {**flat[0], **flat[1]}}
+    shown = {name: [public(str(value), 40) for value in pair] for name, pair in pairs.items() if pair[0] != pair[1]}
+    return {name: f"{name} {one}, was {two}" for name, (one, two) in shown.items()}
+
+
+def require_inputs(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
+    """Raise `UserError`, with exit code 2, if inputs differ from those in the receipt of the run that is repeated."""
+    if lines := differences(now, {key: then["inputs"].get(key, "none") for key in now}).values():
+        raise UserError(f"cannot be repeated here: {'; '.join(lines)}", 2)
+
+
+@dataclass
+class Receipt:
+    """What a run begins with, and the hashes of its results by file name, or its metrics."""
+
+    inputs: Values = field(default_factory=dict)  # must be equal for equal bytes
+    environment: Values = field(default_factory=dict)  # except for `processes` with --logical-processes too
+    results: Values = field(default_factory=dict)
+    resumed: list[str] = field(default_factory=list)  # what differed when the run was resumed
+    revision: str = ""  # of the code
+
+    def check_repetition(self, folder: Path) -> None:
+        """Compare with the run that the run in `folder` repeats, if it does, and print the differences.
+
+        Raises `UserError` if inputs differ, and `Stopped` if no more than that is asked.
+        """
+        if (folder / REPEATED).is_file():
+            then = read_yaml(folder / REPEATED)
+            is_free = then["inputs"]["settings"]["logical_processes"] > 0
+            for name, line in differences(self.environment, then["environment"]).items():
+                needed = "need not be equal" if is_free and name == "processes" else "equal bytes need what was"
+                print(f"{line} ({needed})", flush=True)
+            require_inputs(self.inputs, then)
+            if then["check"]:
+                raise Stopped(0)
+
+    def begin(self, folder: Path, settings: Mapping[str, Any], resumed: bool = False) -> dict[str, str]:
+        """Add what settings and, if `resumed`, the receipt in `folder` have; return texts by file name."""
+        self.revision, self.inputs = git_commit(), {**self.inputs, **code_inputs(settings)}
+        if resumed and (folder / RECEIPT).is_file():
+            then = read_yaml(folder / RECEIPT)
+            self.inputs["initial weights"], self.results = then["inputs"]["initial weights"], then["results"]
+            for name in ("inputs", "environment"):
+                self.resumed += differences(vars(self)[name], then[name]).values()
+            self.resumed, self.environment = [*then["resumed"], *self.resumed], then["environment"]
+        return {RECEIPT: self.text(), DIFF: git("diff", "HEAD", "--", "*.py", "models/*.yaml")}
+
+    @property
+    def sha256(self) -> str:
+        """The hash of the inputs, which weight files name."""
+        return sha256(json.dumps(self.inputs, sort_keys=True).encode()).hexdigest()
+
+    def text(self) -> str:
+        """Return the content of receipt.yaml."""
+        content = {"lockstep": VERSION, "sha256": self.sha256, **vars(self)}
+        return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
