@@ -26,7 +26,7 @@ from utils.distributed.launch import device_kind
 from utils.errors import Stopped, UserError, plural
 from utils.files import located, write_text
 from utils.python_api import call
-from utils.receipt import RECEIPT, Receipt, environment, file_hash
+from utils.receipt import RECEIPT, Receipt, content_hash, environment
 
 
 def export(given: Mapping[str, Any]) -> list[str]:
@@ -59,11 +59,11 @@ def export(given: Mapping[str, Any]) -> list[str]:
             began = time.perf_counter()
             file = write(job, format_name, stem)
             files.append(file)
-            written = [*filter(Path.is_file, sorted(file.rglob("*")) or [file])]
-            results[file.name] = file_hash(*written)
+            written = [member for member in sorted(file.rglob("*")) or [file] if member.is_file()]
+            results[file.name] = content_hash(map(Path.read_bytes, written))
             megabytes = sum(member.stat().st_size for member in written) / 1e6
             log(f"{format_name}: {file}, {megabytes:.1f} MB, {time.perf_counter() - began:.1f} s")
-        receipt = Receipt({"weights": members.files_read}, environment(device), results)
+        receipt = Receipt({"weights": weights.origin.files[-1:]}, environment(device), results)
         write_text(stem.with_name(f"{stem.name}.{RECEIPT}"), receipt.begin(stem.parent, vars(options))[RECEIPT])
         if "engine" in options.include:
             log(f"warning: engine: not written; on the target machine, run {trtexec(job.metadata, stem)}")

@@ -28,7 +28,7 @@ from utils.config.settings import Settings, refuse_flags
 from utils.console import log
 from utils.distributed.ranks import broadcast_from_main, world_size
 from utils.files import located
-from utils.receipt import Receipt, environment, split_inputs, tensors_hash
+from utils.receipt import Receipt, environment, split_inputs, tensors_hash, user_files
 from utils.run import Run
 from utils.summary import evenly_spaced, fitness_weights
 from utils.tracking.run_log import RunLog, wandb_run_id
@@ -150,13 +150,7 @@ class Job(NamedTuple):
         return receipt
 
     def write_inputs(
-        self,
-        run: Run,
-        data: Data,
-        identity: Identity,
-        content: Mapping[str, Any],
-        saved: Mapping[str, Any] | None,
-        receipt: Receipt,
+        self, run: Run, data: Data, identity: Identity, content: Mapping[str, Any], saved: Mapping[str, Any] | None
     ) -> RunLog:
         """Write settings, problems and data documents into the run folder, and start the trackers; return their log.
 
@@ -167,7 +161,6 @@ class Job(NamedTuple):
         source = {"yaml": str(self.source.spec.file), **identity.splits}
         run.files.write_problems([*data.train.problems, *data.val.problems])
         run.files.write_settings(content)
-        run.on_main(lambda: run.files.write_receipt(receipt, content, resumed=saved is not None))
         run.files.write_documents(data.set.documents(data.train, data.val))
         options, names = self.settings.options, list(self.task.names.values())
         run_log = RunLog(run, options, content["wandb_id"], data.val.display_image, names)
@@ -224,7 +217,5 @@ def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, S
     files: dict[str, Sequence[Path]] = {**job.source.files()}
     if job.start.weights_file:
         files["weights"] = [job.start.weights_file]
-    options = job.settings.options
-    paths = map(Path, filter(None, (options.layers, options.task_file, options.augmentations)))
-    code = [file.read_bytes() for path in paths for file in sorted(path.rglob("*.py")) or [path]]
+    code = user_files(vars(job.settings.options))
     return {**vars(job.settings.hyp), "model": job.start.yaml, "class names": job.task.names, "your code": code}, files

@@ -87,7 +87,8 @@ def train(unresolved: Settings) -> None:  # noqa: PLR0915 - one page, in the ord
     batch_size, known_share = measured.batch_size, measured.known
     accelerator.gradient_accumulation_steps = measured.accumulation
     content = settings.content(model.yaml, model.imgsz, batch_size, measured.run_id, torch.get_num_threads())
-    run_log = job.write_inputs(run, data, identity, content, saved, receipt)
+    run_log = job.write_inputs(run, data, identity, content, saved)
+    run.files.write_receipt(receipt, content, bool(saved))
 
     # Loaders, loss and evaluation.
     loader = data.set.train_loader(data.train, batch_size, hyp, options.seed)

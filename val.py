@@ -224,14 +224,10 @@ def validate(given: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     if times_speed or device.type == "cpu":
         log_times(times, options.batch_size if times_speed else 0, always=times_speed)
     run.on_main(lambda: summary.write_result(run.path))
-    metrics = {name: float(value) for name, value in {**summary.columns(), "fitness": summary.fitness}.items()}
-    inputs: dict[str, Any] = {"weights": members.files_read, "classes": [*names.values()]}
-
-    def write_receipt() -> None:
-        found = {**inputs, split_name: split_inputs(split, False)}
-        run.files.write_receipt(Receipt(found, environment(device, run.accelerator), metrics), vars(options))
-
-    run.on_main(write_receipt)
+    sources = [weights.origin.files[-1] for weights in members.weights.values()]
+    made_from = {"weights": sources, "classes": [*names.values()], split_name: split_inputs(split)}
+    results = {name: float(value) for name, value in {**summary.columns(), "fitness": summary.fitness}.items()}
+    run.files.write_receipt(Receipt(made_from, environment(device, run.accelerator), results), vars(options))
     run.finish()
     if options.save_json:
         from utils import coco  # only here, because most validations do not need it

@@ -115,11 +115,6 @@ class Members:
         """The content of the first file."""
         return next(iter(self.weights.values()))
 
-    @property
-    def files_read(self) -> list[Mapping[str, str]]:
-        """The name and SHA-256 of each file."""
-        return [content.origin.files[-1] for content in self.weights.values()]
-
     def refuse_flags(self, options: DataclassInstance, flags: Mapping[str, Any]) -> None:
         """Raise `UserError` for a flag, among `options` of a script, that the models cannot have: see `refusals`."""
         task, yamls = self.entry.load(), [content.task_yaml for content in self.weights.values()]

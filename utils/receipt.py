@@ -6,9 +6,8 @@ No path of a machine, no user's name and no key is in it. Written by utils/run.p
 from __future__ import annotations
 
 import json
-import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib import metadata
@@ -38,70 +37,67 @@ HASHED_BYTES = 2**30  # of a split's images, without --hashes; takes one or two 
 Values = dict[str, Any]
 
 
-def file_hash(*files: Path) -> str:
-    """Return the SHA-256 of the contents of files, one after another."""
+def content_hash(parts: Iterable[bytes]) -> str:
+    """Return the SHA-256 of bytes, one after another."""
     digest = sha256()
-    for file in files:
-        digest.update(file.read_bytes())
+    for part in parts:
+        digest.update(part)
     return digest.hexdigest()
 
 
 def tensors_hash(state: Mapping[str, torch.Tensor]) -> str:
     """Return the SHA-256 of the names and the bytes of tensors."""
-    digest = sha256()
-    for name, tensor in state.items():
-        digest.update(name.encode() + tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    values = {name: tensor.cpu().contiguous().flatten().view(torch.uint8) for name, tensor in state.items()}
+    return content_hash(name.encode() + value.numpy().tobytes() for name, value in values.items())
 
 
-def split_inputs(split: Split, hashes: bool) -> dict[str, str]:
-    """Return what identifies a split wherever it lies; images by content if they are small or `hashes` is given."""
+def split_inputs(split: Split, hashes: bool = False) -> dict[str, str]:
+    """Return what identifies a split wherever it lies; images by content if they are small, or with `hashes`."""
     is_small = sum(path.stat().st_size for path in split.images) <= HASHED_BYTES
-    content = file_hash(*split.images) if hashes or is_small else "above 1 GiB, without --hashes"
+    content = (
+        content_hash(map(Path.read_bytes, split.images)) if hashes or is_small else "above 1 GiB, without --hashes"
+    )
     return {**split.identity(), "images": content}
+
+
+def user_files(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the SHA-256 of the user's code that settings name, by flag and name."""
+    paths = {flag: Path(settings[flag]) for flag in USER_FILES if settings.get(flag)}
+    files = {flag: filter(Path.is_file, (path, *sorted(path.rglob("*.py")))) for flag, path in paths.items()}
+    return {f"{flag} {path.name}": content_hash(map(Path.read_bytes, files[flag])) for flag, path in paths.items()}
 
 
 def code_inputs(settings: Mapping[str, Any]) -> Values:
     """Return the hashes of the code and of the user's files, and the settings that are inputs, in plain values."""
-    paths = {flag: Path(settings[flag]) for flag in USER_FILES if settings.get(flag)}
-    parts = {flag: sorted(path.rglob("*.py")) or [path] for flag, path in paths.items()}
-    values = {key: value for key, value in settings.items() if key not in (*MACHINE_FLAGS, *OTHER_FLAGS)}
-    values = {key: os.path.basename(value) if isinstance(value, str) else value for key, value in values.items()}
-    nested = {key: values.pop(key) for key in ("hyperparameters", "model") if key in values}
-    files = {f"{flag} {paths[flag].name}": file_hash(*filter(Path.is_file, parts[flag])) for flag in parts}
-    plain: Values = json.loads(json.dumps({"settings": values, **nested}))
-    return {"code": code_hash(ROOT), "your files": files, **plain}
+    parts = {"settings": {key: value for key, value in settings.items() if key not in (*MACHINE_FLAGS, *OTHER_FLAGS)}}
+    parts |= {key: parts["settings"].pop(key) for key in ("hyperparameters", "model") if key in settings}
+    return {"code": code_hash(ROOT), "your files": user_files(settings), **json.loads(json.dumps(parts))}
 
 
 def environment(device: torch.device, accelerator: Accelerator | None = None) -> Values:
     """Return what else decides the bytes: versions, hardware, and the precision and processes of a run."""
     run = {"precision": accelerator.mixed_precision, "processes": accelerator.num_processes} if accelerator else {}
-    return {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        **{name: metadata.version(name) for name in (*PACKAGES, *["deepspeed"] * deepspeed.is_requested())},
-        "opencv": cv2.__version__,
-        "device": describe_device(device),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        **run,
-    }
+    packages = (*PACKAGES, "deepspeed") if deepspeed.is_requested() else PACKAGES
+    versions = {"torch": str(torch.__version__), **{name: metadata.version(name) for name in packages}}
+    hardware = {"device": describe_device(device), "cpu": torch.backends.cpu.get_cpu_capability()}
+    return {"python": platform.python_version(), **versions, "opencv": cv2.__version__, **hardware, **run}
 
 
 def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, str]:
     """Return a line for each difference of two mappings of values or mappings, by name: `torch 2.15.0, was 2.14.1`."""
-    flat: list[Values] = []
+    flat = []
     for values in (now, then):
         parts = {key: part if isinstance(part, dict) else {"": part} for key, part in values.items()}
         flat.append({f"{key} {name}".strip(): part[name] for key, part in parts.items() for name in part})
-    pairs = {name: [part.get(name, "none") for part in flat] for name in {**flat[0], **flat[1]}}
+    pairs = {name: [part.get(name, "none") for part in flat] for name in {**flat[1], **flat[0]}}
     shown = {name: [public(str(value), 40) for value in pair] for name, pair in pairs.items() if pair[0] != pair[1]}
     return {name: f"{name} {one}, was {two}" for name, (one, two) in shown.items()}
 
 
 def require_inputs(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
     """Raise `UserError`, with exit code 2, if inputs differ from those in the receipt of the run that is repeated."""
-    if lines := differences(now, {key: then["inputs"].get(key, "none") for key in now}).values():
-        raise UserError(f"cannot be repeated here: {'; '.join(lines)}", 2)
+    if changed := differences(now, {key: then["inputs"].get(key, "none") for key in now}).values():
+        raise UserError(f"cannot be repeated here: {'; '.join(changed)}", 2)
 
 
 @dataclass
@@ -135,10 +131,10 @@ class Receipt:
         if resumed and (folder / RECEIPT).is_file():
             then = read_yaml(folder / RECEIPT)
             self.inputs["initial weights"], self.results = then["inputs"]["initial weights"], then["results"]
-            for name in ("inputs", "environment"):
-                self.resumed += differences(vars(self)[name], then[name]).values()
-            self.resumed, self.environment = [*then["resumed"], *self.resumed], then["environment"]
-        return {RECEIPT: self.text(), DIFF: git("diff", "HEAD", "--", "*.py", "models/*.yaml")}
+            changed = {**differences(self.inputs, then["inputs"]), **differences(self.environment, then["environment"])}
+            self.resumed, self.environment = [*then["resumed"], *changed.values()], then["environment"]
+        diff = git("diff", "HEAD", "--", "*.py", "models/*.yaml")
+        return {RECEIPT: self.text(), **({DIFF: diff} if diff else {})}
 
     @property
     def sha256(self) -> str:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -23,17 +24,17 @@ from utils.files import ROOT, SETTINGS_FILE, numbered_folder, read_yaml
 from utils.receipt import RECEIPT, REPEATED, code_inputs, differences, require_inputs
 
 
-def repeat(run: Path, changes: dict[str, object], check: bool, flags: Sequence[str]) -> int:
+def repeat(run: Path, check: bool, changes: dict[str, Any], flags: Sequence[str]) -> int:
     """Repeat a run with `changes` of its settings; return the exit code. Raises `UserError`."""
     then, settings = read_yaml(run / RECEIPT), read_yaml(run / SETTINGS_FILE)
     require_inputs(code_inputs(settings), then)
-    print(*(f"resumed: {line}\n" for line in then["resumed"]), sep="", end="")
+    print("".join(f"when the run was resumed: {line}\n" for line in then["resumed"]), end="", flush=True)
     folder = numbered_folder(run.absolute().parent, f"{run.name}-repeat", exist_ok=False)
     place = {"project": str(folder.parent), "name": folder.name, "exist_ok": True}
-    changes = {"processes": then["environment"]["processes"], **changes, **place}
-    for name, content in ((SETTINGS_FILE, {**settings, **changes}), (REPEATED, {**then, "check": check})):
+    settings |= {"processes": then["environment"]["processes"], **changes, **place}
+    for name, content in {SETTINGS_FILE: settings, REPEATED: {**then, "check": check}}.items():
         (folder / name).write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
-    # It has settings and no state, so it starts with those.
+    # With settings and without a state it is a run that starts anew.
     words = ["--resume", "auto", "--project", str(folder.parent), "--name", folder.name, "--exist-ok", *flags]
     variables = {**os.environ, "OMP_NUM_THREADS": str(settings["threads"])}
     code = subprocess.run([sys.executable, str(ROOT / "train.py"), *words], env=variables).returncode
@@ -42,8 +43,9 @@ def repeat(run: Path, changes: dict[str, object], check: bool, flags: Sequence[s
     if code or check:
         return 2 if code else 0
     results = differences(read_yaml(folder / RECEIPT)["results"], then["results"])
-    print(f"{folder}:", result := first_difference(run, folder) or "; ".join(results.values()) or "the same bytes")
-    return int(result != "the same bytes")
+    found = first_difference(run, folder) or "; ".join(results.values())
+    print(f"{folder}: {found or 'the same bytes'}")
+    return 1 if found else 0
 
 
 def first_difference(run: Path, again: Path) -> str:
@@ -51,11 +53,11 @@ def first_difference(run: Path, again: Path) -> str:
     if (run / HASHES).is_file():
         result = compare(run, again)
         return "" if result["same"] else f"differs first at {described(result)[-1]}"
-    tables = [[*csv.DictReader((folder / "results.csv").read_text().splitlines())] for folder in (run, again)]
+    tables = [csv.DictReader((folder / "results.csv").read_text().splitlines()) for folder in (run, again)]
     for one, two in zip(*tables, strict=False):
         if names := [name for name in one if one[name] != two.get(name)]:
             return f"differs first in epoch {one['epoch']}: {', '.join(names)}"
-    return "" if len(tables[0]) == len(tables[1]) else f"{len(tables[0])} epochs then, {len(tables[1])} now"
+    return ""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -63,13 +65,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m utils.repeat", description="Train a run again, and compare.")
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder of train.py")
     parser.add_argument("--check", action="store_true", help="compare data, weights, code and machine; do not train")
-    for name in ("data", "weights", "device"):
-        parser.add_argument(f"--{name}", help="as of train.py; by default as the run had it")
-    parser.add_argument("--processes", type=int, help="as of train.py; by default as many as the run had")
+    for flag, kind in {"--data": str, "--weights": str, "--device": str, "--processes": int}.items():
+        parser.add_argument(flag, type=kind, help="as of train.py; by default the run's")
     options, flags = parser.parse_known_args(argv)
-    changes = {name: value for name, value in vars(options).items() if value is not None}
+    changes = {name: value for name, value in vars(options).items() if value and name not in ("run", "check")}
     try:
-        sys.exit(repeat(changes.pop("run"), changes, changes.pop("check"), flags))
+        sys.exit(repeat(options.run, options.check, changes, flags))
     except (UserError, OSError, KeyError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
