@@ -77,11 +77,11 @@ def described(result: Mapping[str, Any]) -> list[str]:
     return [*lines, f"{place}: {equal}these differ: {', '.join(found)}"]
 
 
-def weights_hash(run: Path, name: str = "last.pt") -> str:
-    """Return the SHA-256 of the names and the bytes of all tensors in a file of weights/. Raises `UserError`."""
+def weights_hash(run: Path) -> str:
+    """Return the SHA-256 of the names and the bytes of all tensors in weights/last.pt. Raises `UserError`."""
     import torch  # only here, because a comparison needs none
 
-    file = run / "weights" / name
+    file = run / "weights" / "last.pt"
     try:
         return tensors_hash(torch.load(BytesIO(read_regular(file)), map_location="cpu")["state"])
     except Exception as error:  # of any class, if the file is not one of train.py

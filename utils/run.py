@@ -6,6 +6,7 @@ results.csv, weights/, checkpoint/ and other files.
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
@@ -22,14 +24,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from utils.checkpoint import StateFiles, serialised, weights_content
-from utils.compare_runs import weights_hash
 from utils.console import Bar, log
 from utils.distributed.failure import GracefulStop, StopRequested, Watchdog, on_failure
 from utils.distributed.launch import Precision, log_devices
 from utils.distributed.ranks import Collectives
 from utils.errors import UserError, plural, public
 from utils.files import PART_NAME, SETTINGS_FILE, lock_folder, numbered_folder, write_bytes
-from utils.receipt import RECEIPT, Receipt
+from utils.receipt import RECEIPT, Receipt, tensors_hash
 
 if TYPE_CHECKING:
     from utils.plots.pictures import Plotter
@@ -97,7 +98,7 @@ class RunFolder:
         if files and self.is_main:
             data = serialised(weights_content(model, **content, receipt=self._receipt.sha256))
             jobs = {path: partial(write_bytes, path, data) for path in (self.path / "weights" / name for name in files)}
-            self._start({**jobs, self.path / RECEIPT: partial(self._add_results, files)}, then)
+            self._start({**jobs, self.path / RECEIPT: partial(self._add_results, files, data)}, then)
 
     def write_receipt(self, receipt: Receipt, settings: Mapping[str, Any], resumed: bool = False) -> None:
         """Write receipt.yaml, which `save_weights` keeps current, and code.diff."""
@@ -105,8 +106,8 @@ class RunFolder:
             self._receipt = receipt
             self.write_documents(receipt.begin(self.path, settings, resumed))
 
-    def _add_results(self, files: Sequence[str]) -> None:
-        self._receipt.results |= {name: weights_hash(self.path, name) for name in files}
+    def _add_results(self, files: Sequence[str], data: memoryview) -> None:
+        self._receipt.results |= dict.fromkeys(files, tensors_hash(torch.load(io.BytesIO(data))["state"]))
         write_bytes(self.path / RECEIPT, self._receipt.text().encode())
 
     def save_state(self, state: Mapping[str, Any], final: bool = False) -> None:
