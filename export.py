@@ -26,7 +26,7 @@ from utils.distributed.launch import device_kind
 from utils.errors import Stopped, UserError, plural
 from utils.files import located, write_text
 from utils.python_api import call
-from utils.receipt import RECEIPT, Receipt, content_hash, environment
+from utils.receipt import RECEIPT, Receipt, environment, files_hash
 
 
 def export(given: Mapping[str, Any]) -> list[str]:
@@ -60,7 +60,7 @@ def export(given: Mapping[str, Any]) -> list[str]:
             file = write(job, format_name, stem)
             files.append(file)
             written = [member for member in sorted(file.rglob("*")) or [file] if member.is_file()]
-            results[file.name] = content_hash(map(Path.read_bytes, written))
+            results[file.name] = files_hash(written)
             megabytes = sum(member.stat().st_size for member in written) / 1e6
             log(f"{format_name}: {file}, {megabytes:.1f} MB, {time.perf_counter() - began:.1f} s")
         receipt = Receipt({"weights": weights.origin.files[-1:]}, environment(device), results)

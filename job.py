@@ -141,9 +141,10 @@ class Job(NamedTuple):
 
     def receipt(self, run: Run, model: Model, data: Data) -> Receipt:
         """Return the receipt of what the run begins with, compared if it repeats another run: `check_repetition`."""
-        train, val = (split_inputs(split, self.settings.options.hashes) for split in (data.train, data.val))
-        initial, names = tensors_hash(model.state_dict()), [*self.task.names.values()]
-        inputs = {"initial weights": initial, "classes": names, "train": train, "val": val}
+        initial, hyp = tensors_hash(model.state_dict()), {**vars(self.settings.hyp)}
+        inputs = {"initial weights": initial, "classes": [*self.task.names.values()], "hyperparameters": hyp}
+        for name, split in (("train", data.train), ("val", data.val)):
+            inputs[name] = split_inputs(split, self.settings.options.hashes)
         receipt = Receipt(inputs, environment(run.accelerator.device, run.accelerator))
         if self.settings.is_fixed and not self.settings.saved:
             receipt.check_repetition(Path(self.settings.options.resume))

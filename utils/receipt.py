@@ -30,33 +30,32 @@ from utils.tracking.run_log import git, git_commit
 RECEIPT, DIFF = "receipt.yaml", "code.diff"
 REPEATED = "repeated.yaml"  # the receipt of the run that a run repeats, and `check`: whether to stop before training
 USER_FILES = ("layers", "task_file", "augmentations")
-# Other settings that are places, belong to one start, or are in the environment too.
-OTHER_FLAGS = ("resume", "time_limit", "profile", "threads", "wandb_id", "log_with", "annotations")
-PACKAGES = ("accelerate", "torchvision", "numpy", "pillow")
+# Other settings that change no bytes, or are in the environment too.
+OTHER_FLAGS = (
+    *("resume", "time_limit", "profile", "threads", "hashes", "save_steps", "save_period", "strict", "allow_licence"),
+    *("wandb_id", "log_with", "no_wandb", "bbox_interval", "upload_model", "upload_dataset", "annotations"),
+)
 HASHED_BYTES = 2**30  # of a split's images, without --hashes; takes one or two seconds
 Values = dict[str, Any]
 
 
-def content_hash(parts: Iterable[bytes]) -> str:
-    """Return the SHA-256 of bytes, one after another."""
-    digest = sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
+def files_hash(files: Iterable[Path]) -> str:
+    """Return the SHA-256 of the SHA-256 of each file's content."""
+    return sha256(b"".join(sha256(file.read_bytes()).digest() for file in files)).hexdigest()
 
 
 def tensors_hash(state: Mapping[str, torch.Tensor]) -> str:
     """Return the SHA-256 of the names and the bytes of tensors."""
-    values = {name: tensor.cpu().contiguous().flatten().view(torch.uint8) for name, tensor in state.items()}
-    return content_hash(name.encode() + value.numpy().tobytes() for name, value in values.items())
+    digest = sha256()
+    for name, tensor in state.items():
+        digest.update(name.encode() + tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def split_inputs(split: Split, hashes: bool = False) -> dict[str, str]:
     """Return what identifies a split wherever it lies; images by content if they are small, or with `hashes`."""
     is_small = sum(path.stat().st_size for path in split.images) <= HASHED_BYTES
-    content = (
-        content_hash(map(Path.read_bytes, split.images)) if hashes or is_small else "above 1 GiB, without --hashes"
-    )
+    content = files_hash(split.images) if hashes or is_small else "above 1 GiB, without --hashes"
     return {**split.identity(), "images": content}
 
 
@@ -64,7 +63,7 @@ def user_files(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the SHA-256 of the user's code that settings name, by flag and name."""
     paths = {flag: Path(settings[flag]) for flag in USER_FILES if settings.get(flag)}
     files = {flag: filter(Path.is_file, (path, *sorted(path.rglob("*.py")))) for flag, path in paths.items()}
-    return {f"{flag} {path.name}": content_hash(map(Path.read_bytes, files[flag])) for flag, path in paths.items()}
+    return {f"{flag} {path.name}": files_hash(files[flag]) for flag, path in paths.items()}
 
 
 def code_inputs(settings: Mapping[str, Any]) -> Values:
@@ -77,7 +76,7 @@ def code_inputs(settings: Mapping[str, Any]) -> Values:
 def environment(device: torch.device, accelerator: Accelerator | None = None) -> Values:
     """Return what else decides the bytes: versions, hardware, and the precision and processes of a run."""
     run = {"precision": accelerator.mixed_precision, "processes": accelerator.num_processes} if accelerator else {}
-    packages = (*PACKAGES, "deepspeed") if deepspeed.is_requested() else PACKAGES
+    packages = ("accelerate", "torchvision", "numpy", "pillow", *["deepspeed"] * deepspeed.is_requested())
     versions = {"torch": str(torch.__version__), **{name: metadata.version(name) for name in packages}}
     hardware = {"device": describe_device(device), "cpu": torch.backends.cpu.get_cpu_capability()}
     return {"python": platform.python_version(), **versions, "opencv": cv2.__version__, **hardware, **run}
@@ -144,4 +143,4 @@ class Receipt:
     def text(self) -> str:
         """Return the content of receipt.yaml."""
         content = {"lockstep": VERSION, "sha256": self.sha256, **vars(self)}
-        return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(content, default_flow_style=None, sort_keys=False, allow_unicode=True, width=100)

@@ -89,10 +89,11 @@ def test_a_resumed_run_goes_on(trained: Train, usual: Path, monkeypatch: pytest.
         with pytest.raises(KeyboardInterrupt):
             trained("resumed", save_steps=3)
     folder = usual.with_name("resumed")
-    train.run(resume=str(folder), save_steps=0)
+    monkeypatch.setattr("cv2.__version__", "another")
+    train.run(resume=str(folder))
     assert (folder / HASHES).read_bytes() == (usual / HASHES).read_bytes()
     one, two = (yaml.safe_load((run / RECEIPT).read_text()) for run in (usual, folder))
-    assert two == {**one, "resumed": ["settings save_steps 0, was 3"]}
+    assert two == {**one, "resumed": [f"opencv another, was {one['environment']['opencv']}"]}
 
 
 HEAD = ",".join([*COUNTERS, "pixels", "weights", "weights a"]) + "\n"

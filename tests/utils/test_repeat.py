@@ -25,9 +25,10 @@ from models.yolo import build_model
 from tests.conftest import CallMain, RunScript, data_yaml
 from tests.making import tiny_detector
 from utils.checkpoint import serialised, weights_content
-from utils.compare_runs import weights_hash
+from utils.compare_runs import HASHES, weights_hash
 from utils.files import VERSION
-from utils.repeat import main
+from utils.receipt import files_hash
+from utils.repeat import first_difference, main
 from utils.tracking.run_log import git_commit
 
 MODEL: dict[str, Any] = {**tiny_detector(), "nc": 6, "task": "detect"}
@@ -89,62 +90,51 @@ def test_a_run_is_repeated(
     assert printed.endswith(": the same bytes\n")
 
 
-def change_pixel(folder: Path) -> Path:
-    file = next((folder / "small" / "images" / "train").iterdir())
+def test_the_first_difference_is_named(finished: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(finished / "exp", tmp_path / "other"))
+    assert first_difference(finished / "exp", other) == ""
+    lines = (other / "results.csv").read_text().splitlines()
+    (other / "results.csv").write_text("\n".join([*lines[:2], lines[2].replace(lines[2].split(",")[1], "9")]))
+    assert first_difference(finished / "exp", other) == "differs first in epoch 1: train/box_loss"
+    for run, digest in ((finished / "exp", 1), (other, 2)):
+        (run / HASHES).write_text(f"step,epoch,batch,pixels,targets\n7,1,7,{digest},3\n")
+    difference = first_difference(finished / "exp", other)
+    (finished / "exp" / HASHES).unlink()
+    assert difference == "differs first at step 7 (epoch 1, batch 7): targets are equal; these differ: pixels"
+
+
+def change_pixel(file: Path) -> None:
     pixels = cv2.imread(str(file))
     pixels[5, 5] ^= 64
     cv2.imwrite(str(file), pixels)
-    return file
-
-
-def change_label(folder: Path) -> Path:
-    file = next((folder / "small" / "labels" / "val").glob("*.txt"))
-    file.write_text(file.read_text().replace("0.", "0.0", 1))
-    return file
-
-
-def change_weights(folder: Path) -> Path:
-    write_weights(folder / "start.pt", 1)
-    return folder / "start.pt"
-
-
-def change_augmentation(folder: Path) -> Path:
-    (folder / "mine.py").write_text(AUGMENTATION.format(3))
-    return folder / "mine.py"
-
-
-def change_seed(folder: Path) -> Path:
-    file = folder / "exp" / "settings.yaml"
-    file.write_text(file.read_text().replace("seed: 0", "seed: 1"))
-    return file
-
-
-def remove_data(folder: Path) -> Path:
-    (folder / "small.yaml").unlink()
-    return folder / "small.yaml"
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("name", "change", "said"),
     [
-        (change_pixel, "cannot be repeated here: .*train images "),
-        (change_label, "cannot be repeated here: .*val labels "),
-        (change_weights, "cannot be repeated here: initial weights [0-9a-f.]+, was [0-9a-f.]+$"),
-        (change_augmentation, "cannot be repeated here: your files augmentations mine.py "),
-        (change_seed, "cannot be repeated here: settings seed 1, was 0$"),
-        (remove_data, "small.yaml"),
-        (None, "cannot be repeated here: code 0, was "),
+        ("small/images/train/*", change_pixel, "cannot be repeated here: .*train images "),
+        ("small/labels/val/*.txt", lambda file: file.write_text("0 .5 .5 .5 .5\n"), "repeated here: .*val labels "),
+        ("start.pt", lambda file: write_weights(file, 1), "repeated here: initial weights [0-9a-f.]+, was [0-9a-f.]+$"),
+        ("mine.py", lambda file: file.write_text(AUGMENTATION.format(3)), "here: your files augmentations mine.py "),
+        (
+            "exp/settings.yaml",
+            lambda file: file.write_text(file.read_text().replace("seed: 0", "seed: 1")),
+            "seed 1, was 0",
+        ),
+        ("small.yaml", Path.unlink, "small.yaml"),
+        ("", None, "cannot be repeated here: code 0, was "),
     ],
 )
 def test_a_difference_is_named_before_training(
-    change: Callable[[Path], Path] | None,
+    name: str,
+    change: Callable[[Path], object],
     said: str,
     finished: Path,
     call_main: CallMain,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Before, the same check finds none, also with data and weights in another place."""
+    """Data and weights in another place are none; a changed line of code is the last."""
 
     def run(command: Sequence[str], env: Any) -> SimpleNamespace:
         code, printed = call_main("train.py", *command[2:])
@@ -152,24 +142,22 @@ def test_a_difference_is_named_before_training(
         return SimpleNamespace(returncode=code)
 
     monkeypatch.setattr(subprocess, "run", run)
-    given = [finished / "exp", "--check"]
+    given = [finished / "exp", "--check", "--augmentations", finished / "mine.py"]
     folders = {*finished.iterdir()}
-    if change is None:
-        moved = shutil.copy(finished / "small.yaml", finished / "exp" / "moved.yaml")
-        again = shutil.copy(finished / "start.pt", finished / "exp" / "again.pt")
-        assert repeated(*given, "--data", moved, "--weights", again, "--augmentations", finished / "mine.py") == 0
+    if name:
+        file = min(finished.glob(name))
+        before = file.read_bytes()
+        change(file)
+        assert repeated(*given) == 2
+        file.write_bytes(before)
+    else:
+        moved = [shutil.copy(finished / file, finished / "exp" / file) for file in ("small.yaml", "start.pt")]
+        assert repeated(*given, "--data", moved[0], "--weights", moved[1]) == 0
         monkeypatch.setattr(utils.receipt, "code_hash", lambda root: "0")
         assert repeated(*given) == 2
-    else:
-        parts = [finished / "mine.py", *finished.glob("small/*/*/*"), *finished.glob("*.*"), *finished.glob("exp/*.*")]
-        before = {file: file.read_bytes() for file in parts if file.is_file()}
-        changed = change(finished)
-        assert repeated(*given, "--augmentations", finished / "mine.py") == 2
-        changed.write_bytes(before[changed])
     assert {*finished.iterdir()} == folders
-    errors = [line for line in "".join(capfd.readouterr()).splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert re.search(said, errors[0])
+    (error,) = [line for line in "".join(capfd.readouterr()).splitlines() if line.startswith("error: ")]
+    assert re.search(said, error)
 
 
 def test_receipts_of_val_and_export(finished: Path) -> None:
@@ -182,4 +170,4 @@ def test_receipts_of_val_and_export(finished: Path) -> None:
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()
     assert validated["inputs"]["weights"] == exported["inputs"]["weights"] == [{"file": "best.pt", "sha256": digest}]
     assert validated["results"]["fitness"] == metrics["fitness"]
-    assert exported["results"] == {"best.safetensors": hashlib.sha256(Path(file).read_bytes()).hexdigest()}
+    assert exported["results"] == {"best.safetensors": files_hash([Path(file)])}
