@@ -30,8 +30,8 @@ def repeat(run: Path, check: bool, changes: dict[str, Any], flags: Sequence[str]
     require_inputs(code_inputs(settings), then)
     print("".join(f"when the run was resumed: {line}\n" for line in then["resumed"]), end="", flush=True)
     folder = numbered_folder(run.absolute().parent, f"{run.name}-repeat", exist_ok=False)
-    place = {"project": str(folder.parent), "name": folder.name, "exist_ok": True}
-    settings |= {"processes": then["environment"]["processes"], **changes, **place}
+    settings |= {"processes": then["environment"]["processes"], **changes}
+    settings |= {"project": str(folder.parent), "name": folder.name, "exist_ok": True}
     for name, content in {SETTINGS_FILE: settings, REPEATED: {**then, "check": check}}.items():
         (folder / name).write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     # With settings and without a state it is a run that starts anew.
