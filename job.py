@@ -141,13 +141,14 @@ class Job(NamedTuple):
 
     def receipt(self, run: Run, model: Model, data: Data) -> Receipt:
         """Return the receipt of what the run begins with, compared if it repeats another run: `check_repetition`."""
-        initial, hyp = tensors_hash(model.state_dict()), {**vars(self.settings.hyp)}
-        inputs = {"initial weights": initial, "classes": [*self.task.names.values()], "hyperparameters": hyp}
-        for name, split in (("train", data.train), ("val", data.val)):
-            inputs[name] = split_inputs(split, self.settings.options.hashes)
+        settings, splits = self.settings, {"train": data.train, "val": data.val}
+        inputs: dict[str, Any] = {"classes": [*self.task.names.values()], "hyperparameters": {**vars(settings.hyp)}}
+        # The receipt of a resumed run has it.
+        inputs["initial weights"] = "unknown" if settings.saved else tensors_hash(model.state_dict())
+        inputs |= {name: split_inputs(split, settings.options.hashes) for name, split in splits.items()}
         receipt = Receipt(inputs, environment(run.accelerator.device, run.accelerator))
-        if self.settings.is_fixed and not self.settings.saved:
-            receipt.check_repetition(Path(self.settings.options.resume))
+        if settings.is_fixed and not settings.saved:
+            receipt.check_repetition(Path(settings.options.resume))
         return receipt
 
     def write_inputs(
