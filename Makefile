@@ -8,7 +8,7 @@ REQUIREMENTS := requirements.txt requirements-dev.txt requirements-deepspeed.txt
 	requirements-tune.txt
 
 .PHONY: setup train test test-long test-gpu test-gpu2 test-floors \
-	lint image same-bytes constraints soak gpu gpu2 gpu-data readme bench-processes bench-versus
+	lint image numerics same-bytes constraints soak gpu gpu2 gpu-data readme bench-processes bench-versus
 
 # Everything: for DeepSpeed, exports, tests and linters too.
 setup: $(FULL)
@@ -131,6 +131,12 @@ same-bytes: $(LEAN)
 	OMP_NUM_THREADS=1 $(RUN) train.py --resume $(SAME)/killed --processes 2
 	for name in 2 3 4 killed; do \
 		$(RUN) -m utils.compare_runs $(SAME)/1 $(SAME)/$$name $(if $(EXPECT),--expect $(EXPECT)) || exit 1; done
+
+# Which tasks compute other numbers than the revision BASE, and from which step, for CHANGELOG.md
+numerics: setup
+	rm -rf .numerics && mkdir .numerics
+	git archive $(BASE) | tar -x -C .numerics
+	$(RUN) -m benchmarks.same_results --before .numerics
 
 # The built-in job, and the picture, caption and row of the README from it
 readme: $(LEAN)

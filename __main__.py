@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 SCRIPTS = ("train.py", "val.py", "detect.py", "export.py")
-MODULES = ("data.split", "utils.plots.pictures")  # which `python -m` runs in the repository
+MODULES = ("data.split", "utils.plots.pictures", "utils.repeat")  # which `python -m` runs in the repository
 EXAMPLES = """examples:
   lockstep train --data my.yaml --weights yolov5n.pt    as python train.py
   lockstep data.split my.yaml --val 0.2                 as python -m data.split

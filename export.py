@@ -24,8 +24,9 @@ from utils.console import log
 from utils.distributed.failure import run_main
 from utils.distributed.launch import select_device_type
 from utils.errors import Stopped, UserError, plural
-from utils.files import format_paths
+from utils.files import format_paths, write_text
 from utils.python_api import call
+from utils.receipt import RECEIPT, Receipt, environment, files_hash
 
 
 def export(flags: Mapping[str, Any]) -> list[str]:
@@ -53,13 +54,17 @@ def export(flags: Mapping[str, Any]) -> list[str]:
         for format_name in formats:
             export_path(format_name, stem)  # raises before anything is written
         job = prepare(members, options, size, device, source.names() if source else weights.class_names)
+        results = {}
         for format_name in formats:
             started_at = time.perf_counter()
             file = write(job, format_name, stem)
             files.append(file)
-            written = file.rglob("*") if file.is_dir() else [file]
-            megabytes = sum(member.stat().st_size for member in written if member.is_file()) / 1e6
+            written = [member for member in sorted(file.rglob("*")) or [file] if member.is_file()]
+            results[file.name] = files_hash(written)
+            megabytes = sum(member.stat().st_size for member in written) / 1e6
             log(f"{format_name}: {file}, {megabytes:.1f} MB, {time.perf_counter() - started_at:.1f} s")
+        receipt = Receipt({"weights": weights.origin.files[-1:]}, environment(device), results)
+        write_text(stem.with_name(f"{stem.name}.{RECEIPT}"), receipt.begin(stem.parent, vars(options))[RECEIPT])
         if "engine" in options.include:
             log(f"warning: engine: not written; on the target machine, run {trtexec(job.metadata, stem)}")
     if "engine" in options.include:

@@ -28,6 +28,7 @@ from utils.config.settings import Settings, refuse_flags
 from utils.console import log
 from utils.distributed.ranks import broadcast_from_main, world_size
 from utils.files import format_paths
+from utils.receipt import Receipt, environment, split_inputs, tensors_hash, user_files
 from utils.run import Run
 from utils.summary import evenly_spaced, fitness_weights
 from utils.tracking.run_log import RunLog, wandb_run_id
@@ -141,6 +142,18 @@ class Job(NamedTuple):
         are_new = known_share == 0 and "boxes" in self.task.features
         return hyp.for_boxes(train.side_lengths(1), batches) if are_new else hyp
 
+    def receipt(self, run: Run, model: Model, data: Data) -> Receipt:
+        """Return the receipt of what the run begins with, compared if it repeats another run: `check_repetition`."""
+        settings, splits = self.settings, {"train": data.train, "val": data.val}
+        inputs: dict[str, Any] = {"classes": [*self.task.names.values()], "hyperparameters": {**vars(settings.hyp)}}
+        # The receipt of a resumed run has it.
+        inputs["initial weights"] = "unknown" if settings.saved else tensors_hash(model.state_dict())
+        inputs |= {name: split_inputs(split, settings.options.hashes) for name, split in splits.items()}
+        receipt = Receipt(inputs, environment(run.accelerator.device, run.accelerator))
+        if settings.is_fixed and not settings.saved:
+            receipt.check_repetition(Path(settings.options.resume))
+        return receipt
+
     def write_inputs(
         self, run: Run, data: Data, identity: Identity, content: Mapping[str, Any], saved: Mapping[str, Any] | None
     ) -> RunLog:
@@ -209,7 +222,5 @@ def doctor_inputs(settings: Settings) -> tuple[Mapping[str, Any], Mapping[str, S
     files: dict[str, Sequence[Path]] = {**job.source.files()}
     if job.start.weights_file:
         files["weights"] = [job.start.weights_file]
-    options = job.settings.options
-    paths = map(Path, filter(None, (options.layers, options.task_file, options.augmentations, options.hooks)))
-    code = [file.read_bytes() for path in paths for file in sorted(path.rglob("*.py")) or [path]]
+    code = user_files(vars(job.settings.options))
     return {**vars(job.settings.hyp), "model": job.start.yaml, "class names": job.task.names, "your code": code}, files

@@ -34,6 +34,7 @@ from utils.console import log
 from utils.distributed.failure import StopRequested, barrier, run_main
 from utils.distributed.launch import log_plan, seed_everything, spawn, start
 from utils.distributed.model import DistributedModel, place_model, prepare, replicate
+from utils.distributed.ranks import broadcast_from_main
 from utils.distributed.tree import LogicalProcesses
 from utils.python_api import call
 from utils.run import Run
@@ -72,6 +73,7 @@ def train(unresolved: Settings, hooks: Hooks = NO_HOOKS) -> None:  # noqa: PLR09
     factors = rate_factors(model, hyp.lr_factor)  # of the learning rate
     with barrier(options.dist_timeout):  # one machine may have more labels to check
         data = job.open_data(model)
+    receipt = broadcast_from_main(partial(job.receipt, run, model, data))
 
     # Open the run folder: a new one, or the folder of the run that is resumed.
     name = Path(options.resume).name if settings.is_fixed else options.name
@@ -89,6 +91,7 @@ def train(unresolved: Settings, hooks: Hooks = NO_HOOKS) -> None:  # noqa: PLR09
     accelerator.gradient_accumulation_steps = measured.accumulation  # unknown until the memory is measured
     content = settings.content(model.yaml, model.imgsz, batch_size, measured.run_id, torch.get_num_threads())
     run_log = job.write_inputs(run, data, identity, content, saved)
+    run.files.write_receipt(receipt, content, bool(saved))
 
     # Loaders, loss and evaluation.
     loader = data.set.train_loader(data.train, batch_size, hyp, options.seed)

@@ -34,6 +34,7 @@ from utils.distributed.launch import cores_per_process, spawn, start
 from utils.errors import UserError
 from utils.files import format_paths, unique_stems, write_text
 from utils.python_api import call
+from utils.receipt import Receipt, environment, split_inputs
 from utils.run import Run
 from utils.summary import DRAWN_IMAGES, POSTPROCESSING, StageTimer, Summary, evenly_spaced, log_times
 from utils.tracking import run_log
@@ -175,8 +176,8 @@ def validate(flags: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     add_user_trackers(options.log_with)
 
     # Open the run folder.
-    inputs = (name for image in map(str, split.images) for name in (image, label_name(image)))
-    run.open_folder(options.project, options.name, options.exist_ok, inputs)
+    files = (name for image in map(str, split.images) for name in (image, label_name(image)))
+    run.open_folder(options.project, options.name, options.exist_ok, files)
     log(format_paths({"weights": members.files.values(), "data": [source.spec.file]}), *source.spec.warnings)
     split.report(split_name)
     log_rounding(size.sides, size.rounded(stride).sides, stride)
@@ -204,7 +205,9 @@ def validate(flags: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
         evaluate.timer = StageTimer(torch.accelerator.synchronize)
     with run.watchdog(options.dist_timeout):
         summary = evaluate(models)
-    write_results(evaluate, summary, options, split, first.imgsz)
+    sources = [weights.origin.files[-1] for weights in members.weights.values()]
+    inputs = {"weights": sources, "classes": [*names.values()], split_name: split_inputs(split)}
+    write_results(evaluate, summary, options, split, first.imgsz, inputs)
     if options.save_json:
         annotations = options.annotations or source.spec.annotation_file(split_name, split.images)
         stem = next(iter(members.files.values())).stem
@@ -212,8 +215,13 @@ def validate(flags: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     return evaluate
 
 
-def write_results(evaluate: Evaluator, summary: Summary, options: ValOptions, split: Split, imgsz: int) -> None:
-    """Write and draw the results of a validation, log them to the trackers, and print the metrics and times."""
+def write_results(
+    evaluate: Evaluator, summary: Summary, options: ValOptions, split: Split, imgsz: int, inputs: Mapping[str, Any]
+) -> None:
+    """Write and draw the results of a validation, log them to the trackers, and print the metrics and times.
+
+    inputs: what they were made from, for receipt.yaml
+    """
     run, device, times_speed = evaluate.run, evaluate.run.accelerator.device, options.task == "speed"
     run.files.write_documents(evaluate.metrics.documents(summary))
     run.log_point({**summary.columns(), "epoch/images_per_second": summary.rate, "epoch": 0}, 0)  # training's keys
@@ -226,6 +234,8 @@ def write_results(evaluate: Evaluator, summary: Summary, options: ValOptions, sp
     if times_speed or device.type == "cpu":
         log_times(times, options.batch_size if times_speed else 0, always=times_speed)
     run.on_main(lambda: summary.write_result(run.path))
+    results = {name: float(value) for name, value in {**summary.columns(), "fitness": summary.fitness}.items()}
+    run.files.write_receipt(Receipt(dict(inputs), environment(device, run.accelerator), results), vars(options))
     run.finish()
 
 

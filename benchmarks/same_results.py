@@ -9,6 +9,7 @@ Runs the jobs of FLAGS in both checkouts, with this Python, on one thread per pr
 
 --keep: a folder for the runs, in a folder per checkout; existing ones of `before` are reused, by several comparisons at
 the same time too. If both checkouts know --hashes, the first different step is named. Exits with 1 if anything differs.
+`make numerics` compares with a revision, for CHANGELOG.md.
 Jobs that need --shared are skipped if that folder is missing.
 """
 
@@ -30,8 +31,7 @@ import torch
 import yaml
 from filelock import FileLock
 
-from utils.compare_runs import HASHES, compare, describe
-from utils.errors import UserError
+from utils.compare_runs import COUNTERS, HASHES, read_hashes
 from utils.files import ROOT
 
 KILL_AT = 16  # optimizer step, each with a saved state: in the second epoch, which begins after the 13th
@@ -142,6 +142,15 @@ def differences(before: Path, after: Path) -> list[str]:
     return [name for name in {**one, **two} if one.get(name) != two.get(name)]
 
 
+def first_change(*folders: Path) -> str:
+    """Return the first optimizer step whose hashes differ, and what differs in it; '' if it is not known."""
+    for rows in zip(*map(read_hashes, folders), strict=False):
+        if names := [name for name in rows[0] if rows[0][name] != rows[1].get(name)]:
+            kinds = dict.fromkeys(name.partition(" ")[0] for name in names if name not in COUNTERS)
+            return f" from step {rows[0]['step']}: {', '.join(kinds)}"
+    return ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, required=True)
@@ -162,13 +171,10 @@ def main() -> None:
             folders = before.run_once(SAME_AS.get(name, name)), after.run(name)
             different = differences(*folders)
             wrong += bool(different)
-            result = f"differs in {', '.join(different[:5])}" if different else "identical"
+            change = first_change(*folders) if all((folder / HASHES).is_file() for folder in folders) else ""
+            first = f" in {', '.join(different[:5])}"
+            result = f"changed{change or first}" if different else "unchanged"
             print(f"{name:<10} {result} ({time.monotonic() - start:.0f} s)", flush=True)
-            if different and all((folder / HASHES).is_file() for folder in folders):
-                try:
-                    print(*describe(compare(*folders)), sep="\n")
-                except UserError as error:  # an older checkout computes hashes in another way
-                    print(error)
     sys.exit(bool(wrong))
 
 

@@ -62,7 +62,8 @@ def exported(weights: Path, run_script: RunScript) -> str:
 
 def test_files(weights: Path, exported: str, tmp_path: Path) -> None:
     """Safetensors are the weights; files of downloaded weights go to the working folder."""
-    assert sorted(path.name for path in weights.parent.iterdir()) == sorted(["best.pt", "best.safetensors", *FILES])
+    names = {path.name for path in weights.parent.iterdir()}
+    assert names == {"best.pt", "best.receipt.yaml", "best.safetensors", *FILES}
     metadata = read_exported(weights.with_suffix(".onnx")).metadata
     assert (metadata.imgsz, metadata.names, metadata.task) == ((64, 64), NAMES, "detect")  # whole strides of 8 pixels
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()
@@ -177,7 +178,8 @@ def test_an_engine_is_its_onnx_file_and_a_command(
     with pytest.raises(SystemExit) as caught:
         run_main(main)
     assert caught.value.code == 1
-    assert sorted(file.name for file in best.parent.iterdir()) == ["best.onnx", "best.pt", "best.torchscript"]
+    names = {file.name for file in best.parent.iterdir()}
+    assert names == {"best.onnx", "best.pt", "best.receipt.yaml", "best.torchscript"}
     command = shlex.split(capsys.readouterr().out.splitlines()[-1].partition(" run ")[2])
     sizes = [f"--{name}Shapes=images:{count}x3x64x64" for name, count in (("min", 1), ("opt", 2), ("max", 2))]
     stem = best.with_suffix("")

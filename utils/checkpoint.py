@@ -92,7 +92,7 @@ def weights_content(
     Args:
         settings: the run's settings, for information
         half: whether to store floating-point tensors as float16, except tensors with values beyond its range
-        origin: `licence` and `origin`, see models/weights.py
+        origin: `licence` and `origin`, see models/weights.py, and `receipt`, the hash in receipt.yaml
     """
     state = {key: value.detach().cpu() for key, value in model.state_dict().items()}
     for key, value in state.items() if half else ():
@@ -100,6 +100,7 @@ def weights_content(
             state[key] = halved
     return {
         "format": FORMAT,
+        "version": VERSION,
         "task": yaml["task"],
         "model": dict(yaml),
         "names": dict(names),

@@ -11,19 +11,20 @@ import csv
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from utils.config.resume import curve_settings
+import torch
+
 from utils.errors import UserError, first_line, plural, quoted
 from utils.files import read_regular, read_yaml
+from utils.receipt import RECEIPT, differences, tensors_hash
 
-HASHES, MACHINE = "hashes.csv", "hashes.yaml"  # in a run folder
+HASHES, FORMAT_FILE = "hashes.csv", "hashes.yaml"  # in a run folder
 COUNTERS = ("step", "epoch", "batch")  # columns of hashes.csv that are not hashes; the batch is the step's last
-BY_PARAMETER = ("gradients", "weights")  # columns with the sum of the columns of all parameters: `gradients NAME`
 FORMAT = 2  # of hashes.yaml: how hashes are computed; only equal formats can be compared
+BY_PARAMETER = ("gradients", "weights")  # columns with the sum of the columns of all parameters: `gradients NAME`
 
 
 def read_hashes(run: Path) -> list[dict[str, str]]:
@@ -37,9 +38,9 @@ def read_hashes(run: Path) -> list[dict[str, str]]:
             raise ValueError("it is damaged, or has no optimizer steps")
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"{file} cannot be read: {first_line(error)}; train again with --hashes") from None
-    if (form := read_yaml(run / MACHINE).get("format")) != FORMAT:
+    if (form := read_yaml(run / FORMAT_FILE).get("format")) != FORMAT:
         raise UserError(
-            f"{run / MACHINE}: format {quoted(form)} cannot be compared, only {FORMAT}; train this run again"
+            f"{run / FORMAT_FILE}: format {quoted(form)} cannot be compared, only {FORMAT}; train this run again"
         )
     return [dict(zip(header, row, strict=True)) for row in rows]
 
@@ -47,10 +48,10 @@ def read_hashes(run: Path) -> list[dict[str, str]]:
 def compare(*runs: Path) -> dict[str, Any]:
     """Return whether two runs are the `same`, known `causes`, and what differs in the first step that does."""
     steps = [read_hashes(run) for run in runs]
-    before = [{**curve_settings(read_yaml(run / "settings.yaml")), **read_yaml(run / MACHINE)} for run in runs]
-    pairs = {key: [values.get(key) for values in before] for key in dict.fromkeys([*before[0], *before[1]])}
-    causes = {key: [first, second] for key, (first, second) in pairs.items() if first != second}
-    result = {"same": len(steps[0]) == len(steps[1]), "steps": [len(rows) for rows in steps], "causes": causes}
+    receipts = [read_yaml(run / RECEIPT) for run in runs]
+    one, two = ({**receipt.get("inputs", {}), **receipt.get("environment", {})} for receipt in receipts)
+    counts, causes = [len(rows) for rows in steps], differences(two, one)
+    result = {"same": counts[0] == counts[1], "steps": counts, "causes": causes}
     for row, other in zip(*steps, strict=False):
         if row != other:
             different = [name for name in {**row, **other} if row.get(name) != other.get(name)]
@@ -69,32 +70,27 @@ def compare(*runs: Path) -> dict[str, Any]:
 
 def describe(result: Mapping[str, Any]) -> list[str]:
     """Return the lines that say what `compare` has found."""
-    causes, (shorter, longer) = result["causes"].items(), sorted(result["steps"])
-    lines = [f"{key} differs: {' and '.join(quoted(value, 60) for value in pair)}" for key, pair in causes]
+    lines, (shorter, longer) = [*result["causes"].values()], sorted(result["steps"])
     if "step" not in result:
         rest = "" if result["same"] else f", then one run goes on to step {longer}"
         return [*lines, f"the same: {plural(shorter, 'step')}{rest}"]
-    differences = []
+    parts = []
     for name in result["different"]:
         first, *other_names = result["parameters"].get(name) or [""]
         rest = f" and {plural(len(other_names), 'other')}" if other_names else ""
-        differences.append(f"{name} of {first}{rest}" if first else name)
+        parts.append(f"{name} of {first}{rest}" if first else name)
     equal = f"{', '.join(result['equal'])} are equal; " if result["equal"] else ""
     position = f"step {result['step']} (epoch {result['epoch']}, batch {result['batch']})"
-    return [*lines, f"{position}: {equal}these differ: {', '.join(differences)}"]
+    return [*lines, f"{position}: {equal}these differ: {', '.join(parts)}"]
 
 
 def weights_hash(run: Path) -> str:
     """Return the SHA-256 of the names and the bytes of all tensors in weights/last.pt. Raises `UserError`."""
-    import torch  # only here, because a comparison needs none
-
-    file, digest = run / "weights" / "last.pt", sha256()
+    file = run / "weights" / "last.pt"
     try:
-        for name, tensor in torch.load(BytesIO(read_regular(file)), map_location="cpu")["state"].items():
-            digest.update(name.encode() + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return tensors_hash(torch.load(BytesIO(read_regular(file)), map_location="cpu")["state"])
     except Exception as error:  # of any class, if the file is not one of train.py
         raise UserError(f"{file} cannot be read: {first_line(error)}; train the run again") from None
-    return digest.hexdigest()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -30,7 +30,7 @@ from yaml.error import MarkedYAMLError
 
 from utils.errors import UserError, first_line, nearest, public, quoted
 
-VERSION = "0.1.0"  # pyproject.toml reads it
+VERSION = "1.0.0"  # pyproject.toml reads it
 LOCK_FILE = ".lock"  # file in a run folder that a run writes to
 SETTINGS_FILE = "settings.yaml"  # file that every run folder has
 LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a little longer

@@ -6,6 +6,7 @@ results.csv, weights/, checkpoint/ and other files.
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
@@ -28,13 +30,16 @@ from utils.distributed.launch import Precision, log_devices
 from utils.distributed.ranks import Collectives
 from utils.errors import UserError, plural, public
 from utils.files import PART_NAME, SETTINGS_FILE, lock_folder, numbered_folder, write_bytes
+from utils.receipt import RECEIPT, Receipt, tensors_hash
 
 if TYPE_CHECKING:
     from utils.plots.pictures import Plotter
     from utils.tracking.trackers import Tracker
 
 # What a run adds to, so that a new run removes it.
-APPENDED = re.compile(r"results\.csv|weights/epoch\d+\.pt|tensorboard/events\.out\.tfevents\.[^/]+|\.wandb\.json")
+APPENDED = re.compile(
+    r"results\.csv|code\.diff|weights/epoch\d+\.pt|tensorboard/events\.out\.tfevents\.[^/]+|\.wandb\.json"
+)
 FILE_SUFFIXES, FOLDERS = (".csv", ".txt", ".yaml", ".pt", ".json", ".jpg"), ("weights", "checkpoint")
 Job = Callable[[], object]
 Jobs = Mapping[Path, Job]  # path -> the function that writes it
@@ -56,6 +61,7 @@ class RunFolder:
         self._lock = lock_folder(path) if is_main else None
         self._states = StateFiles(path / "checkpoint")
         self._lines: list[str] = []  # lines of results.csv
+        self._receipt = Receipt()
         self._thread = ThreadPoolExecutor(1)
         self._running: Future[Errors] | None = None
         self._failed: dict[Path, Job] = {}
@@ -90,8 +96,19 @@ class RunFolder:
         """Write files of the same `weights_content` into weights/ in the background, then call `then`."""
         self._check_finite(model.state_dict())
         if files and self.is_main:
-            data = serialise(weights_content(model, **content))
-            self._write({self.path / "weights" / name: data for name in files}, then)
+            data = serialise(weights_content(model, **content, receipt=self._receipt.sha256))
+            jobs = {path: partial(write_bytes, path, data) for path in (self.path / "weights" / name for name in files)}
+            self._start({**jobs, self.path / RECEIPT: partial(self._add_results, files, data)}, then)
+
+    def write_receipt(self, receipt: Receipt, settings: Mapping[str, Any], resumed: bool = False) -> None:
+        """Write receipt.yaml, which `save_weights` keeps current, and code.diff."""
+        if self.is_main:
+            self._receipt = receipt
+            self.write_documents(receipt.begin(self.path, settings, resumed))
+
+    def _add_results(self, files: Sequence[str], data: memoryview) -> None:
+        self._receipt.results |= dict.fromkeys(files, tensors_hash(torch.load(io.BytesIO(data))["state"]))
+        write_bytes(self.path / RECEIPT, self._receipt.text().encode())
 
     def save_state(self, state: Mapping[str, Any], final: bool = False) -> None:
         """Write a state for --resume, with the rows of results.csv, in the background; a `final` one replaces all."""

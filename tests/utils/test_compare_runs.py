@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import train
 from utils.checkpoint import serialise
-from utils.compare_runs import COUNTERS, FORMAT, HASHES, MACHINE, compare, main, weights_hash
+from utils.compare_runs import COUNTERS, FORMAT, FORMAT_FILE, HASHES, compare, main, weights_hash
+from utils.receipt import RECEIPT
 from utils.training.steps import OptimizerSteps
 
 Train = Callable[..., Path]
@@ -76,9 +78,8 @@ def test_a_flipped_bit_of_a_gradient(trained: Train, usual: Path, monkeypatch: p
     assert found["parameters"]["gradients"] == [FLIPPED]
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_a_resumed_run_goes_on(trained: Train, usual: Path, older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hashes of an older version are not continued."""
+def test_a_resumed_run_goes_on(trained: Train, usual: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its receipt says with what it was resumed."""
 
     def leave(self: OptimizerSteps) -> None:
         raise KeyboardInterrupt
@@ -86,15 +87,13 @@ def test_a_resumed_run_goes_on(trained: Train, usual: Path, older: bool, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(OptimizerSteps, "next_epoch", leave)
         with pytest.raises(KeyboardInterrupt):
-            trained(f"resumed{older}", save_steps=3)
-    folder = usual.with_name(f"resumed{older}")
-    if older:
-        (folder / MACHINE).write_text("torch: 2")
+            trained("resumed", save_steps=3)
+    folder = usual.with_name("resumed")
+    monkeypatch.setattr("cv2.__version__", "another")
     train.run(resume=str(folder))
-    if older:
-        assert compare(usual, folder)["different"][0] == "step"
-    else:
-        assert (folder / HASHES).read_bytes() == (usual / HASHES).read_bytes()
+    assert (folder / HASHES).read_bytes() == (usual / HASHES).read_bytes()
+    one, two = (yaml.safe_load((run / RECEIPT).read_text()) for run in (usual, folder))
+    assert two == {**one, "resumed": [f"opencv another, was {one['environment']['opencv']}"]}
 
 
 HEAD = ",".join([*COUNTERS, "pixels", "weights", "weights a"]) + "\n"
@@ -107,8 +106,8 @@ def pair(tmp_path: Path) -> list[Path]:
     """Two equal run folders."""
     for name in "AB":
         (tmp_path / name / "weights").mkdir(parents=True)
-        files = {HASHES: HEAD + "".join(ROWS), MACHINE: f"format: {FORMAT}"}
-        files["settings.yaml"] = "hyperparameters: {lr0: 1}"
+        files = {HASHES: HEAD + "".join(ROWS), FORMAT_FILE: f"format: {FORMAT}"}
+        files[RECEIPT] = "inputs: {hyperparameters: {lr0: 1}}"
         for file, text in files.items():
             (tmp_path / name / file).write_text(text)
         (tmp_path / name / "weights" / "last.pt").write_bytes(WEIGHTS)
@@ -121,7 +120,7 @@ def compared(*words: object) -> int:
     return int(end.value.code or 0)
 
 
-@pytest.mark.parametrize("file", [HASHES, MACHINE, "settings.yaml", "weights/last.pt"])
+@pytest.mark.parametrize("file", [HASHES, FORMAT_FILE, RECEIPT, "weights/last.pt"])
 @pytest.mark.parametrize("content", [b"", b"text\n", bytes(range(256)), WEIGHTS[:500], None, "pipe"])
 def test_a_file_that_cannot_be_compared(
     file: str, content: bytes | str | None, pair: list[Path], capsys: pytest.CaptureFixture[str]
@@ -144,11 +143,9 @@ def test_a_file_that_cannot_be_compared(
         (HASHES, HEAD + "".join(ROWS).replace("02\n", "03\n"), 1, "pixels are equal; these differ: weights of a\n"),
         (HASHES, HEAD + "".join(ROWS)[:-3], 1, "the same: 2 steps, then one run goes on to step 3\n"),
         (HASHES, HEAD.replace("\n", ",x\n") + "".join(ROWS).replace("\n", f",{0:016x}\n"), 1, "these differ: x\n"),
-        (MACHINE, f"format: {FORMAT - 1}", 2, f"format {FORMAT - 1} cannot be compared"),
-        (MACHINE, "torch: 2", 2, "format None cannot"),
-        (MACHINE, f"format: {FORMAT}\ntorch: 2", 0, "torch differs: None and 2\nthe same: 3 steps\n"),
-        ("settings.yaml", "hyperparameters: {lr0: 2}", 0, "hyperparameters: lr0 differs: 1 and 2\nthe same: 3 steps\n"),
-        ("settings.yaml", "hyperparameters: 2", 0, "hyperparameters differs: None and 2\n"),
+        (FORMAT_FILE, f"format: {FORMAT - 1}", 2, f"format {FORMAT - 1} cannot be compared"),
+        (RECEIPT, "inputs: {hyperparameters: {lr0: 2}}", 0, "hyperparameters lr0 2, was 1\nthe same: 3 steps\n"),
+        (RECEIPT, "environment: {torch: 2}", 0, "torch 2, was none\nthe same: 3 steps\n"),
     ],
 )
 def test_what_is_said(

@@ -77,7 +77,15 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # The folder
 
-WRITTEN = {"settings.yaml", "problems.txt", "classes.csv", "n\udcffmes.txt", "weights/last.pt", "weights/best.pt"}
+WRITTEN = {
+    "settings.yaml",
+    "receipt.yaml",
+    "problems.txt",
+    "classes.csv",
+    "n\udcffmes.txt",
+    "weights/last.pt",
+    "weights/best.pt",
+}
 CONTENT: dict[str, Any] = {"yaml": {"task": "detect", "nc": 1}, "names": {0: "a"}, "settings": {"epochs": 3}}
 
 
@@ -127,7 +135,7 @@ def test_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["results.csv", "problems.txt", "hashes.yaml", "weights", "weights/last.pt", "checkpoint"]
+    "name", ["results.csv", "problems.txt", "receipt.yaml", "weights", "weights/last.pt", "checkpoint"]
 )
 def test_what_stands_in_the_place_of_a_file(name: str, tmp_path: Path) -> None:
     """It is named at the start."""

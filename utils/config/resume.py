@@ -186,7 +186,7 @@ def read_saved_state(run: Run, settings: Settings, identity: Identity) -> dict[s
         log_changes(settings.options, settings.saved, threads)
         log(f"resuming {run.path} {Progress.from_state(saved['progress'])}")
     elif settings.is_fixed:
-        log(f"{run.path} ended before it saved anything: it starts anew, with its settings")
+        log(f"{run.path} has no saved state: it starts anew, with its settings")
     run.files.restore_to_state(saved)
     return saved
 

@@ -24,7 +24,7 @@ MAX_VALUE_LENGTH = 40  # characters of a setting; a longer one is hashed
 # Flags that may differ between machines. The files that they name are compared by content, weights by size.
 MACHINE_FLAGS = (
     *("weights", "cfg", "data", "hyp", "device", "processes", "dist_timeout", "workers", "cache", "project", "name"),
-    *("exist_ok", "nosave", "noplots", "doctor", "layers", "task_file", "augmentations"),
+    *("exist_ok", "nosave", "noplots", "doctor", "layers", "task_file", "augmentations", "hooks"),
 )
 CODE_FILES = ("train.py", "job.py", "val.py", "models/**/*.py", "models/**/*.yaml", "data/**/*.py", "utils/**/*.py")
 Facts = dict[str, Any]  # of a process: its `row` of the table, what is `compared` by name, and `errors`

@@ -168,9 +168,13 @@ def wandb_run_id() -> str:
 
 def git_commit() -> str:
     """Return the git commit of this code, with "+" if files have changed since; '' without a git checkout."""
+    return git("describe", "--always", "--abbrev=40", "--match=", "--dirty=+").strip()
+
+
+def git(*words: str) -> str:
+    """Return what a git command prints about this code; '' without a git checkout."""
     if IS_INSTALLED:  # the repository around it, if there is one, is the user's
         return ""
     with suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--match=", "--dirty=+"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+        return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, timeout=5, check=True).stdout
     return ""

@@ -12,21 +12,17 @@ from functools import cache
 from typing import IO, TYPE_CHECKING
 
 import torch
-import yaml
 from torch import Tensor, nn
 
 from utils.batch import ClassInfo
-from utils.compare_runs import BY_PARAMETER, COUNTERS, FORMAT, HASHES, MACHINE, read_hashes
+from utils.compare_runs import BY_PARAMETER, COUNTERS, FORMAT, FORMAT_FILE, HASHES, read_hashes
 from utils.console import log
-from utils.distributed.doctor import code_hash
-from utils.distributed.launch import describe_device
 from utils.errors import UserError
-from utils.files import ROOT
 from utils.training.log import DeviceValue
 
 if TYPE_CHECKING:
     from utils.batch import Batch
-    from utils.checkpoint import Identity, Progress, TrainingState
+    from utils.checkpoint import Progress, TrainingState
     from utils.distributed.model import DistributedModel
     from utils.run import Run
 
@@ -65,25 +61,16 @@ class StepHashes:
         columns = [f"{kind} {name}" for kind in BY_PARAMETER for name in names]
         header = [*COUNTERS, "pixels", "targets", *terms, *BY_PARAMETER, *columns]
         self.file: IO[str] | None = None  # on the main process
-        run.on_main(lambda: self._open(header, state.identity, state.progress.step))
+        run.on_main(lambda: self._open(header, state.progress.step))
 
-    def _open(self, header: Sequence[str], identity: Identity, step: int) -> None:
+    def _open(self, header: Sequence[str], step: int) -> None:
         rows = []
         if step and (self.run.path / HASHES).exists():
             try:
                 rows = read_hashes(self.run.path)
             except UserError as error:
                 log(f"warning: {error}; {HASHES} begins anew after step {step}")
-        machine = {
-            "format": FORMAT,
-            **{f"data of `{split}`": dict(values) for split, values in identity.splits.items()},
-            "code": code_hash(ROOT),
-            "torch": str(torch.__version__),
-            "device": describe_device(self.device),
-            "cpu": torch.backends.cpu.get_cpu_capability(),
-            "processes": self.run.accelerator.num_processes,
-        }
-        (self.run.path / MACHINE).write_text(yaml.safe_dump(machine, sort_keys=False))
+        (self.run.path / FORMAT_FILE).write_text(f"format: {FORMAT}\n")
         self.file = (self.run.path / HASHES).open("w", newline="")
         csv.writer(self.file).writerows([header, *(row.values() for row in rows if int(row["step"]) <= step)])
 
