@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ import yaml
 from filelock import FileLock
 
 from utils.compare_runs import COUNTERS, HASHES, read_hashes
+from utils.errors import UserError
 from utils.files import ROOT
 
 KILL_AT = 16  # optimizer step, each with a saved state: in the second epoch, which begins after the 13th
@@ -144,10 +146,11 @@ def differences(before: Path, after: Path) -> list[str]:
 
 def first_change(*folders: Path) -> str:
     """Return the first optimizer step whose hashes differ, and what differs in it; '' if it is not known."""
-    for rows in zip(*map(read_hashes, folders), strict=False):
-        if names := [name for name in rows[0] if rows[0][name] != rows[1].get(name)]:
-            kinds = dict.fromkeys(name.partition(" ")[0] for name in names if name not in COUNTERS)
-            return f" from step {rows[0]['step']}: {', '.join(kinds)}"
+    with suppress(UserError):  # an older checkout may compute hashes in another way
+        for rows in zip(*map(read_hashes, folders), strict=False):
+            if names := [name for name in rows[0] if rows[0][name] != rows[1].get(name)]:
+                kinds = dict.fromkeys(name.partition(" ")[0] for name in names if name not in COUNTERS)
+                return f" from step {rows[0]['step']}: {', '.join(kinds)}"
     return ""
 
 

@@ -184,6 +184,8 @@ def is_coco(location: Path) -> bool:
 
 def has_records(location: Path) -> bool:
     """Return whether a path is a CSV file, or a folder of LabelMe's files without label files."""
+    if not os.path.exists(location):  # pathlib raises an error for a name that is too long
+        return False
     formats = map(file_format, islice(location.glob("*.json"), SAMPLED_JSON_FILES))
     is_labelme = "LabelMe" in formats and not (_is_labelled(location) or is_voc(location))
     return is_labelme or location.suffix.lower() == ".csv"
@@ -409,7 +411,7 @@ def _read_voc(annotated: AnnotatedImages, rules: RowRules, problems: Problems) -
 
 def is_voc(location: Path) -> bool:
     """Return whether a path is a list of images in VOC's layout, or a folder of XML files without label files."""
-    if location.suffix == ".txt":
+    if location.suffix == ".txt" or not os.path.exists(location):
         return location.parts[-3:-1] == VOC_LISTS.parts and _voc_folder(location).is_dir()
     rows = _classes(map(str, location.glob("*.txt")))
     return any(location.glob("*.xml")) and not _is_labelled(location) and not any(True for _ in rows)

@@ -24,8 +24,8 @@ from models.weights import read_weights
 from models.yolo import build_model
 from tests.conftest import CallMain, RunScript, data_yaml
 from tests.making import tiny_detector
-from utils.checkpoint import serialised, weights_content
-from utils.compare_runs import HASHES, weights_hash
+from utils.checkpoint import serialise, weights_content
+from utils.compare_runs import FORMAT, FORMAT_FILE, HASHES, weights_hash
 from utils.files import VERSION
 from utils.receipt import files_hash
 from utils.repeat import first_difference, main
@@ -37,7 +37,7 @@ AUGMENTATION = "def dim(image, rng):\n    return image // {}\n\n\nAUGMENTATIONS 
 def write_weights(file: Path, seed: int) -> None:
     torch.manual_seed(seed)
     content = weights_content(build_model(MODEL), MODEL, dict(enumerate("abcdef")), {"imgsz": 64})
-    file.write_bytes(serialised(content))
+    file.write_bytes(serialise(content))
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +96,7 @@ def test_the_first_difference_is_named(finished: Path, tmp_path: Path) -> None:
     assert first_difference(finished / "exp", other) == "differs first in epoch 1: train/box_loss"
     for run, digest in ((finished / "exp", 1), (other, 2)):
         (run / HASHES).write_text(f"step,epoch,batch,pixels,targets\n7,1,7,{digest},3\n")
+        (run / FORMAT_FILE).write_text(f"format: {FORMAT}")
     difference = first_difference(finished / "exp", other)
     (finished / "exp" / HASHES).unlink()
     assert difference == "differs first at step 7 (epoch 1, batch 7): targets are equal; these differ: pixels"
