@@ -106,7 +106,7 @@ def test_two_processes_are_one_run(tracked: Tracked) -> None:
     assert "warning" not in printed
     config, settings = run.config, read_yaml(tracked.folder / "settings.yaml")
     assert run.id == settings["wandb_id"]
-    for key in ("class_weights", "lr_factor"):
+    for key in ("optimizer_args", "class_weights", "lr_factor"):
         assert settings["hyperparameters"].pop(key) == {}  # W&B leaves out what is empty
     assert {key: config[key] for key in settings} == json.loads(json.dumps(settings))
     assert (config["world_size"], len(config["devices"])) == (2, 2)
