@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,10 @@ from typing import Any
 
 if __name__ == "__main__":
     gc.disable()  # the imports make 400,000 objects and hardly any garbage; `run_main` turns it on again
+    # OpenMP reads it with torch. By default its threads spin 300,000 rounds for one that another program displaced: beside
+    # two busy programs a step took 10 times as long.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
 from torch import nn
