@@ -17,8 +17,8 @@ from typing import Any
 
 if __name__ == "__main__":
     gc.disable()  # the imports make 400,000 objects and hardly any garbage; `run_main` turns it on again
-    # OpenMP reads it with torch. By default its threads spin 300,000 rounds for one that another program displaced: beside
-    # two busy programs a step took 10 times as long.
+    # Read when torch is imported. OpenMP's threads spin 300,000 rounds by default for one that another program has
+    # displaced: beside two busy programs a step took 10 times as long.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
