@@ -86,16 +86,6 @@ def miss(confidence: float, label: int = 0) -> tuple[float, ...]:
     return confidence, label, 0.0, 0.0
 
 
-def test_average_precision_by_hand() -> None:
-    """Hit, miss, hit of 2 labels: recall 1/2, 1/2, 1 and precision 1, 1/2, 2/3; the envelope is 1, then 2/3.
-
-    By 101 points: 1 at 0 ... 0.49, 2/3 at 0.5 ... 0.99, 0 at 1.
-    """
-    scores = score_classes([record(0, [hit(0.9), miss(0.8), hit(0.7)], [0, 0])])
-    area = (49 * 1 + (1 + 2 / 3) / 2 + 49 * 2 / 3 + 1 / 3) / 100
-    assert scores.ap.tolist() == [[pytest.approx(area, abs=1e-9)] * 10]
-
-
 def test_classes_images_and_instances() -> None:
     exact = score_classes([record(k, [hit(0.9, k % 2), hit(0.8, 1)], [k % 2, 1]) for k in range(6)])
     assert exact.means() == pytest.approx(dict(zip(DETECTION_METRICS, (1, 1, PERFECT, PERFECT), strict=True)))
