@@ -453,11 +453,3 @@ def test_cocos_own_layout(tmp_path: Path, images: str) -> None:
         assert spec.entries["val"] == ("annotations/instances_val2017.json",)
     assert spec.images("train") == [tmp_path / images / f"{k}.png" for k in range(3)]
     assert spec.annotation_file("train", []) == tmp_path / "annotations/instances_train2017.json"
-
-
-def test_other_folders_are_an_error(tmp_path: Path) -> None:
-    for name in ("yolo/images/train", "yolo/labels/train", "splits/train", "splits/valid", "splits/test"):
-        write_image(tmp_path / name / "a.png")
-    for folder in ("yolo", "splits"):
-        with pytest.raises(UserError, match=folder):
-            read_data(str(tmp_path / folder))
