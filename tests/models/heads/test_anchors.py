@@ -30,10 +30,10 @@ NEW = {0: "dog", 1: "cell", 2: "person"}
 
 def match_target(
     centre: tuple[float, float], size: tuple[float, float] = (1, 1), threshold: float = 4.0
-) -> tuple[dict[tuple[int, int], list[float]], list[int]]:
+) -> tuple[set[tuple[int, int]], list[int]]:
     """Match a target in cells, of image 3, on a map 6 cells wide and 4 high with anchors 1 x 1 and 8 x 8.
 
-    Returns the target's box relative to each matched cell, by its row and column, and the anchors.
+    Returns the matched cells, each by its row and column, and the anchors.
     """
     grid = torch.tensor([6, 4])
     row = torch.cat((torch.tensor([3, 1]), torch.tensor(centre) / grid, torch.tensor(size) / grid))
@@ -44,7 +44,7 @@ def match_target(
     # Cells that do not match are on the map too.
     assert (set(images), set(rows) <= set(range(4)), set(columns) <= set(range(6))) == ({3}, True, True)
     which, anchors = (part.tolist() for part in matched.nonzero(as_tuple=True))
-    return {(rows[k], columns[k]): cells.box[0, k].tolist() for k in which}, anchors
+    return {(rows[k], columns[k]) for k in which}, anchors
 
 
 @pytest.mark.parametrize(
@@ -67,18 +67,12 @@ def match_target(
 )
 def test_cell_of_the_centre_and_near_neighbours(centre: tuple[float, float], neighbours: list[tuple[int, int]]) -> None:
     cells, anchors = match_target(centre)
-    assert set(cells) == {(int(centre[1]), int(centre[0])), *neighbours}
+    assert cells == {(int(centre[1]), int(centre[0])), *neighbours}
     assert set(anchors) == {0}  # the second anchor is 8 times as large
 
 
-def test_box_is_relative_to_the_matched_cell() -> None:
-    cells, _ = match_target((2.25, 1.75), (1, 1.5))
-    assert cells == {
-        (1, 2): pytest.approx([0.25, 0.75, 1, 1.5]),
-        (1, 1): pytest.approx([1.25, 0.75, 1, 1.5]),
-        (2, 2): pytest.approx([0.25, -0.25, 1, 1.5]),
-    }
-    assert match_target((6, 4))[0] == {(3, 5): [1, 1, 1, 1]}  # the far edge belongs to the last cell
+def test_the_far_edge_belongs_to_the_last_cell() -> None:
+    assert match_target((6, 4))[0] == {(3, 5)}
 
 
 @pytest.mark.parametrize(
