@@ -217,12 +217,6 @@ def cvat_coco(folder: Path) -> Path:
     return folder
 
 
-def coco_beside_photos(folder: Path) -> Path:
-    """Roboflow's COCO without a split."""
-    write_text(folder / "_annotations.coco.json", coco_text(write_split("train", folder)))
-    return folder
-
-
 def coco_by_name(folder: Path) -> Path:
     """COCO files named after their splits, with the images in one folder of any name."""
     for split in ("train", "val"):
@@ -351,7 +345,7 @@ BOX_LAYOUTS: dict[Layout, bool] = {
     **dict.fromkeys((roboflow_coco, coco, voc, roboflow_voc, roboflow_yolo), True),
     **dict.fromkeys((other_yaml, bare_yolo, coco_by_name), True),
     **dict.fromkeys((coco_file, kaggle, cvat_yolo, list_file, label_studio, labelimg), False),
-    **dict.fromkeys((cvat_coco, coco_beside_photos, voc_of_any_name), False),
+    **dict.fromkeys((cvat_coco, voc_of_any_name), False),
     **dict.fromkeys((roboflow_csv, tensorflow_csv, via), True),
     **dict.fromkeys((open_images, keras_csv, labelme, pets), False),
 }
