@@ -1,4 +1,4 @@
-"""Tests of the sources of detect.py: which items a source has, their frames in order, and unreadable items."""
+"""Tests of the sources of detect.py: which items a source has, and their frames in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Box formats, overlap and bounds of logits, by hand."""
+"""Box formats and overlap, by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tasks share: optional methods of predictions and the flags that need them, constants, class weights."""
+"""What tasks share: optional methods of predictions and the flags that need them, class weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags of the scripts: defaults, ranges, what each says of itself, and values as the types of fields."""
+"""The flags of the scripts: defaults, what each says of itself, and values as the types of fields."""
 
 from __future__ import annotations
 
