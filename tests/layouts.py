@@ -170,11 +170,6 @@ def cvat_yolo(folder: Path) -> Path:
     return folder
 
 
-def darknet_file(folder: Path) -> Path:
-    """The .data file of the same."""
-    return cvat_yolo(folder) / "obj.data"
-
-
 def list_file(folder: Path) -> Path:
     """The list of the same, of another name."""
     return (cvat_yolo(folder) / "train.txt").rename(folder / "photos.txt")
@@ -219,12 +214,6 @@ def cvat_coco(folder: Path) -> Path:
     """CVAT's COCO 1.0, here in UTF-16."""
     text = coco_text(write_split("train", folder / "images/default"))
     write_text(folder / "annotations/instances_default.json", text, "utf-16")
-    return folder
-
-
-def coco_beside_photos(folder: Path) -> Path:
-    """Roboflow's COCO without a split."""
-    write_text(folder / "_annotations.coco.json", coco_text(write_split("train", folder)))
     return folder
 
 
@@ -355,8 +344,8 @@ Layout = Callable[[Path], Path]  # draws a data set into a folder; returns what 
 BOX_LAYOUTS: dict[Layout, bool] = {
     **dict.fromkeys((roboflow_coco, coco, voc, roboflow_voc, roboflow_yolo), True),
     **dict.fromkeys((other_yaml, bare_yolo, coco_by_name), True),
-    **dict.fromkeys((coco_file, kaggle, cvat_yolo, darknet_file, list_file, label_studio, labelimg), False),
-    **dict.fromkeys((cvat_coco, coco_beside_photos, voc_of_any_name), False),
+    **dict.fromkeys((coco_file, kaggle, cvat_yolo, list_file, label_studio, labelimg), False),
+    **dict.fromkeys((cvat_coco, voc_of_any_name), False),
     **dict.fromkeys((roboflow_csv, tensorflow_csv, via), True),
     **dict.fromkeys((open_images, keras_csv, labelme, pets), False),
 }

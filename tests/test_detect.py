@@ -311,19 +311,6 @@ def test_a_folder_with_videos(
     assert str(tmp_path / "b.gif") in capsys.readouterr().out
 
 
-def test_the_size_is_that_of_the_training(detector: Path, classifier: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The default is in the weights; another is rounded up to whole strides. Both are printed, unless `quiet`."""
-    how: list[tuple[str | Path, dict[str, Any], tuple[int, int], str]] = [
-        *((detector, {}, (96, 96), "96"), (classifier, {}, (64, 64), "64")),
-        *((detector, {"quiet": True}, (96, 96), ""), (detector, {"imgsz": (90, 128)}, (96, 128), "96 128")),
-    ]
-    for weights, given, sides, printed in how:
-        assert Predictor(weights, device="cpu", **given).size.sides == sides
-        out = capsys.readouterr().out
-        assert out.count("\n") == bool(printed)
-        assert printed in out
-
-
 def test_a_classifier(classifier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its probabilities; without a size, images have that of the training."""
     image, model = noise(90, 70), Predictor(classifier, device="cpu")
@@ -452,9 +439,10 @@ def test_a_folder_with_everything(
     broken += [folder / name for name in ("empty.jpg", "text.jpg", "bad.mp4")]
     for file, content in zip(broken[5:], (b"", b"nothing", b"\0\0\0\x18ftypmp42" + bytes(90)), strict=True):
         file.write_bytes(content)
-    broken += [folder / "gone.jpg", folder / "pipe.jpg"]
+    broken += [folder / name for name in ("gone.jpg", "pipe.jpg", "pipe.mp4")]
     (folder / "gone.jpg").symlink_to(folder / "nowhere.jpg")
-    os.mkfifo(folder / "pipe.jpg")
+    for pipe in broken[-2:]:
+        os.mkfifo(pipe)
     write_video(folder / "clip.avi", "MJPG", *[image] * 5)
     printed = run_script(
         "detect.py", "--weights", str(detector), "--source", str(folder), str(folder / "*.png"), "--imgsz", str(SIDE),

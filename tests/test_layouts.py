@@ -124,15 +124,12 @@ REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "KITTI": ({"training/x/a.jpg": "X", "training/y/a.txt": f"Car 0 0 -1.58{' 1.5' * 11}\n"}, ("1 image", "-if kitti")),
     "archive": ({"x.zip": "a"}, ("unpack",)),
     "no images": ({"labels/a.txt": "0 .5 .5 .1 .1", "classes.txt": "a"}, ("classes.txt", "1 .txt file", "no images")),
+    "photos in splits": ({f"{split}/a.jpg": "X" for split in ("train", "valid", "test")}, ("no label files",)),
     "misplaced": ({"photos/a.jpg": "X", "txt/a.txt": "0 .5 .5 .1 .1"}, ("1 image", "photos/a.txt")),
     "two COCO files": ({"a.json": coco_text([]), "b.json": coco_text([])}, ("a.json, b.json",)),
     "two years of COCO": (
         {f"annotations/instances_train{year}.json": "{}" for year in (2014, 2017)},
         ("train2014.json, annotations/instances_train2017.json", "`train:`", "--data", "set/annotations/instances"),
-    ),
-    "COCO of cats and of dogs": (
-        {"train_cats.json": coco_text([]), "train_dogs.json": coco_text([]), "val.json": coco_text([])},
-        ("`train` (train_cats.json, train_dogs.json)", "set/train_cats.json"),
     ),
     "two batches of COCO": (
         {f"batch{k}/{split}.json": coco_text([]) for k in (1, 2) for split in ("train", "val")},
@@ -182,11 +179,6 @@ def test_a_file_of_another_format_is_named(name: str, text: str, named: str, tmp
     write_text(tmp_path / name, text)
     with pytest.raises(UserError, match=f"{name}.* {named}"):
         read_data(str(tmp_path / name))
-
-
-def test_classes_without_names_are_numbered(tmp_path: Path) -> None:
-    (bare_yolo(tmp_path) / "classes.txt").unlink()
-    assert read_data(str(tmp_path)).names == {0: "0", 1: "1", 2: "2"}
 
 
 @pytest.mark.parametrize("task", KINDS)

@@ -23,17 +23,15 @@ import torch
 
 import detect
 import export
-import hubconf
-import train
 import val
 from data.dataset import DataOptions, data_source
 from models.tasks import TASKS, add_tasks
 from models.tasks.contract import Task, Thresholds
 from models.weights import read_weights
-from tests.conftest import ROOT, CallMain, OnProcesses, RunScript
+from tests.conftest import ROOT, CallMain, RunScript
 from tests.curves import killed_and_moved, refused, rows
 from tests.making import plain, write_image, write_yaml
-from tests.whole_runs import Parts, opened_files, within
+from tests.whole_runs import Parts, within
 from utils.distributed.launch import reset_accelerate
 from utils.errors import UserError
 from utils.files import read_yaml
@@ -178,16 +176,6 @@ def test_the_same_bytes_on_one_and_two_processes(
     assert as_points(trained.with_name("killed")) == as_points(trained)
 
 
-def test_one_process_writes(
-    user: None, on_processes: OnProcesses, package: Path, keypoints: Path, trained: Path, tmp_path: Path
-) -> None:
-    flags = ("--weights", str(trained), "--task-file", str(package), "--data", str(keypoints), "--device", "cpu")
-    project = str(tmp_path / "runs")
-    first, second = on_processes(2, opened_files, val.main, (*flags, "--workers", "0", "--project", project), project)
-    assert any("points.csv" in name for name in first)
-    assert second == []
-
-
 def test_the_other_scripts(user: None, trained: Path, package: Path, keypoints: Path, tmp_path: Path) -> None:
     """The weights name the task, and so does the file that is exported."""
     best, last = (Path(shutil.copy(trained / "weights" / name, tmp_path)) for name in ("best.pt", "last.pt"))
@@ -228,26 +216,6 @@ def test_another_user(
     for more in ({"task_file": package}, {}):
         with another_process():
             detect.run(**how, **more, source=source)
-
-
-NAN_FITNESS = """
-from dataclasses import replace
-
-HeatmapMetrics.right = HeatmapMetrics.summarise
-HeatmapMetrics.summarise = lambda self, records: replace(self.right(records), fitness=float("nan"))
-"""
-
-
-def test_python(user: None, keypoints: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Hyperparameters of the task are arguments. A fitness of NaN is the worst, and the run has its best weights."""
-    package = copied(tmp_path, "metrics.py", NAN_FITNESS)
-    quiet: dict[str, Any] = {"device": "cpu", "workers": 0, "noplots": True, "log_with": "none", "project": tmp_path}
-    with another_process():
-        result = train.run(task=package, cfg=package / "model.yaml", data=keypoints, fliplr=0.25, epochs=2, **quiet)
-        best = Path(result["folder"], "weights", "best.pt")
-        assert type(hubconf.custom(best, task_file=package, device="cpu").task).__name__ == "HeatmapTask"
-    assert "best epoch: 1 of 2" in capfd.readouterr().out
-    assert read_yaml(tmp_path / "exp" / "settings.yaml")["hyperparameters"]["fliplr"] == 0.25
 
 
 # What a task does wrong

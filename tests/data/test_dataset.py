@@ -14,10 +14,9 @@ import pytest
 from data.data_yaml import read_spec
 from data.dataset import DataOptions, data_source, log_split, split_identity
 from data.detection import DetectionData
-from tests.making import label_file, plain, write_image, write_yaml
+from tests.making import write_image, write_yaml
 from utils.batch import Instances
 from utils.config.flags import TrainOptions
-from utils.errors import UserError
 
 
 def test_options_are_flags() -> None:
@@ -78,15 +77,3 @@ def test_the_first_five_of_many_problems_are_logged_and_the_others_counted(capsy
         lines = capsys.readouterr().out.splitlines()
         assert lines[:6] == ["val: x", *(f"warning: {number}.png: torn; left out" for number in range(5))]
         assert [line.split()[1] for line in lines[6:]] == ["2"] * (count == 7)
-
-
-def test_strict_raises_the_first_problem_without_its_consequence(tmp_path: Path) -> None:
-    image = write_image(tmp_path / "images/a.png", None, "0 .5 .5 .5 .5")
-    file = write_yaml(tmp_path / "data.yaml", {"train": "images", "val": "v", "names": ["cat"]})
-    data = data_source(str(file), "data.detection:DetectionData").open(32, 32, DataOptions(strict=True))
-    assert len(data.split("train").images) == 1
-    write_image(tmp_path / "images/small.png", plain(4, 4))
-    label_file(image).write_text("0 .5 .5 .5 .5\n0 .5")
-    with pytest.raises(UserError, match=r"a\.txt, line 2: .* \(--strict; 2 such problems in train\)$") as caught:
-        data.split("train")
-    assert "left out" not in str(caught.value)

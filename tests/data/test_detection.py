@@ -27,7 +27,7 @@ from data.dataset import DataOptions, empty_pixels
 from data.detection import DetectionData, to_tensors
 from data.segmentation import SegmentationData
 from tests.making import label_file, plain, write_image, write_yaml
-from utils.batch import Batch, Placement
+from utils.batch import Placement
 from utils.config.hyperparameters import Hyperparameters
 from utils.distributed import ranks
 from utils.errors import UserError
@@ -49,19 +49,19 @@ class Stretched(DetectionData):
     fit = "stretch"
 
 
-def data_of(folder: Path, names: int = 3, imgsz: int = 64, **options: Any) -> DetectionData:
+def data_of(folder: Path, names: int = 3, imgsz: int = 64, kind: Any = DetectionData, **options: Any) -> Any:
     """Open the data set whose images are in `folder`/images, for training and validation alike."""
     content = {"train": "images", "val": "images", "names": [f"class {number}" for number in range(names)]}
-    return DetectionData(read_spec(write_yaml(folder / "data.yaml", content)), imgsz, 32, DataOptions(**options))
+    return kind(read_spec(write_yaml(folder / "data.yaml", content)), imgsz, 32, DataOptions(**options))
 
 
-def epoch_of(data: DetectionData, hyp: Hyperparameters, batch_size: int = 4, epoch: int = 0) -> list[Batch]:
+def epoch_of(data: DetectionData, hyp: Hyperparameters, batch_size: int = 4, epoch: int = 0) -> list[Any]:
     loader: Any = data.train_loader(data.split("train", hyp), batch_size, hyp, seed=3)
     loader.batch_sampler.set_epoch(epoch)
     return list(loader)
 
 
-def evaluation_batch(data: DetectionData, square: bool = True) -> Batch:
+def evaluation_batch(data: DetectionData, square: bool = True) -> Any:
     """Return the one batch of a small validation split."""
     split = data.split("val")
     (batch,) = data.evaluation_loader(split, data.evaluation_batches(split, batch_size=16, square=square))
@@ -124,20 +124,6 @@ def test_little_memory_changes_no_pixel(folder: Path, hyp: Hyperparameters, monk
         for batch, same in zip(batches, expected, strict=True):
             assert torch.equal(batch.images, same.images)
             assert torch.equal(batch.targets, same.targets)
-
-
-def test_without_augmentation_targets_are_the_labels_in_the_letterbox(tmp_path: Path) -> None:
-    pixels = np.zeros((32, 64, 3), np.uint8)
-    pixels[8:16, 16:48] = 255
-    # x 16 to 48 of 64, y 8 to 16 of 32; in the square 16 rows lower
-    write_image(tmp_path / "images/a.png", pixels, "2 0.5 0.375 0.5 0.25")
-    (batch,) = epoch_of(data_of(tmp_path), NOTHING, batch_size=1)
-    wanted = torch.full((3, 64, 64), 114, dtype=torch.uint8)
-    wanted[:, 16:48] = 0
-    wanted[:, 24:32, 16:48] = 255
-    assert torch.equal(batch.images[0], wanted)
-    assert batch.targets.tolist() == [[0, 2, 0.5, 28 / 64, 0.5, 8 / 64]]
-    assert batch.infos[0].placement == Placement((0, 0), (0, 0))
 
 
 def test_an_epoch_is_what_it_was_when_first_released(folder: Path) -> None:

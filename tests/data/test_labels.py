@@ -114,29 +114,6 @@ def test_a_label_file_that_cannot_be_used_leaves_its_image_out(images: list[Path
     assert all(problem.startswith(str(file)) for problem in problems)
 
 
-@pytest.mark.parametrize("content", [b"", b"no image", b"\x89PNG\r\n\x1a\n", None, (9, 40), (40, 9), (10, 10)])
-def test_an_unreadable_or_tiny_image_is_left_out(images: list[Path], content: bytes | tuple[int, int] | None) -> None:
-    images[0].unlink()
-    if isinstance(content, bytes):
-        images[0].write_bytes(content)
-    elif content:
-        write_image(images[0], plain(*content))
-    size, rows, problems, _ = scan_image(images[0])
-    if content == (10, 10):
-        assert (size, len(rows), problems) == (content, 1, [])
-    else:
-        assert (size, len(rows), [problem.partition(":")[0] for problem in problems]) == ((0, 0), 0, [str(images[0])])
-
-
-def test_an_empty_file_and_a_byte_order_mark(images: list[Path]) -> None:
-    for encoding, end in (("utf-8-sig", "\r\n"), ("utf-16", "\r")):
-        text = f"1 0.5 0.5 0.25 0.25{end}2 0.5 0.5 0.5 0.5{end}"
-        label_file(images[0]).write_bytes(text.encode(encoding))
-        assert scan_image(images[0]).rows.tolist() == [[1, 0.5, 0.5, 0.25, 0.25], [2, 0.5, 0.5, 0.5, 0.5]]
-    write_label(images[0], "", "  ")
-    assert scan_image(images[0])[::2] == ((20, 10), [])
-
-
 def test_a_pipe_is_left_out_without_waiting(images: list[Path]) -> None:
     image, label = images[0], label_file(images[1])
     for file in (image, label):

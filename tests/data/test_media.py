@@ -1,4 +1,4 @@
-"""Tests of the sources of detect.py: which items a source has, their frames in order, and unreadable items."""
+"""Tests of the sources of detect.py: which items a source has, and their frames in order."""
 
 from __future__ import annotations
 
@@ -99,26 +99,6 @@ def test_frames_of_a_folder(folder: Path) -> None:
     assert not media.problems
     assert [frame.number for frame in frames[2:]] == brightness(frames[2:]) == list(range(FRAMES))
     assert [frame.fps for frame in frames] == [0.0] * 2 + [10.0] * FRAMES
-
-
-def test_unreadable_items_are_reported_and_the_others_are_read(folder: Path) -> None:
-    """A pipe is not opened: to read it may wait forever."""
-    (folder / "a.JPG").write_bytes(b"no picture")
-    (folder / "c.mp4").write_bytes(b"no video")
-    (folder / "gone.jpg").symlink_to(folder / "nowhere.jpg")
-    for name in ("pipe.jpg", "pipe.mp4"):
-        os.mkfifo(folder / name)
-    content = (folder / "v.avi").read_bytes()
-    (folder / "w.avi").write_bytes(content[: len(content) // 2])
-    media = Media([*find_media(str(folder)), MediaItem("picture", "missing.png")], stride=3)
-    frames = list(media)
-    read = [Path(frame.item.name).name for frame in frames]
-    assert [frame.number for frame in frames[1:4]] == brightness(frames[1:4]) == [0, 3, 6]
-    assert read[:4] == ["b.png", *["v.avi"] * 3]
-    assert read.count("w.avi") < 3
-    bad = ("a.JPG", "c.mp4", "gone.jpg", "pipe.jpg", "pipe.mp4", "w.avi")
-    named = [problem.split(" cannot")[0].split(" is not")[0] for problem in media.problems]
-    assert named == [*(str(folder / name) for name in bad), "missing.png"]
 
 
 def test_a_video_whose_sound_is_longer_is_whole(tmp_path: Path) -> None:

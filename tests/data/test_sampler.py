@@ -171,12 +171,6 @@ def test_images_are_sampled_in_proportion_to_their_weights() -> None:
     assert {len(sample.partners) for sample in samples} == {7}
 
 
-@pytest.mark.parametrize("close", range(8))
-def test_the_last_epochs_are_not_mixed(close: int) -> None:
-    sampling = Sampling(close_mosaic=close, epochs=5)
-    assert [sampling.mixes(epoch) for epoch in range(5)] == [epoch < 5 - close for epoch in range(5)]
-
-
 def test_rectangular_batches_keep_their_shape_at_another_size() -> None:
     plain, scaled = batches_of(Sampling(rect=True), 2), batches_of(Sampling(rect=True, multi_scale=True), 2)
     zooms = set()

@@ -5,7 +5,6 @@ The promises that all data sets share are in test_contract.py.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.data_yaml import read_spec
-from data.dataset import DataOptions
 from data.polygons import Polygons
 from data.segmentation import SegmentationData, TargetMasks, evaluation_masks, training_masks
-from tests.making import noise, write_image, write_yaml
+from tests.data.test_detection import NOTHING, data_of, epoch_of, evaluation_batch
+from tests.making import noise, write_image
 from utils.batch import SegmentationBatch
-from utils.config.hyperparameters import Hyperparameters
-
-NOTHING = Hyperparameters(
-    hsv_h=0.0, hsv_s=0.0, hsv_v=0.0, translate=0.0, scale=0.0, fliplr=0.0, mosaic=0.0
-)  # no augmentation at all
-EVERYTHING = Hyperparameters(
-    hsv_h=0.0, hsv_s=0.0, hsv_v=0.0, degrees=10.0, translate=0.1, scale=0.5, shear=2.0, perspective=0.0005,
-    flipud=0.5, fliplr=0.5, mosaic=1.0, copy_paste=0.3,
-)  # fmt: skip
-UPRIGHT = replace(EVERYTHING, degrees=0.0, shear=0.0, perspective=0.0)
-
-
-def data_of(folder: Path, imgsz: int = 64, **options: Any) -> SegmentationData:
-    """Open the data set whose images are in `folder`/images, for training and validation alike."""
-    content = {"train": "images", "val": "images", "names": ["one", "two", "three"]}
-    return SegmentationData(read_spec(write_yaml(folder / "data.yaml", content)), imgsz, 32, DataOptions(**options))
-
-
-def epoch_of(data: SegmentationData, hyp: Hyperparameters, batch_size: int = 4) -> list[SegmentationBatch]:
-    return list(data.train_loader(data.split("train", hyp), batch_size, hyp, seed=3))
-
-
-def evaluation_batch(data: SegmentationData, square: bool = True) -> SegmentationBatch:
-    """Return the one batch of a small validation split."""
-    split = data.split("val")
-    (batch,) = data.evaluation_loader(split, data.evaluation_batches(split, batch_size=16, square=square))
-    return batch
 
 
 def whole_masks(windows: np.ndarray, pixels: np.ndarray, height: int, width: int) -> list[np.ndarray]:
@@ -68,40 +39,11 @@ def masks_of(batch: SegmentationBatch) -> list[np.ndarray]:
     return whole_masks(batch.windows, batch.mask_pixels.numpy(), height // 4, width // 4)
 
 
-@pytest.fixture
-def diamonds(tmp_path: Path) -> Path:
-    """A data set of six images with a white diamond on black."""
-    ys, xs = np.mgrid[:64, :64] + 0.5
-    pixels = np.where(abs(xs - 32) + abs(ys - 32) < 24, 255, 0).astype(np.uint8)[..., None].repeat(3, 2)
-    for number in range(6):
-        write_image(tmp_path / f"images/{number}.png", pixels, "1 0.5 0.125 0.875 0.5 0.5 0.875 0.125 0.5")
-    return tmp_path
-
-
-@pytest.mark.parametrize("hyp", [UPRIGHT, EVERYTHING], ids=["upright", "everything"])
-def test_masks_and_boxes_follow_the_pixels(diamonds: Path, hyp: Hyperparameters) -> None:
-    masked = 0
-    for batch in epoch_of(data_of(diamonds, imgsz=128), hyp):
-        brightness = batch.images[:, 0].reshape(-1, 32, 4, 32, 4)[:, :, 1:3, :, 1:3].float().mean((2, 4)).numpy()
-        for mask, target in zip(masks_of(batch), batch.host_targets, strict=True):
-            pixels = brightness[int(target[0])]
-            if mask.sum() < 60:
-                continue  # mostly edges
-            assert pixels[mask].mean() > 200
-            x, y, width, height = target[2:] * 128
-            rows, columns = np.nonzero(mask)
-            around = np.array([columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]) * 4
-            box = np.array([x - width / 2, y - height / 2, x + width / 2, y + height / 2])
-            assert np.abs(around - box).max() < 7
-            masked += 1
-    assert masked > 5
-
-
 def test_without_augmentation_masks_are_the_labels(tmp_path: Path) -> None:
     """A triangle and a box, which is on top, for it has less pixels; in a letterbox of 64 x 64."""
     rows = ("2 0.25 0.25 0.25 0.5", "1 0 0 1 0 0 1")
     write_image(tmp_path / "images/a.png", noise(64, 32), *rows)
-    (batch,) = epoch_of(data_of(tmp_path), NOTHING, batch_size=1)
+    (batch,) = epoch_of(data_of(tmp_path, kind=SegmentationData), NOTHING, batch_size=1)
     assert isinstance(batch, SegmentationBatch)
     assert batch.targets.tolist() == [[0, 1, 0.5, 0.5, 1, 0.5], [0, 2, 0.25, 0.375, 0.25, 0.25]]
     assert np.array_equal(batch.host_targets, batch.targets.numpy())
@@ -113,17 +55,16 @@ def test_without_augmentation_masks_are_the_labels(tmp_path: Path) -> None:
     assert not (triangle & box).any()
     assert triangle.sum() == pytest.approx(16 * 8 / 2 - 15, abs=8)
     assert batch.infos[0].outlines == ()
-    (batch,) = epoch_of(data_of(tmp_path, no_overlap=True), NOTHING, batch_size=1)
+    (batch,) = epoch_of(data_of(tmp_path, no_overlap=True, kind=SegmentationData), NOTHING, batch_size=1)
     assert batch.targets[:, 1].tolist() == [2, 1]
     assert (masks_of(batch)[0] & masks_of(batch)[1]).sum() > 10
 
 
-def test_an_evaluated_mask_has_all_its_pixels_and_its_outline(diamonds: Path) -> None:
-    write_image(diamonds / "images/wide.png", noise(128, 32), "0 0.5 0.5 0.5 0.5", "0 0 0 0.5 0 0.5 1 0 1")
-    batch = evaluation_batch(data_of(diamonds))
-    *_, first, second = masks_of(batch)
-    info = batch.infos[-1]
-    assert Path(info.path).name == "wide.png"
+def test_an_evaluated_mask_has_all_its_pixels_and_its_outline(tmp_path: Path) -> None:
+    write_image(tmp_path / "images/wide.png", noise(128, 32), "0 0.5 0.5 0.5 0.5", "0 0 0 0.5 0 0.5 1 0 1")
+    batch = evaluation_batch(data_of(tmp_path, kind=SegmentationData))
+    first, second = masks_of(batch)
+    (info,) = batch.infos
     # In a letterbox of 64 x 16 from row 24 on: x 16 to 48, y 28 to 36, and x 0 to 32, y 24 to 40.
     assert (second[6:10, :8].all(), second.sum()) == (True, 32)
     assert first[7:9, 4:12].all()

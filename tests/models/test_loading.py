@@ -27,12 +27,6 @@ from utils.files import read_yaml
 # The work of a model
 
 
-def test_the_work_of_a_convolution_by_hand() -> None:
-    model = nn.Conv2d(3, 5, 3, padding=1)
-    assert count_gflops(model, 10) == pytest.approx(2 * 3 * 5 * 9 * 100 / 1e9)
-    assert next(model.parameters()).device.type == "cpu"
-
-
 class Scaled(nn.Conv2d):
     """A network with a buffer that no state dict contains; it may read values."""
 

@@ -44,16 +44,6 @@ def content(**changes: Any) -> dict[str, Any]:
 # Usable files
 
 
-def test_a_file_of_train_py(file: Path) -> None:
-    state = {"w": torch.rand(2, 3), "n": torch.tensor(4), "h": torch.ones(2, dtype=torch.float16)}
-    torch.save(content(state=state), file)
-    weights = read_weights(str(file))
-    torch.testing.assert_close(weights.state, {**state, "h": torch.ones(2)}, rtol=0, atol=0, check_dtype=True)
-    values = (weights.model, weights.names, weights.task, weights.settings, weights.source)
-    assert values == ({"nc": 1}, {0: "a"}, "detect", {"epochs": 3}, "lockstep")
-    assert weights.origin.licence == "unknown"
-
-
 def test_a_safetensors_file_holds_what_a_pt_holds(file: Path) -> None:
     """Its bytes depend on that alone."""
     shared = torch.rand(4, 3)

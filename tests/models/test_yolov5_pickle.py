@@ -118,16 +118,6 @@ def save_as_yolov5(
 # YOLOv5's files
 
 
-def test_official_file(shared: Path) -> None:
-    official = read_weights(shared / "weights" / "yolov5n.pt")
-    assert (official.task, official.source, len(official.names), official.names[16]) == ("detect", "yolov5", 80, "dog")
-    assert official.model is not None
-    assert official.model["backbone"][0] == [-1, 1, "Conv", [64, 6, 2, 2]]
-    model = build_model("yolov5n.yaml")
-    assert transfer(model, official.state) == (349, 349, [])
-    torch.testing.assert_close(model.state_dict(), official.state, rtol=0, atol=0, check_dtype=True)
-
-
 @pytest.mark.parametrize(("ema", "expected"), [(Pickled(2.0), 2.0), (None, 1.0)])
 def test_the_ema_is_preferred_and_other_values_are_ignored(ema: Any, expected: float, file: Path) -> None:
     others = {

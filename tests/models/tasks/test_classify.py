@@ -224,26 +224,15 @@ def criterion(label_smoothing: float = 0.0) -> ClassificationCriterion:
     return make(label_smoothing).criterion(Identity())
 
 
-@pytest.mark.parametrize(
-    ("smoothing", "targets", "expected"),
-    [
-        (0.0, [[0, 0, 1], [1, 0, 0]], LN3 + LN2),
-        (0.3, [[0, 0, 1], [0, 1, 0]], LN3 + 0.1 * LN2 + 0.9 * 2 * LN2),  # 0.7 for the class, and 0.1 for each
-        (0.0, [[0.5, 0, 0.5], [0.25, 0.75, 0]], LN3 + 0.25 * LN2 + 0.75 * 2 * LN2),
-        (0.3, [[0.5, 0, 0.5], [0.25, 0.75, 0]], LN3 + 0.275 * LN2 + 0.725 * 2 * LN2),  # 0.7 x 0.25 + 0.1, the others
-    ],
-)
-def test_losses_by_hand(smoothing: float, targets: list[list[float]], expected: float) -> None:
-    terms = criterion(smoothing)(LOGITS, of_classes(0, 0, targets=targets))
-    assert terms.sums.tolist() == [[pytest.approx(expected)]]
-    assert terms.counts.tolist() == [[2]]
-    assert terms.local_means().tolist() == [pytest.approx(expected / 2)]
-
-
 def test_the_loss_equals_torchs_cross_entropy() -> None:
-    """The objective is the mean over the images, not the sum as a detector's. Shares of processes add up."""
+    """Of shares of classes too. The objective is the mean over the images, not the sum as a detector's. Processes'
+    parts add up."""
     logits, labels = torch.randn(16, 3, dtype=torch.float64, requires_grad=True), torch.randint(3, (16,))
+    shares = torch.rand(16, 3, dtype=torch.float64).softmax(1)
+    mixed = criterion(0.1)(logits, of_classes(*labels.tolist(), targets=shares.tolist()))
+    torch.testing.assert_close(mixed.local_means(), cross_entropy(logits, shares, label_smoothing=0.1).view(1))
     terms = criterion(0.1)(logits, of_classes(*labels.tolist()))
+    assert terms.counts.tolist() == [[16]]
     expected = cross_entropy(logits, labels, label_smoothing=0.1)
     torch.testing.assert_close(terms.local_means(), expected.view(1))
     (gradient,) = torch.autograd.grad(criterion().objective(terms.local_means(), images=16), logits)

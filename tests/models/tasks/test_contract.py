@@ -1,4 +1,4 @@
-"""What tasks share: optional methods of predictions and the flags that need them, constants, class weights."""
+"""What tasks share: optional methods of predictions and the flags that need them, class weights."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from models.ensemble import Members
 from models.tasks import TASKS, TaskEntry
 from models.tasks.classify import ClassificationTask
-from models.tasks.contract import OPTIONAL_METHODS, Image, Prediction, device_constant, weights_by_class
+from models.tasks.contract import OPTIONAL_METHODS, Image, Prediction, weights_by_class
 from tests.making import CLASS_NAMES
 from utils.config.flags import ValOptions
 from utils.errors import UserError
@@ -72,16 +71,6 @@ def test_flags_for_a_method_that_is_left_out_are_refused(flag: str, method: str)
     prediction: Any = Count(0, "a.jpg", {0: "thing"}, 3)
     with pytest.raises(UserError, match=f"^--{flag.replace('_', '-')} "):
         getattr(prediction, method)(*([np.zeros((4, 4, 3), np.uint8)] if method == "crops" else []))
-
-
-def test_a_constant_is_copied_once_and_serves_in_training() -> None:
-    with torch.inference_mode():
-        constant = device_constant((0.5, 2.0), torch.device("cpu"))
-    assert constant is device_constant((0.5, 2.0), torch.device("cpu"))
-    weight = torch.ones(2, requires_grad=True)
-    (weight * constant).sum().backward()  # a tensor of the inference mode would raise an error here
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [0.5, 2.0]
 
 
 def test_class_weights_in_the_order_of_the_classes() -> None:

@@ -46,18 +46,6 @@ def summary_of(metrics: DetectionMetrics, boxes: Sequence[Tensor], *infos: Image
 # Records
 
 
-def test_record_by_hand() -> None:
-    info = image_info(image=7, size=(100, 50), rows=labels((1, 0.5, 0.5, 0.2, 0.8), (2, 0.1, 0.1, 0.1, 0.1)))
-    # The first label is 40, 5, 60, 45: an exact detection, three quarters of it, an exact one of another class.
-    boxes = torch.tensor([[40, 5, 60, 45, 0.9, 1], [40, 5, 60, 35, 0.8, 1], [40, 5, 60, 45, 0.7, 0]])
-    (record,) = image_records([boxes], [info])
-    assert record.image == 7
-    assert record.overlap == pytest.approx([1, 0.75, 0], abs=1e-6)
-    assert record.rival_overlap == pytest.approx([0, 1, 0], abs=1e-6)
-    assert record.confidence == pytest.approx([0.9, 0.8, 0.7])
-    assert (record.label.tolist(), record.true_label.tolist()) == ([1, 1, 0], [1, 2])
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_the_record_of_an_image_does_not_depend_on_the_others_and_is_compact(seed: int) -> None:
     boxes, infos = random_images(seed)
@@ -84,16 +72,6 @@ def hit(confidence: float, label: int = 0) -> tuple[float, ...]:
 
 def miss(confidence: float, label: int = 0) -> tuple[float, ...]:
     return confidence, label, 0.0, 0.0
-
-
-def test_average_precision_by_hand() -> None:
-    """Hit, miss, hit of 2 labels: recall 1/2, 1/2, 1 and precision 1, 1/2, 2/3; the envelope is 1, then 2/3.
-
-    By 101 points: 1 at 0 ... 0.49, 2/3 at 0.5 ... 0.99, 0 at 1.
-    """
-    scores = score_classes([record(0, [hit(0.9), miss(0.8), hit(0.7)], [0, 0])])
-    area = (49 * 1 + (1 + 2 / 3) / 2 + 49 * 2 / 3 + 1 / 3) / 100
-    assert scores.ap.tolist() == [[pytest.approx(area, abs=1e-9)] * 10]
 
 
 def test_classes_images_and_instances() -> None:

@@ -77,10 +77,12 @@ def test_loss_and_gradients_are_those_of_yolov5(mode: str, official: YoloModel, 
     agrees_with_yolov5(model, criterion, terms, len(images), reference[mode], "items_box_seg_obj_cls")
 
 
-def criterion_of(class_weights: tuple[float, ...] = ()) -> SegmentationCriterion:
+def criterion_of(
+    class_weights: tuple[float, ...] = (), label_smoothing: float = 0.0, **gains: float
+) -> SegmentationCriterion:
     head = build_model(tiny_segmenter()).head
     assert isinstance(head, Segment)
-    return SegmentationCriterion(AnchorKeys(box=BOX_GAIN), head, class_weights=class_weights)
+    return SegmentationCriterion(AnchorKeys(box=BOX_GAIN, **gains), head, label_smoothing, class_weights)
 
 
 def random_outputs(images: int = 3, dtype: torch.dtype = torch.float32, wide: int = 1) -> tuple[list[Tensor], Tensor]:
@@ -185,19 +187,22 @@ def test_images_without_masks(rows: list[list[float]], learns: bool) -> None:
     assert (means[1] > 0) == learns
 
 
-def test_class_weights_are_duplicated_objects() -> None:
-    """The mean over the masks of an image too."""
+@pytest.mark.parametrize("settings", [{}, {"fl_gamma": 1.5, "cls_pw": 2.0, "label_smoothing": 0.1}])
+def test_class_weights_are_duplicated_objects(settings: dict[str, float]) -> None:
+    """In all terms, as many images and any scale of the weights: only their ratio matters."""
     batch, outputs = random_batch(), random_outputs()
     repeats = np.array([1, 3, 2])[batch.host_targets[:, 1].astype(int)]
     masks = target_masks(batch, np.arange(len(batch.targets)), (MAP, MAP)).numpy() > 0
     rows = batch.host_targets.repeat(repeats, 0).tolist()
     duplicated = mask_batch(rows, list(masks.repeat(repeats, 0)), images=3)
     results = []
-    for criterion, given in ((criterion_of((1.0, 3.0, 2.0)), batch), (criterion_of(), duplicated)):
+    for weights, given in (((), duplicated), ((1.0, 3.0, 2.0), batch), ((0.01, 0.03, 0.02), batch)):
+        criterion = criterion_of(weights, **settings)
         means = criterion(outputs, given).local_means()
         results.append([means, *torch.autograd.grad(criterion.objective(means, 3), [*outputs[0], outputs[1]])])
-    for ours, expected in zip(*results, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+    for expected, *ours in zip(*results, strict=True):
+        for one in ours:
+            torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_training_step_reaches_every_parameter() -> None:

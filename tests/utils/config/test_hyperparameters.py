@@ -33,14 +33,6 @@ def hyperparameters(tmp_path: Path, text: str) -> Hyperparameters:
     return read_hyperparameters(str(path), Hyperparameters)
 
 
-def test_numbers_are_converted(tmp_path: Path) -> None:
-    recipe = hyperparameters(tmp_path, "lr0: 1e-3\nweight_decay: '5e-4'\nnbs: 32.0\nwarmup_epochs: 2\n")
-    assert (recipe.lr0, recipe.weight_decay, recipe.nbs, recipe.warmup_epochs) == (0.001, 0.0005, 32, 2.0)
-    assert (type(recipe.nbs), type(recipe.warmup_epochs)) == (int, float)
-    assert hyperparameters(tmp_path, "nbs: '1e2'").nbs == 100
-    assert hyperparameters(tmp_path, "nbs: 0").nbs == 0
-
-
 @pytest.mark.parametrize(
     ("text", "named"),
     [
