@@ -28,10 +28,10 @@ from data.dataset import DataOptions, data_source
 from models.tasks import TASKS, add_tasks
 from models.tasks.contract import Task, Thresholds
 from models.weights import read_weights
-from tests.conftest import ROOT, CallMain, RunScript
+from tests.conftest import ROOT, CallMain, OnProcesses, RunScript
 from tests.curves import killed_and_moved, refused, rows
 from tests.making import plain, write_image, write_yaml
-from tests.whole_runs import Parts, within
+from tests.whole_runs import Parts, opened_files, within
 from utils.distributed.launch import reset_accelerate
 from utils.errors import UserError
 from utils.files import read_yaml
@@ -174,6 +174,16 @@ def test_the_same_bytes_on_one_and_two_processes(
 
     killed_and_moved(train, run_script, trained, "--hyp", str(package / "hyp.yaml"))
     assert as_points(trained.with_name("killed")) == as_points(trained)
+
+
+def test_one_process_writes(
+    user: None, on_processes: OnProcesses, package: Path, keypoints: Path, trained: Path, tmp_path: Path
+) -> None:
+    flags = ("--weights", str(trained), "--task-file", str(package), "--data", str(keypoints), "--device", "cpu")
+    project = str(tmp_path / "runs")
+    first, second = on_processes(2, opened_files, val.main, (*flags, "--workers", "0", "--project", project), project)
+    assert any("points.csv" in name for name in first)
+    assert second == []
 
 
 def test_the_other_scripts(user: None, trained: Path, package: Path, keypoints: Path, tmp_path: Path) -> None:
