@@ -638,9 +638,8 @@ def _label_files(folder: Path) -> dict[str, Any] | None:
     content = content or next(({"train": name} for name in ("images", ".") if _is_labelled(folder / name)), None)
     if content == {"train": "."} and not any(any(folder.glob(pattern)) for pattern in CLASS_FILES):
         parts = ("images", "train", "train.txt")  # of a complete data set: two are not joined
-        inner = _folders_below(
-            folder, [lambda subfolder: {} if any(_is_labelled(subfolder / part) for part in parts) else None]
-        )
+        finds: list[Find] = [lambda place: {} if any(_is_labelled(place / part) for part in parts) else None]
+        inner = _folders_below(folder, finds)
         _only(folder, {"train": [str(subfolder.relative_to(folder)) for subfolder in inner]})
         beside = (label_name(str(file)) for file in folder.iterdir() if is_image(file.name))
         content = None if inner and not any(True for _ in _classes(beside)) else content

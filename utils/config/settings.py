@@ -75,9 +75,7 @@ class Settings:
         self, model_yaml: Mapping[str, Any], imgsz: int, batch_size: int, run_id: str, threads: int
     ) -> dict[str, Any]:
         """Return the content of settings.yaml, with the model's image size and what --batch-size -1 has measured."""
-        sizes: dict[str, Any] = (
-            {"imgsz": imgsz} if self.options.batch_size > 0 else {"imgsz": imgsz, "batch_size": batch_size}
-        )
+        sizes: dict[str, Any] = {"imgsz": imgsz} | ({} if self.options.batch_size > 0 else {"batch_size": batch_size})
         parts = {"hyperparameters": vars(self.hyp), "model": model_yaml, **self.origin}
         if version := package_version(self.options.optimizer):
             sizes["optimizer_version"] = version

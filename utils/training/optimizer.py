@@ -85,9 +85,7 @@ def log_optimizer(optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
     tensors = [0, 0, 0]
     for group, (_, kind) in zip(optimizer.param_groups, schedule.groups, strict=True):
         tensors[kind] += sum(parameter.requires_grad for parameter in group["params"])
-    decay = (
-        max(group["weight_decay"] for group in optimizer.param_groups) if "weight_decay" in optimizer.defaults else 0
-    )
+    decay = max(group["weight_decay"] for group in optimizer.param_groups) * ("weight_decay" in optimizer.defaults)
     shape = "cosine" if schedule.cosine else "linear"
     log(
         f"optimizer: {type(optimizer).__name__}(lr={schedule.peak:.3g}, {shape}), {plural(tensors[WEIGHT], 'weight')} "
