@@ -36,6 +36,7 @@ from utils.config.parser import given_flags
 from utils.console import log
 from utils.distributed.failure import barrier, run_main
 from utils.distributed.launch import cores_per_process, spawn, start
+from utils.distributed.ranks import broadcast_from_main
 from utils.errors import UserError
 from utils.files import format_paths, unique_stems, write_text
 from utils.python_api import call
@@ -147,10 +148,7 @@ def make_evaluator(
 
 
 def validate(flags: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page, in the order of a validation
-    """Validate as one of the processes, write the results and print them; return the evaluator, with its times.
-
-    Nothing is written before all input has been checked. Raises `UserError`.
-    """
+    """Validate as one of the processes; return the evaluator. Raises `UserError` before anything is written."""
     options = ValOptions(**flags)
     precision = "no" if options.half else options.mixed_precision
     run = Run(*start(options.device, precision, options.dist_timeout), options.quiet)
@@ -211,8 +209,7 @@ def validate(flags: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     with run.watchdog(options.dist_timeout):
         summary = evaluate(models)
     sources = [weights.origin.files[-1] for weights in members.weights.values()]
-    inputs = {"weights": sources, "classes": [*names.values()], split_name: split_inputs(split)}
-    write_results(evaluate, summary, options, split, first.imgsz, inputs)
+    write_results(evaluate, summary, options, split, first.imgsz, sources)
     if options.save_json:
         annotations = options.annotations or source.spec.annotation_file(split_name, split.images)
         stem = next(iter(members.files.values())).stem
@@ -221,11 +218,11 @@ def validate(flags: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
 
 
 def write_results(
-    evaluate: Evaluator, summary: Summary, options: ValOptions, split: Split, imgsz: int, inputs: Mapping[str, Any]
+    evaluate: Evaluator, summary: Summary, options: ValOptions, split: Split, imgsz: int, sources: Sequence[Any]
 ) -> None:
     """Write and draw the results of a validation, log them to the trackers, and print the metrics and times.
 
-    inputs: what they were made from, for receipt.yaml
+    sources: the origins of the weights, for receipt.yaml
     """
     run, device, times_speed = evaluate.run, evaluate.run.accelerator.device, options.task == "speed"
     run.files.write_documents(evaluate.metrics.documents(summary))
@@ -240,7 +237,10 @@ def write_results(
         log_times(times, options.batch_size if times_speed else 0, always=times_speed)
     run.on_main(lambda: summary.write_result(run.path))
     results = {name: float(value) for name, value in {**summary.columns(), "fitness": summary.fitness}.items()}
-    run.files.write_receipt(Receipt(dict(inputs), environment(device, run.accelerator), results), vars(options))
+    names, split_name = [*evaluate.inference.task.names.values()], "val" if times_speed else options.task
+    hashes = broadcast_from_main(partial(split_inputs, split))
+    inputs = {"weights": [*sources], "classes": names, split_name: hashes}
+    run.files.write_receipt(Receipt(inputs, environment(device, run.accelerator), results), vars(options))
     run.finish()
 
 

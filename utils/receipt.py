@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib import metadata
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def tensors_hash(state: Mapping[str, torch.Tensor]) -> str:
 
 def split_inputs(split: Split, hashes: bool = False) -> dict[str, str]:
     """Return what identifies a split wherever it lies; images by content if they are small, or with `hashes`."""
-    is_small = sum(path.stat().st_size for path in split.images) <= HASHED_BYTES
+    is_small = all(size <= HASHED_BYTES for size in accumulate(path.stat().st_size for path in split.images))
     content = files_hash(split.images) if hashes or is_small else "above 1 GiB, without --hashes"
     return {**split.identity(), "images": content}
 
