@@ -146,8 +146,7 @@ class Job(NamedTuple):
         """Return the receipt of what the run begins with, compared if it repeats another run: `check_repetition`."""
         settings, splits = self.settings, {"train": data.train, "val": data.val}
         inputs: dict[str, Any] = {"classes": [*self.task.names.values()], "hyperparameters": {**vars(settings.hyp)}}
-        # The receipt of a resumed run has it.
-        inputs["initial weights"] = "unknown" if settings.saved else tensors_hash(model.state_dict())
+        inputs["initial weights"] = "unknown" if settings.saved else tensors_hash(model.state_dict())  # see `begin`
         inputs |= {name: split_inputs(split, settings.options.hashes) for name, split in splits.items()}
         receipt = Receipt(inputs, environment(run.accelerator.device, run.accelerator))
         if settings.is_fixed and not settings.saved:

@@ -19,8 +19,7 @@ from typing import Any
 
 if __name__ == "__main__":
     gc.disable()  # the imports make 400,000 objects and hardly any garbage; `run_main` turns it on again
-    # Read when torch is imported. OpenMP's threads spin 300,000 rounds by default for one that another program has
-    # displaced: beside two busy programs a step took 10 times as long.
+    # Read with torch. By default OpenMP's threads spin long for one that a busy program has displaced (benchmarks.md).
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

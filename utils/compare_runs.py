@@ -39,9 +39,7 @@ def read_hashes(run: Path) -> list[dict[str, str]]:
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"{file} cannot be read: {first_line(error)}; train again with --hashes") from None
     if (form := read_yaml(run / FORMAT_FILE).get("format")) != FORMAT:
-        raise UserError(
-            f"{run / FORMAT_FILE}: format {quoted(form)} cannot be compared, only {FORMAT}; train this run again"
-        )
+        raise UserError(f"{run / FORMAT_FILE}: format {quoted(form)} cannot be compared, only {FORMAT}; train again")
     return [dict(zip(header, row, strict=True)) for row in rows]
 
 

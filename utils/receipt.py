@@ -37,6 +37,7 @@ OTHER_FLAGS = (
     *("wandb_id", "log_with", "no_wandb", "bbox_interval", "upload_model", "upload_dataset", "annotations"),
 )
 HASHED_BYTES = 2**30  # of a split's images, without --hashes; takes one or two seconds
+NOT_HASHED = "above 1 GiB, without --hashes"
 Values = dict[str, Any]
 
 
@@ -56,7 +57,7 @@ def tensors_hash(state: Mapping[str, torch.Tensor]) -> str:
 def split_inputs(split: Split, hashes: bool = False) -> dict[str, str]:
     """Return what identifies a split wherever it lies; images by content if they are small, or with `hashes`."""
     is_small = all(size <= HASHED_BYTES for size in accumulate(path.stat().st_size for path in split.images))
-    content = files_hash(split.images) if hashes or is_small else "above 1 GiB, without --hashes"
+    content = files_hash(split.images) if hashes or is_small else NOT_HASHED
     return {**split.identity(), "images": content}
 
 
@@ -90,8 +91,8 @@ def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, st
         parts = {key: part if isinstance(part, dict) else {"": part} for key, part in values.items()}
         flat.append({f"{key} {name}".strip(): part[name] for key, part in parts.items() for name in part})
     pairs = {name: [part.get(name, "none") for part in flat] for name in {**flat[1], **flat[0]}}
-    shown = {name: [public(str(value), 40) for value in pair] for name, pair in pairs.items() if pair[0] != pair[1]}
-    return {name: f"{name} {one}, was {two}" for name, (one, two) in shown.items()}
+    changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and NOT_HASHED not in pair}
+    return {name: f"{name} {public(str(one), 40)}, was {public(str(two), 40)}" for name, (one, two) in changed.items()}
 
 
 def require_inputs(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:

@@ -13,21 +13,27 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from utils.compare_runs import HASHES, compare, describe
+from utils.config.flags import as_flag
 from utils.errors import UserError
 from utils.files import ROOT, SETTINGS_FILE, numbered_folder, read_yaml
-from utils.receipt import RECEIPT, REPEATED, code_inputs, differences, require_inputs
+from utils.receipt import RECEIPT, REPEATED, USER_FILES, code_inputs, differences, require_inputs
 
 
 def repeat(run: Path, check: bool, changes: dict[str, Any], flags: Sequence[str]) -> int:
     """Repeat a run with `changes` of its settings; return the exit code. Raises `UserError`."""
     then, settings = read_yaml(run / RECEIPT), read_yaml(run / SETTINGS_FILE)
-    require_inputs(code_inputs(settings), then)
+    if "threads" not in settings or not {"inputs", "environment", "results", "resumed"} <= then.keys():
+        raise UserError(f"{run} is not the folder of a training run with a whole {RECEIPT}; name one that is")
+    paths = dict(pairwise(flags))
+    user_files = {name: paths[as_flag(name)] for name in USER_FILES if as_flag(name) in paths}
+    require_inputs(code_inputs(settings | user_files), then)
     print("".join(f"when the run was resumed: {line}\n" for line in then["resumed"]), end="", flush=True)
     folder = numbered_folder(run.absolute().parent, f"{run.name}-repeat", exist_ok=False)
     settings |= {"processes": then["environment"]["processes"], **changes}

@@ -68,8 +68,8 @@ class Settings:
         name = choose() if self.options.hyp == AUTO else self.options.hyp
         hyp = read_hyperparameters(name, recipe, self.options.overrides)
         options = dataclasses.replace(self.options, hyp=name)
-        settings = dataclasses.replace(self, options=options, hyp=hyp, **values).with_defaults(defaults_of_hyp(name))
-        return settings.with_defaults(hyp.flags(settings.options.epochs))
+        defaults, settings = defaults_of_hyp(name), dataclasses.replace(self, options=options, hyp=hyp, **values)
+        return settings.with_defaults(hyp.flags(settings.with_defaults(defaults).options.epochs), defaults)
 
     def content(
         self, model_yaml: Mapping[str, Any], imgsz: int, batch_size: int, run_id: str, threads: int

@@ -70,9 +70,7 @@ def build_optimizer(
     sgd = {"momentum": hyp.momentum, "nesterov": hyp.momentum > 0, "fused": True}
     arguments = {**{"SGD": sgd, "Adam": adam, "AdamW": adam}.get(name, {}), **hyp.optimizer_args}
     if wrong := {"params", "lr", "weight_decay", *(["momentum"] if name == "SGD" else [])} & {*hyp.optimizer_args}:
-        raise UserError(
-            f"optimizer_args has {min(wrong)}: give the hyperparameter lr0, weight_decay or momentum instead"
-        )
+        raise UserError(f"optimizer_args has {min(wrong)}: give the hyperparameter lr0, weight_decay or momentum")
     with explained(f"--optimizer {name}", f" (optimizer_args: {dict(hyp.optimizer_args)})"):
         optimizer_class: Any = class_named(name if ":" in name else f"torch.optim:{name}")
         if not issubclass(optimizer_class, torch.optim.Optimizer):
