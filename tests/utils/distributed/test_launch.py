@@ -311,9 +311,11 @@ def test_a_main_process_elsewhere(
     monkeypatch.setenv("MASTER_PORT", free_port())
     monkeypatch.setattr(socket.socket, "getsockname", lambda _: (here, 9))
     monkeypatch.setattr(socket.socket, "getpeername", lambda _: ("192.0.2.1", 9))
-    with pytest.raises(UserError, match="1 of 2"):
-        launch.connect("cpu", 0.1)
-    launch.reset_accelerate()
+    try:
+        with pytest.raises(UserError, match="1 of 2"):
+            launch.connect("cpu", 2.0)
+    finally:
+        launch.reset_accelerate()
     assert ("warning: MASTER_ADDR 192.0.2.1 is no address of this machine" in capfd.readouterr().out) == warned
 
 
