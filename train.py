@@ -21,7 +21,7 @@ if __name__ == "__main__":
     gc.disable()  # the imports make 400,000 objects and hardly any garbage; `run_main` turns it on again
     # Read with torch. By default OpenMP's threads spin long for one that a busy program has displaced (benchmarks.md).
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
 from torch import nn

@@ -18,7 +18,7 @@ from typing import Any
 if __name__ == "__main__":
     gc.disable()  # the imports make 400,000 objects and hardly any garbage; `run_main` turns it on again
     if "OMP_WAIT_POLICY" not in os.environ:  # see train.py
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
 from torch.utils.data import DataLoader
