@@ -18,6 +18,7 @@ from models.loading import ImageSize, add_user_code, log_rounding
 from models.tasks import TASKS
 from models.tasks.contract import Thresholds
 from models.weights import read_weights
+from utils.compare_runs import RECEIPT
 from utils.config.flags import ExportOptions, select
 from utils.config.parser import given_flags
 from utils.console import log
@@ -26,7 +27,7 @@ from utils.distributed.launch import select_device_type
 from utils.errors import Stopped, UserError, plural
 from utils.files import format_paths, write_text
 from utils.python_api import call
-from utils.receipt import RECEIPT, Receipt, environment, files_hash
+from utils.receipt import Receipt, environment, files_hash
 
 
 def export(flags: Mapping[str, Any]) -> list[str]:

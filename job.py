@@ -22,13 +22,14 @@ from models.tasks.contract import Model, Task, compute_terms
 from models.weights import Origin, same_names
 from utils.batch import Batch
 from utils.checkpoint import Identity, MeasuredConfig
+from utils.compare_runs import tensors_hash
 from utils.config.flags import select
 from utils.config.hyperparameters import Recipe, is_shipped, log_unused
 from utils.config.settings import Settings, refuse_flags
 from utils.console import log
 from utils.distributed.ranks import broadcast_from_main, world_size
 from utils.files import format_paths
-from utils.receipt import Receipt, environment, split_inputs, tensors_hash, user_files
+from utils.receipt import Receipt, environment, split_inputs, user_files
 from utils.run import Run
 from utils.summary import evenly_spaced, fitness_weights
 from utils.tracking.run_log import RunLog, wandb_run_id

@@ -11,17 +11,19 @@ import csv
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from utils.errors import UserError, first_line, plural, quoted
+from utils.errors import UserError, first_line, plural, public, quoted
 from utils.files import read_regular, read_yaml
-from utils.receipt import RECEIPT, differences, tensors_hash
 
-HASHES, FORMAT_FILE = "hashes.csv", "hashes.yaml"  # in a run folder
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HASHES, FORMAT_FILE, RECEIPT = "hashes.csv", "hashes.yaml", "receipt.yaml"  # in a run folder
+NOT_HASHED = "above 1 GiB, without --hashes"  # in a receipt, for the content of images
 COUNTERS = ("step", "epoch", "batch")  # columns of hashes.csv that are not hashes; the batch is the step's last
 FORMAT = 2  # of hashes.yaml: how hashes are computed; only equal formats can be compared
 BY_PARAMETER = ("gradients", "weights")  # columns with the sum of the columns of all parameters: `gradients NAME`
@@ -41,6 +43,17 @@ def read_hashes(run: Path) -> list[dict[str, str]]:
     if (form := read_yaml(run / FORMAT_FILE).get("format")) != FORMAT:
         raise UserError(f"{run / FORMAT_FILE}: format {quoted(form)} cannot be compared, only {FORMAT}; train again")
     return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, str]:
+    """Return a line for each difference of two mappings of values or mappings, by name: `torch 2.15.0, was 2.14.1`."""
+    flat = []
+    for values in (now, then):
+        parts = {key: part if isinstance(part, dict) else {"": part} for key, part in values.items()}
+        flat.append({f"{key} {name}".strip(): part[name] for key, part in parts.items() for name in part})
+    pairs = {name: [part.get(name, "none") for part in flat] for name in {**flat[1], **flat[0]}}
+    changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and NOT_HASHED not in pair}
+    return {name: f"{name} {public(str(one), 40)}, was {public(str(two), 40)}" for name, (one, two) in changed.items()}
 
 
 def compare(*runs: Path) -> dict[str, Any]:
@@ -82,8 +95,20 @@ def describe(result: Mapping[str, Any]) -> list[str]:
     return [*lines, f"{position}: {equal}these differ: {', '.join(parts)}"]
 
 
+def tensors_hash(state: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of the names and the bytes of tensors."""
+    import torch  # only here, because a comparison of hashes needs none
+
+    digest = sha256()
+    for name, tensor in state.items():
+        digest.update(name.encode() + tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def weights_hash(run: Path) -> str:
     """Return the SHA-256 of the names and the bytes of all tensors in weights/last.pt. Raises `UserError`."""
+    import torch  # only here, as in `tensors_hash`
+
     file = run / "weights" / "last.pt"
     try:
         return tensors_hash(torch.load(BytesIO(read_regular(file)), map_location="cpu")["state"])

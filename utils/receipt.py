@@ -21,14 +21,14 @@ import yaml
 from accelerate import Accelerator
 
 from utils.batch import Split
+from utils.compare_runs import NOT_HASHED, RECEIPT, differences
 from utils.distributed import deepspeed
 from utils.distributed.doctor import MACHINE_FLAGS, code_hash
 from utils.distributed.launch import describe_device
-from utils.errors import Stopped, UserError, public
+from utils.errors import Stopped, UserError
 from utils.files import ROOT, VERSION, read_yaml
 from utils.tracking.run_log import git, git_commit
 
-RECEIPT, DIFF = "receipt.yaml", "code.diff"
 REPEATED = "repeated.yaml"  # the receipt of the run that a run repeats, and `check`: whether to stop before training
 USER_FILES = ("layers", "task_file", "augmentations", "hooks")
 # Other settings that change no bytes, or are in the environment too.
@@ -37,21 +37,12 @@ OTHER_FLAGS = (
     *("wandb_id", "log_with", "no_wandb", "bbox_interval", "upload_model", "upload_dataset", "annotations"),
 )
 HASHED_BYTES = 2**30  # of a split's images, without --hashes; takes one or two seconds
-NOT_HASHED = "above 1 GiB, without --hashes"
 Values = dict[str, Any]
 
 
 def files_hash(files: Iterable[Path]) -> str:
     """Return the SHA-256 of the SHA-256 of each file's content."""
     return sha256(b"".join(sha256(file.read_bytes()).digest() for file in files)).hexdigest()
-
-
-def tensors_hash(state: Mapping[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of the names and the bytes of tensors."""
-    digest = sha256()
-    for name, tensor in state.items():
-        digest.update(name.encode() + tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def split_inputs(split: Split, hashes: bool = False) -> dict[str, str]:
@@ -82,17 +73,6 @@ def environment(device: torch.device, accelerator: Accelerator | None = None) ->
     versions = {"torch": str(torch.__version__), **{name: metadata.version(name) for name in packages}}
     hardware = {"device": describe_device(device), "cpu": torch.backends.cpu.get_cpu_capability()}
     return {"python": platform.python_version(), **versions, "opencv": cv2.__version__, **hardware, **run}
-
-
-def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, str]:
-    """Return a line for each difference of two mappings of values or mappings, by name: `torch 2.15.0, was 2.14.1`."""
-    flat = []
-    for values in (now, then):
-        parts = {key: part if isinstance(part, dict) else {"": part} for key, part in values.items()}
-        flat.append({f"{key} {name}".strip(): part[name] for key, part in parts.items() for name in part})
-    pairs = {name: [part.get(name, "none") for part in flat] for name in {**flat[1], **flat[0]}}
-    changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and NOT_HASHED not in pair}
-    return {name: f"{name} {public(str(one), 40)}, was {public(str(two), 40)}" for name, (one, two) in changed.items()}
 
 
 def require_inputs(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
@@ -135,7 +115,7 @@ class Receipt:
             changed = {**differences(self.inputs, then["inputs"]), **differences(self.environment, then["environment"])}
             self.resumed, self.environment = [*then["resumed"], *changed.values()], then["environment"]
         diff = git("diff", "HEAD", "--", "*.py", "models/*.yaml")
-        return {RECEIPT: self.text(), **({DIFF: diff} if diff else {})}
+        return {RECEIPT: self.text(), **({"code.diff": diff} if diff else {})}
 
     @property
     def sha256(self) -> str:

@@ -19,11 +19,11 @@ from typing import Any
 
 import yaml
 
-from utils.compare_runs import HASHES, compare, describe
+from utils.compare_runs import HASHES, RECEIPT, compare, describe, differences
 from utils.config.flags import as_flag
 from utils.errors import UserError
 from utils.files import ROOT, SETTINGS_FILE, numbered_folder, read_yaml
-from utils.receipt import RECEIPT, REPEATED, USER_FILES, code_inputs, differences, require_inputs
+from utils.receipt import REPEATED, USER_FILES, code_inputs, require_inputs
 
 
 def repeat(run: Path, check: bool, changes: dict[str, Any], flags: Sequence[str]) -> int:

@@ -24,13 +24,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from utils.checkpoint import StateFiles, serialise, weights_content
+from utils.compare_runs import RECEIPT, tensors_hash
 from utils.console import Bar, log
 from utils.distributed.failure import GracefulStop, StopRequested, Watchdog, on_failure
 from utils.distributed.launch import Precision, log_devices
 from utils.distributed.ranks import Collectives
 from utils.errors import UserError, plural, public
 from utils.files import PART_NAME, SETTINGS_FILE, lock_folder, numbered_folder, write_bytes
-from utils.receipt import RECEIPT, Receipt, tensors_hash
+from utils.receipt import Receipt
 
 if TYPE_CHECKING:
     from utils.plots.pictures import Plotter

@@ -14,8 +14,7 @@ import yaml
 
 import train
 from utils.checkpoint import serialise
-from utils.compare_runs import COUNTERS, FORMAT, FORMAT_FILE, HASHES, compare, main, weights_hash
-from utils.receipt import RECEIPT
+from utils.compare_runs import COUNTERS, FORMAT, FORMAT_FILE, HASHES, RECEIPT, compare, main, weights_hash
 from utils.training.steps import OptimizerSteps
 
 Train = Callable[..., Path]
