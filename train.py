@@ -292,9 +292,8 @@ def run(
         on_epoch, on_end: hooks, see `Hooks`
         flags: flags of the command and hyperparameters, by name with underscores
     """
-    hooks = Hooks(on_epoch, on_end)
     names = partial(hyperparameters, str(flags.get("task_file") or flags.get("task") or ""))
-    return call(lambda words: launch(read_settings(words, recipe_of, names), hooks), flags)
+    return call(lambda words: launch(read_settings(words, recipe_of, names), Hooks(on_epoch, on_end)), flags)
 
 
 if __name__ == "__main__":

@@ -236,8 +236,7 @@ def write_results(
     run.on_main(lambda: summary.write_result(run.path))
     results = {name: float(value) for name, value in {**summary.columns(), "fitness": summary.fitness}.items()}
     names, split_name = [*evaluate.inference.task.names.values()], "val" if times_speed else options.task
-    hashes = broadcast_from_main(partial(split_inputs, split))
-    inputs = {"weights": [*sources], "classes": names, split_name: hashes}
+    inputs = {"weights": [*sources], "classes": names, split_name: broadcast_from_main(partial(split_inputs, split))}
     run.files.write_receipt(Receipt(inputs, environment(device, run.accelerator), results), vars(options))
     run.finish()
 

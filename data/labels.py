@@ -302,9 +302,8 @@ def _scan(
         scans = list(tqdm(scanned, f"checking {title}", len(images), unit="image", disable=None, leave=False))
     polygons = None
     if rules and rules.outlines and (rules.by_points or any(scan.outlines for scan in scans)):
-        polygons = Polygons.concatenate(
-            [scan.outlines or Polygons.from_outlines([as_points(())] * len(scan.rows)) for scan in scans]
-        )
+        outlines = (scan.outlines or Polygons.from_outlines([as_points(())] * len(scan.rows)) for scan in scans)
+        polygons = Polygons.concatenate([*outlines])
     return Labels(
         np.concatenate([scan.rows for scan in scans]),
         part_offsets([len(scan.rows) for scan in scans]),

@@ -33,9 +33,8 @@ class Polygons:
     @staticmethod
     def from_outlines(outlines: Sequence[np.ndarray]) -> Polygons:
         """Return the polygons with these points, (k, 2) each."""
-        return Polygons(
-            np.concatenate([np.zeros((0, 2), np.float32), *outlines]), part_offsets(list(map(len, outlines)))
-        )
+        points = np.concatenate([np.zeros((0, 2), np.float32), *outlines])
+        return Polygons(points, part_offsets(list(map(len, outlines))))
 
     @staticmethod
     def concatenate(parts: Sequence[Polygons]) -> Polygons:

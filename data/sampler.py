@@ -15,8 +15,8 @@ from utils.console import log
 
 # The first part of a generator's seed: what its numbers are for.
 ORDER_STREAM, ITEM_STREAM, SIZE_STREAM, PARTNERS_STREAM, USER_STREAM = 1, 2, 3, 4, 5
-# An item's partners are drawn from so many positions around it. From the whole set, as in YOLOv5, an image would be
-# decoded 3.6 instead of 1.07 times per epoch, for the same scores.
+# Number of positions around an item from which its partners are drawn. With partners from the whole set, as in YOLOv5,
+# an image would be decoded 3.6 instead of 1.07 times per epoch, for the same scores.
 PARTNERS_WINDOW = 1000
 PREFETCHED_BATCHES = 2  # batches that each loader process prefetches: torch's default
 EVALUATION_PAD_STRIDES = 0.5  # strides added to both sides of a batch that is not square, as in YOLOv5

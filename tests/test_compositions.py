@@ -142,7 +142,7 @@ def check_bytes(train: TrainJobs, jobs: Sequence[Job], killed: int, folder: Path
 
 
 def differences(folder: Path, number: int, other: str) -> list[str]:
-    """Return how a job's run differs from that of one process: one text, or none."""
+    """Return how a job's run differs from that of one process, [] if it does not."""
     try:
         identical(folder / f"{other}{number}", folder / f"one{number}")
     except (AssertionError, OSError) as error:

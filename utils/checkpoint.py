@@ -233,7 +233,10 @@ class TrainingState:
             "model": dict(self.copies[0].state_dict()),
             **self.ema.state(),
             "optimizer": optimizer_state(self.optimizer, self.parameters),
-            "groups": [numbers_of(group) for group in self.optimizer.param_groups],
+            "groups": [
+                {name: value for name, value in group.items() if isinstance(value, (int, float, Tensor))}
+                for group in self.optimizer.param_groups  # rates, and what some classes count there, as Prodigy does
+            ],
             "scaler": self.scaler and self.scaler.state_dict(),
             "shares": self.collectives.gather(tree_map(Tensor.cpu, self._per_logical())),
         }
@@ -284,11 +287,6 @@ def explain_misfit(saved: Mapping[str, Any]) -> Iterator[None]:
             f"the saved state does not fit this code ({reason}); resume with the code and Lockstep version {version}, "
             "or start a new run from its weights/last.pt"
         ) from error
-
-
-def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of an optimizer's group: its rate, and what some classes count there, as Prodigy does."""
-    return {name: value for name, value in group.items() if isinstance(value, (int, float, Tensor))}
 
 
 def floating_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -260,9 +260,7 @@ def suggested_defaults(values: object, source: Path, kind: str = "data") -> dict
         raise UserError(f"{source}: `defaults` must be lines such as `imgsz: 64`, not {values!r}")
     known = [field.name for field in flags_of(TrainOptions) if kind in field.metadata["suggested"]]
     if ":" in str(code := values.get("optimizer", "")):
-        raise UserError(
-            f"{source}: `optimizer: {code}` under `defaults` would import code; give it as --optimizer {code}"
-        )
+        raise UserError(f"{source}: `optimizer: {code}` under `defaults` would import code; give --optimizer {code}")
     return typed_values(TrainOptions, values, f"{source}: `{{}}` under `defaults`".format, known)
 
 

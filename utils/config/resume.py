@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 RecipeOf = Callable[[Mapping[str, Any], Mapping[str, Any]], type[Recipe]]
 
 LAUNCHER_FLAGS = ("device", "processes")  # not taken from a run's settings under a launcher, which decides them
-# Not taken from a run's settings either: each start has a time limit of its own, and a profile only if it asks for one.
+# Not taken from a run's settings either: a time limit and a profile are for one start only.
 SINGLE_START_FLAGS = ("time_limit", "profile")
 SETTINGS_PARTS = ("hyperparameters", "model")  # keys of settings.yaml beside the flags
 CURVE_FLAGS = [option.name for option in flags_of(TrainOptions) if option.metadata["curve"]]

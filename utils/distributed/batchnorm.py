@@ -44,11 +44,11 @@ class InTurn:
         def run(number: int, call: Callable[[], T]) -> T:
             self.caller.number = number
             self.turns[number].acquire()
-            torch.set_num_threads(threads_of_torch)  # OpenMP gives each thread a number of its own
+            torch.set_num_threads(threads_of_torch)  # OpenMP has a number for each calling thread
             try:
                 return call()
             except BaseException as error:
-                self.error = self.error or error  # of the others it is that one has failed
+                self.error = self.error or error  # the other calls only report that one has failed
                 raise
             finally:
                 self._pass_turn()

@@ -51,8 +51,8 @@ PR_SET_PDEATHSIG = 1  # option of Linux's prctl
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of glibc's mallopt
 LOADER_DIED = r"DataLoader worker \(pid|unable to allocate shared memory"
 LOADER_MEMORY_BYTES = 2**28  # freed memory that a loader process keeps
-STALL_FACTOR, MIN_STALL_SECONDS = 20, 60.0  # a step may take so many times as long as the last ones, or so long
-REMEMBERED_TIMES = 50  # number of last steps
+STALL_FACTOR, MIN_STALL_SECONDS = 20, 60.0  # a step stalls after 20 times the longest of the last ones
+REMEMBERED_TIMES = 50  # steps whose durations count
 TIME_LIMIT = "time"  # reason of a stop that no signal has requested
 # Windows has only the first two signals.
 STOP_SIGNALS = tuple(s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"))
