@@ -15,12 +15,14 @@ from models.tasks.metrics import (
     DrawnImage,
     ImageRecord,
     drawn_image,
+    joined_records,
     matched_by,
     paired_by,
 )
+from models.tasks.predictions import Pairs, meeting_pairs
 from utils.batch import Batch
 
-from .geometry import rotated_iou, smallest_boxes
+from .geometry import corners, rotated_iou, smallest_boxes
 from .prediction import OrientedPrediction
 
 
@@ -37,11 +39,11 @@ class OrientedMetrics(DetectionMetrics):
             records.append(ImageRecord(one.image, one.scores, one.array[:, 6], labels, drawn=drawn))
         every = torch.cat([one.rows[:, :5] for one in oriented])
         every_true = torch.cat([*map(labelled_boxes, oriented)])
-
-        def overlaps(detection: np.ndarray, label: np.ndarray) -> np.ndarray:
-            return rotated_iou(every[torch.from_numpy(detection)], every_true[torch.from_numpy(label)]).numpy()
-
-        return paired_by(overlaps, matched_by(overlaps, records))
+        hull, true_hull = (torch.cat((p.amin(1), p.amax(1)), 1).numpy() for p in map(corners, (every, every_true)))
+        detection, label = meeting_pairs(hull, true_hull, *joined_records(records)[1:])
+        overlap = rotated_iou(every[torch.from_numpy(detection)], every_true[torch.from_numpy(label)]).numpy()
+        pairs = Pairs(detection, label, overlap)
+        return paired_by(pairs, matched_by(pairs, records))
 
 
 def labelled_boxes(prediction: OrientedPrediction) -> Tensor:

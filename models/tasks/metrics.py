@@ -22,8 +22,8 @@ from models.tasks.contract import Metrics, Prediction, Thresholds
 from models.tasks.predictions import (
     IOU_THRESHOLDS,
     DetectionPrediction,
-    Overlaps,
-    box_overlaps,
+    Pairs,
+    box_pairs,
     match_by_overlap,
     pair_by_overlap,
 )
@@ -80,15 +80,14 @@ class ImageRecord(NamedTuple):
 EMPTY_RECORD = ImageRecord(-1, NO_NUMBERS, NO_NUMBERS, NO_NUMBERS)
 
 
-def matched_by(overlaps: Overlaps, records: Sequence[ImageRecord]) -> list[ImageRecord]:
+def matched_by(pairs: Pairs, records: Sequence[ImageRecord]) -> list[ImageRecord]:
     """Return the records of a batch with matches, which precision and recall are computed from.
 
-    `overlaps` takes detections and labels that are numbered over the whole batch.
+    `pairs` have detections and labels that are numbered over the whole batch; those of different classes do not count.
     """
-    joined, image, true_image = _joined(records)
-    classes = int(max(joined.label.max(initial=0), joined.true_label.max(initial=0))) + 1
-    group, true_group = image * classes + joined.label, true_image * classes + joined.true_label
-    matches = match_by_overlap(overlaps, group.astype(np.int64), true_group.astype(np.int64))
+    joined, *_ = joined_records(records)
+    same_class = joined.label[pairs.detection] == joined.true_label[pairs.label]
+    matches = match_by_overlap(pairs.only(same_class), len(joined.label))
     ends = np.cumsum([len(record.label) for record in records])[:-1]
     columns = zip(*(np.split(column, ends) for column in matches), strict=True)
     return [
@@ -97,14 +96,14 @@ def matched_by(overlaps: Overlaps, records: Sequence[ImageRecord]) -> list[Image
     ]
 
 
-def paired_by(overlaps: Overlaps, records: Sequence[ImageRecord]) -> list[ImageRecord]:
+def paired_by(pairs: Pairs, records: Sequence[ImageRecord]) -> list[ImageRecord]:
     """Return the records of a batch with the pairs of the confusion matrix, regardless of class; see `matched_by`."""
-    joined, image, true_image = _joined(records)
-    confident = np.flatnonzero(joined.confidence > CONFIDENT_THRESHOLD)
-    detection, label = pair_by_overlap(lambda row, true: overlaps(confident[row], true), image[confident], true_image)
-    pairs = np.stack((joined.true_label[label], joined.label[confident[detection]]), 1).astype(np.int32)
+    joined, _, true_image = joined_records(records)
+    confident = joined.confidence > CONFIDENT_THRESHOLD
+    detection, label = pair_by_overlap(pairs.only(confident[pairs.detection]), true_image)
+    classes = np.stack((joined.true_label[label], joined.label[detection]), 1).astype(np.int32)
     ends = np.bincount(true_image[label], minlength=len(records)).cumsum()[:-1]
-    return [record._replace(paired=part) for record, part in zip(records, np.split(pairs, ends), strict=True)]
+    return [record._replace(paired=part) for record, part in zip(records, np.split(classes, ends), strict=True)]
 
 
 def drawn_image(
@@ -142,11 +141,11 @@ def image_records(
             record = record._replace(drawn=drawn_image(info.path, info.size, labels, rows.astype(np.float32)))
         records.append(record)
         true_boxes.append(corners)
-    overlaps = box_overlaps(np.concatenate(detections)[:, :4], np.concatenate(true_boxes))
-    return paired_by(overlaps, matched_by(overlaps, records))
+    pairs = box_pairs(np.concatenate(detections)[:, :4], np.concatenate(true_boxes), *joined_records(records)[1:])
+    return paired_by(pairs, matched_by(pairs, records))
 
 
-def _joined(records: Sequence[ImageRecord]) -> tuple[ImageRecord, np.ndarray, np.ndarray]:
+def joined_records(records: Sequence[ImageRecord]) -> tuple[ImageRecord, np.ndarray, np.ndarray]:
     """Return the columns of all records as one record, and the number of each detection's and each label's record."""
     columns = list(zip(EMPTY_RECORD, *records, strict=True))[1:-1]
     numbers = np.arange(len(records))
@@ -196,7 +195,7 @@ def confusion_matrix(records: Sequence[ImageRecord], classes: int) -> np.ndarray
 
     A label without a detection counts as predicted background, a detection without a label as true background.
     """
-    joined, _, _ = _joined(records)
+    joined, _, _ = joined_records(records)
     predicted = joined.label[joined.confidence > CONFIDENT_THRESHOLD]
     matrix = np.zeros((classes + 1, classes + 1), np.int64)
     np.add.at(matrix, tuple(joined.paired.T), 1)
@@ -208,7 +207,7 @@ def confusion_matrix(records: Sequence[ImageRecord], classes: int) -> np.ndarray
 def score_classes(records: Sequence[ImageRecord]) -> ClassScores:
     """Return the scores of each class over all images, whose records may be in any order."""
     ordered = sorted(records, key=lambda record: record.image)  # so that sums do not depend on the processes
-    joined, _, _ = _joined(ordered)
+    joined, _, _ = joined_records(ordered)
     classes, instances = np.unique(joined.true_label, return_counts=True)
     present = np.concatenate([classes[:0], *(np.unique(record.true_label) for record in ordered)])
     images = np.bincount(np.searchsorted(classes, present), minlength=len(classes))

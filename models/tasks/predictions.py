@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,23 +21,65 @@ from utils.plots.drawing import Style, draw_boxes
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)  # COCO's thresholds
 CONFUSION_IOU = 0.45  # IoU above which the confusion matrix pairs a detection with a label of any class
 
-# A function that returns the floating-point overlaps (p,) of pairs, given the indices of detections and labels, (p,).
-Overlaps = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+class Pairs(NamedTuple):
+    """Pairs of a detection and a label of one image, by detection, then by label."""
+
+    detection: np.ndarray  # indices, int64 (p,)
+    label: np.ndarray  # indices, int64 (p,)
+    overlap: np.ndarray  # IoU, (p,)
+
+    def only(self, chosen: np.ndarray) -> Pairs:
+        """Return the pairs that are `chosen`, bool (p,)."""
+        return Pairs(*(column[chosen] for column in self))
 
 
-def match_by_overlap(overlaps: Overlaps, group: np.ndarray, true_group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Match each of k detections to the label that it overlaps most in its group (its class in its image).
+def meeting_pairs(
+    boxes: np.ndarray, true_boxes: np.ndarray, image: np.ndarray, true_image: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the detection and the label (p,) of all pairs in one image whose upright boxes intersect, and a few more.
+
+    Boxes are xyxy (k, 4) and (m, 4) in pixels of the image, which `image` (k,) and `true_image` (m,) number from 0,
+    rising.
+    """
+    # Whole pixels in float32 are compared twice as fast, and outward rounding loses no pair.
+    left, top = np.floor(boxes[:, :2].T).astype(np.float32)[..., None]
+    right, bottom = np.ceil(boxes[:, 2:].T).astype(np.float32)[..., None]
+    true_left, true_top = np.floor(true_boxes[:, :2].T).astype(np.float32)
+    true_right, true_bottom = np.ceil(true_boxes[:, 2:].T).astype(np.float32)
+    numbers = np.arange(true_image.max(initial=-1) + 2)
+    ranges = [pairwise(np.searchsorted(column, numbers).tolist()) for column in (image, true_image)]
+    found = [np.zeros((2, 0), np.int64)]
+    for (start, end), (true_start, true_end) in zip(*ranges, strict=True):
+        rows, labels = slice(start, end), slice(true_start, true_end)
+        meets = left[rows] < true_right[labels]
+        meets &= right[rows] > true_left[labels]
+        meets &= top[rows] < true_bottom[labels]
+        meets &= bottom[rows] > true_top[labels]
+        found.append(np.add(np.nonzero(meets), ((start,), (true_start,))))
+    detection, label = np.concatenate(found, 1)
+    return detection, label
+
+
+def box_pairs(boxes: np.ndarray, true_boxes: np.ndarray, image: np.ndarray, true_image: np.ndarray) -> Pairs:
+    """Return the pairs of upright boxes in one image that intersect, and a few more; see `meeting_pairs`."""
+    detection, label = meeting_pairs(boxes, true_boxes, image, true_image)
+    a, b = boxes[detection], true_boxes[label]
+    span = (np.minimum(a[:, 2:], b[:, 2:]) - np.maximum(a[:, :2], b[:, :2])).clip(min=0)
+    intersection = span[:, 0] * span[:, 1]
+    areas = [(box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1]) for box in (a, b)]
+    return Pairs(detection, label, intersection / (areas[1] + areas[0] - intersection + EPSILON))
+
+
+def match_by_overlap(pairs: Pairs, detections: int) -> tuple[np.ndarray, np.ndarray]:
+    """Match each of `detections` to the label that it overlaps most, among its `pairs`: those of its class.
 
     Returns the IoU with that label, 0 without one, and the largest IoU of a more confident detection with that label,
     (k,) each. At a threshold t a detection is correct if the second number < t <= the first: it is the most confident
-    of the label's detections that reach t.
-
-    Groups are integers, `group` (k,) of the detections, which are in falling confidence in each group, and `true_group`
-    (m,) of the labels. `overlaps` is called once, for all pairs of the same group.
+    of the label's detections that reach t. The detections of each class in an image are in falling confidence.
     """
-    detection, label = _pairs(group, true_group)
-    pair_overlap = overlaps(detection, label)
-    overlap, rival_overlap = np.zeros((2, len(group)), pair_overlap.dtype)
+    detection, label, pair_overlap = pairs
+    overlap, rival_overlap = np.zeros((2, detections), pair_overlap.dtype)
     if not len(detection):
         return overlap, rival_overlap
     starts = np.flatnonzero(np.diff(detection, prepend=-1))  # of the pairs of each detection that has pairs
@@ -45,7 +87,7 @@ def match_by_overlap(overlaps: Overlaps, group: np.ndarray, true_group: np.ndarr
     overlap[paired] = np.maximum.reduceat(pair_overlap, starts)
     # The first of the labels with the largest overlap.
     best = np.where(pair_overlap == np.repeat(overlap[paired], counts), np.arange(len(label)), len(label) - 1)
-    matched = np.zeros(len(group), np.int64)
+    matched = np.zeros(detections, np.int64)
     matched[paired] = label[np.minimum.reduceat(best, starts)]
     # The largest overlap so far among one label's detections in falling confidence, as a rank: sums of ranks are exact.
     near = np.flatnonzero(overlap >= IOU_THRESHOLDS[0])
@@ -57,17 +99,14 @@ def match_by_overlap(overlaps: Overlaps, group: np.ndarray, true_group: np.ndarr
     return overlap, rival_overlap
 
 
-def pair_by_overlap(overlaps: Overlaps, group: np.ndarray, true_group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pair detections and labels of a group (an image) one to one in falling overlap, for the confusion matrix.
+def pair_by_overlap(pairs: Pairs, true_image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pair detections and labels of an image one to one in falling overlap, for the confusion matrix.
 
     Ties are ordered by label, then by detection. Returns the indices of the pairs' detections and labels, (p,) each,
-    group by group. The arguments are those of `match_by_overlap`; detections may be in any order.
+    image by image; `true_image` (m,) are the images of all labels.
     """
-    detection, label = _pairs(group, true_group)
-    overlap = overlaps(detection, label)
-    near = np.flatnonzero(overlap > CONFUSION_IOU)
-    detection, label = detection[near], label[near]
-    order = np.lexsort((detection, label, -overlap[near], true_group[label]))
+    detection, label, overlap = pairs.only(pairs.overlap > CONFUSION_IOU)
+    order = np.lexsort((detection, label, -overlap, true_image[label]))
     labels: dict[int, int] = {}  # of each paired detection
     paired_labels = set()
     for found, true in zip(detection[order].tolist(), label[order].tolist(), strict=True):
@@ -75,29 +114,6 @@ def pair_by_overlap(overlaps: Overlaps, group: np.ndarray, true_group: np.ndarra
             labels[found] = true
             paired_labels.add(true)
     return np.fromiter(labels, np.int64), np.fromiter(labels.values(), np.int64)
-
-
-def _pairs(group: np.ndarray, true_group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the detection and the label (p,) of all pairs whose groups are equal, by detection, then by label."""
-    labels = np.argsort(true_group, kind="stable")
-    first, last = (np.searchsorted(true_group, group, side, sorter=labels) for side in ("left", "right"))
-    counts = last - first
-    starts = counts.cumsum() - counts
-    index = np.arange(counts.sum()) + np.repeat(first - starts, counts)
-    return np.repeat(np.arange(len(group)), counts), labels[index]
-
-
-def box_overlaps(boxes: np.ndarray, true_boxes: np.ndarray) -> Overlaps:
-    """Return a function that computes the IoU of upright boxes, xyxy (k, 4) and (m, 4), in the same unit."""
-
-    def overlaps(detection: np.ndarray, label: np.ndarray) -> np.ndarray:
-        a, b = boxes[detection], true_boxes[label]
-        span = (np.minimum(a[:, 2:], b[:, 2:]) - np.maximum(a[:, :2], b[:, :2])).clip(min=0)
-        intersection: np.ndarray = span[:, 0] * span[:, 1]
-        areas = [(box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1]) for box in (a, b)]
-        return np.asarray(intersection / (areas[1] + areas[0] - intersection + EPSILON))
-
-    return overlaps
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -196,9 +212,12 @@ class DetectionPrediction(Prediction):
 
     def unlabelled(self) -> Tensor:
         """Return the rows of the detections that match no label, int64 (u,); see `with_labels`."""
-        both = (self.rows, self.label_boxes())
-        overlaps = box_overlaps(*(rows[:, :4].numpy() for rows in both))
-        overlap, _ = match_by_overlap(overlaps, *(rows[:, 5].long().numpy() for rows in both))
+        (boxes, classes), (true_boxes, true_classes) = (
+            (rows[:, :4].numpy(), rows[:, 5].numpy()) for rows in (self.rows, self.label_boxes())
+        )
+        pairs = box_pairs(boxes, true_boxes, np.zeros(len(boxes), int), np.zeros(len(true_boxes), int))
+        same_class = classes[pairs.detection] == true_classes[pairs.label]
+        overlap, _ = match_by_overlap(pairs.only(same_class), len(boxes))
         (rows,) = np.nonzero(overlap <= self.iou_thres)
         return torch.from_numpy(rows)
 

@@ -410,7 +410,7 @@ class SegmentationTask(DetectionTask):
         numbers, labels = cast("SegmentationBatch", batch).host_targets[:, :2].astype(int).T
         (drawn,) = np.nonzero(numbers < len(images))
         size = (images.shape[2] // MASK_STRIDE, images.shape[3] // MASK_STRIDE)
-        masks = target_masks(cast("SegmentationBatch", batch), drawn, size).cpu().numpy() > 0
+        masks = target_masks(cast("SegmentationBatch", batch), drawn, size).cpu().numpy()
         for mask, target in zip(masks, drawn, strict=True):
             whole = mask.repeat(MASK_STRIDE, 0).repeat(MASK_STRIDE, 1)
             tint(images[numbers[target]].transpose(1, 2, 0), whole, labels[target])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import cv2
@@ -19,8 +18,15 @@ from torch import Tensor
 
 from models.heads.contract import EPSILON
 from models.tasks.contract import Image, Prediction
-from models.tasks.metrics import DETECTION_METRICS, DetectionMetrics, ImageRecord, image_records, matched_by
-from models.tasks.predictions import DetectionPrediction, Overlaps
+from models.tasks.metrics import (
+    DETECTION_METRICS,
+    DetectionMetrics,
+    ImageRecord,
+    image_records,
+    joined_records,
+    matched_by,
+)
+from models.tasks.predictions import DetectionPrediction, Pairs, meeting_pairs
 from utils.batch import MASK_STRIDE, Batch, CocoImage, Placement, SegmentationBatch
 from utils.errors import UserError
 from utils.plots.drawing import Style, tint
@@ -75,14 +81,20 @@ def cut_by_boxes(masks: Tensor, boxes: Tensor) -> Tensor:
     return masks.logical_and(in_rows[:, :, None]).logical_and(in_columns[:, None])
 
 
-def target_masks(batch: SegmentationBatch, targets: np.ndarray, size: tuple[int, int]) -> Tensor:
-    """Return the masks of some of a batch's targets on maps of `size` (h, w), float32 (n, h, w): 0 or 1."""
-    masks = torch.zeros(len(targets), *size, device=batch.mask_pixels.device)
+def target_pixels(batch: SegmentationBatch, targets: np.ndarray) -> Iterator[Tensor]:
+    """Iterate over the pixels of some of a batch's targets in their windows, bool (h, w)."""
     sides = (batch.windows[:, 2:] - batch.windows[:, :2]).clip(min=0).astype(np.int64)
     ends = sides.prod(1).cumsum()
-    for mask, target in zip(masks, targets.tolist(), strict=True):
-        (left, top, right, bottom), (width, height), end = batch.windows[target], sides[target], int(ends[target])
-        mask[top:bottom, left:right] = batch.mask_pixels[end - int(width * height) : end].view(height, width)
+    for (width, height), end in zip(sides[targets].tolist(), ends[targets].tolist(), strict=True):
+        yield batch.mask_pixels[end - width * height : end].view(height, width) > 0
+
+
+def target_masks(batch: SegmentationBatch, targets: np.ndarray, size: tuple[int, int]) -> Tensor:
+    """Return the masks of some of a batch's targets on maps of `size` (h, w), bool (n, h, w)."""
+    masks = torch.zeros(len(targets), *size, dtype=torch.bool, device=batch.mask_pixels.device)
+    windows = batch.windows[targets].tolist()
+    for mask, (left, top, right, bottom), pixels in zip(masks, windows, target_pixels(batch, targets), strict=True):
+        mask[top:bottom, left:right] = pixels
     return masks
 
 
@@ -260,49 +272,49 @@ def _rectangle(xyxy: Sequence[float]) -> np.ndarray:
 # Scores
 
 
-def mask_overlaps(predictions: Sequence[SegmentationPrediction], batch: SegmentationBatch) -> Overlaps:
-    """Return a function that computes the IoU of the masks of detections and labels, numbered over the batch.
+def mask_pairs(
+    predictions: Sequence[SegmentationPrediction], batch: SegmentationBatch, records: Sequence[ImageRecord]
+) -> Pairs:
+    """Return the pairs of a detection and a label of one image and class, with the IoU of their masks.
 
     The masks are compared at the maps' size, a detection's within its box. Only those are computed whose box meets the
-    window of a label that they are paired with.
+    window of such a label.
     """
+    joined, image, true_image = joined_records(records)
     sources = [prediction.source for prediction in predictions]
-    starts = list(accumulate((len(source.boxes) for source in sources), initial=0))
-
-    def overlaps(detection: np.ndarray, label: np.ndarray) -> np.ndarray:
-        result = np.zeros(len(detection))
-        if not len(detection):
-            return result
-        boxes = torch.cat([source.map_boxes for source in sources]).cpu().numpy()[detection]
-        windows = batch.windows[label].astype(np.int64)
-        meets = (np.minimum(boxes[:, 2:], windows[:, 2:]) > np.maximum(boxes[:, :2], windows[:, :2])).all(1)
-        (near,) = np.nonzero(meets)
-        image = np.searchsorted(starts, detection[near], side="right") - 1
-        positions, counts, end = [], [], 0  # of the pairs in `counts`
-        for number in np.unique(image).tolist():
-            rows, row = np.unique(detection[near[image == number]], return_inverse=True)
-            labels, column = np.unique(label[near[image == number]], return_inverse=True)
-            positions.append(end + row * len(labels) + column)
-            counts.append(_count_pixels(sources[number], rows - starts[number], batch, labels))
-            end += counts[-1].shape[1]
-        if counts:
-            # One copy for all images, as every copy waits for the device.
-            intersection, union = torch.cat(counts, 1).cpu().numpy().astype(np.float64)[:, np.concatenate(positions)]
-            result[near[np.argsort(image, kind="stable")]] = np.minimum(intersection / (union + EPSILON) * TIE, 1)
-        return result
-
-    return overlaps
+    boxes, windows = torch.cat([source.map_boxes for source in sources]).cpu().numpy(), batch.windows.astype(np.int64)
+    detection, label = meeting_pairs(boxes, windows, image, true_image)
+    meets = np.minimum(boxes[detection, 2:], windows[label, 2:]) > np.maximum(boxes[detection, :2], windows[label, :2])
+    chosen = meets.all(1) & (joined.label[detection] == joined.true_label[label])
+    detection, label = detection[chosen], label[chosen]
+    counts = [torch.zeros(2, 0, device=batch.mask_pixels.device)]
+    for number in np.unique(image[detection]).tolist():
+        (here,) = np.nonzero(image[detection] == number)
+        rows = detection[here] - np.searchsorted(image, number)
+        counts.append(_count_pixels(sources[number], rows, batch, label[here]))
+    # One copy for all images, as every copy waits for the device.
+    intersection, union = torch.cat(counts, 1).cpu().numpy().astype(np.float64)
+    return Pairs(detection, label, np.minimum(intersection / (union + EPSILON) * TIE, 1))
 
 
-def _count_pixels(source: DetectedMasks, rows: np.ndarray, batch: SegmentationBatch, labels: np.ndarray) -> Tensor:
-    """Return the pixels of intersections and unions of detections and labels of an image, (2, rows * labels)."""
-    truth = target_masks(batch, labels, source.map_size).flatten(1)
-    areas, counts = truth.sum(1), []
-    for chunk in np.array_split(rows, math.ceil(len(rows) * truth.shape[1] / MAX_MASK_VALUES)):
-        masks = source.on_map(chunk).flatten(1).float()
-        intersection = masks @ truth.T
-        counts.append(torch.stack((intersection, masks.sum(1)[:, None] + areas - intersection)))
-    return torch.cat(counts, 1).flatten(1)
+def _count_pixels(source: DetectedMasks, row: np.ndarray, batch: SegmentationBatch, label: np.ndarray) -> Tensor:
+    """Return the pixels of intersection and union of pairs of a detection and a label of an image, (2, p)."""
+    rows, mask = np.unique(row, return_inverse=True)
+    chunks = np.array_split(rows, math.ceil(len(rows) * math.prod(source.map_size) / MAX_MASK_VALUES))
+    masks = torch.cat([source.on_map(chunk) for chunk in chunks])
+    areas, counts, order = _sizes(masks), [], np.argsort(label, kind="stable")
+    labels, pairs = np.unique(label, return_counts=True)
+    chosen = torch.split(torch.from_numpy(mask[order]).to(masks.device), pairs.tolist())
+    windows, truths = batch.windows[labels].tolist(), target_pixels(batch, labels)
+    for (left, top, right, bottom), truth, numbers in zip(windows, truths, chosen, strict=True):
+        intersection = _sizes(masks[numbers, top:bottom, left:right].logical_and(truth))
+        counts.append(torch.stack((intersection, areas[numbers] + _sizes(truth[None]) - intersection)))
+    return torch.cat(counts, 1)[:, np.argsort(order)]
+
+
+def _sizes(masks: Tensor) -> Tensor:
+    """Return the number of pixels of masks, bool (n, h, w): int32 (n,)."""
+    return masks.view(torch.uint8).sum((1, 2), dtype=torch.int32)  # a sum of bools takes 17 times as long
 
 
 class SegmentationMetrics(DetectionMetrics):
@@ -317,8 +329,8 @@ class SegmentationMetrics(DetectionMetrics):
         """Return the records of boxes and masks of each image; what is drawn of an image has the masks' outlines."""
         instances = cast("Sequence[SegmentationPrediction]", predictions)
         box_records = image_records([prediction.rows for prediction in instances], batch.infos, self.drawn)
-        overlaps = mask_overlaps(instances, cast("SegmentationBatch", batch))
-        mask_records = matched_by(overlaps, [record._replace(drawn=None) for record in box_records])
+        pairs = mask_pairs(instances, cast("SegmentationBatch", batch), box_records)
+        mask_records = matched_by(pairs, [record._replace(drawn=None) for record in box_records])
         records = []
         for boxes, masks, prediction in zip(box_records, mask_records, instances, strict=True):
             if drawn := boxes.drawn:

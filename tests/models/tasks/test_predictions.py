@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.tasks.predictions import CONFUSION_IOU, IOU_THRESHOLDS, box_overlaps, match_by_overlap, pair_by_overlap
+from models.tasks.predictions import CONFUSION_IOU, IOU_THRESHOLDS, box_pairs, match_by_overlap, pair_by_overlap
 from tests.making import image_info
 from tests.models.tasks.batches import labels, predictions
 from utils.plots.drawing import Style
@@ -112,8 +112,8 @@ def test_matching_as_the_plain_implementation(seed: int) -> None:
     """At each threshold a detection is correct if no earlier one with the same best label was."""
     rng = np.random.default_rng(seed)
     detections, truth, groups = random_boxes(rng, 40), random_boxes(rng, rng.integers(12)), int(rng.integers(1, 5))
-    group, true_group = rng.integers(groups, size=len(detections)), rng.integers(groups, size=len(truth))
-    overlap, rival_overlap = match_by_overlap(box_overlaps(detections, truth), group, true_group)
+    group, true_group = (np.sort(rng.integers(groups, size=len(boxes))) for boxes in (detections, truth))
+    overlap, rival_overlap = match_by_overlap(box_pairs(detections, truth, group, true_group), len(detections))
     for threshold in IOU_THRESHOLDS:
         taken: set[int] = set()
         for k, box in enumerate(detections):
@@ -131,7 +131,7 @@ def test_matching_as_the_plain_implementation(seed: int) -> None:
 
 def test_pairs_overlap_by_more_than_the_threshold() -> None:
     boxes, group = np.array([bar(0.45), bar(0.450001)]), np.arange(2)  # in two images
-    pairs = pair_by_overlap(box_overlaps(boxes, np.array([bar(1), bar(1)])), group, group)
+    pairs = pair_by_overlap(box_pairs(boxes, np.array([bar(1), bar(1)]), group, group), group)
     assert [part.tolist() for part in pairs] == [[1], [1]]
 
 
@@ -151,5 +151,5 @@ def test_pairing_as_the_plain_implementation(seed: int) -> None:
             expected.append((-detection, -label))
             detections.remove(-detection)
             true.remove(-label)
-    pairs = pair_by_overlap(box_overlaps(detected, truth), group, true_group)
+    pairs = pair_by_overlap(box_pairs(detected, truth, group, true_group), true_group)
     assert list(zip(*(part.tolist() for part in pairs), strict=True)) == expected

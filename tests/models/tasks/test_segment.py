@@ -108,7 +108,7 @@ def plain_sums(
     rows, columns = (torch.arange(side) for side in prototypes.shape[2:])
     cells = near_cells([(raw.shape[2], raw.shape[3]) for raw in maps], batch.targets)
     matched = match(cells, build_model(tiny_segmenter()).head.anchors, criterion.hyp.anchor_t)
-    masks = target_masks(batch, np.arange(len(batch.targets)), (len(rows), len(columns)))
+    masks = target_masks(batch, np.arange(len(batch.targets)), (len(rows), len(columns))).float()
     sums = []
     for level, raw in enumerate(maps):
         values: dict[int, list[Tensor]] = {}
@@ -137,7 +137,7 @@ def test_sums_and_gradients_are_those_of_a_plain_implementation(
     expected = plain_sums(criterion, outputs, batch)
     if whole:
         every = np.tile(np.array([0, 0, MAP, MAP]), (len(batch.targets), 1))
-        masks = target_masks(batch, np.arange(len(batch.targets)), (MAP, MAP)).numpy() > 0
+        masks = target_masks(batch, np.arange(len(batch.targets)), (MAP, MAP)).numpy()
         for mask, (left, top, right, bottom) in zip(masks, batch.windows, strict=True):
             outside = np.ones_like(mask)
             outside[top:bottom, left:right] = False
@@ -192,7 +192,7 @@ def test_class_weights_are_duplicated_objects(settings: dict[str, float]) -> Non
     """In all terms, as many images and any scale of the weights: only their ratio matters."""
     batch, outputs = random_batch(), random_outputs()
     repeats = np.array([1, 3, 2])[batch.host_targets[:, 1].astype(int)]
-    masks = target_masks(batch, np.arange(len(batch.targets)), (MAP, MAP)).numpy() > 0
+    masks = target_masks(batch, np.arange(len(batch.targets)), (MAP, MAP)).numpy()
     rows = batch.host_targets.repeat(repeats, 0).tolist()
     duplicated = mask_batch(rows, list(masks.repeat(repeats, 0)), images=3)
     results = []

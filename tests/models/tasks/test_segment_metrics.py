@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.tasks import segment_metrics as module
+from models.tasks.metrics import image_records
 from models.tasks.segment_metrics import (
     SEGMENTATION_METRICS,
     DetectedMasks,
@@ -20,7 +21,7 @@ from models.tasks.segment_metrics import (
     SegmentationMetrics,
     SegmentationPrediction,
     known_masks,
-    mask_overlaps,
+    mask_pairs,
 )
 from tests.making import CLASS_NAMES, NO_CHANGE, image_info
 from tests.models.tasks.mask_batches import MAP, SIDE, mask_batch
@@ -309,8 +310,8 @@ def test_overlaps_are_those_of_whole_masks(most: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "MAX_MASK_VALUES", most)
     cases = [random_case(0), Case([], [Instance(0, WHOLE)]), random_case(1), Case([Instance(1, WHOLE)], [])]
     predictions, batch = made(*cases)
-    overlaps = mask_overlaps(predictions, batch)
-    detection, label, expected = [], [], []
+    records = image_records([prediction.rows for prediction in predictions], batch.infos)
+    expected = {}
     d0 = l0 = 0
     for case in cases:
         for d, one in enumerate(case.detections):
@@ -318,16 +319,19 @@ def test_overlaps_are_those_of_whole_masks(most: int, monkeypatch: pytest.Monkey
             left, top, right, bottom = one.box
             cut = one.pixels() & (columns >= left) & (columns < right) & (rows >= top) & (rows < bottom)
             for k, true in enumerate(case.labels):
-                detection.append(d0 + d)
-                label.append(l0 + k)
                 both = (cut & true.pixels()).sum()
-                expected.append(both / (cut.sum() + true.pixels().sum() - both + 1e-7))
+                if both and one.label == true.label:
+                    expected[d0 + d, l0 + k] = both / (cut.sum() + true.pixels().sum() - both + 1e-7)
         d0, l0 = d0 + len(case.detections), l0 + len(case.labels)
-    order = np.random.default_rng(0).permutation(len(detection))
-    computed = overlaps(np.array(detection)[order], np.array(label)[order])
-    np.testing.assert_allclose(computed, np.array(expected)[order], atol=1e-6)
-    assert (computed > 0.2).sum() > 10
-    assert overlaps(np.zeros(0, int), np.zeros(0, int)).tolist() == []
+    pairs = mask_pairs(predictions, batch, records)
+    computed = {
+        (d, k): overlap for d, k, overlap in zip(*(column.tolist() for column in pairs), strict=True) if overlap
+    }
+    assert list(computed) == list(expected)
+    np.testing.assert_allclose(list(computed.values()), list(expected.values()), atol=1e-6)
+    assert sum(overlap > 0.2 for overlap in expected.values()) > 2
+    nothing = mask_pairs(predictions[1:2], made(cases[1])[1], records[1:2])
+    assert [len(column) for column in nothing] == [0, 0, 0]
 
 
 def test_tables_and_documents() -> None:
