@@ -287,8 +287,8 @@ def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: Tra
     """Load the tensors that fit `model` and freeze layers; log the model, tensors and layers. Raises `UserError`."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     layers = sum(not any(module.children()) for module in model.modules())
-    work = count_gflops(model, model.imgsz, start.source)
-    size = f", {work:.3g} GFLOPs at {model.imgsz} px" if work else ""
+    model.gflops = count_gflops(model, model.imgsz, start.source)
+    size = f", {model.gflops:.3g} GFLOPs at {model.imgsz} px" if model.gflops else ""
     log(f"{start.source}: {layers} layers, {parameters:,} parameters{size}")
     log_rounding([options.imgsz], [model.imgsz], model.stride)
     if start.weights:

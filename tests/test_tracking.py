@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import shutil
@@ -39,7 +40,7 @@ PICTURES = [
 STEP = [
     *("box_loss", "obj_loss", "cls_loss", "epoch", "gradient_norm", "data_wait"),
     *("lr0", "lr1", "lr2", "momentum0", "momentum1", "momentum2"),
-    *("images_per_second", "images_per_second_per_device"),
+    *("images_per_second", "images_per_second_per_device", "mfu"),
 ]
 
 
@@ -121,7 +122,10 @@ def test_its_epochs_are_the_rows_of_results_csv(tracked: Tracked) -> None:
     for actual in epochs(run.rows, tracked.folder):
         assert {f"class/{kind}/disc" for kind in ("AP", "AP50")} <= {*actual}
         assert actual["epoch/validation_seconds"] > 0
+        assert actual["epoch/mfu"] > 0
         assert 0 <= actual["epoch/data_wait"] <= 1
+    with (tracked.folder / "speed.csv").open() as file:
+        assert [float(row["mfu"]) > 0 for row in csv.DictReader(file)] == [True] * len(tracked.rows)
     best = max(tracked.rows, key=lambda row: 0.1 * row["metrics/mAP_0.5"] + 0.9 * row["metrics/mAP_0.5:0.95"])
     for name in ("mAP_0.5", "mAP_0.5:0.95", "precision", "recall"):
         assert run.summary[f"best/{name}"] == pytest.approx(best[f"metrics/{name}"], rel=1e-8)

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,9 +40,10 @@ if TYPE_CHECKING:
 
 # What a run adds to, so that a new run removes it.
 APPENDED = re.compile(
-    r"results\.csv|code\.diff|weights/epoch\d+\.pt|tensorboard/events\.out\.tfevents\.[^/]+|\.wandb\.json"
+    r"results\.csv|speed\.csv|code\.diff|weights/epoch\d+\.pt|tensorboard/events\.out\.tfevents\.[^/]+|\.wandb\.json"
 )
 FILE_SUFFIXES, FOLDERS = (".csv", ".txt", ".yaml", ".pt", ".json", ".jpg"), ("weights", "checkpoint")
+SPEED = "speed.csv"  # images per second and use of the devices, a row per epoch and start
 Job = Callable[[], object]
 Jobs = Mapping[Path, Job]  # path -> the function that writes it
 Errors = Mapping[Path, OSError]
@@ -92,6 +94,14 @@ class RunFolder:
             self._lines.append(",".join(row))
         self._lines.append(",".join("" if value is None else f"{value:.9g}" for value in row.values()))
         self._write_rows()
+
+    def append_speed(self, row: Mapping[str, float]) -> None:
+        """Add a row to speed.csv, whose values differ between equal runs, unlike those of results.csv."""
+        if self.is_main:
+            file = self.path / SPEED
+            with suppress(OSError), file.open("a", encoding="utf-8") as opened:  # the console has the main values too
+                header = "" if file.stat().st_size else f"{','.join(row)}\n"
+                opened.write(f"{header}{','.join(f'{value:.4g}' for value in row.values())}\n")
 
     def save_weights(self, files: Sequence[str], model: nn.Module, then: Job = lambda: None, **content: Any) -> None:
         """Write files of the same `weights_content` into weights/ in the background, then call `then`."""

@@ -40,6 +40,7 @@ class Model(nn.Module):
     names: dict[int, str]  # class names, by number
     stride: int  # pixels; height and width of the images must be multiples of it
     imgsz: int  # image size in pixels, rounded up to whole strides
+    gflops: float = 0.0  # billions of operations of a forward pass for one image of `imgsz`; 0 if unknown
 
     @property
     def head(self) -> nn.Module | None:

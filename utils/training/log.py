@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,15 @@ BYTES_PER_GIB = 2**30
 LOW_FITNESS = 0.01  # a run with a lower fitness probably has something wrong
 TRACE_FOLDER = "profile"  # folder in the run folder
 LARGEST_OPERATORS = 10
+# Dense peaks by NVIDIA's data sheets, in TFLOP/s: bf16 and fp16, TF32, and fp32; those without TF32 have fp32 there.
+GPU_PEAKS = {
+    **{"H200": (989.4, 494.7, 66.9), "H100 PCIe": (756, 378, 51), "H100": (989.4, 494.7, 66.9)},
+    **{"A100": (312, 156, 19.5), "A10": (125, 62.5, 31.2), "RTX A6000": (154.8, 77.4, 38.7)},
+    **{"L40S": (362, 183, 91.6), "L4": (121, 60.5, 30.3), "V100": (125, 15.7, 15.7), "T4": (65, 8.1, 8.1)},
+    **{"RTX 4090": (165.2, 82.6, 82.6), "RTX 3090": (71, 35.6, 35.6)},
+}
+PEAK_SIDE, PEAK_TRIES = {"cuda": 8192, "cpu": 1024}, 5  # rows of the product that measures a peak; the best of tries
+BACKWARD_PASSES = 3  # operations of forward and backward pass, as multiples of the forward pass
 
 
 class DeviceValue:
@@ -67,7 +77,14 @@ class StepLog:
     """The curves of the optimizer steps, the values beside the progress bar, and the profile."""
 
     def __init__(
-        self, run: Run, terms: Sequence[str], schedule: Schedule, batch_size: int, progress: Progress, window: str = ""
+        self,
+        run: Run,
+        terms: Sequence[str],
+        schedule: Schedule,
+        batch_size: int,
+        progress: Progress,
+        window: str = "",
+        gflops: float = 0.0,
     ) -> None:
         self.run, self.terms, self.batch_size, self.device = run, terms, batch_size, run.accelerator.device
         steps = math.ceil(schedule.batches / run.accelerator.gradient_accumulation_steps)  # of an epoch
@@ -76,6 +93,9 @@ class StepLog:
         self.left = (schedule.epochs - progress.epoch) * schedule.batches - progress.batch  # batches at the start
         self.done, self.started = 0, time.monotonic()
         self.norm: Any = None  # norm of the last step's gradient
+        # Of all devices, as a share of their peak, at one image per second.
+        peak = run.accelerator.num_processes * peak_flops(self.device, run.accelerator.mixed_precision)
+        self.image_mfu = BACKWARD_PASSES * gflops * 1e9 / peak
         self.bar = Bar("", 0, False)
         self.first_step, last_step = profile_window(window)
         self.last_step = min(last_step, schedule.epochs * steps)
@@ -114,6 +134,7 @@ class StepLog:
             host_values |= {f"step/lr{number}": group["lr"], f"step/momentum{number}": momentum}
         host_values["step/images_per_second"] = rate
         host_values["step/images_per_second_per_device"] = rate / accelerator.num_processes
+        host_values["step/mfu"] = rate * self.image_mfu
         if accelerator.scaler is not None:
             host_values["step/loss_scale"] = accelerator.scaler.get_scale()
         # Mean losses, and over processes: gradient norm, mean share of waiting, the largest GPU memory in GiB.
@@ -169,17 +190,39 @@ class StepLog:
             self._profile = self._profiling.enter_context(self.run.accelerator.profile(options))
 
 
+def peak_flops(device: torch.device, precision: str) -> float:
+    """Return the highest floating-point operations per second of a device in a precision of autocast, see `GPU_PEAKS`.
+
+    That of an unknown device, and of a CPU's threads, is measured by a product of matrices.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    if known := next((peaks for gpu, peaks in GPU_PEAKS.items() if re.search(rf"\b{gpu}\b", name)), None):
+        return 1e12 * known[0 if precision != "no" else 1 if torch.backends.cudnn.allow_tf32 else 2]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    side = PEAK_SIDE.get(device.type, 1024)
+    matrix, seconds = torch.ones(side, side, dtype=dtype, device=device), math.inf
+    for _ in range(PEAK_TRIES):
+        started_at = time.perf_counter()
+        torch.mm(matrix, matrix)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        seconds = min(seconds, time.perf_counter() - started_at)
+    return 2 * side**3 / seconds
+
+
 def peak_memory(device: torch.device) -> float:
     """Return the peak memory of tensors on a GPU so far, in GiB; 0 on other devices."""
     return torch.cuda.max_memory_allocated(device) / BYTES_PER_GIB if device.type == "cuda" else 0.0
 
 
-def epoch_line(epoch: int, epochs: int, losses: Mapping[str, float], summary: Summary | None, rate: float) -> str:
+def epoch_line(
+    epoch: int, epochs: int, losses: Mapping[str, float], summary: Summary | None, rate: float, mfu: float = 0.0
+) -> str:
     """Return the console line of an epoch, counted from 0; one wider than the terminal has fewer digits, or no rate."""
     headline = (summary.headline or summary.metrics) if summary else {}
     scores = [" ".join(f"{title} {value:.3f}" for title, value in headline.items())] if headline else []
-    images = [f"{rate:.0f} img/s"] if rate else []
-    for digits, rest in ((4, images), (3, images), (3, []), (2, [])):
+    images, share = [f"{rate:.0f} img/s"] if rate else [], [f"MFU {mfu:.0%}"] if mfu else []
+    for digits, rest in ((4, images + share), (3, images + share), (3, images), (3, []), (2, [])):
         line = f"epoch {epoch + 1}/{epochs}: " + ", ".join([_loss_text(losses, digits), *scores, *rest])
         if len(line) <= shutil.get_terminal_size(TERMINAL).columns:
             break
@@ -222,18 +265,21 @@ def log_epoch(
         **{f"x/lr{number}": group["lr"] for number, group in enumerate(steps.optimizer.param_groups)},
     }
     run.files.append_row(row)
-    log(epoch_line(progress.epoch, options.epochs, losses, summary, bar.rate))
+    mfu = bar.rate * steps.log.image_mfu
+    log(epoch_line(progress.epoch, options.epochs, losses, summary, bar.rate, mfu))
     if progress.skipped:
         log(f"  {plural(progress.skipped, 'optimizer step')} skipped so far: gradients that are not finite")
     if summary and improved:
         run.files.write_documents(metrics.documents(summary))
     timing = {
         "images_per_second": bar.rate,
+        "mfu": mfu,
         "train_seconds": bar.seconds,
         "validation_seconds": time.monotonic() - started_at,
         "data_wait": bar.waiting,
         "steps_skipped": progress.skipped,
     }
+    run.files.append_speed({"epoch": progress.epoch, **timing})
     run_log.log_epoch(row, timing, summary, progress)
     if summary:
         run_log.log_examples(partial(metrics.examples, summary), progress.epoch)

@@ -66,7 +66,8 @@ class OptimizerSteps:
             from utils.training.hashes import StepHashes
 
             self.hashes = StepHashes(run, model, loss_names, state)
-        self.log = StepLog(run, loss_names, schedule, state.measured.batch_size, state.progress, profile_steps)
+        batch_size, gflops = state.measured.batch_size, getattr(model.model, "gflops", 0.0)
+        self.log = StepLog(run, loss_names, schedule, batch_size, state.progress, profile_steps, gflops)
         self.optimizer, self.ema, self.progress = state.optimizer, state.ema, state.progress
         buffers = [buffer for copy in model.copies for buffer in floating_buffers(copy).values()]
         self.guard = NonFiniteGuard([state.loss_sums, *buffers])

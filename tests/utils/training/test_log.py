@@ -18,7 +18,7 @@ from models.tasks.segment import SegmentationTask
 from utils.checkpoint import Progress
 from utils.console import TERMINAL, Bar
 from utils.summary import Summary
-from utils.training.log import StepLog, epoch_line, log_best_epoch, profile_window
+from utils.training.log import StepLog, epoch_line, log_best_epoch, peak_flops, profile_window
 
 LOSSES = {"cls_loss": 2.0, "box_loss": 1.0}
 SUMMARY = Summary({"recall": 0.75, "mAP": 0.5}, 0.4, [["head"], ["all"]], [["a"], ["b"]], losses=LOSSES, rate=80.0)
@@ -58,7 +58,7 @@ def step_log(batches: int = 8, tracked: bool = True) -> StepLog:
     """Return the log of a run of two epochs."""
     run: Any = SimpleNamespace(accelerator=Accelerator(cpu=True), is_tracked=tracked)
     schedule: Any = SimpleNamespace(epochs=2, batches=batches)
-    return StepLog(run, ("a", "b"), schedule, 16, Progress())
+    return StepLog(run, ("a", "b"), schedule, 16, Progress(), gflops=25.0)
 
 
 def sgd(rate: float = 0.1) -> Any:
@@ -75,10 +75,22 @@ def test_the_interval_of_points(batches: int, expected: int) -> None:
     assert not step_log(batches, tracked=False).is_due(expected, last=True)
 
 
+def test_the_peak_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By data sheet for known GPUs, whatever else is in their names; measured for others."""
+    name = "NVIDIA L40S"
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: name)
+    assert peak_flops(torch.device("cuda"), "bf16") == 362e12
+    assert peak_flops(torch.device("cuda"), "no") == 183e12
+    name = "NVIDIA H100 PCIe"
+    assert peak_flops(torch.device("cuda"), "fp16") == 756e12
+    assert 1e8 < peak_flops(torch.device("cpu"), "no") < 1e14
+
+
 def test_points(monkeypatch: pytest.MonkeyPatch) -> None:
     """Means since the last point, speed, waiting, and values that are not finite."""
     now = [100.0]
     monkeypatch.setattr("utils.training.log.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("utils.training.log.peak_flops", lambda *_: 1.2e12)
     log, bar = step_log(), Bar("", 0, False)
     bar.waited = 3.0
     log.start_epoch(bar)
@@ -88,6 +100,7 @@ def test_points(monkeypatch: pytest.MonkeyPatch) -> None:
     first = log.values(log.point(1, 0.25, sgd(), lambda sums: sums[0]))
     assert (first["step"], first["step/epoch"], first["step/a"], first["step/b"]) == (1, 0.25, 2.0, math.inf)
     assert first["step/images_per_second"] == first["step/images_per_second_per_device"] == 8.0
+    assert first["step/mfu"] == pytest.approx(3 * 25e9 * 8 / 1.2e12)
     assert first["step/data_wait"] == 0.25
     assert not {"step/gradient_norm", "step/loss_scale", "step/gpu_memory"} & first.keys()
     for norm in (5.0, math.inf):
