@@ -26,6 +26,7 @@ from utils.errors import UserError, nearest, quoted
 if TYPE_CHECKING:
     from utils.config.hyperparameters import Recipe, Recipes
     from utils.plots.drawing import Style
+    from utils.review import ImageReview
     from utils.summary import Example, Summary
 
 Image = np.ndarray  # uint8 (h, w, 3), BGR
@@ -159,6 +160,7 @@ OPTIONAL_METHODS = {
     "crops": ("save_crop", "its results cover no part of an image"),
     "with_labels": ("save_hybrid", "its results are not joined with labels"),
     "coco_rows": ("save_json", "COCO has no format for its results"),
+    "review": ("review", "its results are not compared with labels"),
 }
 
 
@@ -214,6 +216,11 @@ class Prediction(Result, ABC):
     def coco_rows(self) -> CocoImage:
         """Return the detections in COCO's results format (--save-json)."""
         raise UserError(Prediction.refused()["save_json"])
+
+    def review(self, info: Any) -> ImageReview:
+        """Return how the image's labels, in its `info` of the batch, and the predictions contradict each other
+        (--review)."""
+        raise UserError(Prediction.refused()["review"])
 
     @classmethod
     def refused(cls) -> dict[str, str]:
