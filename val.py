@@ -164,8 +164,8 @@ def validate(flags: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
         if options.annotations and not (options.save_json and Path(options.annotations).is_file()):
             raise UserError(f"--annotations {options.annotations} must be a file, and needs --save-json")
         if options.review and (times_speed or options.conf_thres > MAX_CONF_THRES):
-            limits = f"--task speed and a --conf-thres above {MAX_CONF_THRES:g}"
-            raise UserError(f"--review needs predictions of low confidence too; leave out {limits}")
+            limit = f"--conf-thres {MAX_CONF_THRES:g} or less"
+            raise UserError(f"--review needs {limit}, as low confidences count too, and no --task speed; correct that")
         source = data_source(options.data, members.entry.data)
         names = source.names(options.single_cls)
     defaults: Any = {name: value for name, value in SPEED_DEFAULTS.items() if times_speed and name not in flags}

@@ -7,7 +7,6 @@ A score compares the confidence in what contradicts a label with the confidence 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import fsum
 from typing import NamedTuple
 
 import numpy as np
@@ -58,7 +57,7 @@ def ranked(
     supports: dict[int, list[float]] = {}
     for label, confidence in (support for review in reviews for support in review.supports):
         supports.setdefault(label, []).append(confidence)
-    means = {label: fsum(confidences) / len(confidences) for label, confidences in supports.items()}
+    means = {label: sum(confidences) / len(confidences) for label, confidences in supports.items()}
     found = [(review, one) for review in reviews for one in review.found]
     found.sort(key=lambda row: -(means[row[1].label or 0] if row[1].kind == SPURIOUS else row[1].score))
     for rank, (review, one) in enumerate(found, 1):
@@ -77,6 +76,6 @@ def draw_review(
         texts = [names[int(label)] + f" {value:.2f}" * (colour == BLUE) for *_, value, label in boxes.tolist()]
         draw_boxes(image, boxes[:, :4] * scale, [colour] * len(boxes), texts)
     if found.box:
-        draw_boxes(image, np.array([found.box]) * scale, [RED], [""], MARK_PIXELS)
-    cells = [f"{name} {cell}" for name, cell in zip(COLUMNS, row, strict=True) if cell and name not in ("image", "box")]
-    return captioned(image, [", ".join(cells), str(row[0])], image.shape[1])
+        draw_boxes(image, np.array([found.box]) * scale, [RED], [found.kind], MARK_PIXELS)
+    cells = [str(cell) for cell in row[1:6] if cell]  # all but image, box and rank
+    return captioned(image, [f"{row[-1]}: {', '.join(cells)}", str(row[0])], image.shape[1])

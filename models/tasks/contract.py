@@ -218,8 +218,7 @@ class Prediction(Result, ABC):
         raise UserError(Prediction.refused()["save_json"])
 
     def review(self, info: Any) -> ImageReview:
-        """Return how the image's labels, in its `info` of the batch, and the predictions contradict each other
-        (--review)."""
+        """Return how the predictions contradict the labels in the image's `info` of the batch (--review)."""
         raise UserError(Prediction.refused()["review"])
 
     @classmethod

@@ -153,8 +153,7 @@ def contradictions(rows: np.ndarray, labels: np.ndarray) -> tuple[list[Contradic
         elif (overlap[row, support < CONFIDENT] < NEAR).all() and (
             (overlap_matrix(rows[[row]], rows[missing]) < SAME_OBJECT).all()
         ):
-            missing.append(row)
-            box = tuple(rows[row, :4].tolist())
+            missing, box = [*missing, row], tuple(rows[row, :4].tolist())
             found[MISSING, row] = Contradiction(MISSING, against, None, predicted, against, shared, box)
     twins = np.where(overlap_matrix(labels, labels) >= SAME_OBJECT, support, 0).argmax(1).tolist()
     for label, twin in enumerate(twins[:-1]):
