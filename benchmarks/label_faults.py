@@ -1,6 +1,6 @@
 """Plant label faults into a copy of a YOLO data set, and score the rows of val.py --review that find them.
 
-    python -m benchmarks.label_faults plant CHECKOUT OUT NAMES.yaml --seed 0
+    python -m benchmarks.label_faults plant CHECKOUT OUT NAMES.yaml SEED
     python -m benchmarks.label_faults score OUT RUN/review/review.csv ...
 
 `plant` draws three times 5 % of the boxes of CHECKOUT/labels: those of the first part are removed, of the second moved
@@ -12,9 +12,9 @@ this kind find (an overlap of 0.5 with the box removed, moved or renamed), and w
 
 from __future__ import annotations
 
-import argparse
 import csv
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -90,23 +90,9 @@ def finds(row: Mapping[str, str], fault: Mapping[str, str]) -> bool:
     return Path(row["image"]).name == fault["image"] and overlap_matrix(*boxes).item() >= SAME_OBJECT
 
 
-def main() -> None:
-    """Plant or score, as the command line says."""
-    parser = argparse.ArgumentParser("python -m benchmarks.label_faults")
-    commands = parser.add_subparsers(required=True)
-    planting = commands.add_parser("plant")
-    planting.add_argument("checkout", type=Path)
-    planting.add_argument("out", type=Path)
-    planting.add_argument("names", type=lambda file: [*yaml.safe_load(Path(file).read_text())["names"].values()])
-    planting.add_argument("--seed", type=int, default=0)
-    planting.set_defaults(run=plant)
-    scoring = commands.add_parser("score")
-    scoring.add_argument("out", type=Path)
-    scoring.add_argument("reviews", type=Path, nargs="+")
-    scoring.set_defaults(run=score)
-    arguments = vars(parser.parse_args())
-    arguments.pop("run")(**arguments)
-
-
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] == "plant":
+        checkout, out, names, seed = sys.argv[2:]
+        plant(Path(checkout), Path(out), [*read_yaml(Path(names))["names"].values()], int(seed))
+    else:
+        score(Path(sys.argv[2]), [*map(Path, sys.argv[3:])])

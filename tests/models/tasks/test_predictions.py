@@ -92,7 +92,6 @@ def test_a_contradiction(
 
 
 def label_corners(row: tuple[float, ...]) -> list[float]:
-    """Return the box of a label in an image of 100 x 100 pixels."""
     _, x, y, width, height = (100 * value for value in row)
     return [x - width / 2, y - height / 2, x + width / 2, y + height / 2]
 
