@@ -9,6 +9,7 @@ import gc
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,13 +36,15 @@ from utils.console import log
 from utils.distributed.failure import barrier, run_main
 from utils.distributed.launch import cores_per_process, spawn, start
 from utils.distributed.ranks import broadcast_from_main
-from utils.errors import UserError
-from utils.files import format_paths, unique_stems, write_text
+from utils.errors import UserError, plural
+from utils.files import csv_text, format_paths, unique_stems, write_text
+from utils.plots.drawing import write_picture
 from utils.python_api import call
 from utils.receipt import Receipt, environment, split_inputs
+from utils.review import COLUMNS, MAX_CONF_THRES, PICTURE_PIXELS, ImageReview, draw_review, ranked
 from utils.run import Run
 from utils.summary import DRAWN_IMAGES, POSTPROCESSING, StageTimer, Summary, evenly_spaced, log_times
-from utils.tracking import run_log
+from utils.tracking import run_log, wandb
 from utils.tracking.trackers import add_user_trackers
 
 MANY_CLASSES = 50  # with more, a row per class is printed only with --verbose
@@ -160,6 +163,9 @@ def validate(flags: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
         members.refuse_flags(options, flags)
         if options.annotations and not (options.save_json and Path(options.annotations).is_file()):
             raise UserError(f"--annotations {options.annotations} must be a file, and needs --save-json")
+        if options.review and (times_speed or options.conf_thres > MAX_CONF_THRES):
+            limit = f"--conf-thres {MAX_CONF_THRES:g} or less"
+            raise UserError(f"--review needs {limit}, as low confidences count too, and no --task speed; correct that")
         source = data_source(options.data, members.entry.data)
         names = source.names(options.single_cls)
     defaults: Any = {name: value for name, value in SPEED_DEFAULTS.items() if times_speed and name not in flags}
@@ -200,12 +206,21 @@ def validate(flags: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     coco_images: list[CocoImage] = []  # predictions of this process, with --save-json
     if options.save_json:
         evaluate.batch_callbacks.append(lambda _, images: coco_images.extend(image.coco_rows() for image in images))
+    reviews: list[ImageReview] = []  # of this process's images, with --review
+    if options.review:
+        evaluate.batch_callbacks.append(
+            lambda batch, images: reviews.extend(
+                one.review(info) for one, info in zip(images, batch.infos, strict=True)
+            )
+        )
     if options.save_txt or options.save_hybrid:
         evaluate.batch_callbacks.append(label_writer(options, run.path / "labels", split.images))
     if times_speed and device.type != "cpu":  # elsewhere a stage is over only after a synchronisation, which takes time
         evaluate.timer = StageTimer(torch.accelerator.synchronize)
     with run.watchdog(options.dist_timeout):
         summary = evaluate(models)
+    if options.review:
+        write_review(evaluate, reviews, split, options)
     sources = [weights.origin.files[-1] for weights in members.weights.values()]
     write_results(evaluate, summary, options, split, first.imgsz, sources)
     if options.save_json:
@@ -256,6 +271,24 @@ def write_coco(
     file, write = Path(annotations) if annotations else None, run.files.write_documents
     images = run.collectives.gather(predictions)
     run.on_main(lambda: coco.report(write, file, named_by_user, images, names, split.images, stem))
+
+
+def write_review(evaluate: Evaluator, reviews: list[ImageReview], split: Split, options: ValOptions) -> None:
+    """Write review/review.csv from the images of all processes, and pictures of the first rows; log them to W&B."""
+    run, names = evaluate.run, evaluate.inference.task.names
+    found = [*ranked(run.collectives.gather(reviews), names)]
+    run.files.write_documents({"review/review.csv": csv_text(COLUMNS, (row for *_, row in found))})
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(one.kind for _, one, _ in found).most_common())
+    log(f"{plural(len(found), 'contradiction')} ({kinds or 'none'}) in {run.path / 'review'}", always=True)
+    first = found[: options.review]
+    files = [run.path / "review" / f"{row[-1]:04}.jpg" for *_, row in first] if not options.noplots else []
+
+    def draw() -> None:
+        for file, shown in zip(files, first, strict=False):
+            write_picture(file, draw_review(*shown, split.display_image(shown[0].image, PICTURE_PIXELS), names))
+
+    run.on_main(draw)
+    run.log_media(lambda: {"review": wandb.picture_table(COLUMNS, [row for *_, row in first], files)})
 
 
 def label_writer(options: ValOptions, folder: Path, images: Sequence[Path]) -> Callable[..., None]:

@@ -21,7 +21,7 @@ from models.tasks.detect import DetectionTask
 from models.weights import Weights
 from tests.conftest import OnProcesses, RunScript
 from tests.curves import untouched
-from tests.making import noise, tiny_detector, write_image, write_yaml
+from tests.making import contents, noise, tiny_detector, write_image, write_yaml
 from tests.whole_runs import opened_files
 from utils.checkpoint import serialise, weights_content
 from utils.config.flags import ValOptions
@@ -134,6 +134,24 @@ def test_all_at_once_on_two_processes(
         assert [line.split()[0] for line in written[: len(truth)]] == [line.split()[0] for line in truth]
 
 
+def test_a_review_on_two_processes(
+    two_models: tuple[str, str], small_data: Path, tmp_path: Path, run_script: RunScript
+) -> None:
+    """Two processes write the same rows and pictures as one."""
+    what = ("--weights", two_models[0], "--data", str(small_data), "--task", "train", "--review", "3", "--imgsz", "64")
+    how = ("--batch-size", "3", "--workers", "0", "--device", "cpu", "--project", str(tmp_path), "--quiet")
+    for count in ("1", "2"):
+        printed = run_script(
+            "val.py", *what, *how, "--name", count, "--processes", count, plots=True, OMP_NUM_THREADS="1"
+        )
+    files, again = (contents(tmp_path / count / "review") for count in ("1", "2"))
+    assert sorted(files) == ["0001.jpg", "0002.jpg", "0003.jpg", "review.csv"]
+    assert files == again
+    rows = read_csv(tmp_path / "1" / "review" / "review.csv")
+    assert list(rows[0]) == ["image", "kind", "class", "predicted class", "confidence", "overlap", "box", "rank"]
+    assert f"{len(rows)} contradictions (" in printed
+
+
 def test_one_process_writes(
     two_models: tuple[str, str], small_data: Path, on_processes: OnProcesses, tmp_path: Path
 ) -> None:
@@ -190,7 +208,10 @@ def test_half_on_cuda(shared: Path, coco128: Path, tmp_path: Path, run_script: R
     assert means[1] == pytest.approx(means[0], abs=0.01)
 
 
-@pytest.mark.parametrize(("task", "flags"), [("classify", ["--save-json"]), ("detect", ["--annotations", "no.json"])])
+@pytest.mark.parametrize(("task", "flags"), [
+    ("classify", ["--save-json"]), ("detect", ["--annotations", "no.json"]),
+    ("detect", ["--review", "5", "--conf-thres", "0.25"]), ("classify", ["--review", "5", "--task", "speed"]),
+])  # fmt: skip
 def test_flags_that_a_task_refuses(task: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     members = Members({}, {"best.pt": Weights({}, {"nc": 2}, {}, task, {}, "lockstep")}, TASKS[task])
     monkeypatch.setattr("val.read_members", lambda *_: members)

@@ -34,7 +34,7 @@ USER_FILES = ("layers", "task_file", "augmentations", "hooks")
 # Other settings that change no bytes, or are in the environment too.
 OTHER_FLAGS = (
     *("resume", "time_limit", "profile", "threads", "hashes", "save_steps", "save_period", "strict", "allow_licence"),
-    *("wandb_id", "log_with", "no_wandb", "bbox_interval", "upload_model", "upload_dataset", "annotations"),
+    *("wandb_id", "log_with", "no_wandb", "bbox_interval", "upload_model", "upload_dataset", "annotations", "review"),
 )
 HASHED_BYTES = 2**30  # of a split's images, without --hashes; takes one or two seconds
 Values = dict[str, Any]

@@ -42,6 +42,7 @@ from utils.config.hyperparameters import ClassWeightKeys, Recipes, Transforms, n
 from utils.errors import UserError, first_line, nearest
 from utils.files import csv_text
 from utils.plots.drawing import Style, draw_captioned, draw_text_lines
+from utils.review import WRONG_CLASS, Contradiction, ImageReview
 from utils.summary import Row, Summary, confusion_text, sparse_counts
 
 TOP_CLASSES = 5  # classes per image that are named, drawn, written and counted by top-5 accuracy
@@ -134,6 +135,13 @@ class ClassificationPrediction(Prediction):
     def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
         """Return the names of the five most probable classes, each after its probability if `with_confidence`."""
         return [f"{probability:.6g} " * with_confidence + name for name, probability in self.items]
+
+    def review(self, info: ClassInfo) -> ImageReview:
+        """Return whether another class is the most probable, scored by the difference of the probabilities."""
+        best, probability = int(self.classes[0]), float(self.scores[0])
+        score = probability - float(self.array[info.label])
+        found = Contradiction(WRONG_CLASS, score, info.label, best, probability, None)
+        return ImageReview(self.image, self.path, [found] * (best != info.label))
 
 
 class ClassificationView(NamedTuple):

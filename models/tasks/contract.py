@@ -26,6 +26,7 @@ from utils.errors import UserError, nearest, quoted
 if TYPE_CHECKING:
     from utils.config.hyperparameters import Recipe, Recipes
     from utils.plots.drawing import Style
+    from utils.review import ImageReview
     from utils.summary import Example, Summary
 
 Image = np.ndarray  # uint8 (h, w, 3), BGR
@@ -160,6 +161,7 @@ OPTIONAL_METHODS = {
     "crops": ("save_crop", "its results cover no part of an image"),
     "with_labels": ("save_hybrid", "its results are not joined with labels"),
     "coco_rows": ("save_json", "COCO has no format for its results"),
+    "review": ("review", "its results are not compared with labels"),
 }
 
 
@@ -215,6 +217,10 @@ class Prediction(Result, ABC):
     def coco_rows(self) -> CocoImage:
         """Return the detections in COCO's results format (--save-json)."""
         raise UserError(Prediction.refused()["save_json"])
+
+    def review(self, info: Any) -> ImageReview:
+        """Return how the predictions contradict the labels in the image's `info` of the batch (--review)."""
+        raise UserError(Prediction.refused()["review"])
 
     @classmethod
     def refused(cls) -> dict[str, str]:

@@ -17,9 +17,22 @@ from models.tasks.contract import Image, Prediction
 from utils.batch import CocoImage
 from utils.errors import plural
 from utils.plots.drawing import Style, draw_boxes
+from utils.review import (
+    DRAWN_CONFIDENCE,
+    DUPLICATE,
+    MISSING,
+    POOR_BOX,
+    SPURIOUS,
+    WRONG_CLASS,
+    Contradiction,
+    ImageReview,
+)
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)  # COCO's thresholds
 CONFUSION_IOU = 0.45  # IoU above which the confusion matrix pairs a detection with a label of any class
+SAME_OBJECT, NEAR = 0.5, 0.1  # IoU from which two boxes are of one object, or near each other, in a review
+CONFIDENT = 0.1  # least confidence of a detection that contradicts a label
+SUPPORT_OFFSET = 0.02  # added to a label's support: without any, the more confident contradiction is first
 
 
 class Pairs(NamedTuple):
@@ -64,11 +77,15 @@ def meeting_pairs(
 def box_pairs(boxes: np.ndarray, true_boxes: np.ndarray, image: np.ndarray, true_image: np.ndarray) -> Pairs:
     """Return the pairs of upright boxes in one image that intersect, and a few more; see `meeting_pairs`."""
     detection, label = meeting_pairs(boxes, true_boxes, image, true_image)
-    a, b = boxes[detection], true_boxes[label]
+    return Pairs(detection, label, box_overlap(boxes[detection], true_boxes[label]))
+
+
+def box_overlap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the IoU of paired upright boxes, xyxy (p, 4) each, in the same unit: (p,)."""
     span = (np.minimum(a[:, 2:], b[:, 2:]) - np.maximum(a[:, :2], b[:, :2])).clip(min=0)
     intersection = span[:, 0] * span[:, 1]
     areas = [(box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1]) for box in (a, b)]
-    return Pairs(detection, label, intersection / (areas[1] + areas[0] - intersection + EPSILON))
+    return np.asarray(intersection / (areas[1] + areas[0] - intersection + EPSILON))
 
 
 def match_by_overlap(pairs: Pairs, detections: int) -> tuple[np.ndarray, np.ndarray]:
@@ -114,6 +131,59 @@ def pair_by_overlap(pairs: Pairs, true_image: np.ndarray) -> tuple[np.ndarray, n
             labels[found] = true
             paired_labels.add(true)
     return np.fromiter(labels, np.int64), np.fromiter(labels.values(), np.int64)
+
+
+def overlap_matrix(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return the IoU of all pairs of the boxes in the first four columns, (k, m)."""
+    pairs = np.indices((len(rows), len(others))).reshape(2, -1)
+    return box_overlap(rows[pairs[0], :4], others[pairs[1], :4]).reshape(len(rows), len(others))
+
+
+def contradictions(rows: np.ndarray, labels: np.ndarray) -> tuple[list[Contradiction], list[tuple[int, float]]]:
+    """Return the contradictions between an image's detections and labels; and the class and support of each label.
+
+    Both are (n, 6): xyxy, confidence, class, the detections in falling confidence. A detection supports the label of
+    its class that it overlaps most, by `SAME_OBJECT` at least; a label's support is the highest confidence of these.
+    """
+    labels = np.concatenate((labels, np.zeros((1, 6))))  # one more, which nothing overlaps, as arrays need a maximum
+    confidence, classes, true_classes = rows[:, 4].tolist(), rows[:, 5].astype(int), labels[:, 5].astype(int)
+    overlap = overlap_matrix(rows, labels)
+    of_class = np.where(classes[:, None] == true_classes, overlap, 0)
+    is_support = of_class.max(1) >= SAME_OBJECT
+    support = np.zeros(len(labels))
+    np.maximum.at(support, of_class[is_support].argmax(1), rows[is_support, 4])
+    found: dict[tuple[str, int], Contradiction] = {}  # by kind and label, or detection: a label's most confident one
+
+    def add(kind: str, label: int, against: float, predicted: int, shared: float, weight: float = 1.0) -> None:
+        score = weight * against / (against + float(support[label]) + SUPPORT_OFFSET)
+        values = (score, int(true_classes[label]), predicted, against, shared)
+        found.setdefault((kind, label), Contradiction(kind, *values, tuple(labels[label, :4].tolist())))
+
+    missing: list[int] = []
+    for row in np.flatnonzero(~is_support & (rows[:, 4] >= CONFIDENT)).tolist():
+        against, predicted, weaker = confidence[row], int(classes[row]), support < confidence[row]
+        label, own = int(overlap[row].argmax()), int((of_class[row] * weaker).argmax())
+        shared = float(overlap[row, label])
+        if shared >= SAME_OBJECT:
+            if weaker[label]:
+                add(WRONG_CLASS, label, against, predicted, shared)
+        elif of_class[row, own] * weaker[own] >= NEAR:
+            add(POOR_BOX, own, against, predicted, float(overlap[row, own]))
+        # A label without support that is near may be of this object; an earlier missing label is of the same one.
+        elif (overlap[row, support < CONFIDENT] < NEAR).all() and (
+            (overlap_matrix(rows[[row]], rows[missing]) < SAME_OBJECT).all()
+        ):
+            missing, box = [*missing, row], tuple(rows[row, :4].tolist())
+            found[MISSING, row] = Contradiction(MISSING, against, None, predicted, against, shared, box)
+    twins = np.where(overlap_matrix(labels, labels) >= SAME_OBJECT, support, 0).argmax(1).tolist()
+    for label, twin in enumerate(twins[:-1]):
+        box, label_class = tuple(labels[label, :4].tolist()), int(true_classes[label])
+        if (overlap[:, label] < NEAR).all():
+            found[SPURIOUS, label] = Contradiction(SPURIOUS, 0.0, label_class, None, None, None, box)
+        elif support[twin] > max(support[label], CONFIDENT):
+            shared = overlap_matrix(labels[[label]], labels[[twin]]).item()
+            add(DUPLICATE, label, float(support[twin]), int(true_classes[twin]), shared, weight=shared)
+    return [*found.values()], list(zip(true_classes[:-1].tolist(), support[:-1].tolist(), strict=True))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -223,3 +293,9 @@ class DetectionPrediction(Prediction):
 
     def coco_rows(self) -> CocoImage:
         return CocoImage(self.image, self.path, self.rows.numpy())
+
+    def review(self, info: Any) -> ImageReview:
+        """Return the contradictions between the labels' boxes and the detections."""
+        labels, rows = self.label_boxes().numpy(), self.rows.numpy()
+        drawn = rows[rows[:, 4] >= DRAWN_CONFIDENCE]
+        return ImageReview(self.image, self.path, *contradictions(rows, labels), self.size, labels, drawn)

@@ -386,6 +386,7 @@ class ValOptions:
     save_conf: bool = flag(False, "with --save-txt: add each detection's confidence", "saving")
     save_hybrid: bool = flag(False, "with --save-txt: labels, and detections without one", "saving", needs="boxes")
     save_json: bool = flag(False, "write COCO results, and compute COCO's metrics", "saving", needs="boxes")
+    review: int = flag(0, "rank contradictions of labels and predictions; draw the first N", "saving", NOT_NEGATIVE)
     annotations: str = flag("", "COCO annotations; '' is the data set's annotations/*.json", "saving", needs="boxes")
     half: bool = HALF()
     project: str = flag("runs/val", "folder in which run folders are made", "saving")

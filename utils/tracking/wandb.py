@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,14 @@ def pictures(files: Mapping[str, Path]) -> dict[str, Any]:
     import wandb
 
     return {f"pictures/{Path(name).stem}": wandb.Image(str(path)) for name, path in files.items()}
+
+
+def picture_table(head: Sequence[str], rows: Sequence[Sequence[Any]], files: Sequence[Path]) -> Any:
+    """Return W&B's table of rows, each with its picture file, if there are any, in the last column."""
+    import wandb
+
+    data = [[*row, file and wandb.Image(str(file))] for row, file in zip_longest(rows, files)]
+    return wandb.Table(columns=[*head, "picture"], data=data)
 
 
 def example_images(examples: Sequence[Example], read_image: ImageReader, names: Sequence[str]) -> list[Any]:

@@ -121,6 +121,13 @@ NOT_BUILT = "regnet_y_128gf"  # 2.6 GB, and not possible on the meta device
 LARGE = ("vit_h_14", "vit_l_16", "vit_l_32", "convnext_large", "efficientnet_v2_l", "vgg")
 
 
+def test_a_review_scores_the_margin_of_the_most_probable_class() -> None:
+    prediction = ClassificationPrediction(4, "a.jpg", CLASS_NAMES, torch.tensor([0.25, 0.125, 0.625]))
+    (found,) = prediction.review(ClassInfo(4, "a.jpg", 1)).found
+    assert found == ("wrong class", 0.5, 1, 2, 0.625, None, ())
+    assert prediction.review(ClassInfo(4, "a.jpg", 2)).found == []
+
+
 def on_meta(name: str, nc: int = 3, imgsz: int = 64, **yaml: Any) -> Any:
     """Build the model without memory for its weights."""
     with torch.device("meta"):

@@ -70,7 +70,7 @@ def test_flags_for_a_method_that_is_left_out_are_refused(flag: str, method: str)
         members.refuse_flags(ValOptions(), {flag: True})
     prediction: Any = Count(0, "a.jpg", {0: "thing"}, 3)
     with pytest.raises(UserError, match=f"^--{flag.replace('_', '-')} "):
-        getattr(prediction, method)(*([np.zeros((4, 4, 3), np.uint8)] if method == "crops" else []))
+        getattr(prediction, method)(*([np.zeros((4, 4, 3), np.uint8)] if method in ("crops", "review") else []))
 
 
 def test_class_weights_in_the_order_of_the_classes() -> None:

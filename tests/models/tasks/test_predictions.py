@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from models.tasks.predictions import CONFUSION_IOU, IOU_THRESHOLDS, box_pairs, m
 from tests.making import image_info
 from tests.models.tasks.batches import labels, predictions
 from utils.plots.drawing import Style
+from utils.review import Contradiction
 
 
 def test_label_rows() -> None:
@@ -53,6 +56,62 @@ def test_with_labels() -> None:
     none = predictions([boxes[:0]] * 2, infos)
     assert [one.with_labels().label_rows(False) for one in none] == [["1 0.4 0.2 0.4 0.2"], []]
     assert len(predicted[0].rows) == 5  # of the metrics
+
+
+# A disc, a light on its place that is a second label of it, a bar far from all detections; centre and size
+DISC, TWIN, LONELY = (0, 0.2, 0.2, 0.2, 0.2), (1, 0.21, 0.2, 0.2, 0.2), (2, 0.9, 0.9, 0.1, 0.1)
+
+
+def review_of(detections: list[list[float]], *rows: tuple[float, ...]) -> list[Contradiction]:
+    """Return the contradictions of detections in an image of 100 x 100 pixels with labels."""
+    info = image_info(size=(100, 100), rows=labels(*rows))
+    (prediction,) = predictions([torch.tensor(detections).double().view(-1, 6)], (info,))
+    return list(prediction.review(info).found)
+
+
+@pytest.mark.parametrize(
+    ("detections", "rows", "kind", "classes", "overlap", "score"),
+    [
+        ([[50, 50, 70, 70, 0.8, 1]], [], "missing label", (None, 1), 0, 0.8),
+        ([], [LONELY], "spurious label", (2, None), None, 0),
+        ([[10, 10, 30, 30, 0.8, 1], [10, 10, 30, 30, 0.2, 0]], [DISC], "wrong class", (0, 1), 1, 0.8 / 1.02),
+        ([[20, 10, 40, 30, 0.8, 0]], [DISC], "poor box", (0, 0), 1 / 3, 0.8 / 0.82),
+        ([[10, 10, 30, 30, 0.8, 0]], [DISC, TWIN], "duplicate", (1, 0), 19 / 21, 0.8 / 0.82 * 19 / 21),
+    ],
+)
+def test_a_contradiction(
+    detections: list[list[float]], rows: list[tuple[float, ...]], kind: str, classes: Any, overlap: Any, score: float
+) -> None:
+    (found,) = review_of(detections, *rows)
+    assert (found.kind, found.label, found.predicted) == (kind, *classes)
+    assert found.overlap == (overlap if overlap is None else pytest.approx(overlap, abs=1e-5))
+    assert found.score == pytest.approx(score, abs=1e-5)
+    assert found.box == pytest.approx(
+        (50, 50, 70, 70) if kind == "missing label" else label_corners(rows[-1]), abs=1e-4
+    )
+
+
+def label_corners(row: tuple[float, ...]) -> list[float]:
+    _, x, y, width, height = (100 * value for value in row)
+    return [x - width / 2, y - height / 2, x + width / 2, y + height / 2]
+
+
+@pytest.mark.parametrize(
+    "detections",
+    [
+        [[10, 10, 30, 30, 0.3, 0], [10, 10, 30, 30, 0.2, 1]],  # the label's own class is more confident
+        [[10, 10, 30, 30, 0.9, 0], [20, 10, 40, 30, 0.3, 0]],  # a part, beside the label's own detection
+        [[10, 10, 30, 30, 0.05, 1]],  # not confident
+        [[20, 10, 40, 30, 0.8, 1]],  # near a label that no detection supports
+    ],
+)
+def test_no_contradiction(detections: list[list[float]]) -> None:
+    assert [found.kind for found in review_of(detections, DISC) if found.kind != "missing label"] == []
+
+
+def test_an_object_without_a_label_is_missed_once() -> None:
+    found = review_of([[50, 50, 70, 70, 0.8, 1], [50, 50, 70, 69, 0.6, 2], [10, 10, 30, 30, 0.5, 0]])
+    assert [(row.predicted, row.confidence) for row in found] == [(1, pytest.approx(0.8)), (0, pytest.approx(0.5))]
 
 
 def test_array_items_and_description() -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.making import noise, write_image
 from tests.wandb_files import read, runs
 from utils.summary import Box, Example
 from utils.tracking import trackers
-from utils.tracking.wandb import WandbTracker, example_images, has_key
+from utils.tracking.wandb import WandbTracker, example_images, has_key, picture_table
 
 wandb = pytest.importorskip("wandb")
 
@@ -85,3 +86,10 @@ def test_images_are_padded_to_one_size() -> None:
     (truth,), (guess,) = (image._boxes[title]._val for title in ("ground_truth", "predictions"))
     assert truth["position"] == {"minX": 0, "minY": 0, "maxX": 0.8, "maxY": 0.25}
     assert (truth["box_caption"], guess["box_caption"], guess["scores"]) == ("ring", "disc 0.50", {"confidence": 0.5})
+
+
+def test_a_table_with_pictures(tmp_path: Path) -> None:
+    write_image(tmp_path / "1.jpg", noise(6, 4))
+    table = picture_table(("image", "rank"), [["a.jpg", 1]], [tmp_path / "1.jpg"])
+    assert (table.columns, table.data[0][:2]) == (["image", "rank", "picture"], ["a.jpg", 1])
+    assert isinstance(table.data[0][2], wandb.Image)
