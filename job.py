@@ -208,6 +208,7 @@ def read_job(settings: Settings, from_main: Callable[[bool], bool] = bool) -> Jo
     options = settings.options
     origin.require(options.allow_licence)
     task = task_class(source.names(options.single_cls), settings.hyp, options.label_smoothing)
+    task_class.check_tiles(spec.tiles, spec.file)
     features, unused_keys = task_class.features_of(model_yaml), task.unused_keys(model_yaml)
     refuse_flags(options, {} if saved else settings.flags, features, model_words(model_yaml), unused_keys)
     fitness = fitness_weights(options.fitness, task.metric_names) if options.fitness else {}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import compress
+from dataclasses import dataclass, field, replace
+from itertools import compress, groupby
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from data.augment import MOSAIC_PARTNERS, Augmenter, Sample, letterbox
+from data.augment import MOSAIC_PARTNERS, PADDING_LEVEL, Augmenter, Sample, letterbox
 from data.augmentations import UserAugmentations
 from data.cache import Images
 from data.data_yaml import DataSpec
@@ -34,6 +34,7 @@ from data.dataset import (
 from data.images import read_image, resize, resize_long_side
 from data.labels import BOXES, POLYGONS, Labels, RowRules, check_classes, label_name, load_labels
 from data.sampler import SampleIndex, evaluation_batches, images_in_use, item_generator, training_batches
+from data.tiles import Windows, cut, in_file, training_windows
 from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement
 from utils.config.hyperparameters import Augmentation, Recipe
 from utils.console import log
@@ -54,15 +55,14 @@ class _Items(Items):
 
     images: Images
     labels: Labels
+    windows: Windows | None = field(default=None, kw_only=True)  # that the images are, if they are parts of files
 
     def load(self, index: int) -> Sample:
         """Return an image with its longer side at `imgsz`, and its boxes in pixels."""
         image = self.images.read(index)
         height, width = image.shape[:2]
         rows = self.labels.image_rows(index)
-        half = rows[:, 3:5] / 2
-        boxes = np.concatenate((rows[:, 1:3] - half, rows[:, 1:3] + half), 1)
-        sample = Sample(image, boxes * np.array([width, height, width, height], np.float32), rows[:, 0])
+        sample = Sample(image, pixel_boxes(rows, width, height), rows[:, 0])
         if self.labels.polygons is None:
             return sample
         polygons = self.labels.polygons.select_range(*self.labels.offsets[index : index + 2].tolist())
@@ -101,6 +101,17 @@ class TrainingItems(_Items):
         self.augmenter = Augmenter(self.augment, images.imgsz, len(images.names), self.load, self.size, self.masks)
         self.unmixed = replace(self.augmenter, settings=replace(self.augment, mosaic=0.0))
 
+    def load(self, index: int) -> Sample:
+        """Return an image as `_Items.load` does, with grey over the parts of objects that are not labels."""
+        sample = super().load(index)
+        if self.windows is None or not len(hidden := self.windows.hidden.image_rows(index)):
+            return sample
+        image, boxes = sample.image.copy(), pixel_boxes(hidden, *sample.image.shape[1::-1])
+        for (x1, y1, x2, y2), is_label in [*((box, False) for box in boxes), *((box, True) for box in sample.boxes)]:
+            part = np.s_[max(math.floor(y1), 0) : math.ceil(y2), max(math.floor(x1), 0) : math.ceil(x2)]
+            image[part] = sample.image[part] if is_label else PADDING_LEVEL
+        return sample._replace(image=image)
+
     def size(self, index: int) -> tuple[int, int]:
         """Return width and height of an image after `load`."""
         return self.images.shape(*self.labels.sizes[index].tolist())
@@ -134,9 +145,24 @@ class EvaluationItems(_Items):
         gain = scale[0] * max(loaded.image.shape[:2]) / max(width, height)
         return fitted, Placement((gain, gain), offset)
 
+    def info(self, index: int, placement: Placement) -> ImageInfo:
+        """Return the description of an image; a window's is that of its part of the file's image."""
+        info = super().info(index, placement)
+        if self.windows is None:
+            return info
+        image, window, whole = int(self.windows.images[index]), self.windows.bounds[index].tolist(), self.windows.whole
+        return in_file(info, image, tuple(whole.sizes[image].tolist()), window)._replace(rows=whole.image_rows(image))
+
     def item(self, sample: SampleIndex, pixels: Tensor) -> Item:
         fitted, placement = self.fitted(sample)
         return *to_tensors(fitted, pixels), self.info(sample.image, placement)
+
+
+def pixel_boxes(rows: np.ndarray, width: int, height: int) -> np.ndarray:
+    """Return the boxes of label rows (k, 5) as xyxy in pixels, float32 (k, 4)."""
+    half = rows[:, 3:5] / 2
+    boxes = np.concatenate((rows[:, 1:3] - half, rows[:, 1:3] + half), 1)
+    return boxes * np.array([width, height, width, height], np.float32)
 
 
 def to_tensors(sample: Sample, pixels: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,16 +191,21 @@ class DetectionSplit(BoxSplit):
     images: list[Path]
     labels: Labels
     problems: tuple[str, ...] = ()
+    windows: Windows | None = None  # that the images are, if they are parts of files
 
     def identity(self) -> dict[str, str]:
         """Return hashes of the files' names, and of the boxes and outlines of each image."""
         labels, polygons = self.labels, self.labels.polygons
         arrays = (labels.rows, labels.counts, *((polygons.points, polygons.offsets) if polygons else ()))
+        arrays += (self.windows.bounds,) if self.windows else ()
         return split_identity(self.images, b"".join(array.tobytes() for array in arrays))
 
     def report(self, title: str) -> None:
         counts = self.labels.counts
         images, backgrounds = plural(len(counts), "image"), plural((counts == 0).sum(), "background")
+        if self.windows:
+            files = plural(len(self.windows.whole.sizes), "image")
+            images = f"{plural(len(counts), 'window')} of {files}"
         log_split(title, f"{images}, {backgrounds}, {plural(counts.sum(), 'instance')}", self.problems)
 
     def side_lengths(self, imgsz: int) -> np.ndarray:
@@ -184,6 +215,9 @@ class DetectionSplit(BoxSplit):
 
     def display_image(self, index: int, side: int) -> np.ndarray:
         image = read_image(self.images[index])
+        if self.windows:
+            left, top, right, bottom = self.windows.bounds[index].tolist()
+            image = image[top:bottom, left:right]
         return resize_long_side(image, min(side, max(image.shape[:2])), smooth=True)
 
     def instances(self) -> Instances:
@@ -226,7 +260,8 @@ class DetectionData(DataSet[DetectionSplit]):
         if isinstance(hyp, Augmentation) and (self.options.rect or not hyp.mosaic):
             keys = " and ".join(key for key in ("mixup", "copy_paste") if getattr(hyp, key))
             log(f"{keys}: no effect without mosaics ({'--rect' if hyp.mosaic else 'mosaic 0'})" if keys else "")
-        listing, rules = self.spec.listing(name), self.spec.row_rules(self.row_rules(hyp))
+        tiles = self.spec.tiles
+        listing, rules = self.spec.listing(name), self.spec.row_rules(BOXES if tiles else self.row_rules(hyp))
         labels = load_labels(listing.images, f"{name} labels", self.options.workers, rules, listing.annotated)
         problems = (*listing.problems, *labels.problems)
         readable = self.usable(name, labels.sizes, problems)
@@ -243,7 +278,16 @@ class DetectionData(DataSet[DetectionSplit]):
             labels = replace(labels, rows=labels.rows * np.array((0, 1, 1, 1, 1), np.float32))
         else:
             check_classes(labels, images, len(self.spec.names), self.spec.file)
-        return DetectionSplit(images, labels, problems)
+        if not tiles or hyp is None:
+            return DetectionSplit(images, labels, problems)
+        windows = training_windows(labels, images, tiles)
+        if windows.lost:
+            what = (
+                f"{name}: {windows.lost} of {plural(len(labels.rows), 'box')} too large for windows of {tiles.size} px"
+            )
+            problems = (f"{what}; not trained", *problems)
+        files = [images[image] for image in windows.images.tolist()]
+        return DetectionSplit(files, windows.labels, problems, windows)
 
     def report(self, train: DetectionSplit, val: DetectionSplit) -> None:
         """Log what `DataSet` does, and whether most images are enlarged."""
@@ -292,16 +336,31 @@ class DetectionData(DataSet[DetectionSplit]):
         sizes, instances = split.labels.sizes, split.instances()
         batches = training_batches(options, instances, sizes, batch_size, seed, self.imgsz, self.stride, partners)
         form: Any = {"reduced": True, "stretched": self.fit == "stretch"}
+        form |= {"windows": split.windows and split.windows.bounds}
         images = Images(split.images, sizes, self.imgsz, **form, cache=self.train_cache, capacity=capacity)
-        items = self.training_items(images, split.labels, augment, seed, options, self.user_augmentations())
+        user = self.user_augmentations()
+        items = self.training_items(images, split.labels, augment, seed, options, user, windows=split.windows)
         return loader(items, batches, self.collate, self.options.workers)
 
     def evaluation_batches(self, split: DetectionSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:
         square = square or self.fit == "stretch"
+        if windows := self.cut(split):  # those of an image are one batch, so that one process has them
+            order = [SampleIndex(0, k, k, (self.imgsz, self.imgsz)) for k in range(len(windows.images))]
+            return [list(batch) for _, batch in groupby(order, key=lambda sample: windows.images[sample.image])]
         return evaluation_batches(split.labels.sizes, batch_size, self.imgsz, self.stride, square)
 
     def evaluation_loader(self, split: DetectionSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
-        sizes, stretched = split.labels.sizes, self.fit == "stretch"
-        images = Images(split.images, sizes, self.imgsz, smooth=True, stretched=stretched, cache=self.options.cache)
-        items = self.evaluation_items(images, split.labels)
+        windows, bounds = self.cut(split), split.windows and split.windows.bounds
+        labels, files = split.labels, split.images
+        if windows:
+            labels, files, bounds = windows.labels, [files[k] for k in windows.images.tolist()], windows.bounds
+        form: Any = {"smooth": True, "stretched": self.fit == "stretch", "windows": bounds}
+        images = Images(files, labels.sizes, self.imgsz, **form, cache=self.options.cache)
+        items = self.evaluation_items(images, labels, windows=windows)
         return loader(items, batches, self.collate, self.options.workers)
+
+    def cut(self, split: DetectionSplit) -> Windows | None:
+        """Return the windows of an evaluation, and each whole image; None if images are not cut, or cut already."""
+        if not self.spec.tiles or split.windows:
+            return None
+        return cut(split.labels, [self.spec.tiles.with_whole(*size) for size in split.labels.sizes.tolist()])

@@ -9,7 +9,8 @@ import copy
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +22,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from models.layers import Conv, RepConv
 from models.loading import ImageSize, add_user_code, format_sides, image_sides, transfer
 from models.tasks import TASKS, TaskEntry, add_tasks, model_words, task_name
-from models.tasks.contract import Model, Postprocess, Task, View
+from models.tasks.contract import Model, Postprocess, Prediction, Task, Thresholds, View
 from models.weights import Weights, find_weights
 from models.yolo import whole_strides
 from utils.batch import Batch, layout
@@ -223,6 +224,24 @@ class Inference:
         views = [view for model in models for view in self.postprocess.views(model, inputs, self.augment)]
         timer.end_stage(INFERENCE)
         return batch, views
+
+
+def join_windows(
+    predictions: Sequence[Prediction], batch: Batch, thresholds: Thresholds
+) -> tuple[Sequence[Prediction], Batch]:
+    """Return the prediction for each image of a batch from those of its windows, and the batch with an info for each.
+
+    Both are returned as they are if no image is cut into windows.
+    """
+    if all(getattr(info, "window", None) is None for info in batch.infos):
+        return predictions, batch
+    pairs = zip(predictions, batch.infos, strict=True)
+    images = [list(group) for _, group in groupby(pairs, key=lambda pair: pair[1].image)]
+    joined = [
+        windows[0][0].joined([part for part, _ in windows[1:]], [info for _, info in windows], thresholds)
+        for windows in images
+    ]
+    return joined, replace(batch, infos=tuple(windows[0][1] for windows in images))
 
 
 # Folding

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from models.tasks.results import Result
-from utils.batch import Batch, CocoImage, Split
+from utils.batch import Batch, CocoImage, ImageInfo, Split
 from utils.errors import UserError, nearest, quoted
 
 if TYPE_CHECKING:
@@ -159,6 +159,7 @@ OPTIONAL_METHODS = {
     "crops": ("save_crop", "its results cover no part of an image"),
     "with_labels": ("save_hybrid", "its results are not joined with labels"),
     "coco_rows": ("save_json", "COCO has no format for its results"),
+    "joined": ("tile", "its results of windows are not joined"),
 }
 
 
@@ -215,6 +216,10 @@ class Prediction(Result, ABC):
         """Return the detections in COCO's results format (--save-json)."""
         raise UserError(Prediction.refused()["save_json"])
 
+    def joined(self: P, others: Sequence[P], infos: Sequence[ImageInfo], thresholds: Thresholds) -> P:
+        """Return the result for the image of which this and `others` are the windows that `infos` describe (--tile)."""
+        raise UserError(Prediction.refused()["tile"])
+
     @classmethod
     def refused(cls) -> dict[str, str]:
         """Return the flags that need a method that this class leaves out, each with the message of their refusal."""
@@ -224,6 +229,8 @@ class Prediction(Result, ABC):
             if getattr(cls, name) is getattr(Prediction, name)
         }
 
+
+P = TypeVar("P", bound=Prediction)
 
 # From outputs to predictions and metrics
 
@@ -321,6 +328,12 @@ class Task(ABC):
 
         Raises `UserError`, which names `source`, if the YAML does not describe a model of this task.
         """
+
+    @classmethod
+    def check_tiles(cls, tiles: object, file: Path) -> None:
+        """Raise `UserError` if the data YAML `file` has `tiles`, and the results of windows are not joined."""
+        if tiles and "tile" in (cls.prediction or Prediction).refused():
+            raise UserError(f"{file}: `tiles` is not for this model: {OPTIONAL_METHODS['joined'][1]}; leave it out")
 
     @classmethod
     def renamed(cls, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from models.heads.contract import EPSILON, xywh_to_xyxy, xyxy_to_xywh
-from models.tasks.contract import Image, Prediction
-from utils.batch import CocoImage
+from models.tasks.contract import Image, Prediction, Thresholds
+from utils.batch import CocoImage, ImageInfo
 from utils.errors import plural
 from utils.plots.drawing import Style, draw_boxes
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)  # COCO's thresholds
+JOINED_CANDIDATES_PER_DETECTION = 10  # detections of an image's windows that are compared, the most confident
+CUT_TOLERANCE_PIXELS = 2.0  # of the network: a detection that is nearer to a window's edge is cut by it
+CUT_SHARE = 0.7  # share of a cut detection's area inside a whole one above which it is a part of that object
 CONFUSION_IOU = 0.45  # IoU above which the confusion matrix pairs a detection with a label of any class
 
 # A function that returns the floating-point overlaps (p,) of pairs, given the indices of detections and labels, (p,).
@@ -98,6 +101,16 @@ def box_overlaps(boxes: np.ndarray, true_boxes: np.ndarray) -> Overlaps:
         return np.asarray(intersection / (areas[1] + areas[0] - intersection + EPSILON))
 
     return overlaps
+
+
+def cut_by_window(boxes: Tensor, info: ImageInfo) -> Tensor:
+    """Return which boxes (k, 4) end at an edge of their window that is not one of the image, bool (k,)."""
+    if info.window is None:
+        return torch.zeros(len(boxes), dtype=torch.bool)
+    edges = torch.tensor(info.window, dtype=boxes.dtype)
+    inner = edges != torch.tensor((0, 0, *info.size))
+    distances = (boxes - edges) * torch.tensor((1, 1, -1, -1)) * torch.tensor(info.placement.scale * 2)
+    return ((distances < CUT_TOLERANCE_PIXELS) & inner).any(1)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -201,6 +214,30 @@ class DetectionPrediction(Prediction):
         overlap, _ = match_by_overlap(overlaps, *(rows[:, 5].long().numpy() for rows in both))
         (rows,) = np.nonzero(overlap <= self.iou_thres)
         return torch.from_numpy(rows)
+
+    def joined(
+        self, others: Sequence[DetectionPrediction], infos: Sequence[ImageInfo], thresholds: Thresholds
+    ) -> DetectionPrediction:
+        """Return the detections of an image from those of its windows, which suppress each other in its pixels.
+
+        First those go that a window's edge inside of the image cuts, if they lie in one that is not cut.
+        """
+        from torchvision.ops import nms  # imported here because it takes over a second
+
+        parts = [self, *others]
+        is_cut = torch.cat([cut_by_window(part.rows[:, :4], info) for part, info in zip(parts, infos, strict=True)])
+        rows = torch.cat([part.rows for part in parts])
+        order = rows[:, 4].argsort(descending=True, stable=True)[: JOINED_CANDIDATES_PER_DETECTION * thresholds.max_det]
+        rows, is_cut = rows[order], is_cut[order]
+        plane = rows[:, 5:] * (0.0 if thresholds.agnostic_nms else 1.0 + max(self.size))
+        planes = rows[:, :4] + plane  # classes are apart
+        cut, whole = planes[is_cut, None], planes[~is_cut]
+        span = (torch.minimum(cut[..., 2:], whole[:, 2:]) - torch.maximum(cut[..., :2], whole[:, :2])).clamp(min=0)
+        areas = (cut[..., 2:] - cut[..., :2]).prod(2)
+        remaining = torch.ones(len(rows), dtype=torch.bool)
+        remaining[is_cut] = (span.prod(2) <= CUT_SHARE * areas).all(1)
+        rows, planes = rows[remaining], planes[remaining]
+        return replace(self, rows=rows[nms(planes, rows[:, 4], thresholds.iou_thres)[: thresholds.max_det]])
 
     def coco_rows(self) -> CocoImage:
         return CocoImage(self.image, self.path, self.rows.numpy())
