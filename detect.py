@@ -61,7 +61,7 @@ def detect(flags: Mapping[str, Any]) -> dict[str, Any]:
     frames_done = 0
     with closing(Output(media, options)) as output:
         for group in bar.iterate(grouped, len):
-            batch = predictor.collate([items for _, items in group])
+            batch = predictor.data.collate([item for _, items in group for item in items])
             if not timer.batches:
                 predictor.predict_batch(batch, timer)  # a warm-up, which the timer does not count
             started_at = time.perf_counter()

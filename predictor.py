@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,7 @@ class Predictor:
         self.thresholds = select(Thresholds, options, classes=classes, one_class=True)
         postprocess = self.task.postprocess(self.models[0], self.thresholds)
         self.inference = Inference(self.task, postprocess, self.device, options.augment, half)
+        self.numbers = count()  # of images that are cut into windows
         self.bgr, self.tile, self.batch_size = bgr, options.tile, max(options.batch_size, MIN_WINDOWS_AT_ONCE)
         self.size = size.rounded(self.stride)  # the last: from here on `__setattr__` checks
 
@@ -118,8 +119,6 @@ class Predictor:
             vars(self)["size"] = self.size._replace(sides=size.sides)
             return
         if name == "tile":
-            if value and (refused := (self.task.prediction or Prediction).refused().get("tile")):
-                raise UserError(refused)
             vars(self)["tile"] = value
             return
         value = class_numbers(value, self.task.names) if name == "classes" else value
@@ -181,27 +180,19 @@ class Predictor:
 
     def _predict_image(self, name: str, pixels: np.ndarray, read: Callable[[], np.ndarray]) -> Prediction:
         """Return the prediction for pixels, uint8 (h, w, 3) BGR, which `read` returns again."""
-        (prediction,) = self.predict_batch(self.collate([self.items(pixels, name)]))
+        (prediction,) = self.predict_batch(self.data.collate(self.items(pixels, name)))
         return replace(prediction, pixels=read)
 
     def items(self, image: np.ndarray, name: str) -> list[Item]:
         """Return an image, uint8 (h, w, 3) BGR, as an item of a batch, or an item for each window, all of one shape."""
-        sides, (height, width) = self.size.sides, image.shape[:2]
-        if not self.tile:
-            return [self.data.item(image, name, sides, self.stride, self.size.is_fixed)]
-        items = []
-        for left, top, right, bottom in (bounds := Tiles(self.tile).with_whole(width, height).tolist()):
-            window, is_full = image[top:bottom, left:right], self.size.is_fixed or len(bounds) > 1
-            pixels, targets, info = self.data.item(window, name, sides, self.stride, is_full)
-            items.append((pixels, targets, in_file(info, 0, (width, height), (left, top, right, bottom))))
-        return items
-
-    def collate(self, images: Sequence[Sequence[Item]]) -> Batch:
-        """Join the `items` of images of one shape."""
-        batch = self.data.collate([item for items in images for item in items])
-        numbers = [number for number, items in enumerate(images) for _ in items]
-        infos = (info._replace(image=number) for number, info in zip(numbers, batch.infos, strict=True))
-        return replace(batch, infos=tuple(infos))
+        height, width = image.shape[:2]
+        bounds = Tiles(self.tile or max(width, height)).bounds(width, height, with_whole=True).tolist()
+        form = self.size.sides, self.stride, self.size.is_fixed or len(bounds) > 1
+        items = [self.data.item(image[top:bottom, left:right], name, *form) for left, top, right, bottom in bounds]
+        if len(bounds) == 1:
+            return items
+        places, number = zip(items, bounds, strict=True), next(self.numbers)
+        return [(*item[:2], in_file(item[2], number, (width, height), window)) for item, window in places]
 
     @torch.inference_mode()
     def predict_batch(self, batch: Batch, timer: StageTimer | None = None) -> Sequence[Prediction]:

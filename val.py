@@ -175,7 +175,7 @@ def validate(flags: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     size = members.image_size(options.imgsz, source.spec.defaults.get("imgsz", 0))
     options = replace(options, imgsz=max(size.sides), square=options.square or size.is_fixed)
     task_class = members.entry.load()
-    task_class.check_tiles(source.spec.tiles, source.spec.file)
+    members.refuse_flags(options, {"tile": source.spec.tiles})
     task = task_class(names, task_class.recipe())
     models = [for_inference(model, device, half) for model in members.build(task, options.imgsz, options.data)]
     first, stride = models[0], math.lcm(*(model.stride for model in models))

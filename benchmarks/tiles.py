@@ -21,7 +21,8 @@ from data import cache
 from data.builtin import SUBPIXELS, Drawing, DrawnSet, background, draw_stencil, paint, photograph
 from data.cache import Images
 from data.images import read_image
-from data.tiles import Tiles
+from data.labels import Labels
+from data.tiles import Tiles, cut
 
 SIDE, OBJECT_PIXELS, OBJECTS = 4000, 12, 150  # pixels of an image and of an object; objects of an image
 NAMES, SHAPES = ("disc", "cross", "bar"), (0, 4, 5)  # shapes by number in data/builtin.py
@@ -55,22 +56,23 @@ def decode() -> None:
     cache.read_image = lambda path: (decoded.append(path), read_image(path))[1]  # type: ignore[attr-defined]
     pixels = np.random.default_rng(0).integers(0, 256, (HEIGHT // 8, WIDTH // 8, 3), np.uint8)
     image = cv2.resize(pixels, (WIDTH, HEIGHT), interpolation=cv2.INTER_CUBIC)
-    bounds = TILES.windows(WIDTH, HEIGHT)
-    order = np.random.default_rng(0).permutation(len(bounds)).tolist()
+    sizes, nothing = np.array([(WIDTH, HEIGHT)], np.int32), np.zeros((0, 5), np.float32)
+    windows = cut(Labels(nothing, np.zeros(2, np.int64), sizes, ()), TILES, with_whole=False)
+    order = np.random.default_rng(0).permutation(len(windows.images)).tolist()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         for suffix in (".jpg", ".tif"):
             cv2.imwrite(str(file := Path(folder, f"photo{suffix}")), image)
-            form: Any = {"sizes": bounds[:, 2:] - bounds[:, :2], "imgsz": IMGSZ, "reduced": True, "windows": bounds}
-            images = Images([file] * len(bounds), **form)
-            for title, windows in (("first epoch", order), ("second epoch", order), ("8 windows undone", order[:8])):
+            form: Any = {"sizes": windows.labels.sizes, "imgsz": IMGSZ, "reduced": True, "windows": windows}
+            images = Images([file] * len(order), **form)
+            for title, indices in (("first epoch", order), ("second epoch", order), ("8 windows undone", order[:8])):
                 images.folder = "" if "undone" in title else images.folder  # a decoding for each window
                 start = time.perf_counter()
-                for window in windows:
-                    images.read(window)
+                for index in indices:
+                    images.read(index)
                     images.release()
                 seconds = time.perf_counter() - start
-                print(f"{suffix}: {title}: {len(windows)} windows, {len(decoded)} decodings, {seconds:.1f} s")
+                print(f"{suffix}: {title}: {len(indices)} windows, {len(decoded)} decodings, {seconds:.1f} s")
                 decoded.clear()
 
 

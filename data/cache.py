@@ -11,7 +11,7 @@ import io
 import os
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import InitVar, dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from data.images import read_image, read_reduced, resize, scaled_shape
 from data.labels import file_stamps
+from data.tiles import Windows
 from utils.console import log
 from utils.distributed.ranks import shared_memory
 from utils.errors import UserError
@@ -157,8 +158,7 @@ class Images:
     smooth: bool = False  # whether to average areas if an image shrinks
     reduced: bool = False  # whether to read large photos by `read_reduced`
     stretched: bool = False  # whether both sides become `imgsz`, instead of the longer one
-    # Windows of files as images of their own, those of a file one after the other, int32 (n, 4): see data/tiles.py
-    windows: np.ndarray | None = None
+    windows: Windows | None = None  # that the images are, if they are parts of files
     cache: InitVar[str] = ""  # "ram" or "val" (in memory), "disk", or "" (read from the files each time)
     capacity: InitVar[int] = 0  # number of recent images that stay in memory
 
@@ -166,7 +166,7 @@ class Images:
         # Names in one block of memory, which loader processes share; Path objects would be copied into each.
         self.names = np.array(list(map(os.fsencode, files)))
         # A large file is decoded once for all of its windows: training has them on disk, an evaluation in turn.
-        on_disk = cache == "disk" or (self.windows is not None and self.reduced)
+        on_disk = cache == "disk" or (self.windows and self.reduced)
         self.folder = f"{cache_folder() / 'images'}" if on_disk else ""
         self.whole: tuple[str, np.ndarray] | None = None  # the last file that windows were cut from, and its pixels
         self.stores: list[ImageStore] = []
@@ -213,7 +213,7 @@ class Images:
 
     def _decode(self, index: int) -> np.ndarray:
         file = Path(self.name(index))
-        if self.windows is not None:
+        if self.windows:
             return self._cut(index)
         if self.reduced and not self.stretched:
             width, height = self.sizes[index].tolist()
@@ -223,8 +223,8 @@ class Images:
 
     def _cut(self, index: int) -> np.ndarray:
         """Return a window of a file, which is decoded unless the last window was of the same file."""
-        assert self.windows is not None
-        name, (left, top, right, bottom) = self.name(index), self.windows[index].tolist()
+        assert self.windows
+        name, (left, top, right, bottom) = self.name(index), self.windows.bounds[index].tolist()
         if self.whole is None or self.whole[0] != name:
             self.whole = name, read_image(Path(name))
         window = self.whole[1][top:bottom, left:right]
@@ -240,22 +240,19 @@ class Images:
         path = self._path(index)
         with suppress(OSError, EOFError, ValueError):  # not written yet, or damaged
             return np.load(path, allow_pickle=False)
-        if self.windows is None:
-            self._write(path, image := self._decode(index))
-            return image
-        of_file = np.flatnonzero(self.names == self.names[index]).tolist()
-        with one_at_a_time(self._path(of_file[0]).with_suffix(".lock")):
+        of_file = np.flatnonzero(self.names == self.names[index]).tolist() if self.windows else [index]
+        with one_at_a_time(self._path(of_file[0]).with_suffix(".lock")) if self.windows else nullcontext():
             with suppress(OSError, EOFError, ValueError):
                 return np.load(path, allow_pickle=False)
-            if self._write(path, image := self._cut(index)):
-                others = (window for window in of_file if window != index)
-                all(self._write(self._path(window), self._cut(window)) for window in others)  # until the disk is full
+            is_written = self._write(path, image := self._decode(index))
+            others = (window for window in of_file if is_written and window != index)
+            all(self._write(self._path(window), self._cut(window)) for window in others)  # until the disk is full
         return image
 
     def _path(self, index: int) -> Path:
         """Return the path of an image in the cache on disk."""
         name, form = self.name(index), (self.imgsz, self.smooth, self.reduced, self.stretched)
-        window = f" {self.windows[index].tolist()}" if self.windows is not None else ""
+        window = f" {self.windows.bounds[index].tolist()}" if self.windows else ""
         digest = hashlib.sha256(os.fsencode(f"{name} {form}{window}") + file_stamps([name])).hexdigest()
         return Path(self.folder, digest[:2], f"{digest}.npy")
 

@@ -232,8 +232,11 @@ def check_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str] =
     check("split_seed", type(seed) is int and seed >= 0, "a whole number from 0")
     is_shape = isinstance(shape, list) and [*map(type, shape)] == [int, int] and shape[0] > 0 and shape[1] in (2, 3)
     check("kpt_shape", shape is None or is_shape, "[K, D], K key points of 2 or 3 numbers")
-    expected = "a size in pixels from 32, as {size: 1024}, with overlap (0 to 0.9) and background (0 to 1) if you like"
-    check("tiles", "tiles" not in content or Tiles.is_valid(content["tiles"]), expected)
+    tiles: Any = content.get("tiles", {"size": 32})
+    ends = {"size": (32, math.inf), "overlap": (0, 0.9), "background": (0, 1)}
+    is_valid = isinstance(tiles, dict) and {*tiles} <= {*ends} and type(tiles.get("size")) is int
+    is_valid = is_valid and all(is_number(tiles[k]) and ends[k][0] <= tiles[k] <= ends[k][1] for k in tiles)
+    check("tiles", is_valid, "{size: 1024}, from 32 pixels, maybe with overlap (0 to 0.9) and background (0 to 1)")
     names, defaults = _names(file, content), suggested_defaults(content.get("defaults") or {}, file)
     roots, named_entries = _roots(file, path), {split: paths for split, paths in entries.items() if paths}
     if "draw" in content:
@@ -262,7 +265,7 @@ def check_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str] =
         split_seed=seed,
         download=content.get("download"),
         kpt_shape=tuple(shape or ()),
-        tiles=Tiles(**content["tiles"]) if "tiles" in content else None,
+        tiles=Tiles(**tiles) if "tiles" in content else None,
     )
 
 

@@ -202,10 +202,8 @@ class DetectionSplit(BoxSplit):
 
     def report(self, title: str) -> None:
         counts = self.labels.counts
-        images, backgrounds = plural(len(counts), "image"), plural((counts == 0).sum(), "background")
-        if self.windows:
-            files = plural(len(self.windows.whole.sizes), "image")
-            images = f"{plural(len(counts), 'window')} of {files}"
+        images = plural(len(counts), "window" if self.windows else "image")
+        backgrounds = plural((counts == 0).sum(), "background")
         log_split(title, f"{images}, {backgrounds}, {plural(counts.sum(), 'instance')}", self.problems)
 
     def side_lengths(self, imgsz: int) -> np.ndarray:
@@ -281,11 +279,6 @@ class DetectionData(DataSet[DetectionSplit]):
         if not tiles or hyp is None:
             return DetectionSplit(images, labels, problems)
         windows = training_windows(labels, images, tiles)
-        if windows.lost:
-            what = (
-                f"{name}: {windows.lost} of {plural(len(labels.rows), 'box')} too large for windows of {tiles.size} px"
-            )
-            problems = (f"{what}; not trained", *problems)
         files = [images[image] for image in windows.images.tolist()]
         return DetectionSplit(files, windows.labels, problems, windows)
 
@@ -335,8 +328,7 @@ class DetectionData(DataSet[DetectionSplit]):
         capacity = images_in_use(batch_size, options.workers) if augment.mosaic else 0
         sizes, instances = split.labels.sizes, split.instances()
         batches = training_batches(options, instances, sizes, batch_size, seed, self.imgsz, self.stride, partners)
-        form: Any = {"reduced": True, "stretched": self.fit == "stretch"}
-        form |= {"windows": split.windows and split.windows.bounds}
+        form: Any = {"reduced": True, "stretched": self.fit == "stretch", "windows": split.windows}
         images = Images(split.images, sizes, self.imgsz, **form, cache=self.train_cache, capacity=capacity)
         user = self.user_augmentations()
         items = self.training_items(images, split.labels, augment, seed, options, user, windows=split.windows)
@@ -350,17 +342,15 @@ class DetectionData(DataSet[DetectionSplit]):
         return evaluation_batches(split.labels.sizes, batch_size, self.imgsz, self.stride, square)
 
     def evaluation_loader(self, split: DetectionSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
-        windows, bounds = self.cut(split), split.windows and split.windows.bounds
-        labels, files = split.labels, split.images
-        if windows:
-            labels, files, bounds = windows.labels, [files[k] for k in windows.images.tolist()], windows.bounds
-        form: Any = {"smooth": True, "stretched": self.fit == "stretch", "windows": bounds}
-        images = Images(files, labels.sizes, self.imgsz, **form, cache=self.options.cache)
-        items = self.evaluation_items(images, labels, windows=windows)
+        if windows := self.cut(split):
+            split = DetectionSplit([split.images[k] for k in windows.images.tolist()], windows.labels, (), windows)
+        form: Any = {"smooth": True, "stretched": self.fit == "stretch", "windows": split.windows}
+        images = Images(split.images, split.labels.sizes, self.imgsz, **form, cache=self.options.cache)
+        items = self.evaluation_items(images, split.labels, windows=windows)
         return loader(items, batches, self.collate, self.options.workers)
 
     def cut(self, split: DetectionSplit) -> Windows | None:
         """Return the windows of an evaluation, and each whole image; None if images are not cut, or cut already."""
         if not self.spec.tiles or split.windows:
             return None
-        return cut(split.labels, [self.spec.tiles.with_whole(*size) for size in split.labels.sizes.tolist()])
+        return cut(split.labels, self.spec.tiles, with_whole=True)

@@ -226,22 +226,17 @@ class Inference:
         return batch, views
 
 
-def join_windows(
-    predictions: Sequence[Prediction], batch: Batch, thresholds: Thresholds
-) -> tuple[Sequence[Prediction], Batch]:
-    """Return the prediction for each image of a batch from those of its windows, and the batch with an info for each.
-
-    Both are returned as they are if no image is cut into windows.
-    """
-    if all(getattr(info, "window", None) is None for info in batch.infos):
-        return predictions, batch
-    pairs = zip(predictions, batch.infos, strict=True)
-    images = [list(group) for _, group in groupby(pairs, key=lambda pair: pair[1].image)]
-    joined = [
-        windows[0][0].joined([part for part, _ in windows[1:]], [info for _, info in windows], thresholds)
-        for windows in images
-    ]
-    return joined, replace(batch, infos=tuple(windows[0][1] for windows in images))
+def join_windows(predictions: Sequence[Prediction], batch: Batch, limits: Thresholds) -> tuple[list[Prediction], Batch]:
+    """Return the prediction for each image of a batch, joined from those of its windows if it is cut (data/tiles.py),
+    and the batch with one info for each image."""
+    if not any(getattr(info, "window", None) for info in batch.infos):
+        return [*predictions], batch
+    joined, infos = [], []
+    for _, group in groupby(zip(predictions, batch.infos, strict=True), key=lambda pair: pair[1].image):
+        (first, *others), windows = zip(*group, strict=True)
+        joined.append(first.joined(others, windows, limits) if others else first)
+        infos.append(windows[0])
+    return joined, replace(batch, infos=tuple(infos))
 
 
 # Folding

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -159,7 +159,7 @@ OPTIONAL_METHODS = {
     "crops": ("save_crop", "its results cover no part of an image"),
     "with_labels": ("save_hybrid", "its results are not joined with labels"),
     "coco_rows": ("save_json", "COCO has no format for its results"),
-    "joined": ("tile", "its results of windows are not joined"),
+    "joined": ("tile", "nor is `tiles` of a data YAML, because its results of windows are not joined"),
 }
 
 
@@ -216,7 +216,7 @@ class Prediction(Result, ABC):
         """Return the detections in COCO's results format (--save-json)."""
         raise UserError(Prediction.refused()["save_json"])
 
-    def joined(self: P, others: Sequence[P], infos: Sequence[ImageInfo], thresholds: Thresholds) -> P:
+    def joined(self, others: Sequence[Any], infos: Sequence[ImageInfo], thresholds: Thresholds) -> Prediction:
         """Return the result for the image of which this and `others` are the windows that `infos` describe (--tile)."""
         raise UserError(Prediction.refused()["tile"])
 
@@ -229,8 +229,6 @@ class Prediction(Result, ABC):
             if getattr(cls, name) is getattr(Prediction, name)
         }
 
-
-P = TypeVar("P", bound=Prediction)
 
 # From outputs to predictions and metrics
 
@@ -328,12 +326,6 @@ class Task(ABC):
 
         Raises `UserError`, which names `source`, if the YAML does not describe a model of this task.
         """
-
-    @classmethod
-    def check_tiles(cls, tiles: object, file: Path) -> None:
-        """Raise `UserError` if the data YAML `file` has `tiles`, and the results of windows are not joined."""
-        if tiles and "tile" in (cls.prediction or Prediction).refused():
-            raise UserError(f"{file}: `tiles` is not for this model: {OPTIONAL_METHODS['joined'][1]}; leave it out")
 
     @classmethod
     def renamed(cls, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -215,9 +215,7 @@ class DetectionPrediction(Prediction):
         (rows,) = np.nonzero(overlap <= self.iou_thres)
         return torch.from_numpy(rows)
 
-    def joined(
-        self, others: Sequence[DetectionPrediction], infos: Sequence[ImageInfo], thresholds: Thresholds
-    ) -> DetectionPrediction:
+    def joined(self, others: Sequence[Any], infos: Sequence[ImageInfo], thresholds: Thresholds) -> DetectionPrediction:
         """Return the detections of an image from those of its windows, which suppress each other in its pixels.
 
         First those go that a window's edge inside of the image cuts, if they lie in one that is not cut.
