@@ -189,7 +189,7 @@ class Predictor:
         bounds = Tiles(self.tile or max(width, height)).bounds(width, height, with_whole=True).tolist()
         form = self.size.sides, self.stride, self.size.is_fixed or len(bounds) > 1
         items = [self.data.item(image[top:bottom, left:right], name, *form) for left, top, right, bottom in bounds]
-        if len(bounds) == 1:
+        if not self.tile:
             return items
         places, number = zip(items, bounds, strict=True), next(self.numbers)
         return [(*item[:2], in_file(item[2], number, (width, height), window)) for item, window in places]

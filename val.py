@@ -76,8 +76,8 @@ class Evaluator:
         for model in models:
             model.eval()
         bar = run.bar("validating", self.images)
-        count = run.accelerator.num_processes
-        for whole in bar.iterate(self.loader, lambda batch: len({info.image for info in batch.infos}) * count):
+        processes = run.accelerator.num_processes
+        for whole in bar.iterate(self.loader, lambda batch: len({info.image for info in batch.infos}) * processes):
             run.keep_alive("validation batch")
             if stop_requested():
                 break
@@ -145,12 +145,11 @@ def make_evaluator(
     """
     batches = run.collectives.shard(data.evaluation_batches(split, batch_size, square))
     drawn = frozenset(evenly_spaced(len(split.images), DRAWN_IMAGES if draws else 0))
-    thresholds = thresholds or Thresholds()
-    inference = Inference(task, task.postprocess(model, thresholds), run.accelerator.device)
+    limits, count = thresholds or Thresholds(), len(split.images)
+    inference = Inference(task, task.postprocess(model, limits), run.accelerator.device)
     loader = data.evaluation_loader(split, batches)
     names = task.loss_names_of(model)
-    numbers = len(split.images), batch_size
-    return Evaluator(run, criterion, inference, task.metrics(drawn), loader, *numbers, thresholds, names)
+    return Evaluator(run, criterion, inference, task.metrics(drawn), loader, count, batch_size, limits, names)
 
 
 def validate(flags: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page, in the order of a validation

@@ -168,7 +168,7 @@ class Images:
         # A large file is decoded once for all of its windows: training has them on disk, an evaluation in turn.
         on_disk = cache == "disk" or (self.windows and self.reduced)
         self.folder = f"{cache_folder() / 'images'}" if on_disk else ""
-        self.whole: tuple[str, np.ndarray] | None = None  # the last file that windows were cut from, and its pixels
+        self.whole: tuple[Path, np.ndarray] | None = None  # the last file that windows were cut from, and its pixels
         self.stores: list[ImageStore] = []
         shapes = np.array([self.shape(*size)[::-1] for size in self.sizes.tolist()], np.int32).reshape(-1, 2)
         count, ring_slots = len(files), min(capacity, len(files))
@@ -214,29 +214,21 @@ class Images:
     def _decode(self, index: int) -> np.ndarray:
         file = Path(self.name(index))
         if self.windows:
-            return self._cut(index)
+            if self.whole is None or self.whole[0] != file:
+                self.whole = file, read_image(file)
+            left, top, right, bottom = self.windows.bounds[index].tolist()
+            image = self.whole[1][top:bottom, left:right]
+            if image.shape[:2] != (bottom - top, right - left):
+                raise UserError(f"{file} is smaller than it was at the start; start again")
+            return resize(image, self.shape(*image.shape[1::-1]), self.smooth or max(image.shape) >= 2 * self.imgsz)
         if self.reduced and not self.stretched:
             width, height = self.sizes[index].tolist()
             return read_reduced(file, width, height, self.imgsz)
         image = read_image(file)
         return resize(image, self.shape(*image.shape[1::-1]), self.smooth)
 
-    def _cut(self, index: int) -> np.ndarray:
-        """Return a window of a file, which is decoded unless the last window was of the same file."""
-        assert self.windows
-        name, (left, top, right, bottom) = self.name(index), self.windows.bounds[index].tolist()
-        if self.whole is None or self.whole[0] != name:
-            self.whole = name, read_image(Path(name))
-        window = self.whole[1][top:bottom, left:right]
-        if window.shape[:2] != (bottom - top, right - left):
-            raise UserError(f"{name} is smaller than it was at the start; start again")
-        return resize(window, self.shape(*window.shape[1::-1]), self.smooth or max(window.shape) >= 2 * self.imgsz)
-
     def _read_from_disk(self, index: int) -> np.ndarray:
-        """Return an image from the cache on disk, to which it is written if it is not there.
-
-        Then all windows of its file are written, by one process of the machine.
-        """
+        """Return an image from the cache on disk. If it is not there, it is written, with all windows of its file."""
         path = self._path(index)
         with suppress(OSError, EOFError, ValueError):  # not written yet, or damaged
             return np.load(path, allow_pickle=False)
@@ -246,7 +238,7 @@ class Images:
                 return np.load(path, allow_pickle=False)
             is_written = self._write(path, image := self._decode(index))
             others = (window for window in of_file if is_written and window != index)
-            all(self._write(self._path(window), self._cut(window)) for window in others)  # until the disk is full
+            all(self._write(self._path(window), self._decode(window)) for window in others)  # until the disk is full
         return image
 
     def _path(self, index: int) -> Path:

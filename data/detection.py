@@ -83,7 +83,11 @@ class _Items(Items):
 
     def info(self, index: int, placement: Placement) -> ImageInfo:
         width, height = (int(side) for side in self.labels.sizes[index])
-        return ImageInfo(index, self.images.name(index), (width, height), placement, self.labels.image_rows(index))
+        info = ImageInfo(index, self.images.name(index), (width, height), placement, self.labels.image_rows(index))
+        if not self.windows:
+            return info
+        image, window, whole = int(self.windows.images[index]), self.windows.bounds[index].tolist(), self.windows.whole
+        return in_file(info, image, tuple(whole.sizes[image].tolist()), window)._replace(rows=whole.image_rows(image))
 
 
 @dataclass(eq=False)
@@ -144,14 +148,6 @@ class EvaluationItems(_Items):
         # image is rounded up, by less than a pixel.
         gain = scale[0] * max(loaded.image.shape[:2]) / max(width, height)
         return fitted, Placement((gain, gain), offset)
-
-    def info(self, index: int, placement: Placement) -> ImageInfo:
-        """Return the description of an image; a window's is that of its part of the file's image."""
-        info = super().info(index, placement)
-        if self.windows is None:
-            return info
-        image, window, whole = int(self.windows.images[index]), self.windows.bounds[index].tolist(), self.windows.whole
-        return in_file(info, image, tuple(whole.sizes[image].tolist()), window)._replace(rows=whole.image_rows(image))
 
     def item(self, sample: SampleIndex, pixels: Tensor) -> Item:
         fitted, placement = self.fitted(sample)
@@ -279,8 +275,7 @@ class DetectionData(DataSet[DetectionSplit]):
         if not tiles or hyp is None:
             return DetectionSplit(images, labels, problems)
         windows = training_windows(labels, images, tiles)
-        files = [images[image] for image in windows.images.tolist()]
-        return DetectionSplit(files, windows.labels, problems, windows)
+        return DetectionSplit([images[k] for k in windows.images.tolist()], windows.labels, problems, windows)
 
     def report(self, train: DetectionSplit, val: DetectionSplit) -> None:
         """Log what `DataSet` does, and whether most images are enlarged."""
@@ -351,6 +346,4 @@ class DetectionData(DataSet[DetectionSplit]):
 
     def cut(self, split: DetectionSplit) -> Windows | None:
         """Return the windows of an evaluation, and each whole image; None if images are not cut, or cut already."""
-        if not self.spec.tiles or split.windows:
-            return None
-        return cut(split.labels, self.spec.tiles, with_whole=True)
+        return cut(split.labels, self.spec.tiles, with_whole=True) if self.spec.tiles and not split.windows else None

@@ -87,9 +87,8 @@ class Batch:
             return [self]
         parts, number = [], self.targets[:, 0]
         for start in range(0, len(self.infos), size):
-            targets = self.targets[(number >= start) & (number < start + size)]
+            targets, part = self.targets[(number >= start) & (number < start + size)], slice(start, start + size)
             targets = torch.cat((targets[:, :1] - start, targets[:, 1:]), 1)
-            part = slice(start, start + size)
             parts.append(replace(self, images=self.images[part], targets=targets, infos=self.infos[part]))
         return parts
 

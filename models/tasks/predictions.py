@@ -105,8 +105,6 @@ def box_overlaps(boxes: np.ndarray, true_boxes: np.ndarray) -> Overlaps:
 
 def cut_by_window(boxes: Tensor, info: ImageInfo) -> Tensor:
     """Return which boxes (k, 4) end at an edge of their window that is not one of the image, bool (k,)."""
-    if info.window is None:
-        return torch.zeros(len(boxes), dtype=torch.bool)
     edges = torch.tensor(info.window, dtype=boxes.dtype)
     inner = edges != torch.tensor((0, 0, *info.size))
     distances = (boxes - edges) * torch.tensor((1, 1, -1, -1)) * torch.tensor(info.placement.scale * 2)
