@@ -93,8 +93,8 @@ class Predictor:
         self.thresholds = select(Thresholds, options, classes=classes, one_class=True)
         postprocess = self.task.postprocess(self.models[0], self.thresholds)
         self.inference = Inference(self.task, postprocess, self.device, options.augment, half)
-        self.numbers = count()  # of images that are cut into windows
-        self.bgr, self.tile, self.batch_size = bgr, options.tile, max(options.batch_size, MIN_WINDOWS_AT_ONCE)
+        self.batch_size = max(options.batch_size, MIN_WINDOWS_AT_ONCE)
+        self.bgr, self.tile, self.numbers = bgr, options.tile, count()  # of images that are cut into windows
         self.size = size.rounded(self.stride)  # the last: from here on `__setattr__` checks
 
     def __setattr__(self, name: str, value: Any) -> None:

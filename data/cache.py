@@ -174,8 +174,8 @@ class Images:
         count, ring_slots = len(files), min(capacity, len(files))
         if on_disk:
             total = shapes.prod(1, dtype=np.int64).sum() * 3 / 2**30
-            what = "--cache disk" if cache == "disk" else "tiles"
-            log(f"{what}: {count} images, {total:.2f} GiB, in {self.folder}, while {DISK_FREE_SHARE:.0%} is free")
+            title = f"{'tiles' if self.windows else '--cache disk'}: {count} images, {total:.2f} GiB"
+            log(f"{title}, in {self.folder}, while {DISK_FREE_SHARE:.0%} is free")
         if cache and cache != "disk":
             store = ImageStore(shapes)
             room = f"room for {store.capacity} of {count} images, {store.memory.size / 2**30:.2f} GiB"

@@ -235,7 +235,7 @@ def check_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str] =
     tiles: Any = content.get("tiles", {"size": 32})
     ends = {"size": (32, math.inf), "overlap": (0, 0.9), "background": (0, 1)}
     is_valid = isinstance(tiles, dict) and {*tiles} <= {*ends} and type(tiles.get("size")) is int
-    is_valid = is_valid and all(is_number(tiles[k]) and ends[k][0] <= tiles[k] <= ends[k][1] for k in tiles)
+    is_valid &= is_valid and all(is_number(tiles[k]) and ends[k][0] <= tiles[k] <= ends[k][1] for k in tiles)
     check("tiles", is_valid, "{size: 1024}, from 32 pixels, maybe with overlap (0 to 0.9) and background (0 to 1)")
     names, defaults = _names(file, content), suggested_defaults(content.get("defaults") or {}, file)
     roots, named_entries = _roots(file, path), {split: paths for split, paths in entries.items() if paths}

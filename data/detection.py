@@ -198,8 +198,8 @@ class DetectionSplit(BoxSplit):
 
     def report(self, title: str) -> None:
         counts = self.labels.counts
-        images = plural(len(counts), "window" if self.windows else "image")
-        backgrounds = plural((counts == 0).sum(), "background")
+        noun = "window" if self.windows else "image"
+        images, backgrounds = plural(len(counts), noun), plural((counts == 0).sum(), "background")
         log_split(title, f"{images}, {backgrounds}, {plural(counts.sum(), 'instance')}", self.problems)
 
     def side_lengths(self, imgsz: int) -> np.ndarray:
@@ -325,8 +325,8 @@ class DetectionData(DataSet[DetectionSplit]):
         batches = training_batches(options, instances, sizes, batch_size, seed, self.imgsz, self.stride, partners)
         form: Any = {"reduced": True, "stretched": self.fit == "stretch", "windows": split.windows}
         images = Images(split.images, sizes, self.imgsz, **form, cache=self.train_cache, capacity=capacity)
-        user = self.user_augmentations()
-        items = self.training_items(images, split.labels, augment, seed, options, user, windows=split.windows)
+        user, windows = self.user_augmentations(), split.windows
+        items = self.training_items(images, split.labels, augment, seed, options, user, windows=windows)
         return loader(items, batches, self.collate, self.options.workers)
 
     def evaluation_batches(self, split: DetectionSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:

@@ -1,8 +1,4 @@
-"""Windows of large images: `tiles` of a data YAML, and --tile of detect.py.
-
-Training sees windows as if they were images. Validation and detection run all windows of an image, and the whole image
-shrunk, in one batch; `Prediction.joined` makes one result of theirs.
-"""
+"""Windows of large images: `tiles` of a data YAML, and --tile of detect.py. See docs/large-images.md."""
 
 from __future__ import annotations
 
@@ -32,9 +28,7 @@ class Tiles:
 
     def bounds(self, width: int, height: int, with_whole: bool) -> np.ndarray:
         """Return the windows of an image, row by row, int32 (n, 4): left, top, right, bottom (exclusive) in pixels.
-
-        The last ones of rows and columns end at the image's edge. If there are several, the whole image may follow.
-        """
+        The last of rows and columns end at the image's edge. If there are several, the whole image may follow."""
         step = max(round(self.size * (1 - self.overlap)), 1)
         lefts, tops = ([*range(0, side - self.size, step), max(side - self.size, 0)] for side in (width, height))
         corners = [(left, top) for top in tops for left in lefts]
@@ -78,8 +72,7 @@ def cut(labels: Labels, tiles: Tiles, with_whole: bool) -> Windows:
 
 
 def training_windows(labels: Labels, files: Sequence[Path], tiles: Tiles) -> Windows:
-    """Return the windows to train on: all with labels, and those of the others that a hash of file and place chooses,
-    so that they are the same on every machine."""
+    """Return the windows to train on: all with labels, and of the rest those that a hash of file and place chooses."""
     windows = cut(labels, tiles, with_whole=False)
     chosen = windows.labels.counts > 0
     for window in np.flatnonzero(~chosen).tolist():

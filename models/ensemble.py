@@ -227,8 +227,7 @@ class Inference:
 
 
 def join_windows(predictions: Sequence[Prediction], batch: Batch, limits: Thresholds) -> tuple[list[Prediction], Batch]:
-    """Return the prediction for each image of a batch, joined from those of its windows if it is cut (data/tiles.py),
-    and the batch with one info for each image."""
+    """Return the prediction for each image, joined from those of its windows if it has any, and one info for each."""
     if not any(getattr(info, "window", None) for info in batch.infos):
         return [*predictions], batch
     joined, infos = [], []

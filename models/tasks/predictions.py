@@ -214,10 +214,8 @@ class DetectionPrediction(Prediction):
         return torch.from_numpy(rows)
 
     def joined(self, others: Sequence[Any], infos: Sequence[ImageInfo], thresholds: Thresholds) -> DetectionPrediction:
-        """Return the detections of an image from those of its windows, which suppress each other in its pixels.
-
-        First those go that a window's edge inside of the image cuts, if they lie in one that is not cut.
-        """
+        """Return the detections of an image from those of its windows, which suppress each other in its pixels, after
+        those are dropped that the edge of a window cuts and that lie in one that is not cut."""
         from torchvision.ops import nms  # imported here because it takes over a second
 
         parts = [self, *others]

@@ -1,4 +1,4 @@
-"""Windows of large images: their labels and pixels in training, and their place in an evaluation."""
+"""Windows of large images: labels and pixels of training, evaluation, detection; the same on any number of processes."""
 
 from __future__ import annotations
 
@@ -9,150 +9,165 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from data import cache
 from data.augment import PADDING_LEVEL
 from data.data_yaml import read_spec
 from data.dataset import DataOptions
 from data.detection import DetectionData
-from data.tiles import Tiles
-from tests.making import noise, plain, write_image, write_yaml
+from data.images import read_image
+from models.tasks.contract import Thresholds
+from models.tasks.predictions import DetectionPrediction
+from predictor import Predictor
+from tests.conftest import RunScript
+from tests.curves import identical, refused
+from tests.making import image_info, noise, plain, write_image, write_yaml
 from utils.config.hyperparameters import Hyperparameters
 from utils.errors import UserError
 
 HYP = Hyperparameters(mosaic=1.0, scale=0.2)
-# Boxes of an image of 160 x 96 in windows of 64 that begin at x 0, 48, 96 and y 0, 32: inside of one window in a row,
-# cut into a half and a quarter by x = 48 and x = 64, and larger than any window.
-ROWS = ((0, 20, 8, 28, 24), (1, 40, 70, 56, 86), (2, 60, 70, 76, 86))
+SMALL = {"size": 64, "overlap": 0.25}
+# Class and xyxy in an image of 160 x 96, whose windows begin at x 0, 48, 96 and y 0, 32: the last is cut to a quarter.
+BOXES = np.array(((0, 20, 8, 28, 24), (1, 40, 70, 56, 86), (2, 60, 70, 76, 86)))
 
 
-def data_of(folder: Path, tiles: dict[str, Any], imgsz: int = 64, **options: Any) -> DetectionData:
+def data_of(folder: Path, tiles: Any, imgsz: int = 64, **options: Any) -> DetectionData:
+    """Open a set of two images of noise with `BOXES`."""
+    rows = [f"{c} {(x + z) / 320} {(y + w) / 192} {(z - x) / 160} {(w - y) / 96}" for c, x, y, z, w in BOXES.tolist()]
+    for number in range(0 if (folder / "images").exists() else 2):
+        write_image(folder / f"images/{number}.png", noise(160, 96, number), *rows)
     content = {"train": "images", "val": "images", "names": ["a", "b", "c"], "tiles": tiles}
     return DetectionData(read_spec(write_yaml(folder / "data.yaml", content)), imgsz, 32, DataOptions(**options))
 
 
-def write(folder: Path, name: str, pixels: np.ndarray, *boxes: tuple[int, ...]) -> None:
-    """Write an image and its boxes: class and xyxy in pixels."""
-    height, width = pixels.shape[:2]
-    rows = [
-        f"{label} {(x1 + x2) / 2 / width} {(y1 + y2) / 2 / height} {(x2 - x1) / width} {(y2 - y1) / height}"
-        for label, x1, y1, x2, y2 in boxes
-    ]
-    write_image(folder / f"images/{name}.png", pixels, *rows)
-
-
-def epoch_of(data: DetectionData) -> list[Any]:
-    return list(data.train_loader(data.split("train", HYP), 4, HYP, seed=3))
-
-
-@pytest.mark.parametrize(("width", "height"), [(64, 64), (65, 64), (160, 96), (1000, 333), (40, 300)])
-def test_windows_cover_the_image(width: int, height: int) -> None:
-    bounds = Tiles(64, 0.25).bounds(width, height, with_whole=True).tolist()
-    if max(width, height) > 64:
-        assert bounds.pop() == [0, 0, width, height]
-    covered = np.zeros((height, width), int)
-    for left, top, right, bottom in bounds:
-        assert (right - left, bottom - top) == (min(width, 64), min(height, 64))
-        covered[top:bottom, left:right] += 1
-    assert covered.min() == 1
-    lefts = sorted({window[0] for window in bounds})
-    assert max(np.diff(lefts), default=0) <= 48  # neighbours share a quarter
-    assert len(bounds) == len({tuple(window) for window in bounds})
+def corners(rows: Any, side: int) -> np.ndarray:
+    """Return class and xyxy in pixels of rows of class and normalised xywh."""
+    rows = np.array(rows) * (1, side, side, side, side)
+    return np.concatenate((rows[:, :1], rows[:, 1:3] - rows[:, 3:] / 2, rows[:, 1:3] + rows[:, 3:] / 2), 1)
 
 
 def test_labels_of_windows(tmp_path: Path) -> None:
-    """Whole, clipped, and hidden: no box of which less than a third is in the window."""
-    write(tmp_path, "a", plain(160, 96), *ROWS)
-    data = data_of(tmp_path, {"size": 64, "overlap": 0.25, "background": 0})
+    """Whole, clipped, or under grey: a box of which less than a third is in the window."""
+    data = data_of(tmp_path, {**SMALL, "background": 0})
     split = data.split("train", HYP)
     assert split.windows
-    boxes = {}
-    for window, (left, top, *_) in enumerate(split.windows.bounds.tolist()):
-        rows = split.labels.image_rows(window) * np.array((1, 64, 64, 64, 64))
-        corners = np.concatenate((rows[:, :1], rows[:, 1:3] - rows[:, 3:] / 2, rows[:, 1:3] + rows[:, 3:] / 2), 1)
-        boxes[left, top] = corners.round(3).tolist()
-    assert boxes == {
-        (0, 0): [[0, 20, 8, 28, 24]],
-        (0, 32): [[1, 40, 38, 56, 54]],  # of the third box a quarter is there
-        (48, 32): [[1, 0, 38, 8, 54], [2, 12, 38, 28, 54]],
-    }
-    image = data.train_loader(split, 1, HYP, seed=0).dataset.load(1).image  # type: ignore[attr-defined]
-    grey = (image == PADDING_LEVEL).all(2)
-    assert grey[38:54, 60:64].all()
-    assert grey.sum() == 16 * 4  # nothing else
+    assert split.windows.bounds[:3, :2].tolist() == [[0, 0], [0, 32], [48, 32]]
+    boxes = [corners(split.labels.image_rows(window), 64).round(3).tolist() for window in range(3)]
+    assert boxes == [[[0, 20, 8, 28, 24]], [[1, 40, 38, 56, 54]], [[1, 0, 38, 8, 54], [2, 12, 38, 28, 54]]]
+    loader: Any = data.train_loader(split, 1, HYP, seed=0)
+    grey, expected = (loader.dataset.load(1).image == PADDING_LEVEL).all(2), np.zeros((64, 64), bool)
+    expected[38:54, 60:64] = True
+    assert np.array_equal(grey, expected)
     assert split.display_image(1, 100).shape == (64, 64, 3)
-    every = data_of(tmp_path, {"size": 64, "overlap": 0.25, "background": 1}).split("train", HYP)
-    assert len(every.images) == 6
-    assert every.identity()["labels"] != split.identity()["labels"]
 
 
 def test_a_share_of_the_background(tmp_path: Path) -> None:
-    write(tmp_path, "a", plain(1600, 1600), (0, 2, 2, 20, 20))
-    counts = [len(data_of(tmp_path, {"size": 32, "background": k}).split("train", HYP).images) for k in (0, 0.25, 1)]
-    assert counts[0] == 1
-    assert counts[1] / counts[2] == pytest.approx(0.25, abs=0.03)
+    write_image(tmp_path / "images/a.png", plain(1000, 1333), "0 0.01 0.01 0.01 0.01")
+    splits = [data_of(tmp_path, {"size": 32, "background": share}).split("train", HYP) for share in (0, 0.25, 1)]
+    counts = [len(split.images) for split in splits]
+    assert (counts[0], counts[1] / counts[2]) == (1, pytest.approx(0.25, abs=0.03))
 
 
 def test_pixels_do_not_depend_on_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file is decoded once for all of its windows and epochs; on a full disk more often, for the same pixels."""
-    for number in range(3):
-        write(tmp_path, str(number), noise(200, 150, number), (0, 10, 10, 60, 60), (1, 90, 50, 190, 140))
-    decoded, read = [], cache.read_image
+    decoded, read, usage = [], cache.read_image, shutil.disk_usage
     monkeypatch.setattr(cache, "read_image", lambda path: (decoded.append(path), read(path))[1])
-    data, usage = data_of(tmp_path, {"size": 100, "background": 1}), shutil.disk_usage
-    batches = epoch_of(data)
-    assert len(decoded) == 3
-    assert len(batches) == 5  # 18 windows
-    with monkeypatch.context() as full:
-        full.setattr(cache, "cache_folder", lambda: tmp_path / "elsewhere")
-        full.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=0))
-        others = [epoch_of(data)]
-    assert len(decoded) > 10
-    del decoded[:]
-    others += [
-        epoch_of(data_of(tmp_path, {"size": 100, "background": 1}, **how)) for how in ({"workers": 2}, {"cache": "ram"})
-    ]
-    assert not decoded
-    for other in others:
-        assert all(torch.equal(a.images, b.images) for a, b in zip(batches, other, strict=True))
-        assert all(torch.equal(a.targets, b.targets) for a, b in zip(batches, other, strict=True))
 
+    def epoch(**options: Any) -> list[Any]:
+        data = data_of(tmp_path, {**SMALL, "background": 1}, **options)
+        return list(data.train_loader(data.split("train", HYP), 4, HYP, seed=3))
 
-def test_an_evaluation_has_all_windows_of_an_image_in_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their placements map the image's labels to the windows' targets; a small image is as without `tiles`."""
-    write(tmp_path, "a", noise(160, 96), *ROWS)
-    write(tmp_path, "b", noise(50, 40), (0, 5, 5, 30, 30))
-    decoded, read = [], cache.read_image
-    monkeypatch.setattr(cache, "read_image", lambda path: (decoded.append(path), read(path))[1])
-    data = data_of(tmp_path, {"size": 64, "overlap": 0.25}, imgsz=96)
-    split = data.split("val")
-    a, b = data.evaluation_loader(split, data.evaluation_batches(split, 2, square=False))
+    batches = epoch()
+    assert (len(batches), len(decoded)) == (3, 2)
+    others = [epoch(workers=2), epoch(cache="ram")]
     assert len(decoded) == 2
-    assert [info.image for info in a.infos] == [0] * 7
-    assert a.infos[-1].window == (0, 0, 160, 96)
-    assert {info.size for info in a.infos} == {(160, 96)}
-    found = 0
-    for number, info in enumerate(a.infos):
-        (scale, _), (x, y) = info.placement
-        assert info.rows.tolist() == split.labels.image_rows(0).tolist()
-        for label, *box in a.targets[a.targets[:, 0] == number, 1:].tolist():
-            _, x1, y1, x2, y2 = ROWS[int(label)]
-            left, top, right, bottom = info.window
-            x1, y1, x2, y2 = max(x1, left), max(y1, top), min(x2, right), min(y2, bottom)
-            place = ((x1 + x2) / 2 * scale + x, (y1 + y2) / 2 * scale + y, (x2 - x1) * scale, (y2 - y1) * scale)
-            assert np.array(box) * 96 == pytest.approx(np.array(place), abs=0.7)
-            found += 1
-    assert found == 4 + 3
-    assert [info.image for info in b.infos] == [1]
-    parts = a.parts(3)
-    assert [len(part.infos) for part in parts] == [len(part.images) for part in parts] == [3, 3, 1]
-    assert torch.equal(torch.cat([part.targets[:, 1:] for part in parts]), a.targets[:, 1:])
-    assert parts[1].targets[:, 0].max() < 3
+    monkeypatch.setattr(cache, "cache_folder", lambda: tmp_path / "elsewhere")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=0))
+    others.append(epoch())
+    assert len(decoded) > 6
+    for a, b in ((a, b) for other in others for a, b in zip(batches, other, strict=True)):
+        assert torch.equal(a.images, b.images)
+        assert torch.equal(a.targets, b.targets)
 
 
-@pytest.mark.parametrize(
-    "tiles", [1024, {}, {"size": 31}, {"size": 64.5}, {"size": 64, "overlap": 1}, {"size": 64, "step": 2}]
-)
+def test_an_evaluation_has_all_windows_of_an_image_in_a_batch(tmp_path: Path) -> None:
+    """Their placements map the image's labels to the windows' targets."""
+    data = data_of(tmp_path, SMALL, imgsz=96)
+    split = data.split("val")
+    batches = [*data.evaluation_loader(split, data.evaluation_batches(split, 2, square=False))]
+    assert [[info.image for info in batch.infos] for batch in batches] == [[0] * 7, [1] * 7]
+    for part in (parts := batches[0].parts(3)):
+        for number, label, *row in part.targets.tolist():
+            info = part.infos[int(number)]
+            box = BOXES[int(label), 1:].clip(info.window[:2] * 2, info.window[2:] * 2)
+            place = box * np.tile(info.placement.scale, 2) + np.tile(info.placement.offset, 2)
+            assert corners([[label, *row]], 96)[0, 1:] == pytest.approx(place, abs=0.7)
+            assert (info.size, len(info.rows)) == ((160, 96), 3)
+    assert [len(part.targets) for part in parts] == [1, 3, 3]
+
+
+def test_windows_are_joined() -> None:
+    detections = (
+        ((80, 20, 110, 40, 0.9, 0), (90, 60, 110, 80, 0.5, 0), (0, 0, 20, 20, 0.3, 1)),
+        ((80, 20, 130, 40, 0.6, 0), (150, 10, 199, 99, 0.8, 1), (151, 10, 200, 99, 0.7, 0)),
+        ((0, 1, 20, 21, 0.4, 1), (150, 11, 200, 99, 0.2, 1)),
+    )
+    file = (0, "a.jpg", {0: "a", 1: "b"}, (200, 100))
+    left, *others = (
+        DetectionPrediction(*file, torch.tensor(rows).double(), np.zeros((0, 5)), 0) for rows in detections
+    )
+    infos = [image_info(size=(200, 100))._replace(window=(*x, 100)) for x in ((0, 0, 110), (70, 0, 200), (0, 0, 200))]
+    expected = [0.8, 0.7, 0.6, 0.5, 0.4]  # not 0.9, a part of the object of 0.6; 0.5 has no whole one
+    for limits, scores in (
+        ({}, expected),
+        ({"max_det": 2}, expected[:2]),
+        ({"agnostic_nms": True}, [0.8, *expected[2:]]),
+    ):
+        joined = left.joined(others, infos, Thresholds(iou_thres=0.6, **limits))  # type: ignore[arg-type]
+        assert joined.scores.tolist() == pytest.approx(scores)
+
+
+@pytest.mark.parametrize("tiles", [1024, {}, {"size": 31}, {"size": 64, "overlap": 1}, {"size": 64, "step": 2}])
 def test_wrong_tiles(tmp_path: Path, tiles: Any) -> None:
     with pytest.raises(UserError, match=r"data.yaml: `tiles` must be \{size: 1024\}"):
         data_of(tmp_path, tiles)
+
+
+def test_processes_change_no_byte(run_script: RunScript, small_data: Path, tmp_path: Path) -> None:
+    """Of a training, and of val.py's files; a segmenter is refused."""
+    tiles = {**yaml.safe_load(small_data.read_text()), "tiles": {"size": 96, "overlap": 0.25}}
+    common = ("--data", str(write_yaml(tmp_path / "tiles.yaml", tiles)), "--imgsz", "64", "--project", str(tmp_path))
+    new = (
+        "--weights",
+        "",
+        "--epochs",
+        "1",
+        "--batch-size",
+        "32",
+        "--logical-processes",
+        "2",
+        "--workers",
+        "1",
+        "--cfg",
+    )
+    weights = ("--weights", str(tmp_path / "1/weights/last.pt"), "--save-json", "--workers", "0")
+    refused(run_script("train.py", *common, *new, "yolov5n-seg.yaml", fails=True), "results of windows are not joined")
+    for count in ("1", "2"):
+        how = ("--device", "cpu", "--processes", count, "--name")
+        run_script("train.py", *common, *new, "yolov5n.yaml", *how, count, OMP_NUM_THREADS="1")
+        run_script("val.py", *common, *weights, *how, f"val{count}", OMP_NUM_THREADS="1")
+    identical(tmp_path / "2", tmp_path / "1")
+    for name in ("classes.csv", "confusion_matrix.csv", "last_predictions.json"):
+        assert (tmp_path / "val2" / name).read_bytes() == (tmp_path / "val1" / name).read_bytes()
+
+
+def test_detections_are_in_pixels_of_the_image(learned: Path, drawn: Path) -> None:
+    predictor = Predictor(str(learned), imgsz=96, device="cpu", conf_thres=0.05, quiet=True)
+    image = np.concatenate([read_image(file)[:, :100] for file in sorted(drawn.parent.rglob("val/*.jpg"))[:2]], 1)
+    result = predictor(image[:96], tile=96)
+    assert result.size == (200, 96)
+    windows = [predictor(image[:96, left : left + 96]).array + (left, 0, left, 0, 0, 0) for left in (0, 77, 104)]
+    distances = [np.abs(rows[:, None] - result.array).max(2).min(0, initial=np.inf) for rows in windows]
+    assert (np.min(distances, 0) < 0.1).mean() > 0.7  # the others are the whole image's
+    assert (distances[2] < 0.1).any()
