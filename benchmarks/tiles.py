@@ -46,7 +46,7 @@ def draw_set(folder: Path) -> None:
     """Draw the set, and write whole.yaml and tiles.yaml beside it."""
     DrawnSet("tiny", NAMES, (9,), draw, (32, 8)).draw_dataset(folder)
     content = {"path": str(folder.resolve()), "train": "images/train", "val": "images/val", "names": [*NAMES]}
-    for name, tiles in (("whole", {}), ("tiles", {"tiles": {"size": 640, "overlap": 0.2}})):
+    for name, tiles in (("whole", {}), ("tiles", {"tiles": {"size": 320}})):
         folder.with_name(f"{name}.yaml").write_text(yaml.safe_dump({**content, **tiles}))
 
 

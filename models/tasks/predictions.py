@@ -223,8 +223,7 @@ class DetectionPrediction(Prediction):
         rows = torch.cat([part.rows for part in parts])
         order = rows[:, 4].argsort(descending=True, stable=True)[: JOINED_CANDIDATES_PER_DETECTION * thresholds.max_det]
         rows, is_cut = rows[order], is_cut[order]
-        plane = rows[:, 5:] * (0.0 if thresholds.agnostic_nms else 1.0 + max(self.size))
-        planes = rows[:, :4] + plane  # classes are apart
+        planes = rows[:, :4] + rows[:, 5:] * (0.0 if thresholds.agnostic_nms else 1.0 + max(self.size))  # a class each
         cut, whole = planes[is_cut, None], planes[~is_cut]
         span = (torch.minimum(cut[..., 2:], whole[:, 2:]) - torch.maximum(cut[..., :2], whole[:, :2])).clamp(min=0)
         areas = (cut[..., 2:] - cut[..., :2]).prod(2)
