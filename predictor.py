@@ -119,6 +119,8 @@ class Predictor:
             vars(self)["size"] = self.size._replace(sides=size.sides)
             return
         if name == "tile":
+            if value and self.task.prediction and (message := self.task.prediction.refused().get("tile")):
+                raise UserError(message)
             vars(self)["tile"] = value
             return
         value = class_numbers(value, self.task.names) if name == "classes" else value

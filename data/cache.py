@@ -232,13 +232,12 @@ class Images:
         path = self._path(index)
         with suppress(OSError, EOFError, ValueError):  # not written yet, or damaged
             return np.load(path, allow_pickle=False)
-        of_file = np.flatnonzero(self.names == self.names[index]).tolist() if self.windows else [index]
+        of_file = np.flatnonzero(self.names == self.names[index]).tolist() if self.windows else []
         with one_at_a_time(self._path(of_file[0]).with_suffix(".lock")) if self.windows else nullcontext():
             with suppress(OSError, EOFError, ValueError):
                 return np.load(path, allow_pickle=False)
-            is_written = self._write(path, image := self._decode(index))
-            others = (window for window in of_file if is_written and window != index)
-            all(self._write(self._path(window), self._decode(window)) for window in others)  # until the disk is full
+            image, order = self._decode(index), (index, *of_file)  # until the disk is full
+            all(self._write(self._path(k), image if k == index else self._decode(k)) for k in order)
         return image
 
     def _path(self, index: int) -> Path:

@@ -198,8 +198,7 @@ class DetectionSplit(BoxSplit):
 
     def report(self, title: str) -> None:
         counts = self.labels.counts
-        noun = "window" if self.windows else "image"
-        images, backgrounds = plural(len(counts), noun), plural((counts == 0).sum(), "background")
+        images, backgrounds = plural(len(counts), "image"), plural((counts == 0).sum(), "background")
         log_split(title, f"{images}, {backgrounds}, {plural(counts.sum(), 'instance')}", self.problems)
 
     def side_lengths(self, imgsz: int) -> np.ndarray:
