@@ -52,7 +52,7 @@ def detect(flags: Mapping[str, Any]) -> dict[str, Any]:
     items = dict.fromkeys(item for source in options.source for item in find_media(source))
     media = Media(list(items), options.vid_stride)
     predictor = Predictor(flags=flags)
-    frames = ((frame, predictor.item(frame.image, public(frame.item.name))) for frame in media)
+    frames = ((frame, predictor.items(frame.image, public(frame.item.name))) for frame in media)
     kinds = {item.kind for item in media.items}
     grouped = groups(frames if "live" in kinds else prefetch(frames), options.batch_size)
     bar = Bar("detecting", len(media.items) if kinds == {"picture"} else 0, visible=True)
@@ -61,7 +61,7 @@ def detect(flags: Mapping[str, Any]) -> dict[str, Any]:
     frames_done = 0
     with closing(Output(media, options)) as output:
         for group in bar.iterate(grouped, len):
-            batch = predictor.data.collate([item for _, item in group])
+            batch = predictor.data.collate([item for _, items in group for item in items])
             if not timer.batches:
                 predictor.predict_batch(batch, timer)  # a warm-up, which the timer does not count
             started_at = time.perf_counter()
@@ -82,9 +82,9 @@ def detect(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {"folder": folder, "images": frames_done, "problems": media.problems}
 
 
-def groups(frames: Iterable[tuple[Frame, Item]], max_frames: int) -> Iterator[list[tuple[Frame, Item]]]:
+def groups(frames: Iterable[tuple[Frame, list[Item]]], max_frames: int) -> Iterator[list[tuple[Frame, list[Item]]]]:
     """Iterate over groups of at most `most` successive frames whose items have one shape."""
-    for _, same_shape in groupby(frames, key=lambda pair: pair[1][0].shape):
+    for _, same_shape in groupby(frames, key=lambda pair: pair[1][0][0].shape):
         while group := list(islice(same_shape, max_frames)):  # a full one at once: a camera's next frame comes later
             yield group
 

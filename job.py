@@ -209,7 +209,9 @@ def read_job(settings: Settings, from_main: Callable[[bool], bool] = bool) -> Jo
     origin.require(options.allow_licence)
     task = task_class(source.names(options.single_cls), settings.hyp, options.label_smoothing)
     features, unused_keys = task_class.features_of(model_yaml), task.unused_keys(model_yaml)
-    refuse_flags(options, {} if saved else settings.flags, features, model_words(model_yaml), unused_keys)
+    left_out = task_class.prediction.refused().items() if task_class.prediction else ()
+    flags = {} if saved else {**settings.flags, "tile": spec.tiles}
+    refuse_flags(options, flags, features, model_words(model_yaml), unused_keys, left_out)
     fitness = fitness_weights(options.fitness, task.metric_names) if options.fitness else {}
     start_from = replace(start_from, yaml=model_yaml if saved else task.model_yaml(model_yaml))
     return Job(settings, source, start_from, task, fitness)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from data.dataset import DataSet, Item, data_source
 from data.media import MediaItem, as_pixels, find_files, read_files
-from models.ensemble import Inference, for_inference, read_members
+from data.tiles import Tiles, in_file
+from models.ensemble import Inference, for_inference, join_windows, read_members
 from models.loading import ImageSize, format_sides, image_sides, log_rounding
 from models.tasks.contract import Prediction, Thresholds
 from models.tasks.results import Results
@@ -34,13 +35,14 @@ from utils.user_code import class_named
 
 # The flags of detect.py that are arguments of `Predictor`; `SETTINGS` can be changed later.
 THRESHOLDS = ("conf_thres", "iou_thres", "max_det", "classes", "agnostic_nms", "retina_masks")
-SETTINGS = (*THRESHOLDS, "imgsz")
+SETTINGS = (*THRESHOLDS, "imgsz", "tile")
 ARGUMENTS = (*SETTINGS, "weights", "augment", "half", "device", "data", "layers", "task_file", "quiet")
 ALIASES = {alias.replace("-", "_"): flag.name for flag in flags_of(DetectOptions) for alias in flag.metadata["aliases"]}
 ALIASES["agnostic"] = "agnostic_nms"  # YOLOv5's attribute
 # What to do in place of methods and attributes of YOLOv5's models from torch.hub.
 INSTEAD = dict.fromkeys(("to", "cuda", "cpu"), "; give device= when you load the model")
 INSTEAD |= {"half": "; give half=True when you load the model", "model": "; its PyTorch modules are in `models`"}
+MIN_WINDOWS_AT_ONCE = 8  # windows that the models run on at a time, or the batch size if it is larger
 NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
 
 
@@ -91,7 +93,8 @@ class Predictor:
         self.thresholds = select(Thresholds, options, classes=classes, one_class=True)
         postprocess = self.task.postprocess(self.models[0], self.thresholds)
         self.inference = Inference(self.task, postprocess, self.device, options.augment, half)
-        self.bgr = bgr
+        self.batch_size = max(options.batch_size, MIN_WINDOWS_AT_ONCE)
+        self.bgr, self.tile, self.numbers = bgr, options.tile, count()  # of images that are cut into windows
         self.size = size.rounded(self.stride)  # the last: from here on `__setattr__` checks
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -114,6 +117,11 @@ class Predictor:
                 fixed = format_sides(self.size.sides)
                 raise UserError(f"imgsz={value}: the model was exported only for --imgsz {fixed}")
             vars(self)["size"] = self.size._replace(sides=size.sides)
+            return
+        if name == "tile":
+            if value and self.task.prediction and (message := self.task.prediction.refused().get("tile")):
+                raise UserError(message)
+            vars(self)["tile"] = value
             return
         value = class_numbers(value, self.task.names) if name == "classes" else value
         vars(self)["thresholds"] = replace(self.thresholds, **{name: value})
@@ -174,21 +182,30 @@ class Predictor:
 
     def _predict_image(self, name: str, pixels: np.ndarray, read: Callable[[], np.ndarray]) -> Prediction:
         """Return the prediction for pixels, uint8 (h, w, 3) BGR, which `read` returns again."""
-        (prediction,) = self.predict_batch(self.data.collate([self.item(pixels, name)]))
+        (prediction,) = self.predict_batch(self.data.collate(self.items(pixels, name)))
         return replace(prediction, pixels=read)
 
-    def item(self, image: np.ndarray, name: str) -> Item:
-        """Return an image, uint8 (h, w, 3) BGR, as an item of a batch."""
-        return self.data.item(image, name, self.size.sides, self.stride, self.size.is_fixed)
+    def items(self, image: np.ndarray, name: str) -> list[Item]:
+        """Return an image, uint8 (h, w, 3) BGR, as an item of a batch, or an item for each window, all of one shape."""
+        height, width = image.shape[:2]
+        bounds = Tiles(self.tile or max(width, height)).bounds(width, height, with_whole=True).tolist()
+        form = self.size.sides, self.stride, self.size.is_fixed or len(bounds) > 1
+        items = [self.data.item(image[top:bottom, left:right], name, *form) for left, top, right, bottom in bounds]
+        if not self.tile:
+            return items
+        places, number = zip(items, bounds, strict=True), next(self.numbers)
+        return [(*item[:2], in_file(item[2], number, (width, height), window)) for item, window in places]
 
     @torch.inference_mode()
     def predict_batch(self, batch: Batch, timer: StageTimer | None = None) -> Sequence[Prediction]:
         """Return the prediction for each image of a batch."""
         timer = timer or StageTimer()
-        batch, views = self.inference.views(self.models, batch, timer)
-        predictions = self.inference.postprocess(views, batch)
-        timer.end_stage(POSTPROCESSING)
-        return predictions
+        predictions: list[Prediction] = []
+        for part in batch.parts(self.batch_size):
+            part, views = self.inference.views(self.models, part, timer)
+            predictions += self.inference.postprocess(views, part)
+            timer.end_stage(POSTPROCESSING)
+        return join_windows(predictions, batch, self.thresholds)[0]
 
 
 def class_numbers(classes: Sequence[str | int], names: Mapping[int, str]) -> tuple[int, ...]:

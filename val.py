@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from data.dataset import DataOptions, DataSet, data_source
 from data.labels import label_name
-from models.ensemble import Inference, for_inference, read_members
+from models.ensemble import Inference, for_inference, join_windows, read_members
 from models.loading import log_rounding
 from models.tasks.contract import Criterion, Metrics, Model, Prediction, Task, Thresholds, check_contract, compute_terms
 from utils.batch import Batch, CocoImage, Split
@@ -61,6 +61,8 @@ class Evaluator:
     metrics: Metrics
     loader: DataLoader[Any]
     images: int  # of the whole split
+    batch_size: int  # images that the models run on at a time
+    thresholds: Thresholds
     loss_names: Sequence[str]
     timer: StageTimer = field(default_factory=StageTimer)
     batch_callbacks: list[Callable[[Batch, Sequence[Prediction]], object]] = field(default_factory=list)
@@ -77,26 +79,30 @@ class Evaluator:
         for model in models:
             model.eval()
         bar = run.bar("validating", self.images)
-        for batch in bar.iterate(self.loader, lambda batch: len(batch.infos) * run.accelerator.num_processes):
+        processes = run.accelerator.num_processes
+        for whole in bar.iterate(self.loader, lambda batch: len({info.image for info in batch.infos}) * processes):
             run.keep_alive("validation batch")
             if stop_requested():
                 break
-            with run.accelerator.autocast():
-                batch, views = self.inference.views(models, batch, timer)
-            if views[0].outputs is not None:  # some exported files return no raw outputs
-                terms = compute_terms(self.criterion, views[0].outputs, batch, self.loss_names, reads=True)
-                losses.append((batch.infos[0].image, self.criterion.weight(batch), terms.local_means().tolist()))
-            timer.end_stage("losses")
-            predictions = self.inference.postprocess(views, batch)
-            timer.end_stage(POSTPROCESSING)
-            images, predicted = [info.image for info in batch.infos], [result.image for result in predictions]
+            predictions: list[Prediction] = []
+            for batch in (parts := whole.parts(self.batch_size)):
+                with run.accelerator.autocast():
+                    batch, views = self.inference.views(models, batch, timer)
+                if views[0].outputs is not None:  # some exported files return no raw outputs
+                    terms = compute_terms(self.criterion, views[0].outputs, batch, self.loss_names, reads=True)
+                    losses.append((batch.infos[0].image, self.criterion.weight(batch), terms.local_means().tolist()))
+                timer.end_stage("losses")
+                predictions += self.inference.postprocess(views, batch)
+                timer.end_stage(POSTPROCESSING)
+            joined, batch = join_windows(predictions, whole if len(parts) > 1 else batch, self.thresholds)
+            images, predicted = [info.image for info in batch.infos], [result.image for result in joined]
             fault = f"has an image number twice: a batch of images {images}"
             check_contract(len({*images}) == len(images), data, fault)
             fault = f"predicted images {predicted} instead of {images}"
             check_contract(predicted == images, self.inference.postprocess, fault)
             for callback in self.batch_callbacks:
-                callback(batch, predictions)
-            records += self.metrics.update(predictions, batch)
+                callback(batch, joined)
+            records += self.metrics.update(joined, batch)
             timer.end_stage("records")
             numbers += images
             fault = f"made {len(records)} records of {len(numbers)} images"
@@ -142,10 +148,11 @@ def make_evaluator(
     """
     batches = run.collectives.shard(data.evaluation_batches(split, batch_size, square))
     drawn = frozenset(evenly_spaced(len(split.images), DRAWN_IMAGES if draws else 0))
-    inference = Inference(task, task.postprocess(model, thresholds or Thresholds()), run.accelerator.device)
+    limits, count = thresholds or Thresholds(), len(split.images)
+    inference = Inference(task, task.postprocess(model, limits), run.accelerator.device)
     loader = data.evaluation_loader(split, batches)
     names = task.loss_names_of(model)
-    return Evaluator(run, criterion, inference, task.metrics(drawn), loader, len(split.images), names)
+    return Evaluator(run, criterion, inference, task.metrics(drawn), loader, count, batch_size, limits, names)
 
 
 def validate(flags: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page, in the order of a validation
@@ -173,6 +180,7 @@ def validate(flags: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     size = members.image_size(options.imgsz, source.spec.defaults.get("imgsz", 0))
     options = replace(options, imgsz=max(size.sides), square=options.square or size.is_fixed)
     task_class = members.entry.load()
+    members.refuse_flags(options, {"tile": source.spec.tiles})
     task = task_class(names, task_class.recipe())
     models = [for_inference(model, device, half) for model in members.build(task, options.imgsz, options.data)]
     first, stride = models[0], math.lcm(*(model.stride for model in models))

@@ -11,7 +11,7 @@ import io
 import os
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import InitVar, dataclass
 from pathlib import Path
 
@@ -19,9 +19,11 @@ import numpy as np
 
 from data.images import read_image, read_reduced, resize, scaled_shape
 from data.labels import file_stamps
+from data.tiles import Windows
 from utils.console import log
 from utils.distributed.ranks import shared_memory
-from utils.files import cache_folder, write_bytes
+from utils.errors import UserError
+from utils.files import cache_folder, one_at_a_time, write_bytes
 
 try:
     import fcntl
@@ -156,20 +158,25 @@ class Images:
     smooth: bool = False  # whether to average areas if an image shrinks
     reduced: bool = False  # whether to read large photos by `read_reduced`
     stretched: bool = False  # whether both sides become `imgsz`, instead of the longer one
+    windows: Windows | None = None  # that the images are, if they are parts of files
     cache: InitVar[str] = ""  # "ram" or "val" (in memory), "disk", or "" (read from the files each time)
     capacity: InitVar[int] = 0  # number of recent images that stay in memory
 
     def __post_init__(self, files: Sequence[Path], cache: str, capacity: int) -> None:
         # Names in one block of memory, which loader processes share; Path objects would be copied into each.
         self.names = np.array(list(map(os.fsencode, files)))
-        self.folder = f"{cache_folder() / 'images'}" if cache == "disk" else ""
+        # A large file is decoded once for all of its windows: training has them on disk, an evaluation in turn.
+        on_disk = cache == "disk" or (self.windows and self.reduced)
+        self.folder = f"{cache_folder() / 'images'}" if on_disk else ""
+        self.whole: tuple[Path, np.ndarray] | None = None  # the last file that windows were cut from, and its pixels
         self.stores: list[ImageStore] = []
         shapes = np.array([self.shape(*size)[::-1] for size in self.sizes.tolist()], np.int32).reshape(-1, 2)
         count, ring_slots = len(files), min(capacity, len(files))
-        if cache == "disk":
+        if on_disk:
             total = shapes.prod(1, dtype=np.int64).sum() * 3 / 2**30
-            log(f"--cache disk: {count} images, {total:.2f} GiB, in {self.folder}, while {DISK_FREE_SHARE:.0%} is free")
-        elif cache:
+            title = f"{'tiles' if self.windows else '--cache disk'}: {count} images, {total:.2f} GiB"
+            log(f"{title}, in {self.folder}, while {DISK_FREE_SHARE:.0%} is free")
+        if cache and cache != "disk":
             store = ImageStore(shapes)
             room = f"room for {store.capacity} of {count} images, {store.memory.size / 2**30:.2f} GiB"
             log(f"--cache {cache}: {room}, at most {CACHE_MEMORY_SHARE:.0%} of the memory that is free")
@@ -200,11 +207,20 @@ class Images:
 
     def release(self) -> None:
         """Release the images that were read: their memory may be reused."""
+        self.whole = None
         for store in self.stores:
             store.release()
 
     def _decode(self, index: int) -> np.ndarray:
         file = Path(self.name(index))
+        if self.windows:
+            if self.whole is None or self.whole[0] != file:
+                self.whole = file, read_image(file)
+            left, top, right, bottom = self.windows.bounds[index].tolist()
+            image = self.whole[1][top:bottom, left:right]
+            if image.shape[:2] != (bottom - top, right - left):
+                raise UserError(f"{file} is smaller than it was at the start; start again")
+            return resize(image, self.shape(*image.shape[1::-1]), self.smooth or max(image.shape) >= 2 * self.imgsz)
         if self.reduced and not self.stretched:
             width, height = self.sizes[index].tolist()
             return read_reduced(file, width, height, self.imgsz)
@@ -212,14 +228,27 @@ class Images:
         return resize(image, self.shape(*image.shape[1::-1]), self.smooth)
 
     def _read_from_disk(self, index: int) -> np.ndarray:
-        """Return an image from the cache on disk, to which it is written if it is not there."""
-        name, form = self.name(index), (self.imgsz, self.smooth, self.reduced, self.stretched)
-        digest = hashlib.sha256(os.fsencode(f"{name} {form}") + file_stamps([name])).hexdigest()
-        path = Path(self.folder, digest[:2], f"{digest}.npy")
-        try:
+        """Return an image from the cache on disk. If it is not there, it is written, with all windows of its file."""
+        path = self._path(index)
+        with suppress(OSError, EOFError, ValueError):  # not written yet, or damaged
             return np.load(path, allow_pickle=False)
-        except (OSError, EOFError, ValueError):  # not written yet, or damaged
-            image = self._decode(index)
+        of_file = np.flatnonzero(self.names == self.names[index]).tolist() if self.windows else []
+        with one_at_a_time(self._path(of_file[0]).with_suffix(".lock")) if self.windows else nullcontext():
+            with suppress(OSError, EOFError, ValueError):
+                return np.load(path, allow_pickle=False)
+            image, order = self._decode(index), (index, *of_file)  # until the disk is full
+            all(self._write(self._path(k), image if k == index else self._decode(k)) for k in order)
+        return image
+
+    def _path(self, index: int) -> Path:
+        """Return the path of an image in the cache on disk."""
+        name, form = self.name(index), (self.imgsz, self.smooth, self.reduced, self.stretched)
+        window = f" {self.windows.bounds[index].tolist()}" if self.windows else ""
+        digest = hashlib.sha256(os.fsencode(f"{name} {form}{window}") + file_stamps([name])).hexdigest()
+        return Path(self.folder, digest[:2], f"{digest}.npy")
+
+    def _write(self, path: Path, image: np.ndarray) -> bool:
+        """Write an image into the cache on disk if there is room; return whether there is."""
         content = io.BytesIO()
         np.save(content, image)  # np.save straight to a file on a full disk may lose the end without an error
         with suppress(OSError):  # it is read from its file again
@@ -227,4 +256,5 @@ class Images:
             disk = shutil.disk_usage(path.parent)
             if disk.free - image.nbytes > DISK_FREE_SHARE * disk.total:
                 write_bytes(path, content.getbuffer())
-        return image
+                return True
+        return False

@@ -15,6 +15,7 @@ from data import formats
 from data.builtin import DRAWN_SETS
 from data.images import images_below, read_image_list
 from data.labels import RowRules, label_name
+from data.tiles import Tiles
 from utils import user_code
 from utils.config.flags import is_number
 from utils.config.hyperparameters import suggested_defaults
@@ -29,7 +30,7 @@ MAX_CLASSES = 4096  # classes of a model, at most
 HELD_OUT_SHARE = 0.2  # share of the images, or of each class, to hold out of a folder without validation images
 DATA_KEYS = (
     *("path", *SPLITS, "images", "split", "split_seed", "names", "nc", "kpt_shape"),
-    *("draw", "download", "defaults"),
+    *("draw", "download", "defaults", "tiles"),
 )
 # Keys that YOLOv5's users, Roboflow and ultralytics write, which have no meaning here.
 OTHER_KEYS = (
@@ -67,6 +68,7 @@ class DataSpec:
     split_seed: int = 0
     download: Any = None  # as in the YAML; never executed
     kpt_shape: tuple[int, ...] = ()  # number of key points in a label row, and numbers for each; () for none
+    tiles: Tiles | None = None  # how images are cut into windows
     walked: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # splits that have been listed
 
     @property
@@ -230,6 +232,11 @@ def check_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str] =
     check("split_seed", type(seed) is int and seed >= 0, "a whole number from 0")
     is_shape = isinstance(shape, list) and [*map(type, shape)] == [int, int] and shape[0] > 0 and shape[1] in (2, 3)
     check("kpt_shape", shape is None or is_shape, "[K, D], K key points of 2 or 3 numbers")
+    tiles: Any = content.get("tiles", {"size": 32})
+    ends = {"size": (32, math.inf), "overlap": (0, 0.9), "background": (0, 1)}
+    is_valid = isinstance(tiles, dict) and {*tiles} <= {*ends} and type(tiles.get("size")) is int
+    is_valid &= is_valid and all(is_number(tiles[k]) and ends[k][0] <= tiles[k] <= ends[k][1] for k in tiles)
+    check("tiles", is_valid, "{size: 1024}, from 32 pixels, maybe with overlap (0 to 0.9) and background (0 to 1)")
     names, defaults = _names(file, content), suggested_defaults(content.get("defaults") or {}, file)
     roots, named_entries = _roots(file, path), {split: paths for split, paths in entries.items() if paths}
     if "draw" in content:
@@ -258,6 +265,7 @@ def check_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str] =
         split_seed=seed,
         download=content.get("download"),
         kpt_shape=tuple(shape or ()),
+        tiles=Tiles(**tiles) if "tiles" in content else None,
     )
 
 

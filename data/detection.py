@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import compress
+from dataclasses import dataclass, field, replace
+from itertools import compress, groupby
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from data.augment import MOSAIC_PARTNERS, Augmenter, Sample, letterbox
+from data.augment import MOSAIC_PARTNERS, PADDING_LEVEL, Augmenter, Sample, letterbox
 from data.augmentations import UserAugmentations
 from data.cache import Images
 from data.data_yaml import DataSpec
@@ -34,6 +34,7 @@ from data.dataset import (
 from data.images import read_image, resize, resize_long_side
 from data.labels import BOXES, POLYGONS, Labels, RowRules, check_classes, label_name, load_labels
 from data.sampler import SampleIndex, evaluation_batches, images_in_use, item_generator, training_batches
+from data.tiles import Windows, cut, in_file, training_windows
 from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement
 from utils.config.hyperparameters import Augmentation, Recipe
 from utils.console import log
@@ -54,15 +55,14 @@ class _Items(Items):
 
     images: Images
     labels: Labels
+    windows: Windows | None = field(default=None, kw_only=True)  # that the images are, if they are parts of files
 
     def load(self, index: int) -> Sample:
         """Return an image with its longer side at `imgsz`, and its boxes in pixels."""
         image = self.images.read(index)
         height, width = image.shape[:2]
         rows = self.labels.image_rows(index)
-        half = rows[:, 3:5] / 2
-        boxes = np.concatenate((rows[:, 1:3] - half, rows[:, 1:3] + half), 1)
-        sample = Sample(image, boxes * np.array([width, height, width, height], np.float32), rows[:, 0])
+        sample = Sample(image, pixel_boxes(rows, width, height), rows[:, 0])
         if self.labels.polygons is None:
             return sample
         polygons = self.labels.polygons.select_range(*self.labels.offsets[index : index + 2].tolist())
@@ -83,7 +83,11 @@ class _Items(Items):
 
     def info(self, index: int, placement: Placement) -> ImageInfo:
         width, height = (int(side) for side in self.labels.sizes[index])
-        return ImageInfo(index, self.images.name(index), (width, height), placement, self.labels.image_rows(index))
+        info = ImageInfo(index, self.images.name(index), (width, height), placement, self.labels.image_rows(index))
+        if not self.windows:
+            return info
+        image, window, whole = int(self.windows.images[index]), self.windows.bounds[index].tolist(), self.windows.whole
+        return in_file(info, image, tuple(whole.sizes[image].tolist()), window)._replace(rows=whole.image_rows(image))
 
 
 @dataclass(eq=False)
@@ -100,6 +104,17 @@ class TrainingItems(_Items):
         images = self.images
         self.augmenter = Augmenter(self.augment, images.imgsz, len(images.names), self.load, self.size, self.masks)
         self.unmixed = replace(self.augmenter, settings=replace(self.augment, mosaic=0.0))
+
+    def load(self, index: int) -> Sample:
+        """Return an image as `_Items.load` does, with grey over the parts of objects that are not labels."""
+        sample = super().load(index)
+        if self.windows is None or not len(hidden := self.windows.hidden.image_rows(index)):
+            return sample
+        image, boxes = sample.image.copy(), pixel_boxes(hidden, *sample.image.shape[1::-1])
+        for (x1, y1, x2, y2), is_label in [*((box, False) for box in boxes), *((box, True) for box in sample.boxes)]:
+            part = np.s_[max(math.floor(y1), 0) : math.ceil(y2), max(math.floor(x1), 0) : math.ceil(x2)]
+            image[part] = sample.image[part] if is_label else PADDING_LEVEL
+        return sample._replace(image=image)
 
     def size(self, index: int) -> tuple[int, int]:
         """Return width and height of an image after `load`."""
@@ -139,6 +154,13 @@ class EvaluationItems(_Items):
         return *to_tensors(fitted, pixels), self.info(sample.image, placement)
 
 
+def pixel_boxes(rows: np.ndarray, width: int, height: int) -> np.ndarray:
+    """Return the boxes of label rows (k, 5) as xyxy in pixels, float32 (k, 4)."""
+    half = rows[:, 3:5] / 2
+    boxes = np.concatenate((rows[:, 1:3] - half, rows[:, 1:3] + half), 1)
+    return boxes * np.array([width, height, width, height], np.float32)
+
+
 def to_tensors(sample: Sample, pixels: Tensor) -> tuple[Tensor, Tensor]:
     """Write an RGB image into `pixels`, uint8 (3, h, w); return them and its targets, class and xywh, (k, 5)."""
     height, width = sample.image.shape[:2]
@@ -165,11 +187,13 @@ class DetectionSplit(BoxSplit):
     images: list[Path]
     labels: Labels
     problems: tuple[str, ...] = ()
+    windows: Windows | None = None  # that the images are, if they are parts of files
 
     def identity(self) -> dict[str, str]:
         """Return hashes of the files' names, and of the boxes and outlines of each image."""
         labels, polygons = self.labels, self.labels.polygons
         arrays = (labels.rows, labels.counts, *((polygons.points, polygons.offsets) if polygons else ()))
+        arrays += (self.windows.bounds,) if self.windows else ()
         return split_identity(self.images, b"".join(array.tobytes() for array in arrays))
 
     def report(self, title: str) -> None:
@@ -184,6 +208,9 @@ class DetectionSplit(BoxSplit):
 
     def display_image(self, index: int, side: int) -> np.ndarray:
         image = read_image(self.images[index])
+        if self.windows:
+            left, top, right, bottom = self.windows.bounds[index].tolist()
+            image = image[top:bottom, left:right]
         return resize_long_side(image, min(side, max(image.shape[:2])), smooth=True)
 
     def instances(self) -> Instances:
@@ -226,7 +253,8 @@ class DetectionData(DataSet[DetectionSplit]):
         if isinstance(hyp, Augmentation) and (self.options.rect or not hyp.mosaic):
             keys = " and ".join(key for key in ("mixup", "copy_paste") if getattr(hyp, key))
             log(f"{keys}: no effect without mosaics ({'--rect' if hyp.mosaic else 'mosaic 0'})" if keys else "")
-        listing, rules = self.spec.listing(name), self.spec.row_rules(self.row_rules(hyp))
+        tiles = self.spec.tiles
+        listing, rules = self.spec.listing(name), self.spec.row_rules(BOXES if tiles else self.row_rules(hyp))
         labels = load_labels(listing.images, f"{name} labels", self.options.workers, rules, listing.annotated)
         problems = (*listing.problems, *labels.problems)
         readable = self.usable(name, labels.sizes, problems)
@@ -243,7 +271,10 @@ class DetectionData(DataSet[DetectionSplit]):
             labels = replace(labels, rows=labels.rows * np.array((0, 1, 1, 1, 1), np.float32))
         else:
             check_classes(labels, images, len(self.spec.names), self.spec.file)
-        return DetectionSplit(images, labels, problems)
+        if not tiles or hyp is None:
+            return DetectionSplit(images, labels, problems)
+        windows = training_windows(labels, images, tiles)
+        return DetectionSplit([images[k] for k in windows.images.tolist()], windows.labels, problems, windows)
 
     def report(self, train: DetectionSplit, val: DetectionSplit) -> None:
         """Log what `DataSet` does, and whether most images are enlarged."""
@@ -291,17 +322,27 @@ class DetectionData(DataSet[DetectionSplit]):
         capacity = images_in_use(batch_size, options.workers) if augment.mosaic else 0
         sizes, instances = split.labels.sizes, split.instances()
         batches = training_batches(options, instances, sizes, batch_size, seed, self.imgsz, self.stride, partners)
-        form: Any = {"reduced": True, "stretched": self.fit == "stretch"}
+        form: Any = {"reduced": True, "stretched": self.fit == "stretch", "windows": split.windows}
         images = Images(split.images, sizes, self.imgsz, **form, cache=self.train_cache, capacity=capacity)
-        items = self.training_items(images, split.labels, augment, seed, options, self.user_augmentations())
+        user, windows = self.user_augmentations(), split.windows
+        items = self.training_items(images, split.labels, augment, seed, options, user, windows=windows)
         return loader(items, batches, self.collate, self.options.workers)
 
     def evaluation_batches(self, split: DetectionSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:
         square = square or self.fit == "stretch"
+        if windows := self.cut(split):  # those of an image are one batch, so that one process has them
+            order = [SampleIndex(0, k, k, (self.imgsz, self.imgsz)) for k in range(len(windows.images))]
+            return [list(batch) for _, batch in groupby(order, key=lambda sample: windows.images[sample.image])]
         return evaluation_batches(split.labels.sizes, batch_size, self.imgsz, self.stride, square)
 
     def evaluation_loader(self, split: DetectionSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
-        sizes, stretched = split.labels.sizes, self.fit == "stretch"
-        images = Images(split.images, sizes, self.imgsz, smooth=True, stretched=stretched, cache=self.options.cache)
-        items = self.evaluation_items(images, split.labels)
+        if windows := self.cut(split):
+            split = DetectionSplit([split.images[k] for k in windows.images.tolist()], windows.labels, (), windows)
+        form: Any = {"smooth": True, "stretched": self.fit == "stretch", "windows": split.windows}
+        images = Images(split.images, split.labels.sizes, self.imgsz, **form, cache=self.options.cache)
+        items = self.evaluation_items(images, split.labels, windows=windows)
         return loader(items, batches, self.collate, self.options.workers)
+
+    def cut(self, split: DetectionSplit) -> Windows | None:
+        """Return the windows of an evaluation, and each whole image; None if images are not cut, or cut already."""
+        return cut(split.labels, self.spec.tiles, with_whole=True) if self.spec.tiles and not split.windows else None

@@ -75,6 +75,7 @@ def split(data: str, val: float = 0.2, seed: int = 0, folds: int = 0) -> None:
     with suppress(UserError):  # no `test:`, or its images are not here
         test = list(map(str, spec.locations("test")))
     other_keys = {"test": test, "kpt_shape": list(spec.kpt_shape), "defaults": dict(spec.defaults), "names": spec.names}
+    other_keys["tiles"] = spec.tiles and vars(spec.tiles)
     log(*spec.warnings)
     for number in range(folds or 1):
         folder, validates = top / f"fold{number + 1}" if folds else top, parts == (number if folds else 1)

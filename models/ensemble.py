@@ -9,7 +9,8 @@ import copy
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +22,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from models.layers import Conv, RepConv
 from models.loading import ImageSize, add_user_code, format_sides, image_sides, transfer
 from models.tasks import TASKS, TaskEntry, add_tasks, model_words, task_name
-from models.tasks.contract import Model, Postprocess, Task, View
+from models.tasks.contract import Model, Postprocess, Prediction, Task, Thresholds, View
 from models.weights import Weights, find_weights
 from models.yolo import whole_strides
 from utils.batch import Batch, layout
@@ -223,6 +224,18 @@ class Inference:
         views = [view for model in models for view in self.postprocess.views(model, inputs, self.augment)]
         timer.end_stage(INFERENCE)
         return batch, views
+
+
+def join_windows(predictions: Sequence[Prediction], batch: Batch, limits: Thresholds) -> tuple[list[Prediction], Batch]:
+    """Return the prediction for each image, joined from those of its windows if it has any, and one info for each."""
+    if not any(getattr(info, "window", None) for info in batch.infos):
+        return [*predictions], batch
+    joined, infos = [], []
+    for _, group in groupby(zip(predictions, batch.infos, strict=True), key=lambda pair: pair[1].image):
+        (first, *others), windows = zip(*group, strict=True)
+        joined.append(first.joined(others, windows, limits) if others else first)
+        infos.append(windows[0])
+    return joined, replace(batch, infos=tuple(infos))
 
 
 # Folding

@@ -36,7 +36,7 @@ class Placement(NamedTuple):
     """The map from a file's pixels to the batch's: batch = file x scale + offset, by (x, y)."""
 
     scale: tuple[float, float] = (1.0, 1.0)
-    offset: tuple[int, int] = (0, 0)
+    offset: tuple[float, float] = (0, 0)  # whole pixels, but for windows
 
 
 class ImageInfo(NamedTuple):
@@ -49,6 +49,8 @@ class ImageInfo(NamedTuple):
     rows: np.ndarray  # the labels, float32 (m, 5): class, normalised xywh in the file's image
     # The outline of each object, if segmentation is evaluated: float32 (p, 2), fractions of the file's width and height
     outlines: tuple[np.ndarray, ...] = ()
+    # The part of the file's image that this is, if the image is cut (data/tiles.py): left, top, right, bottom in pixels
+    window: tuple[int, int, int, int] | None = None
 
 
 class ClassInfo(NamedTuple):
@@ -78,6 +80,17 @@ class Batch:
     def pin_memory(self: B) -> B:
         """Return the batch in page-locked memory; the loader calls this."""
         return self._with_tensors(Tensor.pin_memory)
+
+    def parts(self: B, size: int) -> list[B]:
+        """Return the batch in parts of at most `size` images: the windows of an image may be more."""
+        if len(self.infos) <= size:
+            return [self]
+        parts, number = [], self.targets[:, 0]
+        for start in range(0, len(self.infos), size):
+            targets, part = self.targets[(number >= start) & (number < start + size)], slice(start, start + size)
+            targets = torch.cat((targets[:, :1] - start, targets[:, 1:]), 1)
+            parts.append(replace(self, images=self.images[part], targets=targets, infos=self.infos[part]))
+        return parts
 
     def _with_tensors(self: B, convert: Callable[[Tensor], Tensor]) -> B:
         values = {field.name: getattr(self, field.name) for field in fields(self)}

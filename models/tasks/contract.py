@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from models.tasks.results import Result
-from utils.batch import Batch, CocoImage, Split
+from utils.batch import Batch, CocoImage, ImageInfo, Split
 from utils.errors import UserError, nearest, quoted
 
 if TYPE_CHECKING:
@@ -162,6 +162,7 @@ OPTIONAL_METHODS = {
     "with_labels": ("save_hybrid", "its results are not joined with labels"),
     "coco_rows": ("save_json", "COCO has no format for its results"),
     "review": ("review", "its results are not compared with labels"),
+    "joined": ("tile", "nor is `tiles` of a data YAML, because its results of windows are not joined"),
 }
 
 
@@ -221,6 +222,10 @@ class Prediction(Result, ABC):
     def review(self, info: Any) -> ImageReview:
         """Return how the predictions contradict the labels in the image's `info` of the batch (--review)."""
         raise UserError(Prediction.refused()["review"])
+
+    def joined(self, others: Sequence[Any], infos: Sequence[ImageInfo], thresholds: Thresholds) -> Prediction:
+        """Return the result for the image of which this and `others` are the windows that `infos` describe (--tile)."""
+        raise UserError(Prediction.refused()["tile"])
 
     @classmethod
     def refused(cls) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 from models.heads.contract import EPSILON, xywh_to_xyxy, xyxy_to_xywh
-from models.tasks.contract import Image, Prediction
-from utils.batch import CocoImage
+from models.tasks.contract import Image, Prediction, Thresholds
+from utils.batch import CocoImage, ImageInfo
 from utils.errors import plural
 from utils.plots.drawing import Style, draw_boxes
 from utils.review import (
@@ -29,6 +30,9 @@ from utils.review import (
 )
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)  # COCO's thresholds
+JOINED_CANDIDATES_PER_DETECTION = 10  # detections of an image's windows that are compared, the most confident
+CUT_TOLERANCE_PIXELS = 2.0  # of the network: a detection that is nearer to a window's edge is cut by it
+CUT_SHARE = 0.7  # share of a cut detection's area inside a whole one above which it is a part of that object
 CONFUSION_IOU = 0.45  # IoU above which the confusion matrix pairs a detection with a label of any class
 SAME_OBJECT, NEAR = 0.5, 0.1  # IoU from which two boxes are of one object, or near each other, in a review
 CONFIDENT = 0.1  # least confidence of a detection that contradicts a label
@@ -82,10 +86,15 @@ def box_pairs(boxes: np.ndarray, true_boxes: np.ndarray, image: np.ndarray, true
 
 def box_overlap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return the IoU of paired upright boxes, xyxy (p, 4) each, in the same unit: (p,)."""
-    span = (np.minimum(a[:, 2:], b[:, 2:]) - np.maximum(a[:, :2], b[:, :2])).clip(min=0)
-    intersection = span[:, 0] * span[:, 1]
+    intersection = shared_area(a, b)
     areas = [(box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1]) for box in (a, b)]
     return np.asarray(intersection / (areas[1] + areas[0] - intersection + EPSILON))
+
+
+def shared_area(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the area that paired upright boxes, xyxy (p, 4) each, have in common: (p,)."""
+    span = (np.minimum(a[:, 2:], b[:, 2:]) - np.maximum(a[:, :2], b[:, :2])).clip(min=0)
+    return np.asarray(span[:, 0] * span[:, 1])
 
 
 def match_by_overlap(pairs: Pairs, detections: int) -> tuple[np.ndarray, np.ndarray]:
@@ -184,6 +193,14 @@ def contradictions(rows: np.ndarray, labels: np.ndarray) -> tuple[list[Contradic
             shared = overlap_matrix(labels[[label]], labels[[twin]]).item()
             add(DUPLICATE, label, float(support[twin]), int(true_classes[twin]), shared, weight=shared)
     return [*found.values()], list(zip(true_classes[:-1].tolist(), support[:-1].tolist(), strict=True))
+
+
+def cut_by_window(boxes: Tensor, info: ImageInfo) -> Tensor:
+    """Return which boxes (k, 4) end at an edge of their window that is not one of the image, bool (k,)."""
+    edges = torch.tensor(info.window, dtype=boxes.dtype)
+    inner = edges != torch.tensor((0, 0, *info.size))
+    distances = (boxes - edges) * torch.tensor((1, 1, -1, -1)) * torch.tensor(info.placement.scale * 2)
+    return ((distances < CUT_TOLERANCE_PIXELS) & inner).any(1)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -290,6 +307,25 @@ class DetectionPrediction(Prediction):
         overlap, _ = match_by_overlap(pairs.only(same_class), len(boxes))
         (rows,) = np.nonzero(overlap <= self.iou_thres)
         return torch.from_numpy(rows)
+
+    def joined(self, others: Sequence[Any], infos: Sequence[ImageInfo], thresholds: Thresholds) -> DetectionPrediction:
+        """Return the detections of an image from those of its windows, which suppress each other in its pixels, after
+        those are dropped that the edge of a window cuts and that lie in one that is not cut."""
+        from torchvision.ops import nms  # imported here because it takes over a second
+
+        parts = [self, *others]
+        is_cut = torch.cat([cut_by_window(part.rows[:, :4], info) for part, info in zip(parts, infos, strict=True)])
+        rows = torch.cat([part.rows for part in parts])
+        order = rows[:, 4].argsort(descending=True, stable=True)[: JOINED_CANDIDATES_PER_DETECTION * thresholds.max_det]
+        rows, is_cut = rows[order], is_cut[order]
+        planes = rows[:, :4] + rows[:, 5:] * (0.0 if thresholds.agnostic_nms else 1.0 + max(self.size))  # a class each
+        cut, whole = planes[is_cut].numpy(), planes[~is_cut].numpy()
+        part, other = meeting_pairs(cut, whole, *(np.zeros(len(boxes), int) for boxes in (cut, whole)))
+        inside = shared_area(cut[part], whole[other]) > CUT_SHARE * shared_area(cut[part], cut[part])
+        remaining = torch.ones(len(rows), dtype=torch.bool)
+        remaining[is_cut.nonzero()[:, 0][part[inside]]] = False
+        rows, planes = rows[remaining], planes[remaining]
+        return replace(self, rows=rows[nms(planes, rows[:, 4], thresholds.iou_thres)[: thresholds.max_det]])
 
     def coco_rows(self) -> CocoImage:
         return CocoImage(self.image, self.path, self.rows.numpy())

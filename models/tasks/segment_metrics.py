@@ -206,6 +206,7 @@ class SegmentationPrediction(DetectionPrediction):
     source: DetectedMasks
     label_outlines: Sequence[np.ndarray]  # (p, 2) per label: x, y as shares of width and height; () if unknown
     known_outlines: Sequence[np.ndarray] | None = None  # see `with_labels`
+    joined: Any = Prediction.joined  # left out: masks of windows are not joined
 
     @property
     def masks(self) -> np.ndarray:

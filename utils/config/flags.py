@@ -412,6 +412,7 @@ class DetectOptions:
     iou_thres: float = IOU_THRES(0.45, group="predictions", aliases=IOU)
     max_det: int = MAX_DET(1000)
     batch_size: int = flag(1, "batch size, of consecutive images of one shape", "images", Range(1), aliases=BATCH)
+    tile: int = flag(0, "size in pixels of windows to cut images into; 0: whole images", "images", Range(32, 2**14))
     device: str = flag("", "cpu, mps or the number of a CUDA device; '' takes the best available", "model")
     layers: str = LAYERS()
     task_file: str = TASK_FILE(aliases=TASK)

@@ -56,7 +56,7 @@ class CountingTask(ClassificationTask):
 def test_what_each_task_leaves_out() -> None:
     left_out: dict[str, Any] = {name: entry.load().prediction for name, entry in TASKS.items()}
     refused = {name: set(prediction.refused()) for name, prediction in left_out.items()}
-    assert refused == {"detect": set(), "segment": set(), "classify": {"save_hybrid", "save_json"}}
+    assert refused == {"detect": set(), "segment": {"tile"}, "classify": {"save_hybrid", "save_json", "tile"}}
 
 
 @pytest.mark.parametrize(("method", "flag"), [(method, flag) for method, (flag, _) in OPTIONAL_METHODS.items()])
@@ -70,7 +70,9 @@ def test_flags_for_a_method_that_is_left_out_are_refused(flag: str, method: str)
         members.refuse_flags(ValOptions(), {flag: True})
     prediction: Any = Count(0, "a.jpg", {0: "thing"}, 3)
     with pytest.raises(UserError, match=f"^--{flag.replace('_', '-')} "):
-        getattr(prediction, method)(*([np.zeros((4, 4, 3), np.uint8)] if method in ("crops", "review") else []))
+        getattr(prediction, method)(
+            *[np.zeros((4, 4, 3), np.uint8)] * {"crops": 1, "review": 1, "joined": 3}.get(method, 0)
+        )
 
 
 def test_class_weights_in_the_order_of_the_classes() -> None:
