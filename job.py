@@ -31,7 +31,7 @@ from utils.distributed.ranks import broadcast_from_main, world_size
 from utils.files import format_paths
 from utils.receipt import Receipt, environment, split_inputs, user_files
 from utils.run import Run
-from utils.summary import evenly_spaced, fitness_weights
+from utils.summary import evenly_spaced, fitness_weights, metric_columns
 from utils.tracking.run_log import RunLog, wandb_run_id
 from utils.tracking.trackers import add_user_trackers
 from utils.training import memory
@@ -210,7 +210,8 @@ def read_job(settings: Settings, from_main: Callable[[bool], bool] = bool) -> Jo
     task = task_class(source.names(options.single_cls), settings.hyp, options.label_smoothing)
     features, unused_keys = task_class.features_of(model_yaml), task.unused_keys(model_yaml)
     refuse_flags(options, {} if saved else settings.flags, features, model_words(model_yaml), unused_keys)
-    fitness = fitness_weights(options.fitness, task.metric_names) if options.fitness else {}
+    columns = metric_columns(task.metric_names, spec.sets.get("val", ()))
+    fitness = fitness_weights(options.fitness, columns) if options.fitness else {}
     start_from = replace(start_from, yaml=model_yaml if saved else task.model_yaml(model_yaml))
     return Job(settings, source, start_from, task, fitness)
 
