@@ -31,7 +31,7 @@ from utils.distributed.ranks import broadcast_from_main, world_size
 from utils.files import format_paths
 from utils.receipt import Receipt, environment, split_inputs, user_files
 from utils.run import Run
-from utils.summary import evenly_spaced, fitness_weights
+from utils.summary import evenly_spaced, fitness_weights, metric_columns
 from utils.tracking.run_log import RunLog, wandb_run_id
 from utils.tracking.trackers import add_user_trackers
 from utils.training import memory
@@ -212,7 +212,8 @@ def read_job(settings: Settings, from_main: Callable[[bool], bool] = bool) -> Jo
     left_out = task_class.prediction.refused().items() if task_class.prediction else ()
     flags = {} if saved else {**settings.flags, "tile": spec.tiles}
     refuse_flags(options, flags, features, model_words(model_yaml), unused_keys, left_out)
-    fitness = fitness_weights(options.fitness, task.metric_names) if options.fitness else {}
+    columns = metric_columns(task.metric_names, spec.sets.get("val", ()))
+    fitness = fitness_weights(options.fitness, columns) if options.fitness else {}
     start_from = replace(start_from, yaml=model_yaml if saved else task.model_yaml(model_yaml))
     return Job(settings, source, start_from, task, fitness)
 

@@ -29,7 +29,7 @@ from data.labels import label_name
 from models.ensemble import Inference, for_inference, join_windows, read_members
 from models.loading import log_rounding
 from models.tasks.contract import Criterion, Metrics, Model, Prediction, Task, Thresholds, check_contract, compute_terms
-from utils.batch import Batch, CocoImage, Split
+from utils.batch import Batch, CocoImage, Split, Subset
 from utils.config.flags import ValOptions, select
 from utils.config.parser import given_flags
 from utils.console import log
@@ -43,7 +43,7 @@ from utils.python_api import call
 from utils.receipt import Receipt, environment, split_inputs
 from utils.review import COLUMNS, MAX_CONF_THRES, PICTURE_PIXELS, ImageReview, draw_review, ranked
 from utils.run import Run
-from utils.summary import DRAWN_IMAGES, POSTPROCESSING, StageTimer, Summary, evenly_spaced, log_times
+from utils.summary import DRAWN_IMAGES, POSTPROCESSING, StageTimer, Summary, evenly_spaced, log_times, metric_columns
 from utils.tracking import run_log, wandb
 from utils.tracking.trackers import add_user_trackers
 
@@ -64,6 +64,8 @@ class Evaluator:
     batch_size: int  # images that the models run on at a time
     thresholds: Thresholds
     loss_names: Sequence[str]
+    columns: Sequence[str]  # names of the metrics, with those of each of the `sets`
+    sets: Sequence[Subset] = ()
     timer: StageTimer = field(default_factory=StageTimer)
     batch_callbacks: list[Callable[[Batch, Sequence[Prediction]], object]] = field(default_factory=list)
 
@@ -74,8 +76,8 @@ class Evaluator:
         The losses come from the first model. Raises `StopRequested` on all processes if `stop_requested` returns a
         reason on one of them, and `UserError` for a part of a task that breaks its contract.
         """
-        run, timer, records, losses, numbers = self.run, self.timer, [], [], []
-        task, data = self.inference.task, self.loader.dataset
+        run, timer, data = self.run, self.timer, self.loader.dataset
+        records, losses, numbers = list[Any](), list[Any](), list[int]()
         for model in models:
             model.eval()
         bar = run.bar("validating", self.images)
@@ -109,11 +111,14 @@ class Evaluator:
             check_contract(len(records) == len(numbers), self.metrics, fault)
         run.keep_alive()
         run.stop_together(stop_requested())
-        numbers = sorted(run.collectives.gather(numbers))
-        is_whole = numbers == [*range(self.images)]
+        numbers, records = run.collectives.gather(numbers), run.collectives.gather(records)
+        is_whole = sorted(numbers) == [*range(self.images)]
         check_contract(is_whole, data, f"gave {len(numbers)} images for {self.images}, or one twice")
-        summary = self.metrics.summarise(run.collectives.gather(records))
-        values = {**dict.fromkeys(task.metric_names), **summary.metrics, "fitness": summary.fitness}
+        summary = self.metrics.summarise(records)
+        for name, indices, _ in self.sets:
+            chosen = [record for number, record in zip(numbers, records, strict=True) if number in indices]
+            summary = summary.with_set(name, self.metrics.summarise(chosen))
+        values = {**dict.fromkeys(self.columns), **summary.metrics, "fitness": summary.fitness}
         missing = [name for name, value in values.items() if not isinstance(value, (int, float))]
         check_contract(not missing, self.metrics, f"has no int or float for {', '.join(missing)}")
         means = self._mean_losses(run.collectives.gather(losses))
@@ -151,8 +156,9 @@ def make_evaluator(
     limits, count = thresholds or Thresholds(), len(split.images)
     inference = Inference(task, task.postprocess(model, limits), run.accelerator.device)
     loader = data.evaluation_loader(split, batches)
-    names = task.loss_names_of(model)
-    return Evaluator(run, criterion, inference, task.metrics(drawn), loader, count, batch_size, limits, names)
+    losses, columns = task.loss_names_of(model), metric_columns(task.metric_names, split.sets)
+    metrics = task.metrics(drawn)
+    return Evaluator(run, criterion, inference, metrics, loader, count, batch_size, limits, losses, columns, split.sets)
 
 
 def validate(flags: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page, in the order of a validation

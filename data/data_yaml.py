@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from data.images import images_below, read_image_list
 from data.labels import RowRules, label_name
 from data.tiles import Tiles
 from utils import user_code
-from utils.config.flags import is_number
+from utils.config.flags import SHARE, Range, is_number
 from utils.config.hyperparameters import suggested_defaults
 from utils.console import log
 from utils.errors import UserError, nearest, plural, public, quoted
@@ -32,6 +33,10 @@ DATA_KEYS = (
     *("path", *SPLITS, "images", "split", "split_seed", "names", "nc", "kpt_shape"),
     *("draw", "download", "defaults", "tiles"),
 )
+TILE_RANGES = {"size": Range(32), "overlap": Range(0, 0.9), "background": SHARE}
+SET_KEYS = ("path", "name", "share", "weight", "rename")  # keys of each data set in a list of several
+# Parts of a path that name no data set.
+COMMON_NAMES = {"images", "annotations", "data", "dataset", "..", os.sep, *chain(*formats.SPLIT_FOLDERS.values())}
 # Keys that YOLOv5's users, Roboflow and ultralytics write, which have no meaning here.
 OTHER_KEYS = (
     *("roboflow", "license", "description", "version", "date", "author", "url", "yaml_file", "channels"),
@@ -42,7 +47,7 @@ OTHER_KEYS = (
 class Listing(NamedTuple):
     """The image files of a split."""
 
-    images: list[Path]  # sorted, each once
+    images: list[Path]  # sorted, each once, of each data set
     problems: list[str]  # messages about omitted lines and files
     annotated: tuple[formats.AnnotatedImages, ...] = ()  # of images that annotations describe; others have label files
 
@@ -69,6 +74,10 @@ class DataSpec:
     download: Any = None  # as in the YAML; never executed
     kpt_shape: tuple[int, ...] = ()  # number of key points in a label row, and numbers for each; () for none
     tiles: Tiles | None = None  # how images are cut into windows
+    sets: Mapping[str, tuple[DataSpec, ...]] = field(default_factory=dict)  # by split that lists several
+    name: str = ""  # of one of several data sets
+    weight: float = 0.0  # its relative number of samples per epoch; 0 for its number of images
+    classes: tuple[int, ...] = ()  # number in the whole set's `names` of each class; () if they are the same
     walked: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # splits that have been listed
 
     @property
@@ -88,6 +97,9 @@ class DataSpec:
 
     def listing(self, split: str) -> Listing:
         """Return the image files of a split as `images` does, and messages about omitted lines and files."""
+        if split in self.sets:
+            paths, problems, annotated = zip(*(part.listing(split) for part in self.sets[split]), strict=True)
+            return Listing([*chain(*paths)], [*chain(*problems)], (*chain(*annotated),))
         if split == "test" or not self.holds_out:
             return self._whole_listing(split)
         if "listing" not in self.walked:
@@ -222,7 +234,9 @@ def check_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str] =
     share, seed = content.get("split", 0.0), content.get("split_seed", 0)
     entries = {split: _paths(content.get(split)) for split in SPLITS}
     for split in SPLITS:
-        check(split, entries[split] is not None, "a path or a list of paths")
+        check(split, entries[split] is not None, "a path or a list of paths, or of data sets, as {path: DIR}")
+    listed_sets = {split: value for split in SPLITS if _lists_sets(value := content.get(split))}
+    check("val", "train" not in listed_sets or bool(entries["val"]), "given, because `train:` lists data sets")
     by_split = folders if isinstance(folders, dict) else dict.fromkeys(SPLITS, folders)
     image_folders = {split: _paths(value) for split, value in by_split.items()}
     are_folders = {*image_folders} <= {*SPLITS} and None not in image_folders.values()
@@ -232,11 +246,11 @@ def check_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str] =
     check("split_seed", type(seed) is int and seed >= 0, "a whole number from 0")
     is_shape = isinstance(shape, list) and [*map(type, shape)] == [int, int] and shape[0] > 0 and shape[1] in (2, 3)
     check("kpt_shape", shape is None or is_shape, "[K, D], K key points of 2 or 3 numbers")
-    tiles: Any = content.get("tiles", {"size": 32})
-    ends = {"size": (32, math.inf), "overlap": (0, 0.9), "background": (0, 1)}
-    is_valid = isinstance(tiles, dict) and {*tiles} <= {*ends} and type(tiles.get("size")) is int
-    is_valid &= is_valid and all(is_number(tiles[k]) and ends[k][0] <= tiles[k] <= ends[k][1] for k in tiles)
-    check("tiles", is_valid, "{size: 1024}, from 32 pixels, maybe with overlap (0 to 0.9) and background (0 to 1)")
+    check(
+        "tiles",
+        "tiles" not in content or _are_tiles(content["tiles"]),
+        "{size: 1024}, from 32 pixels, maybe with overlap (0 to 0.9) and background (0 to 1)",
+    )
     names, defaults = _names(file, content), suggested_defaults(content.get("defaults") or {}, file)
     roots, named_entries = _roots(file, path), {split: paths for split, paths in entries.items() if paths}
     if "draw" in content:
@@ -253,7 +267,7 @@ def check_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str] =
     if not names:
         listed = [entry for paths in named_entries.values() for entry in paths]
         names = formats.annotated_names([path for entry in listed for path in _candidates(entry, roots)])
-    return DataSpec(
+    spec = DataSpec(
         file,
         names,
         roots,
@@ -265,8 +279,63 @@ def check_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str] =
         split_seed=seed,
         download=content.get("download"),
         kpt_shape=tuple(shape or ()),
-        tiles=Tiles(**tiles) if "tiles" in content else None,
+        tiles=Tiles(**content["tiles"]) if "tiles" in content else None,
     )
+    sets = {split: _read_sets(spec, split, listed) for split, listed in listed_sets.items()}
+    warnings = chain(spec.warnings, *(part.warnings for part in chain(*sets.values())))
+    return replace(spec, sets=sets, warnings=tuple(dict.fromkeys(warnings)))
+
+
+def _are_tiles(tiles: Any) -> bool:
+    are_known = isinstance(tiles, dict) and type(tiles.get("size")) is int and {*tiles} <= {*TILE_RANGES}
+    return are_known and all(is_number(value) and value in TILE_RANGES[key] for key, value in tiles.items())
+
+
+def _lists_sets(value: Any) -> bool:
+    return any(isinstance(item, dict) for item in (value if isinstance(value, list) else [value]))
+
+
+def _read_sets(spec: DataSpec, split: str, listed: Any) -> tuple[DataSpec, ...]:
+    """Return the data sets that a split of `spec` lists, read if they are data YAMLs. Raises `UserError`."""
+
+    def check(is_valid: bool, fault: str) -> None:
+        if not is_valid:
+            raise UserError(f"{spec.file}: `{split}:` {fault}")
+
+    entries = listed if isinstance(listed, list) else [listed]
+    are_sets = all(isinstance(entry, dict) and {*entry} <= {*SET_KEYS} for entry in entries)
+    check(are_sets, f"must list only paths or only data sets, with no keys but {', '.join(SET_KEYS)}")
+    keys = [key for key in ("share", "weight") if any(key in entry for entry in entries)]
+    weights = [entry.get(key, 0) for key in keys for entry in entries]
+    are_positive = all(is_number(weight) and weight > 0 for weight in weights)
+    fault = "needs a positive `share` or `weight` for each data set if `train:` has one, and none otherwise"
+    check(len(keys) <= (split == "train") and are_positive, fault)
+    fault = f"has shares that add up to {sum(weights):g} instead of 1; correct them, or call them `weight`"
+    check(keys != ["share"] or round(sum(weights), 1) == 1, fault)
+    numbers = {name: number for number, name in reversed(spec.names.items())}
+    sets: dict[str, DataSpec] = {}
+    for entry, weight in zip(entries, weights or [0.0] * len(entries), strict=True):
+        path, rename = entry["path"], entry.get("rename", {})
+        words = [word for word in Path(os.path.splitext(path)[0]).parts if word not in COMMON_NAMES]
+        name = entry.get("name", (words or [Path(path).stem])[-1])
+        fault = f"names a data set {quoted(name)}; give each a `name` of its own, of letters, digits, spaces, . _ and -"
+        check(isinstance(name, str) and bool(re.fullmatch(r"[\w .-]+", name)) and name not in sets, fault)
+        part = replace(spec, entries={**spec.entries, split: (path,)}, split=0.0, warnings=(), walked={})
+        if Path(path).suffix.lower() in (".yaml", ".yml"):
+            file = replace(spec, roots=(*spec.roots, spec.file.resolve().parent)).locate(path, f"{split}: {path}")
+            content = read_yaml(file)
+            fault = f"names {file}, which lists data sets itself; list them here"
+            check(not any(_lists_sets(content.get(key)) for key in SPLITS), fault)
+            part = check_spec(file, {"names": spec.names or None, **content})
+        fault = f"has `rename: {quoted(rename)}` for {name}; give pairs of a class of it and one of `names`"
+        check(isinstance(rename, dict) and {*rename} <= {*part.names.values()}, fault)
+        classes = [rename.get(label, label) for label in part.names.values()]
+        unknown = [str(label) for label in classes if label not in [*numbers]]
+        fault = f"has the class {', '.join(unknown[:1])} in {name}, which `names` lacks"
+        check(not unknown, f"{fault}; add it there, or give {name} a `rename:` with its name in `names`")
+        ids = tuple(numbers[label] for label in classes)
+        sets[name] = replace(part, name=name, weight=float(weight), classes=ids)
+    return tuple(sets.values())
 
 
 def _roots(file: Path, path: str | None) -> tuple[Path, ...]:
@@ -303,6 +372,7 @@ def _is_path(value: Any) -> bool:
 def _paths(value: Any) -> tuple[str, ...] | None:
     """Return a path or a list of paths as a tuple, () for nothing, None for anything else."""
     values = value if isinstance(value, list) else [value] if value else []
+    values = [item.get("path") if isinstance(item, dict) else item for item in values]  # of a data set
     return tuple(values) if all(map(_is_path, values)) else None
 
 

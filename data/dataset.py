@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -131,6 +131,7 @@ class DataSet(ABC, Generic[S]):
     imgsz: int  # pixels, in whole strides
     stride: int  # stride of the model; sides of an image are multiples of it
     options: DataOptions
+    joins_sets: ClassVar[bool] = False  # whether splits may list data sets: `DataSpec.sets`
 
     @staticmethod
     @abstractmethod
@@ -243,6 +244,8 @@ class DataSource:
 
     def names(self, single_cls: bool = False) -> dict[int, str]:
         """Return the classes by number. Raises `UserError`."""
+        if self.spec.sets and not self.dataset_class.joins_sets:
+            raise UserError(f"{self.spec.file}: lists of data sets are for detectors and segmenters only; give paths")
         return self.dataset_class.class_names(self.spec, single_cls)
 
     def files(self) -> dict[str, list[Path]]:

@@ -35,7 +35,7 @@ from data.images import read_image, resize, resize_long_side
 from data.labels import BOXES, POLYGONS, Labels, RowRules, check_classes, label_name, load_labels
 from data.sampler import SampleIndex, evaluation_batches, images_in_use, item_generator, training_batches
 from data.tiles import Windows, cut, in_file, training_windows
-from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement
+from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement, Subset
 from utils.config.hyperparameters import Augmentation, Recipe
 from utils.console import log
 from utils.errors import UserError, plural
@@ -188,18 +188,25 @@ class DetectionSplit(BoxSplit):
     labels: Labels
     problems: tuple[str, ...] = ()
     windows: Windows | None = None  # that the images are, if they are parts of files
+    sets: tuple[Subset, ...] = ()
 
     def identity(self) -> dict[str, str]:
-        """Return hashes of the files' names, and of the boxes and outlines of each image."""
+        """Return hashes of the files' names, and of the boxes and outlines of each image; and the data sets."""
         labels, polygons = self.labels, self.labels.polygons
         arrays = (labels.rows, labels.counts, *((polygons.points, polygons.offsets) if polygons else ()))
         arrays += (self.windows.bounds,) if self.windows else ()
-        return split_identity(self.images, b"".join(array.tobytes() for array in arrays))
+        sets = {"data sets": repr([*map(tuple, self.sets)])} if self.sets else {}
+        return split_identity(self.images, b"".join(array.tobytes() for array in arrays)) | sets
 
     def report(self, title: str) -> None:
         counts = self.labels.counts
         images, backgrounds = plural(len(counts), "image"), plural((counts == 0).sum(), "background")
         log_split(title, f"{images}, {backgrounds}, {plural(counts.sum(), 'instance')}", self.problems)
+        texts = []
+        for name, indices, samples in self.sets:
+            repeats = f" (each {samples / len(indices):.1f} times an epoch)" * (samples > len(indices))
+            texts.append(f"{name} {len(indices):,} images, {100 * samples / len(self.images):.0f} %{repeats}")
+        log("  " + "; ".join(texts) if texts else "")
 
     def side_lengths(self, imgsz: int) -> np.ndarray:
         sizes = self.labels.sizes
@@ -218,6 +225,16 @@ class DetectionSplit(BoxSplit):
         return Instances(images, self.labels.rows[:, 0].astype(np.int64))
 
 
+def subsets(specs: Sequence[DataSpec], ends: np.ndarray) -> tuple[Subset, ...]:
+    """Return the data sets that a split lists, by the index after the last image of each, with their samples."""
+    counts = np.diff(ends, prepend=0).tolist()
+    shares = [spec.weight or count for spec, count in zip(specs, counts, strict=False)]
+    # Sums are rounded, so that the samples of all sets fill the epoch.
+    samples = np.diff(np.rint(np.cumsum(shares) / sum(shares) * ends[-1]), prepend=0) if specs else ends
+    ranges = map(range, [0, *ends.tolist()], ends.tolist())
+    return tuple(map(Subset, (spec.name for spec in specs), ranges, samples.astype(int).tolist()))
+
+
 @dataclass
 class DetectionData(DataSet[DetectionSplit]):
     """A detection data set at one image size: its splits, checked, and loaders over them."""
@@ -225,6 +242,7 @@ class DetectionData(DataSet[DetectionSplit]):
     training_items: ClassVar[type[TrainingItems]] = TrainingItems
     evaluation_items: ClassVar[type[EvaluationItems]] = EvaluationItems
     fit: ClassVar[Literal["letterbox", "stretch"]] = "letterbox"  # as the network is trained
+    joins_sets = True
 
     @staticmethod
     def class_names(spec: DataSpec, single_cls: bool) -> dict[int, str]:
@@ -253,8 +271,27 @@ class DetectionData(DataSet[DetectionSplit]):
         if isinstance(hyp, Augmentation) and (self.options.rect or not hyp.mosaic):
             keys = " and ".join(key for key in ("mixup", "copy_paste") if getattr(hyp, key))
             log(f"{keys}: no effect without mosaics ({'--rect' if hyp.mosaic else 'mosaic 0'})" if keys else "")
-        tiles = self.spec.tiles
-        listing, rules = self.spec.listing(name), self.spec.row_rules(BOXES if tiles else self.row_rules(hyp))
+        specs, tiles = self.spec.sets.get(name, ()), self.spec.tiles
+        rules = BOXES if tiles else self.row_rules(hyp)
+        if any(spec.weight for spec in specs) and (self.options.rect or self.options.image_weights):
+            fault = "--rect and --image-weights decide themselves how often an image is drawn"
+            raise UserError(f"{self.spec.file}: {fault}; leave them out, or the shares of the data sets")
+        parts = [replace(self, spec=spec)._read(name, rules) for spec in specs or [self.spec]]
+        labels = Labels.concatenate([part.labels for part in parts])
+        images = [image for part in parts for image in part.images]
+        problems = tuple(problem for part in parts for problem in part.problems)
+        if name == "train" and not len(labels.rows):
+            raise UserError(problems[0])
+        ends, windows = np.cumsum([len(part.images) for part in parts]), None
+        if tiles and hyp is not None:
+            windows = training_windows(labels, images, tiles)
+            images, labels = [images[k] for k in windows.images.tolist()], windows.labels
+            ends = np.searchsorted(windows.images, ends)
+        return DetectionSplit(images, labels, problems, windows, subsets(specs, ends))
+
+    def _read(self, name: str, rules: RowRules) -> DetectionSplit:
+        """Read and check a split that lists no data sets, or one data set of another split."""
+        listing, rules = self.spec.listing(name), self.spec.row_rules(rules)
         labels = load_labels(listing.images, f"{name} labels", self.options.workers, rules, listing.annotated)
         problems = (*listing.problems, *labels.problems)
         readable = self.usable(name, labels.sizes, problems)
@@ -264,17 +301,17 @@ class DetectionData(DataSet[DetectionSplit]):
             if listing.annotated:
                 expected = f"{listing.annotated[0].file} has no box of a class under `names`"
             problem = f"{self.spec.file}: no image of `{name}:` has a label; {expected}"
-            if name == "train":
+            if name == "train" and not self.spec.name:  # one of several data sets may be background
                 raise UserError(f"{problem}{f'; the first problem: {problems[0]}' if problems else ''}")
             problems = (problem, *problems)
         if self.options.single_cls:
             labels = replace(labels, rows=labels.rows * np.array((0, 1, 1, 1, 1), np.float32))
         else:
             check_classes(labels, images, len(self.spec.names), self.spec.file)
-        if not tiles or hyp is None:
-            return DetectionSplit(images, labels, problems)
-        windows = training_windows(labels, images, tiles)
-        return DetectionSplit([images[k] for k in windows.images.tolist()], windows.labels, problems, windows)
+            if self.spec.classes:
+                classes = np.array(self.spec.classes, np.float32)[labels.rows[:, 0].astype(np.int64)]
+                labels = replace(labels, rows=np.column_stack((classes, labels.rows[:, 1:])))
+        return DetectionSplit(images, labels, problems)
 
     def report(self, train: DetectionSplit, val: DetectionSplit) -> None:
         """Log what `DataSet` does, and whether most images are enlarged."""
@@ -321,7 +358,9 @@ class DetectionData(DataSet[DetectionSplit]):
         partners = MOSAIC_PARTNERS + (MOSAIC_PARTNERS + 1) * (augment.mixup > 0)
         capacity = images_in_use(batch_size, options.workers) if augment.mosaic else 0
         sizes, instances = split.labels.sizes, split.instances()
-        batches = training_batches(options, instances, sizes, batch_size, seed, self.imgsz, self.stride, partners)
+        batches = training_batches(
+            options, instances, sizes, batch_size, seed, self.imgsz, self.stride, partners, split.sets
+        )
         form: Any = {"reduced": True, "stretched": self.fit == "stretch", "windows": split.windows}
         images = Images(split.images, sizes, self.imgsz, **form, cache=self.train_cache, capacity=capacity)
         user, windows = self.user_augmentations(), split.windows

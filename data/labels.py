@@ -171,6 +171,18 @@ class Labels:
     problems: tuple[str, ...]  # sentences about what is left out
     polygons: Polygons | None = None  # outlines of the rows, if requested and if there are any
 
+    @staticmethod
+    def concatenate(parts: Sequence[Labels]) -> Labels:
+        """Return the labels of all images of `parts`, which must not be empty."""
+        outlines = [part.polygons or Polygons.from_outlines([as_points(())] * len(part.rows)) for part in parts]
+        return Labels(
+            np.concatenate([part.rows for part in parts]),
+            part_offsets(np.concatenate([part.counts for part in parts])),
+            np.concatenate([part.sizes for part in parts]),
+            tuple(problem for part in parts for problem in part.problems),
+            Polygons.concatenate(outlines) if any(part.polygons for part in parts) else None,
+        )
+
     def image_rows(self, index: int) -> np.ndarray:
         """Return the rows of one image, (k, 5)."""
         return self.rows[self.offsets[index] : self.offsets[index + 1]]

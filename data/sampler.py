@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from utils.batch import Instances
+from utils.batch import Instances, Subset
 from utils.console import log
 
 # The first part of a generator's seed: what its numbers are for.
@@ -116,6 +116,7 @@ class GlobalBatches:
     weights: np.ndarray | None = None  # probability of each image, drawn with replacement; None: each image once
     # An order, the same in every epoch, and the shape of each of its batches: see `by_aspect`.
     fixed: tuple[np.ndarray, list[tuple[int, int]]] | None = None
+    sets: Sequence[Subset] = ()  # data sets, each with its own number of samples; if empty, each image is drawn once
     local: slice = field(default_factory=lambda: slice(None))  # part of each batch that is delivered
     epoch: int = 0
     skipped: int = 0
@@ -166,8 +167,13 @@ class GlobalBatches:
         if self.fixed:
             return self.fixed[0]
         rng = np.random.default_rng((ORDER_STREAM, self.seed, self.epoch))
-        is_weighted = self.weights is not None
-        return rng.choice(self.count, self.count, p=self.weights) if is_weighted else rng.permutation(self.count)
+        if self.weights is not None:
+            return rng.choice(self.count, self.count, p=self.weights)
+        if not self.sets:
+            return rng.permutation(self.count)
+        # Each image of a data set as often as any other, or once more.
+        drawn = [np.resize(rng.permutation(images), samples) for _, images, samples in self.sets]
+        return rng.permutation(np.concatenate(drawn))
 
     def _partners(self, order: np.ndarray) -> np.ndarray:
         """Return the indices of the partners at each place of the order, (count, partners)."""
@@ -193,13 +199,14 @@ def training_batches(
     imgsz: int,
     stride: int,
     partners: int,
+    sets: Sequence[Subset] = (),
 ) -> GlobalBatches:
     """Return the global batches for training; `partners` images of the epoch's order are mixed into each item."""
     count, partners = len(image_sizes), 0 if sampling.rect else partners
     sizes = batch_sizes(imgsz, stride) if sampling.multi_scale else range(0)
     weights = sampling.weights(instances, count)
     fixed = by_aspect(image_sizes, batch_size, imgsz, stride, pad=0.0) if sampling.rect else None
-    return GlobalBatches(count, batch_size, seed, (imgsz, imgsz), partners, sizes, weights, fixed)
+    return GlobalBatches(count, batch_size, seed, (imgsz, imgsz), partners, sizes, weights, fixed, sets)
 
 
 def evaluation_batches(

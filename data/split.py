@@ -52,6 +52,8 @@ def split(data: str, val: float = 0.2, seed: int = 0, folds: int = 0) -> None:
     source = data_source(data, "data.detection:DetectionData")
     spec, classes = source.spec, len(source.names())
     listings = [spec.listing(name) for name in ("train", "val") if name in spec.entries or spec.holds_out]
+    if spec.sets:
+        raise UserError(f"{spec.file} lists data sets; split each of them, and list the YAMLs that this writes")
     if any(listing.annotated for listing in listings):
         raise UserError(f"{spec.file} has annotations instead of label files; write `split: {val:g}` into a data YAML")
     images = sorted({image for listing in listings for image in listing.images})

@@ -20,7 +20,7 @@ from tests.machines import TORCHRUN, living, on_machine
 from tests.making import tiny_anchor_free, write_yaml
 from tests.wandb_files import one_run
 from utils.checkpoint import StateFiles
-from utils.files import ROOT
+from utils.files import ROOT, read_yaml
 
 FOUR = ("--logical-processes", "4")
 Train = Callable[..., str]
@@ -73,6 +73,20 @@ def test_killed_and_resumed_on_other_processes(
     assert "resuming " in printed
     assert "warning" not in printed
     identical(tmp_path / "exp", alone)
+
+
+def test_data_sets_by_share(train: Train, small_data: Path, tmp_path: Path) -> None:
+    flags = ("--data", str(by_share(small_data, tmp_path)), "--fitness", "mAP_0.5(night)=1", "--epochs", "1")
+    for count in ("1", "2"):
+        train(tmp_path, *flags, "--processes", count, "--name", count)
+    identical(tmp_path / "2", tmp_path / "1")
+    assert {"metrics/mAP_0.5(night)", "metrics/recall(day)"} < {*rows(tmp_path / "1")[0]}
+
+
+def by_share(data: Path, folder: Path) -> Path:
+    sets = [{"path": f"images/{split}", "name": name} for split, name in (("train", "day"), ("val", "night"))]
+    content = {**read_yaml(data), "train": [{**entry, "share": 0.5} for entry in sets], "val": sets}
+    return write_yaml(folder / "by_share.yaml", content)
 
 
 @pytest.mark.parametrize("name", ["NAdam", pytest.param("lion_pytorch:Lion", marks=pytest.mark.long)])
@@ -191,6 +205,7 @@ SCRATCH = ("drawn", "--weights", "", "--cfg")
         ("learned", "--hyp.lr_factor", "{backbone: 0, head: 1}"),
         (*SCRATCH, "yolov5n.yaml", "--augmentations", str(ROOT / "examples" / "own_augmentations.py")),
         (*SCRATCH, "ANCHOR-FREE"),  # with an auxiliary branch
+        ("BY SHARE", "--weights", "", "--cfg", "yolov5n.yaml"),
         ("drawn_outlines", "--weights", "", "--cfg", "yolov5n-seg.yaml", "--hyp", "low", "--optimizer", "Adam"),
         ("drawn_classes", "--weights", "", "--cfg", "resnet18.yaml", "--mixed-precision", "bf16"),
         ("drawn_classes", "--weights", "", "--cfg", "DROPOUT"),  # and stochastic depth
@@ -202,7 +217,7 @@ def test_other_jobs(
 ) -> None:
     """On one process, on four, and killed on two and resumed on one."""
     name, *flags = job
-    path = str(request.getfixturevalue(name))
+    path = str(by_share(drawn, tmp_path) if name == "BY SHARE" else request.getfixturevalue(name))
     dropout = {"task": "classify", "architecture": "efficientnet_b0", "nc": 6, "args": {"dropout": 0.4}}
     models = {"DROPOUT": dropout, "ANCHOR-FREE": {**tiny_anchor_free(), "nc": 6}}
     flags = [str(write_yaml(tmp_path / "model.yaml", models[flag])) if flag in models else flag for flag in flags]

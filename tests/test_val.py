@@ -152,6 +152,24 @@ def test_a_review_on_two_processes(
     assert f"{len(rows)} contradictions (" in printed
 
 
+def test_each_data_set_has_the_scores_of_a_validation_of_it_alone(
+    learned: Path, small_data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    images = sorted((small_data.with_suffix("") / "images" / "val").iterdir())
+    for name, chosen in (("day", images[:5]), ("night", images[5:])):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{image}\n" for image in chosen))
+
+    def scores(val: Any, **flags: Any) -> dict[str, Any]:
+        data = write_yaml(tmp_path / "data.yaml", {**read_yaml(small_data), "val": val})
+        return run(data=data, weights=learned, imgsz=96, workers=0, device="cpu", project=tmp_path, **flags)
+
+    both = scores([{"path": str(tmp_path / f"{name}.txt")} for name in ("day", "night")], processes=2, batch_size=2)
+    assert [line.split()[:2] for line in capfd.readouterr().out.splitlines() if "night" in line][-1] == ["night", "3"]
+    alone = scores(str(tmp_path / "night.txt"))
+    for metric in ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95"):
+        assert both[f"metrics/{metric}(night)"] == pytest.approx(alone[f"metrics/{metric}"], abs=1e-4) != 0
+
+
 def test_one_process_writes(
     two_models: tuple[str, str], small_data: Path, on_processes: OnProcesses, tmp_path: Path
 ) -> None:

@@ -123,10 +123,19 @@ class Instances(NamedTuple):
     classes: np.ndarray
 
 
+class Subset(NamedTuple):
+    """One of the data sets that a split lists."""
+
+    name: str
+    images: range  # indices in the split
+    samples: int  # samples per epoch, if the split is trained on
+
+
 class Split(ABC):
     """The usable images of one split, with their labels."""
 
     images: list[Path]  # by image index
+    sets: tuple[Subset, ...] = ()  # the data sets that the split lists, if it does
     problems: tuple[str, ...]  # sentences of the form `what is wrong; what is left out`
 
     @abstractmethod

@@ -129,7 +129,7 @@ class Identity:
         changed += [f"--imgsz (it was {saved['imgsz']})"] * (saved["imgsz"] != self.imgsz)
         for split, identity in self.splits.items():
             old = saved["splits"][split]
-            changed += [f"the {key} of `{split}:`" for key, value in identity.items() if value != old.get(key)]
+            changed += [f"the {key} of `{split}:`" for key in {**old, **identity} if identity.get(key) != old.get(key)]
         if changed:
             raise UserError(
                 f"what the run began with has changed: {', '.join(changed)}; restore it, or start a new run from its "

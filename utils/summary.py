@@ -39,10 +39,17 @@ class Summary:
     # Metrics in the console's line of an epoch, by short title; the last is beside the bar. Empty: `metrics`.
     headline: dict[str, float] = field(default_factory=dict)
     highest_fitness: float = 1.0  # upper bound of `fitness`
+    sets: list[Row] = field(default_factory=list)  # rows of the data sets, if the split lists several
 
     def table(self, brief: bool = False) -> list[str]:
-        """Return the lines of the printed table; if `brief`, titles and the row of all classes only."""
-        return table(self.overall if brief else [*self.overall, *self.details])
+        """Return the lines of the printed table, without the rows of classes if `brief`."""
+        return table([*self.overall, *([] if brief else self.details), *self.sets])
+
+    def with_set(self, name: str, part: Summary) -> Summary:
+        """Return the summary with the metrics of one data set of the split."""
+        metrics = {**self.metrics, **{f"{metric}({name})": value for metric, value in part.metrics.items()}}
+        rows: list[Row] = [*self.sets, *((name, *row[1:]) for row in part.overall[1:])]
+        return replace(self, metrics=metrics, sets=rows, headline=self.headline or self.metrics)
 
     def columns(self) -> dict[str, float]:
         """Return metrics and losses by the names of results.csv."""
@@ -62,6 +69,11 @@ class Summary:
         highest = sum(max(weight, 0.0) for weight in weights.values()) or 1.0
         headline = {**(self.headline or self.metrics), "fitness": value}
         return replace(self, fitness=max(-math.inf, value), highest_fitness=highest, headline=headline)
+
+
+def metric_columns(metrics: Sequence[str], sets: Sequence[Any]) -> list[str]:
+    """Return the names of a task's metrics: of the whole split, then of each data set in it, which has a `name`."""
+    return [*metrics, *(f"{metric}({part.name})" for part in sets for metric in metrics)]
 
 
 def fitness_weights(text: str, metrics: Sequence[str]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,45 @@ def yaml_file(tmp_path: Path) -> Path:
     """The path of a data YAML in a folder `set`, with two images in `set/images/train`."""
     touch(tmp_path / "set/images/train", "a.jpg", "b.png")
     return tmp_path / "set/data.yaml"
+
+
+# Data sets by share
+
+DAY, NIGHT = {"path": "day/images/train", "share": 0.7}, {"path": "night.yaml", "share": 0.3}
+
+
+def sets_of(folder: Path, *train: Any, **content: Any) -> list[tuple[str, float, tuple[int, ...]]]:
+    """Read a YAML that lists data sets; return their names, shares and class numbers."""
+    write_yaml(folder / "night.yaml", {"path": "night", "train": "images/train", "names": ["dog", "cat"]})
+    whole = {"path": ".", "train": [*train], "val": "day", "names": ["cat", "dog"], **content}
+    spec = read_spec(write_yaml(folder / "mix.yaml", whole))
+    return [(part.name, part.weight, part.classes) for split in ("train", "val") for part in spec.sets.get(split, ())]
+
+
+def test_data_sets_have_names_by_path_and_classes_by_name(tmp_path: Path) -> None:
+    sets = sets_of(tmp_path, DAY, NIGHT, names=["wolf", "cat", "dog"], val=[{"path": "night.yaml"}])
+    assert sets == [("day", 0.7, (0, 1, 2)), ("night", 0.3, (2, 1)), ("night", 0.0, (2, 1))]
+    renamed = sets_of(tmp_path, {"path": "night.yaml", "rename": {"dog": "cat"}}, names=["cat"])
+    assert renamed == [("night", 0.0, (0, 0))]
+
+
+@pytest.mark.parametrize(
+    ("train", "content", "words"),
+    [
+        ([DAY, NIGHT], {"names": ["cat"]}, "has the class dog in night, which `names` lacks; add it there"),
+        ([DAY, {**NIGHT, "share": 0.5}], {}, "shares that add up to 1.2 instead of 1"),
+        ([DAY, {"path": "night.yaml", "weight": 1}], {}, "needs a positive `share` or `weight` for each data set"),
+        ([DAY, {**DAY, "share": 0.3}], {}, "names a data set 'day'; give each a `name` of its own"),
+        ([DAY, {**NIGHT, "shares": 1}], {}, "no keys but path, name, share, weight, rename"),
+        ([{"path": "."}], {}, "names a data set ''"),
+        ([{"path": "mix.yaml"}], {}, "which lists data sets itself; list them here"),
+        ([{**NIGHT, "share": 1, "rename": {"bird": "cat"}}], {}, "has `rename: {'bird': 'cat'}` for night"),
+        ([DAY, NIGHT], {"val": None}, "`val` must be given, because `train:` lists data sets"),
+    ],
+)
+def test_an_invalid_list_of_data_sets(train: list[Any], content: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        sets_of(tmp_path, *train, **content)
 
 
 # Keys and values

@@ -83,6 +83,31 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+# Several data sets
+
+
+@pytest.mark.parametrize("kind", [DetectionData, SegmentationData])
+def test_data_sets_are_joined_by_class_names(kind: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One with boxes alone, one with an outline and its classes in another order, one without any object."""
+    rows = {"day": ["0 0.5 0.5 0.4 0.4"], "night": ["0 0.1 0.1 0.9 0.1 0.5 0.9", "1 0.5 0.5 0.4 0.4"], "sky": []}
+    for name, number in (*(("day", number) for number in range(10)), ("night", 0), ("sky", 0)):
+        write_image(tmp_path / name / f"images/{number}.png", plain(64, 64), *rows[name])
+    write_yaml(tmp_path / "night.yaml", {"path": "night", "train": "images", "names": ["dog", "cat"]})
+    train = [{"path": path, "weight": weight} for path, weight in (("day/images", 5), ("night.yaml", 5), ("sky", 2))]
+    spec = write_yaml(tmp_path / "data.yaml", {"train": train, "val": "day/images", "names": ["cat", "dog"]})
+    data, corners = kind(read_spec(spec), 64, 32, DataOptions()), 4 * (kind is SegmentationData)
+    split = data.split("train", EVERYTHING)
+    assert split.sets == (("day", range(10), 5), ("night", range(10, 11), 5), ("sky", range(11, 12), 2))
+    assert split.labels.rows[:, 0].tolist() == [0] * 10 + [1, 0]
+    assert split.labels.polygons.counts.tolist() == [corners] * 10 + [3, corners]
+    data.report(split, split)
+    assert "  day 10 images, 42 %; night 1 images, 42 % (each 5.0 times an epoch); sky" in capsys.readouterr().out
+    drawn = [info.image for batch in epoch_of(data, EVERYTHING) for info in batch.infos]
+    assert (len(drawn), drawn.count(10), drawn.count(11)) == (12, 5, 2)
+    with pytest.raises(UserError, match="decide themselves how often an image is drawn; leave them out"):
+        kind(read_spec(spec), 64, 32, DataOptions(rect=True)).split("train", EVERYTHING)
+
+
 # Training items
 
 

@@ -21,7 +21,7 @@ from data.sampler import (
     item_generator,
     training_batches,
 )
-from utils.batch import Instances
+from utils.batch import Instances, Subset
 
 SQUARE = (64, 64)
 examples = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -58,6 +58,18 @@ def test_an_epoch_holds_every_image_once_and_fills_up_from_its_start(
     assert epoch_of(batches, 2) == epoch
     ones = list(chain(*epoch_of(GlobalBatches(count, 1, seed, (32, 96), partners), 2)))
     assert ones == samples[:count]
+
+
+def test_two_data_sets_of_ten_to_one_by_equal_shares() -> None:
+    sets = (Subset("day", range(100), 55), Subset("night", range(100, 110), 55))
+    batches = training_batches(Sampling(), INSTANCES, np.full((110, 2), 64, np.int32), 11, 3, 64, 32, 3, sets)
+    epochs = [epoch_of(batches, epoch) for epoch in range(3)]
+    for epoch in epochs:
+        counts = np.bincount(images(epoch), minlength=110)
+        assert (counts[:100].sum(), counts[:100].max(), counts[100:].sum()) == (55, 1, 55)
+        assert {*counts[100:].tolist()} == {5, 6}
+        assert 0 < sum(image < 100 for image in images(epoch[:1])) < 11
+    assert sorted(images(epochs[0])) != sorted(images(epochs[1]))
 
 
 def test_an_item_has_a_generator_by_seed_epoch_and_position() -> None:
