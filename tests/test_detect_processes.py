@@ -62,7 +62,6 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def files(folder: Path) -> dict[str, Any]:
-    """Return the bytes of all files but the settings, which have the number of processes."""
     return {name: content for name, content in contents(folder).items() if name not in ("settings.yaml", ".lock")}
 
 
@@ -76,8 +75,7 @@ def runs(flags: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_several_processes_write_the_same_bytes(flags: dict[str, Any], runs: Path) -> None:
     """Batches of mixed shapes, and single images; a bad image is named."""
     result = detect.run(**flags, batch_size=3, project=runs, name="two", processes=2)
-    assert result["images"] == 25
-    assert "004b.jpg" in result["problems"][0]
+    assert (result["images"], "004b.jpg" in result["problems"][0]) == (25, True)
     assert files(runs / "two") == files(runs / "exp")
     with pytest.raises(UserError, match="exit code 1"):
         detect.run(**{**flags, "save_json": False}, view_img=True, processes=2, project=runs)
@@ -102,14 +100,12 @@ def test_a_killed_run_is_resumed(flags: dict[str, Any], runs: Path, tmp_path: Pa
         time.sleep(0.005)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    journals = sorted(progress.glob("*.jsonl"))
-    text = journals[0].read_text()
-    journals[0].write_text(text + text[: len(text) // 2])  # a line that is cut
+    for journal in progress.glob("*.jsonl"):
+        journal.write_text(2 * journal.read_text() + "[3, [[0, ")  # a line that is cut
     with pytest.raises(UserError, match="takes --conf-thres from "):
         detect.run(resume=tmp_path / "exp", conf=0.3)
     done = {path: path.stat().st_mtime_ns for path in (tmp_path / "exp" / "labels").iterdir()}
-    result = detect.run(project=tmp_path, resume="newest", device="cpu")
-    assert result["images"] == 25
+    assert detect.run(project=tmp_path, resume="newest", device="cpu")["images"] == 25
     assert sum(path.stat().st_mtime_ns == before for path, before in done.items()) >= 1
     assert files(tmp_path / "exp") == files(runs / "exp")
     with pytest.raises(UserError, match="no unfinished run"):
@@ -125,8 +121,6 @@ def test_ids_of_annotations(flags: dict[str, Any], tmp_path: Path) -> None:
     assert {row["image_id"] for row in rows} <= set(range(100, 112))
     assert {row["category_id"] for row in rows} == {9}
     assert read_data(str(tmp_path / "exp")).names == NAMES  # by the classes of the labels, not by id
-    with pytest.raises(UserError, match="nowhere"):
-        detect.run(**flags, annotations="nowhere.json", project=tmp_path)
 
 
 def test_what_is_labelled_trains(flags: dict[str, Any], runs: Path, tmp_path: Path) -> None:
@@ -141,8 +135,8 @@ def test_what_is_labelled_trains(flags: dict[str, Any], runs: Path, tmp_path: Pa
         for number, image in enumerate(images):
             stem = f"{image.stem}-2" if image.parent.name == "b" and image.stem != "black" else image.stem
             file = data / "labels" / f"{stem}.txt" if data.is_dir() else runs / "exp" / "labels" / f"{stem}.txt"
-            text = file.read_text() if file.exists() else ""
-            written = np.array([[*map(float, row.split()[:5])] for row in text.splitlines()], np.float32)
+            lines = file.read_text().splitlines() if file.exists() else []
+            written = np.array([[*map(float, line.split()[:5])] for line in lines], np.float32)
             np.testing.assert_allclose(
                 labels.image_rows(number), written.reshape(-1, 5), rtol=0, atol=0 if data.is_dir() else 1e-4
             )
